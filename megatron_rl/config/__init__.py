@@ -1,0 +1,1 @@
+"""The configuration of every recipe: schema, loading, judgement. Imports no torch."""

@@ -1,0 +1,140 @@
+"""From the command line to one judged configuration: YAML files merge left to right, then dotted overrides.
+
+Invariants (tests/unit/config): a later file wins key by key; mappings merge, everything else replaces; a wrong
+key names its dotted path and the nearest right one; nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar, Union, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+Config = TypeVar("Config", bound=BaseModel)
+
+
+def load_config(kind: type[Config], arguments: Sequence[str]) -> Config:
+    """Read `file.yaml ... section.key=value ...` into a configuration of type `kind`.
+
+    Raises:
+        ValueError: one message that lists every fault by dotted path, with what to write instead.
+    """
+    return judge(kind, merge_arguments(arguments))
+
+
+def merge_arguments(arguments: Sequence[str]) -> dict[str, Any]:
+    """The merged mapping, not judged yet."""
+    merged: dict[str, Any] = {}
+    for argument in arguments:
+        if "=" in argument:
+            path, _, text = argument.partition("=")
+            merge(merged, nest(path.split("."), parse_value(text)))
+        else:
+            merge(merged, read_yaml(Path(argument)))
+    return merged
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Raises ValueError naming the file, and the line where YAML stops making sense."""
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file; arguments are YAML files or overrides like policy.optimizer.lr=1e-6")
+    try:
+        content = yaml.load(path.read_text(), Loader=_Loader)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is no YAML: {error}") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: the top level must be a mapping of sections, not a {type(content).__name__}")
+    return content
+
+
+def parse_value(text: str) -> Any:
+    """An override's value, as YAML: `3`, `1e-6`, `null`, `[a, b]`, `{kind: grpo}`."""
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        raise ValueError(f"the value {text!r} is no YAML: {error}") from error
+
+
+def nest(keys: Sequence[str], value: Any) -> dict[str, Any]:
+    if not all(keys):
+        raise ValueError(f"{'.'.join(keys)!r}: an override is section.key=value, with no empty key")
+    return {keys[0]: value if len(keys) == 1 else nest(keys[1:], value)}
+
+
+def merge(into: dict[str, Any], new: Mapping[str, Any]) -> None:
+    """Mappings merge key by key; a different `kind` replaces the whole section, whose keys it does not share."""
+    for key, value in new.items():
+        old = into.get(key)
+        if isinstance(old, dict) and isinstance(value, Mapping) and value.get("kind", old.get("kind")) == old.get("kind"):
+            merge(old, value)
+        else:
+            into[key] = dict(value) if isinstance(value, Mapping) else value
+
+
+def judge(kind: type[Config], merged: Mapping[str, Any]) -> Config:
+    try:
+        return kind.model_validate(merged)
+    except ValidationError as error:
+        faults = [_explain(kind, fault) for fault in error.errors(include_url=False)]
+        raise ValueError("the configuration is refused:\n" + "\n".join(f"  {fault}" for fault in faults)) from error
+
+
+def _explain(kind: type[BaseModel], fault: Any) -> str:
+    location = [str(part) for part in fault["loc"]]
+    path = ".".join(location)
+    if fault["type"] == "extra_forbidden":
+        model = _model_at(kind, fault["loc"][:-1])
+        names = list(model.model_fields) if model else []
+        near = difflib.get_close_matches(location[-1], names, n=1, cutoff=0.5)
+        hint = f"did you mean {'.'.join([*location[:-1], near[0]])}?" if near else f"known here: {', '.join(names)}"
+        return f"{path}: unknown key; {hint}"
+    if fault["type"] == "missing":
+        return f"{path}: required, and given by no file and no override"
+    message = fault["msg"].removeprefix("Value error, ")
+    if fault["type"] == "value_error":
+        return f"{path}: {message}" if path else message
+    return f"{path}: {message} (got {fault['input']!r})"
+
+
+def _model_at(kind: type[BaseModel], location: Sequence[str | int]) -> type[BaseModel] | None:
+    """The model that a fault's location lies in; a union's `kind` stands in the location as a step of its own."""
+    here: Any = kind
+    for step in location:
+        candidates = _models(here)
+        if isinstance(step, int):
+            continue
+        inside = [m.model_fields[step].annotation for m in candidates if step in m.model_fields]
+        chosen = [m for m in candidates if "kind" in m.model_fields and m.model_fields["kind"].default == step]
+        here = inside[0] if inside else Union[tuple(chosen)] if chosen else here
+    models = _models(here)
+    return models[0] if models else None
+
+
+def _models(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    if get_origin(annotation) is None:
+        return []
+    return [model for argument in get_args(annotation) for model in _models(argument)]
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2 numbers: `1e-6` is a float (PyYAML's YAML 1.1 reads it as text)."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    key: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:float"]
+    for key, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?$|^[-+]?\.(inf|Inf|INF)$|^\.(nan|NaN|NAN)$"),
+    list("-+0123456789."),
+)

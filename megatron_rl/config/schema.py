@@ -1,0 +1,297 @@
+"""The configuration: every key of every recipe, judged once at the start.
+
+Frozen pydantic models, unknown keys fail, a docstring under each field, unions by `kind:`. Derived values are
+properties, never keys. Importing this module loads neither torch nor any vendor.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
+
+from megatron_rl.types import Mesh
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class ParallelConfig(Section):
+    """How the trainer is split. World size = tensor x pipeline x data."""
+
+    tensor: PositiveInt = 1
+    """Tensor parallelism (TP): the matrices of a layer."""
+    pipeline: PositiveInt = 1
+    """Pipeline parallelism (PP): the layers."""
+    data: PositiveInt = 1
+    """Data parallelism (DP): the samples; the optimizer's state is split over it."""
+    sequence: bool = True
+    """Sequence parallelism with TP > 1: norms and residuals split over the tokens."""
+
+    @property
+    def mesh(self) -> Mesh:
+        return Mesh(tensor=self.tensor, pipeline=self.pipeline, data=self.data)
+
+
+class OptimizerConfig(Section):
+    """Adam with decoupled weight decay."""
+
+    lr: Annotated[float, Field(gt=0)] = 1e-6
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """The schedule's last learning rate over its first; 1 is constant."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Linear from 0 to lr."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """From lr to lr * min_lr_ratio over the run's steps after the warm-up."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    clip_grad: Annotated[float, Field(ge=0)] = 1.0
+    """Bound of the global gradient norm; 0 is none."""
+
+
+class ModelConfig(Section):
+    path: Path
+    """A Hugging Face folder: config.json, safetensors, tokenizer."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Of the trainer's forward and of the engine; the optimizer's state is fp32."""
+    recompute: Literal["none", "full"] = "none"
+    """full: keep only each layer's input and compute the rest again in the backward pass."""
+
+
+class PolicyConfig(Section):
+    parallel: ParallelConfig = ParallelConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+
+
+class SamplingConfig(Section):
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    """The trainer divides its logits by the same number."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Field(ge=0)] = 0
+    """0 is all."""
+
+
+class ThinkingBudget(Section):
+    """Two calls: the thought gets `thought_tokens`; if the delimiter is missing it is forced (and is no
+    action), then the answer gets `response_tokens`, answer tokens of the first call included."""
+
+    thought_tokens: PositiveInt
+    response_tokens: PositiveInt
+    delimiter: str = "</think>"
+    """Text that ends the thought; it must be tokens of the model's own, one or more."""
+
+
+class RolloutConfig(Section):
+    num_engines: PositiveInt = 1
+    tensor: PositiveInt = 1
+    """Tensor parallelism of each engine."""
+    prompts_per_step: PositiveInt
+    samples_per_prompt: PositiveInt
+    """G, the group."""
+    max_prompt_tokens: PositiveInt
+    max_response_tokens: PositiveInt
+    """Of everything after the prompt: thought, delimiter and answer."""
+    thinking: ThinkingBudget | None = None
+    sampling: SamplingConfig = SamplingConfig()
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.85
+    """vLLM's share of each GPU; without a GPU its KV cache is 1 GiB."""
+
+    @property
+    def max_model_tokens(self) -> int:
+        """The longest sample."""
+        return self.max_prompt_tokens + self.max_response_tokens
+
+
+class GrpoAdvantage(Section):
+    """Group-relative advantages (Shao et al. 2024, arXiv:2402.03300)."""
+
+    kind: Literal["grpo"] = "grpo"
+    std: Literal["group", "none"] = "group"
+    """none: Dr. GRPO (Liu et al. 2025, arXiv:2503.20783)."""
+
+
+class DualClipLoss(Section):
+    """PPO's clipped objective with a bound for A < 0 (Ye et al. 2020, arXiv:1912.09729)."""
+
+    kind: Literal["dual_clip"] = "dual_clip"
+    clip_ratio_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    clip_ratio_high: Annotated[float, Field(gt=0)] = 0.2
+    clip_ratio_c: Annotated[float, Field(gt=1)] = 3.0
+    """For A < 0 no token costs more than c |A|."""
+
+
+class TruncatedCorrection(Section):
+    """Weights each token by min(pi_old / pi_rollout, cap): truncated importance sampling."""
+
+    kind: Literal["truncate"] = "truncate"
+    cap: Annotated[float, Field(gt=0)] = 2.0
+
+
+class AlgorithmConfig(Section):
+    adv_estimator: GrpoAdvantage = GrpoAdvantage()
+    loss: DualClipLoss = DualClipLoss()
+    loss_agg_mode: Literal["token-mean"] = "token-mean"
+    """token-mean: the sum over action tokens over their number in the whole mini-batch."""
+    correction: TruncatedCorrection | None = TruncatedCorrection()
+    """Importance correction between engine and trainer; null for none."""
+    drop_zero_signal: bool = True
+    """Groups whose rewards are all equal leave the step (counted): their advantages are 0."""
+    updates_per_step: PositiveInt = 1
+    """Mini-batches, one optimizer step each, that a step's samples are split into."""
+    max_mismatch: Annotated[float, Field(gt=0)] = 1e-2
+    """The run stops when mean |logp_old - logp_rollout| exceeds it: the engine does not hold the
+    trainer's weights. fp32 sees 1e-6, bf16 1e-2."""
+
+
+class BalanceConfig(Section):
+    max_tokens_per_microbatch: PositiveInt
+    """Hard cap, alignment padding counted."""
+
+
+class ExactAnswerReward(Section):
+    """1 if the text after the thought is the row's `ground_truth`, else 0."""
+
+    kind: Literal["exact_answer"] = "exact_answer"
+    answer: Literal["all", "last_number"] = "all"
+    """all: the whole text after the delimiter, stripped; last_number: its last number, compared as a number."""
+    require_stop: bool = True
+    """An answer that a budget cut scores 0."""
+
+
+class FunctionReward(Section):
+    """Any function with TRL's contract: f(prompts, completions, completion_ids, **columns) -> list[float | None]."""
+
+    kind: Literal["function"] = "function"
+    path: str
+    """`package.module:function`"""
+    weight: float = 1.0
+
+
+RewardConfig = Annotated[ExactAnswerReward | FunctionReward, Field(discriminator="kind")]
+
+
+class DataConfig(Section):
+    train: Path
+    """JSON lines: `messages` (chat turns) or `prompt` (plain text), `ground_truth`, any other column."""
+    eval: Path | None = None
+    """Held-out rows of the same form."""
+    on_bad_row: Literal["fail", "skip"] = "fail"
+    """An unreadable row or an over-long prompt: stop with file and line, or skip and count."""
+
+
+class SftConfig(Section):
+    rows: Path
+    """JSON lines: `prompt` and `completion`, or `messages` whose last turn is the assistant's."""
+    rows_per_step: PositiveInt = 64
+    max_tokens: PositiveInt = 4096
+    """Longest row, prompt and completion."""
+
+
+class EvalConfig(Section):
+    every: Annotated[int, Field(ge=0)] = 0
+    """Steps between evaluations; 0: only before the first and after the last."""
+    num_prompts: PositiveInt = 256
+    samples_per_prompt: PositiveInt = 1
+
+
+class CheckpointConfig(Section):
+    every: Annotated[int, Field(ge=0)] = 0
+    """Steps between checkpoints; 0: only at the end and at Ctrl-C."""
+    keep: PositiveInt = 2
+    """The newest checkpoints that stay; the others are deleted after a new one is whole."""
+
+
+class RunConfig(Section):
+    name: str
+    folder: Path = Path("runs")
+    """The run's files go to folder/name."""
+    steps: PositiveInt
+    seed: int = 0
+
+
+class ClusterConfig(Section):
+    ray_address: str | None = None
+    """null starts a Ray of our own on this machine and stops it at the end; `auto` joins a running one."""
+    cpus_per_trainer: Annotated[float, Field(gt=0)] = 1
+    gpus_per_trainer: Annotated[float, Field(ge=0)] = 0
+    gpus_per_engine_rank: Annotated[float, Field(ge=0)] = 0
+    world_size: PositiveInt | None = None
+    """Trainer ranks that the job has; null takes what the parallel sizes need."""
+
+
+class BaseConfig(Section):
+    run: RunConfig
+    model: ModelConfig
+    policy: PolicyConfig = PolicyConfig()
+    balance: BalanceConfig
+    cluster: ClusterConfig = ClusterConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+
+    @property
+    def run_folder(self) -> Path:
+        return self.run.folder / self.run.name
+
+    @model_validator(mode="after")
+    def _world_size_fits(self):
+        mesh, world = self.policy.parallel.mesh, self.cluster.world_size
+        if world is not None and world != mesh.world_size:
+            raise ValueError(
+                f"cluster.world_size is {world}, but policy.parallel needs {mesh.tensor} x {mesh.pipeline} x "
+                f"{mesh.data} = {mesh.world_size} ranks (tensor x pipeline x data); change one of them"
+            )
+        return self
+
+
+class SftRunConfig(BaseConfig):
+    """What recipes/sft.py reads."""
+
+    sft: SftConfig
+
+    @model_validator(mode="after")
+    def _cap_holds_the_longest_row(self):
+        if self.balance.max_tokens_per_microbatch < self.sft.max_tokens:
+            raise ValueError(
+                f"balance.max_tokens_per_microbatch ({self.balance.max_tokens_per_microbatch}) is below sft.max_tokens "
+                f"({self.sft.max_tokens}): the longest row fits no micro-batch; raise the cap or lower max_tokens"
+            )
+        return self
+
+
+class GrpoRunConfig(BaseConfig):
+    """What recipes/grpo.py reads."""
+
+    data: DataConfig
+    rollout: RolloutConfig
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    rewards: Annotated[tuple[RewardConfig, ...], Field(min_length=1)] = (ExactAnswerReward(),)
+    """The scores are added, each times its weight."""
+    eval: EvalConfig = EvalConfig()
+
+    @model_validator(mode="after")
+    def _cross_checks(self):
+        cap, longest = self.balance.max_tokens_per_microbatch, self.rollout.max_model_tokens
+        if cap < longest:
+            raise ValueError(
+                f"balance.max_tokens_per_microbatch ({cap}) is below the longest sample, rollout.max_prompt_tokens + "
+                f"rollout.max_response_tokens = {longest}: it would fit no micro-batch; raise the cap"
+            )
+        thinking = self.rollout.thinking
+        if thinking and thinking.thought_tokens + thinking.response_tokens >= self.rollout.max_response_tokens:
+            raise ValueError(
+                f"rollout.max_response_tokens ({self.rollout.max_response_tokens}) must exceed thinking.thought_tokens + "
+                f"thinking.response_tokens ({thinking.thought_tokens + thinking.response_tokens}): the delimiter needs room"
+            )
+        sampling = self.rollout.sampling
+        if self.algorithm.correction and (sampling.top_p < 1 or sampling.top_k > 0):
+            raise ValueError(
+                "algorithm.correction needs the engine's full distribution: set rollout.sampling.top_p to 1 and top_k to "
+                "0, or algorithm.correction to null"
+            )
+        if self.rollout.samples_per_prompt == 1:
+            raise ValueError("rollout.samples_per_prompt is 1: every grpo advantage would be 0; use 2 or more")
+        if self.rollout.prompts_per_step < self.algorithm.updates_per_step:
+            raise ValueError("algorithm.updates_per_step exceeds rollout.prompts_per_step: some updates would be empty")
+        return self

@@ -1,0 +1,23 @@
+"""Where the weights lie, on both sides, as pure values. See README.md."""
+
+from __future__ import annotations
+
+from megatron_rl.layout.hub import read_shape
+from megatron_rl.layout.families import FAMILIES
+from megatron_rl.layout.family import padded, VOCABULARY_MULTIPLE
+from megatron_rl.layout.shards import Box, Shard, check_parameters, slices, volume
+from megatron_rl.layout.transfer import Copy, TransferPlan, plan_policy_to_engines, plan_transfers
+from megatron_rl.types import Mesh, ModelShape
+
+
+def megatron_shards(shape: ModelShape, mesh: Mesh, rank: int, fused_norms: bool = False) -> list[Shard]:
+    return FAMILIES[shape.family].megatron_shards(shape, mesh, rank, fused_norms)
+
+
+def vllm_shards(shape: ModelShape, size: int, rank: int) -> list[Shard]:
+    return FAMILIES[shape.family].vllm_shards(shape, size, rank)
+
+
+def padded_vocabulary(shape: ModelShape, tensor: int) -> int:
+    """Rows of Megatron's embedding over all TP ranks."""
+    return padded(shape.vocab_size, VOCABULARY_MULTIPLE * tensor)

@@ -1,0 +1,90 @@
+"""Where a piece of a weight lies: rectangles of Hugging Face tensors, the canonical form of both sides.
+
+A `Shard` says: this rectangle of that HF tensor is this rectangle of that local parameter. A rank is a list of
+shards; loading, export and the bridge are loops over such lists. Invariants (tests/unit/layout): both rectangles
+of a shard have the same extents; the shards of all ranks of a mesh without replicas partition every HF tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+
+Box = tuple[tuple[int, int], ...]
+"""Half-open interval [start, stop) of each tensor dim."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Example, rank 1 of TP2, the gate half of a fused gated MLP with ffn 256, hidden 128:
+    Shard("model.layers.0.mlp.gate_proj.weight", ((128, 256), (0, 128)),
+          "decoder.layers.0.mlp.linear_fc1.weight", ((0, 128), (0, 128)))
+    """
+
+    hf_name: str
+    hf_box: Box
+    local_name: str
+    local_box: Box
+
+    def __post_init__(self) -> None:
+        assert extents(self.hf_box) == extents(self.local_box), self
+
+
+def extents(box: Box) -> tuple[int, ...]:
+    return tuple(stop - start for start, stop in box)
+
+
+def volume(box: Box) -> int:
+    """Number of elements."""
+    return prod(extents(box))
+
+
+def intersect(a: Box, b: Box) -> Box | None:
+    """The common part, or None when it is empty."""
+    common = tuple((max(x[0], y[0]), min(x[1], y[1])) for x, y in zip(a, b, strict=True))
+    return common if all(start < stop for start, stop in common) else None
+
+
+def translate(part: Box, origin: Box, target: Box) -> Box:
+    """`part`, given in the frame where `origin` lies, in the frame where `origin` is called `target`."""
+    return tuple((p[0] - o[0] + t[0], p[1] - o[0] + t[0]) for p, o, t in zip(part, origin, target, strict=True))
+
+
+def slices(box: Box) -> tuple[slice, ...]:
+    """For indexing a tensor."""
+    return tuple(slice(start, stop) for start, stop in box)
+
+
+def local_extents(shards: Iterable[Shard]) -> dict[str, tuple[int, ...]]:
+    """Extents of every local parameter, vocabulary padding not counted."""
+    result: dict[str, tuple[int, ...]] = {}
+    for shard in shards:
+        stops = tuple(stop for _, stop in shard.local_box)
+        known = result.get(shard.local_name, stops)
+        result[shard.local_name] = tuple(max(a, b) for a, b in zip(known, stops, strict=True))
+    return result
+
+
+def check_parameters(shards: Iterable[Shard], live: dict[str, tuple[int, ...]], side: str) -> None:
+    """Every live parameter is described and every described one is live, with the same extents.
+
+    Only dim 0 of a vocabulary matrix may be longer than described: those are padding rows.
+
+    Raises:
+        ValueError: names the parameter that no rule covers, that is missing, or whose extents differ.
+    """
+    described = local_extents(shards)
+    for name in live.keys() - described.keys():
+        raise ValueError(f"{side}: parameter {name} {live[name]} is covered by no rule of the model family's table")
+    for name, shape in described.items():
+        if name not in live:
+            raise ValueError(f"{side}: the family's table expects a parameter {name} {shape}, which the model lacks")
+        padded = live[name][0] >= shape[0] and live[name][1:] == shape[1:] and is_vocabulary(name)
+        if live[name] != shape and not padded:
+            raise ValueError(f"{side}: parameter {name} is {live[name]}, the family's table says {shape}")
+
+
+def is_vocabulary(local_name: str) -> bool:
+    """Embedding and output layer, the only parameters with padding rows."""
+    return any(part in local_name for part in ("embed", "output_layer", "lm_head"))

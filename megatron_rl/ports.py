@@ -1,0 +1,65 @@
+"""What the loop needs from the world, as Protocols: the loop (L2) is written against these alone.
+
+Recipes join the loop to the real rooms (Megatron, vLLM, Ray); tests join it to small in-process ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Protocol
+
+from megatron_rl.types import Batch, Group, Mesh, Metrics, MicrobatchPlan, Prompt, Tokens, Verdict
+
+
+class Policy(Protocol):
+    """The model that learns."""
+
+    mesh: Mesh
+
+    def begin(self, batch: Batch, plan: MicrobatchPlan) -> Metrics:
+        """Hand every rank its own samples and compute `logp_old`; the ranks keep both until the next call.
+        Returns the mismatch between trainer and engine over action tokens."""
+
+    def update(self, minibatch: int) -> Metrics:
+        """One optimizer step on a mini-batch of the plan given to `begin`."""
+
+    def save(self, folder: Path, extra: dict[str, Any]) -> None:
+        """Write model, optimizer, schedule, RNG and `extra` so that the folder exists whole or not at all."""
+
+    def load(self, folder: Path) -> dict[str, Any]:
+        """Restore what `save` wrote; returns its `extra`."""
+
+    def export_hf(self, folder: Path) -> None:
+        """Write a Hugging Face folder that transformers and vLLM load."""
+
+
+class Engine(Protocol):
+    """The model that answers."""
+
+    def generate(self, prompts: Sequence[Prompt], num_samples: int, version: int, seed: int, greedy: bool = False) -> list[Group]:
+        """Answer every prompt `num_samples` times, unverified (`reward` None). The same seed and weights
+        give the same answers."""
+
+
+class Bridge(Protocol):
+    def push(self, version: int) -> Metrics:
+        """Bring the policy's weights into every engine as `version`; nothing is generated meanwhile."""
+
+
+class Verifier(Protocol):
+    def score(self, groups: Sequence[Group]) -> list[list[Verdict]]:
+        """One verdict a sample."""
+
+
+class Sink(Protocol):
+    """Where numbers go: the screen, metrics.jsonl, samples.jsonl."""
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Times what runs inside; the step's time split is made of these."""
+
+    def log(self, step: int, metrics: Metrics) -> None: ...
+
+    def samples(self, step: int, groups: Sequence[Group], payloads: Sequence[Sequence[Tokens]]) -> None:
+        """Keep a few answers for people, as text."""

@@ -1,0 +1,91 @@
+"""Merging and judging configurations, good and bad."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from megatron_rl.config.load import judge, load_config, merge, merge_arguments, parse_value
+from megatron_rl.config.schema import GrpoRunConfig, SftRunConfig
+
+GOOD = {
+    "run": {"name": "x", "steps": 2},
+    "model": {"path": "somewhere"},
+    "data": {"train": "rows.jsonl"},
+    "rollout": {"prompts_per_step": 4, "samples_per_prompt": 2, "max_prompt_tokens": 8, "max_response_tokens": 24},
+    "balance": {"max_tokens_per_microbatch": 32},
+}
+
+
+def refused(change: dict) -> str:
+    merged = {}
+    merge(merged, GOOD)
+    merged = {key: dict(value) for key, value in merged.items()}
+    merge(merged, change)
+    with pytest.raises(ValueError) as caught:
+        judge(GrpoRunConfig, merged)
+    return str(caught.value)
+
+
+def test_files_merge_left_to_right_and_overrides_win(tmp_path):
+    (tmp_path / "a.yaml").write_text("run: {name: a, steps: 1}\nmodel: {path: here}\n")
+    (tmp_path / "b.yaml").write_text("run: {steps: 2}\nsft: {rows: r.jsonl, max_tokens: 64}\nbalance: {max_tokens_per_microbatch: 128}\n")
+    config = load_config(SftRunConfig, [str(tmp_path / "a.yaml"), str(tmp_path / "b.yaml"), "run.seed=7", "policy.optimizer.lr=3e-4"])
+    assert (config.run.name, config.run.steps, config.run.seed, config.policy.optimizer.lr) == ("a", 2, 7, 3e-4)
+
+
+def test_another_kind_replaces_the_section():
+    merged = {"x": {"kind": "a", "only_a": 1}}
+    merge(merged, {"x": {"kind": "b"}})
+    assert merged == {"x": {"kind": "b"}}
+
+
+@pytest.mark.parametrize(("text", "value"), [("1e-6", 1e-6), ("3", 3), ("null", None), ("[1, 2]", [1, 2]), ("1.5E3", 1500.0), ("a", "a")])
+def test_override_values(text, value):
+    assert parse_value(text) == value and type(parse_value(text)) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rollout": {"num_engine": 2}}, "rollout.num_engine: unknown key; did you mean rollout.num_engines?"),
+        ({"policy": {"optimizer": {"learning_rate": 1}}}, "policy.optimizer.learning_rate: unknown key; known here: lr,"),
+        ({"algorithm": {"loss": {"clip_ratio_hi": 1}}}, "did you mean algorithm.loss.clip_ratio_high?"),
+        ({"rewards": [{"kind": "function", "paht": "a:b"}]}, "did you mean rewards.0.function.path?"),
+        ({"algorithm": {"loss": {"clip_ratio_c": 1.0}}}, "algorithm.loss.clip_ratio_c: Input should be greater than 1"),
+        ({"balance": {"max_tokens_per_microbatch": 31}}, "max_response_tokens = 32"),
+        ({"cluster": {"world_size": 3}}, "cluster.world_size is 3, but policy.parallel needs 1 x 1 x 1 = 1"),
+        ({"rollout": {"sampling": {"top_p": 0.9}}}, "set rollout.sampling.top_p to 1"),
+        ({"rollout": {"thinking": {"thought_tokens": 20, "response_tokens": 4}}}, "the delimiter needs room"),
+        ({"rollout": {"samples_per_prompt": 1}}, "every grpo advantage would be 0"),
+    ],
+)
+def test_faults_name_their_path_and_the_remedy(change, message):
+    assert message in refused(change)
+
+
+def test_all_faults_are_told_at_once():
+    text = refused({"run": {"stepz": 1}, "model": {"dtyp": "x"}})
+    assert "run.stepz" in text and "model.dtyp" in text
+
+
+def test_missing_key_file_and_broken_yaml(tmp_path):
+    with pytest.raises(ValueError, match="run.steps: required"):
+        judge(SftRunConfig, {"run": {"name": "x"}})
+    with pytest.raises(ValueError, match="no such file"):
+        merge_arguments([str(tmp_path / "none.yaml")])
+    (tmp_path / "bad.yaml").write_text("run: {name: x\n")
+    with pytest.raises(ValueError, match=r"(?s)bad.yaml is no YAML.*line 2"):
+        merge_arguments([str(tmp_path / "bad.yaml")])
+    (tmp_path / "list.yaml").write_text("- 1\n")
+    with pytest.raises(ValueError, match="top level must be a mapping"):
+        merge_arguments([str(tmp_path / "list.yaml")])
+    with pytest.raises(ValueError, match="no empty key"):
+        merge_arguments(["run..steps=1"])
+
+
+def test_configuration_needs_no_torch():
+    code = "import sys, megatron_rl.config.load, megatron_rl.config.schema; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
