@@ -38,9 +38,12 @@ class Policy(Protocol):
 class Engine(Protocol):
     """The model that answers."""
 
-    def generate(self, prompts: Sequence[Prompt], num_samples: int, version: int, seed: int, greedy: bool = False) -> list[Group]:
+    def generate(self, prompts: Sequence[Prompt], num_samples: int, version: int, seed: int) -> list[Group]:
         """Answer every prompt `num_samples` times, unverified (`reward` None). The same seed and weights
         give the same answers."""
+
+    def tokens(self, group: Group) -> Sequence[Tokens]:
+        """A group's payload, fetched: for the few answers that people read."""
 
 
 class Bridge(Protocol):

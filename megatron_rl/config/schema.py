@@ -34,6 +34,15 @@ class ParallelConfig(Section):
     def mesh(self) -> Mesh:
         return Mesh(tensor=self.tensor, pipeline=self.pipeline, data=self.data)
 
+    @property
+    def sequence_parallel(self) -> bool:
+        return self.sequence and self.tensor > 1
+
+    @property
+    def alignment(self) -> int:
+        """Packed sequences are padded to a multiple of this: sequence parallelism splits them evenly."""
+        return self.tensor if self.sequence_parallel else 1
+
 
 class OptimizerConfig(Section):
     """Adam with decoupled weight decay."""
@@ -188,6 +197,8 @@ class SftConfig(Section):
     rows_per_step: PositiveInt = 64
     max_tokens: PositiveInt = 4096
     """Longest row, prompt and completion."""
+    on_bad_row: Literal["fail", "skip"] = "fail"
+    """An unreadable or over-long row: stop with file and line, or skip and count."""
 
 
 class EvalConfig(Section):
@@ -269,6 +280,11 @@ class GrpoRunConfig(BaseConfig):
     rewards: Annotated[tuple[RewardConfig, ...], Field(min_length=1)] = (ExactAnswerReward(),)
     """The scores are added, each times its weight."""
     eval: EvalConfig = EvalConfig()
+
+    @property
+    def delimiter(self) -> str:
+        """Text that ends the thought."""
+        return self.rollout.thinking.delimiter if self.rollout.thinking else "</think>"
 
     @model_validator(mode="after")
     def _cross_checks(self):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_rl.layout.hub import read_shape
+from megatron_rl.layout.hub import check_model, read_index, read_shape
 from megatron_rl.layout.families import FAMILIES
 from megatron_rl.layout.family import padded, VOCABULARY_MULTIPLE
 from megatron_rl.layout.shards import Box, Shard, check_parameters, slices, volume

@@ -10,16 +10,16 @@ import struct
 from pathlib import Path
 
 from megatron_rl.layout.families import FAMILIES
-from megatron_rl.types import ModelShape
+from megatron_rl.types import Mesh, ModelShape
 
 
 def read_shape(folder: Path) -> ModelShape:
-    """Sizes from config.json.
+    """Sizes from a checkpoint folder's config.json, or from a JSON file of that form.
 
     Raises:
         ValueError: the folder or its config.json is missing or unreadable, or the family is unknown.
     """
-    path = Path(folder) / "config.json"
+    path = folder if folder.suffix == ".json" else folder / "config.json"
     if not path.is_file():
         raise ValueError(f"model.path: {folder} has no config.json; give the folder of a Hugging Face checkpoint")
     try:
@@ -49,6 +49,16 @@ def read_shape(folder: Path) -> ModelShape:
         )
     except KeyError as error:
         raise ValueError(f"{path}: the key {error} is missing; is this the config.json of a {family} model?") from error
+
+
+def check_model(folder: Path, shape: ModelShape, mesh: Mesh) -> None:
+    """Everything that can be known of a checkpoint before a process starts.
+
+    Raises:
+        ValueError: heads or layers do not divide, or the weights are damaged or incomplete.
+    """
+    FAMILIES[shape.family].check_mesh(shape, mesh)
+    read_index(folder, shape)
 
 
 def read_index(folder: Path, shape: ModelShape) -> dict[str, Path]:

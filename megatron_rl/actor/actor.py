@@ -1,0 +1,290 @@
+"""The policy's trainer: one of these lives in every trainer process, and all are called together.
+
+Every public method is a collective: all ranks call it in the same order, and all return the same numbers or
+raise the same error. Invariants (tests/dist): loss and gradient norm do not depend on the layout or on the
+number of micro-batches; resume is bitwise; a step with a number that is not finite changes no weight.
+
+Shape letters: T packed tokens of a micro-batch.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from torch import Tensor
+
+from megatron_rl.actor import checkpoint, platform, state
+from megatron_rl.actor.agreement import Agreement
+from megatron_rl.actor.model import build_model, uses_fused_layers
+from megatron_rl.actor.optimizer import apply_gradients, build_optimizer, gradient_norm
+from megatron_rl.actor.packing import Microbatch, TrainSample, pack
+from megatron_rl.actor.step import Schedule
+from megatron_rl.algorithms.objective import Metric, Objective, PackedColumns
+from megatron_rl.config.schema import ModelConfig, PolicyConfig
+from megatron_rl.layout import check_parameters, megatron_shards
+from megatron_rl.types import Denominators, Metrics, ModelShape
+
+log = logging.getLogger(__name__)
+
+Minibatches = Sequence[Sequence[Sequence[TrainSample]]]
+"""[minibatch][microbatch][sample]"""
+
+
+@dataclass(frozen=True, slots=True)
+class ActorSpec:
+    """What every trainer rank is built from; equal on all of them."""
+
+    shape: ModelShape
+    model: ModelConfig
+    policy: PolicyConfig
+    objective: Objective
+    temperature: float
+    """Of sampling; the logits are divided by it."""
+    needs_logp_old: bool
+    """Compute the log-probs before the step; otherwise the objective sees zeros."""
+    total_steps: int
+    """Optimizer steps of the run, for the learning rate's schedule."""
+    seed: int
+
+
+class MegatronActor:
+    def __init__(self, spec: ActorSpec, *, rank: int, world_size: int, init_method: str):
+        """Meet the other trainer processes at `init_method` (tcp://host:port or file://path) and build this
+        rank's part of the model. Its weights mean nothing until they are loaded (weights.py, or `load`).
+
+        Raises:
+            ValueError: world_size is not what the parallel sizes need, or the model does not divide by them.
+        """
+        parallel = spec.policy.parallel
+        self.spec, self.rank, self.mesh = spec, rank, parallel.mesh
+        if world_size != self.mesh.world_size:
+            raise ValueError(f"policy.parallel needs {self.mesh.world_size} ranks, there are {world_size}")
+        self.fused_norms = uses_fused_layers(spec.model)
+        """As `layout` means it."""
+        self.shards = megatron_shards(spec.shape, self.mesh, rank, self.fused_norms)
+        tensor, stage, _ = self.mesh.coordinates(rank)
+        self._speaks = tensor == 0 and stage == self.mesh.pipeline - 1
+        """One rank of each data-parallel replica reports its metrics."""
+        self._minibatches: list[list[Microbatch]] = []
+        self._denominators: list[Denominators] = []
+
+        platform.start(rank, world_size, init_method)
+        self.agreement = Agreement()
+        with platform.running():
+            parallel_state.initialize_model_parallel(
+                tensor_model_parallel_size=parallel.tensor,
+                pipeline_model_parallel_size=parallel.pipeline,
+                distributed_timeout_minutes=int(platform.TIMEOUT.total_seconds() // 60),
+                create_gloo_process_groups=False,
+            )
+            model_parallel_cuda_manual_seed(spec.seed)
+            self.model = build_model(spec.shape, spec.model, parallel, stage)
+            optimizer = spec.policy.optimizer
+            self.optimizer, self.scheduler = build_optimizer(self.model, optimizer, spec.total_steps)
+            self._schedule = Schedule(self.model, spec.shape, spec.temperature)
+        live = {name: tuple(parameter.shape) for name, parameter in self.parameters().items()}
+        check_parameters(self.shards, live, "Megatron")
+        layers = self._identity()["layers"]
+        log.info("trainer rank %d of %d: %s layers on %s", rank, world_size, layers, platform.device())
+
+    def parameters(self) -> dict[str, Tensor]:
+        """This rank's live parameters by Megatron's names, those that `self.shards` speaks of."""
+        return state.local_parameters(self.model)
+
+    def weights_changed(self) -> None:
+        """To be called after writing to `parameters()`: the optimizer's fp32 copies of bf16 follow."""
+        with platform.running():
+            self.optimizer.reload_model_params()
+
+    def begin(
+        self, minibatches: Minibatches, denominators: Sequence[Denominators], alignment: int
+    ) -> Metrics:
+        """Take this data-parallel rank's own samples of a training step and compute their `logp_old`.
+
+        Args:
+            minibatches: one optimizer step each. Every rank has the same number of micro-batches in a step;
+                some may be empty.
+            denominators: one a minibatch.
+            alignment: every sequence is padded to a multiple of it: of TP, with sequence parallelism.
+
+        Returns:
+            Where logp_old is computed, the mismatch of trainer and engine over all ranks' action tokens:
+            mean and largest |logp_old - logp_rollout|, and k3 = r - 1 - log r with r = pi_old / pi_rollout.
+
+        Raises:
+            ValueError: a sample that is malformed or holds a token outside the vocabulary, by name; an
+                alignment that sequence parallelism does not allow.
+        """
+        assert len(minibatches) == len(denominators)
+        with self.agreement.on_errors():
+            self._check_alignment(alignment)
+            packed = [[pack(samples, alignment) for samples in minibatch] for minibatch in minibatches]
+            for batch in (batch for minibatch in packed for batch in minibatch):
+                self._check_vocabulary(batch)
+        self._minibatches = [[batch.to(platform.device()) for batch in minibatch] for minibatch in packed]
+        self._denominators = list(denominators)
+        return self._compute_logp_old() if self.spec.needs_logp_old else {}
+
+    def update(self, minibatch: int) -> Metrics:
+        """One optimizer step on a minibatch given to `begin`.
+
+        Returns:
+            What the objective reports, and `loss`, `grad_norm` (before clipping) and `lr`.
+
+        Raises:
+            ValueError: a log-prob, the loss or the gradient is not finite, with the samples' names. No weight
+                has changed.
+        """
+        microbatches, denominators = self._minibatches[minibatch], self._denominators[minibatch]
+        problems: list[str] = []
+
+        def loss(i: int, logp_T: Tensor) -> tuple[Tensor, dict[str, Metric]]:
+            batch = microbatches[i]
+            if not batch.names:
+                return logp_T.sum() * 0.0, {}
+            try:
+                value, metrics = self.spec.objective(logp_T, _columns(batch), denominators)
+            except ValueError as error:
+                # The other ranks wait in the schedule: it is finished first, then all raise together.
+                problems.append(f"{_first_broken(batch, logp_T)}: {error}")
+                return logp_T.sum() * 0.0, {}
+            return value, {"loss": Metric(value.detach(), "sum"), **metrics}
+
+        with platform.running():
+            self.model.zero_grad_buffer()
+            self.optimizer.zero_grad()
+            reports = self._schedule.run(microbatches, loss)
+            metrics = self.agreement.reduce(reports if self._speaks else [], problems)
+            grad_norm = gradient_norm(self.optimizer)
+            if not math.isfinite(grad_norm):  # on every rank alike
+                self.agreement.require_none([self._describe_gradients(grad_norm, microbatches)])
+            self.scheduler.step(1)
+            apply_gradients(self.optimizer, grad_norm)
+        return {**metrics, "grad_norm": grad_norm, "lr": self.optimizer.param_groups[0]["lr"]}
+
+    def save(self, folder: Path, extra: dict[str, Any]) -> None:
+        """Write this training state and `extra` (rank 0's) so that the folder exists whole or not at all.
+
+        Raises:
+            ValueError: a rank could not write, for example because the disk is full; an older folder stays.
+        """
+        now = state.training_state(self.model, self.optimizer, self.scheduler)
+        checkpoint.save(Path(folder), self._identity(), now, extra, self.agreement)
+
+    def load(self, folder: Path) -> dict[str, Any]:
+        """Restore what `save` wrote and return its `extra`; the run goes on bit for bit (on a CPU).
+
+        Raises:
+            ValueError: the folder is missing or damaged, or of another mesh or model.
+        """
+        saved, extra = checkpoint.load(Path(folder), self._identity(), self.agreement)
+        state.restore(saved, self.model, self.optimizer, self.scheduler)
+        return extra
+
+    def close(self) -> None:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+    def _check_alignment(self, alignment: int) -> None:
+        tensor = self.mesh.tensor
+        if self.model.config.sequence_parallel and alignment % tensor:
+            raise ValueError(
+                f"alignment {alignment} is no multiple of policy.parallel.tensor ({tensor}), which sequence "
+                f"parallelism needs; plan the micro-batches with alignment {tensor}"
+            )
+
+    def _check_vocabulary(self, batch: Microbatch) -> None:
+        vocab_size = self.spec.shape.vocab_size
+        wrong = ((batch.ids_T < 0) | (batch.ids_T >= vocab_size)).nonzero()
+        if len(wrong):
+            position = int(wrong[0])
+            name = batch.names[int(batch.sample_T[position])]
+            raise ValueError(
+                f"sample {name} has token {int(batch.ids_T[position])}, the vocabulary is {vocab_size}: "
+                f"do engine and trainer use the same tokenizer?"
+            )
+
+    def _compute_logp_old(self) -> Metrics:
+        """One forward pass over all minibatches, kept on the last pipeline stage."""
+
+        def keep(i: int, logp_T: Tensor) -> tuple[Tensor, Tensor]:
+            return logp_T.new_zeros(()), logp_T
+
+        flat = [batch for minibatch in self._minibatches for batch in minibatch]
+        with platform.running(), torch.no_grad():
+            logps = self._schedule.run(flat, keep, forward_only=True)
+        if logps:
+            flat = [replace(batch, logp_old_T=logp_T) for batch, logp_T in zip(flat, logps, strict=True)]
+            remaining = iter(flat)
+            self._minibatches = [[next(remaining) for _ in minibatch] for minibatch in self._minibatches]
+        spoken = flat if self._speaks else []
+        sums = self.agreement.reduce([_mismatch(batch) for batch in spoken if batch.names])
+        num_actions = sums.get("num", 0.0)
+        if not num_actions:
+            return {}
+        return {
+            "mismatch/mean_abs": sums["abs"] / num_actions,
+            "mismatch/max_abs": sums["max_abs"],
+            "mismatch/k3": sums["k3"] / num_actions,
+        }
+
+    def _describe_gradients(self, grad_norm: float, microbatches: Sequence[Microbatch]) -> str:
+        parameters = self.model.named_parameters()
+        broken = [name for name, parameter in parameters if not parameter.main_grad.isfinite().all()]
+        where = f"first in {broken[0].replace('module.', '')}" if broken else "in other ranks' parameters"
+        names = [name for batch in microbatches for name in batch.names]
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        return (
+            f"the gradient norm is {grad_norm}, {where}, with the samples {', '.join(names[:3])}{more}; no "
+            f"weight was changed"
+        )
+
+    def _identity(self) -> dict[str, Any]:
+        """What a checkpoint and the actor that loads it must have in common."""
+        return {
+            "mesh": asdict(self.mesh),
+            "shape": asdict(self.spec.shape),
+            "dtype": self.spec.model.dtype,
+            "layers": "Transformer Engine" if self.fused_norms else "local",
+        }
+
+
+def _columns(batch: Microbatch) -> PackedColumns:
+    logp_old_T = torch.zeros_like(batch.logp_rollout_T) if batch.logp_old_T is None else batch.logp_old_T
+    return PackedColumns(
+        action_mask_T=batch.action_mask_T,
+        advantage_T=batch.advantage_T,
+        logp_old_T=logp_old_T,
+        logp_rollout_T=batch.logp_rollout_T,
+        sample_T=batch.sample_T,
+    )
+
+
+def _first_broken(batch: Microbatch, logp_T: Tensor) -> str:
+    """The sample of the first action with a log-prob that is not finite."""
+    logps = (logp_T.detach(), _columns(batch).logp_old_T, batch.logp_rollout_T)
+    broken = (batch.action_mask_T & ~torch.stack(logps).isfinite().all(0)).nonzero()
+    if not len(broken):
+        return f"samples {', '.join(batch.names)}"
+    return f"sample {batch.names[int(batch.sample_T[broken[0]])]}"
+
+
+def _mismatch(batch: Microbatch) -> dict[str, Metric]:
+    """Over the actions of one micro-batch: their number, the sums of |log r| and k3, the largest |log r|."""
+    log_ratio = (batch.logp_old_T - batch.logp_rollout_T)[batch.action_mask_T].double()
+    largest = log_ratio.abs().max() if len(log_ratio) else log_ratio.new_zeros(())
+    return {
+        "num": Metric(log_ratio.new_tensor(len(log_ratio)), "sum"),
+        "abs": Metric(log_ratio.abs().sum(), "sum"),
+        "k3": Metric((torch.expm1(log_ratio) - log_ratio).sum(), "sum"),
+        "max_abs": Metric(largest, "max"),
+    }

@@ -1,0 +1,78 @@
+"""Adam with decoupled weight decay through Megatron's optimizers, and the learning rate's schedule.
+
+With DP > 1 the optimizer is Megatron's distributed one: its state is split over the data-parallel ranks. As
+everywhere in Megatron, one-dimensional parameters (norms) are not decayed. The n-th update, counted from 1,
+uses the schedule's n-th value: a warm-up of w steps takes lr / w first and lr at step w, and the run's last
+step takes lr * min_lr_ratio. Invariant (tests/dist): an update equals torch.optim.AdamW on the whole model.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from megatron_rl.config.schema import OptimizerConfig
+
+
+def build_optimizer(
+    model: DistributedDataParallel, cfg: OptimizerConfig, total_steps: int
+) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
+    optimizer = get_megatron_optimizer(
+        MegatronOptimizerConfig(
+            optimizer="adam",
+            decoupled_weight_decay=True,
+            lr=cfg.lr,
+            min_lr=cfg.lr * cfg.min_lr_ratio,
+            weight_decay=cfg.weight_decay,
+            adam_beta1=cfg.betas[0],
+            adam_beta2=cfg.betas[1],
+            adam_eps=cfg.eps,
+            clip_grad=cfg.clip_grad,
+            bf16=model.config.bf16,
+            params_dtype=model.config.params_dtype,
+            use_distributed_optimizer=model.ddp_config.use_distributed_optimizer,
+        ),
+        [model],
+        use_gloo_process_groups=False,
+    )
+    scheduler = OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=cfg.lr,
+        min_lr=cfg.lr * cfg.min_lr_ratio,
+        lr_warmup_steps=cfg.warmup_steps,
+        lr_decay_steps=max(total_steps, cfg.warmup_steps + 1),  # Megatron wants the warm-up to end
+        lr_decay_style=cfg.schedule,
+        start_wd=cfg.weight_decay,
+        end_wd=cfg.weight_decay,
+        wd_incr_steps=0,
+        wd_incr_style="constant",
+    )
+    return optimizer, scheduler
+
+
+@torch.no_grad()
+def gradient_norm(optimizer: MegatronOptimizer) -> float:
+    """Hands the summed gradients to the optimizer and returns their global L2 norm, equal on every rank."""
+    optimizer.prepare_grads()
+    return float(optimizer.get_grad_norm())
+
+
+@torch.no_grad()
+def apply_gradients(optimizer: MegatronOptimizer, grad_norm: float) -> None:
+    """Clip by the norm that `gradient_norm` returned, and step: Megatron's `step`, cut in two so that a norm
+    that is not finite never reaches the weights."""
+    assert math.isfinite(grad_norm)
+    clip = optimizer.config.clip_grad
+    parameters = optimizer.chained_optimizers[0].get_parameters()
+    if clip > 0 and parameters:
+        clip_grad_by_total_norm_fp32(parameters, max_norm=clip, total_norm=grad_norm)
+    succeeded = optimizer.step_with_ready_grads()
+    assert succeeded, "Megatron skips a step only for a loss scale, and there is none"

@@ -1,0 +1,82 @@
+"""Where Megatron-Core runs: CUDA with NCCL, or a plain CPU with gloo. No other file changes anything for it.
+
+Megatron-Core says "cuda" in its source. Without a CUDA device, `running()` gives these words their CPU
+meaning for as long as its block lasts, in this thread: a torch function mode redirects `device="cuda"`, and
+`start` replaces the few `torch.cuda` functions that no mode can see. With CUDA nothing is touched. Invariant
+(tests/unit/actor): a tensor that Megatron's idioms ask for on "cuda" lies on the CPU inside the block, and
+fails as ever outside it.
+
+The CUDA path (NCCL, Transformer Engine's layers) has not been run.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
+
+HAS_CUDA = torch.cuda.is_available()
+HAS_TRANSFORMER_ENGINE = HAS_CUDA and importlib.util.find_spec("transformer_engine") is not None
+"""Its layers run in bf16; an fp32 model runs Megatron's own (model.py)."""
+TIMEOUT = timedelta(minutes=10)
+"""Of every collective: a rank whose neighbour died fails after it instead of waiting for ever."""
+
+
+class _CudaMeansCpu(TorchFunctionMode):
+    """Gives Megatron's CUDA idioms their CPU meaning."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            # Megatron recognises dtypes by this string, "torch.cuda.FloatTensor".
+            return func(*args).replace("torch.", "torch.cuda.", 1)
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if kwargs and "device" in kwargs and str(kwargs["device"]).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        return func(*args, **(kwargs or {}))
+
+
+def running() -> AbstractContextManager:
+    """Everything of Megatron's runs inside this block."""
+    return nullcontext() if HAS_CUDA else _CudaMeansCpu()
+
+
+def start(rank: int, world_size: int, init_method: str) -> None:
+    """Join the trainer's process group."""
+    if HAS_CUDA:
+        # Megatron orders communication and compute by one hardware queue; read when CUDA starts.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    else:
+        _replace_cuda_functions()
+    dist.init_process_group(
+        backend="nccl" if HAS_CUDA else "gloo",
+        init_method=init_method,
+        rank=rank,
+        world_size=world_size,
+        timeout=TIMEOUT,
+    )
+
+
+def _replace_cuda_functions() -> None:
+    """What a function mode does not see, because no tensor takes part in it."""
+    from megatron.core.tensor_parallel import random
+
+    # It warns when the CPU's generator moves inside a region of the CUDA generator: here they are one.
+    logging.getLogger(random.__name__).setLevel(logging.ERROR)
+    torch.cuda.current_device = lambda: "cpu"
+    torch.cuda.synchronize = lambda device=None: None
+    torch.cuda.manual_seed = torch.manual_seed
+    torch.cuda.get_rng_state = lambda device=None: torch.get_rng_state()
+    random._get_cuda_rng_state = lambda device=None, clone=False, graph_safe=False: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda state, device=None, graph_safe=False: torch.set_rng_state(state)
+
+
+def device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if HAS_CUDA else torch.device("cpu")

@@ -1,0 +1,80 @@
+"""Everything that the next training step depends on, in and out of a trainer rank: weights, the optimizer's
+state, the place in the learning rate's schedule, and the generators of Python, NumPy, torch and Megatron.
+
+Invariant (tests/dist): a run that goes on from a restored state equals, bit for bit, one that never stopped.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from torch import Tensor
+
+from megatron_rl.actor import platform
+
+
+def local_parameters(model: DistributedDataParallel) -> dict[str, Tensor]:
+    """Live tensors by GPTModel's own names, without those of its wrappers (DDP, bf16)."""
+    return {name.replace("module.", ""): parameter.data for name, parameter in model.named_parameters()}
+
+
+def training_state(
+    model: DistributedDataParallel, optimizer: MegatronOptimizer, scheduler: OptimizerParamScheduler
+) -> dict[str, Any]:
+    return {
+        "model": local_parameters(model),
+        "optimizer": [inner.state_dict() for inner in _inner(optimizer)],
+        "main_parameters": [parameter.detach() for parameter in _main_parameters(model, optimizer)],
+        "num_updates": scheduler.num_steps,
+        "random": {
+            "python": random.getstate(),
+            "numpy": np.random.get_state(),
+            "torch": torch.get_rng_state(),
+            "cuda": torch.cuda.get_rng_state() if platform.HAS_CUDA else None,
+            "megatron": get_cuda_rng_tracker().get_states(),
+        },
+    }
+
+
+@torch.no_grad()
+def restore(
+    state: dict[str, Any],
+    model: DistributedDataParallel,
+    optimizer: MegatronOptimizer,
+    scheduler: OptimizerParamScheduler,
+) -> None:
+    for name, parameter in local_parameters(model).items():
+        parameter.copy_(state["model"][name])
+    for inner, saved in zip(_inner(optimizer), state["optimizer"], strict=True):
+        inner.load_state_dict(saved)
+    for parameter, saved in zip(_main_parameters(model, optimizer), state["main_parameters"], strict=True):
+        parameter.copy_(saved)
+    scheduler.num_steps = state["num_updates"]
+    scheduler.step(0)  # the learning rate and decay of this run's configuration at that step
+    generators = state["random"]
+    random.setstate(generators["python"])
+    np.random.set_state(generators["numpy"])
+    torch.set_rng_state(generators["torch"])
+    if platform.HAS_CUDA:
+        torch.cuda.set_rng_state(generators["cuda"])
+    get_cuda_rng_tracker().set_states(generators["megatron"])
+
+
+def _inner(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer]:
+    """The optimizers that hold state. Megatron's own checkpoint of a distributed optimizer fails with torch's
+    AdamW, which keeps its step a parameter; the state as it lies in memory has no such trouble."""
+    return [chained.optimizer for chained in optimizer.chained_optimizers]
+
+
+def _main_parameters(model: DistributedDataParallel, optimizer: MegatronOptimizer) -> list[Tensor]:
+    """The optimizer's fp32 copies of bf16 weights; fp32 weights have none."""
+    if not model.config.bf16:
+        return []
+    return [p for inner in _inner(optimizer) for group in inner.param_groups for p in group["params"]]

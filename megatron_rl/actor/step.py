@@ -1,0 +1,86 @@
+"""One pass of Megatron's pipeline schedule over packed micro-batches.
+
+Megatron scales gradients in three places: the schedule divides by the number of micro-batches, DDP by DP, and
+finalisation by a token count. With `calculate_per_token_loss` the first two are off for a loss function of
+three values, and `finalize` below leaves out the third: the gradient is exactly the sum over micro-batches
+and data-parallel ranks. Invariant (tests/dist): it depends neither on the layout nor on the number of
+micro-batches.
+
+Shape letters: T packed tokens, V columns of the vocabulary on this rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from megatron_rl.actor import platform
+from megatron_rl.actor.attention import packed_sequences
+from megatron_rl.actor.logprobs import vocabulary_parallel_logprobs
+from megatron_rl.actor.packing import Microbatch
+from megatron_rl.types import ModelShape
+
+MicrobatchLoss = Callable[[int, Tensor], tuple[Tensor, Any]]
+"""(index of the micro-batch, logp_T) -> (its share of the loss, anything to return)."""
+
+
+def finalize(model: list, num_tokens: Tensor | None = None, **groups) -> None:
+    """Reduce the gradients over the groups as Megatron does, dividing by nothing."""
+    finalize_model_grads(model, None, **groups)
+
+
+class Schedule:
+    def __init__(self, model: DistributedDataParallel, shape: ModelShape, temperature: float):
+        self.model, self.shape, self.temperature = model, shape, temperature
+        model.config.finalize_model_grads_func = finalize
+        model.config.no_sync_func = model.no_sync
+        self.fused = model.config.apply_rope_fusion
+        """The layers are Transformer Engine's."""
+        self._run = get_forward_backward_func()
+
+    def run(
+        self, microbatches: Sequence[Microbatch], loss: MicrobatchLoss, forward_only: bool = False
+    ) -> list[Any]:
+        """What `loss` returned for each micro-batch on the last pipeline stage, an empty list elsewhere."""
+        assert microbatches
+
+        def forward_step(indices: Iterator[int], model) -> tuple[Tensor, Callable]:
+            i = next(indices)
+            batch = microbatches[i]
+            # bf16 logits stay bf16 here, the log-probs make the only fp32 copy.
+            extra = {"fp32_output": False} if model.config.bf16 else {}
+            output = model(
+                input_ids=batch.ids_T[None],
+                position_ids=None,
+                attention_mask=None,
+                packed_seq_params=packed_sequences(batch.lengths_S, self.shape, self.fused),
+                **extra,
+            )
+            return output, lambda logits_1TV: self._calculate(i, logits_1TV, batch, loss)
+
+        return self._run(
+            forward_step_func=forward_step,
+            data_iterator=iter(range(len(microbatches))),
+            model=[self.model],
+            num_microbatches=len(microbatches),
+            seq_length=len(microbatches[0].ids_T),  # not used: lengths vary, stages exchange shapes
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+
+    def _calculate(self, i: int, logits_1TV: Tensor, batch: Microbatch, loss: MicrobatchLoss):
+        logp_T = vocabulary_parallel_logprobs(
+            logits_1TV[0],
+            batch.target_T,
+            temperature=self.temperature,
+            vocab_size=self.shape.vocab_size,
+            group=parallel_state.get_tensor_model_parallel_group(),
+        )
+        value, result = loss(i, logp_T)
+        return value, torch.ones((), dtype=torch.int, device=platform.device()), result

@@ -1,0 +1,163 @@
+"""Hugging Face folders in and out of the live parameters: loops over the shards of `layout`.
+
+Loading reads on each rank its own rectangles alone. Exporting gathers one file's tensors at a time on rank 0.
+Invariants (tests/dist): export after load gives the same bits on every mesh; logits equal those of
+transformers.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megatron_rl.actor import platform
+from megatron_rl.actor.checkpoint import atomic_folder, sync, write_text
+from megatron_rl.layout import FAMILIES, Shard, megatron_shards, slices, volume
+from megatron_rl.layout.hub import read_index
+
+if TYPE_CHECKING:
+    from megatron_rl.actor.actor import MegatronActor
+
+MAX_FILE_BYTES = 4 * 2**30
+COMPANIONS = (
+    "generation_config.json",
+    "tokenizer*",
+    "vocab*",
+    "merges.txt",
+    "*_tokens*.json",
+    "chat_template*",
+)
+"""What a model folder holds beside weights and config.json."""
+
+
+@torch.no_grad()
+def load_hf(actor: MegatronActor, folder: Path) -> None:
+    """Fill the parameters from a Hugging Face folder. A collective.
+
+    Raises:
+        ValueError: on every rank, when one finds a file missing, damaged or of another model.
+    """
+    parameters = actor.parameters()
+    with actor.agreement.on_errors():
+        index = read_index(Path(folder), actor.spec.shape)
+        for parameter in parameters.values():
+            parameter.zero_()  # the vocabulary's padding rows are no HF rows
+        files: dict[Path, safe_open] = {}
+        for shard in actor.shards:
+            path = index[shard.hf_name]
+            if path not in files:
+                files[path] = safe_open(path, framework="pt")
+            if volume(shard.hf_box):
+                source = files[path].get_slice(shard.hf_name)[slices(shard.hf_box)]
+                parameters[shard.local_name][slices(shard.local_box)].copy_(source)
+    actor.weights_changed()
+
+
+@torch.no_grad()
+def export_hf(actor: MegatronActor, folder: Path) -> None:
+    """Write a folder that transformers and vLLM load: weights in the trainer's dtype, and the configuration,
+    tokenizer and chat template of model.path. A collective; the folder exists whole or not at all."""
+    source, shape = Path(actor.spec.model.path), actor.spec.shape
+    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[actor.spec.model.dtype]
+    files = _files(FAMILIES[shape.family].hf_tensors(shape), dtype.itemsize)
+    with atomic_folder(Path(folder), actor.agreement) as temporary:
+        holders = _holders(actor)
+        for i, tensors in enumerate(files):
+            gathered = _gather(actor, tensors, holders, dtype)
+            with actor.agreement.on_errors():
+                if actor.rank == 0:
+                    path = temporary / _file_name(i, len(files))
+                    save_file(gathered, path, metadata={"format": "pt"})
+                    sync(path)
+        with actor.agreement.on_errors():
+            if actor.rank == 0:
+                _write_companions(source, temporary, actor.spec.model.dtype)
+                _write_index(temporary, files, dtype.itemsize)
+
+
+def _files(tensors: dict[str, tuple[int, ...]], itemsize: int) -> list[dict[str, tuple[int, ...]]]:
+    """Whole tensors, in order, in files of at most MAX_FILE_BYTES."""
+    files: list[dict[str, tuple[int, ...]]] = [{}]
+    size = 0
+    for name, extents in tensors.items():
+        num_bytes = torch.Size(extents).numel() * itemsize
+        if files[-1] and size + num_bytes > MAX_FILE_BYTES:
+            files.append({})
+            size = 0
+        files[-1][name] = extents
+        size += num_bytes
+    return files
+
+
+def _holders(actor: MegatronActor) -> dict[str, list[tuple[int, Shard]]]:
+    """HF tensor -> (rank, shard), each rectangle from the first rank that holds it."""
+    seen, holders = set(), {}
+    for rank in range(actor.mesh.world_size):
+        for shard in megatron_shards(actor.spec.shape, actor.mesh, rank, actor.fused_norms):
+            if volume(shard.hf_box) and (shard.hf_name, shard.hf_box) not in seen:
+                seen.add((shard.hf_name, shard.hf_box))
+                holders.setdefault(shard.hf_name, []).append((rank, shard))
+    return holders
+
+
+def _gather(
+    actor: MegatronActor,
+    tensors: dict[str, tuple[int, ...]],
+    holders: dict[str, list[tuple[int, Shard]]],
+    dtype: torch.dtype,
+) -> dict[str, Tensor]:
+    """The whole tensors on rank 0, in CPU memory; nothing on the others."""
+    parameters, gathered = actor.parameters(), {}
+    for name, extents in tensors.items():
+        whole = torch.empty(extents, dtype=dtype) if actor.rank == 0 else None
+        for rank, shard in holders[name]:
+            if rank == actor.rank:
+                part = parameters[shard.local_name][slices(shard.local_box)].contiguous()
+                if rank:
+                    dist.send(part, dst=0)
+            elif actor.rank == 0:
+                part = torch.empty(_extents(shard), dtype=dtype, device=platform.device())
+                dist.recv(part, src=rank)
+            if whole is not None:
+                whole[slices(shard.hf_box)] = part.cpu()
+        if whole is not None:
+            gathered[name] = whole
+    return gathered
+
+
+def _extents(shard: Shard) -> tuple[int, ...]:
+    return tuple(stop - start for start, stop in shard.hf_box)
+
+
+def _file_name(i: int, num_files: int) -> str:
+    return "model.safetensors" if num_files == 1 else f"model-{i + 1:05d}-of-{num_files:05d}.safetensors"
+
+
+def _write_companions(source: Path, target: Path, dtype: str) -> None:
+    config = json.loads((source / "config.json").read_text())
+    config.pop("torch_dtype", None)  # the older name of the same key
+    config["dtype"] = dtype
+    write_text(target / "config.json", json.dumps(config, indent=2))
+    for pattern in COMPANIONS:
+        for path in source.glob(pattern):
+            if path.is_file():
+                shutil.copyfile(path, target / path.name)
+                sync(target / path.name)
+
+
+def _write_index(target: Path, files: list[dict[str, tuple[int, ...]]], itemsize: int) -> None:
+    if len(files) == 1:
+        return
+    total = sum(torch.Size(extents).numel() * itemsize for tensors in files for extents in tensors.values())
+    weight_map = {name: _file_name(i, len(files)) for i, tensors in enumerate(files) for name in tensors}
+    text = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2)
+    write_text(target / "model.safetensors.index.json", text)

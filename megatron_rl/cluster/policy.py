@@ -1,0 +1,177 @@
+"""The policy as a group of Ray actors, one Megatron rank each; implements `ports.Policy` for the loop.
+
+The driver sends each rank the indices of its own samples and references to their tokens; the tokens go from the
+engine to the rank through Ray's object store. Every rank runs the same call at the same time: they meet in
+collectives.
+"""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util.placement_group import placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from megatron_rl.actor.actor import ActorSpec, MegatronActor
+from megatron_rl.actor.packing import TrainSample
+from megatron_rl.actor.platform import HAS_TRANSFORMER_ENGINE
+from megatron_rl.actor.weights import export_hf, load_hf
+from megatron_rl.bridge.sender import BridgeSender
+from megatron_rl.bridge.setup import BridgeSetup
+from megatron_rl.cluster.session import gather, redirect_output
+from megatron_rl.config.schema import ClusterConfig
+from megatron_rl.types import Batch, Denominators, Mesh, Metrics, MicrobatchPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Assigned:
+    """One sample of a rank: where its tokens are, and its advantage."""
+
+    group: int
+    """Index into the payloads that the rank gets."""
+    index_in_group: int
+    advantage: float
+    name: str
+
+
+Assignment = list[list[list[Assigned]]]
+"""[mini-batch][micro-batch][sample] of one data-parallel rank."""
+
+
+class TrainerRank:
+    """One Megatron rank in a process of its own."""
+
+    def __init__(self, spec: ActorSpec, rank: int, logs: str) -> None:
+        redirect_output(Path(logs) / f"trainer_{rank}.log")
+        self.spec, self.rank = spec, rank
+
+    def address(self) -> str:
+        """A free port on this node, where the ranks will meet."""
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return f"tcp://{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
+
+    def start(self, init_method: str) -> bool:
+        """Build and load this rank's part; tells whether it has Transformer Engine's fused norms."""
+        self.actor = MegatronActor(
+            self.spec, rank=self.rank, world_size=self.spec.policy.parallel.mesh.world_size, init_method=init_method
+        )
+        load_hf(self.actor, self.spec.model.path)
+        return HAS_TRANSFORMER_ENGINE
+
+    def begin(self, assignment: Assignment, payloads: list[Any], denominators: list[Denominators], alignment: int) -> Metrics:
+        references = [p for p in payloads if isinstance(p, ray.ObjectRef)]
+        fetched = dict(zip(references, ray.get(references), strict=True))
+        tokens = [fetched[p] if isinstance(p, ray.ObjectRef) else p for p in payloads]
+        minibatches = [
+            [[TrainSample(s.name, tokens[s.group][s.index_in_group], s.advantage) for s in micro] for micro in mini]
+            for mini in assignment
+        ]
+        return self.actor.begin(minibatches, denominators, alignment)
+
+    def update(self, minibatch: int) -> Metrics:
+        return self.actor.update(minibatch)
+
+    def save(self, folder: str, extra: dict[str, Any]) -> None:
+        self.actor.save(Path(folder), extra)
+
+    def load(self, folder: str) -> dict[str, Any]:
+        return self.actor.load(Path(folder))
+
+    def export_hf(self, folder: str) -> None:
+        export_hf(self.actor, Path(folder))
+
+    def connect(self, setup: BridgeSetup) -> None:
+        self.sender = BridgeSender(setup, self.rank, self.actor.parameters())
+
+    def push(self, version: int) -> Metrics:
+        return self.sender.push(version)
+
+
+class PolicyGroup:
+    """All ranks of the policy."""
+
+    def __init__(self, spec: ActorSpec, cluster: ClusterConfig, logs: Path) -> None:
+        """Start the processes and load the model's weights.
+
+        Raises:
+            ValueError: the cluster lacks the CPUs or GPUs that the ranks ask for.
+        """
+        self.mesh: Mesh = spec.policy.parallel.mesh
+        world = self.mesh.world_size
+        bundle = {"CPU": cluster.cpus_per_trainer} | ({"GPU": cluster.gpus_per_trainer} if cluster.gpus_per_trainer else {})
+        have = ray.cluster_resources()
+        for kind, each in bundle.items():
+            if have.get(kind, 0) < each * world:
+                raise ValueError(
+                    f"the policy needs {world} ranks x {each:g} {kind}, Ray has {have.get(kind, 0):g} {kind}; lower "
+                    f"policy.parallel or cluster.{kind.lower()}s_per_trainer, or add nodes"
+                )
+        # PACK fills a node before the next one: tensor-parallel neighbours share NVLink.
+        placement = placement_group([bundle] * world, strategy="PACK")
+        ray.get(placement.ready())
+        remote = ray.remote(TrainerRank)
+        self.names = [f"trainer rank {rank}" for rank in range(world)]
+        self.ranks = [
+            remote.options(
+                num_cpus=bundle["CPU"],
+                num_gpus=cluster.gpus_per_trainer,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(placement, placement_group_bundle_index=rank),
+            ).remote(spec, rank, str(logs))
+            for rank in range(world)
+        ]
+
+    def start(self) -> None:
+        """Joins the ranks; apart from the constructor so that the engines can start meanwhile."""
+        address = gather([self.ranks[0].address.remote()], self.names[:1])[0]
+        self.fused_norms: bool = self._all("start", address)
+
+    def begin(self, batch: Batch, plan: MicrobatchPlan) -> Metrics:
+        assigned, payloads = [], []
+        for data_rank in range(self.mesh.data):
+            one, groups = _assign(batch, plan, data_rank)
+            assigned.append(one)
+            payloads.append(groups)
+        calls = []
+        for rank, trainer in enumerate(self.ranks):
+            data_rank = self.mesh.coordinates(rank)[2]
+            calls.append(trainer.begin.remote(assigned[data_rank], payloads[data_rank], list(plan.denominators), plan.alignment))
+        return gather(calls, self.names)[0]
+
+    def update(self, minibatch: int) -> Metrics:
+        return self._all("update", minibatch)
+
+    def save(self, folder: Path, extra: dict[str, Any]) -> None:
+        self._all("save", str(folder.absolute()), extra)
+
+    def load(self, folder: Path) -> dict[str, Any]:
+        return self._all("load", str(folder.absolute()))
+
+    def export_hf(self, folder: Path) -> None:
+        self._all("export_hf", str(folder.absolute()))
+
+    def _all(self, method: str, *arguments: Any) -> Any:
+        """Call every rank; the ranks agree on the answer, the first one's is returned."""
+        return gather([getattr(rank, method).remote(*arguments) for rank in self.ranks], self.names)[0]
+
+
+def _assign(batch: Batch, plan: MicrobatchPlan, data_rank: int) -> tuple[Assignment, list[Any]]:
+    """A rank's samples, and the payloads of the groups that they belong to, those groups only."""
+    position: dict[int, int] = {}
+    payloads: list[Any] = []
+
+    def assign(sample: int) -> Assigned:
+        group = int(batch.group_of[sample])
+        if group not in position:
+            position[group] = len(payloads)
+            payloads.append(batch.groups[group].payload)
+        index = int(batch.index_in_group[sample])
+        name = f"{batch.groups[group].prompt.uid}, answer {index}"
+        return Assigned(position[group], index, float(batch.advantages[sample]), name)
+
+    assignment = [[[assign(s) for s in micro] for micro in mini[data_rank]] for mini in plan.minibatches]
+    return assignment, payloads

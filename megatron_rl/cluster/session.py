@@ -1,0 +1,83 @@
+"""Ray, started and stopped: a local one of our own, or a running cluster that we join.
+
+`gather` is how the driver waits: the first failure of any process ends the wait with its cause, because the
+others may be inside a collective that will never complete.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import ActorDiedError, RayTaskError
+
+from megatron_rl.config.schema import ClusterConfig
+
+OBJECT_STORE_BYTES = 256 * 2**20
+"""Of a local Ray: tokens of two steps at laptop scale. A cluster's Ray has its own setting."""
+
+
+@contextmanager
+def ray_session(cluster: ClusterConfig, num_cpus: int, logs: Path) -> Iterator[None]:
+    """Ray for the body's time. A Ray that we started is stopped, one that we joined is left running.
+
+    Args:
+        num_cpus: CPUs that a local Ray offers; ranks ask for fractions of them, they are no pinning.
+        logs: the vendors' output goes there.
+    """
+    logs.mkdir(parents=True, exist_ok=True)
+    environment = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), "TOKENIZERS_PARALLELISM": "false"}
+    local: dict[str, Any] = {}
+    if cluster.ray_address is None:
+        local = {"num_cpus": num_cpus, "object_store_memory": OBJECT_STORE_BYTES, "include_dashboard": False}
+    ray.init(
+        address=cluster.ray_address or "local",
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+        configure_logging=False,
+        runtime_env={"env_vars": environment},
+        **local,
+    )
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def redirect_output(path: Path) -> None:
+    """Send this process's stdout and stderr, and those of its children, to a file: file descriptors, not
+    sys.stdout, because vendors print from C++ and from subprocesses."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab", buffering=0) as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+
+
+def gather(references: Sequence[ray.ObjectRef], names: Sequence[str]) -> list[Any]:
+    """The results in order.
+
+    Raises:
+        ValueError, OSError, ...: what a process raised, as its own type.
+        RuntimeError: a process died; names it.
+    """
+    results: dict[ray.ObjectRef, Any] = {}
+    waiting = list(references)
+    while waiting:
+        done, waiting = ray.wait(waiting, num_returns=1)
+        for reference in done:
+            name = names[references.index(reference)]
+            try:
+                results[reference] = ray.get(reference)
+            except ActorDiedError as error:
+                raise RuntimeError(f"{name} died: {str(error).strip().splitlines()[-1]}; its output is in the run's logs folder") from error
+            except RayTaskError as error:
+                # ValueError and OSError were written for people; anything else keeps its traceback.
+                if isinstance(error.cause, (ValueError, OSError)):
+                    raise type(error.cause)(f"{name}: {error.cause}") from None
+                raise
+    return [results[reference] for reference in references]

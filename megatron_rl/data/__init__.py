@@ -1,0 +1,9 @@
+"""Files become prompts and supervised rows, and streams of them."""
+
+from __future__ import annotations
+
+from megatron_rl.data.prompts import load_prompts
+from megatron_rl.data.stream import ShuffledStream
+from megatron_rl.data.supervised import load_supervised
+
+__all__ = ["ShuffledStream", "load_prompts", "load_supervised"]

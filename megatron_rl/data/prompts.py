@@ -1,0 +1,62 @@
+"""Rows to prompts: the questions of a run, already in the model's tokens.
+
+Invariants: prompts keep the file's order; every column but the prompt itself reaches the verifiers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_rl.data.rows import BadRow, OnBadRow, form_of, load_rows, text_of, turns_of
+from megatron_rl.data.encode import chat_ids, plain_ids
+from megatron_rl.types import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def load_prompts(
+    path: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    max_prompt_tokens: int,
+    on_bad_row: OnBadRow,
+    required_columns: Sequence[str] = (),
+) -> tuple[list[Prompt], int]:
+    """Read a file of `messages` (chat turns, through the model's template, up to where the answer starts) or
+    `prompt` (plain text, tokenised as it is).
+
+    Bad rows: unreadable, of another form, without a required column, longer than `max_prompt_tokens`, or a
+    chat that ends with the assistant's turn.
+
+    Returns:
+        The prompts, and the number of rows skipped.
+
+    Raises:
+        ValueError: see `load_rows`; a chat and no template.
+    """
+
+    def make(uid: str, row: dict[str, Any]) -> Prompt:
+        form = form_of(row)
+        missing = [name for name in required_columns if row.get(name) is None]
+        if missing:
+            raise BadRow(f"column `{missing[0]}` is missing; the configured rewards need it")
+        if form == "prompt":
+            messages = text_of(row, "prompt")
+            ids = plain_ids(tokenizer, messages)
+        else:
+            messages = turns_of(row)
+            if messages[-1]["role"] == "assistant":
+                raise BadRow("`messages` ends with the assistant's turn, which is what the model is to write")
+            ids = chat_ids(tokenizer, messages, add_generation_prompt=True)
+        if not ids:
+            raise BadRow("the prompt has no tokens")
+        if len(ids) > max_prompt_tokens:
+            raise BadRow(
+                f"the prompt has {len(ids)} tokens, rollout.max_prompt_tokens is {max_prompt_tokens}"
+            )
+        columns = {name: value for name, value in row.items() if name != form}
+        return Prompt(uid, tuple(ids), messages, columns)
+
+    return load_rows(path, make, on_bad_row)

@@ -1,0 +1,68 @@
+"""An endless, shuffled, resumable walk over a list.
+
+Invariants: every epoch visits every item once; an epoch's end drops nothing, the step goes on in the next
+epoch; the order depends on the seed alone; a stream restored from a state continues exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Generic, TypeVar
+
+import numpy as np
+
+T = TypeVar("T")
+
+
+class ShuffledStream(Generic[T]):
+    """Prompts of a training run, rows of a supervised one.
+
+    Args:
+        items: at least one.
+        items_per_step: how many `next` returns; may exceed the number of items.
+        seed: the shuffle of epoch e is a function of (seed, e).
+    """
+
+    def __init__(self, items: Sequence[T], items_per_step: int, seed: int) -> None:
+        if not items or items_per_step < 1:
+            raise ValueError(f"a stream needs items: got {len(items)} items, {items_per_step} a step")
+        self._items, self._items_per_step, self._seed = items, items_per_step, seed
+        self.epoch = 0
+        self._cursor = 0
+        self._order = self._shuffle()
+
+    def next(self) -> list[T]:
+        taken: list[T] = []
+        while len(taken) < self._items_per_step:
+            if self._cursor == len(self._items):
+                self.epoch += 1
+                self._cursor = 0
+                self._order = self._shuffle()
+            end = min(self._cursor + self._items_per_step - len(taken), len(self._items))
+            taken += [self._items[i] for i in self._order[self._cursor : end]]
+            self._cursor = end
+        return taken
+
+    def state(self) -> dict[str, int]:
+        """Plain numbers, for a checkpoint."""
+        position = {"epoch": self.epoch, "cursor": self._cursor}
+        return position | {"seed": self._seed, "num_items": len(self._items)}
+
+    def restore(self, state: dict[str, int]) -> None:
+        """Continue from a `state`.
+
+        Raises:
+            ValueError: the state is of another seed or another number of items: the walk would not be the
+                same.
+        """
+        for name, value in (("seed", self._seed), ("num_items", len(self._items))):
+            if state[name] != value:
+                raise ValueError(
+                    f"the checkpoint's data stream has {name} {state[name]}, this run has {value}: resume "
+                    f"with the same seed and data, or start a new run"
+                )
+        self.epoch, self._cursor = state["epoch"], state["cursor"]
+        self._order = self._shuffle()
+
+    def _shuffle(self) -> np.ndarray:
+        return np.random.default_rng([self._seed, self.epoch]).permutation(len(self._items))

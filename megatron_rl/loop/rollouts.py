@@ -1,0 +1,76 @@
+"""Answers with their verdicts, and what is to be said of them: lengths, cuts, abstentions, held-out accuracy."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from megatron_rl.config.schema import GrpoRunConfig
+from megatron_rl.ports import Sink
+from megatron_rl.types import Batch, Group, Metrics, Prompt, Verdict
+
+if TYPE_CHECKING:
+    from megatron_rl.loop.train import Ports
+
+EVALUATION_SEED = 2**20
+"""Evaluations use one seed, apart from the seeds of the steps, so that accuracies compare the same draws."""
+
+
+def answer_and_verify(config: GrpoRunConfig, ports: Ports, prompts: Sequence[Prompt], step: int, sink: Sink) -> list[Group]:
+    """One step's groups, verified.
+
+    Raises:
+        ValueError: every verdict abstained; the most frequent reason is told.
+    """
+    with sink.phase("generate"):
+        groups = ports.engine.generate(prompts, config.rollout.samples_per_prompt, step, config.run.seed * EVALUATION_SEED + step)
+    with sink.phase("verify"):
+        score(ports, groups)
+    return groups
+
+
+def score(ports: Ports, groups: Sequence[Group]) -> None:
+    """Fill in the rewards."""
+    verdicts = ports.verifier.score(groups)
+    for group, given in zip(groups, verdicts, strict=True):
+        for sample, verdict in zip(group.samples, given, strict=True):
+            sample.reward = verdict.score
+    reject_silence([verdict for given in verdicts for verdict in given])
+
+
+def reject_silence(verdicts: Sequence[Verdict]) -> None:
+    reasons = Counter(verdict.reason for verdict in verdicts if verdict.score is None)
+    if sum(reasons.values()) == len(verdicts):
+        reason, count = reasons.most_common(1)[0]
+        raise ValueError(f"every one of {len(verdicts)} answers was left without a score; {count} times because: {reason}")
+
+
+def evaluate_heldout(config: GrpoRunConfig, ports: Ports, prompts: Sequence[Prompt], step: int) -> Metrics:
+    """Mean score over the held-out prompts at the run's own sampling temperature."""
+    groups = ports.engine.generate(prompts, config.eval.samples_per_prompt, step, EVALUATION_SEED - 1)
+    score(ports, groups)
+    batch = Batch.from_groups(groups)
+    return {
+        "eval/accuracy": float(np.nanmean(batch.rewards)),
+        "eval/num_samples": float(len(batch.rewards)),
+        "eval/abstained": float(np.isnan(batch.rewards).sum()),
+        "eval/response_mean": float(np.mean([s.length - s.num_prompt_tokens for g in groups for s in g.samples])),
+    }
+
+
+def describe(batch: Batch) -> Metrics:
+    """Lengths in tokens, and shares of answers that a budget cut."""
+    samples = [sample for group in batch.groups for sample in group.samples]
+    responses = np.array([sample.length - sample.num_prompt_tokens for sample in samples])
+    return {
+        "length/response_mean": float(responses.mean()),
+        "length/response_max": float(responses.max()),
+        "length/thought_mean": float(np.mean([sample.num_thought_tokens for sample in samples])),
+        "length/thought_cut": float(np.mean([sample.thought_cut for sample in samples])),
+        "length/response_cut": float(np.mean([sample.finish == "length" for sample in samples])),
+        "rollout/num_samples": float(len(samples)),
+        "rollout/num_tokens": float(responses.sum()),
+    }

@@ -1,0 +1,57 @@
+"""The supervised loop: rows with completions, the same policy, the same plans, another objective."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from megatron_rl.balance import plan_microbatches
+from megatron_rl.config.schema import SftRunConfig
+from megatron_rl.data import ShuffledStream
+from megatron_rl.loop.checkpoints import Checkpoints, due
+from megatron_rl.ports import Policy, Sink
+from megatron_rl.types import Batch, Group, ModelShape, Prompt, Sample, Tokens
+
+
+def train_supervised(
+    config: SftRunConfig,
+    shape: ModelShape,
+    policy: Policy,
+    rows: ShuffledStream[Tokens],
+    records: tuple[Sink, Checkpoints],
+    stopping: Callable[[], bool] = lambda: False,
+) -> int:
+    """Train to config.run.steps, or until `stopping` says so after a step; returns the steps that are done."""
+    sink, checkpoints = records
+    step = checkpoints.restore(policy, rows)
+    while step < config.run.steps:
+        with sink.phase("plan"):
+            batch = as_batch(rows.next())
+            plan = plan_microbatches(batch, shape, config.policy.parallel, config.balance, updates=1)
+        with sink.phase("update"):
+            metrics = {**plan.metrics, **policy.begin(batch, plan), **policy.update(0)}
+        step += 1
+        stop = stopping()
+        if stop or step == config.run.steps or due(step, config.checkpoint.every):
+            with sink.phase("checkpoint"):
+                checkpoints.save(policy, step, rows)
+        sink.log(step - 1, metrics)
+        if stop:
+            break
+    return step
+
+
+def as_batch(rows: Sequence[Tokens]) -> Batch:
+    """Every row is a group of one whose actions are its completion."""
+    groups = []
+    for position, row in enumerate(rows):
+        sample = Sample(
+            length=len(row.ids),
+            num_prompt_tokens=int(np.argmax(row.action_mask)),
+            num_actions=int(row.action_mask.sum()),
+            num_thought_tokens=0,
+            finish="stop",
+        )
+        groups.append(Group(Prompt(f"row {position} of the step", (), ""), [sample], [row], version=0))
+    return Batch.from_groups(groups)

@@ -1,0 +1,10 @@
+"""What a person sees of a run: the live view, its files, the report, the summary."""
+
+from __future__ import annotations
+
+from megatron_rl.observe.provenance import write_provenance
+from megatron_rl.observe.report import write_report
+from megatron_rl.observe.sink import RunSink
+from megatron_rl.observe.summary import print_summary
+
+__all__ = ["RunSink", "print_summary", "write_provenance", "write_report"]

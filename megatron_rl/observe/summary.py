@@ -1,0 +1,67 @@
+"""The end of a run on the screen: before and after, where the time went, three answers.
+
+Invariant: answers are printed as they are, never read as markup.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from megatron_rl.observe.live import split_text
+from megatron_rl.observe.records import SAMPLES, read_lines, read_metrics, series, time_split
+from megatron_rl.observe.report import duration
+
+
+def print_summary(run_folder: Path, console: Console) -> None:
+    """Print the summary of a run folder.
+
+    Raises:
+        ValueError: no step was logged.
+    """
+    metrics = read_metrics(run_folder)
+    if not metrics:
+        raise ValueError(f"{run_folder} holds no metrics.jsonl with a step: nothing to sum up")
+    for sample in read_lines(run_folder / SAMPLES)[-3:]:
+        console.print(_answer(sample))
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="bright_black")
+    for column in ("", "before", "after"):
+        table.add_column(column, justify="left" if not column else "right")
+    for label, name, form in (
+        ("held-out accuracy", "eval/accuracy", "{:.3f}"),
+        ("reward", "reward/mean", "{:.3f}"),
+        ("response, tokens", "length/response_mean", "{:,.1f}"),
+        ("thought, tokens", "length/thought_mean", "{:,.1f}"),
+        ("loss", "loss", "{:.4f}"),
+    ):
+        _, values = series(metrics, name)
+        if values:
+            table.add_row(label, form.format(values[0]), Text(form.format(values[-1]), "bold green"))
+    split = time_split(metrics)
+    steps = sum("reward/mean" in record or "loss" in record for record in metrics)
+    total = sum(split.values())
+    _, speeds = series(metrics, "rollout/tokens_per_s")
+    speed = f", rollout {sum(speeds) / len(speeds):,.0f} tokens/s" if speeds else ""
+    console.print()
+    console.print(table)
+    console.print()
+    pace = f"{steps} steps in {duration(total)}, {total / max(steps, 1):.2f} s a step{speed}"
+    console.print(Text(pace, "bold"))
+    console.print(split_text(split))
+
+
+def _answer(sample: dict) -> Panel:
+    reward = "no verdict" if sample["reward"] is None else f"reward {sample['reward']:g}"
+    colour = "green" if (sample["reward"] or 0) > 0 else "red"
+    body = Text.assemble(
+        (sample["prompt"], "bold"),
+        "\n",
+        (sample["thought"], "yellow"),
+        (sample["answer"], "bold cyan"),
+    )
+    title = Text.assemble((f"step {sample['step']}  ", "bright_black"), (reward, colour))
+    return Panel(body, title=title, title_align="left", border_style="bright_black")

@@ -1,0 +1,280 @@
+"""The engine that answers: vLLM, fed with token ids and giving token ids.
+
+A whole step is submitted at once and runs on one thread of its own, so that an asyncio caller stays
+responsive and nothing is generated while weights arrive. Invariants (tests/unit/rollout):
+- `generate` is a pure function of (weights, prompts, seed): the sampler's random stream and the prefix cache
+  start anew with each call, so a cached prefix never outlives its weights and a resumed run repeats the
+  unbroken one;
+- log-probs are of the full distribution at the sampling temperature (vLLM's `processed_logprobs`; with top_p
+  or top_k they are of what these leave, which the importance correction refuses);
+- an engine that holds no weights, others than the caller thinks, or half of an update, answers nothing.
+
+The first holds to the bit on a CPU; on a GPU, kernels may round differently from run to run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from megatron_rl.config.schema import ModelConfig, RolloutConfig
+from megatron_rl.layout import read_shape
+from megatron_rl.loop.thinking import Completion, Continuation, join, plan_second_call, truncate
+from megatron_rl.rollout.vocabulary import delimiter_ids, load_tokenizer, stop_ids
+from megatron_rl.types import Metrics, Prompt, Sample, Tokens
+
+CLOSE_THINK = "</think>"
+"""Where a thought ends when the run sets no budget and the tokenizer has this as one token."""
+MAX_SEQUENCES = 1024
+"""Answers that decode side by side; more wait. On a GPU vLLM sizes its graphs by it."""
+
+
+def set_environment(on_gpu: bool) -> None:
+    """What vLLM reads when it is imported; settings that stand already win.
+
+    The engine core runs in this process: a whole step is then scheduled in one order, always the same, and a
+    small model's step, which Python bounds, does not pay for messages. Without a GPU one thread an engine:
+    decode steps of small models are too short to share. Dynamo would compile a two-line function for seconds.
+    """
+    wanted = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    if not on_gpu:
+        wanted |= {
+            "OMP_NUM_THREADS": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "TORCHDYNAMO_DISABLE": "1",
+        }
+    for name, value in wanted.items():
+        os.environ.setdefault(name, value)
+
+
+class VllmEngine:
+    """One engine: `rollout.tensor` ranks. Start it, receive weights, then ask."""
+
+    def __init__(self, *, model: ModelConfig, rollout: RolloutConfig, seed: int) -> None:
+        """
+        Raises:
+            ValueError: the model folder is no model, its positions do not hold the longest sample, or the
+                thinking budget does not fit.
+        """
+        self._model, self._rollout, self._seed = model, rollout, seed
+        shape = read_shape(model.path)
+        self._vocab_size = shape.vocab_size
+        self._stop_ids = stop_ids(model.path)
+        thinking = rollout.thinking
+        if rollout.max_model_tokens > shape.max_positions:
+            raise ValueError(
+                f"rollout.max_prompt_tokens + rollout.max_response_tokens = {rollout.max_model_tokens} "
+                f"exceeds the {shape.max_positions} positions of {model.path}; lower one of them"
+            )
+        if thinking:
+            self._delimiter: tuple[int, ...] | None = delimiter_ids(model.path, thinking.delimiter)
+            needed = thinking.thought_tokens + len(self._delimiter) + thinking.response_tokens
+            if needed > rollout.max_response_tokens:
+                raise ValueError(
+                    f"rollout.max_response_tokens ({rollout.max_response_tokens}) is below thinking's "
+                    f"thought_tokens + the delimiter's {len(self._delimiter)} tokens + response_tokens = "
+                    f"{needed}; raise it"
+                )
+        else:
+            close = load_tokenizer(model.path).token_to_id(CLOSE_THINK)
+            self._delimiter = None if close is None else (close,)
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="vllm")
+        self._llm: Any = None
+        self._version: int | None = None
+
+    async def start(self) -> None:
+        """Load the model with dummy weights: the bridge brings the true ones."""
+        await self._call(self._start)
+
+    async def generate(
+        self, prompts: Sequence[Prompt], num_samples: int, version: int, seed: int, greedy: bool = False
+    ) -> list[list[tuple[Sample, Tokens]]]:
+        """Answer every prompt `num_samples` times; greedy answers carry no log-probs.
+
+        Returns:
+            For each prompt its samples, in order.
+
+        Raises:
+            ValueError: a prompt that is empty, too long or not of this vocabulary; or the engine's weights
+                are not `version`.
+        """
+        self._check(prompts, version)
+        return await self._call(self._generate, prompts, num_samples, version, seed, greedy)
+
+    async def init_transfer(self, info: dict[str, Any]) -> None:
+        """Join the bridge; every trainer rank and every engine must do so at the same time."""
+        await self._call(lambda: self._llm.init_weight_transfer_engine({"init_info": info}))
+
+    async def receive(self, version: int) -> Metrics:
+        """Take the weights that the trainer pushes as `version`, while it pushes them."""
+        return await self._call(self._receive, version)
+
+    async def close(self) -> None:
+        if self._llm is not None:
+            await self._call(self._close)
+        self._thread.shutdown()
+
+    async def _call(self, function: Callable, *args: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
+
+    def _check(self, prompts: Sequence[Prompt], version: int) -> None:
+        if version != self._version:
+            raise ValueError(
+                f"version {version} was asked for, but the engine holds "
+                + (f"version {self._version}" if self._version is not None else "no whole set of weights")
+                + "; push first"
+            )
+        longest = self._rollout.max_prompt_tokens
+        for prompt in prompts:
+            size = len(prompt.token_ids)
+            if not 0 < size <= longest:
+                raise ValueError(
+                    f"prompt {prompt.uid} has {size} tokens, rollout.max_prompt_tokens is {longest}: "
+                    "raise it, or drop the row with data.on_bad_row=skip"
+                )
+            alien = next((token for token in prompt.token_ids if not 0 <= token < self._vocab_size), None)
+            if alien is not None:
+                raise ValueError(
+                    f"prompt {prompt.uid} holds the id {alien}, outside the model's vocabulary of "
+                    f"{self._vocab_size}: tokenise it with this model's tokenizer"
+                )
+
+    def _start(self) -> None:
+        on_gpu = torch.cuda.is_available()
+        set_environment(on_gpu)
+        if not on_gpu:
+            # torch read the variable before it was set
+            torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+        from vllm import LLM
+        from vllm.config import WeightTransferConfig
+
+        self._llm = LLM(
+            model=str(self._model.path),
+            load_format="dummy",
+            dtype=self._model.dtype,
+            skip_tokenizer_init=True,
+            generation_config="vllm",  # the folder's own sampling defaults (top_k, temperature) stay out
+            seed=self._seed,
+            tensor_parallel_size=self._rollout.tensor,
+            distributed_executor_backend="mp" if self._rollout.tensor > 1 else "uni",
+            max_model_len=self._rollout.max_model_tokens,
+            max_num_seqs=MAX_SEQUENCES,
+            logprobs_mode="processed_logprobs",
+            weight_transfer_config=WeightTransferConfig(backend="megatron_rl"),
+            worker_extension_cls="megatron_rl.rollout.worker.SeededWorker",
+            **_gpu_options(self._rollout) if on_gpu else _cpu_options(self._rollout),
+        )
+
+    def _generate(
+        self, prompts: Sequence[Prompt], num_samples: int, version: int, seed: int, greedy: bool
+    ) -> list[list[tuple[Sample, Tokens]]]:
+        cleared = self._llm.reset_prefix_cache()
+        assert cleared, "requests of an earlier call are still running"
+        self._llm.collective_rpc("seed_sampling", args=(_sampler_seed(self._seed, seed),))
+        thinking = self._rollout.thinking
+        limit = thinking.thought_tokens if thinking else self._rollout.max_response_tokens
+        requests = [(prompt.token_ids, limit) for prompt in prompts]
+        first = [call for calls in self._sample(requests, num_samples, greedy) for call in calls]
+        prompt_ids = [prompt.token_ids for prompt in prompts for _ in range(num_samples)]
+        if thinking:
+            plans = [plan_second_call(call, self._delimiter, thinking.response_tokens) for call in first]
+        else:
+            plans = [Continuation(len(call.ids), (), 0) for call in first]
+        second = self._continue(prompt_ids, first, plans, greedy)
+        samples = [
+            join(ids, (truncate(call, plan.num_kept), *rest), plan.forced, self._delimiter, version)
+            for ids, call, plan, rest in zip(prompt_ids, first, plans, second, strict=True)
+        ]
+        return [samples[i : i + num_samples] for i in range(0, len(samples), num_samples)]
+
+    def _continue(
+        self,
+        prompt_ids: Sequence[Sequence[int]],
+        first: Sequence[Completion],
+        plans: Sequence[Continuation],
+        greedy: bool,
+    ) -> list[list[Completion]]:
+        """Call 2 for each sample that has one, else an empty list; the prefix cache knows what call 1 saw."""
+        requests = [
+            ([*ids, *call.ids, *plan.forced], plan.max_tokens)
+            for ids, call, plan in zip(prompt_ids, first, plans, strict=True)
+            if plan.max_tokens
+        ]
+        answers = iter(self._sample(requests, 1, greedy))
+        return [next(answers) if plan.max_tokens else [] for plan in plans]
+
+    def _sample(
+        self, requests: Sequence[tuple[Sequence[int], int]], num_samples: int, greedy: bool
+    ) -> list[list[Completion]]:
+        """One call of the engine for all (prompt ids, token limit)."""
+        if not requests:
+            return []
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        sampling = self._rollout.sampling
+        params = [
+            SamplingParams(
+                n=num_samples,
+                temperature=0.0 if greedy else sampling.temperature,
+                top_p=1.0 if greedy else sampling.top_p,
+                top_k=0 if greedy else sampling.top_k,
+                max_tokens=limit,
+                stop_token_ids=list(self._stop_ids),
+                logprobs=None if greedy else 0,
+                flat_logprobs=True,
+                detokenize=False,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+            )
+            for _, limit in requests
+        ]
+        asked = [{"prompt_token_ids": list(ids)} for ids, _ in requests]
+        outputs = self._llm.generate(asked, params, use_tqdm=False)
+        return [[_completion(answer) for answer in output.outputs] for output in outputs]
+
+    def _receive(self, version: int) -> Metrics:
+        start = time.perf_counter()
+        self._version = None
+        self._llm.start_weight_update()
+        self._llm.update_weights({"update_info": {"version": version}})
+        self._llm.finish_weight_update()
+        self._version = version
+        return {"seconds": time.perf_counter() - start}
+
+    def _close(self) -> None:
+        from vllm.distributed import cleanup_dist_env_and_memory
+
+        self._llm.llm_engine.engine_core.shutdown()
+        self._llm = None
+        cleanup_dist_env_and_memory()
+
+
+def _completion(answer: Any) -> Completion:
+    logp = answer.logprobs.logprobs if answer.logprobs is not None else ()
+    assert len(logp) in (0, len(answer.token_ids))
+    return Completion(answer.token_ids, logp, stopped=answer.finish_reason == "stop")
+
+
+def _cpu_options(rollout: RolloutConfig) -> dict[str, Any]:
+    """Asynchronous scheduling hides a device's latency; without a device it only costs. A step takes every
+    prompt at once: one pass of the scheduler's Python loop less."""
+    tokens = max(8192, rollout.max_model_tokens)
+    return {"enforce_eager": True, "async_scheduling": False, "max_num_batched_tokens": tokens}
+
+
+def _gpu_options(rollout: RolloutConfig) -> dict[str, Any]:
+    return {"gpu_memory_utilization": rollout.gpu_memory_utilization}
+
+
+def _sampler_seed(*parts: int) -> int:
+    """Streams of different engines and calls are unrelated."""
+    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:4], "little")
+

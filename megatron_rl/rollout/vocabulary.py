@@ -1,0 +1,62 @@
+"""The few token ids that the engine needs of a model folder, read from its own files.
+
+Token in, token out: nothing is tokenised during a run. The end-of-sequence ids are the union of
+generation_config.json, config.json and the tokenizer's `eos_token`: base and chat models disagree about them,
+and a missed one costs a whole response budget.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+
+def stop_ids(folder: Path) -> tuple[int, ...]:
+    """Every id that ends an answer, ascending.
+
+    Raises:
+        ValueError: no file of the folder names one.
+    """
+    ids: set[int] = set()
+    for name in ("generation_config.json", "config.json"):
+        found = _read(folder / name).get("eos_token_id")
+        ids |= set(found) if isinstance(found, list) else {found} - {None}
+    ids |= {_special_id(folder, "eos_token")} - {None}
+    if not ids:
+        raise ValueError(f"{folder} names no end-of-sequence token: set eos_token_id in its config.json")
+    return tuple(sorted(ids))
+
+
+def delimiter_ids(folder: Path, text: str) -> tuple[int, ...]:
+    """The delimiter in the model's own tokens, one or more.
+
+    Raises:
+        ValueError: the tokenizer does not know (part of) the text.
+    """
+    ids = tuple(load_tokenizer(folder).encode(text, add_special_tokens=False).ids)
+    if not ids or _special_id(folder, "unk_token") in ids:
+        raise ValueError(
+            f"rollout.thinking.delimiter {text!r} is not in the vocabulary of {folder}; choose a text that "
+            "the model's tokenizer knows"
+        )
+    return ids
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise ValueError(f"{folder} has no tokenizer.json; save it with transformers' save_pretrained")
+    return Tokenizer.from_file(str(path))
+
+
+def _special_id(folder: Path, role: str) -> int | None:
+    token = _read(folder / "tokenizer_config.json").get(role)
+    if token is None:
+        return None
+    return load_tokenizer(folder).token_to_id(token if isinstance(token, str) else token["content"])
+
+
+def _read(path: Path) -> dict:
+    return json.loads(path.read_text()) if path.is_file() else {}

@@ -1,0 +1,7 @@
+"""Answers become verdicts: a score, or an abstention with its reason."""
+
+from __future__ import annotations
+
+from megatron_rl.verifiers.compose import RewardSet
+
+__all__ = ["RewardSet"]

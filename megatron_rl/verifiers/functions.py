@@ -1,0 +1,96 @@
+"""Any Python function as a reward, with TRL's contract.
+
+Invariants: `None` is an abstention; an exception makes every verdict of the call an abstention with its
+reason, never the score 0; a result of the wrong form is an error of the function, and stops the run.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import traceback
+from collections.abc import Mapping, Sequence
+from numbers import Real
+from typing import Any
+
+from megatron_rl.config.schema import FunctionReward
+from megatron_rl.types import Prompt, RewardFunction, Verdict
+from megatron_rl.verifiers.answer import Answer, Tokenizer
+
+
+def load_function(path: str) -> RewardFunction:
+    """Import `package.module:function`.
+
+    Raises:
+        ValueError: the path has another form, or nothing callable is there.
+    """
+    module_name, colon, name = path.partition(":")
+    if not (module_name and colon and name):
+        raise ValueError(f"reward function path {path!r} must read `package.module:function`")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise ValueError(f"reward function {path!r}: {error}; is its folder on PYTHONPATH?") from error
+    function = vars(module).get(name)
+    if not callable(function):
+        raise ValueError(f"reward function {path!r}: {module.__file__} has no function {name!r}")
+    return function
+
+
+class FunctionVerifier:
+    """Calls f(prompts=, completions=, completion_ids=, **columns) once for all answers it is given.
+
+    As in TRL, a prompt and its completion are lists of chat turns when the row has `messages`, and plain text
+    when it has `prompt`; completions are decoded without special tokens; each column of the rows is a list,
+    with None where a row lacks it.
+    """
+
+    def __init__(self, cfg: FunctionReward, tokenizer: Tokenizer, delimiter: str) -> None:
+        self.path, self.tokenizer, self.function = cfg.path, tokenizer, load_function(cfg.path)
+
+    def score(self, answers: Sequence[Answer]) -> list[Verdict]:
+        """One verdict an answer.
+
+        Raises:
+            ValueError: the function returned something else than one finite number or None for each answer.
+        """
+        prompts = [_conversation(answer.prompt) for answer in answers]
+        completions = [self._completion(answer) for answer in answers]
+        completion_ids = [answer.response_ids for answer in answers]
+        try:
+            scores = self.function(
+                prompts=prompts, completions=completions, completion_ids=completion_ids, **_columns(answers)
+            )
+        except Exception as error:  # whatever a user's function raises is an abstention, never a score
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            reason = f"{self.path} raised {type(error).__name__}: {error} ({where.filename}:{where.lineno})"
+            return [Verdict(None, reason)] * len(answers)
+        return self._verdicts(scores, len(answers))
+
+    def _completion(self, answer: Answer) -> str | list[dict[str, str]]:
+        text = self.tokenizer.decode(answer.response_ids, skip_special_tokens=True)
+        return text if isinstance(answer.prompt.messages, str) else [{"role": "assistant", "content": text}]
+
+    def _verdicts(self, scores: Any, num_answers: int) -> list[Verdict]:
+        if not isinstance(scores, Sequence) or isinstance(scores, str):
+            raise ValueError(
+                f"{self.path} returned {type(scores).__name__}; a list of numbers or None is needed"
+            )
+        if len(scores) != num_answers:
+            raise ValueError(f"{self.path} returned {len(scores)} scores for {num_answers} completions")
+        for index, score in enumerate(scores):
+            if score is not None and not (isinstance(score, Real) and math.isfinite(score)):
+                raise ValueError(
+                    f"{self.path} returned {score!r} ({type(score).__name__}) for completion {index}: a "
+                    f"finite Python number is needed, or None to abstain"
+                )
+        return [Verdict(None, f"{self.path} abstained") if s is None else Verdict(float(s)) for s in scores]
+
+
+def _conversation(prompt: Prompt) -> str | list[Mapping[str, str]]:
+    return prompt.messages if isinstance(prompt.messages, str) else [dict(turn) for turn in prompt.messages]
+
+
+def _columns(answers: Sequence[Answer]) -> dict[str, list[Any]]:
+    names = dict.fromkeys(name for answer in answers for name in answer.prompt.columns)
+    return {name: [answer.prompt.columns.get(name) for answer in answers] for name in names}

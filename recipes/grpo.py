@@ -1,0 +1,101 @@
+"""Reinforcement learning with group-relative advantages: Megatron trains, vLLM rolls out, the bridge joins them.
+
+    python recipes/grpo.py FILE.yaml ... section.key=value ... [--dry-run] [--resume auto]
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from recipes.launch import Interrupt, console, launch, quiet_environment
+
+quiet_environment()
+
+from transformers import AutoTokenizer  # noqa: E402
+
+from megatron_rl.actor.actor import ActorSpec  # noqa: E402
+from megatron_rl.algorithms import policy_objective  # noqa: E402
+from megatron_rl.cluster.engines import EngineGroup, RayBridge, RayVerifier  # noqa: E402
+from megatron_rl.cluster.policy import PolicyGroup  # noqa: E402
+from megatron_rl.cluster.session import ray_session  # noqa: E402
+from megatron_rl.config.schema import GrpoRunConfig  # noqa: E402
+from megatron_rl.data import ShuffledStream, load_prompts  # noqa: E402
+from megatron_rl.layout import check_model, read_shape  # noqa: E402
+from megatron_rl.loop.checkpoints import Checkpoints  # noqa: E402
+from megatron_rl.loop.train import Ports, Prompts, train  # noqa: E402
+from megatron_rl.observe import RunSink, print_summary, write_provenance, write_report  # noqa: E402
+from megatron_rl.types import Prompt  # noqa: E402
+from megatron_rl.verifiers import RewardSet  # noqa: E402
+from recipes.dry_run import describe_policy, describe_rollout  # noqa: E402
+
+
+def run(config: GrpoRunConfig, resume: bool, interrupt: Interrupt) -> int:
+    """Wire the rooms together and train; returns the steps that are done."""
+    shape = read_shape(config.model.path)
+    check_model(config.model.path, shape, config.policy.parallel.mesh)
+    tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+    prompts = read_prompts(config, tokenizer)
+    folder, logs = config.run_folder, config.run_folder / "logs"
+    checkpoints = Checkpoints(folder / "checkpoints", keep=config.checkpoint.keep, resume=resume)
+    write_provenance(folder, config)
+    spec = ActorSpec(
+        shape=shape,
+        model=config.model,
+        policy=config.policy,
+        objective=policy_objective(config.algorithm),
+        temperature=config.rollout.sampling.temperature,
+        needs_logp_old=True,
+        total_steps=config.run.steps * config.algorithm.updates_per_step,
+        seed=config.run.seed,
+    )
+    with ray_session(config.cluster, num_cpus=config.policy.parallel.mesh.world_size, logs=logs):
+        with console.status("starting Ray, Megatron and vLLM"):
+            engines = EngineGroup(config, logs)
+            policy = PolicyGroup(spec, config.cluster, logs)
+            verifier = RayVerifier(config, logs)
+            policy.start()
+            engines.start()
+            bridge = RayBridge(config, spec, policy, engines)
+        with RunSink(folder, config.run.steps, console, tokenizer, config.delimiter) as sink:
+            if resume:
+                sink.resume(checkpoints.first_step)
+            done = train(config, shape, Ports(policy, engines, bridge, verifier), prompts, (sink, checkpoints), interrupt)
+        if done == config.run.steps:
+            policy.export_hf(folder / "hf")
+    report = write_report(folder)
+    print_summary(folder, console)
+    console.print(f"report: {report}   model: {folder / 'hf'}" if done == config.run.steps else f"report: {report}")
+    return done
+
+
+def read_prompts(config: GrpoRunConfig, tokenizer: Any) -> Prompts:
+    """Training prompts as a stream, held-out prompts as a list; tells how many rows were skipped."""
+    data, rollout = config.data, config.rollout
+    required = RewardSet(config.rewards, tokenizer, config.delimiter).required_columns
+
+    def read(path: Path) -> list[Prompt]:
+        rows, skipped = load_prompts(path, tokenizer, rollout.max_prompt_tokens, data.on_bad_row, required)
+        if skipped:
+            console.print(f"[yellow]{path}: {skipped} of {skipped + len(rows)} rows skipped[/]")
+        return rows
+
+    stream = ShuffledStream(read(data.train), rollout.prompts_per_step, config.run.seed)
+    return Prompts(stream, read(data.eval)[: config.eval.num_prompts] if data.eval else [])
+
+
+def dry_run(config: GrpoRunConfig, console: Console) -> None:
+    shape = describe_policy(config, console)
+    describe_rollout(config, shape, console)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    return launch(GrpoRunConfig, arguments, dry_run=dry_run, run=run)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

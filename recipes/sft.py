@@ -1,0 +1,80 @@
+"""Supervised training on rows with completions, through the same Megatron actor.
+
+    python recipes/sft.py FILE.yaml ... section.key=value ... [--dry-run] [--resume auto]
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from recipes.launch import Interrupt, console, launch, quiet_environment
+
+quiet_environment()
+
+from transformers import AutoTokenizer  # noqa: E402
+
+from megatron_rl.actor.actor import ActorSpec  # noqa: E402
+from megatron_rl.algorithms import supervised_objective  # noqa: E402
+from megatron_rl.cluster.policy import PolicyGroup  # noqa: E402
+from megatron_rl.cluster.session import ray_session  # noqa: E402
+from megatron_rl.config.schema import SftRunConfig  # noqa: E402
+from megatron_rl.data import ShuffledStream, load_supervised  # noqa: E402
+from megatron_rl.layout import check_model, read_shape  # noqa: E402
+from megatron_rl.loop.checkpoints import Checkpoints  # noqa: E402
+from megatron_rl.loop.supervised import train_supervised  # noqa: E402
+from megatron_rl.observe import RunSink, print_summary, write_provenance, write_report  # noqa: E402
+from recipes.dry_run import describe_policy  # noqa: E402
+
+
+def run(config: SftRunConfig, resume: bool, interrupt: Interrupt) -> int:
+    """Wire the rooms together and train; returns the steps that are done."""
+    shape = read_shape(config.model.path)
+    check_model(config.model.path, shape, config.policy.parallel.mesh)
+    tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+    sft = config.sft
+    rows, skipped = load_supervised(sft.rows, tokenizer, sft.max_tokens, sft.on_bad_row)
+    if skipped:
+        console.print(f"[yellow]{sft.rows}: {skipped} of {skipped + len(rows)} rows skipped[/]")
+    stream = ShuffledStream(rows, sft.rows_per_step, config.run.seed)
+    folder, logs = config.run_folder, config.run_folder / "logs"
+    checkpoints = Checkpoints(folder / "checkpoints", keep=config.checkpoint.keep, resume=resume)
+    write_provenance(folder, config)
+    spec = ActorSpec(
+        shape=shape,
+        model=config.model,
+        policy=config.policy,
+        objective=supervised_objective(),
+        temperature=1.0,
+        needs_logp_old=False,
+        total_steps=config.run.steps,
+        seed=config.run.seed,
+    )
+    with ray_session(config.cluster, num_cpus=config.policy.parallel.mesh.world_size, logs=logs):
+        with console.status("starting Ray and Megatron"):
+            policy = PolicyGroup(spec, config.cluster, logs)
+            policy.start()
+        with RunSink(folder, config.run.steps, console, tokenizer) as sink:
+            if resume:
+                sink.resume(checkpoints.first_step)
+            done = train_supervised(config, shape, policy, stream, (sink, checkpoints), interrupt)
+        if done == config.run.steps:
+            policy.export_hf(folder / "hf")
+    report = write_report(folder)
+    print_summary(folder, console)
+    console.print(f"report: {report}   model: {folder / 'hf'}" if done == config.run.steps else f"report: {report}")
+    return done
+
+
+def dry_run(config: SftRunConfig, console: Console) -> None:
+    describe_policy(config, console)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    return launch(SftRunConfig, arguments, dry_run=dry_run, run=run)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,56 @@
+"""`make demo`: a language model learns addition by reinforcement, on two CPU cores, in a few minutes.
+
+The task's files, a supervised warm start, then GRPO; each is skipped when its result is there already, and an
+interrupted run goes on where it stopped. `python -m recipes.tiny.demo --fresh` starts over.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from pathlib import Path
+
+from recipes.launch import console, project_file, quiet_environment
+
+quiet_environment()
+
+HOME = Path("runs/tiny")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=0, help="of the data's order, the warm start and the sampling")
+    parser.add_argument("--fresh", action="store_true", help="delete runs/tiny and begin again")
+    options = parser.parse_args()
+    if options.fresh:
+        shutil.rmtree(HOME, ignore_errors=True)
+
+    from recipes import grpo, sft
+    from recipes.tiny.task import write_task
+
+    home = HOME / f"seed_{options.seed}"
+    task, warm_start, run = home / "task", home / "warm_start", home / "grpo"
+    if not (task / "model" / "model.safetensors").is_file():
+        console.rule("1/3 the task: 3-digit addition, 8,000 training and 500 held-out sums")
+        write_task(task, seed=options.seed)
+    common = [f"run.folder={home}", f"run.seed={options.seed}"]
+    if not (warm_start / "hf").is_dir():
+        console.rule("2/3 supervised warm start on imperfect demonstrations")
+        status = sft.main(
+            [str(project_file("configs/run/tiny_sft.yaml")), *common, "run.name=warm_start"]
+            + [f"model.path={task}/model", f"sft.rows={task}/demonstrations.jsonl", "--resume", "auto"]
+        )
+        if status:
+            return status
+    if (run / "hf").is_dir():  # a finished run: show it again from the start
+        shutil.rmtree(run)
+    console.rule("3/3 reinforcement learning: Megatron TP2 trains, vLLM answers, the bridge reshards")
+    return grpo.main(
+        [str(project_file("configs/run/tiny_grpo.yaml")), *common, "run.name=grpo", f"model.path={warm_start}/hf"]
+        + [f"data.train={task}/train.jsonl", f"data.eval={task}/eval.jsonl", "--resume", "auto"]
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

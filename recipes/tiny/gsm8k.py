@@ -1,0 +1,58 @@
+"""A tiny random Qwen3 with a byte-level tokenizer trained on GSM8K's rows, for configs/run/gsm8k_tiny_cpu.yaml.
+
+    python -m recipes.tiny.gsm8k runs/gsm8k_tiny [rows.jsonl]
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+ROWS = Path(__file__).parent / "data" / "gsm8k_train_sample.jsonl"
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+)
+
+
+def write_model(folder: Path, rows: Path = ROWS, vocab_size: int = 512, seed: int = 0) -> None:
+    """Write folder/model: config.json, random weights, tokenizer with chat template."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+    texts = [message["content"] for line in rows.read_text().splitlines() for message in json.loads(line)["messages"]]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator(
+        texts, trainers.BpeTrainer(vocab_size=vocab_size - 2, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False)
+    )
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    fast.add_tokens(["<think>", "</think>"])  # text of the answer, not special
+    fast.chat_template = CHAT_TEMPLATE
+    fast.save_pretrained(folder / "model")
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        hidden_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        intermediate_size=256,
+        vocab_size=vocab_size,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        eos_token_id=fast.eos_token_id,
+        pad_token_id=fast.pad_token_id,
+        bos_token_id=None,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder / "model")
+
+
+if __name__ == "__main__":
+    write_model(Path(sys.argv[1]), *map(Path, sys.argv[2:3]))

@@ -1,0 +1,102 @@
+"""The demo's task: 3-digit addition whose columns are written in the thought, and a model of 312,064 parameters.
+
+    876+530=<think>6+0+0=6,7+3+0=10,8+5+1=14</think>1406
+
+Columns from the right, the carry as third term, one character a token. Demonstrations are imperfect on purpose:
+half of them guess at once, a tenth think twice, and each column is wrong with p = 0.1, the error carried on. So a
+policy that starts from them must find that thinking pays, and then to be careful. Everything is a pure function
+of the seed; training and held-out pairs are disjoint.
+
+    python -m recipes.tiny.task runs/tiny/task
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from pathlib import Path
+
+VOCABULARY = ["<pad>", "<eos>", "<think>", "</think>", "<unk>", *"0123456789+=,? ."]
+CONFIG = {
+    "hidden_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 256,
+    "vocab_size": 64,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "bos_token_id": None,
+}
+NUM_TRAIN, NUM_EVAL, NUM_DEMONSTRATIONS = 8000, 500, 40000
+
+
+def thought(a: int, b: int, rng: random.Random | None = None, slip: float = 0.0) -> tuple[str, str]:
+    """The columns of a + b and the answer that they lead to; each column's sum slips with that probability."""
+    columns, digits, carry = [], [], 0
+    for _ in range(3):
+        x, y = a % 10, b % 10
+        total = x + y + carry
+        if rng and rng.random() < slip:
+            total = total - total % 10 + rng.randrange(10)
+        columns.append(f"{x}+{y}+{carry}={total}")
+        digits.append(total % 10)
+        carry, a, b = total // 10, a // 10, b // 10
+    answer = carry * 1000 + digits[2] * 100 + digits[1] * 10 + digits[0]
+    return ",".join(columns), str(answer)
+
+
+def demonstration(a: int, b: int, rng: random.Random) -> str:
+    """A completion: 50 % guess at once, 40 % think once, 10 % think twice."""
+    kind = rng.random()
+    if kind < 0.5:
+        return f"<think></think>{a + b}"
+    columns, answer = thought(a, b, rng, slip=0.1)
+    if kind >= 0.9:
+        again, answer = thought(a, b, rng, slip=0.1)
+        columns = f"{columns},{again}"
+    return f"<think>{columns}</think>{answer}"
+
+
+def write_task(folder: Path, seed: int = 0) -> None:
+    """Write train.jsonl, eval.jsonl, demonstrations.jsonl and model/ (random weights) into the folder."""
+    rng = random.Random(seed)
+    pairs = rng.sample([(a, b) for a in range(100, 1000) for b in range(100, 1000)], NUM_TRAIN + NUM_EVAL)
+    folder.mkdir(parents=True, exist_ok=True)
+
+    def write(name: str, rows: list[dict[str, str]]) -> None:
+        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    questions = [{"prompt": f"{a}+{b}=", "ground_truth": str(a + b), "dataset": "addition"} for a, b in pairs]
+    write("train.jsonl", questions[:NUM_TRAIN])
+    write("eval.jsonl", questions[NUM_TRAIN:])
+    chosen = [rng.choice(pairs[:NUM_TRAIN]) for _ in range(NUM_DEMONSTRATIONS)]
+    write(
+        "demonstrations.jsonl",
+        [{"prompt": f"{a}+{b}=", "completion": demonstration(a, b, rng)} for a, b in chosen],
+    )
+    write_model(folder / "model", seed)
+
+
+def write_model(folder: Path, seed: int) -> None:
+    import torch
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(VOCABULARY)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+    # Part of the thought's text, not special: people and verifiers see them.
+    fast.add_tokens(["<think>", "</think>"])
+    fast.save_pretrained(folder)
+    torch.manual_seed(seed)
+    Qwen3ForCausalLM(Qwen3Config(rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, **CONFIG)).save_pretrained(folder)
+
+
+if __name__ == "__main__":
+    write_task(Path(sys.argv[1]))

@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from trainers import TrainerPool
+
+from megatron_rl.actor.packing import TrainSample
+from megatron_rl.types import Tokens
+
+VOCAB_SIZE = 60
+"""Not a multiple of 32: Megatron pads the vocabulary, and the padding must have no probability."""
+
+
+@pytest.fixture(scope="session")
+def trainers():
+    pool = TrainerPool(4)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory) -> Path:
+    return _random_qwen3(tmp_path_factory.mktemp("qwen3"), tied=False)
+
+
+@pytest.fixture(scope="session")
+def tied_model_folder(tmp_path_factory) -> Path:
+    return _random_qwen3(tmp_path_factory.mktemp("qwen3_tied"), tied=True)
+
+
+def _random_qwen3(folder: Path, tied: bool) -> Path:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        hidden_size=32,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        intermediate_size=48,
+        vocab_size=VOCAB_SIZE,
+        tie_word_embeddings=tied,
+        rope_theta=10000.0,
+        max_position_embeddings=128,
+        initializer_range=0.2,
+    )
+    model = Qwen3ForCausalLM(config)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:  # ones would hide a norm that is not loaded
+            parameter.data.uniform_(0.5, 1.5)
+    model.save_pretrained(folder)
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def samples() -> list[TrainSample]:
+    """12 samples of 2 to 23 tokens; their action masks have holes, as a forced delimiter leaves."""
+    rng = np.random.default_rng(7)
+    result = []
+    for i in range(12):
+        length = int(rng.integers(2, 24))
+        mask = rng.random(length) < 0.7
+        mask[0] = False
+        mask[-1] = True
+        logp = np.where(mask, -4.0 + 0.5 * rng.standard_normal(length), 0.0)
+        tokens = Tokens(
+            ids=rng.integers(0, VOCAB_SIZE, length).astype(np.int32),
+            action_mask=mask,
+            logp_rollout=logp.astype(np.float32),
+            version=np.where(mask, 0, -1).astype(np.int32),
+        )
+        result.append(TrainSample(f"prompt{i // 4}#{i % 4}", tokens, float(rng.standard_normal())))
+    return result

@@ -1,0 +1,248 @@
+"""What the trainer processes of the tests do; each function is called on every rank of a fresh world."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl.actor import platform  # before Megatron: it silences its import
+
+from megatron.core import parallel_state  # isort: skip
+from megatron_rl.actor.actor import ActorSpec, MegatronActor
+from megatron_rl.actor.attention import packed_sequences
+from megatron_rl.actor.logprobs import vocabulary_parallel_logprobs
+from megatron_rl.actor.packing import TrainSample, pack
+from megatron_rl.actor.weights import export_hf, load_hf
+from megatron_rl.algorithms.objective import policy_objective, supervised_objective
+from megatron_rl.config.schema import (
+    AlgorithmConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    PolicyConfig,
+)
+from megatron_rl.layout import read_shape
+from megatron_rl.types import Denominators, Mesh, Metrics
+
+OPTIMIZER = OptimizerConfig(
+    lr=1e-2, warmup_steps=2, schedule="cosine", min_lr_ratio=0.1, eps=1e-4, weight_decay=0.1, clip_grad=0.1
+)
+"""A clip that is active, a decay that is felt, and an epsilon that does not blow rounding up to whole
+steps."""
+TOTAL_STEPS = 8
+TEMPERATURE = 0.7
+
+
+@dataclass(frozen=True)
+class Layout:
+    mesh: Mesh = Mesh()
+    sequence: bool = True
+    num_microbatches: int = 1
+    dtype: str = "float32"
+    recompute: str = "none"
+
+    @property
+    def alignment(self) -> int:
+        return self.mesh.tensor if self.sequence else 1
+
+
+def build(
+    rank: int, world_size: int, url: str, folder: Path, layout: Layout, supervised: bool = False
+) -> MegatronActor:
+    mesh = layout.mesh
+    parallel = ParallelConfig(
+        tensor=mesh.tensor, pipeline=mesh.pipeline, data=mesh.data, sequence=layout.sequence
+    )
+    spec = ActorSpec(
+        shape=read_shape(folder),
+        model=ModelConfig(path=folder, dtype=layout.dtype, recompute=layout.recompute),
+        policy=PolicyConfig(parallel=parallel, optimizer=OPTIMIZER),
+        objective=supervised_objective() if supervised else policy_objective(AlgorithmConfig()),
+        temperature=1.0 if supervised else TEMPERATURE,
+        needs_logp_old=not supervised,
+        total_steps=TOTAL_STEPS,
+        seed=0,
+    )
+    actor = MegatronActor(spec, rank=rank, world_size=world_size, init_method=url)
+    load_hf(actor, folder)
+    return actor
+
+
+def denominators(samples: list[TrainSample]) -> Denominators:
+    return Denominators(sum(int(s.tokens.action_mask.sum()) for s in samples), len(samples))
+
+
+def mine(samples: list[TrainSample], actor: MegatronActor, num_microbatches: int) -> list[list[TrainSample]]:
+    """This rank's micro-batches. The last data-parallel rank has fewer samples, in one micro-batch; its
+    others are empty."""
+    _, _, data = actor.mesh.coordinates(actor.rank)
+    if actor.mesh.data > 1:
+        cut = 2 * len(samples) // 3
+        samples = [samples[:cut], samples[cut:]][data]
+        if data == 1:
+            return [[] for _ in range(num_microbatches - 1)] + [samples]
+    return [samples[m::num_microbatches] for m in range(num_microbatches)]
+
+
+def begin(actor: MegatronActor, samples: list[TrainSample], layout: Layout, num_updates: int) -> Metrics:
+    """The same samples in every optimizer step: from the second on the ratio is not 1."""
+    minibatches = [mine(samples, actor, layout.num_microbatches)] * num_updates
+    return actor.begin(minibatches, [denominators(samples)] * num_updates, layout.alignment)
+
+
+def train(rank, world_size, url, *, folder, samples, layout, num_updates=3, supervised=False):
+    """(mismatch, metrics of each update)"""
+    actor = build(rank, world_size, url, folder, layout, supervised)
+    mismatch = begin(actor, samples, layout, num_updates)
+    metrics = [actor.update(i) for i in range(num_updates)]
+    actor.close()
+    return mismatch, metrics
+
+
+def logits(rank, world_size, url, *, folder, samples, layout):
+    """[T, vocabulary padded] of one packed row, with the row's lengths; TP only."""
+    actor = build(rank, world_size, url, folder, layout)
+    batch = pack(samples, layout.alignment)
+    with platform.running(), torch.no_grad():
+        part_1TV = actor.model(
+            input_ids=batch.ids_T[None],
+            position_ids=None,
+            attention_mask=None,
+            packed_seq_params=packed_sequences(batch.lengths_S, actor.spec.shape, fused=False),
+        )
+    parts = [torch.empty_like(part_1TV) for _ in range(layout.mesh.tensor)]
+    dist.all_gather(parts, part_1TV.contiguous(), group=parallel_state.get_tensor_model_parallel_group())
+    actor.close()
+    return torch.cat(parts, -1)[0].numpy(), batch.lengths_S.numpy()
+
+
+def logprobs(rank, world_size, url, *, logits_TV, target_T, grad_T, vocab_size, temperature):
+    """This rank's columns of padded logits: value and gradient of the log-probs."""
+    platform.start(rank, world_size, url)
+    width = logits_TV.shape[1] // world_size
+    part_TV = torch.from_numpy(logits_TV[:, rank * width : (rank + 1) * width]).requires_grad_()
+    logp_T = vocabulary_parallel_logprobs(
+        part_TV,
+        torch.from_numpy(target_T),
+        temperature=temperature,
+        vocab_size=vocab_size,
+        group=dist.group.WORLD,
+    )
+    logp_T.backward(torch.from_numpy(grad_T))
+    dist.destroy_process_group()
+    return logp_T.detach().numpy(), part_TV.grad.numpy()
+
+
+def save_and_go_on(rank, world_size, url, *, folder, samples, layout, checkpoint):
+    """Two updates, save, two more: the run that was not interrupted."""
+    actor = build(rank, world_size, url, folder, layout)
+    begin(actor, samples, layout, 2)
+    for i in range(2):
+        actor.update(i)
+    actor.save(checkpoint, {"step": 2})
+    return _two_more(actor, samples, layout)
+
+
+def resume(rank, world_size, url, *, folder, samples, layout, checkpoint):
+    actor = build(rank, world_size, url, folder, layout)
+    extra = actor.load(checkpoint)
+    return (*_two_more(actor, samples, layout), extra)
+
+
+def _two_more(actor: MegatronActor, samples, layout):
+    mismatch = begin(actor, samples, layout, 2)
+    metrics = [actor.update(i) for i in range(2)]
+    parameters = {name: p.float().numpy().copy() for name, p in actor.parameters().items()}
+    actor.close()
+    return mismatch, metrics, parameters
+
+
+def load_each(rank, world_size, url, *, folder, layout, checkpoints):
+    """The errors of loading."""
+    actor = build(rank, world_size, url, folder, layout)
+    errors = [_error(lambda: actor.load(checkpoint)) for checkpoint in checkpoints]
+    actor.close()
+    return errors
+
+
+def save_on_a_full_disk(rank, world_size, url, *, folder, samples, layout, checkpoint):
+    """Rank 1 may write files of 4 KiB at most; afterwards saving works again."""
+    import resource
+    import signal
+
+    actor = build(rank, world_size, url, folder, layout)
+    actor.save(checkpoint, {"step": 1})
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    error = _error(lambda: actor.save(checkpoint, {"step": 2}))
+    actor.agreement.gather(None)  # rank 0 has cleaned up
+    left = sorted(path.name for path in checkpoint.parent.iterdir())
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    survivor = actor.load(checkpoint)
+    actor.save(checkpoint, {"step": 3})
+    replaced = actor.load(checkpoint)
+    actor.close()
+    return error, left, survivor, replaced
+
+
+def refuse(rank, world_size, url, *, folder, samples, layout):
+    """Errors of broken input, each found by one data-parallel rank alone, and whether the weights stayed."""
+    actor = build(rank, world_size, url, folder, layout)
+    before = {name: p.clone() for name, p in actor.parameters().items()}
+    _, _, data = actor.mesh.coordinates(rank)
+    errors = {}
+
+    last = samples[-1].tokens
+    broken = replace(samples[-1], tokens=replace(last, logp_rollout=last.logp_rollout * float("nan")))
+    _begin_plain(actor, [[*samples[:-1], broken] if data else samples], layout)
+    errors["rollout"] = _error(lambda: actor.update(0))
+
+    huge = replace(samples[-1], advantage=float("inf"))
+    _begin_plain(actor, [samples if data == 0 else [huge]], layout)
+    errors["gradient"] = _error(lambda: actor.update(0))
+
+    foreign = replace(samples[0], tokens=replace(samples[0].tokens, ids=samples[0].tokens.ids + 60))
+    errors["vocabulary"] = _error(lambda: _begin_plain(actor, [samples if data == 0 else [foreign]], layout))
+
+    unequal = [_cut_mask(samples[0])] if data else samples
+    errors["unequal"] = _error(lambda: _begin_plain(actor, [unequal], layout))
+
+    unchanged = all(torch.equal(before[name], p) for name, p in actor.parameters().items())
+    _begin_plain(actor, [samples], layout)
+    recovered = actor.update(0)
+    actor.close()
+    return errors, unchanged, recovered
+
+
+def _cut_mask(sample: TrainSample) -> TrainSample:
+    return replace(sample, tokens=replace(sample.tokens, action_mask=sample.tokens.action_mask[:-1]))
+
+
+def misalign(rank, world_size, url, *, folder, samples, layout):
+    actor = build(rank, world_size, url, folder, layout)
+    error = _error(lambda: actor.begin([[samples]], [denominators(samples)], 1))
+    actor.close()
+    return error
+
+
+def _begin_plain(actor: MegatronActor, microbatches, layout: Layout) -> None:
+    actor.begin([microbatches], [Denominators(100, 10)], layout.alignment)
+
+
+def _error(call) -> str:
+    try:
+        call()
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def export(rank, world_size, url, *, folder, layout, target):
+    actor = build(rank, world_size, url, folder, layout)
+    export_hf(actor, target)
+    actor.close()

@@ -1,0 +1,107 @@
+"""Resume is bitwise, a checkpoint is whole or absent, and a broken step changes nothing."""
+
+from __future__ import annotations
+
+import shutil
+
+import numpy as np
+import pytest
+from scenarios import Layout
+from trainers import TrainerPool
+
+from megatron_rl.types import Mesh
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(Mesh(tensor=2), num_microbatches=2),
+        Layout(Mesh(data=2), num_microbatches=2),  # the distributed optimizer
+        Layout(Mesh(data=2), num_microbatches=2, dtype="bfloat16"),  # fp32 copies of split weights
+        Layout(Mesh(pipeline=2), num_microbatches=2, dtype="bfloat16"),
+    ],
+    ids=["tp2", "dp2", "dp2_bf16", "pp2_bf16"],
+)
+def test_resume_is_bitwise(trainers, model_folder, samples, tmp_path, layout):
+    arguments = dict(folder=model_folder, samples=samples, layout=layout, checkpoint=tmp_path / "step2")
+    unbroken = trainers.run("save_and_go_on", 2, **arguments)
+    check_resumed(trainers, unbroken, arguments)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step2"]
+
+
+def test_resume_in_fresh_processes_is_bitwise(trainers, model_folder, samples, tmp_path):
+    layout = Layout(Mesh(tensor=2, data=2), num_microbatches=2)
+    arguments = dict(folder=model_folder, samples=samples, layout=layout, checkpoint=tmp_path / "step2")
+    unbroken = trainers.run("save_and_go_on", 4, **arguments)
+    fresh = TrainerPool(4)
+    try:
+        check_resumed(fresh, unbroken, arguments)
+    finally:
+        fresh.close()
+
+
+def check_resumed(pool, unbroken, arguments) -> None:
+    resumed = pool.run("resume", len(unbroken), **arguments)
+    for (mismatch, metrics, parameters), (mismatch2, metrics2, parameters2, extra) in zip(unbroken, resumed):
+        assert extra == {"step": 2}
+        assert mismatch == mismatch2
+        assert metrics == metrics2
+        assert parameters.keys() == parameters2.keys()
+        for name, parameter in parameters.items():
+            assert np.array_equal(parameter, parameters2[name]), name
+
+
+def test_a_checkpoint_that_does_not_fit_is_refused_by_all(trainers, model_folder, samples, tmp_path):
+    layout, checkpoint = Layout(Mesh(tensor=2)), tmp_path / "step2"
+    saving = dict(folder=model_folder, samples=samples, layout=layout, checkpoint=checkpoint)
+    trainers.run("save_and_go_on", 2, **saving)
+    truncated = shutil.copytree(checkpoint, tmp_path / "truncated")
+    whole = (checkpoint / "rank1.pt").read_bytes()
+    (truncated / "rank1.pt").write_bytes(whole[: len(whole) // 2])
+
+    arguments = dict(folder=model_folder, checkpoints=[checkpoint, model_folder, truncated])
+    first, second = trainers.run("load_each", 2, layout=layout, **arguments)
+    assert first == second
+    assert first[0] == "no error"
+    assert "is no checkpoint" in first[1]
+    assert "rank1.pt" in first[2] and "older checkpoint" in first[2]
+
+    (other_mesh, *_), _ = trainers.run("load_each", 2, layout=Layout(Mesh(data=2)), **arguments)
+    assert "'tensor': 2" in other_mesh and "Hugging Face export" in other_mesh
+
+
+def test_a_full_disk_leaves_the_last_checkpoint(trainers, model_folder, samples, tmp_path):
+    results = trainers.run(
+        "save_on_a_full_disk",
+        2,
+        folder=model_folder,
+        samples=samples,
+        layout=Layout(Mesh(tensor=2)),
+        checkpoint=tmp_path / "last",
+    )
+    assert results[0] == results[1]
+    error, left, survivor, replaced = results[0]
+    assert "rank1.pt" in error and "is the disk full?" in error
+    assert left == ["last"]
+    assert survivor == {"step": 1}
+    assert replaced == {"step": 3}
+
+
+def test_broken_input_on_one_rank_is_refused_by_all(trainers, model_folder, samples):
+    results = trainers.run(
+        "refuse", 2, folder=model_folder, samples=samples, layout=Layout(Mesh(data=2))
+    )
+    for errors, unchanged, recovered in results:
+        assert errors == results[0][0]
+        assert samples[-1].name in errors["rollout"] and "not finite" in errors["rollout"]
+        assert samples[-1].name in errors["gradient"]
+        assert samples[0].name in errors["vocabulary"] and "tokenizer" in errors["vocabulary"]
+        assert samples[0].name in errors["unequal"]
+        assert unchanged
+        assert np.isfinite(recovered["grad_norm"]) and recovered["grad_norm"] > 0
+
+
+def test_sequence_parallelism_refuses_an_alignment_that_is_no_multiple_of_tp(trainers, model_folder, samples):
+    errors = trainers.run("misalign", 2, folder=model_folder, samples=samples, layout=Layout(Mesh(tensor=2)))
+    assert errors[0] == errors[1]
+    assert "alignment 1 is no multiple of policy.parallel.tensor (2)" in errors[0]

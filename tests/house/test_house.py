@@ -1,0 +1,111 @@
+"""The house's rules: imports go down, vendors stay in their rooms, every shipped YAML and command works."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "megatron_rl"
+LAYERS = {
+    **dict.fromkeys(["config", "types", "ports"], 0),
+    **dict.fromkeys(["algorithms", "balance", "layout", "verifiers", "data", "observe"], 1),
+    "loop": 2,
+    **dict.fromkeys(["actor", "rollout", "bridge"], 3),
+    "cluster": 4,
+}
+VENDOR_ROOMS = {
+    "megatron": {"actor"},
+    "transformer_engine": {"actor"},
+    "apex": {"actor"},
+    "vllm": {"rollout", "bridge"},
+    "ray": {"cluster"},
+    "nemo_run": set(),
+}
+
+
+def sources() -> list[Path]:
+    return sorted(p for p in PACKAGE.rglob("*.py") if p.parent != PACKAGE or p.name != "__init__.py")
+
+
+def room(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imports(path: Path) -> list[str]:
+    """Every imported module, lazy ones and those under TYPE_CHECKING included."""
+    names = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
+    return names
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_go_down_and_never_sideways(path):
+    here = room(path)
+    for name in imports(path):
+        top, *rest = name.split(".")
+        if top == "megatron_rl":
+            there = rest[0]
+            ordinary = LAYERS[there] < LAYERS[here] or there == here
+            assert ordinary or LAYERS[here] == LAYERS[there] == 0, f"{here} (L{LAYERS[here]}) imports {name}"
+        assert top not in {"recipes", "tools"}, f"{path} imports {name}"
+        if top in VENDOR_ROOMS:
+            assert here in VENDOR_ROOMS[top], f"{here} imports {name}"
+
+
+def test_vllm_in_the_bridge_is_the_receivers_alone():
+    for path in (PACKAGE / "bridge").glob("*.py"):
+        if any(name.split(".")[0] == "vllm" for name in imports(path)):
+            assert path.name == "receiver.py"
+
+
+def test_lower_layers_load_no_vendor():
+    modules = [
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        for path in sources()
+        if LAYERS[room(path)] <= 2
+    ]
+    code = (
+        f"import importlib, sys\nfor name in {modules!r}: importlib.import_module(name)\n"
+        f"print(*sorted(set({list(VENDOR_ROOMS)!r}) & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
+
+
+def commands(path: Path) -> list[list[str]]:
+    """The `$` lines that a YAML's head, or the README, tells a person to type."""
+    return [match.split() for match in re.findall(r"^(?:# )?\$ (.+)$", path.read_text(), flags=re.MULTILINE)]
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").rglob("*.yaml")), ids=lambda p: p.name)
+def test_every_yaml_dry_runs_with_the_command_at_its_head(path, tmp_path):
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    given = commands(path)
+    assert given and any(str(path.relative_to(ROOT)) in words for words in given)
+    for words in given:
+        assert words[0] == "python"
+        dry = ["--dry-run"] if words[1].startswith("recipes/") else []
+        done = subprocess.run([sys.executable, *words[1:], *dry], cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert "parameters" in done.stdout
+
+
+def test_no_file_speaks_of_a_machine_or_an_index():
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    forbidden = re.compile("|".join(["/wor" + "k/", "/ro" + "ot/", "pypi" + r"\.org", "index" + "-url"]))
+    for name in tracked:
+        if (ROOT / name).suffix in {".py", ".md", ".toml", ".yaml", ".txt", ".sh", ""} and (ROOT / name).is_file():
+            found = forbidden.search((ROOT / name).read_text())
+            assert not found, f"{name}: {found[0]}"

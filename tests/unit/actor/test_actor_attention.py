@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import megatron_rl.actor  # noqa: F401  before Megatron: it silences its import
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_rl.actor.attention import MAX_PADDING, PackedAttention, plan_attention
+from megatron_rl.actor.norm import Norm
+
+THETA = 10000.0
+
+
+def plain_attention(q, k, v):
+    """One sequence, [L, N, D] and [L, G, D], float64, written from the definition."""
+    length, num_heads, head_dim = q.shape
+    frequency = THETA ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    angle = torch.arange(length, dtype=torch.float64)[:, None] * frequency
+    cos, sin = angle.cos()[:, None], angle.sin()[:, None]
+
+    def rotate(x):
+        a, b = x[..., : head_dim // 2], x[..., head_dim // 2 :]
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+
+    q, k = rotate(q), rotate(k)
+    heads = []
+    for head in range(num_heads):
+        group = head * k.shape[1] // num_heads
+        scores = q[:, head] @ k[:, group].T / head_dim**0.5
+        scores = scores.masked_fill(torch.ones(length, length).triu(1).bool(), -torch.inf)
+        heads.append(scores.softmax(-1) @ v[:, group])
+    return torch.cat(heads, -1)
+
+
+@pytest.mark.parametrize("num_heads, num_groups", [(4, 2), (3, 3), (4, 1)])
+@pytest.mark.parametrize("lengths", [[1], [7, 7, 7], [5, 1, 40, 2, 3, 38, 1, 17]], ids=str)
+def test_output_and_gradients_equal_plain_attention(lengths, num_heads, num_groups):
+    torch.manual_seed(0)
+    num_tokens, head_dim = sum(lengths), 8
+    heads = (num_heads, num_groups, num_groups)
+    q, k, v = (torch.randn(num_tokens, n, head_dim).requires_grad_() for n in heads)
+    grad = torch.randn(num_tokens, num_heads * head_dim)
+    attention = PackedAttention(_config())
+    out = attention(q, k, v, None, packed_seq_params=plan_attention(torch.tensor(lengths), head_dim, THETA))
+    out.backward(grad)
+
+    q64, k64, v64 = (x.detach().double().requires_grad_() for x in (q, k, v))
+    parts = zip(*(x.split(lengths) for x in (q64, k64, v64)))
+    expected = torch.cat([plain_attention(*part) for part in parts])
+    expected.backward(grad.double())
+    for got, want in ((out, expected), (q.grad, q64.grad), (k.grad, k64.grad), (v.grad, v64.grad)):
+        torch.testing.assert_close(got.double(), want, atol=2e-5, rtol=1e-5)  # fp32 against float64
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(1, 70), min_size=1, max_size=40))
+def test_the_plan_holds_every_token_once_and_little_padding(lengths):
+    packed = plan_attention(torch.tensor(lengths), 8, THETA)
+    flat = torch.cat([batch.flatten() for batch in packed.batches])
+    assert flat[packed.unpad_T].tolist() == list(range(sum(lengths)))
+    for batch in packed.batches:
+        real = sum(len(set(row.tolist())) for row in batch)
+        assert real >= (1 - MAX_PADDING) * batch.numel()
+
+
+@pytest.mark.parametrize("shape", [(6, 1, 16), (6, 1, 2, 16)], ids=str)
+def test_norm_equals_torch(shape):
+    torch.manual_seed(0)
+    x, grad = torch.randn(shape), torch.randn(shape)
+    norm = Norm(_config(), 16, eps=1e-5)
+    norm.weight.data.uniform_(0.5, 1.5)
+    x1, x2 = x.clone().requires_grad_(), x.double().requires_grad_()
+    weight = norm.weight.detach().double().requires_grad_()
+    y1, y2 = norm(x1), torch.nn.functional.rms_norm(x2, (16,), weight, 1e-5)
+    y1.backward(grad)
+    y2.backward(grad.double())
+    for got, want in ((y1, y2), (x1.grad, x2.grad), (norm.weight.grad, weight.grad)):
+        torch.testing.assert_close(got.double(), want, atol=1e-5, rtol=1e-5)  # fp32 against float64
+
+
+def test_bf16_norm_is_computed_in_fp32():
+    x = (torch.randn(64, 16) * 100).bfloat16()
+    norm = Norm(_config(params_dtype=torch.bfloat16), 16, eps=1e-5)
+    want = torch.nn.functional.rms_norm(x.float(), (16,), None, 1e-5).bfloat16()
+    assert torch.equal(norm(x), want)
+
+
+def _config(**changes) -> TransformerConfig:
+    return TransformerConfig(
+        num_layers=1, hidden_size=16, num_attention_heads=4, attention_dropout=0.0, **changes
+    )

@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from megatron_rl.actor import platform
+
+without_cuda = pytest.mark.skipif(platform.HAS_CUDA, reason="the stand-in is off where CUDA is")
+
+
+@without_cuda
+def test_cuda_means_cpu_inside_the_block_only():
+    with platform.running():
+        assert torch.zeros(2, device="cuda").device.type == "cpu"
+        assert torch.empty(2, device=torch.device("cuda", 0)).device.type == "cpu"
+        assert torch.ones(1).cuda().device.type == "cpu"
+        assert torch.ones(1).type() == "torch.cuda.FloatTensor"
+        assert torch.ones(1).type(torch.int).dtype == torch.int
+    assert torch.ones(1).type() == "torch.FloatTensor"
+    with pytest.raises((AssertionError, RuntimeError)):
+        torch.zeros(2, device="cuda")
+
+
+def test_importing_the_actor_is_quiet():
+    process = subprocess.run(
+        [sys.executable, "-c", "import megatron_rl.actor.actor"], capture_output=True, text=True, timeout=120
+    )
+    assert (process.returncode, process.stdout, process.stderr) == (0, "", "")

@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from megatron_rl.data import load_prompts, load_supervised
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system turns') }}{% endif %}"
+    "<{{ m.role[0] }}>{{ m.content }}<eos>\n{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+)
+
+
+@pytest.fixture
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Characters; it would add <bos> to plain text if it were let."""
+    vocabulary = ["<eos>", "<bos>", "<u>", "<a>", *map(chr, range(32, 127)), "\n"]
+    core = Tokenizer(models.WordLevel({token: i for i, token in enumerate(vocabulary)}, unk_token=" "))
+    core.pre_tokenizer = pre_tokenizers.Split(Regex("<u>|<a>|\n|."), "isolated")
+    core.decoder = decoders.Fuse()
+    core.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 1)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core, eos_token="<eos>", bos_token="<bos>", chat_template=TEMPLATE
+    )
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(*lines) -> object:
+        path = tmp_path / "rows.jsonl"
+        path.write_bytes(b"\n".join(x if isinstance(x, bytes) else json.dumps(x).encode() for x in lines))
+        return path
+
+    return write
+
+
+USER = {"role": "user", "content": "hi"}
+ASSISTANT = {"role": "assistant", "content": "yo"}
+
+
+def test_prompts_of_both_forms(tokenizer, write):
+    path = write(
+        b"\xef\xbb\xbf" + json.dumps({"prompt": "1+2=", "ground_truth": "3", "level": 4}).encode(),
+        b"  ",
+        {"messages": [USER, ASSISTANT, USER], "ground_truth": 5},
+    )
+    [plain, chat], num_skipped = load_prompts(path, tokenizer, 100, "fail")
+    assert num_skipped == 0
+    assert (plain.uid, plain.messages) == ("rows.jsonl:1", "1+2=")
+    assert plain.columns == {"ground_truth": "3", "level": 4}
+    assert tokenizer.convert_ids_to_tokens(plain.token_ids) == list("1+2=")
+    assert (chat.uid, chat.messages) == ("rows.jsonl:3", (USER, ASSISTANT, USER))
+    assert chat.columns == {"ground_truth": 5}
+    assert tokenizer.decode(chat.token_ids) == "<u>hi<eos>\n<a>yo<eos>\n<u>hi<eos>\n<a>"
+    assert all(type(i) is int for i in chat.token_ids)
+
+
+BAD_PROMPTS = [
+    (b"{", "not JSON"),
+    (b"\xff{}", "not UTF-8"),
+    (b"[1]", "a row is a JSON object, this is a list"),
+    ({"prompt": "x", "messages": [USER]}, "this one has both"),
+    ({"question": "x"}, r"this one has only \['ground_truth', 'question'\]"),
+    ({"prompt": ["x"]}, r"`prompt` must be text and not empty; it is \['x'\]"),
+    ({"prompt": ""}, "must be text and not empty"),
+    ({"messages": []}, "must be a list of chat turns and not empty"),
+    ({"messages": [USER, {"role": "user"}]}, r"`messages\[1\]` must have `role` and `content`"),
+    ({"messages": [USER, ASSISTANT]}, "ends with the assistant's turn"),
+    ({"messages": [{"role": "system", "content": "x"}]}, "template refuses `messages`: no system turns"),
+    ({"prompt": "12345678901"}, "11 tokens, rollout.max_prompt_tokens is 10"),
+    ({"prompt": "x", "ground_truth": None}, "column `ground_truth` is missing"),
+]
+
+
+@pytest.mark.parametrize(("bad", "message"), BAD_PROMPTS)
+def test_a_bad_prompt_stops_with_file_and_line(tokenizer, write, bad, message):
+    bad = bad if isinstance(bad, bytes) else {"ground_truth": 1} | bad
+    path = write({"prompt": "1", "ground_truth": 1}, b"", bad)
+    with pytest.raises(ValueError, match=rf"rows.jsonl:3: .*{message}"):
+        load_prompts(path, tokenizer, 10, "fail", required_columns=["ground_truth"])
+
+
+def test_bad_prompts_are_skipped_and_counted(tokenizer, write):
+    path = write({"prompt": "good"}, *[bad for bad, _ in BAD_PROMPTS[:-1]], {"prompt": "too"})
+    prompts, num_skipped = load_prompts(path, tokenizer, 10, "skip")
+    assert [p.messages for p in prompts] == ["good", "too"] and num_skipped == len(BAD_PROMPTS) - 1
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"), [([], "holds no good row$"), ([b"["], "the first bad one is line 1: not JSON")]
+)
+def test_a_file_without_a_good_row_is_an_error(tokenizer, write, lines, message):
+    with pytest.raises(ValueError, match=message):
+        load_prompts(write(*lines), tokenizer, 10, "skip")
+
+
+def test_no_chat_template_is_no_matter_of_rows(tokenizer, write):
+    tokenizer.chat_template = None
+    with pytest.raises(ValueError, match="no chat template"):
+        load_prompts(write({"messages": [USER]}), tokenizer, 10, "skip")
+
+
+@pytest.mark.parametrize(
+    ("row", "prompt", "completion"),
+    [
+        ({"prompt": "1+2=", "completion": "3"}, "1+2=", "3<eos>"),
+        ({"prompt": "1+2=", "completion": "3<eos>"}, "1+2=", "3<eos>"),
+        ({"messages": [USER, ASSISTANT]}, "<u>hi<eos>\n<a>", "yo<eos>"),
+    ],
+)
+def test_supervised_rows(tokenizer, write, row, prompt, completion):
+    [tokens], num_skipped = load_supervised(write(row), tokenizer, 100)
+    assert num_skipped == 0
+    assert tokenizer.decode(tokens.ids[~tokens.action_mask]) == prompt
+    assert tokenizer.decode(tokens.ids[tokens.action_mask]) == completion
+    assert tokenizer.decode(tokens.ids) == prompt + completion
+    assert tokens.logp_rollout.tolist() == [0] * len(tokens.ids) and set(tokens.version.tolist()) == {-1}
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "1", "completion": "1234567890"}, "the row has 12 tokens, sft.max_tokens is 11"),
+        ({"prompt": "1"}, "`completion` must be text"),
+        ({"messages": [USER]}, "must end with the assistant's turn, not the user's"),
+        ({"messages": [ASSISTANT]}, "the prompt has no tokens"),
+    ],
+)
+def test_a_bad_supervised_row(tokenizer, write, row, message):
+    path = write({"prompt": "1", "completion": "123456789"}, row)
+    with pytest.raises(ValueError, match=f"rows.jsonl:2: .*{message}"):
+        load_supervised(path, tokenizer, 11)
+    assert load_supervised(path, tokenizer, 11, "skip")[1] == 1
+
+
+def test_a_template_that_rewrites_the_past_is_refused(tokenizer, write):
+    tokenizer.chat_template = "{{ messages | length }}" + TEMPLATE
+    with pytest.raises(ValueError, match="differently once the answer is there"):
+        load_supervised(write({"messages": [USER, ASSISTANT]}), tokenizer, 100)
+
+
+def test_no_end_of_sequence(tokenizer, write):
+    tokenizer.eos_token = None
+    with pytest.raises(ValueError, match="no eos_token"):
+        load_supervised(write({"prompt": "1", "completion": "2"}), tokenizer, 100)

@@ -1,0 +1,162 @@
+from __future__ import annotations
+
+import io
+import json
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from megatron_rl.observe import RunSink, sink as sink_module
+from megatron_rl.observe.live import figures, sparkline
+from megatron_rl.observe.records import cut, read_lines, read_metrics, series, time_split, write_line
+from megatron_rl.types import Group, Prompt, Sample, Tokens
+
+
+class Letters:
+    """Token i is the i-th letter, 0 the end of sequence, 27 the delimiter."""
+
+    def decode(self, ids, *, skip_special_tokens):
+        special = {0: "<eos>", 27: "</think>"}
+        kept = [i for i in ids if i not in special or not skip_special_tokens]
+        return "".join(special.get(i, chr(96 + i)) for i in kept)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Seconds that pass only when told."""
+
+    class Clock:
+        now = 100.0
+
+    monkeypatch.setattr(sink_module.time, "perf_counter", lambda: Clock.now)
+    return Clock
+
+
+def sink_of(folder, steps: int = 10, terminal: bool = False) -> tuple[RunSink, io.StringIO]:
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=terminal, width=100, color_system=None)
+    return RunSink(folder, steps, console, Letters(), "</think>"), screen
+
+
+def test_phases_and_other_sum_to_the_total(tmp_path, clock):
+    sink, _ = sink_of(tmp_path)
+    clock.now += 50  # before the first phase: of no step
+    for step in range(2):
+        for name, seconds in [("generate", 3.0), ("update", 2.0), ("generate", 1.0)]:
+            with sink.phase(name):
+                clock.now += seconds
+        clock.now += 0.5
+        sink.log(step, {"loss": 1.25})
+    times = {"time/generate_s": 4.0, "time/update_s": 2.0, "time/other_s": 0.5, "time/total_s": 6.5}
+    assert read_lines(tmp_path / "metrics.jsonl") == [{"step": s, "loss": 1.25} | times for s in range(2)]
+
+
+def test_phases_do_not_nest_and_survive_an_error(tmp_path, clock):
+    sink, _ = sink_of(tmp_path)
+    with pytest.raises(AssertionError, match="'push' inside phase 'update'"):
+        with sink.phase("update"), sink.phase("push"):
+            pass
+    clock.now += 1
+    with pytest.raises(KeyError), sink.phase("update"):
+        clock.now += 2
+        raise KeyError
+    sink.log(0, {})
+    assert read_lines(tmp_path / "metrics.jsonl")[0]["time/update_s"] == 2.0
+
+
+def test_answers_are_kept_as_text(tmp_path):
+    sink, _ = sink_of(tmp_path)
+    chat = ({"role": "system", "content": "s"}, {"role": "user", "content": "q"})
+    prompts = [Prompt("r:1", (1, 2), "ab", {"ground_truth": "d"}), Prompt("r:2", (3,), chat)] * 2
+    groups, payloads = [], []
+    for prompt, response in zip(prompts, [(3, 27, 4, 0), (5, 6)] * 2, strict=True):
+        ids = np.array([*prompt.token_ids, *response], np.int32)
+        sample = Sample(len(ids), len(prompt.token_ids), len(response), 0, "stop", reward=1.0)
+        groups.append(Group(prompt, [sample, sample], None, 0))
+        payloads.append([Tokens(ids, ids > 0, ids * 0.0, ids)] * 2)
+    sink.samples(7, groups, payloads)
+    first, second, _ = read_lines(tmp_path / "samples.jsonl")  # the fourth group is not kept
+    assert first == {
+        "step": 7, "uid": "r:1", "prompt": "ab", "thought": "c</think>", "answer": "d<eos>",
+        "ground_truth": "d", "reward": 1.0, "finish": "stop", "num_tokens": 4,
+    }  # fmt: skip
+    assert (second["prompt"], second["thought"], second["answer"]) == ("system: s\nuser: q", "", "ef")
+
+
+def test_a_resumed_file_reads_as_if_it_had_never_stopped(tmp_path):
+    sink, _ = sink_of(tmp_path)
+    for step in range(5):
+        sink.log(step, {"reward/mean": step / 10})
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "rew')  # killed here
+    resumed, _ = sink_of(tmp_path)
+    with pytest.raises(ValueError, match="files of an earlier run: resume it"):
+        resumed.log(3, {})
+    resumed.resume(3)
+    for step in (3, 4):
+        resumed.log(step, {"reward/mean": step * 10.0})
+    assert series(read_metrics(tmp_path), "reward/mean") == ([0, 1, 2, 3, 4], [0.0, 0.1, 0.2, 30.0, 40.0])
+
+
+def test_records_hold_what_json_has_no_word_for(tmp_path):
+    path = tmp_path / "x.jsonl"
+    with path.open("w", encoding="utf-8") as file:
+        write_line(file, {"step": 0, "a": float("nan"), "b": float("inf"), "text": "one\u2028two\nthree"})
+        assert json.loads(path.read_text(encoding="utf-8").strip("\n"))["a"] is None, "not flushed"
+    assert read_lines(path) == [{"step": 0, "a": None, "b": None, "text": "one\u2028two\nthree"}]
+    cut(path, 0)
+    assert path.read_text() == "" and read_lines(tmp_path / "none") == []
+
+
+def test_lines_of_one_step_become_one(tmp_path):
+    with (tmp_path / "metrics.jsonl").open("w") as file:
+        write_line(file, {"step": 0, "eval/accuracy": 0.5, "time/eval_s": 2.0, "time/total_s": 2.5})
+        write_line(file, {"step": 0, "loss": float("nan"), "time/other_s": 1.0, "time/total_s": 4.0})
+    [record] = read_metrics(tmp_path)
+    times = {"time/eval_s": 2.0, "time/other_s": 1.0, "time/total_s": 6.5}
+    assert record == {"step": 0, "eval/accuracy": 0.5} | times
+
+
+def test_time_split_has_other_last():
+    records = [{"time/a_s": 1.0, "time/other_s": 9.0, "time/total_s": 10.0}, {"time/b_s": 2.0}]
+    assert list(time_split(records).items()) == [("b", 2.0), ("a", 1.0), ("other", 9.0)]
+
+
+def test_figures():
+    record = {
+        "step": 3, "reward/mean": 0.5, "length/response_mean": 30.0, "length/thought_mean": 24.5,
+        "grad_norm": 0.25, "rollout/tokens_per_s": 12345.6, "mismatch/mean_abs": 2e-6,
+    }  # fmt: skip
+    assert figures(record) == {
+        "reward": "0.500", "thought": "24.5 tokens", "answer": "5.5 tokens", "speed": "12,346 tokens/s",
+        "grad norm": "0.25", "mismatch": "2.0e-06",
+    }  # fmt: skip
+
+
+def test_sparkline():
+    assert (sparkline([0.0, 0.5, 1.0]), sparkline([2.0, 2.0]), sparkline([])) == ("▁▅█", "▁▁", "")
+
+
+def test_without_a_terminal_one_plain_line_a_step(tmp_path, clock):
+    sink, screen = sink_of(tmp_path, steps=2)
+    with sink:
+        for step in range(2):
+            with sink.phase("update"):
+                clock.now += 3
+            clock.now += 1
+            sink.log(step, {"reward/mean": 0.25} if step else {"eval/accuracy": 0.5})
+    assert screen.getvalue().splitlines() == [
+        "step 1/2  held-out 0.500  4.00 s: update 75%, other 25%",
+        "step 2/2  reward 0.250  4.00 s: update 75%, other 25%",
+    ]
+
+
+def test_a_terminal_gets_a_live_table_that_keeps_the_last_held_out_accuracy(tmp_path):
+    sink, screen = sink_of(tmp_path, steps=3, terminal=True)
+    with sink, sink.phase("generate"):
+        sink.log(0, {"eval/accuracy": 0.125, "reward/mean": 0.5})
+        sink.log(1, {"reward/mean": 0.75})
+        sink.log(1, {"reward/mean": float("nan")})  # every verdict abstained: no point in the history
+    last = screen.getvalue()[screen.getvalue().rindex("step 2/3") :]
+    assert "0.125" in last and "nan" in last and "▁█" in last

@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+from tiny_trainers import TinyTrainers, write_model
+
+from megatron_rl.config.schema import ModelConfig, RolloutConfig
+from megatron_rl.types import Mesh
+
+
+class Stage:
+    """An engine and the trainers that feed it; calls are awaited on one event loop."""
+
+    def __init__(self, folder: Path, mesh: Mesh, **rollout) -> None:
+        from megatron_rl.rollout.engine import VllmEngine
+
+        self.config = RolloutConfig(prompts_per_step=8, samples_per_prompt=4, **rollout)
+        self.trainers = TinyTrainers(folder, mesh, self.config.tensor)
+        self.engine = VllmEngine(model=ModelConfig(path=folder, dtype="float32"), rollout=self.config, seed=0)
+        self._loop = asyncio.new_event_loop()
+        self.run(self.engine.start())
+        self.run(self.engine.init_transfer(self.trainers.info))
+
+    def run(self, awaitable: Awaitable):
+        return self._loop.run_until_complete(awaitable)
+
+    def push(self, folder: Path, version: int):
+        self.trainers.begin_push(folder, version)
+        metrics = self.run(self.engine.receive(version))
+        return metrics, self.trainers.end_push()
+
+    def close(self) -> None:
+        self.run(self.engine.close())
+        self.trainers.close()
+        self._loop.close()
+
+
+@pytest.fixture(scope="module")
+def make_stage() -> Callable[..., Stage]:
+    """Stages that end with the module; the environment that vLLM sets in this process ends with them."""
+    environment, stages = dict(os.environ), []
+
+    def make(folder: Path, mesh: Mesh, **rollout) -> Stage:
+        stages.append(Stage(folder, mesh, **rollout))
+        return stages[-1]
+
+    yield make
+    for stage in stages:
+        stage.close()
+    os.environ.clear()
+    os.environ.update(environment)
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory) -> tuple[Path, Path]:
+    """Two models that differ in their weights alone."""
+    base = tmp_path_factory.mktemp("models")
+    return write_model(base / "a", seed=1), write_model(base / "b", seed=2)

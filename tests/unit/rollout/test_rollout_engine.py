@@ -1,0 +1,150 @@
+"""The real engine, fed by real trainer processes over the bridge. One start for the whole module."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from megatron_rl.types import Mesh, Prompt
+
+LONG = 150
+"""Longer than vLLM's largest cache block, so that prefixes are cached."""
+
+
+@pytest.fixture(scope="module")
+def stage(make_stage, folders):
+    return make_stage(
+        folders[0],
+        Mesh(tensor=2),
+        max_prompt_tokens=160,
+        max_response_tokens=24,
+        sampling={"temperature": 0.7},
+    )
+
+
+@pytest.fixture(scope="module")
+def references(folders):
+    return [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for folder in folders]
+
+
+def prompts(count: int = 6) -> list[Prompt]:
+    random = np.random.default_rng(0)
+    sizes = [LONG, 3, 7, 12, 5, 1, 20, 30][:count]
+    return [Prompt(f"row {n}", tuple(random.integers(5, 21, n).tolist()), "") for n in sizes]
+
+
+@torch.no_grad()
+def reference_logp(model, ids: np.ndarray, temperature: float) -> np.ndarray:
+    logits = model(torch.tensor(ids[None].astype(np.int64))).logits[0, :-1] / temperature
+    return logits.log_softmax(-1).gather(-1, torch.tensor(ids[1:, None].astype(np.int64)))[:, 0].numpy()
+
+
+def largest_difference(model, groups, temperature: float) -> float:
+    worst = 0.0
+    for group in groups:
+        for _, tokens in group:
+            expected = np.concatenate([[0], reference_logp(model, tokens.ids, temperature)])
+            worst = max(worst, np.abs(expected - tokens.logp_rollout)[tokens.action_mask].max())
+    return worst
+
+
+def flat(groups) -> list[tuple[list[int], list[float]]]:
+    return [(tokens.ids.tolist(), tokens.logp_rollout.tolist()) for group in groups for _, tokens in group]
+
+
+def test_an_engine_without_weights_answers_nothing(stage):
+    with pytest.raises(ValueError, match="holds no whole set of weights; push first"):
+        stage.run(stage.engine.generate(prompts(), 1, 0, seed=0))
+
+
+def test_log_probs_are_those_of_the_pushed_model(stage, folders, references):
+    """At the sampling temperature, over the full distribution, after older weights have cached the prefix."""
+    for version, (folder, model, other) in enumerate(zip(folders, references, references[::-1], strict=True)):
+        received, sent = stage.push(folder, version)
+        written = 4 * sum(parameter.numel() for parameter in model.parameters())
+        assert sum(metrics["bytes"] for metrics in sent) == written and received["seconds"] > 0
+        groups = stage.run(stage.engine.generate(prompts(), 4, version, seed=3))
+        # fp32, two layers, log-probs down to -12: both sides round at 1e-6 of the logits
+        assert largest_difference(model, groups, 0.7) < 1e-5
+        assert largest_difference(other, groups, 0.7) > 1
+        assert all((tokens.version[tokens.action_mask] == version).all() for g in groups for _, tokens in g)
+
+
+def test_samples_are_what_they_say(stage, folders):
+    stage.push(folders[0], 2)
+    asked = prompts()
+    groups = stage.run(stage.engine.generate(asked, 64, 2, seed=0))
+    finishes = set()
+    for prompt, group in zip(asked, groups, strict=True):
+        assert len(group) == 64
+        for sample, tokens in group:
+            size = len(prompt.token_ids)
+            assert tuple(tokens.ids[:size]) == prompt.token_ids
+            assert tokens.action_mask.tolist() == [False] * size + [True] * sample.num_actions
+            response = tokens.ids[size:].tolist()
+            assert sample.num_thought_tokens == (response.index(3) if 3 in response else 0)
+            assert 1 not in response[:-1], "nothing follows the end of an answer"
+            assert sample.finish == ("stop" if response[-1] == 1 else "length")
+            assert sample.finish == "stop" or len(response) == 24
+            finishes.add(sample.finish)
+    assert finishes == {"stop", "length"}
+
+
+def test_same_seed_and_weights_same_answers(stage, folders):
+    """To the bit, whatever was generated in between; another seed gives others."""
+    stage.push(folders[0], 3)
+    first = flat(stage.run(stage.engine.generate(prompts(), 4, 3, seed=11)))
+    other = flat(stage.run(stage.engine.generate(prompts()[::-1], 2, 3, seed=12)))
+    stage.push(folders[1], 4)
+    stage.run(stage.engine.generate(prompts(), 4, 4, seed=11))
+    stage.push(folders[0], 5)
+    assert flat(stage.run(stage.engine.generate(prompts(), 4, 5, seed=11))) == first
+    assert flat(stage.run(stage.engine.generate(prompts()[::-1], 2, 5, seed=11))) != other
+    assert len({tuple(ids) for ids, _ in first}) == len(first), "samples of a prompt are drawn independently"
+
+
+def test_greedy_takes_the_most_likely_token(stage, folders, references):
+    stage.push(folders[0], 6)
+    for ((_, tokens),) in stage.run(stage.engine.generate(prompts(4), 1, 6, seed=0, greedy=True)):
+        with torch.no_grad():
+            best = references[0](torch.tensor(tokens.ids[None].astype(np.int64))).logits[0].argmax(-1).numpy()
+        expected = np.concatenate([tokens.ids[:1], best[:-1]])
+        assert (tokens.ids == expected)[tokens.action_mask].all()
+        assert (tokens.logp_rollout == 0).all()
+
+
+def test_bad_prompts_are_named(stage, folders):
+    stage.push(folders[0], 7)
+    for ids, message in [
+        ((5,) * 161, "prompt gsm8k:3 has 161 tokens, rollout.max_prompt_tokens is 160"),
+        ((), "prompt gsm8k:3 has 0 tokens"),
+        ((5, 40), "prompt gsm8k:3 holds the id 40, outside the model's vocabulary of 40"),
+        ((5, -1), "prompt gsm8k:3 holds the id -1"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            stage.run(stage.engine.generate([*prompts(), Prompt("gsm8k:3", ids, "")], 2, 7, seed=0))
+    with pytest.raises(ValueError, match="version 8 was asked for, but the engine holds version 7"):
+        stage.run(stage.engine.generate(prompts(), 2, 8, seed=0))
+
+
+def test_a_push_of_another_version_fails_on_both_sides_and_leaves_no_weights(stage, folders):
+    stage.trainers.begin_push(folders[0], 9)
+    with pytest.raises(RuntimeError, match="was to receive version 8, trainer rank 0 pushed version 9"):
+        stage.run(stage.engine.receive(8))
+    assert all("expected 8" in str(error) for error in stage.trainers.end_push())
+    with pytest.raises(ValueError, match="holds no whole set of weights"):
+        stage.run(stage.engine.generate(prompts(), 2, 8, seed=0))
+    stage.push(folders[0], 10)
+    assert stage.run(stage.engine.generate(prompts(1), 1, 10, seed=0))
+
+
+def test_a_trainer_that_dies_is_an_error_not_a_hang(stage):
+    """The last test of the module: it kills a trainer."""
+    stage.trainers.processes[1].kill()
+    stage.trainers.processes[1].join()
+    with pytest.raises(RuntimeError):
+        stage.run(stage.engine.receive(11))
+    with pytest.raises(ValueError, match="holds no whole set of weights"):
+        stage.run(stage.engine.generate(prompts(), 2, 11, seed=0))

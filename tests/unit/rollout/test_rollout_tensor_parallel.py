@@ -1,0 +1,31 @@
+"""An engine of two ranks takes weights from pipeline stages: tied embeddings, a padded vocabulary."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from tiny_trainers import write_model
+from transformers import AutoModelForCausalLM
+
+from megatron_rl.types import Mesh, Prompt
+
+
+def test_log_probs_after_a_push_from_pipeline_stages_to_tensor_ranks(make_stage, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tied") / "model"
+    write_model(folder, seed=3, vocab_size=70, tie_word_embeddings=True)
+    stage = make_stage(folder, Mesh(pipeline=2), tensor=2, max_prompt_tokens=8, max_response_tokens=12)
+    stage.push(folder, 0)
+    prompts = [Prompt("a", (5, 69, 6), ""), Prompt("b", (64, 63), "")]
+    groups, again = (stage.run(stage.engine.generate(prompts, 8, 0, seed=0)) for _ in range(2))
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    sampled = set()
+    for (_, tokens), (_, repeated) in zip(sum(groups, []), sum(again, []), strict=True):
+        ids = torch.tensor(tokens.ids[None].astype(np.int64))
+        with torch.no_grad():
+            logp = model(ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0].numpy()
+        difference = np.abs(logp - tokens.logp_rollout[1:])[tokens.action_mask[1:]]
+        assert difference.max() < 1e-5  # fp32; two ranks add partial sums in another order
+        assert repeated.ids.tolist() == tokens.ids.tolist()
+        sampled |= set(tokens.ids[tokens.action_mask].tolist())
+    assert max(sampled) < 70, "padding rows of the vocabulary are never sampled"
+    assert max(sampled) > 63, "the second rank's part of the vocabulary is"

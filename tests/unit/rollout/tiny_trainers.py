@@ -1,0 +1,106 @@
+"""Tiny Qwen3 folders, and trainer ranks without Megatron: real processes with shards cut from such folders."""
+
+from __future__ import annotations
+
+import multiprocessing
+from pathlib import Path
+
+from megatron_rl.bridge.setup import BridgeSetup
+from megatron_rl.bridge.transport import host_store
+from megatron_rl.layout import megatron_shards, read_shape, slices
+from megatron_rl.layout.shards import local_extents
+from megatron_rl.types import Mesh, Metrics
+
+CHARACTERS = "0123456789+=,? ."
+
+
+def write_model(folder: Path, seed: int, **changes) -> Path:
+    """Random weights, large enough that the distributions are far from flat; one character a token."""
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+    sizes = {
+        "vocab_size": 40,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 256,
+        "tie_word_embeddings": False,
+        "eos_token_id": 1,
+    }
+    config = Qwen3Config(**(sizes | changes))
+    torch.manual_seed(seed)
+    model = Qwen3ForCausalLM(config).float()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.15) if parameter.ndim == 2 else parameter.normal_(1, 0.2)
+    model.save_pretrained(folder)
+    words = ["<pad>", "<eos>", "<think>", "</think>", "<unk>", *CHARACTERS]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<eos>",
+        unk_token="<unk>",
+        additional_special_tokens=["<think>", "</think>"],
+    ).save_pretrained(folder)
+    return folder
+
+
+def serve(setup: BridgeSetup, rank: int, commands) -> None:
+    """One trainer rank: join, then push the weights of the folders that it is told."""
+    import torch
+    from safetensors.torch import load_file
+
+    from megatron_rl.bridge.sender import BridgeSender
+
+    torch.set_num_threads(1)
+    shards = megatron_shards(setup.shape, setup.mesh, rank)
+    parameters = {name: torch.zeros(size) for name, size in local_extents(shards).items()}
+    sender = BridgeSender(setup, rank, parameters)
+    while (command := commands.recv()) is not None:
+        folder, version = command
+        weights = load_file(folder / "model.safetensors")
+        for shard in shards:
+            piece = weights[shard.hf_name][slices(shard.hf_box)]
+            parameters[shard.local_name][slices(shard.local_box)] = piece
+        try:
+            commands.send(sender.push(version))
+        except RuntimeError as error:
+            commands.send(error)
+
+
+class TinyTrainers:
+    def __init__(self, folder: Path, mesh: Mesh, engine_tensor: int = 1, timeout_s: float = 30.0) -> None:
+        self._store = host_store("127.0.0.1")
+        address = "127.0.0.1", self._store.port
+        self.setup = BridgeSetup(
+            read_shape(folder), mesh, False, 1, engine_tensor, "float32", *address, timeout_s
+        )
+        context = multiprocessing.get_context("spawn")
+        self.processes, self._commands = [], []
+        for rank in range(mesh.world_size):
+            ours, theirs = context.Pipe()
+            self.processes.append(context.Process(target=serve, args=(self.setup, rank, theirs), daemon=True))
+            self.processes[-1].start()
+            self._commands.append(ours)
+
+    @property
+    def info(self) -> dict:
+        return {"setup": self.setup.as_dict(), "engine": 0}
+
+    def begin_push(self, folder: Path, version: int) -> None:
+        for commands in self._commands:
+            commands.send((folder, version))
+
+    def end_push(self) -> list[Metrics | RuntimeError]:
+        return [commands.recv() for commands in self._commands]
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()

@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+from decimal import Decimal
+
+import pytest
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from megatron_rl.config.schema import ExactAnswerReward
+from megatron_rl.types import Prompt, Verdict
+from megatron_rl.verifiers.answer import Answer
+from megatron_rl.verifiers.exact_answer import BLOCK_TOKENS, ExactAnswer, last_number, text_after
+
+
+def tokenizer_of(*words: str, special: tuple[str, ...] = ("<eos>",)) -> PreTrainedTokenizerFast:
+    """Words where they match, characters elsewhere."""
+    vocabulary = [*special, *words, *map(chr, range(32, 127)), "\n"]
+    core = Tokenizer(models.WordLevel({token: i for i, token in enumerate(vocabulary)}, unk_token=" "))
+    core.pre_tokenizer = pre_tokenizers.Split(Regex("|".join([*words, "\n", "."])), "isolated")
+    core.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>")
+    tokenizer.add_special_tokens({"additional_special_tokens": list(special)})
+    return tokenizer
+
+
+ONE_WORD = tokenizer_of("</think>")
+SPECIAL = tokenizer_of(special=("<eos>", "</think>"))
+CHARACTERS = tokenizer_of()
+ENDS_INSIDE = tokenizer_of("</think", ">\n\n1", ">\n\n")
+ALL_TOKENIZERS = [ONE_WORD, SPECIAL, CHARACTERS, ENDS_INSIDE]
+
+
+def ids_of(tokenizer, text: str) -> list[int]:
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+@pytest.mark.parametrize("tokenizer", ALL_TOKENIZERS)
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("3+4</think>\n\n12<eos>", "12"),
+        ("</think>12</think>13<eos>", "12</think>13"),
+        ("3+4</think>", ""),
+        ("3+4<eos>", None),
+        ("", None),
+    ],
+)
+def test_text_after_the_first_delimiter(tokenizer, text, expected):
+    ids = ids_of(tokenizer, text)
+    if tokenizer is SPECIAL and expected:  # there a second delimiter is a special token too, and dropped
+        expected = expected.replace("</think>", "")
+    found = text_after("</think>", ids, tokenizer)
+    assert (found.strip() if found is not None else None) == expected
+
+
+def test_the_delimiter_may_end_inside_a_token():
+    ids = ids_of(ENDS_INSIDE, "4</think>\n\n12<eos>")
+    assert ENDS_INSIDE.convert_ids_to_tokens(ids) == ["4", "</think", ">\n\n1", "2", "<eos>"]
+    assert text_after("</think>", ids, ENDS_INSIDE) == "\n\n12"
+
+
+@pytest.mark.parametrize("tokenizer", ALL_TOKENIZERS)
+def test_the_delimiter_may_lie_anywhere_in_a_long_response(tokenizer):
+    for num_before in range(BLOCK_TOKENS - 10, BLOCK_TOKENS + 3):
+        ids = ids_of(tokenizer, "1" * num_before + "</think>" + "2" * BLOCK_TOKENS + "3<eos>")
+        assert text_after("</think>", ids, tokenizer) == "2" * BLOCK_TOKENS + "3"
+
+
+def test_without_a_delimiter_all_is_answer():
+    assert text_after("", ids_of(ONE_WORD, "1406<eos>"), ONE_WORD) == "1406"
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("72", "72"),
+        ("72.0", "72"),
+        ("so 1,234", "1234"),
+        ("It costs $1,234.50.", "1234.5"),
+        ("-3", "-3"),
+        ("x = −3", "-3"),
+        ("-$5 or $-6", "-6"),
+        ("7-3", "3"),
+        ("3 of 1,2,5", "5"),
+        ("12,3456", "3456"),
+        ("50%", "50"),
+        ("#### 1,000,000", "1000000"),
+        ("0.1", "0.1"),
+        ("no number", None),
+    ],
+)
+def test_last_number(text, number):
+    assert last_number(text) == (None if number is None else Decimal(number))
+
+
+def score(text: str, truth, finish: str = "stop", delimiter: str = "</think>", **cfg) -> Verdict:
+    prompt = Prompt("rows.jsonl:3", (1,), "q", {"ground_truth": truth})
+    answer = Answer(prompt, ids_of(ONE_WORD, text), finish)
+    [verdict] = ExactAnswer(ExactAnswerReward(**cfg), ONE_WORD, delimiter).score([answer])
+    return verdict
+
+
+def test_verdicts():
+    assert score("1406 is not it</think>1406<eos>", "1406") == Verdict(1.0)
+    assert score("1406</think>1407<eos>", "1406") == Verdict(0.0, "other answer")
+    assert score("1406<eos>", "1406") == Verdict(0.0, "no </think>")
+    assert score("1406<eos>", 1406, delimiter="") == Verdict(1.0)
+    assert score("</think>1406", "1406", finish="length") == Verdict(0.0, "cut by the length budget")
+    assert score("</think>1406", "1406", finish="length", require_stop=False) == Verdict(1.0)
+    assert score("</think>It is 1,406.00.<eos>", "#### 1406", answer="last_number") == Verdict(1.0)
+    assert score("</think>none<eos>", 1406, answer="last_number") == Verdict(0.0, "no number")
+
+
+def test_a_row_that_cannot_be_scored_is_named():
+    with pytest.raises(ValueError, match="rows.jsonl:3: the exact_answer reward needs `ground_truth`"):
+        score("</think>1<eos>", None)
+    with pytest.raises(ValueError, match="rows.jsonl:3: ground_truth 'x' holds no number"):
+        score("</think>1<eos>", "x", answer="last_number")
