@@ -83,6 +83,8 @@ def atomic_folder(folder: Path, agreement: Agreement) -> Iterator[Path]:
     try:
         with agreement.on_errors():
             if leads:
+                for stale in folder.parent.glob(f"{folder.name}.tmp-*"):  # of a process that was killed
+                    shutil.rmtree(stale)
                 temporary.mkdir(parents=True)
         yield temporary
         with agreement.on_errors():

@@ -123,8 +123,8 @@ class GlooTransport:
         for peer, answer in answers.items():
             if answer.item() != version:
                 raise RuntimeError(
-                    f"trainer rank {self.rank} pushed version {version}, rank {peer} expected {answer.item()}; "
-                    "push and receive must name the same version"
+                    f"trainer rank {self.rank} pushed version {version}, rank {peer} expected "
+                    f"{answer.item()}; push and receive must name the same version"
                 )
 
     def close(self) -> None:

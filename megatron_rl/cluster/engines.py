@@ -108,7 +108,7 @@ class RayBridge:
         calls += [rank.push.remote(version) for rank in self.policy.ranks]
         results = gather(calls, [*self.engines.names, *self.policy.names])
         sent = results[len(self.engines.engines) :]
-        return {"sync/bytes": sum(result["push_bytes"] for result in sent)}
+        return {"sync/bytes": sum(result["bytes"] for result in sent)}
 
 
 class VerifierRank:

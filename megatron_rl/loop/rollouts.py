@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -19,17 +20,22 @@ EVALUATION_SEED = 2**20
 """Evaluations use one seed, apart from the seeds of the steps, so that accuracies compare the same draws."""
 
 
-def answer_and_verify(config: GrpoRunConfig, ports: Ports, prompts: Sequence[Prompt], step: int, sink: Sink) -> list[Group]:
-    """One step's groups, verified.
+def answer_and_verify(
+    config: GrpoRunConfig, ports: Ports, prompts: Sequence[Prompt], step: int, sink: Sink
+) -> tuple[list[Group], Metrics]:
+    """One step's groups, verified, and what is to be said of them.
 
     Raises:
         ValueError: every verdict abstained; the most frequent reason is told.
     """
+    start = time.perf_counter()
     with sink.phase("generate"):
         groups = ports.engine.generate(prompts, config.rollout.samples_per_prompt, step, config.run.seed * EVALUATION_SEED + step)
+    generate_s = time.perf_counter() - start
     with sink.phase("verify"):
         score(ports, groups)
-    return groups
+    metrics = describe(groups)
+    return groups, metrics | {"rollout/tokens_per_s": metrics["rollout/num_tokens"] / generate_s}
 
 
 def score(ports: Ports, groups: Sequence[Group]) -> None:
@@ -61,9 +67,9 @@ def evaluate_heldout(config: GrpoRunConfig, ports: Ports, prompts: Sequence[Prom
     }
 
 
-def describe(batch: Batch) -> Metrics:
+def describe(groups: Sequence[Group]) -> Metrics:
     """Lengths in tokens, and shares of answers that a budget cut."""
-    samples = [sample for group in batch.groups for sample in group.samples]
+    samples = [sample for group in groups for sample in group.samples]
     responses = np.array([sample.length - sample.num_prompt_tokens for sample in samples])
     return {
         "length/response_mean": float(responses.mean()),

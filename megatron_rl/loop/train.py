@@ -17,7 +17,7 @@ from megatron_rl.balance import plan_microbatches
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.data import ShuffledStream
 from megatron_rl.loop.checkpoints import Checkpoints, due
-from megatron_rl.loop.rollouts import answer_and_verify, describe, evaluate_heldout
+from megatron_rl.loop.rollouts import answer_and_verify, evaluate_heldout
 from megatron_rl.ports import Bridge, Engine, Policy, Sink, Verifier
 from megatron_rl.types import Batch, Metrics, ModelShape, Prompt
 
@@ -53,10 +53,10 @@ def train(
     step = checkpoints.restore(ports.policy, prompts.train)
     metrics = synchronise(config, ports, prompts, sink, step)
     while step < config.run.steps:
-        groups = answer_and_verify(config, ports, prompts.train.next(), step, sink)
+        groups, described = answer_and_verify(config, ports, prompts.train.next(), step, sink)
         with sink.phase("plan"):
             batch = Batch.from_groups(groups)
-            metrics |= describe(batch) | estimate_advantages(batch, config.algorithm)
+            metrics |= described | estimate_advantages(batch, config.algorithm)
             plan = plan_microbatches(batch, shape, config.policy.parallel, config.balance, config.algorithm.updates_per_step)
             metrics |= plan.metrics
         if plan.minibatches:

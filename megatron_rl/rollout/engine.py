@@ -271,6 +271,7 @@ def _cpu_options(rollout: RolloutConfig) -> dict[str, Any]:
 
 
 def _gpu_options(rollout: RolloutConfig) -> dict[str, Any]:
+    """Not yet run on a GPU: the CPU tests share everything but these and the environment."""
     return {"gpu_memory_utilization": rollout.gpu_memory_utilization}
 
 

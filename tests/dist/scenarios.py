@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -188,6 +189,19 @@ def save_on_a_full_disk(rank, world_size, url, *, folder, samples, layout, check
     replaced = actor.load(checkpoint)
     actor.close()
     return error, left, survivor, replaced
+
+
+class _Killer:
+    """Ends the process when it is pickled."""
+
+    def __reduce__(self):
+        os._exit(1)
+
+
+def die_while_saving(rank, world_size, url, *, folder, samples, layout, checkpoint):
+    """Rank 0 dies between its own file and the manifest."""
+    actor = build(rank, world_size, url, folder, layout)
+    actor.save(checkpoint, {"killer": _Killer()})
 
 
 def refuse(rank, world_size, url, *, folder, samples, layout):

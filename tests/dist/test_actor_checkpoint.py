@@ -7,7 +7,6 @@ import shutil
 import numpy as np
 import pytest
 from scenarios import Layout
-from trainers import TrainerPool
 
 from megatron_rl.types import Mesh
 
@@ -29,15 +28,16 @@ def test_resume_is_bitwise(trainers, model_folder, samples, tmp_path, layout):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step2"]
 
 
-def test_resume_in_fresh_processes_is_bitwise(trainers, model_folder, samples, tmp_path):
+def test_a_run_killed_while_saving_resumes_in_fresh_processes(trainers, model_folder, samples, tmp_path):
     layout = Layout(Mesh(tensor=2, data=2), num_microbatches=2)
-    arguments = dict(folder=model_folder, samples=samples, layout=layout, checkpoint=tmp_path / "step2")
+    arguments = dict(folder=model_folder, samples=samples, layout=layout, checkpoint=tmp_path / "last")
     unbroken = trainers.run("save_and_go_on", 4, **arguments)
-    fresh = TrainerPool(4)
-    try:
-        check_resumed(fresh, unbroken, arguments)
-    finally:
-        fresh.close()
+    with pytest.raises(AssertionError, match="rank 0 died"):  # and the others do not wait for it
+        trainers.run("die_while_saving", 4, **arguments)
+    assert len(list(tmp_path.iterdir())) == 2
+    check_resumed(trainers, unbroken, arguments)
+    trainers.run("save_and_go_on", 4, **arguments)
+    assert [path.name for path in tmp_path.iterdir()] == ["last"], "what the killed save left is swept away"
 
 
 def check_resumed(pool, unbroken, arguments) -> None:

@@ -29,7 +29,7 @@ class TrainerPool:
             self.pipes.append(mine)
             self.processes.append(process)
 
-    def run(self, scenario: str, world_size: int, deadline_s: float = 90, **arguments) -> list:
+    def run(self, scenario: str, world_size: int, deadline_s: float = 180, **arguments) -> list:
         """What the scenario returned, by rank. A rank that raises or is late ends the processes; the next
         call starts new ones."""
         if not self.processes:
@@ -44,7 +44,10 @@ class TrainerPool:
             if not pipe.poll(max(0.0, end - time.monotonic())):
                 self.close()
                 raise TimeoutError(f"rank {rank} has not finished {scenario} after {deadline_s} s")
-            results.append(pipe.recv())
+            try:
+                results.append(pipe.recv())
+            except EOFError:
+                results.append((False, f"rank {rank} died"))
         failures = [result for ok, result in results if not ok]
         if failures:
             self.close()

@@ -1,4 +1,4 @@
-"""Sender and transport over real gloo, a thread for each rank; the receiving loop is written out, without vLLM."""
+"""Sender and transport over real gloo, a thread a rank; the receiving loop is written out, without vLLM."""
 
 from __future__ import annotations
 

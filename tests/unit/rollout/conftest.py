@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
+import torch
 from tiny_trainers import TinyTrainers, write_model
 
 from megatron_rl.config.schema import ModelConfig, RolloutConfig
@@ -41,8 +42,9 @@ class Stage:
 
 @pytest.fixture(scope="module")
 def make_stage() -> Callable[..., Stage]:
-    """Stages that end with the module; the environment that vLLM sets in this process ends with them."""
-    environment, stages = dict(os.environ), []
+    """Stages that end with the module, and with them what vLLM changes in its process: the environment, and
+    `torch.set_num_threads`, which it disables."""
+    environment, set_num_threads, stages = dict(os.environ), torch.set_num_threads, []
 
     def make(folder: Path, mesh: Mesh, **rollout) -> Stage:
         stages.append(Stage(folder, mesh, **rollout))
@@ -51,6 +53,7 @@ def make_stage() -> Callable[..., Stage]:
     yield make
     for stage in stages:
         stage.close()
+    torch.set_num_threads = set_num_threads
     os.environ.clear()
     os.environ.update(environment)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -57,6 +59,27 @@ def flat(groups) -> list[tuple[list[int], list[float]]]:
 def test_an_engine_without_weights_answers_nothing(stage):
     with pytest.raises(ValueError, match="holds no whole set of weights; push first"):
         stage.run(stage.engine.generate(prompts(), 1, 0, seed=0))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_layers": 3}, "expects a parameter model.layers.2.input_layernorm.weight"),
+        ({"num_layers": 1}, r"engine 0, tensor rank 0: parameter model.layers.1.\S+ .* is covered by no rule"),
+        ({"ffn_size": 80}, r"parameter model.layers.0.mlp.gate_up_proj.weight is \(192, 64\)"),
+    ],
+)
+def test_a_parameter_that_the_plan_does_not_write_is_named(stage, changes, message):
+    setup = stage.trainers.setup
+    other = replace(setup, shape=replace(setup.shape, **changes))
+    with pytest.raises(ValueError, match=message):
+        stage.run(stage.engine.init_transfer({"setup": other.as_dict(), "engine": 0}))
+
+
+def test_an_engine_of_another_dtype_is_refused(stage):
+    other = replace(stage.trainers.setup, dtype="bfloat16")
+    with pytest.raises(ValueError, match="is torch.float32, the bridge brings bfloat16"):
+        stage.run(stage.engine.init_transfer({"setup": other.as_dict(), "engine": 0}))
 
 
 def test_log_probs_are_those_of_the_pushed_model(stage, folders, references):

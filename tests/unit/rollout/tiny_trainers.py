@@ -1,4 +1,4 @@
-"""Tiny Qwen3 folders, and trainer ranks without Megatron: real processes with shards cut from such folders."""
+"""Tiny Qwen3 folders, and trainer ranks without Megatron: real processes with shards of them."""
 
 from __future__ import annotations
 

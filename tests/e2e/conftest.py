@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="session")
+def task(tmp_path_factory) -> Path:
+    """The demo's task with its random model."""
+    from recipes.tiny.task import write_task
+
+    folder = tmp_path_factory.mktemp("task")
+    write_task(folder)
+    return folder
+
+
+class Recipe:
+    """Starts recipes as a person would, in a working folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        # Ray's workers import the rewards of this folder; its sockets need a short path, which pytest's is not.
+        path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+        self.environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+
+    def command(self, *arguments: str) -> list[str]:
+        return [sys.executable, str(ROOT / arguments[0]), *arguments[1:]]
+
+    def start(self, *arguments: str, log: str = "out.txt") -> subprocess.Popen:
+        with (self.folder / log).open("w") as file:
+            return subprocess.Popen(
+                self.command(*arguments), cwd=self.folder, env=self.environment, stdout=file, stderr=file, start_new_session=True
+            )
+
+    def run(self, *arguments: str, deadline_s: float = 240) -> subprocess.CompletedProcess:
+        return subprocess.run(
+            self.command(*arguments), cwd=self.folder, env=self.environment, capture_output=True, text=True, timeout=deadline_s
+        )
+
+
+@pytest.fixture
+def recipe(tmp_path) -> Recipe:
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    return Recipe(tmp_path)

@@ -1,0 +1,18 @@
+"""A reward that a random model can earn, and a gate that holds a run between two steps."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+calls = 0
+
+
+def share_of_digits(prompts, completions, completion_ids, **columns) -> list[float]:
+    """Share of digits among an answer's characters. While the file `gate` lies in the working folder, every call but the
+    process's first one waits: the run stands after its first step until it is killed."""
+    global calls
+    calls += 1
+    while calls > 1 and Path("gate").exists():
+        time.sleep(0.05)
+    return [sum(c.isdigit() for c in text) / max(len(text), 1) for text in completions]
