@@ -23,7 +23,7 @@ class Completion:
 
     ids: Sequence[int]
     logp: Sequence[float]
-    """One a token; empty when log-probs were not asked for (greedy evaluation)."""
+    """One a token."""
     stopped: bool
     """The model ended it; else its token limit did."""
 
@@ -102,8 +102,7 @@ def join(
     for call in calls:
         end = start + len(call.ids)
         action_mask[start:end] = True
-        if len(call.logp):
-            logp[start:end] = call.logp
+        logp[start:end] = call.logp
         start = end + len(forced)
     thought = find_delimiter(ids[prompt:].tolist(), delimiter) if delimiter else None
     sample = Sample(

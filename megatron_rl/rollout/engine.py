@@ -1,7 +1,7 @@
-"""The engine that answers: vLLM, fed with token ids and giving token ids.
+"""The engine that answers: vLLM's AsyncLLM, fed with token ids and giving token ids.
 
-A whole step is submitted at once and runs on one thread of its own, so that an asyncio caller stays
-responsive and nothing is generated while weights arrive. Invariants (tests/unit/rollout):
+A call's requests are queued while the scheduler is paused and start together, in one order, whatever the timing of
+the messages to the engine core. Invariants (tests/unit/rollout):
 - `generate` is a pure function of (weights, prompts, seed): the sampler's random stream and the prefix cache
   start anew with each call, so a cached prefix never outlives its weights and a resumed run repeats the
   unbroken one;
@@ -14,12 +14,10 @@ The first holds to the bit on a CPU; on a GPU, kernels may round differently fro
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import os
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Awaitable, Sequence
 from typing import Any
 
 import torch
@@ -36,22 +34,18 @@ MAX_SEQUENCES = 1024
 """Answers that decode side by side; more wait. On a GPU vLLM sizes its graphs by it."""
 
 
-def set_environment(on_gpu: bool) -> None:
-    """What vLLM reads when it is imported; settings that stand already win.
+def set_cpu_environment() -> None:
+    """What vLLM reads when it is imported, where there is no GPU; settings that stand already win.
 
-    The engine core runs in this process: a whole step is then scheduled in one order, always the same, and a
-    small model's step, which Python bounds, does not pay for messages. Without a GPU one thread an engine:
-    decode steps of small models are too short to share. Dynamo would compile a two-line function for seconds.
+    One thread an engine: decode steps of small models are too short to share. Dynamo would compile a two-line
+    function for seconds.
     """
-    wanted = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    if not on_gpu:
-        wanted |= {
-            "OMP_NUM_THREADS": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "TORCHDYNAMO_DISABLE": "1",
-        }
-    for name, value in wanted.items():
+    for name, value in {
+        "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "TORCHDYNAMO_DISABLE": "1",
+    }.items():
         os.environ.setdefault(name, value)
 
 
@@ -86,18 +80,42 @@ class VllmEngine:
         else:
             close = load_tokenizer(model.path).token_to_id(CLOSE_THINK)
             self._delimiter = None if close is None else (close,)
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="vllm")
         self._llm: Any = None
         self._version: int | None = None
+        self._num_calls = 0
 
     async def start(self) -> None:
         """Load the model with dummy weights: the bridge brings the true ones."""
-        await self._call(self._start)
+        on_gpu = torch.cuda.is_available()
+        if not on_gpu:
+            set_cpu_environment()
+        from vllm.config import WeightTransferConfig
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        self._llm = AsyncLLM.from_engine_args(
+            AsyncEngineArgs(
+                model=str(self._model.path),
+                load_format="dummy",
+                dtype=self._model.dtype,
+                skip_tokenizer_init=True,
+                generation_config="vllm",  # the folder's own sampling defaults (top_k, temperature) stay out
+                seed=self._seed,
+                tensor_parallel_size=self._rollout.tensor,
+                max_model_len=self._rollout.max_model_tokens,
+                max_num_seqs=MAX_SEQUENCES,
+                logprobs_mode="processed_logprobs",
+                weight_transfer_config=WeightTransferConfig(backend="megatron_rl"),
+                worker_extension_cls="megatron_rl.rollout.worker.SeededWorker",
+                disable_log_stats=True,
+                **_gpu_options(self._rollout) if on_gpu else _cpu_options(self._rollout),
+            )
+        )
 
     async def generate(
-        self, prompts: Sequence[Prompt], num_samples: int, version: int, seed: int, greedy: bool = False
+        self, prompts: Sequence[Prompt], num_samples: int, version: int, seed: int
     ) -> list[list[tuple[Sample, Tokens]]]:
-        """Answer every prompt `num_samples` times; greedy answers carry no log-probs.
+        """Answer every prompt `num_samples` times.
 
         Returns:
             For each prompt its samples, in order.
@@ -107,23 +125,53 @@ class VllmEngine:
                 are not `version`.
         """
         self._check(prompts, version)
-        return await self._call(self._generate, prompts, num_samples, version, seed, greedy)
+        thinking = self._rollout.thinking
+        limit = thinking.thought_tokens if thinking else self._rollout.max_response_tokens
+        calls = await self._sample([(prompt.token_ids, limit) for prompt in prompts], num_samples, _sampler_seed(self._seed, seed))
+        first = [completion for completions in calls for completion in completions]
+        prompt_ids = [prompt.token_ids for prompt in prompts for _ in range(num_samples)]
+        if thinking:
+            plans = [plan_second_call(call, self._delimiter, thinking.response_tokens) for call in first]
+        else:
+            plans = [Continuation(len(call.ids), (), 0) for call in first]
+        second = await self._continue(prompt_ids, first, plans)
+        samples = [
+            join(ids, (truncate(call, plan.num_kept), *rest), plan.forced, self._delimiter, version)
+            for ids, call, plan, rest in zip(prompt_ids, first, plans, second, strict=True)
+        ]
+        return [samples[i : i + num_samples] for i in range(0, len(samples), num_samples)]
 
     async def init_transfer(self, info: dict[str, Any]) -> None:
-        """Join the bridge; every trainer rank and every engine must do so at the same time."""
-        await self._call(lambda: self._llm.init_weight_transfer_engine({"init_info": info}))
+        """Join the bridge; every trainer rank and every engine must do so at the same time.
+
+        Raises:
+            ValueError: a live parameter that the plan does not know, or the reverse; sides that disagree.
+        """
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        await _told(self._llm.init_weight_transfer_engine(WeightTransferInitRequest(info)), ValueError)
 
     async def receive(self, version: int) -> Metrics:
-        """Take the weights that the trainer pushes as `version`, while it pushes them."""
-        return await self._call(self._receive, version)
+        """Take the weights that the trainer pushes as `version`, while it pushes them.
 
-    async def close(self) -> None:
+        Raises:
+            RuntimeError: the push stalled, broke off or was of another version; the engine then answers
+                nothing until a whole one.
+        """
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        start = time.perf_counter()
+        self._version = None
+        await self._llm.start_weight_update()
+        await _told(self._llm.update_weights(WeightTransferUpdateRequest({"version": version})), RuntimeError)
+        await self._llm.finish_weight_update()
+        self._version = version
+        return {"seconds": time.perf_counter() - start}
+
+    def close(self) -> None:
         if self._llm is not None:
-            await self._call(self._close)
-        self._thread.shutdown()
-
-    async def _call(self, function: Callable, *args: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
+            self._llm.shutdown()
+            self._llm = None
 
     def _check(self, prompts: Sequence[Prompt], version: int) -> None:
         if version != self._version:
@@ -147,60 +195,8 @@ class VllmEngine:
                     f"{self._vocab_size}: tokenise it with this model's tokenizer"
                 )
 
-    def _start(self) -> None:
-        on_gpu = torch.cuda.is_available()
-        set_environment(on_gpu)
-        if not on_gpu:
-            # torch read the variable before it was set
-            torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-        from vllm import LLM
-        from vllm.config import WeightTransferConfig
-
-        self._llm = LLM(
-            model=str(self._model.path),
-            load_format="dummy",
-            dtype=self._model.dtype,
-            skip_tokenizer_init=True,
-            generation_config="vllm",  # the folder's own sampling defaults (top_k, temperature) stay out
-            seed=self._seed,
-            tensor_parallel_size=self._rollout.tensor,
-            distributed_executor_backend="mp" if self._rollout.tensor > 1 else "uni",
-            max_model_len=self._rollout.max_model_tokens,
-            max_num_seqs=MAX_SEQUENCES,
-            logprobs_mode="processed_logprobs",
-            weight_transfer_config=WeightTransferConfig(backend="megatron_rl"),
-            worker_extension_cls="megatron_rl.rollout.worker.SeededWorker",
-            **_gpu_options(self._rollout) if on_gpu else _cpu_options(self._rollout),
-        )
-
-    def _generate(
-        self, prompts: Sequence[Prompt], num_samples: int, version: int, seed: int, greedy: bool
-    ) -> list[list[tuple[Sample, Tokens]]]:
-        cleared = self._llm.reset_prefix_cache()
-        assert cleared, "requests of an earlier call are still running"
-        self._llm.collective_rpc("seed_sampling", args=(_sampler_seed(self._seed, seed),))
-        thinking = self._rollout.thinking
-        limit = thinking.thought_tokens if thinking else self._rollout.max_response_tokens
-        requests = [(prompt.token_ids, limit) for prompt in prompts]
-        first = [call for calls in self._sample(requests, num_samples, greedy) for call in calls]
-        prompt_ids = [prompt.token_ids for prompt in prompts for _ in range(num_samples)]
-        if thinking:
-            plans = [plan_second_call(call, self._delimiter, thinking.response_tokens) for call in first]
-        else:
-            plans = [Continuation(len(call.ids), (), 0) for call in first]
-        second = self._continue(prompt_ids, first, plans, greedy)
-        samples = [
-            join(ids, (truncate(call, plan.num_kept), *rest), plan.forced, self._delimiter, version)
-            for ids, call, plan, rest in zip(prompt_ids, first, plans, second, strict=True)
-        ]
-        return [samples[i : i + num_samples] for i in range(0, len(samples), num_samples)]
-
-    def _continue(
-        self,
-        prompt_ids: Sequence[Sequence[int]],
-        first: Sequence[Completion],
-        plans: Sequence[Continuation],
-        greedy: bool,
+    async def _continue(
+        self, prompt_ids: Sequence[Sequence[int]], first: Sequence[Completion], plans: Sequence[Continuation]
     ) -> list[list[Completion]]:
         """Call 2 for each sample that has one, else an empty list; the prefix cache knows what call 1 saw."""
         requests = [
@@ -208,66 +204,89 @@ class VllmEngine:
             for ids, call, plan in zip(prompt_ids, first, plans, strict=True)
             if plan.max_tokens
         ]
-        answers = iter(self._sample(requests, 1, greedy))
+        answers = iter(await self._sample(requests, 1, None) if requests else [])
         return [next(answers) if plan.max_tokens else [] for plan in plans]
 
-    def _sample(
-        self, requests: Sequence[tuple[Sequence[int], int]], num_samples: int, greedy: bool
+    async def _sample(
+        self, requests: Sequence[tuple[Sequence[int], int]], num_samples: int, seed: int | None
     ) -> list[list[Completion]]:
-        """One call of the engine for all (prompt ids, token limit)."""
-        if not requests:
-            return []
+        """One call of the engine for all (prompt ids, token limit).
+
+        Args:
+            seed: starts the random stream and an empty prefix cache; None goes on with both.
+        """
+        await self._llm.pause_generation(mode="keep", clear_cache=seed is not None)
+        if seed is not None:
+            await self._llm.collective_rpc("seed_sampling", args=(seed,))
+        self._num_calls += 1
+        queues = [
+            await self._llm.add_request(f"{self._num_calls}-{i}", {"prompt_token_ids": list(ids)}, self._params(limit, num_samples))
+            for i, (ids, limit) in enumerate(requests)
+        ]
+        await self._llm.resume_generation()
+        return [await _collect(queue) for queue in queues]
+
+    def _params(self, limit: int, num_samples: int) -> Any:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         sampling = self._rollout.sampling
-        params = [
-            SamplingParams(
-                n=num_samples,
-                temperature=0.0 if greedy else sampling.temperature,
-                top_p=1.0 if greedy else sampling.top_p,
-                top_k=0 if greedy else sampling.top_k,
-                max_tokens=limit,
-                stop_token_ids=list(self._stop_ids),
-                logprobs=None if greedy else 0,
-                flat_logprobs=True,
-                detokenize=False,
-                output_kind=RequestOutputKind.FINAL_ONLY,
-            )
-            for _, limit in requests
-        ]
-        asked = [{"prompt_token_ids": list(ids)} for ids, _ in requests]
-        outputs = self._llm.generate(asked, params, use_tqdm=False)
-        return [[_completion(answer) for answer in output.outputs] for output in outputs]
+        return SamplingParams(
+            n=num_samples,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            max_tokens=limit,
+            stop_token_ids=list(self._stop_ids),
+            logprobs=0,  # of the sampled token alone
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
 
-    def _receive(self, version: int) -> Metrics:
-        start = time.perf_counter()
-        self._version = None
-        self._llm.start_weight_update()
-        self._llm.update_weights({"update_info": {"version": version}})
-        self._llm.finish_weight_update()
-        self._version = version
-        return {"seconds": time.perf_counter() - start}
 
-    def _close(self) -> None:
-        from vllm.distributed import cleanup_dist_env_and_memory
+async def _collect(queue: Any) -> list[Completion]:
+    """A request's answers in order; they arrive as they end."""
+    answers: list[Any] = []
+    finished = False
+    while not finished:
+        output = await queue.get()
+        answers += output.outputs
+        finished = output.finished
+    return [_completion(answer) for answer in sorted(answers, key=lambda answer: answer.index)]
 
-        self._llm.llm_engine.engine_core.shutdown()
-        self._llm = None
-        cleanup_dist_env_and_memory()
+
+async def _told(call: Awaitable[None], kind: type[Exception]) -> None:
+    """Await a call of the engine core. What is raised there arrives as a bare Exception with its text alone; it
+    becomes `kind`, which says whose fault it is."""
+    try:
+        await call
+    except Exception as error:
+        if type(error) is not Exception:
+            raise
+        raise kind(str(error)) from error
 
 
 def _completion(answer: Any) -> Completion:
-    logp = answer.logprobs.logprobs if answer.logprobs is not None else ()
-    assert len(logp) in (0, len(answer.token_ids))
+    logp = answer.logprobs.logprobs
+    assert len(logp) == len(answer.token_ids)
     return Completion(answer.token_ids, logp, stopped=answer.finish_reason == "stop")
 
 
 def _cpu_options(rollout: RolloutConfig) -> dict[str, Any]:
-    """Asynchronous scheduling hides a device's latency; without a device it only costs. A step takes every
-    prompt at once: one pass of the scheduler's Python loop less."""
-    tokens = max(8192, rollout.max_model_tokens)
-    return {"enforce_eager": True, "async_scheduling": False, "max_num_batched_tokens": tokens}
+    """Asynchronous scheduling hides a device's latency; without a device it only costs, and so does a worker
+    process beside the engine core's. A step takes every prompt at once: one pass of the scheduler's Python
+    loop less."""
+    options: dict[str, Any] = {
+        "enforce_eager": True,
+        "async_scheduling": False,
+        "max_num_batched_tokens": max(8192, rollout.max_model_tokens),
+    }
+    if rollout.tensor == 1:
+        from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+        options["distributed_executor_backend"] = UniProcExecutor
+    return options
 
 
 def _gpu_options(rollout: RolloutConfig) -> dict[str, Any]:

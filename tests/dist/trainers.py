@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import multiprocessing
+import multiprocessing.connection
 import os
 import socket
 import time
@@ -30,8 +31,8 @@ class TrainerPool:
             self.processes.append(process)
 
     def run(self, scenario: str, world_size: int, deadline_s: float = 180, **arguments) -> list:
-        """What the scenario returned, by rank. A rank that raises or is late ends the processes; the next
-        call starts new ones."""
+        """What the scenario returned, by rank. The first rank that raises, dies or is late ends the
+        processes, as the driver of a run would; the next call starts new ones."""
         if not self.processes:
             self.start()
         with socket.socket() as probe:
@@ -39,20 +40,23 @@ class TrainerPool:
             url = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
         for pipe in self.pipes[:world_size]:
             pipe.send((scenario, world_size, url, arguments))
-        end, results = time.monotonic() + deadline_s, []
-        for rank, pipe in enumerate(self.pipes[:world_size]):
-            if not pipe.poll(max(0.0, end - time.monotonic())):
+        end, results = time.monotonic() + deadline_s, {}
+        waiting = {pipe: rank for rank, pipe in enumerate(self.pipes[:world_size])}
+        while waiting:
+            ready = multiprocessing.connection.wait(waiting, timeout=max(0.0, end - time.monotonic()))
+            if not ready:
                 self.close()
-                raise TimeoutError(f"rank {rank} has not finished {scenario} after {deadline_s} s")
-            try:
-                results.append(pipe.recv())
-            except EOFError:
-                results.append((False, f"rank {rank} died"))
-        failures = [result for ok, result in results if not ok]
-        if failures:
-            self.close()
-            raise AssertionError(failures[0])
-        return [result for _, result in results]
+                raise TimeoutError(f"ranks {[*waiting.values()]} have not finished {scenario} after {deadline_s} s")
+            for pipe in ready:
+                rank = waiting.pop(pipe)
+                try:
+                    succeeded, results[rank] = pipe.recv()
+                except EOFError:
+                    succeeded, results[rank] = False, f"rank {rank} died"
+                if not succeeded:
+                    self.close()
+                    raise AssertionError(results[rank])
+        return [results[rank] for rank in range(world_size)]
 
     def close(self) -> None:
         for process in self.processes:

@@ -6,7 +6,6 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
-import torch
 from tiny_trainers import TinyTrainers, write_model
 
 from megatron_rl.config.schema import ModelConfig, RolloutConfig
@@ -35,16 +34,15 @@ class Stage:
         return metrics, self.trainers.end_push()
 
     def close(self) -> None:
-        self.run(self.engine.close())
+        self.engine.close()
         self.trainers.close()
         self._loop.close()
 
 
 @pytest.fixture(scope="module")
 def make_stage() -> Callable[..., Stage]:
-    """Stages that end with the module, and with them what vLLM changes in its process: the environment, and
-    `torch.set_num_threads`, which it disables."""
-    environment, set_num_threads, stages = dict(os.environ), torch.set_num_threads, []
+    """Stages that end with the module, and with them what an engine changes in the environment."""
+    environment, stages = dict(os.environ), []
 
     def make(folder: Path, mesh: Mesh, **rollout) -> Stage:
         stages.append(Stage(folder, mesh, **rollout))
@@ -53,7 +51,6 @@ def make_stage() -> Callable[..., Stage]:
     yield make
     for stage in stages:
         stage.close()
-    torch.set_num_threads = set_num_threads
     os.environ.clear()
     os.environ.update(environment)
 
