@@ -97,7 +97,7 @@ class Sample:
     num_actions: int
     """Sum of the action mask."""
     num_thought_tokens: int
-    """Response tokens before the closing delimiter (0 when the run has no thinking budget)."""
+    """Response tokens before the first closing delimiter; 0 when there is none."""
     finish: str
     """`stop`: the model ended its answer; `length`: a budget cut it."""
     thought_cut: bool = False

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -16,26 +16,31 @@ from recipes.launch import Interrupt, console, launch, quiet_environment
 
 quiet_environment()
 
-from transformers import AutoTokenizer  # noqa: E402
-
-from megatron_rl.actor.actor import ActorSpec  # noqa: E402
-from megatron_rl.algorithms import policy_objective  # noqa: E402
-from megatron_rl.cluster.engines import EngineGroup, RayBridge, RayVerifier  # noqa: E402
-from megatron_rl.cluster.policy import PolicyGroup  # noqa: E402
-from megatron_rl.cluster.session import ray_session  # noqa: E402
 from megatron_rl.config.schema import GrpoRunConfig  # noqa: E402
-from megatron_rl.data import ShuffledStream, load_prompts  # noqa: E402
-from megatron_rl.layout import check_model, read_shape  # noqa: E402
-from megatron_rl.loop.checkpoints import Checkpoints  # noqa: E402
-from megatron_rl.loop.train import Ports, Prompts, train  # noqa: E402
-from megatron_rl.observe import RunSink, print_summary, write_provenance, write_report  # noqa: E402
 from megatron_rl.types import Prompt  # noqa: E402
-from megatron_rl.verifiers import RewardSet  # noqa: E402
 from recipes.dry_run import describe_policy, describe_rollout  # noqa: E402
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from megatron_rl.loop.train import Prompts
 
 
 def run(config: GrpoRunConfig, resume: bool, interrupt: Interrupt) -> int:
     """Wire the rooms together and train; returns the steps that are done."""
+    # Imported here: a dry run and a refused configuration answer at once, without torch or a vendor.
+    from transformers import AutoTokenizer
+
+    from megatron_rl.actor.actor import ActorSpec
+    from megatron_rl.algorithms import policy_objective
+    from megatron_rl.cluster.engines import EngineGroup, RayBridge, RayVerifier
+    from megatron_rl.cluster.policy import PolicyGroup
+    from megatron_rl.cluster.session import ray_session
+    from megatron_rl.layout import check_model, read_shape
+    from megatron_rl.loop.checkpoints import Checkpoints
+    from megatron_rl.loop.train import Ports, train
+    from megatron_rl.observe import RunSink, print_summary, write_provenance, write_report
+
     shape = read_shape(config.model.path)
     check_model(config.model.path, shape, config.policy.parallel.mesh)
     tokenizer = AutoTokenizer.from_pretrained(config.model.path)
@@ -59,9 +64,9 @@ def run(config: GrpoRunConfig, resume: bool, interrupt: Interrupt) -> int:
             policy = PolicyGroup(spec, config.cluster, logs)
             verifier = RayVerifier(config, logs)
             policy.start()
-            engines.start()
+            engines.wait()
             bridge = RayBridge(config, spec, policy, engines)
-        with RunSink(folder, config.run.steps, console, tokenizer, config.delimiter) as sink:
+        with RunSink(folder, config.run.steps, console, tokenizer, config.rollout.delimiter) as sink:
             if resume:
                 sink.resume(checkpoints.first_step)
             done = train(config, shape, Ports(policy, engines, bridge, verifier), prompts, (sink, checkpoints), interrupt)
@@ -73,10 +78,14 @@ def run(config: GrpoRunConfig, resume: bool, interrupt: Interrupt) -> int:
     return done
 
 
-def read_prompts(config: GrpoRunConfig, tokenizer: Any) -> Prompts:
+def read_prompts(config: GrpoRunConfig, tokenizer: PreTrainedTokenizerBase) -> Prompts:
     """Training prompts as a stream, held-out prompts as a list; tells how many rows were skipped."""
+    from megatron_rl.data import ShuffledStream, load_prompts
+    from megatron_rl.loop.train import Prompts
+    from megatron_rl.verifiers import RewardSet
+
     data, rollout = config.data, config.rollout
-    required = RewardSet(config.rewards, tokenizer, config.delimiter).required_columns
+    required = RewardSet(config.rewards, tokenizer, config.rollout.delimiter).required_columns
 
     def read(path: Path) -> list[Prompt]:
         rows, skipped = load_prompts(path, tokenizer, rollout.max_prompt_tokens, data.on_bad_row, required)

@@ -14,23 +14,25 @@ from recipes.launch import Interrupt, console, launch, quiet_environment
 
 quiet_environment()
 
-from transformers import AutoTokenizer  # noqa: E402
-
-from megatron_rl.actor.actor import ActorSpec  # noqa: E402
-from megatron_rl.algorithms import supervised_objective  # noqa: E402
-from megatron_rl.cluster.policy import PolicyGroup  # noqa: E402
-from megatron_rl.cluster.session import ray_session  # noqa: E402
 from megatron_rl.config.schema import SftRunConfig  # noqa: E402
-from megatron_rl.data import ShuffledStream, load_supervised  # noqa: E402
-from megatron_rl.layout import check_model, read_shape  # noqa: E402
-from megatron_rl.loop.checkpoints import Checkpoints  # noqa: E402
-from megatron_rl.loop.supervised import train_supervised  # noqa: E402
-from megatron_rl.observe import RunSink, print_summary, write_provenance, write_report  # noqa: E402
 from recipes.dry_run import describe_policy  # noqa: E402
 
 
 def run(config: SftRunConfig, resume: bool, interrupt: Interrupt) -> int:
     """Wire the rooms together and train; returns the steps that are done."""
+    # Imported here: a dry run and a refused configuration answer at once, without torch or a vendor.
+    from transformers import AutoTokenizer
+
+    from megatron_rl.actor.actor import ActorSpec
+    from megatron_rl.algorithms import supervised_objective
+    from megatron_rl.cluster.policy import PolicyGroup
+    from megatron_rl.cluster.session import ray_session
+    from megatron_rl.data import ShuffledStream, load_supervised
+    from megatron_rl.layout import check_model, read_shape
+    from megatron_rl.loop.checkpoints import Checkpoints
+    from megatron_rl.loop.supervised import train_supervised
+    from megatron_rl.observe import RunSink, print_summary, write_provenance, write_report
+
     shape = read_shape(config.model.path)
     check_model(config.model.path, shape, config.policy.parallel.mesh)
     tokenizer = AutoTokenizer.from_pretrained(config.model.path)

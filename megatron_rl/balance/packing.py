@@ -61,15 +61,29 @@ def pack_into(
 
 
 def fewest_bins(sizes: Sequence[int], costs: Sequence[float], cap: int) -> int:
-    """The smallest number of bins that `pack_into` fills: the sum over the cap at least, best-fit
-    decreasing's number at most."""
+    """The smallest number of bins that `pack_into` fills: a bound that no packing beats at least,
+    best-fit decreasing's number at most."""
     most = len(pack(sizes, cap))
     fitting = (n for n in range(_least(sizes, cap), most) if _pack_evenly(sizes, costs, cap, n) is not None)
     return next(fitting, most)
 
 
 def _least(sizes: Sequence[int], cap: int) -> int:
-    return -(-sum(sizes) // cap)
+    """A number of bins that no packing beats (Martello and Toth 1990, bound L2). For a threshold t: sizes above cap - t
+    share a bin with nothing that is at least t, other sizes above cap / 2 not with each other; what is then left of
+    the sizes from t to cap / 2 after filling these bins needs bins of its own."""
+    array = np.sort(np.asarray(sizes, np.int64))
+    below = np.concatenate([[0], np.cumsum(array)])
+    half = int(np.searchsorted(array, cap / 2, side="right"))
+    least = 0
+    for first in np.unique(np.concatenate([[0], np.searchsorted(array, np.unique(array[:half]))])).astype(int):
+        threshold = int(array[first]) if first < half else 0
+        alone = int(np.searchsorted(array, cap - threshold, side="right"))
+        medium = below[alone] - below[half]
+        small = below[half] - below[first]
+        rest = small - ((alone - half) * cap - medium)
+        least = max(least, len(array) - half + max(0, -(-int(rest) // cap)))
+    return least
 
 
 def _pack_evenly(

@@ -59,8 +59,15 @@ class EngineGroup:
             for index in range(rollout.num_engines)
         ]
 
-    def start(self) -> None:
-        gather([engine.start.remote() for engine in self.engines], self.names)
+        self._starting = [engine.start.remote() for engine in self.engines]
+
+    def wait(self) -> None:
+        """Until every engine has started; they do so while the policy starts.
+
+        Raises:
+            ValueError: the model or the budgets do not fit the engine.
+        """
+        gather(self._starting, self.names)
 
     def generate(self, prompts: Sequence[Prompt], num_samples: int, version: int, seed: int) -> list[Group]:
         bounds = [len(prompts) * i // len(self.engines) for i in range(len(self.engines) + 1)]
@@ -120,7 +127,7 @@ class VerifierRank:
 
         from megatron_rl.verifiers.compose import RewardSet
 
-        self.rewards = RewardSet(config.rewards, AutoTokenizer.from_pretrained(config.model.path), config.delimiter)
+        self.rewards = RewardSet(config.rewards, AutoTokenizer.from_pretrained(config.model.path), config.rollout.delimiter)
 
     def score(self, prompts: list[Prompt], payloads: list[Any], finishes: list[list[str]]) -> list[list[Verdict]]:
         return self.rewards.score(prompts, ray.get(payloads), finishes)

@@ -35,6 +35,7 @@ def ray_session(cluster: ClusterConfig, num_cpus: int, logs: Path) -> Iterator[N
     local: dict[str, Any] = {}
     if cluster.ray_address is None:
         local = {"num_cpus": num_cpus, "object_store_memory": OBJECT_STORE_BYTES, "include_dashboard": False}
+    logging.getLogger("ray").setLevel(logging.ERROR)
     ray.init(
         address=cluster.ray_address or "local",
         log_to_driver=False,

@@ -76,8 +76,8 @@ class PolicyConfig(Section):
 
 
 class SamplingConfig(Section):
-    temperature: Annotated[float, Field(gt=0)] = 1.0
-    """The trainer divides its logits by the same number."""
+    temperature: Annotated[float, Field(gt=0, le=2)] = 1.0
+    """The trainer divides its logits by the same number. vLLM takes at most 2."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Field(ge=0)] = 0
     """0 is all."""
@@ -89,8 +89,6 @@ class ThinkingBudget(Section):
 
     thought_tokens: PositiveInt
     response_tokens: PositiveInt
-    delimiter: str = "</think>"
-    """Text that ends the thought; it must be tokens of the model's own, one or more."""
 
 
 class RolloutConfig(Section):
@@ -103,7 +101,10 @@ class RolloutConfig(Section):
     max_prompt_tokens: PositiveInt
     max_response_tokens: PositiveInt
     """Of everything after the prompt: thought, delimiter and answer."""
+    delimiter: str = "</think>"
+    """Text that ends the thought, in one or more of the model's own tokens; empty for a model that does not think."""
     thinking: ThinkingBudget | None = None
+    """null: thought and answer share max_response_tokens."""
     sampling: SamplingConfig = SamplingConfig()
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.85
     """vLLM's share of each GPU; without a GPU its KV cache is 1 GiB."""
@@ -281,11 +282,6 @@ class GrpoRunConfig(BaseConfig):
     """The scores are added, each times its weight."""
     eval: EvalConfig = EvalConfig()
 
-    @property
-    def delimiter(self) -> str:
-        """Text that ends the thought."""
-        return self.rollout.thinking.delimiter if self.rollout.thinking else "</think>"
-
     @model_validator(mode="after")
     def _cross_checks(self):
         cap, longest = self.balance.max_tokens_per_microbatch, self.rollout.max_model_tokens
@@ -295,6 +291,8 @@ class GrpoRunConfig(BaseConfig):
                 f"rollout.max_response_tokens = {longest}: it would fit no micro-batch; raise the cap"
             )
         thinking = self.rollout.thinking
+        if thinking and not self.rollout.delimiter:
+            raise ValueError("rollout.thinking needs rollout.delimiter, the text that ends the thought")
         if thinking and thinking.thought_tokens + thinking.response_tokens >= self.rollout.max_response_tokens:
             raise ValueError(
                 f"rollout.max_response_tokens ({self.rollout.max_response_tokens}) must exceed thinking.thought_tokens + "

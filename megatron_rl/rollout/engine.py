@@ -25,11 +25,9 @@ import torch
 from megatron_rl.config.schema import ModelConfig, RolloutConfig
 from megatron_rl.layout import read_shape
 from megatron_rl.loop.thinking import Completion, Continuation, join, plan_second_call, truncate
-from megatron_rl.rollout.vocabulary import delimiter_ids, load_tokenizer, stop_ids
+from megatron_rl.rollout.vocabulary import delimiter_ids, stop_ids
 from megatron_rl.types import Metrics, Prompt, Sample, Tokens
 
-CLOSE_THINK = "</think>"
-"""Where a thought ends when the run sets no budget and the tokenizer has this as one token."""
 MAX_SEQUENCES = 1024
 """Answers that decode side by side; more wait. On a GPU vLLM sizes its graphs by it."""
 
@@ -68,8 +66,8 @@ class VllmEngine:
                 f"rollout.max_prompt_tokens + rollout.max_response_tokens = {rollout.max_model_tokens} "
                 f"exceeds the {shape.max_positions} positions of {model.path}; lower one of them"
             )
+        self._delimiter = delimiter_ids(model.path, rollout.delimiter) if rollout.delimiter else None
         if thinking:
-            self._delimiter: tuple[int, ...] | None = delimiter_ids(model.path, thinking.delimiter)
             needed = thinking.thought_tokens + len(self._delimiter) + thinking.response_tokens
             if needed > rollout.max_response_tokens:
                 raise ValueError(
@@ -77,9 +75,6 @@ class VllmEngine:
                     f"thought_tokens + the delimiter's {len(self._delimiter)} tokens + response_tokens = "
                     f"{needed}; raise it"
                 )
-        else:
-            close = load_tokenizer(model.path).token_to_id(CLOSE_THINK)
-            self._delimiter = None if close is None else (close,)
         self._llm: Any = None
         self._version: int | None = None
         self._num_calls = 0

@@ -38,8 +38,8 @@ def delimiter_ids(folder: Path, text: str) -> tuple[int, ...]:
     ids = tuple(load_tokenizer(folder).encode(text, add_special_tokens=False).ids)
     if not ids or _special_id(folder, "unk_token") in ids:
         raise ValueError(
-            f"rollout.thinking.delimiter {text!r} is not in the vocabulary of {folder}; choose a text that "
-            "the model's tokenizer knows"
+            f"rollout.delimiter {text!r} is not in the vocabulary of {folder}; choose a text that its tokenizer "
+            "knows, or an empty one for a model that does not think"
         )
     return ids
 

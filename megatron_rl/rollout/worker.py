@@ -1,6 +1,18 @@
-"""What the rollout adds to vLLM's worker (`worker_extension_cls`); vLLM imports it where the worker lives."""
+"""What the rollout adds to vLLM's own processes; vLLM imports it there.
+
+`SeededWorker` is a `worker_extension_cls`. `die_with_parent` is an entry point `vllm.general_plugins`, which vLLM calls
+in every process that it starts: an engine core whose owner was killed would otherwise stay, with its GPU's memory.
+"""
 
 from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import signal
+import sys
+
+PR_SET_PDEATHSIG = 1
+"""linux/prctl.h"""
 
 
 class SeededWorker:
@@ -9,3 +21,10 @@ class SeededWorker:
         from vllm.utils.torch_utils import set_random_seed
 
         set_random_seed(seed)
+
+
+def die_with_parent() -> None:
+    """Ask the kernel to end this process when its parent ends, however that happens. Only for vLLM's own processes, not
+    for the one that uses vLLM."""
+    if multiprocessing.parent_process() is not None and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

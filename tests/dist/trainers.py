@@ -45,8 +45,9 @@ class TrainerPool:
         while waiting:
             ready = multiprocessing.connection.wait(waiting, timeout=max(0.0, end - time.monotonic()))
             if not ready:
+                late = list(waiting.values())
                 self.close()
-                raise TimeoutError(f"ranks {[*waiting.values()]} have not finished {scenario} after {deadline_s} s")
+                raise TimeoutError(f"ranks {late} have not finished {scenario} after {deadline_s} s")
             for pipe in ready:
                 rank = waiting.pop(pipe)
                 try:

@@ -15,13 +15,13 @@ from megatron_rl.types import Mesh, Prompt
 DELIMITER = (16, 18)
 """`=?`"""
 TEMPERATURE = 2.0
-BUDGET = {"thought_tokens": 10, "response_tokens": 6, "delimiter": "=?"}
+BUDGET = {"delimiter": "=?", "thinking": {"thought_tokens": 10, "response_tokens": 6}}
 
 
 @pytest.fixture(scope="module")
 def stage(make_stage, folders):
     """Hot, so that the two tokens of the delimiter do follow each other now and then."""
-    budget = {"max_prompt_tokens": 8, "max_response_tokens": 18, "thinking": BUDGET}
+    budget = {"max_prompt_tokens": 8, "max_response_tokens": 18, **BUDGET}
     stage = make_stage(folders[0], Mesh(), **budget, sampling={"temperature": TEMPERATURE})
     stage.push(folders[0], 0)
     return stage
@@ -75,7 +75,7 @@ def engine(folder, **rollout) -> VllmEngine:
 
 def test_a_delimiter_without_room_is_refused(folders):
     with pytest.raises(ValueError, match="the delimiter's 2 tokens .* 18; raise it"):
-        engine(folders[0], max_response_tokens=17, thinking=BUDGET)
+        engine(folders[0], max_response_tokens=17, **BUDGET)
 
 
 def test_more_tokens_than_positions_are_refused(folders):

@@ -33,7 +33,7 @@ def test_delimiters_of_one_and_more_tokens(folder):
 
 
 def test_a_delimiter_outside_the_vocabulary_is_refused(folder):
-    with pytest.raises(ValueError, match="rollout.thinking.delimiter 'so'"):
+    with pytest.raises(ValueError, match="rollout.delimiter 'so'"):
         delimiter_ids(folder, "so")
 
 
