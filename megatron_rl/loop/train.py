@@ -69,8 +69,7 @@ def train(
             if minibatch == 0:
                 metrics["on_policy/ratio_error"] = max(updated["ratio/max"] - 1, 1 - updated["ratio/min"])
             metrics |= updated
-        with sink.phase("record"):
-            sink.samples(step, groups[:1], [ports.engine.tokens(group) for group in groups[:1]])
+        sink.samples(step, groups[:1], [ports.engine.tokens(group) for group in groups[:1]])
 
         step += 1
         stop = stopping()

@@ -1,4 +1,4 @@
-"""The run on the screen: a live table in a terminal, one plain line a step anywhere else.
+"""The run on the screen: a live table in a terminal, plain lines anywhere else, at most one a second.
 
 Invariant: what is shown is derived from the logged record alone, and a metric that was not logged is left
 out.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Mapping
-from math import isfinite, nan
+from math import inf, isfinite, nan
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -31,6 +31,7 @@ def figures(record: Mapping[str, float]) -> dict[str, str]:
     if {"length/response_mean", "length/thought_mean"} <= shown.keys():
         shown["length/answer_mean"] = shown["length/response_mean"] - shown["length/thought_mean"]
     formats = {
+        "loss": ("loss", "{:.4f}"),
         "reward": ("reward/mean", "{:.3f}"),
         "held-out": ("eval/accuracy", "{:.3f}"),
         "thought": ("length/thought_mean", "{:,.1f} tokens"),
@@ -70,6 +71,7 @@ class LiveView:
         self._console, self._steps = console, steps
         self._start = time.monotonic()
         self._first_step: int | None = None
+        self._printed = -inf
         self._phase = ""
         self._record: dict[str, float] = {}
         self._history: dict[str, deque[float]] = {}
@@ -83,7 +85,10 @@ class LiveView:
         step = int(record["step"])
         self._first_step = step if self._first_step is None else self._first_step
         if not self._console.is_interactive:
-            self._console.print(self._line(record), highlight=False, markup=False, soft_wrap=True)
+            now = time.monotonic()
+            if now - self._printed >= 1 or step + 1 >= self._steps:
+                self._printed = now
+                self._console.print(self._line(record), highlight=False, markup=False, soft_wrap=True)
             return
         self._begin()
         # The held-out accuracy is not of every step: the last one stays. Times are those of the run so far.

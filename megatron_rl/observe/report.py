@@ -23,7 +23,7 @@ Records = Sequence[Mapping[str, float]]
 
 INK, MUTED, GRID = "#1f2430", "#6b7280", "#e8eaee"
 BLUE, ORANGE, GREEN, GREY = "#2f6fde", "#e4813a", "#2b9a66", "#c3c8d1"
-PHASES = ("#2f6fde", "#2b9a66", "#e4813a", "#8b5fc7", "#d6486b", "#21a5b5", "#b59b21")
+PHASES = ("#2f6fde", "#2b9a66", "#e4813a", "#8b5fc7", "#d6486b", "#21a5b5", "#b59b21", "#7a4a2b", "#2f3e63")
 STYLE = {"linewidth": 1.8, "solid_capstyle": "round"}
 
 

@@ -49,7 +49,9 @@ def print_summary(run_folder: Path, console: Console) -> None:
     console.print()
     console.print(table)
     console.print()
-    pace = f"{steps} steps in {duration(total)}, {total / max(steps, 1):.2f} s a step{speed}"
+    apart = split.get("evaluate", 0.0) + split.get("checkpoint", 0.0)
+    each = (total - apart) / max(steps, 1)
+    pace = f"{steps} steps in {duration(total)}, {each:.2f} s a step without evaluations and checkpoints{speed}"
     console.print(Text(pace, "bold"))
     console.print(split_text(split))
 

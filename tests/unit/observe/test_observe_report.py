@@ -93,7 +93,7 @@ def test_summary(tmp_path):
     print_summary(tmp_path, Console(file=screen, width=100, color_system=None))
     text = " ".join(screen.getvalue().split())
     assert "held-out accuracy 0.125 0.375" in text and "reward 0.250 0.750" in text
-    assert "2 steps in 8.0 s, 4.00 s a step, rollout 1,000 tokens/s" in text
+    assert "2 steps in 8.0 s, 4.00 s a step without evaluations and checkpoints, rollout 1,000 tokens/s" in text
     assert "generate 75%" in text and "other 25%" in text
     assert "[bold]x</think><script>y" in text
 
