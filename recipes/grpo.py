@@ -17,6 +17,7 @@ from recipes.launch import Interrupt, console, launch, quiet_environment
 quiet_environment()
 
 from megatron_rl.config.schema import GrpoRunConfig  # noqa: E402
+from megatron_rl.layout import check_model, read_shape  # noqa: E402
 from megatron_rl.types import Prompt  # noqa: E402
 from recipes.dry_run import describe_policy, describe_rollout  # noqa: E402
 
@@ -28,7 +29,10 @@ if TYPE_CHECKING:
 
 def run(config: GrpoRunConfig, resume: bool, interrupt: Interrupt) -> int:
     """Wire the rooms together and train; returns the steps that are done."""
-    # Imported here: a dry run and a refused configuration answer at once, without torch or a vendor.
+    shape = read_shape(config.model.path)
+    check_model(config.model.path, shape, config.policy.parallel.mesh)
+
+    # Imported here: a dry run, and a configuration or model that is refused, answer without waiting for the vendors.
     from transformers import AutoTokenizer
 
     from megatron_rl.actor.actor import ActorSpec
@@ -36,17 +40,16 @@ def run(config: GrpoRunConfig, resume: bool, interrupt: Interrupt) -> int:
     from megatron_rl.cluster.engines import EngineGroup, RayBridge, RayVerifier
     from megatron_rl.cluster.policy import PolicyGroup
     from megatron_rl.cluster.session import ray_session
-    from megatron_rl.layout import check_model, read_shape
     from megatron_rl.loop.checkpoints import Checkpoints
     from megatron_rl.loop.train import Ports, train
     from megatron_rl.observe import RunSink, print_summary, write_provenance, write_report
 
-    shape = read_shape(config.model.path)
-    check_model(config.model.path, shape, config.policy.parallel.mesh)
     tokenizer = AutoTokenizer.from_pretrained(config.model.path)
     prompts = read_prompts(config, tokenizer)
     folder, logs = config.run_folder, config.run_folder / "logs"
     checkpoints = Checkpoints(folder / "checkpoints", keep=config.checkpoint.keep, resume=resume)
+    resume_at = checkpoints.first_step if resume else None
+    sink = RunSink(folder, config.run.steps, console, tokenizer, config.rollout.delimiter, resume_at)
     write_provenance(folder, config)
     spec = ActorSpec(
         shape=shape,
@@ -66,9 +69,7 @@ def run(config: GrpoRunConfig, resume: bool, interrupt: Interrupt) -> int:
             policy.start()
             engines.wait()
             bridge = RayBridge(config, spec, policy, engines)
-        with RunSink(folder, config.run.steps, console, tokenizer, config.rollout.delimiter) as sink:
-            if resume:
-                sink.resume(checkpoints.first_step)
+        with sink:
             done = train(config, shape, Ports(policy, engines, bridge, verifier), prompts, (sink, checkpoints), interrupt)
         if done == config.run.steps:
             policy.export_hf(folder / "hf")
@@ -103,7 +104,7 @@ def dry_run(config: GrpoRunConfig, console: Console) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    return launch(GrpoRunConfig, arguments, dry_run=dry_run, run=run)
+    return launch(GrpoRunConfig, arguments, program="recipes/grpo.py", dry_run=dry_run, run=run)
 
 
 if __name__ == "__main__":

@@ -54,18 +54,21 @@ def launch(
     kind: type[Config],
     arguments: Sequence[str] | None,
     *,
+    program: str,
     dry_run: Callable[[Config, Console], None],
     run: Callable[[Config, bool, Interrupt], int],
 ) -> int:
     """Parse, judge, then plan or run; returns the exit status.
 
-    `run` gets the configuration, whether to resume, and the interrupt; it returns the steps that are done.
+    `program` is the recipe's path, for the command that continues a stopped run. `run` gets the configuration, whether
+    to resume, and the interrupt; it returns the steps that are done.
     """
-    parser = argparse.ArgumentParser(description=sys.modules["__main__"].__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(program, description=f"See README.md. Example: python {program} FILE.yaml run.steps=10")
     parser.add_argument("configuration", nargs="+", metavar="FILE.yaml | section.key=value")
     parser.add_argument("--dry-run", action="store_true", help="judge the configuration, print sizes and plans, start nothing")
     parser.add_argument("--resume", choices=["auto", "never"], default="never", help="auto: go on from the newest checkpoint")
     options = parser.parse_args(arguments)
+    sys.path.insert(0, os.getcwd())  # a reward function's module lies where the command is typed
     config: Config | None = None
     try:
         config = load_config(kind, options.configuration)
@@ -75,7 +78,7 @@ def launch(
         with Interrupt().listening() as interrupt:
             done = run(config, options.resume == "auto", interrupt)
         if done < config.run.steps:
-            again = " ".join(["python", sys.argv[0], *options.configuration, "--resume auto"])
+            again = " ".join(["python", program, *options.configuration, "--resume auto"])
             console.print(f"Stopped after step {done} of {config.run.steps}. Continue with:\n  {again}", soft_wrap=True)
             return 130
         return 0

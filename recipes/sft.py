@@ -15,12 +15,16 @@ from recipes.launch import Interrupt, console, launch, quiet_environment
 quiet_environment()
 
 from megatron_rl.config.schema import SftRunConfig  # noqa: E402
+from megatron_rl.layout import check_model, read_shape  # noqa: E402
 from recipes.dry_run import describe_policy  # noqa: E402
 
 
 def run(config: SftRunConfig, resume: bool, interrupt: Interrupt) -> int:
     """Wire the rooms together and train; returns the steps that are done."""
-    # Imported here: a dry run and a refused configuration answer at once, without torch or a vendor.
+    shape = read_shape(config.model.path)
+    check_model(config.model.path, shape, config.policy.parallel.mesh)
+
+    # Imported here: a dry run, and a configuration or model that is refused, answer without waiting for the vendors.
     from transformers import AutoTokenizer
 
     from megatron_rl.actor.actor import ActorSpec
@@ -28,13 +32,10 @@ def run(config: SftRunConfig, resume: bool, interrupt: Interrupt) -> int:
     from megatron_rl.cluster.policy import PolicyGroup
     from megatron_rl.cluster.session import ray_session
     from megatron_rl.data import ShuffledStream, load_supervised
-    from megatron_rl.layout import check_model, read_shape
     from megatron_rl.loop.checkpoints import Checkpoints
     from megatron_rl.loop.supervised import train_supervised
     from megatron_rl.observe import RunSink, print_summary, write_provenance, write_report
 
-    shape = read_shape(config.model.path)
-    check_model(config.model.path, shape, config.policy.parallel.mesh)
     tokenizer = AutoTokenizer.from_pretrained(config.model.path)
     sft = config.sft
     rows, skipped = load_supervised(sft.rows, tokenizer, sft.max_tokens, sft.on_bad_row)
@@ -43,6 +44,8 @@ def run(config: SftRunConfig, resume: bool, interrupt: Interrupt) -> int:
     stream = ShuffledStream(rows, sft.rows_per_step, config.run.seed)
     folder, logs = config.run_folder, config.run_folder / "logs"
     checkpoints = Checkpoints(folder / "checkpoints", keep=config.checkpoint.keep, resume=resume)
+    resume_at = checkpoints.first_step if resume else None
+    sink = RunSink(folder, config.run.steps, console, tokenizer, "", resume_at)
     write_provenance(folder, config)
     spec = ActorSpec(
         shape=shape,
@@ -58,9 +61,7 @@ def run(config: SftRunConfig, resume: bool, interrupt: Interrupt) -> int:
         with console.status("starting Ray and Megatron"):
             policy = PolicyGroup(spec, config.cluster, logs)
             policy.start()
-        with RunSink(folder, config.run.steps, console, tokenizer) as sink:
-            if resume:
-                sink.resume(checkpoints.first_step)
+        with sink:
             done = train_supervised(config, shape, policy, stream, (sink, checkpoints), interrupt)
         if done == config.run.steps:
             policy.export_hf(folder / "hf")
@@ -75,7 +76,7 @@ def dry_run(config: SftRunConfig, console: Console) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    return launch(SftRunConfig, arguments, dry_run=dry_run, run=run)
+    return launch(SftRunConfig, arguments, program="recipes/sft.py", dry_run=dry_run, run=run)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,12 @@ def ray_session(cluster: ClusterConfig, num_cpus: int, logs: Path) -> Iterator[N
         logs: the vendors' output goes there.
     """
     logs.mkdir(parents=True, exist_ok=True)
-    environment = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), "TOKENIZERS_PARALLELISM": "false"}
+    environment = {
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        "TOKENIZERS_PARALLELISM": "false",
+        # The processes import what the driver can: a reward function's module in its working folder.
+        "PYTHONPATH": os.pathsep.join(path for path in [os.getcwd(), os.environ.get("PYTHONPATH")] if path),
+    }
     local: dict[str, Any] = {}
     if cluster.ray_address is None:
         local = {"num_cpus": num_cpus, "object_store_memory": OBJECT_STORE_BYTES, "include_dashboard": False}

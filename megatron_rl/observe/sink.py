@@ -39,20 +39,37 @@ class RunSink:
         console: an interactive terminal gets a live table, anything else one plain line a step.
         tokenizer: makes text of the answers.
         delimiter: text that ends the thought; empty when the model has none.
+        resume_at: the next step to run, where a run goes on: lines of it and later ones are cut. None: a new run.
+
+    Raises:
+        ValueError: a new run in a folder that holds the files of an earlier one.
     """
 
     def __init__(
-        self, run_folder: Path, steps: int, console: Console, tokenizer: Tokenizer, delimiter: str = ""
+        self,
+        run_folder: Path,
+        steps: int,
+        console: Console,
+        tokenizer: Tokenizer,
+        delimiter: str = "",
+        resume_at: int | None = None,
     ) -> None:
         run_folder.mkdir(parents=True, exist_ok=True)
+        for path in (run_folder / METRICS, run_folder / SAMPLES):
+            if not path.exists():
+                continue
+            if resume_at is None:
+                raise ValueError(
+                    f"{run_folder} holds the files of an earlier run: continue it with --resume auto, delete the folder, "
+                    "or choose another run.name"
+                )
+            cut(path, resume_at)
         self.run_folder = run_folder
         self._tokenizer, self._delimiter = tokenizer, delimiter
         self._view = LiveView(console, steps)
         self._seconds: dict[str, float] = {}
         self._phase: str | None = None
         self._started: float | None = None
-        # A file with lines may only be continued by resume().
-        self._fresh = not any((run_folder / name).exists() for name in (METRICS, SAMPLES))
 
     def __enter__(self) -> RunSink:
         return self
@@ -61,13 +78,6 @@ class RunSink:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._view.stop()
-
-    def resume(self, step: int) -> None:
-        """Continue the folder's files at `step`, the next one to run: lines of it and later steps are cut."""
-        for name in (METRICS, SAMPLES):
-            if (self.run_folder / name).exists():
-                cut(self.run_folder / name, step)
-        self._fresh = True
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -125,10 +135,5 @@ class RunSink:
         return thought + delimiter, answer
 
     def _append(self, name: str, record: dict[str, object]) -> None:
-        if not self._fresh:
-            raise ValueError(
-                f"{self.run_folder} holds the files of an earlier run: resume it, delete the folder, or "
-                f"choose another run.name"
-            )
         with (self.run_folder / name).open("a", encoding="utf-8") as file:
             write_line(file, record)

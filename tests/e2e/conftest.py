@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -25,9 +26,8 @@ class Recipe:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        # Ray's workers import the rewards of this folder; its sockets need a short path, which pytest's is not.
-        path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-        self.environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+        self.environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        shutil.copyfile(Path(__file__).parent / "rewards.py", folder / "rewards.py")
 
     def command(self, *arguments: str) -> list[str]:
         return [sys.executable, str(ROOT / arguments[0]), *arguments[1:]]

@@ -33,10 +33,10 @@ def clock(monkeypatch):
     return Clock
 
 
-def sink_of(folder, steps: int = 10, terminal: bool = False) -> tuple[RunSink, io.StringIO]:
+def sink_of(folder, steps: int = 10, terminal: bool = False, resume_at=None) -> tuple[RunSink, io.StringIO]:
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=terminal, width=100, color_system=None)
-    return RunSink(folder, steps, console, Letters(), "</think>"), screen
+    return RunSink(folder, steps, console, Letters(), "</think>", resume_at), screen
 
 
 def test_phases_and_other_sum_to_the_total(tmp_path, clock):
@@ -90,10 +90,9 @@ def test_a_resumed_file_reads_as_if_it_had_never_stopped(tmp_path):
         sink.log(step, {"reward/mean": step / 10})
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 5, "rew')  # killed here
-    resumed, _ = sink_of(tmp_path)
-    with pytest.raises(ValueError, match="files of an earlier run: resume it"):
-        resumed.log(3, {})
-    resumed.resume(3)
+    with pytest.raises(ValueError, match="files of an earlier run: continue it with --resume auto"):
+        sink_of(tmp_path)
+    resumed, _ = sink_of(tmp_path, resume_at=3)
     for step in (3, 4):
         resumed.log(step, {"reward/mean": step * 10.0})
     assert series(read_metrics(tmp_path), "reward/mean") == ([0, 1, 2, 3, 4], [0.0, 0.1, 0.2, 30.0, 40.0])

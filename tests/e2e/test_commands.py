@@ -1,0 +1,75 @@
+"""The README's commands on real rows, and what a person reads when the input is wrong."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+
+def test_gsm8k_rows_flow_through_the_whole_stack(recipe):
+    from recipes.tiny.gsm8k import write_model
+
+    write_model(recipe.folder / "runs" / "gsm8k_tiny")
+    done = recipe.run("recipes/grpo.py", "configs/run/gsm8k_tiny_cpu.yaml")
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = recipe.folder / "runs" / "gsm8k_tiny" / "grpo"
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == [0, 1, 2, 3]
+    for record in records[:3]:
+        assert record["mismatch/mean_abs"] < 1e-4 and record["on_policy/ratio_error"] < 1e-6
+        assert record["grad_norm"] > 0 and 0 < record["length/thought_cut"] <= 1
+        assert record["length/response_max"] <= 48 + 1 + 32 and record["length/thought_mean"] <= 48
+    samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    assert all("</think>" in sample["thought"] or sample["finish"] == "stop" for sample in samples)
+    config = json.loads((run / "config.json").read_text())
+    assert config["config"]["rollout"]["thinking"] == {"thought_tokens": 48, "response_tokens": 32}
+    assert config["versions"]["megatron-core"] == "0.16.1"
+    assert (run / "report.html").stat().st_size > 10_000 and (run / "curves.png").exists()
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    AutoModelForCausalLM.from_pretrained(run / "hf")
+    assert AutoTokenizer.from_pretrained(run / "hf").chat_template
+
+
+def tiny(task, *changes: str) -> list[str]:
+    files = [f"model.path={task}/model", f"data.train={task}/train.jsonl", f"data.eval={task}/eval.jsonl"]
+    return ["recipes/grpo.py", "configs/run/tiny_grpo.yaml", *files, *changes]
+
+
+def broken_model(folder, task):
+    shutil.copytree(task / "model", folder / "model")
+    weights = folder / "model" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    return "model.path=model"
+
+
+def broken_row(folder, task):
+    lines = (task / "train.jsonl").read_text().splitlines()
+    (folder / "rows.jsonl").write_text("\n".join([lines[0], '{"prompt": "1+', lines[1]]) + "\n")
+    return "data.train=rows.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("rollout.num_engine=2", "did you mean rollout.num_engines?"),
+        ("cluster.world_size=3", "2 x 1 x 1 = 2 ranks"),
+        ("policy.parallel.tensor=4", "2 KV heads, which policy.parallel.tensor=4 does not divide"),
+        ("model.path=nowhere", "nowhere has no config.json"),
+        (broken_model, "model.safetensors has"),
+        (broken_row, "rows.jsonl:2"),
+        ("rollout.max_prompt_tokens=7", "the prompt has 8 tokens, rollout.max_prompt_tokens is 7"),
+        ("rewards=[{kind: function, path: 'rewards:misspelt'}]", "misspelt"),
+        ("configs/run/none.yaml", "no such file"),
+    ],
+)
+def test_wrong_input_is_named_before_anything_starts(recipe, task, change, message):
+    change = change(recipe.folder, task) if callable(change) else change
+    done = recipe.run(*tiny(task, change))
+    assert done.returncode == 1
+    assert message in " ".join(done.stdout.split()), done.stdout + done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+
+
