@@ -35,11 +35,13 @@ def run(config: GrpoRunConfig, resume: bool, interrupt: Interrupt) -> int:
     # Imported here: a dry run, and a configuration or model that is refused, answer without waiting for the vendors.
     from transformers import AutoTokenizer
 
-    from megatron_rl.actor.actor import ActorSpec
+    from megatron_rl.actor.spec import ActorSpec
     from megatron_rl.algorithms import policy_objective
-    from megatron_rl.cluster.engines import EngineGroup, RayBridge, RayVerifier
+    from megatron_rl.cluster.bridge import RayBridge
+    from megatron_rl.cluster.engines import EngineGroup
     from megatron_rl.cluster.policy import PolicyGroup
     from megatron_rl.cluster.session import ray_session
+    from megatron_rl.cluster.verifier import RayVerifier
     from megatron_rl.loop.checkpoints import Checkpoints
     from megatron_rl.loop.train import Ports, train
     from megatron_rl.observe import RunSink, print_summary, write_provenance, write_report

@@ -27,7 +27,7 @@ def run(config: SftRunConfig, resume: bool, interrupt: Interrupt) -> int:
     # Imported here: a dry run, and a configuration or model that is refused, answer without waiting for the vendors.
     from transformers import AutoTokenizer
 
-    from megatron_rl.actor.actor import ActorSpec
+    from megatron_rl.actor.spec import ActorSpec
     from megatron_rl.algorithms import supervised_objective
     from megatron_rl.cluster.policy import PolicyGroup
     from megatron_rl.cluster.session import ray_session

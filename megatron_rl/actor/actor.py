@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,33 +27,16 @@ from megatron_rl.actor.agreement import Agreement
 from megatron_rl.actor.model import build_model, uses_fused_layers
 from megatron_rl.actor.optimizer import apply_gradients, build_optimizer, gradient_norm
 from megatron_rl.actor.packing import Microbatch, TrainSample, pack
+from megatron_rl.actor.spec import ActorSpec
 from megatron_rl.actor.step import Schedule
-from megatron_rl.algorithms.objective import Metric, Objective, PackedColumns
-from megatron_rl.config.schema import ModelConfig, PolicyConfig
+from megatron_rl.algorithms.objective import Metric, PackedColumns
 from megatron_rl.layout import check_parameters, megatron_shards
-from megatron_rl.types import Denominators, Metrics, ModelShape
+from megatron_rl.types import Denominators, Metrics
 
 log = logging.getLogger(__name__)
 
 Minibatches = Sequence[Sequence[Sequence[TrainSample]]]
 """[minibatch][microbatch][sample]"""
-
-
-@dataclass(frozen=True, slots=True)
-class ActorSpec:
-    """What every trainer rank is built from; equal on all of them."""
-
-    shape: ModelShape
-    model: ModelConfig
-    policy: PolicyConfig
-    objective: Objective
-    temperature: float
-    """Of sampling; the logits are divided by it."""
-    needs_logp_old: bool
-    """Compute the log-probs before the step; otherwise the objective sees zeros."""
-    total_steps: int
-    """Optimizer steps of the run, for the learning rate's schedule."""
-    seed: int
 
 
 class MegatronActor:

@@ -16,10 +16,8 @@ import ray
 from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from megatron_rl.actor.actor import ActorSpec, MegatronActor
 from megatron_rl.actor.packing import TrainSample
-from megatron_rl.actor.platform import HAS_TRANSFORMER_ENGINE
-from megatron_rl.actor.weights import export_hf, load_hf
+from megatron_rl.actor.spec import ActorSpec
 from megatron_rl.bridge.sender import BridgeSender
 from megatron_rl.bridge.setup import BridgeSetup
 from megatron_rl.cluster.session import gather, redirect_output
@@ -57,11 +55,15 @@ class TrainerRank:
 
     def start(self, init_method: str) -> bool:
         """Build and load this rank's part; tells whether it has Transformer Engine's fused norms."""
+        # Imported here, in the rank: the driver has no use for Megatron-Core and does not wait for it.
+        from megatron_rl.actor.actor import MegatronActor
+        from megatron_rl.actor.weights import load_hf
+
         self.actor = MegatronActor(
             self.spec, rank=self.rank, world_size=self.spec.policy.parallel.mesh.world_size, init_method=init_method
         )
         load_hf(self.actor, self.spec.model.path)
-        return HAS_TRANSFORMER_ENGINE
+        return self.actor.fused_norms
 
     def begin(self, assignment: Assignment, payloads: list[Any], denominators: list[Denominators], alignment: int) -> Metrics:
         references = [p for p in payloads if isinstance(p, ray.ObjectRef)]
@@ -83,6 +85,8 @@ class TrainerRank:
         return self.actor.load(Path(folder))
 
     def export_hf(self, folder: str) -> None:
+        from megatron_rl.actor.weights import export_hf
+
         export_hf(self.actor, Path(folder))
 
     def connect(self, setup: BridgeSetup) -> None:

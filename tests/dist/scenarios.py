@@ -12,7 +12,8 @@ import torch.distributed as dist
 from megatron_rl.actor import platform  # before Megatron: it silences its import
 
 from megatron.core import parallel_state  # isort: skip
-from megatron_rl.actor.actor import ActorSpec, MegatronActor
+from megatron_rl.actor.actor import MegatronActor
+from megatron_rl.actor.spec import ActorSpec
 from megatron_rl.actor.attention import packed_sequences
 from megatron_rl.actor.logprobs import vocabulary_parallel_logprobs
 from megatron_rl.actor.packing import TrainSample, pack

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.actor.actor import ActorSpec, MegatronActor
+from megatron_rl.actor.actor import MegatronActor
+from megatron_rl.actor.spec import ActorSpec
 from megatron_rl.algorithms.objective import supervised_objective
 from megatron_rl.config.schema import ModelConfig, ParallelConfig, PolicyConfig
 from megatron_rl.types import ModelShape
