@@ -39,13 +39,21 @@ def describe_policy(config: BaseConfig, console: Console) -> ModelShape:
     master = 4 if width == 2 else 0
     state = largest * (8 + master) / mesh.data
 
-    table = Table(title=f"{config.run.name}: {shape.family}, {total:,} parameters", show_header=False, title_justify="left")
-    table.add_row("trainer", f"TP{mesh.tensor} x PP{mesh.pipeline} x DP{mesh.data} = {mesh.world_size} ranks, {config.model.dtype}")
+    table = Table(
+        title=f"{config.run.name}: {shape.family}, {total:,} parameters", show_header=False, title_justify="left"
+    )
+    table.add_row(
+        "trainer",
+        f"TP{mesh.tensor} x PP{mesh.pipeline} x DP{mesh.data} = {mesh.world_size} ranks, {config.model.dtype}",
+    )
     table.add_row("parameters of the largest rank", f"{largest:,}")
     table.add_row("  weights", gigabytes(largest * width))
     table.add_row("  gradients (fp32)", gigabytes(largest * 4))
     table.add_row("  optimizer state, split over DP", gigabytes(state))
-    table.add_row("tokens of a micro-batch", f"at most {cap:,}, sequences padded to multiples of {config.policy.parallel.alignment}")
+    table.add_row(
+        "tokens of a micro-batch",
+        f"at most {cap:,}, sequences padded to multiples of {config.policy.parallel.alignment}",
+    )
     if isinstance(config, SftRunConfig):
         table.add_row("rows of a step", f"{config.sft.rows_per_step}, of at most {config.sft.max_tokens} tokens")
     console.print(table)
@@ -58,8 +66,13 @@ def describe_rollout(config: GrpoRunConfig, shape: ModelShape, console: Console)
     num_samples = rollout.prompts_per_step * rollout.samples_per_prompt
     longest = rollout.max_model_tokens
     sample = Sample(longest, rollout.max_prompt_tokens, rollout.max_response_tokens, 0, "length")
-    groups = [Group(Prompt(str(i), (), ""), [sample] * rollout.samples_per_prompt, None, 0) for i in range(rollout.prompts_per_step)]
-    plan = plan_microbatches(Batch.from_groups(groups), shape, parallel, config.balance, config.algorithm.updates_per_step)
+    groups = [
+        Group(Prompt(str(i), (), ""), [sample] * rollout.samples_per_prompt, None, 0)
+        for i in range(rollout.prompts_per_step)
+    ]
+    plan = plan_microbatches(
+        Batch.from_groups(groups), shape, parallel, config.balance, config.algorithm.updates_per_step
+    )
     counts = [len(minibatch[0]) for minibatch in plan.minibatches]
     width = BYTES[config.model.dtype]
     transfer = plan_policy_to_engines(
@@ -76,9 +89,12 @@ def describe_rollout(config: GrpoRunConfig, shape: ModelShape, console: Console)
     table.add_row("engines", f"{rollout.num_engines} x TP{rollout.tensor}")
     table.add_row("samples", f"{rollout.prompts_per_step} prompts x {rollout.samples_per_prompt} = {num_samples:,}")
     table.add_row("tokens", f"at most {num_samples} x {longest:,} = {num_samples * longest:,}")
-    table.add_row("optimizer steps", f"{len(counts)}, of {max(counts)} micro-batches a rank when every sample is longest")
+    table.add_row("optimizer steps", f"{len(counts)}, of at most {max(counts)} micro-batches a rank")
     table.add_row("bridge", f"{len(transfer.routes)} routes, plan {transfer.digest}")
-    table.add_row("  bytes into the fullest engine rank", f"{gigabytes(received.max())} ({received.max() / whole:.2f} of the model)")
+    table.add_row(
+        "  bytes into the fullest engine rank",
+        f"{gigabytes(received.max())} ({received.max() / whole:.2f} of the model)",
+    )
     table.add_row("  bytes out of the busiest trainer rank", gigabytes(sent.max()))
     console.print(table)
 

@@ -1,6 +1,6 @@
 """Reinforcement learning with group-relative advantages: Megatron trains, vLLM rolls out, the bridge joins them.
 
-    python recipes/grpo.py FILE.yaml ... section.key=value ... [--dry-run] [--resume auto]
+python recipes/grpo.py FILE.yaml ... section.key=value ... [--dry-run] [--resume auto]
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from recipes.launch import Interrupt, console, launch, quiet_environment
+from recipes.launch import Interrupt, console, launch, quiet_environment, show
 
 quiet_environment()
 
@@ -44,7 +44,7 @@ def run(config: GrpoRunConfig, resume: bool, interrupt: Interrupt) -> int:
     from megatron_rl.cluster.verifier import RayVerifier
     from megatron_rl.loop.checkpoints import Checkpoints
     from megatron_rl.loop.train import Ports, train
-    from megatron_rl.observe import RunSink, print_summary, write_provenance, write_report
+    from megatron_rl.observe import RunSink, write_provenance
 
     tokenizer = AutoTokenizer.from_pretrained(config.model.path)
     prompts = read_prompts(config, tokenizer)
@@ -72,12 +72,12 @@ def run(config: GrpoRunConfig, resume: bool, interrupt: Interrupt) -> int:
             engines.wait()
             bridge = RayBridge(config, spec, policy, engines)
         with sink:
-            done = train(config, shape, Ports(policy, engines, bridge, verifier), prompts, (sink, checkpoints), interrupt)
+            done = train(
+                config, shape, Ports(policy, engines, bridge, verifier), prompts, (sink, checkpoints), interrupt
+            )
         if done == config.run.steps:
             policy.export_hf(folder / "hf")
-    report = write_report(folder)
-    print_summary(folder, console)
-    console.print(f"report: {report}   model: {folder / 'hf'}" if done == config.run.steps else f"report: {report}")
+    show(folder, finished=done == config.run.steps)
     return done
 
 

@@ -1,6 +1,6 @@
 """What every recipe does around its own wiring: arguments, judgement, dry run, the run folder, Ctrl-C, errors.
 
-    python recipes/grpo.py FILE.yaml ... section.key=value ... [--dry-run] [--resume auto]
+python recipes/grpo.py FILE.yaml ... section.key=value ... [--dry-run] [--resume auto]
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ class Interrupt:
         if self.asked:
             raise KeyboardInterrupt
         self.asked = True
-        console.print("\n[yellow]Stopping after this step, with a checkpoint. Ctrl-C again stops at once, without one.[/]")
+        console.print(
+            "\n[yellow]Stopping after this step, with a checkpoint. Ctrl-C again stops at once, without one.[/]"
+        )
 
     @contextmanager
     def listening(self) -> Iterator[Interrupt]:
@@ -63,10 +65,16 @@ def launch(
     `program` is the recipe's path, for the command that continues a stopped run. `run` gets the configuration, whether
     to resume, and the interrupt; it returns the steps that are done.
     """
-    parser = argparse.ArgumentParser(program, description=f"See README.md. Example: python {program} FILE.yaml run.steps=10")
+    parser = argparse.ArgumentParser(
+        program, description=f"See README.md. Example: python {program} FILE.yaml run.steps=10"
+    )
     parser.add_argument("configuration", nargs="+", metavar="FILE.yaml | section.key=value")
-    parser.add_argument("--dry-run", action="store_true", help="judge the configuration, print sizes and plans, start nothing")
-    parser.add_argument("--resume", choices=["auto", "never"], default="never", help="auto: go on from the newest checkpoint")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="judge the configuration, print sizes and plans, start nothing"
+    )
+    parser.add_argument(
+        "--resume", choices=["auto", "never"], default="never", help="auto: go on from the newest checkpoint"
+    )
     options = parser.parse_args(arguments)
     sys.path.insert(0, os.getcwd())  # a reward function's module lies where the command is typed
     config: Config | None = None
@@ -83,7 +91,9 @@ def launch(
             return 130
         return 0
     except KeyboardInterrupt:
-        console.print("[red]Stopped at once.[/] Checkpoints that were whole stay; --resume auto continues from the newest.")
+        console.print(
+            "[red]Stopped at once.[/] Checkpoints that were whole stay; --resume auto continues from the newest."
+        )
         return 130
     except (ValueError, OSError, RuntimeError) as error:
         return _tell(error, config)
@@ -102,6 +112,15 @@ def _tell(error: Exception, config: BaseConfig | None) -> int:
         except OSError:  # the disk is full, and that was the error
             traceback.print_exc()
     return 1
+
+
+def show(run_folder: Path, finished: bool) -> None:
+    """The end of a run: report, summary, and where things are."""
+    from megatron_rl.observe import print_summary, write_report
+
+    report = write_report(run_folder)
+    print_summary(run_folder, console)
+    console.print(f"report: {report}", f"model: {run_folder / 'hf'}" if finished else "", soft_wrap=True)
 
 
 def quiet_environment() -> None:

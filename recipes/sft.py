@@ -1,6 +1,6 @@
 """Supervised training on rows with completions, through the same Megatron actor.
 
-    python recipes/sft.py FILE.yaml ... section.key=value ... [--dry-run] [--resume auto]
+python recipes/sft.py FILE.yaml ... section.key=value ... [--dry-run] [--resume auto]
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from recipes.launch import Interrupt, console, launch, quiet_environment
+from recipes.launch import Interrupt, console, launch, quiet_environment, show
 
 quiet_environment()
 
@@ -34,7 +34,7 @@ def run(config: SftRunConfig, resume: bool, interrupt: Interrupt) -> int:
     from megatron_rl.data import ShuffledStream, load_supervised
     from megatron_rl.loop.checkpoints import Checkpoints
     from megatron_rl.loop.supervised import train_supervised
-    from megatron_rl.observe import RunSink, print_summary, write_provenance, write_report
+    from megatron_rl.observe import RunSink, write_provenance
 
     tokenizer = AutoTokenizer.from_pretrained(config.model.path)
     sft = config.sft
@@ -65,9 +65,7 @@ def run(config: SftRunConfig, resume: bool, interrupt: Interrupt) -> int:
             done = train_supervised(config, shape, policy, stream, (sink, checkpoints), interrupt)
         if done == config.run.steps:
             policy.export_hf(folder / "hf")
-    report = write_report(folder)
-    print_summary(folder, console)
-    console.print(f"report: {report}   model: {folder / 'hf'}" if done == config.run.steps else f"report: {report}")
+    show(folder, finished=done == config.run.steps)
     return done
 
 

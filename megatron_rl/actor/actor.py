@@ -88,9 +88,7 @@ class MegatronActor:
         with platform.running():
             self.optimizer.reload_model_params()
 
-    def begin(
-        self, minibatches: Minibatches, denominators: Sequence[Denominators], alignment: int
-    ) -> Metrics:
+    def begin(self, minibatches: Minibatches, denominators: Sequence[Denominators], alignment: int) -> Metrics:
         """Take this data-parallel rank's own samples of a training step and compute their `logp_old`.
 
         Args:

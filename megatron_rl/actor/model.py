@@ -70,9 +70,7 @@ def transformer_config(shape: ModelShape, model: ModelConfig, parallel: Parallel
     )
 
 
-def build_model(
-    shape: ModelShape, model: ModelConfig, parallel: ParallelConfig, stage: int
-) -> DistributedDataParallel:
+def build_model(shape: ModelShape, model: ModelConfig, parallel: ParallelConfig, stage: int) -> DistributedDataParallel:
     """This rank's pipeline stage, wrapped for bf16 and data parallelism."""
     config = transformer_config(shape, model, parallel)
     fused = uses_fused_layers(model)

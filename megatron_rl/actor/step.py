@@ -44,9 +44,7 @@ class Schedule:
         """The layers are Transformer Engine's."""
         self._run = get_forward_backward_func()
 
-    def run(
-        self, microbatches: Sequence[Microbatch], loss: MicrobatchLoss, forward_only: bool = False
-    ) -> list[Any]:
+    def run(self, microbatches: Sequence[Microbatch], loss: MicrobatchLoss, forward_only: bool = False) -> list[Any]:
         """What `loss` returned for each micro-batch on the last pipeline stage, an empty list elsewhere."""
         assert microbatches
 

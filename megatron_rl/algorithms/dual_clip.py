@@ -36,9 +36,7 @@ def dual_clip(ratio_T: Tensor, advantage_T: Tensor, *, low: float, high: float, 
     return torch.where(advantage_T < 0, torch.minimum(clipped_T, -advantage_T * c), clipped_T)
 
 
-def clipped_shares(
-    ratio_T: Tensor, advantage_T: Tensor, *, low: float, high: float, c: float
-) -> tuple[Tensor, Tensor]:
+def clipped_shares(ratio_T: Tensor, advantage_T: Tensor, *, low: float, high: float, c: float) -> tuple[Tensor, Tensor]:
     """Where the loss is flat, as bool [T] twice: by the clip of PPO, and by the bound c of dual clip.
     A token counts in one of them at most."""
     bounded_T = (advantage_T < 0) & (ratio_T > c)

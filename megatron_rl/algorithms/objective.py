@@ -93,9 +93,7 @@ def policy_objective(cfg: AlgorithmConfig) -> Objective:
         logp_T: Tensor, columns: PackedColumns, denominators: Denominators
     ) -> tuple[Tensor, dict[str, Metric]]:
         mask_T = columns.action_mask_T
-        _require_finite(
-            columns, logp=logp_T, logp_old=columns.logp_old_T, logp_rollout=columns.logp_rollout_T
-        )
+        _require_finite(columns, logp=logp_T, logp_old=columns.logp_old_T, logp_rollout=columns.logp_rollout_T)
         # Chosen before any arithmetic: a mask multiplied in later turns inf at a padded token into NaN.
         logp_T, logp_old_T, logp_rollout_T, advantage_T = (
             torch.where(mask_T, x_T, 0.0)

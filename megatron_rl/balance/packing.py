@@ -41,9 +41,7 @@ def pack(sizes: Sequence[int], cap: int) -> list[list[int]]:
     return bins
 
 
-def pack_into(
-    sizes: Sequence[int], costs: Sequence[float], cap: int, num_bins: int
-) -> list[list[int]] | None:
+def pack_into(sizes: Sequence[int], costs: Sequence[float], cap: int, num_bins: int) -> list[list[int]] | None:
     """Exactly `num_bins` bins under the cap, their costs as even as fits; with few sizes some stay
     empty.
 
@@ -53,7 +51,7 @@ def pack_into(
     Returns:
         The bins, or None when no number of bins up to `num_bins` fits.
     """
-    for used in range(num_bins, _least(sizes, cap) - 1, -1):
+    for used in range(num_bins, least_bins(sizes, cap) - 1, -1):
         bins = _pack_evenly(sizes, costs, cap, used)
         if bins is not None:
             return bins + [[] for _ in range(num_bins - used)]
@@ -64,11 +62,11 @@ def fewest_bins(sizes: Sequence[int], costs: Sequence[float], cap: int) -> int:
     """The smallest number of bins that `pack_into` fills: a bound that no packing beats at least,
     best-fit decreasing's number at most."""
     most = len(pack(sizes, cap))
-    fitting = (n for n in range(_least(sizes, cap), most) if _pack_evenly(sizes, costs, cap, n) is not None)
+    fitting = (n for n in range(least_bins(sizes, cap), most) if _pack_evenly(sizes, costs, cap, n) is not None)
     return next(fitting, most)
 
 
-def _least(sizes: Sequence[int], cap: int) -> int:
+def least_bins(sizes: Sequence[int], cap: int) -> int:
     """A number of bins that no packing beats (Martello and Toth 1990, bound L2). For a threshold t: sizes above cap - t
     share a bin with nothing that is at least t, other sizes above cap / 2 not with each other; what is then left of
     the sizes from t to cap / 2 after filling these bins needs bins of its own."""
@@ -86,9 +84,7 @@ def _least(sizes: Sequence[int], cap: int) -> int:
     return least
 
 
-def _pack_evenly(
-    sizes: Sequence[int], costs: Sequence[float], cap: int, num_bins: int
-) -> list[list[int]] | None:
+def _pack_evenly(sizes: Sequence[int], costs: Sequence[float], cap: int, num_bins: int) -> list[list[int]] | None:
     if not num_bins:
         return []
     bins = karmarkar_karp(costs, num_bins)

@@ -38,7 +38,9 @@ class RayBridge:
             port=self._store.port,
         )
         calls = [rank.connect.remote(setup) for rank in policy.ranks]
-        calls += [engine.connect.remote({"setup": setup.as_dict(), "engine": i}) for i, engine in enumerate(engines.engines)]
+        calls += [
+            engine.connect.remote({"setup": setup.as_dict(), "engine": i}) for i, engine in enumerate(engines.engines)
+        ]
         gather(calls, [*policy.names, *engines.names])
 
     def push(self, version: int) -> Metrics:

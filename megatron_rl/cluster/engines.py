@@ -51,7 +51,9 @@ class EngineGroup:
         rollout, cluster = config.rollout, config.cluster
         self.names = [f"engine {index}" for index in range(rollout.num_engines)]
         self.engines = [
-            remote.options(num_cpus=0, num_gpus=cluster.gpus_per_engine_rank * rollout.tensor).remote(config, index, str(logs))
+            remote.options(num_cpus=0, num_gpus=cluster.gpus_per_engine_rank * rollout.tensor).remote(
+                config, index, str(logs)
+            )
             for index in range(rollout.num_engines)
         ]
 

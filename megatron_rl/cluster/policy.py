@@ -65,7 +65,9 @@ class TrainerRank:
         load_hf(self.actor, self.spec.model.path)
         return self.actor.fused_norms
 
-    def begin(self, assignment: Assignment, payloads: list[Any], denominators: list[Denominators], alignment: int) -> Metrics:
+    def begin(
+        self, assignment: Assignment, payloads: list[Any], denominators: list[Denominators], alignment: int
+    ) -> Metrics:
         references = [p for p in payloads if isinstance(p, ray.ObjectRef)]
         fetched = dict(zip(references, ray.get(references), strict=True))
         tokens = [fetched[p] if isinstance(p, ray.ObjectRef) else p for p in payloads]
@@ -107,7 +109,9 @@ class PolicyGroup:
         """
         self.mesh: Mesh = spec.policy.parallel.mesh
         world = self.mesh.world_size
-        bundle = {"CPU": cluster.cpus_per_trainer} | ({"GPU": cluster.gpus_per_trainer} if cluster.gpus_per_trainer else {})
+        bundle = {"CPU": cluster.cpus_per_trainer} | (
+            {"GPU": cluster.gpus_per_trainer} if cluster.gpus_per_trainer else {}
+        )
         have = ray.cluster_resources()
         for kind, each in bundle.items():
             if have.get(kind, 0) < each * world:
@@ -143,7 +147,9 @@ class PolicyGroup:
         calls = []
         for rank, trainer in enumerate(self.ranks):
             data_rank = self.mesh.coordinates(rank)[2]
-            calls.append(trainer.begin.remote(assigned[data_rank], payloads[data_rank], list(plan.denominators), plan.alignment))
+            calls.append(
+                trainer.begin.remote(assigned[data_rank], payloads[data_rank], list(plan.denominators), plan.alignment)
+            )
         return gather(calls, self.names)[0]
 
     def update(self, minibatch: int) -> Metrics:

@@ -80,7 +80,9 @@ def gather(references: Sequence[ray.ObjectRef], names: Sequence[str]) -> list[An
             try:
                 results[reference] = ray.get(reference)
             except ActorDiedError as error:
-                raise RuntimeError(f"{name} died: {str(error).strip().splitlines()[-1]}; its output is in the run's logs folder") from error
+                raise RuntimeError(
+                    f"{name} died: {str(error).strip().splitlines()[-1]}; its output is in the run's logs folder"
+                ) from error
             except RayTaskError as error:
                 # ValueError and OSError were written for people; anything else keeps its traceback.
                 if isinstance(error.cause, (ValueError, OSError)):

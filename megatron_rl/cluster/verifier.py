@@ -22,7 +22,9 @@ class VerifierRank:
 
         from megatron_rl.verifiers.compose import RewardSet
 
-        self.rewards = RewardSet(config.rewards, AutoTokenizer.from_pretrained(config.model.path), config.rollout.delimiter)
+        self.rewards = RewardSet(
+            config.rewards, AutoTokenizer.from_pretrained(config.model.path), config.rollout.delimiter
+        )
 
     def score(self, prompts: list[Prompt], payloads: list[Any], finishes: list[list[str]]) -> list[list[Verdict]]:
         return self.rewards.score(prompts, ray.get(payloads), finishes)

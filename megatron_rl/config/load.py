@@ -72,7 +72,11 @@ def merge(into: dict[str, Any], new: Mapping[str, Any]) -> None:
     """Mappings merge key by key; a different `kind` replaces the whole section, whose keys it does not share."""
     for key, value in new.items():
         old = into.get(key)
-        if isinstance(old, dict) and isinstance(value, Mapping) and value.get("kind", old.get("kind")) == old.get("kind"):
+        if (
+            isinstance(old, dict)
+            and isinstance(value, Mapping)
+            and value.get("kind", old.get("kind")) == old.get("kind")
+        ):
             merge(old, value)
         else:
             into[key] = dict(value) if isinstance(value, Mapping) else value

@@ -295,14 +295,15 @@ class GrpoRunConfig(BaseConfig):
             raise ValueError("rollout.thinking needs rollout.delimiter, the text that ends the thought")
         if thinking and thinking.thought_tokens + thinking.response_tokens >= self.rollout.max_response_tokens:
             raise ValueError(
-                f"rollout.max_response_tokens ({self.rollout.max_response_tokens}) must exceed thinking.thought_tokens + "
-                f"thinking.response_tokens ({thinking.thought_tokens + thinking.response_tokens}): the delimiter needs room"
+                f"rollout.max_response_tokens ({self.rollout.max_response_tokens}) must exceed thinking.thought_tokens "
+                f"+ thinking.response_tokens ({thinking.thought_tokens + thinking.response_tokens}): the delimiter "
+                "needs room"
             )
         sampling = self.rollout.sampling
         if self.algorithm.correction and (sampling.top_p < 1 or sampling.top_k > 0):
             raise ValueError(
-                "algorithm.correction needs the engine's full distribution: set rollout.sampling.top_p to 1 and top_k to "
-                "0, or algorithm.correction to null"
+                "algorithm.correction needs the engine's full distribution: set rollout.sampling.top_p to 1 and top_k "
+                "to 0, or algorithm.correction to null"
             )
         if self.rollout.samples_per_prompt == 1:
             raise ValueError("rollout.samples_per_prompt is 1: every grpo advantage would be 0; use 2 or more")

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_rl.data.rows import BadRow, OnBadRow, form_of, load_rows, text_of, turns_of
 from megatron_rl.data.encode import chat_ids, plain_ids
+from megatron_rl.data.rows import BadRow, OnBadRow, form_of, load_rows, text_of, turns_of
 from megatron_rl.types import Prompt
 
 if TYPE_CHECKING:
@@ -53,9 +53,7 @@ def load_prompts(
         if not ids:
             raise BadRow("the prompt has no tokens")
         if len(ids) > max_prompt_tokens:
-            raise BadRow(
-                f"the prompt has {len(ids)} tokens, rollout.max_prompt_tokens is {max_prompt_tokens}"
-            )
+            raise BadRow(f"the prompt has {len(ids)} tokens, rollout.max_prompt_tokens is {max_prompt_tokens}")
         columns = {name: value for name, value in row.items() if name != form}
         return Prompt(uid, tuple(ids), messages, columns)
 

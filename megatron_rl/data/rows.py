@@ -19,9 +19,7 @@ class BadRow(ValueError):
     """What is wrong with one row; `load_rows` adds where."""
 
 
-def load_rows(
-    path: Path, make: Callable[[str, dict[str, Any]], T], on_bad_row: OnBadRow
-) -> tuple[list[T], int]:
+def load_rows(path: Path, make: Callable[[str, dict[str, Any]], T], on_bad_row: OnBadRow) -> tuple[list[T], int]:
     """Read a file of JSON lines.
 
     Args:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatron_rl.data.rows import BadRow, OnBadRow, form_of, load_rows, text_of, turns_of
 from megatron_rl.data.encode import chat_ids, plain_ids
+from megatron_rl.data.rows import BadRow, OnBadRow, form_of, load_rows, text_of, turns_of
 from megatron_rl.types import Tokens
 
 if TYPE_CHECKING:
@@ -35,9 +35,7 @@ def load_supervised(
         ValueError: see `load_rows`; a tokenizer without an end of sequence; a chat and no template.
     """
     if tokenizer.eos_token_id is None:
-        raise ValueError(
-            "the tokenizer has no eos_token: a completion could not end; set it in tokenizer_config.json"
-        )
+        raise ValueError("the tokenizer has no eos_token: a completion could not end; set it in tokenizer_config.json")
 
     def make(uid: str, row: dict[str, Any]) -> Tokens:
         split = _split_chat if form_of(row) == "messages" else _split_plain

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from megatron_rl.layout.hub import check_model, read_index, read_shape
 from megatron_rl.layout.families import FAMILIES
-from megatron_rl.layout.family import padded, VOCABULARY_MULTIPLE
+from megatron_rl.layout.family import VOCABULARY_MULTIPLE, padded
+from megatron_rl.layout.hub import check_model, read_index, read_shape
 from megatron_rl.layout.shards import Box, Shard, check_parameters, slices, volume
 from megatron_rl.layout.transfer import Copy, TransferPlan, plan_policy_to_engines, plan_transfers
 from megatron_rl.types import Mesh, ModelShape
@@ -21,3 +21,24 @@ def vllm_shards(shape: ModelShape, size: int, rank: int) -> list[Shard]:
 def padded_vocabulary(shape: ModelShape, tensor: int) -> int:
     """Rows of Megatron's embedding over all TP ranks."""
     return padded(shape.vocab_size, VOCABULARY_MULTIPLE * tensor)
+
+
+__all__ = [
+    "FAMILIES",
+    "VOCABULARY_MULTIPLE",
+    "Box",
+    "Copy",
+    "Shard",
+    "TransferPlan",
+    "check_model",
+    "check_parameters",
+    "megatron_shards",
+    "padded_vocabulary",
+    "plan_policy_to_engines",
+    "plan_transfers",
+    "read_index",
+    "read_shape",
+    "slices",
+    "vllm_shards",
+    "volume",
+]

@@ -98,7 +98,11 @@ def _vllm_qkv(shape: ModelShape, lengths: tuple[int, ...], size: int, rank: int)
     """[q heads of t ; k heads of t ; v heads of t]; with fewer KV heads than ranks, KV heads are replicated."""
     copies = max(1, size // shape.num_kv_heads)
     pieces, offset = [], 0
-    for tensor, parts, index in ((0, size, rank), (1, size // copies, rank // copies), (2, size // copies, rank // copies)):
+    for tensor, parts, index in (
+        (0, size, rank),
+        (1, size // copies, rank // copies),
+        (2, size // copies, rank // copies),
+    ):
         part = lengths[tensor] // parts
         pieces.append(Piece(tensor, 0, index * part, (index + 1) * part, offset))
         offset += part
@@ -193,7 +197,11 @@ class Family:
                 shards += place(self.output)
             elif not first:  # the last stage's own copy of the word embedding
                 shards += _shards(
-                    self.embedding, self.embedding.split.megatron, (shape, mesh.tensor, tensor), "", self.output.megatron
+                    self.embedding,
+                    self.embedding.split.megatron,
+                    (shape, mesh.tensor, tensor),
+                    "",
+                    self.output.megatron,
                 )
         return shards
 
@@ -210,7 +218,9 @@ class Family:
         return shards + place(self.final_norm) + ([] if shape.tied_embeddings else place(self.output))
 
 
-def _shards(rule: Rule, split: Split, where: tuple[ModelShape, int, int], hf_prefix: str, local_name: str) -> list[Shard]:
+def _shards(
+    rule: Rule, split: Split, where: tuple[ModelShape, int, int], hf_prefix: str, local_name: str
+) -> list[Shard]:
     shape, size, rank = where
     known = sizes(shape)
     full = [tuple(known[d] for d in tensor.dims) for tensor in rule.hf]

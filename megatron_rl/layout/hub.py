@@ -86,7 +86,9 @@ def read_index(folder: Path, shape: ModelShape) -> dict[str, Path]:
             index[name] = path
     missing = sorted(expected.keys() - index.keys())
     if missing:
-        raise ValueError(f"{folder}: {len(missing)} tensors are missing, the first is {missing[0]}; is a shard file absent?")
+        raise ValueError(
+            f"{folder}: {len(missing)} tensors are missing, the first is {missing[0]}; is a shard file absent?"
+        )
     return index
 
 

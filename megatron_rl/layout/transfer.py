@@ -75,8 +75,8 @@ def plan_transfers(sources: Sequence[Sequence[Shard]], destinations: Sequence[Se
                 )
             if found != volume(shard.hf_box):
                 raise ValueError(
-                    f"{shard.hf_name} {shard.hf_box}: the sources hold {found} of the {volume(shard.hf_box)} elements that "
-                    f"{shard.local_name} on rank {destination} needs"
+                    f"{shard.hf_name} {shard.hf_box}: the sources hold {found} of the {volume(shard.hf_box)} elements "
+                    f"that {shard.local_name} on rank {destination} needs"
                 )
     return TransferPlan({route: tuple(copies) for route, copies in sorted(routes.items())})
 

@@ -30,7 +30,9 @@ def answer_and_verify(
     """
     start = time.perf_counter()
     with sink.phase("generate"):
-        groups = ports.engine.generate(prompts, config.rollout.samples_per_prompt, step, config.run.seed * EVALUATION_SEED + step)
+        groups = ports.engine.generate(
+            prompts, config.rollout.samples_per_prompt, step, config.run.seed * EVALUATION_SEED + step
+        )
     generate_s = time.perf_counter() - start
     with sink.phase("verify"):
         score(ports, groups)
@@ -51,7 +53,9 @@ def reject_silence(verdicts: Sequence[Verdict]) -> None:
     reasons = Counter(verdict.reason for verdict in verdicts if verdict.score is None)
     if sum(reasons.values()) == len(verdicts):
         reason, count = reasons.most_common(1)[0]
-        raise ValueError(f"every one of {len(verdicts)} answers was left without a score; {count} times because: {reason}")
+        raise ValueError(
+            f"every one of {len(verdicts)} answers was left without a score; {count} times because: {reason}"
+        )
 
 
 def evaluate_heldout(config: GrpoRunConfig, ports: Ports, prompts: Sequence[Prompt], step: int) -> Metrics:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from megatron_rl.algorithms import estimate_advantages
 from megatron_rl.balance import plan_microbatches
@@ -57,18 +58,17 @@ def train(
         with sink.phase("plan"):
             batch = Batch.from_groups(groups)
             metrics |= described | estimate_advantages(batch, config.algorithm)
-            plan = plan_microbatches(batch, shape, config.policy.parallel, config.balance, config.algorithm.updates_per_step)
+            plan = plan_microbatches(
+                batch, shape, config.policy.parallel, config.balance, config.algorithm.updates_per_step
+            )
             metrics |= plan.metrics
         if plan.minibatches:
             with sink.phase("logprobs"):
                 metrics |= ports.policy.begin(batch, plan)
             check_agreement(metrics, config.algorithm.max_mismatch, step)
-        for minibatch in range(len(plan.minibatches)):
-            with sink.phase("update"):
-                updated = ports.policy.update(minibatch)
-            if minibatch == 0:
-                metrics["on_policy/ratio_error"] = max(updated["ratio/max"] - 1, 1 - updated["ratio/min"])
-            metrics |= updated
+        with sink.phase("update"):
+            updates = [ports.policy.update(minibatch) for minibatch in range(len(plan.minibatches))]
+        metrics |= describe_updates(updates)
         sink.samples(step, groups[:1], [ports.engine.tokens(group) for group in groups[:1]])
 
         step += 1
@@ -92,6 +92,18 @@ def synchronise(config: GrpoRunConfig, ports: Ports, prompts: Prompts, sink: Sin
         with sink.phase("evaluate"):
             metrics |= evaluate_heldout(config, ports, prompts.heldout, step)
     return metrics
+
+
+def describe_updates(updates: Sequence[Metrics]) -> Metrics:
+    """A step's updates as one: the largest of a `/max`, the smallest of a `/min`, else the mean. `on_policy/ratio_error`
+    is how far the first update's ratios are from 1, which they are when nothing has been trained on since logp_old."""
+    if not updates:
+        return {}
+    together = {"max": max, "min": min}
+    metrics = {
+        name: together.get(name.rpartition("/")[2], fmean)([update[name] for update in updates]) for name in updates[0]
+    }
+    return metrics | {"on_policy/ratio_error": max(updates[0]["ratio/max"] - 1, 1 - updates[0]["ratio/min"])}
 
 
 def check_agreement(metrics: Metrics, bound: float, step: int) -> None:

@@ -69,3 +69,12 @@ def time_split(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
                 phase = name.removeprefix("time/").removesuffix("_s")
                 seconds[phase] = seconds.get(phase, 0.0) + value
     return dict(sorted(seconds.items(), key=lambda item: (item[0] == "other", -item[1])))
+
+
+def pace(metrics: Sequence[Mapping[str, float]]) -> tuple[int, float]:
+    """The number of training steps, and the mean seconds of one; evaluations and checkpoints are apart, because how
+    often they happen is a setting."""
+    steps = sum("reward/mean" in record or "loss" in record for record in metrics)
+    split = time_split(metrics)
+    seconds = sum(split.values()) - split.get("evaluate", 0.0) - split.get("checkpoint", 0.0)
+    return steps, seconds / max(steps, 1)

@@ -17,7 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatterMathtext, MaxNLocator, NullLocator, StrMethodFormatter
 
-from megatron_rl.observe.records import SAMPLES, read_lines, read_metrics, series, time_split
+from megatron_rl.observe.records import SAMPLES, pace, read_lines, read_metrics, series, time_split
 
 Records = Sequence[Mapping[str, float]]
 
@@ -62,9 +62,9 @@ def _tiles(metrics: Records) -> list[dict[str, Any]]:
         if values:
             tiles.append({"label": label, "value": f"{values[-1]:.3f}", "remark": f"from {values[0]:.3f}"})
     seconds = sum(time_split(metrics).values())
-    steps = sum("reward/mean" in record or "loss" in record for record in metrics)
-    tiles.append({"label": "Steps", "value": f"{steps}", "remark": f"{seconds / max(steps, 1):.2f} s a step"})
-    tiles.append({"label": "Time", "value": duration(seconds), "remark": "of the logged steps"})
+    steps, each = pace(metrics)
+    tiles.append({"label": "Steps", "value": f"{steps}", "remark": f"{each:.2f} s a step"})
+    tiles.append({"label": "Time", "value": duration(seconds), "remark": "evaluations and checkpoints too"})
     _, speeds = series(metrics, "rollout/tokens_per_s")
     if speeds:
         mean = sum(speeds) / len(speeds)

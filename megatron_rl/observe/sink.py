@@ -60,8 +60,8 @@ class RunSink:
                 continue
             if resume_at is None:
                 raise ValueError(
-                    f"{run_folder} holds the files of an earlier run: continue it with --resume auto, delete the folder, "
-                    "or choose another run.name"
+                    f"{run_folder} holds the files of an earlier run: continue it with --resume auto, delete the "
+                    "folder, or choose another run.name"
                 )
             cut(path, resume_at)
         self.run_folder = run_folder

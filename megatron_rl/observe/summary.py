@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron_rl.observe.live import split_text
-from megatron_rl.observe.records import SAMPLES, read_lines, read_metrics, series, time_split
+from megatron_rl.observe.records import SAMPLES, pace, read_lines, read_metrics, series, time_split
 from megatron_rl.observe.report import duration
 
 
@@ -42,17 +42,20 @@ def print_summary(run_folder: Path, console: Console) -> None:
         if values:
             table.add_row(label, form.format(values[0]), Text(form.format(values[-1]), "bold green"))
     split = time_split(metrics)
-    steps = sum("reward/mean" in record or "loss" in record for record in metrics)
+    steps, each = pace(metrics)
     total = sum(split.values())
     _, speeds = series(metrics, "rollout/tokens_per_s")
     speed = f", rollout {sum(speeds) / len(speeds):,.0f} tokens/s" if speeds else ""
     console.print()
     console.print(table)
     console.print()
-    apart = split.get("evaluate", 0.0) + split.get("checkpoint", 0.0)
-    each = (total - apart) / max(steps, 1)
-    pace = f"{steps} steps in {duration(total)}, {each:.2f} s a step without evaluations and checkpoints{speed}"
-    console.print(Text(pace, "bold"))
+    told = f"{steps} steps in {duration(total)}, {each:.2f} s a step without evaluations and checkpoints{speed}"
+    console.print(Text(told, "bold"))
+    _, mismatches = series(metrics, "mismatch/mean_abs")
+    _, ratio_errors = series(metrics, "on_policy/ratio_error")
+    if mismatches and ratio_errors:
+        agreed = f"trainer and engine log-probs differ by {max(mismatches):.1e} (mean of a step) at most; "
+        console.print(f"{agreed}on policy, the ratio is 1 within {max(ratio_errors):.1e}", style="bright_black")
     console.print(split_text(split))
 
 

@@ -122,7 +122,9 @@ class VllmEngine:
         self._check(prompts, version)
         thinking = self._rollout.thinking
         limit = thinking.thought_tokens if thinking else self._rollout.max_response_tokens
-        calls = await self._sample([(prompt.token_ids, limit) for prompt in prompts], num_samples, _sampler_seed(self._seed, seed))
+        calls = await self._sample(
+            [(prompt.token_ids, limit) for prompt in prompts], num_samples, _sampler_seed(self._seed, seed)
+        )
         first = [completion for completions in calls for completion in completions]
         prompt_ids = [prompt.token_ids for prompt in prompts for _ in range(num_samples)]
         if thinking:
@@ -215,7 +217,9 @@ class VllmEngine:
             await self._llm.collective_rpc("seed_sampling", args=(seed,))
         self._num_calls += 1
         queues = [
-            await self._llm.add_request(f"{self._num_calls}-{i}", {"prompt_token_ids": list(ids)}, self._params(limit, num_samples))
+            await self._llm.add_request(
+                f"{self._num_calls}-{i}", {"prompt_token_ids": list(ids)}, self._params(limit, num_samples)
+            )
             for i, (ids, limit) in enumerate(requests)
         ]
         await self._llm.resume_generation()
@@ -292,4 +296,3 @@ def _gpu_options(rollout: RolloutConfig) -> dict[str, Any]:
 def _sampler_seed(*parts: int) -> int:
     """Streams of different engines and calls are unrelated."""
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:4], "little")
-

@@ -90,14 +90,10 @@ class ExactAnswer:
     def _truth(self, answer: Answer) -> str | Decimal:
         uid, truth = answer.prompt.uid, answer.prompt.columns.get("ground_truth")
         if not isinstance(truth, str | int | float):
-            raise ValueError(
-                f"{uid}: the exact_answer reward needs `ground_truth`, text or number; it is {truth!r}"
-            )
+            raise ValueError(f"{uid}: the exact_answer reward needs `ground_truth`, text or number; it is {truth!r}")
         if self.cfg.answer == "all":
             return str(truth).strip()
         number = last_number(str(truth))
         if number is None:
-            raise ValueError(
-                f"{uid}: ground_truth {truth!r} holds no number; set the reward's answer to `all`"
-            )
+            raise ValueError(f"{uid}: ground_truth {truth!r} holds no number; set the reward's answer to `all`")
         return number

@@ -73,9 +73,7 @@ class FunctionVerifier:
 
     def _verdicts(self, scores: Any, num_answers: int) -> list[Verdict]:
         if not isinstance(scores, Sequence) or isinstance(scores, str):
-            raise ValueError(
-                f"{self.path} returned {type(scores).__name__}; a list of numbers or None is needed"
-            )
+            raise ValueError(f"{self.path} returned {type(scores).__name__}; a list of numbers or None is needed")
         if len(scores) != num_answers:
             raise ValueError(f"{self.path} returned {len(scores)} scores for {num_answers} completions")
         for index, score in enumerate(scores):

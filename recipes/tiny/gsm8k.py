@@ -1,6 +1,6 @@
 """A tiny random Qwen3 with a byte-level tokenizer trained on GSM8K's rows, for configs/run/gsm8k_tiny_cpu.yaml.
 
-    python -m recipes.tiny.gsm8k runs/gsm8k_tiny [rows.jsonl]
+python -m recipes.tiny.gsm8k runs/gsm8k_tiny [rows.jsonl]
 """
 
 from __future__ import annotations
@@ -22,14 +22,19 @@ def write_model(folder: Path, rows: Path = ROWS, vocab_size: int = 512, seed: in
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     texts = [message["content"] for line in rows.read_text().splitlines() for message in json.loads(line)["messages"]]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     tokenizer.train_from_iterator(
-        texts, trainers.BpeTrainer(vocab_size=vocab_size - 2, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False)
+        texts,
+        trainers.BpeTrainer(
+            vocab_size=vocab_size - 2, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+        ),
     )
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>")
     fast.add_tokens(["<think>", "</think>"])  # text of the answer, not special

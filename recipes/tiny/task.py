@@ -86,7 +86,9 @@ def write_model(folder: Path, seed: int) -> None:
     import torch
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(VOCABULARY)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     tokenizer.decoder = decoders.Fuse()
@@ -95,7 +97,9 @@ def write_model(folder: Path, seed: int) -> None:
     fast.add_tokens(["<think>", "</think>"])
     fast.save_pretrained(folder)
     torch.manual_seed(seed)
-    Qwen3ForCausalLM(Qwen3Config(rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, **CONFIG)).save_pretrained(folder)
+    Qwen3ForCausalLM(
+        Qwen3Config(rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, **CONFIG)
+    ).save_pretrained(folder)
 
 
 if __name__ == "__main__":

@@ -55,9 +55,7 @@ def build(
     rank: int, world_size: int, url: str, folder: Path, layout: Layout, supervised: bool = False
 ) -> MegatronActor:
     mesh = layout.mesh
-    parallel = ParallelConfig(
-        tensor=mesh.tensor, pipeline=mesh.pipeline, data=mesh.data, sequence=layout.sequence
-    )
+    parallel = ParallelConfig(tensor=mesh.tensor, pipeline=mesh.pipeline, data=mesh.data, sequence=layout.sequence)
     spec = ActorSpec(
         shape=read_shape(folder),
         model=ModelConfig(path=folder, dtype=layout.dtype, recompute=layout.recompute),

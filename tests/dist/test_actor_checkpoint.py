@@ -88,9 +88,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(trainers, model_folder, samples,
 
 
 def test_broken_input_on_one_rank_is_refused_by_all(trainers, model_folder, samples):
-    results = trainers.run(
-        "refuse", 2, folder=model_folder, samples=samples, layout=Layout(Mesh(data=2))
-    )
+    results = trainers.run("refuse", 2, folder=model_folder, samples=samples, layout=Layout(Mesh(data=2)))
     for errors, unchanged, recovered in results:
         assert errors == results[0][0]
         assert samples[-1].name in errors["rollout"] and "not finite" in errors["rollout"]

@@ -103,9 +103,7 @@ def check(results, reference) -> None:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_layout_trains_like_plain_pytorch(trainers, model_folder, samples, reference, name):
     layout = LAYOUTS[name]
-    results = trainers.run(
-        "train", layout.mesh.world_size, folder=model_folder, samples=samples, layout=layout
-    )
+    results = trainers.run("train", layout.mesh.world_size, folder=model_folder, samples=samples, layout=layout)
     check(results, reference)
     _, updates = results[0]
     assert updates[0]["ratio/max"] == pytest.approx(1.0, abs=1e-5)  # on policy at the first update

@@ -35,12 +35,22 @@ class Recipe:
     def start(self, *arguments: str, log: str = "out.txt") -> subprocess.Popen:
         with (self.folder / log).open("w") as file:
             return subprocess.Popen(
-                self.command(*arguments), cwd=self.folder, env=self.environment, stdout=file, stderr=file, start_new_session=True
+                self.command(*arguments),
+                cwd=self.folder,
+                env=self.environment,
+                stdout=file,
+                stderr=file,
+                start_new_session=True,
             )
 
     def run(self, *arguments: str, deadline_s: float = 240) -> subprocess.CompletedProcess:
         return subprocess.run(
-            self.command(*arguments), cwd=self.folder, env=self.environment, capture_output=True, text=True, timeout=deadline_s
+            self.command(*arguments),
+            cwd=self.folder,
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=deadline_s,
         )
 
 

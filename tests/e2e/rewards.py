@@ -9,8 +9,8 @@ calls = 0
 
 
 def share_of_digits(prompts, completions, completion_ids, **columns) -> list[float]:
-    """Share of digits among an answer's characters. While the file `gate` lies in the working folder, every call but the
-    process's first one waits: the run stands after its first step until it is killed."""
+    """Share of digits among an answer's characters. While the file `gate` lies in the working folder, every call but
+    the process's first one waits: the run stands after its first step until it is killed."""
     global calls
     calls += 1
     while calls > 1 and Path("gate").exists():

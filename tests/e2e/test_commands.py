@@ -71,5 +71,3 @@ def test_wrong_input_is_named_before_anything_starts(recipe, task, change, messa
     assert done.returncode == 1
     assert message in " ".join(done.stdout.split()), done.stdout + done.stderr
     assert "Traceback" not in done.stdout + done.stderr
-
-

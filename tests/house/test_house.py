@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import subprocess
 import sys
@@ -88,18 +89,41 @@ def commands(path: Path) -> list[list[str]]:
     return [match.split() for match in re.findall(r"^(?:# )?\$ (.+)$", path.read_text(), flags=re.MULTILINE)]
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "configs").rglob("*.yaml")), ids=lambda p: p.name)
-def test_every_yaml_dry_runs_with_the_command_at_its_head(path, tmp_path):
+@pytest.fixture
+def folder(tmp_path) -> Path:
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    return tmp_path
+
+
+def dry_run(words: list[str], folder: Path) -> str:
+    """What a command prints; a recipe is only planned."""
+    assert words[0] == "python"
+    dry = ["--dry-run"] if words[1].startswith("recipes/") and "--dry-run" not in words else []
+    environment = os.environ | {"COLUMNS": "100"}
+    done = subprocess.run(
+        [sys.executable, *words[1:], *dry], cwd=folder, capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").rglob("*.yaml")), ids=lambda p: p.name)
+def test_every_yaml_dry_runs_with_the_command_at_its_head(path, folder):
     given = commands(path)
     assert given and any(str(path.relative_to(ROOT)) in words for words in given)
-    for words in given:
-        assert words[0] == "python"
-        dry = ["--dry-run"] if words[1].startswith("recipes/") else []
-        done = subprocess.run([sys.executable, *words[1:], *dry], cwd=tmp_path, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout + done.stderr
-    assert "parameters" in done.stdout
+    assert "parameters" in [dry_run(words, folder) for words in given][-1]
+
+
+def test_the_readmes_commands_work(folder):
+    """`make demo` is what it calls; `make test` is this run."""
+    given = commands(ROOT / "README.md")
+    assert ["make", "demo"] in given and ["make", "test"] in given
+    plan = [dry_run(words, folder) for words in given if words[0] == "python"][-1]
+    shown = (ROOT / "README.md").read_text()
+    for line in plan.splitlines():
+        if line.startswith("│"):
+            assert line.strip() in shown, "the README's dry run is an old one"
 
 
 def test_no_file_speaks_of_a_machine_or_an_index():

@@ -1,13 +1,12 @@
 from __future__ import annotations
 
-import megatron_rl.actor  # noqa: F401  before Megatron: it silences its import
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+import megatron_rl.actor  # noqa: F401  before Megatron: it silences its import
 from megatron_rl.actor.attention import MAX_PADDING, PackedAttention, plan_attention
 from megatron_rl.actor.norm import Norm
 
@@ -89,6 +88,4 @@ def test_bf16_norm_is_computed_in_fp32():
 
 
 def _config(**changes) -> TransformerConfig:
-    return TransformerConfig(
-        num_layers=1, hidden_size=16, num_attention_heads=4, attention_dropout=0.0, **changes
-    )
+    return TransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=4, attention_dropout=0.0, **changes)

@@ -34,9 +34,7 @@ def test_an_empty_microbatch_is_one_dummy_without_actions():
 
 def test_arrays_of_different_lengths_are_refused_by_name():
     broken = sample("prompt3#1", [1, 2, 3], [0, 1, 1])
-    broken = TrainSample(
-        broken.name, Tokens(broken.tokens.ids[:2], *_rest(broken.tokens)), broken.advantage
-    )
+    broken = TrainSample(broken.name, Tokens(broken.tokens.ids[:2], *_rest(broken.tokens)), broken.advantage)
     with pytest.raises(ValueError, match="prompt3#1.* 2, 3 and 3 entries"):
         pack([broken], 1)
 

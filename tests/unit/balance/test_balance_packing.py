@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.balance.karmarkar_karp import karmarkar_karp
-from megatron_rl.balance.packing import _least, fewest_bins, pack, pack_into, padded
+from megatron_rl.balance.packing import fewest_bins, least_bins, pack, pack_into, padded
 
 sizes_lists = st.lists(st.integers(1, 50), max_size=12)
 
@@ -113,7 +113,9 @@ def fewest_by_trying_all(sizes: list[int], cap: int) -> int:
             return len(free)
         size = sizes[index]
         choices = [place(index + 1, (*free, cap - size))]
-        choices += [place(index + 1, (*free[:b], room - size, *free[b + 1 :])) for b, room in enumerate(free) if room >= size]
+        choices += [
+            place(index + 1, (*free[:b], room - size, *free[b + 1 :])) for b, room in enumerate(free) if room >= size
+        ]
         return min(choices)
 
     return place(0, ())
@@ -122,9 +124,9 @@ def fewest_by_trying_all(sizes: list[int], cap: int) -> int:
 @given(st.integers(4, 20).flatmap(lambda cap: st.tuples(st.just(cap), st.lists(st.integers(1, cap), max_size=6))))
 def test_the_lower_bound_is_one(case):
     cap, sizes = case
-    assert -(-sum(sizes) // cap) <= _least(sizes, cap) <= fewest_by_trying_all(sizes, cap)
+    assert -(-sum(sizes) // cap) <= least_bins(sizes, cap) <= fewest_by_trying_all(sizes, cap)
 
 
 def test_sizes_above_half_the_cap_need_a_bin_each():
-    assert _least([9, 9, 9], 16) == 3
-    assert _least([9, 9, 7, 7, 1], 16) == 3
+    assert least_bins([9, 9, 9], 16) == 3
+    assert least_bins([9, 9, 7, 7, 1], 16) == 3

@@ -31,8 +31,12 @@ def refused(change: dict) -> str:
 
 def test_files_merge_left_to_right_and_overrides_win(tmp_path):
     (tmp_path / "a.yaml").write_text("run: {name: a, steps: 1}\nmodel: {path: here}\n")
-    (tmp_path / "b.yaml").write_text("run: {steps: 2}\nsft: {rows: r.jsonl, max_tokens: 64}\nbalance: {max_tokens_per_microbatch: 128}\n")
-    config = load_config(SftRunConfig, [str(tmp_path / "a.yaml"), str(tmp_path / "b.yaml"), "run.seed=7", "policy.optimizer.lr=3e-4"])
+    (tmp_path / "b.yaml").write_text(
+        "run: {steps: 2}\nsft: {rows: r.jsonl, max_tokens: 64}\nbalance: {max_tokens_per_microbatch: 128}\n"
+    )
+    config = load_config(
+        SftRunConfig, [str(tmp_path / "a.yaml"), str(tmp_path / "b.yaml"), "run.seed=7", "policy.optimizer.lr=3e-4"]
+    )
     assert (config.run.name, config.run.steps, config.run.seed, config.policy.optimizer.lr) == ("a", 2, 7, 3e-4)
 
 
@@ -42,7 +46,9 @@ def test_another_kind_replaces_the_section():
     assert merged == {"x": {"kind": "b"}}
 
 
-@pytest.mark.parametrize(("text", "value"), [("1e-6", 1e-6), ("3", 3), ("null", None), ("[1, 2]", [1, 2]), ("1.5E3", 1500.0), ("a", "a")])
+@pytest.mark.parametrize(
+    ("text", "value"), [("1e-6", 1e-6), ("3", 3), ("null", None), ("[1, 2]", [1, 2]), ("1.5E3", 1500.0), ("a", "a")]
+)
 def test_override_values(text, value):
     assert parse_value(text) == value and type(parse_value(text)) is type(value)
 
@@ -51,7 +57,10 @@ def test_override_values(text, value):
     ("change", "message"),
     [
         ({"rollout": {"num_engine": 2}}, "rollout.num_engine: unknown key; did you mean rollout.num_engines?"),
-        ({"policy": {"optimizer": {"learning_rate": 1}}}, "policy.optimizer.learning_rate: unknown key; known here: lr,"),
+        (
+            {"policy": {"optimizer": {"learning_rate": 1}}},
+            "policy.optimizer.learning_rate: unknown key; known here: lr,",
+        ),
         ({"algorithm": {"loss": {"clip_ratio_hi": 1}}}, "did you mean algorithm.loss.clip_ratio_high?"),
         ({"rewards": [{"kind": "function", "paht": "a:b"}]}, "did you mean rewards.0.function.path?"),
         ({"algorithm": {"loss": {"clip_ratio_c": 1.0}}}, "algorithm.loss.clip_ratio_c: Input should be greater than 1"),

@@ -22,9 +22,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     core.pre_tokenizer = pre_tokenizers.Split(Regex("<u>|<a>|\n|."), "isolated")
     core.decoder = decoders.Fuse()
     core.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 1)])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=core, eos_token="<eos>", bos_token="<bos>", chat_template=TEMPLATE
-    )
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>", bos_token="<bos>", chat_template=TEMPLATE)
 
 
 @pytest.fixture

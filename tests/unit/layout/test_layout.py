@@ -10,8 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.layout import FAMILIES, check_parameters, megatron_shards, padded_vocabulary, plan_transfers, read_shape
-from megatron_rl.layout import plan_policy_to_engines, slices, vllm_shards
+from megatron_rl.layout import (
+    FAMILIES,
+    check_parameters,
+    megatron_shards,
+    padded_vocabulary,
+    plan_policy_to_engines,
+    plan_transfers,
+    read_shape,
+    slices,
+    vllm_shards,
+)
 from megatron_rl.layout.hub import read_index
 from megatron_rl.layout.shards import Shard, local_extents
 from megatron_rl.types import Mesh, ModelShape
@@ -58,7 +67,9 @@ def divides(shape: ModelShape, ways: int) -> bool:
     return shape.num_kv_heads % ways == 0 and shape.ffn_size % ways == 0
 
 
-@given(shapes(), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2]), st.sampled_from([1, 2]), st.sampled_from([1, 2, 4]))
+@given(
+    shapes(), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2]), st.sampled_from([1, 2]), st.sampled_from([1, 2, 4])
+)
 def test_every_engine_element_is_written_once_and_from_its_own_source(shape, tensor, pipeline, data, engine_tensor):
     """Each element carries its own number through trainer layout, plan and engine layout."""
     mesh = Mesh(tensor, pipeline, data)
@@ -189,7 +200,10 @@ def test_truncated_weights_are_named(tmp_path, keep):
     [
         (lambda t: t.pop("model.norm.weight"), "1 tensors are missing, the first is model.norm.weight"),
         (lambda t: t.update({"model.extra": t["model.norm.weight"].clone()}), "model.extra .* unknown"),
-        (lambda t: t.update({"model.norm.weight": t["model.norm.weight"][:4].clone()}), r"is \(4,\), config.json asks for \(8,\)"),
+        (
+            lambda t: t.update({"model.norm.weight": t["model.norm.weight"][:4].clone()}),
+            r"is \(4,\), config.json asks for \(8,\)",
+        ),
     ],
 )
 def test_wrong_tensors_are_named(tmp_path, change, message):

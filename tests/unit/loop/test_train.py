@@ -39,7 +39,7 @@ class World:
     def update(self, minibatch):
         self.calls.append(f"update {minibatch}")
         self.updates += 1
-        return {"ratio/max": 1.0, "ratio/min": 1.0, "loss": float(self.updates)}
+        return {"ratio/max": 1.0 + minibatch, "ratio/min": 1.0 - minibatch / 4, "loss": float(self.updates)}
 
     def save(self, folder: Path, extra):
         self.calls.append(f"save {folder.name}")
@@ -62,7 +62,10 @@ class World:
         tokens = Tokens(*(np.zeros(4, t) for t in (np.int32, bool, np.float32, np.int32)))
 
         def answers():
-            return [Sample(length=4, num_prompt_tokens=2, num_actions=2, num_thought_tokens=0, finish="stop") for _ in range(num_samples)]
+            return [
+                Sample(length=4, num_prompt_tokens=2, num_actions=2, num_thought_tokens=0, finish="stop")
+                for _ in range(num_samples)
+            ]
 
         return [Group(prompt, answers(), [tokens] * num_samples, version) for prompt in prompts]
 
@@ -110,7 +113,13 @@ def test_a_step_pushes_answers_trains_and_saves_in_this_order(tmp_path):
     assert run(world, tmp_path / "c", config(), heldout=PROMPTS[:3]) == 3
     first_steps = ["push 0", f"generate 3 x 1, seed {2**20 - 1}"]
     for step in range(3):
-        first_steps += [f"generate 4 x 2, seed {step}", "begin", "update 0", f"save step_{step + 1:06d}", f"push {step + 1}"]
+        first_steps += [
+            f"generate 4 x 2, seed {step}",
+            "begin",
+            "update 0",
+            f"save step_{step + 1:06d}",
+            f"push {step + 1}",
+        ]
     assert world.calls == [*first_steps, f"generate 3 x 1, seed {2**20 - 1}"]
     assert [step for step, _ in world.logged] == [0, 1, 2, 3]
     assert [("eval/accuracy" in m, "loss" in m) for _, m in world.logged] == [(1, 1), (0, 1), (0, 1), (1, 0)]
@@ -143,6 +152,13 @@ def test_updates_per_step_are_mini_batches_of_whole_groups(tmp_path):
     world = World()
     run(world, tmp_path / "c", config(algorithm={"updates_per_step": 2}))
     assert world.updates == 6
+    first = world.logged[0][1]
+    assert (first["loss"], first["ratio/max"], first["ratio/min"], first["on_policy/ratio_error"]) == (
+        1.5,
+        2.0,
+        0.75,
+        0.0,
+    )
     for minibatch in world.plan.minibatches:
         samples = [s for rank in minibatch for micro in rank for s in micro]
         assert len(samples) == 4 and len(set(world.batch.group_of[samples])) == 2

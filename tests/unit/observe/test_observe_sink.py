@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from megatron_rl.observe import RunSink, sink as sink_module
+from megatron_rl.observe import RunSink
+from megatron_rl.observe import sink as sink_module
 from megatron_rl.observe.live import figures, sparkline
 from megatron_rl.observe.records import cut, read_lines, read_metrics, series, time_split, write_line
 from megatron_rl.types import Group, Prompt, Sample, Tokens
