@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 
 import pytest
@@ -31,6 +32,22 @@ def test_gsm8k_rows_flow_through_the_whole_stack(recipe):
 
     AutoModelForCausalLM.from_pretrained(run / "hf")
     assert AutoTokenizer.from_pretrained(run / "hf").chat_template
+
+
+def test_supervised_training_learns_and_counts_what_it_skips(recipe, task):
+    lines = (task / "demonstrations.jsonl").read_text().splitlines()[:200]
+    (recipe.folder / "rows.jsonl").write_text("\n".join([*lines, '{"prompt": "1+1="}']) + "\n")
+    arguments = ["recipes/sft.py", "configs/run/tiny_sft.yaml", f"model.path={task}/model", "sft.rows=rows.jsonl"]
+    refused = recipe.run(*arguments)
+    assert refused.returncode == 1 and "rows.jsonl:201" in refused.stdout
+    done = recipe.run(*arguments, "sft.on_bad_row=skip", "run.steps=12", "policy.optimizer.warmup_steps=2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "rows.jsonl: 1 of 201 rows skipped" in done.stdout
+    run = recipe.folder / "runs" / "tiny" / "warm_start"
+    losses = [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert losses[0] == pytest.approx(math.log(64), abs=0.1), "random weights: uniform over the vocabulary"
+    assert len(losses) == 12 and losses[-1] < losses[0] - 0.5
+    assert (run / "hf" / "model.safetensors").exists()
 
 
 def tiny(task, *changes: str) -> list[str]:
