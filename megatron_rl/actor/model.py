@@ -56,7 +56,7 @@ def transformer_config(shape: ModelShape, model: ModelConfig, parallel: Parallel
         pipeline_dtype=dtype,
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
-        sequence_parallel=parallel.sequence and parallel.tensor > 1,
+        sequence_parallel=parallel.sequence_parallel,
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",  # asked for by variable_seq_lengths, dense models included
         deallocate_pipeline_outputs=True,

@@ -95,8 +95,10 @@ def synchronise(config: GrpoRunConfig, ports: Ports, prompts: Prompts, sink: Sin
 
 
 def describe_updates(updates: Sequence[Metrics]) -> Metrics:
-    """A step's updates as one: the largest of a `/max`, the smallest of a `/min`, else the mean. `on_policy/ratio_error`
-    is how far the first update's ratios are from 1, which they are when nothing has been trained on since logp_old."""
+    """A step's updates as one: the largest of a `/max`, the smallest of a `/min`, else the mean.
+
+    `on_policy/ratio_error` is how far the first update's ratios are from 1: the weights are still those of logp_old.
+    """
     if not updates:
         return {}
     together = {"max": max, "min": min}
