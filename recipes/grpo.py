@@ -63,7 +63,7 @@ def run(config: GrpoRunConfig, resume: bool, interrupt: Interrupt) -> int:
         total_steps=config.run.steps * config.algorithm.updates_per_step,
         seed=config.run.seed,
     )
-    with ray_session(config.cluster, num_cpus=config.policy.parallel.mesh.world_size, logs=logs):
+    with ray_session(config.cluster, num_trainers=config.policy.parallel.mesh.world_size, logs=logs):
         with console.status("starting Ray, Megatron and vLLM"):
             engines = EngineGroup(config, logs)
             policy = PolicyGroup(spec, config.cluster, logs)

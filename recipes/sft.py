@@ -57,7 +57,7 @@ def run(config: SftRunConfig, resume: bool, interrupt: Interrupt) -> int:
         total_steps=config.run.steps,
         seed=config.run.seed,
     )
-    with ray_session(config.cluster, num_cpus=config.policy.parallel.mesh.world_size, logs=logs):
+    with ray_session(config.cluster, num_trainers=config.policy.parallel.mesh.world_size, logs=logs):
         with console.status("starting Ray and Megatron"):
             policy = PolicyGroup(spec, config.cluster, logs)
             policy.start()

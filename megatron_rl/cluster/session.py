@@ -10,6 +10,7 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,11 @@ OBJECT_STORE_BYTES = 256 * 2**20
 
 
 @contextmanager
-def ray_session(cluster: ClusterConfig, num_cpus: int, logs: Path) -> Iterator[None]:
+def ray_session(cluster: ClusterConfig, num_trainers: int, logs: Path) -> Iterator[None]:
     """Ray for the body's time. A Ray that we started is stopped, one that we joined is left running.
 
     Args:
-        num_cpus: CPUs that a local Ray offers; ranks ask for fractions of them, they are no pinning.
+        num_trainers: a local Ray offers the CPUs that they ask for; these are accounting, no pinning.
         logs: the vendors' output goes there.
     """
     logs.mkdir(parents=True, exist_ok=True)
@@ -39,6 +40,7 @@ def ray_session(cluster: ClusterConfig, num_cpus: int, logs: Path) -> Iterator[N
     }
     local: dict[str, Any] = {}
     if cluster.ray_address is None:
+        num_cpus = ceil(num_trainers * cluster.cpus_per_trainer)
         local = {"num_cpus": num_cpus, "object_store_memory": OBJECT_STORE_BYTES, "include_dashboard": False}
     logging.getLogger("ray").setLevel(logging.ERROR)
     ray.init(
@@ -68,7 +70,7 @@ def gather(references: Sequence[ray.ObjectRef], names: Sequence[str]) -> list[An
     """The results in order.
 
     Raises:
-        ValueError, OSError, ...: what a process raised, as its own type.
+        ValueError, OSError: what a process raised, with its name; any other error comes with its traceback.
         RuntimeError: a process died; names it.
     """
     results: dict[ray.ObjectRef, Any] = {}
@@ -85,7 +87,8 @@ def gather(references: Sequence[ray.ObjectRef], names: Sequence[str]) -> list[An
                 ) from error
             except RayTaskError as error:
                 # ValueError and OSError were written for people; anything else keeps its traceback.
-                if isinstance(error.cause, (ValueError, OSError)):
-                    raise type(error.cause)(f"{name}: {error.cause}") from None
+                for kind in (ValueError, OSError):
+                    if isinstance(error.cause, kind):  # their subclasses take other arguments than a text
+                        raise kind(f"{name}: {error.cause}") from None
                 raise
     return [results[reference] for reference in references]

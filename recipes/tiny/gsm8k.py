@@ -9,6 +9,8 @@ import json
 import sys
 from pathlib import Path
 
+from recipes.tiny.model import write_random_qwen3
+
 ROWS = Path(__file__).parent / "data" / "gsm8k_train_sample.jsonl"
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CHAT_TEMPLATE = (
@@ -19,12 +21,9 @@ CHAT_TEMPLATE = (
 
 def write_model(folder: Path, rows: Path = ROWS, vocab_size: int = 512, seed: int = 0) -> None:
     """Write folder/model: config.json, random weights, tokenizer with chat template."""
-    import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
-    from transformers.utils.logging import disable_progress_bar
+    from transformers import PreTrainedTokenizerFast
 
-    disable_progress_bar()
     texts = [message["content"] for line in rows.read_text().splitlines() for message in json.loads(line)["messages"]]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -40,23 +39,14 @@ def write_model(folder: Path, rows: Path = ROWS, vocab_size: int = 512, seed: in
     fast.add_tokens(["<think>", "</think>"])  # text of the answer, not special
     fast.chat_template = CHAT_TEMPLATE
     fast.save_pretrained(folder / "model")
-    torch.manual_seed(seed)
-    config = Qwen3Config(
-        hidden_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        intermediate_size=256,
+    write_random_qwen3(
+        folder / "model",
+        seed,
         vocab_size=vocab_size,
-        max_position_embeddings=512,
-        tie_word_embeddings=False,
-        eos_token_id=fast.eos_token_id,
         pad_token_id=fast.pad_token_id,
-        bos_token_id=None,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        eos_token_id=fast.eos_token_id,
+        max_position_embeddings=512,
     )
-    Qwen3ForCausalLM(config).save_pretrained(folder / "model")
 
 
 if __name__ == "__main__":

@@ -17,21 +17,9 @@ import random
 import sys
 from pathlib import Path
 
+from recipes.tiny.model import write_random_qwen3
+
 VOCABULARY = ["<pad>", "<eos>", "<think>", "</think>", "<unk>", *"0123456789+=,? ."]
-CONFIG = {
-    "hidden_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "intermediate_size": 256,
-    "vocab_size": 64,
-    "max_position_embeddings": 128,
-    "tie_word_embeddings": False,
-    "pad_token_id": 0,
-    "eos_token_id": 1,
-    "bos_token_id": None,
-}
 NUM_TRAIN, NUM_EVAL, NUM_DEMONSTRATIONS = 8000, 500, 40000
 
 
@@ -83,12 +71,9 @@ def write_task(folder: Path, seed: int = 0) -> None:
 
 
 def write_model(folder: Path, seed: int) -> None:
-    import torch
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
-    from transformers.utils.logging import disable_progress_bar
+    from transformers import PreTrainedTokenizerFast
 
-    disable_progress_bar()
     tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(VOCABULARY)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     tokenizer.decoder = decoders.Fuse()
@@ -96,10 +81,7 @@ def write_model(folder: Path, seed: int) -> None:
     # Part of the thought's text, not special: people and verifiers see them.
     fast.add_tokens(["<think>", "</think>"])
     fast.save_pretrained(folder)
-    torch.manual_seed(seed)
-    Qwen3ForCausalLM(
-        Qwen3Config(rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, **CONFIG)
-    ).save_pretrained(folder)
+    write_random_qwen3(folder, seed, vocab_size=64, pad_token_id=0, eos_token_id=1, max_position_embeddings=128)
 
 
 if __name__ == "__main__":

@@ -21,13 +21,16 @@ def ranks(tmp_path_factory):
         def refuse(self):
             raise ValueError("the disk is full")
 
+        def refuse_bytes(self):
+            bytes([255]).decode()
+
         def die(self):
             os._exit(1)
 
         def wait_for_ever(self):
             threading.Event().wait()
 
-    with ray_session(ClusterConfig(), num_cpus=1, logs=tmp_path_factory.mktemp("run") / "logs"):
+    with ray_session(ClusterConfig(), num_trainers=1, logs=tmp_path_factory.mktemp("run") / "logs"):
         yield lambda count: [ray.remote(Rank).options(num_cpus=0).remote() for _ in range(count)]
     assert not ray.is_initialized()
 
@@ -40,6 +43,11 @@ def test_a_refusal_keeps_its_type_and_does_not_wait_for_the_others(ranks):
     first, second = ranks(2)
     with pytest.raises(ValueError, match="^rank 1: the disk is full$"):
         gather([first.wait_for_ever.remote(), second.refuse.remote()], ["rank 0", "rank 1"])
+
+
+def test_a_subclass_with_other_arguments_is_told_too(ranks):
+    with pytest.raises(ValueError, match="^rank 0: 'utf-8' codec can't decode byte 0xff"):
+        gather([ranks(1)[0].refuse_bytes.remote()], ["rank 0"])
 
 
 def test_a_death_is_named_and_does_not_wait_for_the_others(ranks):

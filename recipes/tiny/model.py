@@ -1,0 +1,32 @@
+"""The tiny Qwen3 of the CPU runs: two layers, random weights; the vocabulary is the task's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def write_random_qwen3(folder: Path, seed: int, **vocabulary: int) -> None:
+    """Write config.json, generation_config.json and weights.
+
+    Args:
+        vocabulary: vocab_size, pad_token_id, eos_token_id, max_position_embeddings.
+    """
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        hidden_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        intermediate_size=256,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        **vocabulary,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
