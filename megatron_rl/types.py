@@ -16,8 +16,37 @@ import numpy as np
 
 
 @dataclass(frozen=True, slots=True)
+class Experts:
+    """A mixture of experts in place of the MLP."""
+
+    num_experts: int
+    num_active: int
+    """Routed experts that a token passes."""
+    ffn_size: int
+    """Of one routed expert."""
+    shared_ffn_size: int = 0
+    """Of all shared experts together, which every token passes; 0 is none."""
+    first_dense_layers: int = 0
+    """Layers before the first mixture; they have the dense MLP of `ModelShape.ffn_size`."""
+
+
+@dataclass(frozen=True, slots=True)
+class LatentAttention:
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): q and kv pass low-rank projections."""
+
+    query_rank: int
+    """0: q is projected directly."""
+    kv_rank: int
+    nope_dim: int
+    """Of each head's q and k, without position."""
+    rope_dim: int
+    """Of each head's q and of the one shared k, rotated."""
+    value_dim: int
+
+
+@dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The sizes of a dense decoder, as its Hugging Face config.json states them."""
+    """The sizes of a decoder, as its Hugging Face config.json states them."""
 
     family: str
     num_layers: int
@@ -32,6 +61,12 @@ class ModelShape:
     norm_eps: float
     max_positions: int
     tied_embeddings: bool
+    experts: Experts | None = None
+    latent: LatentAttention | None = None
+    """Takes the place of num_kv_heads and head_dim."""
+    sliding_window: int | None = None
+    """Tokens, its own included, that a token sees in the layers of `sliding_layers`."""
+    sliding_layers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

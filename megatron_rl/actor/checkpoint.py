@@ -65,7 +65,7 @@ def _check(folder: Path, identity: dict) -> None:
     if manifest.get("format") != FORMAT:
         found = manifest.get("format")
         raise ValueError(f"{folder} has the checkpoint format {found}, this version reads {FORMAT}")
-    for key, mine in identity.items():
+    for key, mine in json.loads(json.dumps(identity)).items():  # JSON has no tuples
         if manifest.get(key) != mine:
             raise ValueError(
                 f"{folder} was written with {key} {manifest.get(key)}, this run has {mine}. A checkpoint "

@@ -13,7 +13,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from megatron_rl.config.schema import AlgorithmConfig, GrpoAdvantage
+from megatron_rl.config.advantages import GrpoAdvantage
+from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.types import Batch, Metrics
 
 STD_EPS = 1e-6

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_rl.algorithms.correction import truncated_weight
 from megatron_rl.algorithms.dual_clip import clipped_shares, dual_clip
-from megatron_rl.config.schema import AlgorithmConfig, DualClipLoss
+from megatron_rl.config.algorithm import AlgorithmConfig, DualClipLoss
 from megatron_rl.types import Denominators
 
 MAX_LOG_RATIO = 20.0

@@ -14,7 +14,8 @@ import numpy as np
 from megatron_rl.balance.flops import training_flops
 from megatron_rl.balance.karmarkar_karp import karmarkar_karp
 from megatron_rl.balance.packing import fewest_bins, pack_into, padded
-from megatron_rl.config.schema import BalanceConfig, ParallelConfig
+from megatron_rl.config.balance import BalanceConfig
+from megatron_rl.config.schema import ParallelConfig
 from megatron_rl.types import Batch, Denominators, MicrobatchPlan, ModelShape
 
 Minibatch = tuple[tuple[tuple[int, ...], ...], ...]

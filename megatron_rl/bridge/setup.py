@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from megatron_rl.layout import Copy, TransferPlan, plan_policy_to_engines, volume
 from megatron_rl.types import Mesh, ModelShape
 
@@ -64,8 +66,7 @@ class BridgeSetup:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> BridgeSetup:
-        shape, mesh = ModelShape(**values["shape"]), Mesh(**values["mesh"])
-        return cls(**{**values, "shape": shape, "mesh": mesh})
+        return TypeAdapter(cls).validate_python(values)
 
 
 def split_buckets(copies: Sequence[Copy], max_elements: int) -> list[list[Copy]]:

@@ -9,13 +9,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
+from pydantic import Field, PositiveInt, model_validator
 
+from megatron_rl.config.algorithm import AlgorithmConfig
+from megatron_rl.config.balance import BalanceConfig
+from megatron_rl.config.section import Section
 from megatron_rl.types import Mesh
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
 class ParallelConfig(Section):
@@ -113,52 +112,6 @@ class RolloutConfig(Section):
     def max_model_tokens(self) -> int:
         """The longest sample."""
         return self.max_prompt_tokens + self.max_response_tokens
-
-
-class GrpoAdvantage(Section):
-    """Group-relative advantages (Shao et al. 2024, arXiv:2402.03300)."""
-
-    kind: Literal["grpo"] = "grpo"
-    std: Literal["group", "none"] = "group"
-    """none: Dr. GRPO (Liu et al. 2025, arXiv:2503.20783)."""
-
-
-class DualClipLoss(Section):
-    """PPO's clipped objective with a bound for A < 0 (Ye et al. 2020, arXiv:1912.09729)."""
-
-    kind: Literal["dual_clip"] = "dual_clip"
-    clip_ratio_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    clip_ratio_high: Annotated[float, Field(gt=0)] = 0.2
-    clip_ratio_c: Annotated[float, Field(gt=1)] = 3.0
-    """For A < 0 no token costs more than c |A|."""
-
-
-class TruncatedCorrection(Section):
-    """Weights each token by min(pi_old / pi_rollout, cap): truncated importance sampling."""
-
-    kind: Literal["truncate"] = "truncate"
-    cap: Annotated[float, Field(gt=0)] = 2.0
-
-
-class AlgorithmConfig(Section):
-    adv_estimator: GrpoAdvantage = GrpoAdvantage()
-    loss: DualClipLoss = DualClipLoss()
-    loss_agg_mode: Literal["token-mean"] = "token-mean"
-    """token-mean: the sum over action tokens over their number in the whole mini-batch."""
-    correction: TruncatedCorrection | None = TruncatedCorrection()
-    """Importance correction between engine and trainer; null for none."""
-    drop_zero_signal: bool = True
-    """Groups whose rewards are all equal leave the step (counted): their advantages are 0."""
-    updates_per_step: PositiveInt = 1
-    """Mini-batches, one optimizer step each, that a step's samples are split into."""
-    max_mismatch: Annotated[float, Field(gt=0)] = 1e-2
-    """The run stops when mean |logp_old - logp_rollout| exceeds it: the engine does not hold the
-    trainer's weights. Seen with tiny models: 2e-7 in fp32, 8e-3 in bf16 (one run): a bf16 run may need more."""
-
-
-class BalanceConfig(Section):
-    max_tokens_per_microbatch: PositiveInt
-    """Hard cap, alignment padding counted."""
 
 
 class ExactAnswerReward(Section):

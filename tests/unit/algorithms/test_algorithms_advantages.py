@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from megatron_rl.algorithms import estimate_advantages
 from megatron_rl.algorithms.advantages import grpo
-from megatron_rl.config.schema import AlgorithmConfig, GrpoAdvantage
+from megatron_rl.config.advantages import GrpoAdvantage
+from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.types import Batch, Group, Prompt, Sample
 
 NAN = float("nan")

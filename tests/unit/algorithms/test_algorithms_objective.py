@@ -10,7 +10,7 @@ import torch
 from megatron_rl.algorithms import PackedColumns, policy_objective, supervised_objective
 from megatron_rl.algorithms.correction import truncated_weight
 from megatron_rl.algorithms.dual_clip import dual_clip
-from megatron_rl.config.schema import AlgorithmConfig, TruncatedCorrection
+from megatron_rl.config.algorithm import AlgorithmConfig, TruncatedCorrection
 from megatron_rl.types import Denominators
 
 BOUNDS = {"low": 0.2, "high": 0.28, "c": 3.0}

@@ -6,7 +6,8 @@ import numpy as np
 
 from megatron_rl.balance import plan_microbatches
 from megatron_rl.cluster.policy import _assign
-from megatron_rl.config.schema import BalanceConfig, ParallelConfig
+from megatron_rl.config.balance import BalanceConfig
+from megatron_rl.config.schema import ParallelConfig
 from megatron_rl.types import Batch, Group, ModelShape, Prompt, Sample
 
 SHAPE = ModelShape("qwen3", 1, 8, 2, 2, 4, 8, 32, 1e4, 1e-6, 64, False)
