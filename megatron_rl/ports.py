@@ -5,7 +5,7 @@ Recipes join the loop to the real rooms (Megatron, vLLM, Ray); tests join it to 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,11 +19,16 @@ class Policy(Protocol):
     mesh: Mesh
 
     def begin(self, batch: Batch, plan: MicrobatchPlan) -> Metrics:
-        """Hand every rank its own samples and compute `logp_old`; the ranks keep both until the next call.
-        Returns the mismatch between trainer and engine over action tokens."""
+        """Hand every rank its own samples and compute what the objective needs of the policy and its reference at
+        the step's start; the ranks keep it until the next call. Returns the mismatch between trainer and engine
+        over action tokens, where pi_old was computed."""
 
-    def update(self, minibatch: int) -> Metrics:
-        """One optimizer step on a mini-batch of the plan given to `begin`."""
+    def update(self, minibatch: int, coefficients: Mapping[str, float]) -> Metrics:
+        """One optimizer step on a mini-batch of the plan given to `begin`.
+
+        Args:
+            coefficients: what the terms of the loss are multiplied by: `kl`, `entropy`.
+        """
 
     def save(self, folder: Path, extra: dict[str, Any]) -> None:
         """Write model, optimizer, schedule, RNG and `extra` so that the folder exists whole or not at all."""
@@ -38,9 +43,11 @@ class Policy(Protocol):
 class Engine(Protocol):
     """The model that answers."""
 
-    def generate(self, prompts: Sequence[Prompt], num_samples: int, version: int, seed: int) -> list[Group]:
+    def generate(
+        self, prompts: Sequence[Prompt], num_samples: int, version: int, seed: int, greedy: bool = False
+    ) -> list[Group]:
         """Answer every prompt `num_samples` times, unverified (`reward` None). The same seed and weights
-        give the same answers."""
+        give the same answers. `greedy`: with the most probable tokens, in place of the run's sampling."""
 
     def tokens(self, group: Group) -> Sequence[Tokens]:
         """A group's payload, fetched: for the few answers that people read."""

@@ -139,6 +139,10 @@ class Sample:
     """The thinking budget closed the thought."""
     reward: float | None = None
     """None: not verified yet, or every verifier abstained."""
+    reward_parts: tuple[float | None, ...] = ()
+    """Of each configured reward alone, unweighted."""
+    shaped_reward: float | None = None
+    """`reward` after algorithm.shaping: what the estimator sees."""
 
 
 @dataclass(slots=True)
@@ -160,6 +164,10 @@ class Verdict:
 
     score: float | None
     reason: str = ""
+    parts: tuple[float | None, ...] = ()
+    """Where `score` is a weighted sum: its terms, unweighted."""
+    shaped: float | None = None
+    """The score after algorithm.shaping; None where there is none."""
 
 
 @dataclass(slots=True)
@@ -178,13 +186,23 @@ class Batch:
     """int64 [S]"""
     rewards: np.ndarray
     """float64 [S]; NaN where every verifier abstained."""
+    version: int
+    """The weights that the step begins with."""
     advantages: np.ndarray
     """float64 [S]: every action token of a sample shares it. Filled by the estimator."""
+    weights: np.ndarray
+    """float64 [S]: what each action token's loss is multiplied by. Filled once the mini-batches are known."""
     active: np.ndarray
     """bool [S]: the sample carries a gradient. Zero-signal groups and abstentions do not."""
+    reward_parts: np.ndarray | None = None
+    """float64 [S, K]: the scores of the K reward functions, apart; NaN where one abstained."""
+    reward_weights: np.ndarray | None = None
+    """float64 [K]: their weights in `rewards`."""
+    greedy_rewards: np.ndarray | None = None
+    """float64 [S]: reward of the greedy answer to the sample's prompt; NaN where it was not verified."""
 
     @classmethod
-    def from_groups(cls, groups: Sequence[Group]) -> Batch:
+    def from_groups(cls, groups: Sequence[Group], version: int) -> Batch:
         samples = [s for g in groups for s in g.samples]
         sizes = [len(g.samples) for g in groups]
         return cls(
@@ -193,10 +211,17 @@ class Batch:
             index_in_group=np.concatenate([np.arange(n) for n in sizes]) if sizes else np.zeros(0, np.int64),
             lengths=np.array([s.length for s in samples], np.int64),
             num_actions=np.array([s.num_actions for s in samples], np.int64),
-            rewards=np.array([np.nan if s.reward is None else s.reward for s in samples], np.float64),
+            rewards=np.array([_number(s.shaped_reward) for s in samples]),
+            version=version,
             advantages=np.zeros(len(samples)),
+            weights=np.zeros(len(samples)),
             active=np.ones(len(samples), bool),
+            reward_parts=np.array([[_number(part) for part in s.reward_parts] for s in samples], np.float64),
         )
+
+
+def _number(x: float | None) -> float:
+    return np.nan if x is None else x
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,9 +244,14 @@ class MicrobatchPlan:
     denominators: tuple[Denominators, ...]
     """One an optimizer step."""
     max_tokens: int
-    """The cap that no micro-batch exceeds, alignment padding counted."""
+    """The cap, alignment padding counted: only a micro-batch of one sample may exceed it, where the configuration
+    allows it."""
     alignment: int
     """Every sequence is padded to a multiple of this inside its micro-batch."""
+    tokens: tuple[tuple[tuple[int, ...], ...], ...] = ()
+    """`tokens[i][rank][m]` of a micro-batch, alignment padding counted."""
+    flops: tuple[tuple[tuple[float, ...], ...], ...] = ()
+    """`flops[i][rank][m]` of a micro-batch: forward, backward and recomputation."""
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 

@@ -71,7 +71,12 @@ def describe_rollout(config: GrpoRunConfig, shape: ModelShape, console: Console)
         for i in range(rollout.prompts_per_step)
     ]
     plan = plan_microbatches(
-        Batch.from_groups(groups), shape, parallel, config.balance, config.algorithm.updates_per_step
+        Batch.from_groups(groups, version=0),
+        shape,
+        parallel,
+        config.balance,
+        config.algorithm.updates_per_step,
+        recompute=config.model.recompute,
     )
     counts = [len(minibatch[0]) for minibatch in plan.minibatches]
     width = BYTES[config.model.dtype]

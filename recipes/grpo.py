@@ -36,7 +36,7 @@ def run(config: GrpoRunConfig, resume: bool, interrupt: Interrupt) -> int:
     from transformers import AutoTokenizer
 
     from megatron_rl.actor.spec import ActorSpec
-    from megatron_rl.algorithms import policy_objective
+    from megatron_rl.algorithms import PolicyObjective
     from megatron_rl.cluster.bridge import RayBridge
     from megatron_rl.cluster.engines import EngineGroup
     from megatron_rl.cluster.policy import PolicyGroup
@@ -57,9 +57,8 @@ def run(config: GrpoRunConfig, resume: bool, interrupt: Interrupt) -> int:
         shape=shape,
         model=config.model,
         policy=config.policy,
-        objective=policy_objective(config.algorithm),
+        objective=PolicyObjective(config.algorithm),
         temperature=config.rollout.sampling.temperature,
-        needs_logp_old=True,
         total_steps=config.run.steps * config.algorithm.updates_per_step,
         seed=config.run.seed,
     )

@@ -28,7 +28,7 @@ def run(config: SftRunConfig, resume: bool, interrupt: Interrupt) -> int:
     from transformers import AutoTokenizer
 
     from megatron_rl.actor.spec import ActorSpec
-    from megatron_rl.algorithms import supervised_objective
+    from megatron_rl.algorithms import SupervisedObjective
     from megatron_rl.cluster.policy import PolicyGroup
     from megatron_rl.cluster.session import ray_session
     from megatron_rl.data import ShuffledStream, load_supervised
@@ -51,9 +51,8 @@ def run(config: SftRunConfig, resume: bool, interrupt: Interrupt) -> int:
         shape=shape,
         model=config.model,
         policy=config.policy,
-        objective=supervised_objective(),
+        objective=SupervisedObjective(),
         temperature=1.0,
-        needs_logp_old=False,
         total_steps=config.run.steps,
         seed=config.run.seed,
     )

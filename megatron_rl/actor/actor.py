@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,8 @@ from megatron_rl.actor.optimizer import apply_gradients, build_optimizer, gradie
 from megatron_rl.actor.packing import Microbatch, TrainSample, pack
 from megatron_rl.actor.spec import ActorSpec
 from megatron_rl.actor.step import Schedule
-from megatron_rl.algorithms.objective import Metric, PackedColumns
+from megatron_rl.algorithms.columns import PackedColumns
+from megatron_rl.algorithms.objective import FirstPass, Metric
 from megatron_rl.layout import check_parameters, megatron_shards
 from megatron_rl.types import Denominators, Metrics
 
@@ -59,6 +61,10 @@ class MegatronActor:
         """One rank of each data-parallel replica reports its metrics."""
         self._minibatches: list[list[Microbatch]] = []
         self._denominators: list[Denominators] = []
+        self._at_start: list[FirstPass] = []
+        """Of the first mini-batch's micro-batches, under the weights that the step begins with; on the last stage."""
+        self._reference: dict[str, Tensor] = {}
+        """The reference policy's weights, on the CPU, where the objective needs it."""
 
         platform.start(rank, world_size, init_method)
         self.agreement = Agreement()
@@ -73,7 +79,7 @@ class MegatronActor:
             self.model = build_model(spec.shape, spec.model, parallel, stage)
             optimizer = spec.policy.optimizer
             self.optimizer, self.scheduler = build_optimizer(self.model, optimizer, spec.total_steps)
-            self._schedule = Schedule(self.model, spec.shape, spec.temperature)
+            self._schedule = Schedule(self.model, spec.shape, spec.temperature, spec.objective.needs.entropy)
         live = {name: tuple(parameter.shape) for name, parameter in self.parameters().items()}
         check_parameters(self.shards, live, "Megatron")
         layers = self._identity()["layers"]
@@ -89,7 +95,8 @@ class MegatronActor:
             self.optimizer.reload_model_params()
 
     def begin(self, minibatches: Minibatches, denominators: Sequence[Denominators], alignment: int) -> Metrics:
-        """Take this data-parallel rank's own samples of a training step and compute their `logp_old`.
+        """Take this data-parallel rank's own samples of a training step and compute what the objective needs of the
+        policy and its reference at the step's start.
 
         Args:
             minibatches: one optimizer step each. Every rank has the same number of micro-batches in a step;
@@ -112,11 +119,28 @@ class MegatronActor:
             for batch in (batch for minibatch in packed for batch in minibatch):
                 self._check_vocabulary(batch)
         self._minibatches = [[batch.to(platform.device()) for batch in minibatch] for minibatch in packed]
-        self._denominators = list(denominators)
-        return self._compute_logp_old() if self.spec.needs_logp_old else {}
+        self._denominators, self._at_start = list(denominators), []
+        needs = self.spec.objective.needs
+        if needs.logp_ref:
+            with self._as_reference():
+                self._keep("logp_ref_T", self._forward_all())
+        if not needs.logp_old:
+            return {}
+        passes = self._forward_all()
+        self._at_start = passes[: len(self._minibatches[0])]
+        self._keep("logp_old_T", passes)
+        return self._describe_mismatch()
 
-    def update(self, minibatch: int) -> Metrics:
+    def keep_reference(self) -> None:
+        """The weights of now become those of the reference policy, where the objective needs one."""
+        if self.spec.objective.needs.logp_ref:
+            self._reference = {name: parameter.detach().cpu().clone() for name, parameter in self.parameters().items()}
+
+    def update(self, minibatch: int, coefficients: Mapping[str, float]) -> Metrics:
         """One optimizer step on a minibatch given to `begin`.
+
+        Args:
+            coefficients: of the objective's terms; the same on all ranks.
 
         Returns:
             What the objective reports, and `loss`, `grad_norm` (before clipping) and `lr`.
@@ -126,25 +150,25 @@ class MegatronActor:
                 has changed.
         """
         microbatches, denominators = self._minibatches[minibatch], self._denominators[minibatch]
+        columns, whole = self._prepare(minibatch)
         problems: list[str] = []
 
-        def loss(i: int, logp_T: Tensor) -> tuple[Tensor, dict[str, Metric]]:
+        def loss(i: int, logp_T: Tensor, entropy_T: Tensor | None) -> tuple[Tensor, dict[str, Metric]]:
             batch = microbatches[i]
             if not batch.names:
                 return logp_T.sum() * 0.0, {}
             try:
-                value, metrics = self.spec.objective(logp_T, _columns(batch), denominators)
+                return self.spec.objective(logp_T, entropy_T, columns[i], denominators, coefficients)
             except ValueError as error:
                 # The other ranks wait in the schedule: it is finished first, then all raise together.
-                problems.append(f"{_first_broken(batch, logp_T)}: {error}")
+                problems.append(f"{_first_broken(batch.names, columns[i], logp_T)}: {error}")
                 return logp_T.sum() * 0.0, {}
-            return value, {"loss": Metric(value.detach(), "sum"), **metrics}
 
         with platform.running():
             self.model.zero_grad_buffer()
             self.optimizer.zero_grad()
             reports = self._schedule.run(microbatches, loss)
-            metrics = self.agreement.reduce(reports if self._speaks else [], problems)
+            metrics = self.agreement.reduce([*reports, whole] if self._speaks else [], problems)
             grad_norm = gradient_norm(self.optimizer)
             if not math.isfinite(grad_norm):  # on every rank alike
                 self.agreement.require_none([self._describe_gradients(grad_norm, microbatches)])
@@ -188,27 +212,72 @@ class MegatronActor:
         wrong = ((batch.ids_T < 0) | (batch.ids_T >= vocab_size)).nonzero()
         if len(wrong):
             position = int(wrong[0])
-            name = batch.names[int(batch.sample_T[position])]
+            name = batch.names[int(batch.columns.sample_T[position])]
             raise ValueError(
                 f"sample {name} has token {int(batch.ids_T[position])}, the vocabulary is {vocab_size}: "
                 f"do engine and trainer use the same tokenizer?"
             )
 
-    def _compute_logp_old(self) -> Metrics:
-        """One forward pass over all minibatches, kept on the last pipeline stage."""
+    def _forward_all(self) -> list[FirstPass]:
+        """Log-probs and entropies of all micro-batches under the weights of now, on the last stage, else nothing."""
+        return self._forward([batch for minibatch in self._minibatches for batch in minibatch])
 
-        def keep(i: int, logp_T: Tensor) -> tuple[Tensor, Tensor]:
-            return logp_T.new_zeros(()), logp_T
+    def _forward(self, microbatches: Sequence[Microbatch]) -> list[FirstPass]:
+        def keep(i: int, logp_T: Tensor, entropy_T: Tensor | None) -> tuple[Tensor, FirstPass]:
+            return logp_T.new_zeros(()), FirstPass(logp_T, entropy_T)
 
-        flat = [batch for minibatch in self._minibatches for batch in minibatch]
         with platform.running(), torch.no_grad():
-            logps = self._schedule.run(flat, keep, forward_only=True)
-        if logps:
-            flat = [replace(batch, logp_old_T=logp_T) for batch, logp_T in zip(flat, logps, strict=True)]
-            remaining = iter(flat)
-            self._minibatches = [[next(remaining) for _ in minibatch] for minibatch in self._minibatches]
-        spoken = flat if self._speaks else []
-        sums = self.agreement.reduce([_mismatch(batch) for batch in spoken if batch.names])
+            return self._schedule.run(microbatches, keep, forward_only=True)
+
+    def _keep(self, column: str, passes: Sequence[FirstPass]) -> None:
+        """Write log-probs into a column of all micro-batches, in their order."""
+        remaining = iter(passes)
+        if passes:
+            self._minibatches = [
+                [replace(b, columns=replace(b.columns, **{column: next(remaining).logp_T})) for b in minibatch]
+                for minibatch in self._minibatches
+            ]
+
+    @contextmanager
+    def _as_reference(self) -> Iterator[None]:
+        """The model has the reference's weights inside the block, and its own, bit for bit, after it. They change
+        places one by one, so that the device holds one tensor twice at most."""
+
+        def exchange() -> None:
+            with torch.no_grad():
+                for name, parameter in self.parameters().items():
+                    mine = parameter.detach().cpu().clone()
+                    parameter.copy_(self._reference[name])
+                    self._reference[name] = mine
+
+        exchange()
+        try:
+            yield
+        finally:
+            exchange()
+
+    def _prepare(self, minibatch: int) -> tuple[list[PackedColumns], dict[str, Metric]]:
+        """The columns as the objective completes them, and its metrics of the whole mini-batch."""
+        microbatches, objective = self._minibatches[minibatch], self.spec.objective
+        first_pass = None
+        if objective.needs.first_pass:
+            # The weights of logp_old are those of the first update: its pass need not be made again.
+            known = minibatch == 0 and objective.needs.logp_old
+            first_pass = self._at_start if known else self._forward(microbatches)
+        columns = [batch.columns for batch in microbatches]
+        if not parallel_state.is_pipeline_last_stage():
+            return columns, {}
+
+        def sum_over_ranks(x: Tensor) -> Tensor:
+            dist.all_reduce(x, group=parallel_state.get_data_parallel_group())
+            return x
+
+        columns, whole = objective.prepare(columns, first_pass, self._denominators[minibatch], sum_over_ranks)
+        return columns, {name: Metric(torch.tensor(value), "max") for name, value in whole.items()}
+
+    def _describe_mismatch(self) -> Metrics:
+        batches = [batch for minibatch in self._minibatches for batch in minibatch if batch.names]
+        sums = self.agreement.reduce([_mismatch(batch.columns) for batch in batches] if self._speaks else [])
         num_actions = sums.get("num", 0.0)
         if not num_actions:
             return {}
@@ -239,29 +308,19 @@ class MegatronActor:
         }
 
 
-def _columns(batch: Microbatch) -> PackedColumns:
-    logp_old_T = torch.zeros_like(batch.logp_rollout_T) if batch.logp_old_T is None else batch.logp_old_T
-    return PackedColumns(
-        action_mask_T=batch.action_mask_T,
-        advantage_T=batch.advantage_T,
-        logp_old_T=logp_old_T,
-        logp_rollout_T=batch.logp_rollout_T,
-        sample_T=batch.sample_T,
-    )
-
-
-def _first_broken(batch: Microbatch, logp_T: Tensor) -> str:
-    """The sample of the first action with a log-prob that is not finite."""
-    logps = (logp_T.detach(), _columns(batch).logp_old_T, batch.logp_rollout_T)
-    broken = (batch.action_mask_T & ~torch.stack(logps).isfinite().all(0)).nonzero()
+def _first_broken(names: Sequence[str], columns: PackedColumns, logp_T: Tensor) -> str:
+    """The sample of the first action with a number that is not finite."""
+    given = [logp_T.detach(), columns.logp_rollout_T, columns.advantage_T]
+    given += [x_T for x_T in (columns.logp_old_T, columns.logp_ref_T) if x_T is not None]
+    broken = (columns.action_mask_T & ~torch.stack(given).isfinite().all(0)).nonzero()
     if not len(broken):
-        return f"samples {', '.join(batch.names)}"
-    return f"sample {batch.names[int(batch.sample_T[broken[0]])]}"
+        return f"samples {', '.join(names)}"
+    return f"sample {names[int(columns.sample_T[broken[0]])]}"
 
 
-def _mismatch(batch: Microbatch) -> dict[str, Metric]:
+def _mismatch(columns: PackedColumns) -> dict[str, Metric]:
     """Over the actions of one micro-batch: their number, the sums of |log r| and k3, the largest |log r|."""
-    log_ratio = (batch.logp_old_T - batch.logp_rollout_T)[batch.action_mask_T].double()
+    log_ratio = (columns.logp_old_T - columns.logp_rollout_T)[columns.action_mask_T].double()
     largest = log_ratio.abs().max() if len(log_ratio) else log_ratio.new_zeros(())
     return {
         "num": Metric(log_ratio.new_tensor(len(log_ratio)), "sum"),

@@ -26,7 +26,7 @@ import torch
 
 from megatron_rl.actor.agreement import Agreement
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "manifest.json"
 
 

@@ -1,61 +1,58 @@
-"""Log-probs of the target tokens from logits that are split over the vocabulary, with their exact gradient.
+"""The output layer without its product: Megatron's model ends with hidden states, and the log-probs and entropies are
+computed from them in chunks (algorithms/logprobs.py), with the vocabulary split over the tensor-parallel ranks.
 
-The full distribution exists on no rank: three numbers a token are reduced (largest logit, sum of
-exponentials, the target's logit). A plain all-reduce of the picked logit would multiply gradients by TP; this
-function knows its own derivative instead. Invariant (tests/dist): value and gradient equal log_softmax on the
-gathered logits.
+Invariant (tests/dist): value and gradients equal log_softmax of the whole logits, whatever the split.
 
-Shape letters: T tokens, V columns of the vocabulary on this rank.
+Shape letters: T packed tokens, V this rank's rows of the output layer, H hidden size.
 """
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Callable
+
 import torch.distributed as dist
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
 from torch import Tensor
 
-
-def vocabulary_parallel_logprobs(
-    logits_TV: Tensor, target_T: Tensor, *, temperature: float, vocab_size: int, group: dist.ProcessGroup
-) -> Tensor:
-    """log softmax(logits / temperature) at the targets, float32 [T], equal on all ranks of the group.
-
-    Args:
-        logits_TV: this rank's columns; rank r holds [r V, (r + 1) V) of the padded vocabulary.
-        target_T: index into the whole vocabulary.
-        vocab_size: columns from here on are padding and have no probability.
-    """
-    return _Logprobs.apply(logits_TV, target_T, temperature, vocab_size, group)
+from megatron_rl.algorithms.logprobs import VocabularyShard
 
 
-class _Logprobs(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, logits_TV, target_T, temperature, vocab_size, group):
-        first = group.rank() * logits_TV.shape[1]
-        num_real = max(0, min(vocab_size - first, logits_TV.shape[1]))
-        scaled_TV = logits_TV.to(torch.float32, copy=True).div_(temperature)
-        scaled_TV[:, num_real:] = -torch.inf
+class OutputLayer(ColumnParallelLinear):
+    """Megatron's parameter with its name, initialisation and marks; what goes out are the inputs of its matrix
+    product, [T, 1, H] of all the row's tokens. Their gradients are summed over the tensor-parallel ranks here."""
 
-        largest_T = scaled_TV.amax(1)
-        dist.all_reduce(largest_T, op=dist.ReduceOp.MAX, group=group)
-        scaled_TV -= largest_T.unsqueeze(1)
-        here_T = (target_T >= first) & (target_T < first + num_real)
-        column_T1 = torch.where(here_T, target_T - first, 0).unsqueeze(1)
-        picked_T = torch.where(here_T, scaled_TV.gather(1, column_T1).squeeze(1), 0.0)
-        softmax_TV = scaled_TV.exp_()
-        totals_2T = torch.stack((softmax_TV.sum(1), picked_T))
-        dist.all_reduce(totals_2T, group=group)
-        normalizer_T, picked_T = totals_2T
+    def forward(self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None):
+        if self.sequence_parallel:
+            return gather_from_sequence_parallel_region(input_, group=self.tp_group), None
+        return copy_to_tensor_model_parallel_region(input_, group=self.tp_group), None
 
-        softmax_TV /= normalizer_T.unsqueeze(1)
-        ctx.save_for_backward(softmax_TV, here_T, column_T1)
-        ctx.temperature, ctx.dtype = temperature, logits_TV.dtype
-        return picked_T - normalizer_T.log()
 
-    @staticmethod
-    def backward(ctx, grad_T):
-        softmax_TV, here_T, column_T1 = ctx.saved_tensors
-        grad_T = grad_T / ctx.temperature
-        grad_TV = softmax_TV * -grad_T.unsqueeze(1)
-        grad_TV.scatter_add_(1, column_T1, torch.where(here_T, grad_T, 0.0).unsqueeze(1))
-        return grad_TV.to(ctx.dtype), None, None, None, None
+def output_weight(gpt: GPTModel) -> Tensor:
+    """[V, H], on the last pipeline stage; tied to the embedding it is the embedding's, or this stage's copy."""
+    if gpt.share_embeddings_and_output_weights:
+        return gpt.shared_embedding_or_output_weight()
+    return gpt.output_layer.weight
+
+
+def vocabulary_shard(num_rows: int, vocab_size: int, group: dist.ProcessGroup) -> VocabularyShard:
+    """Rank r of the group holds the rows [r V, (r + 1) V) of the padded vocabulary; V is num_rows."""
+
+    def reduced(op: dist.ReduceOp) -> Callable[[Tensor], Tensor]:
+        def reduce(x: Tensor) -> Tensor:
+            dist.all_reduce(x, op=op, group=group)
+            return x
+
+        return reduce
+
+    first = group.rank() * num_rows
+    return VocabularyShard(
+        num_real=max(0, min(vocab_size - first, num_rows)),
+        first=first,
+        max_over_ranks=reduced(dist.ReduceOp.MAX),
+        sum_over_ranks=reduced(dist.ReduceOp.SUM),
+    )

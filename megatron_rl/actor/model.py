@@ -1,4 +1,4 @@
-"""The model: Megatron-Core's GPTModel, unmodified, built from a ModelShape.
+"""The model: Megatron-Core's GPTModel, built from a ModelShape, that ends with hidden states (logprobs.py).
 
 With Transformer Engine and bf16 the layers are its fused ones (not run); otherwise they are Megatron's own
 linear layers with our norm and packed attention. Megatron initialises the weights although they are loaded
@@ -22,6 +22,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_rl.actor import platform
 from megatron_rl.actor.attention import PackedAttention
+from megatron_rl.actor.logprobs import OutputLayer
 from megatron_rl.actor.norm import Norm
 from megatron_rl.config.schema import ModelConfig, ParallelConfig
 from megatron_rl.layout import padded_vocabulary
@@ -85,6 +86,8 @@ def build_model(shape: ModelShape, model: ModelConfig, parallel: ParallelConfig,
         position_embedding_type="rope" if fused else "none",  # PackedAttention rotates by itself
         rotary_base=int(shape.rope_theta),
     )
+    if gpt.post_process:
+        gpt.output_layer.__class__ = OutputLayer  # GPTModel takes no class for it; only forward differs
     gpt.to(platform.device())
     wrapped = Float16Module(config, gpt) if config.bf16 else gpt
     ddp = DistributedDataParallelConfig(

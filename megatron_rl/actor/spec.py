@@ -19,8 +19,6 @@ class ActorSpec:
     objective: Objective
     temperature: float
     """Of sampling; the logits are divided by it."""
-    needs_logp_old: bool
-    """Compute the log-probs before the step; otherwise the objective sees zeros."""
     total_steps: int
     """Optimizer steps of the run, for the learning rate's schedule."""
     seed: int

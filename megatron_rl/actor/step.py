@@ -6,7 +6,7 @@ three values, and `finalize` below leaves out the third: the gradient is exactly
 and data-parallel ranks. Invariant (tests/dist): it depends neither on the layout nor on the number of
 micro-batches.
 
-Shape letters: T packed tokens, V columns of the vocabulary on this rank.
+Shape letters: T packed tokens, V this rank's rows of the output layer, H hidden size.
 """
 
 from __future__ import annotations
@@ -18,16 +18,19 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from megatron_rl.actor import platform
 from megatron_rl.actor.attention import packed_sequences
-from megatron_rl.actor.logprobs import vocabulary_parallel_logprobs
+from megatron_rl.actor.logprobs import output_weight, vocabulary_shard
 from megatron_rl.actor.packing import Microbatch
+from megatron_rl.algorithms.logprobs import token_logprobs
 from megatron_rl.types import ModelShape
 
-MicrobatchLoss = Callable[[int, Tensor], tuple[Tensor, Any]]
-"""(index of the micro-batch, logp_T) -> (its share of the loss, anything to return)."""
+MicrobatchLoss = Callable[[int, Tensor, Tensor | None], tuple[Tensor, Any]]
+"""(index of the micro-batch, logp_T, entropy_T) -> (its share of the loss, anything to return). Both are 0 where the
+target is no action; entropy_T is None unless the schedule computes it."""
 
 
 def finalize(model: list, num_tokens: Tensor | None = None, **groups) -> None:
@@ -36,8 +39,9 @@ def finalize(model: list, num_tokens: Tensor | None = None, **groups) -> None:
 
 
 class Schedule:
-    def __init__(self, model: DistributedDataParallel, shape: ModelShape, temperature: float):
-        self.model, self.shape, self.temperature = model, shape, temperature
+    def __init__(self, model: DistributedDataParallel, shape: ModelShape, temperature: float, entropy: bool):
+        self.model, self.shape, self.temperature, self.entropy = model, shape, temperature, entropy
+        self.gpt = unwrap_model(model)
         model.config.finalize_model_grads_func = finalize
         model.config.no_sync_func = model.no_sync
         self.fused = model.config.apply_rope_fusion
@@ -51,7 +55,7 @@ class Schedule:
         def forward_step(indices: Iterator[int], model) -> tuple[Tensor, Callable]:
             i = next(indices)
             batch = microbatches[i]
-            # bf16 logits stay bf16 here, the log-probs make the only fp32 copy.
+            # bf16 hidden states stay bf16: the products with the output layer's rows run in it.
             extra = {"fp32_output": False} if model.config.bf16 else {}
             output = model(
                 input_ids=batch.ids_T[None],
@@ -60,7 +64,7 @@ class Schedule:
                 packed_seq_params=packed_sequences(batch.lengths_S, self.shape, self.fused),
                 **extra,
             )
-            return output, lambda logits_1TV: self._calculate(i, logits_1TV, batch, loss)
+            return output, lambda hidden_1TH: self._calculate(i, hidden_1TH, batch, loss)
 
         return self._run(
             forward_step_func=forward_step,
@@ -72,13 +76,17 @@ class Schedule:
             forward_only=forward_only,
         )
 
-    def _calculate(self, i: int, logits_1TV: Tensor, batch: Microbatch, loss: MicrobatchLoss):
-        logp_T = vocabulary_parallel_logprobs(
-            logits_1TV[0],
+    def _calculate(self, i: int, hidden_1TH: Tensor, batch: Microbatch, loss: MicrobatchLoss):
+        weight_VH = output_weight(self.gpt)
+        group = parallel_state.get_tensor_model_parallel_group()
+        logp_T, entropy_T = token_logprobs(
+            hidden_1TH[0],
+            weight_VH,
             batch.target_T,
+            vocabulary_shard(len(weight_VH), self.shape.vocab_size, group),
             temperature=self.temperature,
-            vocab_size=self.shape.vocab_size,
-            group=parallel_state.get_tensor_model_parallel_group(),
+            mask_T=batch.columns.action_mask_T,
+            entropy=self.entropy,
         )
-        value, result = loss(i, logp_T)
+        value, result = loss(i, logp_T, entropy_T)
         return value, torch.ones((), dtype=torch.int, device=platform.device()), result

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from megatron_rl.algorithms.advantages import estimate_advantages
-from megatron_rl.algorithms.objective import (
-    Metric,
-    Objective,
-    PackedColumns,
-    policy_objective,
-    supervised_objective,
-)
+from megatron_rl.algorithms.aggregation import loss_weights
+from megatron_rl.algorithms.coefficients import Coefficients
+from megatron_rl.algorithms.columns import PackedColumns
+from megatron_rl.algorithms.objective import Metric, Objective, PolicyObjective, SupervisedObjective
 
 __all__ = [
+    "Coefficients",
     "Metric",
     "Objective",
     "PackedColumns",
+    "PolicyObjective",
+    "SupervisedObjective",
     "estimate_advantages",
-    "policy_objective",
-    "supervised_objective",
+    "loss_weights",
 ]

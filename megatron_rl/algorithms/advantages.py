@@ -1,8 +1,7 @@
-"""Advantages: one number a sample, from the rewards of its group.
+"""The registry of the estimators that give one number a sample, and their use on a batch.
 
-Invariants: advantages see whole groups, before any filter or mask. An abstention (NaN reward) leaves its
-group's statistics, gets 0 and is inactive. A group of one, and a group of equal rewards, have advantage
-exactly 0.
+Invariants: a reward that abstained is inactive. A group of which no sample has an advantage is a zero-signal group,
+whatever the estimator. What an estimator needs and the batch lacks is an error that names it.
 
 Shape letters: S samples, G groups of the batch.
 """
@@ -13,59 +12,50 @@ from collections.abc import Callable
 
 import numpy as np
 
-from megatron_rl.config.advantages import GrpoAdvantage
+from megatron_rl.algorithms.outcomes import (
+    gdpo,
+    gpg,
+    group_statistics,
+    grpo,
+    grpo_passk,
+    opo,
+    reinforce_plus_plus,
+    reinforce_plus_plus_baseline,
+    remax,
+    rloo,
+)
+from megatron_rl.config.advantages import (
+    GdpoAdvantage,
+    GpgAdvantage,
+    GrpoAdvantage,
+    GrpoPasskAdvantage,
+    OpoAdvantage,
+    ReinforcePlusPlusAdvantage,
+    ReinforcePlusPlusBaselineAdvantage,
+    RemaxAdvantage,
+    RlooAdvantage,
+)
 from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.types import Batch, Metrics
 
-STD_EPS = 1e-6
-"""Keeps a group with almost equal rewards finite; far below the spread of any real reward."""
-
-
-def grpo(rewards: np.ndarray, group_of: np.ndarray, std: str) -> np.ndarray:
-    """Group-relative advantages (Shao et al. 2024, arXiv:2402.03300, eq. 3).
-
-    Args:
-        rewards: float64 [S], NaN for an abstention.
-        group_of: int64 [S], the group of each sample.
-        std: `group` divides by the group's standard deviation + 1e-6. It is the sample's (divisor n - 1), as
-            in the common implementations of GRPO. `none` only subtracts the mean: Dr. GRPO (Liu et al. 2025,
-            arXiv:2503.20783).
-
-    Returns:
-        advantages, float64 [S].
-
-    Example:
-        rewards 1, 0, 0, 0: mean .25, standard deviation .5, advantages 1.5, -.5, -.5, -.5.
-    """
-    scored = ~np.isnan(rewards)
-    mean_G, std_G, spread_G = _group_statistics(rewards, group_of)
-    scale_G = std_G + STD_EPS if std == "group" else np.ones_like(std_G)
-    # The mean of equal numbers need not equal them in floating point: the spread decides what is exactly 0.
-    signal = scored & (spread_G[group_of] > 0)
-    advantages = np.zeros(len(rewards))
-    advantages[signal] = ((rewards - mean_G[group_of]) / scale_G[group_of])[signal]
-    return advantages
-
-
-def _group_statistics(rewards: np.ndarray, group_of: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Mean, sample standard deviation and spread (largest less smallest) of every group, float64 [G], without
-    the abstentions. A group that nobody scored has 0, 0 and -inf."""
-    num_groups = int(group_of.max()) + 1 if len(group_of) else 0
-    scored = ~np.isnan(rewards)
-    values, owner = rewards[scored], group_of[scored]
-    count = np.bincount(owner, minlength=num_groups)
-    mean = np.bincount(owner, values, num_groups) / np.maximum(count, 1)
-    squares = np.bincount(owner, (values - mean[owner]) ** 2, num_groups)
-    largest, smallest = np.full(num_groups, -np.inf), np.full(num_groups, np.inf)
-    np.maximum.at(largest, owner, values)
-    np.minimum.at(smallest, owner, values)
-    return mean, np.sqrt(squares / np.maximum(count - 1, 1)), np.where(count > 0, largest - smallest, -np.inf)
-
-
-ESTIMATORS: dict[type, Callable[[GrpoAdvantage, np.ndarray, np.ndarray], np.ndarray]] = {
-    GrpoAdvantage: lambda cfg, rewards, group_of: grpo(rewards, group_of, cfg.std),
+ESTIMATORS: dict[type, Callable[[AlgorithmConfig, Batch], np.ndarray]] = {
+    GrpoAdvantage: lambda cfg, b: grpo(b.rewards, b.group_of, cfg.adv_estimator.std),
+    RlooAdvantage: lambda cfg, b: rloo(b.rewards, b.group_of),
+    ReinforcePlusPlusAdvantage: lambda cfg, b: reinforce_plus_plus(b.rewards, b.num_actions),
+    ReinforcePlusPlusBaselineAdvantage: lambda cfg, b: reinforce_plus_plus_baseline(
+        b.rewards, b.group_of, b.num_actions
+    ),
+    RemaxAdvantage: lambda cfg, b: remax(b.rewards, b.greedy_rewards),
+    OpoAdvantage: lambda cfg, b: opo(b.rewards, b.group_of, b.num_actions),
+    GpgAdvantage: lambda cfg, b: gpg(b.rewards, b.group_of, cfg.drop_zero_signal),
+    GrpoPasskAdvantage: lambda cfg, b: grpo_passk(b.rewards, b.group_of, cfg.adv_estimator.std),
+    GdpoAdvantage: lambda cfg, b: gdpo(b.reward_parts, b.reward_weights, b.group_of),
 }
-"""One line an estimator, keyed by its config class: (cfg, rewards [S], group_of [S]) -> advantages [S]."""
+"""One line an estimator, keyed by its config class: (cfg, batch) -> advantages [S]. `gae` and `grpo_process` give one
+number a token: `returns.py` and `process_rewards.py`."""
+
+FEEDS = {"greedy_reward": ("greedy_rewards",), "reward_parts": ("reward_parts", "reward_weights")}
+"""The fields of a batch that hold what an estimator needs beside a reward a sample."""
 
 
 def estimate_advantages(batch: Batch, cfg: AlgorithmConfig) -> Metrics:
@@ -77,22 +67,49 @@ def estimate_advantages(batch: Batch, cfg: AlgorithmConfig) -> Metrics:
     Returns:
         reward/mean: over the scored samples, NaN when there is none.
         reward/std: the groups' standard deviation, averaged over the groups with a score.
-        groups/zero_signal: groups whose scores are all equal.
-        samples/abstained, samples/active: counts.
+        groups/zero_signal: groups with a score whose advantages are all 0. For a group-relative estimator: those
+            whose scores are all equal.
+        samples/abstained: samples without a reward, or without the greedy reward that the estimator needs.
+        samples/active: samples that carry a gradient.
+
+    Raises:
+        ValueError: the estimator needs what the batch does not hold.
     """
-    rewards, group_of = batch.rewards, batch.group_of
-    abstained = np.isnan(rewards)
-    _, std_G, spread_G = _group_statistics(rewards, group_of)
-    batch.advantages = ESTIMATORS[type(cfg.adv_estimator)](cfg.adv_estimator, rewards, group_of)
-    active = batch.active & ~abstained
+    estimator = cfg.adv_estimator
+    _require_fed(batch, estimator)
+    rewards, group_of, num_groups = batch.rewards, batch.group_of, len(batch.groups)
+    scored = ~np.isnan(rewards)
+    if "greedy_reward" in estimator.needs:
+        scored &= ~np.isnan(batch.greedy_rewards)
+    batch.advantages = ESTIMATORS[type(estimator)](cfg, batch)
+    has_score_G = np.bincount(group_of[scored], minlength=num_groups) > 0
+    has_signal_G = np.bincount(group_of[batch.advantages != 0], minlength=num_groups) > 0
+    active = batch.active & scored
     if cfg.drop_zero_signal:
-        active &= spread_G[group_of] != 0
+        active &= has_signal_G[group_of]
     batch.active = active
-    any_scored = not abstained.all()
+    _, std_G, spread_G = group_statistics(rewards, group_of)
+    any_reward = bool((spread_G >= 0).any())
     return {
-        "reward/mean": float(rewards[~abstained].mean()) if any_scored else float("nan"),
-        "reward/std": float(std_G[spread_G >= 0].mean()) if any_scored else float("nan"),
-        "groups/zero_signal": float((spread_G == 0).sum()),
-        "samples/abstained": float(abstained.sum()),
+        "reward/mean": float(np.nanmean(rewards)) if any_reward else float("nan"),
+        "reward/std": float(std_G[spread_G >= 0].mean()) if any_reward else float("nan"),
+        "groups/zero_signal": float((has_score_G & ~has_signal_G).sum()),
+        "samples/abstained": float((~scored).sum()),
         "samples/active": float(active.sum()),
     }
+
+
+def _require_fed(batch: Batch, estimator) -> None:
+    if type(estimator) not in ESTIMATORS:
+        raise ValueError(
+            f"adv_estimator {estimator.kind} gives one number a token and needs {', '.join(sorted(estimator.needs))}: "
+            f"this recipe estimates one number a sample; choose one of "
+            f"{', '.join(cls.model_fields['kind'].default for cls in ESTIMATORS)}"
+        )
+    for need in sorted(estimator.needs & FEEDS.keys()):
+        missing = [name for name in FEEDS[need] if getattr(batch, name) is None]
+        if missing:
+            raise ValueError(
+                f"adv_estimator {estimator.kind} needs {need}, but the batch holds no {' and no '.join(missing)}: "
+                f"this recipe does not collect it; choose another estimator"
+            )

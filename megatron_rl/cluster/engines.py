@@ -37,9 +37,9 @@ class EngineRank:
         return await self.engine.receive(version)
 
     async def generate(
-        self, prompts: list[Prompt], num_samples: int, version: int, seed: int
+        self, prompts: list[Prompt], num_samples: int, version: int, seed: int, greedy: bool
     ) -> list[tuple[list[Sample], ray.ObjectRef]]:
-        answers = await self.engine.generate(prompts, num_samples, version, seed)
+        answers = await self.engine.generate(prompts, num_samples, version, seed, greedy)
         return [([sample for sample, _ in group], ray.put([tokens for _, tokens in group])) for group in answers]
 
 
@@ -67,11 +67,13 @@ class EngineGroup:
         """
         gather(self._starting, self.names)
 
-    def generate(self, prompts: Sequence[Prompt], num_samples: int, version: int, seed: int) -> list[Group]:
+    def generate(
+        self, prompts: Sequence[Prompt], num_samples: int, version: int, seed: int, greedy: bool = False
+    ) -> list[Group]:
         bounds = [len(prompts) * i // len(self.engines) for i in range(len(self.engines) + 1)]
         parts = [list(prompts[a:b]) for a, b in zip(bounds, bounds[1:])]
         calls = [
-            engine.generate.remote(part, num_samples, version, seed * len(self.engines) + i)
+            engine.generate.remote(part, num_samples, version, seed * len(self.engines) + i, greedy)
             for i, (engine, part) in enumerate(zip(self.engines, parts, strict=True))
         ]
         answers = [answer for part in gather(calls, self.names) for answer in part]

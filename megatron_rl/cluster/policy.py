@@ -8,6 +8,7 @@ collectives.
 from __future__ import annotations
 
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,13 +28,13 @@ from megatron_rl.types import Batch, Denominators, Mesh, Metrics, MicrobatchPlan
 
 @dataclass(frozen=True, slots=True)
 class Assigned:
-    """One sample of a rank: where its tokens are, and its advantage."""
+    """One sample of a rank: where its tokens are, and its numbers."""
 
     group: int
     """Index into the payloads that the rank gets."""
     index_in_group: int
-    advantage: float
-    name: str
+    numbers: dict[str, Any]
+    """The other fields of its `TrainSample`."""
 
 
 Assignment = list[list[list[Assigned]]]
@@ -63,6 +64,7 @@ class TrainerRank:
             self.spec, rank=self.rank, world_size=self.spec.policy.parallel.mesh.world_size, init_method=init_method
         )
         load_hf(self.actor, self.spec.model.path)
+        self.actor.keep_reference()
         return self.actor.fused_norms
 
     def begin(
@@ -72,13 +74,13 @@ class TrainerRank:
         fetched = dict(zip(references, ray.get(references), strict=True))
         tokens = [fetched[p] if isinstance(p, ray.ObjectRef) else p for p in payloads]
         minibatches = [
-            [[TrainSample(s.name, tokens[s.group][s.index_in_group], s.advantage) for s in micro] for micro in mini]
+            [[TrainSample(tokens=tokens[s.group][s.index_in_group], **s.numbers) for s in micro] for micro in mini]
             for mini in assignment
         ]
         return self.actor.begin(minibatches, denominators, alignment)
 
-    def update(self, minibatch: int) -> Metrics:
-        return self.actor.update(minibatch)
+    def update(self, minibatch: int, coefficients: Mapping[str, float]) -> Metrics:
+        return self.actor.update(minibatch, coefficients)
 
     def save(self, folder: str, extra: dict[str, Any]) -> None:
         self.actor.save(Path(folder), extra)
@@ -152,8 +154,8 @@ class PolicyGroup:
             )
         return gather(calls, self.names)[0]
 
-    def update(self, minibatch: int) -> Metrics:
-        return self._all("update", minibatch)
+    def update(self, minibatch: int, coefficients: Mapping[str, float]) -> Metrics:
+        return self._all("update", minibatch, coefficients)
 
     def save(self, folder: Path, extra: dict[str, Any]) -> None:
         self._all("save", str(folder.absolute()), extra)
@@ -180,8 +182,14 @@ def _assign(batch: Batch, plan: MicrobatchPlan, data_rank: int) -> tuple[Assignm
             position[group] = len(payloads)
             payloads.append(batch.groups[group].payload)
         index = int(batch.index_in_group[sample])
-        name = f"{batch.groups[group].prompt.uid}, answer {index}"
-        return Assigned(position[group], index, float(batch.advantages[sample]), name)
+        numbers = {
+            "name": f"{batch.groups[group].prompt.uid}, answer {index}",
+            "advantage": float(batch.advantages[sample]),
+            "weight": float(batch.weights[sample]),
+            "index": int(sample),
+            "version": batch.version,
+        }
+        return Assigned(position[group], index, numbers)
 
     assignment = [[[assign(s) for s in micro] for micro in mini[data_rank]] for mini in plan.minibatches]
     return assignment, payloads

@@ -91,14 +91,15 @@ def judge(kind: type[Config], merged: Mapping[str, Any]) -> Config:
 
 
 def _explain(kind: type[BaseModel], fault: Any) -> str:
-    location = [str(part) for part in fault["loc"]]
-    path = ".".join(location)
-    if fault["type"] == "extra_forbidden":
-        model = _model_at(kind, fault["loc"][:-1])
+    unknown = fault["type"] == "extra_forbidden"
+    inside, model = _locate(kind, fault["loc"][:-1] if unknown else fault["loc"])
+    path = ".".join(inside)
+    if unknown:
+        key = str(fault["loc"][-1])
         names = list(model.model_fields) if model else []
-        near = difflib.get_close_matches(location[-1], names, n=1, cutoff=0.5)
-        hint = f"did you mean {'.'.join([*location[:-1], near[0]])}?" if near else f"known here: {', '.join(names)}"
-        return f"{path}: unknown key; {hint}"
+        near = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
+        hint = f"did you mean {'.'.join([*inside, near[0]])}?" if near else f"known here: {', '.join(names)}"
+        return f"{'.'.join([*inside, key])}: unknown key; {hint}"
     if fault["type"] == "missing":
         return f"{path}: required, and given by no file and no override"
     message = fault["msg"].removeprefix("Value error, ")
@@ -107,18 +108,20 @@ def _explain(kind: type[BaseModel], fault: Any) -> str:
     return f"{path}: {message} (got {fault['input']!r})"
 
 
-def _model_at(kind: type[BaseModel], location: Sequence[str | int]) -> type[BaseModel] | None:
-    """The model that a fault's location lies in; a union's `kind` stands in the location as a step of its own."""
+def _locate(kind: type[BaseModel], location: Sequence[str | int]) -> tuple[list[str], type[BaseModel] | None]:
+    """The keys that lead to a fault as a user writes them, and the model there. pydantic's location has a union's
+    `kind` as a step of its own, which is no key."""
     here: Any = kind
+    keys = []
     for step in location:
         candidates = _models(here)
-        if isinstance(step, int):
-            continue
         inside = [m.model_fields[step].annotation for m in candidates if step in m.model_fields]
         chosen = [m for m in candidates if "kind" in m.model_fields and m.model_fields["kind"].default == step]
+        if inside or not chosen:
+            keys.append(str(step))
         here = inside[0] if inside else Union[tuple(chosen)] if chosen else here
     models = _models(here)
-    return models[0] if models else None
+    return keys, models[0] if models else None
 
 
 def _models(annotation: Any) -> list[type[BaseModel]]:

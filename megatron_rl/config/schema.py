@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
-from megatron_rl.config.algorithm import AlgorithmConfig
+from megatron_rl.config.algorithm import BEHAVIOUR_LOSSES, AlgorithmConfig
 from megatron_rl.config.balance import BalanceConfig
 from megatron_rl.config.section import Section
 from megatron_rl.types import Mesh
@@ -118,6 +118,7 @@ class ExactAnswerReward(Section):
     """1 if the text after the thought is the row's `ground_truth`, else 0."""
 
     kind: Literal["exact_answer"] = "exact_answer"
+    weight: float = 1.0
     answer: Literal["all", "last_number"] = "all"
     """all: the whole text after the delimiter, stripped; last_number: its last number, compared as a number."""
     require_stop: bool = True
@@ -217,10 +218,11 @@ class SftRunConfig(BaseConfig):
 
     @model_validator(mode="after")
     def _cap_holds_the_longest_row(self):
-        if self.balance.max_tokens_per_microbatch < self.sft.max_tokens:
+        if self.balance.oversize == "refuse" and self.balance.max_tokens_per_microbatch < self.sft.max_tokens:
             raise ValueError(
                 f"balance.max_tokens_per_microbatch ({self.balance.max_tokens_per_microbatch}) is below sft.max_tokens "
-                f"({self.sft.max_tokens}): the longest row fits no micro-batch; raise the cap or lower max_tokens"
+                f"({self.sft.max_tokens}): the longest row fits no micro-batch; raise the cap, lower max_tokens, "
+                "or set balance.oversize to alone"
             )
         return self
 
@@ -238,10 +240,11 @@ class GrpoRunConfig(BaseConfig):
     @model_validator(mode="after")
     def _cross_checks(self):
         cap, longest = self.balance.max_tokens_per_microbatch, self.rollout.max_model_tokens
-        if cap < longest:
+        if self.balance.oversize == "refuse" and cap < longest:
             raise ValueError(
                 f"balance.max_tokens_per_microbatch ({cap}) is below the longest sample, rollout.max_prompt_tokens + "
-                f"rollout.max_response_tokens = {longest}: it would fit no micro-batch; raise the cap"
+                f"rollout.max_response_tokens = {longest}: it would fit no micro-batch; raise the cap, "
+                "or set balance.oversize to alone"
             )
         thinking = self.rollout.thinking
         if thinking and not self.rollout.delimiter:
@@ -253,13 +256,37 @@ class GrpoRunConfig(BaseConfig):
                 "needs room"
             )
         sampling = self.rollout.sampling
-        if self.algorithm.correction and (sampling.top_p < 1 or sampling.top_k > 0):
+        weighs = isinstance(self.algorithm.loss, BEHAVIOUR_LOSSES)
+        if (self.algorithm.correction or weighs) and (sampling.top_p < 1 or sampling.top_k > 0):
+            name = f"loss {self.algorithm.loss.kind}" if weighs else "correction"
+            other = "another loss" if weighs else "algorithm.correction to null"
             raise ValueError(
-                "algorithm.correction needs the engine's full distribution: set rollout.sampling.top_p to 1 and top_k "
-                "to 0, or algorithm.correction to null"
+                f"algorithm.{name} needs the engine's full distribution: set rollout.sampling.top_p to 1 and top_k "
+                f"to 0, or choose {other}"
             )
-        if self.rollout.samples_per_prompt == 1:
-            raise ValueError("rollout.samples_per_prompt is 1: every grpo advantage would be 0; use 2 or more")
+        estimator = self.algorithm.adv_estimator
+        if "group" in estimator.needs and self.rollout.samples_per_prompt == 1:
+            raise ValueError(
+                f"rollout.samples_per_prompt is 1: every {estimator.kind} advantage would be 0; use 2 or more"
+            )
+        self._reject_what_is_not_collected()
         if self.rollout.prompts_per_step < self.algorithm.updates_per_step:
             raise ValueError("algorithm.updates_per_step exceeds rollout.prompts_per_step: some updates would be empty")
         return self
+
+    def _reject_what_is_not_collected(self) -> None:
+        """The algorithms room has them; this recipe has nobody who makes their input."""
+        estimator, kl = self.algorithm.adv_estimator, self.algorithm.kl
+        missing = {
+            "values": "a critic, and none is trained",
+            "step_rewards": "rewards of single steps, and the verifiers give one reward an answer",
+        }
+        for need in sorted(estimator.needs & missing.keys()):
+            raise ValueError(
+                f"algorithm.adv_estimator {estimator.kind} needs {missing[need]}; choose another estimator"
+            )
+        if kl and kl.place == "reward":
+            raise ValueError(
+                "algorithm.kl.place: reward needs advantages of single tokens, and they are estimated one a sample; "
+                "use place: loss"
+            )

@@ -1,12 +1,14 @@
 """A run's checkpoints: `step_000010/` folders, whole or absent, the newest few kept.
 
-The policy writes and reads its own part; what else a step depends on (the prompt stream) travels as `extra`.
+The policy writes and reads its own part; what else a step depends on (the prompt stream, the coefficients) travels
+as `extra`.
 """
 
 from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,7 +17,7 @@ from megatron_rl.ports import Policy
 PATTERN = re.compile(r"step_(\d{6,})")
 
 
-class Stream(Protocol):
+class Stateful(Protocol):
     def state(self) -> dict[str, Any]: ...
 
     def restore(self, state: dict[str, Any]) -> None: ...
@@ -53,18 +55,20 @@ class Checkpoints:
     def path(self, step: int) -> Path:
         return self.folder / f"step_{step:06d}"
 
-    def restore(self, policy: Policy, stream: Stream) -> int:
+    def restore(self, policy: Policy, state: Mapping[str, Stateful]) -> int:
         """Load the newest checkpoint, if there is one; returns the step to begin with."""
         step = self.first_step
         if step:
-            stream.restore(policy.load(self.path(step))["stream"])
+            extra = policy.load(self.path(step))
+            for name, part in state.items():
+                part.restore(extra[name])
         return step
 
-    def save(self, policy: Policy, step: int, stream: Stream) -> None:
+    def save(self, policy: Policy, step: int, state: Mapping[str, Stateful]) -> None:
         """Write a checkpoint, then delete what exceeds `keep`: the last good one never goes first."""
         if step in self.steps():
             return
         self.folder.mkdir(parents=True, exist_ok=True)
-        policy.save(self.path(step), {"step": step, "stream": stream.state()})
+        policy.save(self.path(step), {"step": step} | {name: part.state() for name, part in state.items()})
         for old in self.steps()[: -self.keep]:
             shutil.rmtree(self.path(old))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -37,6 +38,9 @@ def answer_and_verify(
     with sink.phase("verify"):
         score(ports, groups)
     metrics = describe(groups)
+    if config.algorithm.shaping:  # reward/mean is of what training sees
+        scores = [sample.reward for group in groups for sample in group.samples if sample.reward is not None]
+        metrics["score/mean"] = fmean(scores)
     return groups, metrics | {"rollout/tokens_per_s": metrics["rollout/num_tokens"] / generate_s}
 
 
@@ -45,7 +49,8 @@ def score(ports: Ports, groups: Sequence[Group]) -> None:
     verdicts = ports.verifier.score(groups)
     for group, given in zip(groups, verdicts, strict=True):
         for sample, verdict in zip(group.samples, given, strict=True):
-            sample.reward = verdict.score
+            sample.reward, sample.reward_parts = verdict.score, verdict.parts
+            sample.shaped_reward = verdict.score if verdict.shaped is None else verdict.shaped
     reject_silence([verdict for given in verdicts for verdict in given])
 
 
@@ -62,13 +67,32 @@ def evaluate_heldout(config: GrpoRunConfig, ports: Ports, prompts: Sequence[Prom
     """Mean score over the held-out prompts at the run's own sampling temperature."""
     groups = ports.engine.generate(prompts, config.eval.samples_per_prompt, step, EVALUATION_SEED - 1)
     score(ports, groups)
-    batch = Batch.from_groups(groups)
+    samples = [sample for group in groups for sample in group.samples]
+    scores = [sample.reward for sample in samples if sample.reward is not None]
     return {
-        "eval/accuracy": float(np.nanmean(batch.rewards)),
-        "eval/num_samples": float(len(batch.rewards)),
-        "eval/abstained": float(np.isnan(batch.rewards).sum()),
-        "eval/response_mean": float(np.mean([s.length - s.num_prompt_tokens for g in groups for s in g.samples])),
+        "eval/accuracy": fmean(scores),
+        "eval/num_samples": float(len(samples)),
+        "eval/abstained": float(len(samples) - len(scores)),
+        "eval/response_mean": fmean(sample.length - sample.num_prompt_tokens for sample in samples),
     }
+
+
+def as_batch(config: GrpoRunConfig, ports: Ports, groups: Sequence[Group], step: int, sink: Sink) -> Batch:
+    """The samples as arrays, and what the estimator needs beside their rewards: the rewards' weights; the reward of
+    each prompt's most probable answer."""
+    batch = Batch.from_groups(groups, version=step)
+    needs = config.algorithm.adv_estimator.needs
+    if "reward_parts" in needs:
+        batch.reward_weights = np.array([reward.weight for reward in config.rewards])
+    if "greedy_reward" in needs:
+        prompts = [group.prompt for group in groups]
+        with sink.phase("generate"):
+            greedy = ports.engine.generate(prompts, 1, step, config.run.seed * EVALUATION_SEED + step, greedy=True)
+        with sink.phase("verify"):
+            score(ports, greedy)
+        rewards = [group.samples[0].shaped_reward for group in greedy]
+        batch.greedy_rewards = np.array([np.nan if r is None else r for r in rewards])[batch.group_of]
+    return batch
 
 
 def describe(groups: Sequence[Group]) -> Metrics:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from megatron_rl.algorithms import loss_weights
 from megatron_rl.balance import plan_microbatches
 from megatron_rl.config.schema import SftRunConfig
 from megatron_rl.data import ShuffledStream
@@ -24,25 +25,28 @@ def train_supervised(
 ) -> int:
     """Train to config.run.steps, or until `stopping` says so after a step; returns the steps that are done."""
     sink, checkpoints = records
-    step = checkpoints.restore(policy, rows)
+    step = checkpoints.restore(policy, {"stream": rows})
     while step < config.run.steps:
         with sink.phase("plan"):
-            batch = as_batch(rows.next())
-            plan = plan_microbatches(batch, shape, config.policy.parallel, config.balance, updates=1)
+            batch = as_batch(rows.next(), step)
+            plan = plan_microbatches(
+                batch, shape, config.policy.parallel, config.balance, updates=1, recompute=config.model.recompute
+            )
+            batch.weights = loss_weights(batch, plan, "token-mean")
         with sink.phase("update"):
-            metrics = {**plan.metrics, **policy.begin(batch, plan), **policy.update(0)}
+            metrics = {**plan.metrics, **policy.begin(batch, plan), **policy.update(0, {})}
         step += 1
         stop = stopping()
         if stop or step == config.run.steps or due(step, config.checkpoint.every):
             with sink.phase("checkpoint"):
-                checkpoints.save(policy, step, rows)
+                checkpoints.save(policy, step, {"stream": rows})
         sink.log(step - 1, metrics)
         if stop:
             break
     return step
 
 
-def as_batch(rows: Sequence[Tokens]) -> Batch:
+def as_batch(rows: Sequence[Tokens], step: int) -> Batch:
     """Every row is a group of one whose actions are its completion."""
     groups = []
     for position, row in enumerate(rows):
@@ -54,4 +58,4 @@ def as_batch(rows: Sequence[Tokens]) -> Batch:
             finish="stop",
         )
         groups.append(Group(Prompt(f"row {position} of the step", (), ""), [sample], [row], version=0))
-    return Batch.from_groups(groups)
+    return Batch.from_groups(groups, version=step)

@@ -13,14 +13,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from megatron_rl.algorithms import estimate_advantages
+from megatron_rl.algorithms import Coefficients, estimate_advantages, loss_weights
 from megatron_rl.balance import plan_microbatches
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.data import ShuffledStream
 from megatron_rl.loop.checkpoints import Checkpoints, due
-from megatron_rl.loop.rollouts import answer_and_verify, evaluate_heldout
+from megatron_rl.loop.rollouts import answer_and_verify, as_batch, evaluate_heldout
 from megatron_rl.ports import Bridge, Engine, Policy, Sink, Verifier
-from megatron_rl.types import Batch, Metrics, ModelShape, Prompt
+from megatron_rl.types import Metrics, ModelShape, Prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,31 +51,44 @@ def train(
         ValueError: trainer and engine disagree, every verdict abstained, or a loss is not finite.
     """
     sink, checkpoints = records
-    step = checkpoints.restore(ports.policy, prompts.train)
+    algorithm, coefficients = config.algorithm, Coefficients(config.algorithm)
+    state = {"stream": prompts.train, "coefficients": coefficients}
+    step = checkpoints.restore(ports.policy, state)
     metrics = synchronise(config, ports, prompts, sink, step)
     while step < config.run.steps:
         groups, described = answer_and_verify(config, ports, prompts.train.next(), step, sink)
+        batch = as_batch(config, ports, groups, step, sink)
         with sink.phase("plan"):
-            batch = Batch.from_groups(groups)
-            metrics |= described | estimate_advantages(batch, config.algorithm)
+            metrics |= described | estimate_advantages(batch, algorithm)
             plan = plan_microbatches(
-                batch, shape, config.policy.parallel, config.balance, config.algorithm.updates_per_step
+                batch,
+                shape,
+                config.policy.parallel,
+                config.balance,
+                algorithm.updates_per_step,
+                recompute=config.model.recompute,
             )
+            batch.weights = loss_weights(batch, plan, algorithm.loss_agg_mode, algorithm.loss_agg_tokens)
             metrics |= plan.metrics
         if plan.minibatches:
             with sink.phase("logprobs"):
                 metrics |= ports.policy.begin(batch, plan)
-            check_agreement(metrics, config.algorithm.max_mismatch, step)
+            check_agreement(metrics, algorithm.max_mismatch, step)
+        updates = []
         with sink.phase("update"):
-            updates = [ports.policy.update(minibatch) for minibatch in range(len(plan.minibatches))]
-        metrics |= describe_updates(updates)
+            for minibatch in range(len(plan.minibatches)):
+                updates.append(ports.policy.update(minibatch, coefficients.values))
+                check_agreement(updates[0], algorithm.max_mismatch, step)
+        metrics |= describe_updates(updates, coefficients)
+        if updates:
+            coefficients.adapt(metrics, int(metrics["samples/active"]))
         sink.samples(step, groups[:1], [ports.engine.tokens(group) for group in groups[:1]])
 
         step += 1
         stop = stopping()
         if stop or step == config.run.steps or due(step, config.checkpoint.every):
             with sink.phase("checkpoint"):
-                checkpoints.save(ports.policy, step, prompts.train)
+                checkpoints.save(ports.policy, step, state)
         sink.log(step - 1, metrics)
         if stop and step < config.run.steps:
             return step
@@ -94,8 +107,9 @@ def synchronise(config: GrpoRunConfig, ports: Ports, prompts: Prompts, sink: Sin
     return metrics
 
 
-def describe_updates(updates: Sequence[Metrics]) -> Metrics:
-    """A step's updates as one: the largest of a `/max`, the smallest of a `/min`, else the mean.
+def describe_updates(updates: Sequence[Metrics], coefficients: Coefficients) -> Metrics:
+    """A step's updates as one: the largest of a `/max`, the smallest of a `/min`, else the mean; and the coefficients
+    that they used.
 
     `on_policy/ratio_error` is how far the first update's ratios are from 1: the weights are still those of logp_old.
     """
@@ -105,13 +119,16 @@ def describe_updates(updates: Sequence[Metrics]) -> Metrics:
     metrics = {
         name: together.get(name.rpartition("/")[2], fmean)([update[name] for update in updates]) for name in updates[0]
     }
-    return metrics | {"on_policy/ratio_error": max(updates[0]["ratio/max"] - 1, 1 - updates[0]["ratio/min"])}
+    in_force = {f"coefficient/{name}": value for name, value in coefficients.values.items()}
+    ratio_error = max(updates[0]["ratio/max"] - 1, 1 - updates[0]["ratio/min"])
+    return metrics | in_force | {"on_policy/ratio_error": ratio_error}
 
 
 def check_agreement(metrics: Metrics, bound: float, step: int) -> None:
-    """At lag 0 engine and trainer hold the same weights, so they must give the same tokens the same log-probs."""
-    seen = metrics["mismatch/mean_abs"]
-    if not seen <= bound:
+    """At lag 0 engine and trainer hold the same weights, so they must give the same tokens the same log-probs. Known
+    before the first update, or by it where the loss needs no logp_old."""
+    seen = metrics.get("mismatch/mean_abs")
+    if seen is not None and not seen <= bound:
         raise ValueError(
             f"step {step}: trainer and engine disagree: mean |logp_old - logp_rollout| is {seen:.2e}, above "
             f"algorithm.max_mismatch = {bound:g}. The engine does not compute what the trainer trains (weights, "

@@ -108,9 +108,9 @@ class VllmEngine:
         )
 
     async def generate(
-        self, prompts: Sequence[Prompt], num_samples: int, version: int, seed: int
+        self, prompts: Sequence[Prompt], num_samples: int, version: int, seed: int, greedy: bool = False
     ) -> list[list[tuple[Sample, Tokens]]]:
-        """Answer every prompt `num_samples` times.
+        """Answer every prompt `num_samples` times; `greedy`: with the most probable tokens.
 
         Returns:
             For each prompt its samples, in order.
@@ -123,7 +123,9 @@ class VllmEngine:
         thinking = self._rollout.thinking
         limit = thinking.thought_tokens if thinking else self._rollout.max_response_tokens
         calls = await self._sample(
-            [(prompt.token_ids, limit) for prompt in prompts], num_samples, _sampler_seed(self._seed, seed)
+            [(prompt.token_ids, limit) for prompt in prompts],
+            self._params(num_samples, greedy),
+            _sampler_seed(self._seed, seed),
         )
         first = [completion for completions in calls for completion in completions]
         prompt_ids = [prompt.token_ids for prompt in prompts for _ in range(num_samples)]
@@ -131,7 +133,7 @@ class VllmEngine:
             plans = [plan_second_call(call, self._delimiter, thinking.response_tokens) for call in first]
         else:
             plans = [Continuation(len(call.ids), (), 0) for call in first]
-        second = await self._continue(prompt_ids, first, plans)
+        second = await self._continue(prompt_ids, first, plans, self._params(1, greedy))
         samples = [
             join(ids, (truncate(call, plan.num_kept), *rest), plan.forced, self._delimiter, version)
             for ids, call, plan, rest in zip(prompt_ids, first, plans, second, strict=True)
@@ -193,7 +195,11 @@ class VllmEngine:
                 )
 
     async def _continue(
-        self, prompt_ids: Sequence[Sequence[int]], first: Sequence[Completion], plans: Sequence[Continuation]
+        self,
+        prompt_ids: Sequence[Sequence[int]],
+        first: Sequence[Completion],
+        plans: Sequence[Continuation],
+        params: dict[str, Any],
     ) -> list[list[Completion]]:
         """Call 2 for each sample that has one, else an empty list; the prefix cache knows what call 1 saw."""
         requests = [
@@ -201,47 +207,51 @@ class VllmEngine:
             for ids, call, plan in zip(prompt_ids, first, plans, strict=True)
             if plan.max_tokens
         ]
-        answers = iter(await self._sample(requests, 1, None) if requests else [])
+        answers = iter(await self._sample(requests, params, None) if requests else [])
         return [next(answers) if plan.max_tokens else [] for plan in plans]
 
     async def _sample(
-        self, requests: Sequence[tuple[Sequence[int], int]], num_samples: int, seed: int | None
+        self, requests: Sequence[tuple[Sequence[int], int]], params: dict[str, Any], seed: int | None
     ) -> list[list[Completion]]:
         """One call of the engine for all (prompt ids, token limit).
 
         Args:
+            params: of sampling, but the limit.
             seed: starts the random stream and an empty prefix cache; None goes on with both.
         """
+        from vllm import SamplingParams
+
         await self._llm.pause_generation(mode="keep", clear_cache=seed is not None)
         if seed is not None:
             await self._llm.collective_rpc("seed_sampling", args=(seed,))
         self._num_calls += 1
         queues = [
             await self._llm.add_request(
-                f"{self._num_calls}-{i}", {"prompt_token_ids": list(ids)}, self._params(limit, num_samples)
+                f"{self._num_calls}-{i}",
+                {"prompt_token_ids": list(ids)},
+                SamplingParams(**params, max_tokens=limit),
             )
             for i, (ids, limit) in enumerate(requests)
         ]
         await self._llm.resume_generation()
         return [await _collect(queue) for queue in queues]
 
-    def _params(self, limit: int, num_samples: int) -> Any:
-        from vllm import SamplingParams
+    def _params(self, num_samples: int, greedy: bool) -> dict[str, Any]:
+        """Of vLLM's SamplingParams, but the token limit."""
         from vllm.sampling_params import RequestOutputKind
 
         sampling = self._rollout.sampling
-        return SamplingParams(
-            n=num_samples,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            max_tokens=limit,
-            stop_token_ids=list(self._stop_ids),
-            logprobs=0,  # of the sampled token alone
-            flat_logprobs=True,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
+        return {
+            "n": num_samples,
+            "temperature": 0.0 if greedy else sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "stop_token_ids": list(self._stop_ids),
+            "logprobs": 0,  # of the sampled token alone
+            "flat_logprobs": True,
+            "detokenize": False,
+            "output_kind": RequestOutputKind.FINAL_ONLY,
+        }
 
 
 async def _collect(queue: Any) -> list[Completion]:

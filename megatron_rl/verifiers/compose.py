@@ -34,14 +34,14 @@ class RewardSet:
     weights, as in TRL. When all abstain, so does the sum.
 
     Args:
-        configs: one or more; `exact_answer` has the weight 1.
+        configs: one or more.
         tokenizer: anything with `decode(ids, skip_special_tokens=...)`.
         delimiter: text that ends the thought (`</think>`); empty when the model has none.
     """
 
     def __init__(self, configs: Sequence[RewardConfig], tokenizer: Tokenizer, delimiter: str) -> None:
         self._verifiers = [VERIFIERS[type(cfg)](cfg, tokenizer, delimiter) for cfg in configs]
-        self._weights = [cfg.weight if isinstance(cfg, FunctionReward) else 1.0 for cfg in configs]
+        self._weights = [cfg.weight for cfg in configs]
         needs_truth = any(isinstance(cfg, ExactAnswerReward) for cfg in configs)
         self.required_columns = ("ground_truth",) if needs_truth else ()
         """Columns that every row must have."""
@@ -71,5 +71,6 @@ class RewardSet:
 
 def _weighted_sum(weights: Sequence[float], verdicts: Sequence[Verdict]) -> Verdict:
     reason = "; ".join(verdict.reason for verdict in verdicts if verdict.reason)
-    terms = [w * v.score for w, v in zip(weights, verdicts, strict=True) if v.score is not None]
-    return Verdict(sum(terms) if terms else None, reason)
+    parts = tuple(verdict.score for verdict in verdicts)
+    terms = [w * score for w, score in zip(weights, parts, strict=True) if score is not None]
+    return Verdict(sum(terms) if terms else None, reason, parts)

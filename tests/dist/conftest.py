@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -74,5 +75,6 @@ def samples() -> list[TrainSample]:
             logp_rollout=logp.astype(np.float32),
             version=np.where(mask, 0, -1).astype(np.int32),
         )
-        result.append(TrainSample(f"prompt{i // 4}#{i % 4}", tokens, float(rng.standard_normal())))
-    return result
+        result.append(TrainSample(f"prompt{i // 4}#{i % 4}", tokens, float(rng.standard_normal()), 0.0, index=i))
+    num_tokens = sum(int(sample.tokens.action_mask.sum()) for sample in result)
+    return [replace(sample, weight=1 / num_tokens) for sample in result]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,13 +13,16 @@ import torch.distributed as dist
 from megatron_rl.actor import platform  # before Megatron: it silences its import
 
 from megatron.core import parallel_state  # isort: skip
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region  # isort: skip
+from megatron.core.utils import unwrap_model  # isort: skip
 from megatron_rl.actor.actor import MegatronActor
-from megatron_rl.actor.spec import ActorSpec
 from megatron_rl.actor.attention import packed_sequences
-from megatron_rl.actor.logprobs import vocabulary_parallel_logprobs
+from megatron_rl.actor.logprobs import output_weight, vocabulary_shard
 from megatron_rl.actor.packing import TrainSample, pack
+from megatron_rl.actor.spec import ActorSpec
 from megatron_rl.actor.weights import export_hf, load_hf
-from megatron_rl.algorithms.objective import policy_objective, supervised_objective
+from megatron_rl.algorithms.logprobs import token_logprobs
+from megatron_rl.algorithms import PolicyObjective, SupervisedObjective
 from megatron_rl.config.schema import (
     AlgorithmConfig,
     ModelConfig,
@@ -52,22 +56,28 @@ class Layout:
 
 
 def build(
-    rank: int, world_size: int, url: str, folder: Path, layout: Layout, supervised: bool = False
+    rank: int,
+    world_size: int,
+    url: str,
+    folder: Path,
+    layout: Layout,
+    algorithm: AlgorithmConfig | None = AlgorithmConfig(),
 ) -> MegatronActor:
+    """`algorithm` None is supervised training."""
     mesh = layout.mesh
     parallel = ParallelConfig(tensor=mesh.tensor, pipeline=mesh.pipeline, data=mesh.data, sequence=layout.sequence)
     spec = ActorSpec(
         shape=read_shape(folder),
         model=ModelConfig(path=folder, dtype=layout.dtype, recompute=layout.recompute),
         policy=PolicyConfig(parallel=parallel, optimizer=OPTIMIZER),
-        objective=supervised_objective() if supervised else policy_objective(AlgorithmConfig()),
-        temperature=1.0 if supervised else TEMPERATURE,
-        needs_logp_old=not supervised,
+        objective=PolicyObjective(algorithm) if algorithm else SupervisedObjective(),
+        temperature=TEMPERATURE if algorithm else 1.0,
         total_steps=TOTAL_STEPS,
         seed=0,
     )
     actor = MegatronActor(spec, rank=rank, world_size=world_size, init_method=url)
     load_hf(actor, folder)
+    actor.keep_reference()
     return actor
 
 
@@ -93,11 +103,14 @@ def begin(actor: MegatronActor, samples: list[TrainSample], layout: Layout, num_
     return actor.begin(minibatches, [denominators(samples)] * num_updates, layout.alignment)
 
 
-def train(rank, world_size, url, *, folder, samples, layout, num_updates=3, supervised=False):
+COEFFICIENTS = {"kl": 0.3, "entropy": 0.05}
+
+
+def train(rank, world_size, url, *, folder, samples, layout, num_updates=3, algorithm=AlgorithmConfig()):
     """(mismatch, metrics of each update)"""
-    actor = build(rank, world_size, url, folder, layout, supervised)
+    actor = build(rank, world_size, url, folder, layout, algorithm)
     mismatch = begin(actor, samples, layout, num_updates)
-    metrics = [actor.update(i) for i in range(num_updates)]
+    metrics = [actor.update(i, COEFFICIENTS) for i in range(num_updates)]
     actor.close()
     return mismatch, metrics
 
@@ -107,33 +120,37 @@ def logits(rank, world_size, url, *, folder, samples, layout):
     actor = build(rank, world_size, url, folder, layout)
     batch = pack(samples, layout.alignment)
     with platform.running(), torch.no_grad():
-        part_1TV = actor.model(
+        hidden_1TH = actor.model(
             input_ids=batch.ids_T[None],
             position_ids=None,
             attention_mask=None,
             packed_seq_params=packed_sequences(batch.lengths_S, actor.spec.shape, fused=False),
         )
+        part_1TV = hidden_1TH @ output_weight(unwrap_model(actor.model)).T
     parts = [torch.empty_like(part_1TV) for _ in range(layout.mesh.tensor)]
     dist.all_gather(parts, part_1TV.contiguous(), group=parallel_state.get_tensor_model_parallel_group())
     actor.close()
     return torch.cat(parts, -1)[0].numpy(), batch.lengths_S.numpy()
 
 
-def logprobs(rank, world_size, url, *, logits_TV, target_T, grad_T, vocab_size, temperature):
-    """This rank's columns of padded logits: value and gradient of the log-probs."""
+def logprobs(rank, world_size, url, *, hidden_TH, weight_VH, target_T, grad_2T, vocab_size, temperature):
+    """The rows of a padded output layer split over the ranks: log-probs and entropies, and the gradients to hidden
+    states (summed over the ranks) and to this rank's rows."""
     platform.start(rank, world_size, url)
-    width = logits_TV.shape[1] // world_size
-    part_TV = torch.from_numpy(logits_TV[:, rank * width : (rank + 1) * width]).requires_grad_()
-    logp_T = vocabulary_parallel_logprobs(
-        part_TV,
+    width = len(weight_VH) // world_size
+    weight = torch.from_numpy(weight_VH[rank * width : (rank + 1) * width]).requires_grad_()
+    hidden = torch.from_numpy(hidden_TH).requires_grad_()
+    values = token_logprobs(
+        copy_to_tensor_model_parallel_region(hidden, group=dist.group.WORLD),
+        weight,
         torch.from_numpy(target_T),
+        vocabulary_shard(width, vocab_size, dist.group.WORLD),
         temperature=temperature,
-        vocab_size=vocab_size,
-        group=dist.group.WORLD,
+        entropy=True,
     )
-    logp_T.backward(torch.from_numpy(grad_T))
+    torch.autograd.backward(values, torch.from_numpy(grad_2T).unbind())
     dist.destroy_process_group()
-    return logp_T.detach().numpy(), part_TV.grad.numpy()
+    return [x.detach().numpy() for x in values], hidden.grad.numpy(), weight.grad.numpy()
 
 
 def save_and_go_on(rank, world_size, url, *, folder, samples, layout, checkpoint):
@@ -141,7 +158,7 @@ def save_and_go_on(rank, world_size, url, *, folder, samples, layout, checkpoint
     actor = build(rank, world_size, url, folder, layout)
     begin(actor, samples, layout, 2)
     for i in range(2):
-        actor.update(i)
+        actor.update(i, {})
     actor.save(checkpoint, {"step": 2})
     return _two_more(actor, samples, layout)
 
@@ -154,7 +171,7 @@ def resume(rank, world_size, url, *, folder, samples, layout, checkpoint):
 
 def _two_more(actor: MegatronActor, samples, layout):
     mismatch = begin(actor, samples, layout, 2)
-    metrics = [actor.update(i) for i in range(2)]
+    metrics = [actor.update(i, {}) for i in range(2)]
     parameters = {name: p.float().numpy().copy() for name, p in actor.parameters().items()}
     actor.close()
     return mismatch, metrics, parameters
@@ -213,11 +230,11 @@ def refuse(rank, world_size, url, *, folder, samples, layout):
     last = samples[-1].tokens
     broken = replace(samples[-1], tokens=replace(last, logp_rollout=last.logp_rollout * float("nan")))
     _begin_plain(actor, [[*samples[:-1], broken] if data else samples], layout)
-    errors["rollout"] = _error(lambda: actor.update(0))
+    errors["rollout"] = _error(lambda: actor.update(0, {}))
 
     huge = replace(samples[-1], advantage=float("inf"))
     _begin_plain(actor, [samples if data == 0 else [huge]], layout)
-    errors["gradient"] = _error(lambda: actor.update(0))
+    errors["gradient"] = _error(lambda: actor.update(0, {}))
 
     foreign = replace(samples[0], tokens=replace(samples[0].tokens, ids=samples[0].tokens.ids + 60))
     errors["vocabulary"] = _error(lambda: _begin_plain(actor, [samples if data == 0 else [foreign]], layout))
@@ -227,7 +244,7 @@ def refuse(rank, world_size, url, *, folder, samples, layout):
 
     unchanged = all(torch.equal(before[name], p) for name, p in actor.parameters().items())
     _begin_plain(actor, [samples], layout)
-    recovered = actor.update(0)
+    recovered = actor.update(0, {})
     actor.close()
     return errors, unchanged, recovered
 
@@ -259,3 +276,17 @@ def export(rank, world_size, url, *, folder, layout, target):
     actor = build(rank, world_size, url, folder, layout)
     export_hf(actor, target)
     actor.close()
+
+
+def time_updates(rank, world_size, url, *, folder, minibatches, layout, repeats):
+    """Seconds of each mini-batch's supervised update, the fastest of some."""
+    actor = build(rank, world_size, url, folder, layout, algorithm=None)
+    actor.begin(minibatches, [denominators(sum(each, [])) for each in minibatches], layout.alignment)
+    seconds = [[] for _ in minibatches]
+    for _ in range(repeats):
+        for i, times in enumerate(seconds):
+            start = time.perf_counter()
+            actor.update(i, {})
+            times.append(time.perf_counter() - start)
+    actor.close()
+    return [min(times) for times in seconds]

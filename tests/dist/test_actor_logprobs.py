@@ -1,4 +1,4 @@
-"""Vocabulary-parallel log-probs against log_softmax on the whole row."""
+"""Log-probs and entropies over real ranks that share the vocabulary, against log_softmax on the whole rows."""
 
 from __future__ import annotations
 
@@ -9,33 +9,34 @@ import torch
 
 # 33 of 64 columns on two ranks; 20 of 64 on four: two ranks hold nothing but padding.
 @pytest.mark.parametrize("world_size, vocab_size", [(1, 64), (2, 33), (4, 20)])
-def test_value_and_gradient_equal_log_softmax(trainers, world_size, vocab_size):
+@pytest.mark.parametrize("num_tokens", [40, 0])
+def test_values_and_gradients_equal_log_softmax(trainers, world_size, vocab_size, num_tokens):
     rng = np.random.default_rng(1)
-    logits_TV = rng.normal(0, 5, (40, 64)).astype(np.float32)
-    logits_TV[0] += 1e4  # no overflow
-    logits_TV[1, 3] = 80.0  # a certain token
-    target_T = rng.integers(0, vocab_size, 40)
-    target_T[1] = 3
-    grad_T = rng.normal(size=40).astype(np.float32)
+    hidden_TH = rng.normal(0, 1.5, (num_tokens, 16)).astype(np.float32)
+    weight_VH = rng.normal(0, 1, (64, 16)).astype(np.float32)
+    target_T = rng.integers(0, vocab_size, num_tokens)
+    grad_2T = rng.normal(size=(2, num_tokens)).astype(np.float32)
 
-    reference_TV = torch.from_numpy(logits_TV.astype(np.float64)).requires_grad_()
-    all_logps_TV = (reference_TV[:, :vocab_size] / 0.7).log_softmax(-1)
-    logp_T = all_logps_TV[torch.arange(40), torch.from_numpy(target_T)]
-    logp_T.backward(torch.from_numpy(grad_T.astype(np.float64)))
+    hidden = torch.from_numpy(hidden_TH).double().requires_grad_()
+    weight = torch.from_numpy(weight_VH).double().requires_grad_()
+    log_p = (hidden @ weight[:vocab_size].T / 0.7).log_softmax(-1)
+    expected = log_p.gather(1, torch.from_numpy(target_T)[:, None]).squeeze(1), -(log_p.exp() * log_p).sum(1)
+    torch.autograd.backward(expected, torch.from_numpy(grad_2T).double().unbind())
 
     results = trainers.run(
         "logprobs",
         world_size,
-        logits_TV=logits_TV,
+        hidden_TH=hidden_TH,
+        weight_VH=weight_VH,
         target_T=target_T,
-        grad_T=grad_T,
+        grad_2T=grad_2T,
         vocab_size=vocab_size,
         temperature=0.7,
     )
-    # fp32: logits of 1e4 / 0.7 have a spacing of 1e-3, the other rows are exact to 1e-5.
-    for logp, _ in results:
-        np.testing.assert_allclose(logp[1:], logp_T.detach().numpy()[1:], atol=2e-5)
-        np.testing.assert_allclose(logp[0], logp_T.detach().numpy()[0], atol=5e-3)
-    grad_TV = np.concatenate([grad for _, grad in results], 1)
-    np.testing.assert_allclose(grad_TV[1:], reference_TV.grad.numpy()[1:], atol=1e-5)
-    assert not grad_TV[:, vocab_size:].any()
+    # fp32: logits up to 30 / 0.7, sums of sixteen, are exact to 1e-5, and gradients are sums of forty.
+    for values, grad_hidden, _ in results:
+        np.testing.assert_allclose(values, [x.detach().numpy() for x in expected], atol=2e-5)
+        np.testing.assert_allclose(grad_hidden, hidden.grad.numpy(), atol=1e-4)
+    grad_weight = np.concatenate([grad for _, _, grad in results])
+    np.testing.assert_allclose(grad_weight, weight.grad.numpy(), atol=1e-4)
+    assert not grad_weight[vocab_size:].any()

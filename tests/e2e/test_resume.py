@@ -10,6 +10,14 @@ from pathlib import Path
 
 import psutil
 
+ALGORITHM = [
+    "algorithm.kl={coefficient: {kind: adaptive, target: 1.0e-3, horizon: 100}}",
+    "algorithm.entropy={coefficient: {kind: adaptive, target: 9.0}}",
+    "algorithm.loss={kind: clip_cov, share: 0.05, cov_low: 0.0}",
+    "algorithm.shaping=[{kind: repetition, ngram_size: 2}]",
+    "algorithm.adv_estimator.kind=reinforce_plus_plus",
+]
+"""State of its own (coefficients), a reference policy, statistics of the mini-batch."""
 NOT_COMPARED = ("time/", "rollout/tokens_per_s")
 DEADLINE_S = 240
 
@@ -30,6 +38,7 @@ def arguments(task: Path, name: str) -> list[str]:
         "eval.num_prompts=8",
         "eval.every=0",
         "checkpoint.every=1",
+        *ALGORITHM,
     ]
 
 
@@ -65,6 +74,8 @@ def test_a_killed_run_resumes_as_if_nothing_had_happened(recipe, task):
     assert max(record.get("mismatch/mean_abs", 0) for record in expected) < 1e-4
     assert expected[0]["on_policy/ratio_error"] == 0, "one mini-batch at lag 0: the ratio is 1"
     assert expected[0]["ppo_kl"] == 0
+    assert expected[0]["kl"] == 0 and expected[1]["kl"] > 0, "the reference stays what the run began with"
+    assert expected[0]["coefficient/kl"] != expected[1]["coefficient/kl"]
 
     # The evaluation before step 0 is the verifier's first call, step 0 the second: the gate would hold that one too.
     (recipe.folder / "gate").touch()

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -12,7 +14,7 @@ from megatron_rl.types import Tokens
 def sample(name: str, ids, mask, advantage: float = 0.0) -> TrainSample:
     ids, mask = np.array(ids, np.int32), np.array(mask, bool)
     logp = np.where(mask, -ids / 10, 0).astype(np.float32)
-    return TrainSample(name, Tokens(ids, mask, logp, np.zeros(len(ids), np.int32)), advantage)
+    return TrainSample(name, Tokens(ids, mask, logp, np.where(mask, 3, -1)), advantage, 0.5, index=7, version=5)
 
 
 def test_columns_speak_of_the_next_token():
@@ -20,27 +22,27 @@ def test_columns_speak_of_the_next_token():
     assert batch.lengths_S.tolist() == [4, 2]
     assert batch.ids_T.tolist() == [5, 6, 7, 0, 8, 9]
     assert batch.target_T.tolist() == [6, 7, 0, 0, 9, 0]
-    assert batch.action_mask_T.tolist() == [True, True, False, False, True, False]
-    assert batch.logp_rollout_T.tolist() == pytest.approx([-0.6, -0.7, 0, 0, -0.9, 0])
-    assert batch.advantage_T.tolist() == [2, 2, 2, 2, -1, -1]
-    assert batch.sample_T.tolist() == [0, 0, 0, 0, 1, 1]
+    columns = batch.columns
+    assert columns.action_mask_T.tolist() == [True, True, False, False, True, False]
+    assert columns.logp_rollout_T.tolist() == pytest.approx([-0.6, -0.7, 0, 0, -0.9, 0])
+    assert columns.advantage_T.tolist() == [2, 2, 2, 2, -1, -1]
+    assert columns.sample_T.tolist() == [0, 0, 0, 0, 1, 1]
+    assert columns.weight_T.tolist() == [0.5] * 6
+    assert columns.lag_T.tolist() == [2, 2, 0, 0, 2, 0]
+    assert (columns.token_T - (7 << 32)).tolist() == [1, 2, 3, 4, 1, 2]
 
 
 def test_an_empty_microbatch_is_one_dummy_without_actions():
     batch = pack([], alignment=4)
     assert batch.names == () and batch.lengths_S.tolist() == [4]
-    assert not batch.action_mask_T.any()
+    assert not batch.columns.action_mask_T.any()
 
 
 def test_arrays_of_different_lengths_are_refused_by_name():
     broken = sample("prompt3#1", [1, 2, 3], [0, 1, 1])
-    broken = TrainSample(broken.name, Tokens(broken.tokens.ids[:2], *_rest(broken.tokens)), broken.advantage)
-    with pytest.raises(ValueError, match="prompt3#1.* 2, 3 and 3 entries"):
+    broken = replace(broken, tokens=replace(broken.tokens, ids=broken.tokens.ids[:2]))
+    with pytest.raises(ValueError, match="prompt3#1.* 2, 3, 3, 3 entries"):
         pack([broken], 1)
-
-
-def _rest(tokens: Tokens):
-    return tokens.action_mask, tokens.logp_rollout, tokens.version
 
 
 @settings(max_examples=50, deadline=None)
@@ -59,10 +61,12 @@ def test_packing_changes_no_sample(lengths, alignment, random):
     for i, one in enumerate(samples):
         alone = pack([one], alignment)
         here = slice(start, start + int(alone.lengths_S[0]))
-        for column in ("ids_T", "target_T", "action_mask_T", "advantage_T", "logp_rollout_T"):
+        for column in ("ids_T", "target_T"):
             assert getattr(together, column)[here].tolist() == getattr(alone, column).tolist(), column
-        assert set(together.sample_T[here].tolist()) == {i}
+        for column in ("action_mask_T", "token_T", "weight_T", "advantage_T", "logp_rollout_T", "lag_T"):
+            assert getattr(together.columns, column)[here].tolist() == getattr(alone.columns, column).tolist(), column
+        assert set(together.columns.sample_T[here].tolist()) == {i}
         # every action but one at position 0, which nothing predicts, is in the loss exactly once
-        assert int(alone.action_mask_T.sum()) == int(one.tokens.action_mask[1:].sum())
+        assert int(alone.columns.action_mask_T.sum()) == int(one.tokens.action_mask[1:].sum())
         start = here.stop
     assert start == len(together.ids_T)

@@ -6,7 +6,7 @@ import pytest
 
 from megatron_rl.actor.actor import MegatronActor
 from megatron_rl.actor.spec import ActorSpec
-from megatron_rl.algorithms.objective import supervised_objective
+from megatron_rl.algorithms.objective import SupervisedObjective
 from megatron_rl.config.schema import ModelConfig, ParallelConfig, PolicyConfig
 from megatron_rl.types import ModelShape
 
@@ -17,9 +17,8 @@ def spec(**parallel) -> ActorSpec:
         shape=shape,
         model=ModelConfig(path=Path("model"), dtype="float32"),
         policy=PolicyConfig(parallel=ParallelConfig(**parallel)),
-        objective=supervised_objective(),
+        objective=SupervisedObjective(),
         temperature=1.0,
-        needs_logp_old=False,
         total_steps=1,
         seed=0,
     )

@@ -1,29 +1,60 @@
 from __future__ import annotations
 
+import math
 import statistics
+from typing import get_args
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import TypeAdapter, ValidationError
 
 from megatron_rl.algorithms import estimate_advantages
-from megatron_rl.algorithms.advantages import grpo
-from megatron_rl.config.advantages import GrpoAdvantage
+from megatron_rl.algorithms.advantages import ESTIMATORS
+from megatron_rl.algorithms.outcomes import (
+    gdpo,
+    gpg,
+    grpo,
+    grpo_passk,
+    opo,
+    reinforce_plus_plus,
+    reinforce_plus_plus_baseline,
+    remax,
+    rloo,
+)
+from megatron_rl.config.advantages import (
+    AdvantageConfig,
+    GaeAdvantage,
+    GdpoAdvantage,
+    GpgAdvantage,
+    GrpoAdvantage,
+    GrpoPasskAdvantage,
+    GrpoProcessAdvantage,
+    OpoAdvantage,
+    ReinforcePlusPlusAdvantage,
+    ReinforcePlusPlusBaselineAdvantage,
+    RemaxAdvantage,
+    RlooAdvantage,
+)
 from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.types import Batch, Group, Prompt, Sample
 
 NAN = float("nan")
+EPS = 1e-6  # what is added to every standard deviation
+KINDS = get_args(get_args(AdvantageConfig)[0])
 
 
-def batch_of(*groups: list[float | None]) -> Batch:
+def batch_of(*groups: list[float | None], num_actions: list[int] | None = None) -> Batch:
     prompt = Prompt("p", (1,), "p")
-    return Batch.from_groups(
-        [
-            Group(prompt, [Sample(3, 1, 2, 0, "stop", reward=r) for r in rewards], payload=None, version=0)
-            for rewards in groups
-        ]
-    )
+    samples = [[Sample(3, 1, 2, 0, "stop", reward=r, shaped_reward=r) for r in rewards] for rewards in groups]
+    batch = Batch.from_groups([Group(prompt, group, payload=None, version=0) for group in samples], version=0)
+    if num_actions:
+        batch.num_actions = np.array(num_actions)
+    return batch
+
+
+# Golden numbers, by hand.
 
 
 def test_golden_with_and_without_the_standard_deviation():
@@ -33,6 +64,238 @@ def test_golden_with_and_without_the_standard_deviation():
     # The 1e-6 that is added to a deviation of .5.
     np.testing.assert_allclose(grpo(rewards, group_of, "group"), expected, rtol=3e-6)
     assert grpo(rewards, group_of, "none").tolist() == [0.75, -0.25, -0.25, -0.25, -1, 1]
+
+
+def test_golden_batch_deviation():
+    # Mean 2, squares 4 + 0 + 1 + 9 over 3; the groups' means are 1 and 3.
+    rewards, group_of = np.array([0.0, 2, 1, 5]), np.array([0, 0, 1, 1])
+    expected = np.array([-1, 1, -2, 2]) / (math.sqrt(14 / 3) + EPS)
+    np.testing.assert_allclose(grpo(rewards, group_of, "batch"), expected, rtol=1e-12)
+
+
+def test_golden_leave_one_out():
+    assert rloo(np.array([1.0, 0, 0, 5, 7]), np.array([0, 0, 0, 1, 1])).tolist() == [1, -0.5, -0.5, -2, 2]
+
+
+def test_golden_optimal_baseline():
+    advantages = opo(np.array([1.0, 0, 4]), np.array([0, 0, 0]), np.array([1, 3, 4]))
+    assert advantages.tolist() == [1 - 17 / 8, -17 / 8, 4 - 17 / 8]
+
+
+def test_golden_group_policy_gradient():
+    rewards, group_of = np.array([1.0, 0, 0.5, 1, 1, NAN]), np.array([0, 0, 0, 1, 1, 1])
+    # Five scored, three in groups with signal, one of those at its group's mean.
+    np.testing.assert_allclose(gpg(rewards, group_of, False), [5 / 6, -5 / 6, 0, 0, 0, 0], rtol=1e-15)
+    assert gpg(rewards, group_of, True).tolist() == [0.5, -0.5, 0, 0, 0, 0]
+
+
+def test_golden_pass_at_k():
+    rewards, group_of = np.array([0.0, 3, 1, 2, 2, 1, 9]), np.array([0, 0, 0, 1, 1, 1, 2])
+    assert grpo_passk(rewards, group_of, "none").tolist() == [0, 2, 0, 0, 0, 0, 0]
+    expected = 2 / (statistics.stdev([0, 3, 1]) + EPS)
+    np.testing.assert_allclose(grpo_passk(rewards, group_of, "group"), [0, expected, 0, 0, 0, 0, 0], rtol=1e-12)
+
+
+def test_golden_reinforce_plus_plus():
+    advantages = reinforce_plus_plus(np.array([1.0, 0, NAN]), np.array([1, 3, 50]))
+    deviation = math.sqrt(3) / 4 + EPS
+    np.testing.assert_allclose(advantages, [0.75 / deviation, -0.25 / deviation, 0], rtol=1e-12)
+
+
+def test_golden_reinforce_plus_plus_baseline():
+    rewards, group_of = np.array([1.0, 0, 1, 1]), np.array([0, 0, 1, 1])
+    # Centred .5 -.5 0 0 over 1 3 2 2 tokens: mean -1/8, second moment 1/8, variance 1/8 - 1/64.
+    deviation = math.sqrt(7 / 64) + EPS
+    expected = [(0.5 + 1 / 8) / deviation, (-0.5 + 1 / 8) / deviation, 0, 0]
+    got = reinforce_plus_plus_baseline(rewards, group_of, np.array([1, 3, 2, 2]))
+    np.testing.assert_allclose(got, expected, rtol=1e-12)
+    assert got[2:].tolist() == [0, 0]
+
+
+def test_golden_remax():
+    assert remax(np.array([1.0, 0, NAN, 1]), np.array([0.25, 0.25, 0, NAN])).tolist() == [0.75, -0.25, 0, 0]
+
+
+def test_golden_decoupled_normalisation():
+    """A reward on a scale a hundred times larger does not drown the other: both pull alike."""
+    parts = np.array([[1.0, 0], [0, 100], [NAN, 0], [1, 100]])
+    group_of, weights = np.array([0, 0, 0, 0]), np.array([2.0, 1.0])
+    correct = [(r - 2 / 3) / (statistics.stdev([1, 0, 1]) + EPS) if not math.isnan(r) else 0 for r in parts[:, 0]]
+    style = [(r - 50) / (statistics.stdev([0, 100, 0, 100]) + EPS) for r in parts[:, 1]]
+    total = [2 * a + b for a, b in zip(correct, style)]
+    mean, deviation = statistics.mean(total), statistics.pstdev(total)
+    expected = [(x - mean) / (deviation + EPS) for x in total]
+    # float64, a few operations.
+    np.testing.assert_allclose(gdpo(parts, weights, group_of), expected, rtol=1e-12)
+
+
+# Slow references: one sample at a time, Python's floats.
+
+
+def scored_of(rewards, group_of, group):
+    return [r for r, g in zip(rewards, group_of) if g == group and not math.isnan(r)]
+
+
+def slow_grpo(rewards, group_of, std):
+    everyone = [r for r in rewards if not math.isnan(r)]
+    result = []
+    for reward, group in zip(rewards, group_of):
+        peers = scored_of(rewards, group_of, group)
+        if math.isnan(reward) or len(set(peers)) < 2:
+            result.append(0.0)
+            continue
+        scale = {"group": lambda: statistics.stdev(peers), "batch": lambda: statistics.stdev(everyone)}
+        divisor = scale[std]() + EPS if std in scale else 1.0
+        result.append((reward - statistics.mean(peers)) / divisor)
+    return result
+
+
+def slow_rloo(rewards, group_of):
+    result = []
+    for i, reward in enumerate(rewards):
+        others = [r for j, r in enumerate(rewards) if j != i and group_of[j] == group_of[i] and not math.isnan(r)]
+        result.append(0.0 if math.isnan(reward) or not others else reward - sum(others) / len(others))
+    return result
+
+
+def slow_opo(rewards, group_of, num_actions):
+    result = []
+    for i, reward in enumerate(rewards):
+        mine = [j for j, g in enumerate(group_of) if g == group_of[i] and not math.isnan(rewards[j])]
+        tokens = sum(num_actions[j] for j in mine)
+        if math.isnan(reward) or len({rewards[j] for j in mine}) < 2 or tokens == 0:
+            result.append(0.0)
+        else:
+            result.append(reward - sum(num_actions[j] * rewards[j] for j in mine) / tokens)
+    return result
+
+
+def slow_passk(rewards, group_of):
+    result = []
+    for i, reward in enumerate(rewards):
+        others = [r for j, r in enumerate(rewards) if j != i and group_of[j] == group_of[i] and not math.isnan(r)]
+        result.append(max(reward - max(others), 0.0) if others and not math.isnan(reward) else 0.0)
+    return result
+
+
+def slow_whitened(values, num_actions):
+    """Token by token."""
+    tokens = [v for v, n in zip(values, num_actions) for _ in range(n) if not math.isnan(v)]
+    if len(set(tokens)) < 2:
+        return [0.0] * len(values)
+    mean, deviation = statistics.mean(tokens), statistics.pstdev(tokens)
+    return [(v - mean) / (deviation + EPS) if n and not math.isnan(v) else 0.0 for v, n in zip(values, num_actions)]
+
+
+scores = st.one_of(st.just(NAN), st.floats(-10, 10).map(lambda x: round(x, 3)))
+
+
+@st.composite
+def outcomes(draw):
+    """Rewards, groups and numbers of actions of a batch; groups in any order, some without a score."""
+    size = draw(st.integers(0, 16))
+    rewards = np.array(draw(st.lists(scores, min_size=size, max_size=size)), np.float64)
+    group_of = np.array(draw(st.lists(st.integers(0, 4), min_size=size, max_size=size)), np.int64)
+    num_actions = np.array(draw(st.lists(st.integers(0, 5), min_size=size, max_size=size)), np.int64)
+    return rewards, group_of, num_actions
+
+
+def close(got, expected):
+    assert got.dtype == np.float64
+    # Rewards are multiples of 1e-3 up to 10: the mean's rounding of 1e-15 over a deviation of 2e-4 at least.
+    np.testing.assert_allclose(got, np.array(expected, np.float64).reshape(got.shape), rtol=1e-9, atol=1e-9)
+
+
+@settings(max_examples=150, deadline=None)
+@given(outcomes())
+def test_every_estimator_equals_its_loop(case):
+    rewards, group_of, num_actions = case
+    for std in ("group", "batch", "none"):
+        close(grpo(rewards, group_of, std), slow_grpo(rewards, group_of, std))
+    close(rloo(rewards, group_of), slow_rloo(rewards, group_of))
+    close(opo(rewards, group_of, num_actions), slow_opo(rewards, group_of, num_actions))
+    close(grpo_passk(rewards, group_of, "none"), slow_passk(rewards, group_of))
+    close(reinforce_plus_plus(rewards, num_actions), slow_whitened(rewards, num_actions))
+
+    signal = [len(set(scored_of(rewards, group_of, g))) > 1 and not math.isnan(r) for r, g in zip(rewards, group_of)]
+    centred = [NAN if math.isnan(r) else a for r, a in zip(rewards, slow_grpo(rewards, group_of, "none"))]
+    whitened = [w if s else 0.0 for w, s in zip(slow_whitened(centred, num_actions), signal)]
+    close(reinforce_plus_plus_baseline(rewards, group_of, num_actions), whitened)
+
+    scale = sum(r == r for r in rewards) / max(sum(signal), 1)
+    close(gpg(rewards, group_of, False), [scale * a for a in slow_grpo(rewards, group_of, "none")])
+
+
+PARTS = {
+    "grpo": lambda r, g, n: grpo(r, g, "group"),
+    "grpo_batch": lambda r, g, n: grpo(r, g, "batch"),
+    "dr_grpo": lambda r, g, n: grpo(r, g, "none"),
+    "rloo": lambda r, g, n: rloo(r, g),
+    "opo": opo,
+    "gpg": lambda r, g, n: gpg(r, g, False),
+    "grpo_passk": lambda r, g, n: grpo_passk(r, g, "group"),
+    "reinforce_plus_plus": lambda r, g, n: reinforce_plus_plus(r, n),
+    "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
+    "gdpo": lambda r, g, n: gdpo(np.stack([r, r**2], axis=1), np.array([1.0, 0.5]), g),
+}
+GROUP_RELATIVE = sorted(PARTS.keys() - {"reinforce_plus_plus"})
+UNDIVIDED = {"dr_grpo", "rloo", "opo", "gpg"}
+
+
+@pytest.mark.parametrize("name", sorted(PARTS))
+@settings(max_examples=40, deadline=None)
+@given(case=outcomes(), seed=st.integers(0, 99))
+def test_the_order_of_the_samples_does_not_matter(name, case, seed):
+    order = np.random.default_rng(seed).permutation(len(case[0]))
+    # float64: sums in another order; where a whitened deviation is rounding alone, both stay below it over EPS.
+    np.testing.assert_allclose(PARTS[name](*(x[order] for x in case)), PARTS[name](*case)[order], rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("name", sorted(PARTS.keys() - {"gdpo"}))
+@settings(max_examples=40, deadline=None)
+@given(case=outcomes(), shift=st.integers(-8, 8), scale=st.sampled_from([0.5, 2.0, 4.0]))
+def test_a_shift_changes_nothing_and_a_scale_only_what_is_not_divided(name, case, shift, scale):
+    rewards, group_of, num_actions = case
+    advantages = PARTS[name](rewards, group_of, num_actions)
+    # A shift by up to 8 costs 1e-15 of a reward; over deviations of 1e-4 at least.
+    np.testing.assert_allclose(PARTS[name](rewards + shift, group_of, num_actions), advantages, rtol=1e-6, atol=1e-8)
+    scaled = PARTS[name](rewards * scale, group_of, num_actions)
+    if name in UNDIVIDED:
+        np.testing.assert_allclose(scaled, advantages * scale, rtol=1e-9, atol=1e-12)
+    else:
+        # EPS over the smallest deviation of such rewards, 1e-4, halved by the scale.
+        np.testing.assert_allclose(scaled, advantages, rtol=3e-2, atol=1e-8)
+
+
+@pytest.mark.parametrize("name", GROUP_RELATIVE)
+def test_no_signal_is_exactly_zero(name):
+    # 0.1 + 0.1 + 0.1 over 3 is not 0.1 in floating point; a group of one; one with a single score; one with none;
+    # and one with signal, so that whitening has something to do.
+    rewards = np.array([0.1, 0.1, 0.1, 7.0, 3.0, NAN, NAN, 1.0, 0.0])
+    advantages = PARTS[name](rewards, np.array([0, 0, 0, 1, 2, 2, 3, 4, 4]), np.array([3, 1, 7, 2, 2, 2, 2, 1, 4]))
+    assert advantages[:7].tolist() == [0] * 7
+    assert advantages[7] > 0
+
+
+@pytest.mark.parametrize("name", sorted(PARTS))
+def test_equal_rewards_nothing_scored_and_no_tokens(name):
+    ones = np.array([1, 1, 1])
+    assert PARTS[name](np.array([0.1, 0.1, 0.1]), np.array([0, 0, 1]), ones).tolist() == [0, 0, 0]
+    assert PARTS[name](np.array([NAN, NAN, NAN]), np.array([0, 0, 1]), ones).tolist() == [0, 0, 0]
+    assert PARTS[name](np.zeros(0), np.zeros(0, np.int64), np.zeros(0, np.int64)).shape == (0,)
+    assert np.isfinite(PARTS[name](np.array([1.0, 0.0]), np.array([0, 0]), np.array([0, 0]))).all()
+
+
+def test_gdpo_leaves_out_who_has_no_score():
+    parts = np.array([[1.0, 5], [0, 5], [NAN, NAN]])
+    advantages = gdpo(parts, np.array([1.0, 1]), np.array([0, 0, 0]))
+    # Whitened over two samples: +-1, but for EPS.
+    np.testing.assert_allclose(advantages, [1, -1, 0], rtol=1e-5)
+    with pytest.raises(ValueError, match="2 reward functions, 1 weights"):
+        gdpo(parts, np.array([1.0]), np.array([0, 0, 0]))
+
+
+# The batch.
 
 
 def test_abstentions_leave_the_statistics_and_the_step():
@@ -47,13 +310,6 @@ def test_abstentions_leave_the_statistics_and_the_step():
         "samples/abstained": 3,
         "samples/active": 2,
     }
-
-
-@pytest.mark.parametrize("std", ["group", "none"])
-def test_no_signal_is_exactly_zero(std):
-    # 0.1 + 0.1 + 0.1 over 3 is not 0.1 in floating point.
-    rewards, group_of = np.array([0.1, 0.1, 0.1, 7.0, 3.0, NAN]), np.array([0, 0, 0, 1, 2, 2])
-    assert grpo(rewards, group_of, std).tolist() == [0] * 6
 
 
 @pytest.mark.parametrize("drop", [True, False])
@@ -72,27 +328,100 @@ def test_an_inactive_sample_stays_out_but_counts_in_the_baseline():
     assert batch.advantages[1] == -0.5
 
 
-def test_nothing_scored():
-    batch = batch_of([None, None])
+@pytest.mark.parametrize("groups", [[[None, None]], []])
+def test_nothing_scored(groups):
+    batch = batch_of(*groups)
     metrics = estimate_advantages(batch, AlgorithmConfig())
     assert np.isnan(metrics["reward/mean"]) and metrics["samples/active"] == 0
+    assert metrics["groups/zero_signal"] == 0
 
 
-scores = st.one_of(st.none(), st.floats(-10, 10).map(lambda x: round(x, 3)))
+def test_a_group_of_equal_rewards_has_signal_if_the_estimator_says_so():
+    """REINFORCE++ compares with the batch, and ReMax with the greedy answer: such groups stay."""
+    batch = batch_of([1.0, 1.0], [0.0, 0.0])
+    metrics = estimate_advantages(batch, AlgorithmConfig(adv_estimator=ReinforcePlusPlusAdvantage()))
+    assert batch.active.all() and metrics["groups/zero_signal"] == 0
+    batch = batch_of([1.0, 1.0], [0.0, 0.0], [1.0])
+    batch.greedy_rewards = np.array([0.0, 0, 0, 0, NAN])
+    metrics = estimate_advantages(batch, AlgorithmConfig(adv_estimator=RemaxAdvantage()))
+    assert batch.active.tolist() == [True, True, False, False, False]
+    assert metrics["groups/zero_signal"] == 1 and metrics["samples/abstained"] == 1
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.lists(scores, min_size=1, max_size=6), min_size=1, max_size=6))
-def test_equals_a_loop_over_groups(groups):
-    batch = batch_of(*groups)
-    estimate_advantages(batch, AlgorithmConfig())
-    expected = []
-    for rewards in groups:
-        scored = [r for r in rewards if r is not None]
-        for reward in rewards:
-            if reward is None or len(set(scored)) < 2:
-                expected.append(0.0)
-            else:
-                expected.append((reward - statistics.mean(scored)) / (statistics.stdev(scored) + 1e-6))
-    # Rewards are multiples of 1e-3 up to 10: the mean's rounding of 1e-15 over a deviation of 4e-4 at least.
-    np.testing.assert_allclose(batch.advantages, expected, rtol=1e-9, atol=1e-9)
+def test_ties_of_the_best_are_zero_signal_for_pass_at_k():
+    batch = batch_of([1.0, 1.0, 0.0], [1.0, 0.0])
+    metrics = estimate_advantages(batch, AlgorithmConfig(adv_estimator=GrpoPasskAdvantage(std="none")))
+    assert batch.advantages.tolist() == [0, 0, 0, 1, 0] and batch.active.tolist() == [False] * 3 + [True] * 2
+    assert metrics["groups/zero_signal"] == 1
+
+
+def test_gpg_counts_zero_signal_groups_once():
+    """In the factor when they stay in the denominators, in the denominators when they leave: B / (B - M) over B is 1
+    over what is left."""
+    kept, dropped = (batch_of([1.0, 0.0], [1.0, 1.0]) for _ in range(2))
+    estimate_advantages(kept, AlgorithmConfig(adv_estimator=GpgAdvantage(), drop_zero_signal=False))
+    estimate_advantages(dropped, AlgorithmConfig(adv_estimator=GpgAdvantage(), drop_zero_signal=True))
+    per_sample = [batch.advantages / batch.active.sum() for batch in (kept, dropped)]
+    assert per_sample[0].tolist() == per_sample[1].tolist() == [0.25, -0.25, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("estimator", "function"),
+    [
+        (GrpoAdvantage(std="batch"), lambda b: grpo(b.rewards, b.group_of, "batch")),
+        (RlooAdvantage(), lambda b: rloo(b.rewards, b.group_of)),
+        (ReinforcePlusPlusAdvantage(), lambda b: reinforce_plus_plus(b.rewards, b.num_actions)),
+        (
+            ReinforcePlusPlusBaselineAdvantage(),
+            lambda b: reinforce_plus_plus_baseline(b.rewards, b.group_of, b.num_actions),
+        ),
+        (RemaxAdvantage(), lambda b: remax(b.rewards, b.greedy_rewards)),
+        (OpoAdvantage(), lambda b: opo(b.rewards, b.group_of, b.num_actions)),
+        (GpgAdvantage(), lambda b: gpg(b.rewards, b.group_of, True)),
+        (GrpoPasskAdvantage(std="group"), lambda b: grpo_passk(b.rewards, b.group_of, "group")),
+        (GdpoAdvantage(), lambda b: gdpo(b.reward_parts, b.reward_weights, b.group_of)),
+    ],
+)
+def test_the_registry_gives_each_estimator_its_fields(estimator, function):
+    batch = batch_of([1.0, 0.0, 2.0], [3.0, None, 1.0], num_actions=[1, 4, 2, 5, 1, 3])
+    batch.greedy_rewards = np.array([0.5, 0.5, 0.5, 2, 2, 2])
+    batch.reward_parts = np.array([[1.0, 0], [0, 9], [2, 4], [3, 1], [NAN, NAN], [1, 8]])
+    batch.reward_weights = np.array([1.0, 0.5])
+    estimate_advantages(batch, AlgorithmConfig(adv_estimator=estimator))
+    assert batch.advantages.tolist() == function(batch).tolist() and np.count_nonzero(batch.advantages)
+
+
+def test_every_kind_is_registered_or_of_tokens():
+    assert set(KINDS) == set(ESTIMATORS) | {GaeAdvantage, GrpoProcessAdvantage}
+    assert all(kind.formula and "arXiv" in kind.source and "arXiv" in kind.__doc__ for kind in KINDS)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "missing"),
+    [
+        (RemaxAdvantage(), "remax needs greedy_reward, but the batch holds no greedy_rewards"),
+        (GdpoAdvantage(), "gdpo needs reward_parts, but the batch holds no reward_parts and no reward_weights"),
+        (GaeAdvantage(), "gae gives one number a token and needs values"),
+        (GrpoProcessAdvantage(), "grpo_process gives one number a token and needs group, step_rewards"),
+    ],
+)
+def test_what_cannot_be_fed_is_refused(estimator, missing):
+    batch = batch_of([1.0, 0.0])
+    batch.reward_parts = None
+    with pytest.raises(ValueError, match=missing):
+        estimate_advantages(batch, AlgorithmConfig(adv_estimator=estimator))
+
+
+@pytest.mark.parametrize(
+    ("bad", "reason"),
+    [
+        ({"kind": "gae", "lam": 0.9, "length_adaptive_alpha": 0.05, "lam_critic": 1.0}, "give one of them"),
+        ({"kind": "gae", "length_adaptive_alpha": 0.05}, "give lam_critic too"),
+        ({"kind": "gae", "gamma": 1.1}, "less than or equal to 1"),
+        ({"kind": "grpo", "std": "token"}, "'group', 'batch' or 'none'"),
+        ({"kind": "grop"}, "does not match any of the expected tags"),
+    ],
+)
+def test_the_configuration_refuses_what_means_nothing(bad, reason):
+    with pytest.raises(ValidationError, match=reason):
+        TypeAdapter(AdvantageConfig).validate_python(bad)

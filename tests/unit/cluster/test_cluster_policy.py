@@ -19,8 +19,8 @@ def test_every_active_sample_goes_to_one_rank_with_its_own_tokens_and_advantage(
     for g in range(7):
         samples = [Sample(int(n), 2, int(n) - 2, 0, "stop") for n in rng.integers(4, 40, size=3)]
         groups.append(Group(Prompt(f"row {g}", (5, 6), ""), samples, [f"tokens {g}.{i}" for i in range(3)], version=0))
-    batch = Batch.from_groups(groups)
-    batch.advantages = np.arange(21) / 10
+    batch = Batch.from_groups(groups, version=3)
+    batch.advantages, batch.weights = np.arange(21) / 10, np.arange(21) / 100
     batch.active[3:6] = False  # the second group has no signal
     parallel = ParallelConfig(data=2)
     plan = plan_microbatches(batch, SHAPE, parallel, BalanceConfig(max_tokens_per_microbatch=64), updates=2)
@@ -36,7 +36,16 @@ def test_every_active_sample_goes_to_one_rank_with_its_own_tokens_and_advantage(
                 for sample in micro:
                     tokens = payloads[sample.group][sample.index_in_group]
                     assert tokens not in seen, "a sample goes to one rank, once"
-                    seen[tokens] = (sample.advantage, sample.name)
+                    seen[tokens] = sample.numbers
     assert seen == {
-        f"tokens {g}.{i}": ((3 * g + i) / 10, f"row {g}, answer {i}") for g in range(7) if g != 1 for i in range(3)
+        f"tokens {g}.{i}": {
+            "name": f"row {g}, answer {i}",
+            "advantage": (3 * g + i) / 10,
+            "weight": (3 * g + i) / 100,
+            "index": 3 * g + i,
+            "version": 3,
+        }
+        for g in range(7)
+        if g != 1
+        for i in range(3)
     }

@@ -62,7 +62,10 @@ def test_override_values(text, value):
             "policy.optimizer.learning_rate: unknown key; known here: lr,",
         ),
         ({"algorithm": {"loss": {"clip_ratio_hi": 1}}}, "did you mean algorithm.loss.clip_ratio_high?"),
-        ({"rewards": [{"kind": "function", "paht": "a:b"}]}, "did you mean rewards.0.function.path?"),
+        (
+            {"rewards": [{"kind": "function", "paht": "a:b"}]},
+            "rewards.0.paht: unknown key; did you mean rewards.0.path?",
+        ),
         ({"algorithm": {"loss": {"clip_ratio_c": 1.0}}}, "algorithm.loss.clip_ratio_c: Input should be greater than 1"),
         ({"balance": {"max_tokens_per_microbatch": 31}}, "max_response_tokens = 32"),
         ({"cluster": {"world_size": 3}}, "cluster.world_size is 3, but policy.parallel needs 1 x 1 x 1 = 1"),

@@ -29,6 +29,7 @@ class World:
         self.logged: list[tuple[int, dict]] = []
         self.score_of, self.updates, self.version, self.mismatch = score, 0, None, 0.0
         self.mesh = Mesh()
+        self.coefficients: list[dict[str, float]] = []
 
     # Policy
     def begin(self, batch, plan):
@@ -36,10 +37,12 @@ class World:
         self.batch, self.plan = batch, plan
         return {"mismatch/mean_abs": self.mismatch}
 
-    def update(self, minibatch):
+    def update(self, minibatch, coefficients):
         self.calls.append(f"update {minibatch}")
         self.updates += 1
-        return {"ratio/max": 1.0 + minibatch, "ratio/min": 1.0 - minibatch / 4, "loss": float(self.updates)}
+        self.coefficients.append(coefficients)
+        told = {"ratio/max": 1.0 + minibatch, "ratio/min": 1.0 - minibatch / 4, "loss": float(self.updates)}
+        return told | {"kl": 0.02, "entropy": 0.5}
 
     def save(self, folder: Path, extra):
         self.calls.append(f"save {folder.name}")
@@ -56,9 +59,9 @@ class World:
         self.version = version
         return {}
 
-    def generate(self, prompts, num_samples, version, seed):
+    def generate(self, prompts, num_samples, version, seed, greedy=False):
         assert version == self.version, "answers are of the weights that were pushed"
-        self.calls.append(f"generate {len(prompts)} x {num_samples}, seed {seed}")
+        self.calls.append(f"generate {len(prompts)} x {num_samples}, {'greedy' if greedy else f'seed {seed}'}")
         tokens = Tokens(*(np.zeros(4, t) for t in (np.int32, bool, np.float32, np.int32)))
 
         def answers():
@@ -74,7 +77,11 @@ class World:
 
     # Verifier
     def score(self, groups):
-        verdict = lambda score: Verdict(score, "" if score is not None else "the judge was away")  # noqa: E731
+        def verdict(score):
+            if isinstance(score, Verdict):
+                return score
+            return Verdict(score, "" if score is not None else "the judge was away")
+
         return [[verdict(self.score_of(g, i)) for i in range(len(group.samples))] for g, group in enumerate(groups)]
 
     # Sink
@@ -194,3 +201,66 @@ def test_disagreement_of_engine_and_trainer_stops_before_the_update(tmp_path, se
     with pytest.raises(ValueError, match="step 0: trainer and engine disagree.*algorithm.max_mismatch = 0.01"):
         run(world, tmp_path / "c", config())
     assert world.updates == 0
+
+
+def test_the_weights_of_a_mini_batch_are_of_its_own_counts(tmp_path):
+    world = World()
+    run(world, tmp_path / "c", config(algorithm={"updates_per_step": 2, "loss_agg_mode": "seq-mean-token-mean"}))
+    assert world.batch.weights.tolist() == [1 / (4 * 2)] * 8  # four samples of two action tokens each
+
+
+def test_adaptive_coefficients_follow_the_metrics_and_survive_a_resume(tmp_path):
+    algorithm = {"kl": {"coefficient": {"kind": "adaptive", "initial": 0.1, "target": 0.01, "horizon": 100}}}
+    whole, broken, resumed = World(), World(), World()
+    run(whole, tmp_path / "whole", config(algorithm=algorithm))
+    # The KL is twice the target: the error is clipped to 0.2, eight samples of a horizon of 100.
+    assert [used["kl"] for used in whole.coefficients] == pytest.approx([0.1, 0.1 * 1.016, 0.1 * 1.016**2])
+    assert [logged["coefficient/kl"] for _, logged in whole.logged[:3]] == [u["kl"] for u in whole.coefficients]
+    stop = iter([False, True])
+    run(broken, tmp_path / "c", config(algorithm=algorithm), stopping=lambda: next(stop))
+    run(resumed, tmp_path / "c", config(algorithm=algorithm), resume=True)
+    assert broken.coefficients + resumed.coefficients == whole.coefficients
+
+
+def test_shaping_reaches_the_estimator_and_not_the_evaluation(tmp_path):
+    world = World(score=lambda group, i: Verdict(1.0, shaped=1.0 - 0.5 * i))
+    run(world, tmp_path / "c", config(), heldout=PROMPTS[:3])
+    assert world.batch.rewards.tolist() == [1.0, 0.5] * 4
+    assert world.logged[0][1]["eval/accuracy"] == 1.0 and world.logged[0][1]["reward/mean"] == 0.75
+
+
+def test_remax_asks_for_a_greedy_answer_to_each_prompt(tmp_path):
+    world = World(score=lambda group, i: float(group == 0))
+    run(world, tmp_path / "c", config(algorithm={"adv_estimator": {"kind": "remax"}, "drop_zero_signal": False}))
+    assert world.calls[2] == "generate 4 x 1, greedy"
+    assert world.batch.greedy_rewards.tolist() == [1, 1, 0, 0, 0, 0, 0, 0]
+    assert world.batch.advantages.tolist() == [0.0] * 8
+
+
+def test_gdpo_sees_the_rewards_apart(tmp_path):
+    world = World(score=lambda group, i: Verdict(2.0 * i - 3.0, parts=(float(i), -1.0)))
+    rewards = [{"kind": "function", "path": "a:b", "weight": 2.0}, {"kind": "function", "path": "a:c", "weight": 3.0}]
+    run(world, tmp_path / "c", config(algorithm={"adv_estimator": {"kind": "gdpo"}}, rewards=rewards))
+    assert world.batch.reward_parts.tolist() == [[0.0, -1.0], [1.0, -1.0]] * 4
+    assert world.batch.reward_weights.tolist() == [2.0, 3.0]
+    assert (world.batch.advantages[1::2] > 0).all() and (world.batch.advantages[::2] < 0).all()
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "reason"),
+    [
+        ({"adv_estimator": {"kind": "gae"}}, "gae needs a critic, and none is trained"),
+        ({"adv_estimator": {"kind": "grpo_process"}}, "needs rewards of single steps"),
+        ({"kl": {"place": "reward"}}, "needs advantages of single tokens"),
+    ],
+)
+def test_what_this_recipe_cannot_feed_is_refused(algorithm, reason):
+    with pytest.raises(ValueError, match=reason):
+        config(algorithm=algorithm)
+
+
+def test_an_estimator_without_groups_takes_single_answers():
+    rollout = {"prompts_per_step": 4, "samples_per_prompt": 1, "max_prompt_tokens": 8, "max_response_tokens": 8}
+    config(algorithm={"adv_estimator": {"kind": "reinforce_plus_plus"}}, rollout=rollout)
+    with pytest.raises(ValueError, match="every rloo advantage would be 0"):
+        config(algorithm={"adv_estimator": {"kind": "rloo"}}, rollout=rollout)

@@ -85,8 +85,8 @@ def test_functions_see_what_trl_shows_them():
 def test_weighted_sum_leaves_out_who_abstains():
     verdicts = score(ExactAnswerReward(), function("abstains_on_b", weight=0.5))
     path = f"{__name__}:abstains_on_b"
-    assert verdicts[0] == [Verdict(1.0, f"{path} abstained"), Verdict(5.0, "other answer")]
-    assert verdicts[1] == [Verdict(5.0, "other answer")]
+    alone, both = Verdict(1.0, f"{path} abstained", (1.0, None)), Verdict(5.0, "other answer", (0.0, 10.0))
+    assert verdicts == [[alone, both], [both]]
 
 
 def test_an_exception_is_an_abstention_of_all_with_its_reason():

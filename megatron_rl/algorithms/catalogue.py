@@ -1,0 +1,92 @@
+"""What exists, from the configuration's unions: the tables of `tools/algorithms.py` and of this room's README."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, get_args
+
+from pydantic_core import PydanticUndefined
+
+from megatron_rl.config import advantages, algorithm
+from megatron_rl.config.section import Section
+from megatron_rl.config.value import ValueLossConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    kind: str
+    formula: str
+    source: str
+    defaults: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    title: str
+    key: str
+    """Where the choice stands in a YAML; empty for what no recipe reads."""
+    entries: tuple[Entry, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+KL_SOURCE = 'Schulman 2020, "Approximating KL divergence"'
+
+
+def tables() -> list[Table]:
+    return [
+        Table("Advantage estimators", "algorithm.adv_estimator", _union(advantages.AdvantageConfig)),
+        Table("Reward shaping", "algorithm.shaping", _union(advantages.ShapingConfig)),
+        Table("Policy losses", "algorithm.loss", _union(algorithm.LossConfig)),
+        Table(
+            "Aggregations: the weight of an action token's loss",
+            "algorithm.loss_agg_mode",
+            tuple(Entry(mode, *row) for mode, row in algorithm.AGGREGATIONS.items()),
+        ),
+        Table("Importance correction", "algorithm.correction", _union(algorithm.CorrectionConfig)),
+        Table(
+            "KL to the reference",
+            "algorithm.kl.estimator",
+            tuple(Entry(name, formula, KL_SOURCE) for name, formula in algorithm.KL_ESTIMATORS.items()),
+        ),
+        Table(
+            "Coefficients that adapt",
+            "algorithm.kl.coefficient, algorithm.entropy.coefficient",
+            (_entry(algorithm.AdaptiveKlCoefficient, "KL"), _entry(algorithm.AdaptiveEntropyCoefficient, "entropy")),
+        ),
+        Table("Value loss", "", (_entry(ValueLossConfig, "squared, huber"),)),
+    ]
+
+
+def markdown() -> str:
+    parts = []
+    for table in tables():
+        place = f"`{table.key}`" if table.key else "for a critic; no recipe trains one"
+        parts += [f"### {table.title}", "", place, "", "| kind | formula | source | defaults |", "|---|---|---|---|"]
+        for entry in table.entries:
+            cells = [f"`{entry.kind}`", entry.formula, entry.source, entry.defaults]
+            parts.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+        parts.append("")
+    return "\n".join(parts)
+
+
+def _union(annotation: Any) -> tuple[Entry, ...]:
+    """The sections of an `Annotated[A | B, Field(discriminator="kind")]`."""
+    union, *_ = get_args(annotation)
+    return tuple(_entry(section, section.model_fields["kind"].default) for section in get_args(union))
+
+
+def _entry(section: type[Section], kind: str) -> Entry:
+    fields = {name: field.default for name, field in section.model_fields.items() if name != "kind"}
+    shown = (f"{name} {_written(default)}" for name, default in fields.items())
+    return Entry(kind, section.formula, section.source, ", ".join(shown))
+
+
+def _written(default: Any) -> str:
+    """As a YAML has it."""
+    if default is PydanticUndefined:
+        return "required"
+    if default is None or isinstance(default, bool):
+        return {None: "null", True: "true", False: "false"}[default]
+    return default if isinstance(default, str) else f"{default:g}"

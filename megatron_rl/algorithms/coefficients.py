@@ -1,0 +1,82 @@
+"""Coefficients of KL and entropy that follow what they act on; their state belongs to the checkpoint.
+
+Invariant: a controller restored from its state gives the coefficients of one that was never stopped.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_rl.config.algorithm import AdaptiveEntropyCoefficient, AdaptiveKlCoefficient, AlgorithmConfig
+from megatron_rl.types import Metrics
+
+
+def adapted_kl(coefficient: float, kl: float, num_samples: int, cfg: AdaptiveKlCoefficient) -> float:
+    """Proportional controller (Ziegler et al. 2019, arXiv:1909.08593, section 2.2).
+
+    Example: KL twice the target, 1,000 samples of a horizon of 10,000: the error is clipped to .2, times 1.02.
+    """
+    error = min(max(kl / cfg.target - 1, -0.2), 0.2)
+    return coefficient * (1 + error * num_samples / cfg.horizon)
+
+
+def adapted_entropy(level: float, entropy: float, cfg: AdaptiveEntropyCoefficient) -> tuple[float, float]:
+    """The controller's next level, and the coefficient in force: 0 above the target (He et al. 2025,
+    arXiv:2505.22312)."""
+    level += cfg.delta if entropy < cfg.target else -cfg.delta
+    level = min(max(level, 0.0), cfg.maximum)
+    return level, level if entropy <= cfg.target else 0.0
+
+
+@dataclass(slots=True)
+class Coefficients:
+    """`kl` and `entropy` of the step at hand; `level` is the entropy controller's own state."""
+
+    cfg: AlgorithmConfig
+    kl: float = 0.0
+    entropy: float = 0.0
+    level: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.cfg.kl:
+            kl = self.cfg.kl.coefficient
+            self.kl = kl.initial if isinstance(kl, AdaptiveKlCoefficient) else kl.value
+        if self.cfg.entropy:
+            entropy = self.cfg.entropy.coefficient
+            self.level = self.entropy = (
+                entropy.initial if isinstance(entropy, AdaptiveEntropyCoefficient) else entropy.value
+            )
+
+    @property
+    def values(self) -> dict[str, float]:
+        """What the objective multiplies the terms of the loss by."""
+        configured = {"kl": self.cfg.kl, "entropy": self.cfg.entropy}
+        return {name: getattr(self, name) for name, section in configured.items() if section}
+
+    def adapt(self, metrics: Metrics, num_samples: int) -> None:
+        """After a step with these metrics (`kl`, `entropy`: means over action tokens) and so many samples."""
+        if self._adaptive_kl:
+            self.kl = adapted_kl(self.kl, metrics["kl"], num_samples, self._adaptive_kl)
+        if self._adaptive_entropy:
+            self.level, self.entropy = adapted_entropy(self.level, metrics["entropy"], self._adaptive_entropy)
+
+    def state(self) -> dict[str, Any]:
+        return {"kl": self.kl, "entropy": self.entropy, "level": self.level}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """A coefficient that is fixed keeps the configuration's value: a resumed run may change it."""
+        if self._adaptive_kl:
+            self.kl = state["kl"]
+        if self._adaptive_entropy:
+            self.level, self.entropy = state["level"], state["entropy"]
+
+    @property
+    def _adaptive_kl(self) -> AdaptiveKlCoefficient | None:
+        kl = self.cfg.kl and self.cfg.kl.coefficient
+        return kl if isinstance(kl, AdaptiveKlCoefficient) else None
+
+    @property
+    def _adaptive_entropy(self) -> AdaptiveEntropyCoefficient | None:
+        entropy = self.cfg.entropy and self.cfg.entropy.coefficient
+        return entropy if isinstance(entropy, AdaptiveEntropyCoefficient) else None

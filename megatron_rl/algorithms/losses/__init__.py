@@ -1,0 +1,32 @@
+"""Policy losses: one short file each, one line here, keyed by the config class."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from megatron_rl.algorithms.losses.cispo import cispo_loss
+from megatron_rl.algorithms.losses.covariance import clip_cov_loss, kl_cov_loss
+from megatron_rl.algorithms.losses.decoupled import decoupled_loss
+from megatron_rl.algorithms.losses.dppo import dppo_loss
+from megatron_rl.algorithms.losses.dual_clip import dual_clip_loss
+from megatron_rl.algorithms.losses.gmpo import gmpo_loss
+from megatron_rl.algorithms.losses.gspo import gspo_loss
+from megatron_rl.algorithms.losses.reinforce import reinforce_loss
+from megatron_rl.algorithms.losses.sapo import sapo_loss
+from megatron_rl.algorithms.losses.terms import TokenLoss
+from megatron_rl.config import algorithm as config
+
+LOSSES: dict[type, Callable[..., TokenLoss]] = {
+    config.DualClipLoss: dual_clip_loss,
+    config.GspoLoss: gspo_loss,
+    config.GmpoLoss: gmpo_loss,
+    config.CispoLoss: cispo_loss,
+    config.SapoLoss: sapo_loss,
+    config.ReinforceLoss: reinforce_loss,
+    config.GpgLoss: reinforce_loss,
+    config.ClipCovLoss: clip_cov_loss,
+    config.KlCovLoss: kl_cov_loss,
+    config.DppoTvLoss: dppo_loss,
+    config.DppoKlLoss: dppo_loss,
+    config.DecoupledLoss: decoupled_loss,
+}

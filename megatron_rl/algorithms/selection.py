@@ -1,0 +1,80 @@
+"""Choosing tokens over a whole mini-batch that lies in many micro-batches on many ranks.
+
+The k-th largest of billions of numbers is found without bringing them together: numbers become integer keys of
+32 bits in their order, and two histograms of 65,536 bins, added over the ranks, find the key exactly (a radix
+select). Invariants: exactly the tokens at or above the k-th largest key are chosen, equal keys share their fate;
+micro-batches, packing and ranks make no difference.
+
+Shape letters: T packed tokens of one micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megatron_rl.algorithms.whitening import SumOverRanks
+
+BINS = 2**16
+
+
+def choose_largest(
+    values: Sequence[Tensor], masks: Sequence[Tensor], count: int, sum_over_ranks: SumOverRanks
+) -> list[Tensor]:
+    """bool [T] each: the `count` tokens under the masks with the largest values, compared as fp32."""
+    return _at_least_kth([ordered_key(value_T) for value_T in values], masks, count, sum_over_ranks)
+
+
+def choose_random(
+    tokens: Sequence[Tensor], masks: Sequence[Tensor], count: int, sum_over_ranks: SumOverRanks
+) -> list[Tensor]:
+    """bool [T] each: `count` tokens under the masks, drawn by a hash of their names."""
+    return _at_least_kth([hash_key(token_T) for token_T in tokens], masks, count, sum_over_ranks)
+
+
+def ordered_key(value_T: Tensor) -> Tensor:
+    """int64 in [0, 2^32), in the order of the values as fp32; NaN is the lowest."""
+    finite_T = value_T.float().nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf) + 0.0  # -0 becomes 0
+    bits_T = finite_T.view(torch.int32).long()
+    # Positive floats are ordered as their bits, negative ones the other way round.
+    return torch.where(bits_T < 0, -1 - (bits_T & 0x7FFFFFFF), bits_T) + 2**31
+
+
+def hash_key(token_T: Tensor) -> Tensor:
+    """int64 in [0, 2^32) that looks random: splitmix64's finaliser (Steele et al. 2014), its upper half."""
+    x_T = token_T + _signed(0x9E3779B97F4A7C15)
+    x_T = (x_T ^ _shifted(x_T, 30)) * _signed(0xBF58476D1CE4E5B9)
+    x_T = (x_T ^ _shifted(x_T, 27)) * _signed(0x94D049BB133111EB)
+    return _shifted(x_T ^ _shifted(x_T, 31), 32)
+
+
+def _at_least_kth(
+    keys: Sequence[Tensor], masks: Sequence[Tensor], count: int, sum_over_ranks: SumOverRanks
+) -> list[Tensor]:
+    upper, above = _kth_bin([(key_T >> 16)[mask_T] for key_T, mask_T in zip(keys, masks)], count, sum_over_ranks)
+    lower, _ = _kth_bin(
+        [(key_T & (BINS - 1))[mask_T & (key_T >> 16 == upper)] for key_T, mask_T in zip(keys, masks)],
+        count - above,
+        sum_over_ranks,
+    )
+    threshold = upper * BINS + lower
+    return [mask_T & (key_T >= threshold) for key_T, mask_T in zip(keys, masks)]
+
+
+def _kth_bin(bins: Sequence[Tensor], k: int, sum_over_ranks: SumOverRanks) -> tuple[int, int]:
+    """The bin of the k-th largest, and how many lie in higher ones; bin 0 when there are fewer than k."""
+    histogram = sum(torch.bincount(b, minlength=BINS) for b in bins)
+    from_top = sum_over_ranks(histogram).flip(0).cumsum(0)
+    place = min(int((from_top < k).sum()), BINS - 1)
+    return BINS - 1 - place, int(from_top[place - 1]) if place else 0
+
+
+def _signed(x: int) -> int:
+    return x - 2**64 if x >= 2**63 else x
+
+
+def _shifted(x_T: Tensor, places: int) -> Tensor:
+    """Logical shift to the right: int64 shifts its sign in."""
+    return (x_T >> places) & ((1 << (64 - places)) - 1)

@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import get_args
+
+from megatron_rl.algorithms.advantages import ESTIMATORS
+from megatron_rl.algorithms.catalogue import markdown
+from megatron_rl.algorithms.losses import LOSSES
+from megatron_rl.algorithms.shaping import SHAPINGS
+from megatron_rl.config.advantages import AdvantageConfig, ShapingConfig
+from megatron_rl.config.algorithm import LossConfig
+
+ROOT = Path(__file__).parents[3]
+
+
+def members(union) -> set[type]:
+    return set(get_args(get_args(union)[0]))
+
+
+def test_everything_that_can_be_configured_is_registered_and_the_reverse():
+    assert members(LossConfig) == set(LOSSES)
+    assert members(ShapingConfig) == set(SHAPINGS)
+    token_level = {cls for cls in members(AdvantageConfig) if cls.needs & {"values", "step_rewards"}}
+    assert members(AdvantageConfig) - token_level == set(ESTIMATORS)
+
+
+def test_the_readme_has_the_table_that_the_tool_prints():
+    printed = subprocess.run(
+        [sys.executable, "tools/algorithms.py"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    assert printed.strip() == markdown().strip()
+    assert (ROOT / "megatron_rl/algorithms/README.md").read_text().rstrip().endswith(printed.strip())
+
+
+def test_the_last_line_of_json_is_one_object():
+    done = subprocess.run(
+        [sys.executable, "tools/algorithms.py", "--json"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    tables = {table["key"]: table for table in json.loads(done.stdout.splitlines()[-1])["tables"]}
+    kinds = [entry["kind"] for entry in tables["algorithm.loss"]["entries"]]
+    assert kinds[0] == "dual_clip" and len(kinds) == len(LOSSES)

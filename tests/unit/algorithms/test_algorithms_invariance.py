@@ -1,0 +1,109 @@
+"""The gradient does not know how its step was cut: all losses x all aggregations."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from toy_batch import step, toy_samples, weigh
+
+from megatron_rl.algorithms.losses import LOSSES
+from megatron_rl.config.algorithm import (
+    AGGREGATIONS,
+    BEHAVIOUR_LOSSES,
+    SEQUENCE_LOSSES,
+    AlgorithmConfig,
+    ClipCovLoss,
+    ClippedCorrection,
+    DecoupledLoss,
+    FixedCoefficient,
+    KlConfig,
+    KlCovLoss,
+    MaskedCorrection,
+    TruncatedCorrection,
+)
+
+# Shares that choose several of some sixty tokens, and bounds that random covariances reach.
+CHANGED = {
+    ClipCovLoss: ClipCovLoss(share=0.1, cov_low=0.0, cov_high=5.0),
+    KlCovLoss: KlCovLoss(share=0.1),
+}
+VARIANTS = [CHANGED.get(kind) or kind() for kind in LOSSES] + [DecoupledLoss(proximal="interpolated")]
+
+
+def config(loss, mode: str, **more) -> AlgorithmConfig:
+    own = isinstance(loss, BEHAVIOUR_LOSSES)
+    more = {"correction": None if own else TruncatedCorrection(cap=1.3)} | more
+    return AlgorithmConfig(
+        loss=loss, loss_agg_mode=mode, loss_agg_tokens=9 if mode == "seq-mean-token-sum-norm" else None, **more
+    )
+
+
+def cuts(samples, seed):
+    """The same samples: all in one, many micro-batches, other orders, padding, two ranks, three ranks (two empty)."""
+    rng = random.Random(seed)
+
+    def shuffled():
+        return rng.sample(samples, len(samples))
+
+    yield [[samples]], 0
+    yield [[shuffled()]], 2
+    for count in (2, 5, 15):  # 15: three micro-batches are empty
+        order = shuffled()
+        yield [[order[m::count] for m in range(count)]], 0
+    order = shuffled()
+    yield [[order[:4], order[4:5]], [order[5:9], order[9:]]], 1
+    order = shuffled()
+    yield [[order[:6], order[6:]], [[], []], [[], []]], 0
+
+
+def check(cfg: AlgorithmConfig, samples) -> None:
+    denominators = weigh(samples, cfg)
+    reference = None
+    for ranks, padding in cuts(samples, seed=1):
+        gradient, metrics = step(ranks, cfg, denominators, padding)
+        if reference is None:
+            assert gradient.isfinite().all() and gradient.abs().max() > 1e-5
+            reference = gradient, metrics
+        # float64: only the order of additions differs.
+        torch.testing.assert_close(gradient, reference[0], rtol=1e-6, atol=1e-12)
+        assert metrics == pytest.approx(reference[1], rel=1e-6, abs=1e-12)
+
+
+@pytest.mark.parametrize("mode", AGGREGATIONS)
+@pytest.mark.parametrize("loss", VARIANTS, ids=lambda loss: loss.kind + getattr(loss, "proximal", ""))
+def test_every_loss_with_every_aggregation(loss, mode):
+    check(config(loss, mode), toy_samples(seed=len(mode)))
+
+
+@pytest.mark.parametrize(
+    "correction",
+    [
+        kind(level=level, **more)
+        for level in ("token", "segment", "sequence")
+        for kind, more in [
+            (TruncatedCorrection, {"cap": 1.2, "normalise": True}),
+            (MaskedCorrection, {"low": 0.5, "high": 1.8, "off_policy_kl": 0.4}),
+            (ClippedCorrection, {"low": 0.9, "high": 1.2, "veto": 0.4, "normalise": True}),
+        ]
+    ],
+    ids=lambda c: f"{c.kind}-{c.level}",
+)
+def test_every_correction(correction):
+    check(AlgorithmConfig(correction=correction), toy_samples(seed=4))
+
+
+@pytest.mark.parametrize("loss", [kind() for kind in LOSSES if kind not in SEQUENCE_LOSSES], ids=lambda c: c.kind)
+def test_kl_entropy_and_tokens_of_high_entropy(loss):
+    coefficient = FixedCoefficient(value=0.1)
+    more = {
+        "kl": KlConfig(estimator="k3", straight_through=True, coefficient=coefficient),
+        "entropy": {"coefficient": coefficient},
+        "top_entropy_share": 0.3,
+    }
+    check(config(loss, "prompt-mean", **more), toy_samples(seed=8))
+
+
+def test_without_forced_tokens_and_without_silent_samples():
+    check(config(CHANGED[ClipCovLoss], "seq-mean-token-mean"), toy_samples(seed=2, silent=(), forced=False))

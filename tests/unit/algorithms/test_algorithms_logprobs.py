@@ -1,0 +1,281 @@
+"""Log-probs and entropies from hidden states against log_softmax on all logits at once.
+
+Ranks that share a vocabulary are threads here, which meet at a barrier.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megatron_rl.algorithms import logprobs
+from megatron_rl.algorithms.logprobs import VocabularyShard, token_logprobs
+
+ROOT = Path(__file__).parents[3]
+NUM_TOKENS, HIDDEN, VOCAB_SIZE, TEMPERATURE = 23, 6, 29, 0.7
+
+
+class Ranks:
+    """Collectives of threads: every rank leaves its numbers, all see all. Like an all-reduce they overwrite."""
+
+    def __init__(self, num_ranks: int):
+        self.num_collectives = 0
+        self.barrier = threading.Barrier(num_ranks, timeout=30)
+        self.numbers: list[Tensor | None] = [None] * num_ranks
+
+    def collective(self, rank: int, combine: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        def reduce(x: Tensor) -> Tensor:
+            self.numbers[rank] = x
+            self.num_collectives += rank == 0
+            self.barrier.wait()
+            combined = combine(torch.stack(self.numbers))
+            self.barrier.wait()
+            return x.copy_(combined)
+
+        return reduce
+
+
+def split(hidden_TH, weight_VH, target_T, grads, *, num_ranks: int, width: int, **options):
+    """What `num_ranks` ranks of `width` columns each compute: values of every rank, the gradients to hidden summed
+    and those to weight concatenated, and the number of collectives."""
+    ranks, vocab_size = Ranks(num_ranks), len(weight_VH)
+    padded = torch.cat((weight_VH, weight_VH.new_full((num_ranks * width - vocab_size, HIDDEN), 3.0)))
+
+    def run(rank: int):
+        first = rank * width
+        shard = VocabularyShard(
+            num_real=max(0, min(width, vocab_size - first)),
+            first=first,
+            max_over_ranks=ranks.collective(rank, lambda x: x.amax(0)),
+            sum_over_ranks=ranks.collective(rank, lambda x: x.sum(0)),
+        )
+        hidden, weight = hidden_TH.clone().requires_grad_(), padded[first : first + width].clone().requires_grad_()
+        values = token_logprobs(hidden, weight, target_T, shard, **options)
+        backward(values, grads)
+        return [x.detach() for x in values if x is not None], hidden.grad, weight.grad
+
+    with ThreadPoolExecutor(num_ranks) as threads:
+        results = list(threads.map(run, range(num_ranks)))
+    values, grad_hidden, grad_weight = zip(*results)
+    return values, sum(grad_hidden), torch.cat(grad_weight), ranks.num_collectives
+
+
+def backward(values, grads) -> None:
+    pairs = [(x, grad) for x, grad in zip(values, grads) if x is not None and grad is not None]
+    torch.autograd.backward(*zip(*pairs))
+
+
+def plain(hidden_TH, weight_VH, target_T, grads, temperature: float = TEMPERATURE):
+    """All logits, log_softmax, autograd: values and gradients."""
+    hidden, weight = hidden_TH.clone().requires_grad_(), weight_VH.clone().requires_grad_()
+    log_p = (hidden @ weight.T / temperature).log_softmax(1)
+    values = log_p.gather(1, target_T[:, None]).squeeze(1), -(log_p.exp() * log_p).sum(1)
+    backward(values, grads)
+    return [x.detach() for x in values], hidden.grad, weight.grad
+
+
+def inputs(dtype: torch.dtype = torch.float64, seed: int = 0):
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(NUM_TOKENS, HIDDEN, generator=generator, dtype=torch.float64)
+    weight = torch.randn(VOCAB_SIZE, HIDDEN, generator=generator, dtype=torch.float64)
+    target = torch.randint(VOCAB_SIZE, (NUM_TOKENS,), generator=generator)
+    target[:3] = torch.tensor([0, 14, VOCAB_SIZE - 1])
+    grads = torch.randn(2, NUM_TOKENS, generator=generator, dtype=torch.float64)
+    return hidden.to(dtype), weight.to(dtype), target, grads
+
+
+def close(got, expected, tolerance: float) -> None:
+    torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
+
+
+def test_by_hand():
+    """Logits 0, log 2, log 5 after temperature 2: p = 1/8, 2/8, 5/8."""
+    hidden = torch.tensor([[2.0]], requires_grad=True)
+    weight = torch.tensor([[0.0], [math.log(2)], [math.log(5)]], requires_grad=True)
+    shard = VocabularyShard(num_real=3)
+    logp, entropy = token_logprobs(hidden, weight, torch.tensor([1]), shard, temperature=2.0, entropy=True)
+    assert logp.item() == pytest.approx(math.log(2 / 8))
+    assert entropy.item() == pytest.approx((math.log(8) + 2 * math.log(4) + 5 * math.log(8 / 5)) / 8)
+    logp.backward()
+    # ([v = 1] - p_v) / 2, times hidden 2 and times the weights
+    assert weight.grad.flatten().tolist() == pytest.approx([-1 / 8, 6 / 8, -5 / 8])
+    assert hidden.grad.item() == pytest.approx((6 / 8 * math.log(2) - 5 / 8 * math.log(5)) / 2)
+
+
+# 29 columns on one, two and three ranks; 15 + 14 + 0: the last holds nothing but padding.
+@pytest.mark.parametrize("num_ranks, width", [(1, 29), (1, 32), (2, 16), (3, 10), (3, 15)])
+@pytest.mark.parametrize("chunk", [1, 5, NUM_TOKENS, 100])
+@pytest.mark.parametrize("used", ["logp", "entropy", "both"])
+def test_equals_log_softmax_for_every_chunk_and_split(monkeypatch, num_ranks, width, chunk, used):
+    monkeypatch.setattr(logprobs, "CHUNK_BYTES", chunk * width * 8)
+    hidden, weight, target, grads = inputs()
+    grads = [grads[0] if used != "entropy" else None, grads[1] if used != "logp" else None]
+    expected, grad_hidden, grad_weight = plain(hidden, weight, target, grads)
+    options = dict(num_ranks=num_ranks, width=width, temperature=TEMPERATURE, entropy=True)
+    values, got_hidden, got_weight, num_collectives = split(hidden, weight, target, grads, **options)
+    for of_rank in values:
+        assert all(torch.equal(a, b) for a, b in zip(of_rank, values[0])), "every rank has the same bits"
+        close(of_rank, expected, 1e-13)  # float64: sums of some ten terms of order 1
+    close(got_hidden, grad_hidden, 1e-13)
+    close(got_weight[:VOCAB_SIZE], grad_weight, 1e-13)
+    assert not got_weight[VOCAB_SIZE:].any()
+    assert num_collectives == 2, "a call exchanges numbers twice, whatever its chunks, and backward never"
+
+
+@pytest.mark.parametrize("num_ranks, width", [(1, 29), (3, 10)])
+def test_mask_leaves_rows_out(num_ranks, width):
+    hidden, weight, target, grads = inputs()
+    mask = torch.arange(NUM_TOKENS) % 3 == 1
+    expected, grad_hidden, grad_weight = plain(hidden, weight, target, grads * mask)
+    hidden[~mask] = torch.nan  # never looked at
+    options = dict(num_ranks=num_ranks, width=width, temperature=TEMPERATURE, entropy=True, mask_T=mask)
+    values, got_hidden, got_weight, _ = split(hidden, weight, target, grads, **options)
+    for got, x in zip(values[0], expected):
+        close(got, torch.where(mask, x, 0.0), 1e-13)
+    close(got_hidden, grad_hidden, 1e-13)
+    close(got_weight[:VOCAB_SIZE], grad_weight, 1e-13)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_tokens", [0, 4])
+def test_no_token_at_all_still_has_gradients(num_ranks, num_tokens):
+    """An empty micro-batch takes part in backward: other ranks and stages wait for it."""
+    hidden, weight, target, grads = inputs()
+    mask = torch.zeros(num_tokens, dtype=torch.bool)
+    options = dict(num_ranks=num_ranks, width=15 * (3 - num_ranks), temperature=1.0, entropy=True, mask_T=mask)
+    cut = hidden[:num_tokens], weight, target[:num_tokens], grads[:, :num_tokens]
+    values, grad_hidden, grad_weight, _ = split(*cut, **options)
+    assert [x.tolist() for x in values[0]] == [[0.0] * num_tokens] * 2
+    assert grad_hidden.shape == (num_tokens, HIDDEN) and not grad_hidden.any()
+    assert grad_weight.shape == (30, HIDDEN) and not grad_weight.any()
+
+
+@pytest.mark.parametrize("num_ranks, width", [(1, 29), (3, 15)])
+def test_logits_of_ten_thousand(num_ranks, width):
+    hidden, weight, target, grads = inputs(torch.float32)
+    hidden *= 3000
+    exact, grad_hidden, grad_weight = plain(hidden.double(), weight.double(), target, grads)
+    assert exact[0].min() < -1e4
+    options = dict(num_ranks=num_ranks, width=width, temperature=TEMPERATURE, entropy=True)
+    values, got_hidden, got_weight, _ = split(hidden, weight, target, grads.float(), **options)
+    # fp32 logits of 1e4 have a spacing of 1e-3, and are sums of six; the rows here are not near a tie.
+    close(values[0][0].double(), exact[0], 4e-3)
+    close(values[0][1].double(), exact[1], 4e-3)
+    close(got_hidden.double(), grad_hidden, 1e-2)
+    close(got_weight[:VOCAB_SIZE].double() / 3000, grad_weight / 3000, 1e-2)
+
+
+def test_a_token_without_probability():
+    hidden, target = torch.ones(2, 1), torch.tensor([2, 0])
+    weight = torch.tensor([[0.0], [0.0], [-torch.inf]])
+    shard = VocabularyShard(num_real=3)
+    logp, entropy = token_logprobs(hidden, weight, target, shard, temperature=1.0, entropy=True)
+    assert logp.tolist() == pytest.approx([-torch.inf, -math.log(2)])
+    assert entropy.tolist() == pytest.approx([math.log(2)] * 2)
+
+
+def test_a_number_that_is_none_stays_none():
+    hidden, weight, target, _ = inputs(torch.float32)
+    hidden[4, 0] = torch.nan
+    shard = VocabularyShard(num_real=VOCAB_SIZE)
+    values = token_logprobs(hidden, weight, target, shard, temperature=1.0, entropy=True)
+    for x in values:
+        assert x.isnan().nonzero().flatten().tolist() == [4]
+
+
+@pytest.mark.parametrize("num_ranks, width", [(1, 29), (2, 16)])
+def test_bf16_rounds_inputs_and_products_alone(monkeypatch, num_ranks, width):
+    monkeypatch.setattr(logprobs, "CHUNK_BYTES", 5 * width * 4)
+    hidden, weight, target, grads = inputs(torch.bfloat16)
+    exact, grad_hidden, grad_weight = plain(hidden.double(), weight.double(), target, grads)
+    options = dict(num_ranks=num_ranks, width=width, temperature=TEMPERATURE, entropy=True)
+    values, got_hidden, got_weight, _ = split(hidden, weight, target, grads.float(), **options)
+    assert [x.dtype for x in values[0]] == [torch.float32] * 2
+    assert got_hidden.dtype == got_weight.dtype == torch.bfloat16
+    # Logits below 16 / 0.7 are rounded to 8 bits: 0.03 / 0.7 each.
+    close(values[0][0].double(), exact[0], 0.09)
+    close(values[0][1].double(), exact[1], 0.09)
+    for got, expected in ((got_hidden, grad_hidden), (got_weight[:VOCAB_SIZE], grad_weight)):
+        assert (got.double() - expected).norm() < 0.03 * expected.norm()
+
+
+def test_chunks_of_bf16_gradients_are_summed_in_fp32(monkeypatch):
+    """512 tokens give weight 0 the gradient 1/2 each: bf16 sums stop growing at 128, where 1/2 rounds away."""
+    monkeypatch.setattr(logprobs, "CHUNK_BYTES", 1)
+    hidden = torch.ones(512, 1, dtype=torch.bfloat16)
+    weight = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
+    shard = VocabularyShard(num_real=2)
+    logp, _ = token_logprobs(hidden, weight, torch.zeros(512, dtype=torch.int64), shard, temperature=1.0)
+    logp.sum().backward()
+    assert weight.grad.flatten().tolist() == [256.0, -256.0]
+
+
+@pytest.mark.parametrize("needed", ["hidden", "weight"])
+def test_only_needed_gradients_are_computed(needed):
+    hidden, weight, target, grads = inputs()
+    expected, grad_hidden, grad_weight = plain(hidden, weight, target, [grads[0], None])
+    one = {"hidden": hidden, "weight": weight}[needed].requires_grad_()
+    with Recorder() as recorder:
+        logp, entropy = token_logprobs(hidden, weight, target, VocabularyShard(VOCAB_SIZE), temperature=TEMPERATURE)
+        logp.backward(grads[0])
+    assert entropy is None
+    close(one.grad, {"hidden": grad_hidden, "weight": grad_weight}[needed], 1e-13)
+    assert recorder.num_products == 3, "the logits twice, and one gradient"
+
+
+class Recorder(TorchDispatchMode):
+    """The largest tensor that an operation made, and the number of matrix products."""
+
+    largest = 0
+    num_products = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        self.num_products += func._schema.name in {"aten::mm", "aten::addmm", "aten::addmm_"}
+        for leaf in tree_leaves(made):
+            if isinstance(leaf, Tensor):
+                self.largest = max(self.largest, leaf.numel())
+        return made
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_tensor_holds_all_logits(monkeypatch, dtype):
+    num_tokens, vocab_size, hidden_size, chunk = 300, 200, 4, 10
+    monkeypatch.setattr(logprobs, "CHUNK_BYTES", chunk * vocab_size * 4)
+    hidden = torch.randn(num_tokens, hidden_size, dtype=dtype, requires_grad=True)
+    weight = torch.randn(vocab_size, hidden_size, dtype=dtype, requires_grad=True)
+    target = torch.randint(vocab_size, (num_tokens,))
+    with Recorder() as recorder:
+        values = token_logprobs(hidden, weight, target, VocabularyShard(vocab_size), temperature=1.0, entropy=True)
+        sum(x.sum() for x in values).backward()
+    assert recorder.num_products == 4 * num_tokens / chunk, "backward was seen too"
+    assert recorder.largest == chunk * vocab_size
+    with Recorder() as recorder:
+        (hidden @ weight.T).log_softmax(1)
+    assert recorder.largest == num_tokens * vocab_size, "the recorder sees what it should"
+
+
+def test_the_benchmark_runs():
+    command = [sys.executable, "tools/bench_logprobs.py", "--json", "--repeats", "1"]
+    sizes = ["--tokens", "256", "--vocabulary", "4096", "--hidden", "16"]
+    done = subprocess.run([*command, *sizes], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert (report["tokens"], report["vocabulary"], report["hidden"]) == (256, 4096, 16)
+    assert report["chunked_time_s"] > 0 and report["chunked_peak_bytes"] > 0
+    assert report["plain_peak_bytes"] >= 256 * 4096 * 4, "all logits"
+    assert report["memory_ratio"] == report["plain_peak_bytes"] / report["chunked_peak_bytes"]
+    assert report["time_ratio"] == report["chunked_time_s"] / report["plain_time_s"]
+    assert report["largest_difference"] < 1e-4  # fp32 sums of 4096 terms

@@ -1,0 +1,195 @@
+"""Golden values of each loss by hand, and gradcheck."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from megatron_rl.algorithms.columns import segments
+from megatron_rl.algorithms.losses import LOSSES
+from megatron_rl.algorithms.losses.decoupled import interpolated_proximal
+from megatron_rl.algorithms.losses.dppo import binary_kl, total_variation
+from megatron_rl.algorithms.losses.dual_clip import dual_clip
+from megatron_rl.algorithms.losses.terms import Terms
+from megatron_rl.config import algorithm as config
+
+BOUNDS = {"low": 0.2, "high": 0.28, "c": 3.0}
+
+
+def real(values) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def terms(ratio, advantage, *, old=-1.0, sample=None, selected=None, rollout=None, lag=0) -> Terms:
+    """Actions with these ratios to an anchor of `old`."""
+    num = len(ratio)
+    anchor = torch.full((num,), old, dtype=torch.float64)
+    return Terms(
+        mask_T=torch.ones(num, dtype=torch.bool),
+        sample_T=torch.tensor(sample or [0] * num),
+        advantage_T=real(advantage),
+        logp_T=(anchor + real(ratio).log()).requires_grad_(),
+        anchor_T=anchor,
+        logp_rollout_T=anchor if rollout is None else real(rollout),
+        lag_T=torch.full((num,), lag),
+        selected_T=None if selected is None else torch.tensor(selected),
+    )
+
+
+def evaluate(cfg, given: Terms) -> tuple[list[float], list[float], dict[str, list[float]]]:
+    """Loss of each token, gradient of their sum to logp, indicators."""
+    loss_T, shares = LOSSES[type(cfg)](cfg)(given)
+    loss_T.sum().backward()
+    return loss_T.tolist(), given.logp_T.grad.tolist(), {name: x_T.tolist() for name, x_T in shares.items()}
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "slope"),
+    [
+        (1.0, 2.0, -2.0, -2.0),
+        (1.5, 2.0, -2.56, 0.0),  # clipped above
+        (0.5, 2.0, -1.0, -2.0),  # a better action got rarer: not clipped
+        (0.5, -2.0, 1.6, 0.0),  # clipped below
+        (1.5, -2.0, 3.0, 2.0),
+        (5.0, -1.0, 3.0, 0.0),  # bounded at c |A|
+        (1e9, -1.0, 3.0, 0.0),
+        (1e9, 1.0, -1.28, 0.0),
+        (5.0, 0.0, 0.0, 0.0),
+    ],
+)
+def test_dual_clip(ratio, advantage, loss, slope):
+    ratio_T = real([ratio]).requires_grad_()
+    loss_T = dual_clip(ratio_T, real([advantage]), **BOUNDS)
+    loss_T.sum().backward()
+    # float64 rounding.
+    assert loss_T.item() == pytest.approx(loss, abs=1e-12)
+    assert ratio_T.grad.item() == pytest.approx(slope, abs=1e-12)
+
+
+def test_dual_clip_refuses_a_bound_below_the_unchanged_policy():
+    with pytest.raises(ValueError, match="c > 1"):
+        dual_clip(torch.ones(1), torch.ones(1), low=0.2, high=0.2, c=1.0)
+
+
+def test_gspo_clips_the_sample_as_a_whole():
+    # Sample 0: ratios 4 and 1, geometric mean 2, clipped at 1.5. Sample 1: ratios 1.21 and 1, mean 1.1.
+    cfg = config.GspoLoss(clip_ratio_low=0.5, clip_ratio_high=0.5)
+    loss, slope, shares = evaluate(cfg, terms([4, 1, 1.21, 1], [1, 1, 2, 2], sample=[0, 0, 1, 1]))
+    assert loss == pytest.approx([-1.5, -1.5, -2.2, -2.2])
+    assert slope == pytest.approx([0, 0, -2.2, -2.2])
+    assert shares["pg_clipfrac"] == [True, True, False, False]
+
+
+def test_gmpo_is_the_geometric_mean_of_clipped_ratios():
+    # A > 0: log-ratios log 4 (clipped at .5) and 0, mean .25. A < 0: -log 4 (clipped at -.4) and 0, mean -.2.
+    cfg = config.GmpoLoss(clip_ratio_low=0.4, clip_ratio_high=0.5)
+    loss, slope, shares = evaluate(cfg, terms([4, 1, 0.25, 1], [1, 1, -2, -2], sample=[0, 0, 1, 1]))
+    up, down = math.exp(0.25), math.exp(-0.2)
+    assert loss == pytest.approx([-up, -up, 2 * down, 2 * down])
+    # Two tokens bear the loss, each log-ratio is half of the mean: one whole share for the token that is not clipped.
+    assert slope == pytest.approx([0, -up, 0, 2 * down])
+    assert shares["pg_clipfrac"] == [True, False, True, False]
+
+
+def test_cispo_weighs_log_probs():
+    cfg = config.CispoLoss(clip_ratio_low=1.0, clip_ratio_high=0.2)
+    loss, slope, shares = evaluate(cfg, terms([2, 0.5], [1, -2]))
+    assert loss == pytest.approx([-1.2 * (math.log(2) - 1), 2 * 0.5 * (math.log(0.5) - 1)])
+    assert slope == pytest.approx([-1.2, 1.0])  # clipped, and yet it pulls
+    assert shares["pg_clipfrac"] == [True, False]
+
+
+def test_sapo_has_slope_one_at_the_anchor_and_flattens():
+    cfg = config.SapoLoss(tau_pos=1.0, tau_neg=2.0)
+    loss, slope, _ = evaluate(cfg, terms([1, 1, 3], [1, -1, 1]))
+    assert loss == pytest.approx([-2.0, 1.0, -4 / (1 + math.exp(-2))])
+    sigmoid = 1 / (1 + math.exp(-2))
+    assert slope == pytest.approx([-1, 1, -4 * sigmoid * (1 - sigmoid) * 3])
+
+
+@pytest.mark.parametrize("cfg", [config.ReinforceLoss(), config.GpgLoss()])
+def test_reinforce(cfg):
+    loss, slope, _ = evaluate(cfg, terms([1, 1], [2, -1], old=-3.0))
+    assert (loss, slope) == ([6.0, -3.0], [-2.0, 1.0])
+
+
+def test_covariance_losses_read_the_choice():
+    given = terms([1.1, 2.0, 2.0], [1, 1, -1], selected=[True, False, True])
+    loss, slope, shares = evaluate(config.ClipCovLoss(), given)
+    assert (loss, slope) == (pytest.approx([0, -1.2, 0]), pytest.approx([0, 0, 0]))
+    assert shares["cov/chosen"] == [True, False, True] and shares["pg_clipfrac"] == [False, True, False]
+    given = terms([1.1, 2.0, 2.0], [1, 1, -1], selected=[True, False, True])
+    loss, slope, _ = evaluate(config.KlCovLoss(coef=0.5), given)
+    assert loss == pytest.approx([-1.1 + 0.5 * math.log(1.1), -2, 2 + 0.5 * math.log(2)])
+    assert slope == pytest.approx([-1.1 + 0.5, -2, 2 + 0.5])
+
+
+def test_dppo_masks_moves_of_probability_not_of_ratio():
+    # 0.001 -> 0.003 triples and moves .002; 0.5 -> 0.7 moves .2, outwards for A > 0 only.
+    tripled = terms([3.0], [1.0], old=math.log(0.001))
+    assert evaluate(config.DppoTvLoss(), tripled)[1] == pytest.approx([-3.0])
+    up = terms([1.4, 1.4], [1.0, -1.0], old=math.log(0.5))
+    loss, slope, shares = evaluate(config.DppoTvLoss(), up)
+    assert (loss[0], slope) == (0, pytest.approx([0, 1.4])) and shares["pg_clipfrac"] == [True, False]
+    truncated = terms([50.0], [-1.0], old=math.log(0.001))
+    _, slope, shares = evaluate(config.DppoTvLoss(c=20), truncated)
+    assert slope == pytest.approx([20.0]) and shares["pg_clipfrac_lower"] == [True]
+
+
+def test_binary_divergences():
+    p, q = real([0.7]).log(), real([0.5]).log()
+    assert total_variation(p, q).item() == pytest.approx(0.2)
+    assert binary_kl(p, q).item() == pytest.approx(0.5 * math.log(0.5 / 0.7) + 0.5 * math.log(0.5 / 0.3))
+    certain, single = torch.zeros(1), torch.tensor([-1e-9])
+    assert binary_kl(certain, single).isfinite().all() and binary_kl(single, torch.tensor([-100.0])).isfinite().all()
+
+
+def test_decoupled_clips_around_the_proximal_policy():
+    # mu = e^-2, p = e^-1, pi = 1.5 p: weight min(e, 2) = 2, ratio 1.5 clipped at 1.2.
+    given = terms([1.5], [1.0], old=-1.0, rollout=[-2.0])
+    loss, slope, shares = evaluate(config.DecoupledLoss(cap=2.0), given)
+    assert (loss, slope) == (pytest.approx([-2.4]), [0.0])
+    assert shares["behaviour/capped"] == [True] and shares["behaviour/mean"] == pytest.approx([math.e])
+
+
+def test_interpolated_proximal():
+    got = interpolated_proximal(real([-1.0, -1.0, -1.0]), real([-2.0, -2.0, -2.0]), torch.tensor([0, 1, 3]))
+    assert got.tolist() == [-2.0, -1.5, -1.25]
+
+
+def test_segments_are_runs_of_actions():
+    mask = torch.tensor([0, 1, 1, 0, 1, 0, 1, 1, 0], dtype=torch.bool)
+    sample = torch.tensor([0, 0, 0, 0, 0, 1, 1, 1, 1])
+    assert segments(mask, sample)[mask].tolist() == [1, 1, 2, 3, 3]
+    assert segments(torch.ones(4, dtype=torch.bool), torch.tensor([0, 0, 1, 1])).tolist() == [1, 1, 2, 2]
+
+
+SMOOTH = [config.DualClipLoss(), config.GmpoLoss(), config.SapoLoss(), config.ReinforceLoss(), config.KlCovLoss()]
+"""Without stop-gradients: for the others the slopes above and the slow reference speak."""
+
+
+@pytest.mark.parametrize("cfg", SMOOTH, ids=lambda cfg: cfg.kind)
+def test_gradcheck(cfg):
+    generator = torch.Generator().manual_seed(3)
+    ratio = torch.rand(12, generator=generator, dtype=torch.float64) + 0.5
+    advantage = torch.randn(12, generator=generator, dtype=torch.float64)
+    given = terms(ratio.tolist(), advantage.tolist(), sample=[0] * 5 + [1] * 7, selected=[True, False, False] * 4)
+    loss = LOSSES[type(cfg)](cfg)
+
+    def total(logp_T):
+        fields = {name: getattr(given, name) for name in given.__dataclass_fields__}
+        return loss(Terms(**{**fields, "logp_T": logp_T}))[0]
+
+    assert torch.autograd.gradcheck(total, given.logp_T.detach().requires_grad_())
+
+
+@pytest.mark.parametrize("cfg", [kind() for kind in LOSSES], ids=lambda cfg: cfg.kind)
+@pytest.mark.parametrize("ratio", [1e9, 1e-9])
+@pytest.mark.parametrize("advantage", [1.0, 0.0, -1.0])
+def test_a_ratio_of_a_billion_stays_finite(cfg, ratio, advantage):
+    loss, slope, _ = evaluate(cfg, terms([ratio], [advantage], selected=[True], old=-30.0))
+    assert math.isfinite(loss[0]) and math.isfinite(slope[0])
+    if advantage == 0:
+        assert (loss[0], slope[0]) == (0, 0) or cfg.kind == "kl_cov"

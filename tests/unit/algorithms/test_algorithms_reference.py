@@ -1,0 +1,256 @@
+"""Losses, aggregations, corrections and KL against a slow reference: plain loops over samples and tokens, float64.
+
+Stop-gradients are `.detach()`; the gradient comes from the loops themselves.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from test_algorithms_invariance import VARIANTS, config
+from toy_batch import COEFFICIENTS, step, toy_samples, toy_theta, weigh
+
+from megatron_rl.algorithms.selection import hash_key
+from megatron_rl.config.algorithm import (
+    AGGREGATIONS,
+    AlgorithmConfig,
+    ClippedCorrection,
+    FixedCoefficient,
+    KlConfig,
+    MaskedCorrection,
+    TruncatedCorrection,
+)
+
+
+def number(x: torch.Tensor) -> float:
+    return x.detach().item()
+
+
+def clamp(x, low, high):
+    return torch.clamp(x, low, high)
+
+
+def clipped_surrogate(ratio, a, low, high):
+    return torch.max(-a * ratio, -a * clamp(ratio, 1 - low, 1 + high))
+
+
+def token_loss(cfg, token, sample, chosen) -> torch.Tensor:
+    logp, old, mu, a = token["logp"], token["old"], token["rollout"], token["adv"]
+    ratio = torch.exp(logp - old)
+    match cfg.kind:
+        case "dual_clip":
+            loss = clipped_surrogate(ratio, a, cfg.clip_ratio_low, cfg.clip_ratio_high)
+            return loss.clamp(max=-a * cfg.clip_ratio_c) if a < 0 else loss
+        case "gspo":
+            log_s = sum(number(t["logp"] - t["old"]) for t in sample) / len(sample)
+            q = math.exp(log_s) * torch.exp(logp - logp.detach())
+            return clipped_surrogate(q, a, cfg.clip_ratio_low, cfg.clip_ratio_high)
+        case "gmpo":
+            total = 0.0
+            for t in sample:
+                plain = t["logp"] - t["old"]
+                bounded = clamp(plain, -cfg.clip_ratio_low, cfg.clip_ratio_high)
+                total = total + (torch.min(plain, bounded) if a > 0 else torch.max(plain, bounded))
+            return -a * torch.exp(total / len(sample))
+        case "cispo":
+            return -number(clamp(ratio, 1 - cfg.clip_ratio_low, 1 + cfg.clip_ratio_high)) * a * logp
+        case "sapo":
+            tau = cfg.tau_pos if a > 0 else cfg.tau_neg
+            return -a * 4 / tau / (1 + torch.exp(-tau * (ratio - 1)))
+        case "reinforce" | "gpg":
+            return -a * logp
+        case "clip_cov":
+            return 0.0 * logp if chosen else clipped_surrogate(ratio, a, cfg.clip_ratio_low, cfg.clip_ratio_high)
+        case "kl_cov":
+            return -a * ratio + (cfg.coef * (logp - old).abs() if chosen else 0.0)
+        case "dppo_tv" | "dppo_kl":
+            p, q = math.exp(number(logp)), math.exp(mu)
+            distance = abs(p - q)
+            if cfg.kind == "dppo_kl":
+                distance = q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
+            if (a > 0 and p > q and distance > cfg.high) or (a < 0 and p < q and distance > cfg.low):
+                return 0.0 * logp
+            return -min(p / q, cfg.c) * a * logp
+        case "decoupled":
+            near = old
+            if cfg.proximal == "interpolated":
+                near = mu + token["lag"] / (token["lag"] + 1) * (number(logp) - mu)
+            ratio = torch.exp(logp - near)
+            loss = clipped_surrogate(ratio, a, cfg.clip_ratio_low, cfg.clip_ratio_high)
+            loss = loss.clamp(max=-a * cfg.clip_ratio_c) if a < 0 else loss
+            return min(math.exp(near - mu), cfg.cap) * loss
+
+
+def choose(cfg: AlgorithmConfig, tokens) -> set[int]:
+    """Names of the tokens that Clip-Cov or KL-Cov single out."""
+    if cfg.loss.kind not in ("clip_cov", "kl_cov"):
+        return set()
+    mean_logp = sum(number(t["logp"]) for t in tokens) / len(tokens)
+    mean_a = sum(t["adv"] for t in tokens) / len(tokens)
+    cov = {t["name"]: (number(t["logp"]) - mean_logp) * (t["adv"] - mean_a) for t in tokens}
+    count = max(1, int(cfg.loss.share * len(tokens)))
+    if cfg.loss.kind == "kl_cov":
+        return set(sorted(cov, key=cov.get)[-count:])
+
+    def flat(t):
+        ratio = math.exp(number(t["logp"]) - t["old"])
+        low, high = 1 - cfg.loss.clip_ratio_low, 1 + cfg.loss.clip_ratio_high
+        return (t["adv"] > 0 and ratio > high) or (t["adv"] < 0 and ratio < low)
+
+    drawn = [t["name"] for t in tokens if cfg.loss.cov_low < cov[t["name"]] < cfg.loss.cov_high and not flat(t)]
+    return set(sorted(drawn, key=lambda name: int(hash_key(torch.tensor([name]))))[-count:])
+
+
+def runs(sample):
+    """Actions of a sample in runs of neighbours."""
+    groups = []
+    for token in sample:
+        if groups and groups[-1][-1]["place"] == token["place"] - 1:
+            groups[-1].append(token)
+        else:
+            groups.append([token])
+    return groups
+
+
+def weights_of(cfg, samples) -> dict[int, float]:
+    """Importance weight by token name."""
+    if cfg is None:
+        return {t["name"]: 1.0 for s in samples for t in s}
+    weights = {}
+    for sample in samples:
+        shares = {"token": [[t] for t in sample], "segment": runs(sample), "sequence": [sample]}[cfg.level]
+        for share in shares:
+            w = math.exp(sum(t["old"] - t["rollout"] for t in share) / len(share)) if share else 1.0
+            if cfg.kind == "truncate":
+                w = min(w, cfg.cap)
+            elif cfg.kind == "mask":
+                w = w if cfg.low <= w <= cfg.high else 0.0
+            else:
+                w = min(max(w, cfg.low), cfg.high)
+            weights |= {t["name"]: w for t in share}
+        if cfg.veto is not None and any(math.exp(t["old"] - t["rollout"]) < cfg.veto for t in sample):
+            weights |= {t["name"]: 0.0 for t in sample}
+    if cfg.normalise:
+        mean = sum(weights.values()) / len(weights)
+        weights = {name: w / mean for name, w in weights.items()}
+    return weights
+
+
+def aggregate(mode, length, samples, losses: dict[int, torch.Tensor]):
+    """`losses` by token name; `samples` hold the tokens of each, silent ones too."""
+    sums = [sum(losses[t["name"]] for t in sample) for sample in samples]
+    counts = [len(sample) for sample in samples]
+    if mode == "token-mean":
+        return sum(sums) / sum(counts)
+    if mode == "seq-mean-token-sum":
+        return sum(sums) / len(samples)
+    if mode == "seq-mean-token-mean":
+        return sum(x / n for x, n in zip(sums, counts) if n) / len(samples)
+    if mode == "seq-mean-token-sum-norm":
+        return sum(x / length for x in sums) / len(samples)
+    prompts = [range(i, i + 3) for i in range(0, len(samples), 3)]  # groups of three
+    return sum(sum(sums[i] for i in p) / sum(counts[i] for i in p) for p in prompts) / len(prompts)
+
+
+def reference(cfg: AlgorithmConfig, toys) -> tuple[torch.Tensor, torch.Tensor]:
+    """(loss, gradient of theta)."""
+    theta = toy_theta()
+    samples = []
+    for s in toys:
+        sample = []
+        for t in range(1, len(s.ids)):
+            if s.mask[t]:
+                log_probs = torch.log_softmax(theta[s.ids[t - 1]], -1)
+                sample.append(
+                    {
+                        "logp": log_probs[s.ids[t]],
+                        "entropy": -(log_probs.exp() * log_probs).sum(),
+                        "old": s.old[t],
+                        "rollout": s.rollout[t],
+                        "ref": s.ref[t],
+                        "lag": s.lag[t],
+                        "adv": s.advantage,
+                        "name": s.index * 1000 + t,
+                        "place": t,
+                    }
+                )
+        samples.append(sample)
+    tokens = [t for sample in samples for t in sample]
+    chosen, weights = choose(cfg, tokens), weights_of(cfg.correction, samples)
+    count = max(1, int(cfg.top_entropy_share * len(tokens)))
+    lowest = sorted((number(t["entropy"]) for t in tokens), reverse=True)[count - 1]
+    losses = {}
+    for sample in samples:
+        drift = sum(t["rollout"] - number(t["logp"]) for t in sample) / max(len(sample), 1)
+        bound = cfg.correction and cfg.correction.off_policy_kl
+        for t in sample:
+            loss = token_loss(cfg.loss, t, sample, t["name"] in chosen) * weights[t["name"]]
+            if (bound and t["adv"] < 0 and drift > bound) or number(t["entropy"]) < lowest - 1e-7:
+                loss = 0.0 * loss
+            if cfg.kl:
+                d = t["logp"] - t["ref"]
+                k2 = d**2 / 2
+                value = {"k1": d, "k2": k2, "k3": torch.exp(-d) - 1 + d, "abs": abs(d)}[cfg.kl.estimator]
+                if cfg.kl.straight_through:
+                    value = value.detach() + k2 - k2.detach()
+                loss = loss + COEFFICIENTS["kl"] * value
+            if cfg.entropy:
+                loss = loss - COEFFICIENTS["entropy"] * t["entropy"]
+            losses[t["name"]] = loss
+    total = aggregate(cfg.loss_agg_mode, cfg.loss_agg_tokens, samples, losses)
+    total.backward()
+    return total.detach(), theta.grad
+
+
+def check(cfg: AlgorithmConfig, seed: int) -> None:
+    toys = toy_samples(seed)
+    denominators = weigh(toys, cfg)
+    gradient, metrics = step([[toys[:7], toys[7:]]], cfg, denominators)
+    expected_loss, expected = reference(cfg, toys)
+    # float64, two ways to add some sixty terms.
+    torch.testing.assert_close(gradient, expected, rtol=1e-9, atol=1e-12)
+    assert metrics["loss"] == pytest.approx(expected_loss.item(), rel=1e-9)
+
+
+@pytest.mark.parametrize("loss", VARIANTS, ids=lambda loss: loss.kind + getattr(loss, "proximal", ""))
+@pytest.mark.parametrize("seed", range(4))
+def test_losses(loss, seed):
+    check(config(loss, "token-mean"), seed)
+
+
+@pytest.mark.parametrize("mode", AGGREGATIONS)
+def test_aggregations(mode):
+    check(config(VARIANTS[0], mode), seed=5)
+    check(config(VARIANTS[2], mode), seed=5)
+
+
+@pytest.mark.parametrize("level", ["token", "segment", "sequence"])
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        (TruncatedCorrection, {"cap": 1.1}),
+        (TruncatedCorrection, {"cap": 1.5, "normalise": True}),
+        (TruncatedCorrection, {"cap": 1.5, "off_policy_kl": 0.2}),
+        (MaskedCorrection, {"low": 0.7, "high": 1.5}),
+        (MaskedCorrection, {"low": 0.7, "high": 1.5, "veto": 0.5, "normalise": True}),
+        (ClippedCorrection, {"low": 0.8, "high": 1.2}),
+    ],
+)
+def test_corrections(level, kind, more):
+    check(AlgorithmConfig(correction=kind(level=level, **more)), seed=6)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "straight_through"),
+    [("k2", False), ("k3", False), ("abs", False), ("k1", True), ("k3", True), ("abs", True)],
+)
+def test_kl_in_the_loss(estimator, straight_through):
+    check(AlgorithmConfig(kl=KlConfig(estimator=estimator, straight_through=straight_through)), seed=7)
+
+
+@pytest.mark.parametrize("share", [0.01, 0.2, 0.8])
+def test_entropy_bonus_and_tokens_of_high_entropy(share):
+    entropy = {"coefficient": FixedCoefficient(value=0.2)}
+    check(AlgorithmConfig(entropy=entropy, top_entropy_share=share), seed=8)

@@ -1,0 +1,169 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import TypeAdapter, ValidationError
+
+from megatron_rl.algorithms.shaping import (
+    SHAPINGS,
+    cosine,
+    length_normalised,
+    repetition,
+    shape_rewards,
+    soft_overlong,
+)
+from megatron_rl.config.advantages import (
+    CosineShaping,
+    LengthNormalisedShaping,
+    RepetitionShaping,
+    ShapingConfig,
+    SoftOverlongShaping,
+)
+
+NAN = float("nan")
+ALL = [
+    CosineShaping(max_tokens=30),
+    SoftOverlongShaping(max_tokens=20, cache_tokens=5),
+    LengthNormalisedShaping(weight=0.5),
+    RepetitionShaping(ngram_size=2),
+]
+
+
+def test_golden_soft_overlong():
+    penalty = soft_overlong(np.array([0, 80, 85, 90, 100, 101, 500]), max_tokens=100, cache_tokens=20)
+    assert penalty.tolist() == [0, 0, -0.25, -0.5, -1, -1, -1]
+
+
+def test_golden_length_normalised():
+    lengths, group_of = np.array([10, 30, 20, 10, 30, 7, 5, 5]), np.array([0, 0, 0, 0, 0, 1, 2, 2])
+    correct = np.array([True, True, True, False, False, True, True, False])
+    assert length_normalised(lengths, correct, group_of).tolist() == [0.5, -0.5, 0, 0, -0.5, 0, 0, 0]
+
+
+def test_golden_cosine():
+    cfg = CosineShaping(max_tokens=90)
+    lengths = np.array([0, 30, 45, 60, 89, 90, 200])
+    half = (1 + math.cos(89 / 90 * math.pi)) / 2
+    # cos(60 degrees) = .5; float64 rounding of the cosine.
+    right = cosine(lengths, np.ones(7, bool), cfg)
+    np.testing.assert_allclose(right, [2, 1.75, 1.5, 1.25, 1 + half, -10, -10], rtol=1e-14)
+    wrong = cosine(lengths, np.zeros(7, bool), cfg)
+    np.testing.assert_allclose(wrong, [-10, -7.5, -5, -2.5, -10 * half, -10, -10], rtol=1e-12)
+
+
+def test_golden_repetition():
+    responses = [[1, 2, 1, 2, 1], [1, 2, 3], [7] * 11, [5], [], np.array([4, 4, 4], np.int32)]
+    np.testing.assert_allclose(repetition(responses, 2, -2.0), [-1, 0, -1.8, 0, 0, -1], rtol=1e-15)
+    assert repetition([], 2, -2.0).shape == (0,)
+
+
+def slow_repetition(ids, n):
+    grams = [tuple(ids[i : i + n]) for i in range(len(ids) - n + 1)]
+    seen, repeats = [], 0
+    for gram in grams:
+        repeats += gram in seen
+        seen.append(gram)
+    return repeats / len(grams) if grams else 0.0
+
+
+@given(st.lists(st.lists(st.integers(0, 2), max_size=12), max_size=5), st.integers(1, 4))
+def test_repetition_equals_a_loop(responses, n):
+    expected = [-1.5 * slow_repetition(ids, n) for ids in responses]
+    # float64, 1 - a / b against (b - a) / b.
+    np.testing.assert_allclose(repetition(responses, n, -1.5), expected, rtol=1e-12, atol=1e-15)
+
+
+def slow_shape(i, rewards, lengths, group_of, responses):
+    """All four, for one sample."""
+    if math.isnan(rewards[i]):
+        return NAN
+    length, correct = lengths[i], rewards[i] >= 0.5
+    phase = (1 + math.cos(math.pi * length / 30)) / 2
+    reward = -10 if length >= 30 else (1 + phase if correct else -10 * phase)
+    reward += 0 if length <= 15 else (-1 if length > 20 else (15 - length) / 5)
+    peers = [n for n, g, r in zip(lengths, group_of, rewards) if g == group_of[i] and not math.isnan(r)]
+    if max(peers) > min(peers):
+        term = 0.5 - (length - min(peers)) / (max(peers) - min(peers))
+        reward += 0.5 * (term if correct else min(0, term))
+    return reward - slow_repetition(responses[i], 2)
+
+
+@st.composite
+def answers(draw):
+    responses = draw(st.lists(st.lists(st.integers(0, 3), max_size=35), max_size=8))
+    size = len(responses)
+    rewards = draw(st.lists(st.sampled_from([NAN, 0.0, 0.5, 1.0]), min_size=size, max_size=size))
+    group_of = draw(st.lists(st.integers(0, 2), min_size=size, max_size=size))
+    return (
+        np.array(rewards, np.float64),
+        np.array([len(r) for r in responses], np.int64),
+        np.array(group_of, np.int64),
+        responses,
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(answers())
+def test_all_in_order_equal_a_loop(case):
+    rewards, *_ = case
+    before = rewards.copy()
+    shaped = shape_rewards(*case, ALL)
+    # float64, a few operations on numbers up to 12.
+    np.testing.assert_allclose(shaped, [slow_shape(i, *case) for i in range(len(rewards))], rtol=1e-12, atol=1e-12)
+    np.testing.assert_array_equal(rewards, before)
+
+
+@settings(max_examples=30, deadline=None)
+@given(answers(), st.integers(0, 99))
+def test_the_order_of_the_samples_does_not_matter(case, seed):
+    rewards, lengths, group_of, responses = case
+    order = np.random.default_rng(seed).permutation(len(rewards))
+    shuffled = shape_rewards(rewards[order], lengths[order], group_of[order], [responses[i] for i in order], ALL)
+    np.testing.assert_array_equal(shuffled, shape_rewards(*case, ALL)[order])
+
+
+def test_abstentions_stay_and_leave_the_lengths_of_their_group():
+    rewards, lengths = np.array([1.0, NAN, 0.0]), np.array([10, 1000, 20])
+    shaped = shape_rewards(rewards, lengths, np.zeros(3, np.int64), None, [LengthNormalisedShaping()])
+    np.testing.assert_array_equal(shaped, [1.5, NAN, -0.5])
+    nothing = np.full(3, NAN)
+    np.testing.assert_array_equal(shape_rewards(nothing, lengths, np.zeros(3, np.int64), [[]] * 3, ALL), nothing)
+
+
+def test_no_shaping_and_no_samples():
+    rewards = np.array([1.0, NAN])
+    np.testing.assert_array_equal(shape_rewards(rewards, np.array([3, 4]), np.array([0, 0]), None, []), rewards)
+    none = np.zeros(0, np.int64)
+    assert shape_rewards(np.zeros(0), none, none, [], ALL).shape == (0,)
+
+
+def test_correct_is_judged_by_the_verified_reward():
+    """After a penalty of 1 a right answer is still right."""
+    configs = [SoftOverlongShaping(max_tokens=10, cache_tokens=2), LengthNormalisedShaping()]
+    shaped = shape_rewards(np.array([1.0, 1.0]), np.array([20, 40]), np.array([0, 0]), None, configs)
+    assert shaped.tolist() == [1 - 1 + 0.5, 1 - 1 - 0.5]
+
+
+def test_what_means_nothing_is_refused():
+    one = (np.array([1.0]), np.array([3]), np.array([0]), None)
+    with pytest.raises(ValueError, match="needs the token ids"):
+        shape_rewards(*one, [RepetitionShaping()])
+    with pytest.raises(ValueError, match="would undo soft_overlong: put it first"):
+        shape_rewards(*one, [SoftOverlongShaping(max_tokens=9, cache_tokens=1), CosineShaping(max_tokens=9)])
+    for bad in (
+        {"kind": "soft_overlong", "max_tokens": 10, "cache_tokens": 10},
+        {"kind": "repetition", "max_penalty": 0.5},
+        {"kind": "length_normalised", "weight": 0},
+        {"kind": "cosine"},
+    ):
+        with pytest.raises(ValidationError):
+            TypeAdapter(ShapingConfig).validate_python(bad)
+
+
+def test_every_kind_is_registered():
+    assert set(SHAPINGS) == {type(cfg) for cfg in ALL}
+    assert all(kind.formula and "arXiv" in kind.source and "arXiv" in kind.__doc__ for kind in SHAPINGS)
