@@ -1,9 +1,12 @@
-"""Floating-point operations of one training step, counted from the model's shape.
+"""Floating-point operations of a training step, counted from the model's shape.
 
-Matrix products only, one multiply and one add each: what is left (norms, softmax, rotary embedding,
-optimizer) is below a percent at the sizes that matter.
+Matrix products only, one multiply and one add each: what is left (norms, softmax, rotary embedding, optimizer)
+is below a percent at the sizes that matter.
 
-Invariant: equals what a profiler counts on a plain implementation, the causal half of the attention aside.
+Invariant (tests/unit/balance): equals what torch's FlopCounterMode counts on plain implementations of every kind
+of layer to 2 %, forward, backward and recomputation.
+
+Shape letters: S samples.
 """
 
 from __future__ import annotations
@@ -13,23 +16,66 @@ import numpy as np
 from megatron_rl.types import ModelShape
 
 
-def linear_flops_per_token(shape: ModelShape) -> int:
-    """Forward FLOPs of the matrices that every token passes: attention projections, gated MLP, output layer.
-    The heads' width `num_heads * head_dim` need not be the hidden size."""
-    query_size, kv_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    attention = shape.hidden_size * (2 * query_size + 2 * kv_size)  # q, o and k, v
-    mlp = 3 * shape.hidden_size * shape.ffn_size  # gate, up, down
-    return 2 * (shape.num_layers * (attention + mlp) + shape.hidden_size * shape.vocab_size)
+def forward_flops(lengths_S: np.ndarray, shape: ModelShape) -> np.ndarray:
+    """FLOPs of one forward pass over samples of these lengths, float64 [S]."""
+    return _layers(lengths_S, shape) + _output(lengths_S, shape)
 
 
-def attention_flops(lengths: np.ndarray, shape: ModelShape) -> np.ndarray:
-    """Forward FLOPs of the scores and of the weighted values, [S]: of the L x L pairs a causal kernel
-    computes half."""
-    lengths = np.asarray(lengths, np.float64)
-    return 2 * shape.num_layers * shape.num_heads * shape.head_dim * lengths**2
+def training_flops(lengths_S: np.ndarray, shape: ModelShape, recompute: str = "none") -> np.ndarray:
+    """FLOPs of forward and backward (twice the forward), float64 [S].
+
+    Args:
+        lengths_S: tokens of each sample.
+        recompute: `none`, or `full`: the layers, not the output, run forward once more.
+    """
+    passes = {"none": 3, "full": 4}[recompute]
+    return passes * _layers(lengths_S, shape) + 3 * _output(lengths_S, shape)
 
 
-def training_flops(lengths: np.ndarray, shape: ModelShape) -> np.ndarray:
-    """FLOPs of forward and backward (twice the forward) of samples of these lengths, float64 [S]."""
-    lengths = np.asarray(lengths, np.float64)
-    return 3 * (linear_flops_per_token(shape) * lengths + attention_flops(lengths, shape))
+def attention_flops(lengths_S: np.ndarray, shape: ModelShape) -> np.ndarray:
+    """Forward FLOPs of the scores and of the weighted values, float64 [S].
+
+    Of a sample's L x L pairs of tokens a causal kernel computes half; in a layer with a window of W tokens, W pairs
+    for each token but the first W: L^2 / 2 - (L - W)^2 / 2.
+    """
+    lengths_S = np.asarray(lengths_S, np.float64)
+    latent = shape.latent
+    key_and_value = latent.nope_dim + latent.rope_dim + latent.value_dim if latent else 2 * shape.head_dim
+    pairs_S = shape.num_layers * lengths_S**2 / 2
+    if shape.sliding_window is not None:
+        pairs_S -= len(shape.sliding_layers) * np.maximum(lengths_S - shape.sliding_window, 0) ** 2 / 2
+    return 2 * shape.num_heads * key_and_value * pairs_S
+
+
+def layer_flops_per_token(shape: ModelShape) -> int:
+    """Forward FLOPs of the matrices of all layers that one token passes."""
+    hidden, experts = shape.hidden_size, shape.experts
+    dense = 3 * hidden * shape.ffn_size  # gate, up, down
+    if experts is None:
+        mlps = shape.num_layers * dense
+    else:
+        router = hidden * experts.num_experts
+        mixture = router + 3 * hidden * (experts.num_active * experts.ffn_size + experts.shared_ffn_size)
+        mlps = experts.first_dense_layers * dense + (shape.num_layers - experts.first_dense_layers) * mixture
+    return 2 * (shape.num_layers * _projections(shape) + mlps)
+
+
+def _projections(shape: ModelShape) -> int:
+    """Multiplications of one layer's attention projections, one token."""
+    hidden, heads, latent = shape.hidden_size, shape.num_heads, shape.latent
+    if latent is None:  # q and o, k and v; num_heads * head_dim need not be the hidden size
+        return 2 * hidden * (heads + shape.num_kv_heads) * shape.head_dim
+    query_width = heads * (latent.nope_dim + latent.rope_dim)
+    query = latent.query_rank * (hidden + query_width) if latent.query_rank else hidden * query_width
+    key_and_value = hidden * (latent.kv_rank + latent.rope_dim)
+    key_and_value += latent.kv_rank * heads * (latent.nope_dim + latent.value_dim)
+    return query + key_and_value + heads * latent.value_dim * hidden
+
+
+def _layers(lengths_S: np.ndarray, shape: ModelShape) -> np.ndarray:
+    lengths_S = np.asarray(lengths_S, np.float64)
+    return layer_flops_per_token(shape) * lengths_S + attention_flops(lengths_S, shape)
+
+
+def _output(lengths_S: np.ndarray, shape: ModelShape) -> np.ndarray:
+    return 2.0 * shape.hidden_size * shape.vocab_size * np.asarray(lengths_S, np.float64)

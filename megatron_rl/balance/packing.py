@@ -1,15 +1,28 @@
-"""Packing sizes into bins under a hard cap.
+"""Packing samples into equal grids of micro-batches under a hard cap of tokens.
 
-Invariants: every index is in exactly one bin; no bin exceeds the cap; the same sizes give the same bins.
+A grid has `count` positions, one micro-batch of every rank in each: cell `position * num_ranks + rank`.
+
+Invariants (tests/unit/balance): every sample is in one cell; no cell exceeds the cap; the same sizes give the same
+cells; the count is never below `least_bins` and never above what first-fit decreasing needs, divided over the ranks.
+
+Shape letters: S samples, from the longest to the shortest; C cells.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import heapq
+from bisect import bisect_left, insort
+from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_rl.balance.karmarkar_karp import karmarkar_karp
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    cell_S: np.ndarray
+    """int64 [S]"""
+    count: int
+    """Positions: the micro-batches of each rank."""
 
 
 def padded(lengths: np.ndarray, alignment: int) -> np.ndarray:
@@ -17,97 +30,147 @@ def padded(lengths: np.ndarray, alignment: int) -> np.ndarray:
     return -(-np.asarray(lengths) // alignment) * alignment
 
 
-def pack(sizes: Sequence[int], cap: int) -> list[list[int]]:
-    """Few bins: best-fit decreasing (at most 11/9 of the optimum + 4, Johnson 1974). Each size, largest
-    first, goes into the fullest bin that holds it, into a new one if none does.
+def pack(
+    sizes_S: np.ndarray, costs_S: np.ndarray, cap: int, num_ranks: int, multiple: int = 1, at_least: int = 0
+) -> Packing:
+    """The fewest positions that three packings find, filled so that the ranks of a position cost alike.
 
-    Raises:
-        ValueError: a size exceeds the cap.
+    Packings: `pack_levels` into the number that no packing beats, `pack_rows`, and where both need more
+    `first_fit_decreasing`. Of those with the fewest positions the one with the lowest lockstep cost is taken, cells
+    sorted by cost: ranks of a position hold neighbours, so what they lose to their costliest one is at most
+    (costliest cell - cheapest cell), over all positions together.
+
+    Args:
+        sizes_S: padded tokens, descending, none above the cap.
+        costs_S: descending.
+        multiple: the count is one of it.
+        at_least: a smaller count is raised to it, which must be a multiple.
     """
-    bins: list[list[int]] = []
-    free: list[int] = []
-    for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
-        if sizes[index] > cap:
-            raise ValueError(f"size {sizes[index]} at index {index} exceeds the cap of {cap}")
-        fitting = [b for b, room in enumerate(free) if room >= sizes[index]]
-        if fitting:
-            best = min(fitting, key=lambda b: (free[b], b))
+    sizes, costs = sizes_S.tolist(), costs_S.tolist()
+
+    def positions(num_bins: int) -> int:
+        return max(-(-num_bins // (num_ranks * multiple)) * multiple, at_least)
+
+    def level(count: int) -> list[int] | None:
+        return pack_levels(sizes, costs, cap, levels(costs_S, num_ranks, count), num_ranks)
+
+    fewest = positions(least_bins(sizes_S, cap))
+    found = [(fewest, level(fewest))]
+    rows = pack_rows(sizes, cap, num_ranks)
+    found.append((positions(max(rows, default=-1) + 1), rows))
+    if found[0][1] is None and found[1][0] > fewest:
+        bins = first_fit_decreasing(sizes, cap)
+        count = min(found[1][0], positions(max(bins) + 1))
+        found += [(positions(max(bins) + 1), bins), (count, level(count))]
+    count = min(count for count, cells in found if cells is not None)
+    packings = [sorted_by_cost(np.array(cells, np.int64), costs_S, count * num_ranks)
+                for each, cells in found if cells is not None and each == count]  # fmt: skip
+    _, cell_S = min(packings, key=lambda packing: packing[0][::num_ranks].sum())
+    return Packing(cell_S, count)
+
+
+def sorted_by_cost(cell_S: np.ndarray, costs_S: np.ndarray, num_cells: int) -> tuple[np.ndarray, np.ndarray]:
+    """Costs of the cells [C], descending, and the samples' cells in that order [S]."""
+    cost_C = np.bincount(cell_S, weights=costs_S, minlength=num_cells)
+    order_C = np.argsort(-cost_C, kind="stable")
+    place_C = np.empty(num_cells, np.int64)
+    place_C[order_C] = np.arange(num_cells)
+    return cost_C[order_C], place_C[cell_S]
+
+
+def levels(costs_S: np.ndarray, num_ranks: int, count: int) -> list[float]:
+    """What the cells of each position should cost, [P]: what its first sample does where that is more than an even
+    share of the costs that are left, else that share. Sample p * num_ranks, costliest first, is position p's first.
+    """
+    forced = costs_S[::num_ranks][:count].tolist()
+    left = float(costs_S.sum()) / num_ranks
+    for position, cost in enumerate(forced):
+        even = left / (count - position)
+        if cost <= even:
+            return forced[:position] + [even] * (count - position)
+        left = max(left - cost, 0.0)
+    return forced + [0.0] * (count - len(forced))
+
+
+def pack_levels(sizes: list[int], costs: list[float], cap: int, level: list[float], num_ranks: int) -> list[int] | None:
+    """Each sample, largest first, into the cell that is furthest below its position's level and has room; None when
+    a sample finds no room. With equal levels and a wide cap: the longest-processing-time rule (Graham 1969)."""
+    num_cells = len(level) * num_ranks
+    heap = [(-level[cell // num_ranks], cell) for cell in range(num_cells)]  # cost above the level
+    heapq.heapify(heap)
+    full: list[tuple[int, float, int]] = []  # (-room, cost above the level, cell), until sizes come down to the room
+    room, cells = [cap] * num_cells, []
+    for size, cost in zip(sizes, costs, strict=True):
+        while full and -full[0][0] >= size:
+            _, above, cell = heapq.heappop(full)
+            heapq.heappush(heap, (above, cell))
+        while heap and room[heap[0][1]] < size:
+            above, cell = heapq.heappop(heap)
+            heapq.heappush(full, (-room[cell], above, cell))
+        if not heap:
+            return None
+        above, cell = heap[0]
+        heapq.heapreplace(heap, (above + cost, cell))
+        room[cell] -= size
+        cells.append(cell)
+    return cells
+
+
+def pack_rows(sizes: list[int], cap: int, num_ranks: int) -> list[int]:
+    """Best-fit decreasing over positions: each sample, largest first, into the emptiest cell of the position where
+    that cell is the fullest that holds it; into a new position if none does. Positions are numbered as opened."""
+    rows: list[list[tuple[int, int]]] = []  # heaps of (-room, rank)
+    emptiest: list[tuple[int, int]] = []  # sorted (room of its emptiest cell, position)
+    cells = []
+    for size in sizes:
+        best = bisect_left(emptiest, (size, -1))
+        if best < len(emptiest):
+            _, position = emptiest.pop(best)
         else:
-            best = len(bins)
-            bins.append([])
-            free.append(cap)
-        bins[best].append(index)
-        free[best] -= sizes[index]
+            position = len(rows)
+            rows.append([(-cap, rank) for rank in range(num_ranks)])
+        row = rows[position]
+        room, rank = row[0]
+        heapq.heapreplace(row, (room + size, rank))
+        insort(emptiest, (-row[0][0], position))
+        cells.append(position * num_ranks + rank)
+    return cells
+
+
+def first_fit_decreasing(sizes: list[int], cap: int) -> list[int]:
+    """Each size, largest first, into the first bin that holds it: at most 11/9 of the optimum + 6/9 bins (Dosa 2007).
+    The bins are leaves of a binary tree whose nodes know the widest room below: O(n log n)."""
+    width = 1 << max(len(sizes) - 1, 0).bit_length()
+    widest, bins = [cap] * (2 * width), []
+    for size in sizes:
+        node = 1
+        while node < width:
+            node *= 2
+            if widest[node] < size:
+                node += 1
+        bins.append(node - width)
+        widest[node] -= size
+        while node > 1:
+            node //= 2
+            room = max(widest[2 * node], widest[2 * node + 1])
+            if widest[node] == room:
+                break
+            widest[node] = room
     return bins
 
 
-def pack_into(sizes: Sequence[int], costs: Sequence[float], cap: int, num_bins: int) -> list[list[int]] | None:
-    """Exactly `num_bins` bins under the cap, their costs as even as fits; with few sizes some stay
-    empty.
-
-    The first that fits: Karmarkar-Karp on the costs; largest first into the cheapest bin that has room;
-    best-fit decreasing. When none does, the same with one bin less and an empty one.
-
-    Returns:
-        The bins, or None when no number of bins up to `num_bins` fits.
-    """
-    for used in range(num_bins, least_bins(sizes, cap) - 1, -1):
-        bins = _pack_evenly(sizes, costs, cap, used)
-        if bins is not None:
-            return bins + [[] for _ in range(num_bins - used)]
-    return None
-
-
-def fewest_bins(sizes: Sequence[int], costs: Sequence[float], cap: int) -> int:
-    """The smallest number of bins that `pack_into` fills: a bound that no packing beats at least,
-    best-fit decreasing's number at most."""
-    most = len(pack(sizes, cap))
-    fitting = (n for n in range(least_bins(sizes, cap), most) if _pack_evenly(sizes, costs, cap, n) is not None)
-    return next(fitting, most)
-
-
-def least_bins(sizes: Sequence[int], cap: int) -> int:
+def least_bins(sizes_S: np.ndarray, cap: int) -> int:
     """A number of bins that no packing beats (Martello and Toth 1990, bound L2). For a threshold t: sizes above cap - t
     share a bin with nothing that is at least t, other sizes above cap / 2 not with each other; what is then left of
     the sizes from t to cap / 2 after filling these bins needs bins of its own."""
-    array = np.sort(np.asarray(sizes, np.int64))
-    below = np.concatenate([[0], np.cumsum(array)])
-    half = int(np.searchsorted(array, cap / 2, side="right"))
-    least = 0
-    for first in np.unique(np.concatenate([[0], np.searchsorted(array, np.unique(array[:half]))])).astype(int):
-        threshold = int(array[first]) if first < half else 0
-        alone = int(np.searchsorted(array, cap - threshold, side="right"))
-        medium = below[alone] - below[half]
-        small = below[half] - below[first]
-        rest = small - ((alone - half) * cap - medium)
-        least = max(least, len(array) - half + max(0, -(-int(rest) // cap)))
-    return least
-
-
-def _pack_evenly(sizes: Sequence[int], costs: Sequence[float], cap: int, num_bins: int) -> list[list[int]] | None:
-    if not num_bins:
-        return []
-    bins = karmarkar_karp(costs, num_bins)
-    if all(sum(sizes[i] for i in members) <= cap for members in bins):
-        return bins
-    bins = _cheapest_with_room(sizes, costs, cap, num_bins)
-    if bins is not None:
-        return bins
-    bins = pack(sizes, cap)
-    return bins + [[] for _ in range(num_bins - len(bins))] if len(bins) <= num_bins else None
-
-
-def _cheapest_with_room(
-    sizes: Sequence[int], costs: Sequence[float], cap: int, num_bins: int
-) -> list[list[int]] | None:
-    bins: list[list[int]] = [[] for _ in range(num_bins)]
-    free, cost = [cap] * num_bins, [0.0] * num_bins
-    for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
-        fitting = [b for b in range(num_bins) if free[b] >= sizes[index]]
-        if not fitting:
-            return None
-        best = min(fitting, key=lambda b: (cost[b], b))
-        bins[best].append(index)
-        free[best] -= sizes[index]
-        cost[best] += costs[index]
-    return bins
+    if not len(sizes_S):
+        return 0
+    sizes_S = np.sort(np.asarray(sizes_S, np.int64))
+    below = np.concatenate([[0], np.cumsum(sizes_S)])
+    half = int(np.searchsorted(sizes_S, cap / 2, side="right"))
+    thresholds = np.concatenate([[0], sizes_S[:half]])
+    first = np.searchsorted(sizes_S, thresholds)
+    alone = np.searchsorted(sizes_S, cap - thresholds, side="right")
+    room_in_the_medium = (alone - half) * cap - (below[alone] - below[half])
+    rest = below[half] - below[first] - room_in_the_medium
+    return int(len(sizes_S) - half + np.maximum(0, -(-rest // cap)).max())

@@ -1,106 +1,165 @@
 """A step's samples as optimizer steps, ranks and micro-batches: a pure value, made before anything runs.
 
-Invariants: every active sample is in exactly one micro-batch, no other sample is in any; no micro-batch
-exceeds the cap, alignment padding counted; all data-parallel ranks of a mini-batch have the same number of
-micro-batches; a group's active samples share one mini-batch; the same input gives the same plan.
+Invariants (tests/unit/balance): every active sample is in exactly one micro-batch, no other sample is in any; no
+micro-batch exceeds the cap, alignment padding counted, but that of a single sample longer than it where this is
+allowed; all data-parallel ranks of a mini-batch have the same number of micro-batches; a group's active samples share
+one mini-batch; the same input gives the same plan.
+
+Shape letters: S samples, C micro-batches of all ranks, P of each rank, R ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
+from megatron_rl.balance.assign import Limits, assign
+from megatron_rl.balance.cost import sample_costs
 from megatron_rl.balance.flops import training_flops
-from megatron_rl.balance.karmarkar_karp import karmarkar_karp
-from megatron_rl.balance.packing import fewest_bins, pack_into, padded
+from megatron_rl.balance.metrics import bubble, imbalance, lockstep, lockstep_floor
+from megatron_rl.balance.packing import padded
 from megatron_rl.config.balance import BalanceConfig
 from megatron_rl.config.schema import ParallelConfig
 from megatron_rl.types import Batch, Denominators, MicrobatchPlan, ModelShape
 
-Minibatch = tuple[tuple[tuple[int, ...], ...], ...]
-"""Sample indices by data-parallel rank and micro-batch."""
-
 
 def plan_microbatches(
-    batch: Batch, shape: ModelShape, parallel: ParallelConfig, balance: BalanceConfig, updates: int
+    batch: Batch,
+    shape: ModelShape,
+    parallel: ParallelConfig,
+    balance: BalanceConfig,
+    updates: int,
+    *,
+    recompute: str = "none",
+    microbatch_multiple: int = 1,
 ) -> MicrobatchPlan:
     """Plan one step.
 
-    Groups with an active sample are dealt in order, in even numbers, to `updates` mini-batches. The samples
-    of a mini-batch are split over the data-parallel ranks by training FLOPs (Karmarkar-Karp), then packed:
-    every rank gets the number of micro-batches that the fullest rank needs, with costs as even as the room
-    allows. With a pipeline the cheap micro-batches stand at both ends, where it fills and drains.
+    Groups with an active sample are dealt in order to `updates` mini-batches, whose numbers of groups differ by one at
+    most: there is no remainder to lose. Each mini-batch is assigned to ranks and micro-batches (`assign`). With a
+    pipeline the cheap positions stand at both ends, where it fills and drains; without one the costliest comes first:
+    what does not fit in memory fails at once.
 
-    Fewer groups with an active sample than `updates` make fewer mini-batches: one without samples has no
-    gradient and is left out, so `len(plan.minibatches)` is the number of optimizer steps. None active: no
-    mini-batch.
+    Fewer groups with an active sample than `updates` make fewer mini-batches: one without samples has no gradient and
+    is left out, so `len(plan.minibatches)` is the number of optimizer steps. None active: no mini-batch.
 
     Args:
-        batch: its lengths, num_actions, group_of and active are read.
+        batch: its groups, group_of, index_in_group, lengths, num_actions and active are read.
         parallel: data-parallel ranks, pipeline stages, and the alignment that sequences are padded to.
-        balance: the hard cap of a micro-batch.
+        balance: the cap, the cost, what may stay together or stand alone.
         updates: mini-batches wanted.
+        recompute: of the layers, `none` or `full`: it changes the cost.
+        microbatch_multiple: the micro-batches of a rank come in multiples of it; some may be empty.
 
     Returns:
-        The plan; its metrics: balance/tokens (unpadded, active), balance/num_microbatches (of a rank, all
-        mini-batches), balance/imbalance ((max - mean) / mean of the ranks' FLOPs, worst mini-batch),
-        balance/fill (tokens over the cap of all micro-batches, empty ones included).
+        The plan; its metrics are those of the whole step:
+            balance/tokens             unpadded
+            balance/flops              of the optimizer steps, all ranks
+            balance/num_microbatches   of a rank
+            balance/imbalance          (max - mean) / mean of the ranks' costs, worst mini-batch
+            balance/lockstep           costliest rank of each position, summed, over a bound that no plan beats
+            balance/fill               tokens over the cap of all micro-batches, empty ones included
+            balance/padding            share of the padded tokens that alignment added
+            balance/bubble             estimated share of idle time of a pipeline stage
+            balance/oversize           samples above the cap
 
     Raises:
-        ValueError: the cap is below the alignment; an active sample is longer than the cap, or has no token,
-            or no action.
+        ValueError: the cap is below the alignment; updates or the multiple is below 1; an active sample has no token,
+            no action, or is longer than the cap where this is refused. It says which number to change.
     """
     mesh, cap = parallel.mesh, balance.max_tokens_per_microbatch
-    _check(batch, cap, parallel.alignment, updates)
-    sizes = padded(batch.lengths, parallel.alignment)
-    costs = training_flops(batch.lengths, shape)
-    minibatches, denominators, imbalances = [], [], []
+    sizes_S = padded(batch.lengths, parallel.alignment)
+    _check_numbers(cap, parallel.alignment, updates, microbatch_multiple)
+    _check_samples(batch, sizes_S, parallel.alignment, balance)
+    costs_S = sample_costs(batch.lengths, balance.cost, shape, recompute)
+    flops_S = training_flops(batch.lengths, shape, recompute)
+    limits = Limits(cap, mesh.data, microbatch_multiple)
+    plan = _Writer(sizes_S, costs_S, flops_S, limits, mesh.pipeline)
     for samples in _deal_groups(batch, updates):
-        ranks = [samples[part] for part in karmarkar_karp(costs[samples], mesh.data)]
-        rank_costs = [costs[rank].sum() for rank in ranks]
-        imbalances.append(float(max(rank_costs) / np.mean(rank_costs) - 1))
-        minibatches.append(_pack_ranks(ranks, sizes, costs, cap, small_ends=mesh.pipeline > 1))
-        denominators.append(Denominators(int(batch.num_actions[samples].sum()), len(samples)))
-    slots = sum(len(minibatch[0]) for minibatch in minibatches)
-    num_tokens = int(batch.lengths[batch.active].sum())
-    metrics = {
-        "balance/tokens": float(num_tokens),
-        "balance/num_microbatches": float(slots),
-        "balance/imbalance": max(imbalances, default=0.0),
-        "balance/fill": num_tokens / (slots * mesh.data * cap) if slots else 0.0,
-    }
-    return MicrobatchPlan(tuple(minibatches), tuple(denominators), cap, parallel.alignment, metrics)
+        groups = batch.group_of[samples] if balance.groups == "together" else None
+        packing = assign(sizes_S[samples], costs_S[samples], limits, groups)
+        plan.add(samples, packing.cell_S, packing.count)
+        plan.denominators.append(Denominators(int(batch.num_actions[samples].sum()), len(samples)))
+    return MicrobatchPlan(
+        minibatches=tuple(plan.minibatches),
+        denominators=tuple(plan.denominators),
+        tokens=tuple(plan.tokens),
+        flops=tuple(plan.flops),
+        max_tokens=cap,
+        alignment=parallel.alignment,
+        metrics=plan.metrics(int(batch.lengths[batch.active].sum()), int((sizes_S[batch.active] > cap).sum())),
+    )
+
+
+class _Writer:
+    """Mini-batches as nested tuples, and the sums that the step's metrics are made of."""
+
+    def __init__(self, sizes_S: np.ndarray, costs_S: np.ndarray, flops_S: np.ndarray, limits: Limits, pipeline: int):
+        self.sizes_S, self.costs_S, self.flops_S = sizes_S, costs_S, flops_S
+        self.limits, self.pipeline = limits, pipeline
+        self.minibatches, self.denominators, self.tokens, self.flops = [], [], [], []
+        self.imbalances: list[float] = []
+        self.lockstep, self.floor, self.idle = 0.0, 0.0, 0.0
+
+    def add(self, samples: np.ndarray, cell_S: np.ndarray, count: int) -> None:
+        """`samples`, ascending, in cells `position * num_ranks + rank`; the costliest position is 0."""
+        num_ranks = self.limits.num_ranks
+        position_S, rank_S = np.divmod(cell_S, num_ranks)
+        if self.pipeline > 1:  # 5 4 3 2 1, cheapest last, becomes 1 3 5 4 2
+            order = np.concatenate([np.arange(count)[::-1][::2], np.arange(count)[::-1][1::2][::-1]])
+            position_S = np.argsort(order)[position_S]
+        cell_S = rank_S * count + position_S  # a rank's micro-batches lie together
+        num_cells = num_ranks * count
+
+        def sums(of_S: np.ndarray) -> np.ndarray:
+            return np.bincount(cell_S, weights=of_S[samples], minlength=num_cells).reshape(num_ranks, count)
+
+        cost_PR = sums(self.costs_S).T
+        self.tokens.append(_tuples(sums(self.sizes_S).astype(np.int64)))
+        self.flops.append(_tuples(sums(self.flops_S)))
+        members = samples[np.argsort(cell_S, kind="stable")].tolist()
+        ends = np.cumsum(np.bincount(cell_S, minlength=num_cells)).tolist()
+        cells = [tuple(members[start:end]) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+        self.minibatches.append(tuple(tuple(cells[r * count : (r + 1) * count]) for r in range(num_ranks)))
+        self.imbalances.append(imbalance(cost_PR))
+        cost_P = cost_PR.max(1)
+        self.lockstep += lockstep(cost_PR)
+        self.floor += lockstep_floor(self.sizes_S[samples], self.costs_S[samples], self.limits.cap, num_ranks)
+        idle = bubble(cost_P, self.pipeline)
+        self.idle += idle / (1 - idle) * float(cost_P.sum())
+
+    def metrics(self, num_tokens: int, num_oversize: int) -> dict[str, float]:
+        slots = sum(len(minibatch[0]) for minibatch in self.minibatches)
+        padded_tokens = sum(sum(map(sum, tokens)) for tokens in self.tokens)
+        busy = self.idle + self.lockstep
+        return {
+            "balance/tokens": float(num_tokens),
+            "balance/flops": float(sum(sum(map(sum, flops)) for flops in self.flops)),
+            "balance/num_microbatches": float(slots),
+            "balance/imbalance": max(self.imbalances, default=0.0),
+            "balance/lockstep": self.lockstep / self.floor if self.floor else 1.0,
+            "balance/fill": num_tokens / (slots * self.limits.num_ranks * self.limits.cap) if slots else 0.0,
+            "balance/padding": 1 - num_tokens / padded_tokens if padded_tokens else 0.0,
+            "balance/bubble": self.idle / busy if busy else 0.0,
+            "balance/oversize": float(num_oversize),
+        }
+
+
+def _tuples(array_RP: np.ndarray) -> tuple:
+    return tuple(map(tuple, array_RP.tolist()))
 
 
 def _deal_groups(batch: Batch, updates: int) -> list[np.ndarray]:
     """The samples of each mini-batch that has any: whole groups in order, as many in each to one group."""
     indices = np.flatnonzero(batch.active)
-    owners = batch.group_of[indices]
-    groups = np.array(list(dict.fromkeys(owners.tolist())), np.int64)
-    parts = [indices[np.isin(owners, members)] for members in np.array_split(groups, updates)]
+    _, first, number = np.unique(batch.group_of[indices], return_index=True, return_inverse=True)
+    order = np.argsort(np.argsort(first))[number]  # of the sample's group, by first appearance
+    cuts = np.cumsum([len(part) for part in np.array_split(first, updates)])
+    owner = np.searchsorted(cuts, order, side="right")
+    parts = [indices[owner == update] for update in range(updates)]
     return [samples for samples in parts if len(samples)]
 
 
-def _pack_ranks(
-    ranks: Sequence[np.ndarray], sizes: np.ndarray, costs: np.ndarray, cap: int, small_ends: bool
-) -> Minibatch:
-    """Pack every rank's samples into one common number of micro-batches."""
-    count = max(fewest_bins(sizes[rank].tolist(), costs[rank].tolist(), cap) for rank in ranks)
-    minibatch = []
-    for rank in ranks:
-        bins = pack_into(sizes[rank].tolist(), costs[rank].tolist(), cap, count)
-        assert bins is not None, "a packing into fewer bins is one into more"
-        bins.sort(key=lambda b: (sum(costs[rank[i]] for i in b), b))
-        if small_ends:  # 1 2 3 4 5 becomes 1 3 5 4 2
-            bins = bins[::2] + bins[1::2][::-1]
-        else:  # the costliest first: what does not fit in memory fails at once
-            bins.reverse()
-        minibatch.append(tuple(tuple(int(rank[i]) for i in sorted(b)) for b in bins))
-    return tuple(minibatch)
-
-
-def _check(batch: Batch, cap: int, alignment: int, updates: int) -> None:
+def _check_numbers(cap: int, alignment: int, updates: int, multiple: int) -> None:
     if cap < alignment:
         raise ValueError(
             f"the cap of {cap} tokens a micro-batch is below the alignment of {alignment}: raise "
@@ -108,16 +167,32 @@ def _check(batch: Batch, cap: int, alignment: int, updates: int) -> None:
         )
     if updates < 1:
         raise ValueError(f"updates is {updates}: a step needs 1 optimizer step or more")
-    lengths, num_actions, sizes = batch.lengths, batch.num_actions, padded(batch.lengths, alignment)
-    for index in np.flatnonzero(batch.active):
-        if lengths[index] < 1 or num_actions[index] < 1:
-            raise ValueError(
-                f"active sample {index} has {lengths[index]} tokens and {num_actions[index]} action tokens: "
-                f"it carries no gradient; make it inactive"
-            )
-        if sizes[index] > cap:
-            raise ValueError(
-                f"sample {index} has {lengths[index]} tokens, {sizes[index]} when padded to a multiple of "
-                f"{alignment}: above the cap of {cap}; set balance.max_tokens_per_microbatch to "
-                f"{sizes[index]} or more"
-            )
+    if multiple < 1:
+        raise ValueError(
+            f"microbatch_multiple is {multiple}: whatever the cap (it is {cap} tokens), no number of micro-batches is "
+            f"a multiple of it; set the virtual pipeline's micro-batch group to 1 or more"
+        )
+
+
+def _check_samples(batch: Batch, sizes_S: np.ndarray, alignment: int, balance: BalanceConfig) -> None:
+    cap = balance.max_tokens_per_microbatch
+    empty_S = batch.active & ((batch.lengths < 1) | (batch.num_actions < 1))
+    if empty_S.any():
+        index = int(np.flatnonzero(empty_S)[0])
+        raise ValueError(
+            f"active sample {_name(batch, index)} has {batch.lengths[index]} tokens and {batch.num_actions[index]} "
+            f"action tokens: it carries no gradient; make it inactive"
+        )
+    long_S = batch.active & (sizes_S > cap)
+    if long_S.any() and balance.oversize == "refuse":
+        index, longest = int(np.flatnonzero(long_S)[0]), int(sizes_S[long_S].max())
+        raise ValueError(
+            f"sample {_name(batch, index)} has {batch.lengths[index]} tokens, {sizes_S[index]} when padded to a "
+            f"multiple of {alignment}: above the cap of {cap}, as are {long_S.sum()} samples in all; raise "
+            f"balance.max_tokens_per_microbatch to {longest} or more, or set balance.oversize to alone"
+        )
+
+
+def _name(batch: Batch, index: int) -> str:
+    group = batch.groups[int(batch.group_of[index])]
+    return f"{index} ({group.prompt.uid}, answer {batch.index_in_group[index]})"

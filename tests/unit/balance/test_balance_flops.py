@@ -1,55 +1,176 @@
+"""Counted by hand, against plain torch implementations of every kind of layer, and against transformers."""
+
 from __future__ import annotations
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
-from megatron_rl.balance.flops import attention_flops, linear_flops_per_token, training_flops
-from megatron_rl.types import ModelShape
+from megatron_rl.balance import forward_flops, training_flops
+from megatron_rl.balance.flops import attention_flops, layer_flops_per_token
+from megatron_rl.types import Experts, LatentAttention, ModelShape
 
-
-def shape_of(config: Qwen3Config) -> ModelShape:
-    return ModelShape(
-        family="qwen3",
-        num_layers=config.num_hidden_layers,
-        hidden_size=config.hidden_size,
-        num_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
-        ffn_size=config.intermediate_size,
-        vocab_size=config.vocab_size,
-        rope_theta=10000.0,
-        norm_eps=1e-6,
-        max_positions=config.max_position_embeddings,
-        tied_embeddings=False,
-    )
+DENSE = ModelShape("x", 2, 48, 4, 2, 32, 80, 200, 1e4, 1e-6, 512, False)  # 4 heads x 32 is not 48
+MIXTURE = replace(DENSE, experts=Experts(8, 2, 24, shared_ffn_size=40, first_dense_layers=1))
+LATENT = LatentAttention(query_rank=24, kv_rank=16, nope_dim=16, rope_dim=8, value_dim=20)
+SHAPES = {
+    "dense": DENSE,
+    "mixture": MIXTURE,
+    "latent": replace(MIXTURE, latent=LATENT),
+    "latent_without_query_rank": replace(DENSE, latent=replace(LATENT, query_rank=0)),
+    "sliding": replace(DENSE, num_layers=3, sliding_window=24, sliding_layers=(0, 2)),
+}
 
 
 def test_golden():
     shape = ModelShape("x", 2, 4, 3, 1, 2, 5, 7, 1e4, 1e-6, 16, False)
     # A layer: q and o 4x6 each, k and v 4x2 each, MLP 3 of 4x5; output 4x7.
-    linear = 2 * (2 * (2 * 24 + 2 * 8 + 3 * 20) + 28)
-    assert linear_flops_per_token(shape) == linear == 552
+    assert layer_flops_per_token(shape) == 2 * 2 * (2 * 24 + 2 * 8 + 3 * 20) == 496
     # 10 tokens, 2 layers, 3 heads x 2: half of two products of 2 x 100 x 6.
-    assert attention_flops(np.array([10]), shape).tolist() == [2 * 1200]
-    assert training_flops(np.array([10, 0]), shape).tolist() == [3 * (5520 + 2400), 0]
+    lengths = np.array([10])
+    assert attention_flops(lengths, shape).tolist() == [2 * 1200]
+    assert forward_flops(lengths, shape).tolist() == [4960 + 2400 + 560]
+    assert training_flops(lengths, shape).tolist() == [3 * (4960 + 2400 + 560)]
+    assert training_flops(lengths, shape, "full").tolist() == [4 * (4960 + 2400) + 3 * 560]
+    # Windows of 4 in one of the layers: 6 of the 10 tokens see 4 each, the first 4 half of 16.
+    sliding = replace(shape, sliding_window=4, sliding_layers=(1,))
+    assert attention_flops(lengths, sliding).tolist() == [1200 + 24 * (6 * 4 + 8)]
+    assert attention_flops(np.array([3]), sliding) == attention_flops(np.array([3]), shape)
+    # Router 4x6, two of six experts 3 of 4x3, the shared one 3 of 4x2; the first layer stays dense.
+    mixture = replace(shape, experts=Experts(6, 2, 3, shared_ffn_size=2, first_dense_layers=1))
+    assert layer_flops_per_token(mixture) == 2 * (2 * 64 + 60 + 24 + 72 + 24)
 
 
-@pytest.mark.parametrize("length", [16, 96])
-def test_equals_the_profiler(length):
-    config = Qwen3Config(
-        hidden_size=48, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
-        intermediate_size=80, vocab_size=200, max_position_embeddings=128, tie_word_embeddings=False,
+class Plain:
+    """A decoder of matrix products alone; each token meets exactly the keys that its mask lets it see."""
+
+    def __init__(self, shape: ModelShape):
+        self.shape = shape
+        self.weights: dict[str, Tensor] = {}
+
+    def linear(self, name: str, x: Tensor, width: int) -> Tensor:
+        """Multiply by a weight that is made at its first use."""
+        if name not in self.weights:
+            self.weights[name] = (0.1 * torch.randn(x.shape[-1], width)).requires_grad_()
+        return x @ self.weights[name]
+
+    def attention(self, name: str, x: Tensor, window: int | None) -> Tensor:
+        s, length = self.shape, len(x)
+        if s.latent:
+            at = s.latent
+            query = self.linear(f"{name}.qa", x, at.query_rank) if at.query_rank else x
+            q = self.linear(f"{name}.q", query, s.num_heads * (at.nope_dim + at.rope_dim))
+            compressed = self.linear(f"{name}.kva", x, at.kv_rank + at.rope_dim)
+            up = self.linear(f"{name}.kv", compressed[:, : at.kv_rank], s.num_heads * (at.nope_dim + at.value_dim))
+            up = up.view(length, s.num_heads, -1)
+            rope = compressed[:, None, at.kv_rank :].expand(-1, s.num_heads, -1)
+            k, v = torch.cat([up[..., : at.nope_dim], rope], -1), up[..., at.nope_dim :]
+        else:
+            q = self.linear(f"{name}.q", x, s.num_heads * s.head_dim)
+            k = self.linear(f"{name}.k", x, s.num_kv_heads * s.head_dim).view(length, s.num_kv_heads, -1)
+            v = self.linear(f"{name}.v", x, s.num_kv_heads * s.head_dim).view(length, s.num_kv_heads, -1)
+            share = s.num_heads // s.num_kv_heads
+            k, v = k.repeat_interleave(share, 1), v.repeat_interleave(share, 1)
+        q = q.view(length, s.num_heads, -1).transpose(0, 1)
+        k, v = k.transpose(0, 1), v.transpose(0, 1)
+        rows = []
+        for t in range(length):
+            seen = slice(max(0, t + 1 - window) if window else 0, t + 1)
+            scores = torch.bmm(q[:, t : t + 1], k[:, seen].transpose(1, 2)).softmax(-1)
+            rows.append(torch.bmm(scores, v[:, seen])[:, 0])
+        return self.linear(f"{name}.o", torch.stack(rows).flatten(1), s.hidden_size)
+
+    def gated(self, name: str, x: Tensor, width: int) -> Tensor:
+        hidden = torch.sigmoid(self.linear(f"{name}.gate", x, width)) * self.linear(f"{name}.up", x, width)
+        return self.linear(f"{name}.down", hidden, x.shape[-1])
+
+    def mlp(self, name: str, x: Tensor, layer: int) -> Tensor:
+        experts = self.shape.experts
+        if experts is None or layer < experts.first_dense_layers:
+            return self.gated(name, x, self.shape.ffn_size)
+        weight, chosen = self.linear(f"{name}.router", x, experts.num_experts).softmax(-1).topk(experts.num_active)
+        result = self.gated(f"{name}.shared", x, experts.shared_ffn_size)
+        for expert in range(experts.num_experts):
+            token, slot = (chosen == expert).nonzero(as_tuple=True)
+            out = self.gated(f"{name}.{expert}", x[token], experts.ffn_size)
+            result = result.index_add(0, token, weight[token, slot, None] * out)
+        return result
+
+    def layer(self, x: Tensor, layer: int) -> Tensor:
+        window = self.shape.sliding_window if layer in self.shape.sliding_layers else None
+        x = x + self.attention(f"{layer}.attention", x, window)
+        return x + self.mlp(f"{layer}.mlp", x, layer)
+
+    def __call__(self, length: int, recompute: str) -> Tensor:
+        x = torch.randn(length, self.shape.hidden_size, requires_grad=True)
+        for layer in range(self.shape.num_layers):
+            x = checkpoint(self.layer, x, layer, use_reentrant=False) if recompute == "full" else self.layer(x, layer)
+        return self.linear("output", x, self.shape.vocab_size)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("passes", ["forward", "none", "full"])
+def test_equals_counted_operations(name, passes):
+    torch.manual_seed(0)
+    shape, length = SHAPES[name], 128
+    model = Plain(shape)
+    model(length, "none")  # makes the weights
+    with FlopCounterMode(display=False) as counter, set_checkpoint_early_stop(False):  # the whole layer again
+        logits = model(length, passes)
+        if passes != "forward":
+            logits.sum().backward()
+    lengths = np.array([length])
+    expected = forward_flops(lengths, shape) if passes == "forward" else training_flops(lengths, shape, passes)
+    # 2 %: a token sees itself too, L (L + 1) / 2 pairs in place of L^2 / 2.
+    assert expected[0] == pytest.approx(counter.get_total_flops(), rel=0.02)
+
+
+COMMON = dict(
+    hidden_size=48, num_hidden_layers=3, num_attention_heads=4, intermediate_size=80, vocab_size=200,
+    max_position_embeddings=128, tie_word_embeddings=False, attn_implementation="eager",
+)  # fmt: skip
+
+
+def transformers_models():
+    base = replace(DENSE, num_layers=3)
+    qwen = Qwen3Config(**COMMON, num_key_value_heads=2, head_dim=32)
+    yield "qwen3", Qwen3ForCausalLM, qwen, base
+    moe = Qwen3MoeConfig(
+        **COMMON, num_key_value_heads=2, head_dim=32, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=24,
+        mlp_only_layers=[0], decoder_sparse_step=1, experts_implementation="eager",
     )  # fmt: skip
-    config._attn_implementation = "eager"
-    model = Qwen3ForCausalLM(config)
-    ids = torch.arange(length)[None]
+    yield "qwen3_moe", Qwen3MoeForCausalLM, moe, replace(base, experts=Experts(8, 2, 24, first_dense_layers=1))
+    deepseek = DeepseekV3Config(
+        **COMMON, num_key_value_heads=4, n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=24,
+        n_shared_experts=2, first_k_dense_replace=1, n_group=1, topk_group=1, q_lora_rank=24, kv_lora_rank=16,
+        qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=20, experts_implementation="eager",
+    )  # fmt: skip
+    experts = Experts(8, 2, 24, shared_ffn_size=48, first_dense_layers=1)
+    yield "deepseek_v3", DeepseekV3ForCausalLM, deepseek, replace(base, experts=experts, latent=LATENT)
+
+
+@pytest.mark.parametrize(
+    "name, model_class, config, shape", transformers_models(), ids=lambda x: x if type(x) is str else ""
+)
+def test_equals_counted_operations_of_transformers(name, model_class, config, shape):
+    torch.manual_seed(0)
+    model, length = model_class(config), 96
     with FlopCounterMode(display=False) as counter:
-        model(ids, use_cache=False).logits.sum().backward()
-    shape, lengths = shape_of(config), np.array([length])
-    # The plain attention multiplies the masked half too: add it back. 2 %: the rotary angles,
-    # which are left out.
+        model(torch.arange(length)[None], use_cache=False).logits.sum().backward()
+    lengths = np.array([length])
+    # The plain attention multiplies the masked half too: add it back. 2 %: the rotary angles, which are left out.
     full = training_flops(lengths, shape)[0] + 3 * attention_flops(lengths, shape)[0]
     assert full == pytest.approx(counter.get_total_flops(), rel=0.02)

@@ -1,108 +1,73 @@
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.balance.karmarkar_karp import karmarkar_karp
-from megatron_rl.balance.packing import fewest_bins, least_bins, pack, pack_into, padded
-
-sizes_lists = st.lists(st.integers(1, 50), max_size=12)
-
-
-def sums(parts, weights):
-    return [sum(weights[i] for i in part) for part in parts]
-
-
-def covers(parts, num_items):
-    return sorted(i for part in parts for i in part) == list(range(num_items))
+from megatron_rl.balance.packing import (
+    first_fit_decreasing,
+    least_bins,
+    levels,
+    pack,
+    pack_levels,
+    pack_rows,
+    padded,
+)
 
 
-def best_largest_sum(weights, num_parts: int) -> float:
-    """The optimum, by trying every assignment."""
-    best = float("inf")
-    for owners in itertools.product(range(num_parts), repeat=len(weights)):
-        parts = [[i for i, owner in enumerate(owners) if owner == part] for part in range(num_parts)]
-        best = min(best, max(sums(parts, weights)))
-    return best
-
-
-def test_karmarkar_karp_golden():
-    # 8 and 7 differ by 1, 6 and 5 by 1, 4 stands alone; 4 - 1 = 3, 3 - 1 = 2: the sums are 16 and 14.
-    parts = karmarkar_karp([8, 7, 6, 5, 4], 2)
-    assert sums(parts, [8, 7, 6, 5, 4]) == [16, 14]
-    assert karmarkar_karp([], 3) == [[], [], []]
-    assert karmarkar_karp([5.0], 2) == [[0], []]
-
-
-def test_karmarkar_karp_refuses_no_parts():
-    with pytest.raises(ValueError, match="0 parts"):
-        karmarkar_karp([1.0], 0)
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.integers(1, 30), min_size=1, max_size=7), st.integers(1, 3))
-def test_karmarkar_karp_against_every_assignment(weights, num_parts):
-    parts = karmarkar_karp(weights, num_parts)
-    assert len(parts) == num_parts and covers(parts, len(weights))
-    assert parts == karmarkar_karp(weights, num_parts)
-    # Proved for k = 2: 7/6 of the optimum (Fischetti and Martello 1987); for more parts it is at most
-    # 4/3 - 1/(3(k - 1)) (Michiels et al. 2003), which is 7/6 for k = 3 too.
-    bound = 7 / 6 if num_parts > 1 else 1
-    assert max(sums(parts, weights)) <= best_largest_sum(weights, num_parts) * bound + 1e-9
-
-
-def test_karmarkar_karp_is_close_on_a_large_case():
-    weights = np.random.default_rng(0).lognormal(0, 1, 2048)
-    totals = sums(karmarkar_karp(weights, 32), weights)
-    assert max(totals) / np.mean(totals) - 1 < 1e-3
+def totals(cells, sizes) -> list[int]:
+    return np.bincount(cells, weights=sizes).astype(int).tolist()
 
 
 def test_padded():
     assert padded(np.array([1, 8, 9, 0]), 8).tolist() == [8, 8, 16, 0]
 
 
-def test_pack_golden():
-    # 6 | 6 5: the 5 goes to the fullest bin with room, then 4 and 3 fill.
-    assert pack([6, 5, 4, 3], 10) == [[0, 2], [1, 3]]
-    assert pack([], 10) == []
+def test_first_fit_decreasing_golden():
+    # The 5 does not fit beside the 6, the 4 does; 3 and 2 fit beside the 5 alone.
+    assert first_fit_decreasing([6, 5, 4, 3, 2], 10) == [0, 1, 0, 1, 1]
+    assert first_fit_decreasing([], 10) == []
+    assert first_fit_decreasing([10], 10) == [0]
 
 
-def test_pack_names_what_is_too_large():
-    with pytest.raises(ValueError, match="size 11 at index 1 exceeds the cap of 10"):
-        pack([3, 11], 10)
+def first_fit(sizes, cap: int) -> list[int]:
+    """Bin by bin: the slow reference."""
+    room, bins = [], []
+    for size in sizes:
+        chosen = next((b for b, left in enumerate(room) if left >= size), len(room))
+        if chosen == len(room):
+            room.append(cap)
+        room[chosen] -= size
+        bins.append(chosen)
+    return bins
 
 
-def test_pack_into_evens_the_costs_when_there_is_room():
-    sizes, costs = [10, 1, 1, 1], [9.0, 3.0, 3.0, 3.0]
-    assert sums(pack_into(sizes, costs, 20, 2), costs) == [9.0, 9.0]
-    assert pack_into([6, 6, 6], [1.0] * 3, 10, 2) is None
+@given(st.lists(st.integers(1, 20), max_size=40), st.integers(20, 40))
+def test_first_fit_decreasing_equals_looking_at_every_bin(sizes, cap):
+    sizes.sort(reverse=True)
+    assert first_fit_decreasing(sizes, cap) == first_fit(sizes, cap)
 
 
-def test_pack_into_evens_the_costs_under_a_cap_that_karmarkar_karp_breaks():
-    sizes = [2, 8, 3, 5, 5]
-    costs = [float(size**2) for size in sizes]
-    assert sums(karmarkar_karp(costs, 2), sizes) == [8, 15]
-    # Best-fit decreasing alone would pair 8 with 5: costs 89 and 38.
-    assert sums(pack_into(sizes, costs, 13, 2), costs) == [68, 59]
+def test_rows_golden():
+    # Two ranks: 9 and 8 open position 0, 7 and 6 position 1; 3 fits beside the 7, 2 beside the 8: the emptiest
+    # cell of the fuller position that holds it.
+    assert pack_rows([9, 8, 7, 6, 3, 2], 10, 2) == [0, 1, 2, 3, 3, 1]
 
 
-@settings(max_examples=150, deadline=None)
-@given(sizes_lists, st.integers(50, 80), st.integers(0, 4))
-def test_packings_cover_and_hold_the_cap(sizes, cap, spare):
-    costs = [float(s * s + 100 * s) for s in sizes]
-    fewest = fewest_bins(sizes, costs, cap)
-    assert -(-sum(sizes) // cap) <= fewest <= len(pack(sizes, cap))
-    for num_bins in (fewest, fewest + spare):
-        bins = pack_into(sizes, costs, cap, num_bins)
-        assert len(bins) == num_bins and covers(bins, len(sizes))
-        assert all(total <= cap for total in sums(bins, sizes))
-        assert bins == pack_into(sizes, costs, cap, num_bins)
-    if fewest:
-        assert pack_into(sizes, costs, cap, fewest - 1) is None
+def test_levels_golden():
+    # 34 over two ranks: 12 forces the first position, the 5 that are left are shared by two more.
+    assert levels(np.array([12.0, 6, 2, 2, 2, 2, 2, 2, 2, 2]), 2, 3) == [12, 2.5, 2.5]
+    assert levels(np.array([12.0, 8, 8, 8, 4]), 2, 2) == [12, 8]
+    assert levels(np.array([4.0, 4, 4, 4]), 2, 2) == [4, 4]
+    assert levels(np.array([5.0]), 2, 3) == [5, 0, 0]
+
+
+def test_pack_levels_fills_what_is_furthest_below_its_level():
+    # Levels 12 | 6: 10 and 8 into position 0, which leaves it 2 and 4 below, 5 and 3 into position 1; the 2 goes
+    # beside the 8.
+    assert pack_levels([10, 8, 5, 3, 2], [10.0, 8, 5, 3, 2], 12, [12, 6], 2) == [0, 1, 2, 3, 1]
+    assert pack_levels([6, 6, 6], [6.0] * 3, 10, [9.0], 2) is None
 
 
 def fewest_by_trying_all(sizes: list[int], cap: int) -> int:
@@ -124,9 +89,66 @@ def fewest_by_trying_all(sizes: list[int], cap: int) -> int:
 @given(st.integers(4, 20).flatmap(lambda cap: st.tuples(st.just(cap), st.lists(st.integers(1, cap), max_size=6))))
 def test_the_lower_bound_is_one(case):
     cap, sizes = case
-    assert -(-sum(sizes) // cap) <= least_bins(sizes, cap) <= fewest_by_trying_all(sizes, cap)
+    assert -(-sum(sizes) // cap) <= least_bins(np.array(sizes), cap) <= fewest_by_trying_all(sizes, cap)
 
 
 def test_sizes_above_half_the_cap_need_a_bin_each():
-    assert least_bins([9, 9, 9], 16) == 3
-    assert least_bins([9, 9, 7, 7, 1], 16) == 3
+    assert least_bins(np.array([9, 9, 9]), 16) == 3
+    assert least_bins(np.array([9, 9, 7, 7, 1]), 16) == 3
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.integers(1, 50), min_size=1, max_size=40),
+    st.integers(50, 120),
+    st.integers(1, 5),
+    st.integers(1, 4),
+    st.integers(0, 2),
+)
+def test_pack_covers_and_holds_the_cap(sizes, cap, num_ranks, multiple, more):
+    sizes = np.sort(np.array(sizes))[::-1]
+    costs = (sizes**2 + 100 * sizes).astype(float)
+    packing = pack(sizes, costs, cap, num_ranks, multiple)
+    needed = -(-(max(first_fit(sizes.tolist(), cap)) + 1) // (num_ranks * multiple)) * multiple
+    assert least_bins(sizes, cap) <= packing.count * num_ranks and packing.count <= needed
+    at_least = packing.count + more * multiple
+    for result in (packing, pack(sizes, costs, cap, num_ranks, multiple, at_least)):
+        assert result.count % multiple == 0
+        assert len(result.cell_S) == len(sizes) and max(result.cell_S) < result.count * num_ranks
+        assert max(totals(result.cell_S, sizes)) <= cap
+        by_cell = np.bincount(result.cell_S, weights=costs, minlength=result.count * num_ranks)
+        assert (np.diff(by_cell) <= 0).all(), "ranks of a position are neighbours in cost"
+        # What a position loses to its costliest cell, summed, telescopes.
+        by_position = by_cell.reshape(-1, num_ranks)
+        lost = by_position.max(1).sum() - by_position.mean(1).sum()
+        assert lost <= by_cell[0] - by_cell[-1] + 1e-6 * by_cell[0]
+    assert result.count == at_least
+
+
+def test_a_packing_that_only_first_fit_finds():
+    """Spreading evenly and filling positions both need 3 here."""
+    sizes = next(s for s in tight_cases() if not fits_evenly(s) and max(pack_rows(s.tolist(), 100, 2)) // 2 + 1 > 2)
+    packing = pack(sizes, sizes.astype(float), 100, 2)
+    assert packing.count == 2 and max(totals(packing.cell_S, sizes)) <= 100
+
+
+def tight_cases():
+    """Four full bins of 100, cut up, as long as first-fit decreasing fits them in four."""
+    rng = np.random.default_rng(0)
+    while True:
+        cuts = [np.diff([0, *sorted(rng.choice(np.arange(1, 100), 3, replace=False)), 100]) for _ in range(4)]
+        sizes = np.sort(np.concatenate(cuts))[::-1]
+        if max(first_fit(sizes.tolist(), 100)) == 3:
+            yield sizes
+
+
+def fits_evenly(sizes) -> bool:
+    costs = sizes.astype(float)
+    return pack_levels(sizes.tolist(), costs.tolist(), 100, levels(costs, 2, 2), 2) is not None
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_pack_spreads_over_positions_that_a_multiple_adds(num_ranks):
+    sizes = np.full(24 * num_ranks, 10)
+    packing = pack(sizes, sizes.astype(float), 60, num_ranks, multiple=3)  # 4 would do
+    assert packing.count == 6 and totals(packing.cell_S, sizes) == [40] * 6 * num_ranks

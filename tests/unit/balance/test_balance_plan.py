@@ -8,26 +8,37 @@ from hypothesis import strategies as st
 from megatron_rl.balance import plan_microbatches, training_flops
 from megatron_rl.config.balance import BalanceConfig
 from megatron_rl.config.schema import ParallelConfig
-from megatron_rl.types import Batch, ModelShape
+from megatron_rl.types import Batch, Group, ModelShape, Prompt, Sample
 
 SHAPE = ModelShape("qwen3", 2, 128, 4, 2, 32, 256, 64, 1e4, 1e-6, 512, False)
 
 
-def plan_of(lengths, active=None, group_of=None, num_actions=None, max_tokens=100, updates=1, **parallel):
-    """With sequence parallelism the alignment is the tensor-parallel size."""
+def batch_of(lengths, active=None, group_of=None, num_actions=None) -> Batch:
+    """Samples of a group need not stand together here."""
     num_samples = len(lengths)
-    batch = Batch(
-        groups=(),
-        group_of=np.arange(num_samples) if group_of is None else np.asarray(group_of),
-        index_in_group=np.zeros(num_samples, np.int64),
-        lengths=np.asarray(lengths, np.int64),
-        num_actions=np.ones(num_samples, np.int64) if num_actions is None else np.asarray(num_actions),
-        rewards=np.zeros(num_samples),
-        advantages=np.zeros(num_samples),
-        active=np.ones(num_samples, bool) if active is None else np.asarray(active, bool),
+    group_of = np.arange(num_samples) if group_of is None else np.asarray(group_of)
+    groups = [Group(Prompt(f"row {i}", (), ""), [], None, 0) for i in range(int(max(group_of, default=0)) + 1)]
+    one_each = [Group(Prompt("", (), ""), [Sample(int(n), 1, 1, 0, "stop")], None, 0) for n in lengths]
+    batch = Batch.from_groups(one_each, version=0)
+    batch.groups, batch.group_of = groups, group_of
+    if num_actions is not None:
+        batch.num_actions = np.asarray(num_actions)
+    if active is not None:
+        batch.active = np.asarray(active, bool)
+    return batch
+
+
+def plan_of(lengths, max_tokens=100, updates=1, multiple=1, recompute="none", balance=None, parallel=None, **columns):
+    """With sequence parallelism the alignment is the tensor-parallel size."""
+    return plan_microbatches(
+        batch_of(lengths, **columns),
+        SHAPE,
+        ParallelConfig(**parallel or {}),
+        BalanceConfig(max_tokens_per_microbatch=max_tokens, **balance or {}),
+        updates,
+        recompute=recompute,
+        microbatch_multiple=multiple,
     )
-    balance = BalanceConfig(max_tokens_per_microbatch=max_tokens)
-    return plan_microbatches(batch, SHAPE, ParallelConfig(**parallel), balance, updates)
 
 
 def test_golden():
@@ -37,32 +48,50 @@ def test_golden():
         active=[1, 1, 0, 1],
         num_actions=[5, 4, 9, 2],
         group_of=[0, 0, 1, 1],
-        data=2,
-        tensor=8,
         max_tokens=64,
+        parallel={"data": 2, "tensor": 8},
     )
-    assert plan.minibatches == ((((0,),), ((1, 3),)),)
+    assert sorted(plan.minibatches[0]) == [((0,),), ((1, 3),)] and len(plan.minibatches) == 1
     assert [(d.num_tokens, d.num_samples) for d in plan.denominators] == [(11, 3)]
-    assert plan.metrics["balance/tokens"] == 120 and plan.metrics["balance/num_microbatches"] == 1
-    assert plan.metrics["balance/fill"] == pytest.approx(120 / 128)
     heavy, light = training_flops(np.array([60, 30]), SHAPE)
-    assert plan.metrics["balance/imbalance"] == pytest.approx(heavy / ((heavy + 2 * light) / 2) - 1)
+    first = plan.minibatches[0][0][0] == (0,)
+    assert plan.tokens == ((((64,), (64,))),)
+    assert plan.flops == (((heavy,), (2 * light,)) if first else ((2 * light,), (heavy,)),)
+    mean = (heavy + 2 * light) / 2
+    expected = {
+        "tokens": 120,
+        "flops": heavy + 2 * light,
+        "num_microbatches": 1,
+        "imbalance": heavy / mean - 1,
+        "lockstep": 1.0,  # the sample of 60 forces what its rank costs
+        "fill": 120 / 128,
+        "padding": 8 / 128,
+        "bubble": 0,
+        "oversize": 0,
+    }
+    assert plan.metrics == pytest.approx({f"balance/{name}": value for name, value in expected.items()})
 
 
 def test_ranks_without_a_sample_get_empty_micro_batches():
-    plan = plan_of([70, 60], data=3)
+    plan = plan_of([70, 60], parallel={"data": 3})
     assert sorted(plan.minibatches[0]) == [((),), ((0,),), ((1,),)]
+    assert sorted(plan.tokens[0]) == [(0,), (60,), (70,)]
 
 
 def test_a_pipeline_gets_its_small_micro_batches_at_both_ends():
     lengths = [60, 70, 80, 90, 100]
 
-    def order(pipeline: int) -> list[int]:
-        [[microbatches]] = plan_of(lengths, pipeline=pipeline).minibatches
-        return [lengths[index] for [index] in microbatches]
+    def order(pipeline: int):
+        plan = plan_of(lengths, parallel={"pipeline": pipeline})
+        [[microbatches]] = plan.minibatches
+        assert plan.tokens == ((tuple(lengths[index] for [index] in microbatches),),)
+        return [lengths[index] for [index] in microbatches], plan.metrics["balance/bubble"]
 
-    assert order(pipeline=2) == [60, 80, 100, 90, 70]
-    assert order(pipeline=1) == [100, 90, 80, 70, 60]
+    assert order(pipeline=2)[0] == [60, 80, 100, 90, 70]
+    assert order(pipeline=1) == ([100, 90, 80, 70, 60], 0)
+    a, b, *_ = training_flops(np.array(lengths), SHAPE)
+    idle, busy = 3 * (a + 2 * b) / 3, training_flops(np.array(lengths), SHAPE).sum()
+    assert order(pipeline=4)[1] == pytest.approx(idle / (idle + busy))
 
 
 def test_groups_are_dealt_in_order_and_evenly():
@@ -74,27 +103,68 @@ def test_groups_are_dealt_in_order_and_evenly():
 @pytest.mark.parametrize(("active", "expected"), [([0, 0, 0], 0), ([0, 1, 0], 1), ([1, 1, 1], 3)])
 def test_a_mini_batch_without_samples_is_left_out(active, expected):
     plan = plan_of([10, 10, 10], active=active, updates=3)
-    assert len(plan.minibatches) == len(plan.denominators) == expected
+    assert len(plan.minibatches) == len(plan.denominators) == len(plan.tokens) == len(plan.flops) == expected
 
 
 @pytest.mark.parametrize(
     ("lengths", "options", "message"),
     [
-        ([5, 97], {"max_tokens": 96, "tensor": 8}, "sample 1 has 97 tokens, 104 when padded.* to 104"),
-        ([5, 0], {}, "active sample 1 has 0 tokens"),
-        ([-3], {}, "active sample 0 has -3 tokens"),
+        (
+            [5, 97, 104],
+            {"max_tokens": 96, "parallel": {"tensor": 8}},
+            r"sample 1 \(row 1, answer 0\) has 97 tokens, 104 when padded.*2 samples.*to 104.*or set balance.oversize",
+        ),
+        ([5, 0], {}, r"active sample 1 \(row 1, answer 0\) has 0 tokens"),
+        ([-3], {}, "active sample 0 .* has -3 tokens"),
         ([5], {"num_actions": [0]}, "0 action tokens"),
-        ([5], {"max_tokens": 8, "tensor": 16}, "below the alignment of 16"),
+        (
+            [5],
+            {"max_tokens": 8, "parallel": {"tensor": 16}},
+            "alignment of 16: raise .*max_tokens_per_microbatch to 16",
+        ),
         ([5], {"updates": 0}, "updates is 0"),
+        ([5], {"multiple": 0}, "microbatch_multiple is 0.*100 tokens.*to 1 or more"),
     ],
 )
 def test_errors_say_what_to_change(lengths, options, message):
-    with pytest.raises(ValueError, match=message.replace("(", r"\(")):
+    with pytest.raises(ValueError, match=message):
         plan_of(lengths, **options)
 
 
 def test_an_inactive_sample_may_be_too_long():
     assert plan_of([500, 5], active=[0, 1]).minibatches == ((((1,),),),)
+
+
+def test_oversize_samples_may_stand_alone():
+    plan = plan_of([150, 60, 40, 120], balance={"oversize": "alone"})
+    assert sorted(plan.minibatches[0][0]) == [(0,), (1, 2), (3,)]
+    assert plan.metrics["balance/oversize"] == 2 and plan.max_tokens == 100
+
+
+def test_groups_may_stay_together():
+    lengths, group_of = [40, 30, 20, 40, 30, 20, 10], [0, 0, 0, 1, 1, 1, 2]
+    plan = plan_of(lengths, group_of=group_of, balance={"groups": "together"}, parallel={"data": 2})
+    owners = {tuple(sorted({group_of[i] for m in rank for i in m})) for rank in plan.minibatches[0]}
+    assert owners in ({(0,), (1, 2)}, {(0, 2), (1,)})
+
+
+def test_the_cost_decides_what_is_even():
+    """400 tokens against 4 x 100: alike in tokens, not in FLOPs or squares."""
+    lengths = [400, 100, 100, 100, 100, 60, 60]
+
+    def tokens(**cost) -> list[int]:
+        plan = plan_of(lengths, max_tokens=1000, balance={"cost": cost}, parallel={"data": 2})
+        return sorted(sum(rank) for rank in plan.tokens[0])
+
+    assert tokens(kind="tokens") == [460, 460]
+    assert tokens(kind="measured", seconds_per_token=0, seconds_per_squared_token=1) == [400, 520]
+
+
+def test_recomputation_counts_in_the_flops():
+    plain, again = plan_of([50, 60]), plan_of([50, 60], recompute="full")
+    lengths = np.array([50, 60])
+    assert plain.metrics["balance/flops"] == pytest.approx(training_flops(lengths, SHAPE).sum())
+    assert again.metrics["balance/flops"] == pytest.approx(training_flops(lengths, SHAPE, "full").sum())
 
 
 @st.composite
@@ -107,11 +177,15 @@ def steps(draw):
         "num_actions": np.array(many(st.integers(1, 9)), np.int64),
         "active": np.array(many(st.booleans()), bool),
         "group_of": np.repeat(np.arange(len(sizes)), sizes),
-        "data": draw(st.integers(1, 4)),
-        "pipeline": draw(st.integers(1, 2)),
         "max_tokens": draw(st.integers(96, 200)),
-        "tensor": draw(st.sampled_from([1, 2, 8])),
         "updates": draw(st.integers(1, 3)),
+        "multiple": draw(st.integers(1, 3)),
+        "balance": {"groups": draw(st.sampled_from(["split", "together"]))},
+        "parallel": {
+            "data": draw(st.integers(1, 4)),
+            "pipeline": draw(st.integers(1, 2)),
+            "tensor": draw(st.sampled_from([1, 2, 8])),
+        },
     }
 
 
@@ -120,30 +194,42 @@ def steps(draw):
 def test_plan_properties(step):
     plan = plan_of(**step)
     assert plan == plan_of(**step)
+    tensor = step["parallel"]["tensor"]
+    flops = training_flops(step["lengths"], SHAPE)
     everything, groups_seen = [], set()
-    for minibatch, denominators in zip(plan.minibatches, plan.denominators, strict=True):
-        assert len(minibatch) == step["data"]
+    for i, (minibatch, denominators) in enumerate(zip(plan.minibatches, plan.denominators, strict=True)):
+        assert len(minibatch) == step["parallel"]["data"]
         assert len({len(rank) for rank in minibatch}) == 1 and len(minibatch[0]) > 0
-        assert any(all(rank) for rank in minibatch), "more micro-batches than any rank needs"
-        samples = [i for rank in minibatch for microbatch in rank for i in microbatch]
-        for microbatch in (m for rank in minibatch for m in rank):
-            tokens = sum(-(-step["lengths"][i] // step["tensor"]) * step["tensor"] for i in microbatch)
-            assert tokens <= step["max_tokens"]
+        assert len(minibatch[0]) % step["multiple"] == 0
+        samples = [s for rank in minibatch for microbatch in rank for s in microbatch]
+        for r, rank in enumerate(minibatch):
+            for m, microbatch in enumerate(rank):
+                tokens = sum(-(-step["lengths"][s] // tensor) * tensor for s in microbatch)
+                assert tokens == plan.tokens[i][r][m] <= step["max_tokens"]
+                assert plan.flops[i][r][m] == pytest.approx(flops[list(microbatch)].sum())
+                assert list(microbatch) == sorted(microbatch)
         assert denominators.num_tokens == step["num_actions"][samples].sum()
         assert denominators.num_samples == len(samples)
         groups = set(step["group_of"][samples].tolist())
         assert groups and not groups & groups_seen
         groups_seen |= groups
         everything += samples
+        if step["balance"]["groups"] == "together":
+            owners = [set(step["group_of"][[s for m in rank for s in m]].tolist()) for rank in minibatch]
+            assert sum(map(len, owners)) == len(groups)
     assert sorted(everything) == np.flatnonzero(step["active"]).tolist()
     active_groups = len(set(step["group_of"][step["active"]].tolist()))
     assert len(plan.minibatches) == min(step["updates"], active_groups)
+    assert plan.metrics["balance/tokens"] == step["lengths"][step["active"]].sum()
+    assert plan.metrics["balance/lockstep"] >= 1 - 1e-12 and 0 <= plan.metrics["balance/fill"] <= 1
+    assert 0 <= plan.metrics["balance/padding"] < 1 and 0 <= plan.metrics["balance/bubble"] < 1
 
 
 def test_ranks_carry_like_work():
     lengths = np.random.default_rng(1).integers(50, 2000, 512)
     group_of = np.repeat(np.arange(64), 8)
-    plan = plan_of(lengths, group_of=group_of, data=8, tensor=16, max_tokens=8192)
-    # Karmarkar-Karp on 64 samples a rank; dealt round the ranks in order the imbalance is above 0.1.
+    plan = plan_of(lengths, group_of=group_of, max_tokens=8192, parallel={"data": 8, "tensor": 16})
+    # Dealt round the ranks in order the imbalance is above 0.1.
     assert plan.metrics["balance/imbalance"] < 1e-3
+    assert plan.metrics["balance/lockstep"] < 1.01
     assert plan.metrics["balance/fill"] > 0.9

@@ -1,0 +1,153 @@
+"""Making the micro-batches that run at the same time cost alike, by exchanging samples.
+
+All ranks run position after position in step, so a position costs what its costliest rank costs; the sum over
+positions is the lockstep cost. A sweep pairs many cells at once, finds the best exchange of each pair, a sample for a
+sample or for nothing, and makes those that help.
+
+Invariants (tests/unit/balance): every sample stays in one cell; no cell exceeds the cap; `even_positions` never raises
+the lockstep cost, and within ranks moves no sample to another rank; `deal_ranks` keeps the lockstep cost; `even_ranks`
+never raises the ranks' imbalance.
+
+Shape letters: S samples, P positions, R ranks, C cells = P x R (cell p * R + r), K slots of a cell, N pairs.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from megatron_rl.balance.karmarkar_karp import fold_blocks
+from megatron_rl.balance.packing import Packing
+
+EVEN_RANKS = 5e-5
+"""(max - mean) / mean of the ranks' costs that is good enough."""
+EVEN_POSITIONS = 5e-4
+"""Lockstep cost over the mean rank's, less 1, that is good enough."""
+MAX_SLOTS = 6
+"""Slots of a cell that one sweep looks at, spread evenly; the next sweep takes the ones beside them. Pairs of slots
+are what a sweep costs."""
+LESS = 1 - 1e-9
+"""An exchange must bring two cells closer than rounding could."""
+
+
+class Grid:
+    def __init__(self, packing: Packing, sizes_S: np.ndarray, costs_S: np.ndarray, cap: int, num_ranks: int):
+        num_samples, num_cells = len(sizes_S), packing.count * num_ranks
+        self.num_positions, self.num_ranks, self.num_samples = packing.count, num_ranks, num_samples
+        members_C = np.bincount(packing.cell_S, minlength=num_cells)
+        order_S = np.argsort(packing.cell_S, kind="stable")
+        cells_S = packing.cell_S[order_S]
+        at = cells_S, np.arange(num_samples) - (np.cumsum(members_C) - members_C)[cells_S]
+        # Every cell has an empty slot, which costs nothing and has no size: a move is an exchange with it.
+        shape = num_cells, int(members_C.max()) + 1
+        self.sample_CK, self.cost_CK, self.size_CK = np.full(shape, -1), np.zeros(shape), np.zeros(shape, np.int64)
+        self.sample_CK[at], self.cost_CK[at], self.size_CK[at] = order_S, costs_S[order_S], sizes_S[order_S]
+        self.cost_C, self.room_C = self.cost_CK.sum(1), cap - self.size_CK.sum(1)
+
+    @property
+    def cell_S(self) -> np.ndarray:
+        """int64 [S]"""
+        at = np.nonzero(self.sample_CK >= 0)
+        cell_S = np.empty(self.num_samples, np.int64)
+        cell_S[self.sample_CK[at]] = at[0]
+        return cell_S
+
+    @property
+    def cost_PR(self) -> np.ndarray:
+        return self.cost_C.reshape(self.num_positions, self.num_ranks)
+
+    def even_positions(self, num_sweeps: int, within_ranks: bool) -> None:
+        """Bring every cell closer to its position's level: what its cells cost on average, or its largest sample.
+
+        The cell furthest above its level is paired with the one furthest below, the second with the second, and so on,
+        over the whole grid or within each rank; later sweeps shift the pairing.
+        """
+        num_positions, num_ranks = self.num_positions, self.num_ranks
+        cells = np.arange(num_positions * num_ranks).reshape(num_positions, num_ranks)
+        pools = cells.T if within_ranks else cells.reshape(1, -1)
+        half, pool = pools.shape[1] // 2, np.arange(len(pools))[:, None]
+        good_enough = (1 + EVEN_POSITIONS) * self.cost_C.sum() / num_ranks
+        for sweep in range(num_sweeps if half else 0):
+            cost_PR = self.cost_PR
+            costliest_P = cost_PR.max(1)
+            if costliest_P.sum() <= good_enough:
+                return
+            largest_P = self.cost_CK.reshape(num_positions, -1).max(1)
+            above_C = (cost_PR - np.maximum(cost_PR.mean(1), largest_P)[:, None]).ravel()
+            spare_C = (costliest_P[:, None] - cost_PR).ravel()
+            order = pools[pool, np.argsort(-above_C[pools], axis=1, kind="stable")]
+            high_N = order[:, :half].ravel()
+            low_N = order[:, -1 - _shifted(half, sweep * (sweep + 1) // 2)].ravel()
+            wanted_N = (above_C[high_N] - above_C[low_N]) / 2
+            error_N, high_slot_N, low_slot_N = self._best(high_N, low_N, wanted_N, spare_C[low_N], sweep)
+            better = np.flatnonzero(error_N < wanted_N * LESS)
+            self._exchange(high_N[better], low_N[better], high_slot_N[better], low_slot_N[better])
+
+    def deal_ranks(self) -> None:
+        """Permute the cells of each position over the ranks by largest differencing: the ranks' costs become even, the
+        lockstep cost stays."""
+        columns_PR = fold_blocks(self.cost_PR)
+        order_C = (columns_PR + np.arange(self.num_positions)[:, None] * self.num_ranks).ravel()
+        self.sample_CK, self.cost_CK, self.size_CK = (a[order_C] for a in (self.sample_CK, self.cost_CK, self.size_CK))
+        self.cost_C, self.room_C = self.cost_C[order_C], self.room_C[order_C]
+
+    def even_ranks(self, num_sweeps: int) -> None:
+        """Exchange samples between the costliest and the cheapest rank, the second of both, and so on. The first sweeps
+        raise no position's costliest cell; the next ones may, from half a percent of a mean cell on, each by twice as
+        much: a rank that is late holds up every other one, a cell only where ranks wait for each other."""
+        num_positions, num_ranks, half = self.num_positions, self.num_ranks, self.num_ranks // 2
+        first, positions = np.arange(half) * num_positions, np.arange(num_positions)
+        mean_cell = self.cost_C.mean()
+        for sweep in range(num_sweeps):
+            cost_PR = self.cost_PR
+            cost_R = cost_PR.sum(0)
+            if cost_R.max() <= (1 + EVEN_RANKS) * cost_R.mean():
+                return
+            order_R = np.argsort(-cost_R, kind="stable")
+            high, low = order_R[:half], order_R[-1 - _shifted(half, sweep if sweep % 3 == 2 else 0)]
+            high_N = (positions * num_ranks + high[:, None]).ravel()
+            low_N = (_shifted(num_positions, sweep) * num_ranks + low[:, None]).ravel()
+            wanted_N = ((cost_R[high] - cost_R[low]) / 2).repeat(num_positions)
+            allowed = mean_cell * 0.005 * 2 ** (sweep - 3) if sweep > 2 else 0.0
+            spare_C = (cost_PR.max(1)[:, None] - cost_PR).ravel() + allowed
+            error_N, high_slot_N, low_slot_N = self._best(high_N, low_N, wanted_N, spare_C[low_N], sweep)
+            best = error_N.reshape(half, num_positions).argmin(1) + first
+            best = best[error_N[best] < wanted_N[best] * LESS]
+            self._exchange(high_N[best], low_N[best], high_slot_N[best], low_slot_N[best])
+
+    def _best(
+        self, high_N: np.ndarray, low_N: np.ndarray, wanted_N: np.ndarray, most_N: np.ndarray, sweep: int
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """For each pair of cells the two slots whose exchange takes closest to `wanted` from the first to the second,
+        at most `most`, both within the cap: (distance from wanted, or inf; slots of the first; of the second)."""
+        step = -(-self.cost_CK.shape[1] // MAX_SLOTS)
+        start = sweep % step
+        slots = slice(start, None, step)
+        cost_NKK = self.cost_CK[high_N, slots][:, :, None] - self.cost_CK[low_N, slots][:, None, :]
+        size_NKK = self.size_CK[high_N, slots][:, :, None] - self.size_CK[low_N, slots][:, None, :]
+        forbidden_NKK = size_NKK > self.room_C[low_N][:, None, None]
+        forbidden_NKK |= size_NKK < -self.room_C[high_N][:, None, None]
+        forbidden_NKK |= cost_NKK > most_N[:, None, None]
+        error_NKK = np.abs(cost_NKK - wanted_N[:, None, None])
+        error_NKK[forbidden_NKK] = np.inf
+        best_N = error_NKK.reshape(len(high_N), -1).argmin(1)
+        high_slot_N, low_slot_N = np.divmod(best_N, cost_NKK.shape[2])
+        error_N = error_NKK[np.arange(len(high_N)), high_slot_N, low_slot_N]
+        return error_N, start + high_slot_N * step, start + low_slot_N * step
+
+    def _exchange(self, high: np.ndarray, low: np.ndarray, high_slot: np.ndarray, low_slot: np.ndarray) -> None:
+        """Swap slots of distinct cells."""
+        if not len(high):
+            return
+        for of_CK, of_C, sign in ((self.cost_CK, self.cost_C, -1), (self.size_CK, self.room_C, 1)):
+            first, second = of_CK[high, high_slot], of_CK[low, low_slot]
+            of_CK[high, high_slot], of_CK[low, low_slot] = second, first
+            of_C[high] += sign * (first - second)
+            of_C[low] -= sign * (first - second)
+        samples = self.sample_CK[high, high_slot]
+        self.sample_CK[high, high_slot] = self.sample_CK[low, low_slot]
+        self.sample_CK[low, low_slot] = samples
+
+
+def _shifted(length: int, by: int) -> np.ndarray:
+    """0 1 2 ... from -by on, round."""
+    return (np.arange(length) - by) % length

@@ -1,0 +1,37 @@
+"""The tool's small mode keeps the promises; the usual strategies, on the same cases, do not."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def report() -> dict:
+    command = [sys.executable, "tools/simulate_balance.py", "--small", "--json"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_ours(report):
+    ours = report["strategies"]["ours"]
+    assert ours["over_cap"] == 0 and ours["microbatches_worst"] <= 1
+    assert ours["imbalance_median"] <= 1e-4 and ours["lockstep_mean"] <= 1.03
+
+
+def test_the_usual_strategies_fall_short(report):
+    for name, row in report["strategies"].items():
+        if name != "ours":
+            assert row["over_cap"] > 0 or row["imbalance_median"] > 1e-4, name
+            assert row["microbatches_mean"] > 1, name
+
+
+def test_planning_times_are_reported(report):
+    [times] = report["planning"].values()
+    assert 0 < times["plan_s_mean"] <= times["plan_s_worst"] and times["times_of_a_sort_mean"] > 1

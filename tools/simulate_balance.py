@@ -1,0 +1,273 @@
+"""What the balance room promises, measured: our plans beside the usual strategies, over many workloads.
+
+Workloads of lengths up to 32,768 tokens (uniform, lognormal, 12 % at that limit, two modes, one giant) times sizes,
+data-parallel ranks and caps of a micro-batch (32,768 and 65,536 tokens), costs in FLOPs of Qwen3-32B, sequences padded
+to multiples of 16. For each strategy:
+
+    over cap        cases with a micro-batch over the cap
+    micro-batches   of a rank, over those that first-fit decreasing needs for all samples together, spread over the
+                    ranks: mean and worst
+    imbalance       (max - mean) / mean of the ranks' FLOPs: median over seeds at 256 samples on 8 ranks, no sample
+                    above the mean rank
+    lockstep        sum over positions of the costliest rank there, over a bound that no plan under the cap beats; mean
+                    at 256 samples and more (a strategy that breaks the cap can be below 1)
+    plan            time to plan, best of some repeats, and over the time to sort the same list
+
+    python tools/simulate_balance.py
+    python tools/simulate_balance.py --small --json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from megatron_rl.balance import Limits, assign, training_flops
+from megatron_rl.balance.karmarkar_karp import karmarkar_karp
+from megatron_rl.balance.metrics import imbalance, lockstep, lockstep_floor
+from megatron_rl.balance.packing import first_fit_decreasing, padded
+from megatron_rl.layout import read_shape
+
+SHAPE = read_shape(Path(__file__).parent.parent / "configs" / "model" / "Qwen3-32B.json")
+LONGEST, ALIGNMENT = 32768, 16
+CAPS = (LONGEST, 2 * LONGEST)
+SIZES, RANKS = (64, 256, 1024, 4096, 16384), (1, 8, 32, 64, 256)
+SMALL_SIZES, SMALL_RANKS = (64, 256), (1, 8)
+
+
+def workload(name: str, num_samples: int, seed: int) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    if name == "uniform":
+        lengths = rng.integers(256, LONGEST + 1, num_samples)
+    elif name == "lognormal":
+        lengths = rng.lognormal(np.log(6000), 0.8, num_samples)
+    elif name == "at the limit":  # 12 % were cut
+        lengths = rng.lognormal(np.log(8000), 0.6, num_samples)
+        lengths[rng.random(num_samples) < 0.12] = LONGEST
+    elif name == "two modes":  # without and with a thought
+        thinks = rng.random(num_samples) < 0.5
+        lengths = np.where(thinks, rng.normal(16000, 5000, num_samples), rng.normal(800, 200, num_samples))
+    else:
+        lengths = rng.normal(2000, 500, num_samples)
+        lengths[0] = LONGEST
+    return rng.permutation(np.clip(lengths, 64, LONGEST).astype(np.int64))
+
+
+WORKLOADS = ("uniform", "lognormal", "at the limit", "two modes", "one giant")
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    sizes_S: np.ndarray
+    costs_S: np.ndarray
+    cap: int
+    num_ranks: int
+
+    @classmethod
+    def of(cls, name: str, num_samples: int, num_ranks: int, cap: int, seed: int) -> Case:
+        lengths = workload(name, num_samples, seed)
+        return cls(padded(lengths, ALIGNMENT), training_flops(lengths, SHAPE), cap, num_ranks)
+
+
+Cells = tuple[np.ndarray, int]
+"""Cell `position * num_ranks + rank` of each sample, and the number of positions."""
+
+
+def ours(case: Case) -> Cells:
+    packing = assign(case.sizes_S, case.costs_S, Limits(case.cap, case.num_ranks))
+    return packing.cell_S, packing.count
+
+
+def ranks_then_bins(case: Case, ranks: list[np.ndarray], bins: Callable[[np.ndarray], list[int]]) -> Cells:
+    """Number each rank's micro-batches as they come; the common count is the largest."""
+    cell_S, count = np.zeros(len(case.sizes_S), np.int64), 0
+    for rank, samples in enumerate(ranks):
+        if len(samples):
+            positions = np.array(bins(samples))
+            cell_S[samples] = positions * case.num_ranks + rank
+            count = max(count, int(positions.max()) + 1)
+    return cell_S, count
+
+
+def first_fit_by_rank(case: Case, ranks: list[np.ndarray]) -> Cells:
+    return ranks_then_bins(case, ranks, lambda samples: first_fit_decreasing(case.sizes_S[samples].tolist(), case.cap))
+
+
+def arrival_first_fit(case: Case) -> Cells:
+    """The first n / R samples to rank 0, and so on; first-fit in that order."""
+    return first_fit_by_rank(case, np.array_split(np.arange(len(case.sizes_S)), case.num_ranks))
+
+
+def sort_and_stride(case: Case) -> Cells:
+    """Longest first, dealt round the ranks; first-fit in that order."""
+    order = np.argsort(-case.sizes_S, kind="stable")
+    return first_fit_by_rank(case, [order[rank :: case.num_ranks] for rank in range(case.num_ranks)])
+
+
+def longest_processing_time(case: Case) -> Cells:
+    """Costliest first to the cheapest rank; first-fit decreasing there."""
+    cost_R, owner = np.zeros(case.num_ranks), np.zeros(len(case.sizes_S), np.int64)
+    order = np.argsort(-case.sizes_S, kind="stable")
+    for sample in order:
+        owner[sample] = cost_R.argmin()
+        cost_R[owner[sample]] += case.costs_S[sample]
+    return first_fit_by_rank(case, [order[owner[order] == rank] for rank in range(case.num_ranks)])
+
+
+def cost_only_karmarkar_karp(case: Case) -> Cells:
+    """Ranks, then as many micro-batches as the tokens of the fullest rank fill, both by cost alone: the cap is a
+    hope."""
+    ranks = [np.array(part, np.int64) for part in karmarkar_karp(case.costs_S.tolist(), case.num_ranks)]
+    count = max(-(-int(case.sizes_S[samples].sum()) // case.cap) for samples in ranks)
+
+    def bins(samples: np.ndarray) -> list[int]:
+        positions = np.zeros(len(samples), np.int64)
+        for position, members in enumerate(karmarkar_karp(case.costs_S[samples].tolist(), count)):
+            positions[members] = position
+        return positions.tolist()
+
+    cell_S, _ = ranks_then_bins(case, ranks, bins)
+    return cell_S, count
+
+
+STRATEGIES: dict[str, Callable[[Case], Cells]] = {
+    "ours": ours,
+    "arrival, first-fit": arrival_first_fit,
+    "sort and stride": sort_and_stride,
+    "LPT": longest_processing_time,
+    "cost-only Karmarkar-Karp": cost_only_karmarkar_karp,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    over_cap: bool
+    microbatches: float
+    """Over first-fit decreasing's."""
+    imbalance: float
+    lockstep: float
+
+
+def judge(case: Case, cells: Cells) -> Outcome:
+    cell_S, count = cells
+    num_cells = count * case.num_ranks
+    assert len(cell_S) == len(case.sizes_S) and 0 <= cell_S.min() and cell_S.max() < num_cells
+    tokens = np.bincount(cell_S, weights=case.sizes_S, minlength=num_cells)
+    cost_PR = np.bincount(cell_S, weights=case.costs_S, minlength=num_cells).reshape(count, case.num_ranks)
+    fewest = -(
+        -(max(first_fit_decreasing(sorted(case.sizes_S.tolist(), reverse=True), case.cap)) + 1) // case.num_ranks
+    )
+    floor = lockstep_floor(case.sizes_S, case.costs_S, case.cap, case.num_ranks)
+    return Outcome(bool(tokens.max() > case.cap), count / fewest, imbalance(cost_PR), lockstep(cost_PR) / floor)
+
+
+def grid(small: bool) -> Iterator[tuple[int, Case]]:
+    """(samples, case)"""
+    for num_samples in SMALL_SIZES if small else SIZES:
+        for num_ranks in SMALL_RANKS if small else RANKS:
+            for name in WORKLOADS:
+                for cap in CAPS:
+                    yield num_samples, Case.of(name, num_samples, num_ranks, cap, seed=0)
+
+
+def eight_ranks(num_seeds: int) -> Iterator[Case]:
+    """256 samples on 8 ranks, no sample above the mean rank."""
+    for seed in range(num_seeds):
+        for name in WORKLOADS:
+            for cap in CAPS:
+                case = Case.of(name, 256, 8, cap, seed)
+                if case.costs_S.max() <= case.costs_S.sum() / 8:
+                    yield case
+
+
+def compare(small: bool) -> dict[str, dict[str, float]]:
+    cases, even = list(grid(small)), list(eight_ranks(2 if small else 20))
+    report = {}
+    for name, strategy in STRATEGIES.items():
+        outcomes = [(num_samples, judge(case, strategy(case))) for num_samples, case in cases]
+        large = [outcome.lockstep for num_samples, outcome in outcomes if num_samples >= 256]
+        by_cap = {
+            cap: [o.lockstep for (n, o), (_, c) in zip(outcomes, cases) if n >= 256 and c.cap == cap] for cap in CAPS
+        }
+        imbalances = [judge(case, strategy(case)).imbalance for case in even]
+        report[name] = {
+            "cases": len(outcomes),
+            "over_cap": sum(outcome.over_cap for _, outcome in outcomes),
+            "microbatches_mean": float(np.mean([outcome.microbatches for _, outcome in outcomes])),
+            "microbatches_worst": max(outcome.microbatches for _, outcome in outcomes),
+            "imbalance_median": float(np.median(imbalances)),
+            "imbalance_worst": max(imbalances),
+            "lockstep_mean": float(np.mean(large)),
+            "lockstep_worst": max(large),
+            **{f"lockstep_mean_cap_{cap}": float(np.mean(values)) for cap, values in by_cap.items()},
+        }
+    return report
+
+
+def fastest_s(call: Callable[[], object], repeats: int) -> float:
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def planning_times(small: bool) -> dict[str, dict[str, float]]:
+    """Of our plans: the slowest workload, each the best of some repeats."""
+    report = {}
+    for num_samples, num_ranks, repeats in ((256, 8, 30),) if small else ((256, 8, 100), (8192, 64, 10)):
+        times, ratios = [], []
+        for name in WORKLOADS:
+            for cap in CAPS:
+                case = Case.of(name, num_samples, num_ranks, cap, seed=0)
+                lengths = case.sizes_S.tolist()
+                times.append(fastest_s(lambda: ours(case), repeats))
+                ratios.append(times[-1] / fastest_s(lambda: sorted(lengths), repeats))
+        report[f"{num_samples}_samples_{num_ranks}_ranks"] = {
+            "plan_s_mean": float(np.mean(times)),
+            "plan_s_worst": max(times),
+            "times_of_a_sort_mean": float(np.mean(ratios)),
+            "times_of_a_sort_worst": max(ratios),
+        }
+    return report
+
+
+def print_tables(report: dict) -> None:
+    print(f"{'':25} {'over cap':>10} {'micro-batches':>16} {'imbalance':>11} {'lockstep':>17}")
+    for name, row in report["strategies"].items():
+        microbatches = f"{row['microbatches_mean']:.3f} / {row['microbatches_worst']:.2f}"
+        steps = f"{row['lockstep_mean']:.3f} / {row['lockstep_worst']:.2f}"
+        over = f"{row['over_cap']} of {row['cases']}"
+        print(f"{name:25} {over:>10} {microbatches:>16} {row['imbalance_median']:>11.4%} {steps:>17}")
+    for name, row in report["planning"].items():
+        print(
+            f"{name.replace('_', ' ')}: planned in {row['plan_s_mean'] * 1e3:.1f} ms (worst workload "
+            f"{row['plan_s_worst'] * 1e3:.1f}), {row['times_of_a_sort_mean']:.0f} times a sort"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object, as the last line, in place of tables"
+    )
+    parser.add_argument("--small", action="store_true", help="up to 256 samples on 8 ranks: a second")
+    options = parser.parse_args()
+    report = {"strategies": compare(options.small), "planning": planning_times(options.small)}
+    if options.json:
+        json.dump(report, sys.stdout)
+        print()
+    else:
+        print_tables(report)
+
+
+if __name__ == "__main__":
+    main()
