@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -28,6 +28,15 @@ class Experts:
     """Of all shared experts together, which every token passes; 0 is none."""
     first_dense_layers: int = 0
     """Layers before the first mixture; they have the dense MLP of `ModelShape.ffn_size`."""
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    """What turns the router's logits, over all experts, into weights."""
+    normalised: bool = True
+    """The weights of the active experts are divided by their sum."""
+    num_groups: int = 1
+    """Experts are chosen from the best `num_active_groups` of so many equal groups (DeepSeek-V3, arXiv:2412.19437)."""
+    num_active_groups: int = 1
+    scaling_factor: float = 1.0
+    """Of the active experts' weights, after normalisation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +54,34 @@ class LatentAttention:
 
 
 @dataclass(frozen=True, slots=True)
+class Llama3Rope:
+    """Llama 3.1's frequencies (arXiv:2407.21783): long wavelengths are stretched, short ones kept."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_positions: int
+
+
+@dataclass(frozen=True, slots=True)
+class YarnRope:
+    """YaRN (arXiv:2309.00071)."""
+
+    factor: float
+    original_max_positions: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    """Of cos and sin. None: 0.1 ln(factor) + 1, or the two below where they are given."""
+    mscale: float = 0.0
+    mscale_all_dim: float = 0.0
+    """DeepSeek also multiplies the softmax scale by (0.1 mscale_all_dim ln(factor) + 1)^2."""
+
+
+@dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The sizes of a decoder, as its Hugging Face config.json states them."""
+    """The sizes of a decoder, as its Hugging Face config.json states them. What all checkpoints of a family
+    have in common (biases, the place of the norms) is in the family's table, `layout.FAMILIES[shape.family]`."""
 
     family: str
     num_layers: int
@@ -67,25 +102,109 @@ class ModelShape:
     sliding_window: int | None = None
     """Tokens, its own included, that a token sees in the layers of `sliding_layers`."""
     sliding_layers: tuple[int, ...] = ()
+    rope_scaling: Llama3Rope | YarnRope | None = None
+    """Of the layers outside `sliding_layers`: windows are shorter than the positions that scaling is for."""
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer has the mixture in place of the dense MLP."""
+        return self.experts is not None and layer >= self.experts.first_dense_layers
 
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """How many ways a model is split. World size = tensor x pipeline x data; ranks run tensor first
-    (fastest), then data, then pipeline: Megatron-Core's order `tp-cp-ep-dp-pp`."""
+    """How many ways a model is split, and which rank holds which part: Megatron-Core's order `tp-cp-ep-dp-pp`.
+
+    World size = tensor x context x data x pipeline; ranks run tensor first (fastest), then context, data and
+    pipeline. The experts see the same ranks of a stage otherwise: expert_tensor first, then expert, then
+    tensor x context x data / (expert_tensor x expert) replicas.
+
+    Example, tensor 2, data 4, expert 4: ranks 0 and 1 share experts 0 of 4, ranks 2 and 3 experts 1 of 4.
+
+    Raises:
+        ValueError: sizes that do not multiply up.
+    """
 
     tensor: int = 1
     pipeline: int = 1
     data: int = 1
+    context: int = 1
+    expert: int = 1
+    """Ways in which the experts of a layer are shared out."""
+    expert_tensor: int | None = None
+    """Ways in which each expert is split; None: as `tensor`, Megatron's default. 1 is usual for small experts."""
+    virtual: int = 1
+    """Model chunks of each stage, for the interleaved schedule."""
+    layers: tuple[int, ...] | None = None
+    """Layers of each chunk in order of depth: chunk 0 of every stage, then chunk 1; None: equally many."""
+
+    def __post_init__(self) -> None:
+        ways = (self.tensor, self.pipeline, self.data, self.context, self.expert, self.virtual, self.expert_ways)
+        if min(ways) < 1:
+            raise ValueError(f"{self}: every size is at least 1")
+        if self.stage_size % (self.expert * self.expert_ways):
+            raise ValueError(
+                f"{self}: tensor x context x data = {self.stage_size} is no multiple of expert x expert_tensor = "
+                f"{self.expert} x {self.expert_ways}; an expert_tensor of 1 asks for least"
+            )
+        if self.virtual > 1 and self.pipeline == 1:
+            raise ValueError(f"{self}: virtual stages need a pipeline of at least 2")
+        if self.layers is not None and len(self.layers) != self.num_chunks:
+            raise ValueError(f"{self}: layers must name {self.num_chunks} chunks, pipeline x virtual")
+
+    @property
+    def stage_size(self) -> int:
+        """Ranks of a pipeline stage."""
+        return self.tensor * self.context * self.data
 
     @property
     def world_size(self) -> int:
-        return self.tensor * self.pipeline * self.data
+        return self.stage_size * self.pipeline
+
+    @property
+    def expert_ways(self) -> int:
+        """`expert_tensor` with its default."""
+        return self.tensor if self.expert_tensor is None else self.expert_tensor
+
+    @property
+    def num_chunks(self) -> int:
+        return self.pipeline * self.virtual
 
     def coordinates(self, rank: int) -> tuple[int, int, int]:
         """(tensor, pipeline, data) rank of a global rank."""
-        tensor, rest = rank % self.tensor, rank // self.tensor
-        return tensor, rest // self.data, rest % self.data
+        return rank % self.tensor, rank // self.stage_size, rank // (self.tensor * self.context) % self.data
+
+    def context_rank(self, rank: int) -> int:
+        return rank // self.tensor % self.context
+
+    def expert_coordinates(self, rank: int) -> tuple[int, int, int]:
+        """(expert_tensor, expert, expert data) rank of a global rank, inside its stage."""
+        within = rank % self.stage_size
+        return (
+            within % self.expert_ways,
+            within // self.expert_ways % self.expert,
+            within // self.expert_ways // self.expert,
+        )
+
+    def layer_range(self, num_layers: int, stage: int, chunk: int = 0) -> range:
+        """The layers of a chunk, of all `num_layers` of the model.
+
+        Raises:
+            ValueError: the layers do not divide, or `layers` does not add up to them.
+        """
+        layers = self.layers
+        if layers is None:
+            if num_layers % self.num_chunks:
+                raise ValueError(
+                    f"the model has {num_layers} layers, which policy.parallel.pipeline={self.pipeline} does not divide"
+                    + (f" into {self.virtual} chunks a stage" if self.virtual > 1 else "")
+                    + "; say how many layers each stage holds"
+                )
+            layers = (num_layers // self.num_chunks,) * self.num_chunks
+        elif sum(layers) != num_layers or min(layers) < 0:
+            raise ValueError(f"the chunks {layers} hold {sum(layers)} layers, the model has {num_layers}")
+        depth = chunk * self.pipeline + stage
+        start = sum(layers[:depth])
+        return range(start, start + layers[depth])
 
 
 @dataclass(frozen=True, slots=True)

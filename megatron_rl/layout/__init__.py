@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from megatron_rl.layout.config import read_shape
 from megatron_rl.layout.families import FAMILIES
-from megatron_rl.layout.family import VOCABULARY_MULTIPLE, padded
-from megatron_rl.layout.hub import check_model, read_index, read_shape
+from megatron_rl.layout.family import Family
+from megatron_rl.layout.hub import HubIndex, check_model, read_index, scan
 from megatron_rl.layout.shards import Box, Shard, check_parameters, slices, volume
+from megatron_rl.layout.splits import VOCABULARY_MULTIPLE, padded
 from megatron_rl.layout.transfer import Copy, TransferPlan, plan_policy_to_engines, plan_transfers
 from megatron_rl.types import Mesh, ModelShape
 
@@ -14,8 +16,10 @@ def megatron_shards(shape: ModelShape, mesh: Mesh, rank: int, fused_norms: bool 
     return FAMILIES[shape.family].megatron_shards(shape, mesh, rank, fused_norms)
 
 
-def vllm_shards(shape: ModelShape, size: int, rank: int) -> list[Shard]:
-    return FAMILIES[shape.family].vllm_shards(shape, size, rank)
+def vllm_shards(
+    shape: ModelShape, tensor: int, rank: int, expert_parallel: bool = False, pipeline: int = 1
+) -> list[Shard]:
+    return FAMILIES[shape.family].vllm_shards(shape, tensor, rank, expert_parallel, pipeline)
 
 
 def padded_vocabulary(shape: ModelShape, tensor: int) -> int:
@@ -28,6 +32,8 @@ __all__ = [
     "VOCABULARY_MULTIPLE",
     "Box",
     "Copy",
+    "Family",
+    "HubIndex",
     "Shard",
     "TransferPlan",
     "check_model",
@@ -38,6 +44,7 @@ __all__ = [
     "plan_transfers",
     "read_index",
     "read_shape",
+    "scan",
     "slices",
     "vllm_shards",
     "volume",

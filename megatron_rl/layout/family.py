@@ -1,32 +1,34 @@
-"""What a model family is: one table, one row a fused parameter, and the few ways in which rows are split.
+"""What a model family is: one table, one row a fused parameter.
 
-The row `Rule(qkv, megatron=..., vllm=..., hf=(q, k, v))` is all that the actor, the loader, the exporter and the
-bridge know of an attention input. A new dense family is a new table (`layout/families/`).
+The row `Rule(QKV, megatron=..., vllm=..., hf=(q, k, v))` is all that the actor, the loader, the exporter and the
+bridge know of an attention input. A new family is a new table (`layout/families/`). Invariants (tests/unit/layout,
+tests/dist): every HF tensor of a model stands in exactly one row; names and extents are those that transformers
+saves and that Megatron-Core and vLLM build; the shards of all ranks hold every element, and its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
+from typing import Any, Literal
 
 from megatron_rl.layout.shards import Box, Shard
+from megatron_rl.layout.splits import Split, SplitKind, part
 from megatron_rl.types import Mesh, ModelShape
-
-VOCABULARY_MULTIPLE = 32
-"""Megatron pads the vocabulary to a multiple of this times TP, so that every rank's matrix has aligned rows."""
-VLLM_VOCABULARY_MULTIPLE = 64
-"""vllm.model_executor.layers.vocab_parallel_embedding.DEFAULT_VOCAB_PADDING_SIZE"""
 
 
 @dataclass(frozen=True, slots=True)
 class HfTensor:
     name: str
+    """`{}` stands for the expert."""
     dims: tuple[str, ...]
-    """Symbols of `sizes`: q, kv, hidden, ffn, vocab, head."""
+    """Symbols of `sizes`: q, kv, hidden, ffn, ..."""
 
 
 def sizes(shape: ModelShape) -> dict[str, int]:
-    return {
+    known = {
         "q": shape.num_heads * shape.head_dim,
         "kv": shape.num_kv_heads * shape.head_dim,
         "hidden": shape.hidden_size,
@@ -34,204 +36,314 @@ def sizes(shape: ModelShape) -> dict[str, int]:
         "vocab": shape.vocab_size,
         "head": shape.head_dim,
     }
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Part of an HF tensor on one rank: rows or columns [start, stop) of dim, then where it begins locally."""
-
-    tensor: int
-    """Index into the rule's `hf`."""
-    dim: int
-    start: int
-    stop: int
-    local_start: int
-
-
-Split = Callable[[ModelShape, tuple[int, ...], int, int], list[Piece]]
-"""(shape, extents of the split dim of each HF tensor, TP size, TP rank) -> the rank's pieces."""
-
-
-def _stacked(dim: int) -> Split:
-    """Each tensor split evenly along dim, a rank's parts one after the other: [gate_t ; up_t]."""
-
-    def split(shape: ModelShape, lengths: tuple[int, ...], size: int, rank: int) -> list[Piece]:
-        pieces, offset = [], 0
-        for index, length in enumerate(lengths):
-            part = length // size
-            pieces.append(Piece(index, dim, rank * part, (rank + 1) * part, offset))
-            offset += part
-        return pieces
-
-    return split
-
-
-def _replicated(shape: ModelShape, lengths: tuple[int, ...], size: int, rank: int) -> list[Piece]:
-    return [Piece(0, 0, 0, lengths[0], 0)]
-
-
-def _vocabulary(multiple: Callable[[int], int]) -> Split:
-    """Rows padded to a multiple, then split; padding rows are no HF rows, so a rank may have none."""
-
-    def split(shape: ModelShape, lengths: tuple[int, ...], size: int, rank: int) -> list[Piece]:
-        part = padded(lengths[0], multiple(size)) // size
-        start, stop = min(rank * part, lengths[0]), min((rank + 1) * part, lengths[0])
-        return [Piece(0, 0, start, stop, 0)]
-
-    return split
-
-
-def _megatron_qkv(shape: ModelShape, lengths: tuple[int, ...], size: int, rank: int) -> list[Piece]:
-    """Per query group [q ... q, k, v], the groups split evenly over TP."""
-    head, per_group = shape.head_dim, shape.num_heads // shape.num_kv_heads
-    groups = shape.num_kv_heads // size
-    pieces, offset = [], 0
-    for group in range(rank * groups, (rank + 1) * groups):
-        for tensor, heads in ((0, per_group), (1, 1), (2, 1)):
-            length = heads * head
-            pieces.append(Piece(tensor, 0, group * length, (group + 1) * length, offset))
-            offset += length
-    return pieces
-
-
-def _vllm_qkv(shape: ModelShape, lengths: tuple[int, ...], size: int, rank: int) -> list[Piece]:
-    """[q heads of t ; k heads of t ; v heads of t]; with fewer KV heads than ranks, KV heads are replicated."""
-    copies = max(1, size // shape.num_kv_heads)
-    pieces, offset = [], 0
-    for tensor, parts, index in (
-        (0, size, rank),
-        (1, size // copies, rank // copies),
-        (2, size // copies, rank // copies),
-    ):
-        part = lengths[tensor] // parts
-        pieces.append(Piece(tensor, 0, index * part, (index + 1) * part, offset))
-        offset += part
-    return pieces
-
-
-@dataclass(frozen=True, slots=True)
-class SplitKind:
-    """How one kind of fused parameter lies on each side."""
-
-    megatron: Split
-    vllm: Split
-    dim: int = 0
-    """The HF dim that is split."""
-
-
-ROWS = SplitKind(_stacked(0), _stacked(0))
-COLUMNS = SplitKind(_stacked(1), _stacked(1), dim=1)
-REPLICATED = SplitKind(_replicated, _replicated)
-QKV = SplitKind(_megatron_qkv, _vllm_qkv)
-VOCABULARY = SplitKind(
-    _vocabulary(lambda tensor: VOCABULARY_MULTIPLE * tensor), _vocabulary(lambda tensor: VLLM_VOCABULARY_MULTIPLE)
-)
-
-
-def padded(length: int, multiple: int) -> int:
-    return -(-length // multiple) * multiple
+    if experts := shape.experts:
+        known |= {"experts": experts.num_experts, "expert_ffn": experts.ffn_size, "shared_ffn": experts.shared_ffn_size}
+    if latent := shape.latent:
+        known |= {
+            "query_rank": latent.query_rank,
+            "kv_rank": latent.kv_rank,
+            "kv_down": latent.kv_rank + latent.rope_dim,
+            "q_up": shape.num_heads * (latent.nope_dim + latent.rope_dim),
+            "kv_up": shape.num_heads * (latent.nope_dim + latent.value_dim),
+            "value": shape.num_heads * latent.value_dim,
+        }
+    return known
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
+    """One row. Names are relative to a layer's prefix; embedding, final norm and output carry whole names."""
+
     split: SplitKind
     hf: tuple[HfTensor, ...]
     megatron: str
-    vllm: str
-    megatron_fused_norm: str | None = None
-    """The Megatron name when Transformer Engine fuses the norm into the linear layer after it."""
+    """`{}` stands for the rank's expert, from 0."""
+    vllm: str | None
+    """Without a `{}` for the expert: the rank's experts are stacked in a dim before the others. None: vLLM has none."""
+    fused: str | None = None
+    """The Megatron name with Transformer Engine's layers, where it is another: norms fused into the linear layer
+    after them, experts in one grouped layer."""
+    when: Callable[[ModelShape], bool] = lambda shape: True
+    """Whether a model of the family has this row."""
+
+    @property
+    def per_expert(self) -> bool:
+        return "{}" in self.hf[0].name
+
+    def extents(self, shape: ModelShape) -> list[tuple[int, ...]]:
+        """Of each HF tensor."""
+        known = sizes(shape)
+        return [tuple(known[dim] for dim in tensor.dims) for tensor in self.hf]
+
+    def hf_names(self, shape: ModelShape) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """(name, extents) of every HF tensor, experts one after the other."""
+        for expert in range(shape.experts.num_experts if self.per_expert else 1):
+            for tensor, extents in zip(self.hf, self.extents(shape), strict=True):
+                yield tensor.name.format(expert), extents
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """One row on one rank: the same in every layer, and for each expert of the rank."""
+
+    local_name: str
+    pieces: tuple[tuple[str, Box, Box], ...]
+    """(HF name, HF box, local box)"""
+    experts: range | None
+    """Those of the rank, by their HF number."""
+
+    def shards(self, hf_prefix: str = "", prefix: str = "") -> Iterator[Shard]:
+        local_name = prefix + self.local_name
+        if self.experts is None:
+            for hf_name, hf_box, local_box in self.pieces:
+                yield Shard(hf_prefix + hf_name, hf_box, local_name, local_box)
+            return
+        stacked = "{}" not in local_name
+        for index, expert in enumerate(self.experts):
+            for hf_name, hf_box, local_box in self.pieces:
+                box = ((index, index + 1), *local_box) if stacked else local_box
+                yield Shard(hf_prefix + hf_name.format(expert), hf_box, local_name.format(index), box)
+
+
+@dataclass(frozen=True, slots=True)
+class Ignored:
+    """Tensors that checkpoints carry beyond the model. They are counted and reported."""
+
+    pattern: str
+    """Regular expression of whole names; NUM_LAYERS stands for the model's number of layers."""
+    reason: str
+
+    def matches(self, name: str, shape: ModelShape) -> bool:
+        return re.fullmatch(self.pattern.replace("NUM_LAYERS", str(shape.num_layers)), name) is not None
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Names in `layer` are relative to a layer's prefix; the other rules carry whole names."""
-
     name: str
     """`model_type` of the HF config.json."""
+    forward: bool
+    """Whether the actor can train it; otherwise it is layout alone."""
+    vllm_model: str | None
+    """The class in vllm.model_executor.models; None: vLLM has none of its own, and no layout is known."""
     embedding: Rule
-    layer: tuple[Rule, ...]
+    attention: tuple[Rule, ...]
+    """Norms and attention: the rows of every layer."""
+    dense: tuple[Rule, ...]
+    """The MLP's rows in layers without experts."""
     final_norm: Rule
     output: Rule
+    mixture: tuple[Rule, ...] = ()
+    """The MLP's rows in layers with experts."""
+    read_config: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda config: {}
+    """Fields of ModelShape that are this family's own, from config.json."""
+    ignored: tuple[Ignored, ...] = ()
+    vllm_repeats_ends: bool = False
+    """vLLM builds embedding, final norm and output on every pipeline stage."""
     hf_layer: str = "model.layers.{}."
     megatron_layer: str = "decoder.layers.{}."
     vllm_layer: str = "model.layers.{}."
 
+    @property
+    def qk_norm(self) -> Literal["none", "head", "full"]:
+        """Norms of q and k: over each head, or over the width of all heads."""
+        return {None: "none", ("head",): "head", ("q",): "full"}[self._dims("self_attn.q_norm.weight")]
+
+    @property
+    def qkv_bias(self) -> bool:
+        return self._dims("self_attn.q_proj.bias") is not None
+
+    @property
+    def post_norm(self) -> bool:
+        """Norms stand behind attention and MLP, before the residual sum, not in front of them."""
+        return self._dims("post_feedforward_layernorm.weight") is not None
+
+    @property
+    def router_bias(self) -> bool:
+        """A bias, moved by load and not by gradients, chooses the experts (arXiv:2408.15664)."""
+        return self._dims("mlp.gate.e_score_correction_bias") is not None
+
+    def _dims(self, name: str) -> tuple[str, ...] | None:
+        rules = (*self.attention, *self.dense, *self.mixture)
+        return next((tensor.dims for rule in rules for tensor in rule.hf if tensor.name == name), None)
+
+    def layer_rules(self, shape: ModelShape, layer: int) -> list[Rule]:
+        mlp = self.mixture if shape.has_experts(layer) else self.dense
+        return [rule for rule in (*self.attention, *mlp) if rule.when(shape)]
+
     def hf_tensors(self, shape: ModelShape) -> dict[str, tuple[int, ...]]:
         """Every HF tensor of a model and its extents."""
-        size = sizes(shape)
-        rules = [("", r) for r in (self.embedding, self.final_norm)]
-        rules += [] if shape.tied_embeddings else [("", self.output)]
-        rules += [(self.hf_layer.format(i), r) for i in range(shape.num_layers) for r in self.layer]
-        return {prefix + t.name: tuple(size[d] for d in t.dims) for prefix, r in rules for t in r.hf}
+        ends = (
+            (self.embedding, self.final_norm)
+            if shape.tied_embeddings
+            else (self.embedding, self.final_norm, self.output)
+        )
+        tensors = {name: extents for rule in ends for name, extents in rule.hf_names(shape)}
+        rows: dict[bool, list[tuple[str, tuple[int, ...]]]] = {}
+        for layer in range(shape.num_layers):
+            kind = shape.has_experts(layer)
+            if kind not in rows:
+                rows[kind] = [row for rule in self.layer_rules(shape, layer) for row in rule.hf_names(shape)]
+            prefix = self.hf_layer.format(layer)
+            tensors.update((prefix + name, extents) for name, extents in rows[kind])
+        return tensors
+
+    def num_parameters(self, shape: ModelShape) -> int:
+        """Elements of all HF tensors; a tied embedding counts once."""
+        return sum(prod(extents) for extents in self.hf_tensors(shape).values())
+
+    def describe(self, hf_name: str) -> str | None:
+        """The row that a name belongs to, in whatever layer and for whatever expert; for messages."""
+        pattern = re.escape(self.hf_layer).replace(re.escape("{}"), r"\d+")
+        name = re.sub(rf"^{pattern}", "", hf_name)
+        for rule in (self.embedding, *self.attention, *self.dense, *self.mixture, self.final_norm, self.output):
+            for tensor in rule.hf:
+                if re.fullmatch(re.escape(tensor.name).replace(re.escape("{}"), r"\d+"), name):
+                    return f"{self.name}'s row {rule.megatron}: {tensor.name} [{', '.join(tensor.dims)}]"
+        return None
 
     def check_mesh(self, shape: ModelShape, mesh: Mesh) -> None:
-        """Raises ValueError when heads, KV heads, FFN or layers do not divide."""
-        for name, value, ways, axis in (
-            ("attention heads", shape.num_heads, mesh.tensor, "tensor"),
-            ("KV heads", shape.num_kv_heads, mesh.tensor, "tensor"),
-            ("FFN size", shape.ffn_size, mesh.tensor, "tensor"),
-            ("layers", shape.num_layers, mesh.pipeline, "pipeline"),
-        ):
+        """Raises ValueError when heads, KV heads, FFN, experts or layers do not divide."""
+        experts = shape.experts
+        if experts is None and mesh.expert > 1:
+            raise ValueError(f"policy.parallel.expert={mesh.expert}, but a {self.name} model has no experts")
+        divisions = [("attention heads", shape.num_heads, mesh.tensor, "tensor")]
+        if shape.latent is None:
+            divisions.append(("KV heads", shape.num_kv_heads, mesh.tensor, "tensor"))
+        if experts is None or experts.first_dense_layers:
+            divisions.append(("FFN size", shape.ffn_size, mesh.tensor, "tensor"))
+        if experts:
+            divisions.append(("experts", experts.num_experts, mesh.expert, "expert"))
+            divisions.append(("FFN size of an expert", experts.ffn_size, mesh.expert_ways, "expert_tensor"))
+            divisions.append(("FFN size of the shared experts", experts.shared_ffn_size, mesh.tensor, "tensor"))
+        for name, value, ways, axis in divisions:
             if value % ways:
                 raise ValueError(f"the model has {value} {name}, which policy.parallel.{axis}={ways} does not divide")
+        mesh.layer_range(shape.num_layers, 0)
 
     def megatron_shards(self, shape: ModelShape, mesh: Mesh, rank: int, fused_norms: bool = False) -> list[Shard]:
-        """All parameters of one trainer rank. `fused_norms`: the model has Transformer Engine's layers."""
+        """All parameters of one trainer rank, in order of depth.
+
+        With virtual stages a rank holds several GPTModels: their parameters are called `chunk0.` and so on. Without,
+        names have no such prefix.
+
+        Args:
+            fused_norms: the model has Transformer Engine's layers.
+        """
         self.check_mesh(shape, mesh)
         tensor, stage, _ = mesh.coordinates(rank)
-        first, last = stage == 0, stage == mesh.pipeline - 1
-        per_stage = shape.num_layers // mesh.pipeline
+        expert_tensor, expert, _ = mesh.expert_coordinates(rank)
 
-        def place(rule: Rule, hf_prefix: str = "", prefix: str = "") -> list[Shard]:
-            local = rule.megatron_fused_norm if fused_norms and rule.megatron_fused_norm else rule.megatron
-            return _shards(rule, rule.split.megatron, (shape, mesh.tensor, tensor), hf_prefix, prefix + local)
+        def place(rule: Rule, name: str | None = None) -> Placement:
+            split = rule.split.fused if fused_norms and rule.split.fused else rule.split.megatron
+            local = name or (rule.fused if fused_norms and rule.fused else rule.megatron)
+            if not rule.per_expert:
+                return _place(rule, split, shape, (mesh.tensor, tensor), local)
+            experts = range(*part(shape.experts.num_experts, mesh.expert, expert))
+            return _place(rule, split, shape, (mesh.expert_ways, expert_tensor), local, experts)
 
-        shards = place(self.embedding) if first else []
-        for i in range(per_stage):
-            hf_prefix = self.hf_layer.format(stage * per_stage + i)
-            for rule in self.layer:
-                shards += place(rule, hf_prefix, self.megatron_layer.format(i))
-        if last:
-            shards += place(self.final_norm)
-            if not shape.tied_embeddings:
-                shards += place(self.output)
-            elif not first:  # the last stage's own copy of the word embedding
-                shards += _shards(
-                    self.embedding,
-                    self.embedding.split.megatron,
-                    (shape, mesh.tensor, tensor),
-                    "",
-                    self.output.megatron,
-                )
+        shards: list[Shard] = []
+        rows = {}
+        for chunk in range(mesh.virtual):
+            first = stage == 0 and chunk == 0
+            last = stage == mesh.pipeline - 1 and chunk == mesh.virtual - 1
+            prefix = f"chunk{chunk}." if mesh.virtual > 1 else ""
+            if first:
+                shards += place(self.embedding).shards(prefix=prefix)
+            for i, layer in enumerate(mesh.layer_range(shape.num_layers, stage, chunk)):
+                kind = shape.has_experts(layer)
+                if kind not in rows:
+                    rows[kind] = [place(rule) for rule in self.layer_rules(shape, layer)]
+                for row in rows[kind]:
+                    shards += row.shards(self.hf_layer.format(layer), prefix + self.megatron_layer.format(i))
+            if last:
+                shards += place(self.final_norm).shards(prefix=prefix)
+                if not shape.tied_embeddings:
+                    shards += place(self.output).shards(prefix=prefix)
+                elif not first:  # the last stage's own copy of the word embedding
+                    shards += place(self.embedding, self.output.megatron).shards(prefix=prefix)
         return shards
 
-    def vllm_shards(self, shape: ModelShape, size: int, rank: int) -> list[Shard]:
-        """All parameters of one rank of an engine with `size` tensor-parallel ranks."""
+    def vllm_shards(
+        self, shape: ModelShape, tensor: int, rank: int, expert_parallel: bool = False, pipeline: int = 1
+    ) -> list[Shard]:
+        """All parameters of one rank of an engine with tensor x pipeline ranks, tensor first, in order of depth.
 
-        def place(rule: Rule, hf_prefix: str = "", prefix: str = "") -> list[Shard]:
-            return _shards(rule, rule.split.vllm, (shape, size, rank), hf_prefix, prefix + rule.vllm)
+        Args:
+            expert_parallel: vLLM's enable_expert_parallel with its linear placement: the experts are shared out over
+                the tensor-parallel ranks, each whole.
 
-        shards = place(self.embedding)
-        for i in range(shape.num_layers):
-            for rule in self.layer:
-                shards += place(rule, self.hf_layer.format(i), self.vllm_layer.format(i))
-        return shards + place(self.final_norm) + ([] if shape.tied_embeddings else place(self.output))
+        Raises:
+            ValueError: the family has no model in vLLM, or heads, FFN or vocabulary do not divide.
+        """
+        if self.vllm_model is None:
+            raise ValueError(
+                f"vLLM has no model of its own for the family {self.name}: it falls back on transformers' modules, "
+                f"whose layout is not described"
+            )
+        tensor_rank, stage = rank % tensor, rank // tensor
+        first, last = stage == 0, stage == pipeline - 1
+
+        def place(rule: Rule) -> Placement:
+            if not rule.per_expert:
+                return _place(rule, rule.split.vllm, shape, (tensor, tensor_rank), rule.vllm)
+            if expert_parallel:
+                return _place(rule, rule.split.vllm, shape, (1, 0), rule.vllm, _linear(shape, tensor, tensor_rank))
+            experts = range(shape.experts.num_experts)
+            return _place(rule, rule.split.vllm, shape, (tensor, tensor_rank), rule.vllm, experts)
+
+        shards: list[Shard] = []
+        if first or self.vllm_repeats_ends or (shape.tied_embeddings and last):
+            shards += place(self.embedding).shards()
+        rows = {}
+        for layer in _vllm_layers(shape.num_layers, pipeline, stage):
+            kind = shape.has_experts(layer)
+            if kind not in rows:
+                rows[kind] = [place(rule) for rule in self.layer_rules(shape, layer)]
+            for row in rows[kind]:
+                shards += row.shards(self.hf_layer.format(layer), self.vllm_layer.format(layer))
+        if last or self.vllm_repeats_ends:
+            shards += place(self.final_norm).shards()
+            if not shape.tied_embeddings:
+                shards += place(self.output).shards()
+        return shards
 
 
-def _shards(
-    rule: Rule, split: Split, where: tuple[ModelShape, int, int], hf_prefix: str, local_name: str
-) -> list[Shard]:
-    shape, size, rank = where
-    known = sizes(shape)
-    full = [tuple(known[d] for d in tensor.dims) for tensor in rule.hf]
-    result = []
-    for piece in split(shape, tuple(extent[rule.split.dim] for extent in full), size, rank):
-        hf_box = _with(full[piece.tensor], piece.dim, piece.start, piece.stop)
-        length = piece.stop - piece.start
-        local_box = _with(full[piece.tensor], piece.dim, piece.local_start, piece.local_start + length)
-        result.append(Shard(hf_prefix + rule.hf[piece.tensor].name, hf_box, local_name, local_box))
-    return result
+def _place(
+    rule: Rule,
+    split: Split,
+    shape: ModelShape,
+    where: tuple[int, int],
+    local_name: str,
+    experts: range | None = None,
+) -> Placement:
+    """`where`: (ways, rank)."""
+    full = rule.extents(shape)
+    try:
+        pieces = split(shape, tuple(extents[rule.split.dim] for extents in full), *where)
+    except ValueError as error:
+        raise ValueError(f"{' and '.join(tensor.name for tensor in rule.hf)}: {error}") from error
+    boxes = []
+    for piece in pieces:
+        extents, length = full[piece.tensor], piece.stop - piece.start
+        hf_box = _with(extents, piece.dim, piece.start, piece.stop)
+        local_box = _with(extents, piece.dim, piece.local_start, piece.local_start + length)
+        boxes.append((rule.hf[piece.tensor].name, hf_box, local_box))
+    return Placement(local_name, tuple(boxes), experts)
 
 
 def _with(extent: tuple[int, ...], dim: int, start: int, stop: int) -> Box:
     return tuple((start, stop) if d == dim else (0, length) for d, length in enumerate(extent))
+
+
+def _linear(shape: ModelShape, ways: int, rank: int) -> range:
+    """vLLM's linear placement of experts: the first ranks hold one more where they do not divide."""
+    base, more = divmod(shape.experts.num_experts, ways)
+    start = rank * base + min(rank, more)
+    return range(start, start + base + (rank < more))
+
+
+def _vllm_layers(num_layers: int, pipeline: int, stage: int) -> range:
+    """vllm.distributed.utils.get_pp_indices: layers that do not divide go to the stages before the last."""
+    base, more = divmod(num_layers, pipeline)
+    counts = [base + (pipeline - 1 - more <= s < pipeline - 1) for s in range(pipeline)]
+    return range(sum(counts[:stage]), sum(counts[: stage + 1]))

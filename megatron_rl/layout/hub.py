@@ -1,54 +1,31 @@
-"""A Hugging Face folder as numbers: config.json to ModelShape, and the index of its safetensors.
+"""A Hugging Face folder's weights as numbers: which file holds which tensor, from the files' headers alone.
 
-Damaged or foreign folders fail here, with the file and the reason, before anything starts.
+Damaged or foreign folders fail here, with the file and the reason, before anything starts. Invariant
+(tests/unit/layout): every tensor is accounted for by one row of the family's table, or declared there as ignored.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import struct
+from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron_rl.layout.families import FAMILIES
 from megatron_rl.types import Mesh, ModelShape
 
+log = logging.getLogger(__name__)
 
-def read_shape(folder: Path) -> ModelShape:
-    """Sizes from a checkpoint folder's config.json, or from a JSON file of that form.
 
-    Raises:
-        ValueError: the folder or its config.json is missing or unreadable, or the family is unknown.
-    """
-    path = folder if folder.suffix == ".json" else folder / "config.json"
-    if not path.is_file():
-        raise ValueError(f"model.path: {folder} has no config.json; give the folder of a Hugging Face checkpoint")
-    try:
-        config = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is no JSON ({error}); copy the checkpoint again") from error
-    family = config.get("model_type")
-    if family not in FAMILIES:
-        raise ValueError(f"{path}: model_type {family!r} is not supported; supported: {', '.join(sorted(FAMILIES))}")
-    try:
-        heads = config["num_attention_heads"]
-        rope = config.get("rope_parameters") or {}
-        return ModelShape(
-            family=family,
-            num_layers=config["num_hidden_layers"],
-            hidden_size=config["hidden_size"],
-            num_heads=heads,
-            num_kv_heads=config.get("num_key_value_heads", heads),
-            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-            ffn_size=config["intermediate_size"],
-            vocab_size=config["vocab_size"],
-            # transformers 5 writes rope_parameters, earlier ones rope_theta
-            rope_theta=float(rope["rope_theta"] if "rope_theta" in rope else config["rope_theta"]),
-            norm_eps=config["rms_norm_eps"],
-            max_positions=config["max_position_embeddings"],
-            tied_embeddings=config.get("tie_word_embeddings", False),
-        )
-    except KeyError as error:
-        raise ValueError(f"{path}: the key {error} is missing; is this the config.json of a {family} model?") from error
+@dataclass(frozen=True, slots=True)
+class HubIndex:
+    files: dict[str, Path]
+    """HF tensor name -> the safetensors file that holds it."""
+    ignored: dict[str, str]
+    """Name -> why the model does without it."""
 
 
 def check_model(folder: Path, shape: ModelShape, mesh: Mesh) -> None:
@@ -58,42 +35,75 @@ def check_model(folder: Path, shape: ModelShape, mesh: Mesh) -> None:
         ValueError: heads or layers do not divide, or the weights are damaged or incomplete.
     """
     FAMILIES[shape.family].check_mesh(shape, mesh)
-    read_index(folder, shape)
+    index = scan(folder, shape)
+    for reason, count in Counter(index.ignored.values()).items():
+        log.warning("%s: %d tensors are not read: %s", folder, count, reason)
 
 
 def read_index(folder: Path, shape: ModelShape) -> dict[str, Path]:
-    """HF tensor name -> the safetensors file that holds it; only the files' headers are read.
+    """HF tensor name -> the safetensors file that holds it. Raises as `scan`."""
+    return scan(folder, shape).files
+
+
+def scan(folder: Path, shape: ModelShape) -> HubIndex:
+    """Account for every tensor of a folder; only the files' headers are read.
 
     Raises:
-        ValueError: no safetensors, a damaged or truncated file, or a tensor that is missing, unknown or
-            of other extents than the family's table says; each by name.
+        ValueError: no safetensors, a damaged or truncated file, quantised weights, or a tensor that is missing,
+            unknown, there twice or of other extents than the family's table says; each by name.
     """
     files = sorted(Path(folder).glob("*.safetensors"))
     if not files:
         raise ValueError(f"model.path: {folder} has no *.safetensors; convert or download the weights")
-    expected = FAMILIES[shape.family].hf_tensors(shape)
-    index: dict[str, Path] = {}
+    family = FAMILIES[shape.family]
+    expected = family.hf_tensors(shape)
+    index = HubIndex({}, {})
     for path in files:
-        for name, extent in _read_header(path).items():
-            if shape.tied_embeddings and name == FAMILIES[shape.family].output.hf[0].name:
-                continue  # some checkpoints store the tied output layer a second time
+        for name, (dtype, extents) in _read_header(path).items():
+            where = f"{path}: tensor {name} {list(extents)}"
+            if dtype not in _DTYPES:
+                raise ValueError(
+                    f"{where} is {dtype}: quantised checkpoints cannot be trained; dequantise it to BF16 first"
+                )
+            if name in index.files or name in index.ignored:
+                raise ValueError(f"{where} stands in another file too; remove one of them")
             if name not in expected:
-                raise ValueError(f"{path}: tensor {name} {extent} is unknown to the family {shape.family}")
-            if extent != expected[name]:
-                raise ValueError(f"{path}: tensor {name} is {extent}, config.json asks for {expected[name]}")
-            if name in index:
-                raise ValueError(f"{path}: tensor {name} stands in {index[name].name} too; remove one of the files")
-            index[name] = path
-    missing = sorted(expected.keys() - index.keys())
+                index.ignored[name] = _reason(name, where, shape)
+                continue
+            if extents != expected[name]:
+                rule = family.describe(name)
+                raise ValueError(f"{where}, but config.json asks for {list(expected[name])}: {rule}")
+            index.files[name] = path
+    missing = [name for name in expected if name not in index.files]
     if missing:
         raise ValueError(
-            f"{folder}: {len(missing)} tensors are missing, the first is {missing[0]}; is a shard file absent?"
+            f"{folder}: {len(missing)} tensors are missing, the first is {missing[0]} "
+            f"({family.describe(missing[0])}); is a shard file absent?"
         )
     return index
 
 
-def _read_header(path: Path) -> dict[str, tuple[int, ...]]:
-    """Names and extents from a safetensors header (8 bytes length, then JSON), checked against the file's size."""
+_DTYPES = {"F64", "F32", "F16", "BF16"}
+
+
+def _reason(name: str, where: str, shape: ModelShape) -> str:
+    family = FAMILIES[shape.family]
+    if name.endswith("weight_scale_inv"):
+        raise ValueError(
+            f"{where} scales an fp8 weight: such checkpoints cannot be trained; dequantise it to BF16 first"
+        )
+    if shape.tied_embeddings and name == family.output.hf[0].name:
+        return "the tied output layer, stored a second time"
+    for ignored in family.ignored:
+        if ignored.matches(name, shape):
+            return ignored.reason
+    if row := family.describe(name):
+        raise ValueError(f"{where} is of {row}, but config.json describes a model without it")
+    raise ValueError(f"{where} is unknown to the family {family.name}: no row of its table has this name")
+
+
+def _read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Name -> (dtype, extents) from a safetensors header (8 bytes length, JSON), checked against the file's size."""
     size = path.stat().st_size
     with path.open("rb") as file:
         start = file.read(8)
@@ -101,11 +111,20 @@ def _read_header(path: Path) -> dict[str, tuple[int, ...]]:
         if 8 + length > size:
             raise ValueError(f"{path} is truncated or no safetensors file ({size} bytes); copy it again")
         try:
-            header = json.loads(file.read(length))
+            header = json.loads(file.read(length), object_pairs_hook=_without_twins)
         except ValueError as error:
             raise ValueError(f"{path}: the safetensors header is damaged ({error}); copy the file again") from error
     header.pop("__metadata__", None)
     end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
     if 8 + length + end != size:
         raise ValueError(f"{path} has {size} bytes, its header promises {8 + length + end}; copy it again")
-    return {name: tuple(entry["shape"]) for name, entry in header.items()}
+    return {name: (entry["dtype"], tuple(entry["shape"])) for name, entry in header.items()}
+
+
+def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """JSON would keep the last of two equal names without a word."""
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        twin = Counter(name for name, _ in pairs).most_common(1)[0][0]
+        raise ValueError(f"{twin} stands there twice")
+    return result

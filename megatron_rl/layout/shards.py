@@ -2,7 +2,8 @@
 
 A `Shard` says: this rectangle of that HF tensor is this rectangle of that local parameter. A rank is a list of
 shards; loading, export and the bridge are loops over such lists. Invariants (tests/unit/layout): both rectangles
-of a shard have the same extents; the shards of all ranks of a mesh without replicas partition every HF tensor.
+of a shard have the same extents, but for one dim of extent 1 in front where a parameter stacks experts; the shards
+of all ranks of a mesh without replicas partition every HF tensor.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ class Shard:
     local_box: Box
 
     def __post_init__(self) -> None:
-        assert extents(self.hf_box) == extents(self.local_box), self
+        stacked = len(self.local_box) - len(self.hf_box)
+        assert extents(self.local_box) == (1,) * stacked + extents(self.hf_box), self
 
 
 def extents(box: Box) -> tuple[int, ...]:
@@ -47,8 +49,12 @@ def intersect(a: Box, b: Box) -> Box | None:
 
 
 def translate(part: Box, origin: Box, target: Box) -> Box:
-    """`part`, given in the frame where `origin` lies, in the frame where `origin` is called `target`."""
-    return tuple((p[0] - o[0] + t[0], p[1] - o[0] + t[0]) for p, o, t in zip(part, origin, target, strict=True))
+    """`part`, given in the frame where `origin` lies, in the frame where `origin` is called `target`. Dims that
+    `target` has in front of the others are kept."""
+    front = len(target) - len(origin)
+    return target[:front] + tuple(
+        (p[0] - o[0] + t[0], p[1] - o[0] + t[0]) for p, o, t in zip(part, origin, target[front:], strict=True)
+    )
 
 
 def slices(box: Box) -> tuple[slice, ...]:

@@ -88,6 +88,9 @@ def draw_curves(metrics: Records) -> Figure:
         ("Rollout, tokens a second", "rollout/tokens_per_s", _line("rollout/tokens_per_s", GREEN)),
         ("Mismatch, mean |logp_old \N{MINUS SIGN} logp_rollout|", "mismatch/mean_abs", _draw_mismatch),
         ("Gradient norm", "grad_norm", _line("grad_norm", BLUE)),
+        ("Entropy, nats a token", "entropy", _line("entropy", GREEN)),
+        ("Share of tokens that the clip flattens", "pg_clipfrac", _line("pg_clipfrac", ORANGE)),
+        ("KL to the reference", "kl", _line("kl", BLUE)),
     ]
     if not series(metrics, "reward/mean")[0]:
         panels[0] = ("Loss", "loss", _line("loss", BLUE))

@@ -1,7 +1,8 @@
 """Run as a program: names and extents of the parameters that Megatron-Core builds for any rank of any mesh.
 
 One process stands for one rank after another: torch's fake process group answers for the others, which is enough to
-build a model. Reads JSON lines {folder, mesh, rank}, writes one line a line: {name: extents}.
+build a model. Reads JSON lines {folder, mesh, rank}, writes one line a line: {name: extents}. The router's bias is a
+buffer; it counts as a parameter here.
 """
 
 from __future__ import annotations
@@ -23,14 +24,12 @@ from megatron_rl.actor import platform
 from megatron_rl.layout import FAMILIES, padded_vocabulary, read_shape
 from megatron_rl.types import Mesh, ModelShape
 
-
-if not torch.cuda.is_available():  # Megatron asks for these while it builds mixtures, latent attention and tied embeddings
+if not torch.cuda.is_available():  # what Megatron asks for while it builds mixtures, MLA and tied embeddings
     torch.cuda.Stream = lambda *arguments, **options: None
     torch.cuda.current_device = lambda: "cpu"
     torch.Tensor.cuda = lambda tensor: tensor
-
-
-multi_latent_attention.HAVE_TE = platform.HAS_TRANSFORMER_ENGINE  # it takes a stand-in for the library where it is absent
+# Where Transformer Engine is absent Megatron puts mocks in its place, and MLA takes them for the library.
+multi_latent_attention.HAVE_TE = platform.HAS_TRANSFORMER_ENGINE
 
 
 class NoAttention(torch.nn.Module):

@@ -1,6 +1,6 @@
 """Run as a program: names and extents of the parameters that vLLM builds, one process a rank over gloo.
 
-Arguments: rank, address of the meeting place. Reads JSON lines {folder, tensor, pipeline, expert_parallel}, writes one
+Arguments: address of the meeting place, rank. Reads JSON lines {folder, tensor, pipeline, expert_parallel}, writes one
 line a line: {name: extents}, or null for a rank that the engine does not have. No weight is loaded.
 """
 
@@ -45,7 +45,7 @@ def parameters(
 
 if __name__ == "__main__":
     out, sys.stdout = sys.stdout, sys.stderr  # vLLM speaks on the standard output
-    rank, url = int(sys.argv[1]), sys.argv[2]
+    url, rank = sys.argv[1], int(sys.argv[2])
     for number, line in enumerate(sys.stdin):
         case = json.loads(line)
         absent = rank >= case["tensor"] * case["pipeline"]

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+from megatron_rl.layout.families.deepseek_v3 import DEEPSEEK_V3
+from megatron_rl.layout.families.llama import LLAMA
+from megatron_rl.layout.families.mixtral import MIXTRAL
+from megatron_rl.layout.families.olmo import OLMO2, OLMO3
+from megatron_rl.layout.families.qwen2 import QWEN2
 from megatron_rl.layout.families.qwen3 import QWEN3
+from megatron_rl.layout.families.qwen3_moe import QWEN3_MOE
 from megatron_rl.layout.family import Family
 
-FAMILIES: dict[str, Family] = {family.name: family for family in (QWEN3,)}
+FAMILIES: dict[str, Family] = {
+    family.name: family for family in (LLAMA, QWEN2, QWEN3, QWEN3_MOE, MIXTRAL, OLMO2, OLMO3, DEEPSEEK_V3)
+}

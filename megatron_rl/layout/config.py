@@ -1,0 +1,102 @@
+"""config.json to ModelShape. What a model has and the tables do not know is refused here, by its key."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.layout.families import FAMILIES
+from megatron_rl.types import Llama3Rope, ModelShape, YarnRope
+
+_FIXED = {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu"}
+_YARN = {"beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"}
+
+
+def read_shape(folder: Path) -> ModelShape:
+    """Sizes from a checkpoint folder's config.json, or from a JSON file of that form.
+
+    Raises:
+        ValueError: the folder or its config.json is missing or unreadable, the family is unknown, or the model has
+            what its family's table does not describe.
+    """
+    path = folder if folder.suffix == ".json" else folder / "config.json"
+    if not path.is_file():
+        raise ValueError(f"model.path: {folder} has no config.json; give the folder of a Hugging Face checkpoint")
+    try:
+        config = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is no JSON ({error}); copy the checkpoint again") from error
+    family = config.get("model_type")
+    if family not in FAMILIES:
+        raise ValueError(f"{path}: model_type {family!r} is not supported; supported: {', '.join(sorted(FAMILIES))}")
+    try:
+        return _shape(family, config)
+    except KeyError as error:
+        raise ValueError(f"{path}: the key {error} is missing; is this the config.json of a {family} model?") from error
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _shape(family: str, config: Mapping[str, Any]) -> ModelShape:
+    for key, value in _FIXED.items():
+        if config.get(key, value) != value:
+            raise ValueError(f"{key} is {config[key]!r}; the family {family} is described with {value!r}")
+    heads = config["num_attention_heads"]
+    theta, scaling = _rope(config)
+    fields: dict[str, Any] = {
+        "num_layers": config["num_hidden_layers"],
+        "hidden_size": config["hidden_size"],
+        "num_heads": heads,
+        "num_kv_heads": config.get("num_key_value_heads") or heads,
+        "head_dim": config.get("head_dim") or config["hidden_size"] // heads,
+        "ffn_size": config["intermediate_size"],
+        "vocab_size": config["vocab_size"],
+        "rope_theta": theta,
+        "norm_eps": config["rms_norm_eps"],
+        "max_positions": config["max_position_embeddings"],
+        "tied_embeddings": config.get("tie_word_embeddings", False),
+        "rope_scaling": scaling,
+    }
+    shape = ModelShape(family, **(fields | FAMILIES[family].read_config(config)))
+    if shape.sliding_layers and shape.rope_scaling and family != "olmo3":
+        raise ValueError("rope scaling together with sliding windows is known of olmo3 alone")
+    return shape
+
+
+def _rope(config: Mapping[str, Any]) -> tuple[float, Llama3Rope | YarnRope | None]:
+    """transformers 5 writes rope_parameters, for OLMo 3 one of each kind of attention; earlier ones wrote rope_theta
+    and rope_scaling."""
+    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    if "full_attention" in rope:
+        rope, sliding = dict(rope["full_attention"]), rope["sliding_attention"]
+        if sliding.get("rope_type", "default") != "default" or sliding["rope_theta"] != rope["rope_theta"]:
+            raise ValueError("rope_parameters of sliding layers other than unscaled ones with the same theta")
+    theta = float(rope.pop("rope_theta") if "rope_theta" in rope else config["rope_theta"])
+    kind = rope.pop("rope_type", None) or rope.pop("type", "default")
+    rope.pop("type", None)
+    if rope.pop("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError("partial_rotary_factor: heads that are rotated in part are not described")
+    if kind == "default":
+        scaling, known = None, set()
+    elif kind == "llama3":
+        known = {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
+        scaling = Llama3Rope(
+            factor=rope["factor"],
+            low_freq_factor=rope["low_freq_factor"],
+            high_freq_factor=rope["high_freq_factor"],
+            original_max_positions=rope["original_max_position_embeddings"],
+        )
+    elif kind == "yarn":
+        known = {"factor", "original_max_position_embeddings", *_YARN}
+        scaling = YarnRope(
+            factor=rope["factor"],
+            original_max_positions=rope.get("original_max_position_embeddings", config["max_position_embeddings"]),
+            **{key: rope[key] for key in _YARN if rope.get(key) is not None},
+        )
+    else:
+        raise ValueError(f"rope scaling {kind!r} is not known; known are llama3 and yarn")
+    if foreign := sorted(rope.keys() - known):
+        raise ValueError(f"rope scaling {kind!r} has the key {foreign[0]!r}, which is not known")
+    return theta, scaling

@@ -1,0 +1,20 @@
+"""Llama 3: pre-norm, GQA, gated MLP, no biases (arXiv:2407.21783)."""
+
+from __future__ import annotations
+
+from megatron_rl.layout.families.rows import ENDS, GATED_MLP, LLAMA_ATTENTION, MLP_NORM
+from megatron_rl.layout.family import Family, Ignored
+
+LLAMA = Family(
+    name="llama",
+    forward=False,
+    vllm_model="LlamaForCausalLM",
+    attention=LLAMA_ATTENTION,
+    dense=(MLP_NORM, *GATED_MLP),
+    ignored=(
+        Ignored(
+            r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", "a rotary buffer, which config.json determines"
+        ),
+    ),
+    **ENDS,
+)

@@ -1,0 +1,33 @@
+"""Mixtral: Llama's attention, eight experts of which two are active (arXiv:2401.04088)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_rl.layout.families.rows import ENDS, LLAMA_ATTENTION, mixture
+from megatron_rl.layout.families.windows import all_layers
+from megatron_rl.layout.family import Family
+from megatron_rl.types import Experts
+
+
+def _read(config: Mapping[str, Any]) -> dict[str, Any]:
+    experts = Experts(
+        num_experts=config["num_local_experts"],
+        num_active=config["num_experts_per_tok"],
+        ffn_size=config["intermediate_size"],
+    )
+    return {"experts": experts} | all_layers(config)
+
+
+MIXTRAL = Family(
+    name="mixtral",
+    forward=False,
+    vllm_model="MixtralForCausalLM",
+    attention=LLAMA_ATTENTION,
+    dense=(),
+    mixture=mixture("block_sparse_moe", gate="w1", up="w3", down="w2"),
+    read_config=_read,
+    vllm_repeats_ends=True,
+    **ENDS,
+)

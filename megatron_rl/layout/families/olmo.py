@@ -1,0 +1,62 @@
+"""OLMo 2 and OLMo 3: norms behind attention and MLP, q and k norms over the width of all heads (arXiv:2501.00656).
+
+Megatron-Core 0.16 has neither: its q and k norms are per head and its layer has no norm behind a block. The names
+of those rows are the project's own, and the wide norms are split over TP like the heads that they scale. OLMo 3
+adds sliding windows in three of four layers, and scales the rotary frequencies of the others alone. vLLM runs both
+through transformers' modules, without a model of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_rl.layout.families.rows import ATTENTION_OUTPUT, ENDS, GATED_MLP, QKV_WEIGHT
+from megatron_rl.layout.families.windows import window
+from megatron_rl.layout.family import Family, HfTensor, Rule
+from megatron_rl.layout.splits import REPLICATED, ROWS
+
+_ATTENTION = (
+    QKV_WEIGHT,
+    Rule(
+        ROWS,
+        hf=(HfTensor("self_attn.q_norm.weight", ("q",)),),
+        megatron="self_attention.q_layernorm.weight",
+        vllm=None,
+    ),
+    Rule(
+        ROWS,
+        hf=(HfTensor("self_attn.k_norm.weight", ("kv",)),),
+        megatron="self_attention.k_layernorm.weight",
+        vllm=None,
+    ),
+    ATTENTION_OUTPUT,
+    Rule(
+        REPLICATED,
+        hf=(HfTensor("post_attention_layernorm.weight", ("hidden",)),),
+        megatron="post_self_attn_layernorm.weight",
+        vllm=None,
+    ),
+    Rule(
+        REPLICATED,
+        hf=(HfTensor("post_feedforward_layernorm.weight", ("hidden",)),),
+        megatron="post_mlp_layernorm.weight",
+        vllm=None,
+    ),
+)
+
+
+def _three_of_four(config: Mapping[str, Any]) -> dict[str, Any]:
+    return window(config, [layer for layer in range(config["num_hidden_layers"]) if (layer + 1) % 4])
+
+
+OLMO2 = Family(name="olmo2", forward=False, vllm_model=None, attention=_ATTENTION, dense=GATED_MLP, **ENDS)
+OLMO3 = Family(
+    name="olmo3",
+    forward=False,
+    vllm_model=None,
+    attention=_ATTENTION,
+    dense=GATED_MLP,
+    read_config=_three_of_four,
+    **ENDS,
+)

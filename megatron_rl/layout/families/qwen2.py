@@ -1,0 +1,25 @@
+"""Qwen2.5, dense: Llama's layers with biases in q, k and v (arXiv:2412.15115)."""
+
+from __future__ import annotations
+
+from megatron_rl.layout.families.rows import (
+    ATTENTION_OUTPUT,
+    ENDS,
+    GATED_MLP,
+    INPUT_NORM,
+    MLP_NORM,
+    QKV_BIAS,
+    QKV_WEIGHT,
+)
+from megatron_rl.layout.families.windows import upper_layers
+from megatron_rl.layout.family import Family
+
+QWEN2 = Family(
+    name="qwen2",
+    forward=False,
+    vllm_model="Qwen2ForCausalLM",
+    attention=(INPUT_NORM, QKV_WEIGHT, QKV_BIAS, ATTENTION_OUTPUT),
+    dense=(MLP_NORM, *GATED_MLP),
+    read_config=upper_layers,
+    **ENDS,
+)

@@ -1,0 +1,138 @@
+"""Rows that several families share."""
+
+from __future__ import annotations
+
+from megatron_rl.layout.family import HfTensor, Rule
+from megatron_rl.layout.splits import COLUMNS, QKV, REPLICATED, ROWS, VOCABULARY
+
+EMBEDDING = Rule(
+    VOCABULARY,
+    hf=(HfTensor("model.embed_tokens.weight", ("vocab", "hidden")),),
+    megatron="embedding.word_embeddings.weight",
+    vllm="model.embed_tokens.weight",
+)
+FINAL_NORM = Rule(
+    REPLICATED,
+    hf=(HfTensor("model.norm.weight", ("hidden",)),),
+    megatron="decoder.final_layernorm.weight",
+    vllm="model.norm.weight",
+)
+OUTPUT = Rule(
+    VOCABULARY,
+    hf=(HfTensor("lm_head.weight", ("vocab", "hidden")),),
+    megatron="output_layer.weight",
+    vllm="lm_head.weight",
+)
+ENDS = {"embedding": EMBEDDING, "final_norm": FINAL_NORM, "output": OUTPUT}
+
+INPUT_NORM = Rule(
+    REPLICATED,
+    hf=(HfTensor("input_layernorm.weight", ("hidden",)),),
+    megatron="input_layernorm.weight",
+    fused="self_attention.linear_qkv.layer_norm_weight",
+    vllm="input_layernorm.weight",
+)
+QKV_WEIGHT = Rule(
+    QKV,
+    hf=(
+        HfTensor("self_attn.q_proj.weight", ("q", "hidden")),
+        HfTensor("self_attn.k_proj.weight", ("kv", "hidden")),
+        HfTensor("self_attn.v_proj.weight", ("kv", "hidden")),
+    ),
+    megatron="self_attention.linear_qkv.weight",
+    vllm="self_attn.qkv_proj.weight",
+)
+QKV_BIAS = Rule(
+    QKV,
+    hf=(
+        HfTensor("self_attn.q_proj.bias", ("q",)),
+        HfTensor("self_attn.k_proj.bias", ("kv",)),
+        HfTensor("self_attn.v_proj.bias", ("kv",)),
+    ),
+    megatron="self_attention.linear_qkv.bias",
+    vllm="self_attn.qkv_proj.bias",
+)
+HEAD_NORMS = (
+    Rule(
+        REPLICATED,
+        hf=(HfTensor("self_attn.q_norm.weight", ("head",)),),
+        megatron="self_attention.q_layernorm.weight",
+        vllm="self_attn.q_norm.weight",
+    ),
+    Rule(
+        REPLICATED,
+        hf=(HfTensor("self_attn.k_norm.weight", ("head",)),),
+        megatron="self_attention.k_layernorm.weight",
+        vllm="self_attn.k_norm.weight",
+    ),
+)
+"""Of q and k, one norm for all heads."""
+ATTENTION_OUTPUT = Rule(
+    COLUMNS,
+    hf=(HfTensor("self_attn.o_proj.weight", ("hidden", "q")),),
+    megatron="self_attention.linear_proj.weight",
+    vllm="self_attn.o_proj.weight",
+)
+MLP_NORM = Rule(
+    REPLICATED,
+    hf=(HfTensor("post_attention_layernorm.weight", ("hidden",)),),
+    megatron="pre_mlp_layernorm.weight",
+    fused="mlp.linear_fc1.layer_norm_weight",
+    vllm="post_attention_layernorm.weight",
+)
+"""In front of a dense MLP."""
+MIXTURE_NORM = Rule(
+    REPLICATED,
+    hf=MLP_NORM.hf,
+    megatron=MLP_NORM.megatron,
+    vllm=MLP_NORM.vllm,
+)
+"""In front of a mixture: router and experts read it, so it is never fused."""
+GATED_MLP = (
+    Rule(
+        ROWS,
+        hf=(
+            HfTensor("mlp.gate_proj.weight", ("ffn", "hidden")),
+            HfTensor("mlp.up_proj.weight", ("ffn", "hidden")),
+        ),
+        megatron="mlp.linear_fc1.weight",
+        vllm="mlp.gate_up_proj.weight",
+    ),
+    Rule(
+        COLUMNS,
+        hf=(HfTensor("mlp.down_proj.weight", ("hidden", "ffn")),),
+        megatron="mlp.linear_fc2.weight",
+        vllm="mlp.down_proj.weight",
+    ),
+)
+LLAMA_ATTENTION = (INPUT_NORM, QKV_WEIGHT, ATTENTION_OUTPUT)
+
+
+def mixture(block: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
+    """Router and routed experts; HF's names, which vLLM keeps for the block, differ between families."""
+    return (
+        MIXTURE_NORM,
+        Rule(
+            REPLICATED,
+            hf=(HfTensor(f"{block}.gate.weight", ("experts", "hidden")),),
+            megatron="mlp.router.weight",
+            vllm=f"{block}.gate.weight",
+        ),
+        Rule(
+            ROWS,
+            hf=(
+                HfTensor(f"{block}.experts.{{}}.{gate}.weight", ("expert_ffn", "hidden")),
+                HfTensor(f"{block}.experts.{{}}.{up}.weight", ("expert_ffn", "hidden")),
+            ),
+            megatron="mlp.experts.local_experts.{}.linear_fc1.weight",
+            fused="mlp.experts.linear_fc1.weight{}",
+            vllm=f"{block}.experts.routed_experts.w13_weight",
+        ),
+        Rule(
+            COLUMNS,
+            hf=(HfTensor(f"{block}.experts.{{}}.{down}.weight", ("hidden", "expert_ffn")),),
+            megatron="mlp.experts.local_experts.{}.linear_fc2.weight",
+            fused="mlp.experts.linear_fc2.weight{}",
+            vllm=f"{block}.experts.routed_experts.w2_weight",
+        ),
+    )

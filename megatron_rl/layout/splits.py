@@ -1,0 +1,146 @@
+"""The few ways in which a row of a family's table is split over ranks, on both sides.
+
+A split turns whole Hugging Face tensors into one rank's pieces. Invariant (tests/unit/layout): over all ranks the
+pieces cover every row or column exactly once, or, where heads or whole tensors are replicated, equally often.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megatron_rl.types import ModelShape
+
+VOCABULARY_MULTIPLE = 32
+"""Megatron pads the vocabulary to a multiple of this times TP, so that every rank's matrix has aligned rows."""
+VLLM_VOCABULARY_MULTIPLE = 64
+"""vllm.model_executor.layers.vocab_parallel_embedding.DEFAULT_VOCAB_PADDING_SIZE"""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Part of an HF tensor on one rank: rows or columns [start, stop) of dim, then where it begins locally."""
+
+    tensor: int
+    """Index into the row's `hf`."""
+    dim: int
+    start: int
+    stop: int
+    local_start: int
+
+
+Split = Callable[[ModelShape, tuple[int, ...], int, int], list[Piece]]
+"""(shape, extents of the split dim of each HF tensor, ways, rank) -> the rank's pieces.
+
+Raises ValueError when the extents do not divide."""
+
+
+@dataclass(frozen=True, slots=True)
+class SplitKind:
+    """How one kind of row lies on each side."""
+
+    megatron: Split
+    vllm: Split
+    dim: int = 0
+    """The HF dim that is split."""
+    fused: Split | None = None
+    """Megatron's with Transformer Engine's layers, where it is another."""
+
+
+def padded(length: int, multiple: int) -> int:
+    return -(-length // multiple) * multiple
+
+
+def part(length: int, ways: int, index: int) -> tuple[int, int]:
+    """[start, stop) of one of `ways` equal parts.
+
+    Raises:
+        ValueError: they cannot be equal.
+    """
+    if length % ways:
+        raise ValueError(f"{length} does not divide into {ways} equal parts")
+    return index * (length // ways), (index + 1) * (length // ways)
+
+
+def _stacked(dim: int) -> Split:
+    """Each tensor split evenly along dim, a rank's parts one after the other: [gate_t ; up_t]."""
+
+    def split(shape: ModelShape, lengths: tuple[int, ...], ways: int, rank: int) -> list[Piece]:
+        pieces, offset = [], 0
+        for index, length in enumerate(lengths):
+            start, stop = part(length, ways, rank)
+            pieces.append(Piece(index, dim, start, stop, offset))
+            offset += stop - start
+        return pieces
+
+    return split
+
+
+def _replicated(offset: Callable[[ModelShape], int] = lambda shape: 0) -> Split:
+    """The whole tensor on every rank, `offset` rows after the beginning of the local parameter."""
+
+    def split(shape: ModelShape, lengths: tuple[int, ...], ways: int, rank: int) -> list[Piece]:
+        return [Piece(0, 0, 0, lengths[0], offset(shape))]
+
+    return split
+
+
+def _vocabulary(multiple: Callable[[int], int]) -> Split:
+    """Rows padded to a multiple, then split; padding rows are no HF rows, so a rank may have none."""
+
+    def split(shape: ModelShape, lengths: tuple[int, ...], ways: int, rank: int) -> list[Piece]:
+        start, stop = (min(row, lengths[0]) for row in part(padded(lengths[0], multiple(ways)), ways, rank))
+        return [Piece(0, 0, start, stop, 0)]
+
+    return split
+
+
+def _megatron_qkv(shape: ModelShape, lengths: tuple[int, ...], ways: int, rank: int) -> list[Piece]:
+    """Per query group [q ... q, k, v], one group after the other, all rows split evenly over TP. With fewer groups
+    than ranks a group's rows lie on several ranks: Megatron gathers its output."""
+    heads_per_group = shape.num_heads // shape.num_kv_heads
+    first, last = part(sum(lengths), ways, rank)
+    pieces, row = [], 0
+    for group in range(shape.num_kv_heads):
+        for tensor, heads in ((0, heads_per_group), (1, 1), (2, 1)):
+            length = heads * shape.head_dim
+            start, stop = max(row, first), min(row + length, last)
+            if start < stop:
+                begin = group * length - row
+                pieces.append(Piece(tensor, 0, begin + start, begin + stop, start - first))
+            row += length
+    return pieces
+
+
+def _vllm_qkv(shape: ModelShape, lengths: tuple[int, ...], ways: int, rank: int) -> list[Piece]:
+    """[q heads of t ; k heads of t ; v heads of t]; with fewer KV heads than ranks, KV heads are replicated."""
+    copies = max(1, ways // shape.num_kv_heads)
+    part(shape.num_heads, ways, rank)
+    part(shape.num_kv_heads * copies, ways, rank)
+    pieces, offset = [], 0
+    for tensor, parts, index in (
+        (0, ways, rank),
+        (1, ways // copies, rank // copies),
+        (2, ways // copies, rank // copies),
+    ):
+        start, stop = part(lengths[tensor], parts, index)
+        pieces.append(Piece(tensor, 0, start, stop, offset))
+        offset += stop - start
+    return pieces
+
+
+ROWS = SplitKind(_stacked(0), _stacked(0))
+"""Column-parallel layers, in Megatron's words: the outputs are split. Also norms over the width of all heads."""
+COLUMNS = SplitKind(_stacked(1), _stacked(1), dim=1)
+"""Row-parallel layers: the inputs are split."""
+REPLICATED = SplitKind(_replicated(), _replicated())
+QKV = SplitKind(_megatron_qkv, _vllm_qkv)
+"""Weights and biases of the attention input."""
+VOCABULARY = SplitKind(
+    _vocabulary(lambda ways: VOCABULARY_MULTIPLE * ways), _vocabulary(lambda ways: VLLM_VOCABULARY_MULTIPLE)
+)
+LATENT_DOWN = SplitKind(_stacked(0), _replicated(), fused=_replicated())
+"""Down projections of latent attention: Megatron's local layers split them over TP and gather the output, Transformer
+Engine's and vLLM's are whole on every rank."""
+LATENT_KV_DOWN = SplitKind(_stacked(0), _replicated(lambda shape: shape.latent.query_rank), fused=_replicated())
+"""The same for k and v; vLLM stacks them below the query's."""

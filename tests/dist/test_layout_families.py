@@ -1,0 +1,233 @@
+"""The families' tables against the truth: what transformers saves, what Megatron-Core and vLLM build.
+
+Not seen here, for want of the library: the names with Transformer Engine's layers. OLMo's two tables have rows that
+Megatron-Core does not build (post-norms, wide q and k norms), and no model in vLLM.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import transformers
+from safetensors import safe_open
+
+from megatron_rl.layout import FAMILIES, check_parameters, megatron_shards, read_shape, scan, vllm_shards
+from megatron_rl.types import Mesh
+
+HERE = Path(__file__).parent
+
+COMMON = dict(
+    hidden_size=32,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    intermediate_size=48,
+    vocab_size=60,
+    max_position_embeddings=128,
+    pad_token_id=0,
+)
+LATENT = dict(
+    kv_lora_rank=12,
+    qk_nope_head_dim=8,
+    qk_rope_head_dim=4,
+    v_head_dim=6,
+    moe_intermediate_size=16,
+    n_routed_experts=4,
+    num_experts_per_tok=2,
+    n_group=2,
+    topk_group=1,
+    first_k_dense_replace=1,
+    n_shared_experts=2,
+    num_key_value_heads=4,
+    scoring_func="sigmoid",
+    topk_method="noaux_tc",
+)
+MODELS = {
+    "llama": ("Llama", {}),
+    "llama_tied": ("Llama", {"tie_word_embeddings": True, "head_dim": 12}),
+    "qwen2": ("Qwen2", {}),
+    "qwen3": ("Qwen3", {"head_dim": 12}),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {
+            "head_dim": 12,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "mlp_only_layers": [0],
+        },
+    ),
+    "mixtral": ("Mixtral", {"num_local_experts": 4}),
+    "olmo2": ("Olmo2", {}),
+    "olmo3": ("Olmo3", {"sliding_window": 8}),
+    "deepseek_v3": ("DeepseekV3", LATENT | {"q_lora_rank": 20}),
+    "deepseek_v3_direct": ("DeepseekV3", LATENT | {"q_lora_rank": None}),
+}
+"""Sizes apart from each other, so that no two symbols of the tables can be mistaken for one another."""
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory) -> dict[str, Path]:
+    """What save_pretrained writes for a tiny model of each family."""
+    root = tmp_path_factory.mktemp("families")
+    for name, (family, more) in MODELS.items():
+        config = getattr(transformers, f"{family}Config")(**(COMMON | more))
+        getattr(transformers, f"{family}ForCausalLM")(config).save_pretrained(root / name)
+    return {name: root / name for name in MODELS}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_names_and_extents_are_those_that_transformers_saves(folders, name):
+    shape = read_shape(folders[name])
+    with safe_open(folders[name] / "model.safetensors", framework="pt") as file:
+        saved = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}
+    assert saved == FAMILIES[shape.family].hf_tensors(shape)
+    assert scan(folders[name], shape).ignored == {}
+
+
+MEGATRON = [
+    ("llama", Mesh(pipeline=2, layers=(3, 1))),
+    ("llama_tied", Mesh()),
+    ("llama_tied", Mesh(tensor=2, pipeline=3, layers=(1, 2, 1))),
+    ("qwen2", Mesh(tensor=2)),
+    ("qwen3", Mesh(tensor=2, data=2)),
+    ("qwen3_moe", Mesh(tensor=2, expert=2, expert_tensor=1)),
+    ("qwen3_moe", Mesh(data=2, pipeline=2, expert=2, virtual=2)),
+    ("mixtral", Mesh(data=4, expert=4)),
+    ("mixtral", Mesh(tensor=2, context=2, expert=2, expert_tensor=2)),
+    (
+        "deepseek_v3",
+        Mesh(tensor=4, pipeline=3, data=2, context=2, expert=4, expert_tensor=2, layers=(1, 2, 1)),
+    ),
+    ("deepseek_v3_direct", Mesh(tensor=2)),
+]
+
+
+def talk(command: list[str], cases: list[dict], folder: Path, ranks: int = 1) -> list[list[dict | None]]:
+    """Answers of a program's processes, one a rank, that each read all cases. Their output goes through files: two that
+    wait for each other must not wait for a reader."""
+    text = "".join(json.dumps(case) + "\n" for case in cases)
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    (folder / "cases").write_text(text)
+    processes = []
+    for rank in range(ranks):
+        with (folder / "cases").open() as cases_, (folder / f"out{rank}").open("w") as out:
+            with (folder / f"errors{rank}").open("w") as errors:
+                streams = dict(stdin=cases_, stdout=out, stderr=errors, env=environment)
+                processes.append(subprocess.Popen([sys.executable, *command, str(rank)], **streams))
+    try:
+        for rank, process in enumerate(processes):
+            assert process.wait(timeout=240) == 0, (folder / f"errors{rank}").read_text()[-4000:]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    return [[json.loads(line) for line in (folder / f"out{rank}").read_text().splitlines()] for rank in range(ranks)]
+
+
+def live(parameters: dict) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(extents) for name, extents in parameters.items()}
+
+
+def test_names_and_extents_are_those_that_megatron_builds(folders, tmp_path):
+    """On every rank of meshes with every axis, one of them with all but virtual stages at once."""
+    cases = [(name, mesh, rank) for name, mesh in MEGATRON for rank in range(mesh.world_size)]
+    asked = [dict(folder=str(folders[name]), mesh=asdict(mesh), rank=rank) for name, mesh, rank in cases]
+    (answers,) = talk([str(HERE / "megatron_models.py")], asked, tmp_path)
+    for (name, mesh, rank), parameters in zip(cases, answers, strict=True):
+        shards = megatron_shards(read_shape(folders[name]), mesh, rank)
+        check_parameters(shards, live(parameters), f"{name}, rank {rank} of {mesh}")
+
+
+ENGINES = [
+    # name, tensor, pipeline, expert_parallel
+    ("llama", 1, 1, False),
+    ("llama_tied", 2, 1, False),
+    ("llama_tied", 1, 2, False),
+    ("qwen2", 2, 1, False),
+    ("qwen3", 1, 2, False),
+    ("qwen3_moe", 2, 1, False),
+    ("qwen3_moe", 2, 1, True),
+    ("mixtral", 2, 1, False),
+    ("mixtral", 1, 2, False),
+    ("deepseek_v3", 2, 1, True),
+    ("deepseek_v3", 1, 2, False),
+    ("deepseek_v3_direct", 2, 1, False),
+]
+
+
+def test_names_and_extents_are_those_that_vllm_builds(folders, tmp_path):
+    asked = [
+        dict(folder=str(folders[name]), tensor=tensor, pipeline=pipeline, expert_parallel=expert_parallel)
+        for name, tensor, pipeline, expert_parallel in ENGINES
+    ]
+    ranks = talk([str(HERE / "vllm_models.py"), f"file://{tmp_path}/meeting"], asked, tmp_path, ranks=2)
+    for i, (name, tensor, pipeline, expert_parallel) in enumerate(ENGINES):
+        for rank in range(tensor * pipeline):
+            shards = vllm_shards(read_shape(folders[name]), tensor, rank, expert_parallel, pipeline)
+            check_parameters(shards, live(ranks[rank][i]), f"{name}, rank {rank} of TP{tensor} PP{pipeline}")
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        Mesh(tensor=2, pipeline=2, data=2),
+        Mesh(tensor=2, pipeline=2, data=2, context=2, expert=4, expert_tensor=1),
+        Mesh(tensor=4, data=2, context=2, expert=2),
+        Mesh(tensor=2, pipeline=3, data=4, expert=2, expert_tensor=4),
+    ],
+    ids=str,
+)
+def test_ranks_are_counted_as_megatron_counts_them(mesh):
+    """A rank's place in each of Megatron's groups is the coordinate."""
+    from megatron.core.parallel_state import RankGenerator
+
+    order = "tp-cp-ep-dp-pp"
+    common = dict(tp=mesh.tensor, cp=mesh.context, ep=1, dp=mesh.data, pp=mesh.pipeline, order=order)
+    of_experts = dict(tp=mesh.expert_ways, cp=1, ep=mesh.expert, pp=mesh.pipeline, order=order)
+    of_experts["dp"] = mesh.stage_size // (mesh.expert * mesh.expert_ways)
+    axes = [
+        (common, "tp", lambda rank: mesh.coordinates(rank)[0]),
+        (common, "pp", lambda rank: mesh.coordinates(rank)[1]),
+        (common, "dp", lambda rank: mesh.coordinates(rank)[2]),
+        (common, "cp", mesh.context_rank),
+        (of_experts, "tp", lambda rank: mesh.expert_coordinates(rank)[0]),
+        (of_experts, "ep", lambda rank: mesh.expert_coordinates(rank)[1]),
+        (of_experts, "dp", lambda rank: mesh.expert_coordinates(rank)[2]),
+    ]
+    for sizes, axis, coordinate in axes:
+        for group in RankGenerator(**sizes).get_ranks(axis):
+            assert [coordinate(rank) for rank in group] == list(range(len(group)))
+
+
+@pytest.mark.parametrize("virtual", [1, 2])
+def test_layers_are_numbered_as_megatron_numbers_them(virtual):
+    """First and last stages may hold fewer layers; Megatron's offset of every chunk."""
+    from megatron.core.transformer.transformer_block import get_num_layers_to_build
+    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+    stages = (2, 6, 6, 4)
+    mesh = Mesh(pipeline=4, virtual=virtual, layers=tuple(n // virtual for n in stages) * virtual)
+    config = TransformerConfig(
+        num_layers=18,
+        hidden_size=8,
+        num_attention_heads=2,
+        pipeline_model_parallel_size=4,
+        virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
+        num_layers_in_first_pipeline_stage=stages[0],
+        num_layers_in_last_pipeline_stage=stages[-1],
+        pipeline_dtype="float32",
+    )
+    for chunk in range(virtual):
+        vp_stage = chunk if virtual > 1 else None
+        for stage in range(4):
+            start = get_transformer_layer_offset(config, vp_stage=vp_stage, pp_rank=stage)
+            num = get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=stage)
+            assert mesh.layer_range(18, stage, chunk) == range(start, start + num)

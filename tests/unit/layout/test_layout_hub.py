@@ -1,0 +1,229 @@
+"""Hugging Face folders: configurations of published models, and every damage by name."""
+
+from __future__ import annotations
+
+import json
+import logging
+import struct
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from megatron_rl.layout import FAMILIES, check_model, read_shape, scan
+from megatron_rl.types import Experts, LatentAttention, Llama3Rope, Mesh, ModelShape, YarnRope
+
+QWEN3 = {
+    "model_type": "qwen3", "num_hidden_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "num_key_value_heads": 2,
+    "head_dim": 4, "intermediate_size": 8, "vocab_size": 16, "rope_theta": 1e4, "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 64, "tie_word_embeddings": False,
+}  # fmt: skip
+LLAMA = {
+    "model_type": "llama", "num_hidden_layers": 80, "hidden_size": 8192, "num_attention_heads": 64,
+    "num_key_value_heads": 8, "intermediate_size": 28672, "vocab_size": 128256, "rope_theta": 5e5, "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 131072, "tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False,
+    "rope_scaling": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_type": "llama3",
+                     "original_max_position_embeddings": 8192},
+}  # fmt: skip
+"""Llama 3.1 70B."""
+DEEPSEEK = {
+    "model_type": "deepseek_v3", "num_hidden_layers": 61, "hidden_size": 7168, "num_attention_heads": 128,
+    "num_key_value_heads": 128, "intermediate_size": 18432, "vocab_size": 129280, "rope_theta": 10000,
+    "rms_norm_eps": 1e-6, "max_position_embeddings": 163840, "tie_word_embeddings": False, "attention_bias": False,
+    "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    "first_k_dense_replace": 3, "moe_intermediate_size": 2048, "moe_layer_freq": 1, "n_group": 8, "topk_group": 4,
+    "n_routed_experts": 256, "n_shared_experts": 1, "norm_topk_prob": True, "num_experts_per_tok": 8,
+    "num_nextn_predict_layers": 1, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "topk_method": "noaux_tc",
+    "rope_scaling": {"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
+                     "original_max_position_embeddings": 4096, "type": "yarn"},
+}  # fmt: skip
+OLMO3 = LLAMA | {
+    "model_type": "olmo3", "num_hidden_layers": 8, "sliding_window": 4096,
+    "rope_scaling": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192,
+                     "attention_factor": 1.2, "beta_fast": 32.0, "beta_slow": 1.0},
+}  # fmt: skip
+MIXTRAL = {k: v for k, v in LLAMA.items() if k != "rope_scaling"} | {
+    "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None,
+}  # fmt: skip
+QWEN3_MOE = QWEN3 | {
+    "model_type": "qwen3_moe", "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+    "norm_topk_prob": True, "mlp_only_layers": [], "decoder_sparse_step": 1,
+}  # fmt: skip
+
+
+def read(tmp_path, config: dict) -> ModelShape:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return read_shape(tmp_path)
+
+
+def test_llama(tmp_path):
+    shape = read(tmp_path, LLAMA)
+    assert (shape.head_dim, shape.rope_theta, shape.sliding_layers) == (128, 5e5, ())
+    assert shape.rope_scaling == Llama3Rope(8.0, 1.0, 4.0, 8192)
+    assert FAMILIES["llama"].num_parameters(shape) == 70_553_706_496
+
+
+def test_deepseek_v3(tmp_path):
+    shape = read(tmp_path, DEEPSEEK)
+    assert shape.latent == LatentAttention(query_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128)
+    assert shape.experts == Experts(
+        256, 8, 2048, 2048, 3, score="sigmoid", num_groups=8, num_active_groups=4, scaling_factor=2.5
+    )
+    assert shape.rope_scaling == YarnRope(40, 4096, 32, 1, mscale=1.0, mscale_all_dim=1.0)
+    assert FAMILIES["deepseek_v3"].num_parameters(shape) == 671_026_419_200
+    assert read(tmp_path, DEEPSEEK | {"q_lora_rank": None}).latent.query_rank == 0
+
+
+def test_olmo_3_in_the_older_and_the_newer_form(tmp_path):
+    shape = read(tmp_path, OLMO3)
+    assert shape.rope_scaling == YarnRope(8.0, 8192, 32.0, 1.0, attention_factor=1.2)
+    assert (shape.sliding_window, shape.sliding_layers) == (4096, (0, 1, 2, 4, 5, 6))
+    newer = {key: value for key, value in OLMO3.items() if key not in ("rope_theta", "rope_scaling")}
+    newer["rope_parameters"] = {
+        "full_attention": OLMO3["rope_scaling"] | {"rope_theta": 5e5},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
+    }
+    assert read(tmp_path, newer) == shape
+    assert read(tmp_path, OLMO3 | {"layer_types": ["full_attention"] * 8}).sliding_window is None
+
+
+def test_windows(tmp_path):
+    off = QWEN3 | {"sliding_window": 32, "max_window_layers": 0, "use_sliding_window": False}
+    assert read(tmp_path, off).sliding_window is None
+    on = read(tmp_path, off | {"use_sliding_window": True, "max_window_layers": 1, "num_hidden_layers": 3})
+    assert (on.sliding_window, on.sliding_layers) == (32, (1, 2))
+    assert read(tmp_path, MIXTRAL | {"sliding_window": 4096}).sliding_layers == tuple(range(80))
+
+
+def test_experts(tmp_path):
+    assert read(tmp_path, QWEN3_MOE).experts == Experts(128, 8, 768)
+    two = QWEN3_MOE | {"num_hidden_layers": 4, "mlp_only_layers": [0, 1], "norm_topk_prob": False}
+    assert read(tmp_path, two).experts == Experts(128, 8, 768, first_dense_layers=2, normalised=False)
+    assert read(tmp_path, MIXTRAL).experts == Experts(8, 2, 28672)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"model_type": "gpt2"}, "gpt2.*supported: deepseek_v3, llama"),
+        ({"model_type": "qwen3"}, "num_attention_heads"),
+        (LLAMA | {"attention_bias": True}, "attention_bias is True"),
+        (LLAMA | {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        (LLAMA | {"rope_scaling": {"rope_type": "longrope"}}, "'longrope' is not known"),
+        (LLAMA | {"rope_scaling": LLAMA["rope_scaling"] | {"novel": 1}}, "key 'novel'"),
+        (MIXTRAL | {"sliding_window": 8, "rope_scaling": LLAMA["rope_scaling"]}, "known of olmo3 alone"),
+        (QWEN3_MOE | {"num_hidden_layers": 4, "decoder_sparse_step": 2}, r"the layers \[0, 2\] dense"),
+        (DEEPSEEK | {"scoring_func": "softmax"}, "scoring_func is 'softmax'"),
+        (DEEPSEEK | {"rope_interleave": False}, "rope_interleave is False"),
+        (OLMO3 | {"layer_types": ["chunked_attention"]}, "chunked_attention"),
+    ],
+)
+def test_what_the_tables_do_not_describe_is_refused(tmp_path, config, message):
+    with pytest.raises(ValueError, match=message):
+        read(tmp_path, config)
+
+
+def test_missing_and_broken_configurations(tmp_path):
+    with pytest.raises(ValueError, match="has no config.json"):
+        read_shape(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="is no JSON"):
+        read_shape(tmp_path)
+
+
+def write_model(folder, change=None, config=QWEN3):
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    shape = read_shape(folder)
+    tensors = {n: torch.zeros(e) for n, e in FAMILIES[shape.family].hf_tensors(shape).items()}
+    if change:
+        change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def test_a_whole_folder_reads(tmp_path):
+    shape = read_shape(write_model(tmp_path / "m"))
+    index = scan(tmp_path / "m", shape)
+    assert index.files.keys() == FAMILIES["qwen3"].hf_tensors(shape).keys() and not index.ignored
+
+
+@pytest.mark.parametrize("keep", [0, 5, 9, 200, -1])
+def test_truncated_weights_are_named(tmp_path, keep):
+    folder = write_model(tmp_path / "m")
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(ValueError, match="model.safetensors"):
+        scan(folder, read_shape(folder))
+
+
+NORM = "model.norm.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop(NORM), r"1 tensors are missing, the first is model.norm.weight \(qwen3's row decoder.final"),
+        (lambda t: t.update({"model.extra": t[NORM].clone()}), "model.extra .* unknown .* no row"),
+        (
+            lambda t: t.update({"model.layers.1.mlp.up_proj.weight": t[NORM].clone()}),
+            "layers.1.mlp.up_proj.* qwen3's row mlp.linear_fc1.weight: .* a model without it",
+        ),
+        (lambda t: t.update({NORM: t[NORM][:4].clone()}), r"\[4\], but config.json asks for \[8\]: .*\[hidden\]"),
+        (lambda t: t.update({"model.x.weight_scale_inv": t[NORM].clone()}), "fp8 weight.*dequantise"),
+        (lambda t: t.update({NORM: t[NORM].to(torch.float8_e4m3fn)}), "norm.weight .* F8_E4M3.*dequantise"),
+    ],
+)
+def test_wrong_tensors_are_named(tmp_path, change, message):
+    folder = write_model(tmp_path / "m", change)
+    with pytest.raises(ValueError, match=message):
+        scan(folder, read_shape(folder))
+
+
+def test_a_tensor_in_two_files_is_named(tmp_path):
+    folder = write_model(tmp_path / "m")
+    save_file({NORM: torch.zeros(8)}, folder / "more.safetensors")
+    with pytest.raises(ValueError, match="more.safetensors: tensor model.norm.weight .* another file"):
+        scan(folder, read_shape(folder))
+
+
+def test_a_tensor_twice_in_one_header_is_named(tmp_path):
+    folder = write_model(tmp_path / "m")
+    path = folder / "model.safetensors"
+    content = path.read_bytes()
+    length = struct.unpack("<Q", content[:8])[0]
+    header = content[8 : 8 + length].rstrip()
+    entry = json.dumps(json.loads(header)[NORM])
+    twice = header[:-1] + f',"{NORM}":{entry}}}'.encode()
+    path.write_bytes(struct.pack("<Q", len(twice)) + twice + content[8 + length :])
+    with pytest.raises(ValueError, match="model.norm.weight stands there twice"):
+        scan(folder, read_shape(folder))
+
+
+def test_what_a_model_does_without_is_counted_and_reported(tmp_path, caplog):
+    config = LLAMA | {
+        "num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "num_key_value_heads": 2,
+        "intermediate_size": 8, "vocab_size": 16, "tie_word_embeddings": True,
+    }  # fmt: skip
+
+    def add(tensors):
+        tensors["lm_head.weight"] = torch.zeros(16, 8)
+        for layer in range(2):
+            tensors[f"model.layers.{layer}.self_attn.rotary_emb.inv_freq"] = torch.zeros(2)
+
+    folder = write_model(tmp_path / "m", add, config)
+    shape = read_shape(folder)
+    assert len(scan(folder, shape).ignored) == 3
+    with caplog.at_level(logging.WARNING):
+        check_model(folder, shape, Mesh())
+    assert "2 tensors are not read: a rotary buffer" in caplog.text
+    assert "1 tensors are not read: the tied output layer" in caplog.text
+
+
+def test_the_layer_after_the_last_is_ignored_in_deepseek_alone(tmp_path):
+    shape = replace(read(tmp_path, DEEPSEEK), num_layers=61)
+    prediction = FAMILIES["deepseek_v3"].ignored[0]
+    assert prediction.matches("model.layers.61.mlp.experts.7.up_proj.weight", shape)
+    assert not prediction.matches("model.layers.62.mlp.gate.weight", shape)
+    assert not prediction.matches("model.layers.6.mlp.gate.weight", shape)
