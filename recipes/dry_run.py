@@ -8,7 +8,6 @@ from __future__ import annotations
 from math import prod
 from pathlib import Path
 
-import numpy as np
 from rich.console import Console
 from rich.table import Table
 
@@ -81,13 +80,14 @@ def describe_rollout(config: GrpoRunConfig, shape: ModelShape, console: Console)
     counts = [len(minibatch[0]) for minibatch in plan.minibatches]
     width = BYTES[config.model.dtype]
     transfer = plan_policy_to_engines(
-        shape, parallel.mesh, fused_norms=False, num_engines=rollout.num_engines, engine_tensor=rollout.tensor
+        shape,
+        parallel.mesh,
+        fused_norms=False,
+        num_engines=rollout.num_engines,
+        engine_tensor=rollout.tensor,
+        dtype=config.model.dtype,
     )
-    received = np.zeros(rollout.num_engines * rollout.tensor)
-    sent = np.zeros(parallel.mesh.world_size)
-    for route in transfer.routes:
-        received[route[1]] += transfer.num_elements(route) * width
-        sent[route[0]] += transfer.num_elements(route) * width
+    received, sent = transfer.engine_bytes, transfer.sent_bytes
     whole = width * sum(prod(e) for e in FAMILIES[shape.family].hf_tensors(shape).values())
 
     table = Table(title="a step", show_header=False, title_justify="left")
@@ -95,7 +95,7 @@ def describe_rollout(config: GrpoRunConfig, shape: ModelShape, console: Console)
     table.add_row("samples", f"{rollout.prompts_per_step} prompts x {rollout.samples_per_prompt} = {num_samples:,}")
     table.add_row("tokens", f"at most {num_samples} x {longest:,} = {num_samples * longest:,}")
     table.add_row("optimizer steps", f"{len(counts)}, of at most {max(counts)} micro-batches a rank")
-    table.add_row("bridge", f"{len(transfer.routes)} routes, plan {transfer.digest}")
+    table.add_row("bridge", f"{transfer.num_routes} routes, plan {transfer.digest}")
     table.add_row(
         "  bytes into the fullest engine rank",
         f"{gigabytes(received.max())} ({received.max() / whole:.2f} of the model)",

@@ -72,6 +72,8 @@ class MegatronActor:
             parallel_state.initialize_model_parallel(
                 tensor_model_parallel_size=parallel.tensor,
                 pipeline_model_parallel_size=parallel.pipeline,
+                expert_model_parallel_size=self.mesh.expert,
+                expert_tensor_parallel_size=self.mesh.expert_ways,
                 distributed_timeout_minutes=int(platform.TIMEOUT.total_seconds() // 60),
                 create_gloo_process_groups=False,
             )

@@ -1,15 +1,17 @@
 """Causal attention over a packed row, for the layers that run without Transformer Engine.
 
 Sequences of similar length are attended together as one padded batch: causality hides the padding on the
-right, so no mask is built, and a row of 256 short answers costs a few kernel calls instead of 256. Rotary
+right, so no mask is built, and a row of 256 short answers costs a few kernel calls instead of 256. With a sliding
+window of W tokens only the first W queries of a sequence are such a batch; the others are cut into blocks of W
+queries, each with the 2 W - 1 keys that they can see, so that long sequences cost what their windows cost. Rotary
 embeddings are applied here too, from positions that restart with each sequence; Megatron's own packed form
 loops over sequences. What depends on lengths alone is computed once a micro-batch (`PackedSequences`) and
 shared by all layers.
 
 Invariants (tests/unit/actor): output and gradients equal those of plain attention, sequence by sequence.
 
-Shape letters: T packed tokens, S sequences, B sequences of one padded batch, L its length, N query heads,
-G key-value heads, D head size.
+Shape letters: T packed tokens, S sequences, B blocks of one padded batch, L queries of each, K keys of each,
+N query heads, G key-value heads, D head size, W the window.
 """
 
 from __future__ import annotations
@@ -20,33 +22,59 @@ import torch
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from megatron_rl.actor import platform
-from megatron_rl.types import ModelShape
+from megatron_rl.actor.rotary import rotation
+from megatron_rl.types import Llama3Rope, ModelShape, YarnRope
 
 MAX_PADDING = 0.2
-"""A batch of similar sequences holds at most this share of padding."""
+"""A batch of similar blocks holds at most this share of padded queries."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Blocks that are attended together."""
+
+    query_BL: Tensor
+    """int64: the packed position of every query; padding repeats its block's last one."""
+    key_BK: Tensor
+    """int64: of every key."""
+    mask_LK: Tensor | None
+    """Which keys a query sees. None: it sees those up to itself, and the keys are the queries' own."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    batches: tuple[Batch, ...]
+    unpad_T: Tensor
+    """int64: where each packed position stands in the batches' queries, flattened one after the other."""
+    cos_T: Tensor
+    """[T, 1, D], float32."""
+    sin_T: Tensor
 
 
 @dataclass
 class PackedSequences(PackedSeqParams):
     """Megatron hands it to every attention layer untouched."""
 
-    batches: tuple[Tensor, ...] = ()
-    """int64 [B, L] each: the packed position of every entry; padding repeats its sequence's last one."""
-    unpad_T: Tensor | None = None
-    """int64: where each packed position stands in the batches, flattened one after the other."""
-    cos_T: Tensor | None = None
-    """[T, 1, D], float32."""
-    sin_T: Tensor | None = None
+    full: AttentionPlan | None = None
+    sliding: AttentionPlan | None = None
+    """Of the layers with a sliding window, where there are such."""
 
 
 def packed_sequences(lengths_S: Tensor, shape: ModelShape, fused: bool) -> PackedSeqParams:
     """What attention needs to know of a packed row: sequences of these lengths (on the CPU), one after the
     other. `fused`: for Transformer Engine's attention."""
     if not fused:
-        return plan_attention(lengths_S, shape.head_dim, shape.rope_theta)
+        return PackedSequences(
+            qkv_format="thd",
+            full=plan_attention(lengths_S, shape.head_dim, shape.rope_theta, scaling=shape.rope_scaling),
+            sliding=plan_attention(lengths_S, shape.head_dim, shape.rope_theta, window=shape.sliding_window)
+            if shape.sliding_layers
+            else None,
+        )
     starts = F.pad(lengths_S.cumsum(0), (1, 0)).to(device=platform.device(), dtype=torch.int32)
     longest = int(lengths_S.max())
     return PackedSeqParams(
@@ -58,36 +86,61 @@ def packed_sequences(lengths_S: Tensor, shape: ModelShape, fused: bool) -> Packe
     )
 
 
-def plan_attention(lengths_S: Tensor, head_dim: int, rope_theta: float) -> PackedSequences:
-    """The plan of our own attention over one row."""
+def plan_attention(
+    lengths_S: Tensor,
+    head_dim: int,
+    theta: float,
+    *,
+    scaling: Llama3Rope | YarnRope | None = None,
+    window: int | None = None,
+) -> AttentionPlan:
+    """The plan of our own attention over one row.
+
+    Args:
+        window: tokens that a token sees, its own included; None is all.
+    """
     device = platform.device()
     starts_S = F.pad(lengths_S.cumsum(0), (1, 0))
     num_tokens = int(starts_S[-1])
+    heads = (starts_S[:-1], lengths_S if window is None else lengths_S.clamp(max=window), None)
+    tails = [] if window is None else [(*_tails(lengths_S, window), window)]
     batches, unpad_T, offset = [], torch.empty(num_tokens, dtype=torch.int64), 0
-    for members in _similar(lengths_S):
-        length_B1, start_B1 = lengths_S[members, None], starts_S[members, None]
-        column_L = torch.arange(int(length_B1.max()))
-        batch_BL = start_B1 + torch.minimum(column_L, length_B1 - 1)
-        real_BL = column_L < length_B1
-        unpad_T[batch_BL[real_BL]] = offset + real_BL.flatten().nonzero().squeeze(1)
-        offset += batch_BL.numel()
-        batches.append(batch_BL.to(device))
+    for first_P, length_P, reach in (heads, *tails):
+        for members in _similar(length_P):
+            first_B1, length_B1 = first_P[members, None], length_P[members, None]
+            column_L = torch.arange(int(length_B1.max()))
+            query_BL = first_B1 + torch.minimum(column_L, length_B1 - 1)
+            real_BL = column_L < length_B1
+            unpad_T[query_BL[real_BL]] = offset + real_BL.flatten().nonzero().squeeze(1)
+            offset += query_BL.numel()
+            key_BK, mask_LK = query_BL, None
+            if reach is not None:
+                column_K = torch.arange(1 - reach, len(column_L))
+                key_BK = first_B1 + torch.minimum(column_K, length_B1 - 1)
+                back_LK = column_L[:, None] - column_K
+                mask_LK = ((back_LK >= 0) & (back_LK < reach)).to(device)
+            batches.append(Batch(query_BL.to(device), key_BK.to(device), mask_LK))
     position_T = torch.arange(num_tokens) - torch.repeat_interleave(starts_S[:-1], lengths_S)
-    inverse_frequency = 1.0 / rope_theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
-    angle_T = torch.outer(position_T.float(), inverse_frequency).repeat(1, 2).unsqueeze(1).to(device)
-    return PackedSequences(
-        qkv_format="thd",
-        batches=tuple(batches),
-        unpad_T=unpad_T.to(device),
-        cos_T=angle_T.cos(),
-        sin_T=angle_T.sin(),
-    )
+    cos_T, sin_T = rotation(position_T, head_dim, theta, scaling)
+    return AttentionPlan(tuple(batches), unpad_T.to(device), cos_T.to(device), sin_T.to(device))
 
 
-def _similar(lengths_S: Tensor) -> list[Tensor]:
-    """Indices of the sequences, longest first, cut where padding to the longest would exceed MAX_PADDING."""
-    order = torch.argsort(lengths_S, descending=True, stable=True)
-    lengths = lengths_S[order].tolist()
+def _tails(lengths_S: Tensor, window: int) -> tuple[Tensor, Tensor]:
+    """(packed position of the first query, number of queries) of every block behind a sequence's first W tokens."""
+    num_S = (lengths_S - 1) // window
+    owner_P = torch.repeat_interleave(torch.arange(len(lengths_S)), num_S)
+    index_P = torch.arange(len(owner_P)) - torch.repeat_interleave(num_S.cumsum(0) - num_S, num_S)
+    ends_S = lengths_S.cumsum(0)
+    first_P = (ends_S - lengths_S)[owner_P] + window * (index_P + 1)
+    return first_P, (ends_S[owner_P] - first_P).clamp(max=window)
+
+
+def _similar(length_P: Tensor) -> list[Tensor]:
+    """Indices of the blocks, longest first, cut where padding to the longest would exceed MAX_PADDING."""
+    if not len(length_P):
+        return []
+    order = torch.argsort(length_P, descending=True, stable=True)
+    lengths = length_P[order].tolist()
     cuts, first, tokens = [0], 0, 0
     for i, length in enumerate(lengths):
         tokens += length
@@ -100,9 +153,10 @@ def _similar(lengths_S: Tensor) -> list[Tensor]:
 class PackedAttention(torch.nn.Module):
     """Megatron's `core_attention`: query-key-value of a packed row to the heads' outputs."""
 
-    def __init__(self, config: TransformerConfig, **unused):
+    def __init__(self, config: TransformerConfig, layer_number: int, **unused):
         super().__init__()
         assert config.attention_dropout == 0, "packed attention has no dropout"
+        self.slides = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
 
     def forward(
         self,
@@ -116,21 +170,36 @@ class PackedAttention(torch.nn.Module):
         **unused,
     ) -> Tensor:
         """query [T, N, D], key and value [T, G, D], before rotation; returns [T, N * D]."""
-        packed = packed_seq_params
+        plan = packed_seq_params.sliding if self.slides else packed_seq_params.full
         num_heads, num_groups, head_dim = query.shape[1], key.shape[1], query.shape[2]
-        cos_T, sin_T = packed.cos_T.to(query.dtype), packed.sin_T.to(query.dtype)
+        cos_T, sin_T = plan.cos_T.to(query.dtype), plan.sin_T.to(query.dtype)
         rotated_T = _rotate(torch.cat((query, key), 1), cos_T, sin_T)
         qkv_T = torch.cat((rotated_T, value), 1)
         outputs = []
-        for batch_BL in packed.batches:
-            qkv = qkv_T.index_select(0, batch_BL.flatten()).view(*batch_BL.shape, -1, head_dim)
-            q, k, v = qkv.transpose(1, 2).split((num_heads, num_groups, num_groups), dim=1)
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=num_heads != num_groups)
+        for batch in plan.batches:
+            if batch.mask_LK is None:
+                q, k, v = _gather(qkv_T, batch.query_BL).split((num_heads, num_groups, num_groups), dim=1)
+            else:
+                q = _gather(qkv_T[:, :num_heads], batch.query_BL)
+                k, v = _gather(qkv_T[:, num_heads:], batch.key_BK).chunk(2, dim=1)
+            out = F.scaled_dot_product_attention(
+                q,
+                k,
+                v,
+                attn_mask=batch.mask_LK,
+                is_causal=batch.mask_LK is None,
+                enable_gqa=num_heads != num_groups,
+            )
             outputs.append(out.transpose(1, 2).reshape(-1, num_heads * head_dim))
-        return torch.cat(outputs).index_select(0, packed.unpad_T)
+        return torch.cat(outputs).index_select(0, plan.unpad_T)
+
+
+def _gather(x_T: Tensor, position_BL: Tensor) -> Tensor:
+    """[B, heads, L, D]"""
+    return x_T.index_select(0, position_BL.flatten()).view(*position_BL.shape, *x_T.shape[1:]).transpose(1, 2)
 
 
 def _rotate(x_T: Tensor, cos_T: Tensor, sin_T: Tensor) -> Tensor:
-    """Rotary embedding (Su et al. 2021, arXiv:2104.09864) on the two halves of each head."""
+    """On the two halves of each head."""
     first, second = x_T.chunk(2, dim=-1)
     return x_T * cos_T + torch.cat((-second, first), -1) * sin_T

@@ -1,14 +1,20 @@
-"""RMSNorm for the layers that run without Transformer Engine.
+"""RMSNorm for the layers that run without Transformer Engine, and the layer whose norms stand behind its blocks.
 
-torch's own is written as six operations whose backward takes three times as long on a CPU as the one below.
-Invariants (tests/unit/actor): value and gradients equal torch.nn.functional.rms_norm; bf16 is computed in
-fp32.
+torch's own norm is written as six operations whose backward takes three times as long on a CPU as the one below.
+Invariants (tests/unit/actor, tests/dist): value and gradients equal torch.nn.functional.rms_norm, whether the width
+lies on one rank or is split over TP; bf16 is computed in fp32.
 """
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from megatron_rl.actor import platform
@@ -20,33 +26,88 @@ class Norm(torch.nn.Module):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **unused):
         super().__init__()
         self.eps = eps
-        ones = torch.ones(hidden_size, dtype=config.params_dtype, device=platform.device())
-        self.weight = torch.nn.Parameter(ones)
+        self.weight = _ones(hidden_size, config)
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
-        return _RmsNorm.apply(x, self.weight, self.eps)
+        return _RmsNorm.apply(x, self.weight, self.eps, None)
+
+
+class WideNorm(torch.nn.Module):
+    """The norm of q or k over the width of all heads, whose heads are split over TP: each rank has the weights of its
+    own. They see every token of the row, so that their gradients need no sum, and none is asked for: Megatron's
+    `config.qk_layernorm`, which sums those of norms per head, must be off."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, num_heads: int):
+        """`hidden_size` of one head, `num_heads` of all ranks."""
+        super().__init__()
+        assert not config.qk_layernorm
+        self.eps = eps
+        self.group = parallel_state.get_tensor_model_parallel_group()
+        self.weight = _ones(num_heads * hidden_size // self.group.size(), config)
+        set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., heads, head size]"""
+        group = self.group if self.group.size() > 1 else None
+        return _RmsNorm.apply(x.flatten(-2), self.weight, self.eps, group).view(x.shape)
+
+
+class PostNormLayer(TransformerLayer):
+    """Megatron's layer with a norm of what attention and MLP add to the residual, in place of the norms of what they
+    read (OLMo 2, arXiv:2501.00656)."""
+
+    def __init__(self, config: TransformerConfig, *args, **kwargs):
+        super().__init__(config, *args, **kwargs)
+        self.post_self_attn_layernorm = Norm(config, config.hidden_size, config.layernorm_epsilon)
+        self.post_mlp_layernorm = Norm(config, config.hidden_size, config.layernorm_epsilon)
+        # Megatron asks these for the function that adds a block's output to the residual.
+        self.self_attn_bda = partial(_normed, self.post_self_attn_layernorm, self.self_attn_bda)
+        self.mlp_bda = partial(_normed, self.post_mlp_layernorm, self.mlp_bda)
+
+
+def _normed(norm: Norm, get_add, training: bool, fused: bool):
+    add = get_add(training, fused)
+
+    def add_normed(output_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
+        output, bias = output_with_bias
+        assert bias is None
+        return add((norm(output), None), residual, dropout)
+
+    return add_normed
+
+
+def _ones(length: int, config: TransformerConfig) -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.ones(length, dtype=config.params_dtype, device=platform.device()))
 
 
 class _RmsNorm(torch.autograd.Function):
     """y = x r w with r = 1 / sqrt(mean(x^2) + eps) over the last dim (Zhang and Sennrich 2019,
-    arXiv:1910.07467)."""
+    arXiv:1910.07467). With a group the last dim is split evenly over its ranks, and the two sums of the width, of x^2
+    and of its gradient's counterpart, are summed over them."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def forward(ctx, x: Tensor, weight: Tensor, eps: float, group: dist.ProcessGroup | None) -> Tensor:
         x32 = x.float()
-        norm = torch.linalg.vector_norm(x32, dim=-1, keepdim=True)
-        r = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        r = torch.linalg.vector_norm(x32, dim=-1, keepdim=True).square_()
+        ctx.group, ctx.width = group, x.shape[-1]
+        if group is not None:
+            dist.all_reduce(r, group=group)
+            ctx.width *= group.size()
+        r.div_(ctx.width).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, r)
         return (x32 * r).mul_(weight).to(x.dtype)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         x, weight, r = ctx.saved_tensors
         grad32, weight32 = grad.float(), weight.float()
         normal = x.float() * r
         product = grad32 * normal
         # d x = r (g w - n mean(g w n)), with n = x r
-        mean = (product @ weight32).div_(-x.shape[-1]).unsqueeze(-1)
+        mean = product @ weight32
+        if ctx.group is not None:
+            dist.all_reduce(mean, group=ctx.group)
+        mean = mean.div_(-ctx.width).unsqueeze(-1)
         grad_x = torch.addcmul(grad32 * weight32, normal, mean).mul_(r)
-        return grad_x.to(x.dtype), product.flatten(0, -2).sum(0).to(weight.dtype), None
+        return grad_x.to(x.dtype), product.flatten(0, -2).sum(0).to(weight.dtype), None, None

@@ -1,7 +1,7 @@
 """Adam with decoupled weight decay through Megatron's optimizers, and the learning rate's schedule.
 
 With DP > 1 the optimizer is Megatron's distributed one: its state is split over the data-parallel ranks. As
-everywhere in Megatron, one-dimensional parameters (norms) are not decayed. The n-th update, counted from 1,
+everywhere in Megatron, one-dimensional parameters (norms, biases) are not decayed. The n-th update, counted from 1,
 uses the schedule's n-th value: a warm-up of w steps takes lr / w first and lr at step w, and the run's last
 step takes lr * min_lr_ratio. Invariant (tests/dist): an update equals torch.optim.AdamW on the whole model.
 """
@@ -71,7 +71,8 @@ def apply_gradients(optimizer: MegatronOptimizer, grad_norm: float) -> None:
     that is not finite never reaches the weights."""
     assert math.isfinite(grad_norm)
     clip = optimizer.config.clip_grad
-    parameters = optimizer.chained_optimizers[0].get_parameters()
+    # Megatron has an optimizer of its own for experts that are shared out.
+    parameters = [p for chained in optimizer.chained_optimizers for p in chained.get_parameters()]
     if clip > 0 and parameters:
         clip_grad_by_total_norm_fp32(parameters, max_norm=clip, total_norm=grad_norm)
     succeeded = optimizer.step_with_ready_grads()

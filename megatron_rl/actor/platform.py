@@ -1,10 +1,10 @@
 """Where Megatron-Core runs: CUDA with NCCL, or a plain CPU with gloo. No other file changes anything for it.
 
-Megatron-Core says "cuda" in its source. Without a CUDA device, `running()` gives these words their CPU
-meaning for as long as its block lasts, in this thread: a torch function mode redirects `device="cuda"`, and
-`start` replaces the few `torch.cuda` functions that no mode can see. With CUDA nothing is touched. Invariant
-(tests/unit/actor): a tensor that Megatron's idioms ask for on "cuda" lies on the CPU inside the block, and
-fails as ever outside it.
+Megatron-Core says "cuda" in its source. Without a CUDA device, `running()` gives these words their CPU meaning for as
+long as its block lasts, in this thread: a torch function mode redirects `device="cuda"`, and `start` replaces the few
+functions that no mode can see and those for which gloo is less than NCCL. With CUDA nothing is touched. Invariant
+(tests/unit/actor): a tensor that Megatron's idioms ask for on "cuda" lies on the CPU inside the block, and fails as
+ever outside it.
 
 The CUDA path (NCCL, Transformer Engine's layers) has not been run.
 """
@@ -67,6 +67,8 @@ def start(rank: int, world_size: int, init_method: str) -> None:
 def _replace_cuda_functions() -> None:
     """What a function mode does not see, because no tensor takes part in it."""
     from megatron.core.tensor_parallel import random
+    from megatron.core.transformer.moe import moe_utils
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
     # It warns when the CPU's generator moves inside a region of the CUDA generator: here they are one.
     logging.getLogger(random.__name__).setLevel(logging.ERROR)
@@ -76,6 +78,57 @@ def _replace_cuda_functions() -> None:
     torch.cuda.get_rng_state = lambda device=None: torch.get_rng_state()
     random._get_cuda_rng_state = lambda device=None, clone=False, graph_safe=False: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, device=None, graph_safe=False: torch.set_rng_state(state)
+    dist.all_gather, dist.reduce_scatter = _all_gather, _reduce_scatter
+    # A name that Megatron imports from Transformer Engine, and asks for whether it is None.
+    moe_utils.te_general_gemm = None
+    # Numbers of tokens go to the CPU on a stream of their own; here they are there.
+    MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = "none"
+    MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = _splits_to_numpy
+
+
+_EQUAL_ALL_GATHER, _EQUAL_REDUCE_SCATTER = dist.all_gather, dist.reduce_scatter
+
+
+def _all_gather(
+    parts: list[torch.Tensor], own: torch.Tensor, group: dist.ProcessGroup | None = None, async_op: bool = False
+) -> dist.Work | None:
+    """As NCCL's, the ranks' parts need not be equal: the tokens of experts that are split over TP are not."""
+    if len({part.shape for part in parts}) == 1:
+        return _EQUAL_ALL_GATHER(parts, own, group, async_op)
+    assert group is not None and not async_op
+    for rank, part in enumerate(parts):
+        if rank == group.rank():
+            part.copy_(own)
+        if part.numel():
+            dist.broadcast(part, group=group, group_src=rank)
+
+
+def _reduce_scatter(
+    own: torch.Tensor,
+    parts: list[torch.Tensor],
+    op: dist.ReduceOp = dist.ReduceOp.SUM,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+) -> dist.Work | None:
+    if len({part.shape for part in parts}) == 1:
+        return _EQUAL_REDUCE_SCATTER(own, parts, op, group, async_op)
+    assert group is not None and not async_op
+    for rank, part in enumerate(parts):
+        total = part.clone()
+        if part.numel():
+            dist.reduce(total, group=group, group_dst=rank, op=op)
+        if rank == group.rank():
+            own.copy_(total)
+
+
+def _splits_to_numpy(dispatcher, point: str, tokens_per_expert: torch.Tensor | None = None) -> torch.Tensor | None:
+    """What is left of Megatron's copy to the CPU: `all_to_all` takes no tensors for the sizes of its parts."""
+    if point == dispatcher.cuda_dtoh_point:
+        for name in ("input_splits", "output_splits", "output_splits_tp"):
+            value = getattr(dispatcher, name)
+            if isinstance(value, torch.Tensor):
+                setattr(dispatcher, name, value.numpy())
+    return tokens_per_expert
 
 
 def device() -> torch.device:

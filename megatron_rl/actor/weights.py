@@ -7,8 +7,7 @@ transformers.
 
 from __future__ import annotations
 
-import json
-import shutil
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,22 +19,13 @@ from torch import Tensor
 
 from megatron_rl.actor import platform
 from megatron_rl.actor.checkpoint import atomic_folder, sync, write_text
+from megatron_rl.convert.forms import split
+from megatron_rl.convert.hub import INDEX, MAX_FILE_BYTES, companions, file_name, index_text
 from megatron_rl.layout import FAMILIES, Shard, megatron_shards, slices, volume
 from megatron_rl.layout.hub import read_index
 
 if TYPE_CHECKING:
     from megatron_rl.actor.actor import MegatronActor
-
-MAX_FILE_BYTES = 4 * 2**30
-COMPANIONS = (
-    "generation_config.json",
-    "tokenizer*",
-    "vocab*",
-    "merges.txt",
-    "*_tokens*.json",
-    "chat_template*",
-)
-"""What a model folder holds beside weights and config.json."""
 
 
 @torch.no_grad()
@@ -74,27 +64,23 @@ def export_hf(actor: MegatronActor, folder: Path) -> None:
             gathered = _gather(actor, tensors, holders, dtype)
             with actor.agreement.on_errors():
                 if actor.rank == 0:
-                    path = temporary / _file_name(i, len(files))
+                    path = temporary / file_name("model", i, len(files))
                     save_file(gathered, path, metadata={"format": "pt"})
                     sync(path)
         with actor.agreement.on_errors():
             if actor.rank == 0:
-                _write_companions(source, temporary, actor.spec.model.dtype)
-                _write_index(temporary, files, dtype.itemsize)
+                for name, content in companions(source, actor.spec.model.dtype).items():
+                    (temporary / name).write_bytes(content)
+                    sync(temporary / name)
+                if len(files) > 1:
+                    total = sum(prod(extents) for tensors in files for extents in tensors.values())
+                    write_text(temporary / INDEX, index_text(files, total * dtype.itemsize))
 
 
 def _files(tensors: dict[str, tuple[int, ...]], itemsize: int) -> list[dict[str, tuple[int, ...]]]:
-    """Whole tensors, in order, in files of at most MAX_FILE_BYTES."""
-    files: list[dict[str, tuple[int, ...]]] = [{}]
-    size = 0
-    for name, extents in tensors.items():
-        num_bytes = torch.Size(extents).numel() * itemsize
-        if files[-1] and size + num_bytes > MAX_FILE_BYTES:
-            files.append({})
-            size = 0
-        files[-1][name] = extents
-        size += num_bytes
-    return files
+    """Whole tensors, in order."""
+    sized = ((tensor, prod(tensor[1]) * itemsize) for tensor in tensors.items())
+    return [dict(file) for file in split(sized, MAX_FILE_BYTES)]
 
 
 def _holders(actor: MegatronActor) -> dict[str, list[tuple[int, Shard]]]:
@@ -135,28 +121,3 @@ def _gather(
 
 def _extents(shard: Shard) -> tuple[int, ...]:
     return tuple(stop - start for start, stop in shard.hf_box)
-
-
-def _file_name(i: int, num_files: int) -> str:
-    return "model.safetensors" if num_files == 1 else f"model-{i + 1:05d}-of-{num_files:05d}.safetensors"
-
-
-def _write_companions(source: Path, target: Path, dtype: str) -> None:
-    config = json.loads((source / "config.json").read_text())
-    config.pop("torch_dtype", None)  # the older name of the same key
-    config["dtype"] = dtype
-    write_text(target / "config.json", json.dumps(config, indent=2))
-    for pattern in COMPANIONS:
-        for path in source.glob(pattern):
-            if path.is_file():
-                shutil.copyfile(path, target / path.name)
-                sync(target / path.name)
-
-
-def _write_index(target: Path, files: list[dict[str, tuple[int, ...]]], itemsize: int) -> None:
-    if len(files) == 1:
-        return
-    total = sum(torch.Size(extents).numel() * itemsize for tensors in files for extents in tensors.values())
-    weight_map = {name: _file_name(i, len(files)) for i, tensors in enumerate(files) for name in tensors}
-    text = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2)
-    write_text(target / "model.safetensors.index.json", text)

@@ -77,8 +77,7 @@ class BridgeReceiver(WeightTransferEngine[JoinInfo, PushInfo]):
             if parameter.dtype != getattr(torch, setup.dtype):
                 raise ValueError(f"{side}: {name} is {parameter.dtype}, the bridge brings {setup.dtype}")
         me = setup.engine_rank(init_info.engine, tensor_rank)
-        routes = {source: copies for (source, to), copies in setup.plan.routes.items() if to == me}
-        self._transport = GlooTransport(setup, setup.mesh.world_size + me, routes)
+        self._transport = GlooTransport(setup, setup.mesh.world_size + me, setup.plan.received_by(me))
 
     def start_weight_update(self) -> None:
         """Nothing to prepare: parameters are written in place."""

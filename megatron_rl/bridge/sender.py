@@ -37,11 +37,7 @@ class BridgeSender:
         live = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
         check_parameters(shards, live, f"trainer rank {rank}")
         self._parameters = parameters
-        routes = {
-            setup.mesh.world_size + destination: copies
-            for (source, destination), copies in setup.plan.routes.items()
-            if source == rank
-        }
+        routes = {setup.mesh.world_size + to: copies for to, copies in setup.plan.sent_by(rank).items()}
         self._transport = GlooTransport(setup, rank, routes)
 
     @torch.no_grad()

@@ -46,6 +46,7 @@ class BridgeSetup:
             fused_norms=self.fused_norms,
             num_engines=self.num_engines,
             engine_tensor=self.engine_tensor,
+            dtype=self.dtype,
         )
 
     @property

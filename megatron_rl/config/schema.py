@@ -26,12 +26,22 @@ class ParallelConfig(Section):
     """Pipeline parallelism (PP): the layers."""
     data: PositiveInt = 1
     """Data parallelism (DP): the samples; the optimizer's state is split over it."""
+    expert: PositiveInt = 1
+    """Expert parallelism (EP): the experts of a mixture, shared out over the ranks of tensor x data."""
+    expert_tensor: PositiveInt | None = None
+    """Ways in which each expert is split; null: as `tensor`."""
     sequence: bool = True
     """Sequence parallelism with TP > 1: norms and residuals split over the tokens."""
 
     @property
     def mesh(self) -> Mesh:
-        return Mesh(tensor=self.tensor, pipeline=self.pipeline, data=self.data)
+        return Mesh(
+            tensor=self.tensor,
+            pipeline=self.pipeline,
+            data=self.data,
+            expert=self.expert,
+            expert_tensor=self.expert_tensor,
+        )
 
     @property
     def sequence_parallel(self) -> bool:

@@ -6,9 +6,17 @@ from megatron_rl.layout.config import read_shape
 from megatron_rl.layout.families import FAMILIES
 from megatron_rl.layout.family import Family
 from megatron_rl.layout.hub import HubIndex, check_model, read_index, scan
+from megatron_rl.layout.links import Links
 from megatron_rl.layout.shards import Box, Shard, check_parameters, slices, volume
 from megatron_rl.layout.splits import VOCABULARY_MULTIPLE, padded
-from megatron_rl.layout.transfer import Copy, TransferPlan, plan_policy_to_engines, plan_transfers
+from megatron_rl.layout.transfer import (
+    Copy,
+    Engines,
+    TransferPlan,
+    plan_policy_to_engines,
+    plan_transfers,
+    plan_weights,
+)
 from megatron_rl.types import Mesh, ModelShape
 
 
@@ -32,8 +40,10 @@ __all__ = [
     "VOCABULARY_MULTIPLE",
     "Box",
     "Copy",
+    "Engines",
     "Family",
     "HubIndex",
+    "Links",
     "Shard",
     "TransferPlan",
     "check_model",
@@ -42,6 +52,7 @@ __all__ = [
     "padded_vocabulary",
     "plan_policy_to_engines",
     "plan_transfers",
+    "plan_weights",
     "read_index",
     "read_shape",
     "scan",

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from megatron_rl.layout.shards import Box, Shard
 from megatron_rl.layout.splits import Split, SplitKind, part
@@ -103,6 +103,17 @@ class Placement:
             for hf_name, hf_box, local_box in self.pieces:
                 box = ((index, index + 1), *local_box) if stacked else local_box
                 yield Shard(hf_prefix + hf_name.format(expert), hf_box, local_name.format(index), box)
+
+
+class Placed(NamedTuple):
+    """A row's placement in one layer of one rank, or outside the layers."""
+
+    placement: Placement
+    hf_prefix: str
+    prefix: str
+
+    def shards(self) -> Iterator[Shard]:
+        return self.placement.shards(self.hf_prefix, self.prefix)
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +232,11 @@ class Family:
         mesh.layer_range(shape.num_layers, 0)
 
     def megatron_shards(self, shape: ModelShape, mesh: Mesh, rank: int, fused_norms: bool = False) -> list[Shard]:
-        """All parameters of one trainer rank, in order of depth.
+        """All parameters of one trainer rank, as `megatron_placed` lists them."""
+        return [shard for placed in self.megatron_placed(shape, mesh, rank, fused_norms) for shard in placed.shards()]
+
+    def megatron_placed(self, shape: ModelShape, mesh: Mesh, rank: int, fused_norms: bool = False) -> list[Placed]:
+        """All rows of one trainer rank, in order of depth.
 
         With virtual stages a rank holds several GPTModels: their parameters are called `chunk0.` and so on. Without,
         names have no such prefix.
@@ -241,32 +256,42 @@ class Family:
             experts = range(*part(shape.experts.num_experts, mesh.expert, expert))
             return _place(rule, split, shape, (mesh.expert_ways, expert_tensor), local, experts)
 
-        shards: list[Shard] = []
+        placed: list[Placed] = []
         rows = {}
         for chunk in range(mesh.virtual):
             first = stage == 0 and chunk == 0
             last = stage == mesh.pipeline - 1 and chunk == mesh.virtual - 1
             prefix = f"chunk{chunk}." if mesh.virtual > 1 else ""
             if first:
-                shards += place(self.embedding).shards(prefix=prefix)
+                placed.append(Placed(place(self.embedding), "", prefix))
             for i, layer in enumerate(mesh.layer_range(shape.num_layers, stage, chunk)):
                 kind = shape.has_experts(layer)
                 if kind not in rows:
                     rows[kind] = [place(rule) for rule in self.layer_rules(shape, layer)]
-                for row in rows[kind]:
-                    shards += row.shards(self.hf_layer.format(layer), prefix + self.megatron_layer.format(i))
+                hf_prefix, local_prefix = self.hf_layer.format(layer), prefix + self.megatron_layer.format(i)
+                placed += [Placed(row, hf_prefix, local_prefix) for row in rows[kind]]
             if last:
-                shards += place(self.final_norm).shards(prefix=prefix)
+                placed.append(Placed(place(self.final_norm), "", prefix))
                 if not shape.tied_embeddings:
-                    shards += place(self.output).shards(prefix=prefix)
+                    placed.append(Placed(place(self.output), "", prefix))
                 elif not first:  # the last stage's own copy of the word embedding
-                    shards += place(self.embedding, self.output.megatron).shards(prefix=prefix)
-        return shards
+                    placed.append(Placed(place(self.embedding, self.output.megatron), "", prefix))
+        return placed
 
     def vllm_shards(
         self, shape: ModelShape, tensor: int, rank: int, expert_parallel: bool = False, pipeline: int = 1
     ) -> list[Shard]:
-        """All parameters of one rank of an engine with tensor x pipeline ranks, tensor first, in order of depth.
+        """All parameters of one rank of an engine, as `vllm_placed` lists them."""
+        return [
+            shard
+            for placed in self.vllm_placed(shape, tensor, rank, expert_parallel, pipeline)
+            for shard in placed.shards()
+        ]
+
+    def vllm_placed(
+        self, shape: ModelShape, tensor: int, rank: int, expert_parallel: bool = False, pipeline: int = 1
+    ) -> list[Placed]:
+        """All rows of one rank of an engine with tensor x pipeline ranks, tensor first, in order of depth.
 
         Args:
             expert_parallel: vLLM's enable_expert_parallel with its linear placement: the experts are shared out over
@@ -291,21 +316,21 @@ class Family:
             experts = range(shape.experts.num_experts)
             return _place(rule, rule.split.vllm, shape, (tensor, tensor_rank), rule.vllm, experts)
 
-        shards: list[Shard] = []
+        placed: list[Placed] = []
         if first or self.vllm_repeats_ends or (shape.tied_embeddings and last):
-            shards += place(self.embedding).shards()
+            placed.append(Placed(place(self.embedding), "", ""))
         rows = {}
         for layer in _vllm_layers(shape.num_layers, pipeline, stage):
             kind = shape.has_experts(layer)
             if kind not in rows:
                 rows[kind] = [place(rule) for rule in self.layer_rules(shape, layer)]
-            for row in rows[kind]:
-                shards += row.shards(self.hf_layer.format(layer), self.vllm_layer.format(layer))
+            hf_prefix, local_prefix = self.hf_layer.format(layer), self.vllm_layer.format(layer)
+            placed += [Placed(row, hf_prefix, local_prefix) for row in rows[kind]]
         if last or self.vllm_repeats_ends:
-            shards += place(self.final_norm).shards()
+            placed.append(Placed(place(self.final_norm), "", ""))
             if not shape.tied_embeddings:
-                shards += place(self.output).shards()
-        return shards
+                placed.append(Placed(place(self.output), "", ""))
+        return placed
 
 
 def _place(

@@ -1,21 +1,37 @@
 """The transfer plan: which rectangle of which trainer rank goes to which rectangle of which engine rank.
 
-A plan is the intersection of source shards with destination shards, nothing else. Invariants (tests/unit/layout):
-every described destination element is written exactly once and from its own source element; among replicas that
-hold the same rectangle the least loaded one sends; the plan is a pure function of its inputs, so that both sides
-compute it alone and compare `digest`.
+A plan is the intersection of source with destination, nothing else. All bytes that one set of replicas can send are
+laid on a line, engine by engine, and the line is cut among the replicas: a replica's part of the plan is an interval,
+whatever the number of engines. Invariants (tests/unit/layout): every described destination element is written exactly
+once and from its own source element; replicas send equally much, to a row, unless one of them is nearer to the
+receiver; the plan is a pure function of its inputs, so that both sides compute it alone and compare `digest`.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+import numpy as np
 
 from megatron_rl.layout.families import FAMILIES
-from megatron_rl.layout.shards import Box, Shard, intersect, translate, volume
+from megatron_rl.layout.links import Links
+from megatron_rl.layout.regions import Regions, Side, intersect_sides
+from megatron_rl.layout.shards import Box, Shard, volume
 from megatron_rl.types import Mesh, ModelShape
+
+WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Bytes of an element."""
+FLOAT32_KINDS = frozenset({"mlp.gate.e_score_correction_bias"})
+"""HF tensors that stay float32 on all sides: the router's bias moves in steps that bfloat16 would round away."""
+
+
+def element_bytes(kind: str, dtype: str) -> int:
+    """On the wire."""
+    return WIDTHS["float32" if kind in FLOAT32_KINDS else dtype]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,21 +42,220 @@ class Copy:
     source_box: Box
     destination_name: str
     destination_box: Box
+    dtype: str | None = None
+    """On the wire, where it is not the plan's."""
 
 
 @dataclass(frozen=True, slots=True)
+class Engines:
+    """What receives: equal engines of tensor x pipeline ranks, tensor first."""
+
+    num: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    expert_parallel: bool = False
+    """vLLM's enable_expert_parallel: the experts are shared out over the tensor ranks."""
+    num_chains: int | None = None
+    """Engines are fed in so many chains: the trainer feeds the first of each, each engine the next. None: the trainer
+    feeds all."""
+
+    def __post_init__(self) -> None:
+        if min(self.num, self.tensor, self.pipeline) < 1:
+            raise ValueError(f"{self}: every size is at least 1")
+        if not 1 <= self.heads <= self.num:
+            raise ValueError(f"{self}: {self.num} engines make at most {self.num} chains")
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of one engine."""
+        return self.tensor * self.pipeline
+
+    @property
+    def heads(self) -> int:
+        return self.num if self.num_chains is None else self.num_chains
+
+    @property
+    def chains(self) -> list[range]:
+        """Neighbours follow each other: those of one node feed each other inside it."""
+        ends = [i * self.num // self.heads for i in range(self.heads + 1)]
+        return [range(start, stop) for start, stop in zip(ends, ends[1:])]
+
+
+class Feed(NamedTuple):
+    """Each rank of an engine sends all its weights to the same rank of another, as they arrive."""
+
+    round: int
+    """1 is the engine after a chain's first, which the trainer feeds in round 0."""
+    source: int
+    destination: int
+
+
+@dataclass(frozen=True, eq=False)
 class TransferPlan:
-    routes: dict[tuple[int, int], tuple[Copy, ...]]
-    """(source rank, destination rank) -> copies in wire order. A pair with nothing to send is absent."""
+    """Runs say who sends what: bytes [start, stop) of the stream that a pair is. A pair is a group of sources and a
+    rank of an engine: all that this rank needs and these sources hold, item after item."""
+
+    regions: Regions
+    dtype: str
+    num_sources: int
+    num_destinations: int
+    """Ranks of all engines, those that engines feed as well."""
+    engine_world: int
+    source: np.ndarray
+    """int32 [num_runs]: the sending rank; runs are sorted by source, destination, pair, start."""
+    destination: np.ndarray
+    """int32 [num_runs]: engine * engine_world + the engine's rank"""
+    pair: np.ndarray
+    start: np.ndarray
+    """int64 [num_runs], bytes"""
+    stop: np.ndarray
+    stream: Stream
+    feeds: tuple[Feed, ...] = ()
+
+    @cached_property
+    def digest(self) -> str:
+        """Equal on both sides, or they do not speak of the same model and meshes."""
+        regions, sha = self.regions, hashlib.sha256()
+        for side in (regions.source, regions.destination):
+            sha.update(repr((side.cuts, side.hf_prefixes, side.prefixes)).encode())
+        sha.update(repr((self.dtype, sorted(FLOAT32_KINDS), self.num_sources, self.num_destinations)).encode())
+        sha.update(repr((self.engine_world, [tuple(feed) for feed in self.feeds])).encode())
+        arrays = (regions.source.held, regions.destination.held, regions.boxes, regions.item_block, regions.item_held)
+        for array in (*arrays, regions.item_box, self.stream.items, self.stream.first):
+            sha.update(np.ascontiguousarray(array, np.int64).tobytes())
+        for array in (self.source, self.destination, self.pair, self.start, self.stop):
+            sha.update(np.ascontiguousarray(array, np.int64).tobytes())
+        return sha.hexdigest()[:16]
+
+    @property
+    def bytes(self) -> np.ndarray:
+        """int64 [num_runs]"""
+        return self.stop - self.start
+
+    @property
+    def num_routes(self) -> int:
+        """Pairs of ranks that speak with each other, without the engines' feeds."""
+        return len(np.unique(self.source.astype(np.int64) * self.num_destinations + self.destination))
+
+    @property
+    def sent_bytes(self) -> np.ndarray:
+        """float64 [num_sources], exact below 2^53"""
+        return np.bincount(self.source, self.bytes, self.num_sources)
+
+    @property
+    def engine_bytes(self) -> np.ndarray:
+        """float64 [engine_world]: what each rank of one engine receives, exact below 2^53"""
+        first = self.destination < self.engine_world  # engine 0 is always fed by the trainer
+        return np.bincount(self.destination[first], self.bytes[first], self.engine_world)
+
+    def held_bytes(self, side: Side) -> np.ndarray:
+        """float64: what each rank of `regions.source` or of `regions.destination` holds, exact below 2^53."""
+        sizes = np.array([volume(cut.box) * element_bytes(cut.kind, self.dtype) for cut in side.cuts], float)
+        return np.bincount(side.held[:, 0], sizes[side.held[:, 3]])
+
+    def sent_by(self, rank: int) -> dict[int, tuple[Copy, ...]]:
+        """Destination rank -> copies in wire order, of one trainer rank. A destination without any is absent."""
+        return self._routes(np.flatnonzero(self.source == rank), self.destination)
+
+    def received_by(self, rank: int) -> dict[int, tuple[Copy, ...]]:
+        """Source rank -> copies in wire order, of one engine rank that the trainer feeds."""
+        return self._routes(np.flatnonzero(self.destination == rank), self.source)
+
+    @cached_property
+    def routes(self) -> dict[tuple[int, int], tuple[Copy, ...]]:
+        """(source rank, destination rank) -> copies in wire order, of all ranks: for small plans; a rank asks for its
+        own."""
+        every = {source: self.sent_by(source) for source in np.unique(self.source).tolist()}
+        return {(source, to): copies for source, routes in every.items() for to, copies in routes.items()}
 
     def num_elements(self, route: tuple[int, int]) -> int:
         return sum(volume(copy.source_box) for copy in self.routes[route])
 
-    @property
-    def digest(self) -> str:
-        """Equal on both sides, or they do not speak of the same model and meshes."""
-        text = repr([(route, copies) for route, copies in sorted(self.routes.items())])
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+    def _routes(self, runs: np.ndarray, peers: np.ndarray) -> dict[int, tuple[Copy, ...]]:
+        routes: dict[int, list[Copy]] = {}
+        for run in runs.tolist():
+            routes.setdefault(int(peers[run]), []).extend(self._copies(run))
+        return {peer: tuple(copies) for peer, copies in routes.items()}
+
+    def _copies(self, run: int) -> Iterable[Copy]:
+        """Items of a run; the first and the last may be cut, between two rows of dim 0."""
+        stream, regions, rank = self.stream, self.regions, int(self.source[run])
+        first, last = stream.first[self.pair[run]], stream.first[self.pair[run] + 1]
+        start, stop = self.start[run], self.stop[run]
+        low = first + np.searchsorted(stream.offset[first:last], start, "right") - 1
+        high = first + np.searchsorted(stream.offset[first:last], stop, "left")
+        items, offset, row_bytes = stream.items[low:high], stream.offset[low:high], stream.row_bytes[low:high]
+        first_row = np.maximum(start - offset, 0) // row_bytes
+        last_row = np.minimum(stop - offset, stream.bytes[low:high]) // row_bytes
+        held, other_held = regions.locate(items, rank)
+        columns = (
+            regions.source.held[held, 2:],
+            regions.destination.held[other_held, 2:],
+            regions.boxes[regions.item_box[items]],
+            first_row,
+            last_row,
+        )
+        for here, there, box, *rows in zip(*(column.tolist() for column in columns), strict=True):
+            yield from self._cut(here, there, box, *rows)
+
+    def _cut(self, here: list[int], there: list[int], box: list[list[int]], first: int, last: int) -> Iterable[Copy]:
+        """Rows [first, last) of an item, counted through its experts. `here` and `there`: (prefix, cut)."""
+        source, destination = self.regions.source, self.regions.destination
+        prefix, cut = source.prefixes[here[0]], source.cuts[here[1]]
+        other_prefix, other = destination.prefixes[there[0]], destination.cuts[there[1]]
+        dtype = "float32" if cut.kind in FLOAT32_KINDS and self.dtype != "float32" else None
+        (first_expert, _), (begin, end), *rest = box[: len(cut.box)]
+        tail, rows_each = tuple(map(tuple, rest)), end - begin
+        for expert in range(first // rows_each, -(-last // rows_each)):
+            start, stop = max(first - expert * rows_each, 0), min(last - expert * rows_each, rows_each)
+            part, number = ((begin + start, begin + stop), *tail), first_expert + expert
+            yield Copy(*cut.local(prefix, part, number), *other.local(other_prefix, part, number), dtype)
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Items in the order of their pairs, each with its bytes."""
+
+    items: np.ndarray
+    bytes: np.ndarray
+    row_bytes: np.ndarray
+    offset: np.ndarray
+    """Bytes of the pair before this item."""
+    first: np.ndarray
+    """[num_pairs + 1]: where each pair's items begin."""
+    group: np.ndarray
+    """[num_pairs]"""
+    rank: np.ndarray
+    """[num_pairs]: of the engine."""
+    pair_bytes: np.ndarray
+
+    @classmethod
+    def of(cls, regions: Regions, dtype: str) -> Stream:
+        group = regions.groups[1][regions.item_block].astype(np.int64)
+        side = regions.destination
+        rank = side.held[regions.item_held, 0]
+        width = np.array([element_bytes(cut.kind, dtype) for cut in side.cuts], np.int64)
+        lengths = regions.boxes[..., 1] - regions.boxes[..., 0]
+        width = width[side.held[regions.item_held, 3]]
+        num_bytes = lengths.prod(axis=1)[regions.item_box] * width
+        row_bytes = lengths[:, 2:].prod(axis=1)[regions.item_box] * width
+        order = np.lexsort((rank, group))
+        key = (group * (int(rank.max(initial=0)) + 1) + rank)[order]
+        _, first = np.unique(key, return_index=True)
+        num_bytes = num_bytes[order]
+        end = np.append(0, np.cumsum(num_bytes))
+        first = np.append(first, len(order))
+        pair = np.repeat(np.arange(len(first) - 1), np.diff(first))
+        return cls(
+            order,
+            num_bytes,
+            row_bytes[order],
+            end[:-1] - end[first][pair],
+            first,
+            group[order][first[:-1]],
+            rank[order][first[:-1]],
+            np.diff(end[first]),
+        )
 
 
 def plan_transfers(sources: Sequence[Sequence[Shard]], destinations: Sequence[Sequence[Shard]]) -> TransferPlan:
@@ -49,43 +264,179 @@ def plan_transfers(sources: Sequence[Sequence[Shard]], destinations: Sequence[Se
     Raises:
         ValueError: a destination rectangle that the sources hold only in part, or not at all, by name.
     """
-    holders: dict[str, dict[Box, list[tuple[int, Shard]]]] = defaultdict(lambda: defaultdict(list))
-    for rank, shards in enumerate(sources):
-        for shard in shards:
-            holders[shard.hf_name][shard.hf_box].append((rank, shard))
-    load = [0] * len(sources)
-    routes: dict[tuple[int, int], list[Copy]] = defaultdict(list)
-    for destination, shards in enumerate(destinations):
-        for shard in shards:
-            found = 0
-            for box, replicas in holders[shard.hf_name].items():
-                part = intersect(box, shard.hf_box)
-                if part is None:
-                    continue
-                rank, source = min(replicas, key=lambda replica: (load[replica[0]], replica[0]))
-                load[rank] += volume(part)
-                found += volume(part)
-                routes[rank, destination].append(
-                    Copy(
-                        source.local_name,
-                        translate(part, source.hf_box, source.local_box),
-                        shard.local_name,
-                        translate(part, shard.hf_box, shard.local_box),
-                    )
-                )
-            if found != volume(shard.hf_box):
-                raise ValueError(
-                    f"{shard.hf_name} {shard.hf_box}: the sources hold {found} of the {volume(shard.hf_box)} elements "
-                    f"that {shard.local_name} on rank {destination} needs"
-                )
-    return TransferPlan({route: tuple(copies) for route, copies in sorted(routes.items())})
+    regions = intersect_sides(Side.of_shards(sources), Side.of_shards(destinations))
+    return _plan(regions, len(sources), len(destinations), Engines(), Links(), "bfloat16")
+
+
+@lru_cache(maxsize=2)
+def plan_weights(
+    shape: ModelShape,
+    mesh: Mesh,
+    engines: Engines,
+    *,
+    fused_norms: bool = False,
+    dtype: str = "bfloat16",
+    links: Links = Links(),
+) -> TransferPlan:
+    """From a trainer to equal engines. Destination rank = engine * engines.world_size + the engine's rank.
+
+    Args:
+        fused_norms: the trainer has Transformer Engine's layers.
+        dtype: on the wire.
+
+    Raises:
+        ValueError: heads, FFNs, experts or layers do not divide, or the family has no model in vLLM.
+    """
+    family = FAMILIES[shape.family]
+    tensor, pipeline = engines.tensor, engines.pipeline
+    source = Side.of(family.megatron_placed(shape, mesh, rank, fused_norms) for rank in range(mesh.world_size))
+    destination = Side.of(
+        family.vllm_placed(shape, tensor, rank, engines.expert_parallel, pipeline) for rank in range(tensor * pipeline)
+    )
+    return _plan(intersect_sides(source, destination), mesh.world_size, engines.world_size, engines, links, dtype)
 
 
 def plan_policy_to_engines(
-    shape: ModelShape, mesh: Mesh, *, fused_norms: bool, num_engines: int, engine_tensor: int
+    shape: ModelShape,
+    mesh: Mesh,
+    *,
+    fused_norms: bool,
+    num_engines: int,
+    engine_tensor: int,
+    dtype: str = "bfloat16",
 ) -> TransferPlan:
-    """The bridge's plan. Destination rank = engine * engine_tensor + the engine's tensor rank."""
-    family = FAMILIES[shape.family]
-    sources = [family.megatron_shards(shape, mesh, rank, fused_norms) for rank in range(mesh.world_size)]
-    engine = [family.vllm_shards(shape, engine_tensor, rank) for rank in range(engine_tensor)]
-    return plan_transfers(sources, engine * num_engines)
+    """The bridge's plan: the trainer feeds every engine."""
+    return plan_weights(shape, mesh, Engines(num_engines, engine_tensor), fused_norms=fused_norms, dtype=dtype)
+
+
+def _plan(
+    regions: Regions, num_sources: int, engine_world: int, engines: Engines, links: Links, dtype: str
+) -> TransferPlan:
+    stream = Stream.of(regions, dtype)
+    lines = _lay_out(stream, regions.groups[0], num_sources, engine_world, engines, links)
+    cut, sender = _share(lines, num_sources, links)
+    if len(cut):  # cuts move down to the beginning of a row
+        segment = np.searchsorted(lines.end, np.minimum(cut, lines.end[-1] - 1), "right") - 1
+        total = np.append(0, np.cumsum(stream.bytes))
+        within = total[stream.first[lines.pair[segment]]] + cut - lines.end[segment]
+        item = np.minimum(np.searchsorted(total, within, "right"), len(stream.items)) - 1
+        cut = cut - (within - total[item]) % stream.row_bytes[item]
+    points = np.unique(np.concatenate([lines.end, cut]))
+    start, stop = points[:-1], points[1:]
+    segment = np.searchsorted(lines.end, start, "right") - 1
+    source = sender[np.searchsorted(cut, start, "right") - 1]
+    pair, destination = lines.pair[segment], lines.destination[segment]
+    start, stop = start - lines.end[segment], stop - lines.end[segment]
+    order = np.lexsort((start, pair, destination, source))
+    feeds = [Feed(hop, chain[hop - 1], chain[hop]) for chain in engines.chains for hop in range(1, len(chain))]
+    return TransferPlan(
+        regions,
+        dtype,
+        num_sources,
+        engines.num * engine_world,
+        engine_world,
+        source[order].astype(np.int32),
+        destination[order].astype(np.int32),
+        pair[order].astype(np.int32),
+        start[order],
+        stop[order],
+        stream,
+        tuple(sorted(feeds)),
+    )
+
+
+@dataclass(frozen=True)
+class _Lines:
+    """Segments one after the other: a segment is a pair for one engine; a line is what some ranks share."""
+
+    pair: np.ndarray
+    destination: np.ndarray
+    end: np.ndarray
+    """[num_segments + 1]: bytes before each segment, of all lines"""
+    first: np.ndarray
+    """[num_lines + 1]: segments"""
+    members: list[np.ndarray]
+    near: np.ndarray
+    """[num_lines]: inside a node"""
+
+
+def _lay_out(
+    stream: Stream,
+    groups: Sequence[Sequence[int]],
+    num_sources: int,
+    engine_world: int,
+    engines: Engines,
+    links: Links,
+) -> _Lines:
+    """Who may send what: of a group the rank on the receiver's GPU, or else those of its node, or else all."""
+    num_pairs = len(stream.group)
+    heads = np.array([chain[0] for chain in engines.chains], np.int64)
+    pair = np.tile(np.arange(num_pairs), len(heads))
+    destination = np.repeat(heads, num_pairs) * engine_world + stream.rank[pair]
+    gpu = links.gpu(destination, num_sources)
+    num_gpus = max(int(gpu.max(initial=0)) + 1, num_sources)
+    ranks = np.array([rank for group in groups for rank in group], np.int64)
+    group_of = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
+    group, node = stream.group[pair], links.node(gpu)
+    same_node = np.isin(group * num_gpus + node, np.unique(group_of * num_gpus + links.node(ranks)))
+    same_gpu = np.isin(group * num_gpus + gpu, group_of * num_gpus + ranks)
+    place = np.where(same_gpu, 1 + num_gpus + gpu, np.where(same_node, 1 + node, 0))
+    key = group * (1 + 2 * num_gpus) + place
+    order = np.lexsort((pair, destination, key))
+    _, first = np.unique(key[order], return_index=True)
+    members = []
+    for segment in order[first].tolist():
+        line = np.array(groups[group[segment]], np.int64)
+        if same_gpu[segment]:
+            line = line[line == gpu[segment]]
+        elif same_node[segment]:
+            line = line[links.node(line) == node[segment]]
+        members.append(line)
+    return _Lines(
+        pair[order],
+        destination[order],
+        np.append(0, np.cumsum(stream.pair_bytes[pair[order]])),
+        np.append(first, len(order)),
+        members,
+        same_node[order[first]],
+    )
+
+
+def _share(lines: _Lines, num_sources: int, links: Links) -> tuple[np.ndarray, np.ndarray]:
+    """Cut every line among its members: (beginning of each part, who sends it), along all lines.
+
+    Those without a choice come first; then each line fills up the links that carry least so far.
+    """
+    nic_load = np.zeros(num_sources, np.int64)
+    rank_load = np.zeros((2, num_sources), np.int64)  # over NICs, inside nodes
+    parts: list[np.ndarray] = [np.zeros(0, np.int64)] * len(lines.members)
+    bounds = lines.end[lines.first].tolist()
+    for i in sorted(range(len(lines.members)), key=lambda i: len(lines.members[i])):
+        members, near = lines.members[i], int(lines.near[i])
+        load = rank_load[near]
+        num_bytes = bounds[i + 1] - bounds[i]
+        nic, index = np.unique(members if near else links.nic(members), return_inverse=True)
+        if len(nic) == len(members):  # each has a link of its own
+            part = fill_up((load if near else nic_load)[nic], num_bytes)
+        else:
+            part = np.empty(len(members), np.int64)
+            for j, quota in enumerate(fill_up(nic_load[nic], num_bytes).tolist()):
+                part[index == j] = fill_up(load[members[index == j]], quota)
+        load[members] += part
+        if not near:
+            np.add.at(nic_load, links.nic(members), part)
+        parts[i] = bounds[i] + np.cumsum(part) - part
+    empty = np.zeros(0, np.int64)
+    return np.concatenate([empty, *parts]), np.concatenate([empty, *lines.members])
+
+
+def fill_up(load: np.ndarray, amount: int) -> np.ndarray:
+    """Pour an amount into vessels that hold `load`: what each gets, whole numbers, so that the lowest are level."""
+    order = np.argsort(load, kind="stable")
+    sums = np.cumsum(load[order])
+    level = (amount + sums) // np.arange(1, len(load) + 1)
+    count = int(np.flatnonzero(level >= load[order])[-1]) + 1
+    poured = np.zeros_like(load)
+    poured[order[:count]] = level[count - 1] - load[order[:count]]
+    poured[order[: amount - int(poured.sum())]] += 1  # fewer than count
+    return poured

@@ -65,7 +65,14 @@ def build(
 ) -> MegatronActor:
     """`algorithm` None is supervised training."""
     mesh = layout.mesh
-    parallel = ParallelConfig(tensor=mesh.tensor, pipeline=mesh.pipeline, data=mesh.data, sequence=layout.sequence)
+    parallel = ParallelConfig(
+        tensor=mesh.tensor,
+        pipeline=mesh.pipeline,
+        data=mesh.data,
+        expert=mesh.expert,
+        expert_tensor=mesh.expert_tensor,
+        sequence=layout.sequence,
+    )
     spec = ActorSpec(
         shape=read_shape(folder),
         model=ModelConfig(path=folder, dtype=layout.dtype, recompute=layout.recompute),

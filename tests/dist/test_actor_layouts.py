@@ -36,9 +36,9 @@ LAYOUTS = {
 
 def plain_pytorch(folder, samples, num_updates: int, algorithm=AlgorithmConfig()) -> list[dict[str, float]]:
     """Transformers, one sample at a time, torch's AdamW: no packing, no Megatron."""
-    from transformers import Qwen3ForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    model = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     groups = [
         {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": OPTIMIZER.weight_decay},
         {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
@@ -193,9 +193,9 @@ def rollout_logp(samples) -> np.ndarray:
 
 
 def rollout_log_ratio(folder, samples, temperature: float = TEMPERATURE) -> np.ndarray:
-    from transformers import Qwen3ForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    model = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     rows = []
     for sample in samples:
         ids = torch.from_numpy(sample.tokens.ids.astype(np.int64))
@@ -209,9 +209,9 @@ def rollout_log_ratio(folder, samples, temperature: float = TEMPERATURE) -> np.n
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(Mesh(tensor=2))], ids=["one", "tp2"])
 def test_logits_equal_those_of_transformers(trainers, model_folder, samples, layout):
-    from transformers import Qwen3ForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    model = Qwen3ForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
     (logits, lengths), *_ = trainers.run(
         "logits", layout.mesh.world_size, folder=model_folder, samples=samples, layout=layout
     )

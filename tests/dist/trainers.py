@@ -6,6 +6,7 @@ port.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import multiprocessing
 import multiprocessing.connection
@@ -13,6 +14,12 @@ import os
 import socket
 import time
 import traceback
+
+import psutil
+
+MAX_THREADS = 300
+"""A model and its process groups are a cycle of some fifty threads, and not every one is collected: processes with more
+are replaced, or the machine does little else than switch between them."""
 
 
 class TrainerPool:
@@ -33,6 +40,8 @@ class TrainerPool:
     def run(self, scenario: str, world_size: int, deadline_s: float = 180, **arguments) -> list:
         """What the scenario returned, by rank. The first rank that raises, dies or is late ends the
         processes, as the driver of a run would; the next call starts new ones."""
+        if any(psutil.Process(process.pid).num_threads() > MAX_THREADS for process in self.processes):
+            self.close()
         if not self.processes:
             self.start()
         with socket.socket() as probe:
@@ -78,3 +87,4 @@ def _serve(rank: int, pipe) -> None:
             pipe.send((True, getattr(scenarios, scenario)(rank, world_size, url, **arguments)))
         except Exception:  # reported to the test, which fails with it
             pipe.send((False, f"rank {rank}:\n{traceback.format_exc()}"))
+        gc.collect()

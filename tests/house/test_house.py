@@ -16,7 +16,7 @@ PACKAGE = ROOT / "megatron_rl"
 LAYERS = {
     **dict.fromkeys(["config", "types", "ports"], 0),
     **dict.fromkeys(["algorithms", "balance", "layout", "verifiers", "data", "observe"], 1),
-    "loop": 2,
+    **dict.fromkeys(["loop", "convert"], 2),
     **dict.fromkeys(["actor", "rollout", "bridge"], 3),
     "cluster": 4,
 }

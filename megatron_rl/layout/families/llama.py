@@ -7,7 +7,7 @@ from megatron_rl.layout.family import Family, Ignored
 
 LLAMA = Family(
     name="llama",
-    forward=False,
+    forward=True,
     vllm_model="LlamaForCausalLM",
     attention=LLAMA_ATTENTION,
     dense=(MLP_NORM, *GATED_MLP),

@@ -22,7 +22,7 @@ def _read(config: Mapping[str, Any]) -> dict[str, Any]:
 
 MIXTRAL = Family(
     name="mixtral",
-    forward=False,
+    forward=True,
     vllm_model="MixtralForCausalLM",
     attention=LLAMA_ATTENTION,
     dense=(),

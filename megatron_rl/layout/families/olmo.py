@@ -50,10 +50,10 @@ def _three_of_four(config: Mapping[str, Any]) -> dict[str, Any]:
     return window(config, [layer for layer in range(config["num_hidden_layers"]) if (layer + 1) % 4])
 
 
-OLMO2 = Family(name="olmo2", forward=False, vllm_model=None, attention=_ATTENTION, dense=GATED_MLP, **ENDS)
+OLMO2 = Family(name="olmo2", forward=True, vllm_model=None, attention=_ATTENTION, dense=GATED_MLP, **ENDS)
 OLMO3 = Family(
     name="olmo3",
-    forward=False,
+    forward=True,
     vllm_model=None,
     attention=_ATTENTION,
     dense=GATED_MLP,

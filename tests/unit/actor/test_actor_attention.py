@@ -7,13 +7,13 @@ from hypothesis import strategies as st
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 import megatron_rl.actor  # noqa: F401  before Megatron: it silences its import
-from megatron_rl.actor.attention import MAX_PADDING, PackedAttention, plan_attention
+from megatron_rl.actor.attention import MAX_PADDING, PackedAttention, PackedSequences, plan_attention
 from megatron_rl.actor.norm import Norm
 
 THETA = 10000.0
 
 
-def plain_attention(q, k, v):
+def plain_attention(q, k, v, window):
     """One sequence, [L, N, D] and [L, G, D], float64, written from the definition."""
     length, num_heads, head_dim = q.shape
     frequency = THETA ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
@@ -29,40 +29,61 @@ def plain_attention(q, k, v):
     for head in range(num_heads):
         group = head * k.shape[1] // num_heads
         scores = q[:, head] @ k[:, group].T / head_dim**0.5
-        scores = scores.masked_fill(torch.ones(length, length).triu(1).bool(), -torch.inf)
+        hidden = torch.ones(length, length).triu(1).bool()
+        if window is not None:
+            hidden |= torch.ones(length, length).tril(-window).bool()
+        scores = scores.masked_fill(hidden, -torch.inf)
         heads.append(scores.softmax(-1) @ v[:, group])
     return torch.cat(heads, -1)
 
 
+@pytest.mark.parametrize("window", [None, 1, 5, 7, 64])
 @pytest.mark.parametrize("num_heads, num_groups", [(4, 2), (3, 3), (4, 1)])
 @pytest.mark.parametrize("lengths", [[1], [7, 7, 7], [5, 1, 40, 2, 3, 38, 1, 17]], ids=str)
-def test_output_and_gradients_equal_plain_attention(lengths, num_heads, num_groups):
+def test_output_and_gradients_equal_plain_attention(lengths, num_heads, num_groups, window):
     torch.manual_seed(0)
     num_tokens, head_dim = sum(lengths), 8
     heads = (num_heads, num_groups, num_groups)
     q, k, v = (torch.randn(num_tokens, n, head_dim).requires_grad_() for n in heads)
     grad = torch.randn(num_tokens, num_heads * head_dim)
-    attention = PackedAttention(_config())
-    out = attention(q, k, v, None, packed_seq_params=plan_attention(torch.tensor(lengths), head_dim, THETA))
+    full = plan_attention(torch.tensor(lengths), head_dim, THETA)
+    sliding = plan_attention(torch.tensor(lengths), head_dim, THETA, window=window)
+    slides = {} if window is None else dict(window_size=(window - 1, 0), window_attn_skip_freq=[0, 1])
+    packed = PackedSequences(qkv_format="thd", full=full, sliding=sliding)
+    out = PackedAttention(_config(**slides), layer_number=2)(q, k, v, None, packed_seq_params=packed)
     out.backward(grad)
 
     q64, k64, v64 = (x.detach().double().requires_grad_() for x in (q, k, v))
     parts = zip(*(x.split(lengths) for x in (q64, k64, v64)))
-    expected = torch.cat([plain_attention(*part) for part in parts])
+    expected = torch.cat([plain_attention(*part, window) for part in parts])
     expected.backward(grad.double())
     for got, want in ((out, expected), (q.grad, q64.grad), (k.grad, k64.grad), (v.grad, v64.grad)):
         torch.testing.assert_close(got.double(), want, atol=2e-5, rtol=1e-5)  # fp32 against float64
 
 
+def test_only_the_layers_with_a_window_slide():
+    config = _config(window_size=(4, 0), window_attn_skip_freq=[1, 1, 0])
+    assert [PackedAttention(config, layer_number=n).slides for n in (1, 2, 3)] == [True, True, False]
+    assert not PackedAttention(_config(), layer_number=1).slides
+
+
 @settings(max_examples=100, deadline=None)
-@given(st.lists(st.integers(1, 70), min_size=1, max_size=40))
-def test_the_plan_holds_every_token_once_and_little_padding(lengths):
-    packed = plan_attention(torch.tensor(lengths), 8, THETA)
-    flat = torch.cat([batch.flatten() for batch in packed.batches])
-    assert flat[packed.unpad_T].tolist() == list(range(sum(lengths)))
-    for batch in packed.batches:
-        real = sum(len(set(row.tolist())) for row in batch)
-        assert real >= (1 - MAX_PADDING) * batch.numel()
+@given(st.lists(st.integers(1, 70), min_size=1, max_size=40), st.none() | st.integers(1, 80))
+def test_the_plan_holds_every_token_once_and_little_padding(lengths, window):
+    plan = plan_attention(torch.tensor(lengths), 8, THETA, window=window)
+    flat = torch.cat([batch.query_BL.flatten() for batch in plan.batches])
+    assert flat[plan.unpad_T].tolist() == list(range(sum(lengths)))
+    for batch in plan.batches:
+        real = sum(len(set(row.tolist())) for row in batch.query_BL)
+        assert real >= (1 - MAX_PADDING) * batch.query_BL.numel()
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(1, 70), min_size=1, max_size=20), st.integers(1, 80))
+def test_a_window_costs_less_than_its_square_beyond_it(lengths, window):
+    """Each query stands against less than 2 windows of keys."""
+    for batch in plan_attention(torch.tensor(lengths), 8, THETA, window=window).batches:
+        assert batch.key_BK.shape[1] < 2 * window + (batch.mask_LK is None)
 
 
 @pytest.mark.parametrize("shape", [(6, 1, 16), (6, 1, 2, 16)], ids=str)
@@ -88,4 +109,4 @@ def test_bf16_norm_is_computed_in_fp32():
 
 
 def _config(**changes) -> TransformerConfig:
-    return TransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=4, attention_dropout=0.0, **changes)
+    return TransformerConfig(num_layers=2, hidden_size=16, num_attention_heads=4, attention_dropout=0.0, **changes)

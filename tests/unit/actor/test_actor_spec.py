@@ -1,18 +1,22 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from megatron_rl.actor.actor import MegatronActor
+from megatron_rl.actor.model import check_fused_layers
 from megatron_rl.actor.spec import ActorSpec
 from megatron_rl.algorithms.objective import SupervisedObjective
 from megatron_rl.config.schema import ModelConfig, ParallelConfig, PolicyConfig
-from megatron_rl.types import ModelShape
+from megatron_rl.types import Experts, Llama3Rope, ModelShape, YarnRope
+
+QWEN3 = ModelShape("qwen3", 4, 32, 4, 2, 16, 48, 60, 1e4, 1e-6, 128, False)
+MIXTRAL = replace(QWEN3, family="mixtral", experts=Experts(num_experts=4, num_active=2, ffn_size=48))
 
 
-def spec(**parallel) -> ActorSpec:
-    shape = ModelShape("qwen3", 4, 32, 4, 2, 16, 48, 60, 1e4, 1e-6, 128, False)
+def spec(shape: ModelShape, **parallel) -> ActorSpec:
     return ActorSpec(
         shape=shape,
         model=ModelConfig(path=Path("model"), dtype="float32"),
@@ -25,13 +29,48 @@ def spec(**parallel) -> ActorSpec:
 
 
 @pytest.mark.parametrize(
-    "parallel, world_size, message",
+    "shape, parallel, message",
     [
-        (dict(tensor=2, data=2), 2, "needs 4 ranks, there are 2"),
-        (dict(tensor=4), 4, "2 KV heads.*policy.parallel.tensor=4"),
-        (dict(pipeline=3), 3, "4 layers.*policy.parallel.pipeline=3"),
+        (MIXTRAL, dict(tensor=2, sequence=False), "policy.parallel.sequence must be true"),
+        (MIXTRAL, dict(tensor=2, expert_tensor=1), "expert_tensor is 1 and tensor 2.*leave expert_tensor out"),
+        (replace(MIXTRAL, family="deepseek_v3"), {}, "does not train the family deepseek_v3.*it trains .*qwen3"),
     ],
 )
-def test_sizes_that_do_not_fit_are_refused_before_any_rank_waits(parallel, world_size, message):
+def test_what_cannot_be_trained_is_refused_by_the_specification(shape, parallel, message):
     with pytest.raises(ValueError, match=message):
-        MegatronActor(spec(**parallel), rank=0, world_size=world_size, init_method="tcp://127.0.0.1:1")
+        spec(shape, **parallel)
+
+
+@pytest.mark.parametrize(
+    "shape, parallel, world_size, message",
+    [
+        (QWEN3, dict(tensor=2, data=2), 2, "needs 4 ranks, there are 2"),
+        (QWEN3, dict(tensor=4), 4, "2 KV heads.*policy.parallel.tensor=4"),
+        (QWEN3, dict(pipeline=3), 3, "4 layers.*policy.parallel.pipeline=3"),
+        (QWEN3, dict(data=2, expert=2), 2, "policy.parallel.expert=2.*no experts"),
+        (MIXTRAL, dict(data=3, expert=3), 3, "4 experts.*policy.parallel.expert=3"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused_before_any_rank_waits(shape, parallel, world_size, message):
+    with pytest.raises(ValueError, match=message):
+        MegatronActor(spec(shape, **parallel), rank=0, world_size=world_size, init_method="tcp://127.0.0.1:1")
+
+
+LLAMA = replace(QWEN3, family="llama")
+
+
+@pytest.mark.parametrize(
+    "shape, message",
+    [
+        (replace(QWEN3, family="olmo2"), "no norm behind a block, olmo2 has.*float32"),
+        (replace(LLAMA, rope_scaling=YarnRope(4.0, 64)), "Llama 3.1's rotary scaling alone.*float32"),
+        (replace(LLAMA, rope_scaling=Llama3Rope(8.0, 1.0, 4.0, 64)), "Llama 3.1's rotary scaling alone"),
+    ],
+)
+def test_what_transformer_engine_cannot_express_is_refused(shape, message):
+    with pytest.raises(ValueError, match=message):
+        check_fused_layers(shape)
+
+
+def test_llama_3_fits_transformer_engine():
+    check_fused_layers(replace(LLAMA, rope_scaling=Llama3Rope(32.0, 1.0, 4.0, 8192)))

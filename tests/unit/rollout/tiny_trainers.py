@@ -75,7 +75,7 @@ def serve(setup: BridgeSetup, rank: int, commands) -> None:
 
 
 class TinyTrainers:
-    def __init__(self, folder: Path, mesh: Mesh, engine_tensor: int = 1, timeout_s: float = 30.0) -> None:
+    def __init__(self, folder: Path, mesh: Mesh, engine_tensor: int = 1, timeout_s: float = 120.0) -> None:
         self._store = host_store("127.0.0.1")
         address = "127.0.0.1", self._store.port
         self.setup = BridgeSetup(read_shape(folder), mesh, False, 1, engine_tensor, "float32", *address, timeout_s)

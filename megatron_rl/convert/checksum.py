@@ -1,0 +1,39 @@
+"""crc32 of bytes that were seen in parts: each byte is added up once, for the tensor that it is read from and for the
+one that it is written to.
+
+Invariant (tests/unit/convert): the crc32 of a and b joined is that of a + b.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+_POLYNOMIAL = 0xEDB88320
+"""zlib's, x^31 in bit 0; bit 31 is x^0."""
+
+
+def joined(first: int, second: int, second_bytes: int) -> int:
+    """The crc32 of `first`'s bytes followed by `second`'s: first x^(8 n) + second, modulo the polynomial."""
+    return _multiply(_power(second_bytes), first) ^ second
+
+
+def _multiply(a: int, b: int) -> int:
+    product = 0
+    while a:
+        if a & 0x80000000:
+            product ^= b
+        a = a << 1 & 0xFFFFFFFF
+        b = b >> 1 ^ _POLYNOMIAL if b & 1 else b >> 1
+    return product
+
+
+@lru_cache(maxsize=None)
+def _power(num_bytes: int) -> int:
+    """x^(8 num_bytes)"""
+    power, square = 0x80000000, 0x00800000  # 1, x^8
+    while num_bytes:
+        if num_bytes & 1:
+            power = _multiply(square, power)
+        square = _multiply(square, square)
+        num_bytes >>= 1
+    return power

@@ -1,0 +1,48 @@
+"""What a Hugging Face folder holds beside its tensors: names of files, index, configuration, tokenizer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+MAX_FILE_BYTES = 4 * 2**30
+INDEX = "model.safetensors.index.json"
+COMPANIONS = (
+    "generation_config.json",
+    "tokenizer*",
+    "vocab*",
+    "merges.txt",
+    "*_tokens*.json",
+    "chat_template*",
+)
+"""What a model folder holds beside weights and config.json."""
+
+
+def file_name(stem: str, i: int, num_files: int) -> str:
+    return f"{stem}.safetensors" if num_files == 1 else f"{stem}-{i + 1:05d}-of-{num_files:05d}.safetensors"
+
+
+def index_text(files: Sequence[Iterable[str]], total_bytes: int) -> str:
+    """INDEX, of several files with so many bytes of tensors."""
+    weight_map = {name: file_name("model", i, len(files)) for i, names in enumerate(files) for name in names}
+    return json.dumps({"metadata": {"total_size": total_bytes}, "weight_map": weight_map}, indent=2)
+
+
+def companions(folder: Path, dtype: str | None) -> dict[str, bytes]:
+    """Configuration, tokenizer, chat template and generation configuration, by file name.
+
+    Args:
+        dtype: stands in config.json for the folder's own; None keeps config.json to the letter.
+    """
+    config = (folder / "config.json").read_bytes()
+    if dtype is not None:
+        fields = json.loads(config)
+        fields.pop("torch_dtype", None)  # the older name of the same key
+        config = json.dumps(fields | {"dtype": dtype}, indent=2).encode()
+    files = {"config.json": config}
+    for pattern in COMPANIONS:
+        for path in sorted(folder.glob(pattern)):
+            if path.is_file():
+                files[path.name] = path.read_bytes()
+    return files

@@ -1,0 +1,76 @@
+"""manifest.json: what a folder holds and the checksum of every byte. Written last: without it a folder is none of ours.
+
+    {"format": 1, "form": "open", "family": "qwen3", "shape": {..}, "mesh": null, "fused_norms": true,
+     "dtypes": ["bfloat16"], "files": {
+        "__0_0.distcp": {"bytes": 8192, "crc32": "..", "tensors": {"<name>":
+            {"dtype": "bfloat16", "start": 512, "bytes": 4096, "crc32": ".."}}}, ..}}
+
+Each tensor has a checksum of its own, so that damage is found by name; a file's is that of the bytes outside them.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.types import Mesh, ModelShape
+
+FORMAT = 1
+NAME = "manifest.json"
+HUB, OPEN, RANKS = "hub", "open", "ranks"
+
+
+def describe(form: str, shape: ModelShape, mesh: Mesh | None, fused_norms: bool, files: dict[str, Any]) -> bytes:
+    """`files`: the entries, by name."""
+    dtypes = {tensor["dtype"] for entry in files.values() for tensor in entry.get("tensors", {}).values()}
+    fields = {
+        "format": FORMAT,
+        "form": form,
+        "family": shape.family,
+        "shape": asdict(shape),
+        "mesh": asdict(mesh) if mesh else None,
+        "fused_norms": fused_norms,
+        "dtypes": sorted(dtypes),
+        "files": files,
+    }
+    return json.dumps(fields, indent=1).encode()
+
+
+def read(folder: Path) -> dict[str, Any] | None:
+    """None: the folder has none.
+
+    Raises:
+        ValueError: it is damaged, or of another format.
+    """
+    path = folder / NAME
+    if not path.is_file():
+        return None
+    try:
+        fields = json.loads(path.read_text())
+        form, version = fields["form"], fields["format"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is damaged ({error!r}); copy or convert the folder again") from error
+    if version != FORMAT or form not in (HUB, OPEN, RANKS):
+        raise ValueError(f"{path} has format {version!r} and form {form!r}; this version reads format {FORMAT}")
+    return fields
+
+
+def check_shape(folder: Path, fields: dict[str, Any], shape: ModelShape) -> None:
+    """The configuration beside the weights is that of the manifest.
+
+    Raises:
+        ValueError: names the first size that differs.
+    """
+    now = json.loads(json.dumps(asdict(shape)))  # JSON has no tuples
+    for key, value in fields["shape"].items():
+        if now.get(key) != value:
+            raise ValueError(f"{folder}: config.json says {key} {now.get(key)}, {NAME} says {value}")
+
+
+def read_mesh(fields: dict[str, Any]) -> Mesh:
+    mesh = dict(fields["mesh"])
+    if mesh["layers"] is not None:
+        mesh["layers"] = tuple(mesh["layers"])
+    return Mesh(**mesh)

@@ -1,0 +1,111 @@
+"""A conversion as a value: every file that will be written, with its size to the byte, before anything is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from megatron_rl.convert import forms, hub, manifest, torch_dist
+from megatron_rl.convert.source import Source
+from megatron_rl.convert.stored import safetensors_header
+from megatron_rl.convert.target import TargetFile, TargetTensor
+from megatron_rl.types import Mesh, ModelShape
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    source: Source
+    form: str
+    mesh: Mesh | None
+    fused_norms: bool
+    files: tuple[TargetFile, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(file.num_bytes for file in self.files)
+
+    @property
+    def shape(self) -> ModelShape:
+        return self.source.shape
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    dtype: str | None = None
+    """Of the result; None keeps each tensor's."""
+    max_file_bytes: int = hub.MAX_FILE_BYTES
+
+    def __post_init__(self) -> None:
+        if self.dtype not in (None, "float32", "bfloat16", "float16"):
+            raise ValueError(f"dtype {self.dtype!r} is not known; known are float32, bfloat16 and float16")
+        if self.max_file_bytes < 1:
+            raise ValueError(f"max_file_bytes is {self.max_file_bytes}; it is at least 1")
+
+    @property
+    def torch_dtype(self) -> torch.dtype | None:
+        return getattr(torch, self.dtype) if self.dtype else None
+
+
+def to_hub(source: Source, options: Options = Options()) -> Conversion:
+    """A Hugging Face folder, in transformers' form."""
+    tensors = [source.tensor(described, options.torch_dtype) for described in forms.hub_tensors(source.shape)]
+    groups = forms.split(((tensor, tensor.num_bytes) for tensor in tensors), options.max_file_bytes)
+    files = [_safetensors(hub.file_name("model", i, len(groups)), group) for i, group in enumerate(groups)]
+    if len(groups) > 1:
+        total = sum(tensor.num_bytes for tensor in tensors)
+        names = [[tensor.name for tensor in group] for group in groups]
+        files.append(TargetFile(hub.INDEX, (hub.index_text(names, total).encode(),)))
+    files += _literal(hub.companions(source.hub_folder, options.dtype))
+    return Conversion(source, manifest.HUB, None, True, tuple(files))
+
+
+def to_ranks(source: Source, mesh: Mesh, fused_norms: bool, options: Options = Options()) -> Conversion:
+    """The parameters of each rank of a mesh. Raises ValueError where the model does not divide."""
+    files = []
+    for stem, parameters in forms.rank_tensors(source.shape, mesh, fused_norms).items():
+        tensors = [source.tensor(described, options.torch_dtype) for described in parameters]
+        groups = forms.split(((tensor, tensor.num_bytes) for tensor in tensors), options.max_file_bytes)
+        files += [_safetensors(hub.file_name(stem, i, len(groups)), group) for i, group in enumerate(groups)]
+    return Conversion(source, manifest.RANKS, mesh, fused_norms, (*files, *_companions(source, options)))
+
+
+def to_open(source: Source, options: Options = Options()) -> Conversion:
+    """Megatron-Core's distributed checkpoint."""
+    chunks = forms.open_chunks(source.shape)
+    tensors = [source.tensor(chunk.tensor, options.torch_dtype) for chunk in chunks]
+    groups = forms.split(((i, tensor.num_bytes) for i, tensor in enumerate(tensors)), options.max_file_bytes)
+    files, places = [], {}
+    for number, group in enumerate(groups):
+        name, position, segments = f"__0_{number}.distcp", 0, []
+        for i in group:
+            before, after = torch_dist.archive_frame(tensors[i].dtype, torch_dist.stored_extents(chunks[i]))
+            length = len(before) + tensors[i].num_bytes + len(after)
+            places[i] = name, position, length
+            position += length
+            segments += [before, tensors[i], after]
+        files.append(TargetFile(name, tuple(segments)))
+    keys, size = torch_dist.empty_states(chunks), len(torch_dist.EMPTY_STATE)
+    states = {key: (f"__0_{len(groups)}.distcp", i * size, size) for i, key in enumerate(keys)}
+    files.append(TargetFile(f"__0_{len(groups)}.distcp", (torch_dist.EMPTY_STATE * len(keys),)))
+    typed = [(chunk, tensor.dtype) for chunk, tensor in zip(chunks, tensors, strict=True)]
+    small = torch_dist.small_files(forms.are_layers_alike(source.shape))
+    small[".metadata"] = torch_dist.metadata(places, typed, states)
+    files += [*_literal(small), *_companions(source, options)]
+    return Conversion(source, manifest.OPEN, None, True, tuple(files))
+
+
+def _safetensors(name: str, tensors: list[TargetTensor]) -> TargetFile:
+    """Wider dtypes first, so that each tensor is aligned."""
+    tensors = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
+    header = safetensors_header([(tensor.name, tensor.dtype, tensor.extents) for tensor in tensors])
+    return TargetFile(name, (header, *tensors))
+
+
+def _companions(source: Source, options: Options) -> list[TargetFile]:
+    return _literal(hub.companions(source.hub_folder, options.dtype), lambda name: f"hf/{name}")
+
+
+def _literal(files: dict[str, bytes], rename: Callable[[str], str] = str) -> list[TargetFile]:
+    return [TargetFile(rename(name), (content,)) for name, content in files.items()]

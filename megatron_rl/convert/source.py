@@ -1,0 +1,238 @@
+"""A checkpoint in any of the three forms, opened: where each rectangle of each Hugging Face tensor lies.
+
+Only headers and the manifest are read. Invariant (tests/unit/convert): every tensor of the folder is accounted for by
+one row of the family's table; what is missing, unknown, misshapen or truncated is an error that names it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_rl.convert import forms, manifest
+from megatron_rl.convert.forms import Described
+from megatron_rl.convert.stored import Maps, Stored, read_safetensors
+from megatron_rl.convert.target import Copy, TargetTensor, Tick, check_file
+from megatron_rl.layout import FAMILIES, Box, Shard, read_shape, scan, slices, volume
+from megatron_rl.layout.shards import intersect, translate
+from megatron_rl.types import Mesh, ModelShape
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A rectangle of an HF tensor, and where it is stored."""
+
+    hf_box: Box
+    stored: Stored
+    box: Box
+
+
+@dataclass(slots=True)
+class Source:
+    folder: Path
+    form: str
+    shape: ModelShape
+    mesh: Mesh | None
+    fused_norms: bool
+    manifest: dict[str, Any] | None
+    regions: dict[str, list[Region]] = field(default_factory=dict)
+    """By HF tensor: they cover it, each element once."""
+    copies: list[tuple[Region, Region]] = field(default_factory=list)
+    """What is stored twice: the region that is read, and the other one."""
+    ignored: dict[str, str] = field(default_factory=dict)
+    """Tensors of an HF folder that the model does without, and why."""
+    checksums: dict[tuple[Path, str], int] = field(default_factory=dict)
+
+    @property
+    def hub_folder(self) -> Path:
+        """Where config.json and the tokenizer are."""
+        return self.folder if self.form == manifest.HUB else self.folder / "hf"
+
+    def tensor(self, described: Described, dtype: torch.dtype | None) -> TargetTensor:
+        """A tensor of any form, as copies out of this source.
+
+        Args:
+            dtype: of the result; None keeps the source's.
+
+        Raises:
+            ValueError: the parts of a fused tensor have different dtypes.
+        """
+        copies = []
+        for shard in described.shards:
+            for region in self.regions[shard.hf_name]:
+                if part := intersect(shard.hf_box, region.hf_box):
+                    box = translate(part, shard.hf_box, shard.local_box[-len(part) :])
+                    copies.append(Copy(region.stored, translate(part, region.hf_box, region.box), box))
+        kept = sorted({str(copy.source.dtype) for copy in copies})
+        if dtype is None and len(kept) > 1:
+            parts = ", ".join(f"{copy.source.name} ({copy.source.dtype})" for copy in copies[:3])
+            raise ValueError(f"{self.folder}: {described.name} is made of several dtypes, {parts}; ask for one")
+        if dtype is None or _is_kept(described):
+            dtype = copies[0].source.dtype if copies else next(iter(self.regions.values()))[0].stored.dtype
+        return TargetTensor(described.name, dtype, described.extents, tuple(copies))
+
+    def _add(self, described: Described, stored: Stored) -> None:
+        for shard in described.shards:
+            region = Region(shard.hf_box, stored, shard.local_box[-len(shard.hf_box) :])
+            known = self.regions.setdefault(shard.hf_name, [])
+            first = next((other for other in known if other.hf_box == region.hf_box), None)
+            if first:
+                self.copies.append((first, region))
+            else:
+                known.append(region)
+
+
+def open_checkpoint(folder: Path) -> Source:
+    """Raises ValueError: the folder is none of the three forms, or is damaged or incomplete."""
+    fields = manifest.read(folder)
+    form = fields["form"] if fields else manifest.HUB
+    if fields is None and not (folder / "config.json").is_file():
+        raise ValueError(f"{folder} has neither config.json nor {manifest.NAME}: it is no checkpoint of a known form")
+    shape = read_shape(folder if form == manifest.HUB else folder / "hf")
+    source = Source(folder, form, shape, None, True, fields)
+    if fields:
+        manifest.check_shape(folder, fields, shape)
+        _check_files(folder, fields)
+        source.fused_norms = fields["fused_norms"]
+        source.checksums = {
+            (folder / name, tensor): int(values["crc32"], 16)
+            for name, entry in fields["files"].items()
+            for tensor, values in entry.get("tensors", {}).items()
+        }
+    if form == manifest.HUB:
+        _open_hub(source)
+    elif form == manifest.OPEN:
+        _open_chunks(source)
+    else:
+        source.mesh = manifest.read_mesh(fields)
+        _open_ranks(source)
+    for name, extents in FAMILIES[shape.family].hf_tensors(shape).items():
+        covered = sum(volume(region.hf_box) for region in source.regions.get(name, ()))
+        assert covered == volume(tuple((0, length) for length in extents)), f"{name}: {covered} of {extents}"
+    return source
+
+
+def _check_files(folder: Path, fields: dict[str, Any]) -> None:
+    """Sizes of all files, and the bytes of those without tensors."""
+    for name, entry in fields["files"].items():
+        path = folder / name
+        if not path.is_file():
+            raise ValueError(f"{path} is missing, {manifest.NAME} names it; copy it again")
+        if (size := path.stat().st_size) != entry["bytes"]:
+            raise ValueError(f"{path} has {size} bytes, {manifest.NAME} says {entry['bytes']}; copy it again")
+        if "tensors" not in entry and fields["form"] != manifest.HUB:
+            check_file(path, entry, lambda num_bytes: None)
+    for path in (*folder.glob("*.safetensors"), *folder.glob("*.distcp")):
+        if path.name not in fields["files"]:
+            raise ValueError(f"{path} is not named by {manifest.NAME}; remove it or convert again")
+
+
+def _open_hub(source: Source) -> None:
+    headers = {path: read_safetensors(path) for path in sorted(source.folder.glob("*.safetensors"))}
+    index = scan(source.folder, source.shape)
+    source.ignored = index.ignored
+    for described in forms.hub_tensors(source.shape):
+        source._add(described, headers[index.files[described.name]][described.name])
+    output = FAMILIES[source.shape.family].output.hf[0].name
+    if output in index.ignored:  # tied, and stored a second time: it must be the same
+        embedding = FAMILIES[source.shape.family].embedding.hf[0].name
+        box = source.regions[embedding][0].hf_box
+        for header in headers.values():
+            if stored := header.get(output):
+                source._add(Described(output, stored.extents, (Shard(embedding, box, output, box),)), stored)
+
+
+def _open_chunks(source: Source) -> None:
+    """Where a chunk begins is in the manifest."""
+    stored = {}
+    for name, entry in source.manifest["files"].items():
+        for tensor, values in entry.get("tensors", {}).items():
+            stored[tensor] = name, values
+    for chunk in forms.open_chunks(source.shape):
+        described = chunk.tensor
+        if described.name not in stored:
+            raise ValueError(f"{source.folder}: tensor {described.name} is missing: {_rule(source.shape, described)}")
+        name, values = stored.pop(described.name)
+        dtype, path = getattr(torch, values["dtype"]), source.folder / name
+        tensor = Stored(path, described.name, dtype, described.extents, values["start"])
+        if tensor.num_bytes != values["bytes"]:
+            raise ValueError(
+                f"{path}: tensor {described.name} has {values['bytes']} bytes, config.json asks for "
+                f"{list(described.extents)}: {_rule(source.shape, described)}"
+            )
+        source._add(described, tensor)
+    if stored:
+        name, (file, _) = next(iter(stored.items()))
+        raise ValueError(f"{source.folder / file}: tensor {name} is unknown to the family {source.shape.family}")
+
+
+def _open_ranks(source: Source) -> None:
+    for stem, tensors in forms.rank_tensors(source.shape, source.mesh, source.fused_norms).items():
+        found = dict(_stem_tensors(source, stem))
+        for described in tensors:
+            stored = found.pop(described.name, None)
+            if stored is None:
+                raise ValueError(
+                    f"{source.folder}: tensor {described.name} of {stem} is missing: {_rule(source.shape, described)}; "
+                    f"is a file absent?"
+                )
+            if stored.extents != described.extents:
+                raise ValueError(
+                    f"{stored.path}: tensor {described.name} is {list(stored.extents)}, config.json and mesh ask for "
+                    f"{list(described.extents)}: {_rule(source.shape, described)}"
+                )
+            source._add(described, stored)
+        for name, stored in found.items():
+            raise ValueError(f"{stored.path}: tensor {name} is unknown to the family {source.shape.family}")
+
+
+def _stem_tensors(source: Source, stem: str) -> Iterator[tuple[str, Stored]]:
+    pattern = re.compile(rf"{stem}(-\d+-of-\d+)?\.safetensors")
+    seen = set()
+    for name in source.manifest["files"]:
+        if pattern.fullmatch(name):
+            for tensor, stored in read_safetensors(source.folder / name).items():
+                if tensor in seen:
+                    raise ValueError(f"{stored.path}: tensor {tensor} stands in another file too; remove one of them")
+                seen.add(tensor)
+                yield tensor, stored
+
+
+def check_copies(source: Source, maps: Maps, tick: Tick) -> None:
+    """What is stored more than once (norms over tensor parallelism, tied embeddings) has the same bits everywhere.
+
+    Raises:
+        ValueError: names the two places.
+    """
+    for first, other in source.copies:
+        a, b = (maps.tensor(region.stored)[slices(region.box)] for region in (first, other))
+        if a.dtype != b.dtype or not same_bits(a, b):
+            raise ValueError(
+                f"{other.stored.path}: tensor {other.stored.name} differs from {first.stored.name} in "
+                f"{first.stored.path}, which should be the same"
+            )
+        tick(b.nbytes)
+
+
+def bits(x: Tensor) -> Tensor:
+    """As integers, so that NaNs are compared too."""
+    return x.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.itemsize])
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(bits(a), bits(b))
+
+
+def _rule(shape: ModelShape, described: Described) -> str:
+    return FAMILIES[shape.family].describe(described.shards[0].hf_name) or "" if described.shards else "padding rows"
+
+
+def _is_kept(described: Described) -> bool:
+    """Whether a conversion of dtypes leaves the tensor alone: Megatron and vLLM hold the router's bias in float32."""
+    return any(shard.hf_name.endswith("e_score_correction_bias") for shard in described.shards)

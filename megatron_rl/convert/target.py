@@ -1,0 +1,247 @@
+"""Files to be written as values: literal bytes and tensors one after the other, every size known beforehand.
+
+A target tensor is a list of copies out of stored tensors. It is made in blocks of rows, so that memory does not grow
+with the tensor: a block is filled, added to the checksum and written while it is in the processor's cache.
+Invariant (tests/unit/convert): every element of a target is written by exactly one copy, or is a padding row, zero.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_rl.convert.checksum import joined
+from megatron_rl.convert.stored import Maps, Stored, damaged
+from megatron_rl.layout import Box, slices, volume
+from megatron_rl.layout.shards import intersect, is_vocabulary, translate
+
+BLOCK_BYTES = 2**20
+"""Small enough for a core's share of the cache, large enough that Python is not felt. Writes of 4 MiB cost Linux three
+times as much: ext4 then asks for pages in larger pieces than there are."""
+
+Tick = Callable[[int], None]
+"""Told the bytes of each block when it is done; raises to give up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    source: Stored
+    source_box: Box
+    box: Box
+    """In the target."""
+
+
+@dataclass(frozen=True, slots=True)
+class TargetTensor:
+    name: str
+    dtype: torch.dtype
+    extents: tuple[int, ...]
+    copies: tuple[Copy, ...]
+
+    def __post_init__(self) -> None:
+        described = sum(volume(copy.box) for copy in self.copies)
+        padded = is_vocabulary(self.name) and described < prod(self.extents)
+        assert described == prod(self.extents) or padded, f"{self.name}: {described} of {self.extents} are described"
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.extents) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class TargetFile:
+    name: str
+    """Relative to the folder."""
+    segments: tuple[bytes | TargetTensor, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(len(s) if isinstance(s, bytes) else s.num_bytes for s in self.segments)
+
+    def tensors(self) -> Iterator[tuple[TargetTensor, int]]:
+        """With the first byte of each."""
+        start = 0
+        for segment in self.segments:
+            if isinstance(segment, bytes):
+                start += len(segment)
+            else:
+                yield segment, start
+                start += segment.num_bytes
+
+
+def blocks(tensor: TargetTensor, maps: Maps, check: bool = True) -> Iterator[Tensor]:
+    """The rows of a tensor, some at a time; each is overwritten by the next."""
+    rest = tensor.extents[1:]
+    sources = [maps.tensor(copy.source, check) for copy in tensor.copies]
+    is_padded = sum(volume(copy.box) for copy in tensor.copies) < prod(tensor.extents)
+    workspace = None
+    for start, stop in _row_ranges(tensor):
+        here = ((start, stop), *((0, length) for length in rest))
+        if workspace is None:
+            workspace = torch.empty((stop - start, *rest), dtype=tensor.dtype)
+        block = workspace[: stop - start]
+        if is_padded:
+            block.zero_()
+        for copy, source in zip(tensor.copies, sources, strict=True):
+            if part := intersect(copy.box, here):
+                target = block[part[0][0] - start : part[0][1] - start][:, *slices(part[1:])]
+                target.copy_(source[slices(translate(part, copy.box, copy.source_box))].view(target.shape))
+        yield block
+
+
+def _row_ranges(tensor: TargetTensor) -> Iterator[tuple[int, int]]:
+    rows, row_bytes = tensor.extents[0], prod(tensor.extents[1:]) * tensor.dtype.itemsize
+    step = max(1, BLOCK_BYTES // row_bytes) if row_bytes else rows
+    return ((start, min(rows, start + step)) for start in range(0, rows, step))
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Bytes of a source tensor that stand in the target as they are."""
+
+    source: Stored
+    start: int
+    num_bytes: int
+
+
+def runs(tensor: TargetTensor) -> list[list[Run]] | None:
+    """What each block is made of, in order. None: it is not made of such runs, but of columns, of other dtypes, or of
+    padding."""
+    for copy in tensor.copies:
+        whole_rows = (copy.box[1:], copy.source_box[1:]) == (_full(tensor.extents), _full(copy.source.extents))
+        if not whole_rows or copy.source.dtype != tensor.dtype:
+            return None
+    if sum(volume(copy.box) for copy in tensor.copies) < prod(tensor.extents):
+        return None
+    row_bytes = prod(tensor.extents[1:]) * tensor.dtype.itemsize
+    result = []
+    for start, stop in _row_ranges(tensor):
+        parts = []
+        for copy in tensor.copies:
+            (first, last), (source_first, _) = copy.box[0], copy.source_box[0]
+            begin, end = max(first, start), min(last, stop)
+            if begin < end:
+                run = Run(copy.source, (begin - first + source_first) * row_bytes, (end - begin) * row_bytes)
+                parts.append((begin, run))
+        result.append([run for _, run in sorted(parts, key=lambda part: part[0])])
+    return result
+
+
+def _full(extents: tuple[int, ...]) -> Box:
+    return tuple((0, length) for length in extents[1:])
+
+
+def as_bytes(block: Tensor) -> memoryview:
+    return memoryview(block.view(-1).view(torch.uint8).numpy())
+
+
+def write_file(path: Path, file: TargetFile, maps: Maps, tick: Tick) -> dict[str, Any]:
+    """Write a file and return its entry in the manifest.
+
+    Raises:
+        OSError: with the file's name: no space, or whatever the file system says.
+        ValueError: a source is damaged.
+    """
+    frame, tensors, start = 0, {}, 0
+    with path.open("wb", buffering=0) as stream:
+        for segment in file.segments:
+            if isinstance(segment, bytes):
+                frame = zlib.crc32(segment, frame)
+                _write(stream, memoryview(segment), path)
+                tick(len(segment))
+                start += len(segment)
+                continue
+            checksum = 0
+            for view, checksum in _checked_blocks(segment, maps):
+                _write(stream, view, path)
+                tick(len(view))
+            tensors[segment.name] = {
+                "dtype": str(segment.dtype).removeprefix("torch."),
+                "start": start,
+                "bytes": segment.num_bytes,
+                "crc32": f"{checksum:08x}",
+            }
+            start += segment.num_bytes
+    maps.settle()
+    entry: dict[str, Any] = {"bytes": start, "crc32": f"{frame:08x}"}
+    return entry | {"tensors": tensors} if tensors else entry
+
+
+def _checked_blocks(tensor: TargetTensor, maps: Maps) -> Iterator[tuple[memoryview, int]]:
+    """The blocks, with the crc32 up to the end of each; sources that must be checked are, by the same sums if they can
+    be."""
+    made_of = runs(tensor) if any(maps.is_open(copy.source) for copy in tensor.copies) else None
+    checksum = 0
+    for i, block in enumerate(blocks(tensor, maps, check=made_of is None)):
+        view = as_bytes(block)
+        if made_of is None:
+            checksum = zlib.crc32(view, checksum)
+        else:
+            position = 0
+            for run in made_of[i]:
+                part = zlib.crc32(view[position : position + run.num_bytes])
+                checksum = joined(checksum, part, run.num_bytes)
+                if maps.is_open(run.source):
+                    maps.saw(run.source, run.start, run.num_bytes, part)
+                position += run.num_bytes
+        yield view, checksum
+
+
+def _write(stream: BinaryIO, view: memoryview, path: Path) -> None:
+    with naming(path):
+        while len(view):
+            view = view[stream.write(view) :]
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """A full disk is an error that says which file did not fit."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def check_file(path: Path, entry: dict[str, Any], tick: Tick) -> None:
+    """Whether a file has the bytes that its entry in the manifest says.
+
+    Raises:
+        ValueError: it is absent, has another size, or bytes inside or between its tensors have changed.
+    """
+    if not path.is_file():
+        raise ValueError(f"{path} is missing, the manifest names it; copy it again")
+    if (size := path.stat().st_size) != entry["bytes"]:
+        raise ValueError(f"{path} has {size} bytes, the manifest says {entry['bytes']}; copy it again")
+    frame = 0
+    with path.open("rb", buffering=0) as stream:
+        for name, tensor in entry.get("tensors", {}).items():
+            frame = _checksum(stream, tensor["start"] - stream.tell(), frame, tick)
+            found = _checksum(stream, tensor["bytes"], 0, tick)
+            if found != int(tensor["crc32"], 16):
+                raise ValueError(damaged(path, name, found, int(tensor["crc32"], 16)))
+        frame = _checksum(stream, size - stream.tell(), frame, tick)
+    if frame != int(entry["crc32"], 16):
+        where = "outside its tensors " if "tensors" in entry else ""
+        raise ValueError(
+            f"{path} is damaged {where}or was changed: its crc32 is {frame:08x}, the manifest says {entry['crc32']}"
+        )
+
+
+def _checksum(stream: BinaryIO, num_bytes: int, checksum: int, tick: Tick) -> int:
+    workspace = memoryview(np.empty(min(num_bytes, BLOCK_BYTES), np.uint8))
+    while num_bytes:
+        count = stream.readinto(workspace[:num_bytes])
+        assert count, "the size was checked"
+        checksum = zlib.crc32(workspace[:count], checksum)
+        num_bytes -= count
+        tick(count)
+    return checksum

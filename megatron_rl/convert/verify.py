@@ -1,0 +1,98 @@
+"""Check a checkpoint of any form: every byte against the manifest, every tensor against the family's table, and every
+tensor's bits against another checkpoint of any form."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from megatron_rl.convert import forms
+from megatron_rl.convert.source import Source, bits, check_copies, open_checkpoint, same_bits
+from megatron_rl.convert.stored import Maps
+from megatron_rl.convert.target import TargetTensor, Tick, blocks, check_file
+from megatron_rl.convert.work import Report, Workers
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    form: str
+    family: str
+    num_tensors: int
+    """HF tensors, each covered exactly once."""
+    num_bytes: int
+    """Of those."""
+    num_files: int
+    """Whose bytes are those of the manifest; 0 for a folder without one."""
+    num_copies: int
+    """Rectangles that are stored more than once, with the same bits."""
+    num_ignored: int
+    """Tensors that the model does without."""
+    num_compared: int
+    """Tensors that have the bits of the other checkpoint's."""
+
+
+class Verification:
+    """A list of tasks, as a value; opening has already accounted for every tensor."""
+
+    def __init__(self, folder: Path, against: Path | None = None):
+        """Raises ValueError: the first fault that headers and manifest show, with file and tensor."""
+        self.source = open_checkpoint(folder)
+        self.tensors = [self.source.tensor(described, None) for described in forms.hub_tensors(self.source.shape)]
+        self.entries = self.source.manifest["files"] if self.source.manifest else {}
+        self._maps = Maps({})  # the manifest's checksums have tasks of their own
+        self._tasks: list[Callable[[Tick], None]] = [
+            partial(check_file, folder / name, entry) for name, entry in self.entries.items()
+        ]
+        self._tasks.append(partial(check_copies, self.source, self._maps))
+        self.num_work_bytes = sum(entry["bytes"] for entry in self.entries.values())
+        self.num_compared = 0
+        if against:
+            self._compare_with(open_checkpoint(against))
+
+    def run(self, num_workers: int, report: Report) -> Verified:
+        """Raises ValueError: the first fault in the bytes, with file and tensor."""
+        workers = Workers(num_workers)
+        tasks = self._tasks
+        workers.run(lambda i: tasks[i](workers.tick), range(len(tasks)), lambda i, result: None, report)
+        return Verified(
+            form=self.source.form,
+            family=self.source.shape.family,
+            num_tensors=len(self.tensors),
+            num_bytes=sum(tensor.num_bytes for tensor in self.tensors),
+            num_files=len(self.entries),
+            num_copies=len(self.source.copies),
+            num_ignored=len(self.source.ignored),
+            num_compared=self.num_compared,
+        )
+
+    def _compare_with(self, other: Source) -> None:
+        mine, theirs = self.source, other
+        if mine.shape != theirs.shape:
+            raise ValueError(f"{mine.folder} and {theirs.folder} are different models: {mine.shape}, {theirs.shape}")
+        for tensor, described in zip(self.tensors, forms.hub_tensors(other.shape), strict=True):
+            pair = other.tensor(described, None)
+            if tensor.dtype != pair.dtype:
+                raise ValueError(
+                    f"{_files(tensor)}: tensor {tensor.name} is {tensor.dtype}, in {_files(pair)} it is {pair.dtype}"
+                )
+            self._tasks.append(partial(_compare, tensor, pair, self._maps))
+            self.num_work_bytes += tensor.num_bytes
+        self.num_compared = len(self.tensors)
+
+
+def _compare(mine: TargetTensor, theirs: TargetTensor, maps: Maps, tick: Tick) -> None:
+    start = 0
+    for a, b in zip(blocks(mine, maps), blocks(theirs, maps), strict=True):
+        if not same_bits(a, b):
+            row = start + int((bits(a) != bits(b)).view(len(a), -1).any(1).nonzero()[0])
+            raise ValueError(
+                f"{_files(mine)}: tensor {mine.name} differs from that in {_files(theirs)}, first in row {row}"
+            )
+        start += len(a)
+        tick(a.nbytes)
+
+
+def _files(tensor: TargetTensor) -> str:
+    return " and ".join(sorted({str(copy.source.path) for copy in tensor.copies}))

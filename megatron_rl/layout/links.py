@@ -1,0 +1,50 @@
+"""Which GPU sits where, and how fast its links are.
+
+Trainer ranks fill the nodes first, `gpus_per_node` each; the engines' ranks come after them, engine by engine, or lie
+on the same GPUs from the first one on. Rates are of one direction; both directions work at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    gpus_per_node: int = 1
+    nics_per_node: int | None = None
+    """Neighbouring GPUs share a NIC when there are fewer; None: each GPU has its own."""
+    colocated: bool = False
+    """Engines lie on the trainer's GPUs."""
+    nvlink_gbps: float = 3600.0
+    """Gbit/s of a GPU to the others of its node; 3600 is an H100's 450 GB/s."""
+    nic_gbps: float = 400.0
+    """Gbit/s of a NIC; 400 is 50 GB/s."""
+
+    def __post_init__(self) -> None:
+        nics = self.gpus_per_node if self.nics_per_node is None else self.nics_per_node
+        if not 1 <= nics <= self.gpus_per_node or self.gpus_per_node % nics:
+            raise ValueError(f"links: {nics} NICs a node do not divide {self.gpus_per_node} GPUs evenly")
+        if min(self.nvlink_gbps, self.nic_gbps) <= 0:
+            raise ValueError(f"links: {self}: a rate is above 0")
+
+    def gpu(self, destination: np.ndarray, num_sources: int) -> np.ndarray:
+        """Of engine ranks; trainer rank r is on GPU r."""
+        return destination if self.colocated else destination + num_sources
+
+    def node(self, gpu: np.ndarray) -> np.ndarray:
+        return gpu // self.gpus_per_node
+
+    def nic(self, gpu: np.ndarray) -> np.ndarray:
+        per_nic = self.gpus_per_node // (self.nics_per_node or self.gpus_per_node)
+        return gpu // per_nic
+
+    @property
+    def nvlink_bytes_per_s(self) -> float:
+        return self.nvlink_gbps * 1e9 / 8
+
+    @property
+    def nic_bytes_per_s(self) -> float:
+        return self.nic_gbps * 1e9 / 8

@@ -1,0 +1,118 @@
+"""What a plan puts on each link, and how long that takes at least.
+
+Every GPU has a port to the others of its node (NVLink) and a NIC, perhaps shared; each works in both directions at
+once. Bytes that stay on a GPU load neither. Invariants (tests/unit/layout): the classes add up to what the engines
+need; no time is below the bound.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_rl.layout.links import Links
+from megatron_rl.layout.transfer import TransferPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    device_bytes: int
+    """Stay on their GPU."""
+    nvlink_bytes: int
+    """Between the GPUs of a node."""
+    nic_bytes: int
+    """Between nodes."""
+    received_bytes: int
+    """By all engines together: the sum of the three."""
+    needed_bytes: int
+    """What all engines hold."""
+    busiest_link: str
+    busiest_link_bytes: int
+    busiest_sender_bytes: int
+    """Of all trainer ranks."""
+    num_rounds: int
+    """Engines in the longest chain."""
+    bound_s: float
+    """The wire's: what must enter the fullest engine rank, by its own link."""
+    predicted_s: float
+    """The busiest link's bytes, and a bucket's way through the other rounds."""
+
+    @property
+    def redundancy(self) -> float:
+        return self.received_bytes / self.needed_bytes
+
+
+def traffic(plan: TransferPlan, links: Links, bucket_bytes: int) -> Traffic:
+    """Add up a plan's bytes by link; engines in a chain pass on each bucket as it arrives."""
+    source, destination, num_bytes = _hops(plan)
+    gpu = links.gpu(destination, plan.num_sources)
+    sender = np.where(source < plan.num_sources, source, links.gpu(source - plan.num_sources, plan.num_sources))
+    inside = links.node(sender) == links.node(gpu)
+    stays, far = sender == gpu, ~inside
+    near = inside & ~stays
+    num_gpus = int(max(gpu.max(), sender.max())) + 1
+    loads = {
+        "NIC out of": np.bincount(links.nic(sender)[far], num_bytes[far], num_gpus),
+        "NIC into": np.bincount(links.nic(gpu)[far], num_bytes[far], num_gpus),
+        "NVLink out of": np.bincount(sender[near], num_bytes[near], num_gpus),
+        "NVLink into": np.bincount(gpu[near], num_bytes[near], num_gpus),
+    }
+    rates = {name: links.nic_bytes_per_s if "NIC" in name else links.nvlink_bytes_per_s for name in loads}
+    seconds = {name: float(load.max()) / rates[name] for name, load in loads.items()}
+    busiest = max(seconds, key=seconds.get)
+    by_nic = np.bincount(destination[far], num_bytes[far], plan.num_destinations)
+    by_nvlink = np.bincount(destination[near], num_bytes[near], plan.num_destinations)
+    rounds = max((feed.round for feed in plan.feeds), default=0)
+    return Traffic(
+        device_bytes=int(num_bytes[stays].sum()),
+        nvlink_bytes=int(num_bytes[near].sum()),
+        nic_bytes=int(num_bytes[far].sum()),
+        received_bytes=int(num_bytes.sum()),
+        needed_bytes=int(plan.held_bytes(plan.regions.destination).sum())
+        * (plan.num_destinations // plan.engine_world),
+        busiest_link=_name(busiest, int(loads[busiest].argmax()), plan, links),
+        busiest_link_bytes=int(loads[busiest].max()),
+        busiest_sender_bytes=int(plan.sent_bytes.max()),
+        num_rounds=rounds + 1,
+        bound_s=max(by_nic.max() / links.nic_bytes_per_s, by_nvlink.max() / links.nvlink_bytes_per_s),
+        predicted_s=seconds[busiest] + rounds * bucket_bytes / links.nic_bytes_per_s,
+    )
+
+
+def _hops(plan: TransferPlan) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(sender, destination rank, bytes), senders counted trainers first, of all runs and all feeds."""
+    world, ranks = plan.engine_world, np.arange(plan.engine_world)
+    feeds = np.array([(feed.source, feed.destination) for feed in plan.feeds], np.int64).reshape(-1, 2) * world
+    fed_by, fed = ((feeds[:, i, None] + ranks).ravel() for i in (0, 1))
+    return (
+        np.concatenate([plan.source.astype(np.int64), plan.num_sources + fed_by]),
+        np.concatenate([plan.destination.astype(np.int64), fed]),
+        np.concatenate([plan.bytes.astype(float), np.tile(plan.engine_bytes, len(feeds))]),
+    )
+
+
+def _name(link: str, index: int, plan: TransferPlan, links: Links) -> str:
+    if link.startswith("NIC"):
+        index *= links.gpus_per_node // (links.nics_per_node or links.gpus_per_node)
+    if links.colocated:
+        return f"{link} GPU {index}"
+    if index < plan.num_sources:
+        return f"{link} trainer rank {index}"
+    engine, rank = divmod(index - plan.num_sources, plan.engine_world)
+    return f"{link} engine {engine} rank {rank}"
+
+
+def choose_chains(sender_s: float, receiver_s: float, num_engines: int, bucket_s: float) -> int:
+    """How many chains of engines are fastest: few spare the trainer's links, many are short.
+
+    Args:
+        sender_s: the busiest trainer link's time for one engine; it grows with the number of chains.
+        receiver_s: the busiest engine link's time.
+        bucket_s: one bucket's time from engine to engine.
+    """
+
+    def predicted(chains: int) -> float:
+        return max(chains * sender_s, receiver_s) + (-(-num_engines // chains) - 1) * bucket_s
+
+    return min(range(1, num_engines + 1), key=predicted)

@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from megatron_rl.actor.rotary import rotation
+from megatron_rl.types import Llama3Rope, YarnRope
+
+LLAMA = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192}
+SCALINGS = {
+    "llama 3.1": (LLAMA, Llama3Rope(8.0, 1.0, 4.0, 8192)),
+    "yarn": (YARN, YarnRope(8.0, 8192)),
+    "yarn of OLMo 3": (
+        YARN | {"attention_factor": 1.2079441541679836, "beta_fast": 32, "beta_slow": 1},
+        YarnRope(8.0, 8192, attention_factor=1.2079441541679836),
+    ),
+    "yarn of DeepSeek": (
+        YARN | {"mscale": 1.0, "mscale_all_dim": 0.7},
+        YarnRope(8.0, 8192, mscale=1.0, mscale_all_dim=0.7),
+    ),
+    "yarn with one edge": (YARN | {"beta_fast": 1304, "beta_slow": 1304}, YarnRope(8.0, 8192, 1304, 1304)),
+}
+
+
+@pytest.mark.parametrize("name", SCALINGS)
+def test_scaled_angles_equal_those_of_transformers(name):
+    theirs, ours = SCALINGS[name]
+    config = LlamaConfig(
+        hidden_size=256,
+        num_attention_heads=2,
+        head_dim=128,
+        max_position_embeddings=65536,
+        rope_parameters=theirs | {"rope_theta": 500000.0},
+    )
+    frequency, factor = ROPE_INIT_FUNCTIONS[theirs["rope_type"]](config, torch.device("cpu"))
+    positions = torch.arange(0, 512)
+    angle = torch.outer(positions.float(), frequency).repeat(1, 2)[:, None]
+    cos, sin = rotation(positions, 128, 500000.0, ours)
+    # A frequency that is rounded elsewhere in fp32, 6e-8, times 512 positions.
+    torch.testing.assert_close(cos, angle.cos() * factor, atol=5e-5, rtol=0)
+    torch.testing.assert_close(sin, angle.sin() * factor, atol=5e-5, rtol=0)
+    plain, _ = rotation(positions, 128, 500000.0)
+    assert (cos - plain).abs().max() > 0.1
+
+
+def test_llama_scaling_keeps_short_waves_and_stretches_long_ones():
+    """Golden: head size 2 has one frequency, 1 radian a token, of wavelength 6.28."""
+    kept, _ = rotation(torch.tensor([3]), 2, 1e4, Llama3Rope(8.0, 1.0, 4.0, 8192))
+    stretched, _ = rotation(torch.tensor([3]), 2, 1e4, Llama3Rope(8.0, 1.0, 4.0, 6))
+    assert kept[0, 0].tolist() == pytest.approx([torch.cos(torch.tensor(3.0)).item()] * 2)
+    assert stretched[0, 0].tolist() == pytest.approx([torch.cos(torch.tensor(3.0 / 8)).item()] * 2)

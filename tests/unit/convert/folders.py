@@ -1,0 +1,116 @@
+"""Tiny random Hugging Face folders of every family, and what any form of them must hold."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megatron_rl.convert import Conversion, Options, Outcome, carry_out, open_checkpoint, to_hub
+from megatron_rl.layout import FAMILIES, read_shape
+
+_COMMON = {
+    "num_hidden_layers": 4,
+    "hidden_size": 16,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 6,
+    "intermediate_size": 24,
+    "vocab_size": 70,
+    "rope_theta": 1e4,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+}
+_QWEN3_MOE = {
+    "model_type": "qwen3_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 8,
+    "norm_topk_prob": True,
+}
+_LATENT = {
+    "model_type": "deepseek_v3",
+    "num_key_value_heads": 8,
+    "q_lora_rank": 8,
+    "kv_lora_rank": 14,
+    "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 2,
+    "v_head_dim": 4,
+    "moe_intermediate_size": 8,
+    "n_routed_experts": 4,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.0,
+}
+CONFIGS = {
+    **{name: _COMMON | {"model_type": name} for name in ("llama", "qwen2", "qwen3", "olmo2")},
+    "qwen3_tied": _COMMON | {"model_type": "qwen3", "tie_word_embeddings": True},
+    "qwen3_moe": _COMMON | _QWEN3_MOE,
+    "qwen3_moe_dense": _COMMON | _QWEN3_MOE | {"mlp_only_layers": [0]},
+    "mixtral": _COMMON | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+    "olmo3": _COMMON | {"model_type": "olmo3", "sliding_window": 8},
+    "deepseek_v3": _COMMON | _LATENT,
+    "deepseek_v3_direct": _COMMON | _LATENT | {"q_lora_rank": None},
+}
+"""config.json of each."""
+assert {config["model_type"] for config in CONFIGS.values()} == set(FAMILIES)
+
+
+def write_folder(folder: Path, name: str, dtype: torch.dtype = torch.float32, num_files: int = 2, **changes) -> Path:
+    """Random tensors with every kind of number among them, in several files."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(CONFIGS[name] | changes))
+    (folder / "tokenizer.json").write_text('{"version": "1.0"}')
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    (folder / "generation_config.json").write_text('{"temperature": 0.6}')
+    shape = read_shape(folder)
+    generator = torch.Generator().manual_seed(0)
+    tensors = {}
+    for key, extents in FAMILIES[shape.family].hf_tensors(shape).items():
+        tensors[key] = torch.randn(extents, generator=generator).to(dtype)
+        tensors[key].view(-1)[:3] = torch.tensor([float("nan"), float("-inf"), -0.0])
+    keys = list(tensors)
+    for i in range(num_files):
+        part = {key: tensors[key] for key in keys[i::num_files]}
+        save_file(part, folder / f"model-{i + 1:05d}-of-{num_files:05d}.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def read(folder: Path) -> dict[str, Tensor]:
+    """All tensors of an HF folder, by the official reader."""
+    tensors = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():
+                assert name not in tensors
+                tensors[name] = file.get_tensor(name)
+    return tensors
+
+
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view({2: torch.int16, 4: torch.int32}[tensor.itemsize])
+
+
+def assert_same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
+    assert a.keys() == b.keys()
+    for name, tensor in a.items():
+        assert tensor.dtype == b[name].dtype and tensor.shape == b[name].shape, name
+        assert torch.equal(bits(tensor), bits(b[name])), name
+
+
+def write(conversion: Conversion, target: Path, num_workers: int = 1) -> Outcome:
+    return carry_out(conversion, target, num_workers, lambda done_bytes: None)
+
+
+def back(folder: Path, target: Path, options: Options = Options()) -> Path:
+    write(to_hub(open_checkpoint(folder), options), target)
+    return target

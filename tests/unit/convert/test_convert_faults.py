@@ -1,0 +1,259 @@
+"""Whatever is wrong with a checkpoint or a disk is named, and nothing stands under the target's name."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from folders import read, write, write_folder
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from megatron_rl.convert import Options, Verification, open_checkpoint, smallest_mesh, to_hub, to_open, to_ranks
+from tools import hf_to_megatron, megatron_to_hf, verify_checkpoint
+
+ROOT = Path(__file__).parents[3]
+SMALL = dict(num_hidden_layers=2, hidden_size=8, vocab_size=40)
+
+
+@pytest.fixture(scope="module")
+def forms(tmp_path_factory) -> dict[str, Path]:
+    """The same model in every form; each with a manifest."""
+    root = tmp_path_factory.mktemp("forms")
+    hub = write_folder(root / "origin", "qwen3_tied", **SMALL)
+    write(to_open(open_checkpoint(hub), Options(max_file_bytes=4000)), root / "open")
+    ranks = to_ranks(open_checkpoint(hub), smallest_mesh(2, 1, None, pipeline=2), True, Options(max_file_bytes=2000))
+    write(ranks, root / "ranks")
+    write(to_hub(open_checkpoint(root / "open"), Options(max_file_bytes=4000)), root / "hub")
+    return {name: root / name for name in ("origin", "open", "ranks", "hub")}
+
+
+FORMS = ("open", "ranks", "hub")
+
+
+def verify(folder: Path, against: Path | None = None):
+    return Verification(folder, against).run(1, lambda done_bytes: None)
+
+
+def data_files(folder: Path) -> list[Path]:
+    return [path for path in sorted(folder.iterdir()) if path.suffix in (".safetensors", ".distcp")]
+
+
+@pytest.mark.parametrize("form", (*FORMS, "origin"))
+def test_what_is_whole_is_found_whole(forms, form):
+    for other in forms.values():
+        verified = verify(forms[form], other)
+        assert verified.num_tensors == verified.num_compared == len(read(forms["origin"]))
+    # norms over two TP ranks, six in each of two layers and the last one, and the tied embedding's last stage
+    assert verified.num_copies == (2 * 4 + 1 + 2 if form == "ranks" else 0)
+
+
+@pytest.mark.parametrize("form", (*FORMS, "origin"))
+def test_a_file_truncated_at_any_byte_is_named(forms, form, tmp_path):
+    """With a manifest any other size is an error; without one the headers must show it."""
+    broken = shutil.copytree(forms[form], tmp_path / "broken")
+    for path in data_files(broken)[-1:]:
+        whole = path.read_bytes()
+        lengths = range(len(whole) - 1, -1, -1) if form == "origin" else (len(whole) - 1, len(whole) // 2, 0)
+        for length in lengths:
+            os.truncate(path, length)
+            with pytest.raises(ValueError, match=path.name):
+                open_checkpoint(broken)
+        path.write_bytes(whole)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_a_flipped_bit_is_found_by_file_and_tensor(forms, form, tmp_path_factory, data):
+    broken = shutil.copytree(forms[form], tmp_path_factory.mktemp("flip") / "broken")
+    files = json.loads((broken / "manifest.json").read_text())["files"]
+    name = data.draw(st.sampled_from(sorted(files)))
+    path, position = broken / name, data.draw(st.integers(0, files[name]["bytes"] - 1))
+    content = bytearray(path.read_bytes())
+    content[position] ^= 1 << data.draw(st.integers(0, 7))
+    path.write_bytes(content)
+    with pytest.raises(ValueError) as error:
+        verify(broken)
+    for tensor, values in files[name].get("tensors", {}).items():
+        if values["start"] <= position < values["start"] + values["bytes"]:
+            assert str(path) in str(error.value) and tensor in str(error.value)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+@settings(max_examples=10, deadline=None)
+@given(data=st.data())
+def test_a_conversion_refuses_a_flipped_bit(forms, form, dtype, tmp_path_factory, data):
+    """Where the bytes are passed on as they are and where they are not; fused tensors go to several files."""
+    root = tmp_path_factory.mktemp("flip")
+    broken = shutil.copytree(forms[form], root / "broken")
+    files = json.loads((broken / "manifest.json").read_text())["files"]
+    name = data.draw(st.sampled_from([name for name, entry in files.items() if "tensors" in entry]))
+    tensor = data.draw(st.sampled_from(sorted(files[name]["tensors"])))
+    values = files[name]["tensors"][tensor]
+    content = bytearray((broken / name).read_bytes())
+    content[values["start"] + data.draw(st.integers(0, values["bytes"] - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    (broken / name).write_bytes(content)
+    convert = to_open if form == "hub" else to_hub
+    with pytest.raises(ValueError) as error:
+        write(convert(open_checkpoint(broken), Options(dtype, max_file_bytes=700)), root / "target")
+    assert f"{name}: tensor {tensor} is damaged" in str(error.value) or "which should be the same" in str(error.value)
+    assert sorted(path.name for path in root.iterdir()) == ["broken", "target.partial"]
+    assert not list((root / "target.partial").rglob("*.unfinished"))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_missing_shard_is_named(forms, form, tmp_path):
+    broken = shutil.copytree(forms[form], tmp_path / "broken")
+    data_files(broken)[1].unlink()
+    with pytest.raises(ValueError, match=f"{data_files(forms[form])[1].name} is missing"):
+        open_checkpoint(broken)
+
+
+def test_a_file_that_no_manifest_names_is_refused(forms, tmp_path):
+    broken = shutil.copytree(forms["ranks"], tmp_path / "broken")
+    shutil.copy(data_files(broken)[0], broken / "more.safetensors")
+    with pytest.raises(ValueError, match="more.safetensors is not named"):
+        open_checkpoint(broken)
+
+
+def rewrite(folder: Path, change) -> None:
+    """Change the tensors of a rank's first file, and the manifest as if it had been written so."""
+    path = data_files(folder)[0]
+    tensors = {name: tensor.clone() for name, tensor in load_file(path).items()}
+    change(tensors)
+    save_file(tensors, path)
+    fields = json.loads((folder / "manifest.json").read_text())
+    fields["files"][path.name] = {"bytes": path.stat().st_size, "crc32": "0", "tensors": {}}
+    (folder / "manifest.json").write_text(json.dumps(fields))
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (
+            lambda t: t.pop("embedding.word_embeddings.weight"),
+            "embedding.word_embeddings.weight of tensor0_pipeline0 is missing",
+        ),
+        (lambda t: t.update(extra=torch.zeros(2)), "tensor extra is unknown to the family qwen3"),
+        (
+            lambda t: t.update({"embedding.word_embeddings.weight": torch.zeros(31, 8)}),
+            r"embedding.word_embeddings.weight is \[31, 8\].*ask for \[32, 8\].*vocab",
+        ),
+    ],
+)
+def test_a_missing_unknown_or_misshapen_tensor_is_named_with_its_rule(forms, tmp_path, change, message):
+    broken = shutil.copytree(forms["ranks"], tmp_path / "broken")
+    rewrite(broken, change)
+    with pytest.raises(ValueError, match=message):
+        open_checkpoint(broken)
+
+
+def test_copies_that_differ_are_refused(tmp_path):
+    """A tied model whose folder holds another output layer: converting it would drop that without a word."""
+    folder = write_folder(tmp_path / "hub", "qwen3_tied", **SMALL)
+    save_file({"lm_head.weight": torch.ones(40, 8)}, folder / "model-00003-of-00003.safetensors")
+    with pytest.raises(ValueError, match="lm_head.weight differs from model.embed_tokens.weight"):
+        write(to_open(open_checkpoint(folder)), tmp_path / "target")
+    same = read(folder)["model.embed_tokens.weight"]
+    save_file({"lm_head.weight": same}, folder / "model-00003-of-00003.safetensors")
+    write(to_open(open_checkpoint(folder)), tmp_path / "target")
+
+
+def test_another_model_and_other_bits_are_told_apart(forms, tmp_path):
+    other = shutil.copytree(forms["origin"], tmp_path / "other")
+    name = "model.layers.1.mlp.down_proj.weight"
+    path = next(path for path in data_files(other) if name in load_file(path))
+    tensors = load_file(path)
+    tensors[name][3, 2] += 1
+    save_file(tensors, path)
+    with pytest.raises(ValueError, match=f"tensor {name} differs .* first in row 3"):
+        verify(forms["open"], other)
+    (other / "config.json").write_text(
+        (other / "config.json").read_text().replace('"rope_theta": 10000.0', '"rope_theta": 5.0')
+    )
+    with pytest.raises(ValueError, match="different models"):
+        verify(forms["open"], other)
+
+
+def test_fused_tensors_of_several_dtypes_ask_for_one(tmp_path):
+    folder = write_folder(tmp_path / "hub", "qwen3", num_files=1, **SMALL)
+    tensors = read(folder)
+    tensors["model.layers.0.mlp.up_proj.weight"] = tensors["model.layers.0.mlp.up_proj.weight"].half()
+    save_file(tensors, data_files(folder)[0])
+    with pytest.raises(ValueError, match="layers.0.mlp.linear_fc1.weight is made of several dtypes"):
+        to_open(open_checkpoint(folder))
+    to_open(open_checkpoint(folder), Options(dtype="bfloat16"))
+
+
+def test_a_disk_without_space_is_refused_before_the_start(forms, tmp_path, monkeypatch):
+    conversion = to_open(open_checkpoint(forms["origin"]))
+    usage = shutil._ntuple_diskusage(2**30, 2**30, conversion.num_bytes - 1)
+    monkeypatch.setattr("megatron_rl.convert.work.shutil.disk_usage", lambda path: usage)
+    with pytest.raises(OSError, match=f"{conversion.num_bytes:,} bytes are to be written, {usage.free:,} are free"):
+        write(conversion, tmp_path / "target")
+    assert not (tmp_path / "target").exists()
+
+
+def tool(name: str, *arguments: object, **options) -> subprocess.CompletedProcess:
+    command = [sys.executable, ROOT / "tools" / f"{name}.py", *arguments]
+    return subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=100, **options)
+
+
+def test_a_full_disk_is_named_and_the_same_command_goes_on(tmp_path):
+    """No file may pass 40,000 bytes: the embedding's fails as it would on a full disk."""
+    hub = write_folder(tmp_path / "hub", "qwen3_tied", num_hidden_layers=2, hidden_size=8, vocab_size=2000)
+    target = tmp_path / "target"
+    arguments = ("hf_to_megatron", hub, target, "--tensor", 1, "--max-file-bytes", 2000, "--workers", 1)
+    failed = tool(*arguments, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (40000, 40000)))
+    name = "target.partial/tensor0_pipeline0-00001-of-00010.safetensors.unfinished"
+    assert failed.returncode == 1
+    assert "error: [Errno 27] File too large" in failed.stderr and name in failed.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hub", "target.partial"]
+    assert not list((tmp_path / "target.partial").rglob("*.unfinished"))
+    done = tool(*arguments, "--json")
+    assert done.returncode == 0, done.stderr
+    assert verify(target, hub).num_compared
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hub", "target"]
+
+
+def test_the_tools_speak_json_and_a_dry_run_is_right_to_the_byte(forms, tmp_path, capsys):
+    def said(main, *arguments: object) -> dict:
+        main([str(argument) for argument in arguments])
+        return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+    target = tmp_path / "target"
+    arguments = (forms["origin"], target, "--max-file-bytes", 4000, "--workers", 1, "--json")
+    planned = said(hf_to_megatron.main, *arguments, "--dry-run")
+    assert not list(tmp_path.iterdir())
+    done = said(hf_to_megatron.main, *arguments)
+    assert {file["name"]: file["bytes"] for file in planned["files"]} == {
+        str(path.relative_to(target)): path.stat().st_size
+        for path in target.rglob("*")
+        if path.is_file() and path.name != "manifest.json"
+    }
+    assert planned["num_bytes"] == done["num_bytes"] == sum(file["bytes"] for file in planned["files"])
+    with pytest.raises(ValueError, match="exists; remove it or choose another name"):
+        hf_to_megatron.main([str(argument) for argument in arguments])
+    verified = said(verify_checkpoint.main, target, "--against", forms["origin"], "--workers", 1, "--json")
+    assert verified["num_compared"] == len(read(forms["origin"]))
+    exported = said(megatron_to_hf.main, forms["ranks"], tmp_path / "hub", "--dtype", "float16", "--json")
+    assert exported["form"] == "hub"
+    assert {tensor.dtype for tensor in read(tmp_path / "hub").values()} == {torch.float16}
+
+
+def test_a_fault_is_one_line_and_an_exit_code(forms, tmp_path):
+    broken = shutil.copytree(forms["open"], tmp_path / "broken")
+    os.truncate(broken / "__0_0.distcp", 100)
+    done = tool("verify_checkpoint", broken)
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr.count("\n") == 1 and "__0_0.distcp has 100 bytes" in done.stderr

@@ -1,0 +1,141 @@
+"""A tool that is killed or interrupted leaves nothing under the target's name, and goes on where it was."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+from folders import write, write_folder
+
+from megatron_rl.convert import Options, Verification, carry_out, open_checkpoint, to_open
+from megatron_rl.convert.work import Workers
+
+ROOT = Path(__file__).parents[3]
+OPTIONS = Options(max_file_bytes=200_000)
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory) -> Path:
+    """About 100 MB, in five hundred files once it is converted: there is time to be killed."""
+    sizes = dict(hidden_size=256, intermediate_size=512, num_hidden_layers=24, vocab_size=20000)
+    return write_folder(tmp_path_factory.mktemp("large") / "hub", "qwen3", torch.bfloat16, **sizes)
+
+
+def journal(target: Path) -> list[dict]:
+    path = target.with_name(target.name + ".partial") / "journal.jsonl"
+    lines = path.read_text().split("\n")[1:-1] if path.exists() else []
+    return [json.loads(line) for line in lines]
+
+
+def start(hub: Path, target: Path) -> subprocess.Popen:
+    command = [sys.executable, ROOT / "tools" / "hf_to_megatron.py", hub, target, "--max-file-bytes", "200000"]
+    process = subprocess.Popen(
+        [*map(str, command), "--workers", "2", "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    end = time.monotonic() + 60
+    while len(journal(target)) < 20:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(0.005)
+        assert process.returncode is None and time.monotonic() < end, "it ended before it was stopped"
+    return process
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for path in Path(f"/proc/{pid}/task").glob("*/children") for child in path.read_text().split()]
+
+
+def test_a_killed_tool_goes_on_where_it_was(hub, tmp_path):
+    target = tmp_path / "target"
+    process = start(hub, target)
+    workers = children(process.pid)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert len(workers) == 2 and not target.exists()
+    finished = journal(target)
+    damaged = tmp_path / "target.partial" / finished[0]["file"]
+    content = bytearray(damaged.read_bytes())
+    content[len(content) // 2] ^= 1
+    damaged.write_bytes(content)
+    times = {e["file"]: os.stat(tmp_path / "target.partial" / e["file"]).st_mtime_ns for e in finished[1:]}
+    outcome = write(to_open(open_checkpoint(hub), OPTIONS), target, num_workers=2)
+    assert outcome.num_reused == len(finished) - 1, "all that were finished but the damaged one"
+    assert {name: os.stat(target / name).st_mtime_ns for name in times} == times
+    assert [path.name for path in tmp_path.iterdir()] == ["target"]
+    assert Verification(target, hub).run(1, lambda done_bytes: None).num_compared
+    assert not any(Path(f"/proc/{pid}").exists() and "Z" not in state(pid) for pid in workers)
+
+
+def state(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "Z"
+
+
+def test_ctrl_c_is_clean(hub, tmp_path):
+    process = start(hub, tmp_path / "target")
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "the same command goes on" in errors and "Traceback" not in errors
+    partial = tmp_path / "target.partial"
+    assert list(tmp_path.iterdir()) == [partial]
+    assert not list(partial.rglob("*.unfinished"))
+    assert {entry["file"] for entry in journal(tmp_path / "target")} <= {
+        str(p.relative_to(partial)) for p in partial.rglob("*")
+    }
+
+
+def test_another_conversion_of_the_same_name_begins_anew(hub, tmp_path):
+    target = tmp_path / "target"
+
+    def give_up(done_bytes: int) -> None:
+        if len(journal(target)) >= 5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        carry_out(to_open(open_checkpoint(hub), OPTIONS), target, 1, give_up)
+    assert len(journal(target)) >= 5
+    outcome = write(to_open(open_checkpoint(hub), Options(dtype="float32")), target)
+    assert outcome.num_reused == 0
+    assert {entry.name for entry in target.glob("*.distcp")} == {"__0_0.distcp", "__0_1.distcp"}
+
+
+def test_two_at_once_are_refused(hub, tmp_path):
+    conversion, errors = to_open(open_checkpoint(hub), OPTIONS), []
+
+    def try_too(done_bytes: int) -> None:
+        if not errors:
+            with pytest.raises(ValueError) as error:
+                write(conversion, tmp_path / "target")
+            errors.append(str(error.value))
+
+    carry_out(conversion, tmp_path / "target", 1, try_too)
+    assert "target.partial is being written by another process" in errors[0]
+
+
+def test_a_worker_that_dies_is_an_error_and_stops_the_others(hub, tmp_path):
+    workers = Workers(2)
+
+    def task(i: int) -> None:
+        if i == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        while True:
+            workers.tick(1)
+
+    with pytest.raises(ValueError, match="a worker died"):
+        workers.run(task, [0, 1], lambda i, result: None, lambda done_bytes: None)
+
+
+def test_progress_ends_at_all_bytes(hub, tmp_path):
+    conversion, seen = to_open(open_checkpoint(hub)), []
+    carry_out(conversion, tmp_path / "target", 2, seen.append)
+    assert seen == sorted(seen) and seen[-1] == conversion.num_bytes

@@ -1,0 +1,59 @@
+"""A Hugging Face folder to Megatron-Core, on CPUs.
+
+Without a mesh the result is a distributed checkpoint (`torch_dist`) that Megatron-Core's dist_checkpointing.load reads
+with any tensor, pipeline and expert parallelism. With one it is the parameters of each model-parallel rank, in
+safetensors. Configuration, tokenizer and chat template go to its folder hf/.
+
+    python tools/hf_to_megatron.py models/Qwen3-32B checkpoints/qwen3-32b
+    python tools/hf_to_megatron.py models/Qwen3-32B checkpoints/qwen3-32b-tp8-pp4 --tensor 8 --pipeline 4 --dry-run
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from megatron_rl.convert import command, open_checkpoint, smallest_mesh, to_open, to_ranks
+
+AXES = ("tensor", "pipeline", "expert", "expert_tensor", "virtual", "layers")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = command.conversion_parser(__doc__)
+    mesh = parser.add_argument_group("a given mesh")
+    mesh.add_argument("--tensor", type=int)
+    mesh.add_argument("--pipeline", type=int)
+    mesh.add_argument("--expert", type=int)
+    mesh.add_argument("--expert-tensor", type=int, help="default: as --tensor")
+    mesh.add_argument("--virtual", type=int, help="model chunks of a pipeline stage")
+    mesh.add_argument("--layers", help="of each chunk in order of depth: 15,17,17,15")
+    mesh.add_argument(
+        "--names",
+        choices=["transformer_engine", "local"],
+        default="transformer_engine",
+        help="which of Megatron's layers name the parameters",
+    )
+    given = parser.parse_args(arguments)
+    source = open_checkpoint(given.source)
+    if all(getattr(given, axis) is None for axis in AXES):
+        conversion = to_open(source, command.options(given))
+    else:
+        fused = given.names == "transformer_engine"
+        conversion = to_ranks(source, _mesh(given), fused, command.options(given))
+    command.convert(conversion, given)
+
+
+def _mesh(given: argparse.Namespace):
+    return smallest_mesh(
+        given.tensor or 1,
+        given.expert or 1,
+        given.expert_tensor,
+        pipeline=given.pipeline or 1,
+        virtual=given.virtual or 1,
+        layers=tuple(map(int, given.layers.split(","))) if given.layers else None,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(command.run(main))

@@ -1,0 +1,23 @@
+"""A checkpoint that hf_to_megatron.py wrote, of any mesh or none, to a Hugging Face folder, on CPUs.
+
+Tensors keep their bits unless --dtype asks for another type. Every byte that is read is checked against the manifest.
+
+    python tools/megatron_to_hf.py checkpoints/qwen3-32b models/Qwen3-32B-again
+    python tools/megatron_to_hf.py checkpoints/qwen3-32b-tp8-pp4 models/Qwen3-32B-fp32 --dtype float32 --dry-run
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from megatron_rl.convert import command, open_checkpoint, to_hub
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    given = command.conversion_parser(__doc__).parse_args(arguments)
+    command.convert(to_hub(open_checkpoint(given.source), command.options(given)), given)
+
+
+if __name__ == "__main__":
+    sys.exit(command.run(main))

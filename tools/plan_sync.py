@@ -1,0 +1,210 @@
+"""The transfer plan of a model, computed: bytes by link, the busiest link, and the time that the wire needs.
+
+Nothing is measured but the planning itself. Rates are Gbit/s of one direction.
+
+    nvlink, nic     bytes between GPUs of a node and between nodes, one push to all engines
+    busiest         bytes of the link that takes longest, by its rate
+    bound           bytes that must enter the fullest engine rank, over its link's rate
+    predicted       the busiest link's time, and one bucket's time for each further engine in a chain
+    redundancy      bytes that all engine ranks receive over those that they hold: 1.00 is none
+    gathering       the same of a design that gathers full tensors on every rank: the model, less what a trainer rank
+                    holds, over what the fullest engine rank needs
+    plan            CPU seconds of planning and hashing; peak memory of this process
+
+Without --model: three models on 8 to 256 nodes, half of them trainers.
+
+    python tools/plan_sync.py
+    python tools/plan_sync.py --model configs/model/DeepSeek-V3.json --train pp=16,dp=64,ep=64,etp=1,layers=3+4x14+2 \
+        --rollout tp=32,ep=true,replicas=32 --links gpus_per_node=8,nvlink_gbps=3600,nic_gbps=400 --json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from megatron_rl.layout import FAMILIES, Engines, Links, plan_weights, read_shape
+from megatron_rl.layout.traffic import choose_chains, traffic
+from megatron_rl.layout.transfer import WIDTHS
+from megatron_rl.types import Mesh
+
+MODELS = Path(__file__).parent.parent / "configs" / "model"
+NODES = (8, 16, 32, 64, 128, 256)
+TRAIN_KEYS = dict(tp="tensor", pp="pipeline", vpp="virtual", ep="expert", etp="expert_tensor", dp="data", cp="context")
+ROLLOUT_KEYS = dict(tp="tensor", pp="pipeline", ep="expert_parallel", replicas="num", chains="num_chains")
+
+
+@dataclass(frozen=True)
+class Case:
+    model: Path
+    mesh: Mesh
+    engines: Engines
+    """Without `num_chains`: as many as are fastest."""
+    links: Links
+
+
+def pairs(text: str, known: set[str], option: str) -> dict[str, str]:
+    """`tp=4,pp=4` as a dictionary."""
+    found = dict(word.partition("=")[::2] for word in text.split(",") if word)
+    for key, value in found.items():
+        if key not in known or not value:
+            raise ValueError(f"{option} {text}: {key}={value} is not understood; known are {', '.join(sorted(known))}")
+    return found
+
+
+def layer_counts(text: str) -> tuple[int, ...]:
+    """`3+4x14+2`: 3 layers, fourteen times 4, then 2."""
+    words = [word.partition("x") for word in text.split("+")]
+    return tuple(int(count) for count, _, times in words for _ in range(int(times or 1)))
+
+
+def parse_mesh(text: str) -> Mesh:
+    found = pairs(text, {*TRAIN_KEYS, "layers"}, "--train")
+    layers = {"layers": layer_counts(found.pop("layers"))} if "layers" in found else {}
+    return Mesh(**{TRAIN_KEYS[key]: int(value) for key, value in found.items()}, **layers)
+
+
+def parse_engines(text: str) -> Engines:
+    found = pairs(text, set(ROLLOUT_KEYS), "--rollout")
+    return Engines(**{ROLLOUT_KEYS[k]: flag(v) if k == "ep" else int(v) for k, v in found.items()})
+
+
+def parse_links(text: str) -> Links:
+    kinds = dict(gpus_per_node=int, nics_per_node=int, nvlink_gbps=float, nic_gbps=float, colocated=flag)
+    return Links(**{key: kinds[key](value) for key, value in pairs(text, set(kinds), "--links").items()})
+
+
+def parse_case(options: argparse.Namespace) -> Case:
+    engines, links = parse_engines(options.rollout), parse_links(options.links)
+    return Case(options.model, parse_mesh(options.train), engines, links)
+
+
+def flag(text: str) -> bool:
+    if text not in ("true", "false"):
+        raise ValueError(f"{text!r} is neither true nor false")
+    return text == "true"
+
+
+def computed(case: Case, dtype: str, bucket_bytes: int) -> dict[str, object]:
+    """One row: everything about one plan."""
+    shape, links, engines = read_shape(case.model), case.links, case.engines
+    if engines.num_chains is None and not links.colocated:  # there the trainer's replicas are near everywhere
+        one = plan_weights(shape, case.mesh, replace(engines, num=1), dtype=dtype, links=links)
+        slowest = traffic(one, links, bucket_bytes)
+        rate = links.nic_bytes_per_s
+        sender_s, receiver_s = slowest.busiest_sender_bytes / rate, one.engine_bytes.max() / rate
+        engines = replace(engines, num_chains=choose_chains(sender_s, receiver_s, engines.num, bucket_bytes / rate))
+        plan_weights.cache_clear()
+    start = time.process_time()
+    plan = plan_weights(shape, case.mesh, engines, dtype=dtype, links=links)
+    digest = plan.digest
+    plan_s = time.process_time() - start
+    loads = traffic(plan, links, bucket_bytes)
+    source, destination = plan.regions.source, plan.regions.destination
+    gathered = FAMILIES[shape.family].num_parameters(shape) * WIDTHS[dtype] - plan.held_bytes(source).mean()
+    return {
+        "model": case.model.stem,
+        "num_parameters": FAMILIES[shape.family].num_parameters(shape),
+        "trainer_gpus": case.mesh.world_size,
+        "engine_gpus": plan.num_destinations,
+        "num_engines": engines.num,
+        "num_chains": engines.heads,
+        "num_routes": plan.num_routes,
+        "digest": digest,
+        **asdict(loads),
+        "fullest_rank_bytes": int(plan.engine_bytes.max()),
+        "redundancy": loads.redundancy,
+        "gathering_redundancy": gathered / plan.held_bytes(destination).max(),
+        "gathering_s": gathered / links.nic_bytes_per_s,
+        "plan_s": plan_s,
+        "peak_memory_bytes": peak_memory_bytes(),
+    }
+
+
+def cases() -> list[Case]:
+    """Half of the nodes train, half roll out."""
+    links, found = Links(gpus_per_node=8), []
+    for nodes in NODES:
+        gpus = 4 * nodes
+        stages, layers = (4, "15+16+15x2") if gpus <= 64 else (16, "3+4x14+2")
+        for name, mesh, engines in (
+            ("Qwen3-32B", Mesh(8, 4, gpus // 32), Engines(gpus // 8, 8)),
+            ("Qwen3-235B-A22B", Mesh(4, 2, gpus // 8, expert=16, expert_tensor=1), Engines(gpus // 8, 8, 1, True)),
+            (
+                "DeepSeek-V3",
+                Mesh(1, stages, gpus // stages, expert=min(64, gpus // stages), layers=layer_counts(layers)),
+                Engines(gpus // 16, 16, 1, True),
+            ),
+        ):
+            found.append(Case(MODELS / f"{name}.json", mesh, engines, links))
+    return found
+
+
+def shown(rows: list[dict[str, object]]) -> Table:
+    table = Table()
+    heads = (
+        "model|GPUs|engines, chains|routes|NVLink GB|NIC GB|busiest GB|bound s|predicted s|redundancy|gathering|plan s"
+    )
+    for i, head in enumerate(heads.split("|")):
+        table.add_column(head, justify="left" if i == 0 else "right")
+    for row in rows:
+        table.add_row(
+            row["model"],
+            f"{row['trainer_gpus']} + {row['engine_gpus']}",
+            f"{row['num_engines']}, {row['num_chains']}",
+            str(row["num_routes"]),
+            f"{row['nvlink_bytes'] / 1e9:,.0f}",
+            f"{row['nic_bytes'] / 1e9:,.0f}",
+            f"{row['busiest_link_bytes'] / 1e9:.2f}",
+            f"{row['bound_s']:.3f}",
+            f"{row['predicted_s']:.3f}",
+            f"{row['redundancy']:.2f}",
+            f"{row['gathering_redundancy']:.1f}",
+            f"{row['plan_s']:.2f}",
+        )
+    return table
+
+
+def peak_memory_bytes() -> int:
+    """VmHWM: unlike ru_maxrss it does not begin with the memory of the process that started this one."""
+    return int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, help="a Hugging Face folder, or a config.json")
+    parser.add_argument("--train", default="", help="tp, pp, vpp, ep, etp, dp, cp, layers")
+    parser.add_argument("--rollout", default="", help="tp, pp, ep, replicas, chains")
+    parser.add_argument(
+        "--links",
+        default="gpus_per_node=8",
+        help="gpus_per_node, nics_per_node, nvlink_gbps, nic_gbps, colocated",
+    )
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="on the wire")
+    parser.add_argument("--bucket-bytes", type=int, default=256 * 2**20, help="of one message")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    rows = []
+    try:
+        for case in cases() if options.model is None else [parse_case(options)]:
+            rows.append(computed(case, options.dtype, options.bucket_bytes))
+            plan_weights.cache_clear()
+    except ValueError as error:
+        parser.error(str(error))
+    console = Console(width=160)
+    console.print(shown(rows))
+    peak = max(row["peak_memory_bytes"] for row in rows)
+    console.print(f"peak memory {peak / 1e6:.0f} MB; the busiest link: {rows[-1]['busiest_link']}")
+    if options.json:
+        print(json.dumps(rows[0] if options.model else {"cases": rows}))
+
+
+if __name__ == "__main__":
+    main()
