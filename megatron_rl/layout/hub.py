@@ -112,13 +112,14 @@ def _read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
             raise ValueError(f"{path} is truncated or no safetensors file ({size} bytes); copy it again")
         try:
             header = json.loads(file.read(length), object_pairs_hook=_without_twins)
-        except ValueError as error:
-            raise ValueError(f"{path}: the safetensors header is damaged ({error}); copy the file again") from error
-    header.pop("__metadata__", None)
-    end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+            header.pop("__metadata__", None)
+            entries = {name: (entry["dtype"], tuple(entry["shape"])) for name, entry in header.items()}
+            end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:  # a flipped bit spoils a key or a value
+            raise ValueError(f"{path}: the safetensors header is damaged ({error!r}); copy the file again") from error
     if 8 + length + end != size:
         raise ValueError(f"{path} has {size} bytes, its header promises {8 + length + end}; copy it again")
-    return {name: (entry["dtype"], tuple(entry["shape"])) for name, entry in header.items()}
+    return entries
 
 
 def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
