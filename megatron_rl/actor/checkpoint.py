@@ -12,7 +12,6 @@ does.
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import shutil
 import uuid
@@ -25,6 +24,7 @@ from typing import Any
 import torch
 
 from megatron_rl.actor.agreement import Agreement
+from megatron_rl.convert.work import sync
 
 FORMAT = 2
 MANIFEST = "manifest.json"
@@ -127,12 +127,3 @@ def _read(path: Path) -> Any:
 def write_text(path: Path, text: str) -> None:
     path.write_text(text)
     sync(path)
-
-
-def sync(path: Path) -> None:
-    """Force a file, or a folder's entries, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -18,9 +18,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_rl.actor import platform
-from megatron_rl.actor.checkpoint import atomic_folder, sync, write_text
+from megatron_rl.actor.checkpoint import atomic_folder, write_text
 from megatron_rl.convert.forms import split
 from megatron_rl.convert.hub import INDEX, MAX_FILE_BYTES, companions, file_name, index_text
+from megatron_rl.convert.work import sync
 from megatron_rl.layout import FAMILIES, Shard, megatron_shards, slices, volume
 from megatron_rl.layout.hub import read_index
 
