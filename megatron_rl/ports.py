@@ -55,7 +55,8 @@ class Engine(Protocol):
 
 class Bridge(Protocol):
     def push(self, version: int) -> Metrics:
-        """Bring the policy's weights into every engine as `version`; nothing is generated meanwhile."""
+        """Bring the policy's weights into every engine as `version`. Engines may be generating: each token carries the
+        version that sampled it."""
 
 
 class Verifier(Protocol):

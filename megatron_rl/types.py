@@ -274,7 +274,7 @@ class Group:
     """list[Tokens], one a sample, or a reference to it (a Ray object) that the trainer ranks and the
     verifier resolve: tokens do not pass through the driver."""
     version: int
-    """The weights that sampled the group."""
+    """The weights with which its generation began; `Tokens.version` says what sampled each token."""
 
 
 @dataclass(frozen=True, slots=True)

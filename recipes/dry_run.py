@@ -13,7 +13,7 @@ from rich.table import Table
 
 from megatron_rl.balance import plan_microbatches
 from megatron_rl.config.schema import BaseConfig, GrpoRunConfig, SftRunConfig
-from megatron_rl.layout import FAMILIES, megatron_shards, plan_policy_to_engines, read_shape, volume
+from megatron_rl.layout import FAMILIES, Engines, megatron_shards, plan_weights, read_shape, volume
 from megatron_rl.types import Batch, Group, ModelShape, Prompt, Sample
 
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -79,14 +79,8 @@ def describe_rollout(config: GrpoRunConfig, shape: ModelShape, console: Console)
     )
     counts = [len(minibatch[0]) for minibatch in plan.minibatches]
     width = BYTES[config.model.dtype]
-    transfer = plan_policy_to_engines(
-        shape,
-        parallel.mesh,
-        fused_norms=False,
-        num_engines=rollout.num_engines,
-        engine_tensor=rollout.tensor,
-        dtype=config.model.dtype,
-    )
+    engines = Engines(rollout.num_engines, rollout.tensor, num_chains=config.bridge.chains)
+    transfer = plan_weights(shape, parallel.mesh, engines, dtype=config.model.dtype)
     received, sent = transfer.engine_bytes, transfer.sent_bytes
     whole = width * sum(prod(e) for e in FAMILIES[shape.family].hf_tensors(shape).values())
 

@@ -69,7 +69,7 @@ def run(config: GrpoRunConfig, resume: bool, interrupt: Interrupt) -> int:
             verifier = RayVerifier(config, logs)
             policy.start()
             engines.wait()
-            bridge = RayBridge(config, spec, policy, engines)
+            bridge = RayBridge(config, spec, policy, engines, logs)
         with sink:
             done = train(
                 config, shape, Ports(policy, engines, bridge, verifier), prompts, (sink, checkpoints), interrupt

@@ -31,8 +31,8 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_rl.layout import FAMILIES, Engines, Links, plan_weights, read_shape
+from megatron_rl.layout.copies import WIDTHS
 from megatron_rl.layout.traffic import choose_chains, traffic
-from megatron_rl.layout.transfer import WIDTHS
 from megatron_rl.types import Mesh
 
 MODELS = Path(__file__).parent.parent / "configs" / "model"
@@ -188,7 +188,7 @@ def main() -> None:
         help="gpus_per_node, nics_per_node, nvlink_gbps, nic_gbps, colocated",
     )
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="on the wire")
-    parser.add_argument("--bucket-bytes", type=int, default=256 * 2**20, help="of one message")
+    parser.add_argument("--bucket-bytes", type=int, default=64 * 2**20, help="of one message")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     rows = []

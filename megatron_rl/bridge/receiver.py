@@ -1,31 +1,46 @@
-"""The engine's side of the bridge: one of vLLM's weight transfer engines, living in each of its workers.
+"""The bridge inside vLLM: one of its weight transfer engines, living in each of its workers.
 
 `register` is the entry point `vllm.general_plugins`: every process of vLLM imports this module, so it imports
-nothing that vLLM has not. Invariants (tests/unit/bridge): every parameter of the worker is written by the
-plan, or an error names it; what arrives is of the version that was asked for.
+nothing that vLLM has not.
 
-On a CPU vLLM packs linear weights for oneDNN and drops the originals. Joining gives the layers their
-parameters back and lets the forward read them directly, so that a push is a copy into live parameters, as on
-a GPU.
+On a CPU vLLM packs linear weights for oneDNN and experts for its grouped kernel, and drops the originals. Joining gives
+the layers their parameters back and lets the forward read them directly, so that a push is a copy into live parameters,
+as on a GPU.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
+from vllm.distributed import get_world_group
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.model_executor.model_loader.reload.layerwise import (
+    finalize_layerwise_reload,
+    get_layerwise_info,
+    initialize_layerwise_reload,
+    make_online_process_loader,
+)
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
+from megatron_rl.bridge.intake import Intake, Parameters
+from megatron_rl.bridge.messages import Message
 from megatron_rl.bridge.setup import BridgeSetup
-from megatron_rl.bridge.transport import GlooTransport
-from megatron_rl.layout import check_parameters, slices, vllm_shards
+from megatron_rl.layout import Engines
 
 BACKEND = "megatron_rl"
 
@@ -55,79 +70,221 @@ class BridgeReceiver(WeightTransferEngine[JoinInfo, PushInfo]):
     init_info_cls = JoinInfo
     update_info_cls = PushInfo
     supports_draft_weight_update = False
-    _transport: GlooTransport | None = None
+    _intake: Intake | None = None
 
     def init_transfer_engine(self, init_info: JoinInfo) -> None:
-        """Join the group, with all trainer ranks and all other engines.
+        """Join all trainer ranks and all other engines; an earlier joining ends.
 
         Raises:
             ValueError: a live parameter that the plan does not know, one that is missing or of another shape
-                or dtype; or ranks that do not agree on the plan.
+                or dtype; an engine or ranks that do not agree with the plan.
         """
+        self._on_all_ranks(lambda: self._join(init_info))
+
+    def _join(self, init_info: JoinInfo) -> None:
+        self.shutdown()
         setup = BridgeSetup.from_dict(init_info.setup)
-        assert self.parallel_config.tensor_parallel_size == setup.engine_tensor, setup
-        tensor_rank = self.parallel_config.rank
+        parallel, engines = self.parallel_config, setup.engines
+        mine = Engines(
+            engines.num,
+            parallel.tensor_parallel_size,
+            parallel.pipeline_parallel_size,
+            parallel.enable_expert_parallel,
+            engines.num_chains,
+        )
+        if mine != engines:
+            raise ValueError(f"engine {init_info.engine} is one of {mine}, the bridge is for {engines}")
         if self.device.type == "cpu":
-            unpack_linears(self.model)
-        self._parameters = dict(self.model.named_parameters())
-        side = f"engine {init_info.engine}, tensor rank {tensor_rank}"
-        live = {name: tuple(parameter.shape) for name, parameter in self._parameters.items()}
-        check_parameters(vllm_shards(setup.shape, setup.engine_tensor, tensor_rank), live, side)
-        for name, parameter in self._parameters.items():
-            if parameter.dtype != getattr(torch, setup.dtype):
-                raise ValueError(f"{side}: {name} is {parameter.dtype}, the bridge brings {setup.dtype}")
-        me = setup.engine_rank(init_info.engine, tensor_rank)
-        self._transport = GlooTransport(setup, setup.mesh.world_size + me, setup.plan.received_by(me))
+            unpack(self.model)
+        parameters = ModelParameters(self.model, self.model_config, self.device, parallel.world_size)
+        self._intake = Intake(setup, init_info.engine, parallel.rank, parameters, self.device)
+        parameters.expect(self._intake.messages)
 
     def start_weight_update(self) -> None:
         """Nothing to prepare: parameters are written in place."""
 
     def finish_weight_update(self) -> None:
-        """Nothing to finish: `receive_weights` returns when all is written and acknowledged."""
+        """Nothing to finish: `receive_weights` returns when all is written and answered."""
 
-    @torch.no_grad()
     def receive_weights(self, update_info: PushInfo) -> None:
         """Write one whole push into the live parameters.
 
         Raises:
-            RuntimeError: a trainer rank died, stalled past the deadline, or pushed another version.
+            RuntimeError: a trainer rank died, stalled past the deadline, pushed another version, or bytes arrived
+                spoilt.
         """
-        transport = self._transport
-        assert transport is not None, "init_transfer_engine comes first"
-        for bucket in range(transport.num_buckets):
-            peers = transport.peers(bucket)
-            for work in [transport.receive(peer, bucket) for peer in peers]:
-                work.wait(transport.deadline)
-            for peer in peers:
-                version, number = transport.header(peer).tolist()
-                if (version, number) != (update_info.version, bucket):
-                    transport.acknowledge(update_info.version)
-                    raise RuntimeError(
-                        f"the engine was to receive version {update_info.version}, trainer rank {peer} "
-                        f"pushed version {version} (message {number} for {bucket}); push and receive must "
-                        "name the same version"
-                    )
-            for peer in peers:
-                copies = transport.buckets[peer][bucket]
-                for part, copy in zip(transport.payload(peer, bucket), copies, strict=True):
-                    self._parameters[copy.destination_name][slices(copy.destination_box)].copy_(part)
-        transport.acknowledge(update_info.version)
+        self._on_all_ranks(lambda: self._receive(update_info.version))
+
+    def _receive(self, version: int) -> None:
+        if self._intake is None:
+            raise RuntimeError("init_weight_transfer_engine comes before update_weights")
+        self._intake.receive(version)
+
+    def _on_all_ranks(self, call: Callable[[], None]) -> None:
+        """Call on every rank of the engine. What went wrong on any of them, the last one raises: vLLM reads the answers
+        of its ranks up to the first error, and would take the rest for those of the next call."""
+        if self.parallel_config.world_size == 1:
+            return call()
+        group, error = get_world_group(), ""
+        try:
+            call()
+        except Exception as caught:  # raised below, by the last rank
+            error = str(caught) or repr(caught)
+        errors = [""] * group.world_size
+        dist.all_gather_object(errors, error, group=group.cpu_group)
+        if any(errors) and group.is_last_rank:
+            raise RuntimeError("; ".join(dict.fromkeys(filter(None, errors))))
 
     def shutdown(self) -> None:
-        if self._transport is not None:
-            self._transport.close()
-            self._transport = None
+        if self._intake is not None:
+            self._intake.close()
+            self._intake = None
 
 
-def unpack_linears(model: nn.Module) -> None:
-    """Undo vLLM's oneDNN packing: full-size parameters (their values are the next push's) read by `F.linear`.
+class ModelParameters(Parameters):
+    """Live parameters where they have the checkpoint's form. For a layer that vLLM repacks: memory of that form, from
+    the first message for it to the last one, after which vLLM repacks it again.
 
-    `cpu_linear` is what vLLM's unquantised linear and output layers call as their forward on a CPU.
+    In an engine of several ranks it is held to the end of the push: vLLM may scale a layer over all of them, and their
+    messages come in different orders.
     """
+
+    def __init__(self, model: nn.Module, model_config: Any, device: torch.device, num_ranks: int) -> None:
+        self._model_config, self._device, self._alone = model_config, device, num_ranks == 1
+        self._layers: dict[str, nn.Module] = {}
+        """Of the repacked ones' parameters."""
+        self._held: dict[str, Tensor] = {}
+        forms: dict[str, Tensor] = dict(model.named_parameters())
+        for prefix, layer in model.named_modules():
+            formed = get_layerwise_info(layer).restore_metadata[0]
+            if not formed or not _is_repacked(layer, device.type == "cpu"):
+                continue
+            for name in layer._parameters:
+                if name != "bias":  # the only one that vLLM leaves as it is
+                    forms.pop(f"{prefix}.{name}", None)
+            for name, form in formed.items():
+                forms[f"{prefix}.{name}"], self._layers[f"{prefix}.{name}"] = form, layer
+        super().__init__(forms)
+
+    def expect(self, messages: Iterable[Message]) -> None:
+        """What a push brings: a layer is complete when all its bytes have come."""
+        self._due: Counter[nn.Module] = Counter()
+        for message in messages:
+            self._count(message, self._due, 1)
+        self._left = self._due.copy()
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._layers:
+            return self.forms[name]
+        if name not in self._held:
+            form = self.forms[name]
+            self._held[name] = torch.zeros(form.shape, dtype=form.dtype, device=self._device)
+        return self._held[name]
+
+    def written(self, message: Message) -> None:
+        for layer in self._count(message, self._left, -1):
+            if self._alone and not self._left[layer]:
+                self._repack(layer)
+
+    def finish(self) -> None:
+        assert not any(self._left.values())
+        for layer in [] if self._alone else dict.fromkeys(self._layers.values()):
+            self._repack(layer)
+        self._left = self._due.copy()
+
+    def _count(self, message: Message, counter: Counter[nn.Module], sign: int) -> set[nn.Module]:
+        layers = set()
+        for copy in message.copies:
+            if (layer := self._layers.get(copy.destination_name)) is not None:
+                counter[layer] += sign * copy.num_bytes
+                layers.add(layer)
+        return layers
+
+    def _repack(self, layer: nn.Module) -> None:
+        """vLLM's reloading of one layer, fed with this rank's part of it: nothing is left to cut or to fuse."""
+        formed = get_layerwise_info(layer).restore_metadata[0]
+        loaders = {name: form.weight_loader for name, form in formed.items()}
+        initialize_layerwise_reload(layer)
+        for name in formed:
+            getattr(layer, name).weight_loader = default_weight_loader
+            getattr(layer, name).weight_loader = make_online_process_loader(layer, name)
+        for full in [full for full, owner in self._layers.items() if owner is layer]:
+            parameter = getattr(layer, full.rpartition(".")[2])
+            parameter.weight_loader(parameter, self._held.pop(full))
+        finalize_layerwise_reload(layer, self._model_config)
+        for name, loader in loaders.items():  # vLLM's own way of loading stays as it was
+            formed[name].weight_loader = loader
+
+
+def _is_repacked(layer: nn.Module, on_cpu: bool) -> bool:
+    """Whether vLLM may have changed the layer's weights after loading them. Equal shapes would not tell: some kernels
+    want rows or experts in another order."""
+    method = getattr(layer, "quant_method", None)
+    plain = UnquantizedLinearMethod, UnquantizedEmbeddingMethod
+    if on_cpu:  # where `unpack` has been
+        plain += (UnquantizedFusedMoEMethod,)
+    return isinstance(method, QuantizeMethodBase) and not isinstance(method, plain)
+
+
+def unpack(model: nn.Module) -> None:
+    """Undo vLLM's packing for a CPU: full-size parameters (their values are the next push's) that the forward reads."""
     for layer in model.modules():
-        if not hasattr(layer, "cpu_linear"):
-            continue
-        layer.cpu_linear = nn.functional.linear
-        if layer.weight.numel() == 0:
-            shape = (layer.output_size_per_partition, layer.input_size_per_partition)
-            layer.weight = nn.Parameter(torch.empty(shape, dtype=layer.weight.dtype), requires_grad=False)
+        if hasattr(layer, "cpu_linear"):
+            _unpack_linear(layer)
+        elif hasattr(layer, "w13_weight"):
+            _unpack_experts(layer)
+
+
+def _unpack_linear(layer: nn.Module) -> None:
+    """`cpu_linear` is what vLLM's unquantised linear and output layers call as their forward on a CPU."""
+    layer.cpu_linear = nn.functional.linear
+    if layer.weight.numel() == 0:
+        columns = getattr(layer, "input_size_per_partition", layer.input_size)  # replicated layers have no partition
+        rows = getattr(layer, "output_size_per_partition", layer.output_size)
+        layer.weight = _unwritten(layer.weight, rows, columns)
+
+
+def _unpack_experts(layer: nn.Module) -> None:
+    """The kernel's packed experts have the extents of plain ones, or rows of zeros more."""
+    experts = layer.quant_method.moe_kernel.fused_experts
+    if experts.apply is not mixture:
+        num, ffn = layer.local_num_experts, layer.moe_config.intermediate_size_per_partition
+        layer.w13_weight = _unwritten(layer.w13_weight, num, 2 * ffn, layer.hidden_size)
+        layer.w2_weight = _unwritten(layer.w2_weight, num, layer.hidden_size, ffn)
+        experts.apply = mixture
+
+
+def _unwritten(weight: Tensor, *extents: int) -> nn.Parameter:
+    return nn.Parameter(torch.empty(extents, dtype=weight.dtype), requires_grad=False)
+
+
+def mixture(
+    output: Tensor,
+    hidden_states: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    activation: Any,
+    expert_map: Tensor | None,
+    apply_router_weight_on_input: bool,
+    **of_other_kernels: Any,
+) -> None:
+    """vLLM's experts on this rank, in plain PyTorch; names and order are those of its kernels.
+
+    Shape letters: T tokens, K active experts, E experts of the rank, F their width, H hidden.
+
+    Args:
+        output, hidden_states: [T, H]
+        w1, w2: gate over up, [E, 2 F, H], and down, [E, H, F].
+        topk_weights, topk_ids: [T, K], of all ranks' experts.
+        expert_map: the place on this rank of every expert, or -1; None: all are here.
+    """
+    assert activation.value == "silu" and not apply_router_weight_on_input
+    output.zero_()
+    places_TK = topk_ids if expert_map is None else expert_map[topk_ids]
+    for expert in range(len(w1)):
+        token, choice = (places_TK == expert).nonzero(as_tuple=True)
+        gate, up = nn.functional.linear(hidden_states[token], w1[expert]).chunk(2, -1)
+        mixed = nn.functional.linear(nn.functional.silu(gate) * up, w2[expert]) * topk_weights[token, choice, None]
+        output.index_add_(0, token, mixed.to(output.dtype))

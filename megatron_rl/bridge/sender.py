@@ -1,8 +1,9 @@
-"""The trainer's side of the bridge: each Megatron rank packs its own shards and sends them to who needs them.
+"""The trainer's side of the bridge: each Megatron rank sends its own shards to who needs them.
 
-No rank gathers a tensor, and among data-parallel replicas only the one that the plan names sends a shard.
-Invariants (tests/unit/bridge): every parameter of the rank is covered by the family's table, by name and
-shape.
+No rank gathers a tensor, and among replicas only the one that the plan names sends a shard. A large copy that lies
+contiguous goes as it lies, the others are packed, while the message before them travels. Invariants
+(tests/unit/bridge): every parameter of the rank is covered by the family's table, by name and shape; a push that
+returns means receivers that have written all of it.
 """
 
 from __future__ import annotations
@@ -13,9 +14,14 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from megatron_rl.bridge.checksum import checksum
+from megatron_rl.bridge.files import FileOutlet
+from megatron_rl.bridge.join import Joining
+from megatron_rl.bridge.line import CORRUPTED, NOT_EXPECTED, SLOTS, Deadline, Header, Outlet
+from megatron_rl.bridge.memory import Slots, synchronize
+from megatron_rl.bridge.messages import Message, in_place, schedule, split
 from megatron_rl.bridge.setup import BridgeSetup
-from megatron_rl.bridge.transport import GlooTransport
-from megatron_rl.layout import check_parameters, megatron_shards, slices
+from megatron_rl.layout import check_parameters, megatron_shards
 from megatron_rl.types import Metrics
 
 
@@ -23,7 +29,7 @@ class BridgeSender:
     """One trainer rank. The parameters are live: each push sends what they hold then."""
 
     def __init__(self, setup: BridgeSetup, rank: int, parameters: Mapping[str, Tensor]) -> None:
-        """Join the group, with all other trainer ranks and all engines.
+        """Join all other trainer ranks and all engines.
 
         Args:
             rank: the global trainer rank, as `Mesh.coordinates` counts.
@@ -36,33 +42,110 @@ class BridgeSender:
         shards = megatron_shards(setup.shape, setup.mesh, rank, setup.fused_norms)
         live = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
         check_parameters(shards, live, f"trainer rank {rank}")
-        self._parameters = parameters
-        routes = {setup.mesh.world_size + to: copies for to, copies in setup.plan.sent_by(rank).items()}
-        self._transport = GlooTransport(setup, rank, routes)
+        self._parameters, self._rank, self._timeout_s = parameters, rank, setup.timeout_s
+        self._device = next(iter(parameters.values())).device
+        routes = setup.plan.sent_by(rank)
+        messages = [m for to, copies in routes.items() for m in split(rank, to, copies, setup.bucket_bytes)]
+        self._schedule = schedule(messages, setup.plan.num_destinations)
+        peers = list(dict.fromkeys(message.destination for message in self._schedule))
+        self._lines: dict[int, Outlet]
+        if setup.folder is not None:
+            self._lines = {to: FileOutlet(setup, rank, to) for to in peers}
+            self._slots = Slots(self._largest(set()), FileOutlet.memory)
+        else:
+            joining, first = Joining(setup, rank, self._device), setup.mesh.world_size
+            near = {peer - first for peer in joining.near(first + to for to in peers)}
+            self._slots = Slots(self._largest(near), self._device)
+            joining.offer(self._slots)
+            self._lines = {to: joining.line(rank, first + to, to in near) for to in peers}
+            for to, line in self._lines.items():
+                if line.memory != self._device:
+                    raise ValueError(f"trainer rank {rank} has its weights on a GPU, engine rank {to} has none")
+        self._verified = self._broken = False
+
+    def _largest(self, near: set[int]) -> int:
+        """Bytes of the largest message that must be packed: to the `near` ones every message is."""
+        packed = (
+            m for m in self._schedule if m.destination in near or in_place(m, m.sources(self._parameters)) is None
+        )
+        return max((m.num_bytes for m in packed), default=0)
+
+    @property
+    def num_bytes(self) -> int:
+        """That this rank sends in a push."""
+        return sum(message.num_bytes for message in self._schedule)
 
     @torch.no_grad()
-    def push(self, version: int) -> Metrics:
-        """Send the weights as `version`; returns when every engine that this rank serves holds them.
+    def push(self, version: int, verify: bool = False) -> Metrics:
+        """Send the weights as `version`; returns when every engine rank that this rank serves has written them.
+
+        Args:
+            verify: the receivers read back what they wrote, and compare its checksums with this side's. The first push
+                always is.
 
         Returns:
             `bytes` that this rank sent, `seconds` that it took.
 
         Raises:
-            RuntimeError: an engine died, or did not take the weights within the deadline.
+            RuntimeError: an engine died, did not take the weights within the deadline, expected another version or
+                holds other bytes than were sent. All must join anew.
         """
-        start, transport = time.perf_counter(), self._transport
-        for bucket in range(transport.num_buckets):
-            sent = []
-            for peer in transport.peers(bucket):
-                transport.header(peer).copy_(torch.tensor([version, bucket]))
-                copies = transport.buckets[peer][bucket]
-                for part, copy in zip(transport.payload(peer, bucket), copies, strict=True):
-                    part.copy_(self._parameters[copy.source_name].detach()[slices(copy.source_box)])
-                sent.append(transport.send(peer, bucket))
-            for work in sent:
-                work.wait(transport.deadline)
-        transport.await_acknowledgements(version)
-        return {"seconds": time.perf_counter() - start, "bytes": transport.num_bytes}
+        if self._broken:
+            raise RuntimeError(f"trainer rank {self._rank}: an earlier push broke off; join the bridge anew")
+        start, deadline = time.perf_counter(), Deadline(self._timeout_s)
+        self._broken = True  # until the end is reached
+        try:
+            self._push(version, verify or not self._verified, deadline)
+        except BaseException:
+            self.close()  # the other ends fail at once, not at their deadlines
+            raise
+        self._verified, self._broken = True, False
+        return {"seconds": time.perf_counter() - start, "bytes": self.num_bytes}
+
+    def _push(self, version: int, verify: bool, deadline: Deadline) -> None:
+        for line in self._lines.values():
+            line.begin(version, deadline)
+        for index, message in enumerate(self._schedule):
+            if index >= SLOTS:
+                self._settle(self._schedule[index - SLOTS], version, deadline)
+            content = self._content(message, index % SLOTS)
+            sums = checksum(content) if verify else None
+            self._lines[message.destination].post(
+                message, Header(version, message.number, index % SLOTS, sums), content
+            )
+        for message in self._schedule[-SLOTS:]:
+            self._settle(message, version, deadline)
+        for line in self._lines.values():
+            line.finish(version, deadline)
+
+    def _content(self, message: Message, slot: int) -> Tensor:
+        """The message's bytes: where they lie, or packed."""
+        views = message.sources(self._parameters)
+        line = self._lines[message.destination]
+        content = in_place(message, views) if not line.near and line.memory == self._device else None
+        if content is None:
+            content = self._slots.tensors[slot][: message.num_bytes]
+            torch._foreach_copy_(message.parts(content), views)
+            if line.near:
+                synchronize(self._device)  # the receiver reads as soon as it is told
+        return content
+
+    def _settle(self, message: Message, version: int, deadline: Deadline) -> None:
+        answer = self._lines[message.destination].answer(message, deadline)
+        if answer.status == NOT_EXPECTED:
+            raise RuntimeError(
+                f"trainer rank {self._rank} pushed version {version}, engine rank {message.destination} expected "
+                f"{answer.version}; push and receive must name the same version"
+            )
+        if answer.status == CORRUPTED:
+            raise RuntimeError(
+                f"trainer rank {self._rank}: engine rank {message.destination} holds other bytes than were sent, in "
+                f"message {message.number} of version {version}: {', '.join(c.source_name for c in message.copies[:3])}"
+            )
 
     def close(self) -> None:
-        self._transport.close()
+        self._broken = True
+        for line in self._lines.values():
+            line.close()
+        self._lines = {}
+        self._slots.close()

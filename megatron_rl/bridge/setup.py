@@ -6,18 +6,16 @@ speak of different models, meshes or formats refuse each other by name instead o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
 from pydantic import TypeAdapter
 
-from megatron_rl.layout import Copy, TransferPlan, plan_policy_to_engines, volume
+from megatron_rl.layout import Engines, TransferPlan, plan_weights
 from megatron_rl.types import Mesh, ModelShape
 
-BUCKET_BYTES = 256 * 2**20
-"""Bound of one message: what a rank packs at once beside its weights (a larger single copy goes alone)."""
+BUCKET_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True)
@@ -27,40 +25,48 @@ class BridgeSetup:
     """The trainer's."""
     fused_norms: bool
     """The trainer has Transformer Engine's fused layers."""
-    num_engines: int
-    engine_tensor: int
-    """Tensor parallelism of each engine."""
+    engines: Engines
     dtype: str
     """On the wire and in the engine: `float32` or `bfloat16`."""
-    host: str
-    """Where `transport.host_store` listens, and its port."""
-    port: int
+    host: str = ""
+    """Where `join.host_store` listens, and its port."""
+    port: int = 0
+    epoch: int = 0
+    """Counts the joinings over one store: after a failure, those who live join anew under the next number."""
+    folder: str | None = None
+    """The engines cannot be reached: the weights pass as files in this folder, and nobody joins anybody."""
+    share_memory: bool = True
+    """Ranks of one machine (one GPU) read each other's memory. False: all bytes go over the network."""
+    bucket_bytes: int = BUCKET_BYTES
+    """Bound of one message. A rank holds two beside its weights; a matrix row that is longer goes whole."""
     timeout_s: float = 300.0
     """A push, or the joining, that takes longer raises on both sides."""
 
+    def __post_init__(self) -> None:
+        if self.bucket_bytes < 1 or self.timeout_s <= 0:
+            raise ValueError(
+                f"the bridge needs a bucket and a deadline above 0, not {self.bucket_bytes} bytes and "
+                f"{self.timeout_s} s"
+            )
+        if self.folder is not None and self.engines.num > 1:
+            raise ValueError("files are read by any number of engines: describe one, engines.num=1")
+
     @cached_property
     def plan(self) -> TransferPlan:
-        return plan_policy_to_engines(
-            self.shape,
-            self.mesh,
-            fused_norms=self.fused_norms,
-            num_engines=self.num_engines,
-            engine_tensor=self.engine_tensor,
-            dtype=self.dtype,
-        )
+        return plan_weights(self.shape, self.mesh, self.engines, fused_norms=self.fused_norms, dtype=self.dtype)
 
     @property
     def world_size(self) -> int:
         """Trainer ranks first, then the engines' ranks, engine by engine."""
-        return self.mesh.world_size + self.num_engines * self.engine_tensor
+        return self.mesh.world_size + self.engines.num * self.engines.world_size
 
-    def engine_rank(self, engine: int, tensor_rank: int) -> int:
-        """Destination rank in the plan; the group's rank is this after the trainers' ranks."""
-        return engine * self.engine_tensor + tensor_rank
+    def engine_rank(self, engine: int, rank: int) -> int:
+        """Of the plan. The rank among all who join is this after the trainers' ranks."""
+        return engine * self.engines.world_size + rank
 
     @property
     def agreement(self) -> str:
-        return f"plan {self.plan.digest}, {self.dtype}, bucket {BUCKET_BYTES}"
+        return f"plan {self.plan.digest}, {self.dtype}, bucket {self.bucket_bytes}"
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -68,17 +74,3 @@ class BridgeSetup:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> BridgeSetup:
         return TypeAdapter(cls).validate_python(values)
-
-
-def split_buckets(copies: Sequence[Copy], max_elements: int) -> list[list[Copy]]:
-    """Cut a route into messages, in wire order; a copy is never cut."""
-    buckets: list[list[Copy]] = []
-    room = 0
-    for copy in copies:
-        size = volume(copy.source_box)
-        if not buckets or size > room:
-            buckets.append([])
-            room = max_elements
-        buckets[-1].append(copy)
-        room -= size
-    return buckets

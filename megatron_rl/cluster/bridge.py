@@ -1,51 +1,120 @@
-"""The bridge over Ray: joins trainer ranks and engine workers once, then starts both sides of every push;
-implements `ports.Bridge`."""
+"""The bridge over Ray: joins trainer ranks and engine workers, then starts both sides of every push; implements
+`ports.Bridge`.
+
+A push that fails is tried once more: engines that died are replaced, all join anew, and every engine gets the whole
+weights, so that one that missed a version is caught up too. Invariants (tests/e2e): an engine killed before or in a
+push does not end the run; a trainer rank that died does, with its name.
+"""
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import ray
+from ray.exceptions import ActorDiedError, RayError
 
 from megatron_rl.actor.spec import ActorSpec
+from megatron_rl.bridge.join import host_store
 from megatron_rl.bridge.setup import BridgeSetup
-from megatron_rl.bridge.transport import host_store
 from megatron_rl.cluster.engines import EngineGroup
 from megatron_rl.cluster.policy import PolicyGroup
-from megatron_rl.cluster.session import gather
+from megatron_rl.cluster.session import gather, settle, told
 from megatron_rl.config.schema import GrpoRunConfig
+from megatron_rl.layout import Engines
 from megatron_rl.types import Metrics
+
+ATTEMPTS = 2
+GRACE_S = 30.0
+"""After a push's deadline, before a process that says nothing is taken for lost."""
 
 
 class RayBridge:
     """Pushes by starting both sides at once and waiting for all: senders in the trainers, receivers in vLLM."""
 
-    def __init__(self, config: GrpoRunConfig, spec: ActorSpec, policy: PolicyGroup, engines: EngineGroup) -> None:
+    def __init__(
+        self, config: GrpoRunConfig, spec: ActorSpec, policy: PolicyGroup, engines: EngineGroup, logs: Path
+    ) -> None:
         """Join all trainer ranks and engine workers.
+
+        Args:
+            logs: a push that had to be repeated leaves its cause in `bridge.log` there.
 
         Raises:
             ValueError: a parameter that the plan does not cover, or sides that disagree about the plan.
         """
-        self.policy, self.engines = policy, engines
-        host = ray.util.get_node_ip_address()
-        self._store = host_store(host)
+        self._config, self._spec, self._policy, self._engines = config, spec, policy, engines
+        self._host, self._log, self._epoch = ray.util.get_node_ip_address(), logs / "bridge.log", 0
+        self._store = host_store(self._host)
+        self._join()
+
+    def _join(self) -> None:
+        rollout, bridge = self._config.rollout, self._config.bridge
         setup = BridgeSetup(
-            shape=spec.shape,
-            mesh=policy.mesh,
-            fused_norms=policy.fused_norms,
-            num_engines=config.rollout.num_engines,
-            engine_tensor=config.rollout.tensor,
-            dtype=config.model.dtype,
-            host=host,
+            shape=self._spec.shape,
+            mesh=self._policy.mesh,
+            fused_norms=self._policy.fused_norms,
+            engines=Engines(rollout.num_engines, rollout.tensor, num_chains=bridge.chains),
+            dtype=self._config.model.dtype,
+            host=self._host,
             port=self._store.port,
+            epoch=self._epoch,
+            bucket_bytes=int(bridge.bucket_mib * 2**20),
+            timeout_s=bridge.timeout_s,
         )
-        calls = [rank.connect.remote(setup) for rank in policy.ranks]
+        self._epoch += 1
+        calls = [rank.connect.remote(setup) for rank in self._policy.ranks]
         calls += [
-            engine.connect.remote({"setup": setup.as_dict(), "engine": i}) for i, engine in enumerate(engines.engines)
+            engine.connect.remote({"setup": setup.as_dict(), "engine": i})
+            for i, engine in enumerate(self._engines.engines)
         ]
-        gather(calls, [*policy.names, *engines.names])
+        gather(calls, [*self._policy.names, *self._engines.names])
 
     def push(self, version: int) -> Metrics:
-        calls = [engine.receive.remote(version) for engine in self.engines.engines]
-        calls += [rank.push.remote(version) for rank in self.policy.ranks]
-        results = gather(calls, [*self.engines.names, *self.policy.names])
-        sent = results[len(self.engines.engines) :]
-        return {"sync/bytes": sum(result["bytes"] for result in sent)}
+        """Bring the weights into every engine.
+
+        Returns:
+            `sync/bytes` sent; `sync/paused_s`, the longest that an engine's running requests stood still;
+            `sync/repeated`, 1 if it took a second attempt; `sync/replaced_engines`.
+
+        Raises:
+            RuntimeError: a trainer rank died, or the second attempt failed too; with the cause.
+        """
+        repeated = replaced = 0
+        while True:
+            outcomes = self._attempt(version)
+            failures = {name: error for name, error in outcomes.items() if isinstance(error, RayError)}
+            if not failures:
+                return {
+                    "sync/bytes": sum(outcomes[name]["bytes"] for name in self._policy.names),
+                    "sync/paused_s": max(outcomes[name]["paused_s"] for name in self._engines.names),
+                    "sync/repeated": repeated,
+                    "sync/replaced_engines": replaced,
+                }
+            cause = told(*_cause(failures))
+            with self._log.open("a") as log:
+                log.write(f"version {version}: {cause}\n")
+            lost = any(isinstance(failures.get(name), ActorDiedError) for name in self._policy.names)
+            if lost or repeated + 1 == ATTEMPTS:
+                raise cause
+            repeated += 1
+            replaced = self._engines.replace_dead()
+            self._join()
+
+    def _attempt(self, version: int) -> dict[str, Any]:
+        """Results or errors, by name."""
+        calls = [engine.receive.remote(version) for engine in self._engines.engines]
+        calls += [rank.push.remote(version, self._config.bridge.verify) for rank in self._policy.ranks]
+        outcomes = settle(calls, self._config.bridge.timeout_s + GRACE_S)
+        return dict(zip([*self._engines.names, *self._policy.names], outcomes, strict=True))
+
+
+def _cause(failures: dict[str, RayError]) -> tuple[RayError, str]:
+    """Of many failures the one that began it: a death, else what is no consequence of another's silence."""
+
+    def rank(name: str) -> int:
+        error = failures[name]
+        return 0 if isinstance(error, ActorDiedError) else 2 if "has died, or is silent" in str(error) else 1
+
+    name = min(failures, key=rank)
+    return failures[name], name

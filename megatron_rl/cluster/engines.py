@@ -12,14 +12,17 @@ from typing import Any
 
 import ray
 
-from megatron_rl.cluster.session import gather, redirect_output
+from megatron_rl.cluster.session import gather, redirect_output, settle
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.rollout.engine import VllmEngine
 from megatron_rl.types import Group, Metrics, Prompt, Sample, Tokens
 
+ALIVE_S = 30.0
+"""An engine that does not say in this time that it lives is replaced."""
+
 
 class EngineRank:
-    """One engine, a TP group of vLLM workers, behind an asyncio Ray actor."""
+    """One engine, a TP group of vLLM workers, behind an asyncio Ray actor: it receives weights while it generates."""
 
     def __init__(self, config: GrpoRunConfig, index: int, logs: str) -> None:
         redirect_output(Path(logs) / f"engine_{index}.log")
@@ -29,6 +32,9 @@ class EngineRank:
         config = self.config
         self.engine = VllmEngine(model=config.model, rollout=config.rollout, seed=config.run.seed)
         await self.engine.start()
+
+    async def alive(self) -> bool:
+        return self.engine.alive
 
     async def connect(self, info: dict[str, Any]) -> None:
         await self.engine.init_transfer(info)
@@ -47,17 +53,14 @@ class EngineGroup:
     """All engines; prompts are dealt to them in contiguous parts of equal size."""
 
     def __init__(self, config: GrpoRunConfig, logs: Path) -> None:
-        remote = ray.remote(EngineRank)
-        rollout, cluster = config.rollout, config.cluster
-        self.names = [f"engine {index}" for index in range(rollout.num_engines)]
-        self.engines = [
-            remote.options(num_cpus=0, num_gpus=cluster.gpus_per_engine_rank * rollout.tensor).remote(
-                config, index, str(logs)
-            )
-            for index in range(rollout.num_engines)
-        ]
-
+        self._config, self._logs = config, logs
+        self.names = [f"engine {index}" for index in range(config.rollout.num_engines)]
+        self.engines = [self._new(index) for index in range(config.rollout.num_engines)]
         self._starting = [engine.start.remote() for engine in self.engines]
+
+    def _new(self, index: int) -> Any:
+        gpus = self._config.cluster.gpus_per_engine_rank * self._config.rollout.tensor
+        return ray.remote(EngineRank).options(num_cpus=0, num_gpus=gpus).remote(self._config, index, str(self._logs))
 
     def wait(self) -> None:
         """Until every engine has started; they do so while the policy starts.
@@ -66,6 +69,19 @@ class EngineGroup:
             ValueError: the model or the budgets do not fit the engine.
         """
         gather(self._starting, self.names)
+
+    def replace_dead(self) -> int:
+        """Start another engine in the place of each that has died or says nothing; returns how many.
+
+        It is the same engine to the caller: index, seed and name. It holds no weights.
+        """
+        answers = settle([engine.alive.remote() for engine in self.engines], ALIVE_S)
+        dead = [index for index, answer in enumerate(answers) if answer is not True]
+        for index in dead:
+            ray.kill(self.engines[index])
+            self.engines[index] = self._new(index)
+        gather([self.engines[i].start.remote() for i in dead], [self.names[i] for i in dead])
+        return len(dead)
 
     def generate(
         self, prompts: Sequence[Prompt], num_samples: int, version: int, seed: int, greedy: bool = False

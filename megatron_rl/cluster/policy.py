@@ -47,6 +47,7 @@ class TrainerRank:
     def __init__(self, spec: ActorSpec, rank: int, logs: str) -> None:
         redirect_output(Path(logs) / f"trainer_{rank}.log")
         self.spec, self.rank = spec, rank
+        self.sender: BridgeSender | None = None
 
     def address(self) -> str:
         """A free port on this node, where the ranks will meet."""
@@ -94,10 +95,12 @@ class TrainerRank:
         export_hf(self.actor, Path(folder))
 
     def connect(self, setup: BridgeSetup) -> None:
+        if self.sender is not None:
+            self.sender.close()
         self.sender = BridgeSender(setup, self.rank, self.actor.parameters())
 
-    def push(self, version: int) -> Metrics:
-        return self.sender.push(version)
+    def push(self, version: int, verify: bool) -> Metrics:
+        return self.sender.push(version, verify)
 
 
 class PolicyGroup:

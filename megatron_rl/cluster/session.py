@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import ActorDiedError, RayTaskError
+from ray.exceptions import ActorDiedError, RayError, RayTaskError
 
 from megatron_rl.config.schema import ClusterConfig
 
@@ -78,17 +78,32 @@ def gather(references: Sequence[ray.ObjectRef], names: Sequence[str]) -> list[An
     while waiting:
         done, waiting = ray.wait(waiting, num_returns=1)
         for reference in done:
-            name = names[references.index(reference)]
             try:
                 results[reference] = ray.get(reference)
-            except ActorDiedError as error:
-                raise RuntimeError(
-                    f"{name} died: {str(error).strip().splitlines()[-1]}; its output is in the run's logs folder"
-                ) from error
-            except RayTaskError as error:
-                # ValueError and OSError were written for people; anything else keeps its traceback.
-                for kind in (ValueError, OSError):
-                    if isinstance(error.cause, kind):  # their subclasses take other arguments than a text
-                        raise kind(f"{name}: {error.cause}") from None
-                raise
+            except RayError as error:
+                raise told(error, names[references.index(reference)]) from error
     return [results[reference] for reference in references]
+
+
+def settle(references: Sequence[ray.ObjectRef], timeout_s: float) -> list[Any | RayError]:
+    """Wait for all, whatever becomes of them: results in order, or the errors in their places."""
+    ray.wait(list(references), num_returns=len(references), timeout=timeout_s)
+    outcomes: list[Any | RayError] = []
+    for reference in references:
+        try:
+            outcomes.append(ray.get(reference, timeout=0))
+        except RayError as error:
+            outcomes.append(error)
+    return outcomes
+
+
+def told(error: RayError, name: str) -> Exception:
+    """For people. ValueError and OSError were written for them; anything else keeps its traceback."""
+    if isinstance(error, ActorDiedError):
+        last = str(error).strip().splitlines()[-1]
+        return RuntimeError(f"{name} died: {last}; its output is in the run's logs folder")
+    if isinstance(error, RayTaskError):
+        for kind in (ValueError, OSError):
+            if isinstance(error.cause, kind):  # their subclasses take other arguments than a text
+                return kind(f"{name}: {error.cause}")
+    return error

@@ -115,6 +115,12 @@ class RolloutConfig(Section):
     thinking: ThinkingBudget | None = None
     """null: thought and answer share max_response_tokens."""
     sampling: SamplingConfig = SamplingConfig()
+    prefix_cache: Literal["cleared", "salted"] = "cleared"
+    """What a push does to what older weights have cached. cleared: nothing stays, and running requests are computed
+    anew with the new weights; salted: running requests keep what they have, and later ones cannot see it."""
+    quantization: str | None = None
+    """vLLM's name of a quantisation that it does itself (`fp8`, `fp8_per_channel`): of whatever arrives with a push.
+    The engine is then another policy than the trainer by more than rounding: see algorithm.correction, max_mismatch."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.85
     """vLLM's share of each GPU; without a GPU its KV cache is 1 GiB."""
 
@@ -188,6 +194,18 @@ class RunConfig(Section):
     seed: int = 0
 
 
+class BridgeConfig(Section):
+    bucket_mib: Annotated[float, Field(gt=0)] = 64
+    """Bound of a message. A rank holds two of them beside its weights."""
+    chains: PositiveInt | None = None
+    """Engines are fed in so many chains, each engine by the one before it: the trainers send so many copies of the
+    weights, whatever the number of engines. null: the trainers feed every engine."""
+    verify: bool = False
+    """Engines read back what each push wrote and compare it with the trainers' checksums. The first push always is."""
+    timeout_s: Annotated[float, Field(gt=0)] = 300
+    """Of a push."""
+
+
 class ClusterConfig(Section):
     ray_address: str | None = None
     """null starts a Ray of our own on this machine and stops it at the end; `auto` joins a running one."""
@@ -242,6 +260,7 @@ class GrpoRunConfig(BaseConfig):
 
     data: DataConfig
     rollout: RolloutConfig
+    bridge: BridgeConfig = BridgeConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     rewards: Annotated[tuple[RewardConfig, ...], Field(min_length=1)] = (ExactAnswerReward(),)
     """The scores are added, each times its weight."""
@@ -255,6 +274,11 @@ class GrpoRunConfig(BaseConfig):
                 f"balance.max_tokens_per_microbatch ({cap}) is below the longest sample, rollout.max_prompt_tokens + "
                 f"rollout.max_response_tokens = {longest}: it would fit no micro-batch; raise the cap, "
                 "or set balance.oversize to alone"
+            )
+        if self.bridge.chains is not None and self.bridge.chains > self.rollout.num_engines:
+            raise ValueError(
+                f"bridge.chains is {self.bridge.chains}, but there are {self.rollout.num_engines} engines "
+                "(rollout.num_engines); a chain has one at least"
             )
         thinking = self.rollout.thinking
         if thinking and not self.rollout.delimiter:

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 from megatron_rl.layout.config import read_shape
+from megatron_rl.layout.copies import Copy
+from megatron_rl.layout.engines import Engines
 from megatron_rl.layout.families import FAMILIES
 from megatron_rl.layout.family import Family
 from megatron_rl.layout.hub import HubIndex, check_model, read_index, scan
 from megatron_rl.layout.links import Links
 from megatron_rl.layout.shards import Box, Shard, check_parameters, slices, volume
 from megatron_rl.layout.splits import VOCABULARY_MULTIPLE, padded
-from megatron_rl.layout.transfer import (
-    Copy,
-    Engines,
-    TransferPlan,
-    plan_policy_to_engines,
-    plan_transfers,
-    plan_weights,
-)
+from megatron_rl.layout.transfer import TransferPlan, plan_weights
 from megatron_rl.types import Mesh, ModelShape
 
 
@@ -50,8 +45,6 @@ __all__ = [
     "check_parameters",
     "megatron_shards",
     "padded_vocabulary",
-    "plan_policy_to_engines",
-    "plan_transfers",
     "plan_weights",
     "read_index",
     "read_shape",

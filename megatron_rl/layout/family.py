@@ -65,6 +65,8 @@ class Rule:
     after them, experts in one grouped layer."""
     when: Callable[[ModelShape], bool] = lambda shape: True
     """Whether a model of the family has this row."""
+    float32: bool = False
+    """Trainer and engine hold it in float32, and so it travels, whatever the model's dtype."""
 
     @property
     def per_expert(self) -> bool:
@@ -91,6 +93,7 @@ class Placement:
     """(HF name, HF box, local box)"""
     experts: range | None
     """Those of the rank, by their HF number."""
+    float32: bool = False
 
     def shards(self, hf_prefix: str = "", prefix: str = "") -> Iterator[Shard]:
         local_name = prefix + self.local_name
@@ -353,7 +356,7 @@ def _place(
         hf_box = _with(extents, piece.dim, piece.start, piece.stop)
         local_box = _with(extents, piece.dim, piece.local_start, piece.local_start + length)
         boxes.append((rule.hf[piece.tensor].name, hf_box, local_box))
-    return Placement(local_name, tuple(boxes), experts)
+    return Placement(local_name, tuple(boxes), experts, rule.float32)
 
 
 def _with(extent: tuple[int, ...], dim: int, start: int, stop: int) -> Box:

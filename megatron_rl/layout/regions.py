@@ -17,7 +17,7 @@ from math import prod
 import numpy as np
 
 from megatron_rl.layout.family import Placed, Placement
-from megatron_rl.layout.shards import Box, Shard, extents, translate, volume
+from megatron_rl.layout.shards import Box, extents, translate, volume
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +31,11 @@ class Cut:
     local_name: str
     local_box: Box
     per_expert: bool
+    float32: bool
+
+    def wire_dtype(self, dtype: str) -> str:
+        """`dtype`: the plan's."""
+        return "float32" if self.float32 else dtype
 
     def local(self, prefix: str, part: Box, expert: int) -> tuple[str, Box]:
         """Local name and box of a part of one expert's HF rectangle."""
@@ -79,13 +84,6 @@ class Side:
         held[:, 3] = np.array([cut for ids in cuts_of for cut in ids], np.int32)[index]
         return cls(tuple(cuts), tuple(hf_prefixes), tuple(prefixes), held)
 
-    @classmethod
-    def of_shards(cls, ranks: Iterable[Iterable[Shard]]) -> Side:
-        return cls.of(
-            [Placed(Placement(s.local_name, ((s.hf_name, s.hf_box, s.local_box),), None), "", "") for s in shards]
-            for shards in ranks
-        )
-
 
 def _cuts(placement: Placement) -> Iterable[Cut]:
     experts = placement.experts
@@ -93,7 +91,7 @@ def _cuts(placement: Placement) -> Iterable[Cut]:
     for kind, hf_box, local_box in placement.pieces:
         box = (interval, *hf_box)
         if volume(box):  # a rank with padding rows alone holds nothing
-            yield Cut(kind, box, placement.local_name, local_box, experts is not None)
+            yield Cut(kind, box, placement.local_name, local_box, experts is not None, placement.float32)
 
 
 def expand(starts: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -63,14 +63,13 @@ def traffic(plan: TransferPlan, links: Links, bucket_bytes: int) -> Traffic:
     busiest = max(seconds, key=seconds.get)
     by_nic = np.bincount(destination[far], num_bytes[far], plan.num_destinations)
     by_nvlink = np.bincount(destination[near], num_bytes[near], plan.num_destinations)
-    rounds = max((feed.round for feed in plan.feeds), default=0)
+    rounds = max((feed.round for feed in plan.engines.feeds), default=0)
     return Traffic(
         device_bytes=int(num_bytes[stays].sum()),
         nvlink_bytes=int(num_bytes[near].sum()),
         nic_bytes=int(num_bytes[far].sum()),
         received_bytes=int(num_bytes.sum()),
-        needed_bytes=int(plan.held_bytes(plan.regions.destination).sum())
-        * (plan.num_destinations // plan.engine_world),
+        needed_bytes=int(plan.held_bytes(plan.regions.destination).sum()) * plan.engines.num,
         busiest_link=_name(busiest, int(loads[busiest].argmax()), plan, links),
         busiest_link_bytes=int(loads[busiest].max()),
         busiest_sender_bytes=int(plan.sent_bytes.max()),
@@ -82,8 +81,9 @@ def traffic(plan: TransferPlan, links: Links, bucket_bytes: int) -> Traffic:
 
 def _hops(plan: TransferPlan) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(sender, destination rank, bytes), senders counted trainers first, of all runs and all feeds."""
-    world, ranks = plan.engine_world, np.arange(plan.engine_world)
-    feeds = np.array([(feed.source, feed.destination) for feed in plan.feeds], np.int64).reshape(-1, 2) * world
+    world = plan.engines.world_size
+    ranks = np.arange(world)
+    feeds = np.array([(feed.source, feed.destination) for feed in plan.engines.feeds], np.int64).reshape(-1, 2) * world
     fed_by, fed = ((feeds[:, i, None] + ranks).ravel() for i in (0, 1))
     return (
         np.concatenate([plan.source.astype(np.int64), plan.num_sources + fed_by]),
@@ -99,7 +99,7 @@ def _name(link: str, index: int, plan: TransferPlan, links: Links) -> str:
         return f"{link} GPU {index}"
     if index < plan.num_sources:
         return f"{link} trainer rank {index}"
-    engine, rank = divmod(index - plan.num_sources, plan.engine_world)
+    engine, rank = divmod(index - plan.num_sources, plan.engines.world_size)
     return f"{link} engine {engine} rank {rank}"
 
 

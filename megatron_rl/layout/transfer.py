@@ -13,81 +13,16 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import NamedTuple
 
 import numpy as np
 
+from megatron_rl.layout.copies import WIDTHS, Copy
+from megatron_rl.layout.engines import Engines
 from megatron_rl.layout.families import FAMILIES
 from megatron_rl.layout.links import Links
 from megatron_rl.layout.regions import Regions, Side, intersect_sides
-from megatron_rl.layout.shards import Box, Shard, volume
+from megatron_rl.layout.shards import volume
 from megatron_rl.types import Mesh, ModelShape
-
-WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
-"""Bytes of an element."""
-FLOAT32_KINDS = frozenset({"mlp.gate.e_score_correction_bias"})
-"""HF tensors that stay float32 on all sides: the router's bias moves in steps that bfloat16 would round away."""
-
-
-def element_bytes(kind: str, dtype: str) -> int:
-    """On the wire."""
-    return WIDTHS["float32" if kind in FLOAT32_KINDS else dtype]
-
-
-@dataclass(frozen=True, slots=True)
-class Copy:
-    """One rectangle, on both sides."""
-
-    source_name: str
-    source_box: Box
-    destination_name: str
-    destination_box: Box
-    dtype: str | None = None
-    """On the wire, where it is not the plan's."""
-
-
-@dataclass(frozen=True, slots=True)
-class Engines:
-    """What receives: equal engines of tensor x pipeline ranks, tensor first."""
-
-    num: int = 1
-    tensor: int = 1
-    pipeline: int = 1
-    expert_parallel: bool = False
-    """vLLM's enable_expert_parallel: the experts are shared out over the tensor ranks."""
-    num_chains: int | None = None
-    """Engines are fed in so many chains: the trainer feeds the first of each, each engine the next. None: the trainer
-    feeds all."""
-
-    def __post_init__(self) -> None:
-        if min(self.num, self.tensor, self.pipeline) < 1:
-            raise ValueError(f"{self}: every size is at least 1")
-        if not 1 <= self.heads <= self.num:
-            raise ValueError(f"{self}: {self.num} engines make at most {self.num} chains")
-
-    @property
-    def world_size(self) -> int:
-        """Ranks of one engine."""
-        return self.tensor * self.pipeline
-
-    @property
-    def heads(self) -> int:
-        return self.num if self.num_chains is None else self.num_chains
-
-    @property
-    def chains(self) -> list[range]:
-        """Neighbours follow each other: those of one node feed each other inside it."""
-        ends = [i * self.num // self.heads for i in range(self.heads + 1)]
-        return [range(start, stop) for start, stop in zip(ends, ends[1:])]
-
-
-class Feed(NamedTuple):
-    """Each rank of an engine sends all its weights to the same rank of another, as they arrive."""
-
-    round: int
-    """1 is the engine after a chain's first, which the trainer feeds in round 0."""
-    source: int
-    destination: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,19 +33,16 @@ class TransferPlan:
     regions: Regions
     dtype: str
     num_sources: int
-    num_destinations: int
-    """Ranks of all engines, those that engines feed as well."""
-    engine_world: int
+    engines: Engines
     source: np.ndarray
     """int32 [num_runs]: the sending rank; runs are sorted by source, destination, pair, start."""
     destination: np.ndarray
-    """int32 [num_runs]: engine * engine_world + the engine's rank"""
+    """int32 [num_runs]: engine * engines.world_size + the engine's rank, of engines that the trainer feeds"""
     pair: np.ndarray
     start: np.ndarray
     """int64 [num_runs], bytes"""
     stop: np.ndarray
     stream: Stream
-    feeds: tuple[Feed, ...] = ()
 
     @cached_property
     def digest(self) -> str:
@@ -118,8 +50,8 @@ class TransferPlan:
         regions, sha = self.regions, hashlib.sha256()
         for side in (regions.source, regions.destination):
             sha.update(repr((side.cuts, side.hf_prefixes, side.prefixes)).encode())
-        sha.update(repr((self.dtype, sorted(FLOAT32_KINDS), self.num_sources, self.num_destinations)).encode())
-        sha.update(repr((self.engine_world, [tuple(feed) for feed in self.feeds])).encode())
+        engines = self.engines
+        sha.update(repr((self.dtype, self.num_sources, engines.num, engines.world_size, engines.chains)).encode())
         arrays = (regions.source.held, regions.destination.held, regions.boxes, regions.item_block, regions.item_held)
         for array in (*arrays, regions.item_box, self.stream.items, self.stream.first):
             sha.update(np.ascontiguousarray(array, np.int64).tobytes())
@@ -128,13 +60,18 @@ class TransferPlan:
         return sha.hexdigest()[:16]
 
     @property
+    def num_destinations(self) -> int:
+        """Ranks of all engines, those that engines feed as well."""
+        return self.engines.num * self.engines.world_size
+
+    @property
     def bytes(self) -> np.ndarray:
         """int64 [num_runs]"""
         return self.stop - self.start
 
     @property
     def num_routes(self) -> int:
-        """Pairs of ranks that speak with each other, without the engines' feeds."""
+        """Pairs of a trainer rank and an engine rank that speak with each other."""
         return len(np.unique(self.source.astype(np.int64) * self.num_destinations + self.destination))
 
     @property
@@ -144,13 +81,13 @@ class TransferPlan:
 
     @property
     def engine_bytes(self) -> np.ndarray:
-        """float64 [engine_world]: what each rank of one engine receives, exact below 2^53"""
-        first = self.destination < self.engine_world  # engine 0 is always fed by the trainer
-        return np.bincount(self.destination[first], self.bytes[first], self.engine_world)
+        """float64 [engines.world_size]: what each rank of one engine receives, exact below 2^53"""
+        first = self.destination < self.engines.world_size  # engine 0 is always fed by the trainer
+        return np.bincount(self.destination[first], self.bytes[first], self.engines.world_size)
 
     def held_bytes(self, side: Side) -> np.ndarray:
         """float64: what each rank of `regions.source` or of `regions.destination` holds, exact below 2^53."""
-        sizes = np.array([volume(cut.box) * element_bytes(cut.kind, self.dtype) for cut in side.cuts], float)
+        sizes = np.array([volume(cut.box) * WIDTHS[cut.wire_dtype(self.dtype)] for cut in side.cuts], float)
         return np.bincount(side.held[:, 0], sizes[side.held[:, 3]])
 
     def sent_by(self, rank: int) -> dict[int, tuple[Copy, ...]]:
@@ -158,18 +95,28 @@ class TransferPlan:
         return self._routes(np.flatnonzero(self.source == rank), self.destination)
 
     def received_by(self, rank: int) -> dict[int, tuple[Copy, ...]]:
-        """Source rank -> copies in wire order, of one engine rank that the trainer feeds."""
-        return self._routes(np.flatnonzero(self.destination == rank), self.source)
+        """Trainer rank -> copies in wire order, of one engine rank. Where another engine feeds it, they are those of
+        its chain's first engine: what `upstream` passes on, and in which pieces."""
+        engine, within = divmod(rank, self.engines.world_size)
+        first = self.engines.chain_of(engine)[0] * self.engines.world_size + within
+        return self._routes(np.flatnonzero(self.destination == first), self.source)
+
+    def upstream(self, rank: int) -> int | None:
+        """The rank of another engine that feeds this one; None: the trainer does."""
+        engine = rank // self.engines.world_size
+        return None if engine == self.engines.chain_of(engine)[0] else rank - self.engines.world_size
+
+    def downstream(self, rank: int) -> int | None:
+        """The rank of another engine that this one feeds; None: its chain ends here."""
+        engine = rank // self.engines.world_size
+        return None if engine == self.engines.chain_of(engine)[-1] else rank + self.engines.world_size
 
     @cached_property
     def routes(self) -> dict[tuple[int, int], tuple[Copy, ...]]:
-        """(source rank, destination rank) -> copies in wire order, of all ranks: for small plans; a rank asks for its
-        own."""
+        """(trainer rank, engine rank) -> copies in wire order, of all that the trainer sends: for small plans; a rank
+        asks for its own."""
         every = {source: self.sent_by(source) for source in np.unique(self.source).tolist()}
         return {(source, to): copies for source, routes in every.items() for to, copies in routes.items()}
-
-    def num_elements(self, route: tuple[int, int]) -> int:
-        return sum(volume(copy.source_box) for copy in self.routes[route])
 
     def _routes(self, runs: np.ndarray, peers: np.ndarray) -> dict[int, tuple[Copy, ...]]:
         routes: dict[int, list[Copy]] = {}
@@ -203,7 +150,7 @@ class TransferPlan:
         source, destination = self.regions.source, self.regions.destination
         prefix, cut = source.prefixes[here[0]], source.cuts[here[1]]
         other_prefix, other = destination.prefixes[there[0]], destination.cuts[there[1]]
-        dtype = "float32" if cut.kind in FLOAT32_KINDS and self.dtype != "float32" else None
+        dtype = cut.wire_dtype(self.dtype)
         (first_expert, _), (begin, end), *rest = box[: len(cut.box)]
         tail, rows_each = tuple(map(tuple, rest)), end - begin
         for expert in range(first // rows_each, -(-last // rows_each)):
@@ -234,7 +181,7 @@ class Stream:
         group = regions.groups[1][regions.item_block].astype(np.int64)
         side = regions.destination
         rank = side.held[regions.item_held, 0]
-        width = np.array([element_bytes(cut.kind, dtype) for cut in side.cuts], np.int64)
+        width = np.array([WIDTHS[cut.wire_dtype(dtype)] for cut in side.cuts], np.int64)
         lengths = regions.boxes[..., 1] - regions.boxes[..., 0]
         width = width[side.held[regions.item_held, 3]]
         num_bytes = lengths.prod(axis=1)[regions.item_box] * width
@@ -256,16 +203,6 @@ class Stream:
             rank[order][first[:-1]],
             np.diff(end[first]),
         )
-
-
-def plan_transfers(sources: Sequence[Sequence[Shard]], destinations: Sequence[Sequence[Shard]]) -> TransferPlan:
-    """Plan from one list of shards a source rank to one list of shards a destination rank.
-
-    Raises:
-        ValueError: a destination rectangle that the sources hold only in part, or not at all, by name.
-    """
-    regions = intersect_sides(Side.of_shards(sources), Side.of_shards(destinations))
-    return _plan(regions, len(sources), len(destinations), Engines(), Links(), "bfloat16")
 
 
 @lru_cache(maxsize=2)
@@ -293,27 +230,15 @@ def plan_weights(
     destination = Side.of(
         family.vllm_placed(shape, tensor, rank, engines.expert_parallel, pipeline) for rank in range(tensor * pipeline)
     )
-    return _plan(intersect_sides(source, destination), mesh.world_size, engines.world_size, engines, links, dtype)
+    return plan_regions(intersect_sides(source, destination), mesh.world_size, engines, links, dtype)
 
 
-def plan_policy_to_engines(
-    shape: ModelShape,
-    mesh: Mesh,
-    *,
-    fused_norms: bool,
-    num_engines: int,
-    engine_tensor: int,
-    dtype: str = "bfloat16",
+def plan_regions(
+    regions: Regions, num_sources: int, engines: Engines, links: Links = Links(), dtype: str = "bfloat16"
 ) -> TransferPlan:
-    """The bridge's plan: the trainer feeds every engine."""
-    return plan_weights(shape, mesh, Engines(num_engines, engine_tensor), fused_norms=fused_norms, dtype=dtype)
-
-
-def _plan(
-    regions: Regions, num_sources: int, engine_world: int, engines: Engines, links: Links, dtype: str
-) -> TransferPlan:
+    """Share the regions out among those who hold them. The regions' destination is one engine."""
     stream = Stream.of(regions, dtype)
-    lines = _lay_out(stream, regions.groups[0], num_sources, engine_world, engines, links)
+    lines = _lay_out(stream, regions.groups[0], num_sources, engines, links)
     cut, sender = _share(lines, num_sources, links)
     if len(cut):  # cuts move down to the beginning of a row
         segment = np.searchsorted(lines.end, np.minimum(cut, lines.end[-1] - 1), "right") - 1
@@ -328,20 +253,17 @@ def _plan(
     pair, destination = lines.pair[segment], lines.destination[segment]
     start, stop = start - lines.end[segment], stop - lines.end[segment]
     order = np.lexsort((start, pair, destination, source))
-    feeds = [Feed(hop, chain[hop - 1], chain[hop]) for chain in engines.chains for hop in range(1, len(chain))]
     return TransferPlan(
         regions,
         dtype,
         num_sources,
-        engines.num * engine_world,
-        engine_world,
+        engines,
         source[order].astype(np.int32),
         destination[order].astype(np.int32),
         pair[order].astype(np.int32),
         start[order],
         stop[order],
         stream,
-        tuple(sorted(feeds)),
     )
 
 
@@ -364,7 +286,6 @@ def _lay_out(
     stream: Stream,
     groups: Sequence[Sequence[int]],
     num_sources: int,
-    engine_world: int,
     engines: Engines,
     links: Links,
 ) -> _Lines:
@@ -372,7 +293,7 @@ def _lay_out(
     num_pairs = len(stream.group)
     heads = np.array([chain[0] for chain in engines.chains], np.int64)
     pair = np.tile(np.arange(num_pairs), len(heads))
-    destination = np.repeat(heads, num_pairs) * engine_world + stream.rank[pair]
+    destination = np.repeat(heads, num_pairs) * engines.world_size + stream.rank[pair]
     gpu = links.gpu(destination, num_sources)
     num_gpus = max(int(gpu.max(initial=0)) + 1, num_sources)
     ranks = np.array([rank for group in groups for rank in group], np.int64)

@@ -4,7 +4,7 @@ Call 1 samples at most n tokens. If the closing delimiter is among them, what fo
 it is not, it is forced. Call 2 gives the answer what is left of its m tokens. Invariants (tests/unit/loop):
 the thought has at most n tokens and the answer at most m; a sample that the model did not end itself in its
 thought holds the delimiter; a delimiter of which the cut left a beginning is completed, not doubled; forced
-tokens are no actions; without a second call nothing is sampled again.
+tokens are no actions; each action keeps its own version; without a second call nothing is sampled again.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ class Completion:
     ids: Sequence[int]
     logp: Sequence[float]
     """One a token."""
+    version: Sequence[int]
+    """One a token: the weights that sampled it. A push may arrive in the middle of a call."""
     stopped: bool
     """The model ended it; else its token limit did."""
 
@@ -80,7 +82,6 @@ def join(
     calls: Sequence[Completion],
     forced: Sequence[int],
     delimiter: Sequence[int] | None,
-    version: int,
 ) -> tuple[Sample, Tokens]:
     """One sample from its calls: prompt, call 1 as it is kept, forced tokens, call 2.
 
@@ -98,11 +99,13 @@ def join(
     ids = np.array([token for part in parts for token in part], np.int32)
     action_mask = np.zeros(len(ids), bool)
     logp = np.zeros(len(ids), np.float32)
+    version = np.full(len(ids), -1, np.int32)
     start = prompt
     for call in calls:
         end = start + len(call.ids)
         action_mask[start:end] = True
         logp[start:end] = call.logp
+        version[start:end] = call.version
         start = end + len(forced)
     thought = find_delimiter(ids[prompt:].tolist(), delimiter) if delimiter else None
     sample = Sample(
@@ -113,11 +116,11 @@ def join(
         finish="stop" if calls[-1].stopped else "length",
         thought_cut=bool(forced),
     )
-    return sample, Tokens(ids, action_mask, logp, np.where(action_mask, version, -1).astype(np.int32))
+    return sample, Tokens(ids, action_mask, logp, version)
 
 
 def truncate(first: Completion, num_kept: int) -> Completion:
     """The beginning of a call; what it loses was not the model's end of it."""
     if num_kept == len(first.ids):
         return first
-    return Completion(first.ids[:num_kept], first.logp[:num_kept], stopped=False)
+    return Completion(first.ids[:num_kept], first.logp[:num_kept], first.version[:num_kept], stopped=False)

@@ -1,19 +1,29 @@
 """The engine that answers: vLLM's AsyncLLM, fed with token ids and giving token ids.
 
 A call's requests are queued while the scheduler is paused and start together, in one order, whatever the timing of
-the messages to the engine core. Invariants (tests/unit/rollout):
-- `generate` is a pure function of (weights, prompts, seed): the sampler's random stream and the prefix cache
-  start anew with each call, so a cached prefix never outlives its weights and a resumed run repeats the
-  unbroken one;
+the messages to the engine core. Weights may arrive while requests run: these stop between two tokens and go on with
+the new weights. Invariants (tests/unit/rollout):
+- `generate` is a pure function of (weights, prompts, seed) when no push and no other call happens in it: the sampler's
+  random stream and the prefix cache start anew with a call, so a resumed run repeats the unbroken one;
+- a push in a call changes nothing before it: every answer begins as without the push;
+- each token carries the version that sampled it, exactly;
+- a cached prefix is never read by requests of other weights: the push clears the cache and the running requests are
+  computed anew (`cleared`), or later requests cannot see it (`salted`);
 - log-probs are of the full distribution at the sampling temperature (vLLM's `processed_logprobs`; with top_p
   or top_k they are of what these leave, which the importance correction refuses);
-- an engine that holds no weights, others than the caller thinks, or half of an update, answers nothing.
+- an engine that holds no weights, others than the caller thinks, or half of an update, answers nothing; a call in which
+  a push fails raises.
 
 The first holds to the bit on a CPU; on a GPU, kernels may round differently from run to run.
+
+One lock makes "nothing is scheduled" atomic: whoever pauses the scheduler, to add requests or to change the weights,
+resumes it before another may pause it. vLLM labels a step's tokens when it hands them out. A pause ends when all steps
+have been handed out, with asynchronous scheduling too, and the label changes after the pause: it is never off by one.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import os
 import time
@@ -77,7 +87,11 @@ class VllmEngine:
                 )
         self._llm: Any = None
         self._version: int | None = None
-        self._num_calls = 0
+        self._failure = ""
+        """Why there is no version; empty before the first push."""
+        self._num_requests = 0
+        self._scheduling = asyncio.Lock()
+        """Held from pausing the scheduler to resuming it."""
 
     async def start(self) -> None:
         """Load the model with dummy weights: the bridge brings the true ones."""
@@ -93,6 +107,7 @@ class VllmEngine:
                 model=str(self._model.path),
                 load_format="dummy",
                 dtype=self._model.dtype,
+                quantization=self._rollout.quantization,
                 skip_tokenizer_init=True,
                 generation_config="vllm",  # the folder's own sampling defaults (top_k, temperature) stay out
                 seed=self._seed,
@@ -101,7 +116,7 @@ class VllmEngine:
                 max_num_seqs=MAX_SEQUENCES,
                 logprobs_mode="processed_logprobs",
                 weight_transfer_config=WeightTransferConfig(backend="megatron_rl"),
-                worker_extension_cls="megatron_rl.rollout.worker.SeededWorker",
+                worker_extension_cls="megatron_rl.rollout.worker.RolloutWorker",
                 disable_log_stats=True,
                 **_gpu_options(self._rollout) if on_gpu else _cpu_options(self._rollout),
             )
@@ -112,20 +127,27 @@ class VllmEngine:
     ) -> list[list[tuple[Sample, Tokens]]]:
         """Answer every prompt `num_samples` times; `greedy`: with the most probable tokens.
 
+        Calls may run side by side and pushes may arrive. A call that begins while another runs shares its random stream
+        and its prefix cache. After a push the answers go on with the new weights, and `Tokens.version` says from where.
+
+        Args:
+            version: of the weights that generation begins with. While a push is under way, the call waits for it.
+
         Returns:
             For each prompt its samples, in order.
 
         Raises:
             ValueError: a prompt that is empty, too long or not of this vocabulary; or the engine's weights
                 are not `version`.
+            RuntimeError: a push failed while the call ran; its answers are lost.
         """
-        self._check(prompts, version)
+        self._check(prompts)
         thinking = self._rollout.thinking
         limit = thinking.thought_tokens if thinking else self._rollout.max_response_tokens
         calls = await self._sample(
             [(prompt.token_ids, limit) for prompt in prompts],
             self._params(num_samples, greedy),
-            _sampler_seed(self._seed, seed),
+            (version, _sampler_seed(self._seed, seed)),
         )
         first = [completion for completions in calls for completion in completions]
         prompt_ids = [prompt.token_ids for prompt in prompts for _ in range(num_samples)]
@@ -135,7 +157,7 @@ class VllmEngine:
             plans = [Continuation(len(call.ids), (), 0) for call in first]
         second = await self._continue(prompt_ids, first, plans, self._params(1, greedy))
         samples = [
-            join(ids, (truncate(call, plan.num_kept), *rest), plan.forced, self._delimiter, version)
+            join(ids, (truncate(call, plan.num_kept), *rest), plan.forced, self._delimiter)
             for ids, call, plan, rest in zip(prompt_ids, first, plans, second, strict=True)
         ]
         return [samples[i : i + num_samples] for i in range(0, len(samples), num_samples)]
@@ -151,34 +173,66 @@ class VllmEngine:
         await _told(self._llm.init_weight_transfer_engine(WeightTransferInitRequest(info)), ValueError)
 
     async def receive(self, version: int) -> Metrics:
-        """Take the weights that the trainer pushes as `version`, while it pushes them.
+        """Take the weights that the trainer pushes as `version`, while it pushes them; requests may run.
+
+        Returns:
+            `seconds` in all; `paused_s` of them requests stood still, 0 when none ran.
 
         Raises:
-            RuntimeError: the push stalled, broke off or was of another version; the engine then answers
-                nothing until a whole one.
+            RuntimeError: the push stalled, broke off or was of another version. The requests that ran are ended, and
+                the engine answers nothing until a whole push.
         """
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
         start = time.perf_counter()
-        self._version = None
-        await self._llm.start_weight_update()
-        await _told(self._llm.update_weights(WeightTransferUpdateRequest({"version": version})), RuntimeError)
-        await self._llm.finish_weight_update()
-        self._version = version
-        return {"seconds": time.perf_counter() - start}
+        async with self._scheduling:
+            paused = time.perf_counter()
+            running = self._llm.get_num_unfinished_requests() > 0
+            held = "no whole set of weights" if self._version is None else f"version {self._version}"
+            self._failure = f"the push of version {version} over {held} failed"
+            self._version = None
+            try:
+                if running:
+                    await self._llm.pause_generation(mode="keep", clear_cache=False)
+                await self._take_weights(version)
+            except RuntimeError as error:
+                self._failure += f": {error}"
+                raise
+            finally:
+                if self._version is None:
+                    await self._llm.update_weight_version("torn")
+                    if running:
+                        await self._llm.pause_generation(mode="abort")
+                if running:
+                    await self._llm.resume_generation()
+            end = time.perf_counter()
+        return {"seconds": end - start, "paused_s": end - paused if running else 0.0}
+
+    @property
+    def alive(self) -> bool:
+        """Whether vLLM's own processes still are."""
+        return self._llm is not None and not self._llm.errored
 
     def close(self) -> None:
         if self._llm is not None:
             self._llm.shutdown()
             self._llm = None
 
-    def _check(self, prompts: Sequence[Prompt], version: int) -> None:
+    async def _take_weights(self, version: int) -> None:
+        """The update itself and what depends on the weights, while nothing is scheduled."""
+        errors = await self._llm.collective_rpc("take_weights", args=(version,))
+        if any(errors):
+            raise RuntimeError("; ".join(dict.fromkeys(error for error in errors if error)))
+        await self._llm.update_weight_version(str(version))
+        if self._rollout.prefix_cache == "cleared":
+            await _told(self._llm.reset_prefix_cache(reset_running_requests=True), RuntimeError)
+        self._version = version
+
+    def _check_version(self, version: int) -> None:
         if version != self._version:
-            raise ValueError(
-                f"version {version} was asked for, but the engine holds "
-                + (f"version {self._version}" if self._version is not None else "no whole set of weights")
-                + "; push first"
-            )
+            held = f"version {self._version}" if self._version is not None else "no whole set of weights"
+            reason = f" ({self._failure})" if self._version is None and self._failure else ""
+            raise ValueError(f"version {version} was asked for, but the engine holds {held}{reason}; push first")
+
+    def _check(self, prompts: Sequence[Prompt]) -> None:
         longest = self._rollout.max_prompt_tokens
         for prompt in prompts:
             size = len(prompt.token_ids)
@@ -211,30 +265,55 @@ class VllmEngine:
         return [next(answers) if plan.max_tokens else [] for plan in plans]
 
     async def _sample(
-        self, requests: Sequence[tuple[Sequence[int], int]], params: dict[str, Any], seed: int | None
+        self, requests: Sequence[tuple[Sequence[int], int]], params: dict[str, Any], begin: tuple[int, int] | None
     ) -> list[list[Completion]]:
         """One call of the engine for all (prompt ids, token limit).
 
         Args:
             params: of sampling, but the limit.
-            seed: starts the random stream and an empty prefix cache; None goes on with both.
+            begin: the version that the engine must hold, and a seed that starts the random stream and an empty prefix
+                cache, unless another call runs. None goes on with weights, stream and cache as they are.
         """
+        async with self._scheduling:
+            if begin:
+                self._check_version(begin[0])
+            elif self._version is None:
+                raise RuntimeError(f"{self._failure}; the answers that were under way are lost")
+            anew = begin is not None and not self._llm.get_num_unfinished_requests()
+            await self._llm.pause_generation(mode="keep", clear_cache=anew)
+            try:
+                if anew:
+                    await self._llm.collective_rpc("seed_sampling", args=(begin[1],))
+                queues = [await self._add(ids, limit, params) for ids, limit in requests]
+            finally:
+                await self._llm.resume_generation()
+        return [await self._collect(queue) for queue in queues]
+
+    async def _add(self, ids: Sequence[int], limit: int, params: dict[str, Any]) -> Any:
+        """Queue one request; returns where its answers will arrive."""
         from vllm import SamplingParams
 
-        await self._llm.pause_generation(mode="keep", clear_cache=seed is not None)
-        if seed is not None:
-            await self._llm.collective_rpc("seed_sampling", args=(seed,))
-        self._num_calls += 1
-        queues = [
-            await self._llm.add_request(
-                f"{self._num_calls}-{i}",
-                {"prompt_token_ids": list(ids)},
-                SamplingParams(**params, max_tokens=limit),
-            )
-            for i, (ids, limit) in enumerate(requests)
-        ]
-        await self._llm.resume_generation()
-        return [await _collect(queue) for queue in queues]
+        prompt: dict[str, Any] = {"prompt_token_ids": list(ids)}
+        if self._rollout.prefix_cache == "salted":
+            prompt["cache_salt"] = str(self._version)
+        self._num_requests += 1
+        return await self._llm.add_request(str(self._num_requests), prompt, SamplingParams(**params, max_tokens=limit))
+
+    async def _collect(self, queue: Any) -> list[Completion]:
+        """A request's answers in order; they arrive as they end.
+
+        Raises:
+            RuntimeError: a push that failed has ended the request.
+        """
+        answers: list[Any] = []
+        finished = False
+        while not finished:
+            output = await queue.get()
+            answers += output.outputs
+            finished = output.finished
+        if any(answer.finish_reason == "abort" for answer in answers):
+            raise RuntimeError(f"{self._failure}; the answers that were under way are lost")
+        return [_completion(answer) for answer in sorted(answers, key=lambda answer: answer.index)]
 
     def _params(self, num_samples: int, greedy: bool) -> dict[str, Any]:
         """Of vLLM's SamplingParams, but the token limit."""
@@ -254,18 +333,7 @@ class VllmEngine:
         }
 
 
-async def _collect(queue: Any) -> list[Completion]:
-    """A request's answers in order; they arrive as they end."""
-    answers: list[Any] = []
-    finished = False
-    while not finished:
-        output = await queue.get()
-        answers += output.outputs
-        finished = output.finished
-    return [_completion(answer) for answer in sorted(answers, key=lambda answer: answer.index)]
-
-
-async def _told(call: Awaitable[None], kind: type[Exception]) -> None:
+async def _told(call: Awaitable[Any], kind: type[Exception]) -> None:
     """Await a call of the engine core. What is raised there arrives as a bare Exception with its text alone; it
     becomes `kind`, which says whose fault it is."""
     try:
@@ -278,8 +346,9 @@ async def _told(call: Awaitable[None], kind: type[Exception]) -> None:
 
 def _completion(answer: Any) -> Completion:
     logp = answer.logprobs.logprobs
-    assert len(logp) == len(answer.token_ids)
-    return Completion(answer.token_ids, logp, stopped=answer.finish_reason == "stop")
+    versions = [int(span.version) for span in answer.weight_versions for _ in range(span.start, span.end)]
+    assert len(logp) == len(versions) == len(answer.token_ids)
+    return Completion(answer.token_ids, logp, versions, stopped=answer.finish_reason == "stop")
 
 
 def _cpu_options(rollout: RolloutConfig) -> dict[str, Any]:

@@ -6,13 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from sizes import VOCAB_SIZE
 from trainers import TrainerPool
 
 from megatron_rl.actor.packing import TrainSample
 from megatron_rl.types import Tokens
-
-VOCAB_SIZE = 60
-"""Not a multiple of 32: Megatron pads the vocabulary, and the padding must have no probability."""
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import pickle
 import time
+import zlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,8 +23,9 @@ from megatron_rl.actor.logprobs import output_weight, vocabulary_shard
 from megatron_rl.actor.packing import TrainSample, pack
 from megatron_rl.actor.spec import ActorSpec
 from megatron_rl.actor.weights import export_hf, load_hf
-from megatron_rl.algorithms.logprobs import token_logprobs
 from megatron_rl.algorithms import PolicyObjective, SupervisedObjective
+from megatron_rl.algorithms.logprobs import token_logprobs
+from megatron_rl.bridge.sender import BridgeSender
 from megatron_rl.config.schema import (
     AlgorithmConfig,
     ModelConfig,
@@ -30,7 +33,7 @@ from megatron_rl.config.schema import (
     ParallelConfig,
     PolicyConfig,
 )
-from megatron_rl.layout import read_shape
+from megatron_rl.layout import FAMILIES, read_shape, slices
 from megatron_rl.types import Denominators, Mesh, Metrics
 
 OPTIMIZER = OptimizerConfig(
@@ -297,3 +300,29 @@ def time_updates(rank, world_size, url, *, folder, minibatches, layout, repeats)
             times.append(time.perf_counter() - start)
     actor.close()
     return [min(times) for times in seconds]
+
+
+def push_weights(rank, world_size, url, *, folder, layout, setup, version):
+    """Change every weight and push them; then score the engines' samples, which arrive over the store.
+
+    Returns:
+        (this rank's parameters, what the push says of itself, the mismatch)
+    """
+    actor = build(rank, world_size, url, folder, layout)
+    parameters = actor.parameters()
+    with torch.no_grad():
+        for shard in actor.shards:
+            random = torch.Generator().manual_seed(zlib.crc32(f"{version} {shard.hf_name}".encode()))
+            extents = FAMILIES[setup.shape.family].hf_tensors(setup.shape)[shard.hf_name]
+            factors = 1 + 0.3 * torch.randn(extents, generator=random)  # the same for all that hold the tensor
+            parameters[shard.local_name][slices(shard.local_box)].mul_(factors[slices(shard.hf_box)])
+    actor.weights_changed()
+    sender = BridgeSender(setup, rank, parameters)
+    pushed = sender.push(version)
+    sender.close()
+    store = dist.TCPStore(setup.host, setup.port)
+    samples = pickle.loads(store.get(f"samples {version}"))
+    mismatch = begin(actor, samples, layout, 1)
+    live = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    actor.close()
+    return live, pushed, mismatch

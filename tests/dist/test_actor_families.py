@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import VOCAB_SIZE
 from safetensors.torch import load_file
 from scenarios import Layout
+from sizes import VOCAB_SIZE
 from test_actor_checkpoint import check_resumed
 from test_actor_layouts import check, plain_pytorch
 

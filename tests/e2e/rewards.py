@@ -10,9 +10,11 @@ calls = 0
 
 def share_of_digits(prompts, completions, completion_ids, **columns) -> list[float]:
     """Share of digits among an answer's characters. While the file `gate` lies in the working folder, every call but
-    the process's first one waits: the run stands after its first step until it is killed."""
+    the process's first one waits, and leaves the file `waiting`: the run stands until it is killed, or the gate is
+    gone."""
     global calls
     calls += 1
     while calls > 1 and Path("gate").exists():
+        Path("waiting").touch()
         time.sleep(0.05)
     return [sum(c.isdigit() for c in text) / max(len(text), 1) for text in completions]

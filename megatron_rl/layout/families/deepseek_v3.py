@@ -97,6 +97,7 @@ _SHARED_EXPERTS = (
         hf=(HfTensor("mlp.gate.e_score_correction_bias", ("experts",)),),
         megatron="mlp.router.expert_bias",
         vllm="mlp.gate.e_score_correction_bias",
+        float32=True,  # it moves in steps that bfloat16 would round away
     ),
     Rule(
         ROWS,

@@ -1,15 +1,18 @@
-"""Tiny models whose elements carry their own number, and what a rank holds of them."""
+"""Tiny models whose elements carry their own number, what a rank holds of them, and a plan carried out with them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from math import prod
 
 import numpy as np
 
-from megatron_rl.layout import FAMILIES, Shard, slices
+from megatron_rl.layout import FAMILIES, Copy, Engines, Shard, TransferPlan, slices
+from megatron_rl.layout.family import Placed, Placement
+from megatron_rl.layout.regions import Side, intersect_sides
 from megatron_rl.layout.shards import local_extents
+from megatron_rl.layout.transfer import plan_regions
 from megatron_rl.types import Experts, LatentAttention, ModelShape
 
 _DENSE = ModelShape(
@@ -76,3 +79,52 @@ def join(shards: Iterable[Shard], local: Tensors, hf: Tensors, times: Tensors) -
         source = local[shard.local_name][slices(shard.local_box)]
         hf[shard.hf_name][slices(shard.hf_box)] = source
         times[shard.hf_name][slices(shard.hf_box)] += 1
+
+
+def plan_shards(sources: Sequence[Sequence[Shard]], destinations: Sequence[Sequence[Shard]]) -> TransferPlan:
+    """From one list of shards a source rank to one list of shards a destination rank, whoever those are."""
+    sides = [
+        Side.of(
+            [Placed(Placement(s.local_name, ((s.hf_name, s.hf_box, s.local_box),), None), "", "") for s in shards]
+            for shards in ranks
+        )
+        for ranks in (sources, destinations)
+    ]
+    return plan_regions(intersect_sides(*sides), len(sources), Engines(tensor=len(destinations)))
+
+
+def carry_out(plan: TransferPlan, sources: list[Tensors], wanted: list[Tensors], max_bytes: int = 2**30) -> None:
+    """Execute a plan as its two sides do, and check what each engine rank holds then.
+
+    Each trainer rank asks for what it sends, each engine rank for what it receives; both cut their copies into pieces
+    of `max_bytes`, and must come to the same pieces in the same order. Engines in a chain take the pieces from the one
+    before. `wanted`: of the ranks of one engine. Every element is written once, and is its own number.
+    """
+    under_way: dict[tuple[int, int], list[tuple[Copy, np.ndarray]]] = {}
+    for source, parameters in enumerate(sources):
+        for destination, copies in plan.sent_by(source).items():
+            pieces = [piece for copy in copies for piece in copy.rows(max_bytes)]
+            under_way[source, destination] = [
+                (piece, parameters[piece.source_name][slices(piece.source_box)].ravel()) for piece in pieces
+            ]
+    ranks: list[Tensors] = []
+    for rank in range(plan.num_destinations):
+        want, upstream = wanted[rank % len(wanted)], plan.upstream(rank)
+        written = {name: np.full_like(array, -1) for name, array in want.items()}
+        for source, copies in plan.received_by(rank).items():
+            pieces = [piece for copy in copies for piece in copy.rows(max_bytes)]
+            if upstream is None:
+                sent = under_way.pop((source, rank))
+                assert [piece for piece, _ in sent] == pieces, f"{source} and {rank} do not agree"
+                arrays = [array for _, array in sent]
+            else:
+                before = ranks[upstream]
+                arrays = [before[piece.destination_name][slices(piece.destination_box)].ravel() for piece in pieces]
+            for piece, array in zip(pieces, arrays, strict=True):
+                target = written[piece.destination_name][slices(piece.destination_box)]
+                assert target.size and (target == -1).all(), f"{piece} writes nothing, or an element twice"
+                target[...] = array.reshape(target.shape)
+        for name in want:
+            np.testing.assert_array_equal(written[name], want[name], f"{name} on engine rank {rank}")
+        ranks.append(written)
+    assert not under_way, f"sent, and received by nobody: {list(under_way)}"

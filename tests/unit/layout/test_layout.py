@@ -8,17 +8,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numbered import SHAPES, Tensors, cut, numbered
+from numbered import SHAPES, carry_out, cut, numbered, plan_shards
+from random_layouts import meshes, shapes
 
 from megatron_rl.layout import (
     FAMILIES,
-    TransferPlan,
     check_parameters,
     megatron_shards,
     padded_vocabulary,
-    plan_policy_to_engines,
-    plan_transfers,
-    slices,
     vllm_shards,
 )
 from megatron_rl.layout.shards import local_extents
@@ -26,90 +23,18 @@ from megatron_rl.layout.splits import QKV
 from megatron_rl.types import Mesh, ModelShape
 
 
-@st.composite
-def shapes(draw) -> ModelShape:
-    """Any family, with other sizes; heads, FFNs and experts divide by 4, or KV heads divide 4."""
-    shape = SHAPES[draw(st.sampled_from(sorted(SHAPES)))]
-    kv = draw(st.sampled_from([1, 2, 4, 8]))
-    changes = dict(
-        num_layers=draw(st.integers(4, 5)),
-        hidden_size=draw(st.integers(1, 9)),
-        num_kv_heads=kv,
-        num_heads=kv * 4 * draw(st.integers(1, 2)) // min(kv, 4),
-        head_dim=4 * draw(st.integers(1, 2)),
-        ffn_size=4 * draw(st.integers(1, 3)),
-        vocab_size=draw(st.integers(3, 200)),
-        tied_embeddings=draw(st.booleans()),
-    )
-    if shape.experts:
-        num_experts = 4 * draw(st.integers(1, 2))
-        changes["experts"] = replace(shape.experts, num_experts=num_experts, ffn_size=4 * draw(st.integers(1, 3)))
-    return replace(shape, **changes)
-
-
-@st.composite
-def meshes(draw, shape: ModelShape) -> Mesh:
-    tensor = draw(st.sampled_from([n for n in (1, 2) if shape.num_kv_heads % n == 0]))
-    context, data = draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, 2]))
-    chunks, pipeline, virtual = draw(st.sampled_from([(1, 1, 1), (2, 2, 1), (3, 3, 1), (4, 2, 2)]))
-    cuts = sorted(draw(st.integers(0, shape.num_layers)) for _ in range(chunks - 1))
-    layers = tuple(b - a for a, b in zip([0, *cuts], [*cuts, shape.num_layers], strict=True))
-    ways = draw(st.sampled_from([n for n in (1, 2, 4) if n <= tensor * context * data]))
-    expert_tensor = draw(st.sampled_from([n for n in (1, 2, 4) if n <= ways]))
-    experts = dict(expert=ways // expert_tensor, expert_tensor=expert_tensor) if shape.experts else {}
-    return Mesh(tensor, pipeline, data, context=context, virtual=virtual, layers=layers, **experts)
-
-
-def carried_out(plan: TransferPlan, sources: list[Tensors], wanted: list[Tensors]) -> None:
-    """Execute a plan: every element of every destination is written once, and with its own number."""
-    written = [{name: np.full_like(array, -1) for name, array in one.items()} for one in wanted]
-    for (source, destination), copies in plan.routes.items():
-        for copy in copies:
-            target = written[destination][copy.destination_name][slices(copy.destination_box)]
-            assert (target == -1).all()
-            target[...] = sources[source][copy.source_name][slices(copy.source_box)]
-    for rank, want in enumerate(wanted):
-        for name in want:
-            np.testing.assert_array_equal(written[rank][name], want[name], name)
-
-
-@given(st.data(), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2]), st.booleans(), st.booleans())
-@settings(max_examples=150)
-def test_every_engine_element_is_written_once_and_from_its_own_source(data, tensor, pipeline, expert_parallel, fused):
-    """Each element carries its own number through trainer layout, plan and engine layout."""
-    shape = data.draw(shapes().filter(lambda shape: FAMILIES[shape.family].vllm_model))
-    mesh, hf = data.draw(meshes(shape)), numbered(shape)
-    trainers = [megatron_shards(shape, mesh, rank, fused) for rank in range(mesh.world_size)]
-    engines = [vllm_shards(shape, tensor, rank, expert_parallel, pipeline) for rank in range(tensor * pipeline)] * 2
-    carried_out(
-        plan_transfers(trainers, engines),
-        [cut(shards, hf) for shards in trainers],
-        [cut(shards, hf) for shards in engines],
-    )
-
-
 @given(st.data(), st.booleans(), st.booleans())
 @settings(max_examples=100)
 def test_every_element_moves_from_mesh_to_mesh(data, fused, other_fused):
+    """All families, also those that vLLM lacks: from any mesh to any other."""
     shape = data.draw(shapes())
     one, other, hf = data.draw(meshes(shape)), data.draw(meshes(shape)), numbered(shape)
     sources = [megatron_shards(shape, one, rank, fused) for rank in range(one.world_size)]
     destinations = [megatron_shards(shape, other, rank, other_fused) for rank in range(other.world_size)]
-    carried_out(
-        plan_transfers(sources, destinations),
+    carry_out(
+        plan_shards(sources, destinations),
         [cut(shards, hf) for shards in sources],
         [cut(shards, hf) for shards in destinations],
-    )
-
-
-def test_the_bridges_plan_repeats_an_engine():
-    shape, mesh = SHAPES["qwen3"], Mesh(tensor=2, pipeline=2)
-    plan = plan_policy_to_engines(shape, mesh, fused_norms=False, num_engines=2, engine_tensor=4)
-    hf = numbered(shape)
-    carried_out(
-        plan,
-        [cut(megatron_shards(shape, mesh, rank), hf) for rank in range(4)],
-        [cut(vllm_shards(shape, 4, rank), hf) for rank in range(4)] * 2,
     )
 
 
@@ -131,20 +56,12 @@ def test_qkv_order_by_hand():
     assert engine[:, 0].tolist() == [13, 21, 31], "4 ranks share 2 KV heads: rank 3 has the second one"
 
 
-def test_replicas_share_the_load():
-    """DP4 holds everything four times: no rank sends more than a quarter and the largest single shard."""
-    shape = ModelShape("qwen3", 8, 64, 8, 4, 16, 128, 256, 1e4, 1e-6, 64, False)
-    plan = plan_policy_to_engines(shape, Mesh(1, 1, 4), fused_norms=False, num_engines=1, engine_tensor=1)
-    sent = [plan.num_elements((rank, 0)) for rank in range(4)]
-    assert max(sent) - min(sent) <= 256 * 64
-
-
 def test_a_gap_in_the_sources_is_named():
     shape = ModelShape("qwen3", 2, 8, 2, 2, 4, 8, 16, 1e4, 1e-6, 64, False)
     mesh = Mesh(tensor=2)
     only_first_rank = [megatron_shards(shape, mesh, 0)]
     with pytest.raises(ValueError, match=r"q_proj\.weight .* hold 32 of the 64 elements"):
-        plan_transfers(only_first_rank, [vllm_shards(shape, 1, 0)])
+        plan_shards(only_first_rank, [vllm_shards(shape, 1, 0)])
 
 
 def test_parameters_that_no_rule_covers_are_named():

@@ -19,8 +19,10 @@ from megatron_rl.loop.thinking import (
 EOS = 9
 
 
-def call(ids: list[int], stopped: bool = False) -> Completion:
-    return Completion(ids, [-0.5 * (i + 1) for i in range(len(ids))], stopped)
+def call(ids: list[int], stopped: bool = False, version: int = 0) -> Completion:
+    """Each token has a log-prob of its own, and the last two are of the next version."""
+    versions = [version + (i >= len(ids) - 2) for i in range(len(ids))]
+    return Completion(ids, [-0.5 * (i + 1) for i in range(len(ids))], versions, stopped)
 
 
 @pytest.mark.parametrize(
@@ -46,13 +48,13 @@ def test_plan(ids, stopped, delimiter, budget, expected):
 
 
 def test_join_golden():
-    """The example of types.Tokens, digit by digit."""
-    calls = [Completion([21, 22], [-0.7, -0.1], False), Completion([31, 32], [-0.3, -0.2], True)]
-    sample, tokens = join([11, 12, 13], calls, (3,), (3,), 4)
+    """The example of types.Tokens, digit by digit, and a push before its last token."""
+    calls = [Completion([21, 22], [-0.7, -0.1], [4, 4], False), Completion([31, 32], [-0.3, -0.2], [4, 5], True)]
+    sample, tokens = join([11, 12, 13], calls, (3,), (3,))
     assert tokens.ids.tolist() == [11, 12, 13, 21, 22, 3, 31, 32]
     assert tokens.action_mask.tolist() == [False, False, False, True, True, False, True, True]
     np.testing.assert_array_equal(tokens.logp_rollout, np.float32([0, 0, 0, -0.7, -0.1, 0, -0.3, -0.2]))
-    assert tokens.version.tolist() == [-1, -1, -1, 4, 4, -1, 4, 4]
+    assert tokens.version.tolist() == [-1, -1, -1, 4, 4, -1, 4, 5]
     dtypes = tokens.ids.dtype, tokens.action_mask.dtype, tokens.logp_rollout.dtype, tokens.version.dtype
     assert dtypes == (np.int32, np.bool_, np.float32, np.int32)
     assert (sample.length, sample.num_prompt_tokens) == (8, 3)
@@ -61,13 +63,13 @@ def test_join_golden():
 
 
 def test_a_kept_beginning_did_not_stop():
-    assert truncate(call([3, 8, EOS], True), 2) == Completion([3, 8], [-0.5, -1.0], False)
+    assert truncate(call([3, 8, EOS], True), 2) == Completion([3, 8], [-0.5, -1.0], [0, 1], False)
     assert truncate(call([3, EOS], True), 2).stopped
 
 
 def test_without_a_delimiter_nothing_is_a_thought():
-    assert join([1], [call([7, 7])], (), (3,), 0)[0].num_thought_tokens == 0
-    assert join([1], [call([7, 3])], (), None, 0)[0].num_thought_tokens == 0
+    assert join([1], [call([7, 7])], (), (3,))[0].num_thought_tokens == 0
+    assert join([1], [call([7, 3])], (), None)[0].num_thought_tokens == 0
 
 
 small_ids = st.lists(st.sampled_from([3, 4, 5]), max_size=8)
@@ -89,8 +91,8 @@ def test_budgets_hold_for_every_cut(thought, stopped, delimiter, budget, data):
     calls = [truncate(first, plan.num_kept)]
     if plan.max_tokens:
         answer = data.draw(st.lists(st.sampled_from([3, 4, 5]), min_size=1, max_size=plan.max_tokens))
-        calls.append(call(answer, stopped=len(answer) < plan.max_tokens))
-    sample, tokens = join([1, 2], calls, plan.forced, delimiter, 5)
+        calls.append(call(answer, stopped=len(answer) < plan.max_tokens, version=1))
+    sample, tokens = join([1, 2], calls, plan.forced, delimiter)
     response = tokens.ids[2:].tolist()
 
     start = find_delimiter(response, delimiter)
@@ -111,7 +113,8 @@ def test_budgets_hold_for_every_cut(thought, stopped, delimiter, budget, data):
     np.testing.assert_array_equal(tokens.action_mask[2:], ~forced)
     assert not tokens.action_mask[:2].any()
     assert sample.num_actions == tokens.action_mask.sum() and sample.length == len(tokens.ids)
-    assert (tokens.version == np.where(tokens.action_mask, 5, -1)).all()
+    assert (tokens.version[~tokens.action_mask] == -1).all()
+    assert tokens.version[tokens.action_mask].tolist() == [x for one in calls for x in one.version]
     assert (tokens.logp_rollout[~tokens.action_mask] == 0).all()
     np.testing.assert_array_equal(
         tokens.logp_rollout[tokens.action_mask], np.float32([x for one in calls for x in one.logp])

@@ -15,18 +15,22 @@ from megatron_rl.types import Mesh
 class Stage:
     """An engine and the trainers that feed it; calls are awaited on one event loop."""
 
-    def __init__(self, folder: Path, mesh: Mesh, **rollout) -> None:
+    def __init__(self, folder: Path, mesh: Mesh, dtype: str = "float32", **rollout) -> None:
         from megatron_rl.rollout.engine import VllmEngine
 
         self.config = RolloutConfig(prompts_per_step=8, samples_per_prompt=4, **rollout)
-        self.trainers = TinyTrainers(folder, mesh, self.config.tensor)
-        self.engine = VllmEngine(model=ModelConfig(path=folder, dtype="float32"), rollout=self.config, seed=0)
+        self.trainers = TinyTrainers(folder, mesh, self.config.tensor, dtype)
+        self.engine = VllmEngine(model=ModelConfig(path=folder, dtype=dtype), rollout=self.config, seed=0)
         self._loop = asyncio.new_event_loop()
         self.run(self.engine.start())
         self.run(self.engine.init_transfer(self.trainers.info))
 
     def run(self, awaitable: Awaitable):
         return self._loop.run_until_complete(awaitable)
+
+    def rejoin(self) -> None:
+        self.trainers.rejoin()
+        self.run(self.engine.init_transfer(self.trainers.info))
 
     def push(self, folder: Path, version: int):
         self.trainers.begin_push(folder, version)
@@ -46,8 +50,8 @@ def make_stage() -> Callable[..., Stage]:
     """Stages that end with the module, and with them what an engine changes in the environment."""
     environment, stages = dict(os.environ), []
 
-    def make(folder: Path, mesh: Mesh, **rollout) -> Stage:
-        stages.append(Stage(folder, mesh, **rollout))
+    def make(folder: Path, mesh: Mesh, **options) -> Stage:
+        stages.append(Stage(folder, mesh, **options))
         return stages[-1]
 
     yield make

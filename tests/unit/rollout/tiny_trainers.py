@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import multiprocessing
+from dataclasses import replace
 from pathlib import Path
 
+from megatron_rl.bridge.join import host_store
 from megatron_rl.bridge.setup import BridgeSetup
-from megatron_rl.bridge.transport import host_store
-from megatron_rl.layout import megatron_shards, read_shape, slices
+from megatron_rl.layout import Engines, megatron_shards, read_shape, slices
 from megatron_rl.layout.shards import local_extents
 from megatron_rl.types import Mesh, Metrics
 
@@ -52,7 +53,7 @@ def write_model(folder: Path, seed: int, **changes) -> Path:
 
 
 def serve(setup: BridgeSetup, rank: int, commands) -> None:
-    """One trainer rank: join, then push the weights of the folders that it is told."""
+    """One trainer rank: join, then push the weights of the folders that it is told, or join anew by another setup."""
     import torch
     from safetensors.torch import load_file
 
@@ -63,6 +64,10 @@ def serve(setup: BridgeSetup, rank: int, commands) -> None:
     parameters = {name: torch.zeros(size) for name, size in local_extents(shards).items()}
     sender = BridgeSender(setup, rank, parameters)
     while (command := commands.recv()) is not None:
+        if isinstance(command, BridgeSetup):
+            sender.close()
+            sender = BridgeSender(command, rank, parameters)
+            continue
         folder, version = command
         weights = load_file(folder / "model.safetensors")
         for shard in shards:
@@ -75,10 +80,12 @@ def serve(setup: BridgeSetup, rank: int, commands) -> None:
 
 
 class TinyTrainers:
-    def __init__(self, folder: Path, mesh: Mesh, engine_tensor: int = 1, timeout_s: float = 120.0) -> None:
+    def __init__(self, folder: Path, mesh: Mesh, engine_tensor: int, dtype: str) -> None:
         self._store = host_store("127.0.0.1")
         address = "127.0.0.1", self._store.port
-        self.setup = BridgeSetup(read_shape(folder), mesh, False, 1, engine_tensor, "float32", *address, timeout_s)
+        self.setup = BridgeSetup(
+            read_shape(folder), mesh, False, Engines(1, engine_tensor), dtype, *address, timeout_s=120.0
+        )
         context = multiprocessing.get_context("spawn")
         self.processes, self._commands = [], []
         for rank in range(mesh.world_size):
@@ -90,6 +97,12 @@ class TinyTrainers:
     @property
     def info(self) -> dict:
         return {"setup": self.setup.as_dict(), "engine": 0}
+
+    def rejoin(self) -> None:
+        """All that live; the engine must as well."""
+        self.setup = replace(self.setup, epoch=self.setup.epoch + 1)
+        for commands in self._commands:
+            commands.send(self.setup)
 
     def begin_push(self, folder: Path, version: int) -> None:
         for commands in self._commands:

@@ -1,0 +1,144 @@
+"""Weights as files, for engines that no connection reaches: a folder that both sides see.
+
+FOLDER/version-00000003/trainer-0-engine-1-message-0.safetensors holds the rectangles of one message;
+FOLDER/version-00000003/trainer-0-engine-1.complete is written when all of them are on the disk. A receiver waits for
+the marks of all its senders before it writes a byte, so a trainer that dies cannot leave it with half a version. The
+last two versions stay. Any number of engines may read one set.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megatron_rl.bridge.line import WRITTEN, Answer, Deadline, Header
+from megatron_rl.bridge.messages import Message
+from megatron_rl.bridge.setup import BridgeSetup
+
+POLL_S = 0.02
+"""A receiver looks so often for marks: a network file system has no better way of telling."""
+KEPT_VERSIONS = 2
+
+
+class FileLine:
+    """Either end."""
+
+    memory = torch.device("cpu")
+
+    def __init__(self, setup: BridgeSetup, source: int, destination: int) -> None:
+        assert setup.folder is not None
+        self._folder, self._name = Path(setup.folder), f"trainer-{source}-engine-{destination}"
+        self._digest, self._version = setup.plan.digest, -1
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    @property
+    def _mark(self) -> Path:
+        return self._of(self._version) / f"{self._name}.complete"
+
+    def _of(self, version: int) -> Path:
+        return self._folder / f"version-{version:08}"
+
+    def _path(self, message: Message) -> Path:
+        return self._of(self._version) / f"{self._name}-message-{message.number}.safetensors"
+
+
+class FileOutlet(FileLine):
+    near = False
+
+    def begin(self, version: int, deadline: Deadline) -> None:
+        self._version = version
+        self._of(version).mkdir(parents=True, exist_ok=True)
+        self._mark.unlink(missing_ok=True)  # of an earlier life of the run
+
+    def post(self, message: Message, header: Header, content: Tensor) -> None:
+        """
+        Raises:
+            OSError: the disk is full, with the file's name.
+        """
+        parts = dict(zip(_names(message), message.parts(content), strict=True))
+        path, sums = self._path(message), header.checksum
+        try:
+            save_file(parts, path, {"version": str(header.version), "plan": self._digest, "checksum": json.dumps(sums)})
+            _sync(path)
+        except (OSError, SafetensorError) as error:
+            raise OSError(f"{path}: cannot be written, {error}") from error
+
+    def answer(self, message: Message, deadline: Deadline) -> Answer:
+        """What is on the disk is sent."""
+        return Answer(WRITTEN, self._version)
+
+    def finish(self, version: int, deadline: Deadline) -> None:
+        self._mark.touch()
+        _sync(self._mark)
+        _sync(self._mark.parent)
+        for folder in self._folder.glob("version-*"):
+            if int(folder.name.removeprefix("version-")) <= version - KEPT_VERSIONS:
+                shutil.rmtree(folder, ignore_errors=True)  # all trainer ranks clear up, in any order
+
+
+class FileInlet(FileLine):
+    near = True
+
+    def begin(self, version: int, deadline: Deadline) -> None:
+        """
+        Raises:
+            RuntimeError: the sender did not finish within the deadline.
+        """
+        self._version = version
+        while not self._mark.exists():
+            if deadline.over:
+                raise RuntimeError(f"{self._mark} did not come within the deadline; does the trainer still run?")
+            time.sleep(POLL_S)
+
+    def expect(self, message: Message, room: Tensor | None) -> None:
+        """The files are there already."""
+
+    def take(self, message: Message, deadline: Deadline) -> tuple[Header, Tensor]:
+        """
+        Raises:
+            RuntimeError: a file is missing, damaged, or of another plan.
+        """
+        path = self._path(message)
+        try:
+            with safe_open(path, framework="pt") as file:
+                metadata = file.metadata()
+                parts = [file.get_tensor(name) for name in _names(message)]
+        except (OSError, SafetensorError) as error:
+            raise RuntimeError(f"{path}: {error}; push this version again") from error
+        if metadata["plan"] != self._digest:
+            raise RuntimeError(
+                f"{path} was written by plan {metadata['plan']}, the engine has {self._digest}; give trainer and "
+                "engine the same model, meshes and dtype"
+            )
+        sums = json.loads(metadata["checksum"])
+        header = Header(int(metadata["version"]), message.number, 0, tuple(sums) if sums else None)
+        return header, torch.cat([part.view(-1).view(torch.uint8) for part in parts])
+
+    def reply(self, message: Message, answer: Answer) -> None:
+        """Nobody listens."""
+
+    def finish(self, version: int, deadline: Deadline) -> None:
+        """Nothing is under way."""
+
+
+def _names(message: Message) -> list[str]:
+    """One a copy: a parameter may be in a message twice."""
+    return [f"{number}:{copy.destination_name}" for number, copy in enumerate(message.copies)]
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,217 @@
+"""The engine's side of the bridge, without the engine: messages are taken and written into live parameters.
+
+An engine that feeds another passes every message on as it came, while it writes it. Invariants (tests/unit/bridge):
+every parameter is written by the plan, or an error names it; a push that is verified is read back from the parameters
+and compared with the sender's checksum, so neither the way nor the writing can spoil it unseen; what arrives is of the
+version that was asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from megatron_rl.bridge.checksum import checksum
+from megatron_rl.bridge.files import FileInlet
+from megatron_rl.bridge.join import Joining
+from megatron_rl.bridge.line import CORRUPTED, NOT_EXPECTED, SLOTS, WRITTEN, Answer, Deadline, Header, Inlet, Outlet
+from megatron_rl.bridge.memory import Slots, synchronize
+from megatron_rl.bridge.messages import Message, Named, in_place, schedule, split
+from megatron_rl.bridge.setup import BridgeSetup
+from megatron_rl.layout import check_parameters, vllm_shards
+
+
+class Parameters:
+    """Where an engine rank's weights are written: live parameters, in place."""
+
+    def __init__(self, live: Mapping[str, Tensor]) -> None:
+        self.forms = live
+        """Of all parameters, by vLLM's local names: shapes and dtypes. The memory is that of `[]`."""
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.forms[name]
+
+    def written(self, message: Message) -> None:
+        """A message stands where it belongs, and is verified if that was asked for."""
+
+    def finish(self) -> None:
+        """All messages of a push do."""
+
+
+class Intake:
+    """One engine rank."""
+
+    def __init__(
+        self, setup: BridgeSetup, engine: int, rank: int, parameters: Parameters, device: torch.device
+    ) -> None:
+        """Join all trainer ranks and all other engines.
+
+        Args:
+            engine, rank: which engine, and which of its ranks.
+
+        Raises:
+            ValueError: a live parameter that the plan does not know, one that is missing or of another shape
+                or dtype; or ranks that do not agree on the plan.
+        """
+        self.parameters, self._timeout_s = parameters, setup.timeout_s
+        self._side = f"engine {engine}, rank {rank}"
+        self._device = device
+        me, plan = setup.engine_rank(engine, rank), setup.plan
+        first = me  # of the chain
+        while (upstream := plan.upstream(first)) is not None:
+            first = upstream
+        routes = plan.received_by(me)
+        messages = [m for source, copies in routes.items() for m in split(source, first, copies, setup.bucket_bytes)]
+        self._schedule = schedule(messages, plan.num_destinations)
+        _check(setup, rank, parameters.forms, self._schedule, self._side)
+        self._lines: dict[int, Inlet] = {}
+        self._next: Outlet | None = None
+        if setup.folder is not None:
+            self._lines = {source: FileInlet(setup, source, me) for source in routes}
+        else:
+            self._join(setup, me)
+        packed = [
+            m for m in self._schedule if not self._lines[m.source].near and self._room(m, parameters.forms) is None
+        ]
+        largest = max((message.num_bytes for message in packed), default=0)
+        # The checkpoint of a CPU process may feed engines on GPUs: then contents arrive on the CPU.
+        arrival = {line.memory for line in self._lines.values() if not line.near} or {self._device}
+        assert len(arrival) == 1, "all trainers are of one kind"
+        self._slots = Slots(largest, arrival.pop())
+        self._broken = False
+
+    def _join(self, setup: BridgeSetup, me: int) -> None:
+        joining, trainers = Joining(setup, setup.mesh.world_size + me, self._device), setup.mesh.world_size
+        upstream, downstream = setup.plan.upstream(me), setup.plan.downstream(me)
+        sources = list(dict.fromkeys(message.source for message in self._schedule))
+        if upstream is None:
+            near = joining.near(sources)
+            self._lines = {source: joining.line(source, trainers + me, source in near) for source in sources}
+        else:
+            self._lines = dict.fromkeys(sources, joining.line(trainers + upstream, trainers + me, near=False))
+        # Between engines all messages share one line: there they are numbered by the schedule.
+        self._passed_on = [replace(message, number=index) for index, message in enumerate(self._schedule)]
+        if upstream is not None:
+            self._schedule = self._passed_on
+        if downstream is not None:
+            self._next = joining.line(trainers + me, trainers + downstream, near=False)
+
+    @property
+    def messages(self) -> list[Message]:
+        """Of a push, in the order in which they are taken."""
+        return self._schedule
+
+    @property
+    def num_bytes(self) -> int:
+        """That this rank takes in a push."""
+        return sum(message.num_bytes for message in self._schedule)
+
+    @torch.no_grad()
+    def receive(self, version: int) -> None:
+        """Write one whole push into the live parameters.
+
+        Raises:
+            RuntimeError: a rank died, stalled past the deadline, pushed another version, or bytes arrived spoilt. The
+                parameters are then a mix, and all must join anew.
+        """
+        if self._broken:
+            raise RuntimeError(f"{self._side}: an earlier push broke off; join the bridge anew")
+        self._broken = True  # until the end is reached
+        try:
+            self._receive(version, Deadline(self._timeout_s))
+        except BaseException:
+            self.close()  # the other ends fail at once, not at their deadlines
+            raise
+        self._broken = False
+
+    def _receive(self, version: int, deadline: Deadline) -> None:
+        lines = set(self._lines.values())
+        for line in lines:
+            line.begin(version, deadline)
+        for index in range(min(SLOTS, len(self._schedule))):
+            self._expect(index)
+        for index in range(len(self._schedule)):
+            self._complete(index, version, deadline)
+            if index + SLOTS < len(self._schedule):
+                self._expect(index + SLOTS)
+        for line in lines:
+            line.finish(version, deadline)
+        self.parameters.finish()
+
+    def _expect(self, index: int) -> None:
+        message = self._schedule[index]
+        line, room = self._lines[message.source], None
+        if not line.near:
+            room = self._room(message, self.parameters)
+            if room is None:
+                room = self._slots.tensors[index % SLOTS][: message.num_bytes]
+        line.expect(message, room)
+
+    def _room(self, message: Message, parameters: Named) -> Tensor | None:
+        """Where the content may arrive because it belongs there as it travels."""
+        arrives_here = self._lines[message.source].memory == self._device
+        return in_place(message, message.destinations(parameters)) if arrives_here else None
+
+    def _complete(self, index: int, version: int, deadline: Deadline) -> None:
+        message = self._schedule[index]
+        line = self._lines[message.source]
+        header, content = line.take(message, deadline)
+        if (header.version, header.number) != (version, message.number):
+            self._refuse(line, message, Answer(NOT_EXPECTED, version), deadline)
+            raise RuntimeError(
+                f"{self._side} was to receive version {version}, trainer rank {message.source} pushed version "
+                f"{header.version} (message {header.number} for {message.number}); push and receive must name the "
+                "same version"
+            )
+        if self._next is not None:
+            passed_on = self._passed_on[index]
+            self._next.post(passed_on, replace(header, number=index, slot=0), content)
+        if not self._write(message, header, content):
+            self._refuse(line, message, Answer(CORRUPTED, version), deadline)
+            raise RuntimeError(
+                f"{self._side} holds other bytes than trainer rank {message.source} sent, in message {message.number} "
+                f"of version {version}: {', '.join(copy.destination_name for copy in message.copies[:3])}"
+            )
+        self.parameters.written(message)
+        if not line.near:
+            line.reply(message, Answer(WRITTEN, version))
+        if self._next is not None:
+            self._next.answer(passed_on, deadline)
+        if line.near:  # the content lay in the sender's memory until here
+            line.reply(message, Answer(WRITTEN, version))
+
+    def _write(self, message: Message, header: Header, content: Tensor) -> bool:
+        """Tells whether the parameters hold what was sent, as far as was asked."""
+        views = message.destinations(self.parameters)
+        if content.data_ptr() != views[0].data_ptr():
+            torch._foreach_copy_(views, message.parts(content))
+        synchronize(self._device)
+        if header.checksum is None:
+            return True
+        if content.data_ptr() != views[0].data_ptr():
+            torch._foreach_copy_(message.parts(content), views)  # read back into the message's own memory
+        return checksum(content) == header.checksum
+
+    def _refuse(self, line: Inlet, message: Message, answer: Answer, deadline: Deadline) -> None:
+        line.reply(message, answer)
+        line.finish(answer.version, deadline)
+
+    def close(self) -> None:
+        self._broken = True
+        for line in {*self._lines.values(), *filter(None, [self._next])}:
+            line.close()
+        self._lines, self._next = {}, None
+        self._slots.close()
+
+
+def _check(setup: BridgeSetup, rank: int, forms: Mapping[str, Tensor], messages: list[Message], side: str) -> None:
+    engines = setup.engines
+    shards = vllm_shards(setup.shape, engines.tensor, rank, engines.expert_parallel, engines.pipeline)
+    check_parameters(shards, {name: tuple(form.shape) for name, form in forms.items()}, side)
+    for copy in (copy for message in messages for copy in message.copies):
+        dtype = forms[copy.destination_name].dtype
+        if dtype != getattr(torch, copy.dtype):
+            raise ValueError(f"{side}: {copy.destination_name} is {dtype}, the bridge brings {copy.dtype}")

@@ -1,0 +1,100 @@
+"""Routes cut into messages: pure values, and the memory that each of them means.
+
+A message is what one trainer rank tells one engine rank at once. All ranks send and receive their messages in one
+global order, so that two buffers a rank are enough and nobody waits in a circle. Invariants (tests/unit/bridge): the
+messages of a route are its copies, in order, each byte once; none exceeds the bucket but by a single row; of any two
+ranks' schedules, the common messages stand in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megatron_rl.layout import Copy, slices
+
+ALONE_BYTES = 2**20
+"""A copy of this size or more travels alone: if it lies contiguous, it is not packed at all."""
+
+
+class Named(Protocol):
+    """Tensors by name."""
+
+    def __getitem__(self, name: str, /) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Message:
+    source: int
+    destination: int
+    """Engine rank of the plan."""
+    number: int
+    """In its route, from 0."""
+    copies: tuple[Copy, ...]
+    """The wider elements first: then all are aligned."""
+
+    @cached_property
+    def num_bytes(self) -> int:
+        return sum(copy.num_bytes for copy in self.copies)
+
+    def parts(self, buffer: Tensor) -> list[Tensor]:
+        """The copies' rectangles, one after the other in `buffer` (uint8)."""
+        parts, start = [], 0
+        for copy in self.copies:
+            flat = buffer[start : start + copy.num_bytes].view(getattr(torch, copy.dtype))
+            parts.append(flat.view([stop - begin for begin, stop in copy.source_box]))
+            start += copy.num_bytes
+        return parts
+
+    def sources(self, parameters: Named) -> list[Tensor]:
+        return [parameters[copy.source_name].detach()[slices(copy.source_box)] for copy in self.copies]
+
+    def destinations(self, parameters: Named) -> list[Tensor]:
+        """Views with the dims of the sources: a stacked expert has one more."""
+        views = []
+        for copy in self.copies:
+            extents = [stop - begin for begin, stop in copy.source_box]
+            views.append(parameters[copy.destination_name].detach()[slices(copy.destination_box)].view(extents))
+        return views
+
+
+def in_place(message: Message, views: Sequence[Tensor]) -> Tensor | None:
+    """The message's bytes where they lie, when they lie there as they travel."""
+    if len(views) == 1 and views[0].is_contiguous() and views[0].dtype == getattr(torch, message.copies[0].dtype):
+        return views[0].view(-1).view(torch.uint8)
+    return None
+
+
+def split(source: int, destination: int, copies: Iterable[Copy], bucket_bytes: int) -> list[Message]:
+    """A route's messages."""
+    return [
+        Message(source, destination, number, tuple(sorted(part, key=lambda copy: copy.dtype != "float32")))
+        for number, part in enumerate(_fill(copies, bucket_bytes))
+    ]
+
+
+def _fill(copies: Iterable[Copy], bucket_bytes: int) -> Iterator[list[Copy]]:
+    bucket: list[Copy] = []
+    filled = 0
+    for copy in (piece for copy in copies for piece in copy.rows(bucket_bytes)):
+        alone = copy.num_bytes >= ALONE_BYTES
+        if bucket and (alone or filled + copy.num_bytes > bucket_bytes):
+            yield bucket
+            bucket, filled = [], 0
+        bucket.append(copy)
+        filled += copy.num_bytes
+        if alone:
+            yield bucket
+            bucket, filled = [], 0
+    if bucket:
+        yield bucket
+
+
+def schedule(messages: Iterable[Message], num_destinations: int) -> list[Message]:
+    """The global order: in each turn all trainer ranks speak to different engine ranks, if there are enough."""
+    return sorted(messages, key=lambda m: (m.number, (m.destination - m.source) % num_destinations, m.source))

@@ -1,0 +1,195 @@
+"""Megatron ranks push into running vLLM engines: what the engines then hold, and what they say, in every layout.
+
+The expected weights are those that the tools for checkpoints make of the trainers' parameters: bridge and tools have
+the family's tables in common, and nothing else. Not seen here: GPUs, and with them NCCL and CUDA IPC.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import pickle
+import re
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from bridge_engines import Fleet
+from safetensors.torch import load_file
+from scenarios import TEMPERATURE, Layout
+from sizes import VOCAB_SIZE
+from torch import Tensor
+
+from megatron_rl.actor.packing import TrainSample
+from megatron_rl.bridge.join import host_store
+from megatron_rl.bridge.setup import BridgeSetup
+from megatron_rl.convert import Options, carry_out, open_checkpoint, to_hub, to_ranks
+from megatron_rl.layout import Engines, read_shape, slices, vllm_shards
+from megatron_rl.types import Mesh, ModelShape, Prompt
+
+SIZES = dict(
+    hidden_size=32,
+    num_hidden_layers=4,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    head_dim=32,
+    intermediate_size=48,
+    vocab_size=VOCAB_SIZE,
+    max_position_embeddings=128,
+    rope_theta=10000.0,
+    initializer_range=0.2,
+    eos_token_id=1,
+)
+EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, norm_topk_prob=True, mlp_only_layers=[0])
+MODELS = {
+    "dense": ("Qwen3", dict(tie_word_embeddings=False)),
+    "tied": ("Qwen3", dict(tie_word_embeddings=True)),
+    "moe": ("Qwen3Moe", EXPERTS),
+}
+"""Both have norms of q and k. An expert's 48, or 24 on each of two ranks, are no multiple of what vLLM's kernel asks
+for on a CPU."""
+
+FLEETS = {
+    "dense, two TP1": ("dense", Engines(2, 1)),
+    "tied, TP2": ("tied", Engines(1, 2)),
+    "moe, TP2": ("moe", Engines(1, 2)),
+    "moe, TP2 and expert parallel": ("moe", Engines(1, 2, expert_parallel=True)),
+}
+TP2_PP2, TP4, PP4 = Mesh(tensor=2, pipeline=2), Mesh(tensor=4), Mesh(pipeline=4)
+EP2_TP2 = Mesh(tensor=2, data=2, expert=2)
+EP2_TP2_WHOLE = Mesh(tensor=2, expert=2, expert_tensor=1)
+"""Experts that are not split over TP."""
+CASES = [
+    ("dense, two TP1", TP2_PP2, 1),
+    ("dense, two TP1", TP2_PP2, 2),
+    ("dense, two TP1", TP4, 1),
+    ("dense, two TP1", PP4, 2),
+    ("tied, TP2", TP2_PP2, 1),
+    ("tied, TP2", TP4, 1),
+    ("tied, TP2", PP4, 1),
+    ("moe, TP2", EP2_TP2, 1),
+    ("moe, TP2", EP2_TP2_WHOLE, 1),
+    ("moe, TP2 and expert parallel", EP2_TP2, 1),
+    ("moe, TP2 and expert parallel", EP2_TP2_WHOLE, 1),
+]
+"""(fleet, trainer, engines of the fleet that join), fleet by fleet: starting one is what takes long."""
+
+PROMPTS = [Prompt(f"prompt{i}", ids, "") for i, ids in enumerate([(5, 59, 6), (2,), (33, 32, 31, 30, 7), (58, 8)])]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    for name, (family, more) in MODELS.items():
+        torch.manual_seed(0)
+        config = getattr(transformers, f"{family}Config")(**(SIZES | more))
+        model = getattr(transformers, f"{family}ForCausalLM")(config)
+        for parameter_name, parameter in model.named_parameters():
+            if "norm" in parameter_name:
+                parameter.data.uniform_(0.5, 1.5)
+        model.save_pretrained(root / name)
+        (root / name / "tokenizer.json").write_text("{}")
+    return {name: root / name for name in MODELS}
+
+
+@pytest.fixture(scope="module")
+def fleet_of(folders):
+    """The fleet of a name, the only one that runs."""
+    running: dict[str, Fleet] = {}
+
+    def start(name: str) -> Fleet:
+        if name not in running:
+            end()
+            model, engines = FLEETS[name]
+            running[name] = Fleet(folders[model], engines, TEMPERATURE)
+        return running[name]
+
+    def end() -> None:
+        for name in list(running):
+            running.pop(name).close()
+
+    yield start
+    end()
+
+
+@pytest.fixture(scope="module")
+def versions():
+    return itertools.count()
+
+
+@pytest.fixture(scope="module")
+def store():
+    return host_store("127.0.0.1")
+
+
+def held_by_engine(folder: Path, shape: ModelShape, engines: Engines, rank: int) -> dict[str, Tensor]:
+    """What a rank of vLLM must hold, rectangle by rectangle, of an HF folder."""
+    weights, parts = load_file(folder / "model.safetensors"), {}
+    for shard in vllm_shards(shape, engines.tensor, rank, engines.expert_parallel):
+        parts[shard.local_name, shard.local_box] = weights[shard.hf_name][slices(shard.hf_box)]
+    return parts
+
+
+def as_checkpoint(folder: Path, base: Path, mesh: Mesh, live: list[dict[str, Tensor]]) -> Path:
+    """The trainers' parameters in the tools' form for a mesh: the files of another model, with these bytes."""
+    carry_out(to_ranks(open_checkpoint(base), mesh, False, Options()), folder, 1, lambda num_bytes: None)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    for name, entry in manifest["files"].items():
+        if "tensors" not in entry:
+            continue
+        places = {axis: int(index) for axis, index in re.findall(r"([a-z]+)(\d+)", name.split(".")[0])}
+        rank = places["pipeline"] * mesh.stage_size + places["tensor"] + places.get("expert", 0) * mesh.expert_ways
+        with (folder / name).open("r+b") as file:
+            for parameter, place in entry["tensors"].items():
+                data = live[rank][parameter].numpy().tobytes()
+                assert len(data) == place["bytes"], parameter
+                file.seek(place["start"])
+                file.write(data)
+                place["crc32"] = f"{zlib.crc32(data):08x}"
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    return folder
+
+
+def named(case: tuple[str, Mesh, int]) -> str:
+    name, mesh, num = case
+    axes = [f"{axis}{getattr(mesh, axis)}" for axis in ("tensor", "pipeline", "expert") if getattr(mesh, axis) > 1]
+    return f"{'-'.join([*axes, *(['whole'] if mesh.expert_tensor == 1 else [])])} to {num} of {name}"
+
+
+@pytest.mark.parametrize(("name", "mesh", "num"), CASES, ids=map(named, CASES))
+def test_engines_hold_and_say_what_the_trainers_do(trainers, store, fleet_of, versions, name, mesh, num, tmp_path):
+    fleet, version = fleet_of(name), next(versions)
+    shape = read_shape(fleet.folder)
+    engines = Engines(num, fleet.kind.tensor, expert_parallel=fleet.kind.expert_parallel)
+    setup = BridgeSetup(shape, mesh, False, engines, "float32", "127.0.0.1", store.port, epoch=version, timeout_s=60)
+    with ThreadPoolExecutor(1) as pool:
+        given = dict(folder=fleet.folder, layout=Layout(mesh), setup=setup, version=version)
+        training = pool.submit(trainers.run, "push_weights", mesh.world_size, **given)
+        fleet.join(setup)
+        fleet.receive(num, version)
+        answers = fleet.generate(num, PROMPTS, version)
+        samples = [TrainSample(f"answer{i}", tokens, 1.0, 1.0) for i, tokens in enumerate(answers)]
+        store.set(f"samples {version}", pickle.dumps(samples))
+        live, pushed, mismatch = zip(*training.result())
+
+    checkpoint = as_checkpoint(tmp_path / "ranks", fleet.folder, mesh, live)
+    carry_out(to_hub(open_checkpoint(checkpoint), Options()), tmp_path / "hub", 1, lambda num_bytes: None)
+    needed = 0
+    for i, parameters in enumerate(fleet.weights(num)):
+        expected = held_by_engine(tmp_path / "hub", shape, engines, i % engines.tensor)
+        assert parameters.keys() == {name for name, _ in expected}
+        needed += sum(value.nbytes for value in expected.values())
+        for (name, box), value in expected.items():
+            assert torch.equal(parameters[name][slices(box)].view(value.shape), value), (i, name)
+    assert sum(push["bytes"] for push in pushed) == needed, "each byte once, to whom it belongs"
+    before = load_file(fleet.folder / "model.safetensors")
+    after = load_file(tmp_path / "hub" / "model.safetensors")
+    assert all((before[name] != after[name]).float().mean() > 0.9 for name in before)
+
+    assert sum(tokens.action_mask.sum() for tokens in answers) > 60 * num
+    assert 0 < np.mean([np.exp(tokens.logp_rollout[tokens.action_mask]).mean() for tokens in answers]) < 0.9
+    assert max(ranks["mismatch/max_abs"] for ranks in mismatch) < 1e-5  # fp32; partial sums in another order

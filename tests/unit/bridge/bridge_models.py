@@ -1,0 +1,42 @@
+"""Tiny shapes of every family that vLLM serves, their Hugging Face weights, and a rank's part of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from megatron_rl.layout import FAMILIES, slices
+from megatron_rl.layout.shards import local_extents
+from megatron_rl.types import Experts, LatentAttention, ModelShape
+
+_DENSE = ModelShape("qwen3", 2, 32, 4, 2, 16, 64, 40, 1e4, 1e-6, 128, False)
+_EXPERTS = Experts(num_experts=4, num_active=2, ffn_size=24)
+SHAPES = {
+    "llama": replace(_DENSE, family="llama", tied_embeddings=True),
+    "qwen2": replace(_DENSE, family="qwen2"),
+    "qwen3": _DENSE,
+    "qwen3_moe": replace(_DENSE, family="qwen3_moe", experts=_EXPERTS),
+    "mixtral": replace(_DENSE, family="mixtral", experts=_EXPERTS),
+    "deepseek_v3": replace(
+        _DENSE,
+        family="deepseek_v3",
+        experts=replace(_EXPERTS, shared_ffn_size=24, first_dense_layers=1, score="sigmoid"),
+        latent=LatentAttention(query_rank=16, kv_rank=16, nope_dim=8, rope_dim=8, value_dim=8),
+    ),
+}
+
+
+def hf_weights(shape: ModelShape, seed: int) -> dict[str, torch.Tensor]:
+    random = torch.Generator().manual_seed(seed)
+    sizes = FAMILIES[shape.family].hf_tensors(shape)
+    return {name: torch.randn(size, generator=random) for name, size in sizes.items()}
+
+
+def cut(shards, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """One rank's parameters, by their local names."""
+    local = {name: torch.zeros(size) for name, size in local_extents(shards).items()}
+    for shard in shards:
+        target = local[shard.local_name][slices(shard.local_box)]
+        target.copy_(weights[shard.hf_name][slices(shard.hf_box)].view(target.shape))
+    return local

@@ -1,0 +1,198 @@
+"""Ranks in processes of their own that are killed or stopped: before, in and after a push."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from dataclasses import replace
+
+import pytest
+from bridge_models import SHAPES, cut, hf_weights
+
+from megatron_rl.bridge.join import host_store
+from megatron_rl.bridge.setup import BridgeSetup
+from megatron_rl.layout import Engines, megatron_shards, vllm_shards
+from megatron_rl.types import Mesh
+
+SHAPE = SHAPES["qwen3"]
+MESH, ENGINES = Mesh(pipeline=2), Engines(2)
+TRAINERS, ENGINE_RANKS = [0, 1], [2, 3]
+
+
+def serve(rank: int, pipe) -> None:
+    """One rank: answers (method, arguments) with a result or the error's text."""
+    import torch
+
+    torch.set_num_threads(1)
+    end = _Trainer(rank) if rank in TRAINERS else _Engine(rank)
+    while True:
+        method, *arguments = pipe.recv()
+        try:
+            pipe.send((True, getattr(end, method)(*arguments)))
+        except RuntimeError as error:
+            pipe.send((False, str(error)))
+
+
+def strike(end, name: str, fault: tuple[int, int] | None) -> None:
+    """At the call of `name` with this number, the process sends itself this signal."""
+    if fault is None:
+        return
+    number, sign = fault
+    method, calls = getattr(end, name), []
+
+    def struck(*arguments):
+        calls.append(name)
+        if len(calls) == number:
+            os.kill(os.getpid(), sign)
+        return method(*arguments)
+
+    setattr(end, name, struck)
+
+
+class _Trainer:
+    def __init__(self, rank: int) -> None:
+        self.rank, self.live = rank, cut(megatron_shards(SHAPE, MESH, rank), hf_weights(SHAPE, 0))
+
+    def join(self, setup: BridgeSetup) -> None:
+        from megatron_rl.bridge.sender import BridgeSender
+
+        self.end = BridgeSender(setup, self.rank, self.live)
+
+    def push(self, version: int, fault) -> None:
+        strike(self.end, "_content", fault)
+        for name, value in cut(megatron_shards(SHAPE, MESH, self.rank), hf_weights(SHAPE, version)).items():
+            self.live[name].copy_(value)
+        self.end.push(version)
+
+
+class _Engine:
+    def __init__(self, rank: int) -> None:
+        self.index, self.live = rank - len(TRAINERS), cut(vllm_shards(SHAPE, 1, 0), hf_weights(SHAPE, 99))
+
+    def join(self, setup: BridgeSetup) -> None:
+        from megatron_rl.bridge.intake import Intake, Parameters
+
+        self.end = Intake(setup, self.index, 0, Parameters(self.live), next(iter(self.live.values())).device)
+
+    def push(self, version: int, fault) -> None:
+        strike(self.end, "_complete", fault)
+        self.end.receive(version)
+
+    def holds(self, version: int) -> bool:
+        expected = cut(vllm_shards(SHAPE, 1, 0), hf_weights(SHAPE, version))
+        return all((self.live[name] == value).all() for name, value in expected.items())
+
+
+class Ranks:
+    def __init__(self) -> None:
+        self.store, self.epoch = host_store("127.0.0.1"), 0
+        self.processes, self.pipes = {}, {}
+
+    def start(self, rank: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipes[rank], theirs = context.Pipe()
+        self.processes[rank] = context.Process(target=serve, args=(rank, theirs), daemon=True)
+        self.processes[rank].start()
+        theirs.close()
+
+    def join(self, **options) -> None:
+        """All join anew; a process takes the place of each that is gone."""
+        for rank in [*TRAINERS, *ENGINE_RANKS]:
+            if rank not in self.processes or not self.processes[rank].is_alive():
+                self.start(rank)
+        setup = BridgeSetup(SHAPE, MESH, False, ENGINES, "float32", "127.0.0.1", self.store.port, self.epoch)
+        self.epoch += 1
+        setup = replace(setup, bucket_bytes=5000, **{"timeout_s": 60.0, **options})
+        for rank in self.pipes:
+            self.pipes[rank].send(("join", setup))
+        assert all(self.result(rank)[0] for rank in self.pipes)
+
+    def push(self, version: int, faults: dict = {}) -> None:
+        for rank in self.pipes:
+            if self.processes[rank].is_alive():
+                self.pipes[rank].send(("push", version, faults.get(rank)))
+
+    def result(self, rank: int):
+        """(succeeded, result or error); None: the process is gone."""
+        assert self.pipes[rank].poll(90), f"rank {rank} hangs"
+        try:
+            return self.pipes[rank].recv()
+        except EOFError:
+            self.processes[rank].join()
+            return None
+
+    def push_whole(self, version: int) -> None:
+        self.push(version)
+        assert [self.result(rank) for rank in self.pipes] == [(True, None)] * 4
+        for rank in ENGINE_RANKS:
+            self.pipes[rank].send(("holds", version))
+            assert self.result(rank) == (True, True)
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    ranks = Ranks()
+    yield ranks
+    for process in ranks.processes.values():
+        process.kill()
+
+
+@pytest.mark.parametrize("share_memory", [True, False], ids=["shared memory", "gloo"])
+@pytest.mark.parametrize(("victim", "name"), [(2, "engine rank 0"), (1, "trainer rank 1")])
+def test_a_rank_killed_in_a_push_ends_it_at_once_and_a_new_one_takes_its_place(ranks, victim, name, share_memory):
+    """At its third message. Those that speak with it name it; the others end with them, long before the deadline."""
+    ranks.join(share_memory=share_memory)
+    ranks.push_whole(1)
+    start = time.monotonic()
+    ranks.push(2, {victim: (3, signal.SIGKILL)})
+    results = {rank: ranks.result(rank) for rank in ranks.pipes}
+    assert time.monotonic() - start < 30  # the deadline is 60 s
+    assert results.pop(victim) is None
+    others = TRAINERS if victim in ENGINE_RANKS else ENGINE_RANKS
+    for rank in others:
+        succeeded, text = results.pop(rank)
+        assert not succeeded and f"{name} has died" in text, text
+    for succeeded, text in results.values():  # a side's other rank: it may have been done
+        assert succeeded or "has died" in text, text
+    ranks.join(share_memory=share_memory)
+    ranks.push_whole(2)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_an_engine_killed_between_pushes_ends_the_next_one(ranks, when):
+    """Before its first push, or after one that was whole: that one stands."""
+    ranks.join()
+    if when == "after":
+        ranks.push_whole(3)
+    ranks.processes[3].kill()
+    ranks.processes[3].join()
+    start = time.monotonic()
+    ranks.push(4)
+    for rank in TRAINERS:
+        succeeded, text = ranks.result(rank)
+        assert not succeeded and "engine rank 1 has died" in text
+    ranks.result(2)  # it may have been done
+    assert time.monotonic() - start < 30
+    ranks.join()
+    ranks.push_whole(4)
+
+
+@pytest.mark.parametrize("stopped", [2, 0], ids=["engine", "trainer"])
+def test_a_rank_that_stands_still_ends_the_push_at_its_deadline(ranks, stopped):
+    """Nobody waits longer; the one that wakes up later finds its lines closed."""
+    ranks.join(timeout_s=3.0)
+    ranks.push_whole(5)
+    start = time.monotonic()
+    ranks.push(6, {stopped: (2, signal.SIGSTOP)})
+    others = [rank for rank in ranks.pipes if rank != stopped]
+    results = {rank: ranks.result(rank) for rank in others}
+    assert 2 < time.monotonic() - start < 20  # the deadline is 3 s; the rest is this machine's scheduling
+    speakers = TRAINERS if stopped in ENGINE_RANKS else ENGINE_RANKS
+    assert all("has died, or is silent past the deadline" in results[rank][1] for rank in speakers)
+    os.kill(ranks.processes[stopped].pid, signal.SIGCONT)
+    succeeded, text = ranks.result(stopped)
+    assert not succeeded and "has died, or is silent" in text
+    ranks.join()
+    ranks.push_whole(6)

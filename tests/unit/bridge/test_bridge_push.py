@@ -1,0 +1,298 @@
+"""Pushes over real gloo, shared memory and files, a thread a rank: trainers' shards into engines' parameters."""
+
+from __future__ import annotations
+
+import json
+import time
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+from bridge_models import SHAPES, cut, hf_weights
+
+from megatron_rl.bridge.intake import Intake, Parameters
+from megatron_rl.bridge.join import host_store
+from megatron_rl.bridge.sender import BridgeSender
+from megatron_rl.bridge.setup import BridgeSetup
+from megatron_rl.layout import Engines, megatron_shards, vllm_shards
+from megatron_rl.types import Mesh
+
+SHAPE = SHAPES["qwen3"]
+CPU = torch.device("cpu")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class Joined:
+    """All ranks of a setup, joined, and a thread for each."""
+
+    def __init__(self, setup: BridgeSetup) -> None:
+        self.setup, self.pool = setup, ThreadPoolExecutor(setup.world_size)
+        self.trainers = [
+            cut(megatron_shards(setup.shape, setup.mesh, rank), hf_weights(setup.shape, 0))
+            for rank in range(setup.mesh.world_size)
+        ]
+        engines = setup.engines
+        self.shards = [
+            vllm_shards(setup.shape, engines.tensor, rank, engines.expert_parallel, engines.pipeline)
+            for _ in range(engines.num)
+            for rank in range(engines.world_size)
+        ]
+        self.engines = [self._unwritten(shards) for shards in self.shards]
+        self.join()
+
+    def _unwritten(self, shards):
+        """As vLLM has it: the setup's dtype, the router's bias in float32."""
+        return {
+            name: torch.full_like(t, torch.nan, dtype=None if "e_score" in name else DTYPES[self.setup.dtype])
+            for name, t in cut(shards, hf_weights(self.setup.shape, 0)).items()
+        }
+
+    def join(self):
+        setup, world = self.setup, self.setup.engines.world_size
+        senders = [self.pool.submit(BridgeSender, setup, r, p) for r, p in enumerate(self.trainers)]
+        intakes = [
+            self.pool.submit(Intake, setup, i // world, i % world, Parameters(p), CPU)
+            for i, p in enumerate(self.engines)
+        ]
+        self.senders, self.intakes = [s.result() for s in senders], [i.result() for i in intakes]
+
+    def push(self, version: int, verify: bool = False):
+        """Start all; futures of senders and of receivers."""
+        sent = [self.pool.submit(sender.push, version, verify) for sender in self.senders]
+        return sent, [self.pool.submit(intake.receive, version) for intake in self.intakes]
+
+    def learn(self, seed: int):
+        """Other weights, in place."""
+        for rank, live in enumerate(self.trainers):
+            shards = megatron_shards(self.setup.shape, self.setup.mesh, rank)
+            for name, value in cut(shards, hf_weights(self.setup.shape, seed)).items():
+                live[name].copy_(value)
+
+    def check(self, seed: int):
+        for rank, (shards, live) in enumerate(zip(self.shards, self.engines, strict=True)):
+            expected = cut(shards, hf_weights(self.setup.shape, seed))
+            assert live.keys() == expected.keys()
+            for name, value in expected.items():
+                assert torch.equal(live[name], value.to(live[name].dtype)), (rank, name)
+
+    def close(self):
+        for end in [*self.senders, *self.intakes]:
+            end.close()
+        self.pool.shutdown()
+
+
+@contextmanager
+def joined(mesh=Mesh(), engines=Engines(), shape=SHAPE, **options):
+    store = host_store("127.0.0.1")
+    setup = BridgeSetup(shape, mesh, False, engines, "float32", "127.0.0.1", store.port, timeout_s=30.0)
+    ranks = Joined(replace(setup, **options))
+    yield ranks
+    ranks.close()
+
+
+ROUTES = [
+    (Mesh(), Engines()),
+    (Mesh(tensor=2, pipeline=2), Engines(1, 2)),
+    (Mesh(tensor=2, data=2), Engines(2, 1)),
+    (Mesh(data=2), Engines(1, 4)),  # two KV heads, replicated
+    (Mesh(pipeline=2), Engines(1, 2, pipeline=2)),
+    (Mesh(tensor=2), Engines(4, 1, num_chains=1)),
+    (Mesh(pipeline=2), Engines(3, 2, num_chains=2)),
+]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "engines", "bucket_bytes"),
+    [(*route, size) for route in ROUTES for size in (2**26, 5000)] + [(Mesh(), Engines(), 1)],
+    ids=str,
+)
+@pytest.mark.parametrize("share_memory", [True, False], ids=["shared memory", "gloo"])
+def test_every_engine_rank_holds_its_shards(mesh, engines, bucket_bytes, share_memory):
+    """Of a bucket of one byte every row is a message."""
+    with joined(mesh, engines, share_memory=share_memory, bucket_bytes=bucket_bytes) as ranks:
+        for version in (0, 1):
+            ranks.learn(version)
+            sent, received = ranks.push(version)
+            metrics = [s.result() for s in sent]
+            [r.result() for r in received]
+            ranks.check(version)
+        each = sum(t.nbytes for rank in ranks.engines[: engines.world_size] for t in rank.values())
+        assert sum(m["bytes"] for m in metrics) == engines.heads * each
+        assert [i.num_bytes for i in ranks.intakes] == [sum(t.nbytes for t in p.values()) for p in ranks.engines]
+
+
+@pytest.mark.parametrize("family", SHAPES)
+def test_every_family_and_mixed_dtypes(family):
+    """bfloat16 engines of float32 trainers; DeepSeek's router bias stays float32."""
+    expert = 2 if SHAPES[family].experts else 1
+    mesh = Mesh(tensor=2, data=1, expert=expert, expert_tensor=1 if expert == 2 else None)
+    engines = Engines(1, 2, expert_parallel=expert == 2)
+    with joined(mesh, engines, SHAPES[family], dtype="bfloat16") as ranks:
+        sent, received = ranks.push(0)
+        [f.result() for f in [*sent, *received]]
+        ranks.check(0)
+
+
+def test_large_copies_are_neither_packed_nor_unpacked(monkeypatch):
+    monkeypatch.setattr("megatron_rl.bridge.messages.ALONE_BYTES", 2000)
+    with joined(share_memory=False, bucket_bytes=6000) as ranks:
+        sent, received = ranks.push(0)
+        [f.result() for f in [*sent, *received]]
+        ranks.check(0)
+        # The rows of one matrix, whole on both sides, needed no buffer: what did is below.
+        packed = [m.num_bytes for m in ranks.senders[0]._schedule if len(m.copies) > 1]
+        assert ranks.senders[0]._slots.tensors[0].numel() < max(packed) + 64 <= 6000 + 64
+
+
+def test_files_carry_a_push_and_the_last_two_versions_stay(tmp_path):
+    with joined(Mesh(tensor=2), Engines(1, 2), folder=str(tmp_path)) as ranks:
+        for version in (0, 1, 2):
+            ranks.learn(version)
+            sent, received = ranks.push(version)
+            [f.result() for f in [*sent, *received]]
+            ranks.check(version)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["version-00000001", "version-00000002"]
+
+
+def test_a_reader_of_files_starts_with_nothing_less_than_all(tmp_path):
+    """One of two trainers wrote its part: the deadline passes, no parameter is touched."""
+    with joined(Mesh(tensor=2), Engines(1, 1), folder=str(tmp_path), timeout_s=0.3) as ranks:
+        ranks.senders[0].push(5)
+        with pytest.raises(RuntimeError, match="trainer-1-engine-0.complete did not come within the deadline"):
+            ranks.intakes[0].receive(5)
+        assert all(value.isnan().all() for value in ranks.engines[0].values())
+
+
+def test_files_of_another_plan_or_spoilt_are_refused(tmp_path):
+    with joined(folder=str(tmp_path)) as ranks:
+        ranks.senders[0].push(0)
+        file = next(tmp_path.glob("version-00000000/*.safetensors"))
+        data = bytearray(file.read_bytes())
+        data[-1] ^= 1
+        file.write_bytes(data)
+        with pytest.raises(RuntimeError, match="engine 0, rank 0 holds other bytes than trainer rank 0 sent"):
+            ranks.intakes[0].receive(0)
+    with joined(folder=str(tmp_path)) as ranks:
+        file.write_bytes(data[:-5])
+        with pytest.raises(RuntimeError, match="message-0.safetensors: .*; push this version again"):
+            ranks.intakes[0].receive(0)
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    assert header["__metadata__"]["version"] == "0"
+
+
+@pytest.mark.parametrize("share_memory", [True, False], ids=["shared memory", "gloo"])
+@pytest.mark.parametrize("silent", ["receiver", "sender"])
+def test_a_silent_peer_is_an_error_within_the_deadline(silent, share_memory):
+    with joined(share_memory=share_memory, timeout_s=1.0) as ranks:
+        start = time.monotonic()
+        with pytest.raises(RuntimeError, match="has died, or is silent past the deadline"):
+            ranks.intakes[0].receive(0) if silent == "sender" else ranks.senders[0].push(0)
+        assert time.monotonic() - start < 5  # the deadline is 1 s; the rest is this machine's scheduling
+        with pytest.raises(RuntimeError, match="an earlier push broke off; join the bridge anew"):
+            ranks.intakes[0].receive(0) if silent == "sender" else ranks.senders[0].push(0)
+
+
+@pytest.mark.parametrize("engines", [Engines(2, 1), Engines(2, 1, num_chains=1)], ids=["fed by trainers", "chain"])
+def test_the_first_failure_ends_all_at_once(engines):
+    """One of two trainers is gone: nobody waits for the deadline, and after joining anew all is well."""
+    with joined(Mesh(pipeline=2), engines, share_memory=False, timeout_s=60.0) as ranks:
+        start = time.monotonic()
+        ranks.senders[1].close()
+        sent = [ranks.pool.submit(ranks.senders[0].push, 0)]
+        received = [ranks.pool.submit(intake.receive, 0) for intake in ranks.intakes]
+        wait([*sent, *received])
+        for future in received:
+            with pytest.raises(RuntimeError, match="died, or is silent"):
+                future.result()
+        assert time.monotonic() - start < 20  # far below the deadline of 60 s
+        ranks.setup = replace(ranks.setup, epoch=1)
+        ranks.join()
+        sent, received = ranks.push(0)
+        [f.result() for f in [*sent, *received]]
+        ranks.check(0)
+
+
+def test_another_version_is_an_error_on_both_sides():
+    with joined() as ranks:
+        push = ranks.pool.submit(ranks.senders[0].push, 4)
+        with pytest.raises(RuntimeError, match="was to receive version 3, trainer rank 0 pushed version 4"):
+            ranks.intakes[0].receive(3)
+        with pytest.raises(RuntimeError, match="pushed version 4, engine rank 0 expected 3"):
+            push.result()
+
+
+@pytest.mark.parametrize("share_memory", [True, False], ids=["shared memory", "gloo"])
+def test_a_spoilt_message_is_seen_by_the_first_push_and_when_asked(share_memory):
+    """One bit of the second message changes between the checksum and the wire."""
+    with joined(share_memory=share_memory, bucket_bytes=5000) as ranks:
+        line = ranks.senders[0]._lines[0]
+        post, spoil = line.post, [True]
+
+        def spoilt(message, header, content):
+            if message.number == 1 and spoil[0]:
+                content = content if share_memory else content.clone()
+                content[7] ^= 16
+            post(message, header, content)
+
+        line.post = spoilt
+        for version, verify in ((0, False), (1, True)):
+            sent, received = ranks.push(version, verify)
+            with pytest.raises(
+                RuntimeError, match=f"engine rank 0 holds other bytes than were sent, in message 1 of version {version}"
+            ):
+                sent[0].result()
+            with pytest.raises(RuntimeError, match="holds other bytes than trainer rank 0 sent"):
+                received[0].result()
+            ranks.setup = replace(ranks.setup, epoch=ranks.setup.epoch + 1)
+            ranks.join()
+            spoil[0] = False
+            sent, received = ranks.push(version)
+            [f.result() for f in [*sent, *received]]
+            ranks.check(0)
+            line = ranks.senders[0]._lines[0]
+            post, spoil[0] = line.post, True
+            line.post = spoilt
+
+
+def test_ranks_that_disagree_refuse_on_both_sides():
+    store = host_store("127.0.0.1")
+    setup = BridgeSetup(SHAPE, Mesh(), False, Engines(), "float32", "127.0.0.1", store.port, timeout_s=10.0)
+    trainer = cut(megatron_shards(SHAPE, Mesh(), 0), hf_weights(SHAPE, 0))
+    engine = cut(vllm_shards(SHAPE, 1, 0), hf_weights(SHAPE, 0))
+    with ThreadPoolExecutor(2) as pool:
+        ends = [pool.submit(BridgeSender, setup, 0, trainer)]
+        ends += [pool.submit(Intake, replace(setup, bucket_bytes=100), 0, 0, Parameters(engine), CPU)]
+        for end in ends:
+            with pytest.raises(ValueError, match="rank 0 says .* rank 1 says .*bucket 100"):
+                end.result()
+
+
+def test_an_engine_of_another_dtype_is_named():
+    setup = BridgeSetup(SHAPE, Mesh(), False, Engines(), "bfloat16", "127.0.0.1", 1)
+    engine = cut(vllm_shards(SHAPE, 1, 0), hf_weights(SHAPE, 0))
+    with pytest.raises(ValueError, match="engine 0, rank 0: .* is torch.float32, the bridge brings bfloat16"):
+        Intake(setup, 0, 0, Parameters(engine), CPU)
+
+
+def test_a_missing_rank_is_named():
+    store = host_store("127.0.0.1")
+    setup = BridgeSetup(SHAPE, Mesh(), False, Engines(), "float32", "127.0.0.1", store.port, timeout_s=0.5)
+    with pytest.raises(RuntimeError, match=r"ranks \[1\] of 2 did not join the bridge within 0.5 s"):
+        BridgeSender(setup, 0, cut(megatron_shards(SHAPE, Mesh(), 0), hf_weights(SHAPE, 0)))
+
+
+def test_an_unknown_or_missing_trainer_parameter_is_named():
+    setup = BridgeSetup(SHAPE, Mesh(), False, Engines(), "float32", "127.0.0.1", 1)
+    good = cut(megatron_shards(SHAPE, Mesh(), 0), hf_weights(SHAPE, 0))
+    with pytest.raises(ValueError, match="trainer rank 0: parameter decoder.stray"):
+        BridgeSender(setup, 0, good | {"decoder.stray": torch.zeros(1)})
+    name = "decoder.layers.1.mlp.linear_fc2.weight"
+    with pytest.raises(ValueError, match=name):
+        BridgeSender(setup, 0, {n: t for n, t in good.items() if n != name})
+
+
+def test_no_default_group_is_made():
+    with joined():
+        assert not torch.distributed.is_initialized()

@@ -1,0 +1,233 @@
+"""Pushes in the middle of generation, on the real engine: what stays, what changes, what fails.
+
+A push is started when the engine hands out tokens that a test waits for. No token ends an answer here, only budgets do:
+who runs then has many steps before it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from tiny_references import reference_logp, reference_logp_across
+from transformers import AutoModelForCausalLM
+
+from megatron_rl.types import Mesh, Prompt
+
+TEMPERATURE = 0.7
+LONG = 150
+"""Longer than vLLM's largest cache block, so that prefixes are cached."""
+TOLERANCE = 5e-5
+"""fp32, contexts of 200 tokens: both sides round at 1e-6 of logits of 20. Other weights differ by more than 1."""
+THOUGHT, RESPONSE = 120, 80
+
+
+@pytest.fixture(scope="module")
+def cleared(make_stage, folders):
+    return endless(
+        make_stage(
+            folders[0],
+            Mesh(),
+            max_prompt_tokens=8,
+            max_response_tokens=THOUGHT + RESPONSE + 2,
+            delimiter="=?",
+            thinking={"thought_tokens": THOUGHT, "response_tokens": RESPONSE},
+            sampling={"temperature": TEMPERATURE},
+        )
+    )
+
+
+@pytest.fixture(scope="module")
+def salted(make_stage, folders):
+    return endless(
+        make_stage(
+            folders[0],
+            Mesh(),
+            max_prompt_tokens=LONG,
+            max_response_tokens=100,
+            prefix_cache="salted",
+            sampling={"temperature": TEMPERATURE},
+        )
+    )
+
+
+def endless(stage):
+    params = stage.engine._params
+    stage.engine._params = lambda *call: params(*call) | {"stop_token_ids": [], "ignore_eos": True}
+    return stage
+
+
+@pytest.fixture(scope="module")
+def references(folders):
+    return [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for folder in folders]
+
+
+def prompts(count: int, size: int) -> list[Prompt]:
+    random = np.random.default_rng(0)
+    return [Prompt(f"row {i}", tuple(random.integers(5, 21, size).tolist()), "") for i in range(count)]
+
+
+def moment(engine, reached: Callable[[list[tuple[int, int]]], bool]) -> asyncio.Event:
+    """Set when the unfinished requests' (prompt tokens, sampled tokens), as handed out, are what `reached` wants."""
+    processor, event = engine._llm.output_processor, asyncio.Event()
+    original = processor.process_outputs
+
+    def watch(*args, **kwargs):
+        outputs = original(*args, **kwargs)
+        states = processor.request_states.values()
+        if reached([(state.prompt_len, state.detokenizer.num_output_tokens()) for state in states]):
+            event.set()
+            processor.process_outputs = original
+        return outputs
+
+    processor.process_outputs = watch
+    return event
+
+
+def sampled(count: int) -> Callable[[list[tuple[int, int]]], bool]:
+    return lambda requests: any(num_sampled >= count for _, num_sampled in requests)
+
+
+def in_call_two(requests: list[tuple[int, int]]) -> bool:
+    return any(num_prompt > THOUGHT and num_sampled >= 4 for num_prompt, num_sampled in requests)
+
+
+def with_push(stage, asked, num_samples: int, version: int, reached, receive_as: int, also=None):
+    """Generate with `version`, receive when `reached`, go on.
+
+    Returns:
+        The answers, the number of requests that ran then, and what `receive` and `also` returned; or their errors.
+    """
+
+    async def both():
+        event = moment(stage.engine, reached)
+        answers = asyncio.create_task(stage.engine.generate(asked, num_samples, version, seed=7))
+        await event.wait()
+        running = stage.engine._llm.get_num_unfinished_requests()
+        received = await asyncio.gather(stage.engine.receive(receive_as), return_exceptions=True)
+        others = [await also()] if also else []
+        return (*await asyncio.gather(answers, return_exceptions=True), running, *received, *others)
+
+    return stage.run(both())
+
+
+def flat(groups):
+    return [answer for group in groups for answer in group]
+
+
+def actions(tokens) -> tuple[list[int], np.ndarray]:
+    return tokens.ids[tokens.action_mask].tolist(), tokens.version[tokens.action_mask]
+
+
+@pytest.mark.parametrize(("reached", "least"), [(sampled(6), 64), (in_call_two, 32)], ids=["in call 1", "in call 2"])
+def test_a_push_in_the_middle(cleared, folders, references, reached, least):
+    """Nothing is lost or begun again, each token is of the version that it says, and the new weights compute the whole
+    context anew. Call 2 is short, or not needed, where the thought was: `least` of 64 answers cross the push."""
+    asked = prompts(16, 5)
+    cleared.push(folders[0], 0)
+    unbroken = cleared.run(cleared.engine.generate(asked, 4, 0, seed=7))
+    cleared.trainers.begin_push(folders[1], 1)
+    groups, running, metrics = with_push(cleared, asked, 4, 0, reached, 1)
+    cleared.trainers.end_push()
+
+    assert running >= least and 0 < metrics["paused_s"] <= metrics["seconds"]
+    assert [len(group) for group in groups] == [4] * 16
+    num_crossed, worst = 0, 0.0
+    for (sample, tokens), (_, same) in zip(flat(groups), flat(unbroken), strict=True):
+        assert tokens.ids[:5].tolist() == same.ids[:5].tolist() and sample.length == len(tokens.ids)
+        ids, versions = actions(tokens)
+        num_old = int((versions == 0).sum())
+        assert (np.diff(versions) >= 0).all() and set(versions) <= {0, 1}
+        assert ids[:num_old] == actions(same)[0][:num_old]
+        num_crossed += 0 < num_old < len(ids)
+        expected = np.stack([reference_logp(model, tokens.ids, TEMPERATURE) for model in references])
+        expected = np.take_along_axis(expected, tokens.version[None].clip(0), 0)[0]
+        worst = max(worst, np.abs(expected - tokens.logp_rollout)[tokens.action_mask].max())
+    assert num_crossed >= least and worst < TOLERANCE
+
+
+def test_without_running_requests_nothing_is_paused(cleared, folders):
+    metrics, _ = cleared.push(folders[0], 2)
+    assert metrics["paused_s"] == 0 < metrics["seconds"]
+
+
+def test_a_call_that_begins_in_a_push_waits_for_it(cleared, folders):
+    """And the cache that the older weights filled is gone: the answers are those of a later call."""
+
+    async def both():
+        receiving = asyncio.create_task(cleared.engine.receive(3))
+        answering = asyncio.create_task(cleared.engine.generate(prompts(4, 5), 4, 3, seed=1))
+        await asyncio.sleep(0)  # both have begun
+        cleared.trainers.begin_push(folders[1], 3)
+        return (await asyncio.gather(receiving, answering))[1]
+
+    first = cleared.run(both())
+    cleared.trainers.end_push()
+    later = cleared.run(cleared.engine.generate(prompts(4, 5), 4, 3, seed=1))
+    assert [actions(tokens)[0] for _, tokens in flat(first)] == [actions(tokens)[0] for _, tokens in flat(later)]
+    assert all(set(actions(tokens)[1]) == {3} for _, tokens in flat(first))
+
+
+def test_running_requests_keep_their_cache_and_later_ones_never_see_it(salted, folders, references):
+    """The second call has the prompts of the first, which still runs when it begins."""
+    asked = prompts(2, LONG)
+    salted.push(folders[0], 0)
+    salted.trainers.begin_push(folders[1], 1)
+
+    async def second_call():
+        assert salted.engine._llm.get_num_unfinished_requests()
+        return await salted.engine.generate(asked, 4, 1, seed=8)
+
+    groups, running, metrics, later = with_push(salted, asked, 16, 0, sampled(4), 1, second_call)
+    salted.trainers.end_push()
+
+    old, new = references
+    assert running == 32 and metrics["paused_s"] > 0
+    worst, num_crossed, alone = 0.0, 0, 0.0
+    for _, tokens in flat(groups):
+        num_old = LONG + int((tokens.version == 0).sum())
+        # the last token before the push is read, and its keys and values are written, by the new weights
+        expected = reference_logp_across(old, new, tokens.ids, num_old - 1, TEMPERATURE)
+        worst = max(worst, np.abs(expected - tokens.logp_rollout)[tokens.action_mask].max())
+        if num_old < len(tokens.ids):
+            num_crossed += 1
+            expected = reference_logp(new, tokens.ids, TEMPERATURE)
+            alone = max(alone, np.abs(expected - tokens.logp_rollout)[tokens.version == 1].max())
+    assert num_crossed == running and worst < TOLERANCE and alone > 0.1
+    for _, tokens in flat(later):
+        assert set(actions(tokens)[1]) == {1}
+        expected = reference_logp(new, tokens.ids, TEMPERATURE)
+        assert np.abs(expected - tokens.logp_rollout)[tokens.action_mask].max() < TOLERANCE
+
+
+def test_a_push_that_fails_ends_what_runs_and_a_whole_one_heals(cleared, folders):
+    cleared.push(folders[0], 10)
+    expected = cleared.run(cleared.engine.generate(prompts(16, 5), 4, 10, seed=7))
+    cleared.trainers.begin_push(folders[1], 12)
+    failed, running, error = with_push(cleared, prompts(16, 5), 4, 10, sampled(6), 11)
+    cleared.trainers.end_push()
+    assert running == 64 and isinstance(error, RuntimeError) and isinstance(failed, RuntimeError)
+    assert "the push of version 11 over version 10 failed: " in str(failed) and str(error) in str(failed)
+    with pytest.raises(
+        ValueError, match="holds no whole set of weights .the push of version 11 over version 10 failed"
+    ):
+        cleared.run(cleared.engine.generate(prompts(1, 5), 1, 10, seed=7))
+    cleared.rejoin()
+    cleared.push(folders[0], 12)
+    healed = cleared.run(cleared.engine.generate(prompts(16, 5), 4, 12, seed=7))
+    for (_, a), (_, b) in zip(flat(healed), flat(expected), strict=True):
+        assert a.ids.tolist() == b.ids.tolist() and a.logp_rollout.tolist() == b.logp_rollout.tolist()
+
+
+def test_a_trainer_that_dies_in_the_middle_is_an_error_of_both(salted, folders):
+    """The last test of the module: it kills a trainer."""
+    salted.push(folders[0], 20)
+    salted.trainers.processes[0].kill()
+    salted.trainers.processes[0].join()
+    failed, running, error = with_push(salted, prompts(2, LONG), 16, 20, sampled(4), 21)
+    assert running == 32 and isinstance(error, RuntimeError) and isinstance(failed, RuntimeError)
+    with pytest.raises(ValueError, match="the push of version 21 over version 20 failed"):
+        salted.run(salted.engine.generate(prompts(1, 5), 1, 20, seed=7))

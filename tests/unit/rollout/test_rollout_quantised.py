@@ -1,0 +1,38 @@
+"""A quantised engine: what a push brings is quantised by vLLM as if it had loaded the checkpoint."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tiny_trainers import write_model
+
+from megatron_rl.types import Mesh
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_pushed_weights_are_quantised_as_loaded_ones(make_stage, tmp_path, tensor):
+    """After two pushes of different weights every quantised layer, its scales included, has the bits that it has in an
+    engine that loaded the second ones."""
+    folders = [write_model(tmp_path / str(seed), seed=seed) for seed in (0, 1)]
+    sizes = dict(max_prompt_tokens=16, max_response_tokens=8)
+    stage = make_stage(
+        folders[0], Mesh(tensor=2), dtype="bfloat16", tensor=tensor, quantization="fp8_per_channel", **sizes
+    )
+    seen = []
+    for version, folder in enumerate(folders):
+        stage.push(folder, version)
+        seen.append(stage.run(stage.engine._llm.collective_rpc("compute_weight_checksums")))
+    program = [sys.executable, str(Path(__file__).parent / "loaded_engine.py")]
+    arguments = [str(folders[1]), "fp8_per_channel", str(tensor)]
+    loaded = subprocess.run([*program, *arguments], capture_output=True, text=True, check=True, timeout=240)
+    ranks = json.loads(loaded.stdout.splitlines()[-1])
+    assert len(ranks) == tensor
+    for before, now, expected in zip(*seen, ranks, strict=True):
+        layers = [name for name in expected if "layers." in name]  # vLLM keeps the others packed on a CPU
+        assert sum("weight_scale" in name for name in layers) == 8  # 2 layers x (qkv, o, gate and up, down)
+        assert {name: now[name] for name in layers} == {name: expected[name] for name in layers}
+        assert all(before[name] != now[name] for name in layers)

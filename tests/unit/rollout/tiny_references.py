@@ -1,0 +1,33 @@
+"""What transformers says of the tiny models: log-probs that the engine must give."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from transformers import DynamicCache
+
+
+@torch.no_grad()
+def reference_logp(model, ids: np.ndarray, temperature: float) -> np.ndarray:
+    """[L] of each token but the first, whose entry is 0."""
+    return _picked(model(_rows(ids)).logits, ids, temperature)
+
+
+@torch.no_grad()
+def reference_logp_across(old, new, ids: np.ndarray, num_old: int, temperature: float) -> np.ndarray:
+    """The same when `old` has computed keys and values of the first `num_old` tokens and `new` goes on with them."""
+    cache = DynamicCache()
+    rows = _rows(ids)
+    before = old(rows[:, :num_old], past_key_values=cache, use_cache=True).logits
+    after = new(rows[:, num_old:], past_key_values=cache, use_cache=True).logits
+    return _picked(torch.cat([before, after], 1), ids, temperature)
+
+
+def _rows(ids: np.ndarray) -> torch.Tensor:
+    return torch.tensor(ids[None].astype(np.int64))
+
+
+def _picked(logits: torch.Tensor, ids: np.ndarray, temperature: float) -> np.ndarray:
+    logp = (logits[0, :-1] / temperature).log_softmax(-1)
+    picked = logp.gather(-1, _rows(ids)[0, 1:, None])[:, 0].numpy()
+    return np.concatenate([np.zeros(1, np.float32), picked])
