@@ -79,13 +79,19 @@ def describe_rollout(config: GrpoRunConfig, shape: ModelShape, console: Console)
     )
     counts = [len(minibatch[0]) for minibatch in plan.minibatches]
     width = BYTES[config.model.dtype]
-    engines = Engines(rollout.num_engines, rollout.tensor, num_chains=config.bridge.chains)
+    engines = Engines(
+        rollout.num_engines,
+        rollout.tensor,
+        expert_parallel=rollout.expert_parallel,
+        num_chains=config.bridge.chains,
+    )
     transfer = plan_weights(shape, parallel.mesh, engines, dtype=config.model.dtype)
     received, sent = transfer.engine_bytes, transfer.sent_bytes
     whole = width * sum(prod(e) for e in FAMILIES[shape.family].hf_tensors(shape).values())
 
     table = Table(title="a step", show_header=False, title_justify="left")
-    table.add_row("engines", f"{rollout.num_engines} x TP{rollout.tensor}")
+    layout = f"TP{rollout.tensor}" + (", expert-parallel" if rollout.expert_parallel else "")
+    table.add_row("engines", f"{rollout.num_engines} x {layout}")
     table.add_row("samples", f"{rollout.prompts_per_step} prompts x {rollout.samples_per_prompt} = {num_samples:,}")
     table.add_row("tokens", f"at most {num_samples} x {longest:,} = {num_samples * longest:,}")
     table.add_row("optimizer steps", f"{len(counts)}, of at most {max(counts)} micro-batches a rank")

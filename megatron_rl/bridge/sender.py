@@ -43,7 +43,7 @@ class BridgeSender:
         live = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
         check_parameters(shards, live, f"trainer rank {rank}")
         self._parameters, self._rank, self._timeout_s = parameters, rank, setup.timeout_s
-        self._device = next(iter(parameters.values())).device
+        self._device = next((parameter.device for parameter in parameters.values()), torch.device("cpu"))
         routes = setup.plan.sent_by(rank)
         messages = [m for to, copies in routes.items() for m in split(rank, to, copies, setup.bucket_bytes)]
         self._schedule = schedule(messages, setup.plan.num_destinations)
@@ -51,7 +51,8 @@ class BridgeSender:
         self._lines: dict[int, Outlet]
         if setup.folder is not None:
             self._lines = {to: FileOutlet(setup, rank, to) for to in peers}
-            self._slots = Slots(self._largest(set()), FileOutlet.memory)
+            packed = set() if self._device == FileOutlet.memory else set(peers)
+            self._slots = Slots(self._largest(packed), FileOutlet.memory)
         else:
             joining, first = Joining(setup, rank, self._device), setup.mesh.world_size
             near = {peer - first for peer in joining.near(first + to for to in peers)}
@@ -63,10 +64,10 @@ class BridgeSender:
                     raise ValueError(f"trainer rank {rank} has its weights on a GPU, engine rank {to} has none")
         self._verified = self._broken = False
 
-    def _largest(self, near: set[int]) -> int:
-        """Bytes of the largest message that must be packed: to the `near` ones every message is."""
+    def _largest(self, always: set[int]) -> int:
+        """Bytes of the largest message that must be packed, as every message to `always` is."""
         packed = (
-            m for m in self._schedule if m.destination in near or in_place(m, m.sources(self._parameters)) is None
+            m for m in self._schedule if m.destination in always or in_place(m, m.sources(self._parameters)) is None
         )
         return max((m.num_bytes for m in packed), default=0)
 

@@ -54,7 +54,12 @@ class RayBridge:
             shape=self._spec.shape,
             mesh=self._policy.mesh,
             fused_norms=self._policy.fused_norms,
-            engines=Engines(rollout.num_engines, rollout.tensor, num_chains=bridge.chains),
+            engines=Engines(
+                rollout.num_engines,
+                rollout.tensor,
+                expert_parallel=rollout.expert_parallel,
+                num_chains=bridge.chains,
+            ),
             dtype=self._config.model.dtype,
             host=self._host,
             port=self._store.port,

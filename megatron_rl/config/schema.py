@@ -104,6 +104,8 @@ class RolloutConfig(Section):
     num_engines: PositiveInt = 1
     tensor: PositiveInt = 1
     """Tensor parallelism of each engine."""
+    expert_parallel: bool = False
+    """The experts of a mixture are shared out over an engine's tensor ranks, in place of each being split over them."""
     prompts_per_step: PositiveInt
     samples_per_prompt: PositiveInt
     """G, the group."""

@@ -112,6 +112,7 @@ class VllmEngine:
                 generation_config="vllm",  # the folder's own sampling defaults (top_k, temperature) stay out
                 seed=self._seed,
                 tensor_parallel_size=self._rollout.tensor,
+                enable_expert_parallel=self._rollout.expert_parallel,
                 max_model_len=self._rollout.max_model_tokens,
                 max_num_seqs=MAX_SEQUENCES,
                 logprobs_mode="processed_logprobs",

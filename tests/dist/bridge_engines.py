@@ -7,13 +7,12 @@ import os
 from collections.abc import Awaitable, Sequence
 from pathlib import Path
 
-import pytest
 from torch import Tensor
 
 from megatron_rl.bridge.setup import BridgeSetup
 from megatron_rl.config.schema import ModelConfig, RolloutConfig, SamplingConfig
 from megatron_rl.layout import Engines
-from megatron_rl.rollout import engine as rollout
+from megatron_rl.rollout.engine import VllmEngine
 from megatron_rl.types import Prompt, Tokens
 
 
@@ -29,6 +28,7 @@ class Fleet:
         config = RolloutConfig(
             num_engines=engines.num,
             tensor=engines.tensor,
+            expert_parallel=engines.expert_parallel,
             prompts_per_step=4,
             samples_per_prompt=2,
             max_prompt_tokens=16,
@@ -40,12 +40,8 @@ class Fleet:
         self._environment, self._loop = dict(os.environ), asyncio.new_event_loop()
         os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # `held` travels to the workers
         model = ModelConfig(path=folder, dtype="float32")
-        self.engines = [rollout.VllmEngine(model=model, rollout=config, seed=i) for i in range(engines.num)]
-        with pytest.MonkeyPatch.context() as patch:
-            if engines.expert_parallel:
-                options = rollout._cpu_options
-                patch.setattr(rollout, "_cpu_options", lambda r: options(r) | {"enable_expert_parallel": True})
-            self._all([engine.start() for engine in self.engines])
+        self.engines = [VllmEngine(model=model, rollout=config, seed=i) for i in range(engines.num)]
+        self._all([engine.start() for engine in self.engines])
 
     def join(self, setup: BridgeSetup) -> None:
         infos = [{"setup": setup.as_dict(), "engine": i} for i in range(setup.engines.num)]

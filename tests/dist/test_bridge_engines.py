@@ -12,6 +12,7 @@ import pickle
 import re
 import zlib
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -164,7 +165,7 @@ def named(case: tuple[str, Mesh, int]) -> str:
 def test_engines_hold_and_say_what_the_trainers_do(trainers, store, fleet_of, versions, name, mesh, num, tmp_path):
     fleet, version = fleet_of(name), next(versions)
     shape = read_shape(fleet.folder)
-    engines = Engines(num, fleet.kind.tensor, expert_parallel=fleet.kind.expert_parallel)
+    engines = replace(fleet.kind, num=num)
     setup = BridgeSetup(shape, mesh, False, engines, "float32", "127.0.0.1", store.port, epoch=version, timeout_s=60)
     with ThreadPoolExecutor(1) as pool:
         given = dict(folder=fleet.folder, layout=Layout(mesh), setup=setup, version=version)

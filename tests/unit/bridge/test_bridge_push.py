@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import resource
+import signal
 import time
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -14,6 +16,7 @@ from bridge_models import SHAPES, cut, hf_weights
 
 from megatron_rl.bridge.intake import Intake, Parameters
 from megatron_rl.bridge.join import host_store
+from megatron_rl.bridge.line import Deadline
 from megatron_rl.bridge.sender import BridgeSender
 from megatron_rl.bridge.setup import BridgeSetup
 from megatron_rl.layout import Engines, megatron_shards, vllm_shards
@@ -165,6 +168,15 @@ def test_a_reader_of_files_starts_with_nothing_less_than_all(tmp_path):
         assert all(value.isnan().all() for value in ranks.engines[0].values())
 
 
+def test_a_mark_of_an_earlier_life_is_gone_before_a_file_changes(tmp_path):
+    """A run that resumed writes a version again: its readers wait for all of it."""
+    with joined(folder=str(tmp_path), timeout_s=0.3) as ranks:
+        ranks.senders[0].push(0)
+        ranks.senders[0]._lines[0].begin(0, Deadline(1.0))
+        with pytest.raises(RuntimeError, match="complete did not come within the deadline"):
+            ranks.intakes[0].receive(0)
+
+
 def test_files_of_another_plan_or_spoilt_are_refused(tmp_path):
     with joined(folder=str(tmp_path)) as ranks:
         ranks.senders[0].push(0)
@@ -180,6 +192,20 @@ def test_files_of_another_plan_or_spoilt_are_refused(tmp_path):
             ranks.intakes[0].receive(0)
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     assert header["__metadata__"]["version"] == "0"
+
+
+def test_a_full_disk_is_named_and_leaves_no_mark(tmp_path):
+    """A limit on files' sizes, which the kernel enforces as it does a full disk."""
+    with joined(folder=str(tmp_path)) as ranks:
+        limits, ignored = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+        try:
+            with pytest.raises(OSError, match="message-0.safetensors: cannot be written"):
+                ranks.senders[0].push(0)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+            signal.signal(signal.SIGXFSZ, ignored)
+    assert not list(tmp_path.rglob("*.complete"))
 
 
 @pytest.mark.parametrize("share_memory", [True, False], ids=["shared memory", "gloo"])
