@@ -119,13 +119,11 @@ class Intake:
         """
         if self._broken:
             raise RuntimeError(f"{self._side}: an earlier push broke off; join the bridge anew")
-        self._broken = True  # until the end is reached
         try:
             self._receive(version, Deadline(self._timeout_s))
         except BaseException:
             self.close()  # the other ends fail at once, not at their deadlines
             raise
-        self._broken = False
 
     def _receive(self, version: int, deadline: Deadline) -> None:
         lines = set(self._lines.values())
@@ -178,8 +176,8 @@ class Intake:
         self.parameters.written(message)
         if not line.near:
             line.reply(message, Answer(WRITTEN, version))
-        if self._next is not None:
-            self._next.answer(passed_on, deadline)
+        if self._next is not None and self._next.answer(passed_on, deadline).status != WRITTEN:
+            raise RuntimeError(f"{self._side} fed an engine that refused version {version}; its own error says why")
         if line.near:  # the content lay in the sender's memory until here
             line.reply(message, Answer(WRITTEN, version))
 

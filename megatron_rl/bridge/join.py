@@ -34,8 +34,8 @@ def host_store(host: str, timeout_s: float = 300.0) -> TCPStore:
 class Joining:
     """One rank's way in. Ranks count the trainers first, then the engines' ranks, as `BridgeSetup` says.
 
-    First all agree (the constructor); then a rank says how large its buffers are, and opens its lines (`lines`), the
-    same pairs on both sides.
+    First all agree (the constructor); then a rank offers its buffers to those that are near, and opens its lines one
+    after the other.
     """
 
     def __init__(self, setup: BridgeSetup, rank: int, device: torch.device) -> None:

@@ -94,13 +94,12 @@ class BridgeSender:
         if self._broken:
             raise RuntimeError(f"trainer rank {self._rank}: an earlier push broke off; join the bridge anew")
         start, deadline = time.perf_counter(), Deadline(self._timeout_s)
-        self._broken = True  # until the end is reached
         try:
             self._push(version, verify or not self._verified, deadline)
         except BaseException:
             self.close()  # the other ends fail at once, not at their deadlines
             raise
-        self._verified, self._broken = True, False
+        self._verified = True
         return {"seconds": time.perf_counter() - start, "bytes": self.num_bytes}
 
     def _push(self, version: int, verify: bool, deadline: Deadline) -> None:

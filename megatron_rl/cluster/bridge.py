@@ -2,8 +2,8 @@
 `ports.Bridge`.
 
 A push that fails is tried once more: engines that died are replaced, all join anew, and every engine gets the whole
-weights, so that one that missed a version is caught up too. Invariants (tests/e2e): an engine killed before or in a
-push does not end the run; a trainer rank that died does, with its name.
+weights, so that one that missed a version is caught up too. Invariants (tests/e2e): an engine that died between two
+pushes does not end the run; a trainer rank that died does, with its name.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """vLLM engines as Ray actors; implements `ports.Engine`.
 
-An engine puts the tokens of each group into Ray's object store and returns the reference with a few numbers a
-sample; the verifier and the trainer ranks fetch them there.
+An engine returns a few numbers a sample, and the tokens of each group as an object that stays in Ray's store; the
+verifier and the trainer ranks fetch it there. The driver owns it: it outlives an engine that dies.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import ray
 from megatron_rl.cluster.session import gather, redirect_output, settle
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.rollout.engine import VllmEngine
-from megatron_rl.types import Group, Metrics, Prompt, Sample, Tokens
+from megatron_rl.types import Group, Metrics, Prompt, Tokens
 
 ALIVE_S = 30.0
 """An engine that does not say in this time that it lives is replaced."""
@@ -44,9 +44,11 @@ class EngineRank:
 
     async def generate(
         self, prompts: list[Prompt], num_samples: int, version: int, seed: int, greedy: bool
-    ) -> list[tuple[list[Sample], ray.ObjectRef]]:
+    ) -> tuple[Any, ...]:
+        """The samples of all groups, and then the tokens of each group, which Ray keeps as objects of their own."""
         answers = await self.engine.generate(prompts, num_samples, version, seed, greedy)
-        return [([sample for sample, _ in group], ray.put([tokens for _, tokens in group])) for group in answers]
+        samples = [[sample for sample, _ in group] for group in answers]
+        return samples, *([tokens for _, tokens in group] for group in answers)
 
 
 class EngineGroup:
@@ -88,12 +90,17 @@ class EngineGroup:
     ) -> list[Group]:
         bounds = [len(prompts) * i // len(self.engines) for i in range(len(self.engines) + 1)]
         parts = [list(prompts[a:b]) for a, b in zip(bounds, bounds[1:])]
+        busy = [i for i, part in enumerate(parts) if part]
         calls = [
-            engine.generate.remote(part, num_samples, version, seed * len(self.engines) + i, greedy)
-            for i, (engine, part) in enumerate(zip(self.engines, parts, strict=True))
+            self.engines[i]
+            .generate.options(num_returns=1 + len(parts[i]))
+            .remote(parts[i], num_samples, version, seed * len(self.engines) + i, greedy)
+            for i in busy
         ]
-        answers = [answer for part in gather(calls, self.names) for answer in part]
-        return [Group(p, samples, payload, version) for p, (samples, payload) in zip(prompts, answers, strict=True)]
+        samples = gather([first for first, *_ in calls], [self.names[i] for i in busy])
+        groups = [group for part in samples for group in part]
+        payloads = [payload for _, *rest in calls for payload in rest]
+        return [Group(*each, version) for each in zip(prompts, groups, payloads, strict=True)]
 
     def tokens(self, group: Group) -> list[Tokens]:
         """A group's payload, fetched to the driver: for the few answers that people read."""

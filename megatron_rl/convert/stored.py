@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.convert.checksum import joined
+from megatron_rl.layout.hub import read_header
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """By their names in a safetensors header. Quantised tensors are refused by `layout.scan`."""
@@ -61,23 +62,15 @@ def read_safetensors(path: Path) -> dict[str, Stored]:
     Raises:
         ValueError: the file is truncated, its header is damaged, or a dtype is not known.
     """
+    try:
+        tensors = {
+            name: Stored(path, name, DTYPES[dtype], extents, start)
+            for name, (dtype, extents, start) in read_header(path).items()
+        }
+    except KeyError as error:
+        raise ValueError(f"{path}: the safetensors header is damaged ({error!r}); copy the file again") from error
     size = path.stat().st_size
-    with path.open("rb") as file:
-        start = file.read(8)
-        length = struct.unpack("<Q", start)[0] if len(start) == 8 else size
-        if 8 + length > size:
-            raise ValueError(f"{path} is truncated or no safetensors file ({size} bytes); copy it again")
-        try:
-            header = json.loads(file.read(length))
-            header.pop("__metadata__", None)
-            tensors = {
-                name: Stored(path, name, DTYPES[entry["dtype"]], tuple(entry["shape"]), 8 + length + offset)
-                for name, entry in header.items()
-                for offset in entry["data_offsets"][:1]
-            }
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path}: the safetensors header is damaged ({error!r}); copy the file again") from error
-    end = max((stored.start + stored.num_bytes for stored in tensors.values()), default=8 + length)
+    end = max((stored.start + stored.num_bytes for stored in tensors.values()), default=size)
     if end != size:
         raise ValueError(f"{path} has {size} bytes, its header promises {end}; copy it again")
     return tensors

@@ -59,7 +59,7 @@ def scan(folder: Path, shape: ModelShape) -> HubIndex:
     expected = family.hf_tensors(shape)
     index = HubIndex({}, {})
     for path in files:
-        for name, (dtype, extents) in _read_header(path).items():
+        for name, (dtype, extents, _) in read_header(path).items():
             where = f"{path}: tensor {name} {list(extents)}"
             if dtype not in _DTYPES:
                 raise ValueError(
@@ -102,8 +102,12 @@ def _reason(name: str, where: str, shape: ModelShape) -> str:
     raise ValueError(f"{where} is unknown to the family {family.name}: no row of its table has this name")
 
 
-def _read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Name -> (dtype, extents) from a safetensors header (8 bytes length, JSON), checked against the file's size."""
+def read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...], int]]:
+    """Name -> (dtype, extents, first byte in the file) from a safetensors header (8 bytes length, JSON).
+
+    Raises:
+        ValueError: the file is truncated, or its header is damaged or does not fit the file's size.
+    """
     size = path.stat().st_size
     with path.open("rb") as file:
         start = file.read(8)
@@ -113,7 +117,10 @@ def _read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
         try:
             header = json.loads(file.read(length), object_pairs_hook=_without_twins)
             header.pop("__metadata__", None)
-            entries = {name: (entry["dtype"], tuple(entry["shape"])) for name, entry in header.items()}
+            entries = {
+                name: (entry["dtype"], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0])
+                for name, entry in header.items()
+            }
             end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
         except (ValueError, KeyError, TypeError, AttributeError) as error:  # a flipped bit spoils a key or a value
             raise ValueError(f"{path}: the safetensors header is damaged ({error!r}); copy the file again") from error

@@ -249,6 +249,18 @@ def test_another_version_is_an_error_on_both_sides():
             push.result()
 
 
+def test_an_engine_whose_fed_engine_refuses_fails_too():
+    with joined(engines=Engines(2, 1, num_chains=1)) as ranks:
+        push = ranks.pool.submit(ranks.senders[0].push, 4)
+        first = ranks.pool.submit(ranks.intakes[0].receive, 4)
+        with pytest.raises(RuntimeError, match="was to receive version 3, trainer rank 0 pushed version 4"):
+            ranks.intakes[1].receive(3)
+        with pytest.raises(RuntimeError, match="engine 0, rank 0 fed an engine that refused version 4"):
+            first.result()
+        wait([push])  # shared memory is answered last: it fails with the engine
+        assert "engine rank 0 has died" in str(push.exception())
+
+
 @pytest.mark.parametrize("share_memory", [True, False], ids=["shared memory", "gloo"])
 def test_a_spoilt_message_is_seen_by_the_first_push_and_when_asked(share_memory):
     """One bit of the second message changes between the checksum and the wire."""
