@@ -7,7 +7,7 @@ setup:
 	@tools/setup.sh
 
 demo: setup
-	@$(python) -m recipes.tiny.demo
+	@$(python) -m megatron_rl demo
 
 test: setup
 	@$(python) -m pytest

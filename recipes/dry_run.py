@@ -13,6 +13,7 @@ from rich.table import Table
 
 from megatron_rl.balance import plan_microbatches
 from megatron_rl.config.schema import BaseConfig, GrpoRunConfig, SftRunConfig
+from megatron_rl.config.shipped import find_shipped
 from megatron_rl.layout import FAMILIES, Engines, megatron_shards, plan_weights, read_shape, volume
 from megatron_rl.types import Batch, Group, ModelShape, Prompt, Sample
 
@@ -21,7 +22,7 @@ BYTES = {"float32": 4, "bfloat16": 2}
 
 def planned_shape(config: BaseConfig) -> ModelShape:
     """The model's sizes; where its folder is not at hand, those in configs/model/<folder's name>.json."""
-    stand_in = Path(__file__).parent.parent / "configs" / "model" / f"{config.model.path.name}.json"
+    stand_in = find_shipped(Path("configs", "model", f"{config.model.path.name}.json"))
     if not config.model.path.exists() and stand_in.is_file():
         return read_shape(stand_in)
     return read_shape(config.model.path)

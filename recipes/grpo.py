@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from recipes.launch import Interrupt, console, launch, quiet_environment, show
+from megatron_rl.recipes.launch import Interrupt, console, launch, quiet_environment, show
 
 quiet_environment()
 
 from megatron_rl.config.schema import GrpoRunConfig  # noqa: E402
 from megatron_rl.layout import check_model, read_shape  # noqa: E402
 from megatron_rl.types import Prompt  # noqa: E402
-from recipes.dry_run import describe_policy, describe_rollout  # noqa: E402
+from megatron_rl.recipes.dry_run import describe_policy, describe_rollout  # noqa: E402
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

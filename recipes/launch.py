@@ -132,6 +132,3 @@ def quiet_environment() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-
-def project_file(path: str) -> Path:
-    return Path(__file__).parent.parent / path

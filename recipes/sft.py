@@ -10,13 +10,13 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from recipes.launch import Interrupt, console, launch, quiet_environment, show
+from megatron_rl.recipes.launch import Interrupt, console, launch, quiet_environment, show
 
 quiet_environment()
 
 from megatron_rl.config.schema import SftRunConfig  # noqa: E402
 from megatron_rl.layout import check_model, read_shape  # noqa: E402
-from recipes.dry_run import describe_policy  # noqa: E402
+from megatron_rl.recipes.dry_run import describe_policy  # noqa: E402
 
 
 def run(config: SftRunConfig, resume: bool, interrupt: Interrupt) -> int:

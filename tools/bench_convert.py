@@ -238,4 +238,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(command.run(main))
+    sys.exit(command.run(main, None))

@@ -19,7 +19,11 @@ from megatron_rl.convert import command, open_checkpoint, smallest_mesh, to_open
 AXES = ("tensor", "pipeline", "expert", "expert_tensor", "virtual", "layers")
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None) -> int:
+    return command.run(_convert, arguments)
+
+
+def _convert(arguments: Sequence[str] | None) -> None:
     parser = command.conversion_parser(__doc__)
     mesh = parser.add_argument_group("a given mesh")
     mesh.add_argument("--tensor", type=int)
@@ -56,4 +60,4 @@ def _mesh(given: argparse.Namespace):
 
 
 if __name__ == "__main__":
-    sys.exit(command.run(main))
+    sys.exit(main())

@@ -14,10 +14,14 @@ from collections.abc import Sequence
 from megatron_rl.convert import command, open_checkpoint, to_hub
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None) -> int:
+    return command.run(_convert, arguments)
+
+
+def _convert(arguments: Sequence[str] | None) -> None:
     given = command.conversion_parser(__doc__).parse_args(arguments)
     command.convert(to_hub(open_checkpoint(given.source), command.options(given)), given)
 
 
 if __name__ == "__main__":
-    sys.exit(command.run(main))
+    sys.exit(main())

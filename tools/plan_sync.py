@@ -23,19 +23,22 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
+from megatron_rl.config.shipped import PACKAGE
 from megatron_rl.layout import FAMILIES, Engines, Links, plan_weights, read_shape
 from megatron_rl.layout.copies import WIDTHS
 from megatron_rl.layout.traffic import choose_chains, traffic
 from megatron_rl.types import Mesh
 
-MODELS = Path(__file__).parent.parent / "configs" / "model"
+MODELS = PACKAGE / "configs" / "model"
 NODES = (8, 16, 32, 64, 128, 256)
 TRAIN_KEYS = dict(tp="tensor", pp="pipeline", vpp="virtual", ep="expert", etp="expert_tensor", dp="data", cp="context")
 ROLLOUT_KEYS = dict(tp="tensor", pp="pipeline", ep="expert_parallel", replicas="num", chains="num_chains")
@@ -177,7 +180,7 @@ def peak_memory_bytes() -> int:
     return int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="a Hugging Face folder, or a config.json")
     parser.add_argument("--train", default="", help="tp, pp, vpp, ep, etp, dp, cp, layers")
@@ -190,7 +193,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="on the wire")
     parser.add_argument("--bucket-bytes", type=int, default=64 * 2**20, help="of one message")
     parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     rows = []
     try:
         for case in cases() if options.model is None else [parse_case(options)]:
@@ -204,7 +207,8 @@ def main() -> None:
     console.print(f"peak memory {peak / 1e6:.0f} MB; the busiest link: {rows[-1]['busiest_link']}")
     if options.json:
         print(json.dumps(rows[0] if options.model else {"cases": rows}))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -23,7 +23,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -254,20 +254,21 @@ def print_tables(report: dict) -> None:
         )
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object, as the last line, in place of tables"
     )
     parser.add_argument("--small", action="store_true", help="up to 256 samples on 8 ranks: a second")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     report = {"strategies": compare(options.small), "planning": planning_times(options.small)}
     if options.json:
         json.dump(report, sys.stdout)
         print()
     else:
         print_tables(report)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -23,7 +23,11 @@ from rich.table import Table
 from megatron_rl.convert import Verification, command
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None) -> int:
+    return command.run(_verify, arguments)
+
+
+def _verify(arguments: Sequence[str] | None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--against", type=Path, metavar="OTHER")
@@ -42,4 +46,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(command.run(main))
+    sys.exit(main())

@@ -15,6 +15,8 @@ from typing import Any, TypeVar, Union, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from megatron_rl.config.shipped import find_shipped
+
 Config = TypeVar("Config", bound=BaseModel)
 
 
@@ -40,7 +42,12 @@ def merge_arguments(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Raises ValueError naming the file, and the line where YAML stops making sense."""
+    """A file of the working folder, or one that ships with the package.
+
+    Raises:
+        ValueError: no such file, or no YAML; the file and the line where it stops making sense are named.
+    """
+    path = find_shipped(path)
     if not path.is_file():
         raise ValueError(f"{path}: no such file; arguments are YAML files or overrides like policy.optimizer.lr=1e-6")
     try:

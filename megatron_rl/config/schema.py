@@ -9,12 +9,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import AfterValidator, Field, PositiveInt, model_validator
 
 from megatron_rl.config.algorithm import BEHAVIOUR_LOSSES, AlgorithmConfig
 from megatron_rl.config.balance import BalanceConfig
 from megatron_rl.config.section import Section
+from megatron_rl.config.shipped import find_shipped
 from megatron_rl.types import Mesh
+
+InputPath = Annotated[Path, AfterValidator(find_shipped)]
+"""A file to read: of the working folder, or one that ships with the package."""
 
 
 class ParallelConfig(Section):
@@ -156,16 +160,16 @@ RewardConfig = Annotated[ExactAnswerReward | FunctionReward, Field(discriminator
 
 
 class DataConfig(Section):
-    train: Path
+    train: InputPath
     """JSON lines: `messages` (chat turns) or `prompt` (plain text), `ground_truth`, any other column."""
-    eval: Path | None = None
+    eval: InputPath | None = None
     """Held-out rows of the same form."""
     on_bad_row: Literal["fail", "skip"] = "fail"
     """An unreadable row or an over-long prompt: stop with file and line, or skip and count."""
 
 
 class SftConfig(Section):
-    rows: Path
+    rows: InputPath
     """JSON lines: `prompt` and `completion`, or `messages` whose last turn is the assistant's."""
     rows_per_step: PositiveInt = 64
     max_tokens: PositiveInt = 4096

@@ -8,7 +8,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -111,10 +111,10 @@ def _show(report: dict) -> None:
         console.print(f"{report['seconds']:.1f} s, {rate:.2f} GB/s{reused}")
 
 
-def run(main: Callable[[], None]) -> int:
-    """A program's exit code; faults of checkpoints and disks are one line on the error stream."""
+def run(work: Callable[[Sequence[str] | None], None], arguments: Sequence[str] | None) -> int:
+    """Do the work; returns the exit status. A fault of a checkpoint or a disk is one line on the error stream."""
     try:
-        main()
+        work(arguments)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -1,7 +1,7 @@
 """`make demo`: a language model learns addition by reinforcement, on two CPU cores, in a few minutes.
 
 The task's files, a supervised warm start, then GRPO; each is skipped when its result is there already, and an
-interrupted run goes on where it stopped. `python -m recipes.tiny.demo --fresh` starts over.
+interrupted run goes on where it stopped. `megatron-rl demo --fresh` starts over.
 """
 
 from __future__ import annotations
@@ -9,25 +9,26 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-from recipes.launch import console, project_file, quiet_environment
+from megatron_rl.recipes.launch import console, quiet_environment
 
 quiet_environment()
 
 HOME = Path("runs/tiny")
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0, help="of the data's order, the warm start and the sampling")
     parser.add_argument("--fresh", action="store_true", help="delete runs/tiny and begin again")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     if options.fresh:
         shutil.rmtree(HOME, ignore_errors=True)
 
-    from recipes import grpo, sft
-    from recipes.tiny.task import write_task
+    from megatron_rl.recipes import grpo, sft
+    from megatron_rl.recipes.tiny.task import write_task
 
     home = HOME / f"seed_{options.seed}"
     task, warm_start, run = home / "task", home / "warm_start", home / "grpo"
@@ -38,7 +39,7 @@ def main() -> int:
     if not (warm_start / "hf").is_dir():
         console.rule("2/3 supervised warm start on imperfect demonstrations")
         status = sft.main(
-            [str(project_file("configs/run/tiny_sft.yaml")), *common, "run.name=warm_start"]
+            ["configs/run/tiny_sft.yaml", *common, "run.name=warm_start"]
             + [f"model.path={task}/model", f"sft.rows={task}/demonstrations.jsonl", "--resume", "auto"]
         )
         if status:
@@ -47,7 +48,7 @@ def main() -> int:
         shutil.rmtree(run)
     console.rule("3/3 reinforcement learning: Megatron TP2 trains, vLLM answers, the bridge reshards")
     return grpo.main(
-        [str(project_file("configs/run/tiny_grpo.yaml")), *common, "run.name=grpo", f"model.path={warm_start}/hf"]
+        ["configs/run/tiny_grpo.yaml", *common, "run.name=grpo", f"model.path={warm_start}/hf"]
         + [f"data.train={task}/train.jsonl", f"data.eval={task}/eval.jsonl", "--resume", "auto"]
     )
 

@@ -1,15 +1,17 @@
 """A tiny random Qwen3 with a byte-level tokenizer trained on GSM8K's rows, for configs/run/gsm8k_tiny_cpu.yaml.
 
-python -m recipes.tiny.gsm8k runs/gsm8k_tiny [rows.jsonl]
+python -m megatron_rl.recipes.tiny.gsm8k runs/gsm8k_tiny [rows.jsonl]
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-from recipes.tiny.model import write_random_qwen3
+from megatron_rl.recipes.tiny.model import write_random_qwen3
 
 ROWS = Path(__file__).parent / "data" / "gsm8k_train_sample.jsonl"
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -49,5 +51,14 @@ def write_model(folder: Path, rows: Path = ROWS, vocab_size: int = 512, seed: in
     )
 
 
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="the model goes to FOLDER/model")
+    parser.add_argument("rows", type=Path, nargs="?", default=ROWS, help="JSON lines whose text trains the tokenizer")
+    options = parser.parse_args(arguments)
+    write_model(options.folder, options.rows)
+    return 0
+
+
 if __name__ == "__main__":
-    write_model(Path(sys.argv[1]), *map(Path, sys.argv[2:3]))
+    sys.exit(main())

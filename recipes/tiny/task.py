@@ -7,17 +7,19 @@ half of them guess at once, a tenth think twice, and each column is wrong with p
 policy that starts from them must find that thinking pays, and then to be careful. Everything is a pure function
 of the seed; training and held-out pairs are disjoint.
 
-    python -m recipes.tiny.task runs/tiny/task
+    python -m megatron_rl.recipes.tiny.task runs/tiny/task
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-from recipes.tiny.model import write_random_qwen3
+from megatron_rl.recipes.tiny.model import write_random_qwen3
 
 VOCABULARY = ["<pad>", "<eos>", "<think>", "</think>", "<unk>", *"0123456789+=,? ."]
 NUM_TRAIN, NUM_EVAL, NUM_DEMONSTRATIONS = 8000, 500, 40000
@@ -84,5 +86,14 @@ def write_model(folder: Path, seed: int) -> None:
     write_random_qwen3(folder, seed, vocab_size=64, pad_token_id=0, eos_token_id=1, max_position_embeddings=128)
 
 
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="model, rows and demonstrations go there")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args(arguments)
+    write_task(options.folder, seed=options.seed)
+    return 0
+
+
 if __name__ == "__main__":
-    write_task(Path(sys.argv[1]))
+    sys.exit(main())

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(scope="session")
 def task(tmp_path_factory) -> Path:
     """The demo's task with its random model."""
-    from recipes.tiny.task import write_task
+    from megatron_rl.recipes.tiny.task import write_task
 
     folder = tmp_path_factory.mktemp("task")
     write_task(folder)

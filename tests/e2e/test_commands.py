@@ -10,7 +10,7 @@ import pytest
 
 
 def test_gsm8k_rows_flow_through_the_whole_stack(recipe):
-    from recipes.tiny.gsm8k import write_model
+    from megatron_rl.recipes.tiny.gsm8k import write_model
 
     write_model(recipe.folder / "runs" / "gsm8k_tiny")
     done = recipe.run("recipes/grpo.py", "configs/run/gsm8k_tiny_cpu.yaml")

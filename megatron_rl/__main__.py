@@ -1,0 +1,48 @@
+"""The command `megatron-rl`: every recipe and tool by name, wherever the package is installed.
+
+megatron-rl COMMAND ... , or python -m megatron_rl COMMAND ...
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+COMMANDS = {
+    "grpo": ("recipes.grpo", "train by reinforcement: Megatron trains, vLLM answers"),
+    "sft": ("recipes.sft", "train on rows with completions"),
+    "demo": ("recipes.tiny.demo", "teach a tiny model to add, on two CPU cores"),
+    "export": ("tools.export_checkpoint", "write any checkpoint of a run as a Hugging Face folder"),
+    "report": ("tools.report", "make the report of a run, or compare several runs"),
+    "convert to-megatron": ("tools.hf_to_megatron", "Hugging Face folder to Megatron-Core checkpoint"),
+    "convert to-hf": ("tools.megatron_to_hf", "Megatron-Core checkpoint to Hugging Face folder"),
+    "convert verify": ("tools.verify_checkpoint", "check a checkpoint, or compare two of them bit by bit"),
+    "push": ("tools.push_checkpoint", "push a checkpoint into running vLLM servers"),
+    "plan-sync": ("tools.plan_sync", "compute the bytes and times of a weight transfer"),
+    "simulate-balance": ("tools.simulate_balance", "compare ways of packing micro-batches on recorded lengths"),
+    "algorithms": ("tools.algorithms", "list losses, advantage estimators, corrections and their sources"),
+}
+"""Module below `megatron_rl`, with `main(arguments) -> exit status`, and what the command does."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command that the first words name; returns its exit status."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    for name, (module, _) in COMMANDS.items():
+        size = len(name.split())
+        if words[:size] == name.split():
+            # argparse takes a program's name from here, for its usage line and its errors.
+            sys.argv = [f"megatron-rl {name}", *words[size:]]
+            return import_module(f"megatron_rl.{module}").main(words[size:])
+    listing = "\n".join(f"  {name:<20} {purpose}" for name, (_, purpose) in COMMANDS.items())
+    text = f"usage: megatron-rl COMMAND ... (each command has --help)\n\n{listing}"
+    if words and words[0] not in ("-h", "--help"):
+        print(f"{text}\n\nerror: there is no command {' '.join(words[:2])!r}", file=sys.stderr)
+        return 2
+    print(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
