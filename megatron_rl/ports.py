@@ -13,8 +13,16 @@ from typing import Any, Protocol
 from megatron_rl.types import Batch, Group, Mesh, Metrics, MicrobatchPlan, Prompt, Tokens, Verdict
 
 
+class StopRequested(BaseException):
+    """Someone asked the run to stop (Ctrl-C, SIGTERM, SIGUSR1). Not an `Exception`: nothing handles it by accident."""
+
+
+class PolicyLost(RuntimeError):
+    """A trainer rank has died, does not answer, or left its peers in a collective: the policy cannot be saved."""
+
+
 class Policy(Protocol):
-    """The model that learns."""
+    """The model that learns. Every method raises PolicyLost when a rank is lost."""
 
     mesh: Mesh
 
@@ -28,10 +36,17 @@ class Policy(Protocol):
 
         Args:
             coefficients: what the terms of the loss are multiplied by: `kl`, `entropy`.
+
+        Raises:
+            ValueError: a number is not finite; no weight has changed.
         """
 
     def save(self, folder: Path, extra: dict[str, Any]) -> None:
-        """Write model, optimizer, schedule, RNG and `extra` so that the folder exists whole or not at all."""
+        """Write model, optimizer, schedule, RNG and `extra` so that the folder exists whole or not at all.
+
+        Args:
+            extra: what the loop needs to go on, in JSON's types; it lies in the folder as `extra.json`.
+        """
 
     def load(self, folder: Path) -> dict[str, Any]:
         """Restore what `save` wrote; returns its `extra`."""
@@ -60,8 +75,8 @@ class Bridge(Protocol):
 
 
 class Verifier(Protocol):
-    def score(self, groups: Sequence[Group]) -> list[list[Verdict]]:
-        """One verdict a sample."""
+    def score(self, groups: Sequence[Group]) -> tuple[list[list[Verdict]], Metrics]:
+        """One verdict a sample, and what is to be logged of the scoring: `reward/<name>/seconds`."""
 
 
 class Sink(Protocol):
@@ -71,6 +86,9 @@ class Sink(Protocol):
         """Times what runs inside; the step's time split is made of these."""
 
     def log(self, step: int, metrics: Metrics) -> None: ...
+
+    def warn(self, message: str) -> None:
+        """Tell people, and keep the message in the run's logs."""
 
     def samples(self, step: int, groups: Sequence[Group], payloads: Sequence[Sequence[Tokens]]) -> None:
         """Keep a few answers for people, as text."""

@@ -287,6 +287,8 @@ class Verdict:
     """Where `score` is a weighted sum: its terms, unweighted."""
     shaped: float | None = None
     """The score after algorithm.shaping; None where there is none."""
+    failed: bool = False
+    """The reward could not score the answer, and did not abstain of its own will."""
 
 
 @dataclass(slots=True)

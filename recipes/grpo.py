@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ quiet_environment()
 
 from megatron_rl.config.schema import GrpoRunConfig  # noqa: E402
 from megatron_rl.layout import check_model, read_shape  # noqa: E402
+from megatron_rl.loop.checkpoints import Checkpoints  # noqa: E402
 from megatron_rl.types import Prompt  # noqa: E402
 from megatron_rl.recipes.dry_run import describe_policy, describe_rollout  # noqa: E402
 
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
     from megatron_rl.loop.train import Prompts
 
 
-def run(config: GrpoRunConfig, resume: bool, interrupt: Interrupt) -> int:
+def run(config: GrpoRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) -> int:
     """Wire the rooms together and train; returns the steps that are done."""
     shape = read_shape(config.model.path)
     check_model(config.model.path, shape, config.policy.parallel.mesh)
@@ -42,16 +44,15 @@ def run(config: GrpoRunConfig, resume: bool, interrupt: Interrupt) -> int:
     from megatron_rl.cluster.policy import PolicyGroup
     from megatron_rl.cluster.session import ray_session
     from megatron_rl.cluster.verifier import RayVerifier
-    from megatron_rl.loop.checkpoints import Checkpoints
     from megatron_rl.loop.train import Ports, train
     from megatron_rl.observe import RunSink, write_provenance
 
     tokenizer = AutoTokenizer.from_pretrained(config.model.path)
     prompts = read_prompts(config, tokenizer)
     folder, logs = config.run_folder, config.run_folder / "logs"
-    checkpoints = Checkpoints(folder / "checkpoints", keep=config.checkpoint.keep, resume=resume)
-    resume_at = checkpoints.first_step if resume else None
-    sink = RunSink(folder, config.run.steps, console, tokenizer, config.rollout.delimiter, resume_at)
+    sink = RunSink(
+        folder, config.run.steps, console, tokenizer, config.rollout.delimiter, checkpoints.resume_at
+    )
     write_provenance(folder, config)
     spec = ActorSpec(
         shape=shape,
@@ -62,21 +63,26 @@ def run(config: GrpoRunConfig, resume: bool, interrupt: Interrupt) -> int:
         total_steps=config.run.steps * config.algorithm.updates_per_step,
         seed=config.run.seed,
     )
-    with ray_session(config.cluster, num_trainers=config.policy.parallel.mesh.world_size, logs=logs):
+    with ExitStack() as cleaning:
+        cleaning.enter_context(
+            ray_session(config.cluster, num_trainers=config.policy.parallel.mesh.world_size, logs=logs)
+        )
         with console.status("starting Ray, Megatron and vLLM"):
             engines = EngineGroup(config, logs)
+            cleaning.callback(engines.close)
             policy = PolicyGroup(spec, config.cluster, logs)
             verifier = RayVerifier(config, logs)
             policy.start()
             engines.wait()
+            verifier.wait()
             bridge = RayBridge(config, spec, policy, engines, logs)
-        with sink:
-            done = train(
-                config, shape, Ports(policy, engines, bridge, verifier), prompts, (sink, checkpoints), interrupt
-            )
+        with sink, interrupt.training():
+            ports = Ports(policy, engines, bridge, verifier)
+            done = train(config, shape, ports, prompts, (sink, checkpoints), interrupt)
         if done == config.run.steps:
             policy.export_hf(folder / "hf")
-    show(folder, finished=done == config.run.steps)
+    if done == config.run.steps:
+        show(folder)
     return done
 
 

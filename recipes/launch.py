@@ -1,12 +1,15 @@
-"""What every recipe does around its own wiring: arguments, judgement, dry run, the run folder, Ctrl-C, errors.
+"""What every recipe does around its own wiring: arguments, judgement, dry run, the run folder, signals, errors.
 
-python recipes/grpo.py FILE.yaml ... section.key=value ... [--dry-run] [--resume auto]
+Ctrl-C, SIGTERM and SIGUSR1 stop a run with a checkpoint. However a run ends, it leaves its report and tells the command
+that continues it. Exit status: 0 done, 1 an error, 128 + the signal's number after a stop (130 Ctrl-C, 143 SIGTERM).
 """
 
 from __future__ import annotations
 
 import argparse
+import logging
 import os
+import shlex
 import signal
 import sys
 import traceback
@@ -19,32 +22,70 @@ from rich.console import Console
 
 from megatron_rl.config.load import load_config
 from megatron_rl.config.schema import BaseConfig
+from megatron_rl.loop.checkpoints import PATTERN, Checkpoints, Resume
+from megatron_rl.loop.run_lock import run_lock
+from megatron_rl.ports import StopRequested
 
 Config = TypeVar("Config", bound=BaseConfig)
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 console = Console(highlight=False)
 
 
 class Interrupt:
-    """The first Ctrl-C asks for a stop after the step, the second one stops at once."""
+    """Requests to stop; implements `loop.stopping.Stopping`.
+
+    Before training a request ends the run at once. In training it ends what runs inside `promptly` at once, and anything
+    else after the step. A second Ctrl-C stops at once; a second SIGTERM changes nothing, because a cluster may send
+    several.
+    """
 
     def __init__(self) -> None:
-        self.asked = False
+        self.signal: signal.Signals | None = None
+        """The first request."""
+        self._training = self._prompt = False
 
     def __call__(self) -> bool:
-        return self.asked
+        return self.signal is not None
 
-    def ask(self, signum: int, frame: object) -> None:
-        if self.asked:
-            raise KeyboardInterrupt
-        self.asked = True
-        console.print(
-            "\n[yellow]Stopping after this step, with a checkpoint. Ctrl-C again stops at once, without one.[/]"
-        )
+    def ask(self, number: int, frame: object) -> None:
+        if self.signal is not None:
+            if number == signal.SIGINT:
+                raise KeyboardInterrupt
+            return
+        self.signal = signal.Signals(number)
+        if not self._training:
+            raise StopRequested
+        name = "Ctrl-C" if number == signal.SIGINT else self.signal.name
+        when = "now" if self._prompt else "after this step"
+        console.print(f"\n[yellow]{name}: stopping {when}, with a checkpoint. Ctrl-C again stops without one.[/]")
+        if self._prompt:
+            self._prompt = False
+            raise StopRequested
+
+    @contextmanager
+    def training(self) -> Iterator[Interrupt]:
+        """Around the loop: it saves its state when it is asked to stop."""
+        self._training = True
+        try:
+            yield self
+        finally:
+            self._training = False
+
+    @contextmanager
+    def promptly(self) -> Iterator[None]:
+        if self.signal is not None:
+            raise StopRequested
+        self._prompt = True
+        try:
+            yield
+        finally:
+            self._prompt = False
 
     @contextmanager
     def listening(self) -> Iterator[Interrupt]:
-        before = {number: signal.signal(number, self.ask) for number in (signal.SIGINT, signal.SIGTERM)}
+        before = {number: signal.signal(number, self.ask) for number in SIGNALS}
         try:
             yield self
         finally:
@@ -58,69 +99,152 @@ def launch(
     *,
     program: str,
     dry_run: Callable[[Config, Console], None],
-    run: Callable[[Config, bool, Interrupt], int],
+    run: Callable[[Config, Checkpoints, Interrupt], int],
 ) -> int:
     """Parse, judge, then plan or run; returns the exit status.
 
-    `program` is the recipe's path, for the command that continues a stopped run. `run` gets the configuration, whether
-    to resume, and the interrupt; it returns the steps that are done.
+    `program` is the recipe's path, for the command that continues a stopped run. `run` gets the configuration, the
+    run's checkpoints, and the interrupt; it returns the steps that are done.
     """
+    shown = sys.argv[0] if sys.argv[0].startswith("megatron-rl ") else f"python {program}"
     parser = argparse.ArgumentParser(
-        program, description=f"See README.md. Example: python {program} FILE.yaml run.steps=10"
+        shown, description=f"See README.md. Example: {shown} configs/run/tiny_grpo.yaml run.steps=10"
     )
     parser.add_argument("configuration", nargs="+", metavar="FILE.yaml | section.key=value")
     parser.add_argument(
         "--dry-run", action="store_true", help="judge the configuration, print sizes and plans, start nothing"
     )
     parser.add_argument(
-        "--resume", choices=["auto", "never"], default="never", help="auto: go on from the newest checkpoint"
+        "--resume",
+        default="never",
+        metavar="auto | STEP",
+        help="go on from the newest checkpoint, or from that of a step; default: a new run",
     )
     options = parser.parse_args(arguments)
     sys.path.insert(0, os.getcwd())  # a reward function's module lies where the command is typed
+    again = f"{shown} {shlex.join(options.configuration)} --resume auto"
     config: Config | None = None
+    interrupt = Interrupt()
     try:
-        config = load_config(kind, options.configuration)
-        if options.dry_run:
-            dry_run(config, console)
+        with interrupt.listening():
+            config = load_config(kind, options.configuration)
+            if options.dry_run:
+                dry_run(config, console)
+                return 0
+            with run_lock(config.run_folder):
+                log_to_file(config.run_folder / "logs")
+                done = run(config, open_checkpoints(config, read_resume(options.resume)), interrupt)
+        if done == config.run.steps:
             return 0
-        with Interrupt().listening() as interrupt:
-            done = run(config, options.resume == "auto", interrupt)
-        if done < config.run.steps:
-            again = " ".join(["python", program, *options.configuration, "--resume auto"])
-            console.print(f"Stopped after step {done} of {config.run.steps}. Continue with:\n  {again}", soft_wrap=True)
-            return 130
-        return 0
+        stopped = f"Stopped after step {done} of {config.run.steps}." if done else NOTHING_SAVED
+        console.print(stopped, soft_wrap=True)
+        tell_continuation(config, again)
+    except StopRequested:
+        console.print(f"Stopped while starting. {NOTHING_SAVED}")
+        tell_continuation(config, again)
     except KeyboardInterrupt:
-        console.print(
-            "[red]Stopped at once.[/] Checkpoints that were whole stay; --resume auto continues from the newest."
-        )
-        return 130
-    except (ValueError, OSError, RuntimeError) as error:
-        return _tell(error, config)
+        console.print("[red]Stopped at once[/], without a checkpoint of this step.")
+        tell_continuation(config, again)
+        return 128 + signal.SIGINT
+    except Exception as error:  # whatever it is, the user reads a sentence and finds the traceback in a file
+        _tell(error, config)
+        tell_continuation(config, again)
+        return 1
+    assert interrupt.signal is not None
+    return 128 + interrupt.signal
 
 
-def _tell(error: Exception, config: BaseConfig | None) -> int:
+NOTHING_SAVED = "No step was done, so there was nothing to save."
+
+
+def read_resume(text: str) -> Resume:
+    """
+    Raises:
+        ValueError: neither auto, never nor a step.
+    """
+    if text in ("auto", "never"):
+        return "auto" if text == "auto" else None
+    if not text.isdecimal():
+        raise ValueError(f"--resume {text}: give `auto` or the number of a step")
+    return int(text)
+
+
+def open_checkpoints(config: BaseConfig, resume: Resume) -> Checkpoints:
+    """The run's checkpoints; tells what a resumed run does otherwise than before."""
+    checkpoints = Checkpoints(
+        config.run_folder / "checkpoints",
+        keep=config.checkpoint.keep,
+        resume=resume,
+        config=config.model_dump(mode="json"),
+    )
+    if checkpoints.first_step:
+        console.print(f"Going on after step {checkpoints.first_step}.")
+    for change in checkpoints.changes:
+        console.print(f"changed since the checkpoint: {change}", markup=False, soft_wrap=True)
+        log.info("changed since the checkpoint of step %d: %s", checkpoints.first_step, change)
+    return checkpoints
+
+
+def tell_continuation(config: BaseConfig | None, again: str) -> None:
+    """After a run that did not finish: its report, and the command that continues it, where there is something."""
+    if config is None:
+        return
+    report_run(config.run_folder)
+    folder = config.run_folder / "checkpoints"
+    steps = [int(match[1]) for path in folder.glob("step_*") if (match := PATTERN.fullmatch(path.name))]
+    if steps:
+        console.print(f"The newest checkpoint is of step {max(steps)}. Continue with:\n  {again}", soft_wrap=True)
+
+
+def report_run(run_folder: Path) -> None:
+    """The report of what was logged; a run that logged nothing has none."""
+    from megatron_rl.observe import write_report
+    from megatron_rl.observe.records import read_metrics
+
+    if read_metrics(run_folder):
+        console.print(f"report: {write_report(run_folder)}", soft_wrap=True)
+
+
+log = logging.getLogger("megatron_rl.driver")
+
+
+def log_to_file(folder: Path) -> None:
+    """The driver's own messages go to `driver.log`, as those of the other processes go to theirs."""
+    folder.mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(folder / "driver.log")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(name)s: %(message)s"))
+    ours = logging.getLogger("megatron_rl")
+    ours.setLevel(logging.INFO)
+    ours.handlers[:] = [handler]
+    ours.propagate = False
+    log.info("%s", shlex.join(sys.argv))
+
+
+def _tell(error: Exception, config: BaseConfig | None) -> None:
     """The cause first and short; the traceback goes to a file for whoever needs it."""
+    known = isinstance(error, ValueError | OSError | RuntimeError)
+    text = str(error) if known and str(error) else f"{type(error).__name__}: {error}"
     console.print("[bold red]error:[/]", end=" ")
-    console.print(str(error), markup=False, soft_wrap=True)
-    if config is not None and config.run_folder.is_dir():
-        path = config.run_folder / "logs" / "traceback.txt"
-        try:
-            path.parent.mkdir(exist_ok=True)
+    console.print("\n".join([text, *getattr(error, "__notes__", [])]), markup=False, soft_wrap=True)
+    log.error("%s", text)
+    if config is None:
+        return
+    path = config.run_folder / "logs" / "traceback.txt"
+    try:
+        if path.parent.is_dir():
             path.write_text(traceback.format_exc())
             console.print(f"[dim]traceback: {path}; output of all processes: {path.parent}[/]", soft_wrap=True)
-        except OSError:  # the disk is full, and that was the error
-            traceback.print_exc()
-    return 1
+    except OSError:  # the disk is full, or the folder has no possible name, and that was the error
+        pass
 
 
-def show(run_folder: Path, finished: bool) -> None:
-    """The end of a run: report, summary, and where things are."""
+def show(run_folder: Path) -> None:
+    """The end of a finished run: report, summary, and where things are."""
     from megatron_rl.observe import print_summary, write_report
 
     report = write_report(run_folder)
     print_summary(run_folder, console)
-    console.print(f"report: {report}", f"model: {run_folder / 'hf'}" if finished else "", soft_wrap=True)
+    console.print(f"report: {report}", f"model: {run_folder / 'hf'}", soft_wrap=True)
 
 
 def quiet_environment() -> None:
@@ -131,4 +255,3 @@ def quiet_environment() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-

@@ -16,10 +16,11 @@ quiet_environment()
 
 from megatron_rl.config.schema import SftRunConfig  # noqa: E402
 from megatron_rl.layout import check_model, read_shape  # noqa: E402
+from megatron_rl.loop.checkpoints import Checkpoints  # noqa: E402
 from megatron_rl.recipes.dry_run import describe_policy  # noqa: E402
 
 
-def run(config: SftRunConfig, resume: bool, interrupt: Interrupt) -> int:
+def run(config: SftRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) -> int:
     """Wire the rooms together and train; returns the steps that are done."""
     shape = read_shape(config.model.path)
     check_model(config.model.path, shape, config.policy.parallel.mesh)
@@ -32,7 +33,6 @@ def run(config: SftRunConfig, resume: bool, interrupt: Interrupt) -> int:
     from megatron_rl.cluster.policy import PolicyGroup
     from megatron_rl.cluster.session import ray_session
     from megatron_rl.data import ShuffledStream, load_supervised
-    from megatron_rl.loop.checkpoints import Checkpoints
     from megatron_rl.loop.supervised import train_supervised
     from megatron_rl.observe import RunSink, write_provenance
 
@@ -43,9 +43,7 @@ def run(config: SftRunConfig, resume: bool, interrupt: Interrupt) -> int:
         console.print(f"[yellow]{sft.rows}: {skipped} of {skipped + len(rows)} rows skipped[/]")
     stream = ShuffledStream(rows, sft.rows_per_step, config.run.seed)
     folder, logs = config.run_folder, config.run_folder / "logs"
-    checkpoints = Checkpoints(folder / "checkpoints", keep=config.checkpoint.keep, resume=resume)
-    resume_at = checkpoints.first_step if resume else None
-    sink = RunSink(folder, config.run.steps, console, tokenizer, "", resume_at)
+    sink = RunSink(folder, config.run.steps, console, tokenizer, "", checkpoints.resume_at)
     write_provenance(folder, config)
     spec = ActorSpec(
         shape=shape,
@@ -60,11 +58,12 @@ def run(config: SftRunConfig, resume: bool, interrupt: Interrupt) -> int:
         with console.status("starting Ray and Megatron"):
             policy = PolicyGroup(spec, config.cluster, logs)
             policy.start()
-        with sink:
+        with sink, interrupt.training():
             done = train_supervised(config, shape, policy, stream, (sink, checkpoints), interrupt)
         if done == config.run.steps:
             policy.export_hf(folder / "hf")
-    show(folder, finished=done == config.run.steps)
+    if done == config.run.steps:
+        show(folder)
     return done
 
 

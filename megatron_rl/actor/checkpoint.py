@@ -2,19 +2,23 @@
 
 The format is the mesh's own: it holds each rank's tensors as they lie in memory, so that a resumed run
 continues bit for bit, and it loads on the same mesh only. The portable form of the weights is the Hugging
-Face export (weights.py). All ranks must see the same file system. The files are pickles: load only what you
-trust.
+Face export (weights.py; tools/export_checkpoint.py makes it from any checkpoint). All ranks must see the same file
+system. The ranks' files are pickles: load only what you trust.
 
-Invariants (tests/dist): the folder exists whole or not at all, whatever fails; every rank raises when one
-does.
+Invariants (tests/dist): the folder exists whole or not at all, whatever fails and whenever the process is killed; every
+rank raises when one does; a byte that is not the one that was written is an error that names its file.
 """
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import json
+import os
 import pickle
 import shutil
 import uuid
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
@@ -26,19 +30,30 @@ import torch
 from megatron_rl.actor.agreement import Agreement
 from megatron_rl.convert.work import sync
 
-FORMAT = 2
+FORMAT = 3
 MANIFEST = "manifest.json"
+EXTRA = "extra.json"
+CHUNK_BYTES = 2**24
+AT_FDCWD, RENAME_EXCHANGE = -100, 2
+"""linux/fcntl.h, linux/fs.h"""
 
 
 def save(folder: Path, identity: dict, state: dict, extra: dict, agreement: Agreement) -> None:
-    """Write this rank's `state`; rank 0 adds the manifest and `extra`."""
-    with atomic_folder(folder, agreement) as temporary, agreement.on_errors():
-        _write(temporary / f"rank{agreement.rank}.pt", state)
-        if agreement.rank == 0:
-            _write(temporary / "extra.pt", extra)
-            versions = {name: version(name) for name in ("torch", "megatron-core")}
-            manifest = {"format": FORMAT, **identity, "versions": versions}
-            write_text(temporary / MANIFEST, json.dumps(manifest, indent=2))
+    """Write this rank's `state`; rank 0 adds `extra`, in JSON's types, and the manifest with every file's crc32."""
+    with atomic_folder(folder, agreement) as temporary:
+        files: dict[str, dict[str, int]] = {}
+        with agreement.on_errors():
+            name = f"rank{agreement.rank}.pt"
+            files[name] = _write(temporary / name, state)
+            if agreement.rank == 0:
+                write_text(temporary / EXTRA, json.dumps(extra, indent=1))
+                files[EXTRA] = checksum(temporary / EXTRA)
+        every = {name: entry for of_rank in agreement.gather(files) for name, entry in of_rank.items()}
+        with agreement.on_errors():
+            if agreement.rank == 0:
+                versions = {name: version(name) for name in ("torch", "megatron-core")}
+                manifest = {"format": FORMAT, **identity, "versions": versions, "files": every}
+                write_text(temporary / MANIFEST, json.dumps(manifest, indent=2))
 
 
 def load(folder: Path, identity: dict, agreement: Agreement) -> tuple[dict, dict]:
@@ -47,24 +62,73 @@ def load(folder: Path, identity: dict, agreement: Agreement) -> tuple[dict, dict
     Raises:
         ValueError: no checkpoint, a damaged one, or one of another mesh, model or format.
     """
+    state, extra = {}, {}
     with agreement.on_errors():
-        _check(folder, identity)
-        state = _read(folder / f"rank{agreement.rank}.pt")
-        extra = _read(folder / "extra.pt")
+        manifest = read_manifest(folder)
+        _check_identity(folder, manifest, identity)
+        state = read_rank(folder, manifest, agreement.rank)
+        _check_bytes(folder / EXTRA, manifest)
+        extra = json.loads((folder / EXTRA).read_text())
     return state, extra
 
 
-def _check(folder: Path, identity: dict) -> None:
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """
+    Raises:
+        ValueError: the folder is no checkpoint, a damaged one, or one of another format.
+    """
     path = folder / MANIFEST
     if not path.is_file():
         raise ValueError(f"{folder} is no checkpoint: it has no {MANIFEST}")
     try:
         manifest = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is damaged ({error}); resume from an older checkpoint") from error
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged ({error}); resume from another checkpoint: --resume STEP") from error
     if manifest.get("format") != FORMAT:
         found = manifest.get("format")
         raise ValueError(f"{folder} has the checkpoint format {found}, this version reads {FORMAT}")
+    return manifest
+
+
+def read_rank(folder: Path, manifest: dict[str, Any], rank: int) -> dict[str, Any]:
+    """One rank's state, on the CPU.
+
+    Raises:
+        ValueError: its file is missing or damaged.
+    """
+    path = folder / f"rank{rank}.pt"
+    _check_bytes(path, manifest)
+    try:
+        return torch.load(path, map_location="cpu", weights_only=False)
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise ValueError(f"cannot read {path}: {_first_line(error)}; resume from another checkpoint") from error
+
+
+def checksum(path: Path) -> dict[str, int]:
+    """A file's size and crc32."""
+    crc = size = 0
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK_BYTES):
+            crc, size = zlib.crc32(chunk, crc), size + len(chunk)
+    return {"bytes": size, "crc32": crc}
+
+
+def _check_bytes(path: Path, manifest: dict[str, Any]) -> None:
+    wanted = manifest["files"].get(path.name)
+    if wanted is None:
+        raise ValueError(f"{path.parent / MANIFEST} is damaged: it does not name {path.name}")
+    try:
+        found = checksum(path)
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error}; resume from another checkpoint: --resume STEP") from error
+    if found != wanted:
+        raise ValueError(
+            f"{path} is damaged: it has {found['bytes']} bytes with the crc32 {found['crc32']:08x}, written were "
+            f"{wanted['bytes']} with {wanted['crc32']:08x}; resume from another checkpoint: --resume STEP"
+        )
+
+
+def _check_identity(folder: Path, manifest: dict[str, Any], identity: dict) -> None:
     for key, mine in json.loads(json.dumps(identity)).items():  # JSON has no tuples
         if manifest.get(key) != mine:
             raise ValueError(
@@ -96,32 +160,66 @@ def atomic_folder(folder: Path, agreement: Agreement) -> Iterator[Path]:
 
 
 def _publish(temporary: Path, folder: Path) -> None:
+    """Give the folder its name in one step of the file system: at every moment one whole folder has the name."""
     sync(temporary)
-    old = temporary.with_name(temporary.name + "-old")
     if folder.exists():
-        folder.rename(old)
-    temporary.rename(folder)
+        _exchange(temporary, folder)
+        shutil.rmtree(temporary)
+    else:
+        temporary.rename(folder)
     sync(folder.parent)
-    shutil.rmtree(old, ignore_errors=True)
 
 
-def _write(path: Path, value: Any) -> None:
+def _exchange(a: Path, b: Path) -> None:
+    """Two folders of one file system get each other's names at once (Linux's renameat2).
+
+    A file system that cannot do so (some network file systems) gets two renames: after a crash between them, the older
+    folder lies beside the name, with `-old` at its end.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not libc.renameat2(AT_FDCWD, os.fsencode(a), AT_FDCWD, os.fsencode(b), RENAME_EXCHANGE):
+        return
+    code = ctypes.get_errno()
+    if code not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+        raise OSError(code, os.strerror(code), str(b))
+    old = a.with_name(a.name + "-old")
+    b.rename(old)
+    a.rename(b)
+    old.rename(a)
+
+
+class _Checksummed:
+    """A file that keeps the crc32 of what is written to it, so that nothing is read again."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+        self.crc = self.size = 0
+
+    def write(self, data: Any) -> int:
+        self.crc = zlib.crc32(data, self.crc)
+        self.size += memoryview(data).nbytes
+        return self._file.write(data)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
+def _write(path: Path, value: Any) -> dict[str, int]:
+    """Returns the file's size and crc32."""
     try:
-        torch.save(value, path)
+        with path.open("wb") as file:
+            written = _Checksummed(file)
+            torch.save(value, written)
         sync(path)
     except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
-        reason = str(error).partition("\n")[0]
         raise ValueError(
-            f"cannot write {path}: {reason}; is the disk full? The last checkpoint is untouched"
+            f"cannot write {path}: {_first_line(error)}; is the disk full? The last checkpoint is untouched"
         ) from error
+    return {"bytes": written.size, "crc32": written.crc}
 
 
-def _read(path: Path) -> Any:
-    try:
-        return torch.load(path, map_location="cpu", weights_only=False)
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        reason = str(error).partition("\n")[0]
-        raise ValueError(f"cannot read {path}: {reason}; resume from an older checkpoint") from error
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
 
 
 def write_text(path: Path, text: str) -> None:

@@ -53,7 +53,10 @@ def restore(
     for name, parameter in local_parameters(model).items():
         parameter.copy_(state["model"][name])
     for inner, saved in zip(_inner(optimizer), state["optimizer"], strict=True):
+        mine = [{k: v for k, v in group.items() if k not in ("params", "step")} for group in inner.param_groups]
         inner.load_state_dict(saved)
+        for group, settings in zip(inner.param_groups, mine, strict=True):
+            group.update(settings)  # learning rate, betas and decay are the configuration's; the moments are the state
     for parameter, saved in zip(_main_parameters(model, optimizer), state["main_parameters"], strict=True):
         parameter.copy_(saved)
     scheduler.num_steps = state["num_updates"]

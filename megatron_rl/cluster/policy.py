@@ -7,8 +7,10 @@ collectives.
 
 from __future__ import annotations
 
+import logging
 import socket
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,9 +23,13 @@ from megatron_rl.actor.packing import TrainSample
 from megatron_rl.actor.spec import ActorSpec
 from megatron_rl.bridge.sender import BridgeSender
 from megatron_rl.bridge.setup import BridgeSetup
-from megatron_rl.cluster.session import gather, redirect_output
+from megatron_rl.cluster.process import Location, Process, begin_process, locate
+from megatron_rl.cluster.waiting import gather, locate_all
 from megatron_rl.config.schema import ClusterConfig
+from megatron_rl.ports import PolicyLost
 from megatron_rl.types import Batch, Denominators, Mesh, Metrics, MicrobatchPlan
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +51,12 @@ class TrainerRank:
     """One Megatron rank in a process of its own."""
 
     def __init__(self, spec: ActorSpec, rank: int, logs: str) -> None:
-        redirect_output(Path(logs) / f"trainer_{rank}.log")
+        begin_process(Path(logs) / f"trainer_{rank}.log", f"trainer rank {rank}")
         self.spec, self.rank = spec, rank
         self.sender: BridgeSender | None = None
+
+    def locate(self) -> Location:
+        return locate()
 
     def address(self) -> str:
         """A free port on this node, where the ranks will meet."""
@@ -64,8 +73,11 @@ class TrainerRank:
         self.actor = MegatronActor(
             self.spec, rank=self.rank, world_size=self.spec.policy.parallel.mesh.world_size, init_method=init_method
         )
+        log.info("loading its part of %s", self.spec.model.path)
+        start = time.perf_counter()
         load_hf(self.actor, self.spec.model.path)
         self.actor.keep_reference()
+        log.info("loaded in %.1f s", time.perf_counter() - start)
         return self.actor.fused_norms
 
     def begin(
@@ -78,20 +90,32 @@ class TrainerRank:
             [[TrainSample(tokens=tokens[s.group][s.index_in_group], **s.numbers) for s in micro] for micro in mini]
             for mini in assignment
         ]
-        return self.actor.begin(minibatches, denominators, alignment)
+        start = time.perf_counter()
+        metrics = self.actor.begin(minibatches, denominators, alignment)
+        num_samples = sum(len(micro) for mini in minibatches for micro in mini)
+        log.info("took %d samples of a step in %.2f s", num_samples, time.perf_counter() - start)
+        return metrics
 
     def update(self, minibatch: int, coefficients: Mapping[str, float]) -> Metrics:
-        return self.actor.update(minibatch, coefficients)
+        start = time.perf_counter()
+        metrics = self.actor.update(minibatch, coefficients)
+        seconds = time.perf_counter() - start
+        norm = metrics["grad_norm"]
+        log.info("update %d: loss %.6g, gradient norm %.6g, %.2f s", minibatch, metrics["loss"], norm, seconds)
+        return metrics
 
     def save(self, folder: str, extra: dict[str, Any]) -> None:
+        log.info("writing the checkpoint %s", folder)
         self.actor.save(Path(folder), extra)
 
     def load(self, folder: str) -> dict[str, Any]:
+        log.info("reading the checkpoint %s", folder)
         return self.actor.load(Path(folder))
 
     def export_hf(self, folder: str) -> None:
         from megatron_rl.actor.weights import export_hf
 
+        log.info("writing the Hugging Face folder %s", folder)
         export_hf(self.actor, Path(folder))
 
     def connect(self, setup: BridgeSetup) -> None:
@@ -126,9 +150,9 @@ class PolicyGroup:
                 )
         # PACK fills a node before the next one: tensor-parallel neighbours share NVLink.
         placement = placement_group([bundle] * world, strategy="PACK")
-        ray.get(placement.ready())
+        self._cluster = cluster
+        self._needs = ", ".join(f"{each:g} {kind}" for kind, each in bundle.items())
         remote = ray.remote(TrainerRank)
-        self.names = [f"trainer rank {rank}" for rank in range(world)]
         self.ranks = [
             remote.options(
                 num_cpus=bundle["CPU"],
@@ -137,11 +161,18 @@ class PolicyGroup:
             ).remote(spec, rank, str(logs))
             for rank in range(world)
         ]
+        self.processes = [
+            Process(f"trainer rank {rank}", logs / f"trainer_{rank}.log", actor)
+            for rank, actor in enumerate(self.ranks)
+        ]
 
     def start(self) -> None:
         """Joins the ranks; apart from the constructor so that the engines can start meanwhile."""
-        address = gather([self.ranks[0].address.remote()], self.names[:1])[0]
-        self.fused_norms: bool = self._all("start", address)
+        timeout_s = self._cluster.start_timeout_s
+        locate_all(self.processes, timeout_s, self._needs)
+        address = gather([self.ranks[0].address.remote()], self.processes[:1], "to find a port", timeout_s)[0]
+        calls = [rank.start.remote(address) for rank in self.ranks]
+        self.fused_norms: bool = gather(calls, self.processes, "to load the model", timeout_s)[0]
 
     def begin(self, batch: Batch, plan: MicrobatchPlan) -> Metrics:
         assigned, payloads = [], []
@@ -155,23 +186,30 @@ class PolicyGroup:
             calls.append(
                 trainer.begin.remote(assigned[data_rank], payloads[data_rank], list(plan.denominators), plan.alignment)
             )
-        return gather(calls, self.names)[0]
+        return self._gather(calls, "to compute log-probs")
 
     def update(self, minibatch: int, coefficients: Mapping[str, float]) -> Metrics:
-        return self._all("update", minibatch, coefficients)
+        return self._all("update", "to update", minibatch, coefficients)
 
     def save(self, folder: Path, extra: dict[str, Any]) -> None:
-        self._all("save", str(folder.absolute()), extra)
+        self._all("save", "to write a checkpoint", str(folder.absolute()), extra)
 
     def load(self, folder: Path) -> dict[str, Any]:
-        return self._all("load", str(folder.absolute()))
+        return self._all("load", "to read a checkpoint", str(folder.absolute()))
 
     def export_hf(self, folder: Path) -> None:
-        self._all("export_hf", str(folder.absolute()))
+        self._all("export_hf", "to export the model", str(folder.absolute()))
 
-    def _all(self, method: str, *arguments: Any) -> Any:
-        """Call every rank; the ranks agree on the answer, the first one's is returned."""
-        return gather([getattr(rank, method).remote(*arguments) for rank in self.ranks], self.names)[0]
+    def _all(self, method: str, doing: str, *arguments: Any) -> Any:
+        return self._gather([getattr(rank, method).remote(*arguments) for rank in self.ranks], doing)
+
+    def _gather(self, calls: Sequence[ray.ObjectRef], doing: str) -> Any:
+        """The ranks agree on the answer; the first one's is returned. They agree on a ValueError as well. After any
+        other error some of them may stand in a collective, and the policy is lost."""
+        try:
+            return gather(calls, self.processes, doing, self._cluster.step_timeout_s)[0]
+        except RuntimeError as error:
+            raise PolicyLost(str(error)) from error
 
 
 def _assign(batch: Batch, plan: MicrobatchPlan, data_rank: int) -> tuple[Assignment, list[Any]]:

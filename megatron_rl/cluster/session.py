@@ -1,35 +1,42 @@
-"""Ray, started and stopped: a local one of our own, or a running cluster that we join.
-
-`gather` is how the driver waits: the first failure of any process ends the wait with its cause, because the
-others may be inside a collective that will never complete.
-"""
+"""Ray, started and stopped: a local one of our own, or a running cluster that we join."""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Sequence
+import signal
+import socket
+from collections.abc import Iterator
 from contextlib import contextmanager
 from math import ceil
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import ActorDiedError, RayError, RayTaskError
+from ray._private.utils import read_ray_address
 
 from megatron_rl.config.schema import ClusterConfig
+from megatron_rl.ports import StopRequested
 
 OBJECT_STORE_BYTES = 256 * 2**20
 """Of a local Ray: tokens of two steps at laptop scale. A cluster's Ray has its own setting."""
+
+CONNECT_S = 10.0
+"""The longest that connecting to a running Ray's port may take."""
 
 
 @contextmanager
 def ray_session(cluster: ClusterConfig, num_trainers: int, logs: Path) -> Iterator[None]:
     """Ray for the body's time. A Ray that we started is stopped, one that we joined is left running.
 
+    Ray replaces the process's handlers of SIGTERM; they are put back once it has started.
+
     Args:
         num_trainers: a local Ray offers the CPUs that they ask for; these are accounting, no pinning.
         logs: the vendors' output goes there.
+
+    Raises:
+        ValueError: there is no Ray at `cluster.ray_address`.
     """
     logs.mkdir(parents=True, exist_ok=True)
     environment = {
@@ -42,68 +49,41 @@ def ray_session(cluster: ClusterConfig, num_trainers: int, logs: Path) -> Iterat
     if cluster.ray_address is None:
         num_cpus = ceil(num_trainers * cluster.cpus_per_trainer)
         local = {"num_cpus": num_cpus, "object_store_memory": OBJECT_STORE_BYTES, "include_dashboard": False}
+    else:
+        _check_address(cluster.ray_address)
     logging.getLogger("ray").setLevel(logging.ERROR)
-    ray.init(
-        address=cluster.ray_address or "local",
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-        configure_logging=False,
-        runtime_env={"env_vars": environment},
-        **local,
-    )
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        ray.init(
+            address=cluster.ray_address or "local",
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            configure_logging=False,
+            runtime_env={"env_vars": environment},
+            **local,
+        )
+    except SystemExit as error:  # Ray's answer to SIGTERM while it starts
+        raise StopRequested from error
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
     try:
         yield
     finally:
         ray.shutdown()
 
 
-def redirect_output(path: Path) -> None:
-    """Send this process's stdout and stderr, and those of its children, to a file: file descriptors, not
-    sys.stdout, because vendors print from C++ and from subprocesses."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab", buffering=0) as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-
-
-def gather(references: Sequence[ray.ObjectRef], names: Sequence[str]) -> list[Any]:
-    """The results in order.
-
-    Raises:
-        ValueError, OSError: what a process raised, with its name; any other error comes with its traceback.
-        RuntimeError: a process died; names it.
-    """
-    results: dict[ray.ObjectRef, Any] = {}
-    waiting = list(references)
-    while waiting:
-        done, waiting = ray.wait(waiting, num_returns=1)
-        for reference in done:
-            try:
-                results[reference] = ray.get(reference)
-            except RayError as error:
-                raise told(error, names[references.index(reference)]) from error
-    return [results[reference] for reference in references]
-
-
-def settle(references: Sequence[ray.ObjectRef], timeout_s: float) -> list[Any | RayError]:
-    """Wait for all, whatever becomes of them: results in order, or the errors in their places."""
-    ray.wait(list(references), num_returns=len(references), timeout=timeout_s)
-    outcomes: list[Any | RayError] = []
-    for reference in references:
-        try:
-            outcomes.append(ray.get(reference, timeout=0))
-        except RayError as error:
-            outcomes.append(error)
-    return outcomes
-
-
-def told(error: RayError, name: str) -> Exception:
-    """For people. ValueError and OSError were written for them; anything else keeps its traceback."""
-    if isinstance(error, ActorDiedError):
-        last = str(error).strip().splitlines()[-1]
-        return RuntimeError(f"{name} died: {last}; its output is in the run's logs folder")
-    if isinstance(error, RayTaskError):
-        for kind in (ValueError, OSError):
-            if isinstance(error.cause, kind):  # their subclasses take other arguments than a text
-                return kind(f"{name}: {error.cause}")
-    return error
+def _check_address(address: str) -> None:
+    """Ray itself would try for minutes."""
+    found = address if address != "auto" else os.environ.get("RAY_ADDRESS") or read_ray_address()
+    if not found:
+        raise ValueError(
+            "cluster.ray_address is auto, but no Ray runs on this machine and RAY_ADDRESS is not set; start one with "
+            "`ray start --head`, or set cluster.ray_address to null"
+        )
+    host, _, port = found.removeprefix("ray://").rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"cluster.ray_address {found}: there is no Ray ({error}); start it, or correct the address (host:port)"
+        ) from error

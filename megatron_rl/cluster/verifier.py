@@ -1,7 +1,13 @@
-"""The rewards, and their shaping, in a process of their own; implements `ports.Verifier`."""
+"""The rewards, and their shaping, in a process of their own; implements `ports.Verifier`.
+
+Invariants (tests/e2e): a reward function that hangs, or that takes its process with it, costs its own scores of that
+step and nothing else; the process is replaced.
+"""
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,30 +17,54 @@ import numpy as np
 import ray
 
 from megatron_rl.algorithms.shaping import shape_rewards
-from megatron_rl.cluster.session import gather, redirect_output
+from megatron_rl.cluster.process import Location, Process, begin_process, locate
+from megatron_rl.cluster.waiting import ProcessLost, gather, locate_all
 from megatron_rl.config.advantages import ShapingConfig
-from megatron_rl.config.schema import GrpoRunConfig
-from megatron_rl.types import Group, Prompt, Tokens, Verdict
+from megatron_rl.config.schema import GrpoRunConfig, RewardConfig
+from megatron_rl.types import Group, Metrics, Prompt, Tokens, Verdict
+from megatron_rl.verifiers import RewardSet, answers_of, weighted_sum
+from megatron_rl.verifiers.failures import FailureLog
+
+log = logging.getLogger(__name__)
 
 
 class VerifierRank:
     """The reward functions in a process of their own: a slow or crashing one does not stop the driver."""
 
     def __init__(self, config: GrpoRunConfig, logs: str) -> None:
-        redirect_output(Path(logs) / "verifier.log")
+        begin_process(Path(logs) / "verifier.log", "verifier")
+        self.config = config
+
+    def locate(self) -> Location:
+        return locate()
+
+    def load(self) -> None:
+        """
+        Raises:
+            ValueError: a reward function cannot be imported.
+        """
         from transformers import AutoTokenizer
 
-        from megatron_rl.verifiers.compose import RewardSet
+        config = self.config
+        log.info("loading the tokenizer and the rewards: %s", ", ".join(reward.label for reward in config.rewards))
+        tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+        self.rewards = RewardSet(config.rewards, tokenizer, config.rollout.delimiter)
 
-        self.shaping = config.algorithm.shaping
-        self.rewards = RewardSet(
-            config.rewards, AutoTokenizer.from_pretrained(config.model.path), config.rollout.delimiter
-        )
-
-    def score(self, prompts: list[Prompt], payloads: list[Any], finishes: list[list[str]]) -> list[list[Verdict]]:
+    def score(
+        self, index: int, prompts: list[Prompt], payloads: list[Any], finishes: list[list[str]]
+    ) -> tuple[list[Verdict], float]:
+        """The verdicts of one reward on all answers, in their order, and the seconds that they took."""
         groups: list[list[Tokens]] = ray.get(payloads)
-        verdicts = self.rewards.score(prompts, groups, finishes)
-        return shape(verdicts, prompts, groups, self.shaping) if self.shaping else verdicts
+        start = time.perf_counter()
+        verdicts = self.rewards.score(index, answers_of(prompts, groups, finishes))
+        seconds = time.perf_counter() - start
+        num_scored = sum(verdict.score is not None for verdict in verdicts)
+        label = self.config.rewards[index].label
+        log.info("%s scored %d of %d answers in %.3f s", label, num_scored, len(verdicts), seconds)
+        return verdicts, seconds
+
+    def shape(self, verdicts: list[list[Verdict]], prompts: list[Prompt], payloads: list[Any]) -> list[list[Verdict]]:
+        return shape(verdicts, prompts, ray.get(payloads), self.config.algorithm.shaping)
 
 
 def shape(
@@ -55,9 +85,75 @@ def shape(
 
 class RayVerifier:
     def __init__(self, config: GrpoRunConfig, logs: Path) -> None:
-        self.rank = ray.remote(VerifierRank).options(num_cpus=0).remote(config, str(logs))
+        self._config, self._logs = config, logs
+        self._failures = FailureLog(logs / "rewards.log")
+        self._num_restarts = 0
+        self._begin()
 
-    def score(self, groups: Sequence[Group]) -> list[list[Verdict]]:
+    def _begin(self) -> None:
+        actor = ray.remote(VerifierRank).options(num_cpus=0).remote(self._config, str(self._logs))
+        self._process = Process("verifier", self._logs / "verifier.log", actor)
+        self._loading = actor.load.remote()
+
+    def wait(self) -> None:
+        """Until the rewards are loaded; they are while engines and policy start.
+
+        Raises:
+            ValueError: a reward function cannot be imported.
+        """
+        timeout_s = self._config.cluster.start_timeout_s
+        locate_all([self._process], timeout_s, "no CPU of its own")
+        gather([self._loading], [self._process], "to load the rewards", timeout_s)
+
+    def score(self, groups: Sequence[Group]) -> tuple[list[list[Verdict]], Metrics]:
+        """See `ports.Verifier`.
+
+        Returns:
+            The verdicts; `reward/<name>/seconds`, and `verifier/restarts` since the run began.
+
+        Raises:
+            ValueError: an answer cannot be scored, and the reward's `on_error` is stop.
+        """
+        rewards, metrics = self._config.rewards, {}
+        prompts = [group.prompt for group in groups for _ in group.samples]
+        columns = []
+        for index, reward in enumerate(rewards):
+            verdicts, metrics[f"reward/{reward.label}/seconds"] = self._score_with(index, reward, groups)
+            self._failures.write(groups[0].version, reward.label, prompts, verdicts)
+            columns.append(verdicts)
+        metrics["verifier/restarts"] = float(self._num_restarts)
+        weights = [reward.weight for reward in rewards]
+        flat = iter([weighted_sum(weights, verdicts) for verdicts in zip(*columns, strict=True)])
+        verdicts = [[next(flat) for _ in group.samples] for group in groups]
+        if self._config.algorithm.shaping:
+            call = self._process.actor.shape.remote(verdicts, [g.prompt for g in groups], [g.payload for g in groups])
+            verdicts = gather([call], [self._process], "to shape rewards", self._config.cluster.step_timeout_s)[0]
+        return verdicts, metrics
+
+    def _score_with(self, index: int, reward: RewardConfig, groups: Sequence[Group]) -> tuple[list[Verdict], float]:
+        """One reward's verdicts. After the process died they are asked for once more, because its death may have
+        another cause; a reward that did not answer in time is not asked again."""
         finishes = [[sample.finish for sample in group.samples] for group in groups]
-        call = self.rank.score.remote([g.prompt for g in groups], [g.payload for g in groups], finishes)
-        return gather([call], ["verifier"])[0]
+        start = time.perf_counter()
+        for is_last in (False, True):
+            call = self._process.actor.score.remote(
+                index, [group.prompt for group in groups], [group.payload for group in groups], finishes
+            )
+            try:
+                return gather([call], [self._process], f"to score with {reward.label}", reward.timeout_s)[0]
+            except ProcessLost as error:
+                log.warning("%s", error)
+                self._restart()
+                if not (is_last or error.silent):
+                    continue
+                if reward.on_error == "stop":
+                    raise
+                failed = Verdict(None, str(error), failed=True)
+                return [failed for group in groups for _ in group.samples], time.perf_counter() - start
+        raise AssertionError("the second attempt returns or raises")
+
+    def _restart(self) -> None:
+        ray.kill(self._process.actor)
+        self._num_restarts += 1
+        self._begin()
+        self.wait()

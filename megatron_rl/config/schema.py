@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, PositiveInt, model_validator
+from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, model_validator
 
 from megatron_rl.config.algorithm import BEHAVIOUR_LOSSES, AlgorithmConfig
 from megatron_rl.config.balance import BalanceConfig
@@ -136,24 +136,45 @@ class RolloutConfig(Section):
         return self.max_prompt_tokens + self.max_response_tokens
 
 
-class ExactAnswerReward(Section):
+class _Reward(Section):
+    name: str | None = None
+    """The reward's name in metrics and logs; null takes the kind, or the function's name. No two rewards share one."""
+    weight: float = 1.0
+    on_error: Literal["abstain", "stop"] = "abstain"
+    """What becomes of an answer that this reward cannot score (an exception, a NaN, a result of the wrong form, a
+    time-out): abstain leaves it out of the sum, counts it, and writes row and error to `logs/rewards.log`; stop ends
+    the run, after a checkpoint."""
+    timeout_s: PositiveFloat = 600
+    """The longest that scoring the answers of one step may take. The verifier's process is then replaced, and the
+    answers count as those that this reward cannot score."""
+    max_silent_steps: PositiveInt | None = 3
+    """The run stops when this reward scored no answer at all in so many steps in a row; null: never."""
+
+
+class ExactAnswerReward(_Reward):
     """1 if the text after the thought is the row's `ground_truth`, else 0."""
 
     kind: Literal["exact_answer"] = "exact_answer"
-    weight: float = 1.0
     answer: Literal["all", "last_number"] = "all"
     """all: the whole text after the delimiter, stripped; last_number: its last number, compared as a number."""
     require_stop: bool = True
     """An answer that a budget cut scores 0."""
 
+    @property
+    def label(self) -> str:
+        return self.name or self.kind
 
-class FunctionReward(Section):
+
+class FunctionReward(_Reward):
     """Any function with TRL's contract: f(prompts, completions, completion_ids, **columns) -> list[float | None]."""
 
     kind: Literal["function"] = "function"
     path: str
     """`package.module:function`"""
-    weight: float = 1.0
+
+    @property
+    def label(self) -> str:
+        return self.name or self.path.rpartition(":")[2]
 
 
 RewardConfig = Annotated[ExactAnswerReward | FunctionReward, Field(discriminator="kind")]
@@ -183,13 +204,19 @@ class EvalConfig(Section):
     """Steps between evaluations; 0: only before the first and after the last."""
     num_prompts: PositiveInt = 256
     samples_per_prompt: PositiveInt = 1
+    verifier: str | None = None
+    """Name of the reward that decides whether an answer is right: a score of 1 or more. `eval/accuracy` is the share of
+    right answers. null takes the first exact_answer reward; without one there is `eval/reward_mean` alone."""
 
 
 class CheckpointConfig(Section):
     every: Annotated[int, Field(ge=0)] = 0
-    """Steps between checkpoints; 0: only at the end and at Ctrl-C."""
+    """Steps between checkpoints; 0: only when the run ends, for whatever reason but the death of a trainer."""
     keep: PositiveInt = 2
     """The newest checkpoints that stay; the others are deleted after a new one is whole."""
+    export_every: Annotated[int, Field(ge=0)] = 0
+    """Steps between exports of the model as a Hugging Face folder, `exports/step_000010`, which all stay; 0: only `hf`
+    after the last step. tools/export_checkpoint.py exports any checkpoint later."""
 
 
 class RunConfig(Section):
@@ -220,6 +247,11 @@ class ClusterConfig(Section):
     gpus_per_engine_rank: Annotated[float, Field(ge=0)] = 0
     world_size: PositiveInt | None = None
     """Trainer ranks that the job has; null takes what the parallel sizes need."""
+    start_timeout_s: PositiveFloat = 1800
+    """The longest that placing a process, or starting it with its model, may take."""
+    step_timeout_s: PositiveFloat = 7200
+    """The longest that one part of a step may take: a generation, a forward pass, an update, a checkpoint. The run then
+    ends with the name of the process that does not answer."""
 
 
 class BaseConfig(Section):
@@ -310,9 +342,21 @@ class GrpoRunConfig(BaseConfig):
                 f"rollout.samples_per_prompt is 1: every {estimator.kind} advantage would be 0; use 2 or more"
             )
         self._reject_what_is_not_collected()
+        labels = [reward.label for reward in self.rewards]
+        if len(set(labels)) < len(labels):
+            raise ValueError(f"rewards: the names {labels} are not distinct; give each reward its own `name`")
+        if self.eval.verifier is not None and self.eval.verifier not in labels:
+            raise ValueError(f"eval.verifier is {self.eval.verifier!r}, but the rewards are {labels}")
         if self.rollout.prompts_per_step < self.algorithm.updates_per_step:
             raise ValueError("algorithm.updates_per_step exceeds rollout.prompts_per_step: some updates would be empty")
         return self
+
+    @property
+    def deciding_reward(self) -> int | None:
+        """Index of the reward that decides whether an answer is right; None: no reward does."""
+        if self.eval.verifier is not None:
+            return [reward.label for reward in self.rewards].index(self.eval.verifier)
+        return next((i for i, r in enumerate(self.rewards) if isinstance(r, ExactAnswerReward)), None)
 
     def _reject_what_is_not_collected(self) -> None:
         """The algorithms room has them; this recipe has nobody who makes their input."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatron_rl.config.schema import GrpoRunConfig
+from megatron_rl.config.schema import GrpoRunConfig, RewardConfig
 from megatron_rl.ports import Sink
 from megatron_rl.types import Batch, Group, Metrics, Prompt, Verdict
 
@@ -36,22 +36,66 @@ def answer_and_verify(
         )
     generate_s = time.perf_counter() - start
     with sink.phase("verify"):
-        score(ports, groups)
-    metrics = describe(groups)
+        scoring = score(ports, groups)
+    metrics = describe(groups) | describe_rewards(config.rewards, groups) | scoring
     if config.algorithm.shaping:  # reward/mean is of what training sees
         scores = [sample.reward for group in groups for sample in group.samples if sample.reward is not None]
         metrics["score/mean"] = fmean(scores)
     return groups, metrics | {"rollout/tokens_per_s": metrics["rollout/num_tokens"] / generate_s}
 
 
-def score(ports: Ports, groups: Sequence[Group]) -> None:
-    """Fill in the rewards."""
-    verdicts = ports.verifier.score(groups)
+def score(ports: Ports, groups: Sequence[Group]) -> Metrics:
+    """Fill in the rewards; returns what the verifier has to say of the scoring.
+
+    Raises:
+        ValueError: every verdict abstained; the most frequent reason is told.
+    """
+    verdicts, metrics = ports.verifier.score(groups)
     for group, given in zip(groups, verdicts, strict=True):
         for sample, verdict in zip(group.samples, given, strict=True):
             sample.reward, sample.reward_parts = verdict.score, verdict.parts
             sample.shaped_reward = verdict.score if verdict.shaped is None else verdict.shaped
     reject_silence([verdict for given in verdicts for verdict in given])
+    return metrics
+
+
+def describe_rewards(rewards: Sequence[RewardConfig], groups: Sequence[Group]) -> Metrics:
+    """Of each reward by name: its unweighted mean over the answers that it scored, and the share that it did not."""
+    metrics: Metrics = {}
+    rows = [sample.reward_parts for group in groups for sample in group.samples]
+    for reward, column in zip(rewards, zip(*rows, strict=True), strict=True):
+        scores = [part for part in column if part is not None]
+        metrics[f"reward/{reward.label}/abstained"] = 1 - len(scores) / len(column)
+        if scores:
+            metrics[f"reward/{reward.label}/mean"] = fmean(scores)
+    return metrics
+
+
+class SilentRewards:
+    """Counts the steps in a row in which a reward scored nothing: beside another reward nobody would notice it."""
+
+    def __init__(self, rewards: Sequence[RewardConfig]) -> None:
+        self._rewards = rewards
+        self._silent_steps = [0] * len(rewards)
+
+    def count(self, groups: Sequence[Group], sink: Sink) -> None:
+        """
+        Raises:
+            ValueError: a reward has been silent for its `max_silent_steps`.
+        """
+        rows = [sample.reward_parts for group in groups for sample in group.samples]
+        for i, reward in enumerate(self._rewards):
+            if any(parts[i] is not None for parts in rows):
+                self._silent_steps[i] = 0
+                continue
+            self._silent_steps[i] += 1
+            seen = f"reward {reward.label} scored none of {len(rows)} answers"
+            if reward.max_silent_steps is not None and self._silent_steps[i] >= reward.max_silent_steps:
+                raise ValueError(
+                    f"{seen} in {self._silent_steps[i]} steps in a row; logs/rewards.log says why. Mend it, or raise "
+                    f"its max_silent_steps"
+                )
+            sink.warn(f"{seen}; logs/rewards.log says why")
 
 
 def reject_silence(verdicts: Sequence[Verdict]) -> None:
@@ -64,13 +108,20 @@ def reject_silence(verdicts: Sequence[Verdict]) -> None:
 
 
 def evaluate_heldout(config: GrpoRunConfig, ports: Ports, prompts: Sequence[Prompt], step: int) -> Metrics:
-    """Mean score over the held-out prompts at the run's own sampling temperature."""
+    """Rewards, and the share of right answers, over the held-out prompts at the run's own sampling temperature.
+
+    An answer is right if the deciding reward (`eval.verifier`) gave it 1 or more. Answers on which that reward
+    abstained are not counted.
+    """
     groups = ports.engine.generate(prompts, config.eval.samples_per_prompt, step, EVALUATION_SEED - 1)
     score(ports, groups)
     samples = [sample for group in groups for sample in group.samples]
     scores = [sample.reward for sample in samples if sample.reward is not None]
-    return {
-        "eval/accuracy": fmean(scores),
+    deciding = config.deciding_reward
+    judged = [] if deciding is None else [s.reward_parts[deciding] for s in samples]
+    right = [part >= 1 for part in judged if part is not None]
+    return ({"eval/accuracy": fmean(right)} if right else {}) | {
+        "eval/reward_mean": fmean(scores),
         "eval/num_samples": float(len(samples)),
         "eval/abstained": float(len(samples) - len(scores)),
         "eval/response_mean": fmean(sample.length - sample.num_prompt_tokens for sample in samples),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -10,7 +10,8 @@ from megatron_rl.algorithms import loss_weights
 from megatron_rl.balance import plan_microbatches
 from megatron_rl.config.schema import SftRunConfig
 from megatron_rl.data import ShuffledStream
-from megatron_rl.loop.checkpoints import Checkpoints, due
+from megatron_rl.loop.checkpoints import Checkpoints, WholeState, due
+from megatron_rl.loop.stopping import NEVER, Stopping
 from megatron_rl.ports import Policy, Sink
 from megatron_rl.types import Batch, Group, ModelShape, Prompt, Sample, Tokens
 
@@ -21,28 +22,35 @@ def train_supervised(
     policy: Policy,
     rows: ShuffledStream[Tokens],
     records: tuple[Sink, Checkpoints],
-    stopping: Callable[[], bool] = lambda: False,
+    stopping: Stopping = NEVER,
 ) -> int:
     """Train to config.run.steps, or until `stopping` says so after a step; returns the steps that are done."""
     sink, checkpoints = records
-    step = checkpoints.restore(policy, {"stream": rows})
-    while step < config.run.steps:
-        with sink.phase("plan"):
-            batch = as_batch(rows.next(), step)
-            plan = plan_microbatches(
-                batch, shape, config.policy.parallel, config.balance, updates=1, recompute=config.model.recompute
-            )
-            batch.weights = loss_weights(batch, plan, "token-mean")
-        with sink.phase("update"):
-            metrics = {**plan.metrics, **policy.begin(batch, plan), **policy.update(0, {})}
-        step += 1
-        stop = stopping()
-        if stop or step == config.run.steps or due(step, config.checkpoint.every):
-            with sink.phase("checkpoint"):
-                checkpoints.save(policy, step, {"stream": rows})
-        sink.log(step - 1, metrics)
-        if stop:
-            break
+    parts = {"stream": rows}
+    step = checkpoints.restore(policy, parts)
+    with WholeState(checkpoints, policy, parts) as whole:
+        whole.mark(step)
+        while step < config.run.steps:
+            with sink.phase("plan"):
+                batch = as_batch(rows.next(), step)
+                plan = plan_microbatches(
+                    batch, shape, config.policy.parallel, config.balance, updates=1, recompute=config.model.recompute
+                )
+                batch.weights = loss_weights(batch, plan, "token-mean")
+            with sink.phase("update"):
+                metrics = {**plan.metrics, **policy.begin(batch, plan), **policy.update(0, {})}
+            step += 1
+            whole.mark(step)
+            stop = stopping()
+            if stop or step == config.run.steps or due(step, config.checkpoint.every):
+                with sink.phase("checkpoint"):
+                    whole.save()
+            if step < config.run.steps and due(step, config.checkpoint.export_every):
+                with sink.phase("checkpoint"):
+                    policy.export_hf(config.run_folder / "exports" / f"step_{step:06d}")
+            sink.log(step - 1, metrics)
+            if stop:
+                break
     return step
 
 

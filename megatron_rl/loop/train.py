@@ -4,12 +4,13 @@
 
 Invariants (tests/unit/loop, tests/e2e): a run that was killed and resumed computes the same losses as one that
 was not; what leaves a step (zero-signal groups, abstentions) is a counted metric; the run stops with the cause
-when trainer and engine disagree about the log-probs of the same tokens.
+when trainer and engine disagree about the log-probs of the same tokens; a run that ends early, for whatever reason,
+leaves its newest whole state.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -17,8 +18,9 @@ from megatron_rl.algorithms import Coefficients, estimate_advantages, loss_weigh
 from megatron_rl.balance import plan_microbatches
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.data import ShuffledStream
-from megatron_rl.loop.checkpoints import Checkpoints, due
-from megatron_rl.loop.rollouts import answer_and_verify, as_batch, evaluate_heldout
+from megatron_rl.loop.checkpoints import Checkpoints, WholeState, due
+from megatron_rl.loop.rollouts import SilentRewards, answer_and_verify, as_batch, evaluate_heldout
+from megatron_rl.loop.stopping import NEVER, Stopping
 from megatron_rl.ports import Bridge, Engine, Policy, Sink, Verifier
 from megatron_rl.types import Metrics, ModelShape, Prompt
 
@@ -43,66 +45,81 @@ def train(
     ports: Ports,
     prompts: Prompts,
     records: tuple[Sink, Checkpoints],
-    stopping: Callable[[], bool] = lambda: False,
+    stopping: Stopping = NEVER,
 ) -> int:
-    """Train to config.run.steps, or until `stopping` says so after a step; returns the steps that are done.
+    """Train to config.run.steps, or until a stop is asked for; returns the steps that are done.
+
+    However it ends, the newest whole state has been saved, unless the policy is lost.
 
     Raises:
         ValueError: trainer and engine disagree, every verdict abstained, or a loss is not finite.
+        PolicyLost: a trainer died or does not answer.
     """
     sink, checkpoints = records
     algorithm, coefficients = config.algorithm, Coefficients(config.algorithm)
-    state = {"stream": prompts.train, "coefficients": coefficients}
-    step = checkpoints.restore(ports.policy, state)
-    metrics = synchronise(config, ports, prompts, sink, step)
-    while step < config.run.steps:
-        groups, described = answer_and_verify(config, ports, prompts.train.next(), step, sink)
-        batch = as_batch(config, ports, groups, step, sink)
-        with sink.phase("plan"):
-            metrics |= described | estimate_advantages(batch, algorithm)
-            plan = plan_microbatches(
-                batch,
-                shape,
-                config.policy.parallel,
-                config.balance,
-                algorithm.updates_per_step,
-                recompute=config.model.recompute,
-            )
-            batch.weights = loss_weights(batch, plan, algorithm.loss_agg_mode, algorithm.loss_agg_tokens)
-            metrics |= plan.metrics
-        if plan.minibatches:
-            with sink.phase("logprobs"):
-                metrics |= ports.policy.begin(batch, plan)
-            check_agreement(metrics, algorithm.max_mismatch, step)
-        updates = []
-        with sink.phase("update"):
-            for minibatch in range(len(plan.minibatches)):
-                updates.append(ports.policy.update(minibatch, coefficients.values))
-                check_agreement(updates[0], algorithm.max_mismatch, step)
-        metrics |= describe_updates(updates, coefficients)
-        if updates:
-            coefficients.adapt(metrics, int(metrics["samples/active"]))
-        sink.samples(step, groups[:1], [ports.engine.tokens(group) for group in groups[:1]])
-
-        step += 1
-        stop = stopping()
-        if stop or step == config.run.steps or due(step, config.checkpoint.every):
-            with sink.phase("checkpoint"):
-                checkpoints.save(ports.policy, step, state)
-        sink.log(step - 1, metrics)
-        if stop and step < config.run.steps:
-            return step
-        metrics = synchronise(config, ports, prompts, sink, step)
-    sink.log(step, metrics)
+    parts = {"stream": prompts.train, "coefficients": coefficients}
+    silence = SilentRewards(config.rewards)
+    step = checkpoints.restore(ports.policy, parts)
+    with WholeState(checkpoints, ports.policy, parts) as whole:
+        while True:
+            whole.mark(step)
+            if stopping() and step < config.run.steps:
+                whole.save()
+                return step
+            metrics = synchronise(config, ports, prompts, sink, step, stopping)
+            if step == config.run.steps:
+                sink.log(step, metrics)
+                return step
+            with stopping.promptly():
+                groups, described = answer_and_verify(config, ports, prompts.train.next(), step, sink)
+                silence.count(groups, sink)
+                batch = as_batch(config, ports, groups, step, sink)
+            with sink.phase("plan"):
+                metrics |= described | estimate_advantages(batch, algorithm)
+                plan = plan_microbatches(
+                    batch,
+                    shape,
+                    config.policy.parallel,
+                    config.balance,
+                    algorithm.updates_per_step,
+                    recompute=config.model.recompute,
+                )
+                batch.weights = loss_weights(batch, plan, algorithm.loss_agg_mode, algorithm.loss_agg_tokens)
+                metrics |= plan.metrics
+            if plan.minibatches:
+                with sink.phase("logprobs"):
+                    metrics |= ports.policy.begin(batch, plan)
+                check_agreement(metrics, algorithm.max_mismatch, step)
+            updates = []
+            with sink.phase("update"):
+                for minibatch in range(len(plan.minibatches)):
+                    updates.append(ports.policy.update(minibatch, coefficients.values))
+                    whole.spoil()
+                    check_agreement(updates[0], algorithm.max_mismatch, step)
+            metrics |= describe_updates(updates, coefficients)
+            if updates:
+                coefficients.adapt(metrics, int(metrics["samples/active"]))
+            step += 1
+            whole.mark(step)
+            if step == config.run.steps or due(step, config.checkpoint.every) or stopping():
+                with sink.phase("checkpoint"):
+                    whole.save()
+            if step < config.run.steps and due(step, config.checkpoint.export_every):
+                with sink.phase("checkpoint"):
+                    ports.policy.export_hf(config.run_folder / "exports" / f"step_{step:06d}")
+            sink.samples(step - 1, groups[:1], [ports.engine.tokens(group) for group in groups[:1]])
+            sink.log(step - 1, metrics)
     return step
 
 
-def synchronise(config: GrpoRunConfig, ports: Ports, prompts: Prompts, sink: Sink, step: int) -> Metrics:
+def synchronise(
+    config: GrpoRunConfig, ports: Ports, prompts: Prompts, sink: Sink, step: int, stopping: Stopping
+) -> Metrics:
     """Push the weights that `step` begins with, and evaluate them when due: they are the step's first part."""
     with sink.phase("sync"):
         metrics = ports.bridge.push(version=step)
     if prompts.heldout and (step in (0, config.run.steps) or due(step, config.eval.every)):
-        with sink.phase("evaluate"):
+        with sink.phase("evaluate"), stopping.promptly():
             metrics |= evaluate_heldout(config, ports, prompts.heldout, step)
     return metrics
 

@@ -134,6 +134,9 @@ class RunSink:
         thought, delimiter, answer = text.partition(self._delimiter)
         return thought + delimiter, answer
 
+    def warn(self, message: str) -> None:
+        self._view.console.print(f"[yellow]{message}[/]")
+
     def _append(self, name: str, record: dict[str, object]) -> None:
         with (self.run_folder / name).open("a", encoding="utf-8") as file:
             write_line(file, record)

@@ -8,6 +8,7 @@ memory.
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import multiprocessing
 import signal
 import sys
@@ -44,4 +45,5 @@ def die_with_parent() -> None:
     """Ask the kernel to end this process when its parent ends, however that happens. Only for vLLM's own processes, not
     for the one that uses vLLM."""
     if multiprocessing.parent_process() is not None and sys.platform == "linux":
+        faulthandler.register(signal.SIGUSR2, file=2, all_threads=True)  # its owner asks it what it is doing
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

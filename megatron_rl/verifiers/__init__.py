@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from megatron_rl.verifiers.compose import RewardSet
+from megatron_rl.verifiers.compose import RewardSet, answers_of, weighted_sum
 
-__all__ = ["RewardSet"]
+__all__ = ["RewardSet", "answers_of", "weighted_sum"]

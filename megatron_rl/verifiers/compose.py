@@ -1,7 +1,7 @@
-"""The run's rewards as one: decode once, score with each, add up.
+"""The run's rewards as one: each scores all answers, then the scores are added up.
 
 Invariants: one verdict a sample, in order; a sample abstains only if every reward did; the prompt is never
-part of what is scored.
+part of what is scored; an answer that a reward cannot score is an abstention or an error, as the configuration says.
 """
 
 from __future__ import annotations
@@ -28,10 +28,7 @@ VERIFIERS: dict[type, Callable[..., AnswerVerifier]] = {
 
 
 class RewardSet:
-    """The weighted sum of the configured rewards.
-
-    A reward that abstains on a sample is left out of that sample's sum: the others count with their own
-    weights, as in TRL. When all abstain, so does the sum.
+    """The configured rewards.
 
     Args:
         configs: one or more.
@@ -40,36 +37,50 @@ class RewardSet:
     """
 
     def __init__(self, configs: Sequence[RewardConfig], tokenizer: Tokenizer, delimiter: str) -> None:
+        self._configs = configs
         self._verifiers = [VERIFIERS[type(cfg)](cfg, tokenizer, delimiter) for cfg in configs]
-        self._weights = [cfg.weight for cfg in configs]
         needs_truth = any(isinstance(cfg, ExactAnswerReward) for cfg in configs)
         self.required_columns = ("ground_truth",) if needs_truth else ()
         """Columns that every row must have."""
 
-    def score(
-        self, prompts: Sequence[Prompt], tokens: Sequence[Sequence[Tokens]], finishes: Sequence[Sequence[str]]
-    ) -> list[list[Verdict]]:
-        """Score every sample of every group.
+    def score(self, index: int, answers: Sequence[Answer]) -> list[Verdict]:
+        """One verdict an answer, of one reward alone.
 
-        Args:
-            prompts: one a group.
-            tokens: each group's samples, prompt included.
-            finishes: `stop` or `length` of each sample.
-
-        Returns:
-            One verdict a sample, by group.
+        Raises:
+            ValueError: the reward could not score an answer, and its `on_error` is stop.
         """
-        answers = [
-            Answer(prompt, sample.ids[len(prompt.token_ids) :].tolist(), finish)
-            for prompt, group, ends in zip(prompts, tokens, finishes, strict=True)
-            for sample, finish in zip(group, ends, strict=True)
-        ]
-        columns = [verifier.score(answers) for verifier in self._verifiers]
-        verdicts = iter([_weighted_sum(self._weights, parts) for parts in zip(*columns, strict=True)])
-        return [[next(verdicts) for _ in group] for group in tokens]
+        cfg = self._configs[index]
+        verdicts = self._verifiers[index].score(answers)
+        if cfg.on_error == "stop":
+            for answer, verdict in zip(answers, verdicts, strict=True):
+                if verdict.failed:
+                    raise ValueError(f"reward {cfg.label}, {answer.prompt.uid}: {verdict.reason}")
+        return verdicts
 
 
-def _weighted_sum(weights: Sequence[float], verdicts: Sequence[Verdict]) -> Verdict:
+def answers_of(
+    prompts: Sequence[Prompt], tokens: Sequence[Sequence[Tokens]], finishes: Sequence[Sequence[str]]
+) -> list[Answer]:
+    """Every sample of every group as the verifiers see it.
+
+    Args:
+        prompts: one a group.
+        tokens: each group's samples, prompt included.
+        finishes: `stop` or `length` of each sample.
+    """
+    return [
+        Answer(prompt, sample.ids[len(prompt.token_ids) :].tolist(), finish)
+        for prompt, group, ends in zip(prompts, tokens, finishes, strict=True)
+        for sample, finish in zip(group, ends, strict=True)
+    ]
+
+
+def weighted_sum(weights: Sequence[float], verdicts: Sequence[Verdict]) -> Verdict:
+    """The verdict on one answer from those of all rewards.
+
+    A reward that abstains is left out of the sum: the others count with their own weights, as in TRL. When all abstain,
+    so does the sum.
+    """
     reason = "; ".join(verdict.reason for verdict in verdicts if verdict.reason)
     parts = tuple(verdict.score for verdict in verdicts)
     terms = [w * score for w, score in zip(weights, parts, strict=True) if score is not None]

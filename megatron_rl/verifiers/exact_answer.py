@@ -59,7 +59,7 @@ def last_number(text: str) -> Decimal | None:
 
 
 class ExactAnswer:
-    """See `ExactAnswerReward`. It never abstains.
+    """See `ExactAnswerReward`. It abstains only where a row has no ground truth that can be compared.
 
     With `answer="last_number"` the last number of the ground truth is the one compared, as a decimal number.
     """
@@ -68,15 +68,13 @@ class ExactAnswer:
         self.cfg, self.tokenizer, self.delimiter = cfg, tokenizer, delimiter
 
     def score(self, answers: Sequence[Answer]) -> list[Verdict]:
-        """One verdict an answer.
-
-        Raises:
-            ValueError: a row has no `ground_truth`, or none that can be compared.
-        """
         return [self._score(answer) for answer in answers]
 
     def _score(self, answer: Answer) -> Verdict:
-        truth = self._truth(answer)
+        try:
+            truth = self._truth(answer)
+        except ValueError as error:
+            return Verdict(None, str(error), failed=True)
         if self.cfg.require_stop and answer.finish != "stop":
             return Verdict(0.0, "cut by the length budget")
         text = text_after(self.delimiter, answer.response_ids, self.tokenizer)

@@ -1,12 +1,13 @@
 """Any Python function as a reward, with TRL's contract.
 
-Invariants: `None` is an abstention; an exception makes every verdict of the call an abstention with its
-reason, never the score 0; a result of the wrong form is an error of the function, and stops the run.
+Invariants: `None` is an abstention; an exception, or a result of the wrong form, is a failed verdict with its reason on
+every answer of the call; a number that is not finite is one on its own answer; none of them is ever the score 0.
 """
 
 from __future__ import annotations
 
 import importlib
+import logging
 import math
 import traceback
 from collections.abc import Mapping, Sequence
@@ -16,6 +17,8 @@ from typing import Any
 from megatron_rl.config.schema import FunctionReward
 from megatron_rl.types import Prompt, RewardFunction, Verdict
 from megatron_rl.verifiers.answer import Answer, Tokenizer
+
+log = logging.getLogger(__name__)
 
 
 def load_function(path: str) -> RewardFunction:
@@ -31,6 +34,8 @@ def load_function(path: str) -> RewardFunction:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         raise ValueError(f"reward function {path!r}: {error}; is its folder on PYTHONPATH?") from error
+    except SyntaxError as error:
+        raise ValueError(f"reward function {path!r}: {error}") from error
     function = vars(module).get(name)
     if not callable(function):
         raise ValueError(f"reward function {path!r}: {module.__file__} has no function {name!r}")
@@ -49,11 +54,6 @@ class FunctionVerifier:
         self.path, self.tokenizer, self.function = cfg.path, tokenizer, load_function(cfg.path)
 
     def score(self, answers: Sequence[Answer]) -> list[Verdict]:
-        """One verdict an answer.
-
-        Raises:
-            ValueError: the function returned something else than one finite number or None for each answer.
-        """
         prompts = [_conversation(answer.prompt) for answer in answers]
         completions = [self._completion(answer) for answer in answers]
         completion_ids = [answer.response_ids for answer in answers]
@@ -64,7 +64,8 @@ class FunctionVerifier:
         except Exception as error:  # whatever a user's function raises is an abstention, never a score
             where = traceback.extract_tb(error.__traceback__)[-1]
             reason = f"{self.path} raised {type(error).__name__}: {error} ({where.filename}:{where.lineno})"
-            return [Verdict(None, reason)] * len(answers)
+            log.exception("%s raised", self.path)
+            return [Verdict(None, reason, failed=True)] * len(answers)
         return self._verdicts(scores, len(answers))
 
     def _completion(self, answer: Answer) -> str | list[dict[str, str]]:
@@ -73,16 +74,23 @@ class FunctionVerifier:
 
     def _verdicts(self, scores: Any, num_answers: int) -> list[Verdict]:
         if not isinstance(scores, Sequence) or isinstance(scores, str):
-            raise ValueError(f"{self.path} returned {type(scores).__name__}; a list of numbers or None is needed")
+            reason = f"{self.path} returned {type(scores).__name__}; a list of numbers or None is needed"
+            return [Verdict(None, reason, failed=True)] * num_answers
         if len(scores) != num_answers:
-            raise ValueError(f"{self.path} returned {len(scores)} scores for {num_answers} completions")
-        for index, score in enumerate(scores):
-            if score is not None and not (isinstance(score, Real) and math.isfinite(score)):
-                raise ValueError(
-                    f"{self.path} returned {score!r} ({type(score).__name__}) for completion {index}: a "
-                    f"finite Python number is needed, or None to abstain"
-                )
-        return [Verdict(None, f"{self.path} abstained") if s is None else Verdict(float(s)) for s in scores]
+            reason = f"{self.path} returned {len(scores)} scores for {num_answers} completions"
+            return [Verdict(None, reason, failed=True)] * num_answers
+        return [self._verdict(score, index) for index, score in enumerate(scores)]
+
+    def _verdict(self, score: Any, index: int) -> Verdict:
+        if score is None:
+            return Verdict(None, f"{self.path} abstained")
+        if isinstance(score, Real) and math.isfinite(score):
+            return Verdict(float(score))
+        reason = (
+            f"{self.path} returned {score!r} ({type(score).__name__}) for completion {index}: a finite Python number "
+            "is needed, or None to abstain"
+        )
+        return Verdict(None, reason, failed=True)
 
 
 def _conversation(prompt: Prompt) -> str | list[Mapping[str, str]]:

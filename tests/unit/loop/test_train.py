@@ -3,116 +3,10 @@ tests/e2e."""
 
 from __future__ import annotations
 
-import json
-from contextlib import contextmanager
-from pathlib import Path
-
-import numpy as np
 import pytest
+from small_ports import PROMPTS, StopAfter, World, config, open_checkpoints, run
 
-from megatron_rl.config.load import judge
-from megatron_rl.config.schema import GrpoRunConfig
-from megatron_rl.data import ShuffledStream
-from megatron_rl.loop.checkpoints import Checkpoints
-from megatron_rl.loop.train import Ports, Prompts, train
-from megatron_rl.types import Group, Mesh, ModelShape, Prompt, Sample, Tokens, Verdict
-
-SHAPE = ModelShape("qwen3", 1, 8, 2, 2, 4, 8, 32, 1e4, 1e-6, 64, False)
-PROMPTS = [Prompt(f"row {i}", (5, 6 + i), "") for i in range(10)]
-
-
-class World:
-    """All ports in one: a policy that counts its updates, an engine that answers with its seed, a log of all calls."""
-
-    def __init__(self, score=lambda group, i: float(i % 2)):
-        self.calls: list[str] = []
-        self.logged: list[tuple[int, dict]] = []
-        self.score_of, self.updates, self.version, self.mismatch = score, 0, None, 0.0
-        self.mesh = Mesh()
-        self.coefficients: list[dict[str, float]] = []
-
-    # Policy
-    def begin(self, batch, plan):
-        self.calls.append("begin")
-        self.batch, self.plan = batch, plan
-        return {"mismatch/mean_abs": self.mismatch}
-
-    def update(self, minibatch, coefficients):
-        self.calls.append(f"update {minibatch}")
-        self.updates += 1
-        self.coefficients.append(coefficients)
-        told = {"ratio/max": 1.0 + minibatch, "ratio/min": 1.0 - minibatch / 4, "loss": float(self.updates)}
-        return told | {"kl": 0.02, "entropy": 0.5}
-
-    def save(self, folder: Path, extra):
-        self.calls.append(f"save {folder.name}")
-        folder.mkdir()
-        (folder / "state").write_text(json.dumps([self.updates, extra]))
-
-    def load(self, folder: Path):
-        self.updates, extra = json.loads((folder / "state").read_text())
-        return extra
-
-    # Engine and bridge
-    def push(self, version):
-        self.calls.append(f"push {version}")
-        self.version = version
-        return {}
-
-    def generate(self, prompts, num_samples, version, seed, greedy=False):
-        assert version == self.version, "answers are of the weights that were pushed"
-        self.calls.append(f"generate {len(prompts)} x {num_samples}, {'greedy' if greedy else f'seed {seed}'}")
-        tokens = Tokens(*(np.zeros(4, t) for t in (np.int32, bool, np.float32, np.int32)))
-
-        def answers():
-            return [
-                Sample(length=4, num_prompt_tokens=2, num_actions=2, num_thought_tokens=0, finish="stop")
-                for _ in range(num_samples)
-            ]
-
-        return [Group(prompt, answers(), [tokens] * num_samples, version) for prompt in prompts]
-
-    def tokens(self, group):
-        return group.payload
-
-    # Verifier
-    def score(self, groups):
-        def verdict(score):
-            if isinstance(score, Verdict):
-                return score
-            return Verdict(score, "" if score is not None else "the judge was away")
-
-        return [[verdict(self.score_of(g, i)) for i in range(len(group.samples))] for g, group in enumerate(groups)]
-
-    # Sink
-    @contextmanager
-    def phase(self, name):
-        yield
-
-    def log(self, step, metrics):
-        self.logged.append((step, metrics))
-
-    def samples(self, step, groups, payloads):
-        pass
-
-
-def config(**changes) -> GrpoRunConfig:
-    merged = {
-        "run": {"name": "x", "steps": 3},
-        "model": {"path": "nowhere"},
-        "data": {"train": "rows"},
-        "rollout": {"prompts_per_step": 4, "samples_per_prompt": 2, "max_prompt_tokens": 8, "max_response_tokens": 8},
-        "balance": {"max_tokens_per_microbatch": 16},
-        "checkpoint": {"every": 1, "keep": 2},
-    }
-    return judge(GrpoRunConfig, merged | changes)
-
-
-def run(world: World, folder: Path, cfg: GrpoRunConfig, *, resume=False, stopping=lambda: False, heldout=()) -> int:
-    stream = ShuffledStream(PROMPTS, cfg.rollout.prompts_per_step, seed=0)
-    checkpoints = Checkpoints(folder, keep=cfg.checkpoint.keep, resume=resume)
-    ports = Ports(world, world, world, world)
-    return train(cfg, SHAPE, ports, Prompts(stream, heldout), (world, checkpoints), stopping)
+from megatron_rl.types import Verdict
 
 
 def test_a_step_pushes_answers_trains_and_saves_in_this_order(tmp_path):
@@ -136,9 +30,8 @@ def test_a_step_pushes_answers_trains_and_saves_in_this_order(tmp_path):
 def test_stop_and_resume_continue_where_the_run_stood(tmp_path):
     whole, broken, resumed = World(), World(), World()
     run(whole, tmp_path / "whole", config())
-    stop = iter([False, True])
-    assert run(broken, tmp_path / "c", config(), stopping=lambda: next(stop)) == 2
-    assert run(resumed, tmp_path / "c", config(), resume=True) == 3
+    assert run(broken, tmp_path / "c", config(), stopping=StopAfter(broken, 2)) == 2
+    assert run(resumed, tmp_path / "c", config(), resume="auto") == 3
     assert resumed.updates == whole.updates == 3
     assert resumed.calls == whole.calls[whole.calls.index("push 2") :]
     assert [g.prompt.uid for g in resumed.batch.groups] == [g.prompt.uid for g in whole.batch.groups]
@@ -152,7 +45,7 @@ def test_a_folder_with_checkpoints_is_not_overwritten(tmp_path):
 
 def test_half_written_checkpoints_do_not_count(tmp_path):
     (tmp_path / "step_000007.tmp-1").mkdir()
-    assert Checkpoints(tmp_path, keep=1, resume=True).first_step == 0
+    assert open_checkpoints(tmp_path, config(), "auto").first_step == 0
 
 
 def test_updates_per_step_are_mini_batches_of_whole_groups(tmp_path):
@@ -216,14 +109,13 @@ def test_adaptive_coefficients_follow_the_metrics_and_survive_a_resume(tmp_path)
     # The KL is twice the target: the error is clipped to 0.2, eight samples of a horizon of 100.
     assert [used["kl"] for used in whole.coefficients] == pytest.approx([0.1, 0.1 * 1.016, 0.1 * 1.016**2])
     assert [logged["coefficient/kl"] for _, logged in whole.logged[:3]] == [u["kl"] for u in whole.coefficients]
-    stop = iter([False, True])
-    run(broken, tmp_path / "c", config(algorithm=algorithm), stopping=lambda: next(stop))
-    run(resumed, tmp_path / "c", config(algorithm=algorithm), resume=True)
+    run(broken, tmp_path / "c", config(algorithm=algorithm), stopping=StopAfter(broken, 2))
+    run(resumed, tmp_path / "c", config(algorithm=algorithm), resume="auto")
     assert broken.coefficients + resumed.coefficients == whole.coefficients
 
 
 def test_shaping_reaches_the_estimator_and_not_the_evaluation(tmp_path):
-    world = World(score=lambda group, i: Verdict(1.0, shaped=1.0 - 0.5 * i))
+    world = World(score=lambda group, i: Verdict(1.0, parts=(1.0,), shaped=1.0 - 0.5 * i))
     run(world, tmp_path / "c", config(), heldout=PROMPTS[:3])
     assert world.batch.rewards.tolist() == [1.0, 0.5] * 4
     assert world.logged[0][1]["eval/accuracy"] == 1.0 and world.logged[0][1]["reward/mean"] == 0.75

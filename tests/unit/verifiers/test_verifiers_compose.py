@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import json
+import re
+
 import numpy as np
 import pytest
 
 from megatron_rl.config.schema import ExactAnswerReward, FunctionReward
 from megatron_rl.types import Prompt, Tokens, Verdict
-from megatron_rl.verifiers import RewardSet
+from megatron_rl.verifiers import RewardSet, answers_of, weighted_sum
+from megatron_rl.verifiers.failures import FailureLog
 from megatron_rl.verifiers.functions import load_function
 
 
@@ -40,8 +44,8 @@ def answers_text(completions, **_):
     return ["1.0" for _ in completions]
 
 
-def answers_nan(completions, **_):
-    return [float("nan") for _ in completions]
+def answers_nan_once(completions, **_):
+    return [float("nan"), *(1.0 for _ in completions[1:])]
 
 
 def answers_none(**_):
@@ -60,11 +64,15 @@ CHAT = Prompt("r:2", (3,), ({"role": "user", "content": "c"},), {"ground_truth":
 def score(*configs, delimiter: str = "") -> list[list[Verdict]]:
     groups = [[tokens(PLAIN, 2, 0), tokens(PLAIN, 1, 1, 0)], [tokens(CHAT, 2, 0)]]
     rewards = RewardSet(configs, Letters(), delimiter)
-    return rewards.score([PLAIN, CHAT], groups, [["stop", "stop"], ["stop"]])
+    answers = answers_of([PLAIN, CHAT], groups, [["stop", "stop"], ["stop"]])
+    columns = [rewards.score(index, answers) for index in range(len(configs))]
+    weights = [cfg.weight for cfg in configs]
+    first, second, third = [weighted_sum(weights, verdicts) for verdicts in zip(*columns, strict=True)]
+    return [[first, second], [third]]
 
 
-def function(name: str, weight: float = 1.0) -> FunctionReward:
-    return FunctionReward(path=f"{__name__}:{name}", weight=weight)
+def function(name: str, weight: float = 1.0, on_error: str = "abstain") -> FunctionReward:
+    return FunctionReward(path=f"{__name__}:{name}", weight=weight, on_error=on_error)
 
 
 def test_functions_see_what_trl_shows_them():
@@ -103,13 +111,32 @@ def test_an_exception_is_an_abstention_of_all_with_its_reason():
     [
         ("one_short", "returned 2 scores for 3 completions"),
         ("answers_text", r"returned '1.0' \(str\) for completion 0"),
-        ("answers_nan", r"returned nan \(float\) for completion 0"),
+        ("answers_nan_once", r"returned nan \(float\) for completion 0"),
+        ("crashes", "raised RuntimeError: the judge is down"),
         ("answers_none", "returned NoneType"),
     ],
 )
-def test_a_result_of_the_wrong_form_is_an_error(name, message):
-    with pytest.raises(ValueError, match=f"{__name__}:{name} {message}"):
-        score(function(name))
+def test_what_a_reward_cannot_score_is_an_abstention_or_stops_the_run(name, message):
+    with pytest.raises(ValueError, match=f"reward {name}, r:1: {__name__}:{name} {message}"):
+        score(function(name, on_error="stop"))
+    first = score(function(name))[0][0]
+    assert first.score is None and re.search(message, first.reason)
+
+
+def test_one_bad_number_costs_its_own_answer_alone():
+    assert [[v.score for v in group] for group in score(function("answers_nan_once"))] == [[None, 1.0], [1.0]]
+
+
+def test_the_failure_log_keeps_the_first_and_counts_the_rest(tmp_path):
+    log, row = FailureLog(tmp_path / "rewards.log"), Prompt("rows.jsonl:7", (1,), "")
+    verdicts = [Verdict(None, "it raised", failed=True), Verdict(1.0), Verdict(None, "abstained")]
+    log.write(3, "judge", [row] * 3, verdicts)
+    log.write(4, "judge", [row] * 150, [Verdict(None, "again", failed=True)] * 150)
+    log.write(4, "other", [row], [Verdict(1.0)])
+    lines = [json.loads(line) for line in (tmp_path / "rewards.log").read_text().splitlines()]
+    assert lines[0] == {"step": 3, "reward": "judge", "row": "rows.jsonl:7", "error": "it raised"}
+    assert len(lines) == 1 + 99 + 1
+    assert lines[-1] == {"step": 4, "reward": "judge", "more_failures": 51}
 
 
 @pytest.mark.parametrize(

@@ -112,7 +112,8 @@ def test_verdicts():
 
 
 def test_a_row_that_cannot_be_scored_is_named():
-    with pytest.raises(ValueError, match="rows.jsonl:3: the exact_answer reward needs `ground_truth`"):
-        score("</think>1<eos>", None)
-    with pytest.raises(ValueError, match="rows.jsonl:3: ground_truth 'x' holds no number"):
-        score("</think>1<eos>", "x", answer="last_number")
+    verdict = score("</think>1<eos>", None)
+    assert verdict.score is None and verdict.failed
+    assert verdict.reason.startswith("rows.jsonl:3: the exact_answer reward needs `ground_truth`")
+    verdict = score("</think>1<eos>", "x", answer="last_number")
+    assert verdict.score is None and verdict.failed and "rows.jsonl:3: ground_truth 'x' holds no number" in verdict.reason

@@ -1,0 +1,155 @@
+"""One process of ours under Ray: its name, where it runs, its log, and what it is doing when it does not answer."""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import re
+import signal
+import socket
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+STACKS = signal.SIGUSR2
+"""A process of ours, or of vLLM below it, writes the Python stacks of all its threads to its log when it gets it."""
+INSPECTION_S = 20.0
+"""The longest that looking at a silent process may take."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """Where a process runs."""
+
+    pid: int
+    host: str
+    node: str
+    """Ray's id of the node."""
+
+
+@dataclass(slots=True)
+class Process:
+    """A Ray actor as the driver sees it."""
+
+    name: str
+    """For people: `trainer rank 3`."""
+    log: Path
+    actor: Any
+    location: Location | None = None
+    """Known once the actor has been placed."""
+
+    def __str__(self) -> str:
+        return f"{self.name} (process {self.location.pid} on {self.location.host})" if self.location else self.name
+
+
+def begin_process(path: Path, name: str) -> None:
+    """Called first in a process: its output, and that of its children, goes to a file, and so do our log messages and,
+    on the signal `STACKS`, its stacks.
+
+    File descriptors are redirected, not sys.stdout, because vendors print from C++ and from subprocesses.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab", buffering=0) as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    faulthandler.register(STACKS, file=2, all_threads=True, chain=False)
+    log_to(logging.StreamHandler(sys.stderr))
+    log.info("%s is process %d on %s, Python %s", name, os.getpid(), socket.gethostname(), sys.version.split()[0])
+
+
+def log_to(handler: logging.Handler) -> None:
+    """Our messages from INFO on; those of libraries stay as they are."""
+    handler.setFormatter(logging.Formatter("%(asctime)s %(name)s: %(message)s"))
+    ours = logging.getLogger("megatron_rl")
+    ours.setLevel(logging.INFO)
+    ours.addHandler(handler)
+    ours.propagate = False
+
+
+def locate() -> Location:
+    """Of the process that calls it."""
+    return Location(os.getpid(), socket.gethostname(), ray.get_runtime_context().get_node_id())
+
+
+def inspect(process: Process) -> str:
+    """What a process that does not answer is doing, in a few words; its stacks go to its log."""
+    if process.location is None:
+        return "it has not been placed"
+    on_its_node = NodeAffinitySchedulingStrategy(process.location.node, soft=False)
+    task = ray.remote(_ask_for_stacks).options(num_cpus=0, scheduling_strategy=on_its_node)
+    reference = task.remote(process.location.pid)
+    done, _ = ray.wait([reference], timeout=INSPECTION_S)
+    try:
+        return ray.get(reference) if done else "its node does not answer either"
+    except ray.exceptions.RayError:
+        return "its node cannot be asked"
+
+
+def _ask_for_stacks(pid: int) -> str:
+    """Runs on the process's node."""
+    try:
+        process = psutil.Process(pid)
+        family = [process, *process.children(recursive=True)]
+        status = process.status()
+    except psutil.NoSuchProcess:
+        return "it is gone"
+    for member in family:
+        if _catches(member.pid, STACKS):
+            os.kill(member.pid, STACKS)
+    stopped = [str(member.pid) for member in family if _status(member) == psutil.STATUS_STOPPED]
+    if stopped:
+        return f"process {', '.join(stopped)} is stopped (SIGSTOP), and goes on after `kill -CONT`"
+    return f"it is {status}, and its stacks stand at the end of its log"
+
+
+def _status(process: psutil.Process) -> str:
+    try:
+        return process.status()
+    except psutil.NoSuchProcess:
+        return psutil.STATUS_DEAD
+
+
+def _catches(pid: int, number: signal.Signals) -> bool:
+    """Whether the process has a handler: without one, the signal would end it."""
+    try:
+        mask = re.search(r"SigCgt:\s+(\w+)", Path(f"/proc/{pid}/status").read_text())
+    except OSError:
+        return False
+    return mask is not None and bool(int(mask[1], 16) >> (number - 1) & 1)
+
+
+FAULT = re.compile(r"\b((?:\w+\.)*\w*(?:Error|Exception|Interrupt|OutOfMemory)): (.+)")
+NOT_THE_CAUSE = re.compile(r"Engine core initialization failed|EngineDeadError|[Ss]ee (?:root cause|stack trace) above")
+
+
+def last_words(path: Path, num_lines: int = 4) -> str:
+    """The last error in a log, or its last lines: what a person would look for there."""
+    text = _tail(path)
+    fault = root_cause(text)
+    if fault:
+        return fault
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return "\n".join(lines[-num_lines:])
+
+
+def root_cause(text: str) -> str | None:
+    """The last line of a log that names an error and is not the mere announcement of another."""
+    faults = [match for match in FAULT.finditer(text) if not NOT_THE_CAUSE.search(match[0])]
+    return faults[-1][0].strip() if faults else None
+
+
+def _tail(path: Path, num_bytes: int = 2**18) -> str:
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - num_bytes))
+            return file.read().decode(errors="replace")
+    except OSError:
+        return ""

@@ -1,0 +1,73 @@
+"""What may change in a configuration when a run goes on from a checkpoint, and what may not.
+
+What may change is where things lie, how long and how often, on which machines, and the optimizer's settings: all of
+these take effect at once. The rest defines what is being optimised or is part of the saved state. A run that should
+differ in it starts anew from the checkpoint's Hugging Face export.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+MAY_CHANGE = re.compile(
+    "|".join(
+        [
+            r"run\.(name|folder|steps)",
+            r"model\.(path|recompute)",
+            r"policy\.optimizer\..*",
+            r"data\..*",
+            r"sft\.(rows|on_bad_row)",
+            r"rollout\.(num_engines|tensor|expert_parallel|prefix_cache|gpu_memory_utilization)",
+            r"rewards\.\d+\.(on_error|timeout_s|max_silent_steps)",
+            r"algorithm\.(max_mismatch|(kl|entropy)\.coefficient\.value)",
+            r"(balance|bridge|checkpoint|cluster|eval|observe)(\..*)?",
+        ]
+    )
+)
+"""Dotted paths. Of data and rows, the stream of the checkpoint still refuses another number of rows."""
+
+ABSENT = object()
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    path: str
+    before: Any
+    now: Any
+
+    def __str__(self) -> str:
+        return f"{self.path}: {_shown(self.before)} -> {_shown(self.now)}"
+
+
+def compare(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
+    """The differences of two configurations in JSON's types.
+
+    Raises:
+        ValueError: one of them may not change; all of these are named.
+    """
+    changes = list(_changes(before, now, ""))
+    refused = [change for change in changes if not MAY_CHANGE.fullmatch(change.path)]
+    if refused:
+        raise ValueError(
+            "a resumed run cannot change these (checkpoint -> now):\n"
+            + "\n".join(f"  {change}" for change in refused)
+            + "\nUndo them, or export the checkpoint (tools/export_checkpoint.py) and start a new run from its weights"
+        )
+    return changes
+
+
+def _changes(before: Any, now: Any, path: str) -> Iterator[Change]:
+    if isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
+        before, now = ({str(i): value for i, value in enumerate(values)} for values in (before, now))
+    if isinstance(before, Mapping) and isinstance(now, Mapping):
+        for key in dict.fromkeys([*before, *now]):
+            yield from _changes(before.get(key, ABSENT), now.get(key, ABSENT), f"{path}.{key}" if path else key)
+    elif before != now:
+        yield Change(path, before, now)
+
+
+def _shown(value: Any) -> str:
+    return "(no such key)" if value is ABSENT else repr(value)

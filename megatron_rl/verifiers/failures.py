@@ -1,0 +1,42 @@
+"""The file `logs/rewards.log`: the answers that a reward could not score, one JSON object a line.
+
+Invariant (tests/unit/verifiers): the first failures of each reward are in the file, and the rest are counted there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_rl.types import Prompt, Verdict
+
+NUM_KEPT = 100
+"""Failures of each reward that are written out; later ones are only counted, in one line a step."""
+
+
+class FailureLog:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._num_written: Counter[str] = Counter()
+
+    def write(self, step: int, reward: str, prompts: Sequence[Prompt], verdicts: Sequence[Verdict]) -> None:
+        """Note the failed verdicts of one reward.
+
+        Args:
+            prompts: of each verdict.
+        """
+        failed = [(p, v) for p, v in zip(prompts, verdicts, strict=True) if v.failed]
+        if not failed:
+            return
+        room = max(0, NUM_KEPT - self._num_written[reward])
+        lines = [
+            {"step": step, "reward": reward, "row": prompt.uid, "error": verdict.reason}
+            for prompt, verdict in failed[:room]
+        ]
+        if len(failed) > room:
+            lines.append({"step": step, "reward": reward, "more_failures": len(failed) - room})
+        self._num_written[reward] += len(failed[:room])
+        with self._path.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)

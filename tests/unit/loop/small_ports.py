@@ -1,0 +1,144 @@
+"""Small in-process ports for the loop, and a way to run it with them."""
+
+from __future__ import annotations
+
+import json
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from megatron_rl.config.load import judge
+from megatron_rl.config.schema import GrpoRunConfig
+from megatron_rl.data import ShuffledStream
+from megatron_rl.loop.checkpoints import Checkpoints
+from megatron_rl.loop.stopping import NEVER
+from megatron_rl.loop.train import Ports, Prompts, train
+from megatron_rl.ports import StopRequested
+from megatron_rl.types import Group, Mesh, ModelShape, Prompt, Sample, Tokens, Verdict
+
+SHAPE = ModelShape("qwen3", 1, 8, 2, 2, 4, 8, 32, 1e4, 1e-6, 64, False)
+PROMPTS = [Prompt(f"row {i}", (5, 6 + i), "") for i in range(10)]
+
+
+class World:
+    """All ports in one: a policy that counts its updates, an engine that answers with its seed, a log of all calls."""
+
+    def __init__(self, score=lambda group, i: float(i % 2)):
+        self.calls: list[str] = []
+        self.logged: list[tuple[int, dict]] = []
+        self.warnings: list[str] = []
+        self.score_of, self.updates, self.version, self.mismatch = score, 0, None, 0.0
+        self.mesh = Mesh()
+        self.coefficients: list[dict[str, float]] = []
+
+    # Policy
+    def begin(self, batch, plan):
+        self.calls.append("begin")
+        self.batch, self.plan = batch, plan
+        return {"mismatch/mean_abs": self.mismatch}
+
+    def update(self, minibatch, coefficients):
+        self.calls.append(f"update {minibatch}")
+        self.updates += 1
+        self.coefficients.append(coefficients)
+        told = {"ratio/max": 1.0 + minibatch, "ratio/min": 1.0 - minibatch / 4, "loss": float(self.updates)}
+        return told | {"kl": 0.02, "entropy": 0.5}
+
+    def save(self, folder: Path, extra):
+        self.calls.append(f"save {folder.name}")
+        folder.mkdir()
+        (folder / "state").write_text(json.dumps(self.updates))
+        (folder / "extra.json").write_text(json.dumps(extra))
+
+    def load(self, folder: Path):
+        self.updates = json.loads((folder / "state").read_text())
+        return json.loads((folder / "extra.json").read_text())
+
+    # Engine and bridge
+    def push(self, version):
+        self.calls.append(f"push {version}")
+        self.version = version
+        return {}
+
+    def export_hf(self, folder):
+        self.calls.append(f"export {folder.parent.name}/{folder.name}")
+
+    def generate(self, prompts, num_samples, version, seed, greedy=False):
+        assert version == self.version, "answers are of the weights that were pushed"
+        self.calls.append(f"generate {len(prompts)} x {num_samples}, {'greedy' if greedy else f'seed {seed}'}")
+        tokens = Tokens(*(np.zeros(4, t) for t in (np.int32, bool, np.float32, np.int32)))
+
+        def answers():
+            return [
+                Sample(length=4, num_prompt_tokens=2, num_actions=2, num_thought_tokens=0, finish="stop")
+                for _ in range(num_samples)
+            ]
+
+        return [Group(prompt, answers(), [tokens] * num_samples, version) for prompt in prompts]
+
+    def tokens(self, group):
+        return group.payload
+
+    # Verifier
+    def score(self, groups):
+        def verdict(score):
+            if isinstance(score, Verdict):
+                return score
+            return Verdict(score, "" if score is not None else "the judge was away", parts=(score,))
+
+        verdicts = [[verdict(self.score_of(g, i)) for i in range(len(group.samples))] for g, group in enumerate(groups)]
+        return verdicts, {"reward/exact_answer/seconds": 0.5}
+
+    # Sink
+    @contextmanager
+    def phase(self, name):
+        yield
+
+    def log(self, step, metrics):
+        self.logged.append((step, metrics))
+
+    def samples(self, step, groups, payloads):
+        pass
+
+    def warn(self, message):
+        self.warnings.append(message)
+
+
+class StopAfter:
+    """Asks for a stop once so many steps are done; `at_once`: inside the generation of the step after them."""
+
+    def __init__(self, world: World, steps: int, at_once: bool = False):
+        self.world, self.steps, self.at_once = world, steps, at_once
+
+    def __call__(self):
+        return self.world.updates >= self.steps and not self.at_once
+
+    @contextmanager
+    def promptly(self):
+        yield
+        if self.at_once and self.world.updates >= self.steps:
+            raise StopRequested
+
+
+def open_checkpoints(folder: Path, cfg: GrpoRunConfig, resume) -> Checkpoints:
+    return Checkpoints(folder, keep=cfg.checkpoint.keep, resume=resume, config=cfg.model_dump(mode="json"))
+
+
+def config(**changes) -> GrpoRunConfig:
+    merged = {
+        "run": {"name": "x", "steps": 3},
+        "model": {"path": "nowhere"},
+        "data": {"train": "rows"},
+        "rollout": {"prompts_per_step": 4, "samples_per_prompt": 2, "max_prompt_tokens": 8, "max_response_tokens": 8},
+        "balance": {"max_tokens_per_microbatch": 16},
+        "checkpoint": {"every": 1, "keep": 2},
+    }
+    return judge(GrpoRunConfig, merged | changes)
+
+
+def run(world: World, folder: Path, cfg: GrpoRunConfig, *, resume=None, stopping=NEVER, heldout=()) -> int:
+    stream = ShuffledStream(PROMPTS, cfg.rollout.prompts_per_step, seed=0)
+    checkpoints = open_checkpoints(folder, cfg, resume)
+    ports = Ports(world, world, world, world)
+    return train(cfg, SHAPE, ports, Prompts(stream, heldout), (world, checkpoints), stopping)
