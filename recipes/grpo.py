@@ -46,6 +46,7 @@ def run(config: GrpoRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) -
     from megatron_rl.cluster.verifier import RayVerifier
     from megatron_rl.loop.train import Ports, train
     from megatron_rl.observe import RunSink, write_provenance
+    from megatron_rl.rollout.shared_memory import remove_leftovers
 
     tokenizer = AutoTokenizer.from_pretrained(config.model.path)
     prompts = read_prompts(config, tokenizer)
@@ -64,8 +65,9 @@ def run(config: GrpoRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) -
         seed=config.run.seed,
     )
     with ExitStack() as cleaning:
+        cleaning.callback(remove_leftovers)  # of engines that were killed while they started
         cleaning.enter_context(
-            ray_session(config.cluster, num_trainers=config.policy.parallel.mesh.world_size, logs=logs)
+            ray_session(config.cluster, config.policy.parallel.mesh.world_size, logs, interrupt.check)
         )
         with console.status("starting Ray, Megatron and vLLM"):
             engines = EngineGroup(config, logs)

@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from rich.console import Console
 
@@ -36,49 +36,61 @@ console = Console(highlight=False)
 class Interrupt:
     """Requests to stop; implements `loop.stopping.Stopping`.
 
-    Before training a request ends the run at once. In training it ends what runs inside `promptly` at once, and anything
-    else after the step. A second Ctrl-C stops at once; a second SIGTERM changes nothing, because a cluster may send
-    several.
+    The signals' handler only takes a note. Whoever waits calls `check` several times a second, and it is `check` that
+    raises: before training at the first request, in training only inside `promptly`; elsewhere the loop asks after the
+    step. A second Ctrl-C stops at once; a second SIGTERM changes nothing, because a cluster may send several.
     """
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
         """The first request."""
-        self._training = self._prompt = False
+        self._phase: Literal["starting", "training", "ending"] = "starting"
+        self._abandoned = self._prompt = self._raised = False
 
     def __call__(self) -> bool:
         return self.signal is not None
 
     def ask(self, number: int, frame: object) -> None:
-        if self.signal is not None:
-            if number == signal.SIGINT:
-                raise KeyboardInterrupt
-            return
-        self.signal = signal.Signals(number)
-        if not self._training:
-            raise StopRequested
-        name = "Ctrl-C" if number == signal.SIGINT else self.signal.name
-        when = "now" if self._prompt else "after this step"
-        console.print(f"\n[yellow]{name}: stopping {when}, with a checkpoint. Ctrl-C again stops without one.[/]")
-        if self._prompt:
-            self._prompt = False
+        if self.signal is None:
+            self.signal = signal.Signals(number)
+            name = "Ctrl-C" if number == signal.SIGINT else self.signal.name
+            now = "stopping now" if self._prompt else "stopping after this step"
+            said = {
+                "starting": "stopping",
+                "training": f"{now}, with a checkpoint; Ctrl-C again stops without one",
+                "ending": "the run is done and writes its last files; Ctrl-C again stops without them",
+            }
+            console.print(f"\n[yellow]{name}: {said[self._phase]}.[/]")
+        elif number == signal.SIGINT:
+            self._abandoned = True
+
+    def check(self) -> None:
+        """
+        Raises:
+            StopRequested, KeyboardInterrupt: once each.
+        """
+        if self._abandoned:
+            self._abandoned = False
+            raise KeyboardInterrupt
+        if self.signal is not None and not self._raised and (self._prompt or self._phase == "starting"):
+            self._raised = True
             raise StopRequested
 
     @contextmanager
-    def training(self) -> Iterator[Interrupt]:
-        """Around the loop: it saves its state when it is asked to stop."""
-        self._training = True
+    def training(self) -> Iterator[None]:
+        """Around the loop, which saves its state when it is asked to stop."""
+        self.check()
+        self._phase = "training"
         try:
-            yield self
+            yield
         finally:
-            self._training = False
+            self._phase = "ending"
 
     @contextmanager
     def promptly(self) -> Iterator[None]:
-        if self.signal is not None:
-            raise StopRequested
         self._prompt = True
         try:
+            self.check()
             yield
         finally:
             self._prompt = False

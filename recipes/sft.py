@@ -54,7 +54,7 @@ def run(config: SftRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) ->
         total_steps=config.run.steps,
         seed=config.run.seed,
     )
-    with ray_session(config.cluster, num_trainers=config.policy.parallel.mesh.world_size, logs=logs):
+    with ray_session(config.cluster, config.policy.parallel.mesh.world_size, logs, interrupt.check):
         with console.status("starting Ray and Megatron"):
             policy = PolicyGroup(spec, config.cluster, logs)
             policy.start()

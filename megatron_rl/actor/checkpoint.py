@@ -1,4 +1,4 @@
-"""Checkpoints of the trainer: one file a rank, a manifest, and a rename that makes them real.
+"""Checkpoints of the trainer: two files a rank, a manifest, and a rename that makes them real.
 
 The format is the mesh's own: it holds each rank's tensors as they lie in memory, so that a resumed run
 continues bit for bit, and it loads on the same mesh only. The portable form of the weights is the Hugging
@@ -33,6 +33,8 @@ from megatron_rl.convert.work import sync
 FORMAT = 3
 MANIFEST = "manifest.json"
 EXTRA = "extra.json"
+WEIGHTS, STATE = "rank{}.weights.pt", "rank{}.state.pt"
+"""The weights by Megatron's names, and what else the next step depends on, by rank."""
 CHUNK_BYTES = 2**24
 AT_FDCWD, RENAME_EXCHANGE = -100, 2
 """linux/fcntl.h, linux/fs.h"""
@@ -43,8 +45,10 @@ def save(folder: Path, identity: dict, state: dict, extra: dict, agreement: Agre
     with atomic_folder(folder, agreement) as temporary:
         files: dict[str, dict[str, int]] = {}
         with agreement.on_errors():
-            name = f"rank{agreement.rank}.pt"
-            files[name] = _write(temporary / name, state)
+            parts = {WEIGHTS: state["model"], STATE: {key: value for key, value in state.items() if key != "model"}}
+            for pattern, part in parts.items():
+                name = pattern.format(agreement.rank)
+                files[name] = _write(temporary / name, part)
             if agreement.rank == 0:
                 write_text(temporary / EXTRA, json.dumps(extra, indent=1))
                 files[EXTRA] = checksum(temporary / EXTRA)
@@ -66,7 +70,8 @@ def load(folder: Path, identity: dict, agreement: Agreement) -> tuple[dict, dict
     with agreement.on_errors():
         manifest = read_manifest(folder)
         _check_identity(folder, manifest, identity)
-        state = read_rank(folder, manifest, agreement.rank)
+        state = {"model": read_part(folder, manifest, WEIGHTS.format(agreement.rank))}
+        state |= read_part(folder, manifest, STATE.format(agreement.rank))
         _check_bytes(folder / EXTRA, manifest)
         extra = json.loads((folder / EXTRA).read_text())
     return state, extra
@@ -90,16 +95,19 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
-def read_rank(folder: Path, manifest: dict[str, Any], rank: int) -> dict[str, Any]:
-    """One rank's state, on the CPU.
+def read_part(folder: Path, manifest: dict[str, Any], name: str, *, mapped: bool = False) -> dict[str, Any]:
+    """One file of one rank, on the CPU.
+
+    Args:
+        mapped: the tensors stay in the file, which must outlive them, and are read when they are used.
 
     Raises:
-        ValueError: its file is missing or damaged.
+        ValueError: the file is missing or damaged.
     """
-    path = folder / f"rank{rank}.pt"
+    path = folder / name
     _check_bytes(path, manifest)
     try:
-        return torch.load(path, map_location="cpu", weights_only=False)
+        return torch.load(path, map_location="cpu", weights_only=False, mmap=mapped)
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
         raise ValueError(f"cannot read {path}: {_first_line(error)}; resume from another checkpoint") from error
 

@@ -22,8 +22,9 @@ from megatron_rl.actor.checkpoint import atomic_folder, write_text
 from megatron_rl.convert.forms import split
 from megatron_rl.convert.hub import INDEX, MAX_FILE_BYTES, companions, file_name, index_text
 from megatron_rl.convert.work import sync
-from megatron_rl.layout import FAMILIES, Shard, megatron_shards, slices, volume
+from megatron_rl.layout import FAMILIES, Box, Shard, megatron_shards, slices, volume
 from megatron_rl.layout.hub import read_index
+from megatron_rl.types import Mesh, ModelShape
 
 if TYPE_CHECKING:
     from megatron_rl.actor.actor import MegatronActor
@@ -58,37 +59,49 @@ def export_hf(actor: MegatronActor, folder: Path) -> None:
     tokenizer and chat template of model.path. A collective; the folder exists whole or not at all."""
     source, shape = Path(actor.spec.model.path), actor.spec.shape
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[actor.spec.model.dtype]
-    files = _files(FAMILIES[shape.family].hf_tensors(shape), dtype.itemsize)
+    files = hub_files(shape, dtype)
     with atomic_folder(Path(folder), actor.agreement) as temporary:
-        holders = _holders(actor)
+        holders = find_holders(shape, actor.mesh, actor.fused_norms)
         for i, tensors in enumerate(files):
             gathered = _gather(actor, tensors, holders, dtype)
             with actor.agreement.on_errors():
                 if actor.rank == 0:
-                    path = temporary / file_name("model", i, len(files))
-                    save_file(gathered, path, metadata={"format": "pt"})
-                    sync(path)
+                    write_tensors(temporary / file_name("model", i, len(files)), gathered)
         with actor.agreement.on_errors():
             if actor.rank == 0:
-                for name, content in companions(source, actor.spec.model.dtype).items():
-                    (temporary / name).write_bytes(content)
-                    sync(temporary / name)
-                if len(files) > 1:
-                    total = sum(prod(extents) for tensors in files for extents in tensors.values())
-                    write_text(temporary / INDEX, index_text(files, total * dtype.itemsize))
+                write_companions(temporary, source, files, dtype)
 
 
-def _files(tensors: dict[str, tuple[int, ...]], itemsize: int) -> list[dict[str, tuple[int, ...]]]:
-    """Whole tensors, in order."""
-    sized = ((tensor, prod(tensor[1]) * itemsize) for tensor in tensors.items())
+def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+    save_file(tensors, path, metadata={"format": "pt"})
+    sync(path)
+
+
+def write_companions(
+    folder: Path, source: Path, files: list[dict[str, tuple[int, ...]]], dtype: torch.dtype
+) -> None:
+    """What a Hugging Face folder holds beside its tensors, from the folder that the run began with."""
+    for name, content in companions(source, str(dtype).removeprefix("torch.")).items():
+        (folder / name).write_bytes(content)
+        sync(folder / name)
+    if len(files) > 1:
+        total = sum(prod(extents) for tensors in files for extents in tensors.values())
+        write_text(folder / INDEX, index_text(files, total * dtype.itemsize))
+
+
+def hub_files(shape: ModelShape, dtype: torch.dtype) -> list[dict[str, tuple[int, ...]]]:
+    """The tensors of each file, whole and in order, with their extents."""
+    tensors = FAMILIES[shape.family].hf_tensors(shape)
+    sized = ((tensor, prod(tensor[1]) * dtype.itemsize) for tensor in tensors.items())
     return [dict(file) for file in split(sized, MAX_FILE_BYTES)]
 
 
-def _holders(actor: MegatronActor) -> dict[str, list[tuple[int, Shard]]]:
+def find_holders(shape: ModelShape, mesh: Mesh, fused_norms: bool) -> dict[str, list[tuple[int, Shard]]]:
     """HF tensor -> (rank, shard), each rectangle from the first rank that holds it."""
-    seen, holders = set(), {}
-    for rank in range(actor.mesh.world_size):
-        for shard in megatron_shards(actor.spec.shape, actor.mesh, rank, actor.fused_norms):
+    seen: set[tuple[str, Box]] = set()
+    holders: dict[str, list[tuple[int, Shard]]] = {}
+    for rank in range(mesh.world_size):
+        for shard in megatron_shards(shape, mesh, rank, fused_norms):
             if volume(shard.hf_box) and (shard.hf_name, shard.hf_box) not in seen:
                 seen.add((shard.hf_name, shard.hf_box))
                 holders.setdefault(shard.hf_name, []).append((rank, shard))

@@ -18,7 +18,7 @@ import ray
 from ray.exceptions import RayError
 
 from megatron_rl.cluster.process import Location, Process, begin_process, locate
-from megatron_rl.cluster.waiting import gather, locate_all, settle, signals_raise, told
+from megatron_rl.cluster.waiting import gather, locate_all, settle, told
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.rollout.engine import VllmEngine
 from megatron_rl.types import Group, Metrics, Prompt, Tokens
@@ -65,8 +65,10 @@ class EngineRank:
         self, prompts: list[Prompt], num_samples: int, version: int, seed: int, greedy: bool
     ) -> tuple[Any, ...]:
         """The samples of all groups, and then the tokens of each group, which Ray keeps as objects of their own."""
+        log.info("version %d: answering %d prompts, %d times each", version, len(prompts), num_samples)
         answers = await self.engine.generate(prompts, num_samples, version, seed, greedy)
-        log.info("version %d: answered %d prompts, %d times each", version, len(prompts), num_samples)
+        num_tokens = sum(sample.length - sample.num_prompt_tokens for group in answers for sample, _ in group)
+        log.info("version %d: answered with %d tokens", version, num_tokens)
         samples = [[sample for sample, _ in group] for group in answers]
         return samples, *([tokens for _, tokens in group] for group in answers)
 
@@ -192,9 +194,10 @@ class EngineGroup:
 
     def tokens(self, group: Group) -> list[Tokens]:
         """A group's payload, fetched to the driver: for the few answers that people read."""
-        with signals_raise():
-            return ray.get(group.payload, timeout=self._config.cluster.step_timeout_s)
+        return ray.get(group.payload, timeout=self._config.cluster.step_timeout_s)
 
     def close(self) -> None:
-        """End all engines; one that does not end in time is left to Ray."""
-        settle([engine.close.remote() for engine in self.engines], CLOSE_S)
+        """End all engines that have started; the others, and what does not end in time, are left to Ray."""
+        started, _ = ray.wait(self._starting, num_returns=len(self._starting), timeout=0)
+        ready = [e for e, start in zip(self.engines, self._starting, strict=True) if start in started]
+        settle([engine.close.remote() for engine in ready], CLOSE_S)

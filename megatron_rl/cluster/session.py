@@ -6,27 +6,36 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from math import ceil
 from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
+from ray._private import worker as ray_worker
 from ray._private.utils import read_ray_address
 
+from megatron_rl.cluster import waiting
 from megatron_rl.config.schema import ClusterConfig
 from megatron_rl.ports import StopRequested
+
+log = logging.getLogger(__name__)
 
 OBJECT_STORE_BYTES = 256 * 2**20
 """Of a local Ray: tokens of two steps at laptop scale. A cluster's Ray has its own setting."""
 
+END_S = 10.0
+"""The longest that killed processes may take to vanish."""
 CONNECT_S = 10.0
 """The longest that connecting to a running Ray's port may take."""
 
 
 @contextmanager
-def ray_session(cluster: ClusterConfig, num_trainers: int, logs: Path) -> Iterator[None]:
+def ray_session(
+    cluster: ClusterConfig, num_trainers: int, logs: Path, on_tick: Callable[[], None] = lambda: None
+) -> Iterator[None]:
     """Ray for the body's time. A Ray that we started is stopped, one that we joined is left running.
 
     Ray replaces the process's handlers of SIGTERM; they are put back once it has started.
@@ -34,6 +43,8 @@ def ray_session(cluster: ClusterConfig, num_trainers: int, logs: Path) -> Iterat
     Args:
         num_trainers: a local Ray offers the CPUs that they ask for; these are accounting, no pinning.
         logs: the vendors' output goes there.
+        on_tick: called several times a second while the driver waits; what it raises ends the wait. A signal's handler
+            must not raise itself, because it may interrupt Ray anywhere.
 
     Raises:
         ValueError: there is no Ray at `cluster.ray_address`.
@@ -52,6 +63,9 @@ def ray_session(cluster: ClusterConfig, num_trainers: int, logs: Path) -> Iterat
     else:
         _check_address(cluster.ray_address)
     logging.getLogger("ray").setLevel(logging.ERROR)
+    # Ray explains a death on the terminal at length, whatever log_to_driver says; `waiting.told` says what is known.
+    ray_worker.print_to_stdstream = _to_log
+    waiting.on_tick = on_tick
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         ray.init(
@@ -69,7 +83,22 @@ def ray_session(cluster: ClusterConfig, num_trainers: int, logs: Path) -> Iterat
     try:
         yield
     finally:
+        family = psutil.Process().children(recursive=True)
         ray.shutdown()
+        if cluster.ray_address is None:
+            _end(family)
+
+
+def _end(processes: Sequence[psutil.Process]) -> None:
+    """Two agents of Ray would stay for a minute, and vLLM's processes until they notice."""
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(processes, timeout=END_S)
+
+
+def _to_log(data: dict[str, Any], ignore_prefix: bool) -> None:
+    log.info("Ray: %s", " ".join(data["lines"]))
 
 
 def _check_address(address: str) -> None:

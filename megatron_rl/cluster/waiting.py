@@ -8,14 +8,18 @@ process is doing and where its log is; messages are for people, a traceback stay
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from megatron_rl.cluster.process import NOT_THE_CAUSE, Process, inspect, last_words
+
+
+TICK_S = 0.2
+on_tick: Callable[[], None] = lambda: None
+"""See `session.ray_session`."""
 
 
 class ProcessLost(RuntimeError):
@@ -42,9 +46,7 @@ def gather(references: Sequence[ray.ObjectRef], processes: Sequence[Process], do
     waiting = list(references)
     start = time.monotonic()
     while waiting:
-        left = max(0.0, start + timeout_s - time.monotonic())
-        with signals_raise():
-            done, waiting = ray.wait(waiting, num_returns=1, timeout=left)
+        done, waiting = _wait(waiting, 1, start + timeout_s - time.monotonic())
         if not done:
             silent = [processes[references.index(reference)] for reference in waiting]
             raise _silence(silent, processes, doing, timeout_s)
@@ -56,22 +58,22 @@ def gather(references: Sequence[ray.ObjectRef], processes: Sequence[Process], do
     return [results[reference] for reference in references]
 
 
-@contextmanager
-def signals_raise() -> Iterator[None]:
-    """What a signal's handler raises inside one of Ray's waits arrives as itself: Python wraps it in a SystemError,
-    because Ray's C++ code returns a result all the same."""
-    try:
-        yield
-    except SystemError as error:
-        if error.__cause__ is None:
-            raise
-        raise error.__cause__ from None
+def _wait(
+    references: Sequence[ray.ObjectRef], num_returns: int, timeout_s: float
+) -> tuple[list[ray.ObjectRef], list[ray.ObjectRef]]:
+    """Ray's wait, cut into ticks."""
+    end = time.monotonic() + timeout_s
+    while True:
+        left = max(0.0, end - time.monotonic())
+        done, waiting = ray.wait(list(references), num_returns=num_returns, timeout=min(left, TICK_S))
+        if len(done) >= num_returns or left == 0:
+            return done, waiting
+        on_tick()
 
 
 def settle(references: Sequence[ray.ObjectRef], timeout_s: float) -> list[Any | RayError]:
     """Wait for all, whatever becomes of them: results in order, or the errors in their places."""
-    with signals_raise():
-        ray.wait(list(references), num_returns=len(references), timeout=timeout_s)
+    _wait(references, len(references), timeout_s)
     outcomes: list[Any | RayError] = []
     for reference in references:
         try:
@@ -91,8 +93,7 @@ def locate_all(processes: Sequence[Process], timeout_s: float, needs: str) -> No
         ProcessLost: one has not been placed in time.
     """
     references = [process.actor.locate.remote() for process in processes]
-    with signals_raise():
-        done, waiting = ray.wait(references, num_returns=len(references), timeout=timeout_s)
+    _, waiting = _wait(references, len(references), timeout_s)
     if waiting:
         unplaced = processes[references.index(waiting[0])]
         free = ", ".join(f"{amount:g} {kind}" for kind, amount in ray.available_resources().items() if kind in ("CPU", "GPU"))

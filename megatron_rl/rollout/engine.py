@@ -35,6 +35,7 @@ import torch
 from megatron_rl.config.schema import ModelConfig, RolloutConfig
 from megatron_rl.layout import read_shape
 from megatron_rl.loop.thinking import Completion, Continuation, join, plan_second_call, truncate
+from megatron_rl.rollout.shared_memory import remove_leftovers, remove_own_names
 from megatron_rl.rollout.vocabulary import delimiter_ids, stop_ids
 from megatron_rl.types import Metrics, Prompt, Sample, Tokens
 
@@ -98,6 +99,7 @@ class VllmEngine:
         on_gpu = torch.cuda.is_available()
         if not on_gpu:
             set_cpu_environment()
+        remove_leftovers()
         from vllm.config import WeightTransferConfig
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -122,6 +124,7 @@ class VllmEngine:
                 **_gpu_options(self._rollout) if on_gpu else _cpu_options(self._rollout),
             )
         )
+        remove_own_names()
 
     async def generate(
         self, prompts: Sequence[Prompt], num_samples: int, version: int, seed: int, greedy: bool = False

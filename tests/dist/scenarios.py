@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.actor import platform  # before Megatron: it silences its import
+from megatron_rl.actor import checkpoint as checkpoint_room
 
 from megatron.core import parallel_state  # isort: skip
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region  # isort: skip
@@ -217,17 +218,11 @@ def save_on_a_full_disk(rank, world_size, url, *, folder, samples, layout, check
     return error, left, survivor, replaced
 
 
-class _Killer:
-    """Ends the process when it is pickled."""
-
-    def __reduce__(self):
-        os._exit(1)
-
-
 def die_while_saving(rank, world_size, url, *, folder, samples, layout, checkpoint):
-    """Rank 0 dies between its own file and the manifest."""
+    """Rank 0 dies between its own files and the manifest."""
     actor = build(rank, world_size, url, folder, layout)
-    actor.save(checkpoint, {"killer": _Killer()})
+    checkpoint_room.write_text = lambda path, text: os._exit(1)
+    actor.save(checkpoint, {})
 
 
 def refuse(rank, world_size, url, *, folder, samples, layout):

@@ -55,16 +55,27 @@ def test_a_checkpoint_that_does_not_fit_is_refused_by_all(trainers, model_folder
     layout, checkpoint = Layout(Mesh(tensor=2)), tmp_path / "step2"
     saving = dict(folder=model_folder, samples=samples, layout=layout, checkpoint=checkpoint)
     trainers.run("save_and_go_on", 2, **saving)
-    truncated = shutil.copytree(checkpoint, tmp_path / "truncated")
-    whole = (checkpoint / "rank1.pt").read_bytes()
-    (truncated / "rank1.pt").write_bytes(whole[: len(whole) // 2])
+    truncated, zeroed, flipped, other = (
+        shutil.copytree(checkpoint, tmp_path / name) for name in ("truncated", "zeroed", "flipped", "other")
+    )
+    whole = (checkpoint / "rank1.weights.pt").read_bytes()
+    middle = len(whole) // 2
+    (truncated / "rank1.weights.pt").write_bytes(whole[:middle])
+    (zeroed / "rank1.weights.pt").write_bytes(whole[:middle] + bytes(1000) + whole[middle + 1000 :])
+    state = (checkpoint / "rank0.state.pt").read_bytes()
+    one_bit = bytes([state[len(state) // 2] ^ 1])
+    (flipped / "rank0.state.pt").write_bytes(state[: len(state) // 2] + one_bit + state[len(state) // 2 + 1 :])
+    (other / "extra.json").write_text('{"step": 9}')
 
-    arguments = dict(folder=model_folder, checkpoints=[checkpoint, model_folder, truncated])
+    checkpoints = [checkpoint, model_folder, truncated, zeroed, flipped, other]
+    arguments = dict(folder=model_folder, checkpoints=checkpoints)
     first, second = trainers.run("load_each", 2, layout=layout, **arguments)
     assert first == second
     assert first[0] == "no error"
     assert "is no checkpoint" in first[1]
-    assert "rank1.pt" in first[2] and "older checkpoint" in first[2]
+    damaged = ["truncated/rank1.weights.pt", "zeroed/rank1.weights.pt", "flipped/rank0.state.pt", "other/extra.json"]
+    for error, name in zip(first[2:], damaged, strict=True):
+        assert f"{name} is damaged: it has" in error and "--resume STEP" in error
 
     (other_mesh, *_), _ = trainers.run("load_each", 2, layout=Layout(Mesh(data=2)), **arguments)
     assert "'tensor': 2" in other_mesh and "Hugging Face export" in other_mesh
@@ -81,7 +92,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(trainers, model_folder, samples,
     )
     assert results[0] == results[1]
     error, left, survivor, replaced = results[0]
-    assert "rank1.pt" in error and "is the disk full?" in error
+    assert "rank1.weights.pt" in error and "is the disk full?" in error
     assert left == ["last"]
     assert survivor == {"step": 1}
     assert replaced == {"step": 3}

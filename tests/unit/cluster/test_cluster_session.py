@@ -1,21 +1,38 @@
-"""How the driver waits on real Ray processes: the first failure ends the wait, under its own type and with a name."""
+"""How the driver waits on real Ray processes: the first failure ends the wait, under its own type and with a name; so
+does a deadline, with what the silent process is doing."""
 
 from __future__ import annotations
 
 import os
+import signal
+import socket
 import threading
+import time
+from pathlib import Path
 
 import pytest
 import ray
 
-from megatron_rl.cluster.session import gather, ray_session
+from megatron_rl.cluster import waiting
+from megatron_rl.cluster.process import Process, begin_process, last_words, locate
+from megatron_rl.cluster.session import ray_session
+from megatron_rl.cluster.waiting import ProcessLost, gather, locate_all
 from megatron_rl.config.schema import ClusterConfig
+from megatron_rl.ports import StopRequested
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
+    logs = tmp_path_factory.mktemp("run") / "logs"
+
     class Rank:  # local, so that Ray sends its code
-        def answer(self, value):
+        def __init__(self, name):
+            begin_process(logs / f"{name}.log", name)
+
+        def locate(self):
+            return locate()
+
+        def answer(self, value=None):
             return value
 
         def refuse(self):
@@ -24,33 +41,120 @@ def ranks(tmp_path_factory):
         def refuse_bytes(self):
             bytes([255]).decode()
 
+        def fail(self):
+            raise KeyError("lost")
+
         def die(self):
+            print("CudaError: out of memory", flush=True)
             os._exit(1)
 
         def wait_for_ever(self):
             threading.Event().wait()
 
-    with ray_session(ClusterConfig(), num_trainers=1, logs=tmp_path_factory.mktemp("run") / "logs"):
-        yield lambda count: [ray.remote(Rank).options(num_cpus=0).remote() for _ in range(count)]
+    def start(count: int, **options) -> list[Process]:
+        names = [f"rank {i}" for i in range(count)]
+        actors = [ray.remote(Rank).options(**{"num_cpus": 0, **options}).remote(name) for name in names]
+        return [Process(name, logs / f"{name}.log", actor) for name, actor in zip(names, actors, strict=True)]
+
+    with ray_session(ClusterConfig(), num_trainers=1, logs=logs):
+        yield start
     assert not ray.is_initialized()
 
 
+def wait(processes: list[Process], *methods: str, timeout_s: float = 600) -> list:
+    calls = [getattr(process.actor, method).remote() for process, method in zip(processes, methods, strict=True)]
+    return gather(calls, processes, "to answer", timeout_s)
+
+
 def test_results_come_in_the_order_of_the_calls(ranks):
-    assert gather([rank.answer.remote(i) for i, rank in enumerate(ranks(2))], ["a", "b"]) == [0, 1]
+    processes = ranks(2)
+    calls = [process.actor.answer.remote(i) for i, process in enumerate(processes)]
+    assert gather(calls, processes, "to answer", 600) == [0, 1]
 
 
 def test_a_refusal_keeps_its_type_and_does_not_wait_for_the_others(ranks):
-    first, second = ranks(2)
     with pytest.raises(ValueError, match="^rank 1: the disk is full$"):
-        gather([first.wait_for_ever.remote(), second.refuse.remote()], ["rank 0", "rank 1"])
+        wait(ranks(2), "wait_for_ever", "refuse")
 
 
 def test_a_subclass_with_other_arguments_is_told_too(ranks):
     with pytest.raises(ValueError, match="^rank 0: 'utf-8' codec can't decode byte 0xff"):
-        gather([ranks(1)[0].refuse_bytes.remote()], ["rank 0"])
+        wait(ranks(1), "refuse_bytes")
 
 
-def test_a_death_is_named_and_does_not_wait_for_the_others(ranks):
-    first, second = ranks(2)
-    with pytest.raises(RuntimeError, match="^rank 1 died: .*; its output is in the run's logs folder$"):
-        gather([first.wait_for_ever.remote(), second.die.remote()], ["rank 0", "rank 1"])
+def test_any_other_error_is_one_line_with_the_log(ranks):
+    with pytest.raises(RuntimeError, match=r"^rank 0: KeyError: 'lost' \(all of it: .*rank 0.log\)$"):
+        wait(ranks(1), "fail")
+
+
+def test_a_death_is_named_with_the_last_error_of_its_log_and_without_rays_lecture(ranks):
+    with pytest.raises(ProcessLost, match="^rank 1 died. Its log, .*rank 1.log, ends:\n  CudaError: out of memory\n") as e:
+        wait(ranks(2), "wait_for_ever", "die")
+    assert "raylet" not in str(e.value) and not e.value.silent
+
+
+def test_a_deadline_names_who_is_silent_and_what_it_is_doing(ranks):
+    busy, stopped = processes = ranks(2)
+    locate_all(processes, 600, "nothing")
+    os.kill(stopped.location.pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(ProcessLost) as caught:
+            wait(processes, "wait_for_ever", "answer", timeout_s=0.5)
+    finally:
+        os.kill(stopped.location.pid, signal.SIGKILL)
+    first, second, third = str(caught.value).splitlines()
+    assert first.startswith("the driver has waited for rank 1, rank 0 to answer for 0.5 s, since ")
+    assert f"process {stopped.location.pid} is stopped (SIGSTOP)" in second and "kill -CONT" in second
+    assert f"rank 0 (process {busy.location.pid} on {socket.gethostname()}): it is sleeping" in third
+    assert caught.value.silent
+    assert "wait_for_ever" in stacks_in(busy.log), "the stacks of the busy process stand in its log"
+
+
+def stacks_in(log: Path) -> str:
+    """The handler runs in the other process; it writes at once."""
+    end = time.monotonic() + 60
+    while "Current thread" not in log.read_text() and "most recent call first" not in log.read_text():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    return log.read_text()
+
+
+def test_what_can_never_be_placed_is_told_with_what_is_free(ranks):
+    with pytest.raises(ProcessLost, match=r"not started 1 of 1 processes \(rank 0 first\) in 1 s: each needs 4 GPU; free"):
+        locate_all(ranks(1, num_gpus=4), 1, "4 GPU")
+
+
+def test_what_a_tick_raises_ends_a_wait(ranks, monkeypatch):
+    ticks = iter(range(3))
+
+    def stop():
+        if next(ticks) == 2:
+            raise StopRequested
+
+    monkeypatch.setattr(waiting, "on_tick", stop)
+    with pytest.raises(StopRequested):
+        wait(ranks(1), "wait_for_ever")
+
+
+def test_rays_handlers_do_not_stay(ranks):
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+@pytest.mark.parametrize(("address", "why"), [("127.0.0.1:1", "Connection refused"), ("nonsense", "there is no Ray")])
+def test_a_dead_address_is_told_at_once(tmp_path, address, why):
+    with pytest.raises(ValueError, match=f"cluster.ray_address {address}: there is no Ray.*"):
+        with ray_session(ClusterConfig(ray_address=address), num_trainers=1, logs=tmp_path):
+            pass
+
+
+def test_the_cause_in_a_vendors_log_is_not_its_announcement(tmp_path):
+    log = tmp_path / "engine_0.log"
+    log.write_text(
+        "(EngineCore pid=7) ERROR core.py:1: ValueError: max_model_len (999) is too large\n"
+        "Traceback (most recent call last):\n  File x\n"
+        "RuntimeError: Engine core initialization failed. See root cause above.\n"
+    )
+    assert last_words(log) == "ValueError: max_model_len (999) is too large"
+    log.write_text("one\ntwo\n\nthree\n")
+    assert last_words(log, num_lines=2) == "two\nthree"
+    assert last_words(tmp_path / "none.log") == ""
