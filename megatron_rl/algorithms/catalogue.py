@@ -31,9 +31,6 @@ class Table:
         return asdict(self)
 
 
-KL_SOURCE = 'Schulman 2020, "Approximating KL divergence"'
-
-
 def tables() -> list[Table]:
     return [
         Table("Advantage estimators", "algorithm.adv_estimator", _union(advantages.AdvantageConfig)),
@@ -44,11 +41,16 @@ def tables() -> list[Table]:
             "algorithm.loss_agg_mode",
             tuple(Entry(mode, *row) for mode, row in algorithm.AGGREGATIONS.items()),
         ),
-        Table("Importance correction", "algorithm.correction", _union(algorithm.CorrectionConfig)),
+        Table("Importance weights", "algorithm.correction.weight", _union(algorithm.WeightConfig)),
+        Table(
+            "Rejection: what is out of bounds",
+            "algorithm.correction.reject, statistic",
+            tuple(Entry(name, *row) for name, row in algorithm.STATISTICS.items()),
+        ),
         Table(
             "KL to the reference",
             "algorithm.kl.estimator",
-            tuple(Entry(name, formula, KL_SOURCE) for name, formula in algorithm.KL_ESTIMATORS.items()),
+            tuple(Entry(name, formula, algorithm.SCHULMAN) for name, formula in algorithm.KL_ESTIMATORS.items()),
         ),
         Table(
             "Coefficients that adapt",
@@ -78,7 +80,8 @@ def _union(annotation: Any) -> tuple[Entry, ...]:
 
 
 def _entry(section: type[Section], kind: str) -> Entry:
-    fields = {name: field.default for name, field in section.model_fields.items() if name != "kind"}
+    fields = {"aggregation": section.aggregation} if hasattr(section, "aggregation") else {}
+    fields |= {name: field.default for name, field in section.model_fields.items() if name != "kind"}
     shown = (f"{name} {_written(default)}" for name, default in fields.items())
     return Entry(kind, section.formula, section.source, ", ".join(shown))
 

@@ -30,9 +30,10 @@ class PackedColumns:
     lag_T: Tensor
     """int: versions between the weights that sampled the token and those at the step's start."""
     logp_old_T: Tensor | None = None
+    """None where the step's only update begins with the weights that it would be of: see `Needs`."""
     logp_ref_T: Tensor | None = None
-    correction_T: Tensor | None = None
-    """Importance weight between engine and trainer; None is 1."""
+    mean_weight_T: Tensor | None = None
+    """The mean importance weight of the mini-batch, by which each is divided; None is 1."""
     selected_T: Tensor | None = None
     """bool: tokens that the loss singles out over the whole mini-batch (Clip-Cov, KL-Cov)."""
     high_entropy_T: Tensor | None = None
@@ -53,6 +54,12 @@ def mean_by(owner_T: Tensor, mask_T: Tensor, x_T: Tensor) -> Tensor:
     """For every token the mean of x over its owner's action tokens; 0 where the owner has none."""
     count_T = sum_by(owner_T, mask_T.to(x_T.dtype))
     return sum_by(owner_T, torch.where(mask_T, x_T, 0.0)) / count_T.clamp(min=1)
+
+
+def max_by(owner_T: Tensor, mask_T: Tensor, x_T: Tensor) -> Tensor:
+    """For every token the largest x of its owner's action tokens; -inf where the owner has none."""
+    masked_T = torch.where(mask_T, x_T, -torch.inf)
+    return torch.full_like(masked_T, -torch.inf).scatter_reduce(0, owner_T, masked_T, "amax")[owner_T]
 
 
 def segments(action_mask_T: Tensor, sample_T: Tensor) -> Tensor:
