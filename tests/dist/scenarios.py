@@ -362,7 +362,7 @@ def push_weights(rank, world_size, url, *, folder, layout, setup, version):
     sender.close()
     store = dist.TCPStore(setup.host, setup.port)
     samples = pickle.loads(store.get(f"samples {version}"))
-    mismatch = begin(actor, samples, layout, 1)
+    mismatch = begin(actor, samples, layout, 2)  # a step of one update would not compute it here
     live = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     actor.close()
     return live, pushed, mismatch

@@ -224,11 +224,20 @@ ONE_UPDATE = {
 
 
 @pytest.mark.parametrize("algorithm", ONE_UPDATE)
-@pytest.mark.parametrize("name", ["one_many_microbatches", "tp2", "pp2"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        *(
+            LAYOUTS[name]
+            for name in ("one_many_microbatches", "one_recompute", "tp2", "pp2", "tp2_dp2_empty_microbatch")
+        ),
+        Layout(Mesh(tensor=2), num_microbatches=2, dtype="bfloat16"),
+    ],
+    ids=["one", "recompute", "tp2", "pp2", "tp2_dp2", "tp2_bf16"],
+)
 def test_a_step_of_one_update_is_the_same_to_the_bit_without_the_pass_before_it(
-    trainers, model_folder, samples, name, algorithm
+    trainers, model_folder, samples, layout, algorithm
 ):
-    layout = LAYOUTS[name]
     with_pass, without = (
         trainers.run(
             "train_steps",
