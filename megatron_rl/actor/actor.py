@@ -38,7 +38,7 @@ from megatron_rl.types import Denominators, Metrics
 log = logging.getLogger(__name__)
 
 Minibatches = Sequence[Sequence[Sequence[TrainSample]]]
-"""[minibatch][microbatch][sample]"""
+"""Indexed as [minibatch][microbatch][sample]."""
 
 
 class MegatronActor:
@@ -54,7 +54,8 @@ class MegatronActor:
         if world_size != self.mesh.world_size:
             raise ValueError(f"policy.parallel needs {self.mesh.world_size} ranks, there are {world_size}")
         self.fused_norms = uses_fused_layers(spec.model)
-        """As `layout` means it."""
+        """Whether the layers are Transformer Engine's, which hold norms inside the next linear layer, under other
+        names."""
         self.shards = megatron_shards(spec.shape, self.mesh, rank, self.fused_norms)
         tensor, stage, _ = self.mesh.coordinates(rank)
         self._reports_metrics = tensor == 0 and stage == self.mesh.pipeline - 1
@@ -62,9 +63,9 @@ class MegatronActor:
         self._minibatches: list[list[Microbatch]] = []
         self._denominators: list[Denominators] = []
         self._at_start: list[FirstPass] = []
-        """Of the first mini-batch's micro-batches, under the weights that the step begins with; on the last stage."""
+        """What the pass for logp_old gave for the first mini-batch's micro-batches, on the last pipeline stage."""
         self._reference: dict[str, Tensor] = {}
-        """The reference policy's weights, on the CPU, where the objective needs it."""
+        """The reference policy's weights, kept on the CPU; empty where the objective needs none."""
 
         platform.start(rank, world_size, init_method)
         self.agreement = Agreement()
@@ -101,20 +102,20 @@ class MegatronActor:
         policy and its reference at the step's start.
 
         Args:
-            minibatches: one optimizer step each. Every rank has the same number of micro-batches in a step;
+            minibatches: each is one optimizer step. Every rank has the same number of micro-batches in a step;
                 some may be empty.
-            denominators: one a minibatch.
-            alignment: every sequence is padded to a multiple of it: of TP, with sequence parallelism.
+            denominators: one for each mini-batch.
+            alignment: every sequence is padded to a multiple of it. With sequence parallelism, TP must divide it.
 
-        A step of one update needs no pass for logp_old (`Needs.logp_old`): `update` has the same log-probs.
+        A step of one update needs no pass for logp_old (`Needs.logp_old`): `update` computes the same log-probs.
 
         Returns:
-            Where logp_old is computed here, the mismatch of trainer and engine over all ranks' action tokens
-            (`objective.mismatch`); else nothing, and the first update reports it.
+            The mismatch of trainer and engine over all ranks' action tokens (`objective.mismatch`), if logp_old is
+            computed here. If not, nothing is returned, and the first update reports the mismatch.
 
         Raises:
-            ValueError: a sample that is malformed or holds a token outside the vocabulary, by name; an
-                alignment that sequence parallelism does not allow.
+            ValueError: a sample is malformed or holds a token outside the vocabulary (the error names it), or
+                sequence parallelism does not allow the alignment.
         """
         assert len(minibatches) == len(denominators)
         with self.agreement.on_errors():
@@ -136,7 +137,7 @@ class MegatronActor:
         return self._describe_mismatch()
 
     def keep_reference(self) -> None:
-        """The weights of now become those of the reference policy, where the objective needs one."""
+        """Keep today's weights as those of the reference policy, if the objective needs one."""
         if self.spec.objective.needs.logp_ref:
             self._reference = {name: parameter.detach().cpu().clone() for name, parameter in self.parameters().items()}
 
@@ -144,7 +145,7 @@ class MegatronActor:
         """One optimizer step on a minibatch given to `begin`.
 
         Args:
-            coefficients: of the objective's terms; the same on all ranks.
+            coefficients: what the objective's terms are multiplied by; the same on all ranks.
 
         Returns:
             What the objective reports, and `loss`, `grad_norm` (before clipping) and `lr`.
@@ -173,9 +174,9 @@ class MegatronActor:
             self.optimizer.zero_grad()
             reports = self._schedule.run(microbatches, loss)
             metrics = self.agreement.reduce(reports if self._reports_metrics else [], problems)
-            metrics = self.spec.objective.conclude(metrics, on_policy=minibatch == 0)  # raises on every rank alike
+            metrics = self.spec.objective.conclude(metrics, on_policy=minibatch == 0)  # raises on all ranks or on none
             grad_norm = gradient_norm(self.optimizer)
-            if not math.isfinite(grad_norm):  # on every rank alike
+            if not math.isfinite(grad_norm):  # all ranks have the same norm
                 self.agreement.require_none([self._describe_gradients(grad_norm, microbatches)])
             self.scheduler.step(1)
             apply_gradients(self.optimizer, grad_norm)
@@ -194,7 +195,7 @@ class MegatronActor:
         """Restore what `save` wrote and return its `extra`; the run goes on bit for bit (on a CPU).
 
         Raises:
-            ValueError: the folder is missing or damaged, or of another mesh or model.
+            ValueError: the folder is missing or damaged, or another mesh or model wrote it.
         """
         saved, extra = checkpoint.load(Path(folder), self._identity(), self.agreement)
         state.restore(saved, self.model, self.optimizer, self.scheduler)
@@ -224,7 +225,8 @@ class MegatronActor:
             )
 
     def _forward_all(self) -> list[FirstPass]:
-        """Log-probs and entropies of all micro-batches under the weights of now, on the last stage, else nothing."""
+        """Log-probs and entropies of all micro-batches under the present weights; the last pipeline stage alone has
+        them."""
         return self._forward([batch for minibatch in self._minibatches for batch in minibatch])
 
     def _forward(self, microbatches: Sequence[Microbatch]) -> list[FirstPass]:
@@ -245,8 +247,8 @@ class MegatronActor:
 
     @contextmanager
     def _as_reference(self) -> Iterator[None]:
-        """The model has the reference's weights inside the block, and its own, bit for bit, after it. They change
-        places one by one, so that the device holds one tensor twice at most."""
+        """The model has the reference's weights inside the block, and its own, bit for bit, after it. The tensors
+        change places one by one, so that the device never holds more than one of them twice."""
 
         def exchange() -> None:
             with torch.no_grad():
@@ -262,7 +264,7 @@ class MegatronActor:
             exchange()
 
     def _prepare(self, minibatch: int) -> list[PackedColumns]:
-        """The columns as the objective completes them."""
+        """The columns of this rank's micro-batches, with what the objective adds to them."""
         microbatches, objective = self._minibatches[minibatch], self.spec.objective
         first_pass = None
         if objective.needs.first_pass:

@@ -1,4 +1,4 @@
-"""What exists, from the configuration's unions: the tables of `tools/algorithms.py` and of this room's README."""
+"""The tables of `tools/algorithms.py` and of this room's README, made from the configuration's unions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Entry:
 class Table:
     title: str
     key: str
-    """Where the choice stands in a YAML; empty for what no recipe reads."""
+    """The key of the choice in a YAML; empty for what no recipe reads."""
     entries: tuple[Entry, ...]
 
     def as_dict(self) -> dict[str, Any]:
@@ -87,7 +87,7 @@ def _entry(section: type[Section], kind: str) -> Entry:
 
 
 def _written(default: Any) -> str:
-    """As a YAML has it."""
+    """A default as a YAML file would say it."""
     if default is PydanticUndefined:
         return "required"
     if default is None or isinstance(default, bool):

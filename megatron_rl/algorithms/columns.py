@@ -30,7 +30,8 @@ class PackedColumns:
     lag_T: Tensor
     """int: versions between the weights that sampled the token and those at the step's start."""
     logp_old_T: Tensor | None = None
-    """None where the step's only update begins with the weights that it would be of: see `Needs`."""
+    """Log-probs at the step's start. None where the loss needs none, or where the step's only update has the same ones
+    itself: see `Needs.logp_old`."""
     logp_ref_T: Tensor | None = None
     mean_weight_T: Tensor | None = None
     """The mean importance weight of the mini-batch, by which each is divided; None is 1."""
@@ -63,7 +64,7 @@ def max_by(owner_T: Tensor, mask_T: Tensor, x_T: Tensor) -> Tensor:
 
 
 def segments(action_mask_T: Tensor, sample_T: Tensor) -> Tensor:
-    """Numbers the runs of actions: a run ends where a forced token, or another sample, interrupts it.
+    """Number the runs of actions: a run ends where a forced token, or another sample, interrupts it.
 
     Returns:
         int64 [T] in [0, T), equal within a run. A token that is no action has the number of the run before it.

@@ -43,7 +43,7 @@ class Metric:
     reduction's identity."""
 
     value: Tensor
-    """0-dim, detached."""
+    """A detached tensor of no dimensions."""
     reduction: Literal["sum", "max", "min"]
 
 
@@ -52,11 +52,11 @@ class Needs:
     """What an objective must be given."""
 
     logp_old: bool = False
-    """`columns.logp_old_T`, log-probs under the weights that the step begins with: a forward pass before the first
-    update. In a step of one update these are the weights of the update too: where `before_update` is False its own
-    log-probs, detached, are the same numbers, and the pass can be left out (`logp_old_T` None)."""
+    """`columns.logp_old_T`, log-probs under the weights that the step begins with, from a forward pass before the first
+    update. A step of one update computes the same log-probs in the update itself. So unless `before_update` is True
+    the pass can be left out there: `logp_old_T` is None, and the objective takes its own log-probs, detached."""
     logp_ref: bool = False
-    """`columns.logp_ref_T`: a forward pass of the reference policy."""
+    """`columns.logp_ref_T`, from a forward pass of the reference policy."""
     entropy: bool = False
     first_pass: bool = False
     """`prepare` wants log-probs and entropies under the weights that the update begins with."""
@@ -65,14 +65,14 @@ class Needs:
 
     @property
     def before_update(self) -> bool:
-        """A mini-batch needs a forward pass of the policy before its update, even where it is the step's only one.
-        Statistics of a sample do not ask for it: a sample lies whole in one micro-batch."""
+        """Whether a mini-batch needs a forward pass of the policy before its update, even if that is the step's only
+        one. Statistics of a sample do not: a sample lies whole in one micro-batch."""
         return self.first_pass or self.logp_old_in_prepare
 
 
 @dataclass(frozen=True, slots=True)
 class FirstPass:
-    """Under the weights that an update begins with; no gradient."""
+    """Log-probs and entropies under the weights that an update begins with; they carry no gradient."""
 
     logp_T: Tensor
     entropy_T: Tensor
@@ -89,7 +89,7 @@ class Objective(Protocol):
         sum_over_ranks: SumOverRanks,
     ) -> list[PackedColumns]:
         """A collective over the data-parallel ranks, before the update: the columns of this rank's micro-batches of
-        one mini-batch, completed."""
+        one mini-batch, with what only the whole mini-batch tells."""
 
     def __call__(
         self,
@@ -106,14 +106,14 @@ class Objective(Protocol):
         """
 
     def conclude(self, metrics: Metrics, on_policy: bool) -> Metrics:
-        """The metrics of a whole mini-batch, from all micro-batches and ranks, completed. It is called before the
-        update changes a weight.
+        """Judge and complete the metrics of a whole mini-batch, from all micro-batches and ranks. It is called on every
+        rank before the update changes a weight.
 
         Args:
             on_policy: the update begins with the weights that the step begins with.
 
         Raises:
-            ValueError: trainer and engine disagree, and the update must not be made.
+            ValueError: trainer and engine disagree about the log-probs, and the update must not be made.
         """
 
 
@@ -123,7 +123,7 @@ class NotFiniteError(ValueError):
     def __init__(self, message: str, sample: int) -> None:
         super().__init__(message)
         self.sample = sample
-        """Its index in the micro-batch."""
+        """The index of the token's sample in the micro-batch."""
 
 
 class PolicyObjective:
@@ -140,7 +140,7 @@ class PolicyObjective:
             share that the bounds changed, and the effective share of the tokens, (sum w)^2 / sum w^2 / N (Kish 1965).
         rejected/...: share that each rule of algorithm.correction.reject takes out.
         masked: share of the tokens without a policy loss, for whatever reason.
-        mismatch/...: see `mismatch`; where pi_old was not computed before the update.
+        mismatch/...: see `mismatch`; reported here if pi_old was not computed before the update.
     """
 
     def __init__(self, cfg: AlgorithmConfig) -> None:
@@ -205,7 +205,8 @@ class PolicyObjective:
         require_finite(columns, given)
 
         def actions(x_T: Tensor) -> Tensor:
-            """Chosen before any arithmetic: a mask multiplied in later turns inf at a padded token into NaN."""
+            """Entries that are no action become 0 before any arithmetic: a mask multiplied in later turns inf at a
+            padded token into NaN."""
             return torch.where(mask_T, x_T, 0.0)
 
         terms = Terms(
@@ -358,8 +359,9 @@ def mismatch(logp_T: Tensor, columns: PackedColumns, num_tokens: int) -> dict[st
 
 
 def disagreement(metrics: Metrics, bound: float) -> str | None:
-    """What is wrong where the mean mismatch exceeds `algorithm.max_mismatch`: engine and trainer hold the same weights,
-    so they must give the same tokens the same log-probs. None where it does not, or where there is no mismatch yet."""
+    """The error message if the mean mismatch exceeds `algorithm.max_mismatch`, else None; also None if the metrics
+    hold no mismatch. Engine and trainer hold the same weights, so they must give the same tokens the same
+    log-probs."""
     seen = metrics.get("mismatch/mean_abs")
     if seen is None or seen <= bound:
         return None

@@ -61,7 +61,7 @@ class ReinforcePlusPlusAdvantage(Section):
 
     kind: Literal["reinforce_plus_plus"] = "reinforce_plus_plus"
     whiten: bool = True
-    """false: the reward as it is."""
+    """false: the advantage is the reward as it is."""
 
 
 class ReinforcePlusPlusBaselineAdvantage(Section):
@@ -141,11 +141,11 @@ class GaeAdvantage(Section):
     kind: Literal["gae"] = "gae"
     gamma: Discount = 1.0
     lam: Lambda = 1.0
-    """Of the policy's advantages."""
+    """The lambda of the policy's advantages."""
     lam_critic: Lambda | None = None
-    """Of the critic's targets (VC-PPO: 1.0 beside lam 0.95); null: lam."""
+    """The lambda of the critic's targets (VC-PPO: 1.0 beside lam 0.95); null: the same as lam."""
     length_adaptive_alpha: PositiveFloat | None = None
-    """Takes the place of lam by 1 - 1 / (alpha n), not below 0 (VAPO: 0.05); null: lam as it is."""
+    """Replaces lam by 1 - 1 / (alpha n), not below 0 (VAPO: alpha 0.05); null: lam is used as it is."""
     whiten: bool = True
     """The policy's advantages are whitened over all action tokens of the batch; false: as the equation gives them."""
 
@@ -241,7 +241,7 @@ class CosineShaping(Section):
     wrong_at_zero: float = -10.0
     wrong_at_max: float = 0.0
     exceeding: float = -10.0
-    """Of an answer of max_tokens or more, right or wrong."""
+    """The reward of an answer of max_tokens or more, right or wrong."""
     correct_threshold: float = 0.5
     """An answer is correct if its verified reward is at least this."""
 
@@ -254,7 +254,7 @@ class RepetitionShaping(Section):
 
     kind: Literal["repetition"] = "repetition"
     ngram_size: PositiveInt = 40
-    """In tokens."""
+    """The length of an n-gram, in tokens."""
     max_penalty: Annotated[float, Field(lt=0)] = -1.0
 
 

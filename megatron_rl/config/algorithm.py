@@ -65,12 +65,12 @@ class GmpoLoss(Section):
 
     kind: Literal["gmpo"] = "gmpo"
     clip_ratio_low: PositiveFloat = 0.4
-    """Of the log-ratio: r is clipped at exp(-clip_ratio_low)."""
+    """The bound of the log-ratio: r is clipped at exp(-clip_ratio_low)."""
     clip_ratio_high: PositiveFloat = 0.4
 
 
 class CispoLoss(Section):
-    """Clipped importance weights, unclipped gradients (MiniMax 2025)."""
+    """CISPO (MiniMax 2025): importance weights are clipped, and no token loses its gradient."""
 
     formula: ClassVar[str] = "-sg(clip(r, 1 - eps_low, 1 + eps_high)) A log pi"
     source: ClassVar[str] = "arXiv:2506.13585"
@@ -78,7 +78,7 @@ class CispoLoss(Section):
 
     kind: Literal["cispo"] = "cispo"
     clip_ratio_low: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """1 is no lower clip, as the paper has it."""
+    """At 1 there is no lower clip, as in the paper."""
     clip_ratio_high: PositiveFloat = 0.2
 
 
@@ -95,7 +95,7 @@ class SapoLoss(Section):
 
 
 class ReinforceLoss(Section):
-    """Policy gradient without ratio (Williams 1992): on policy only, so one update a step."""
+    """The policy gradient without a ratio (Williams 1992). It is right on policy alone: use one update a step."""
 
     formula: ClassVar[str] = "-A log pi"
     source: ClassVar[str] = "Williams 1992, Machine Learning 8"
@@ -105,7 +105,7 @@ class ReinforceLoss(Section):
 
 
 class GpgLoss(Section):
-    """Group policy gradient (Chu et al. 2025): REINFORCE's loss, meant for the advantages of `gpg`."""
+    """Group policy gradient (Chu et al. 2025): it has REINFORCE's loss, and is meant for the advantages of `gpg`."""
 
     formula: ClassVar[str] = "-A log pi"
     source: ClassVar[str] = "arXiv:2504.02546"
@@ -128,7 +128,7 @@ class ClipCovLoss(Section):
     clip_ratio_low: LowerClip = 0.2
     clip_ratio_high: PositiveFloat = 0.2
     share: Share = 2e-4
-    """Of the mini-batch's action tokens, at least one."""
+    """Which share of the mini-batch's action tokens is chosen; at least one token is."""
     cov_low: float = 1.0
     cov_high: float = 5.0
 
@@ -148,7 +148,7 @@ class KlCovLoss(Section):
 
     kind: Literal["kl_cov"] = "kl_cov"
     share: Share = 2e-4
-    """Of the mini-batch's action tokens, at least one."""
+    """Which share of the mini-batch's action tokens is chosen; at least one token is."""
     coef: PositiveFloat = 1.0
 
 
@@ -183,8 +183,8 @@ class DppoKlLoss(Section):
 class DecoupledLoss(Section):
     """Decoupled PPO (Hilton et al. 2022): clip around a proximal policy p, weigh by p over the behaviour policy mu.
 
-    interpolated: log p = log mu + a (log pi - log mu), a = lag / (lag + 1), from the versions of the tokens; saves
-    the forward pass of log pi_old (AReaL's proximal approximation)."""
+    interpolated: log p = log mu + a (log pi - log mu) with a = lag / (lag + 1), from the versions of the tokens. It
+    saves the forward pass for log pi_old (AReaL's proximal approximation)."""
 
     formula: ClassVar[str] = "dual_clip with r = pi / p, times sg(min(p / mu, cap)); mu the engine's policy"
     source: ClassVar[str] = "arXiv:2110.00641, arXiv:2505.24298"
@@ -194,11 +194,11 @@ class DecoupledLoss(Section):
     clip_ratio_low: LowerClip = 0.2
     clip_ratio_high: PositiveFloat = 0.2
     clip_ratio_c: DualClipBound | None = 3.0
-    """As for dual_clip; null is no such bound."""
+    """As for dual_clip; null is without this bound."""
     proximal: Literal["recomputed", "interpolated"] = "recomputed"
-    """recomputed: p is the policy at the step's start."""
+    """recomputed: p is the policy at the step's start. interpolated: see above."""
     cap: Annotated[float, Field(ge=1)] = 5.0
-    """Bound of the weight p / mu."""
+    """The bound of the weight p / mu."""
 
 
 LossConfig = Annotated[
@@ -217,9 +217,9 @@ LossConfig = Annotated[
     Field(discriminator="kind"),
 ]
 SEQUENCE_LOSSES = (GspoLoss, GmpoLoss)
-"""One ratio a sample."""
+"""Losses with one ratio for each sample."""
 BEHAVIOUR_LOSSES = (DppoTvLoss, DppoKlLoss, DecoupledLoss)
-"""Their own weights correct from the engine's policy."""
+"""Losses that weigh by the engine's policy themselves, so that no correction may be added."""
 
 AGGREGATIONS: dict[Aggregation, tuple[str, str]] = {
     "token-mean": ("1 / N, N all action tokens", "DAPO, arXiv:2503.14476"),
@@ -228,11 +228,12 @@ AGGREGATIONS: dict[Aggregation, tuple[str, str]] = {
     "seq-mean-token-sum-norm": ("1 / (S L), L = loss_agg_tokens", "Dr. GRPO, arXiv:2503.20783"),
     "prompt-mean": ("1 / (P n), P all prompts, n the prompt's action tokens", "ScaleRL, arXiv:2510.13786"),
 }
-"""Weight of an action token's loss, and source."""
+"""The weight of an action token's loss, and its source."""
 
 
 Level = Literal["token", "segment", "sequence"]
-"""What is judged as one: a token; a run of actions between forced tokens (a turn, a thought, an answer); a sample."""
+"""What is weighed or judged as one. segment: a run of actions between forced tokens (a turn, a thought, an answer).
+sequence: a sample."""
 
 
 class _Weight(Section):
@@ -241,7 +242,8 @@ class _Weight(Section):
     answer does not collapse."""
     normalise: bool = False
     """The weights are divided by their mean over the mini-batch's action tokens, before any rejection. The mean needs
-    the log-probs of the whole mini-batch before the update: a forward pass of its own."""
+    the log-probs of the whole mini-batch before the update, and so a forward pass even if there is one update a
+    step."""
 
 
 class TruncatedWeight(_Weight):
@@ -298,21 +300,23 @@ class Rejection(Section):
     level: Level
     statistic: Literal["k1", "k2", "k3", "binary_kl"]
     over: Literal["sum", "mean", "max"] | None = None
-    """How the tokens of a segment or a sample become one number; not given for a token. max: one token out of bounds
-    is enough, on either side."""
+    """How the statistics of a segment's or sample's tokens become one number; it is left out for level token. max: one
+    token out of bounds is enough, on either side."""
     low: PositiveFloat | None = None
-    """Of k1 alone: the lowest w (of a token, a product, a geometric mean) that stays."""
+    """For k1 alone: the lowest w that stays. Over a sum w is the product, over a mean the geometric mean of its
+    tokens'."""
     high: PositiveFloat | None = None
-    """The highest statistic that stays; of k1 the highest w."""
+    """The highest statistic that stays; for k1 the highest w."""
     policy: Literal["old", "current"] = "old"
-    """Which policy of the trainer is compared with the engine's: that of the step's start, or that of the update."""
+    """The policy of the trainer that is compared with the engine's: the one at the step's start, or the one that is
+    being updated."""
     only_negative: bool = False
-    """Only tokens with A < 0 are rejected. With policy current, k1, mean and low: DeepSeek-V3.2's off-policy sequence
-    masking, where low is exp(-delta)."""
+    """Only tokens with A < 0 are rejected. Together with level sequence, statistic k1, over mean, policy current and
+    low exp(-delta) it is the off-policy sequence masking of DeepSeek-V3.2."""
 
     @property
     def name(self) -> str:
-        """Of its metric: what is judged, by what, of whom."""
+        """The end of its metric's name, rejected/..."""
         extra = ["current"] * (self.policy == "current") + ["negative"] * self.only_negative
         return "_".join([self.level, *([self.over] if self.over else []), self.statistic, *extra])
 
@@ -336,8 +340,8 @@ class Rejection(Section):
 
 
 class CorrectionConfig(Section):
-    """Importance correction between engine and trainer: weights, rejection, or both. Denominators are counted before:
-    what is rejected leaves numerators only."""
+    """Importance correction between engine and trainer: weights, rejection, or both. Denominators are counted
+    before it: what is rejected leaves numerators only."""
 
     weight: Annotated[WeightConfig | None, default_kind("truncate")] = TruncatedWeight()
     """What the policy loss of a token is multiplied by; null is 1."""
@@ -367,7 +371,7 @@ class CorrectionConfig(Section):
 
 
 def _two_parts(value: Mapping[str, Any]) -> str:
-    """The YAML that says with `weight` and `reject` what these keys of one level mean."""
+    """The YAML that says by `weight` and `reject` what keys directly under correction would mean."""
     reject = []
     if value.get("veto") is not None:
         reject.append(f"{{level: sequence, statistic: k1, over: max, low: {value['veto']}}}")
@@ -401,13 +405,14 @@ class AdaptiveKlCoefficient(Section):
     kind: Literal["adaptive"] = "adaptive"
     initial: PositiveFloat = 0.05
     target: PositiveFloat
-    """Mean KL of an action token."""
+    """The mean KL of an action token that is aimed at."""
     horizon: PositiveInt = 10_000
-    """In samples."""
+    """The number of samples over which the coefficient adapts."""
 
 
 class AdaptiveEntropyCoefficient(Section):
-    """Raised while the entropy is below its target, lowered above it, where it has no effect (He et al. 2025)."""
+    """The coefficient rises while the entropy is below its target. Above the target it falls, and has no effect (He et
+    al. 2025)."""
 
     formula: ClassVar[str] = (
         "c <- c + delta if entropy < target, else max(c - delta, 0); coef = c while entropy <= target"
@@ -417,7 +422,7 @@ class AdaptiveEntropyCoefficient(Section):
     kind: Literal["adaptive"] = "adaptive"
     initial: Annotated[float, Field(ge=0)] = 0.0
     target: PositiveFloat = 0.2
-    """In nats, mean of an action token."""
+    """The mean entropy of an action token that is aimed at, in nats."""
     delta: PositiveFloat = 5e-3
     maximum: PositiveFloat = 0.1
 
@@ -471,12 +476,12 @@ class EntropyConfig(Section):
 
 class AlgorithmConfig(Section):
     shaping: tuple[ShapingConfig, ...] = ()
-    """What the reward becomes in training, in this order; evaluations see the plain reward."""
+    """How the reward is changed for training, in this order; evaluations see the plain reward."""
     adv_estimator: Annotated[AdvantageConfig, default_kind("grpo")] = GrpoAdvantage()
     loss: Annotated[LossConfig, default_kind("dual_clip")] = DualClipLoss()
     loss_agg_mode: Aggregation | None = None
-    """How token losses become one number; the denominators are those of the whole mini-batch. null: as the loss's
-    paper has it (`aggregation` of each loss)."""
+    """How token losses become one number; the denominators are those of the whole mini-batch. null: the one of
+    the loss's paper (`aggregation` in the table of losses)."""
     loss_agg_tokens: PositiveInt | None = None
     """The constant length L of seq-mean-token-sum-norm, for example the longest response."""
     correction: CorrectionConfig | None = CorrectionConfig()
@@ -487,14 +492,16 @@ class AlgorithmConfig(Section):
     """Only this share of the mini-batch's action tokens, those of highest entropy, has a policy loss (Wang et al.
     2025, arXiv:2506.01939: 0.2). 1 is all."""
     drop_zero_signal: bool = True
-    """Groups whose advantages are all 0 leave the step (counted): for most estimators, those with equal rewards."""
+    """Groups whose advantages are all 0 leave the step, and are counted: for most estimators, those with equal
+    rewards."""
     overlong_filter: bool = False
-    """Answers that the length budget cut leave the step (counted), and their rewards stay in the statistics of their
+    """Answers that the length budget cut leave the step, and are counted; their rewards stay in the statistics of their
     groups (DAPO, arXiv:2503.14476, section 3.4: overlong filtering). They leave before the denominators are counted, as
     in the implementations that mask their tokens: the others weigh what they would weigh without them. A thought that
     the thinking budget cut is not overlong if the answer after it ended by itself."""
     updates_per_step: PositiveInt = 1
-    """Mini-batches, one optimizer step each, that a step's samples are split into."""
+    """The number of mini-batches, one optimizer step each, that a step's samples are split into. With one update no
+    forward pass is made before it, unless the loss needs statistics of the whole mini-batch."""
     max_mismatch: Annotated[float, Field(gt=0)] = 1e-2
     """The run stops when mean |logp_old - logp_rollout| exceeds it: the engine does not hold the
     trainer's weights. Seen with tiny models: 2e-7 in fp32, 8e-3 in bf16 (one run): a bf16 run may need more."""
