@@ -180,6 +180,13 @@ def test_supervised_golden():
     [
         ({"loss": {"kind": "dual_clip", "clip_ratio_c": 1.0}}, "greater than 1"),
         ({"loss": {"kind": "gspo"}, "correction": MASKED}, "masks parts of it contradicts"),
+        (
+            {
+                "loss": {"kind": "gmpo"},
+                "correction": {"reject": [{"level": "segment", "statistic": "k2", "over": "sum", "high": 1}]},
+            },
+            "masks parts of it contradicts.*correction.reject, to sequence",
+        ),
         ({"loss": {"kind": "gmpo"}, "top_entropy_share": 0.2}, "top_entropy_share masks single tokens"),
         ({"loss": {"kind": "decoupled"}}, "a correction would do it twice"),
         ({"loss": {"kind": "dppo_kl"}}, "a correction would do it twice"),
