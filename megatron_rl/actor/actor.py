@@ -31,14 +31,14 @@ from megatron_rl.actor.packing import Microbatch, TrainSample, pack
 from megatron_rl.actor.spec import ActorSpec
 from megatron_rl.actor.step import Schedule
 from megatron_rl.algorithms.columns import PackedColumns
-from megatron_rl.algorithms.objective import FirstPass, Metric
+from megatron_rl.algorithms.objective import FirstPass, Metric, NotFiniteError, mismatch
 from megatron_rl.layout import check_parameters, megatron_shards
 from megatron_rl.types import Denominators, Metrics
 
 log = logging.getLogger(__name__)
 
 Minibatches = Sequence[Sequence[Sequence[TrainSample]]]
-"""[minibatch][microbatch][sample]"""
+"""Indexed as [minibatch][microbatch][sample]."""
 
 
 class MegatronActor:
@@ -54,17 +54,18 @@ class MegatronActor:
         if world_size != self.mesh.world_size:
             raise ValueError(f"policy.parallel needs {self.mesh.world_size} ranks, there are {world_size}")
         self.fused_norms = uses_fused_layers(spec.model)
-        """As `layout` means it."""
+        """Whether the layers are Transformer Engine's, which hold norms inside the next linear layer, under other
+        names."""
         self.shards = megatron_shards(spec.shape, self.mesh, rank, self.fused_norms)
         tensor, stage, _ = self.mesh.coordinates(rank)
-        self._speaks = tensor == 0 and stage == self.mesh.pipeline - 1
+        self._reports_metrics = tensor == 0 and stage == self.mesh.pipeline - 1
         """One rank of each data-parallel replica reports its metrics."""
         self._minibatches: list[list[Microbatch]] = []
         self._denominators: list[Denominators] = []
         self._at_start: list[FirstPass] = []
-        """Of the first mini-batch's micro-batches, under the weights that the step begins with; on the last stage."""
+        """What the pass for logp_old gave for the first mini-batch's micro-batches, on the last pipeline stage."""
         self._reference: dict[str, Tensor] = {}
-        """The reference policy's weights, on the CPU, where the objective needs it."""
+        """The reference policy's weights, kept on the CPU; empty where the objective needs none."""
 
         platform.start(rank, world_size, init_method)
         self.agreement = Agreement()
@@ -101,18 +102,20 @@ class MegatronActor:
         policy and its reference at the step's start.
 
         Args:
-            minibatches: one optimizer step each. Every rank has the same number of micro-batches in a step;
+            minibatches: each is one optimizer step. Every rank has the same number of micro-batches in a step;
                 some may be empty.
-            denominators: one a minibatch.
-            alignment: every sequence is padded to a multiple of it: of TP, with sequence parallelism.
+            denominators: one for each mini-batch.
+            alignment: every sequence is padded to a multiple of it. With sequence parallelism, TP must divide it.
+
+        A step of one update needs no pass for logp_old (`Needs.logp_old`): `update` computes the same log-probs.
 
         Returns:
-            Where logp_old is computed, the mismatch of trainer and engine over all ranks' action tokens:
-            mean and largest |logp_old - logp_rollout|, and k3 = r - 1 - log r with r = pi_old / pi_rollout.
+            The mismatch of trainer and engine over all ranks' action tokens (`objective.mismatch`), if logp_old is
+            computed here. If not, nothing is returned, and the first update reports the mismatch.
 
         Raises:
-            ValueError: a sample that is malformed or holds a token outside the vocabulary, by name; an
-                alignment that sequence parallelism does not allow.
+            ValueError: a sample is malformed or holds a token outside the vocabulary (the error names it), or
+                sequence parallelism does not allow the alignment.
         """
         assert len(minibatches) == len(denominators)
         with self.agreement.on_errors():
@@ -126,7 +129,7 @@ class MegatronActor:
         if needs.logp_ref:
             with self._as_reference():
                 self._keep("logp_ref_T", self._forward_all())
-        if not needs.logp_old:
+        if not needs.logp_old or (len(minibatches) == 1 and not needs.before_update):
             return {}
         passes = self._forward_all()
         self._at_start = passes[: len(self._minibatches[0])]
@@ -134,7 +137,7 @@ class MegatronActor:
         return self._describe_mismatch()
 
     def keep_reference(self) -> None:
-        """The weights of now become those of the reference policy, where the objective needs one."""
+        """Keep today's weights as those of the reference policy, if the objective needs one."""
         if self.spec.objective.needs.logp_ref:
             self._reference = {name: parameter.detach().cpu().clone() for name, parameter in self.parameters().items()}
 
@@ -142,17 +145,17 @@ class MegatronActor:
         """One optimizer step on a minibatch given to `begin`.
 
         Args:
-            coefficients: of the objective's terms; the same on all ranks.
+            coefficients: what the objective's terms are multiplied by; the same on all ranks.
 
         Returns:
             What the objective reports, and `loss`, `grad_norm` (before clipping) and `lr`.
 
         Raises:
-            ValueError: a log-prob, the loss or the gradient is not finite, with the samples' names. No weight
-                has changed.
+            ValueError: a log-prob, the loss or the gradient is not finite, with the samples' names; or trainer and
+                engine disagree about the log-probs at the step's start. No weight has changed.
         """
         microbatches, denominators = self._minibatches[minibatch], self._denominators[minibatch]
-        columns, whole = self._prepare(minibatch)
+        columns = self._prepare(minibatch)
         problems: list[str] = []
 
         def loss(i: int, logp_T: Tensor, entropy_T: Tensor | None) -> tuple[Tensor, dict[str, Metric]]:
@@ -161,18 +164,19 @@ class MegatronActor:
                 return logp_T.sum() * 0.0, {}
             try:
                 return self.spec.objective(logp_T, entropy_T, columns[i], denominators, coefficients)
-            except ValueError as error:
+            except NotFiniteError as error:
                 # The other ranks wait in the schedule: it is finished first, then all raise together.
-                problems.append(f"{_first_broken(batch.names, columns[i], logp_T)}: {error}")
+                problems.append(f"sample {batch.names[error.sample]}: {error}")
                 return logp_T.sum() * 0.0, {}
 
         with platform.running():
             self.model.zero_grad_buffer()
             self.optimizer.zero_grad()
             reports = self._schedule.run(microbatches, loss)
-            metrics = self.agreement.reduce([*reports, whole] if self._speaks else [], problems)
+            metrics = self.agreement.reduce(reports if self._reports_metrics else [], problems)
+            metrics = self.spec.objective.conclude(metrics, on_policy=minibatch == 0)  # raises on all ranks or on none
             grad_norm = gradient_norm(self.optimizer)
-            if not math.isfinite(grad_norm):  # on every rank alike
+            if not math.isfinite(grad_norm):  # all ranks have the same norm
                 self.agreement.require_none([self._describe_gradients(grad_norm, microbatches)])
             self.scheduler.step(1)
             apply_gradients(self.optimizer, grad_norm)
@@ -191,7 +195,7 @@ class MegatronActor:
         """Restore what `save` wrote and return its `extra`; the run goes on bit for bit (on a CPU).
 
         Raises:
-            ValueError: the folder is missing or damaged, or of another mesh or model.
+            ValueError: the folder is missing or damaged, or another mesh or model wrote it.
         """
         saved, extra = checkpoint.load(Path(folder), self._identity(), self.agreement)
         state.restore(saved, self.model, self.optimizer, self.scheduler)
@@ -221,7 +225,8 @@ class MegatronActor:
             )
 
     def _forward_all(self) -> list[FirstPass]:
-        """Log-probs and entropies of all micro-batches under the weights of now, on the last stage, else nothing."""
+        """Log-probs and entropies of all micro-batches under the present weights; the last pipeline stage alone has
+        them."""
         return self._forward([batch for minibatch in self._minibatches for batch in minibatch])
 
     def _forward(self, microbatches: Sequence[Microbatch]) -> list[FirstPass]:
@@ -242,8 +247,8 @@ class MegatronActor:
 
     @contextmanager
     def _as_reference(self) -> Iterator[None]:
-        """The model has the reference's weights inside the block, and its own, bit for bit, after it. They change
-        places one by one, so that the device holds one tensor twice at most."""
+        """The model has the reference's weights inside the block, and its own, bit for bit, after it. The tensors
+        change places one by one, so that the device never holds more than one of them twice."""
 
         def exchange() -> None:
             with torch.no_grad():
@@ -258,8 +263,8 @@ class MegatronActor:
         finally:
             exchange()
 
-    def _prepare(self, minibatch: int) -> tuple[list[PackedColumns], dict[str, Metric]]:
-        """The columns as the objective completes them, and its metrics of the whole mini-batch."""
+    def _prepare(self, minibatch: int) -> list[PackedColumns]:
+        """The columns of this rank's micro-batches, with what the objective adds to them."""
         microbatches, objective = self._minibatches[minibatch], self.spec.objective
         first_pass = None
         if objective.needs.first_pass:
@@ -268,26 +273,19 @@ class MegatronActor:
             first_pass = self._at_start if known else self._forward(microbatches)
         columns = [batch.columns for batch in microbatches]
         if not parallel_state.is_pipeline_last_stage():
-            return columns, {}
+            return columns
 
         def sum_over_ranks(x: Tensor) -> Tensor:
             dist.all_reduce(x, group=parallel_state.get_data_parallel_group())
             return x
 
-        columns, whole = objective.prepare(columns, first_pass, self._denominators[minibatch], sum_over_ranks)
-        return columns, {name: Metric(torch.tensor(value), "max") for name, value in whole.items()}
+        return objective.prepare(columns, first_pass, self._denominators[minibatch], sum_over_ranks)
 
     def _describe_mismatch(self) -> Metrics:
-        batches = [batch for minibatch in self._minibatches for batch in minibatch if batch.names]
-        sums = self.agreement.reduce([_mismatch(batch.columns) for batch in batches] if self._speaks else [])
-        num_actions = sums.get("num", 0.0)
-        if not num_actions:
-            return {}
-        return {
-            "mismatch/mean_abs": sums["abs"] / num_actions,
-            "mismatch/max_abs": sums["max_abs"],
-            "mismatch/k3": sums["k3"] / num_actions,
-        }
+        num_tokens = sum(denominators.num_tokens for denominators in self._denominators)
+        columns = [batch.columns for minibatch in self._minibatches for batch in minibatch if batch.names]
+        reports = [mismatch(c.logp_old_T, c, num_tokens) for c in columns] if self._reports_metrics else []
+        return self.agreement.reduce(reports)
 
     def _describe_gradients(self, grad_norm: float, microbatches: Sequence[Microbatch]) -> str:
         parameters = self.model.named_parameters()
@@ -308,25 +306,3 @@ class MegatronActor:
             "dtype": self.spec.model.dtype,
             "layers": "Transformer Engine" if self.fused_norms else "local",
         }
-
-
-def _first_broken(names: Sequence[str], columns: PackedColumns, logp_T: Tensor) -> str:
-    """The sample of the first action with a number that is not finite."""
-    given = [logp_T.detach(), columns.logp_rollout_T, columns.advantage_T]
-    given += [x_T for x_T in (columns.logp_old_T, columns.logp_ref_T) if x_T is not None]
-    broken = (columns.action_mask_T & ~torch.stack(given).isfinite().all(0)).nonzero()
-    if not len(broken):
-        return f"samples {', '.join(names)}"
-    return f"sample {names[int(columns.sample_T[broken[0]])]}"
-
-
-def _mismatch(columns: PackedColumns) -> dict[str, Metric]:
-    """Over the actions of one micro-batch: their number, the sums of |log r| and k3, the largest |log r|."""
-    log_ratio = (columns.logp_old_T - columns.logp_rollout_T)[columns.action_mask_T].double()
-    largest = log_ratio.abs().max() if len(log_ratio) else log_ratio.new_zeros(())
-    return {
-        "num": Metric(log_ratio.new_tensor(len(log_ratio)), "sum"),
-        "abs": Metric(log_ratio.abs().sum(), "sum"),
-        "k3": Metric((torch.expm1(log_ratio) - log_ratio).sum(), "sum"),
-        "max_abs": Metric(largest, "max"),
-    }

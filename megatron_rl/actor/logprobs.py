@@ -23,8 +23,9 @@ from megatron_rl.algorithms.logprobs import VocabularyShard
 
 
 class OutputLayer(ColumnParallelLinear):
-    """Megatron's parameter with its name, initialisation and marks; what goes out are the inputs of its matrix
-    product, [T, 1, H] of all the row's tokens. Their gradients are summed over the tensor-parallel ranks here."""
+    """It keeps Megatron's parameter with its name, initialisation and marks, but returns the inputs of the matrix
+    product, [T, 1, H] of all the row's tokens. The gradients of these are summed over the tensor-parallel ranks
+    here."""
 
     def forward(self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None):
         if self.sequence_parallel:
@@ -33,7 +34,7 @@ class OutputLayer(ColumnParallelLinear):
 
 
 def output_weight(gpt: GPTModel) -> Tensor:
-    """[V, H], on the last pipeline stage; tied to the embedding it is the embedding's, or this stage's copy."""
+    """The weight [V, H], on the last pipeline stage; if it is tied, the embedding's or this stage's copy of that."""
     if gpt.share_embeddings_and_output_weights:
         return gpt.shared_embedding_or_output_weight()
     return gpt.output_layer.weight

@@ -29,8 +29,8 @@ from megatron_rl.algorithms.logprobs import token_logprobs
 from megatron_rl.types import ModelShape
 
 MicrobatchLoss = Callable[[int, Tensor, Tensor | None], tuple[Tensor, Any]]
-"""(index of the micro-batch, logp_T, entropy_T) -> (its share of the loss, anything to return). Both are 0 where the
-target is no action; entropy_T is None unless the schedule computes it."""
+"""(index of the micro-batch, logp_T, entropy_T) -> (its share of the loss, anything to return). logp_T and entropy_T
+are 0 where the target is no action; entropy_T is None unless the schedule computes it."""
 
 
 def finalize(model: list, num_tokens: Tensor | None = None, **groups) -> None:
@@ -45,11 +45,12 @@ class Schedule:
         model.config.finalize_model_grads_func = finalize
         model.config.no_sync_func = model.no_sync
         self.fused = model.config.apply_rope_fusion
-        """The layers are Transformer Engine's."""
+        """True where the layers are Transformer Engine's."""
         self._run = get_forward_backward_func()
 
     def run(self, microbatches: Sequence[Microbatch], loss: MicrobatchLoss, forward_only: bool = False) -> list[Any]:
-        """What `loss` returned for each micro-batch on the last pipeline stage, an empty list elsewhere."""
+        """Returns what `loss` returned for each micro-batch. The last pipeline stage alone has it; others get an empty
+        list."""
         assert microbatches
 
         def forward_step(indices: Iterator[int], model) -> tuple[Tensor, Callable]:
@@ -71,7 +72,7 @@ class Schedule:
             data_iterator=iter(range(len(microbatches))),
             model=[self.model],
             num_microbatches=len(microbatches),
-            seq_length=len(microbatches[0].ids_T),  # not used: lengths vary, stages exchange shapes
+            seq_length=len(microbatches[0].ids_T),  # Megatron does not use it: lengths vary, and stages exchange shapes
             micro_batch_size=1,
             forward_only=forward_only,
         )

@@ -6,7 +6,13 @@ from megatron_rl.algorithms.advantages import estimate_advantages
 from megatron_rl.algorithms.aggregation import loss_weights
 from megatron_rl.algorithms.coefficients import Coefficients
 from megatron_rl.algorithms.columns import PackedColumns
-from megatron_rl.algorithms.objective import Metric, Objective, PolicyObjective, SupervisedObjective
+from megatron_rl.algorithms.objective import (
+    Metric,
+    Objective,
+    PolicyObjective,
+    SupervisedObjective,
+    disagreement,
+)
 
 __all__ = [
     "Coefficients",
@@ -15,6 +21,7 @@ __all__ = [
     "PackedColumns",
     "PolicyObjective",
     "SupervisedObjective",
+    "disagreement",
     "estimate_advantages",
     "loss_weights",
 ]

@@ -40,8 +40,8 @@ from megatron_rl.types import Batch, Metrics
 
 ESTIMATORS: dict[type, Callable[[AlgorithmConfig, Batch], np.ndarray]] = {
     GrpoAdvantage: lambda cfg, b: grpo(b.rewards, b.group_of, cfg.adv_estimator.std),
-    RlooAdvantage: lambda cfg, b: rloo(b.rewards, b.group_of),
-    ReinforcePlusPlusAdvantage: lambda cfg, b: reinforce_plus_plus(b.rewards, b.num_actions),
+    RlooAdvantage: lambda cfg, b: rloo(b.rewards, b.group_of, cfg.adv_estimator.std),
+    ReinforcePlusPlusAdvantage: lambda cfg, b: reinforce_plus_plus(b.rewards, b.num_actions, cfg.adv_estimator.whiten),
     ReinforcePlusPlusBaselineAdvantage: lambda cfg, b: reinforce_plus_plus_baseline(
         b.rewards, b.group_of, b.num_actions
     ),
@@ -61,8 +61,9 @@ FEEDS = {"greedy_reward": ("greedy_rewards",), "reward_parts": ("reward_parts", 
 def estimate_advantages(batch: Batch, cfg: AlgorithmConfig) -> Metrics:
     """Fill `batch.advantages` and switch off in `batch.active` what carries no gradient.
 
-    Abstentions become inactive; so do zero-signal groups with `cfg.drop_zero_signal`. A sample that was
-    inactive before stays so, but counts in its group's baseline.
+    Abstentions become inactive; so do zero-signal groups with `cfg.drop_zero_signal`, and answers that the length
+    budget cut with `cfg.overlong_filter`. These, and samples that were inactive before, count in their groups'
+    statistics all the same.
 
     Returns:
         reward/mean: over the scored samples, NaN when there is none.
@@ -70,6 +71,7 @@ def estimate_advantages(batch: Batch, cfg: AlgorithmConfig) -> Metrics:
         groups/zero_signal: groups with a score whose advantages are all 0. For a group-relative estimator: those
             whose scores are all equal.
         samples/abstained: samples without a reward, or without the greedy reward that the estimator needs.
+        samples/overlong: scored samples that the overlong filter takes out; 0 without it.
         samples/active: samples that carry a gradient.
 
     Raises:
@@ -87,7 +89,10 @@ def estimate_advantages(batch: Batch, cfg: AlgorithmConfig) -> Metrics:
     active = batch.active & scored
     if cfg.drop_zero_signal:
         active &= has_signal_G[group_of]
-    batch.active = active
+    overlong = np.zeros(len(rewards), bool)
+    if cfg.overlong_filter:
+        overlong = scored & np.array([s.finish == "length" for group in batch.groups for s in group.samples], bool)
+    batch.active = active & ~overlong
     _, std_G, spread_G = group_statistics(rewards, group_of)
     any_reward = bool((spread_G >= 0).any())
     return {
@@ -95,7 +100,8 @@ def estimate_advantages(batch: Batch, cfg: AlgorithmConfig) -> Metrics:
         "reward/std": float(std_G[spread_G >= 0].mean()) if any_reward else float("nan"),
         "groups/zero_signal": float((has_score_G & ~has_signal_G).sum()),
         "samples/abstained": float((~scored).sum()),
-        "samples/active": float(active.sum()),
+        "samples/overlong": float(overlong.sum()),
+        "samples/active": float(batch.active.sum()),
     }
 
 

@@ -1,4 +1,4 @@
-"""What exists, from the configuration's unions: the tables of `tools/algorithms.py` and of this room's README."""
+"""The tables of `tools/algorithms.py` and of this room's README, made from the configuration's unions."""
 
 from __future__ import annotations
 
@@ -24,14 +24,11 @@ class Entry:
 class Table:
     title: str
     key: str
-    """Where the choice stands in a YAML; empty for what no recipe reads."""
+    """The key of the choice in a YAML; empty for what no recipe reads."""
     entries: tuple[Entry, ...]
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
-
-
-KL_SOURCE = 'Schulman 2020, "Approximating KL divergence"'
 
 
 def tables() -> list[Table]:
@@ -44,11 +41,16 @@ def tables() -> list[Table]:
             "algorithm.loss_agg_mode",
             tuple(Entry(mode, *row) for mode, row in algorithm.AGGREGATIONS.items()),
         ),
-        Table("Importance correction", "algorithm.correction", _union(algorithm.CorrectionConfig)),
+        Table("Importance weights", "algorithm.correction.weight", _union(algorithm.WeightConfig)),
+        Table(
+            "Rejection: what is out of bounds",
+            "algorithm.correction.reject, statistic",
+            tuple(Entry(name, *row) for name, row in algorithm.STATISTICS.items()),
+        ),
         Table(
             "KL to the reference",
             "algorithm.kl.estimator",
-            tuple(Entry(name, formula, KL_SOURCE) for name, formula in algorithm.KL_ESTIMATORS.items()),
+            tuple(Entry(name, formula, algorithm.SCHULMAN) for name, formula in algorithm.KL_ESTIMATORS.items()),
         ),
         Table(
             "Coefficients that adapt",
@@ -78,13 +80,14 @@ def _union(annotation: Any) -> tuple[Entry, ...]:
 
 
 def _entry(section: type[Section], kind: str) -> Entry:
-    fields = {name: field.default for name, field in section.model_fields.items() if name != "kind"}
+    fields = {"aggregation": section.aggregation} if hasattr(section, "aggregation") else {}
+    fields |= {name: field.default for name, field in section.model_fields.items() if name != "kind"}
     shown = (f"{name} {_written(default)}" for name, default in fields.items())
     return Entry(kind, section.formula, section.source, ", ".join(shown))
 
 
 def _written(default: Any) -> str:
-    """As a YAML has it."""
+    """A default as a YAML file would say it."""
     if default is PydanticUndefined:
         return "required"
     if default is None or isinstance(default, bool):

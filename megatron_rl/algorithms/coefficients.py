@@ -55,7 +55,8 @@ class Coefficients:
         return {name: getattr(self, name) for name, section in configured.items() if section}
 
     def adapt(self, metrics: Metrics, num_samples: int) -> None:
-        """After a step with these metrics (`kl`, `entropy`: means over action tokens) and so many samples."""
+        """Move the coefficients after a step of `num_samples` samples with these metrics (`kl` and `entropy` are means
+        over action tokens)."""
         if self._adaptive_kl:
             self.kl = adapted_kl(self.kl, metrics["kl"], num_samples, self._adaptive_kl)
         if self._adaptive_entropy:

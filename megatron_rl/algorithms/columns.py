@@ -30,9 +30,11 @@ class PackedColumns:
     lag_T: Tensor
     """int: versions between the weights that sampled the token and those at the step's start."""
     logp_old_T: Tensor | None = None
+    """Log-probs at the step's start. None where the loss needs none, or where the step's only update has the same ones
+    itself: see `Needs.logp_old`."""
     logp_ref_T: Tensor | None = None
-    correction_T: Tensor | None = None
-    """Importance weight between engine and trainer; None is 1."""
+    mean_weight_T: Tensor | None = None
+    """The mean importance weight of the mini-batch, by which each is divided; None is 1."""
     selected_T: Tensor | None = None
     """bool: tokens that the loss singles out over the whole mini-batch (Clip-Cov, KL-Cov)."""
     high_entropy_T: Tensor | None = None
@@ -55,8 +57,14 @@ def mean_by(owner_T: Tensor, mask_T: Tensor, x_T: Tensor) -> Tensor:
     return sum_by(owner_T, torch.where(mask_T, x_T, 0.0)) / count_T.clamp(min=1)
 
 
+def max_by(owner_T: Tensor, mask_T: Tensor, x_T: Tensor) -> Tensor:
+    """For every token the largest x of its owner's action tokens; -inf where the owner has none."""
+    masked_T = torch.where(mask_T, x_T, -torch.inf)
+    return torch.full_like(masked_T, -torch.inf).scatter_reduce(0, owner_T, masked_T, "amax")[owner_T]
+
+
 def segments(action_mask_T: Tensor, sample_T: Tensor) -> Tensor:
-    """Numbers the runs of actions: a run ends where a forced token, or another sample, interrupts it.
+    """Number the runs of actions: a run ends where a forced token, or another sample, interrupts it.
 
     Returns:
         int64 [T] in [0, T), equal within a run. A token that is no action has the number of the run before it.

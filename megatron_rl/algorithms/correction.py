@@ -1,99 +1,105 @@
-"""Importance correction between the engine that sampled and the trainer that learns.
+"""Importance correction between the engine that sampled and the trainer that learns: weights and rejection.
 
-Invariants: weights carry no gradient and are 1 where both agree; a sample's or segment's ratio is a geometric mean,
-so it does not collapse with length; what is masked leaves numerators only.
+w = pi_old / pi_engine of a token. Invariants: weights carry no gradient and are 1 where both agree; a sample's or
+segment's weight is of the geometric mean of w, so it does not collapse with length; what is rejected leaves numerators
+only. A sample lies whole in one micro-batch, so all of this is computed there; only the mean of the weights over the
+mini-batch (`normalise`) is known no earlier than all its micro-batches are.
 
 Shape letters: T packed tokens of one micro-batch.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from megatron_rl.algorithms.columns import PackedColumns, mean_by, segments, sum_by
-from megatron_rl.algorithms.losses.terms import log_ratio
+from megatron_rl.algorithms.columns import PackedColumns, max_by, mean_by, segments, sum_by
+from megatron_rl.algorithms.losses.dppo import binary_kl
+from megatron_rl.algorithms.losses.terms import Terms, bounded_exp
 from megatron_rl.algorithms.whitening import SumOverRanks
-from megatron_rl.config.algorithm import ClippedCorrection, CorrectionConfig, TruncatedCorrection
-from megatron_rl.types import Metrics
+from megatron_rl.config.algorithm import ClippedWeight, Rejection, TruncatedWeight, WeightConfig
 
 
-def shared_log_ratio(log_ratio_T: Tensor, level: str, mask_T: Tensor, sample_T: Tensor) -> Tensor:
-    """The log-ratio that each token is weighed by: its own, or the mean over the actions of its segment or sample."""
-    if level == "token":
-        return log_ratio_T
-    owner_T = sample_T if level == "sequence" else segments(mask_T, sample_T)
-    return mean_by(owner_T, mask_T, log_ratio_T)
-
-
-def bounded_weight(ratio_T: Tensor, cfg: CorrectionConfig) -> tuple[Tensor, Tensor]:
-    """The weight of each ratio by the config's mode, and where the mode changed it (bool)."""
-    if isinstance(cfg, TruncatedCorrection):
-        return ratio_T.clamp(max=cfg.cap), ratio_T > cfg.cap
-    outside_T = (ratio_T < cfg.low) | (ratio_T > cfg.high)
-    if isinstance(cfg, ClippedCorrection):
-        return ratio_T.clamp(cfg.low, cfg.high), outside_T
-    return torch.where(outside_T, 0.0, ratio_T), outside_T
-
-
-def correction_weight(
-    logp_old_T: Tensor, logp_rollout_T: Tensor, mask_T: Tensor, sample_T: Tensor, cfg: CorrectionConfig
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Weight of each action token before normalisation.
+def importance_weight(log_w_T: Tensor, mask_T: Tensor, sample_T: Tensor, cfg: WeightConfig) -> tuple[Tensor, Tensor]:
+    """The weight of each action token before normalisation.
 
     Args:
-        logp_old_T, logp_rollout_T: finite where the mask is True.
+        log_w_T: log pi_old - log pi_engine, finite where the mask is True.
 
     Returns:
-        weight_T, detached, 0 where the mask is False; where the mode bounded it; where the veto removed its sample.
+        weight_T: detached, 0 where the mask is False.
+        bounded_T: bool, the action tokens whose weight the bounds changed.
     """
-    log_ratio_T = torch.where(mask_T, log_ratio(logp_old_T.detach(), logp_rollout_T), 0.0)
-    shared_T = shared_log_ratio(log_ratio_T, cfg.level, mask_T, sample_T)
-    weight_T, bounded_T = bounded_weight(shared_T.exp(), cfg)
-    vetoed_T = torch.zeros_like(mask_T)
-    if cfg.veto is not None:
-        impossible_T = mask_T & (log_ratio_T.exp() < cfg.veto)
-        vetoed_T = mask_T & (sum_by(sample_T, impossible_T.long()) > 0)
-    return torch.where(mask_T & ~vetoed_T, weight_T, 0.0), mask_T & bounded_T, vetoed_T
+    log_w_T = log_w_T.detach()
+    if cfg.level != "token":
+        log_w_T = mean_by(_owner(cfg.level, mask_T, sample_T), mask_T, log_w_T)
+    ratio_T = bounded_exp(log_w_T)
+    if isinstance(cfg, TruncatedWeight):
+        weight_T, bounded_T = ratio_T.clamp(max=cfg.cap), ratio_T > cfg.cap
+    else:
+        bounded_T = (ratio_T < cfg.low) | (ratio_T > cfg.high)
+        clips = isinstance(cfg, ClippedWeight)
+        weight_T = ratio_T.clamp(cfg.low, cfg.high) if clips else torch.where(bounded_T, 0.0, ratio_T)
+    return torch.where(mask_T, weight_T, 0.0), mask_T & bounded_T
 
 
-def correct(
-    columns: Sequence[PackedColumns], num_tokens: int, cfg: CorrectionConfig, sum_over_ranks: SumOverRanks
-) -> tuple[list[Tensor], Metrics]:
-    """Weights of a mini-batch: normalised over all its micro-batches on all ranks when the config says so.
-
-    Args:
-        num_tokens: the mini-batch's action tokens, on all ranks.
-
-    Returns:
-        correction_T of each micro-batch; correction/mean, /bounded, /masked (shares and means of the action
-        tokens, before normalisation) and /ess, Kish's effective sample size (sum w)^2 / sum w^2 over num_tokens.
-    """
-    weights, totals = [], torch.zeros(4, dtype=torch.float64, device=columns[0].action_mask_T.device)
+def mean_weight(
+    columns: Sequence[PackedColumns], num_tokens: int, cfg: WeightConfig, sum_over_ranks: SumOverRanks
+) -> float:
+    """Mean weight of a mini-batch's action tokens, `num_tokens` on all ranks, before any rejection; 1 where all
+    weights are 0."""
+    total = torch.zeros((), dtype=torch.float64, device=columns[0].action_mask_T.device)
     for c in columns:
-        weight_T, bounded_T, _ = correction_weight(c.logp_old_T, c.logp_rollout_T, c.action_mask_T, c.sample_T, cfg)
-        masked_T = c.action_mask_T & (weight_T == 0)
-        sums = (weight_T.double().sum(), weight_T.double().square().sum(), bounded_T.sum(), masked_T.sum())
-        totals += torch.stack([x.double() for x in sums])
-        weights.append(weight_T)
-    total, squares, bounded, masked = sum_over_ranks(totals).tolist()
-    if cfg.normalise and total > 0:
-        weights = [weight_T * (num_tokens / total) for weight_T in weights]
-    return weights, {
-        "correction/mean": total / num_tokens,
-        "correction/bounded": bounded / num_tokens,
-        "correction/masked": masked / num_tokens,
-        "correction/ess": total**2 / squares / num_tokens if squares else 0.0,
-    }
+        log_w_T = torch.where(c.action_mask_T, c.logp_old_T - c.logp_rollout_T, 0.0)
+        weight_T, _ = importance_weight(log_w_T, c.action_mask_T, c.sample_T, cfg)
+        total += weight_T.double().sum()
+    return float(sum_over_ranks(total)) / max(num_tokens, 1) or 1.0
 
 
-def off_policy_mask(
-    logp_T: Tensor, logp_rollout_T: Tensor, advantage_T: Tensor, mask_T: Tensor, sample_T: Tensor, bound: float
-) -> Tensor:
-    """True where a token stays: not in a sample with A < 0 whose mean log(pi_engine / pi) over its actions exceeds the
-    bound (DeepSeek-AI 2025, DeepSeek-V3.2: off-policy sequence masking). Such an answer is one that today's policy
-    would hardly give: pushing it down further teaches nothing and destabilises."""
-    drift_T = mean_by(sample_T, mask_T, log_ratio(logp_rollout_T, logp_T.detach()))
-    return ~((advantage_T < 0) & (drift_T > bound))
+def rejected(terms: Terms, rule: Rejection) -> Tensor:
+    """bool [T]: the action tokens that a rule takes out of the policy loss. `terms.anchor_T` is log pi_old."""
+    logp_T = terms.anchor_T if rule.policy == "old" else terms.logp_T.detach()
+    excess_T = torch.zeros_like(terms.mask_T)
+    for statistic_T, bound in _bounded_statistics(rule, logp_T, terms.logp_rollout_T):
+        excess_T |= _over(rule, statistic_T, terms.mask_T, terms.sample_T) > bound
+    if rule.only_negative:
+        excess_T &= terms.advantage_T < 0
+    return terms.mask_T & excess_T
+
+
+def _bounded_statistics(rule: Rejection, logp_T: Tensor, logp_rollout_T: Tensor) -> list[tuple[Tensor, float]]:
+    """Statistics of each token with the largest value that stays. k1 has two, one for each of its bounds."""
+    log_w_T = logp_T - logp_rollout_T
+    match rule.statistic:
+        case "k1":
+            below = [] if rule.low is None else [(-log_w_T, -math.log(rule.low))]
+            above = [] if rule.high is None else [(log_w_T, math.log(rule.high))]
+            return below + above
+        case "k2":
+            statistic_T = log_w_T.square() / 2
+        case "k3":
+            statistic_T = bounded_exp(log_w_T) - 1 - log_w_T
+        case "binary_kl":
+            statistic_T = torch.maximum(binary_kl(logp_T, logp_rollout_T), binary_kl(logp_rollout_T, logp_T))
+    return [(statistic_T, rule.high)]
+
+
+def _over(rule: Rejection, statistic_T: Tensor, mask_T: Tensor, sample_T: Tensor) -> Tensor:
+    """The statistic of what a token is judged with: itself, its segment or its sample."""
+    if rule.level == "token":
+        return statistic_T
+    owner_T = _owner(rule.level, mask_T, sample_T)
+    match rule.over:
+        case "sum":
+            return sum_by(owner_T, torch.where(mask_T, statistic_T, 0.0))
+        case "mean":
+            return mean_by(owner_T, mask_T, statistic_T)
+        case "max":
+            return max_by(owner_T, mask_T, statistic_T)
+
+
+def _owner(level: str, mask_T: Tensor, sample_T: Tensor) -> Tensor:
+    return sample_T if level == "sequence" else segments(mask_T, sample_T)

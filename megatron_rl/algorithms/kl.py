@@ -1,7 +1,8 @@
 """Estimates of KL(pi || pi_ref) from one sampled token each (Schulman 2020, "Approximating KL divergence").
 
-Invariant: with straight-through, the value is the estimator's and the gradient is k2's, d grad log pi: on policy
-its expectation is the gradient of the true KL, which neither k1's nor k3's is.
+Invariants: with straight-through, the value is the estimator's and the gradient is k2's, d grad log pi: on policy
+its expectation is the gradient of the true KL, which neither k1's nor k3's is. Only what is exponentiated is bounded:
+k1, k2 and abs pull a far token back as a near one.
 
 Shape letters: T packed tokens.
 """
@@ -11,18 +12,24 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_rl.algorithms.losses.terms import log_ratio
+from megatron_rl.algorithms.losses.terms import MAX_LOG_RATIO
+from megatron_rl.config.algorithm import KlConfig
 
 
-def kl_estimate(logp_T: Tensor, logp_ref_T: Tensor, estimator: str, straight_through: bool = False) -> Tensor:
-    """Per token, d = log pi - log pi_ref, clamped to +-20.
+def kl_estimate(
+    logp_T: Tensor, logp_ref_T: Tensor, estimator: str, straight_through: bool = False, cap: float | None = None
+) -> Tensor:
+    """Per token, with d = log pi - log pi_ref.
 
     Args:
         estimator: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d, abs = |d|.
+        straight_through: the gradient is k2's, d, also where the value of k3 is bounded.
+        cap: the largest value of k3; a token above it has the gradient 0. None is no cap: k3 then stays at its value
+            at d = -20 below that, with the gradient 0, because its exponential must be finite in fp32.
 
     Example: pi = .5, pi_ref = .25, d = log 2: k1 .693, k2 .240, k3 .193, abs .693.
     """
-    d_T = log_ratio(logp_T, logp_ref_T)
+    d_T = logp_T - logp_ref_T
     k2_T = d_T.square() / 2
     match estimator:
         case "k1":
@@ -30,7 +37,9 @@ def kl_estimate(logp_T: Tensor, logp_ref_T: Tensor, estimator: str, straight_thr
         case "k2":
             value_T = k2_T
         case "k3":
-            value_T = torch.expm1(-d_T) + d_T
+            bounded_T = d_T.clamp(min=-MAX_LOG_RATIO)
+            value_T = torch.expm1(-bounded_T) + bounded_T
+            value_T = value_T if cap is None else value_T.clamp(max=cap)
         case "abs":
             value_T = d_T.abs()
         case _:
@@ -38,6 +47,6 @@ def kl_estimate(logp_T: Tensor, logp_ref_T: Tensor, estimator: str, straight_thr
     return value_T.detach() + k2_T - k2_T.detach() if straight_through else value_T
 
 
-def kl_in_reward(reward_T: Tensor, logp_T: Tensor, logp_ref_T: Tensor, estimator: str, coefficient: float) -> Tensor:
+def kl_in_reward(reward_T: Tensor, logp_T: Tensor, logp_ref_T: Tensor, cfg: KlConfig, coefficient: float) -> Tensor:
     """Token rewards less the penalty: r - coefficient * KL (Ziegler et al. 2019, arXiv:1909.08593). No gradient."""
-    return reward_T - coefficient * kl_estimate(logp_T, logp_ref_T, estimator).detach()
+    return reward_T - coefficient * kl_estimate(logp_T, logp_ref_T, cfg.estimator, cap=cfg.cap).detach()

@@ -24,8 +24,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 CHUNK_BYTES = 256 * 2**20
-"""Of one chunk's logits, in fp32: hundreds of rows at a vocabulary of 150,000, enough for the matrix products to run
-at full speed. The entropy needs a second chunk of this size."""
+"""The size of one chunk's logits in fp32: hundreds of rows at a vocabulary of 150,000, enough for the matrix products
+to run at full speed. The entropy needs a second chunk of this size."""
 
 
 def _alone(numbers: Tensor) -> Tensor:
@@ -157,7 +157,7 @@ class _Logprobs(torch.autograd.Function):
 
 
 def _precise(dtype: torch.dtype) -> torch.dtype:
-    """Of everything but the matrix products."""
+    """The dtype of everything but the matrix products."""
     return torch.promote_types(dtype, torch.float32)
 
 

@@ -3,7 +3,8 @@
 Invariants: advantages see whole groups, before any filter or mask. An abstention (NaN reward) leaves every statistic
 and gets 0. For group-relative estimators a group of one, and a group of equal rewards, have advantage exactly 0; for
 whitened ones a batch of equal rewards has. Whitening counts each sample once or by its action tokens, over the whole
-batch. The order of the samples does not matter, and a number added to every reward only moves `remax`.
+batch. The order of the samples does not matter, and a number added to every reward moves only `remax` and
+`reinforce_plus_plus` without whitening.
 
 Shape letters: S samples, G groups, K reward functions.
 """
@@ -43,15 +44,35 @@ def grpo(rewards: np.ndarray, group_of: np.ndarray, std: str) -> np.ndarray:
     return advantages
 
 
-def rloo(rewards: np.ndarray, group_of: np.ndarray) -> np.ndarray:
+def rloo(rewards: np.ndarray, group_of: np.ndarray, std: str) -> np.ndarray:
     """Leave-one-out advantages (Ahmadian et al. 2024, arXiv:2402.14740): the baseline of a sample is the mean of the
     others, r - (sum - r) / (N - 1) = N / (N - 1) (r - mean).
 
+    Args:
+        std: `others` divides by the standard deviation of the others' rewards + 1e-6 (divisor N - 2), and not at all
+            where the others are equal or there is one: they have no scale, and the sample that alone differs from
+            them must not lose its advantage. `none` never divides.
+
     Example:
-        rewards 1, 0, 0: baselines 0, .5, .5, advantages 1, -.5, -.5.
+        rewards 1, 0, 0: baselines 0, .5, .5, advantages 1, -.5, -.5; others: 1, -.5 / sqrt(.5), -.5 / sqrt(.5).
     """
     count_G = np.bincount(group_of[~np.isnan(rewards)], minlength=_num_groups(group_of))
-    return grpo(rewards, group_of, "none") * (count_G / np.maximum(count_G - 1, 1))[group_of]
+    advantages = grpo(rewards, group_of, "none") * (count_G / np.maximum(count_G - 1, 1))[group_of]
+    return advantages / _deviation_of_others(rewards, group_of) if std == "others" else advantages
+
+
+def _deviation_of_others(rewards: np.ndarray, group_of: np.ndarray) -> np.ndarray:
+    """float64 [S]: standard deviation + 1e-6 of the other scored rewards of each sample's group; 1 where they are
+    equal. It is computed from the others themselves: a difference of sums would leave rounding where 0 belongs."""
+    divisors = np.ones(len(rewards))
+    for group in range(_num_groups(group_of)):
+        members = np.flatnonzero((group_of == group) & ~np.isnan(rewards))
+        if len(members) < 3:
+            continue
+        apart = ~np.eye(len(members), dtype=bool)
+        others = np.broadcast_to(rewards[members], apart.shape)[apart].reshape(len(members), -1)
+        divisors[members] = np.where(np.ptp(others, 1) > 0, others.std(1, ddof=1) + STD_EPS, 1.0)
+    return divisors
 
 
 def opo(rewards: np.ndarray, group_of: np.ndarray, num_actions: np.ndarray) -> np.ndarray:
@@ -141,7 +162,7 @@ def gdpo(parts: np.ndarray, weights: np.ndarray, group_of: np.ndarray) -> np.nda
     return np.where(signal, _whitened(total, np.ones(len(parts))), 0.0)
 
 
-def reinforce_plus_plus(rewards: np.ndarray, num_actions: np.ndarray) -> np.ndarray:
+def reinforce_plus_plus(rewards: np.ndarray, num_actions: np.ndarray, whiten: bool) -> np.ndarray:
     """REINFORCE++ (Hu et al. 2025, arXiv:2501.03262) for outcome rewards: the reward, which each action token of its
     sample shares, whitened over all action tokens of the batch. `returns.returns_to_go` is its form for rewards at
     tokens.
@@ -149,12 +170,13 @@ def reinforce_plus_plus(rewards: np.ndarray, num_actions: np.ndarray) -> np.ndar
     Args:
         rewards: float64 [S], NaN for an abstention.
         num_actions: int64 [S], action tokens of each sample: its weight in mean and standard deviation (divisor n).
+        whiten: False leaves the rewards as they are.
 
     Example:
         rewards 1, 0 of 1 and 3 actions: mean .25, standard deviation sqrt(3) / 4, advantages sqrt(3), -1 / sqrt(3).
         A sample without actions has nothing to weigh and gets 0.
     """
-    return _whitened(rewards, num_actions)
+    return _whitened(rewards, num_actions) if whiten else np.nan_to_num(rewards, nan=0.0)
 
 
 def reinforce_plus_plus_baseline(rewards: np.ndarray, group_of: np.ndarray, num_actions: np.ndarray) -> np.ndarray:

@@ -26,7 +26,7 @@ class StepRewards:
     """Rewards at tokens, sparse: one entry a reward."""
 
     sample_N: Tensor
-    """int64: whose."""
+    """int64: the sample of the reward."""
     position_N: Tensor
     """int64: the token at which it was given, counted from the sample's first in the packed row."""
     kind_N: Tensor

@@ -87,7 +87,7 @@ def gae(
         sum_over_ranks: for the whitening; every rank must call.
 
     Returns:
-        advantage_T: whitened over all action tokens of all ranks; 0 where there is no action.
+        advantage_T: with `cfg.whiten` whitened over all action tokens of all ranks; 0 where there is no action.
         return_T: the critic's targets V + A, not whitened; 0 where there is no action.
         Both in the type of reward_T.
 
@@ -102,7 +102,9 @@ def gae(
     if cfg.length_adaptive_alpha is not None:
         lam = (1 - 1 / (cfg.length_adaptive_alpha * actions.length_N.double())).clamp(min=0)
     lam_critic = cfg.lam if cfg.lam_critic is None else cfg.lam_critic
-    advantage_N = whiten(reverse_scan(delta_N, lam * decay_N), sum_over_ranks)
+    advantage_N = reverse_scan(delta_N, lam * decay_N)
+    if cfg.whiten:
+        advantage_N = whiten(advantage_N, sum_over_ranks)
     return_N = value_N + reverse_scan(delta_N, lam_critic * decay_N)
     return actions.place(advantage_N, reward_T), actions.place(return_N, reward_T)
 
@@ -114,8 +116,10 @@ def returns_to_go(
     sample_T: Tensor,
     gamma: float = 1.0,
     sum_over_ranks: SumOverRanks = one_rank,
+    *,
+    whitened: bool = True,
 ) -> Tensor:
-    """REINFORCE++ for rewards at tokens (Hu et al. 2025, arXiv:2501.03262): A_t = r_t + gamma A_t+1, whitened over
+    """REINFORCE++ for rewards at tokens (Hu et al. 2025, arXiv:2501.03262): A_t = r_t + gamma A_t+1, `whitened` over
     all action tokens of all ranks. A KL in the reward is a reward at each token: r_t = -beta kl_t, and the outcome at
     the last action. With outcomes alone and gamma 1 it is `outcomes.reinforce_plus_plus`.
 
@@ -123,7 +127,7 @@ def returns_to_go(
     """
     actions = Actions.of(action_mask_T, sample_T)
     return_N = reverse_scan(actions.pick(reward_T, "the reward"), gamma * actions.continues_N)
-    return actions.place(whiten(return_N, sum_over_ranks), reward_T)
+    return actions.place(whiten(return_N, sum_over_ranks) if whitened else return_N, reward_T)
 
 
 def at_last_action(reward_S: Tensor, action_mask_T: Tensor, sample_T: Tensor) -> Tensor:

@@ -82,7 +82,7 @@ def _repeated_share(ids: list[int], ngram_size: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """What shaping knows of the scored samples."""
+    """What shaping knows about the scored samples."""
 
     rewards: np.ndarray
     """float64 [S], as verified."""

@@ -36,21 +36,32 @@ class GrpoAdvantage(Section):
 class RlooAdvantage(Section):
     """REINFORCE leave-one-out (Ahmadian et al. 2024, arXiv:2402.14740)."""
 
-    formula: ClassVar[str] = "r - mean of the other samples = N / (N - 1) (r - mean)"
+    formula: ClassVar[str] = (
+        "r - mean of the other samples = N / (N - 1) (r - mean); others: divided by the others' std + 1e-6 (divisor "
+        "N - 2), undivided where the others are equal"
+    )
     source: ClassVar[str] = "arXiv:2402.14740"
     needs: ClassVar[frozenset[Need]] = frozenset({"group"})
 
     kind: Literal["rloo"] = "rloo"
+    std: Literal["others", "none"] = "none"
+    """others: each advantage is divided by the standard deviation of the other samples' rewards. Where these are all
+    equal (the one right answer of a group) they have no scale, and the advantage stays undivided: 0 would throw away
+    the sample that tells most."""
 
 
 class ReinforcePlusPlusAdvantage(Section):
     """REINFORCE++ (Hu et al. 2025, arXiv:2501.03262): whitened over all action tokens of the batch."""
 
-    formula: ClassVar[str] = "(r - m) / (s + 1e-6), m and s over all action tokens of the batch: weights n"
+    formula: ClassVar[str] = (
+        "(r - m) / (s + 1e-6), m and s over all action tokens of the batch: weights n; whiten false: r"
+    )
     source: ClassVar[str] = "arXiv:2501.03262"
     needs: ClassVar[frozenset[Need]] = frozenset()
 
     kind: Literal["reinforce_plus_plus"] = "reinforce_plus_plus"
+    whiten: bool = True
+    """false: the advantage is the reward as it is."""
 
 
 class ReinforcePlusPlusBaselineAdvantage(Section):
@@ -118,11 +129,11 @@ class GdpoAdvantage(Section):
 
 
 class GaeAdvantage(Section):
-    """Generalised advantage estimation (Schulman et al. 2015, arXiv:1506.02438), whitened over all action tokens."""
+    """Generalised advantage estimation (Schulman et al. 2015, arXiv:1506.02438)."""
 
     formula: ClassVar[str] = (
         "A_t = d_t + gamma lam A_t+1, d_t = r_t + gamma V_t+1 - V_t; target V_t + the same with lam_critic; "
-        "length-adaptive: lam = 1 - 1 / (alpha n)"
+        "length-adaptive: lam = 1 - 1 / (alpha n); whiten: (A - m) / (s + 1e-6), m and s over all action tokens"
     )
     source: ClassVar[str] = "arXiv:1506.02438; VC-PPO, arXiv:2503.01491; VAPO, arXiv:2504.05118"
     needs: ClassVar[frozenset[Need]] = frozenset({"values"})
@@ -130,11 +141,13 @@ class GaeAdvantage(Section):
     kind: Literal["gae"] = "gae"
     gamma: Discount = 1.0
     lam: Lambda = 1.0
-    """Of the policy's advantages."""
+    """The lambda of the policy's advantages."""
     lam_critic: Lambda | None = None
-    """Of the critic's targets (VC-PPO: 1.0 beside lam 0.95); null: lam."""
+    """The lambda of the critic's targets (VC-PPO: 1.0 beside lam 0.95); null: the same as lam."""
     length_adaptive_alpha: PositiveFloat | None = None
-    """Takes the place of lam by 1 - 1 / (alpha n), not below 0 (VAPO: 0.05); null: lam as it is."""
+    """Replaces lam by 1 - 1 / (alpha n), not below 0 (VAPO: alpha 0.05); null: lam is used as it is."""
+    whiten: bool = True
+    """The policy's advantages are whitened over all action tokens of the batch; false: as the equation gives them."""
 
     @model_validator(mode="after")
     def _one_lambda(self) -> GaeAdvantage:
@@ -228,7 +241,7 @@ class CosineShaping(Section):
     wrong_at_zero: float = -10.0
     wrong_at_max: float = 0.0
     exceeding: float = -10.0
-    """Of an answer of max_tokens or more, right or wrong."""
+    """The reward of an answer of max_tokens or more, right or wrong."""
     correct_threshold: float = 0.5
     """An answer is correct if its verified reward is at least this."""
 
@@ -241,7 +254,7 @@ class RepetitionShaping(Section):
 
     kind: Literal["repetition"] = "repetition"
     ngram_size: PositiveInt = 40
-    """In tokens."""
+    """The length of an n-gram, in tokens."""
     max_penalty: Annotated[float, Field(lt=0)] = -1.0
 
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from megatron_rl.algorithms import Coefficients, estimate_advantages, loss_weights
+from megatron_rl.algorithms import Coefficients, disagreement, estimate_advantages, loss_weights
 from megatron_rl.balance import plan_microbatches
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.data import ShuffledStream
@@ -84,7 +84,7 @@ def train(
                     algorithm.updates_per_step,
                     recompute=config.model.recompute,
                 )
-                batch.weights = loss_weights(batch, plan, algorithm.loss_agg_mode, algorithm.loss_agg_tokens)
+                batch.weights = loss_weights(batch, plan, algorithm.aggregation, algorithm.loss_agg_tokens)
                 metrics |= plan.metrics
             if plan.minibatches:
                 with sink.phase("logprobs"):
@@ -95,7 +95,6 @@ def train(
                 for minibatch in range(len(plan.minibatches)):
                     updates.append(ports.policy.update(minibatch, coefficients.values))
                     whole.spoil()
-                    check_agreement(updates[0], algorithm.max_mismatch, step)
             metrics |= describe_updates(updates, coefficients)
             if updates:
                 coefficients.adapt(metrics, int(metrics["samples/active"]))
@@ -143,11 +142,7 @@ def describe_updates(updates: Sequence[Metrics], coefficients: Coefficients) -> 
 
 def check_agreement(metrics: Metrics, bound: float, step: int) -> None:
     """At lag 0 engine and trainer hold the same weights, so they must give the same tokens the same log-probs. Known
-    before the first update, or by it where the loss needs no logp_old."""
-    seen = metrics.get("mismatch/mean_abs")
-    if seen is not None and not seen <= bound:
-        raise ValueError(
-            f"step {step}: trainer and engine disagree: mean |logp_old - logp_rollout| is {seen:.2e}, above "
-            f"algorithm.max_mismatch = {bound:g}. The engine does not compute what the trainer trains (weights, "
-            "temperature or precision); raise the bound only if you know why"
-        )
+    before the first update, or by it; the policy refuses such an update itself, before it changes a weight."""
+    problem = disagreement(metrics, bound)
+    if problem:
+        raise ValueError(f"step {step}: {problem}")

@@ -44,6 +44,8 @@ OPTIMIZER = OptimizerConfig(
 steps."""
 TOTAL_STEPS = 8
 TEMPERATURE = 0.7
+ALGORITHM = AlgorithmConfig(max_mismatch=100.0)
+"""The samples of the tests are of no engine: their log-probs are invented."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ def build(
     url: str,
     folder: Path,
     layout: Layout,
-    algorithm: AlgorithmConfig | None = AlgorithmConfig(),
+    algorithm: AlgorithmConfig | None = ALGORITHM,
 ) -> MegatronActor:
     """`algorithm` None is supervised training."""
     mesh = layout.mesh
@@ -117,13 +119,51 @@ def begin(actor: MegatronActor, samples: list[TrainSample], layout: Layout, num_
 COEFFICIENTS = {"kl": 0.3, "entropy": 0.05}
 
 
-def train(rank, world_size, url, *, folder, samples, layout, num_updates=3, algorithm=AlgorithmConfig()):
+def train(rank, world_size, url, *, folder, samples, layout, num_updates=3, algorithm=ALGORITHM):
     """(mismatch, metrics of each update)"""
     actor = build(rank, world_size, url, folder, layout, algorithm)
     mismatch = begin(actor, samples, layout, num_updates)
     metrics = [actor.update(i, COEFFICIENTS) for i in range(num_updates)]
     actor.close()
     return mismatch, metrics
+
+
+def train_steps(rank, world_size, url, *, folder, samples, layout, algorithm, pass_before_update, num_steps=3):
+    """Steps of one update each. `pass_before_update`: logp_old comes from a forward pass, also where it could be left
+    out.
+
+    Returns:
+        (metrics of begin and update together, this rank's parameters) after each step; and how many forward passes
+        over all micro-batches were made.
+    """
+    actor = build(rank, world_size, url, folder, layout, algorithm)
+    needs = actor.spec.objective.needs
+    actor.spec.objective.needs = replace(needs, logp_old_in_prepare=pass_before_update or needs.logp_old_in_prepare)
+    passes = 0
+
+    def count(module, arguments, output) -> None:
+        nonlocal passes
+        passes += 1
+
+    actor.model.register_forward_hook(count)
+    steps = []
+    for _ in range(num_steps):
+        metrics = begin(actor, samples, layout, 1)
+        metrics |= actor.update(0, COEFFICIENTS)
+        steps.append((metrics, {name: p.detach().clone() for name, p in actor.parameters().items()}))
+    actor.close()
+    return steps, passes / layout.num_microbatches
+
+
+def disagree(rank, world_size, url, *, folder, samples, layout):
+    """The error of an update whose samples are not of the engine's policy, and whether the weights stayed."""
+    actor = build(rank, world_size, url, folder, layout, AlgorithmConfig(max_mismatch=1e-3))
+    before = {name: p.clone() for name, p in actor.parameters().items()}
+    begin(actor, samples, layout, 1)
+    error = _error(lambda: actor.update(0, {}))
+    unchanged = all(torch.equal(before[name], p) for name, p in actor.parameters().items())
+    actor.close()
+    return error, unchanged
 
 
 def logits(rank, world_size, url, *, folder, samples, layout):
@@ -317,7 +357,7 @@ def push_weights(rank, world_size, url, *, folder, layout, setup, version):
     sender.close()
     store = dist.TCPStore(setup.host, setup.port)
     samples = pickle.loads(store.get(f"samples {version}"))
-    mismatch = begin(actor, samples, layout, 1)
+    mismatch = begin(actor, samples, layout, 2)  # a step of one update would not compute it here
     live = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     actor.close()
     return live, pushed, mismatch

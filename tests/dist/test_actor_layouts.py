@@ -79,7 +79,7 @@ def plain_pytorch(folder, samples, num_updates: int, algorithm=AlgorithmConfig()
     for step in range(1, num_updates + 1):
         now = forward()
         first_pass = [FirstPass(now.logp_T.detach(), now.entropy_T.detach())]
-        (prepared,), _ = objective.prepare([columns], first_pass, total, lambda x: x)
+        (prepared,) = objective.prepare([columns], first_pass, total, lambda x: x)
         loss, _ = objective(now.logp_T, now.entropy_T, prepared, total, COEFFICIENTS)
         optimizer.zero_grad()
         loss.backward()
@@ -130,14 +130,26 @@ def test_every_layout_trains_like_plain_pytorch(trainers, model_folder, samples,
 RICH = {
     "clip_cov": AlgorithmConfig(
         loss={"kind": "clip_cov", "share": 0.2, "cov_low": 0.0},
-        correction={"kind": "clip", "level": "segment", "normalise": True},
+        correction={"weight": {"kind": "clip", "level": "segment", "normalise": True}},
         kl={"straight_through": True},
         entropy={"coefficient": {"kind": "fixed", "value": 0.05}},
         top_entropy_share=0.6,
     ),
     "gspo": AlgorithmConfig(
         loss={"kind": "gspo", "clip_ratio_low": 0.01, "clip_ratio_high": 0.01},
-        correction={"kind": "truncate", "level": "sequence", "off_policy_kl": 0.5},
+        correction={
+            "weight": {"level": "sequence"},
+            "reject": [
+                {
+                    "level": "sequence",
+                    "statistic": "k1",
+                    "over": "mean",
+                    "low": 0.6,
+                    "policy": "current",
+                    "only_negative": True,
+                }
+            ],
+        },
         kl={"estimator": "k2"},
     ),
 }
@@ -178,14 +190,81 @@ def test_supervised_training_computes_no_old_log_probs(trainers, model_folder, s
     assert updates[2]["loss"] < updates[0]["loss"]
 
 
-def test_mismatch_is_of_action_tokens_over_all_ranks(trainers, model_folder, samples):
+@pytest.mark.parametrize("num_updates", [1, 2])
+def test_mismatch_is_of_action_tokens_over_all_ranks(trainers, model_folder, samples, num_updates):
+    """The only update of a step reports it itself; several want it before the first one changes the weights."""
     layout = LAYOUTS["tp2_dp2_empty_microbatch"]
-    results = trainers.run("train", 4, folder=model_folder, samples=samples, layout=layout, num_updates=1)
-    mismatch, _ = results[0]
+    results = trainers.run("train", 4, folder=model_folder, samples=samples, layout=layout, num_updates=num_updates)
+    before, updates = results[0]
+    mismatch = updates[0] if num_updates == 1 else before
+    assert bool(before) == (num_updates == 2) and ("mismatch/k3" in updates[0]) == (num_updates == 1)
     log_ratio = rollout_log_ratio(model_folder, samples)
     assert mismatch["mismatch/mean_abs"] == pytest.approx(np.abs(log_ratio).mean(), rel=RELATIVE)
     assert mismatch["mismatch/max_abs"] == pytest.approx(np.abs(log_ratio).max(), rel=RELATIVE)
     assert mismatch["mismatch/k3"] == pytest.approx((np.exp(log_ratio) - 1 - log_ratio).mean(), rel=RELATIVE)
+
+
+# Every statistic that a sample's own tokens give: weights of sequences, rejection by segments and sequences.
+ONE_UPDATE = {
+    "dual_clip": AlgorithmConfig(max_mismatch=10.0),
+    "gspo": AlgorithmConfig(
+        loss={"kind": "gspo"},
+        correction={
+            "weight": {"level": "sequence"},
+            "reject": [
+                {"level": "sequence", "statistic": "k3", "over": "max", "high": 2.0},
+                {"level": "sequence", "statistic": "k1", "over": "mean", "low": 0.6, "policy": "current"},
+            ],
+        },
+        kl={},
+        entropy={"coefficient": {"kind": "fixed", "value": 0.05}},
+        max_mismatch=10.0,
+    ),
+}
+
+
+@pytest.mark.parametrize("algorithm", ONE_UPDATE)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        *(
+            LAYOUTS[name]
+            for name in ("one_many_microbatches", "one_recompute", "tp2", "pp2", "tp2_dp2_empty_microbatch")
+        ),
+        Layout(Mesh(tensor=2), num_microbatches=2, dtype="bfloat16"),
+    ],
+    ids=["one", "recompute", "tp2", "pp2", "tp2_dp2", "tp2_bf16"],
+)
+def test_a_step_of_one_update_is_the_same_to_the_bit_without_the_pass_before_it(
+    trainers, model_folder, samples, layout, algorithm
+):
+    with_pass, without = (
+        trainers.run(
+            "train_steps",
+            layout.mesh.world_size,
+            folder=model_folder,
+            samples=samples,
+            layout=layout,
+            algorithm=ONE_UPDATE[algorithm],
+            pass_before_update=before,
+        )
+        for before in (True, False)
+    )
+    for (expected, passes), (got, fewer) in zip(with_pass, without, strict=True):
+        assert passes - fewer == 3
+        for (metrics, parameters), (metrics_without, parameters_without) in zip(expected, got, strict=True):
+            assert metrics == metrics_without and "mismatch/k3" in metrics
+            assert all(torch.equal(p, parameters_without[key]) for key, p in parameters.items())
+    assert with_pass[0][0][0][0]["loss"] != with_pass[0][0][2][0]["loss"]
+
+
+@pytest.mark.parametrize("name", ["one", "tp2", "pp2"])
+def test_an_update_on_which_trainer_and_engine_disagree_changes_no_weight(trainers, model_folder, samples, name):
+    layout = LAYOUTS[name]
+    results = trainers.run("disagree", layout.mesh.world_size, folder=model_folder, samples=samples, layout=layout)
+    assert len({error for error, _ in results}) == 1
+    for error, unchanged in results:
+        assert "trainer and engine disagree" in error and "algorithm.max_mismatch = 0.001" in error and unchanged
 
 
 def rollout_logp(samples) -> np.ndarray:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_rl.algorithms.columns import PackedColumns
 from megatron_rl.algorithms.losses.dual_clip import clip, clipped
-from megatron_rl.algorithms.losses.terms import Terms, TokenLoss, log_ratio
+from megatron_rl.algorithms.losses.terms import Terms, TokenLoss, bounded_exp
 from megatron_rl.algorithms.selection import choose_largest, choose_random
 from megatron_rl.algorithms.whitening import SumOverRanks
 from megatron_rl.config.algorithm import ClipCovLoss, KlCovLoss
@@ -45,7 +45,7 @@ def choose_clip_cov(
     """`share` of the tokens, drawn from those between the bounds that PPO's clip has not already flattened."""
     candidates = []
     for c, logp_T, cov_T in zip(columns, logps, covariances(columns, logps, num_tokens, sum_over_ranks), strict=True):
-        ratio_T = log_ratio(logp_T, c.logp_old_T).exp()
+        ratio_T = bounded_exp(logp_T - c.logp_old_T)
         flat_T = clipped(ratio_T, c.advantage_T, low=cfg.clip_ratio_low, high=cfg.clip_ratio_high)
         candidates.append(c.action_mask_T & ~flat_T & (cov_T > cfg.cov_low) & (cov_T < cfg.cov_high))
     count = max(1, int(cfg.share * num_tokens))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from megatron_rl.algorithms.losses.dual_clip import bounded, clipped, dual_clip
-from megatron_rl.algorithms.losses.terms import Terms, TokenLoss, log_ratio
+from megatron_rl.algorithms.losses.terms import Terms, TokenLoss, bounded_exp
 from megatron_rl.config.algorithm import DecoupledLoss
 
 
@@ -31,8 +31,8 @@ def decoupled_loss(cfg: DecoupledLoss) -> TokenLoss:
         proximal_T = terms.anchor_T
         if cfg.proximal == "interpolated":
             proximal_T = interpolated_proximal(terms.logp_T, terms.logp_rollout_T, terms.lag_T)
-        ratio_T, advantage_T = log_ratio(terms.logp_T, proximal_T).exp(), terms.advantage_T
-        behaviour_T = log_ratio(proximal_T, terms.logp_rollout_T).exp()
+        ratio_T, advantage_T = bounded_exp(terms.logp_T - proximal_T), terms.advantage_T
+        behaviour_T = bounded_exp(proximal_T - terms.logp_rollout_T)
         shares = {
             "pg_clipfrac": clipped(ratio_T, advantage_T, low=low, high=high),
             "pg_clipfrac_lower": bounded(ratio_T, advantage_T, c=c),

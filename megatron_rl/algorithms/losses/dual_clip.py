@@ -1,6 +1,6 @@
-"""PPO's clipped loss with a bound for negative advantages.
+"""PPO's clipped loss, with or without a bound for negative advantages.
 
-Invariant: a token's loss is never below -A (1 + high) for A > 0, and never above c |A| for A < 0.
+Invariant: a token's loss is never below -A (1 + high) for A > 0, and with the bound c never above c |A| for A < 0.
 
 Shape letters: T packed tokens.
 """
@@ -14,14 +14,14 @@ from megatron_rl.algorithms.losses.terms import Terms, TokenLoss
 from megatron_rl.config.algorithm import DualClipLoss
 
 
-def dual_clip(ratio_T: Tensor, advantage_T: Tensor, *, low: float, high: float, c: float) -> Tensor:
+def dual_clip(ratio_T: Tensor, advantage_T: Tensor, *, low: float, high: float, c: float | None) -> Tensor:
     """Dual-clip PPO loss per token (Ye et al. 2020, arXiv:1912.09729, eq. 5).
 
     Args:
         ratio_T: pi / pi_old of each action token, positive.
         advantage_T: advantage of each action token.
         low, high: the ratio is clipped to [1 - low, 1 + high].
-        c: for A < 0 no token costs more than c |A|; must exceed 1 (3.0 is usual).
+        c: for A < 0 no token costs more than c |A|; must exceed 1 (3.0 is usual); None is plain PPO.
 
     Returns:
         loss_T, to be multiplied by the aggregation's weights and summed.
@@ -32,9 +32,11 @@ def dual_clip(ratio_T: Tensor, advantage_T: Tensor, *, low: float, high: float, 
     Example:
         ratio 5.0, A = -1, c = 3: the plain loss is 5.0, the dual clip bounds it at 3.0.
     """
+    clipped_T = clip(ratio_T, advantage_T, low=low, high=high)
+    if c is None:
+        return clipped_T
     if c <= 1:
         raise ValueError(f"dual clip needs c > 1, got {c}: it would bound the loss of an unchanged policy")
-    clipped_T = clip(ratio_T, advantage_T, low=low, high=high)
     return torch.where(advantage_T < 0, torch.minimum(clipped_T, -advantage_T * c), clipped_T)
 
 
@@ -48,8 +50,10 @@ def clipped(ratio_T: Tensor, advantage_T: Tensor, *, low: float, high: float) ->
     return ((advantage_T > 0) & (ratio_T > 1 + high)) | ((advantage_T < 0) & (ratio_T < 1 - low))
 
 
-def bounded(ratio_T: Tensor, advantage_T: Tensor, *, c: float) -> Tensor:
-    """bool [T]: where the bound c makes the loss flat; never where `clipped` is."""
+def bounded(ratio_T: Tensor, advantage_T: Tensor, *, c: float | None) -> Tensor:
+    """bool [T]: where the bound c makes the loss flat; never where `clipped` is, and nowhere without a bound."""
+    if c is None:
+        return torch.zeros_like(ratio_T, dtype=torch.bool)
     return (advantage_T < 0) & (ratio_T > c)
 
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_rl.algorithms.losses.terms import Terms, TokenLoss
+from megatron_rl.algorithms.losses.terms import Terms, TokenLoss, bounded_exp
 from megatron_rl.config.algorithm import GmpoLoss
 
 
 def gmpo_loss(cfg: GmpoLoss) -> TokenLoss:
     """GMPO (Zhao et al. 2025, arXiv:2507.20673). The clip acts on log-ratios, towards the smaller gain as in PPO.
-    Each token bears its sample's loss, so that the mean over tokens is the paper's."""
+    Each token bears its sample's loss, so that the mean over samples of the mean over their tokens is the paper's."""
 
     def loss(terms: Terms) -> tuple[Tensor, dict[str, Tensor]]:
         log_ratio_T, advantage_T = terms.log_ratio_T, terms.advantage_T
@@ -22,7 +22,7 @@ def gmpo_loss(cfg: GmpoLoss) -> TokenLoss:
         pessimistic_T = torch.where(
             advantage_T > 0, torch.minimum(log_ratio_T, bounded_T), torch.maximum(log_ratio_T, bounded_T)
         )
-        ratio_T = terms.sample_mean(pessimistic_T).exp()
+        ratio_T = bounded_exp(terms.sample_mean(pessimistic_T))
         return -advantage_T * ratio_T, {"pg_clipfrac": pessimistic_T != log_ratio_T}
 
     return loss

@@ -8,17 +8,18 @@ from __future__ import annotations
 from torch import Tensor
 
 from megatron_rl.algorithms.losses.dual_clip import clip, clipped
-from megatron_rl.algorithms.losses.terms import Terms, TokenLoss
+from megatron_rl.algorithms.losses.terms import Terms, TokenLoss, bounded_exp
 from megatron_rl.config.algorithm import GspoLoss
 
 
 def gspo_loss(cfg: GspoLoss) -> TokenLoss:
     """GSPO in its token form (Zheng et al. 2025, arXiv:2507.18071): value and gradient are the sequence form's where
-    a sample's tokens share one advantage, and advantages of single tokens keep their place."""
+    a sample's tokens share one advantage and the aggregation is the mean over samples of the mean over their tokens;
+    advantages of single tokens keep their place."""
     bounds = {"low": cfg.clip_ratio_low, "high": cfg.clip_ratio_high}
 
     def loss(terms: Terms) -> tuple[Tensor, dict[str, Tensor]]:
-        sequence_ratio_T = terms.sample_mean(terms.log_ratio_T).detach().exp()
+        sequence_ratio_T = bounded_exp(terms.sample_mean(terms.log_ratio_T).detach())
         ratio_T = sequence_ratio_T * (terms.logp_T - terms.logp_T.detach()).exp()
         shares = {"pg_clipfrac": clipped(ratio_T, terms.advantage_T, **bounds)}
         return clip(ratio_T, terms.advantage_T, **bounds), shares

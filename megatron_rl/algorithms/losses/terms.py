@@ -13,8 +13,9 @@ from torch import Tensor
 from megatron_rl.algorithms.columns import mean_by
 
 MAX_LOG_RATIO = 20.0
-"""A log-ratio is clamped to +-20: exp(20) = 5e8 is finite in fp32 and far outside every clip range, so the clamp
-changes no gradient that a clip would not have removed, save those below 2e-9 |A|."""
+"""What is exponentiated is clamped to +-20: exp(20) = 5e8 is finite in fp32 and far outside every clip range, so the
+clamp changes no gradient that a clip would not have removed, except those below 2e-9 |A|. Log-ratios themselves are
+not clamped: one token of -90 must count in its sample's mean with -90."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +35,11 @@ class Terms:
 
     @property
     def log_ratio_T(self) -> Tensor:
-        return log_ratio(self.logp_T, self.anchor_T)
+        return self.logp_T - self.anchor_T
 
     @property
     def ratio_T(self) -> Tensor:
-        return self.log_ratio_T.exp()
+        return bounded_exp(self.log_ratio_T)
 
     def sample_mean(self, x_T: Tensor) -> Tensor:
         """For every token the mean of x over its sample's actions."""
@@ -49,5 +50,6 @@ TokenLoss = Callable[[Terms], tuple[Tensor, dict[str, Tensor]]]
 """terms -> (loss_T, indicators [T] whose share of the action tokens is a metric)."""
 
 
-def log_ratio(logp_T: Tensor, anchor_T: Tensor) -> Tensor:
-    return (logp_T - anchor_T).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+def bounded_exp(x_T: Tensor) -> Tensor:
+    """exp(x) within exp(+-20); the gradient is 0 outside."""
+    return x_T.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()

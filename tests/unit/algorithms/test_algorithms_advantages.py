@@ -74,7 +74,16 @@ def test_golden_batch_deviation():
 
 
 def test_golden_leave_one_out():
-    assert rloo(np.array([1.0, 0, 0, 5, 7]), np.array([0, 0, 0, 1, 1])).tolist() == [1, -0.5, -0.5, -2, 2]
+    rewards, group_of = np.array([1.0, 0, 0, 5, 7]), np.array([0, 0, 0, 1, 1])
+    assert rloo(rewards, group_of, "none").tolist() == [1, -0.5, -0.5, -2, 2]
+    # The others of the first are equal, and those of the last two are one each: undivided.
+    deviation = math.sqrt(0.5) + EPS
+    np.testing.assert_allclose(rloo(rewards, group_of, "others"), [1, -0.5 / deviation, -0.5 / deviation, -2, 2])
+
+
+def test_others_that_are_equal_but_for_rounding_divide_nothing():
+    """0.1 + 0.1 + 0.1 over 3 is not 0.1: a deviation of 1e-17 would make the one right answer's advantage 9e5."""
+    assert rloo(np.array([1.0, 0.1, 0.1, 0.1]), np.zeros(4, int), "others")[0] == pytest.approx(0.9)
 
 
 def test_golden_optimal_baseline():
@@ -97,9 +106,13 @@ def test_golden_pass_at_k():
 
 
 def test_golden_reinforce_plus_plus():
-    advantages = reinforce_plus_plus(np.array([1.0, 0, NAN]), np.array([1, 3, 50]))
+    advantages = reinforce_plus_plus(np.array([1.0, 0, NAN]), np.array([1, 3, 50]), True)
     deviation = math.sqrt(3) / 4 + EPS
     np.testing.assert_allclose(advantages, [0.75 / deviation, -0.25 / deviation, 0], rtol=1e-12)
+
+
+def test_reinforce_plus_plus_without_whitening_is_the_reward():
+    assert reinforce_plus_plus(np.array([1.0, 3.0, NAN]), np.array([1, 3, 50]), False).tolist() == [1, 3, 0]
 
 
 def test_golden_reinforce_plus_plus_baseline():
@@ -150,11 +163,13 @@ def slow_grpo(rewards, group_of, std):
     return result
 
 
-def slow_rloo(rewards, group_of):
+def slow_rloo(rewards, group_of, std):
     result = []
     for i, reward in enumerate(rewards):
         others = [r for j, r in enumerate(rewards) if j != i and group_of[j] == group_of[i] and not math.isnan(r)]
         result.append(0.0 if math.isnan(reward) or not others else reward - sum(others) / len(others))
+        if std == "others" and len(set(others)) > 1:
+            result[-1] /= statistics.stdev(others) + EPS
     return result
 
 
@@ -212,10 +227,11 @@ def test_every_estimator_equals_its_loop(case):
     rewards, group_of, num_actions = case
     for std in ("group", "batch", "none"):
         close(grpo(rewards, group_of, std), slow_grpo(rewards, group_of, std))
-    close(rloo(rewards, group_of), slow_rloo(rewards, group_of))
+    for std in ("others", "none"):
+        close(rloo(rewards, group_of, std), slow_rloo(rewards, group_of, std))
     close(opo(rewards, group_of, num_actions), slow_opo(rewards, group_of, num_actions))
     close(grpo_passk(rewards, group_of, "none"), slow_passk(rewards, group_of))
-    close(reinforce_plus_plus(rewards, num_actions), slow_whitened(rewards, num_actions))
+    close(reinforce_plus_plus(rewards, num_actions, True), slow_whitened(rewards, num_actions))
 
     signal = [len(set(scored_of(rewards, group_of, g))) > 1 and not math.isnan(r) for r, g in zip(rewards, group_of)]
     centred = [NAN if math.isnan(r) else a for r, a in zip(rewards, slow_grpo(rewards, group_of, "none"))]
@@ -230,11 +246,12 @@ PARTS = {
     "grpo": lambda r, g, n: grpo(r, g, "group"),
     "grpo_batch": lambda r, g, n: grpo(r, g, "batch"),
     "dr_grpo": lambda r, g, n: grpo(r, g, "none"),
-    "rloo": lambda r, g, n: rloo(r, g),
+    "rloo": lambda r, g, n: rloo(r, g, "none"),
+    "rloo_others": lambda r, g, n: rloo(r, g, "others"),
     "opo": opo,
     "gpg": lambda r, g, n: gpg(r, g, False),
     "grpo_passk": lambda r, g, n: grpo_passk(r, g, "group"),
-    "reinforce_plus_plus": lambda r, g, n: reinforce_plus_plus(r, n),
+    "reinforce_plus_plus": lambda r, g, n: reinforce_plus_plus(r, n, True),
     "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
     "gdpo": lambda r, g, n: gdpo(np.stack([r, r**2], axis=1), np.array([1.0, 0.5]), g),
 }
@@ -262,7 +279,7 @@ def test_a_shift_changes_nothing_and_a_scale_only_what_is_not_divided(name, case
     scaled = PARTS[name](rewards * scale, group_of, num_actions)
     if name in UNDIVIDED:
         np.testing.assert_allclose(scaled, advantages * scale, rtol=1e-9, atol=1e-12)
-    else:
+    elif name != "rloo_others":  # divided or not, sample by sample
         # EPS over the smallest deviation of such rewards, 1e-4, halved by the scale.
         np.testing.assert_allclose(scaled, advantages, rtol=3e-2, atol=1e-8)
 
@@ -308,6 +325,7 @@ def test_abstentions_leave_the_statistics_and_the_step():
         "reward/std": pytest.approx(0.5**0.5),
         "groups/zero_signal": 0,
         "samples/abstained": 3,
+        "samples/overlong": 0,
         "samples/active": 2,
     }
 
@@ -326,6 +344,26 @@ def test_an_inactive_sample_stays_out_but_counts_in_the_baseline():
     estimate_advantages(batch, AlgorithmConfig(adv_estimator=GrpoAdvantage(std="none")))
     assert batch.active.tolist() == [False, True]
     assert batch.advantages[1] == -0.5
+
+
+def test_the_overlong_filter_takes_out_what_the_length_budget_cut_and_no_baseline():
+    def batch_with_cuts() -> Batch:
+        batch = batch_of([1.0, 0.0, 0.0, 1.0], [0.0, None])
+        cut, thought, *_ = batch.groups[0].samples
+        cut.finish = "length"
+        thought.thought_cut = True  # its answer ended by itself
+        batch.groups[1].samples[1].finish = "length"
+        return batch
+
+    plain, filtered = batch_with_cuts(), batch_with_cuts()
+    cfg = {"adv_estimator": GrpoAdvantage(std="none"), "drop_zero_signal": False}
+    assert estimate_advantages(plain, AlgorithmConfig(**cfg))["samples/overlong"] == 0
+    metrics = estimate_advantages(filtered, AlgorithmConfig(overlong_filter=True, **cfg))
+    assert filtered.advantages.tolist() == plain.advantages.tolist() == [0.5, -0.5, -0.5, 0.5, 0, 0]
+    assert plain.active.tolist() == [True] * 5 + [False]
+    assert filtered.active.tolist() == [False] + [True] * 4 + [False]
+    # The second cut answer has no score: it is counted as an abstention alone.
+    assert (metrics["samples/overlong"], metrics["samples/abstained"], metrics["samples/active"]) == (1, 1, 4)
 
 
 @pytest.mark.parametrize("groups", [[[None, None]], []])
@@ -369,8 +407,10 @@ def test_gpg_counts_zero_signal_groups_once():
     ("estimator", "function"),
     [
         (GrpoAdvantage(std="batch"), lambda b: grpo(b.rewards, b.group_of, "batch")),
-        (RlooAdvantage(), lambda b: rloo(b.rewards, b.group_of)),
-        (ReinforcePlusPlusAdvantage(), lambda b: reinforce_plus_plus(b.rewards, b.num_actions)),
+        (RlooAdvantage(), lambda b: rloo(b.rewards, b.group_of, "none")),
+        (RlooAdvantage(std="others"), lambda b: rloo(b.rewards, b.group_of, "others")),
+        (ReinforcePlusPlusAdvantage(), lambda b: reinforce_plus_plus(b.rewards, b.num_actions, True)),
+        (ReinforcePlusPlusAdvantage(whiten=False), lambda b: np.nan_to_num(b.rewards)),
         (
             ReinforcePlusPlusBaselineAdvantage(),
             lambda b: reinforce_plus_plus_baseline(b.rewards, b.group_of, b.num_actions),

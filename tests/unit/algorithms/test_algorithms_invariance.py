@@ -15,13 +15,10 @@ from megatron_rl.config.algorithm import (
     SEQUENCE_LOSSES,
     AlgorithmConfig,
     ClipCovLoss,
-    ClippedCorrection,
     DecoupledLoss,
     FixedCoefficient,
     KlConfig,
     KlCovLoss,
-    MaskedCorrection,
-    TruncatedCorrection,
 )
 
 # Shares that choose several of some sixty tokens, and bounds that random covariances reach.
@@ -34,7 +31,7 @@ VARIANTS = [CHANGED.get(kind) or kind() for kind in LOSSES] + [DecoupledLoss(pro
 
 def config(loss, mode: str, **more) -> AlgorithmConfig:
     own = isinstance(loss, BEHAVIOUR_LOSSES)
-    more = {"correction": None if own else TruncatedCorrection(cap=1.3)} | more
+    more = {"correction": None if own else {"weight": {"cap": 1.3}}} | more
     return AlgorithmConfig(
         loss=loss, loss_agg_mode=mode, loss_agg_tokens=9 if mode == "seq-mean-token-sum-norm" else None, **more
     )
@@ -80,15 +77,15 @@ def test_every_loss_with_every_aggregation(loss, mode):
 @pytest.mark.parametrize(
     "correction",
     [
-        kind(level=level, **more)
-        for level in ("token", "segment", "sequence")
-        for kind, more in [
-            (TruncatedCorrection, {"cap": 1.2, "normalise": True}),
-            (MaskedCorrection, {"low": 0.5, "high": 1.8, "off_policy_kl": 0.4}),
-            (ClippedCorrection, {"low": 0.9, "high": 1.2, "veto": 0.4, "normalise": True}),
+        {"weight": {"level": level, **weight}, "reject": [{"level": level, **rule}]}
+        for level in ("segment", "sequence")
+        for weight, rule in [
+            ({"cap": 1.2, "normalise": True}, {"statistic": "k1", "over": "mean", "low": 0.8, "high": 1.3}),
+            ({"kind": "mask", "high": 1.8}, {"statistic": "k2", "over": "sum", "high": 0.6}),
+            ({"kind": "clip", "low": 0.9, "high": 1.2}, {"statistic": "k3", "over": "max", "high": 0.3}),
         ]
     ],
-    ids=lambda c: f"{c.kind}-{c.level}",
+    ids=lambda c: f"{c['weight'].get('kind', 'truncate')}-{c['weight']['level']}",
 )
 def test_every_correction(correction):
     check(AlgorithmConfig(correction=correction), toy_samples(seed=4))

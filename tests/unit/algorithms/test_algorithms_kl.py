@@ -67,9 +67,53 @@ def test_far_policies_stay_finite():
         assert kl_estimate(far, torch.zeros(1), estimator).isfinite().all()
 
 
+@pytest.mark.parametrize("gap", [-90.0, -21.0, 21.0, 90.0])
+def test_only_what_is_exponentiated_is_bounded(gap):
+    for estimator, value, slope in [
+        ("k1", gap, 1.0),
+        ("k2", gap**2 / 2, gap),
+        ("abs", abs(gap), math.copysign(1, gap)),
+    ]:
+        logp_T = torch.tensor([gap], dtype=torch.float64).requires_grad_()
+        kl_T = kl_estimate(logp_T, torch.zeros(1, dtype=torch.float64), estimator, cap=10.0)
+        kl_T.sum().backward()
+        assert (kl_T.item(), logp_T.grad.item()) == (value, slope)
+
+
+@pytest.mark.parametrize(
+    ("d", "cap", "value", "slope"),
+    [
+        (-2.6, 10.0, math.exp(2.6) - 3.6, 1 - math.exp(2.6)),  # 9.86: within the cap
+        (-2.62, 10.0, 10.0, 0.0),
+        (-20.0, 10.0, 10.0, 0.0),
+        (10.9, 10.0, math.exp(-10.9) + 9.9, 1 - math.exp(-10.9)),
+        (11.1, 10.0, 10.0, 0.0),
+        (-20.0, None, math.exp(20) - 21, 1 - math.exp(20)),
+        (-21.0, None, math.exp(20) - 21, 0.0),  # bounded where fp32 would end
+        (90.0, None, 89.0, 1.0),
+    ],
+)
+def test_the_cap_of_k3(d, cap, value, slope):
+    logp_T = torch.tensor([d], dtype=torch.float64).requires_grad_()
+    kl_T = kl_estimate(logp_T, torch.zeros(1, dtype=torch.float64), "k3", cap=cap)
+    kl_T.sum().backward()
+    assert (kl_T.item(), logp_T.grad.item()) == (pytest.approx(value), pytest.approx(slope))
+    logp_T.grad = None
+    kl_estimate(logp_T, torch.zeros(1, dtype=torch.float64), "k3", straight_through=True, cap=cap).sum().backward()
+    assert logp_T.grad.item() == pytest.approx(d)
+
+
+def test_the_configured_cap_is_that_of_k3_alone():
+    assert KlConfig().cap == 10.0 and KlConfig(cap=None).cap is None
+    with pytest.raises(ValueError, match="the estimator is k2; leave cap out"):
+        KlConfig(estimator="k2", cap=5.0)
+
+
 def test_in_the_reward():
     reward_T = torch.tensor([0.0, 1.0])
-    got = kl_in_reward(reward_T, HALF.expand(2).float(), QUARTER.expand(2).float(), "k1", 0.1)
+    got = kl_in_reward(
+        reward_T, HALF.expand(2).float(), QUARTER.expand(2).float(), KlConfig(place="reward", estimator="k1"), 0.1
+    )
     assert got.tolist() == pytest.approx([-0.1 * math.log(2), 1 - 0.1 * math.log(2)])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -66,6 +67,31 @@ def test_dual_clip(ratio, advantage, loss, slope):
     # float64 rounding.
     assert loss_T.item() == pytest.approx(loss, abs=1e-12)
     assert ratio_T.grad.item() == pytest.approx(slope, abs=1e-12)
+
+
+def test_without_the_bound_it_is_ppo():
+    """An action that got a thousand times likelier and was bad keeps its whole gradient."""
+    for cfg in (config.DualClipLoss(clip_ratio_c=None), config.DecoupledLoss(clip_ratio_c=None)):
+        loss, slope, shares = evaluate(cfg, terms([1000.0, 0.5, 1.5], [-1.0, -1.0, 1.0]))
+        assert loss == pytest.approx([1000.0, 0.8, -1.2]) and slope == pytest.approx([1000.0, 0.0, 0.0])
+        assert shares["pg_clipfrac_lower"] == [False] * 3 and shares["pg_clipfrac"] == [False, True, True]
+
+
+@pytest.mark.parametrize("cfg", [config.GspoLoss(clip_ratio_low=0.95), config.GmpoLoss(clip_ratio_low=200.0)])
+def test_one_token_far_off_counts_in_its_samples_mean_with_its_own_log_ratio(cfg):
+    """-90 of 40 tokens: exp(-90 / 40) = 0.11, and not exp(-20 / 40) = 0.61."""
+    given = terms([1.0] * 40, [1.0] * 40)
+    logp_T = given.logp_T.detach() + torch.tensor([-90.0] + [0.0] * 39)
+    loss_T, _ = LOSSES[type(cfg)](cfg)(replace(given, logp_T=logp_T.requires_grad_()))
+    assert loss_T.tolist() == pytest.approx([-math.exp(-90 / 40)] * 40)
+
+
+def test_the_penalty_of_kl_cov_pulls_back_from_beyond_the_bound_of_the_ratio():
+    given = terms([1.0], [1.0], selected=[True])
+    logp_T = (given.logp_T.detach() - 90).requires_grad_()
+    loss_T, _ = LOSSES[config.KlCovLoss](config.KlCovLoss(coef=0.5))(replace(given, logp_T=logp_T))
+    loss_T.sum().backward()
+    assert loss_T.item() == pytest.approx(45) and logp_T.grad.item() == pytest.approx(-0.5)
 
 
 def test_dual_clip_refuses_a_bound_below_the_unchanged_policy():

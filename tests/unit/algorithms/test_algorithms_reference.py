@@ -16,11 +16,8 @@ from megatron_rl.algorithms.selection import hash_key
 from megatron_rl.config.algorithm import (
     AGGREGATIONS,
     AlgorithmConfig,
-    ClippedCorrection,
     FixedCoefficient,
     KlConfig,
-    MaskedCorrection,
-    TruncatedCorrection,
 )
 
 
@@ -114,15 +111,19 @@ def runs(sample):
     return groups
 
 
+def shares_of(level, sample):
+    """Tokens of a sample that are judged as one."""
+    return {"token": [[t] for t in sample], "segment": runs(sample), "sequence": [sample]}[level] if sample else []
+
+
 def weights_of(cfg, samples) -> dict[int, float]:
     """Importance weight by token name."""
-    if cfg is None:
+    if cfg is None or cfg.weight is None:
         return {t["name"]: 1.0 for s in samples for t in s}
-    weights = {}
+    cfg, weights = cfg.weight, {}
     for sample in samples:
-        shares = {"token": [[t] for t in sample], "segment": runs(sample), "sequence": [sample]}[cfg.level]
-        for share in shares:
-            w = math.exp(sum(t["old"] - t["rollout"] for t in share) / len(share)) if share else 1.0
+        for share in shares_of(cfg.level, sample):
+            w = math.exp(sum(t["old"] - t["rollout"] for t in share) / len(share))
             if cfg.kind == "truncate":
                 w = min(w, cfg.cap)
             elif cfg.kind == "mask":
@@ -130,12 +131,44 @@ def weights_of(cfg, samples) -> dict[int, float]:
             else:
                 w = min(max(w, cfg.low), cfg.high)
             weights |= {t["name"]: w for t in share}
-        if cfg.veto is not None and any(math.exp(t["old"] - t["rollout"]) < cfg.veto for t in sample):
-            weights |= {t["name"]: 0.0 for t in sample}
     if cfg.normalise:
         mean = sum(weights.values()) / len(weights)
         weights = {name: w / mean for name, w in weights.items()}
     return weights
+
+
+def rejected_by(rule, samples) -> set[int]:
+    """Names of the tokens that a rule takes out."""
+
+    def statistic(t) -> float:
+        mu, pi = t["rollout"], t["old"] if rule.policy == "old" else number(t["logp"])
+        log_w = pi - mu
+        match rule.statistic:
+            case "k1":
+                return log_w
+            case "k2":
+                return log_w**2 / 2
+            case "k3":
+                return math.exp(log_w) - 1 - log_w
+            case "binary_kl":
+                p, q = math.exp(mu), math.exp(pi)
+                one = p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
+                other = q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
+                return max(one, other)
+
+    names = set()
+    for sample in samples:
+        for share in shares_of(rule.level, sample):
+            values = [statistic(t) for t in share]
+            judged = {None: values, "sum": [sum(values)], "mean": [sum(values) / len(values)], "max": values}[rule.over]
+            if rule.statistic == "k1":
+                low, high = rule.low or 0.0, rule.high or math.inf
+                out = any(not low <= math.exp(x) <= high for x in judged)
+            else:
+                out = any(x > rule.high for x in judged)
+            if out and not (rule.only_negative and share[0]["adv"] >= 0):
+                names |= {t["name"] for t in share}
+    return names
 
 
 def aggregate(mode, length, samples, losses: dict[int, torch.Tensor]):
@@ -182,24 +215,25 @@ def reference(cfg: AlgorithmConfig, toys) -> tuple[torch.Tensor, torch.Tensor]:
     count = max(1, int(cfg.top_entropy_share * len(tokens)))
     lowest = sorted((number(t["entropy"]) for t in tokens), reverse=True)[count - 1]
     losses = {}
+    out = set().union(*(rejected_by(rule, samples) for rule in (cfg.correction.reject if cfg.correction else ())))
     for sample in samples:
-        drift = sum(t["rollout"] - number(t["logp"]) for t in sample) / max(len(sample), 1)
-        bound = cfg.correction and cfg.correction.off_policy_kl
         for t in sample:
             loss = token_loss(cfg.loss, t, sample, t["name"] in chosen) * weights[t["name"]]
-            if (bound and t["adv"] < 0 and drift > bound) or number(t["entropy"]) < lowest - 1e-7:
+            if t["name"] in out or number(t["entropy"]) < lowest - 1e-7:
                 loss = 0.0 * loss
             if cfg.kl:
                 d = t["logp"] - t["ref"]
                 k2 = d**2 / 2
-                value = {"k1": d, "k2": k2, "k3": torch.exp(-d) - 1 + d, "abs": abs(d)}[cfg.kl.estimator]
+                value = {"k1": d, "k2": k2, "k3": (torch.exp(-d) - 1 + d).clamp(max=cfg.kl.cap), "abs": abs(d)}[
+                    cfg.kl.estimator
+                ]
                 if cfg.kl.straight_through:
                     value = value.detach() + k2 - k2.detach()
                 loss = loss + COEFFICIENTS["kl"] * value
             if cfg.entropy:
                 loss = loss - COEFFICIENTS["entropy"] * t["entropy"]
             losses[t["name"]] = loss
-    total = aggregate(cfg.loss_agg_mode, cfg.loss_agg_tokens, samples, losses)
+    total = aggregate(cfg.aggregation, cfg.loss_agg_tokens, samples, losses)
     total.backward()
     return total.detach(), theta.grad
 
@@ -228,18 +262,47 @@ def test_aggregations(mode):
 
 @pytest.mark.parametrize("level", ["token", "segment", "sequence"])
 @pytest.mark.parametrize(
-    ("kind", "more"),
+    "weight",
     [
-        (TruncatedCorrection, {"cap": 1.1}),
-        (TruncatedCorrection, {"cap": 1.5, "normalise": True}),
-        (TruncatedCorrection, {"cap": 1.5, "off_policy_kl": 0.2}),
-        (MaskedCorrection, {"low": 0.7, "high": 1.5}),
-        (MaskedCorrection, {"low": 0.7, "high": 1.5, "veto": 0.5, "normalise": True}),
-        (ClippedCorrection, {"low": 0.8, "high": 1.2}),
+        {"cap": 1.1},
+        {"cap": 1.5, "normalise": True},
+        {"kind": "mask", "low": 0.7, "high": 1.5},
+        {"kind": "clip", "low": 0.8, "high": 1.2},
     ],
+    ids=str,
 )
-def test_corrections(level, kind, more):
-    check(AlgorithmConfig(correction=kind(level=level, **more)), seed=6)
+def test_weights(level, weight):
+    check(AlgorithmConfig(correction={"weight": {"level": level, **weight}}), seed=6)
+
+
+# Bounds that some of the toy samples' tokens, segments and samples break, and others do not.
+BOUNDS = {"k1": {"low": 0.8, "high": 1.3}, "k2": {"high": 0.1}, "k3": {"high": 0.1}, "binary_kl": {"high": 0.01}}
+RULES = [
+    {"level": level, "statistic": statistic, "over": over, **bounds}
+    for level in ("token", "segment", "sequence")
+    for statistic, bounds in BOUNDS.items()
+    for over in ([None] if level == "token" else ["sum", "mean", "max"])
+] + [
+    {"level": "sequence", "statistic": "k1", "over": "max", "low": 0.5},
+    {"level": "sequence", "statistic": "k1", "over": "mean", "low": 0.9, "policy": "current", "only_negative": True},
+    {"level": "token", "statistic": "k3", "high": 0.05, "only_negative": True},
+]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda r: "-".join(str(v) for v in r.values()))
+def test_rejection(rule):
+    cfg = AlgorithmConfig(correction={"weight": {"cap": 1.2}, "reject": [rule]})
+    check(cfg, seed=6)
+    toys = toy_samples(6)
+    _, metrics = step([[toys]], cfg, weigh(toys, cfg))
+    (share,) = [value for name, value in metrics.items() if name.startswith("rejected/")]
+    assert 0 < share < 1 and metrics["masked"] == pytest.approx(share)
+
+
+def test_rules_add_up_and_rejection_needs_no_weight():
+    token, sequence = RULES[0], {"level": "sequence", "statistic": "k3", "over": "mean", "high": 0.05}
+    check(AlgorithmConfig(correction={"weight": None, "reject": [token, sequence]}), seed=6)
+    check(AlgorithmConfig(correction={"weight": {"normalise": True}, "reject": [token, sequence]}), seed=6)
 
 
 @pytest.mark.parametrize(

@@ -226,6 +226,23 @@ def test_the_scan_equals_the_recurrence(x):
     np.testing.assert_allclose(got, expected[::-1], rtol=1e-12, atol=1e-12)
 
 
+def test_without_whitening_the_recurrences_stay_as_they_are():
+    rng = random.Random(11)
+    samples = [sample_of(rng) for _ in range(6)]
+    row = pack(samples)
+    advantage_T, return_T = run_gae(row, GaeAdvantage(gamma=0.9, lam=0.8, whiten=False))
+    slow = [slow_gae(s["reward"], s["value"], s["mask"], 0.9, 0.8) for s in samples]
+    expected = [0.0 if x is None else x for x in sum(slow, [])]
+    # float64 sums of a few terms in another order.
+    np.testing.assert_allclose(advantage_T, expected, rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(return_T, run_gae(row, GaeAdvantage(gamma=0.9, lam=0.8))[1], rtol=1e-12)
+    # Rewards to go are what GAE with lambda 1 makes of them without a critic.
+    no_values = {**row, "value": torch.zeros_like(row["value"])}
+    to_go_T = returns_to_go(row["reward"], row["mask"], row["sample"], 0.9, whitened=False)
+    plain_T, _ = run_gae(no_values, GaeAdvantage(gamma=0.9, whiten=False))
+    np.testing.assert_allclose(to_go_T, plain_T, rtol=1e-12, atol=1e-12)
+
+
 def test_outcomes_alone_are_the_sample_level_estimator():
     """REINFORCE++ at tokens with gamma 1, and process supervision with outcomes alone, are REINFORCE++ and GRPO."""
     rng = random.Random(4)
@@ -236,7 +253,7 @@ def test_outcomes_alone_are_the_sample_level_estimator():
     num_actions = np.array([sum(s["mask"]) for s in samples])
     reward_T = at_last_action(tensor(reward_S), row["mask"], row["sample"])
     assert int((reward_T != 0).sum()) == int((num_actions > 0).sum())
-    expected = tensor(reinforce_plus_plus(reward_S, num_actions))[row["sample"]] * row["mask"]
+    expected = tensor(reinforce_plus_plus(reward_S, num_actions, True))[row["sample"]] * row["mask"]
     # float64: only the order of additions differs.
     torch.testing.assert_close(returns_to_go(reward_T, row["mask"], row["sample"]), expected, rtol=1e-12, atol=1e-12)
 

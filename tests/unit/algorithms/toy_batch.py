@@ -73,7 +73,7 @@ def toy_theta() -> Tensor:
 def weigh(samples: list[ToySample], cfg: AlgorithmConfig) -> Denominators:
     """Fill in the aggregation's weights; returns the denominators of the whole mini-batch."""
     counts = [sum(s.mask) for s in samples]
-    weights = sample_weights(cfg.loss_agg_mode, counts, [s.group for s in samples], cfg.loss_agg_tokens)
+    weights = sample_weights(cfg.aggregation, counts, [s.group for s in samples], cfg.loss_agg_tokens)
     for sample, weight in zip(samples, weights):
         sample.weight = weight
     return Denominators(sum(counts), len(samples))
@@ -144,12 +144,11 @@ def step(
         theta = toy_theta()
         packed = [pack(samples, theta, padding) for samples in ranks[rank]]
         first_pass = [FirstPass(logp_T.detach(), entropy_T.detach()) for logp_T, entropy_T, _ in packed]
-        columns, whole = objective.prepare([c for _, _, c in packed], first_pass, denominators, meeting.sum_of(rank))
+        columns = objective.prepare([c for _, _, c in packed], first_pass, denominators, meeting.sum_of(rank))
         for (logp_T, entropy_T, _), c in zip(packed, columns, strict=True):
             loss, metrics = objective(logp_T, entropy_T, c, denominators, COEFFICIENTS)
             loss.backward()
             reports[rank].append({name: (m.value.item(), m.reduction) for name, m in metrics.items()})
-        reports[rank].append({name: (value, "max") for name, value in whole.items()})
         gradients[rank] = theta.grad
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(ranks))]
@@ -162,4 +161,4 @@ def step(
     for name in {name for report in reports for row in report for name in row}:
         given = [row[name] for report in reports for row in report if name in row]
         metrics[name] = together[given[0][1]]([value for value, _ in given])
-    return sum(gradients), metrics
+    return sum(gradients), objective.conclude(metrics, on_policy=False)
