@@ -18,8 +18,8 @@ quiet_environment()
 
 from megatron_rl.config.schema import GrpoRunConfig  # noqa: E402
 from megatron_rl.layout import check_model, read_shape  # noqa: E402
-from megatron_rl.types import Prompt  # noqa: E402
 from megatron_rl.recipes.dry_run import describe_policy, describe_rollout  # noqa: E402
+from megatron_rl.types import Prompt  # noqa: E402
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -44,7 +44,7 @@ def run(config: GrpoRunConfig, resume: bool, interrupt: Interrupt) -> int:
     from megatron_rl.cluster.verifier import RayVerifier
     from megatron_rl.loop.checkpoints import Checkpoints
     from megatron_rl.loop.train import Ports, train
-    from megatron_rl.observe import RunSink, write_provenance
+    from megatron_rl.observe import RunSink, open_trackers, write_provenance
 
     tokenizer = AutoTokenizer.from_pretrained(config.model.path)
     prompts = read_prompts(config, tokenizer)
@@ -53,6 +53,7 @@ def run(config: GrpoRunConfig, resume: bool, interrupt: Interrupt) -> int:
     resume_at = checkpoints.first_step if resume else None
     sink = RunSink(folder, config.run.steps, console, tokenizer, config.rollout.delimiter, resume_at)
     write_provenance(folder, config)
+    sink.feed(open_trackers(config, resume_at))
     spec = ActorSpec(
         shape=shape,
         model=config.model,

@@ -34,7 +34,7 @@ def run(config: SftRunConfig, resume: bool, interrupt: Interrupt) -> int:
     from megatron_rl.data import ShuffledStream, load_supervised
     from megatron_rl.loop.checkpoints import Checkpoints
     from megatron_rl.loop.supervised import train_supervised
-    from megatron_rl.observe import RunSink, write_provenance
+    from megatron_rl.observe import RunSink, open_trackers, write_provenance
 
     tokenizer = AutoTokenizer.from_pretrained(config.model.path)
     sft = config.sft
@@ -47,6 +47,7 @@ def run(config: SftRunConfig, resume: bool, interrupt: Interrupt) -> int:
     resume_at = checkpoints.first_step if resume else None
     sink = RunSink(folder, config.run.steps, console, tokenizer, "", resume_at)
     write_provenance(folder, config)
+    sink.feed(open_trackers(config, resume_at))
     spec = ActorSpec(
         shape=shape,
         model=config.model,

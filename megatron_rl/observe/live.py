@@ -100,6 +100,14 @@ class LiveView:
                 self._history.setdefault(name, deque(maxlen=40)).append(record[name])
         self._live.refresh()
 
+    def tell(self, message: str) -> None:
+        """One line above the table."""
+        self._console.print(Text(message, "bright_black"), soft_wrap=True)
+
+    def warn(self, message: str) -> None:
+        """One yellow line above the table, where it stays."""
+        self._console.print(Text(f"warning: {message}", "yellow"), soft_wrap=True)
+
     def stop(self) -> None:
         if self._live.is_started:
             self._phase = ""

@@ -160,3 +160,31 @@ def test_a_terminal_gets_a_live_table_that_keeps_the_last_held_out_accuracy(tmp_
         sink.log(1, {"reward/mean": float("nan")})  # every verdict abstained: no point in the history
     last = screen.getvalue()[screen.getvalue().rindex("step 2/3") :]
     assert "0.125" in last and "nan" in last and "▁█" in last
+
+
+def test_a_warning_is_told_once_in_a_row_and_kept_with_its_step(tmp_path):
+    sink, screen = sink_of(tmp_path, resume_at=4)
+    with sink:
+        sink.warn("the clock is [bold]slow[/]")
+        sink.log(4, {})
+        sink.warn("the clock is [bold]slow[/]")
+        sink.warn("two\nlines")
+        sink.warn("the clock is [bold]slow[/]")
+    told = [line for line in screen.getvalue().splitlines() if "warning" in line]
+    assert told == ["warning: the clock is [bold]slow[/]", "warning: two", "warning: the clock is [bold]slow[/]"]
+    assert (tmp_path / "logs" / "warnings.log").read_text().splitlines() == [
+        "step 4: the clock is [bold]slow[/]",
+        "step 5: two lines",
+        "step 5: the clock is [bold]slow[/]",
+    ]
+
+
+def test_a_warning_stands_above_the_live_table_in_yellow(tmp_path):
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=100, color_system="standard")
+    sink = RunSink(tmp_path, 3, console, Letters(), "</think>")
+    with sink, sink.phase("generate"):
+        sink.warn("the clock is slow")
+    text = screen.getvalue()
+    assert "\x1b[33mwarning: the clock is slow\x1b[0m" in text
+    assert text.index("warning") < text.rindex("step 0/3"), "the table is drawn below it"
