@@ -19,6 +19,7 @@ quiet_environment()
 from megatron_rl.config.schema import GrpoRunConfig  # noqa: E402
 from megatron_rl.layout import check_model, read_shape  # noqa: E402
 from megatron_rl.recipes.dry_run import describe_policy, describe_rollout  # noqa: E402
+from megatron_rl.recipes.preflight import check_before_start  # noqa: E402
 from megatron_rl.types import Prompt  # noqa: E402
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 def run(config: GrpoRunConfig, resume: bool, interrupt: Interrupt) -> int:
     """Wire the rooms together and train; returns the steps that are done."""
+    check_before_start(config, console, resume=resume)
     shape = read_shape(config.model.path)
     check_model(config.model.path, shape, config.policy.parallel.mesh)
 
@@ -100,9 +102,10 @@ def read_prompts(config: GrpoRunConfig, tokenizer: PreTrainedTokenizerBase) -> P
     return Prompts(stream, read(data.eval)[: config.eval.num_prompts] if data.eval else [])
 
 
-def dry_run(config: GrpoRunConfig, console: Console) -> None:
+def dry_run(config: GrpoRunConfig, console: Console, resume: bool) -> None:
     shape = describe_policy(config, console)
     describe_rollout(config, shape, console)
+    check_before_start(config, console, resume=resume, planning=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -57,7 +57,7 @@ def launch(
     arguments: Sequence[str] | None,
     *,
     program: str,
-    dry_run: Callable[[Config, Console], None],
+    dry_run: Callable[[Config, Console, bool], None],
     run: Callable[[Config, bool, Interrupt], int],
 ) -> int:
     """Parse, judge, then plan or run; returns the exit status.
@@ -81,7 +81,7 @@ def launch(
     try:
         config = load_config(kind, options.configuration)
         if options.dry_run:
-            dry_run(config, console)
+            dry_run(config, console, options.resume == "auto")
             return 0
         with Interrupt().listening() as interrupt:
             done = run(config, options.resume == "auto", interrupt)
@@ -103,7 +103,7 @@ def _tell(error: Exception, config: BaseConfig | None) -> int:
     """The cause first and short; the traceback goes to a file for whoever needs it."""
     console.print("[bold red]error:[/]", end=" ")
     console.print(str(error), markup=False, soft_wrap=True)
-    if config is not None and config.run_folder.is_dir():
+    if config is not None and os.path.isdir(config.run_folder):  # unlike Path's, it takes a name that is too long
         path = config.run_folder / "logs" / "traceback.txt"
         try:
             path.parent.mkdir(exist_ok=True)

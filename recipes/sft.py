@@ -17,10 +17,12 @@ quiet_environment()
 from megatron_rl.config.schema import SftRunConfig  # noqa: E402
 from megatron_rl.layout import check_model, read_shape  # noqa: E402
 from megatron_rl.recipes.dry_run import describe_policy  # noqa: E402
+from megatron_rl.recipes.preflight import check_before_start  # noqa: E402
 
 
 def run(config: SftRunConfig, resume: bool, interrupt: Interrupt) -> int:
     """Wire the rooms together and train; returns the steps that are done."""
+    check_before_start(config, console, resume=resume)
     shape = read_shape(config.model.path)
     check_model(config.model.path, shape, config.policy.parallel.mesh)
 
@@ -69,8 +71,9 @@ def run(config: SftRunConfig, resume: bool, interrupt: Interrupt) -> int:
     return done
 
 
-def dry_run(config: SftRunConfig, console: Console) -> None:
+def dry_run(config: SftRunConfig, console: Console, resume: bool) -> None:
     describe_policy(config, console)
+    check_before_start(config, console, resume=resume, planning=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
