@@ -335,7 +335,7 @@ def _name(config: BaseConfig) -> list[str]:
 
 
 def _check_folder(config: BaseConfig, resume: bool) -> bool:
-    """True; raises ValueError when the run folder cannot be written, or holds an earlier run that is not to be resumed."""
+    """True; raises ValueError when the folder cannot be written, or holds an earlier run that is not to be resumed."""
     folder = config.run_folder
     there = _nearest(folder)
     try:
