@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from megatron_rl.config.observe import MlflowTracker, TensorboardTracker, WandbTracker
 from megatron_rl.config.schema import BaseConfig
-from megatron_rl.observe.provenance import provenance
+from megatron_rl.observe.provenance import flat, provenance
 
 IDENTITIES = "trackers.json"
 """In the run folder: kind -> the run's id at the tracker's server."""
@@ -217,17 +217,3 @@ _OPEN: dict[type, Callable[[Any, BaseConfig, dict[str, str], int | None], Tracke
     TensorboardTracker: _Tensorboard,
     MlflowTracker: _Mlflow,
 }
-
-
-def flat(nested: Any, prefix: str = "") -> dict[str, Any]:
-    """Leaves by their dotted keys: {"run": {"name": "x"}} becomes {"run.name": "x"}; a list's keys are its indices."""
-    if isinstance(nested, Mapping):
-        items = [(str(key), value) for key, value in nested.items()]
-    elif isinstance(nested, list | tuple) and any(isinstance(value, Mapping) for value in nested):
-        items = [(str(index), value) for index, value in enumerate(nested)]
-    else:
-        return {prefix: nested}
-    leaves: dict[str, Any] = {}
-    for key, value in items:
-        leaves |= flat(value, f"{prefix}.{key}" if prefix else key)
-    return leaves

@@ -134,6 +134,20 @@ def test_figures():
     }  # fmt: skip
 
 
+def test_figures_of_several_rewards():
+    record = {
+        "reward/mean": -1.5, "eval/reward_mean": 2.5,
+        "reward/exact_answer/mean": 0.5, "reward/exact_answer/abstained": 0.0, "reward/exact_answer/seconds": 1.0,
+        "reward/judge/mean": -2.0, "reward/judge/abstained": 0.125, "reward/away/abstained": 1.0,
+    }  # fmt: skip
+    assert figures(record) == {
+        "reward": "-1.500", "held-out reward": "2.500", "exact_answer": "0.500", "judge": "-2.000, 12.5% abstained",
+        "away": "no score, 100.0% abstained",
+    }  # fmt: skip
+    assert "exact_answer" not in figures({"reward/exact_answer/mean": 0.5, "reward/exact_answer/abstained": 0.0})
+    assert figures({"reward/judge/mean": 0.5, "reward/judge/abstained": 0.25}) == {"judge": "0.500, 25.0% abstained"}
+
+
 def test_sparkline():
     assert (sparkline([0.0, 0.5, 1.0]), sparkline([2.0, 2.0]), sparkline([])) == ("▁▅█", "▁▁", "")
 
@@ -147,7 +161,7 @@ def test_without_a_terminal_one_plain_line_a_step(tmp_path, clock):
             clock.now += 1
             sink.log(step, {"reward/mean": 0.25} if step else {"eval/accuracy": 0.5})
     assert screen.getvalue().splitlines() == [
-        "step 1/2  held-out 0.500  4.00 s: update 75%, other 25%",
+        "step 1/2  held-out accuracy 0.500  4.00 s: update 75%, other 25%",
         "step 2/2  reward 0.250  4.00 s: update 75%, other 25%",
     ]
 

@@ -15,8 +15,9 @@ from rich.console import Console
 from megatron_rl.config.load import judge
 from megatron_rl.config.schema import SftRunConfig
 from megatron_rl.observe import RunSink, missing_packages, open_trackers
+from megatron_rl.observe.provenance import flat
 from megatron_rl.observe.records import read_lines
-from megatron_rl.observe.trackers import Feed, flat
+from megatron_rl.observe.trackers import Feed
 
 
 def config_of(folder, *observe: dict) -> SftRunConfig:
