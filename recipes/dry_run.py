@@ -28,7 +28,7 @@ class RankParameters:
     dense: int
     """Outside the experts: attention, norms, router, shared experts, embedding and output."""
     expert: int
-    """Of the rank's routed experts."""
+    """Inside the rank's routed experts."""
 
     @property
     def total(self) -> int:

@@ -12,6 +12,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +34,9 @@ from megatron_rl.types import ModelShape
 from megatron_rl.verifiers.exact_answer import last_number
 
 ROWS_S = 2.5
-"""How long all rows together may take: what is not checked then is told."""
+"""Seconds that the rows of all files together may take. What is left out then is told."""
 ROWS_AT_LEAST = 100
-"""Of each file, whatever the time."""
+"""Rows that are checked in each file even when the time is up."""
 
 Tell = Callable[[str], None]
 Row = dict[str, Any]
@@ -44,7 +45,7 @@ Messages = str | Turns
 
 
 def check_before_start(config: BaseConfig, console: Console, *, resume: bool, planning: bool = False) -> None:
-    """Tell what was checked in part, and raise all faults together.
+    """Run the preflight, print its notes, and raise all faults together.
 
     Raises:
         ValueError: the run would stop in its first minutes; every reason is there.
@@ -105,7 +106,7 @@ def preflight(config: BaseConfig, tell: Tell, *, resume: bool = False, planning:
     if not named:
         usable = attempt(lambda: _check_folder(config, resume))
         if usable and splits and not elsewhere:
-            faults += _disk(config, shape, resume)
+            faults += _disk(config, shape)
     return faults + missing_packages(config)
 
 
@@ -156,7 +157,7 @@ def _check_weights(folder: Path, shape: ModelShape) -> None:
 
 
 def _vocabulary(config: BaseConfig, shape: ModelShape, tokenizer: TokenizerFiles) -> list[str]:
-    """Of the tokenizer against the model and the budgets."""
+    """Compare the tokenizer with the model's vocabulary and with the thinking budget."""
     folder = config.model.path
     if tokenizer.core is None:
         needs = isinstance(config, GrpoRunConfig) and config.rollout.delimiter
@@ -196,34 +197,29 @@ class _Lengths:
         """A row has chat turns, and the tokenizer no template for them."""
         self.unknown = False
         """A row has chat turns that only transformers can render."""
-        self._core = tokenizer.core if tokenizer else None
+        self._tokenizer = tokenizer if tokenizer and tokenizer.core else None
         self._template: ChatTemplate | None = None
         self._no_template = tokenizer is not None and tokenizer.template is None
-        self._eos = tokenizer.special.get("eos_token") if tokenizer else None
         if tokenizer and tokenizer.template:
-            try:
+            # Some templates have tags that only transformers knows: their rows are then counted as unknown.
+            with suppress(TemplateError):
                 self._template = ChatTemplate(tokenizer.template, tokenizer.special)
-            except TemplateError:  # tags that only transformers knows
-                self.unknown = True
 
     def of_prompt(self, messages: Messages, bound: int) -> int | None:
-        """Tokens of a prompt; None when they are not known, or within the bound for certain."""
+        """The number of a prompt's tokens; None when it is not known, or within the bound for certain."""
         text = messages if isinstance(messages, str) else self._render(messages, add_generation_prompt=True)
-        if text is None or self._core is None or len(text.encode()) <= bound:  # a token has one byte at least
+        if text is None or self._tokenizer is None or len(text.encode()) <= bound:  # a token has one byte at least
             return None
-        return len(self._ids(text))
+        return len(self._tokenizer.ids(text))
 
     def of_demonstration(self, demonstration: tuple[str, str] | Turns, bound: int) -> int | None:
-        """Tokens of a supervised row with its end of sequence; None as above."""
+        """The number of a supervised row's tokens, with its end of sequence; None as for a prompt."""
         prompt, completion = demonstration if isinstance(demonstration[0], str) else ("", self._render(demonstration))
-        if completion is None or self._core is None or len((prompt + completion).encode()) < bound:
+        if completion is None or self._tokenizer is None or len((prompt + completion).encode()) < bound:
             return None
-        eos = self._core.token_to_id(self._eos or "")
-        ids = self._ids(completion)
-        return len(self._ids(prompt)) + len(ids if eos is None else ended(ids, eos))
-
-    def _ids(self, text: str) -> list[int]:
-        return self._core.encode(text, add_special_tokens=False).ids
+        eos = self._tokenizer.core.token_to_id(self._tokenizer.special.get("eos_token", ""))
+        ids = self._tokenizer.ids(completion)
+        return len(self._tokenizer.ids(prompt)) + len(ids if eos is None else ended(ids, eos))
 
     def _render(self, turns: Turns, add_generation_prompt: bool = False) -> str | None:
         self.without_template |= self._no_template
@@ -233,7 +229,7 @@ class _Lengths:
 
 
 def _rows(config: BaseConfig, tokenizer: TokenizerFiles | None, tell: Tell) -> list[str]:
-    """Of every file of rows, and of the rewards that are given its columns."""
+    """Check every file of rows, and the rewards that are given the rows' columns."""
     deadline = time.monotonic() + ROWS_S
     lengths = _Lengths(tokenizer)
     faults: list[str] = []
@@ -324,7 +320,7 @@ def _file(
 
 
 def _name(config: BaseConfig) -> list[str]:
-    """Of run.name as the name of a folder."""
+    """Check that run.name can be a folder's name."""
     name = config.run.name
     longest = max((len(part.encode()) for part in Path(name).parts), default=0)
     if longest > 255:
@@ -352,14 +348,17 @@ def _check_folder(config: BaseConfig, resume: bool) -> bool:
     return True
 
 
-def _disk(config: BaseConfig, shape: ModelShape, resume: bool) -> list[str]:
-    needed = 2 * checkpoint_bytes(shape, config.policy.parallel.mesh, config.model.dtype)
+def _disk(config: BaseConfig, shape: ModelShape) -> list[str]:
+    """Room for two checkpoints: a new one is whole before an older one is deleted. One suffices where one is there."""
+    there = Checkpoints(config.run_folder / "checkpoints", keep=config.checkpoint.keep, resume=True).steps()
+    number, told = (1, "a further checkpoint needs") if there else (2, "two checkpoints need")
+    needed = number * checkpoint_bytes(shape, config.policy.parallel.mesh, config.model.dtype)
     free = shutil.disk_usage(_nearest(config.run_folder)).free
-    if resume or free >= needed:  # a run that goes on has its checkpoints already
+    if free >= needed:
         return []
     return [
-        f"run.folder: the disk of {config.run_folder} has {gigabytes(free)} free, and two checkpoints need "
-        f"{gigabytes(needed)}; free some space, or choose another run.folder"
+        f"run.folder: the disk of {config.run_folder} has {gigabytes(free)} free, and {told} {gigabytes(needed)}; free "
+        f"some space, or choose another run.folder"
     ]
 
 

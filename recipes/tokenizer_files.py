@@ -52,12 +52,12 @@ class TokenizerFiles:
         self.template = _template(folder, config)
 
     def ids(self, text: str) -> list[int]:
-        """Without the special tokens that a post-processor would add; only where there is a tokenizer.json."""
+        """The text's tokens, without the special ones that a post-processor would add. It needs a tokenizer.json."""
         return self.core.encode(text, add_special_tokens=False).ids
 
 
 class ChatTemplate:
-    """Renders turns as transformers does. What it cannot render it says nothing of: `render` returns None then.
+    """Renders chat turns as transformers does, or says that it cannot.
 
     Raises:
         jinja2.TemplateError: the source is no template that plain jinja2 compiles.
@@ -74,14 +74,18 @@ class ChatTemplate:
         self._special = special
 
     def render(self, turns: Sequence[Mapping[str, str]], add_generation_prompt: bool) -> str | None:
-        """Raises BadRow where the template itself refuses the turns."""
+        """The text of the turns; None where the template asks for more than is known here.
+
+        Raises:
+            BadRow: the template refuses the turns.
+        """
         try:
             return self._template.render(
                 messages=turns, tools=None, documents=None, add_generation_prompt=add_generation_prompt, **self._special
             )
         except BadRow:
             raise
-        except Exception:  # the template asks for more than is known here: only transformers can judge it
+        except Exception:  # a template is a program and raises what it likes; transformers will judge it
             return None
 
 

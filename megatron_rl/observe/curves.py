@@ -114,7 +114,7 @@ def _line(name: str, colour: str) -> Callable[[Axes, Records], None]:
 
 
 def _fit_positive(axes: Axes, values: Sequence[float]) -> None:
-    """From 0 on; logarithmic where one spike would flatten everything else."""
+    """Let the axis begin at 0, or make it logarithmic where one spike would flatten everything else."""
     if values and min(values) > 0 and max(values) > SPIKE * median(values):
         axes.set_yscale("log")
         axes.yaxis.set_minor_locator(NullLocator())
@@ -137,7 +137,7 @@ def _draw_reward(evaluation: tuple[str, str] | None) -> Callable[[Axes, Records]
 
 
 def _draw_lines(lines: Mapping[str, str], colours: Sequence[str]) -> Callable[[Axes, Records], None]:
-    """Label -> metric."""
+    """A line for each label; `lines` gives its metric."""
 
     def draw(axes: Axes, metrics: Records) -> None:
         for index, (label, name) in enumerate(lines.items()):
@@ -204,7 +204,7 @@ def _draw_mismatch(axes: Axes, metrics: Records) -> None:
 
 
 def _fit_decades(axes: Axes, values: Sequence[float]) -> None:
-    """Whole decades, so that rounding does not look like a trend."""
+    """Let the axis span whole decades, so that rounding does not look like a trend."""
     if min(values) > 0:
         axes.set_yscale("log")
         axes.set_ylim(10 ** floor(log10(min(values))), 10 ** ceil(log10(max(values)) + 1e-9))
@@ -247,7 +247,7 @@ def draw_comparison(runs: Mapping[str, Records]) -> Figure:
 
 
 def colour_of(index: int) -> str:
-    """Of the run of this index."""
+    """The colour of the run with this index."""
     return PHASES[index % len(PHASES)]
 
 

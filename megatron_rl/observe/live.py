@@ -59,7 +59,7 @@ def figures(record: Mapping[str, float]) -> dict[str, str]:
 
 
 def split_text(seconds: Mapping[str, float]) -> Text:
-    """Where the time went, as a coloured bar and its legend."""
+    """Show where the time went as a coloured bar and its legend."""
     total = sum(seconds.values()) or 1.0
     bar, legend = Text(), Text()
     filled, passed = 0, 0.0
@@ -116,11 +116,11 @@ class LiveView:
         self._live.refresh()
 
     def tell(self, message: str) -> None:
-        """One line above the table."""
+        """Print one line above the table."""
         self._console.print(Text(message, "bright_black"), soft_wrap=True)
 
     def warn(self, message: str) -> None:
-        """One yellow line above the table, where it stays."""
+        """Print one yellow line above the table, where it stays."""
         self._console.print(Text(f"warning: {message}", "yellow"), soft_wrap=True)
 
     def stop(self) -> None:

@@ -171,7 +171,7 @@ def _rewards(metrics: Records) -> list[dict[str, str]]:
 
 
 def _headline(metrics: Records, planned: int | None) -> dict[str, str]:
-    """Label -> value of one run in a comparison."""
+    """The row of one run in a comparison: label -> value."""
     row = {}
     for label, name, form in (
         ("held-out accuracy", "eval/accuracy", "{:.3f}"),

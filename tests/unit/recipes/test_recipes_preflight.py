@@ -297,7 +297,7 @@ def test_what_does_not_fit(home, changes, message):
 
 
 def test_a_full_disk_is_told_with_both_numbers(home, monkeypatch):
-    """fp32: each of 2,136 parameters in 4 bytes of weights and 8 of state."""
+    """In fp32 a parameter takes 4 bytes of weights and 8 of state."""
     monkeypatch.setattr(module.shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(0, 0, 10**4))
     [fault] = faults(grpo())
     parameters = FAMILIES["qwen3"].num_parameters(read_shape(Path("model")))
@@ -312,6 +312,16 @@ def test_a_used_run_folder_needs_resume(home, left):
     [fault] = faults(grpo())
     assert "--resume auto" in fault
     assert faults(grpo(), resume=True) == []
+
+
+def test_a_run_that_goes_on_needs_room_for_one_more_checkpoint(home, monkeypatch):
+    needed = 12 * FAMILIES["qwen3"].num_parameters(read_shape(Path("model")))
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(0, 0, needed))
+    assert "two checkpoints need" in faults(grpo(), resume=True)[0], "nothing is there yet"
+    (home / "runs" / "adds" / "first" / "checkpoints" / "step_000002").mkdir(parents=True)
+    assert faults(grpo(), resume=True) == []
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(0, 0, needed - 1))
+    assert "a further checkpoint needs" in faults(grpo(), resume=True)[0]
 
 
 def test_a_tracker_whose_package_is_missing(home, monkeypatch):
