@@ -21,9 +21,9 @@ from megatron_rl.config.schema import BaseConfig
 from megatron_rl.observe.provenance import flat, provenance
 
 IDENTITIES = "trackers.json"
-"""In the run folder: kind -> the run's id at the tracker's server."""
+"""The file in the run folder that holds the run's id at each kind of tracker."""
 CLOSE_S = 30.0
-"""How long the end of a run waits for a tracker that has not taken all records yet."""
+"""Seconds that the end of a run waits for a tracker that has not taken all records yet."""
 
 Record = Mapping[str, float]
 
@@ -33,19 +33,20 @@ class Tracker(Protocol):
     """Where a person finds the run."""
 
     def log(self, record: Record) -> None:
-        """One record, with its `step`. Raises whatever the tracker's package raises."""
+        """Take one record, with its `step`. Raises whatever the tracker's package raises."""
 
     def close(self, finished: bool) -> None: ...
 
 
 def missing_packages(config: BaseConfig) -> list[str]:
     """One sentence for each configured tracker whose package is not installed."""
-    kinds = [tracker.kind for tracker in config.observe]
+    # A folder of the name in the working folder, like the one that wandb makes, is no package: it has no origin.
+    specs = {tracker.kind: find_spec(tracker.kind) for tracker in config.observe}
     return [
         f"observe: the kind {kind} needs a package that is not installed; install it with `pip install {kind}`, or "
         f"take the kind out of `observe`"
-        for kind in kinds
-        if find_spec(kind) is None
+        for kind, spec in specs.items()
+        if spec is None or spec.origin is None
     ]
 
 

@@ -141,6 +141,15 @@ def test_a_missing_package_is_refused_with_the_command_that_installs_it(tmp_path
     assert not config.run_folder.exists()
 
 
+def test_a_folder_of_the_packages_name_is_no_package(tmp_path, monkeypatch):
+    """wandb leaves a folder `wandb` where it runs, which Python takes for a namespace package."""
+    if find_spec("wandb") is not None:
+        pytest.skip("the package is there")
+    (tmp_path / "wandb").mkdir()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert len(missing_packages(config_of(tmp_path, {"kind": "wandb"}))) == 1
+
+
 @pytest.mark.parametrize(
     ("observe", "message"),
     [
