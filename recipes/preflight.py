@@ -230,7 +230,6 @@ class _Lengths:
 
 def _rows(config: BaseConfig, tokenizer: TokenizerFiles | None, tell: Tell) -> list[str]:
     """Check every file of rows, and the rewards that are given the rows' columns."""
-    deadline = time.monotonic() + ROWS_S
     lengths = _Lengths(tokenizer)
     faults: list[str] = []
     if isinstance(config, SftRunConfig):
@@ -241,12 +240,13 @@ def _rows(config: BaseConfig, tokenizer: TokenizerFiles | None, tell: Tell) -> l
             if length is not None and length > sft.max_tokens:
                 raise BadRow(f"the row has {length} tokens, sft.max_tokens is {sft.max_tokens}")
 
-        faults += _file("sft.rows", sft.rows, judge_demonstration, sft.on_bad_row, deadline, tell)
+        faults += _file("sft.rows", sft.rows, judge_demonstration, sft.on_bad_row, ROWS_S, tell)
     elif isinstance(config, GrpoRunConfig):
         exact = [reward for reward in config.rewards if isinstance(reward, ExactAnswerReward)]
         required = ("ground_truth",) if exact else ()
         numbers = any(reward.answer == "last_number" for reward in exact)
         longest, data = config.rollout.max_prompt_tokens, config.data
+        seconds = ROWS_S / 2 if data.eval else ROWS_S
         columns: set[str] = set()
 
         def judge_prompt(row: Row) -> None:
@@ -261,10 +261,10 @@ def _rows(config: BaseConfig, tokenizer: TokenizerFiles | None, tell: Tell) -> l
             if length is not None:
                 check_length(length, longest)
 
-        faults += _file("data.train", data.train, judge_prompt, data.on_bad_row, deadline, tell)
+        faults += _file("data.train", data.train, judge_prompt, data.on_bad_row, seconds, tell)
         known = frozenset(columns)
         if data.eval:
-            faults += _file("data.eval", data.eval, judge_prompt, data.on_bad_row, deadline, tell)
+            faults += _file("data.eval", data.eval, judge_prompt, data.on_bad_row, seconds, tell)
         for reward in config.rewards:
             if isinstance(reward, FunctionReward) and (fault := fault_of_function(reward.path, known or None)):
                 faults.append(fault)
@@ -278,10 +278,8 @@ def _rows(config: BaseConfig, tokenizer: TokenizerFiles | None, tell: Tell) -> l
     return faults
 
 
-def _file(
-    key: str, path: Path, judge: Callable[[Row], None], on_bad_row: str, deadline: float, tell: Tell
-) -> list[str]:
-    """The faults of one file of rows, as many as the time allows.
+def _file(key: str, path: Path, judge: Callable[[Row], None], on_bad_row: str, seconds: float, tell: Tell) -> list[str]:
+    """The faults of one file of rows, of as many rows as the seconds allow.
 
     Args:
         judge: raises BadRow for what `on_bad_row` decides about, ValueError for what stops the run in any case.
@@ -290,6 +288,7 @@ def _file(
         return [f"{key}: there is no file {path}; correct the path (it is relative to {Path.cwd()})"]
     bad: list[str] = []
     num_rows, whole = 0, True
+    deadline = time.monotonic() + seconds
     try:
         for number, row in read_rows(path):
             if num_rows >= ROWS_AT_LEAST and time.monotonic() > deadline:

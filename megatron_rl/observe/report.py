@@ -67,6 +67,8 @@ def write_comparison(run_folders: Sequence[Path], out: Path) -> Path:
     runs = {name: metrics for name, (metrics, _) in read.items()}
     headline = [_headline(metrics, _planned(made_of)) for metrics, made_of in read.values()]
     known = [label for label in headline[0] if any(row[label] != NO_VALUE for row in headline)]
+    if "reward" in known and "loss" in known:  # a policy loss says little about learning
+        known.remove("loss")
     return _write(
         out / "comparison.html",
         "comparison.html.jinja",
