@@ -80,7 +80,7 @@ class Verifier(Protocol):
 
 
 class Sink(Protocol):
-    """Where numbers go: the screen, metrics.jsonl, samples.jsonl."""
+    """Where numbers go: the screen, metrics.jsonl, samples.jsonl, the trackers."""
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Times what runs inside; the step's time split is made of these."""
@@ -88,7 +88,7 @@ class Sink(Protocol):
     def log(self, step: int, metrics: Metrics) -> None: ...
 
     def warn(self, message: str) -> None:
-        """Tell people, and keep the message in the run's logs."""
+        """Tell people of something that does not stop the run; the same message is told once in a row."""
 
     def samples(self, step: int, groups: Sequence[Group], payloads: Sequence[Sequence[Tokens]]) -> None:
         """Keep a few answers for people, as text."""

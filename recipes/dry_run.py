@@ -1,11 +1,12 @@
 """What a run will be, in numbers, before anything starts: sizes, memory, micro-batches, the bridge's plan.
 
-Stdlib and numpy only: it answers in a second, on a laptop, for a model that is not there.
+Stdlib and numpy only: it answers in a second, on a laptop, for a model that is not there. Invariant
+(tests/unit/recipes): over all ranks, what is divided adds up to the whole model, once for each way it is repeated.
 """
 
 from __future__ import annotations
 
-from math import prod
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -14,10 +15,60 @@ from rich.table import Table
 from megatron_rl.balance import plan_microbatches
 from megatron_rl.config.schema import BaseConfig, GrpoRunConfig, SftRunConfig
 from megatron_rl.config.shipped import find_shipped
-from megatron_rl.layout import FAMILIES, Engines, megatron_shards, plan_weights, read_shape, volume
-from megatron_rl.types import Batch, Group, ModelShape, Prompt, Sample
+from megatron_rl.layout import FAMILIES, Engines, plan_weights, read_shape, volume
+from megatron_rl.types import Batch, Group, Mesh, ModelShape, Prompt, Sample
 
 BYTES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class RankParameters:
+    """Parameters that one trainer rank holds, vocabulary padding not counted."""
+
+    dense: int
+    """Outside the experts: attention, norms, router, shared experts, embedding and output."""
+    expert: int
+    """Inside the rank's routed experts."""
+
+    @property
+    def total(self) -> int:
+        return self.dense + self.expert
+
+    def state_bytes(self, mesh: Mesh, dtype: str) -> float:
+        """Bytes of the optimizer's state on this rank: two fp32 moments, and an fp32 copy of bf16 weights."""
+        dense_ways, expert_ways = optimizer_ways(mesh)
+        return (self.dense / dense_ways + self.expert / expert_ways) * (8 if dtype == "float32" else 12)
+
+
+def rank_parameters(shape: ModelShape, mesh: Mesh, rank: int) -> RankParameters:
+    """Counted from the family's table, row by row."""
+    counts = {False: 0, True: 0}
+    for placement, _, _ in FAMILIES[shape.family].megatron_placed(shape, mesh, rank):
+        elements = sum(volume(local_box) for _, _, local_box in placement.pieces)
+        of_experts = placement.experts is not None
+        counts[of_experts] += elements * (len(placement.experts) if of_experts else 1)
+    return RankParameters(dense=counts[False], expert=counts[True])
+
+
+def optimizer_ways(mesh: Mesh) -> tuple[int, int]:
+    """(dense, expert): over how many ranks Megatron's distributed optimizer splits the state of a parameter.
+
+    Those are the ranks that hold the same parameter: data x context ranks for a dense one, the expert-data-parallel
+    ranks for one of an expert. Without data parallelism the actor uses the plain optimizer, which splits nothing.
+    """
+    return (mesh.data * mesh.context, expert_data_ways(mesh)) if mesh.data > 1 else (1, 1)
+
+
+def expert_data_ways(mesh: Mesh) -> int:
+    """Expert data parallelism: ranks of a stage that hold the same part of the same experts."""
+    return mesh.stage_size // (mesh.expert * mesh.expert_ways)
+
+
+def checkpoint_bytes(shape: ModelShape, mesh: Mesh, dtype: str) -> float:
+    """Bytes of one checkpoint: every rank writes its weights, data-parallel replicas too, and its part of the state."""
+    stages = [rank_parameters(shape, mesh, stage * mesh.stage_size) for stage in range(mesh.pipeline)]
+    ranks = [held.total * BYTES[dtype] + held.state_bytes(mesh, dtype) for held in stages]
+    return sum(ranks) * mesh.stage_size
 
 
 def planned_shape(config: BaseConfig) -> ModelShape:
@@ -32,24 +83,24 @@ def describe_policy(config: BaseConfig, console: Console) -> ModelShape:
     """Print the trainer's side; returns the shape."""
     shape = planned_shape(config)
     mesh, cap = config.policy.parallel.mesh, config.balance.max_tokens_per_microbatch
-    total = sum(prod(extent) for extent in FAMILIES[shape.family].hf_tensors(shape).values())
-    stages = range(0, mesh.world_size, mesh.tensor * mesh.data)
-    largest = max(sum(volume(s.local_box) for s in megatron_shards(shape, mesh, rank)) for rank in stages)
-    width = BYTES[config.model.dtype]
-    master = 4 if width == 2 else 0
-    state = largest * (8 + master) / mesh.data
+    dtype = config.model.dtype
+    width = BYTES[dtype]
+    # The ranks of a stage hold equally much, so the first one stands for all of them.
+    stages = [rank_parameters(shape, mesh, stage * mesh.stage_size) for stage in range(mesh.pipeline)]
+    largest = max(stages, key=lambda held: held.total * (width + 4) + held.state_bytes(mesh, dtype))
+    split = "dense over DP, experts over expert-DP" if largest.expert else "split over DP"
+    trainer = f"TP{mesh.tensor} x PP{mesh.pipeline} x DP{mesh.data} = {mesh.world_size} ranks, {dtype}"
+    if shape.experts and (mesh.expert > 1 or mesh.expert_tensor is not None):
+        trainer += f"; experts: EP{mesh.expert} x ETP{mesh.expert_ways} x expert-DP{expert_data_ways(mesh)}"
 
-    table = Table(
-        title=f"{config.run.name}: {shape.family}, {total:,} parameters", show_header=False, title_justify="left"
-    )
-    table.add_row(
-        "trainer",
-        f"TP{mesh.tensor} x PP{mesh.pipeline} x DP{mesh.data} = {mesh.world_size} ranks, {config.model.dtype}",
-    )
-    table.add_row("parameters of the largest rank", f"{largest:,}")
-    table.add_row("  weights", gigabytes(largest * width))
-    table.add_row("  gradients (fp32)", gigabytes(largest * 4))
-    table.add_row("  optimizer state, split over DP", gigabytes(state))
+    num_parameters = FAMILIES[shape.family].num_parameters(shape)
+    title = f"{config.run.name}: {shape.family}, {num_parameters:,} parameters"
+    table = Table(title=title, show_header=False, title_justify="left")
+    table.add_row("trainer", trainer)
+    table.add_row("parameters of the largest rank", f"{largest.total:,}")
+    table.add_row("  weights", gigabytes(largest.total * width))
+    table.add_row("  gradients (fp32)", gigabytes(largest.total * 4))
+    table.add_row(f"  optimizer state, {split}", gigabytes(largest.state_bytes(mesh, dtype)))
     table.add_row(
         "tokens of a micro-batch",
         f"at most {cap:,}, sequences padded to multiples of {config.policy.parallel.alignment}",
@@ -88,7 +139,7 @@ def describe_rollout(config: GrpoRunConfig, shape: ModelShape, console: Console)
     )
     transfer = plan_weights(shape, parallel.mesh, engines, dtype=config.model.dtype)
     received, sent = transfer.engine_bytes, transfer.sent_bytes
-    whole = width * sum(prod(e) for e in FAMILIES[shape.family].hf_tensors(shape).values())
+    whole = width * FAMILIES[shape.family].num_parameters(shape)
 
     table = Table(title="a step", show_header=False, title_justify="left")
     layout = f"TP{rollout.tensor}" + (", expert-parallel" if rollout.expert_parallel else "")

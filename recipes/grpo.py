@@ -20,8 +20,8 @@ quiet_environment()
 from megatron_rl.config.schema import GrpoRunConfig  # noqa: E402
 from megatron_rl.layout import check_model, read_shape  # noqa: E402
 from megatron_rl.loop.checkpoints import Checkpoints  # noqa: E402
-from megatron_rl.types import Prompt  # noqa: E402
 from megatron_rl.recipes.dry_run import describe_policy, describe_rollout  # noqa: E402
+from megatron_rl.types import Prompt  # noqa: E402
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -45,16 +45,15 @@ def run(config: GrpoRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) -
     from megatron_rl.cluster.session import ray_session
     from megatron_rl.cluster.verifier import RayVerifier
     from megatron_rl.loop.train import Ports, train
-    from megatron_rl.observe import RunSink, write_provenance
+    from megatron_rl.observe import RunSink, open_trackers, write_provenance
     from megatron_rl.rollout.shared_memory import remove_leftovers
 
     tokenizer = AutoTokenizer.from_pretrained(config.model.path)
     prompts = read_prompts(config, tokenizer)
     folder, logs = config.run_folder, config.run_folder / "logs"
-    sink = RunSink(
-        folder, config.run.steps, console, tokenizer, config.rollout.delimiter, checkpoints.resume_at
-    )
+    sink = RunSink(folder, config.run.steps, console, tokenizer, config.rollout.delimiter, checkpoints.resume_at)
     write_provenance(folder, config)
+    sink.feed(open_trackers(config, checkpoints.resume_at))
     spec = ActorSpec(
         shape=shape,
         model=config.model,
@@ -107,13 +106,13 @@ def read_prompts(config: GrpoRunConfig, tokenizer: PreTrainedTokenizerBase) -> P
     return Prompts(stream, read(data.eval)[: config.eval.num_prompts] if data.eval else [])
 
 
-def dry_run(config: GrpoRunConfig, console: Console) -> None:
+def describe(config: GrpoRunConfig, console: Console) -> None:
     shape = describe_policy(config, console)
     describe_rollout(config, shape, console)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    return launch(GrpoRunConfig, arguments, program="recipes/grpo.py", dry_run=dry_run, run=run)
+    return launch(GrpoRunConfig, arguments, program="recipes/grpo.py", describe=describe, run=run)
 
 
 if __name__ == "__main__":

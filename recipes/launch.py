@@ -22,9 +22,10 @@ from rich.console import Console
 
 from megatron_rl.config.load import load_config
 from megatron_rl.config.schema import BaseConfig
-from megatron_rl.loop.checkpoints import PATTERN, Checkpoints, Resume
+from megatron_rl.loop.checkpoints import Checkpoints, Resume, find_checkpoints
 from megatron_rl.loop.run_lock import run_lock
 from megatron_rl.ports import StopRequested
+from megatron_rl.recipes.preflight import check_before_start
 
 Config = TypeVar("Config", bound=BaseConfig)
 
@@ -110,13 +111,15 @@ def launch(
     arguments: Sequence[str] | None,
     *,
     program: str,
-    dry_run: Callable[[Config, Console], None],
+    describe: Callable[[Config, Console], None],
     run: Callable[[Config, Checkpoints, Interrupt], int],
 ) -> int:
     """Parse, judge, then plan or run; returns the exit status.
 
-    `program` is the recipe's path, for the command that continues a stopped run. `run` gets the configuration, the
-    run's checkpoints, and the interrupt; it returns the steps that are done.
+    Args:
+        program: the recipe's path, for the command that continues a stopped run.
+        describe: prints what a run will be.
+        run: gets the configuration, the run's checkpoints, and the interrupt; returns the steps that are done.
     """
     shown = sys.argv[0] if sys.argv[0].startswith("megatron-rl ") else f"python {program}"
     parser = argparse.ArgumentParser(
@@ -132,38 +135,42 @@ def launch(
         metavar="auto | STEP",
         help="go on from the newest checkpoint, or from that of a step; default: a new run",
     )
-    options = parser.parse_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
     sys.path.insert(0, os.getcwd())  # a reward function's module lies where the command is typed
     again = f"{shown} {shlex.join(options.configuration)} --resume auto"
     config: Config | None = None
+    has_begun = False
     interrupt = Interrupt()
     try:
         with interrupt.listening():
             config = load_config(kind, options.configuration)
+            resume = read_resume(options.resume)
             if options.dry_run:
-                dry_run(config, console)
+                describe(config, console)
+                check_before_start(config, console, resume=resume is not None, planning=True)
                 return 0
+            check_before_start(config, console, resume=resume is not None)
             with run_lock(config.run_folder):
+                has_begun = True
                 log_to_file(config.run_folder / "logs")
-                done = run(config, open_checkpoints(config, read_resume(options.resume)), interrupt)
+                done = run(config, open_checkpoints(config, resume), interrupt)
         if done == config.run.steps:
             return 0
         stopped = f"Stopped after step {done} of {config.run.steps}." if done else NOTHING_SAVED
         console.print(stopped, soft_wrap=True)
-        tell_continuation(config, again)
+        status = 128 + (interrupt.signal or signal.SIGINT)
     except StopRequested:
         console.print(f"Stopped while starting. {NOTHING_SAVED}")
-        tell_continuation(config, again)
+        status = 128 + (interrupt.signal or signal.SIGINT)
     except KeyboardInterrupt:
         console.print("[red]Stopped at once[/], without a checkpoint of this step.")
-        tell_continuation(config, again)
-        return 128 + signal.SIGINT
+        status = 128 + signal.SIGINT
     except Exception as error:  # whatever it is, the user reads a sentence and finds the traceback in a file
-        _tell(error, config)
-        tell_continuation(config, again)
-        return 1
-    assert interrupt.signal is not None
-    return 128 + interrupt.signal
+        _tell(error, config if has_begun else None)
+        status = 1
+    if config is not None and has_begun:
+        tell_continuation(config.run_folder, again)
+    return status
 
 
 NOTHING_SAVED = "No step was done, so there was nothing to save."
@@ -197,24 +204,19 @@ def open_checkpoints(config: BaseConfig, resume: Resume) -> Checkpoints:
     return checkpoints
 
 
-def tell_continuation(config: BaseConfig | None, again: str) -> None:
+def tell_continuation(run_folder: Path, again: str) -> None:
     """After a run that did not finish: its report, and the command that continues it, where there is something."""
-    if config is None:
-        return
-    report_run(config.run_folder)
-    folder = config.run_folder / "checkpoints"
-    steps = [int(match[1]) for path in folder.glob("step_*") if (match := PATTERN.fullmatch(path.name))]
-    if steps:
-        console.print(f"The newest checkpoint is of step {max(steps)}. Continue with:\n  {again}", soft_wrap=True)
-
-
-def report_run(run_folder: Path) -> None:
-    """The report of what was logged; a run that logged nothing has none."""
     from megatron_rl.observe import write_report
     from megatron_rl.observe.records import read_metrics
 
-    if read_metrics(run_folder):
-        console.print(f"report: {write_report(run_folder)}", soft_wrap=True)
+    try:
+        if read_metrics(run_folder):
+            console.print(f"report: {write_report(run_folder)}", soft_wrap=True)
+    except OSError as error:
+        console.print(f"There is no report: {error}", markup=False, soft_wrap=True)
+    steps = list(find_checkpoints(run_folder / "checkpoints"))
+    if steps:
+        console.print(f"The newest checkpoint is of step {steps[-1]}. Continue with:\n  {again}", soft_wrap=True)
 
 
 log = logging.getLogger("megatron_rl.driver")
@@ -243,10 +245,9 @@ def _tell(error: Exception, config: BaseConfig | None) -> None:
         return
     path = config.run_folder / "logs" / "traceback.txt"
     try:
-        if path.parent.is_dir():
-            path.write_text(traceback.format_exc())
-            console.print(f"[dim]traceback: {path}; output of all processes: {path.parent}[/]", soft_wrap=True)
-    except OSError:  # the disk is full, or the folder has no possible name, and that was the error
+        path.write_text(traceback.format_exc())
+        console.print(f"[dim]traceback: {path}; output of all processes: {path.parent}[/]", soft_wrap=True)
+    except OSError:  # the disk is full, and that was the error
         pass
 
 

@@ -34,7 +34,7 @@ def run(config: SftRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) ->
     from megatron_rl.cluster.session import ray_session
     from megatron_rl.data import ShuffledStream, load_supervised
     from megatron_rl.loop.supervised import train_supervised
-    from megatron_rl.observe import RunSink, write_provenance
+    from megatron_rl.observe import RunSink, open_trackers, write_provenance
 
     tokenizer = AutoTokenizer.from_pretrained(config.model.path)
     sft = config.sft
@@ -45,6 +45,7 @@ def run(config: SftRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) ->
     folder, logs = config.run_folder, config.run_folder / "logs"
     sink = RunSink(folder, config.run.steps, console, tokenizer, "", checkpoints.resume_at)
     write_provenance(folder, config)
+    sink.feed(open_trackers(config, checkpoints.resume_at))
     spec = ActorSpec(
         shape=shape,
         model=config.model,
@@ -67,12 +68,12 @@ def run(config: SftRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) ->
     return done
 
 
-def dry_run(config: SftRunConfig, console: Console) -> None:
+def describe(config: SftRunConfig, console: Console) -> None:
     describe_policy(config, console)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    return launch(SftRunConfig, arguments, program="recipes/sft.py", dry_run=dry_run, run=run)
+    return launch(SftRunConfig, arguments, program="recipes/sft.py", describe=describe, run=run)
 
 
 if __name__ == "__main__":

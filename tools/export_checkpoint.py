@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_rl.actor.saved import export_saved
-from megatron_rl.loop.checkpoints import PATTERN, read_extra
+from megatron_rl.loop.checkpoints import PATTERN, find_checkpoints, read_extra
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -23,7 +23,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("target", type=Path, help="a folder that does not exist yet")
     parser.add_argument("--step", type=int, help="default: the newest checkpoint")
     parser.add_argument(
-        "--model", type=Path, help="the model that the run began with, for tokenizer and configuration; default: as then"
+        "--model",
+        type=Path,
+        help="the model that the run began with, for tokenizer and configuration; default: as then",
     )
     given = parser.parse_args(arguments)
     try:
@@ -46,7 +48,7 @@ def find_checkpoint(run: Path, step: int | None) -> Path:
     """
     if PATTERN.fullmatch(run.name) and step is None:
         return run
-    found = {int(m[1]): path for path in (run / "checkpoints").glob("step_*") if (m := PATTERN.fullmatch(path.name))}
+    found = find_checkpoints(run / "checkpoints")
     if not found:
         raise ValueError(f"{run} holds no checkpoint (checkpoints/step_...)")
     if step is not None and step not in found:

@@ -77,9 +77,7 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
     sync(path)
 
 
-def write_companions(
-    folder: Path, source: Path, files: list[dict[str, tuple[int, ...]]], dtype: torch.dtype
-) -> None:
+def write_companions(folder: Path, source: Path, files: list[dict[str, tuple[int, ...]]], dtype: torch.dtype) -> None:
     """What a Hugging Face folder holds beside its tensors, from the folder that the run began with."""
     for name, content in companions(source, str(dtype).removeprefix("torch.")).items():
         (folder / name).write_bytes(content)

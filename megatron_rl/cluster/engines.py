@@ -83,9 +83,7 @@ class EngineGroup:
     def __init__(self, config: GrpoRunConfig, logs: Path) -> None:
         self._config, self._logs = config, logs
         num = config.rollout.num_engines
-        self.processes = [
-            Process(f"engine {i}", logs / f"engine_{i}.log", self._new(i)) for i in range(num)
-        ]
+        self.processes = [Process(f"engine {i}", logs / f"engine_{i}.log", self._new(i)) for i in range(num)]
         self.num_replaced = 0
         """Engines that were replaced since the run began."""
         self.bring_weights: Callable[[int], object] | None = None

@@ -31,7 +31,9 @@ class ProcessLost(RuntimeError):
         """It has not answered in time; otherwise it has died."""
 
 
-def gather(references: Sequence[ray.ObjectRef], processes: Sequence[Process], doing: str, timeout_s: float) -> list[Any]:
+def gather(
+    references: Sequence[ray.ObjectRef], processes: Sequence[Process], doing: str, timeout_s: float
+) -> list[Any]:
     """The results in order.
 
     Args:
@@ -96,7 +98,9 @@ def locate_all(processes: Sequence[Process], timeout_s: float, needs: str) -> No
     _, waiting = _wait(references, len(references), timeout_s)
     if waiting:
         unplaced = processes[references.index(waiting[0])]
-        free = ", ".join(f"{amount:g} {kind}" for kind, amount in ray.available_resources().items() if kind in ("CPU", "GPU"))
+        free = ", ".join(
+            f"{amount:g} {kind}" for kind, amount in ray.available_resources().items() if kind in ("CPU", "GPU")
+        )
         raise ProcessLost(
             f"Ray has not started {len(waiting)} of {len(processes)} processes ({unplaced.name} first) in "
             f"{timeout_s:g} s: each needs {needs}; free in the whole cluster: {free or 'nothing'}. Look at `ray status`",

@@ -13,6 +13,7 @@ from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, model_va
 
 from megatron_rl.config.algorithm import BEHAVIOUR_LOSSES, AlgorithmConfig
 from megatron_rl.config.balance import BalanceConfig
+from megatron_rl.config.observe import TrackerConfigs
 from megatron_rl.config.section import Section
 from megatron_rl.config.shipped import find_shipped
 from megatron_rl.types import Mesh
@@ -261,6 +262,8 @@ class BaseConfig(Section):
     balance: BalanceConfig
     cluster: ClusterConfig = ClusterConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    observe: TrackerConfigs = ()
+    """Trackers that receive each logged record beside metrics.jsonl."""
 
     @property
     def run_folder(self) -> Path:

@@ -5,12 +5,12 @@ Invariants: prompts keep the file's order; every column but the prompt itself re
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_rl.data.encode import chat_ids, plain_ids
-from megatron_rl.data.rows import BadRow, OnBadRow, form_of, load_rows, text_of, turns_of
+from megatron_rl.data.rows import FORMS, BadRow, OnBadRow, form_of, load_rows, text_of, turns_of
 from megatron_rl.types import Prompt
 
 if TYPE_CHECKING:
@@ -38,23 +38,34 @@ def load_prompts(
     """
 
     def make(uid: str, row: dict[str, Any]) -> Prompt:
-        form = form_of(row)
-        missing = [name for name in required_columns if row.get(name) is None]
-        if missing:
-            raise BadRow(f"column `{missing[0]}` is missing; the configured rewards need it")
-        if form == "prompt":
-            messages = text_of(row, "prompt")
+        messages = question_of(row, required_columns)
+        if isinstance(messages, str):
             ids = plain_ids(tokenizer, messages)
         else:
-            messages = turns_of(row)
-            if messages[-1]["role"] == "assistant":
-                raise BadRow("`messages` ends with the assistant's turn, which is what the model is to write")
             ids = chat_ids(tokenizer, messages, add_generation_prompt=True)
-        if not ids:
-            raise BadRow("the prompt has no tokens")
-        if len(ids) > max_prompt_tokens:
-            raise BadRow(f"the prompt has {len(ids)} tokens, rollout.max_prompt_tokens is {max_prompt_tokens}")
-        columns = {name: value for name, value in row.items() if name != form}
+        check_length(len(ids), max_prompt_tokens)
+        columns = {name: value for name, value in row.items() if name not in FORMS}
         return Prompt(uid, tuple(ids), messages, columns)
 
     return load_rows(path, make, on_bad_row)
+
+
+def question_of(row: Mapping[str, Any], required_columns: Sequence[str]) -> str | tuple[dict[str, str], ...]:
+    """A row's plain text or chat turns, before any tokenizer; raises BadRow as `load_prompts` says."""
+    form = form_of(row)
+    missing = [name for name in required_columns if row.get(name) is None]
+    if missing:
+        raise BadRow(f"column `{missing[0]}` is missing; the configured rewards need it")
+    if form == "prompt":
+        return text_of(row, "prompt")
+    turns = turns_of(row)
+    if turns[-1]["role"] == "assistant":
+        raise BadRow("`messages` ends with the assistant's turn, which is what the model is to write")
+    return turns
+
+
+def check_length(num_tokens: int, max_prompt_tokens: int) -> None:
+    if not num_tokens:
+        raise BadRow("the prompt has no tokens")
+    if num_tokens > max_prompt_tokens:
+        raise BadRow(f"the prompt has {num_tokens} tokens, rollout.max_prompt_tokens is {max_prompt_tokens}")

@@ -7,12 +7,14 @@ a byte-order mark are no rows.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 T = TypeVar("T")
 OnBadRow = Literal["fail", "skip"]
+FORMS = ("messages", "prompt")
+"""The two columns of which a row has one: chat turns, or plain text."""
 
 
 class BadRow(ValueError):
@@ -34,21 +36,32 @@ def load_rows(path: Path, make: Callable[[str, dict[str, Any]], T], on_bad_row: 
     """
     items: list[T] = []
     skipped: list[str] = []
+    for number, row in read_rows(path):
+        try:
+            if isinstance(row, BadRow):
+                raise row
+            items.append(make(f"{path.name}:{number}", row))
+        except BadRow as error:
+            if on_bad_row == "fail":
+                raise ValueError(f"{path}:{number}: {error}") from error
+            skipped.append(f"line {number}: {error}")
+    if not items:
+        first = f"; the first bad one is {skipped[0]}" if skipped else ""
+        raise ValueError(f"{path} holds no good row{first}")
+    return items, len(skipped)
+
+
+def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | BadRow]]:
+    """Every line that is not blank: its number, from 1, and its row or what is wrong with it."""
     with path.open("rb") as file:
         for number, raw in enumerate(file, start=1):
             raw = raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw
             if not raw.strip():
                 continue
             try:
-                items.append(make(f"{path.name}:{number}", _parse(raw)))
+                yield number, _parse(raw)
             except BadRow as error:
-                if on_bad_row == "fail":
-                    raise ValueError(f"{path}:{number}: {error}") from error
-                skipped.append(f"line {number}: {error}")
-    if not items:
-        first = f"; the first bad one is {skipped[0]}" if skipped else ""
-        raise ValueError(f"{path} holds no good row{first}")
-    return items, len(skipped)
+                yield number, error
 
 
 def _parse(raw: bytes) -> dict[str, Any]:
@@ -84,7 +97,7 @@ def turns_of(row: Mapping[str, Any]) -> tuple[dict[str, str], ...]:
 
 def form_of(row: Mapping[str, Any]) -> Literal["messages", "prompt"]:
     """Which of the two forms a row has."""
-    forms = [key for key in ("messages", "prompt") if key in row]
+    forms = [key for key in FORMS if key in row]
     if len(forms) != 1:
         found = "both" if forms else f"only {sorted(row)}"
         raise BadRow(f"a row has either `messages` (chat turns) or `prompt` (text); this one has {found}")

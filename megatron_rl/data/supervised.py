@@ -5,6 +5,7 @@ Invariants: actions are exactly the completion and its end of sequence; the last
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,11 +39,14 @@ def load_supervised(
         raise ValueError("the tokenizer has no eos_token: a completion could not end; set it in tokenizer_config.json")
 
     def make(uid: str, row: dict[str, Any]) -> Tokens:
-        split = _split_chat if form_of(row) == "messages" else _split_plain
-        prompt, completion = split(tokenizer, row)
+        demonstration = demonstration_of(row)
+        if isinstance(demonstration[0], str):
+            prompt, completion = (plain_ids(tokenizer, text) for text in demonstration)
+        else:
+            prompt, completion = _split_chat(tokenizer, demonstration)
         if not prompt:
             raise BadRow("the prompt has no tokens")
-        completion = _ended(completion, tokenizer.eos_token_id)
+        completion = ended(completion, tokenizer.eos_token_id)
         length = len(prompt) + len(completion)
         if length > max_tokens:
             raise BadRow(f"the row has {length} tokens, sft.max_tokens is {max_tokens}")
@@ -56,14 +60,17 @@ def load_supervised(
     return load_rows(path, make, on_bad_row)
 
 
-def _split_plain(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any]) -> tuple[list[int], list[int]]:
-    return plain_ids(tokenizer, text_of(row, "prompt")), plain_ids(tokenizer, text_of(row, "completion"))
-
-
-def _split_chat(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any]) -> tuple[list[int], list[int]]:
+def demonstration_of(row: Mapping[str, Any]) -> tuple[str, str] | tuple[dict[str, str], ...]:
+    """A row's prompt and completion as text, or its chat turns; raises BadRow as `load_supervised` says."""
+    if form_of(row) == "prompt":
+        return text_of(row, "prompt"), text_of(row, "completion")
     turns = turns_of(row)
     if turns[-1]["role"] != "assistant":
         raise BadRow(f"`messages` must end with the assistant's turn, not the {turns[-1]['role']}'s")
+    return turns
+
+
+def _split_chat(tokenizer: PreTrainedTokenizerBase, turns: Sequence[Mapping[str, str]]) -> tuple[list[int], list[int]]:
     prompt = chat_ids(tokenizer, turns[:-1], add_generation_prompt=True) if turns[:-1] else []
     whole = chat_ids(tokenizer, turns, add_generation_prompt=False)
     if whole[: len(prompt)] != prompt:
@@ -71,7 +78,7 @@ def _split_chat(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any]) -> tupl
     return prompt, whole[len(prompt) :]
 
 
-def _ended(completion: list[int], eos_id: int) -> list[int]:
+def ended(completion: list[int], eos_id: int) -> list[int]:
     """The completion up to its last end of sequence, or with one."""
     if eos_id not in completion:
         return [*completion, eos_id]

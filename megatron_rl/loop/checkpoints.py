@@ -52,6 +52,14 @@ def read_extra(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{path} cannot be read: {error}; resume from another checkpoint: --resume STEP") from error
 
 
+def find_checkpoints(folder: Path) -> dict[int, Path]:
+    """Whole checkpoints by step, oldest first; folders that a crash left half-written are not among them."""
+    if not folder.is_dir():
+        return {}
+    found = [(match, path) for path in folder.iterdir() if (match := PATTERN.fullmatch(path.name))]
+    return dict(sorted((int(match[1]), path) for match, path in found))
+
+
 class Checkpoints:
     def __init__(self, folder: Path, *, keep: int, resume: Resume, config: Mapping[str, Any]) -> None:
         """
@@ -84,11 +92,8 @@ class Checkpoints:
         return None if self.resume is None else self.first_step
 
     def steps(self) -> list[int]:
-        """Steps with a whole checkpoint, oldest first; folders that a crash left half-written are not among them."""
-        if not self.folder.is_dir():
-            return []
-        found = [PATTERN.fullmatch(path.name) for path in self.folder.iterdir()]
-        return sorted(int(match[1]) for match in found if match)
+        """Steps with a whole checkpoint, oldest first."""
+        return list(find_checkpoints(self.folder))
 
     def path(self, step: int) -> Path:
         return self.folder / f"step_{step:06d}"

@@ -18,33 +18,48 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from megatron_rl.observe.records import time_split
+from megatron_rl.observe.records import heldout, reward_names, time_split
 
 SPARKS = "▁▂▃▄▅▆▇█"
 COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "red")
 BAR_WIDTH = 48
+SPARK_METRICS = {
+    "reward": "reward/mean",
+    "held-out accuracy": "eval/accuracy",
+    "held-out reward": "eval/reward_mean",
+}
+"""Figures that have their history beside them."""
 
 
 def figures(record: Mapping[str, float]) -> dict[str, str]:
-    """The figures of a record that people watch, as text."""
+    """The figures of a record that people watch, as text. Each reward has its own where there are several, or where
+    one abstained."""
     shown = dict(record)
     if {"length/response_mean", "length/thought_mean"} <= shown.keys():
         shown["length/answer_mean"] = shown["length/response_mean"] - shown["length/thought_mean"]
+    label, heldout_name = heldout([record])
     formats = {
         "loss": ("loss", "{:.4f}"),
         "reward": ("reward/mean", "{:.3f}"),
-        "held-out": ("eval/accuracy", "{:.3f}"),
+        label: (heldout_name, "{:.3f}"),
         "thought": ("length/thought_mean", "{:,.1f} tokens"),
         "answer": ("length/answer_mean", "{:,.1f} tokens"),
         "speed": ("rollout/tokens_per_s", "{:,.0f} tokens/s"),
         "grad norm": ("grad_norm", "{:.3g}"),
         "mismatch": ("mismatch/mean_abs", "{:.1e}"),
     }
-    return {label: form.format(shown[name]) for label, (name, form) in formats.items() if name in shown}
+    told = {label: form.format(shown[name]) for label, (name, form) in formats.items() if name in shown}
+    names = reward_names([record])
+    for name in names:
+        abstained = shown.get(f"reward/{name}/abstained", 0.0)
+        if len(names) > 1 or abstained:
+            mean = f"{shown[f'reward/{name}/mean']:.3f}" if f"reward/{name}/mean" in shown else "no score"
+            told[name] = f"{mean}, {abstained:.1%} abstained" if abstained else mean
+    return told
 
 
 def split_text(seconds: Mapping[str, float]) -> Text:
-    """Where the time went, as a coloured bar and its legend."""
+    """Show where the time went as a coloured bar and its legend."""
     total = sum(seconds.values()) or 1.0
     bar, legend = Text(), Text()
     filled, passed = 0, 0.0
@@ -91,14 +106,22 @@ class LiveView:
                 self._console.print(self._line(record), highlight=False, markup=False, soft_wrap=True)
             return
         self._begin()
-        # The held-out accuracy is not of every step: the last one stays. Times are those of the run so far.
+        # Evaluations are not of every step: the last one stays. Times are those of the run so far.
         for name, value in record.items():
             before = self._record.get(name, 0.0) if name.startswith("time/") else 0.0
             self._record[name] = before + value
-        for name in ("reward/mean", "eval/accuracy"):
+        for name in SPARK_METRICS.values():
             if isfinite(record.get(name, nan)):
                 self._history.setdefault(name, deque(maxlen=40)).append(record[name])
         self._live.refresh()
+
+    def tell(self, message: str) -> None:
+        """Print one line above the table."""
+        self._console.print(Text(message, "bright_black"), soft_wrap=True)
+
+    def warn(self, message: str) -> None:
+        """Print one yellow line above the table, where it stays."""
+        self._console.print(Text(f"warning: {message}", "yellow"), soft_wrap=True)
 
     def stop(self) -> None:
         if self._live.is_started:
@@ -130,9 +153,8 @@ class LiveView:
             f"[italic cyan]{self._phase}[/]",
         )
         table = Table.grid(padding=(0, 2))
-        sparks = {"reward": "reward/mean", "held-out": "eval/accuracy"}
         for label, text in figures(self._record).items():
-            history = list(self._history.get(sparks.get(label, ""), ()))
+            history = list(self._history.get(SPARK_METRICS.get(label, ""), ()))
             table.add_row(f"[bright_black]{label}[/]", f"[bold]{text}[/]", sparkline(history))
         split = time_split([self._record])
         return Panel(Group(head, "", table, "", split_text(split)) if split else head, expand=False)

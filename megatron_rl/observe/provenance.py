@@ -9,6 +9,7 @@ import json
 import platform
 import shutil
 import subprocess
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,20 @@ def provenance(config: BaseConfig) -> dict[str, Any]:
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
         "git": git_state(PACKAGE_FOLDER),
     }
+
+
+def flat(nested: Any, prefix: str = "") -> dict[str, Any]:
+    """Leaves by their dotted keys: {"run": {"name": "x"}} becomes {"run.name": "x"}; a list's keys are its indices."""
+    if isinstance(nested, Mapping):
+        items = [(str(key), value) for key, value in nested.items()]
+    elif isinstance(nested, list | tuple) and any(isinstance(value, Mapping) for value in nested):
+        items = [(str(index), value) for index, value in enumerate(nested)]
+    else:
+        return {prefix: nested}
+    leaves: dict[str, Any] = {}
+    for key, value in items:
+        leaves |= flat(value, f"{prefix}.{key}" if prefix else key)
+    return leaves
 
 
 def write_provenance(run_folder: Path, config: BaseConfig) -> Path:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
@@ -24,12 +25,22 @@ def write_line(file: TextIO, record: Mapping[str, Any]) -> None:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The complete records of a file; none when there is no file."""
+    """The complete records of a file; none when there is no file.
+
+    Raises:
+        ValueError: a complete line holds no JSON; it is named.
+    """
     if not path.exists():
         return []
-    # Split at line feeds alone: an answer may hold other line separators. The last piece is empty or
-    # incomplete.
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
+    records = []
+    # Split at line feeds alone: an answer may hold other line separators. The last piece is empty, or a line that is
+    # being written or was cut by a crash, perhaps inside a character.
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
+        try:
+            records.append(json.loads(line))
+        except ValueError as error:
+            raise ValueError(f"{path}:{number} is no JSON ({error}); remove this line to read the others") from error
+    return records
 
 
 def cut(path: Path, step: int) -> None:
@@ -78,3 +89,17 @@ def pace(metrics: Sequence[Mapping[str, float]]) -> tuple[int, float]:
     split = time_split(metrics)
     seconds = sum(split.values()) - split.get("evaluate", 0.0) - split.get("checkpoint", 0.0)
     return steps, seconds / max(steps, 1)
+
+
+def heldout(metrics: Sequence[Mapping[str, float]]) -> tuple[str, str]:
+    """(label, metric) of what evaluations say: the share of right answers where a verifier judges that, else the mean
+    reward."""
+    known = (("held-out accuracy", "eval/accuracy"), ("held-out reward", "eval/reward_mean"))
+    return next((pair for pair in known if any(pair[1] in record for record in metrics)), known[0])
+
+
+def reward_names(metrics: Sequence[Mapping[str, float]]) -> list[str]:
+    """The rewards that were logged one by one, as `reward/<name>/mean`, in the order of their first record;
+    `reward/mean` is of their weighted sum."""
+    found = [re.fullmatch("reward/(.+)/(?:mean|abstained)", name) for record in metrics for name in record]
+    return list(dict.fromkeys(match[1] for match in found if match))

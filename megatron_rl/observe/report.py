@@ -1,69 +1,147 @@
-"""A run as one page: report.html, self-contained, with its curves; the curves also as curves.png.
+"""A run, or several beside each other, as one page: self-contained, with its curves; the curves also as a picture.
 
-Invariant: the page loads nothing from elsewhere, and text from rows and answers is escaped.
+Invariants: a page loads nothing from elsewhere, and text from rows and answers is escaped; a run that crashed, or is
+still going on, is reported as far as its files go.
 """
 
 from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Callable, Mapping, Sequence
-from math import ceil, floor, log10
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogFormatterMathtext, MaxNLocator, NullLocator, StrMethodFormatter
 
-from megatron_rl.observe.records import SAMPLES, pace, read_lines, read_metrics, series, time_split
+from megatron_rl.observe.curves import Records, colour_of, draw_comparison, draw_curves
+from megatron_rl.observe.provenance import flat
+from megatron_rl.observe.records import (
+    SAMPLES,
+    heldout,
+    pace,
+    read_lines,
+    read_metrics,
+    reward_names,
+    series,
+    time_split,
+)
 
-Records = Sequence[Mapping[str, float]]
-
-INK, MUTED, GRID = "#1f2430", "#6b7280", "#e8eaee"
-BLUE, ORANGE, GREEN, GREY = "#2f6fde", "#e4813a", "#2b9a66", "#c3c8d1"
-PHASES = ("#2f6fde", "#2b9a66", "#e4813a", "#8b5fc7", "#d6486b", "#21a5b5", "#b59b21", "#7a4a2b", "#2f3e63")
-STYLE = {"linewidth": 1.8, "solid_capstyle": "round"}
+NO_VALUE = "\N{EN DASH}"
 
 
-def write_report(run_folder: Path) -> Path:
+def write_report(run_folder: Path, out: Path | None = None) -> Path:
     """Write `report.html` and `curves.png` from the run folder's metrics.jsonl, samples.jsonl and
-    config.json.
+    config.json; returns the page.
+
+    Args:
+        out: the folder that they go to; None: the run folder.
 
     Raises:
-        ValueError: no step was logged.
+        ValueError: no step was logged, or a file holds something else than JSON.
     """
+    metrics, made_of = _read(run_folder)
+    out = out or run_folder
+    return _write(
+        out / "report.html",
+        "report.html.jinja",
+        draw_curves(metrics),
+        out / "curves.png",
+        name=run_folder.resolve().name,
+        tiles=_tiles(metrics, _planned(made_of)),
+        rewards=_rewards(metrics),
+        samples=read_lines(run_folder / SAMPLES)[-3:],
+        provenance=made_of,
+    )
+
+
+def write_comparison(run_folders: Sequence[Path], out: Path) -> Path:
+    """Write `comparison.html` and `comparison.png` into the folder `out`: headline numbers, curves over each other, and
+    what the runs were made of where it differs; returns the page.
+
+    Raises:
+        ValueError: no step was logged in one of the runs, or a file holds something else than JSON.
+    """
+    read = dict(zip(distinct_names(run_folders), map(_read, run_folders), strict=True))
+    runs = {name: metrics for name, (metrics, _) in read.items()}
+    headline = [_headline(metrics, _planned(made_of)) for metrics, made_of in read.values()]
+    known = [label for label in headline[0] if any(row[label] != NO_VALUE for row in headline)]
+    if "reward" in known and "loss" in known:  # a policy loss says little about learning
+        known.remove("loss")
+    return _write(
+        out / "comparison.html",
+        "comparison.html.jinja",
+        draw_comparison(runs),
+        out / "comparison.png",
+        names=list(runs),
+        colours=[colour_of(index) for index in range(len(runs))],
+        headline=[{label: row[label] for label in known} for row in headline],
+        differences=differences([flat(made_of or {}) for _, made_of in read.values()]),
+    )
+
+
+def distinct_names(folders: Sequence[Path]) -> list[str]:
+    """The last parts of the paths, as many as tell them apart; a folder that is given twice is an error."""
+    paths = [folder.resolve() for folder in folders]
+    if len(set(paths)) < len(paths):
+        raise ValueError("the same run is given twice; give each run once")
+    for size in range(1, max(len(path.parts) for path in paths) + 1):
+        names = ["/".join(path.parts[-size:]) for path in paths]
+        if len(set(names)) == len(names):
+            break
+    return names
+
+
+def differences(leaves: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
+    """Dotted key -> its value in each run as text, of the keys that are not the same in all of them."""
+    keys = sorted({key for one in leaves for key in one})
+    rows = {key: [json.dumps(one[key]) if key in one else NO_VALUE for one in leaves] for key in keys}
+    return {key.removeprefix("config."): row for key, row in rows.items() if len(set(row)) > 1}
+
+
+def _read(run_folder: Path) -> tuple[Records, dict[str, Any] | None]:
+    """Metrics, and what the run was made of where that is known."""
     metrics = read_metrics(run_folder)
     if not metrics:
         raise ValueError(f"{run_folder} holds no metrics.jsonl with a step: nothing to report")
-    curves = run_folder / "curves.png"
-    draw_curves(metrics).savefig(curves, dpi=160)
-    config_path = run_folder / "config.json"
+    path = run_folder / "config.json"
+    try:
+        return metrics, json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON ({error}); remove it to have a report without it") from error
+
+
+def _write(page: Path, template: str, figure: Figure, picture: Path, **content: Any) -> Path:
+    page.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(picture, dpi=160)
     templates = FileSystemLoader(Path(__file__).parent)
-    environment = Environment(loader=templates, autoescape=True, trim_blocks=True)
-    page = environment.get_template("report.html.jinja").render(
-        name=run_folder.name,
-        tiles=_tiles(metrics),
-        curves=base64.b64encode(curves.read_bytes()).decode(),
-        samples=read_lines(run_folder / SAMPLES)[-3:],
-        provenance=json.loads(config_path.read_text(encoding="utf-8")) if config_path.exists() else None,
-    )
-    path = run_folder / "report.html"
-    path.write_text(page, encoding="utf-8")
-    return path
+    environment = Environment(loader=templates, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    curves = base64.b64encode(picture.read_bytes()).decode()
+    page.write_text(environment.get_template(template).render(curves=curves, **content), encoding="utf-8")
+    return page
 
 
-def _tiles(metrics: Records) -> list[dict[str, Any]]:
+def _planned(made_of: Mapping[str, Any] | None) -> int | None:
+    """Steps that the run was to have."""
+    return made_of["config"]["run"]["steps"] if made_of else None
+
+
+def _steps(steps: int, planned: int | None) -> str:
+    return f"{steps} of {planned}" if planned and steps < planned else f"{steps}"
+
+
+def _tiles(metrics: Records, planned: int | None) -> list[dict[str, str]]:
     """The headline numbers: label, value, and a remark."""
     tiles = []
-    for label, name in (("Held-out accuracy", "eval/accuracy"), ("Reward", "reward/mean")):
+    label, name = heldout(metrics)
+    for label, name in ((label.capitalize(), name), ("Reward", "reward/mean")):
         _, values = series(metrics, name)
         if values:
             tiles.append({"label": label, "value": f"{values[-1]:.3f}", "remark": f"from {values[0]:.3f}"})
     seconds = sum(time_split(metrics).values())
     steps, each = pace(metrics)
-    tiles.append({"label": "Steps", "value": f"{steps}", "remark": f"{each:.2f} s a step"})
+    tiles.append({"label": "Steps", "value": _steps(steps, planned), "remark": f"{each:.2f} s a step"})
     tiles.append({"label": "Time", "value": duration(seconds), "remark": "evaluations and checkpoints too"})
     _, speeds = series(metrics, "rollout/tokens_per_s")
     if speeds:
@@ -72,105 +150,50 @@ def _tiles(metrics: Records) -> list[dict[str, Any]]:
     return tiles
 
 
+def _rewards(metrics: Records) -> list[dict[str, str]]:
+    """Each reward alone, where there are several or one abstained: its mean at the start and at the end, the share of
+    samples on which it abstained and the seconds that it took, both as means of a step."""
+    names = reward_names(metrics)
+    rows = []
+    for name in names:
+        means, abstained, seconds = (
+            series(metrics, f"reward/{name}/{part}")[1] for part in ("mean", "abstained", "seconds")
+        )
+        if len(names) > 1 or any(abstained):
+            rows.append(
+                {
+                    "name": name,
+                    "first": f"{means[0]:.3f}" if means else NO_VALUE,
+                    "last": f"{means[-1]:.3f}" if means else NO_VALUE,
+                    "abstained": f"{sum(abstained) / len(abstained):.1%}" if abstained else NO_VALUE,
+                    "seconds": f"{sum(seconds) / len(seconds):.2f} s" if seconds else NO_VALUE,
+                }
+            )
+    return rows
+
+
+def _headline(metrics: Records, planned: int | None) -> dict[str, str]:
+    """The row of one run in a comparison: label -> value."""
+    row = {}
+    for label, name, form in (
+        ("held-out accuracy", "eval/accuracy", "{:.3f}"),
+        ("held-out reward", "eval/reward_mean", "{:.3f}"),
+        ("reward", "reward/mean", "{:.3f}"),
+        ("loss", "loss", "{:.4f}"),
+        ("response, tokens", "length/response_mean", "{:,.1f}"),
+    ):
+        _, values = series(metrics, name)
+        row[label] = f"{form.format(values[0])} \N{RIGHTWARDS ARROW} {form.format(values[-1])}" if values else NO_VALUE
+    steps, each = pace(metrics)
+    _, speeds = series(metrics, "rollout/tokens_per_s")
+    row["steps"] = _steps(steps, planned)
+    row["a step"] = f"{each:.2f} s"
+    row["time"] = duration(sum(time_split(metrics).values()))
+    row["rollout"] = f"{sum(speeds) / len(speeds):,.0f} tokens/s" if speeds else NO_VALUE
+    return row
+
+
 def duration(seconds: float) -> str:
     if seconds < 100:
         return f"{seconds:.1f} s"
     return f"{seconds / 60:.1f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
-
-
-def draw_curves(metrics: Records) -> Figure:
-    """The panels for which something was logged, two a row. A run with rewards shows no loss: a policy loss
-    says little about learning."""
-    panels: list[tuple[str, str, Callable[[Axes, Records], None]]] = [
-        ("Reward and held-out accuracy", "reward/mean", _draw_reward),
-        ("Length, tokens", "length/response_mean", _draw_lengths),
-        ("Time of a step, seconds", "time/total_s", _draw_time),
-        ("Rollout, tokens a second", "rollout/tokens_per_s", _line("rollout/tokens_per_s", GREEN)),
-        ("Mismatch, mean |logp_old \N{MINUS SIGN} logp_rollout|", "mismatch/mean_abs", _draw_mismatch),
-        ("Gradient norm", "grad_norm", _line("grad_norm", BLUE)),
-        ("Entropy, nats a token", "entropy", _line("entropy", GREEN)),
-        ("Share of tokens that the clip flattens", "pg_clipfrac", _line("pg_clipfrac", ORANGE)),
-        ("KL to the reference", "kl", _line("kl", BLUE)),
-    ]
-    if not series(metrics, "reward/mean")[0]:
-        panels[0] = ("Loss", "loss", _line("loss", BLUE))
-    present = [panel for panel in panels if series(metrics, panel[1])[0]]
-    rows = max(1, -(-len(present) // 2))
-    figure = Figure(figsize=(11, 2.9 * rows), layout="constrained", facecolor="white")
-    figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12, hspace=0.04, wspace=0.04)
-    for index, (title, _, draw) in enumerate(present):
-        axes = figure.add_subplot(rows, 2, index + 1)
-        _dress(axes, title)
-        draw(axes, metrics)
-    return figure
-
-
-def _dress(axes: Axes, title: str) -> None:
-    axes.set_title(title, loc="left", fontsize=10.5, color=INK, fontweight="bold", pad=10)
-    axes.set_xlabel("step", fontsize=8.5, color=MUTED)
-    axes.grid(axis="y", color=GRID, linewidth=0.9)
-    axes.set_axisbelow(True)
-    axes.tick_params(colors=MUTED, labelsize=8.5, length=0)
-    for name, spine in axes.spines.items():
-        spine.set_visible(name == "bottom")
-        spine.set_color(GREY)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
-    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
-    axes.margins(x=0.02)
-
-
-def _legend(axes: Axes, **placing: Any) -> None:
-    axes.legend(frameon=False, fontsize=8.5, labelcolor=INK, handlelength=1.2, **placing)
-
-
-def _line(name: str, colour: str) -> Callable[[Axes, Records], None]:
-    def draw(axes: Axes, metrics: Records) -> None:
-        axes.plot(*series(metrics, name), color=colour, **STYLE)
-        axes.set_ylim(bottom=0)
-
-    return draw
-
-
-def _draw_reward(axes: Axes, metrics: Records) -> None:
-    axes.plot(*series(metrics, "reward/mean"), color=BLUE, label="reward", **STYLE)
-    steps, accuracy = series(metrics, "eval/accuracy")
-    if steps:
-        axes.plot(steps, accuracy, color=ORANGE, label="held-out accuracy", marker="o", ms=4.5, **STYLE)
-    low, high = axes.get_ylim()
-    if low > -0.1 and high < 1.1:  # a share of right answers: always the same scale
-        axes.set_ylim(0, 1.03)
-    _legend(axes, loc="lower right")
-
-
-def _draw_lengths(axes: Axes, metrics: Records) -> None:
-    axes.plot(*series(metrics, "length/response_mean"), color=BLUE, label="response", **STYLE)
-    steps, thought = series(metrics, "length/thought_mean")
-    if steps:
-        axes.plot(steps, thought, color=ORANGE, label="thought", **STYLE)
-    axes.set_ylim(bottom=0)
-    _legend(axes, loc="lower right")
-
-
-def _draw_time(axes: Axes, metrics: Records) -> None:
-    records = [record for record in metrics if "time/total_s" in record]
-    phases = list(time_split(records))
-    stacks = [[record.get(f"time/{phase}_s", 0.0) for record in records] for phase in phases]
-    colours = [GREY if phase == "other" else PHASES[i % len(PHASES)] for i, phase in enumerate(phases)]
-    steps = [record["step"] for record in records]
-    bottom = [0.0] * len(steps)
-    for phase, stack, colour in zip(phases, stacks, colours, strict=True):
-        axes.bar(steps, stack, width=1.0, bottom=bottom, color=colour, label=phase, linewidth=0)
-        bottom = [low + height for low, height in zip(bottom, stack, strict=True)]
-    axes.set_ylim(top=max(bottom) * 1.4 or 1.0)  # room for the legend
-    _legend(axes, loc="upper left", ncols=4, columnspacing=1.2, borderaxespad=0)
-
-
-def _draw_mismatch(axes: Axes, metrics: Records) -> None:
-    steps, values = series(metrics, "mismatch/mean_abs")
-    axes.plot(steps, values, color=ORANGE, **STYLE)
-    if min(values) > 0:
-        # Whole decades, so that rounding does not look like a trend.
-        axes.set_yscale("log")
-        axes.set_ylim(10 ** floor(log10(min(values))), 10 ** ceil(log10(max(values)) + 1e-9))
-        axes.yaxis.set_major_formatter(LogFormatterMathtext())
-        axes.yaxis.set_minor_locator(NullLocator())

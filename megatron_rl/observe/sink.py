@@ -1,7 +1,7 @@
-"""Where a run's numbers go: the screen, metrics.jsonl, samples.jsonl.
+"""Where a run's numbers go: the screen, metrics.jsonl, samples.jsonl, warnings.log, the trackers.
 
 Invariants: one flushed line a logged step; phases never overlap, so the phases and `other` of a step sum to
-its total; a resumed run's file reads as if it had never stopped.
+its total; a resumed run's file reads as if it had never stopped; a tracker that fails is told once and counted.
 """
 
 from __future__ import annotations
@@ -17,14 +17,26 @@ from rich.console import Console
 
 from megatron_rl.observe.live import LiveView
 from megatron_rl.observe.records import METRICS, SAMPLES, cut, write_line
+from megatron_rl.observe.trackers import Feed
 from megatron_rl.types import Group, Metrics, Tokens
 
 NUM_ANSWERS = 3
 """Answers kept at a time."""
+WARNINGS = Path("logs", "warnings.log")
+"""In the run folder: one line a warning, `step 12: what is wrong`."""
 
 
 class Tokenizer(Protocol):
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str: ...
+
+
+def check_unused(run_folder: Path) -> None:
+    """Raises ValueError when the folder holds the files of an earlier run: a new one would be mixed with it."""
+    if any((run_folder / name).exists() for name in (METRICS, SAMPLES)):
+        raise ValueError(
+            f"{run_folder} holds the files of an earlier run: continue it with --resume auto, delete the "
+            "folder, or choose another run.name"
+        )
 
 
 class RunSink:
@@ -55,21 +67,27 @@ class RunSink:
         resume_at: int | None = None,
     ) -> None:
         run_folder.mkdir(parents=True, exist_ok=True)
+        if resume_at is None:
+            check_unused(run_folder)
         for path in (run_folder / METRICS, run_folder / SAMPLES):
-            if not path.exists():
-                continue
-            if resume_at is None:
-                raise ValueError(
-                    f"{run_folder} holds the files of an earlier run: continue it with --resume auto, delete the "
-                    "folder, or choose another run.name"
-                )
-            cut(path, resume_at)
+            if path.exists():
+                cut(path, resume_at or 0)
         self.run_folder = run_folder
+        self._feeds: dict[str, Feed] = {}
+        self._step = resume_at or 0
+        self._warned = ""
+        self._told: set[str] = set()
         self._tokenizer, self._delimiter = tokenizer, delimiter
         self._view = LiveView(console, steps)
         self._seconds: dict[str, float] = {}
         self._phase: str | None = None
         self._started: float | None = None
+
+    def feed(self, feeds: Sequence[Feed]) -> None:
+        """Hand every record that is logged from now on to these trackers too, and tell where they are."""
+        self._feeds |= {feed.kind: feed for feed in feeds}
+        for feed in feeds:
+            self._view.tell(f"{feed.kind}: {feed.where}")
 
     def __enter__(self) -> RunSink:
         return self
@@ -77,6 +95,12 @@ class RunSink:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        for feed in self._feeds.values():
+            feed.close(finished=kind is None)
+        self._tell_failures()
+        for feed in self._feeds.values():
+            if feed.num_lost:
+                self.warn(f"{feed.kind} did not take {feed.num_lost} records; they are in {self.run_folder / METRICS}")
         self._view.stop()
 
     @contextmanager
@@ -99,9 +123,34 @@ class RunSink:
         times = {f"time/{name}_s": seconds for name, seconds in self._seconds.items()}
         times |= {"time/other_s": total - sum(self._seconds.values()), "time/total_s": total}
         self._seconds, self._started = {}, now
-        record = {"step": step, **metrics, **times}
+        lost = {f"observe/{kind}_lost": feed.num_lost for kind, feed in self._feeds.items() if feed.num_lost}
+        record = {"step": step, **metrics, **times, **lost}
         self._append(METRICS, record)
         self._view.update(record)
+        for feed in self._feeds.values():
+            feed.log(record)
+        self._step = step + 1
+        self._tell_failures()
+
+    def warn(self, message: str) -> None:
+        """Show a warning, and keep it with its step in logs/warnings.log; the same one is told once in a row."""
+        if message == self._warned:
+            return
+        self._warned = message
+        self._view.warn(message)
+        path = self.run_folder / WARNINGS
+        path.parent.mkdir(exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
+            file.write(f"step {self._step}: {' '.join(message.splitlines())}\n")
+
+    def _tell_failures(self) -> None:
+        for feed in self._feeds.values():
+            if feed.failure and feed.kind not in self._told:
+                self._told.add(feed.kind)
+                self.warn(
+                    f"{feed.kind} does not take the run's numbers ({feed.failure}); the run goes on, and all numbers "
+                    f"are in {self.run_folder / METRICS}"
+                )
 
     def samples(self, step: int, groups: Sequence[Group], payloads: Sequence[Sequence[Tokens]]) -> None:
         """Keep the first answer of the first groups, with special tokens: what the model wrote, all of it."""
@@ -133,9 +182,6 @@ class RunSink:
             return "", text
         thought, delimiter, answer = text.partition(self._delimiter)
         return thought + delimiter, answer
-
-    def warn(self, message: str) -> None:
-        self._view.console.print(f"[yellow]{message}[/]")
 
     def _append(self, name: str, record: dict[str, object]) -> None:
         with (self.run_folder / name).open("a", encoding="utf-8") as file:

@@ -13,7 +13,16 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron_rl.observe.live import split_text
-from megatron_rl.observe.records import SAMPLES, pace, read_lines, read_metrics, series, time_split
+from megatron_rl.observe.records import (
+    SAMPLES,
+    heldout,
+    pace,
+    read_lines,
+    read_metrics,
+    reward_names,
+    series,
+    time_split,
+)
 from megatron_rl.observe.report import duration
 
 
@@ -31,16 +40,20 @@ def print_summary(run_folder: Path, console: Console) -> None:
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="bright_black")
     for column in ("", "before", "after"):
         table.add_column(column, justify="left" if not column else "right")
+    names = reward_names(metrics)
+    abstaining = [name for name in names if any(series(metrics, f"reward/{name}/abstained")[1])]
     for label, name, form in (
-        ("held-out accuracy", "eval/accuracy", "{:.3f}"),
+        (*heldout(metrics), "{:.3f}"),
         ("reward", "reward/mean", "{:.3f}"),
+        *((f"  {name}", f"reward/{name}/mean", "{:.3f}") for name in (names if len(names) > 1 else [])),
+        *((f"  {name}, abstained", f"reward/{name}/abstained", "{:.1%}") for name in abstaining),
         ("response, tokens", "length/response_mean", "{:,.1f}"),
         ("thought, tokens", "length/thought_mean", "{:,.1f}"),
         ("loss", "loss", "{:.4f}"),
     ):
         _, values = series(metrics, name)
         if values:
-            table.add_row(label, form.format(values[0]), Text(form.format(values[-1]), "bold green"))
+            table.add_row(Text(label), form.format(values[0]), Text(form.format(values[-1]), "bold green"))
     split = time_split(metrics)
     steps, each = pace(metrics)
     total = sum(split.values())

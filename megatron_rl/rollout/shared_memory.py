@@ -1,9 +1,9 @@
 """Nothing of vLLM's shared memory outlives its processes.
 
 The ranks of an engine exchange messages through files in /dev/shm, which stay when the processes are killed, and with
-some of vLLM's executors after a normal end as well. Once all ranks have mapped a file, its name is of no use to anybody:
-it is removed, and the kernel frees the memory with the last process. What was left by an engine that was killed before
-that is removed by the next engine on the machine, and by the driver at its end.
+some of vLLM's executors after a normal end as well. Once all ranks have mapped a file, its name is of no use to
+anybody: it is removed, and the kernel frees the memory with the last process. What was left by an engine that was
+killed before that is removed by the next engine on the machine, and by the driver at its end.
 
 Invariant (tests/e2e): after a run has ended, by whatever signal, /dev/shm holds no file more than before.
 """
@@ -26,7 +26,7 @@ MIN_AGE_S = 1.0
 
 
 def remove_own_names() -> None:
-    """Remove the names of the shared memory that this process and those below it have mapped: the memory stays theirs."""
+    """Remove the names of the shared memory that this process and those below it have mapped; they keep the memory."""
     process = psutil.Process()
     for name in {name for member in [process, *process.children(recursive=True)] for name in _mapped(member.pid)}:
         (FOLDER / name).unlink(missing_ok=True)

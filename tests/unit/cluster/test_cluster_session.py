@@ -88,7 +88,9 @@ def test_any_other_error_is_one_line_with_the_log(ranks):
 
 
 def test_a_death_is_named_with_the_last_error_of_its_log_and_without_rays_lecture(ranks):
-    with pytest.raises(ProcessLost, match="^rank 1 died. Its log, .*rank 1.log, ends:\n  CudaError: out of memory\n") as e:
+    with pytest.raises(
+        ProcessLost, match="^rank 1 died. Its log, .*rank 1.log, ends:\n  CudaError: out of memory\n"
+    ) as e:
         wait(ranks(2), "wait_for_ever", "die")
     assert "raylet" not in str(e.value) and not e.value.silent
 
@@ -120,7 +122,9 @@ def stacks_in(log: Path) -> str:
 
 
 def test_what_can_never_be_placed_is_told_with_what_is_free(ranks):
-    with pytest.raises(ProcessLost, match=r"not started 1 of 1 processes \(rank 0 first\) in 1 s: each needs 4 GPU; free"):
+    with pytest.raises(
+        ProcessLost, match=r"not started 1 of 1 processes \(rank 0 first\) in 1 s: each needs 4 GPU; free"
+    ):
         locate_all(ranks(1, num_gpus=4), 1, "4 GPU")
 
 

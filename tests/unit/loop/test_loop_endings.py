@@ -1,4 +1,4 @@
-"""However a run ends, it leaves its newest whole state, and it goes on only under a configuration that means the same."""
+"""However a run ends, it leaves its newest whole state; it goes on only under a configuration that means the same."""
 
 from __future__ import annotations
 
@@ -133,7 +133,10 @@ def test_what_may_change_is_told_and_what_may_not_is_refused_by_name(tmp_path):
 
 
 def test_lists_are_compared_entry_by_entry():
-    before, now = {"rewards": [{"on_error": "stop", "weight": 1.0}]}, {"rewards": [{"on_error": "abstain", "weight": 1.0}]}
+    before, now = (
+        {"rewards": [{"on_error": "stop", "weight": 1.0}]},
+        {"rewards": [{"on_error": "abstain", "weight": 1.0}]},
+    )
     assert [change.path for change in compare(before, now)] == ["rewards.0.on_error"]
     with pytest.raises(ValueError, match="rewards.0.weight: 1.0 -> 2.0"):
         compare(before, {"rewards": [{"on_error": "stop", "weight": 2.0}]})

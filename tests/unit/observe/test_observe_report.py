@@ -10,9 +10,11 @@ from rich.console import Console
 
 from megatron_rl.config.schema import BalanceConfig, ModelConfig, RunConfig, SftConfig, SftRunConfig
 from megatron_rl.observe import print_summary, write_provenance, write_report
+from megatron_rl.observe.curves import draw_comparison, draw_curves
 from megatron_rl.observe.provenance import git_state
 from megatron_rl.observe.records import read_metrics
-from megatron_rl.observe.report import draw_curves
+from megatron_rl.observe.report import distinct_names
+from megatron_rl.tools.report import main
 
 CONFIG = SftRunConfig(
     run=RunConfig(name="demo", steps=2),
@@ -96,6 +98,7 @@ def test_summary(tmp_path):
     assert "2 steps in 8.0 s, 4.00 s a step without evaluations and checkpoints, rollout 1,000 tokens/s" in text
     assert "generate 75%" in text and "other 25%" in text
     assert "[bold]x</think><script>y" in text
+    assert "abstained" not in text
 
 
 @pytest.mark.parametrize("write", [write_report, lambda folder: print_summary(folder, Console())])
@@ -129,3 +132,138 @@ def test_git_state(tmp_path):
     assert git_state(package)["changed"]
     (package / "inner").mkdir()
     assert git_state(package / "inner") is None, "installed below another repository"
+
+
+SEVERAL = [
+    {
+        "reward/mean": 1.5 * step - 2.0, "eval/accuracy": 0.25 * step, "eval/reward_mean": 3.0 * step - 2,
+        "reward/exact_answer/mean": 0.5, "reward/exact_answer/abstained": 0.0, "reward/exact_answer/seconds": 0.5,
+        "reward/judge:kind/mean": -1.0, "reward/judge:kind/abstained": 0.125 * step, "reward/judge:kind/seconds": 2.0,
+        "time/other_s": 1.0, "time/total_s": 1.0,
+    }
+    for step in range(3)
+]  # fmt: skip
+
+
+def test_rewards_beyond_a_share_have_their_own_panel(tmp_path):
+    write_run(tmp_path, *SEVERAL)
+    reward, accuracy, alone, abstained, _ = draw_curves(read_metrics(tmp_path)).axes
+    assert [axes.get_title(loc="left") for axes in (reward, accuracy, alone, abstained)] == [
+        "Reward",
+        "Held-out accuracy",
+        "Each reward alone",
+        "Abstentions, share of samples",
+    ]
+    shown = {line.get_label(): list(line.get_ydata()) for line in reward.lines}
+    assert shown["reward"] == [-2.0, -0.5, 1.0] and shown["held-out reward"] == [-2.0, 1.0, 4.0]
+    low, high = reward.get_ylim()
+    assert low < -2 and high > 4, "nothing is cut"
+    assert accuracy.get_ylim() == (0, 1.03) and list(accuracy.lines[0].get_ydata()) == [0, 0.25, 0.5]
+    assert [line.get_label() for line in abstained.lines] == ["judge:kind"]
+    assert {line.get_label() for line in alone.lines} >= {"exact_answer", "judge:kind"}
+
+
+def test_a_slightly_negative_reward_is_not_cut(tmp_path):
+    write_run(tmp_path, {"reward/mean": -0.05}, {"reward/mean": 0.5})
+    [reward] = draw_curves(read_metrics(tmp_path)).axes
+    assert reward.get_ylim()[0] < -0.05
+
+
+def test_each_reward_and_its_abstentions_are_told(tmp_path):
+    write_run(tmp_path, *SEVERAL)
+    page = write_report(tmp_path).read_text(encoding="utf-8")
+    cells = re.findall(r"<td[^>]*>([^<]*)</td>", page)
+    assert cells[:5] == ["exact_answer", "0.500", "0.500", "0.0%", "0.50 s"]
+    assert cells[5:10] == ["judge:kind", "-1.000", "-1.000", "12.5%", "2.00 s"]
+    screen = io.StringIO()
+    print_summary(tmp_path, Console(file=screen, width=100, color_system=None))
+    text = " ".join(screen.getvalue().split())
+    assert "judge:kind -1.000 -1.000" in text and "judge:kind, abstained 0.0% 25.0%" in text
+
+
+def test_without_a_verifier_of_record_the_evaluation_is_a_reward(tmp_path):
+    write_run(tmp_path, {"reward/mean": 2.0, "eval/reward_mean": -1.5})
+    page = write_report(tmp_path).read_text(encoding="utf-8")
+    assert "Held-out reward</span><b>-1.500" in page and "accuracy" not in page
+
+
+def test_one_reward_that_never_abstains_has_no_table(tmp_path):
+    write_run(tmp_path, *[record | {"reward/exact_answer/mean": 0.5} for record in GRPO])
+    assert "<h2>Rewards</h2>" not in write_report(tmp_path).read_text(encoding="utf-8")
+
+
+def test_a_spike_does_not_flatten_the_gradient_norm(tmp_path):
+    write_run(tmp_path, *[{"grad_norm": 100.0 if step == 3 else 0.5} for step in range(9)])
+    [norm] = draw_curves(read_metrics(tmp_path)).axes
+    assert norm.get_yscale() == "log"
+
+
+def command(capsys, *arguments) -> tuple[int, str, str]:
+    status = main([str(argument) for argument in arguments])
+    out, err = capsys.readouterr()
+    return status, out, err
+
+
+def test_a_run_that_is_still_going_on_is_reported_without_its_last_line(tmp_path, capsys):
+    """Cut inside a character: the writer's flush and a crash know nothing of them."""
+    write_run(tmp_path, *GRPO)
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write('{"step": 2, "name": "ä'.encode()[:-1])
+    (tmp_path / "samples.jsonl").write_bytes((json.dumps(SAMPLE) + "\n").encode() + "ä".encode()[:1])
+    record = json.loads(write_provenance(tmp_path, CONFIG).read_text())
+    record["config"]["run"]["steps"] = 9
+    (tmp_path / "config.json").write_text(json.dumps(record))
+    status, out, _ = command(capsys, tmp_path)
+    assert status == 0 and out.strip() == str(tmp_path / "report.html")
+    assert "<span>Steps</span><b>2 of 9</b>" in (tmp_path / "report.html").read_text()
+
+
+def test_a_spoilt_line_is_named(tmp_path, capsys):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step"\n{"step": 2}\n')
+    status, _, err = command(capsys, tmp_path)
+    assert status == 1 and "metrics.jsonl:2 is no JSON" in err
+    status, _, err = command(capsys, tmp_path / "nowhere")
+    assert status == 1 and "nothing to report" in err
+
+
+def test_runs_are_compared(tmp_path, capsys):
+    for name, scale in (("a", 1.0), ("b", 2.0)):
+        folder = tmp_path / name / "grpo"
+        folder.mkdir(parents=True)
+        write_run(folder, *[record | {"reward/mean": record["reward/mean"] * scale} for record in GRPO])
+        changed = CONFIG.model_copy(update={"sft": SftConfig(rows="<b>.jsonl" if name == "b" else "rows.jsonl")})
+        write_provenance(folder, changed)
+    (tmp_path / "c").mkdir()
+    write_run(tmp_path / "c", {"loss": 2.0, "time/total_s": 1.0})
+    runs = [tmp_path / "a" / "grpo", tmp_path / "b" / "grpo", tmp_path / "c"]
+    status, out, _ = command(capsys, *runs[:2], "--out", tmp_path / "out")
+    assert status == 0 and out.strip() == str(tmp_path / "out" / "comparison.html")
+    page = (tmp_path / "out" / "comparison.html").read_text(encoding="utf-8")
+    assert re.findall(r"<td><code>([^<]*)</code></td>", page) == [
+        "sft.rows",
+        "&#34;rows.jsonl&#34;",
+        "&#34;&lt;b&gt;.jsonl&#34;",
+    ]
+    assert "a/grpo" in page and "b/grpo" in page and "0.500 \N{RIGHTWARDS ARROW} 1.500" in page
+    assert [s[:22] for s in re.findall(r'(?:src|href)="([^"]*)', page)] == ["data:image/png;base64,"]
+    assert (tmp_path / "out" / "comparison.png").read_bytes().startswith(b"\x89PNG")
+    status, _, _ = command(capsys, *runs, "--out", tmp_path / "out")
+    assert status == 0, "a run without configuration, of other metrics"
+
+
+def test_a_comparison_draws_every_run_in_every_panel_that_it_logged():
+    runs = {
+        "a": [{"step": 0, "reward/mean": 0.5, "loss": 1.0}],
+        "b": [{"step": 0, "reward/mean": -1.0, "grad_norm": 2.0}],
+    }
+    reward, norm = draw_comparison(runs).axes
+    assert [line.get_label() for line in reward.lines[:2]] == ["a", "b"]
+    assert [list(line.get_ydata()) for line in norm.lines] == [[], [2.0]]
+
+
+def test_names_that_tell_runs_apart(tmp_path):
+    paths = [tmp_path / "a" / "x" / "grpo", tmp_path / "b" / "x" / "grpo"]
+    assert distinct_names(paths) == ["a/x/grpo", "b/x/grpo"]
+    assert distinct_names([paths[0], tmp_path / "c"]) == ["grpo", "c"]
+    with pytest.raises(ValueError, match="given twice"):
+        distinct_names([paths[0], paths[0] / ".." / "grpo"])

@@ -134,6 +134,20 @@ def test_figures():
     }  # fmt: skip
 
 
+def test_figures_of_several_rewards():
+    record = {
+        "reward/mean": -1.5, "eval/reward_mean": 2.5,
+        "reward/exact_answer/mean": 0.5, "reward/exact_answer/abstained": 0.0, "reward/exact_answer/seconds": 1.0,
+        "reward/judge/mean": -2.0, "reward/judge/abstained": 0.125, "reward/away/abstained": 1.0,
+    }  # fmt: skip
+    assert figures(record) == {
+        "reward": "-1.500", "held-out reward": "2.500", "exact_answer": "0.500", "judge": "-2.000, 12.5% abstained",
+        "away": "no score, 100.0% abstained",
+    }  # fmt: skip
+    assert "exact_answer" not in figures({"reward/exact_answer/mean": 0.5, "reward/exact_answer/abstained": 0.0})
+    assert figures({"reward/judge/mean": 0.5, "reward/judge/abstained": 0.25}) == {"judge": "0.500, 25.0% abstained"}
+
+
 def test_sparkline():
     assert (sparkline([0.0, 0.5, 1.0]), sparkline([2.0, 2.0]), sparkline([])) == ("▁▅█", "▁▁", "")
 
@@ -147,7 +161,7 @@ def test_without_a_terminal_one_plain_line_a_step(tmp_path, clock):
             clock.now += 1
             sink.log(step, {"reward/mean": 0.25} if step else {"eval/accuracy": 0.5})
     assert screen.getvalue().splitlines() == [
-        "step 1/2  held-out 0.500  4.00 s: update 75%, other 25%",
+        "step 1/2  held-out accuracy 0.500  4.00 s: update 75%, other 25%",
         "step 2/2  reward 0.250  4.00 s: update 75%, other 25%",
     ]
 
@@ -160,3 +174,31 @@ def test_a_terminal_gets_a_live_table_that_keeps_the_last_held_out_accuracy(tmp_
         sink.log(1, {"reward/mean": float("nan")})  # every verdict abstained: no point in the history
     last = screen.getvalue()[screen.getvalue().rindex("step 2/3") :]
     assert "0.125" in last and "nan" in last and "▁█" in last
+
+
+def test_a_warning_is_told_once_in_a_row_and_kept_with_its_step(tmp_path):
+    sink, screen = sink_of(tmp_path, resume_at=4)
+    with sink:
+        sink.warn("the clock is [bold]slow[/]")
+        sink.log(4, {})
+        sink.warn("the clock is [bold]slow[/]")
+        sink.warn("two\nlines")
+        sink.warn("the clock is [bold]slow[/]")
+    told = [line for line in screen.getvalue().splitlines() if "warning" in line]
+    assert told == ["warning: the clock is [bold]slow[/]", "warning: two", "warning: the clock is [bold]slow[/]"]
+    assert (tmp_path / "logs" / "warnings.log").read_text().splitlines() == [
+        "step 4: the clock is [bold]slow[/]",
+        "step 5: two lines",
+        "step 5: the clock is [bold]slow[/]",
+    ]
+
+
+def test_a_warning_stands_above_the_live_table_in_yellow(tmp_path):
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=100, color_system="standard")
+    sink = RunSink(tmp_path, 3, console, Letters(), "</think>")
+    with sink, sink.phase("generate"):
+        sink.warn("the clock is slow")
+    text = screen.getvalue()
+    assert "\x1b[33mwarning: the clock is slow\x1b[0m" in text
+    assert text.index("warning") < text.rindex("step 0/3"), "the table is drawn below it"

@@ -116,4 +116,6 @@ def test_a_row_that_cannot_be_scored_is_named():
     assert verdict.score is None and verdict.failed
     assert verdict.reason.startswith("rows.jsonl:3: the exact_answer reward needs `ground_truth`")
     verdict = score("</think>1<eos>", "x", answer="last_number")
-    assert verdict.score is None and verdict.failed and "rows.jsonl:3: ground_truth 'x' holds no number" in verdict.reason
+    assert (
+        verdict.score is None and verdict.failed and "rows.jsonl:3: ground_truth 'x' holds no number" in verdict.reason
+    )

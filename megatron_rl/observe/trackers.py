@@ -1,0 +1,220 @@
+"""Experiment trackers beside metrics.jsonl: Weights & Biases, TensorBoard, MLflow.
+
+Invariants: the run never waits for a tracker, and no failure of one ends it: the failure is told once, lost records
+are counted, and the numbers stay in metrics.jsonl. A resumed run continues the tracker's run, whose identity is kept
+in the run folder.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from typing import Any, Protocol
+
+from megatron_rl.config.observe import MlflowTracker, TensorboardTracker, WandbTracker
+from megatron_rl.config.schema import BaseConfig
+from megatron_rl.observe.provenance import flat, provenance
+
+IDENTITIES = "trackers.json"
+"""The file in the run folder that holds the run's id at each kind of tracker."""
+CLOSE_S = 30.0
+"""Seconds that the end of a run waits for a tracker that has not taken all records yet."""
+
+Record = Mapping[str, float]
+
+
+class Tracker(Protocol):
+    where: str
+    """Where a person finds the run."""
+
+    def log(self, record: Record) -> None:
+        """Take one record, with its `step`. Raises whatever the tracker's package raises."""
+
+    def close(self, finished: bool) -> None: ...
+
+
+def missing_packages(config: BaseConfig) -> list[str]:
+    """One sentence for each configured tracker whose package is not installed."""
+    # A folder of the name in the working folder, like the one that wandb makes, is no package: it has no origin.
+    specs = {tracker.kind: find_spec(tracker.kind) for tracker in config.observe}
+    return [
+        f"observe: the kind {kind} needs a package that is not installed; install it with `pip install {kind}`, or "
+        f"take the kind out of `observe`"
+        for kind, spec in specs.items()
+        if spec is None or spec.origin is None
+    ]
+
+
+def open_trackers(config: BaseConfig, resume_at: int | None) -> list[Feed]:
+    """Open every configured tracker and hand it the resolved configuration.
+
+    Args:
+        resume_at: the next step to run, where a run goes on: the tracker's run of that folder is continued. None: a
+            new run.
+
+    Raises:
+        ValueError: a package is not installed, or a tracker refuses to start (no login, no server).
+    """
+    if missing := missing_packages(config):
+        raise ValueError("\n".join(missing))
+    path = config.run_folder / IDENTITIES
+    goes_on = resume_at is not None and path.exists()
+    identities: dict[str, str] = json.loads(path.read_text(encoding="utf-8")) if goes_on else {}
+    feeds: list[Feed] = []
+    for section in config.observe:
+        try:
+            tracker = _OPEN[type(section)](section, config, identities, resume_at)
+        except Exception as error:  # each package raises errors of its own
+            for feed in feeds:
+                feed.close(finished=False)
+            raise ValueError(
+                f"observe: {section.kind} does not start: {type(error).__name__}: {error}; correct its section, or "
+                f"take it out of `observe`"
+            ) from error
+        feeds.append(Feed(section.kind, tracker))
+        path.write_text(json.dumps(identities, indent=2) + "\n", encoding="utf-8")
+    return feeds
+
+
+class Feed:
+    """Hands records to a tracker from a thread of its own, in order.
+
+    A record that the tracker refuses is lost for the tracker, and so is what it has not taken when the run ends.
+    """
+
+    def __init__(self, kind: str, tracker: Tracker, close_s: float = CLOSE_S) -> None:
+        self.kind, self.where = kind, tracker.where
+        self.num_lost = 0
+        """Records that the tracker did not take."""
+        self.failure = ""
+        """The first failure; empty while there is none."""
+        self._tracker, self._close_s = tracker, close_s
+        self._work: queue.Queue[Record | bool] = queue.Queue()
+        # A daemon: a server that does not answer must not keep the process alive.
+        self._thread = threading.Thread(target=self._run, name=f"tracker {kind}", daemon=True)
+        self._thread.start()
+
+    def log(self, record: Record) -> None:
+        self._work.put(dict(record))
+
+    def close(self, finished: bool) -> None:
+        """Wait until the tracker has everything, `close_s` at most; what it has not taken then is counted as lost."""
+        self._work.put(finished)
+        self._thread.join(self._close_s)
+        if self._thread.is_alive():
+            self.num_lost += self._work.unfinished_tasks - 1  # the last one is this end itself
+            self.failure = self.failure or f"no answer within {self._close_s:g} s at the end of the run"
+
+    def _run(self) -> None:
+        while True:
+            work = self._work.get()
+            try:
+                if isinstance(work, bool):
+                    self._tracker.close(work)
+                    return
+                self._tracker.log(work)
+            except Exception as error:  # each package raises errors of its own; told by the sink, and counted
+                self.failure = self.failure or f"{type(error).__name__}: {error}"
+                if isinstance(work, bool):
+                    return
+                self.num_lost += 1
+            self._work.task_done()
+
+
+class _Wandb:
+    def __init__(
+        self, section: WandbTracker, config: BaseConfig, identities: dict[str, str], resume_at: int | None
+    ) -> None:
+        import wandb
+
+        # silent, console off: wandb would write into the live view and copy the terminal.
+        settings = wandb.Settings(silent=True, console="off", finish_timeout=CLOSE_S, finish_timeout_raises=True)
+        self._run = wandb.init(
+            project=section.project,
+            entity=section.entity,
+            mode=section.mode,
+            dir=config.run_folder,
+            id=identities.setdefault("wandb", uuid.uuid4().hex),
+            resume="allow" if section.mode == "online" else None,
+            name=config.run.name,
+            config=provenance(config),
+            allow_val_change=True,  # a resumed run may have more steps
+            settings=settings,
+        )
+        # wandb drops records whose own step goes back, as it does after a resume; with `step` as axis all are kept.
+        self._run.define_metric("*", step_metric="step")
+        offline = f"offline; send it with: wandb sync {config.run_folder}/wandb/offline-run-*"
+        self.where = offline if section.mode == "offline" else str(self._run.url)
+
+    def log(self, record: Record) -> None:
+        self._run.log(dict(record))
+
+    def close(self, finished: bool) -> None:
+        self._run.finish(exit_code=0 if finished else 1)
+
+
+class _Tensorboard:
+    def __init__(
+        self, section: TensorboardTracker, config: BaseConfig, identities: dict[str, str], resume_at: int | None
+    ) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        folder = section.folder or config.run_folder / "tensorboard"
+        self._writer = SummaryWriter(str(folder), purge_step=resume_at)
+        if not resume_at:
+            text = json.dumps(provenance(config), indent=2).replace("\n", "\n    ")  # markdown: indented is code
+            self._writer.add_text("config", f"    {text}", 0)
+        self.where = f"tensorboard --logdir {folder}"
+
+    def log(self, record: Record) -> None:
+        step = int(record["step"])
+        for name, value in record.items():
+            if name != "step":
+                self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def close(self, finished: bool) -> None:
+        self._writer.close()
+
+
+class _Mlflow:
+    def __init__(
+        self, section: MlflowTracker, config: BaseConfig, identities: dict[str, str], resume_at: int | None
+    ) -> None:
+        from mlflow import MlflowClient
+        from mlflow.entities import Metric, Param
+
+        self._metric = Metric
+        self._client = MlflowClient(tracking_uri=section.tracking_uri)
+        if "mlflow" in identities:
+            self._id = identities["mlflow"]
+            self._client.update_run(self._id, status="RUNNING")
+        else:
+            known = self._client.get_experiment_by_name(section.experiment)
+            experiment = known.experiment_id if known else self._client.create_experiment(section.experiment)
+            self._id = self._client.create_run(experiment, run_name=config.run.name).info.run_id
+            identities["mlflow"] = self._id
+            params = [Param(name, str(value)) for name, value in flat(provenance(config)).items()]
+            for start in range(0, len(params), 100):  # MLflow's limit of a call
+                self._client.log_batch(self._id, params=params[start : start + 100])
+        self.where = f"run {self._id} of the experiment {section.experiment} at {section.tracking_uri or 'the default'}"
+
+    def log(self, record: Record) -> None:
+        step, now = int(record["step"]), time.time_ns() // 10**6
+        metrics = [self._metric(name, float(value), now, step) for name, value in record.items() if name != "step"]
+        self._client.log_batch(self._id, metrics=metrics)
+
+    def close(self, finished: bool) -> None:
+        self._client.set_terminated(self._id, "FINISHED" if finished else "FAILED")
+
+
+_OPEN: dict[type, Callable[[Any, BaseConfig, dict[str, str], int | None], Tracker]] = {
+    WandbTracker: _Wandb,
+    TensorboardTracker: _Tensorboard,
+    MlflowTracker: _Mlflow,
+}

@@ -1,0 +1,376 @@
+"""What a run would trip over in its first minutes, found in a few seconds, before any vendor is imported.
+
+Invariants (tests/unit/recipes): a fault that is told would stop the run; all faults are told together, each as one
+sentence that says what is wrong, where, and what to do; nothing is written that stays.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError
+from rich.console import Console
+
+from megatron_rl.config.schema import BaseConfig, ExactAnswerReward, FunctionReward, GrpoRunConfig, SftRunConfig
+from megatron_rl.data.prompts import check_length, question_of
+from megatron_rl.data.rows import FORMS, BadRow, read_rows
+from megatron_rl.data.supervised import demonstration_of, ended
+from megatron_rl.layout import FAMILIES, read_shape, scan
+from megatron_rl.loop.checkpoints import Checkpoints, find_checkpoints
+from megatron_rl.observe.sink import check_unused
+from megatron_rl.observe.trackers import missing_packages
+from megatron_rl.recipes.dry_run import checkpoint_bytes, gigabytes, planned_shape
+from megatron_rl.recipes.reward_source import fault_of_function
+from megatron_rl.recipes.tokenizer_files import ChatTemplate, TokenizerFiles
+from megatron_rl.types import ModelShape
+from megatron_rl.verifiers.exact_answer import last_number
+
+ROWS_S = 2.5
+"""Seconds that the rows of all files together may take. What is left out then is told."""
+ROWS_AT_LEAST = 100
+"""Rows that are checked in each file even when the time is up."""
+
+Tell = Callable[[str], None]
+Row = dict[str, Any]
+Turns = tuple[dict[str, str], ...]
+Messages = str | Turns
+
+
+def check_before_start(config: BaseConfig, console: Console, *, resume: bool, planning: bool = False) -> None:
+    """Run the preflight, print its notes, and raise all faults together.
+
+    Raises:
+        ValueError: the run would stop in its first minutes; every reason is there.
+    """
+    faults = preflight(
+        config,
+        lambda note: console.print(note, style="yellow", markup=False, soft_wrap=True),
+        resume=resume,
+        planning=planning,
+    )
+    if len(faults) == 1:
+        raise ValueError(faults[0])
+    if faults:
+        raise ValueError(f"{len(faults)} faults would stop this run:\n" + "\n".join(f"  - {fault}" for fault in faults))
+
+
+def preflight(config: BaseConfig, tell: Tell, *, resume: bool = False, planning: bool = False) -> list[str]:
+    """The faults of a run; none is an empty list.
+
+    Args:
+        tell: gets a sentence for everything that was not checked, or that will be skipped.
+        resume: the run continues the one in its folder.
+        planning: the model's folder need not be here when its sizes ship with the package: the plan is then for another
+            machine.
+    """
+    faults: list[str] = []
+
+    def attempt(check: Callable[[], Any]) -> Any:
+        """The check's result; None when it raised, which is a fault."""
+        try:
+            return check()
+        except (ValueError, OSError) as error:
+            faults.append(str(error))
+            return None
+
+    folder = config.model.path
+    elsewhere = planning and not folder.exists()
+    shape: ModelShape | None = attempt(lambda: planned_shape(config) if planning else read_shape(folder))
+    splits = None
+    if shape:
+        splits = attempt(lambda: _check_trainable(config, shape))
+        faults += _positions(config, shape)
+    tokenizer = None
+    if elsewhere:
+        tell(
+            f"not checked, because the folder {folder} is not there: weights, tokenizer, lengths of rows in tokens, "
+            f"free disk space"
+        )
+    elif folder.is_dir():
+        if shape:
+            attempt(lambda: _check_weights(folder, shape))
+        tokenizer = attempt(lambda: TokenizerFiles(folder))
+    if tokenizer and shape:
+        faults += _vocabulary(config, shape, tokenizer)
+    faults += _rows(config, tokenizer, tell)
+    named = _name(config)
+    faults += named
+    if not named:
+        usable = attempt(lambda: _check_folder(config, resume))
+        if usable and splits and not elsewhere:
+            faults += _disk(config, shape)
+    return faults + missing_packages(config)
+
+
+def _check_trainable(config: BaseConfig, shape: ModelShape) -> bool:
+    """True; raises ValueError when trainer or engine cannot hold the model as it is split."""
+    family = FAMILIES[shape.family]
+    if not family.forward:
+        trained = ", ".join(name for name, known in FAMILIES.items() if known.forward)
+        raise ValueError(
+            f"model.path: the family {family.name} of {config.model.path} cannot be trained, only converted; choose a "
+            f"model of {trained}"
+        )
+    family.check_mesh(shape, config.policy.parallel.mesh)
+    if isinstance(config, GrpoRunConfig):
+        family.vllm_placed(shape, config.rollout.tensor, 0, config.rollout.expert_parallel)
+    return True
+
+
+def _positions(config: BaseConfig, shape: ModelShape) -> list[str]:
+    if isinstance(config, GrpoRunConfig):
+        longest, keys = config.rollout.max_model_tokens, "rollout.max_prompt_tokens + rollout.max_response_tokens"
+    elif isinstance(config, SftRunConfig):
+        longest, keys = config.sft.max_tokens, "sft.max_tokens"
+    else:
+        return []
+    if longest <= shape.max_positions:
+        return []
+    return [
+        f"{keys} = {longest} exceeds the {shape.max_positions} positions of {config.model.path} "
+        f"(max_position_embeddings); lower it"
+    ]
+
+
+def _check_weights(folder: Path, shape: ModelShape) -> None:
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{index} cannot be read ({error!r}); copy it again") from error
+        absent = [name for name in shards if not (folder / name).is_file()]
+        if absent:
+            raise ValueError(
+                f"{index} names {absent[0]}, which is not there ({len(absent)} of {len(shards)} files are missing); "
+                f"copy the checkpoint again"
+            )
+    scan(folder, shape)
+
+
+def _vocabulary(config: BaseConfig, shape: ModelShape, tokenizer: TokenizerFiles) -> list[str]:
+    """Compare the tokenizer with the model's vocabulary and with the thinking budget."""
+    folder = config.model.path
+    if tokenizer.core is None:
+        needs = isinstance(config, GrpoRunConfig) and config.rollout.delimiter
+        return [f"{folder} has no tokenizer.json; save it with transformers' save_pretrained"] if needs else []
+    faults = []
+    largest = max(tokenizer.core.get_vocab(with_added_tokens=True).values(), default=-1)
+    if largest >= shape.vocab_size:
+        faults.append(
+            f"{folder / 'tokenizer.json'} has the token id {largest}, but the model's vocabulary ends at "
+            f"{shape.vocab_size - 1} (vocab_size of config.json); take the tokenizer that belongs to these weights"
+        )
+    if not isinstance(config, GrpoRunConfig) or not config.rollout.delimiter:
+        return faults
+    rollout = config.rollout
+    ids = tokenizer.ids(rollout.delimiter)
+    unknown = tokenizer.core.token_to_id(tokenizer.special.get("unk_token", ""))
+    if not ids or unknown in ids:
+        faults.append(
+            f"rollout.delimiter {rollout.delimiter!r} is not in the vocabulary of {folder}; choose a text that its "
+            f"tokenizer knows, or an empty one for a model that does not think"
+        )
+    elif thinking := rollout.thinking:
+        needed = thinking.thought_tokens + len(ids) + thinking.response_tokens
+        if needed > rollout.max_response_tokens:
+            faults.append(
+                f"rollout.max_response_tokens ({rollout.max_response_tokens}) is below thinking's thought_tokens + the "
+                f"delimiter's {len(ids)} tokens + response_tokens = {needed}; raise it"
+            )
+    return faults
+
+
+class _Lengths:
+    """Counts the tokens of rows, as far as the folder's files and plain jinja2 can."""
+
+    def __init__(self, tokenizer: TokenizerFiles | None) -> None:
+        self.without_template = False
+        """A row has chat turns, and the tokenizer no template for them."""
+        self.unknown = False
+        """A row has chat turns that only transformers can render."""
+        self._tokenizer = tokenizer if tokenizer and tokenizer.core else None
+        self._template: ChatTemplate | None = None
+        self._no_template = tokenizer is not None and tokenizer.template is None
+        if tokenizer and tokenizer.template:
+            # Some templates have tags that only transformers knows: their rows are then counted as unknown.
+            with suppress(TemplateError):
+                self._template = ChatTemplate(tokenizer.template, tokenizer.special)
+
+    def of_prompt(self, messages: Messages, bound: int) -> int | None:
+        """The number of a prompt's tokens; None when it is not known, or within the bound for certain."""
+        text = messages if isinstance(messages, str) else self._render(messages, add_generation_prompt=True)
+        if text is None or self._tokenizer is None or len(text.encode()) <= bound:  # a token has one byte at least
+            return None
+        return len(self._tokenizer.ids(text))
+
+    def of_demonstration(self, demonstration: tuple[str, str] | Turns, bound: int) -> int | None:
+        """The number of a supervised row's tokens, with its end of sequence; None as for a prompt."""
+        prompt, completion = demonstration if isinstance(demonstration[0], str) else ("", self._render(demonstration))
+        if completion is None or self._tokenizer is None or len((prompt + completion).encode()) < bound:
+            return None
+        eos = self._tokenizer.core.token_to_id(self._tokenizer.special.get("eos_token", ""))
+        ids = self._tokenizer.ids(completion)
+        return len(self._tokenizer.ids(prompt)) + len(ids if eos is None else ended(ids, eos))
+
+    def _render(self, turns: Turns, add_generation_prompt: bool = False) -> str | None:
+        self.without_template |= self._no_template
+        text = self._template.render(turns, add_generation_prompt) if self._template else None
+        self.unknown |= text is None
+        return text
+
+
+def _rows(config: BaseConfig, tokenizer: TokenizerFiles | None, tell: Tell) -> list[str]:
+    """Check every file of rows, and the rewards that are given the rows' columns."""
+    lengths = _Lengths(tokenizer)
+    faults: list[str] = []
+    if isinstance(config, SftRunConfig):
+        sft = config.sft
+
+        def judge_demonstration(row: Row) -> None:
+            length = lengths.of_demonstration(demonstration_of(row), sft.max_tokens)
+            if length is not None and length > sft.max_tokens:
+                raise BadRow(f"the row has {length} tokens, sft.max_tokens is {sft.max_tokens}")
+
+        faults += _file("sft.rows", sft.rows, judge_demonstration, sft.on_bad_row, ROWS_S, tell)
+    elif isinstance(config, GrpoRunConfig):
+        exact = [reward for reward in config.rewards if isinstance(reward, ExactAnswerReward)]
+        required = ("ground_truth",) if exact else ()
+        numbers = any(reward.answer == "last_number" for reward in exact)
+        longest, data = config.rollout.max_prompt_tokens, config.data
+        seconds = ROWS_S / 2 if data.eval else ROWS_S
+        columns: set[str] = set()
+        unscored: list[str] = []
+
+        def cannot_score(reason: str) -> None:
+            if any(reward.on_error == "stop" for reward in exact):
+                raise ValueError(reason)
+            unscored.append(reason)
+
+        def judge_prompt(row: Row) -> None:
+            messages = question_of(row, required)
+            columns.update(row.keys() - set(FORMS))
+            truth = row.get("ground_truth")
+            if exact and not isinstance(truth, str | int | float):
+                cannot_score(f"the exact_answer reward needs `ground_truth` as text or number; it is {truth!r}")
+            elif numbers and last_number(str(truth)) is None:
+                cannot_score(f"ground_truth {truth!r} holds no number; set the reward's answer to `all`")
+            length = lengths.of_prompt(messages, longest)
+            if length is not None:
+                check_length(length, longest)
+
+        faults += _file("data.train", data.train, judge_prompt, data.on_bad_row, seconds, tell)
+        if unscored:
+            tell(
+                f"data.train: the exact_answer reward will abstain on {len(unscored)} of the rows; first: {unscored[0]}"
+            )
+        known = frozenset(columns)
+        if data.eval:
+            faults += _file("data.eval", data.eval, judge_prompt, data.on_bad_row, seconds, tell)
+        for reward in config.rewards:
+            if isinstance(reward, FunctionReward) and (fault := fault_of_function(reward.path, known or None)):
+                faults.append(fault)
+    if lengths.without_template:
+        faults.append(
+            f"the tokenizer of {config.model.path} has no chat template, and rows have `messages`: add "
+            f"chat_template.jinja to the folder, or give rows with `prompt` (plain text)"
+        )
+    elif lengths.unknown and tokenizer:
+        tell("the chat template can be rendered by transformers alone: the lengths of chats in tokens are not checked")
+    return faults
+
+
+def _file(key: str, path: Path, judge: Callable[[Row], None], on_bad_row: str, seconds: float, tell: Tell) -> list[str]:
+    """The faults of one file of rows, of as many rows as the seconds allow.
+
+    Args:
+        judge: raises BadRow for what `on_bad_row` decides about, ValueError for what stops the run in any case.
+    """
+    if not path.is_file():
+        return [f"{key}: there is no file {path}; correct the path (it is relative to {Path.cwd()})"]
+    bad: list[str] = []
+    num_rows, whole = 0, True
+    deadline = time.monotonic() + seconds
+    try:
+        for number, row in read_rows(path):
+            if num_rows >= ROWS_AT_LEAST and time.monotonic() > deadline:
+                whole = False
+                break
+            num_rows += 1
+            try:
+                if isinstance(row, BadRow):
+                    raise row
+                judge(row)
+            except BadRow as error:
+                bad.append(f"{path}:{number}: {error}")
+            except ValueError as error:
+                return [f"{key}: {path}:{number}: {error}"]
+    except OSError as error:
+        return [f"{key}: {path} cannot be read ({error.strerror}); correct its permissions or the path"]
+    if not whole:
+        tell(f"{key}: the first {num_rows:,} rows of {path} were checked, the others were left out to save time")
+    if not num_rows:
+        return [f"{key}: {path} holds no row; give a file with one JSON object a line"]
+    if bad and (on_bad_row == "fail" or whole and len(bad) == num_rows):
+        more = f" ({len(bad)} of {num_rows:,} rows that were checked are bad)" if len(bad) > 1 else ""
+        hint = "correct it, or set on_bad_row to skip" if on_bad_row == "fail" else "no good row is left"
+        return [f"{key}: {bad[0]}{more}; {hint}"]
+    if bad:
+        tell(f"{key}: {len(bad)} of {num_rows:,} rows of {path} will be skipped; the first one is {bad[0]}")
+    return []
+
+
+def _name(config: BaseConfig) -> list[str]:
+    """Check that run.name can be a folder's name."""
+    name = config.run.name
+    longest = max((len(part.encode()) for part in Path(name).parts), default=0)
+    if longest > 255:
+        return [f"run.name has a part of {longest} bytes, and a folder's name has 255 at most; shorten it"]
+    if not name.strip() or "\0" in name or Path(name).is_absolute() or set(Path(name).parts) <= {".", ".."}:
+        return [f"run.name {name!r} names no folder below run.folder; write a relative name, like `gsm8k/first`"]
+    return []
+
+
+def _check_folder(config: BaseConfig, resume: bool) -> bool:
+    """True; raises ValueError when the folder cannot be written, or holds an earlier run that is not to be resumed."""
+    folder = config.run_folder
+    there = _nearest(folder)
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"run.folder: {folder} cannot be written ({there}: {error.strerror}); choose another run.folder, or "
+            f"correct its permissions"
+        ) from error
+    if not resume:
+        check_unused(folder)
+        Checkpoints(folder / "checkpoints", keep=config.checkpoint.keep, resume=None, config={})
+    return True
+
+
+def _disk(config: BaseConfig, shape: ModelShape) -> list[str]:
+    """Room for two checkpoints: a new one is whole before an older one is deleted. One suffices where one is there."""
+    is_resumed = bool(find_checkpoints(config.run_folder / "checkpoints"))
+    number, told = (1, "a further checkpoint needs") if is_resumed else (2, "two checkpoints need")
+    needed = number * checkpoint_bytes(shape, config.policy.parallel.mesh, config.model.dtype)
+    free = shutil.disk_usage(_nearest(config.run_folder)).free
+    if free >= needed:
+        return []
+    return [
+        f"run.folder: the disk of {config.run_folder} has {gigabytes(free)} free, and {told} {gigabytes(needed)}; free "
+        f"some space, or choose another run.folder"
+    ]
+
+
+def _nearest(folder: Path) -> Path:
+    """The folder, or the nearest one above it that exists."""
+    return next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))

@@ -1,0 +1,19 @@
+"""The README's table of families says what the code knows."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import megatron_rl.layout
+from megatron_rl.layout import FAMILIES
+
+
+def test_the_table_of_families_is_the_codes():
+    text = (Path(megatron_rl.layout.__file__).parent / "README.md").read_text()
+    rows = re.findall(r"^\| (`[a-z0-9_`, ]+`) \|[^|]+\| (yes|no) \| (yes|refused)[^|]* \|$", text, flags=re.MULTILINE)
+    told = {name: (trained, vllm) for names, trained, vllm in rows for name in re.findall(r"`(\w+)`", names)}
+    assert told == {
+        name: ("yes" if family.forward else "no", "yes" if family.vllm_model else "refused")
+        for name, family in FAMILIES.items()
+    }

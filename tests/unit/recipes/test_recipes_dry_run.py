@@ -1,0 +1,129 @@
+"""The numbers of the dry run, by hand on a small mixture and against the mesh's own ranks."""
+
+from __future__ import annotations
+
+import io
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from megatron_rl.config.load import judge
+from megatron_rl.config.schema import GrpoRunConfig
+from megatron_rl.layout import FAMILIES
+from megatron_rl.recipes.dry_run import (
+    checkpoint_bytes,
+    describe_policy,
+    expert_data_ways,
+    optimizer_ways,
+    rank_parameters,
+)
+from megatron_rl.types import Experts, Mesh, ModelShape
+
+MIXTURE = ModelShape(
+    family="qwen3_moe",
+    num_layers=2,
+    hidden_size=4,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=2,
+    ffn_size=8,
+    vocab_size=64,
+    rope_theta=1e4,
+    norm_eps=1e-6,
+    max_positions=64,
+    tied_embeddings=False,
+    experts=Experts(num_experts=4, num_active=2, ffn_size=6),
+)
+
+
+def test_a_mixture_by_hand():
+    """TP2 x DP4, EP4 with whole experts: 8 ranks, each with one expert of a layer, which two ranks hold."""
+    mesh = Mesh(tensor=2, data=4, expert=4, expert_tensor=1)
+    held = rank_parameters(MIXTURE, mesh, 0)
+    # Of a layer, on one of two tensor ranks: q, k, v (8 + 4 + 4) x 4 / 2, output 4 x 8 / 2; whole on each: two norms
+    # of 4, q and k norm of 2, the router 4 x 4.
+    layer = 32 + 16 + 8 + 4 + 16
+    # Embedding and output layer 64 x 4 / 2 each, and the final norm.
+    assert held.dense == 2 * layer + 2 * 128 + 4 == 412
+    # One expert of each layer: gate, up and down, 6 x 4 each.
+    assert held.expert == 2 * 3 * 24 == 144
+    assert optimizer_ways(mesh) == (4, 2)
+    # bf16: two moments and the fp32 copy, 12 bytes; fp32: the moments alone.
+    assert held.state_bytes(mesh, "bfloat16") == 412 / 4 * 12 + 144 / 2 * 12 == 2100
+    assert held.state_bytes(mesh, "float32") == 412 / 4 * 8 + 144 / 2 * 8
+    assert checkpoint_bytes(MIXTURE, mesh, "bfloat16") == 8 * (556 * 2 + 2100)
+
+
+def test_experts_are_not_divided_by_data_parallelism():
+    """Qwen3-235B's case in small: EP takes all data-parallel ranks, so nobody shares an expert's state."""
+    mesh = Mesh(tensor=1, data=4, expert=4)
+    held = rank_parameters(MIXTURE, mesh, 0)
+    assert optimizer_ways(mesh) == (4, 1)
+    assert held.state_bytes(mesh, "bfloat16") == 12 * (held.dense / 4 + 144)
+
+
+def test_the_plain_optimizer_splits_nothing():
+    mesh = Mesh(tensor=4, data=1, expert=2, expert_tensor=1)
+    assert expert_data_ways(mesh) == 2 and optimizer_ways(mesh) == (1, 1)
+
+
+@st.composite
+def meshes(draw) -> Mesh:
+    tensor, pipeline, data = (draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, 2])), draw(st.integers(2, 4)))
+    context = draw(st.sampled_from([1, 2]))
+    expert_tensor = draw(st.sampled_from([1, tensor]))
+    stage = tensor * context * data
+    fits = [expert for expert in (1, 2, 4) if stage % (expert * expert_tensor) == 0]
+    return Mesh(tensor, pipeline, data, context, draw(st.sampled_from(fits)), expert_tensor)
+
+
+@given(meshes())
+def test_the_state_of_all_ranks_is_that_of_the_model(mesh):
+    """Who holds the same part is counted from the coordinates of the mesh, rank by rank."""
+    dense_ways, expert_ways = optimizer_ways(mesh)
+    ranks = range(mesh.world_size)
+    dense_owners = Counter(mesh.coordinates(rank)[:2] for rank in ranks)
+    expert_owners = Counter((rank // mesh.stage_size, *mesh.expert_coordinates(rank)[:2]) for rank in ranks)
+    assert set(dense_owners.values()) == {dense_ways} and set(expert_owners.values()) == {expert_ways}
+    tensors = FAMILIES["qwen3_moe"].hf_tensors(MIXTURE)
+    of_experts = sum(extents[0] * extents[1] for name, extents in tensors.items() if ".experts." in name)
+    held = [rank_parameters(MIXTURE, mesh, rank) for rank in ranks]
+    assert sum(one.expert for one in held) == of_experts * expert_ways
+    # Norms and the router are whole on every tensor rank: 28 in a layer and 4 at the end.
+    repeated = (mesh.tensor - 1) * (2 * 28 + 4)
+    dense = sum(one.dense for one in held)
+    assert dense == (FAMILIES["qwen3_moe"].num_parameters(MIXTURE) - of_experts + repeated) * dense_ways
+
+
+def planned(model: str, **parallel: int) -> str:
+    config = judge(
+        GrpoRunConfig,
+        {
+            "run": {"name": "plan", "steps": 1},
+            "model": {"path": f"models/{model}"},
+            "policy": {"parallel": parallel},
+            "data": {"train": "rows.jsonl"},
+            "rollout": {"prompts_per_step": 4, "samples_per_prompt": 2, "max_prompt_tokens": 8}
+            | {"max_response_tokens": 8},
+            "balance": {"max_tokens_per_microbatch": 16},
+        },
+    )
+    screen = io.StringIO()
+    describe_policy(config, Console(file=screen, width=140, color_system=None))
+    return screen.getvalue()
+
+
+def test_a_large_mixture_is_told_with_its_experts_split():
+    text = planned("Qwen3-235B-A22B", tensor=4, pipeline=2, data=16, expert=16)
+    assert "TP4 x PP2 x DP16 = 128 ranks, bfloat16; experts: EP16 x ETP4 x expert-DP1" in text
+    # 47 of 94 layers, 8 of 128 experts, a quarter of each: 3 x 1536 x 4096 x 8 x 47 / 4 = 1,774,190,592 parameters at
+    # 12 bytes are 21.3 GB for the experts alone.
+    [line] = [line for line in text.splitlines() if "optimizer state, dense over DP, experts over expert-DP" in line]
+    assert 21.3 <= float(line.split("│")[2].split()[0]) < 22.5
+
+
+def test_a_dense_model_speaks_of_no_experts():
+    text = planned("Qwen3-32B", tensor=4, pipeline=4, data=2)
+    assert "expert" not in text and "optimizer state, split over DP │ 12.87 GB" in text

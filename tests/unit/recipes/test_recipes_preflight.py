@@ -1,0 +1,390 @@
+"""Each fault that would stop a run in its first minutes, on real files, and a whole run folder that has none."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+
+from megatron_rl.config.load import judge
+from megatron_rl.config.schema import GrpoRunConfig, SftRunConfig
+from megatron_rl.layout import FAMILIES, read_shape
+from megatron_rl.recipes import preflight as module
+from megatron_rl.recipes.preflight import check_before_start, preflight
+
+CONFIG = {
+    "model_type": "qwen3",
+    "num_hidden_layers": 2,
+    "hidden_size": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 2,
+    "intermediate_size": 16,
+    "vocab_size": 64,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000,
+    "tie_word_embeddings": False,
+}
+VOCABULARY = ["<eos>", "<unk>", "</think>", "<u>", *"0123456789+= abcdefghijklmnopqrstuvwxyz"]
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system turns') }}{% endif %}"
+    "<u>{{ m.content }}<eos>{% endfor %}"
+)
+
+
+def safetensors(tensors: dict[str, tuple[int, ...]]) -> bytes:
+    header, at = {}, 0
+    for name, extents in tensors.items():
+        size = 4
+        for extent in extents:
+            size *= extent
+        header[name] = {"dtype": "F32", "shape": list(extents), "data_offsets": [at, at + size]}
+        at += size
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + bytes(at)
+
+
+def write_tokenizer(folder: Path, vocabulary=VOCABULARY) -> None:
+    core = Tokenizer(models.WordLevel({token: i for i, token in enumerate(vocabulary)}, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Split(Regex("<u>|<eos>|</think>|."), "isolated")
+    core.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>", "unk_token": {"content": "<unk>"}}))
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch) -> Path:
+    """A working folder with a whole tiny model in two shards, rows and a reward function."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(CONFIG))
+    tensors = FAMILIES["qwen3"].hf_tensors(read_shape(model))
+    names = sorted(tensors)
+    shards = {"a.safetensors": names[:5], "b.safetensors": names[5:]}
+    for shard, held in shards.items():
+        (model / shard).write_bytes(safetensors({name: tensors[name] for name in held}))
+    index = {"weight_map": {name: shard for shard, held in shards.items() for name in held}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    write_tokenizer(model)
+    rows = [{"prompt": f"{i}+1=", "ground_truth": str(i + 1)} for i in range(9)]
+    for name in ("train.jsonl", "eval.jsonl"):
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "my_rewards.py").write_text(
+        "raise SystemExit('this module must not be run')\n"
+        "def short(prompts, completions, completion_ids, **columns):\n    return [1.0 for _ in completions]\n"
+    )
+    return tmp_path
+
+
+def grpo(**changes) -> GrpoRunConfig:
+    merged = {
+        "run": {"name": "adds/first", "steps": 3},
+        "model": {"path": "model", "dtype": "float32"},
+        "data": {"train": "train.jsonl", "eval": "eval.jsonl"},
+        "rollout": {"prompts_per_step": 4, "samples_per_prompt": 2, "max_prompt_tokens": 8, "max_response_tokens": 20},
+        "balance": {"max_tokens_per_microbatch": 96},
+        "rewards": [{"kind": "exact_answer"}, {"kind": "function", "path": "my_rewards:short"}],
+    }
+    for path, value in changes.items():
+        section, _, key = path.partition("__")
+        merged[section] = merged.get(section, {}) | {key: value} if key else value
+    return judge(GrpoRunConfig, merged)
+
+
+def sft(**changes) -> SftRunConfig:
+    merged = {"run": {"name": "warm", "steps": 3}, "model": {"path": "model"}, "sft": {"rows": "rows.jsonl"} | changes}
+    merged["sft"].setdefault("max_tokens", 8)
+    return judge(SftRunConfig, merged | {"balance": {"max_tokens_per_microbatch": 96}})
+
+
+def faults(config, **how) -> list[str]:
+    return preflight(config, lambda note: None, **how)
+
+
+def test_a_run_without_fault_passes_and_leaves_nothing_behind(home):
+    before = sorted(home.rglob("*"))
+    notes = []
+    assert preflight(grpo(), notes.append) == [] and notes == []
+    assert sorted(home.rglob("*")) == before
+
+
+def rows(name: str, *lines) -> None:
+    Path(name).write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines) + "\n")
+
+
+GOOD = {"prompt": "1+1=", "ground_truth": "2"}
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ([GOOD, '{"prompt": "1+'], "data.train: train.jsonl:2: not JSON"),
+        ([GOOD, {"question": "1+1="}], "train.jsonl:2: a row has either `messages` (chat turns) or `prompt` (text)"),
+        ([GOOD, {"prompt": "1"}], "train.jsonl:2: column `ground_truth` is missing; the configured rewards need it"),
+        ([{"prompt": "123456789", "ground_truth": 1}], "the prompt has 9 tokens, rollout.max_prompt_tokens is 8"),
+        ([" "], "data.train: train.jsonl holds no row"),
+        (["{", "{", GOOD], "train.jsonl:1: not JSON"),
+        (["{", "{", GOOD], "(2 of 3 rows that were checked are bad); correct it, or set on_bad_row to skip"),
+    ],
+)
+def test_a_bad_row_is_named_by_file_and_line(home, lines, message):
+    rows("train.jsonl", *lines)
+    [fault] = faults(grpo())
+    assert message in fault
+
+
+def test_rows_that_will_be_skipped_are_counted(home):
+    rows("train.jsonl", GOOD, "{", {"prompt": "123456789", "ground_truth": 1})
+    notes = []
+    assert preflight(grpo(data__on_bad_row="skip"), notes.append) == []
+    assert len(notes) == 1 and notes[0].startswith("data.train: 2 of 3 rows of train.jsonl will be skipped; the first")
+    rows("train.jsonl", "{")
+    assert "no good row is left" in faults(grpo(data__on_bad_row="skip"))[0]
+
+
+def test_missing_files(home):
+    (home / "train.jsonl").unlink()
+    (home / "eval.jsonl").unlink()
+    (home / "eval.jsonl").mkdir()
+    found = faults(grpo())
+    assert ["data.train: there is no file train.jsonl" in found[0], "data.eval: there is no file" in found[1]] == [1, 1]
+
+
+def test_when_the_time_is_up_the_number_of_checked_rows_is_told(home, monkeypatch):
+    monkeypatch.setattr(module, "ROWS_S", -1.0)
+    rows("train.jsonl", *[GOOD] * 150, "{")
+    notes = []
+    assert preflight(grpo(), notes.append) == []
+    assert notes == [
+        "data.train: the first 100 rows of train.jsonl were checked, the others were left out to save time"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("truth", "message"),
+    [("two", "ground_truth 'two' holds no number"), ([2], "the exact_answer reward needs `ground_truth` as text or")],
+)
+def test_a_row_that_cannot_be_scored_is_an_abstention_or_a_fault(home, truth, message):
+    rows("train.jsonl", GOOD, {"prompt": "1", "ground_truth": truth})
+    reward = {"kind": "exact_answer", "answer": "last_number"}
+    notes = []
+    assert preflight(grpo(rewards=[reward]), notes.append) == []
+    assert len(notes) == 1 and "will abstain on 1 of the rows" in notes[0] and message in notes[0]
+    assert f"train.jsonl:2: {message}" in faults(grpo(rewards=[{**reward, "on_error": "stop"}]))[0]
+
+
+CHAT = {"messages": [{"role": "user", "content": "1+1="}], "ground_truth": "2"}
+
+
+@pytest.mark.parametrize(
+    ("template", "line", "message"),
+    [
+        (None, CHAT, "has no chat template, and rows have `messages`"),
+        (TEMPLATE, CHAT | {"messages": [{"role": "system", "content": "1"}]}, "refuses `messages`: no system turns"),
+        (TEMPLATE, CHAT | {"messages": [{"role": "user", "content": "1234567"}]}, "the prompt has 9 tokens"),
+        (TEMPLATE, CHAT, None),
+    ],
+)
+def test_chats_go_through_the_template(home, template, line, message):
+    if template:
+        (home / "model" / "chat_template.jinja").write_text(template)
+    rows("train.jsonl", line)
+    found = faults(grpo())
+    assert found == [] if message is None else message in found[0]
+
+
+def test_a_template_of_transformers_own_tags_is_left_to_transformers(home):
+    (home / "model" / "chat_template.jinja").write_text("{% generation %}{% endgeneration %}")
+    rows("train.jsonl", CHAT | {"messages": [{"role": "user", "content": "1" * 99}]})
+    notes = []
+    assert preflight(grpo(), notes.append) == []
+    assert "can be rendered by transformers alone" in notes[0]
+
+
+def truncate(home):
+    path = home / "model" / "b.safetensors"
+    path.write_bytes(path.read_bytes()[:-10])
+
+
+def spoil_header(home):
+    path = home / "model" / "a.safetensors"
+    path.write_bytes(path.read_bytes().replace(b'"shape"', b'"shxpe"', 1))
+
+
+def no_vocabulary(home):
+    (home / "model" / "tokenizer.json").unlink()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (truncate, "b.safetensors has"),
+        (spoil_header, "a.safetensors: the safetensors header is damaged"),
+        (lambda home: (home / "model" / "b.safetensors").unlink(), "names b.safetensors, which is not there (1 of 2"),
+        (lambda home: (home / "model" / "model.safetensors.index.json").write_text("{"), "index.json cannot be read"),
+        (lambda home: shutil.rmtree(home / "model"), "model has no config.json"),
+        (lambda home: (home / "model" / "config.json").write_text("{"), "config.json is no JSON"),
+        (no_vocabulary, "has no tokenizer: neither tokenizer.json nor tokenizer.model is there"),
+        (lambda home: (home / "model" / "tokenizer.json").write_text("{"), "tokenizer.json cannot be read"),
+        (lambda home: (home / "model" / "tokenizer_config.json").write_text("{"), "tokenizer_config.json is no JSON"),
+        (
+            lambda home: write_tokenizer(home / "model", [*VOCABULARY, *map(str, range(100, 130))]),
+            "has the token id 72, but the model's vocabulary ends at 63",
+        ),
+    ],
+)
+def test_a_spoilt_model_folder(home, spoil, message):
+    spoil(home)
+    [fault] = faults(grpo())
+    assert message in fault
+
+
+def test_a_sentencepiece_tokenizer_serves_supervised_training(home):
+    no_vocabulary(home)
+    (home / "model" / "tokenizer.model").write_bytes(b"pieces")
+    rows("rows.jsonl", {"prompt": "1+1=", "completion": "2"})
+    assert faults(sft()) == []
+    assert "has no tokenizer.json" in faults(grpo())[0], "the engine's delimiter needs one"
+
+
+@pytest.mark.parametrize(
+    ("source", "path", "message"),
+    [
+        ("", "my_reward:short", "there is no module 'my_reward'"),
+        ("", "my_rewards.inner:short", "there is no module 'my_rewards.inner'"),
+        ("x = 1\ndef short(:\n", "my_rewards:short", "my_rewards.py:2: "),
+        ("def long(): ...", "my_rewards:short", "my_rewards.py has no function 'short'"),
+        ("def short(prompts, completions, completion_ids): ...", "my_rewards:short", "does not take 'ground_truth'"),
+        ("def short(level, **columns): ...", "my_rewards:short", "asks for the argument 'level'"),
+        ("def short(**columns): ...", "my_rewards", "must read `package.module:function`"),
+        ("def short(completions, level=1, *, ground_truth, **columns): ...", "my_rewards:short", None),
+        ("from other import short", "my_rewards:short", None),
+        ("from other import *", "my_rewards:short", None),
+        ("try:\n    import x\nexcept ImportError:\n    short = print", "my_rewards:short", None),
+        ("", "megatron_rl.recipes.tiny.rewards:digits_in_answer", None),
+    ],
+)
+def test_a_reward_function_is_seen_in_its_source(home, source, path, message):
+    if source:
+        (home / "my_rewards.py").write_text(source)
+    found = faults(grpo(rewards=[{"kind": "exact_answer"}, {"kind": "function", "path": path}]))
+    assert found == [] if message is None else len(found) == 1 and message in found[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rollout__max_response_tokens": 57}, "max_response_tokens = 65 exceeds the 64 positions"),
+        ({"policy": {"parallel": {"tensor": 4}}}, "2 KV heads, which policy.parallel.tensor=4 does not divide"),
+        ({"rollout__delimiter": "</thought>"}, "rollout.delimiter '</thought>' is not in the vocabulary"),
+        (
+            {"rollout__thinking": {"thought_tokens": 12, "response_tokens": 7}, "rollout__delimiter": "end"},
+            "the delimiter's 3 tokens + response_tokens = 22; raise it",
+        ),
+        ({"run__name": "x" * 300}, "run.name has a part of 300 bytes"),
+        ({"run__name": ""}, "run.name '' names no folder"),
+        ({"run__folder": "train.jsonl"}, "train.jsonl: Not a directory)"),
+        ({"run__folder": "/proc/runs"}, "cannot be written (/proc: "),
+    ],
+)
+def test_what_does_not_fit(home, changes, message):
+    [fault] = faults(grpo(**changes))
+    assert message in fault
+
+
+def test_a_full_disk_is_told_with_both_numbers(home, monkeypatch):
+    """In fp32 a parameter takes 4 bytes of weights and 8 of state."""
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(0, 0, 10**4))
+    [fault] = faults(grpo())
+    parameters = FAMILIES["qwen3"].num_parameters(read_shape(Path("model")))
+    assert f"has 0.01 MB free, and two checkpoints need {2 * 12 * parameters / 1e6:.2f} MB" in fault
+
+
+@pytest.mark.parametrize("left", ["metrics.jsonl", "checkpoints/step_000002"])
+def test_a_used_run_folder_needs_resume(home, left):
+    path = home / "runs" / "adds" / "first" / left
+    path.parent.mkdir(parents=True)
+    path.mkdir() if "step" in left else path.touch()
+    [fault] = faults(grpo())
+    assert "--resume auto" in fault
+    assert faults(grpo(), resume=True) == []
+
+
+def test_a_run_that_goes_on_needs_room_for_one_more_checkpoint(home, monkeypatch):
+    needed = 12 * FAMILIES["qwen3"].num_parameters(read_shape(Path("model")))
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(0, 0, needed))
+    assert "two checkpoints need" in faults(grpo(), resume=True)[0], "nothing is there yet"
+    (home / "runs" / "adds" / "first" / "checkpoints" / "step_000002").mkdir(parents=True)
+    assert faults(grpo(), resume=True) == []
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(0, 0, needed - 1))
+    assert "a further checkpoint needs" in faults(grpo(), resume=True)[0]
+
+
+def test_a_tracker_whose_package_is_missing(home, monkeypatch):
+    monkeypatch.setattr("megatron_rl.observe.trackers.find_spec", lambda name: None)
+    assert "pip install mlflow" in faults(grpo(observe=[{"kind": "mlflow"}]))[0]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "1+1=", "completion": "234"}, None),
+        ({"prompt": "1+1=", "completion": "2345"}, "the row has 9 tokens, sft.max_tokens is 8"),
+        ({"prompt": "1+1=", "completion": "234<eos>"}, None),
+        ({"prompt": "1"}, "`completion` must be text"),
+        ({"messages": [{"role": "user", "content": "1"}]}, "must end with the assistant's turn"),
+        ({"messages": [{"role": "assistant", "content": "1234567"}]}, "the row has 9 tokens, sft.max_tokens is 8"),
+    ],
+)
+def test_supervised_rows(home, row, message):
+    (home / "model" / "chat_template.jinja").write_text(TEMPLATE)
+    rows("rows.jsonl", {"prompt": "1", "completion": "2"}, row)
+    found = faults(sft())
+    assert found == [] if message is None else "rows.jsonl:2" in found[0] and message in found[0]
+
+
+def test_all_faults_are_raised_together(home):
+    (home / "train.jsonl").unlink()
+    truncate(home)
+    screen = io.StringIO()
+    with pytest.raises(ValueError) as caught:
+        check_before_start(grpo(run__name="x" * 300), Console(file=screen), resume=False)
+    head, *told = str(caught.value).splitlines()
+    assert head == "3 faults would stop this run:" and all(line.startswith("  - ") for line in told) and len(told) == 3
+
+
+def test_a_plan_for_another_machine_says_what_was_not_checked(home):
+    config = grpo(model__path="models/Qwen3-32B")
+    notes = []
+    assert preflight(config, notes.append, planning=True) == []
+    assert notes[0].startswith("not checked, because the folder models/Qwen3-32B is not there: weights, tokenizer")
+    [fault] = faults(config)
+    assert "models/Qwen3-32B has no config.json" in fault
+
+
+def test_a_dry_run_prints_the_plan_and_then_the_faults(home):
+    (home / "run.yaml").write_text(json.dumps(json.loads(grpo().model_dump_json(exclude={"algorithm", "bridge"}))))
+    rows("train.jsonl", GOOD, "{")
+    command = [sys.executable, "-m", "megatron_rl", "grpo", "run.yaml", "--dry-run"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=home)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert done.stdout.index("parameters") < done.stdout.index("error: data.train: train.jsonl:2: not JSON")
+
+
+def test_nothing_heavy_is_imported(home):
+    code = (
+        "import sys, megatron_rl.recipes.preflight\n"
+        "print(*sorted({'torch', 'transformers', 'vllm', 'ray', 'megatron'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
