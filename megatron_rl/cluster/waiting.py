@@ -18,7 +18,13 @@ from megatron_rl.cluster.process import NOT_THE_CAUSE, Process, inspect, last_wo
 
 
 TICK_S = 0.2
-on_tick: Callable[[], None] = lambda: None
+
+
+def _nothing() -> None:
+    pass
+
+
+on_tick: Callable[[], None] = _nothing
 """See `session.ray_session`."""
 
 
@@ -103,7 +109,8 @@ def locate_all(processes: Sequence[Process], timeout_s: float, needs: str) -> No
         )
         raise ProcessLost(
             f"Ray has not started {len(waiting)} of {len(processes)} processes ({unplaced.name} first) in "
-            f"{timeout_s:g} s: each needs {needs}; free in the whole cluster: {free or 'nothing'}. Look at `ray status`",
+            f"{timeout_s:g} s: each needs {needs}; free in the whole cluster: {free or 'nothing'}. Look at "
+            "`ray status`",
             silent=True,
         )
     for process, location in zip(processes, gather(references, processes, "to start", timeout_s), strict=True):

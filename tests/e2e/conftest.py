@@ -4,6 +4,8 @@ import os
 import shutil
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -27,6 +29,8 @@ class Recipe:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        self.deadline_s = 240.0
+        """Of a run, or of what is waited for in it."""
         shutil.copyfile(Path(__file__).parent / "rewards.py", folder / "rewards.py")
 
     def command(self, *arguments: str) -> list[str]:
@@ -43,14 +47,22 @@ class Recipe:
                 start_new_session=True,
             )
 
-    def run(self, *arguments: str, deadline_s: float = 240) -> subprocess.CompletedProcess:
+    def wait_until(self, run: subprocess.Popen | None, holds: Callable[[], bool]) -> None:
+        """Until a condition holds, while the run, if one is given, goes on."""
+        end = time.monotonic() + self.deadline_s
+        while not holds():
+            assert run is None or run.poll() is None, (self.folder / "out.txt").read_text()
+            assert time.monotonic() < end, (self.folder / "out.txt").read_text()
+            time.sleep(0.02)
+
+    def run(self, *arguments: str) -> subprocess.CompletedProcess:
         return subprocess.run(
             self.command(*arguments),
             cwd=self.folder,
             env=self.environment,
             capture_output=True,
             text=True,
-            timeout=deadline_s,
+            timeout=self.deadline_s,
         )
 
 

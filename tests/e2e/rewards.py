@@ -1,4 +1,4 @@
-"""A reward that a random model can earn, and a gate that holds a run between two steps."""
+"""A reward that a random model can earn, with a gate that holds a run between two steps, and one that hangs."""
 
 from __future__ import annotations
 
@@ -18,3 +18,12 @@ def share_of_digits(prompts, completions, completion_ids, **columns) -> list[flo
         Path("waiting").touch()
         time.sleep(0.05)
     return [sum(c.isdigit() for c in text) / max(len(text), 1) for text in completions]
+
+
+def hangs(prompts, completions, completion_ids, **columns) -> list[float]:
+    """Does not return in its first call, which takes the file `hang` away."""
+    if Path("hang").exists():
+        Path("hang").unlink()
+        while True:
+            time.sleep(0.05)
+    return [0.0] * len(completions)

@@ -1,10 +1,12 @@
-"""The real loop when processes are killed: an engine's death is repaired at the next push, a trainer's ends the run."""
+"""The real loop when processes die, hang or refuse: what can be replaced is, and what ends the run is told with its name
+and its cause."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
-import time
+import signal
 
 import psutil
 
@@ -27,38 +29,77 @@ def arguments(task, *more: str) -> list[str]:
     ]
 
 
-def kill_at_the_gate(recipe, arguments: list[str], name: str) -> tuple[int, str]:
-    """Start a run, kill the newest process of this name while step 1 waits for its rewards, let it go on.
-
-    Returns:
-        The exit status and what the run said.
-    """
+def start_at_the_gate(recipe, arguments: list[str]):
+    """Start a run and return it while it waits for the rewards of step 1."""
     (recipe.folder / "gate").touch()
     run = recipe.start(*arguments)
-    end = time.monotonic() + 240
-    while not (recipe.folder / "waiting").exists():
-        assert run.poll() is None and time.monotonic() < end, (recipe.folder / "out.txt").read_text()
-        time.sleep(0.1)
+    recipe.wait_until(run, (recipe.folder / "waiting").exists)
+    return run
+
+
+def newest(run, name: str) -> psutil.Process:
     family = psutil.Process(run.pid).children(recursive=True)
-    victims = [process for process in family if name in " ".join(process.cmdline())]
-    victims[-1].kill()
+    return [process for process in family if name in " ".join(process.cmdline())][-1]
+
+
+def let_go(recipe, run) -> tuple[int, str]:
+    """The exit status of the run, and what it said."""
     (recipe.folder / "gate").unlink()
-    return run.wait(timeout=240), (recipe.folder / "out.txt").read_text()
+    return run.wait(recipe.deadline_s), (recipe.folder / "out.txt").read_text()
 
 
-def test_an_engine_that_died_is_replaced_at_the_next_push(recipe, task):
+def test_an_engine_that_died_is_replaced_and_a_reward_that_hangs_abstains(recipe, task):
     """Two engines, one fed by the other; the run goes on and says what happened."""
-    engines = ["rollout.num_engines=2", "bridge.chains=1"]
-    status, text = kill_at_the_gate(recipe, arguments(task, *engines), "ray::EngineRank")
+    (recipe.folder / "hang").touch()
+    rewards = "{kind: function, path: 'rewards:share_of_digits'}, {kind: function, path: 'rewards:hangs', timeout_s: 8}"
+    engines = ["rollout.num_engines=2", "bridge.chains=1", f"rewards=[{rewards}]"]
+    run = start_at_the_gate(recipe, arguments(task, *engines))
+    newest(run, "ray::EngineRank").kill()
+    status, text = let_go(recipe, run)
     assert status == 0, text
     folder = recipe.folder / "runs" / "faults"
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records] == [0, 1, 2]
     assert [record["sync/replaced_engines"] for record in records] == [0, 0, 1]
     assert max(record.get("mismatch/mean_abs", 0) for record in records) < 1e-4
-    assert re.match(r"version 2: engine \d died", (folder / "logs" / "bridge.log").read_text())
+    assert re.match(r"version 2: engine \d .*died", (folder / "logs" / "bridge.log").read_text())
+
+    assert [record["reward/hangs/abstained"] for record in records[:2]] == [1, 0]
+    assert [record["reward/share_of_digits/abstained"] for record in records[:2]] == [0, 0]
+    assert [record["verifier/restarts"] for record in records[:2]] == [1, 1]
+    assert "reward hangs scored none of 32 answers" in text
+    failures = [json.loads(line) for line in (folder / "logs" / "rewards.log").read_text().splitlines()]
+    assert len(failures) == 32 and failures[0]["reward"] == "hangs" and failures[0]["row"].startswith("train.jsonl:")
+    assert "to score with hangs for 8 s" in failures[0]["error"]
+    assert "in hangs" in (folder / "logs" / "verifier.log").read_text(), "its stack"
 
 
 def test_a_trainer_rank_that_died_ends_the_run_with_its_name(recipe, task):
-    status, text = kill_at_the_gate(recipe, arguments(task), "ray::TrainerRank")
-    assert status == 1 and re.search(r"trainer rank \d died", text), text
+    run = start_at_the_gate(recipe, arguments(task))
+    newest(run, "ray::TrainerRank").kill()
+    status, text = let_go(recipe, run)
+    assert status == 1 and re.search(r"trainer rank \d .*died\. Its log", text), text
+    assert "Traceback" not in text and "OOM killer" not in text
+    assert (recipe.folder / "runs" / "faults" / "report.html").exists()
+
+
+def test_a_trainer_rank_that_is_stopped_ends_the_run_at_its_deadline_and_leaves_nothing(recipe, task):
+    """With an engine of two ranks, whose shared memory nobody would give back."""
+    before = set(os.listdir("/dev/shm"))
+    run = start_at_the_gate(recipe, arguments(task, "rollout.tensor=2", "cluster.step_timeout_s=10"))
+    stopped = newest(run, "ray::TrainerRank")
+    stopped.send_signal(signal.SIGSTOP)
+    status, text = let_go(recipe, run)
+    assert status == 1, text
+    text = " ".join(text.split())
+    assert re.search(r"the driver has waited for trainer rank \d.* to compute log-probs for 10 s, since", text), text
+    assert f"process {stopped.pid} is stopped (SIGSTOP)" in text
+    assert set(os.listdir("/dev/shm")) <= before
+
+
+def test_an_error_inside_vllm_is_told_with_the_engine_and_the_cause(recipe, task):
+    done = recipe.run(*arguments(task, "rollout.quantization=misspelt"))
+    assert done.returncode == 1
+    said = " ".join(done.stdout.split())
+    assert "error: engine 0: " in said and "misspelt" in said and "Traceback" not in done.stdout + done.stderr, said
+    assert len(done.stdout.splitlines()) < 15, done.stdout
