@@ -18,8 +18,8 @@ quiet_environment()
 
 from megatron_rl.config.schema import GrpoRunConfig  # noqa: E402
 from megatron_rl.layout import check_model, read_shape  # noqa: E402
-from megatron_rl.types import Prompt  # noqa: E402
 from megatron_rl.recipes.dry_run import describe_policy, describe_rollout  # noqa: E402
+from megatron_rl.types import Prompt  # noqa: E402
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

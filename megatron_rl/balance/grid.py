@@ -14,6 +14,7 @@ Shape letters: S samples, P positions, R ranks, C cells = P x R (cell p * R + r)
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatron_rl.balance.karmarkar_karp import fold_blocks
 from megatron_rl.balance.packing import Packing
@@ -41,7 +42,8 @@ class Grid:
         shape = num_cells, int(members_C.max()) + 1
         self.sample_CK, self.cost_CK, self.size_CK = np.full(shape, -1), np.zeros(shape), np.zeros(shape, np.int64)
         self.sample_CK[at], self.cost_CK[at], self.size_CK[at] = order_S, costs_S[order_S], sizes_S[order_S]
-        self.cost_C, self.room_C = self.cost_CK.sum(1), cap - self.size_CK.sum(1)
+        self.cost_C: NDArray[np.float64] = self.cost_CK.sum(1)
+        self.room_C: NDArray[np.int64] = cap - self.size_CK.sum(1)
 
     @property
     def cell_S(self) -> np.ndarray:

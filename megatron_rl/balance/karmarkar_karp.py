@@ -62,11 +62,11 @@ def karmarkar_karp_equal(weights: Sequence[float], num_parts: int) -> list[list[
         ValueError: fewer than one part.
     """
     _check(num_parts)
-    weights = np.asarray(weights, np.float64)
     num_weights = len(weights)
-    order = np.argsort(-weights, kind="stable")
+    sorted_from = np.asarray(weights, np.float64)
+    order = np.argsort(-sorted_from, kind="stable")
     filled = np.zeros(-(-num_weights // num_parts) * num_parts)
-    filled[:num_weights] = weights[order]
+    filled[:num_weights] = sorted_from[order]
     columns_BK = fold_blocks(filled.reshape(-1, num_parts))
     chosen = columns_BK + np.arange(len(columns_BK))[:, None] * num_parts
     return [np.sort(order[column[column < num_weights]]).tolist() for column in chosen.T]

@@ -82,7 +82,7 @@ def levels(costs_S: np.ndarray, num_ranks: int, count: int) -> list[float]:
     """What the cells of each position should cost, [P]: what its first sample does where that is more than an even
     share of the costs that are left, else that share. Sample p * num_ranks, costliest first, is position p's first.
     """
-    forced = costs_S[::num_ranks][:count].tolist()
+    forced: list[float] = costs_S[::num_ranks][:count].tolist()
     left = float(costs_S.sum()) / num_ranks
     for position, cost in enumerate(forced):
         even = left / (count - position)

@@ -10,6 +10,8 @@ Shape letters: S samples, C micro-batches of all ranks, P of each rank, R ranks.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from megatron_rl.balance.assign import Limits, assign
@@ -96,7 +98,10 @@ class _Writer:
     def __init__(self, sizes_S: np.ndarray, costs_S: np.ndarray, flops_S: np.ndarray, limits: Limits, pipeline: int):
         self.sizes_S, self.costs_S, self.flops_S = sizes_S, costs_S, flops_S
         self.limits, self.pipeline = limits, pipeline
-        self.minibatches, self.denominators, self.tokens, self.flops = [], [], [], []
+        self.minibatches: list[tuple[tuple[tuple[int, ...], ...], ...]] = []
+        self.denominators: list[Denominators] = []
+        self.tokens: list[tuple[tuple[int, ...], ...]] = []
+        self.flops: list[tuple[tuple[float, ...], ...]] = []
         self.imbalances: list[float] = []
         self.lockstep, self.floor, self.idle = 0.0, 0.0, 0.0
 
@@ -144,7 +149,7 @@ class _Writer:
         }
 
 
-def _tuples(array_RP: np.ndarray) -> tuple:
+def _tuples(array_RP: np.ndarray) -> tuple[tuple[Any, ...], ...]:
     return tuple(map(tuple, array_RP.tolist()))
 
 

@@ -79,7 +79,7 @@ class Rule:
 
     def hf_names(self, shape: ModelShape) -> Iterator[tuple[str, tuple[int, ...]]]:
         """(name, extents) of every HF tensor, experts one after the other."""
-        for expert in range(shape.experts.num_experts if self.per_expert else 1):
+        for expert in range(_num_experts(shape) if self.per_expert else 1):
             for tensor, extents in zip(self.hf, self.extents(shape), strict=True):
                 yield tensor.name.format(expert), extents
 
@@ -160,7 +160,9 @@ class Family:
     @property
     def qk_norm(self) -> Literal["none", "head", "full"]:
         """Norms of q and k: over each head, or over the width of all heads."""
-        return {None: "none", ("head",): "head", ("q",): "full"}[self._dims("self_attn.q_norm.weight")]
+        known: dict[tuple[str, ...] | None, Literal["none", "head", "full"]]
+        known = {None: "none", ("head",): "head", ("q",): "full"}
+        return known[self._dims("self_attn.q_norm.weight")]
 
     @property
     def qkv_bias(self) -> bool:
@@ -256,7 +258,7 @@ class Family:
             local = name or (rule.fused if fused_norms and rule.fused else rule.megatron)
             if not rule.per_expert:
                 return _place(rule, split, shape, (mesh.tensor, tensor), local)
-            experts = range(*part(shape.experts.num_experts, mesh.expert, expert))
+            experts = range(*part(_num_experts(shape), mesh.expert, expert))
             return _place(rule, split, shape, (mesh.expert_ways, expert_tensor), local, experts)
 
         placed: list[Placed] = []
@@ -312,11 +314,12 @@ class Family:
         first, last = stage == 0, stage == pipeline - 1
 
         def place(rule: Rule) -> Placement:
+            assert rule.vllm is not None, f"{self.name}: the row {rule.megatron} has no name in vLLM"
             if not rule.per_expert:
                 return _place(rule, rule.split.vllm, shape, (tensor, tensor_rank), rule.vllm)
             if expert_parallel:
                 return _place(rule, rule.split.vllm, shape, (1, 0), rule.vllm, _linear(shape, tensor, tensor_rank))
-            experts = range(shape.experts.num_experts)
+            experts = range(_num_experts(shape))
             return _place(rule, rule.split.vllm, shape, (tensor, tensor_rank), rule.vllm, experts)
 
         placed: list[Placed] = []
@@ -334,6 +337,12 @@ class Family:
             if not shape.tied_embeddings:
                 placed.append(Placed(place(self.output), "", ""))
         return placed
+
+
+def _num_experts(shape: ModelShape) -> int:
+    """The routed experts of a layer; rows with a `{}` for the expert exist only in models that have some."""
+    assert shape.experts is not None, f"{shape.family}: a model without experts has a row for each expert"
+    return shape.experts.num_experts
 
 
 def _place(
@@ -365,7 +374,7 @@ def _with(extent: tuple[int, ...], dim: int, start: int, stop: int) -> Box:
 
 def _linear(shape: ModelShape, ways: int, rank: int) -> range:
     """vLLM's linear placement of experts: the first ranks hold one more where they do not divide."""
-    base, more = divmod(shape.experts.num_experts, ways)
+    base, more = divmod(_num_experts(shape), ways)
     start = rank * base + min(rank, more)
     return range(start, start + base + (rank < more))
 

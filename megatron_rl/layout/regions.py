@@ -15,6 +15,7 @@ from functools import cached_property
 from math import prod
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatron_rl.layout.family import Placed, Placement
 from megatron_rl.layout.shards import Box, extents, translate, volume
@@ -100,7 +101,7 @@ def expand(starts: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarr
     return entry, np.arange(len(entry)) - _starts(counts)[entry] + starts[entry]
 
 
-def _starts(counts: np.ndarray) -> np.ndarray:
+def _starts(counts: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.cumsum(counts) - counts
 
 
@@ -151,9 +152,10 @@ class Regions:
         return int(self.holders.max(initial=0)) + 1
 
     @cached_property
-    def _holder_keys(self) -> np.ndarray:
+    def _holder_keys(self) -> NDArray[np.int64]:
         blocks = np.repeat(np.arange(len(self.block_keys)), np.diff(self.holders_start))
-        return blocks * self._num_ranks + self.holders
+        keys: NDArray[np.int64] = blocks * self._num_ranks + self.holders
+        return keys
 
 
 def intersect_sides(source: Side, destination: Side) -> Regions:

@@ -85,6 +85,12 @@ def _replicated(offset: Callable[[ModelShape], int] = lambda shape: 0) -> Split:
     return split
 
 
+def query_rank(shape: ModelShape) -> int:
+    """The rank of the query's down projection in latent attention; 0 where the query is projected directly."""
+    assert shape.latent is not None, f"{shape.family}: a row of latent attention in a model without it"
+    return shape.latent.query_rank
+
+
 def _vocabulary(multiple: Callable[[int], int]) -> Split:
     """Rows padded to a multiple, then split; padding rows are no HF rows, so a rank may have none."""
 
@@ -142,5 +148,5 @@ VOCABULARY = SplitKind(
 LATENT_DOWN = SplitKind(_stacked(0), _replicated(), fused=_replicated())
 """Down projections of latent attention: Megatron's local layers split them over TP and gather the output, Transformer
 Engine's and vLLM's are whole on every rank."""
-LATENT_KV_DOWN = SplitKind(_stacked(0), _replicated(lambda shape: shape.latent.query_rank), fused=_replicated())
+LATENT_KV_DOWN = SplitKind(_stacked(0), _replicated(query_rank), fused=_replicated())
 """The same for k and v; vLLM stacks them below the query's."""

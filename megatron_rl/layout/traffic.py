@@ -60,7 +60,7 @@ def traffic(plan: TransferPlan, links: Links, bucket_bytes: int) -> Traffic:
     }
     rates = {name: links.nic_bytes_per_s if "NIC" in name else links.nvlink_bytes_per_s for name in loads}
     seconds = {name: float(load.max()) / rates[name] for name, load in loads.items()}
-    busiest = max(seconds, key=seconds.get)
+    busiest = max(seconds, key=lambda name: seconds[name])
     by_nic = np.bincount(destination[far], num_bytes[far], plan.num_destinations)
     by_nvlink = np.bincount(destination[near], num_bytes[near], plan.num_destinations)
     rounds = max((feed.round for feed in plan.engines.feeds), default=0)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatron_rl.layout.copies import WIDTHS, Copy
 from megatron_rl.layout.engines import Engines
@@ -39,9 +40,9 @@ class TransferPlan:
     destination: np.ndarray
     """int32 [num_runs]: engine * engines.world_size + the engine's rank, of engines that the trainer feeds"""
     pair: np.ndarray
-    start: np.ndarray
-    """int64 [num_runs], bytes"""
-    stop: np.ndarray
+    start: NDArray[np.int64]
+    """[num_runs], bytes"""
+    stop: NDArray[np.int64]
     stream: Stream
 
     @cached_property
@@ -65,8 +66,8 @@ class TransferPlan:
         return self.engines.num * self.engines.world_size
 
     @property
-    def bytes(self) -> np.ndarray:
-        """int64 [num_runs]"""
+    def bytes(self) -> NDArray[np.int64]:
+        """[num_runs]"""
         return self.stop - self.start
 
     @property
@@ -152,7 +153,7 @@ class TransferPlan:
         other_prefix, other = destination.prefixes[there[0]], destination.cuts[there[1]]
         dtype = cut.wire_dtype(self.dtype)
         (first_expert, _), (begin, end), *rest = box[: len(cut.box)]
-        tail, rows_each = tuple(map(tuple, rest)), end - begin
+        tail, rows_each = tuple((low, high) for low, high in rest), end - begin
         for expert in range(first // rows_each, -(-last // rows_each)):
             start, stop = max(first - expert * rows_each, 0), min(last - expert * rows_each, rows_each)
             part, number = ((begin + start, begin + stop), *tail), first_expert + expert

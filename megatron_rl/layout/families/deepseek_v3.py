@@ -11,16 +11,16 @@ from typing import Any
 
 from megatron_rl.layout.families.rows import ENDS, GATED_MLP, INPUT_NORM, MLP_NORM, mixture
 from megatron_rl.layout.family import Family, HfTensor, Ignored, Rule
-from megatron_rl.layout.splits import COLUMNS, LATENT_DOWN, LATENT_KV_DOWN, REPLICATED, ROWS
+from megatron_rl.layout.splits import COLUMNS, LATENT_DOWN, LATENT_KV_DOWN, REPLICATED, ROWS, query_rank
 from megatron_rl.types import Experts, LatentAttention, ModelShape
 
 
 def _low_rank(shape: ModelShape) -> bool:
-    return shape.latent.query_rank > 0
+    return query_rank(shape) > 0
 
 
 def _direct(shape: ModelShape) -> bool:
-    return shape.latent.query_rank == 0
+    return query_rank(shape) == 0
 
 
 _KV_DOWN = (HfTensor("self_attn.kv_a_proj_with_mqa.weight", ("kv_down", "hidden")),)
