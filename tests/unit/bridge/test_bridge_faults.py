@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 from dataclasses import replace
 
 import pytest
+import warm
 from bridge_models import SHAPES, cut, hf_weights
 from patience import deadline
 
@@ -91,7 +91,7 @@ class Ranks:
         self.processes, self.pipes = {}, {}
 
     def start(self, rank: int) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = warm.context()
         self.pipes[rank], theirs = context.Pipe()
         self.processes[rank] = context.Process(target=serve, args=(rank, theirs), daemon=True)
         self.processes[rank].start()

@@ -222,11 +222,11 @@ def test_a_silent_peer_is_an_error_within_the_deadline(silent, share_memory):
 @pytest.mark.parametrize("engines", [Engines(2, 1), Engines(2, 1, num_chains=1)], ids=["fed by trainers", "chain"])
 def test_the_first_failure_ends_all_at_once(engines):
     """One of two trainers is gone: nobody waits for the deadline, and after joining anew all is well."""
-    with joined(Mesh(pipeline=2), engines, share_memory=False, timeout_s=deadline(3600)) as ranks:
+    with joined(Mesh(pipeline=2), engines, share_memory=False, timeout_s=deadline(120)) as ranks:
         ranks.senders[1].close()
         sent = [ranks.pool.submit(ranks.senders[0].push, 0)]
         received = [ranks.pool.submit(intake.receive, 0) for intake in ranks.intakes]
-        assert not wait([*sent, *received], timeout=deadline(60)).not_done, "somebody waits for the deadline"
+        assert not wait([*sent, *received], timeout=deadline(40)).not_done, "somebody waits for the deadline"
         for future in received:
             with pytest.raises(RuntimeError, match="died, or is silent"):
                 future.result()

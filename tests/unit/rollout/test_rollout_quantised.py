@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from patience import deadline
 from tiny_trainers import write_model
 
 from megatron_rl.types import Mesh
@@ -28,7 +29,7 @@ def test_pushed_weights_are_quantised_as_loaded_ones(make_stage, tmp_path, tenso
         seen.append(stage.run(stage.engine._llm.collective_rpc("compute_weight_checksums")))
     program = [sys.executable, str(Path(__file__).parent / "loaded_engine.py")]
     arguments = [str(folders[1]), "fp8_per_channel", str(tensor)]
-    loaded = subprocess.run([*program, *arguments], capture_output=True, text=True, check=True, timeout=240)
+    loaded = subprocess.run([*program, *arguments], capture_output=True, text=True, check=True, timeout=deadline(240))
     ranks = json.loads(loaded.stdout.splitlines()[-1])
     assert len(ranks) == tensor
     for before, now, expected in zip(*seen, ranks, strict=True):
