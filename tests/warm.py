@@ -6,10 +6,15 @@ A fresh process needs seven CPU seconds to import vLLM and four for Megatron-Cor
 from __future__ import annotations
 
 import importlib
-import multiprocessing
+import multiprocessing.connection
 import os
+import time
+import traceback
+from collections.abc import Callable, Sequence
 from multiprocessing import forkserver
+from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, ForkServerProcess
+from typing import Any
 
 from megatron_rl.rollout.engine import set_cpu_environment
 
@@ -63,3 +68,48 @@ def warm_engines() -> None:
     warm = context()
     for name in STARTERS:
         importlib.import_module(name).get_mp_context = lambda: warm
+
+
+def together(function: Callable[..., Any], calls: Sequence[tuple], limit_s: float) -> list[Any]:
+    """What each call returns, each in a process of its own, all at once.
+
+    Raises:
+        AssertionError: a call raised, or its process died; with its traceback. The others are ended.
+        TimeoutError: after `limit_s` seconds some are not done.
+    """
+    warm, processes, waiting, results = context(), [], {}, {}
+    try:
+        for number, arguments in enumerate(calls):
+            ours, theirs = warm.Pipe()
+            processes.append(warm.Process(target=_answer, args=(theirs, function, arguments)))
+            processes[-1].start()
+            theirs.close()
+            waiting[ours] = number
+        end = time.monotonic() + limit_s
+        while waiting:
+            ready = multiprocessing.connection.wait(waiting, timeout=max(0.0, end - time.monotonic()))
+            if not ready:
+                raise TimeoutError(f"processes {[*waiting.values()]} of {function} are not done after {limit_s:.0f} s")
+            for pipe in ready:
+                number = waiting.pop(pipe)
+                try:
+                    succeeded, results[number] = pipe.recv()
+                except EOFError:
+                    succeeded, results[number] = False, "died"
+                assert succeeded, f"process {number}: {results[number]}"
+        return [results[number] for number in range(len(calls))]
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def _answer(pipe: Connection, function: Callable[..., Any], arguments: tuple) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    try:
+        pipe.send((True, function(*arguments)))
+    except Exception:  # reported to the test, which fails with it
+        pipe.send((False, traceback.format_exc()))
+    pipe.poll(None)  # tensors travel as shared memory, which lives as long as this process
