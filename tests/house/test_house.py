@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl.tools.record_times import replaced
+
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "megatron_rl"
 LAYERS = {
@@ -169,6 +171,13 @@ def test_the_readmes_commands_work(folder):
     for line in plan.splitlines():
         if line.startswith("│"):
             assert line.strip() in shown, "the README's dry run is an old one"
+
+
+def test_the_times_in_the_readme_are_one_line_that_a_tool_writes():
+    text = (ROOT / "README.md").read_text()
+    changed = replaced(text, "other times")
+    assert [line for line in changed.splitlines() if line not in text.splitlines()] == ["other times"]
+    assert len(changed.splitlines()) == len(text.splitlines())
 
 
 def test_no_file_speaks_of_a_machine_or_an_index():

@@ -97,7 +97,7 @@ class Ranks:
         self.processes[rank].start()
         theirs.close()
 
-    def join(self, timeout_s: float = deadline(3600), **options) -> None:
+    def join(self, timeout_s: float = deadline(300), **options) -> None:
         """All join anew; a process takes the place of each that is gone. Nobody can wait for the default deadline:
         `result` gives up long before."""
         for rank in [*TRAINERS, *ENGINE_RANKS]:
