@@ -95,7 +95,7 @@ def together(function: Callable[..., Any], calls: Sequence[tuple], limit_s: floa
                 try:
                     succeeded, results[number] = pipe.recv()
                 except EOFError:
-                    succeeded, results[number] = False, "died"
+                    succeeded, results[number] = False, "it died"
                 assert succeeded, f"process {number}: {results[number]}"
         return [results[number] for number in range(len(calls))]
     finally:
