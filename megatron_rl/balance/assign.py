@@ -26,11 +26,11 @@ SWEEPS_WITHIN_RANKS = 4
 @dataclass(frozen=True, slots=True)
 class Limits:
     cap: int
-    """Padded tokens of a micro-batch."""
+    """A micro-batch holds at most so many tokens, alignment padding counted."""
     num_ranks: int
-    """Data-parallel ranks."""
+    """The number of data-parallel ranks."""
     multiple: int = 1
-    """The micro-batches of a rank come in multiples of this: the micro-batch group of a virtual pipeline."""
+    """The number of micro-batches of a rank is a multiple of this: the micro-batch group of a virtual pipeline."""
 
 
 def assign(sizes_S: np.ndarray, costs_S: np.ndarray, limits: Limits, group_S: np.ndarray | None = None) -> Packing:

@@ -103,11 +103,11 @@ def fold_blocks(weights_BK: np.ndarray) -> np.ndarray:
 
 
 Part = tuple[float, list[int]]
-"""A sum and its members."""
+"""The sum of the weights of a part, and the indices of these weights."""
 
 
 def _join(first: list[Part], second: list[Part], num_parts: int) -> list[Part]:
-    """Both partitions as one, heaviest part first; parts that neither fills stay out."""
+    """Join two partitions into one, with the heaviest part first. Parts that are empty in both are not stored."""
     alone, mirrored = num_parts - len(second), num_parts - len(first)
     joined = first[:alone] + second[:mirrored]
     for index in range(alone, len(first)):

@@ -20,13 +20,13 @@ import numpy as np
 @dataclass(frozen=True, slots=True)
 class Packing:
     cell_S: np.ndarray
-    """int64 [S]"""
+    """The cell of each sample, int64 [S]."""
     count: int
-    """Positions: the micro-batches of each rank."""
+    """The number of positions, which is the number of micro-batches of each rank."""
 
 
 def padded(lengths: np.ndarray, alignment: int) -> np.ndarray:
-    """Lengths rounded up to multiples of the alignment."""
+    """Round lengths up to multiples of the alignment."""
     return -(-np.asarray(lengths) // alignment) * alignment
 
 
@@ -70,7 +70,7 @@ def pack(
 
 
 def sorted_by_cost(cell_S: np.ndarray, costs_S: np.ndarray, num_cells: int) -> tuple[np.ndarray, np.ndarray]:
-    """Costs of the cells [C], descending, and the samples' cells in that order [S]."""
+    """Renumber the cells by descending cost. Returns their costs [C] and the new cell of each sample [S]."""
     cost_C = np.bincount(cell_S, weights=costs_S, minlength=num_cells)
     order_C = np.argsort(-cost_C, kind="stable")
     place_C = np.empty(num_cells, np.int64)

@@ -1,4 +1,4 @@
-"""config.json to ModelShape. What a model has and the tables do not know is refused here, by its key."""
+"""Read config.json as a ModelShape. A feature that the tables of the families do not describe is refused by its key."""
 
 from __future__ import annotations
 
