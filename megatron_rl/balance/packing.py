@@ -30,7 +30,7 @@ def padded(lengths: np.ndarray, alignment: int) -> np.ndarray:
     return -(-np.asarray(lengths) // alignment) * alignment
 
 
-def pack(
+def pack_grid(
     sizes_S: np.ndarray, costs_S: np.ndarray, cap: int, num_ranks: int, multiple: int = 1, at_least: int = 0
 ) -> Packing:
     """The fewest positions that three packings find, filled so that the ranks of a position cost alike.

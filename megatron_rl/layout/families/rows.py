@@ -120,7 +120,7 @@ GATED_MLP = (
 LLAMA_ATTENTION = (INPUT_NORM, QKV_WEIGHT, ATTENTION_OUTPUT)
 
 
-def mixture(block: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
+def mixture_rows(block: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
     """Router and routed experts; HF's names, which vLLM keeps for the block, differ between families."""
     return (
         MIXTURE_NORM,
