@@ -1,13 +1,28 @@
-# make demo: watch a tiny model learn.   make test: the whole test suite.   Both make .venv first when it is missing.
+# make demo: watch a tiny model learn.   make check: style, types and the pure tests.   make test: all tests.
+# make test-all: the same with every combination where make test runs a pairwise cover.
+# Each makes .venv first when it is missing.
 export OMP_NUM_THREADS ?= 1
 python := .venv/bin/python
+# Two processes, each with whole files: most tests wait for other processes, or keep one core busy.
+pytest := $(python) -m pytest -n 2 --dist loadfile
+# The rooms whose unit tests start neither Ray, vLLM nor Megatron.
+pure := algorithms balance config convert data layout loop observe verifiers
 
-.PHONY: setup demo test
+.PHONY: setup demo check test test-all
 setup:
 	@tools/setup.sh
 
 demo: setup
 	@$(python) -m megatron_rl demo
 
+check: setup
+	@$(python) -m ruff check .
+	@$(python) -m ruff format --check .
+	@$(python) -m mypy
+	@$(pytest) tests/house $(pure:%=tests/unit/%)
+
 test: setup
-	@$(python) -m pytest
+	@$(pytest)
+
+test-all: setup
+	@$(pytest) --all

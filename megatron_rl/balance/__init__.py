@@ -1,4 +1,4 @@
-"""Which sample goes to which rank and micro-batch: plans are pure values, numpy at most."""
+"""The plan that says which sample goes to which rank and micro-batch. Plans are pure values and need numpy at most."""
 
 from __future__ import annotations
 

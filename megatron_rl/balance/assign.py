@@ -16,7 +16,7 @@ import numpy as np
 
 from megatron_rl.balance.grid import Grid
 from megatron_rl.balance.karmarkar_karp import karmarkar_karp
-from megatron_rl.balance.packing import Packing, pack
+from megatron_rl.balance.packing import Packing, pack_grid
 
 SWEEPS_OVER_THE_GRID = 6
 SWEEPS_BETWEEN_RANKS = 14
@@ -26,17 +26,17 @@ SWEEPS_WITHIN_RANKS = 4
 @dataclass(frozen=True, slots=True)
 class Limits:
     cap: int
-    """Padded tokens of a micro-batch."""
+    """A micro-batch holds at most so many tokens, alignment padding counted."""
     num_ranks: int
-    """Data-parallel ranks."""
+    """The number of data-parallel ranks."""
     multiple: int = 1
-    """The micro-batches of a rank come in multiples of this: the micro-batch group of a virtual pipeline."""
+    """The number of micro-batches of a rank is a multiple of this: the micro-batch group of a virtual pipeline."""
 
 
 def assign(sizes_S: np.ndarray, costs_S: np.ndarray, limits: Limits, group_S: np.ndarray | None = None) -> Packing:
     """One mini-batch over ranks and micro-batches: cell `position * num_ranks + rank` of each sample.
 
-    The samples are packed into the fewest positions of one micro-batch a rank (`pack`); exchanges make the
+    The samples are packed into the fewest positions of one micro-batch a rank (`pack_grid`); exchanges make the
     micro-batches of a position cost alike; Karmarkar-Karp deals each position's micro-batches to the ranks, exchanges
     even out what is left. Ranks first and packing then would need more micro-batches: the fullest rank decides.
     With groups there is no choice: Karmarkar-Karp deals them to the ranks, each rank is packed by itself, and exchanges
@@ -69,7 +69,7 @@ def assign(sizes_S: np.ndarray, costs_S: np.ndarray, limits: Limits, group_S: np
 
 
 def _anywhere(sizes: np.ndarray, costs: np.ndarray, limits: Limits) -> Grid:
-    packing = pack(sizes, costs, limits.cap, limits.num_ranks, limits.multiple)
+    packing = pack_grid(sizes, costs, limits.cap, limits.num_ranks, limits.multiple)
     grid = Grid(packing, sizes, costs, limits.cap, limits.num_ranks)
     if limits.num_ranks > 1:
         grid.even_positions(SWEEPS_OVER_THE_GRID, within_ranks=False)
@@ -87,11 +87,11 @@ def _together(sizes: np.ndarray, costs: np.ndarray, limits: Limits, group: np.nd
         rank_of_group[members] = rank
     rank_S = rank_of_group[group]
     mine = [np.flatnonzero(rank_S == rank) for rank in range(limits.num_ranks)]
-    count = max(pack(sizes[i], costs[i], limits.cap, 1, limits.multiple).count for i in mine if len(i))
+    count = max(pack_grid(sizes[i], costs[i], limits.cap, 1, limits.multiple).count for i in mine if len(i))
     cell_S = np.empty(len(sizes), np.int64)
     for rank, i in enumerate(mine):
         if len(i):
-            packing = pack(sizes[i], costs[i], limits.cap, 1, limits.multiple, at_least=count)
+            packing = pack_grid(sizes[i], costs[i], limits.cap, 1, limits.multiple, at_least=count)
             cell_S[i] = packing.cell_S * limits.num_ranks + rank
     grid = Grid(Packing(cell_S, count), sizes, costs, limits.cap, limits.num_ranks)
     grid.even_positions(SWEEPS_OVER_THE_GRID, within_ranks=True)

@@ -12,16 +12,17 @@ Shape letters: S samples.
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatron_rl.types import ModelShape
 
 
-def forward_flops(lengths_S: np.ndarray, shape: ModelShape) -> np.ndarray:
+def forward_flops(lengths_S: np.ndarray, shape: ModelShape) -> NDArray[np.float64]:
     """FLOPs of one forward pass over samples of these lengths, float64 [S]."""
     return _layers(lengths_S, shape) + _output(lengths_S, shape)
 
 
-def training_flops(lengths_S: np.ndarray, shape: ModelShape, recompute: str = "none") -> np.ndarray:
+def training_flops(lengths_S: np.ndarray, shape: ModelShape, recompute: str = "none") -> NDArray[np.float64]:
     """FLOPs of forward and backward (twice the forward), float64 [S].
 
     Args:
@@ -32,18 +33,18 @@ def training_flops(lengths_S: np.ndarray, shape: ModelShape, recompute: str = "n
     return passes * _layers(lengths_S, shape) + 3 * _output(lengths_S, shape)
 
 
-def attention_flops(lengths_S: np.ndarray, shape: ModelShape) -> np.ndarray:
+def attention_flops(lengths_S: np.ndarray, shape: ModelShape) -> NDArray[np.float64]:
     """Forward FLOPs of the scores and of the weighted values, float64 [S].
 
     Of a sample's L x L pairs of tokens a causal kernel computes half; in a layer with a window of W tokens, W pairs
     for each token but the first W: L^2 / 2 - (L - W)^2 / 2.
     """
-    lengths_S = np.asarray(lengths_S, np.float64)
+    tokens_S = np.asarray(lengths_S, np.float64)
     latent = shape.latent
     key_and_value = latent.nope_dim + latent.rope_dim + latent.value_dim if latent else 2 * shape.head_dim
-    pairs_S = shape.num_layers * lengths_S**2 / 2
+    pairs_S = shape.num_layers * tokens_S**2 / 2
     if shape.sliding_window is not None:
-        pairs_S -= len(shape.sliding_layers) * np.maximum(lengths_S - shape.sliding_window, 0) ** 2 / 2
+        pairs_S -= len(shape.sliding_layers) * np.maximum(tokens_S - shape.sliding_window, 0) ** 2 / 2
     return 2 * shape.num_heads * key_and_value * pairs_S
 
 
@@ -72,10 +73,9 @@ def _projections(shape: ModelShape) -> int:
     return query + key_and_value + heads * latent.value_dim * hidden
 
 
-def _layers(lengths_S: np.ndarray, shape: ModelShape) -> np.ndarray:
-    lengths_S = np.asarray(lengths_S, np.float64)
-    return layer_flops_per_token(shape) * lengths_S + attention_flops(lengths_S, shape)
+def _layers(lengths_S: np.ndarray, shape: ModelShape) -> NDArray[np.float64]:
+    return layer_flops_per_token(shape) * np.asarray(lengths_S, np.float64) + attention_flops(lengths_S, shape)
 
 
-def _output(lengths_S: np.ndarray, shape: ModelShape) -> np.ndarray:
+def _output(lengths_S: np.ndarray, shape: ModelShape) -> NDArray[np.float64]:
     return 2.0 * shape.hidden_size * shape.vocab_size * np.asarray(lengths_S, np.float64)

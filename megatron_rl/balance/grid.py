@@ -14,19 +14,20 @@ Shape letters: S samples, P positions, R ranks, C cells = P x R (cell p * R + r)
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatron_rl.balance.karmarkar_karp import fold_blocks
 from megatron_rl.balance.packing import Packing
 
 EVEN_RANKS = 5e-5
-"""(max - mean) / mean of the ranks' costs that is good enough."""
+"""The exchanges between ranks stop when (max - mean) / mean of the ranks' costs is at most this."""
 EVEN_POSITIONS = 5e-4
-"""Lockstep cost over the mean rank's, less 1, that is good enough."""
+"""The exchanges within positions stop when the lockstep cost exceeds the mean rank's cost by at most this share."""
 MAX_SLOTS = 6
-"""Slots of a cell that one sweep looks at, spread evenly; the next sweep takes the ones beside them. Pairs of slots
-are what a sweep costs."""
+"""A sweep looks at so many slots of a cell, spread evenly, and the next sweep at the slots beside them. The time of a
+sweep grows with the number of pairs of slots."""
 LESS = 1 - 1e-9
-"""An exchange must bring two cells closer than rounding could."""
+"""An exchange is made only if it brings two cells closer together by more than rounding could."""
 
 
 class Grid:
@@ -41,11 +42,12 @@ class Grid:
         shape = num_cells, int(members_C.max()) + 1
         self.sample_CK, self.cost_CK, self.size_CK = np.full(shape, -1), np.zeros(shape), np.zeros(shape, np.int64)
         self.sample_CK[at], self.cost_CK[at], self.size_CK[at] = order_S, costs_S[order_S], sizes_S[order_S]
-        self.cost_C, self.room_C = self.cost_CK.sum(1), cap - self.size_CK.sum(1)
+        self.cost_C: NDArray[np.float64] = self.cost_CK.sum(1)
+        self.room_C: NDArray[np.int64] = cap - self.size_CK.sum(1)
 
     @property
     def cell_S(self) -> np.ndarray:
-        """int64 [S]"""
+        """The cell of each sample, int64 [S]."""
         at = np.nonzero(self.sample_CK >= 0)
         cell_S = np.empty(self.num_samples, np.int64)
         cell_S[self.sample_CK[at]] = at[0]
@@ -135,7 +137,7 @@ class Grid:
         return error_N, start + high_slot_N * step, start + low_slot_N * step
 
     def _exchange(self, high: np.ndarray, low: np.ndarray, high_slot: np.ndarray, low_slot: np.ndarray) -> None:
-        """Swap slots of distinct cells."""
+        """Swap the given slots; no cell may stand in two pairs."""
         if not len(high):
             return
         for of_CK, of_C, sign in ((self.cost_CK, self.cost_C, -1), (self.size_CK, self.room_C, 1)):
@@ -149,5 +151,5 @@ class Grid:
 
 
 def _shifted(length: int, by: int) -> np.ndarray:
-    """0 1 2 ... from -by on, round."""
+    """The numbers 0, 1, ..., length - 1, rotated to the right by `by` places."""
     return (np.arange(length) - by) % length

@@ -62,11 +62,11 @@ def karmarkar_karp_equal(weights: Sequence[float], num_parts: int) -> list[list[
         ValueError: fewer than one part.
     """
     _check(num_parts)
-    weights = np.asarray(weights, np.float64)
     num_weights = len(weights)
-    order = np.argsort(-weights, kind="stable")
+    sorted_from = np.asarray(weights, np.float64)
+    order = np.argsort(-sorted_from, kind="stable")
     filled = np.zeros(-(-num_weights // num_parts) * num_parts)
-    filled[:num_weights] = weights[order]
+    filled[:num_weights] = sorted_from[order]
     columns_BK = fold_blocks(filled.reshape(-1, num_parts))
     chosen = columns_BK + np.arange(len(columns_BK))[:, None] * num_parts
     return [np.sort(order[column[column < num_weights]]).tolist() for column in chosen.T]
@@ -103,11 +103,11 @@ def fold_blocks(weights_BK: np.ndarray) -> np.ndarray:
 
 
 Part = tuple[float, list[int]]
-"""A sum and its members."""
+"""The sum of the weights of a part, and the indices of these weights."""
 
 
 def _join(first: list[Part], second: list[Part], num_parts: int) -> list[Part]:
-    """Both partitions as one, heaviest part first; parts that neither fills stay out."""
+    """Join two partitions into one, with the heaviest part first. Parts that are empty in both are not stored."""
     alone, mirrored = num_parts - len(second), num_parts - len(first)
     joined = first[:alone] + second[:mirrored]
     for index in range(alone, len(first)):

@@ -9,7 +9,7 @@ import numpy as np
 
 
 def imbalance(cost_PR: np.ndarray) -> float:
-    """(max - mean) / mean of the ranks' costs."""
+    """The relative excess of the costliest rank: (max - mean) / mean of the ranks' costs."""
     cost_R = cost_PR.sum(0)
     return float(cost_R.max() / cost_R.mean() - 1)
 

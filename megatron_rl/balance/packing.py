@@ -20,17 +20,17 @@ import numpy as np
 @dataclass(frozen=True, slots=True)
 class Packing:
     cell_S: np.ndarray
-    """int64 [S]"""
+    """The cell of each sample, int64 [S]."""
     count: int
-    """Positions: the micro-batches of each rank."""
+    """The number of positions, which is the number of micro-batches of each rank."""
 
 
 def padded(lengths: np.ndarray, alignment: int) -> np.ndarray:
-    """Lengths rounded up to multiples of the alignment."""
+    """Round lengths up to multiples of the alignment."""
     return -(-np.asarray(lengths) // alignment) * alignment
 
 
-def pack(
+def pack_grid(
     sizes_S: np.ndarray, costs_S: np.ndarray, cap: int, num_ranks: int, multiple: int = 1, at_least: int = 0
 ) -> Packing:
     """The fewest positions that three packings find, filled so that the ranks of a position cost alike.
@@ -70,7 +70,7 @@ def pack(
 
 
 def sorted_by_cost(cell_S: np.ndarray, costs_S: np.ndarray, num_cells: int) -> tuple[np.ndarray, np.ndarray]:
-    """Costs of the cells [C], descending, and the samples' cells in that order [S]."""
+    """Renumber the cells by descending cost. Returns their costs [C] and the new cell of each sample [S]."""
     cost_C = np.bincount(cell_S, weights=costs_S, minlength=num_cells)
     order_C = np.argsort(-cost_C, kind="stable")
     place_C = np.empty(num_cells, np.int64)
@@ -82,7 +82,7 @@ def levels(costs_S: np.ndarray, num_ranks: int, count: int) -> list[float]:
     """What the cells of each position should cost, [P]: what its first sample does where that is more than an even
     share of the costs that are left, else that share. Sample p * num_ranks, costliest first, is position p's first.
     """
-    forced = costs_S[::num_ranks][:count].tolist()
+    forced: list[float] = costs_S[::num_ranks][:count].tolist()
     left = float(costs_S.sum()) / num_ranks
     for position, cost in enumerate(forced):
         even = left / (count - position)

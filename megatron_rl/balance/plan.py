@@ -10,6 +10,8 @@ Shape letters: S samples, C micro-batches of all ranks, P of each rank, R ranks.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from megatron_rl.balance.assign import Limits, assign
@@ -91,17 +93,21 @@ def plan_microbatches(
 
 
 class _Writer:
-    """Mini-batches as nested tuples, and the sums that the step's metrics are made of."""
+    """Collects mini-batches as nested tuples, and the sums from which the step's metrics are computed."""
 
     def __init__(self, sizes_S: np.ndarray, costs_S: np.ndarray, flops_S: np.ndarray, limits: Limits, pipeline: int):
         self.sizes_S, self.costs_S, self.flops_S = sizes_S, costs_S, flops_S
         self.limits, self.pipeline = limits, pipeline
-        self.minibatches, self.denominators, self.tokens, self.flops = [], [], [], []
+        self.minibatches: list[tuple[tuple[tuple[int, ...], ...], ...]] = []
+        self.denominators: list[Denominators] = []
+        self.tokens: list[tuple[tuple[int, ...], ...]] = []
+        self.flops: list[tuple[tuple[float, ...], ...]] = []
         self.imbalances: list[float] = []
         self.lockstep, self.floor, self.idle = 0.0, 0.0, 0.0
 
     def add(self, samples: np.ndarray, cell_S: np.ndarray, count: int) -> None:
-        """`samples`, ascending, in cells `position * num_ranks + rank`; the costliest position is 0."""
+        """Add a mini-batch. `samples` are ascending indices; their cells are `position * num_ranks + rank`, and
+        position 0 is the costliest."""
         num_ranks = self.limits.num_ranks
         position_S, rank_S = np.divmod(cell_S, num_ranks)
         if self.pipeline > 1:  # 5 4 3 2 1, cheapest last, becomes 1 3 5 4 2
@@ -144,12 +150,13 @@ class _Writer:
         }
 
 
-def _tuples(array_RP: np.ndarray) -> tuple:
+def _tuples(array_RP: np.ndarray) -> tuple[tuple[Any, ...], ...]:
     return tuple(map(tuple, array_RP.tolist()))
 
 
 def _deal_groups(batch: Batch, updates: int) -> list[np.ndarray]:
-    """The samples of each mini-batch that has any: whole groups in order, as many in each to one group."""
+    """The samples of each mini-batch that has any. Groups are dealt whole and in order; numbers of groups differ by at
+    most one."""
     indices = np.flatnonzero(batch.active)
     _, first, number = np.unique(batch.group_of[indices], return_index=True, return_inverse=True)
     order = np.argsort(np.argsort(first))[number]  # of the sample's group, by first appearance

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, NonNegativeFloat, PositiveInt, model_validator
 
@@ -30,7 +30,7 @@ class MeasuredCost(Section):
     """Times the square of each sample's length: attention."""
 
     @model_validator(mode="after")
-    def _something_costs(self):
+    def _something_costs(self) -> Self:
         if not self.seconds_per_token and not self.seconds_per_squared_token:
             raise ValueError("balance.cost: seconds_per_token and seconds_per_squared_token are both 0; give one")
         return self

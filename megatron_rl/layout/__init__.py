@@ -1,4 +1,4 @@
-"""Where the weights lie, on both sides, as pure values. See README.md."""
+"""The layouts of the weights in trainer and engine, as pure values. See README.md."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def vllm_shards(
 
 
 def padded_vocabulary(shape: ModelShape, tensor: int) -> int:
-    """Rows of Megatron's embedding over all TP ranks."""
+    """The number of rows of Megatron's embedding over all tensor-parallel ranks, padding included."""
     return padded(shape.vocab_size, VOCABULARY_MULTIPLE * tensor)
 
 

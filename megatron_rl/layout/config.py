@@ -1,4 +1,4 @@
-"""config.json to ModelShape. What a model has and the tables do not know is refused here, by its key."""
+"""Read config.json as a ModelShape. A feature that the tables of the families do not describe is refused by its key."""
 
 from __future__ import annotations
 
@@ -78,9 +78,9 @@ def _rope(config: Mapping[str, Any]) -> tuple[float, Llama3Rope | YarnRope | Non
     rope.pop("type", None)
     if rope.pop("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError("partial_rotary_factor: heads that are rotated in part are not described")
-    if kind == "default":
-        scaling, known = None, set()
-    elif kind == "llama3":
+    scaling: Llama3Rope | YarnRope | None = None
+    known: set[str] = set()
+    if kind == "llama3":
         known = {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
         scaling = Llama3Rope(
             factor=rope["factor"],
@@ -95,7 +95,7 @@ def _rope(config: Mapping[str, Any]) -> tuple[float, Llama3Rope | YarnRope | Non
             original_max_positions=rope.get("original_max_position_embeddings", config["max_position_embeddings"]),
             **{key: rope[key] for key in _YARN if rope.get(key) is not None},
         )
-    else:
+    elif kind != "default":
         raise ValueError(f"rope scaling {kind!r} is not known; known are llama3 and yarn")
     if foreign := sorted(rope.keys() - known):
         raise ValueError(f"rope scaling {kind!r} has the key {foreign[0]!r}, which is not known")

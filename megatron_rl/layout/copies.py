@@ -11,23 +11,24 @@ from dataclasses import dataclass
 from megatron_rl.layout.shards import Box, extents, volume
 
 WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
-"""Bytes of an element."""
+"""The number of bytes of an element of each dtype."""
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """One rectangle, on both sides: the same extents, but for a dim of extent 1 in front where experts are stacked."""
+    """A rectangle of a parameter of the sender that becomes a rectangle of a parameter of the receiver. Both have the
+    same extents; the side that stacks its experts has one more dim of extent 1 in front."""
 
     source_name: str
     source_box: Box
     destination_name: str
     destination_box: Box
     dtype: str
-    """On the wire."""
+    """The dtype in which the bytes are sent."""
 
     @property
     def num_bytes(self) -> int:
-        """On the wire."""
+        """The number of bytes that are sent."""
         return volume(self.source_box) * WIDTHS[self.dtype]
 
     def rows(self, max_bytes: int) -> Iterator[Copy]:

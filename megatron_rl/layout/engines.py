@@ -13,14 +13,16 @@ class Feed(NamedTuple):
     """Each rank of an engine sends all its weights to the same rank of another, as they arrive."""
 
     round: int
-    """1 is the engine after a chain's first, which the trainer feeds in round 0."""
+    """The number of engines before the destination in its chain. The trainer feeds the first engine of a chain in round
+    0."""
     source: int
     destination: int
 
 
 @dataclass(frozen=True, slots=True)
 class Engines:
-    """Equal engines of tensor x pipeline ranks, tensor first."""
+    """A number of equal engines. Each has tensor x pipeline ranks, and ranks are numbered along the tensor axis
+    first."""
 
     num: int = 1
     tensor: int = 1
@@ -28,8 +30,8 @@ class Engines:
     expert_parallel: bool = False
     """vLLM's enable_expert_parallel: the experts are shared out over the tensor ranks."""
     num_chains: int | None = None
-    """Engines are fed in so many chains: the trainer feeds the first of each, each engine the next. None: the trainer
-    feeds all."""
+    """The number of chains of engines. The trainer feeds the first engine of each chain, and each engine feeds the next
+    one. None: the trainer feeds every engine."""
 
     def __post_init__(self) -> None:
         if min(self.num, self.tensor, self.pipeline) < 1:
@@ -39,17 +41,18 @@ class Engines:
 
     @property
     def world_size(self) -> int:
-        """Ranks of one engine."""
+        """The number of ranks of one engine."""
         return self.tensor * self.pipeline
 
     @property
     def heads(self) -> int:
-        """Engines that the trainer feeds."""
+        """The number of engines that the trainer feeds: one for each chain."""
         return self.num if self.num_chains is None else self.num_chains
 
     @property
     def chains(self) -> list[range]:
-        """Neighbours follow each other: those of one node feed each other inside it."""
+        """The engines of each chain. Engines with neighbouring numbers follow each other, so that most feeds stay
+        inside a node."""
         ends = [i * self.num // self.heads for i in range(self.heads + 1)]
         return [range(start, stop) for start, stop in zip(ends, ends[1:])]
 
@@ -59,5 +62,5 @@ class Engines:
 
     @property
     def feeds(self) -> list[Feed]:
-        """In the order of their rounds."""
+        """All feeds from engine to engine, sorted by round."""
         return sorted(Feed(hop, chain[hop - 1], chain[hop]) for chain in self.chains for hop in range(1, len(chain)))

@@ -22,9 +22,9 @@ from megatron_rl.types import Mesh, ModelShape
 @dataclass(frozen=True, slots=True)
 class HfTensor:
     name: str
-    """`{}` stands for the expert."""
+    """The name in the checkpoint, without the prefix of the layer. `{}` stands for the number of the expert."""
     dims: tuple[str, ...]
-    """Symbols of `sizes`: q, kv, hidden, ffn, ..."""
+    """The extent of each dim, as a key of `sizes`: q, kv, hidden, ffn, ..."""
 
 
 def sizes(shape: ModelShape) -> dict[str, int]:
@@ -52,47 +52,49 @@ def sizes(shape: ModelShape) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One row. Names are relative to a layer's prefix; embedding, final norm and output carry whole names."""
+    """One row of a family's table. Names are relative to the prefix of a layer; the embedding, the final norm and the
+    output layer have whole names."""
 
     split: SplitKind
     hf: tuple[HfTensor, ...]
     megatron: str
-    """`{}` stands for the rank's expert, from 0."""
+    """Megatron's name. `{}` stands for the expert, counted from 0 on each rank."""
     vllm: str | None
-    """Without a `{}` for the expert: the rank's experts are stacked in a dim before the others. None: vLLM has none."""
+    """vLLM's name. A row of experts without `{}` is one parameter that stacks the experts of the rank along a new first
+    dim. None: vLLM has no such parameter."""
     fused: str | None = None
     """The Megatron name with Transformer Engine's layers, where it is another: norms fused into the linear layer
     after them, experts in one grouped layer."""
     when: Callable[[ModelShape], bool] = lambda shape: True
     """Whether a model of the family has this row."""
     float32: bool = False
-    """Trainer and engine hold it in float32, and so it travels, whatever the model's dtype."""
+    """Trainer and engine hold the parameter in float32 whatever the model's dtype is, and it is sent as float32."""
 
     @property
     def per_expert(self) -> bool:
         return "{}" in self.hf[0].name
 
     def extents(self, shape: ModelShape) -> list[tuple[int, ...]]:
-        """Of each HF tensor."""
+        """The extents of each HF tensor of the row."""
         known = sizes(shape)
         return [tuple(known[dim] for dim in tensor.dims) for tensor in self.hf]
 
     def hf_names(self, shape: ModelShape) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """(name, extents) of every HF tensor, experts one after the other."""
-        for expert in range(shape.experts.num_experts if self.per_expert else 1):
+        """Yield (name, extents) of every HF tensor of the row, expert after expert."""
+        for expert in range(_num_experts(shape) if self.per_expert else 1):
             for tensor, extents in zip(self.hf, self.extents(shape), strict=True):
                 yield tensor.name.format(expert), extents
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """One row on one rank: the same in every layer, and for each expert of the rank."""
+    """What one rank holds of a row. It is the same in every layer, and for every expert of the rank."""
 
     local_name: str
     pieces: tuple[tuple[str, Box, Box], ...]
-    """(HF name, HF box, local box)"""
+    """The pieces of the parameter: (HF name, HF box, local box)."""
     experts: range | None
-    """Those of the rank, by their HF number."""
+    """The experts of the rank, by their numbers in the checkpoint; None: the row is not one of experts."""
     float32: bool = False
 
     def shards(self, hf_prefix: str = "", prefix: str = "") -> Iterator[Shard]:
@@ -124,7 +126,7 @@ class Ignored:
     """Tensors that checkpoints carry beyond the model. They are counted and reported."""
 
     pattern: str
-    """Regular expression of whole names; NUM_LAYERS stands for the model's number of layers."""
+    """A regular expression that matches whole names. NUM_LAYERS stands for the model's number of layers."""
     reason: str
 
     def matches(self, name: str, shape: ModelShape) -> bool:
@@ -136,12 +138,13 @@ class Family:
     name: str
     """`model_type` of the HF config.json."""
     forward: bool
-    """Whether the actor can train it; otherwise it is layout alone."""
+    """Whether the actor can train this family. Where it cannot, only layout and conversion are there."""
     vllm_model: str | None
-    """The class in vllm.model_executor.models; None: vLLM has none of its own, and no layout is known."""
+    """The class in vllm.model_executor.models. None: vLLM has no class for this family, so the layout in vLLM is
+    unknown."""
     embedding: Rule
     attention: tuple[Rule, ...]
-    """Norms and attention: the rows of every layer."""
+    """The rows of norms and attention, which every layer has."""
     dense: tuple[Rule, ...]
     """The MLP's rows in layers without experts."""
     final_norm: Rule
@@ -149,7 +152,7 @@ class Family:
     mixture: tuple[Rule, ...] = ()
     """The MLP's rows in layers with experts."""
     read_config: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda config: {}
-    """Fields of ModelShape that are this family's own, from config.json."""
+    """Reads from config.json the fields of ModelShape that only this family has."""
     ignored: tuple[Ignored, ...] = ()
     vllm_repeats_ends: bool = False
     """vLLM builds embedding, final norm and output on every pipeline stage."""
@@ -159,8 +162,11 @@ class Family:
 
     @property
     def qk_norm(self) -> Literal["none", "head", "full"]:
-        """Norms of q and k: over each head, or over the width of all heads."""
-        return {None: "none", ("head",): "head", ("q",): "full"}[self._dims("self_attn.q_norm.weight")]
+        """`head`: q and k are normalised head by head; `full`: over the width of all heads together; `none`: not at
+        all."""
+        known: dict[tuple[str, ...] | None, Literal["none", "head", "full"]]
+        known = {None: "none", ("head",): "head", ("q",): "full"}
+        return known[self._dims("self_attn.q_norm.weight")]
 
     @property
     def qkv_bias(self) -> bool:
@@ -168,12 +174,13 @@ class Family:
 
     @property
     def post_norm(self) -> bool:
-        """Norms stand behind attention and MLP, before the residual sum, not in front of them."""
+        """Whether norms stand behind attention and MLP, before the residual sum, and not in front of them."""
         return self._dims("post_feedforward_layernorm.weight") is not None
 
     @property
     def router_bias(self) -> bool:
-        """A bias, moved by load and not by gradients, chooses the experts (arXiv:2408.15664)."""
+        """Whether a bias takes part in the choice of the experts. The load of the experts moves it, not a gradient
+        (arXiv:2408.15664)."""
         return self._dims("mlp.gate.e_score_correction_bias") is not None
 
     def _dims(self, name: str) -> tuple[str, ...] | None:
@@ -202,11 +209,12 @@ class Family:
         return tensors
 
     def num_parameters(self, shape: ModelShape) -> int:
-        """Elements of all HF tensors; a tied embedding counts once."""
+        """The number of elements of all HF tensors. A tied embedding counts once."""
         return sum(prod(extents) for extents in self.hf_tensors(shape).values())
 
     def describe(self, hf_name: str) -> str | None:
-        """The row that a name belongs to, in whatever layer and for whatever expert; for messages."""
+        """Describe the row to which an HF name belongs, whatever its layer and expert, for a message; None: there is
+        none."""
         pattern = re.escape(self.hf_layer).replace(re.escape("{}"), r"\d+")
         name = re.sub(rf"^{pattern}", "", hf_name)
         for rule in (self.embedding, *self.attention, *self.dense, *self.mixture, self.final_norm, self.output):
@@ -256,7 +264,7 @@ class Family:
             local = name or (rule.fused if fused_norms and rule.fused else rule.megatron)
             if not rule.per_expert:
                 return _place(rule, split, shape, (mesh.tensor, tensor), local)
-            experts = range(*part(shape.experts.num_experts, mesh.expert, expert))
+            experts = range(*part(_num_experts(shape), mesh.expert, expert))
             return _place(rule, split, shape, (mesh.expert_ways, expert_tensor), local, experts)
 
         placed: list[Placed] = []
@@ -312,11 +320,12 @@ class Family:
         first, last = stage == 0, stage == pipeline - 1
 
         def place(rule: Rule) -> Placement:
+            assert rule.vllm is not None, f"{self.name}: the row {rule.megatron} has no name in vLLM"
             if not rule.per_expert:
                 return _place(rule, rule.split.vllm, shape, (tensor, tensor_rank), rule.vllm)
             if expert_parallel:
                 return _place(rule, rule.split.vllm, shape, (1, 0), rule.vllm, _linear(shape, tensor, tensor_rank))
-            experts = range(shape.experts.num_experts)
+            experts = range(_num_experts(shape))
             return _place(rule, rule.split.vllm, shape, (tensor, tensor_rank), rule.vllm, experts)
 
         placed: list[Placed] = []
@@ -336,6 +345,12 @@ class Family:
         return placed
 
 
+def _num_experts(shape: ModelShape) -> int:
+    """The routed experts of a layer; rows with a `{}` for the expert exist only in models that have some."""
+    assert shape.experts is not None, f"{shape.family}: a model without experts has a row for each expert"
+    return shape.experts.num_experts
+
+
 def _place(
     rule: Rule,
     split: Split,
@@ -344,7 +359,7 @@ def _place(
     local_name: str,
     experts: range | None = None,
 ) -> Placement:
-    """`where`: (ways, rank)."""
+    """One row on one rank. `where` is (number of ranks that share the row, this rank's number among them)."""
     full = rule.extents(shape)
     try:
         pieces = split(shape, tuple(extents[rule.split.dim] for extents in full), *where)
@@ -364,14 +379,15 @@ def _with(extent: tuple[int, ...], dim: int, start: int, stop: int) -> Box:
 
 
 def _linear(shape: ModelShape, ways: int, rank: int) -> range:
-    """vLLM's linear placement of experts: the first ranks hold one more where they do not divide."""
-    base, more = divmod(shape.experts.num_experts, ways)
+    """vLLM's linear placement of experts. Where they do not divide evenly, the first ranks hold one expert more."""
+    base, more = divmod(_num_experts(shape), ways)
     start = rank * base + min(rank, more)
     return range(start, start + base + (rank < more))
 
 
 def _vllm_layers(num_layers: int, pipeline: int, stage: int) -> range:
-    """vllm.distributed.utils.get_pp_indices: layers that do not divide go to the stages before the last."""
+    """The layers of a stage, as vllm.distributed.utils.get_pp_indices deals them: where they do not divide evenly, the
+    stages just before the last one hold one layer more."""
     base, more = divmod(num_layers, pipeline)
     counts = [base + (pipeline - 1 - more <= s < pipeline - 1) for s in range(pipeline)]
     return range(sum(counts[:stage]), sum(counts[: stage + 1]))

@@ -23,9 +23,9 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class HubIndex:
     files: dict[str, Path]
-    """HF tensor name -> the safetensors file that holds it."""
+    """The safetensors file that holds each HF tensor, by name."""
     ignored: dict[str, str]
-    """Name -> why the model does without it."""
+    """Tensors that are not read, by name, with the reason why the model does without each."""
 
 
 def check_model(folder: Path, shape: ModelShape, mesh: Mesh) -> None:
@@ -41,7 +41,7 @@ def check_model(folder: Path, shape: ModelShape, mesh: Mesh) -> None:
 
 
 def read_index(folder: Path, shape: ModelShape) -> dict[str, Path]:
-    """HF tensor name -> the safetensors file that holds it. Raises as `scan`."""
+    """The safetensors file that holds each HF tensor, by name. Raises the errors of `scan`."""
     return scan(folder, shape).files
 
 
@@ -130,7 +130,7 @@ def read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...], int]]:
 
 
 def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """JSON would keep the last of two equal names without a word."""
+    """Refuse two equal names; the JSON reader would keep the last one without a word."""
     result = dict(pairs)
     if len(result) < len(pairs):
         twin = Counter(name for name, _ in pairs).most_common(1)[0][0]

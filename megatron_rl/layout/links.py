@@ -15,7 +15,7 @@ import numpy as np
 class Links:
     gpus_per_node: int = 1
     nics_per_node: int | None = None
-    """Neighbouring GPUs share a NIC when there are fewer; None: each GPU has its own."""
+    """Where a node has fewer NICs than GPUs, neighbouring GPUs share one. None: each GPU has a NIC of its own."""
     colocated: bool = False
     """Engines lie on the trainer's GPUs."""
     nvlink_gbps: float = 3600.0
@@ -31,7 +31,7 @@ class Links:
             raise ValueError(f"links: {self}: a rate is above 0")
 
     def gpu(self, destination: np.ndarray, num_sources: int) -> np.ndarray:
-        """Of engine ranks; trainer rank r is on GPU r."""
+        """The GPU of each engine rank. Trainer rank r is on GPU r."""
         return destination if self.colocated else destination + num_sources
 
     def node(self, gpu: np.ndarray) -> np.ndarray:

@@ -15,6 +15,7 @@ from functools import cached_property
 from math import prod
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatron_rl.layout.family import Placed, Placement
 from megatron_rl.layout.shards import Box, extents, translate, volume
@@ -22,19 +23,19 @@ from megatron_rl.layout.shards import Box, extents, translate, volume
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """One piece of a row, in whatever layer."""
+    """One piece of a row, which is the same in every layer."""
 
     kind: str
     """HF name without the layer's prefix; `{}` stands for the expert."""
     box: Box
-    """Experts, then the HF rectangle."""
+    """The interval of experts, then the HF rectangle."""
     local_name: str
     local_box: Box
     per_expert: bool
     float32: bool
 
     def wire_dtype(self, dtype: str) -> str:
-        """`dtype`: the plan's."""
+        """The dtype in which the cut is sent; `dtype` is the plan's."""
         return "float32" if self.float32 else dtype
 
     def local(self, prefix: str, part: Box, expert: int) -> tuple[str, Box]:
@@ -50,13 +51,13 @@ class Cut:
 
 @dataclass(frozen=True)
 class Side:
-    """All ranks of trainer or engine."""
+    """What all ranks of the trainer, or of an engine, hold."""
 
     cuts: tuple[Cut, ...]
     hf_prefixes: tuple[str, ...]
     prefixes: tuple[str, ...]
     held: np.ndarray
-    """int32 [N, 4]: rank, HF prefix, local prefix, cut; rank by rank, in order of depth."""
+    """int32 [N, 4]: the numbers of rank, HF prefix, local prefix and cut. Rows are sorted by rank, then by depth."""
 
     @classmethod
     def of(cls, ranks: Iterable[Iterable[Placed]]) -> Side:
@@ -100,7 +101,7 @@ def expand(starts: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarr
     return entry, np.arange(len(entry)) - _starts(counts)[entry] + starts[entry]
 
 
-def _starts(counts: np.ndarray) -> np.ndarray:
+def _starts(counts: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.cumsum(counts) - counts
 
 
@@ -114,24 +115,24 @@ class Regions:
     source: Side
     destination: Side
     block_keys: np.ndarray
-    """[num_blocks]"""
+    """int64 [num_blocks], ascending: number of the HF prefix * number of boxes + number of the box."""
     holders: np.ndarray
-    """Ranks of block 0, ascending, then of block 1, ..."""
+    """The ranks that hold block 0, ascending, then those that hold block 1, and so on."""
     holdings: np.ndarray
-    """Row of `source.held` of each holder."""
+    """The row of `source.held` for each entry of `holders`."""
     holders_start: np.ndarray
-    """[num_blocks + 1]"""
+    """int64 [num_blocks + 1]: where the holders of each block begin."""
     boxes: np.ndarray
-    """int64 [num_overlaps, dims, 2], experts in front, padded with [0, 1)"""
+    """int64 [num_overlaps, dims, 2]: rectangles with the interval of experts in front, filled up with [0, 1)."""
     item_block: np.ndarray
     item_held: np.ndarray
-    """Row of `destination.held`, ascending."""
+    """The row of `destination.held` that each item belongs to, ascending."""
     item_box: np.ndarray
-    """Index into `boxes`."""
+    """The rectangle of each item, as an index into `boxes`."""
 
     @cached_property
     def groups(self) -> tuple[tuple[tuple[int, ...], ...], np.ndarray]:
-        """The sets of ranks, and which one each block has."""
+        """The distinct sets of ranks that hold a block, and the number of the set for each block."""
         known: dict[bytes, int] = {}
         of_block = np.empty(len(self.block_keys), np.int32)
         ends = self.holders_start.tolist()
@@ -140,7 +141,7 @@ class Regions:
         return tuple(tuple(np.frombuffer(ranks, np.int32).tolist()) for ranks in known), of_block
 
     def locate(self, items: np.ndarray, rank: int) -> tuple[np.ndarray, np.ndarray]:
-        """(row of `source.held` on that source rank, row of `destination.held`) of each item."""
+        """For each item its row of `source.held` on source rank `rank`, and its row of `destination.held`."""
         key = self.item_block[items].astype(np.int64) * self._num_ranks + rank
         found = np.searchsorted(self._holder_keys, key)
         assert (self._holder_keys[found] == key).all(), f"rank {rank} does not hold all of these items"
@@ -151,9 +152,10 @@ class Regions:
         return int(self.holders.max(initial=0)) + 1
 
     @cached_property
-    def _holder_keys(self) -> np.ndarray:
+    def _holder_keys(self) -> NDArray[np.int64]:
         blocks = np.repeat(np.arange(len(self.block_keys)), np.diff(self.holders_start))
-        return blocks * self._num_ranks + self.holders
+        keys: NDArray[np.int64] = blocks * self._num_ranks + self.holders
+        return keys
 
 
 def intersect_sides(source: Side, destination: Side) -> Regions:
@@ -211,7 +213,7 @@ def intersect_sides(source: Side, destination: Side) -> Regions:
 
 
 def _distinct_boxes(side: Side, kinds: dict[str, int], dims: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(box of each cut, kind of each box, boxes [num_boxes, dims, 2])"""
+    """Number the distinct boxes of a side. Returns (box of each cut, kind of each box, boxes [num_boxes, dims, 2])."""
     known: dict[tuple[int, Box], int] = {}
     box_of = np.array([known.setdefault((kinds[cut.kind], cut.box), len(known)) for cut in side.cuts], np.int64)
     boxes = np.array([(*box, *(((0, 1),) * (dims - len(box)))) for _, box in known], np.int64).reshape(-1, dims, 2)
@@ -219,7 +221,8 @@ def _distinct_boxes(side: Side, kinds: dict[str, int], dims: int) -> tuple[np.nd
 
 
 def _check_cover(regions: Regions) -> None:
-    """A rectangle whose regions add up to it is covered: the source's rectangles do not overlap in part."""
+    """Check that the volumes of a rectangle's regions add up to its own. This is enough, because two rectangles of the
+    source are either equal or disjoint."""
     side = regions.destination
     sizes = (regions.boxes[..., 1] - regions.boxes[..., 0]).prod(axis=1)
     # Sums of floats: exact below 2^53 elements of one rectangle.

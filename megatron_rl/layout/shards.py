@@ -38,12 +38,12 @@ def extents(box: Box) -> tuple[int, ...]:
 
 
 def volume(box: Box) -> int:
-    """Number of elements."""
+    """The number of elements of a box."""
     return prod(extents(box))
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """The common part, or None when it is empty."""
+    """The common part of two boxes, or None when it is empty."""
     common = tuple((max(x[0], y[0]), min(x[1], y[1])) for x, y in zip(a, b, strict=True))
     return common if all(start < stop for start, stop in common) else None
 
@@ -58,12 +58,12 @@ def translate(part: Box, origin: Box, target: Box) -> Box:
 
 
 def slices(box: Box) -> tuple[slice, ...]:
-    """For indexing a tensor."""
+    """A box as an index of a tensor."""
     return tuple(slice(start, stop) for start, stop in box)
 
 
 def local_extents(shards: Iterable[Shard]) -> dict[str, tuple[int, ...]]:
-    """Extents of every local parameter, vocabulary padding not counted."""
+    """The extents of every local parameter. Padding rows of the vocabulary are not counted."""
     result: dict[str, tuple[int, ...]] = {}
     for shard in shards:
         stops = tuple(stop for _, stop in shard.local_box)
@@ -92,5 +92,5 @@ def check_parameters(shards: Iterable[Shard], live: dict[str, tuple[int, ...]], 
 
 
 def is_vocabulary(local_name: str) -> bool:
-    """Embedding and output layer, the only parameters with padding rows."""
+    """Whether the parameter is the embedding or the output layer: only these have padding rows."""
     return any(part in local_name for part in ("embed", "output_layer", "lm_head"))

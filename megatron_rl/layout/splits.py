@@ -14,15 +14,17 @@ from megatron_rl.types import ModelShape
 VOCABULARY_MULTIPLE = 32
 """Megatron pads the vocabulary to a multiple of this times TP, so that every rank's matrix has aligned rows."""
 VLLM_VOCABULARY_MULTIPLE = 64
-"""vllm.model_executor.layers.vocab_parallel_embedding.DEFAULT_VOCAB_PADDING_SIZE"""
+"""vLLM pads the vocabulary to a multiple of this: DEFAULT_VOCAB_PADDING_SIZE in
+vllm.model_executor.layers.vocab_parallel_embedding."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Part of an HF tensor on one rank: rows or columns [start, stop) of dim, then where it begins locally."""
+    """A part of an HF tensor on one rank: the rows or columns [start, stop) along `dim`, and where they begin in the
+    rank's parameter."""
 
     tensor: int
-    """Index into the row's `hf`."""
+    """The tensor, as an index into the row's `hf`."""
     dim: int
     start: int
     stop: int
@@ -37,14 +39,14 @@ Raises ValueError when the extents do not divide."""
 
 @dataclass(frozen=True, slots=True)
 class SplitKind:
-    """How one kind of row lies on each side."""
+    """How one kind of row is split in Megatron and in vLLM."""
 
     megatron: Split
     vllm: Split
     dim: int = 0
-    """The HF dim that is split."""
+    """The dim of the HF tensors that is split."""
     fused: Split | None = None
-    """Megatron's with Transformer Engine's layers, where it is another."""
+    """Megatron's split with Transformer Engine's layers, where it differs from `megatron`."""
 
 
 def padded(length: int, multiple: int) -> int:
@@ -63,7 +65,7 @@ def part(length: int, ways: int, index: int) -> tuple[int, int]:
 
 
 def _stacked(dim: int) -> Split:
-    """Each tensor split evenly along dim, a rank's parts one after the other: [gate_t ; up_t]."""
+    """Each tensor is split evenly along `dim`, and a rank's parts are stacked: [gate_t ; up_t]."""
 
     def split(shape: ModelShape, lengths: tuple[int, ...], ways: int, rank: int) -> list[Piece]:
         pieces, offset = [], 0
@@ -77,7 +79,7 @@ def _stacked(dim: int) -> Split:
 
 
 def _replicated(offset: Callable[[ModelShape], int] = lambda shape: 0) -> Split:
-    """The whole tensor on every rank, `offset` rows after the beginning of the local parameter."""
+    """Every rank holds the whole tensor, which begins `offset` rows after the beginning of the local parameter."""
 
     def split(shape: ModelShape, lengths: tuple[int, ...], ways: int, rank: int) -> list[Piece]:
         return [Piece(0, 0, 0, lengths[0], offset(shape))]
@@ -85,8 +87,14 @@ def _replicated(offset: Callable[[ModelShape], int] = lambda shape: 0) -> Split:
     return split
 
 
+def query_rank(shape: ModelShape) -> int:
+    """The rank of the query's down projection in latent attention; 0 where the query is projected directly."""
+    assert shape.latent is not None, f"{shape.family}: a row of latent attention in a model without it"
+    return shape.latent.query_rank
+
+
 def _vocabulary(multiple: Callable[[int], int]) -> Split:
-    """Rows padded to a multiple, then split; padding rows are no HF rows, so a rank may have none."""
+    """The rows are padded to a multiple and then split evenly. A rank that has padding rows alone holds no HF row."""
 
     def split(shape: ModelShape, lengths: tuple[int, ...], ways: int, rank: int) -> list[Piece]:
         start, stop = (min(row, lengths[0]) for row in part(padded(lengths[0], multiple(ways)), ways, rank))
@@ -113,7 +121,8 @@ def _megatron_qkv(shape: ModelShape, lengths: tuple[int, ...], ways: int, rank: 
 
 
 def _vllm_qkv(shape: ModelShape, lengths: tuple[int, ...], ways: int, rank: int) -> list[Piece]:
-    """[q heads of t ; k heads of t ; v heads of t]; with fewer KV heads than ranks, KV heads are replicated."""
+    """A rank stacks its heads: [q heads ; k heads ; v heads]. With fewer KV heads than ranks each KV head is
+    replicated."""
     copies = max(1, ways // shape.num_kv_heads)
     part(shape.num_heads, ways, rank)
     part(shape.num_kv_heads * copies, ways, rank)
@@ -130,17 +139,19 @@ def _vllm_qkv(shape: ModelShape, lengths: tuple[int, ...], ways: int, rank: int)
 
 
 ROWS = SplitKind(_stacked(0), _stacked(0))
-"""Column-parallel layers, in Megatron's words: the outputs are split. Also norms over the width of all heads."""
+"""Layers that Megatron calls column-parallel: their outputs are split. Norms over the width of all heads are split
+alike."""
 COLUMNS = SplitKind(_stacked(1), _stacked(1), dim=1)
-"""Row-parallel layers: the inputs are split."""
+"""Layers that Megatron calls row-parallel: their inputs are split."""
 REPLICATED = SplitKind(_replicated(), _replicated())
 QKV = SplitKind(_megatron_qkv, _vllm_qkv)
-"""Weights and biases of the attention input."""
+"""Weights and biases of the projection to q, k and v."""
 VOCABULARY = SplitKind(
     _vocabulary(lambda ways: VOCABULARY_MULTIPLE * ways), _vocabulary(lambda ways: VLLM_VOCABULARY_MULTIPLE)
 )
 LATENT_DOWN = SplitKind(_stacked(0), _replicated(), fused=_replicated())
 """Down projections of latent attention: Megatron's local layers split them over TP and gather the output, Transformer
 Engine's and vLLM's are whole on every rank."""
-LATENT_KV_DOWN = SplitKind(_stacked(0), _replicated(lambda shape: shape.latent.query_rank), fused=_replicated())
-"""The same for k and v; vLLM stacks them below the query's."""
+LATENT_KV_DOWN = SplitKind(_stacked(0), _replicated(query_rank), fused=_replicated())
+"""Down projections of k and v in latent attention. vLLM stacks their rows below those of the query's down
+projection."""

@@ -18,25 +18,25 @@ from megatron_rl.layout.transfer import TransferPlan
 @dataclass(frozen=True, slots=True)
 class Traffic:
     device_bytes: int
-    """Stay on their GPU."""
+    """Bytes that stay on their GPU."""
     nvlink_bytes: int
-    """Between the GPUs of a node."""
+    """Bytes that pass between the GPUs of a node."""
     nic_bytes: int
-    """Between nodes."""
+    """Bytes that pass between nodes."""
     received_bytes: int
-    """By all engines together: the sum of the three."""
+    """Bytes that all engines together receive: the sum of the three above."""
     needed_bytes: int
-    """What all engines hold."""
+    """Bytes that all engines together hold."""
     busiest_link: str
     busiest_link_bytes: int
     busiest_sender_bytes: int
-    """Of all trainer ranks."""
+    """Bytes that the busiest of all trainer ranks sends."""
     num_rounds: int
-    """Engines in the longest chain."""
+    """The number of engines in the longest chain."""
     bound_s: float
-    """The wire's: what must enter the fullest engine rank, by its own link."""
+    """A lower bound of the time: the bytes of the fullest engine rank over the rate of its own link."""
     predicted_s: float
-    """The busiest link's bytes, and a bucket's way through the other rounds."""
+    """The predicted time: that of the busiest link, and that of one bucket on its way through the other rounds."""
 
     @property
     def redundancy(self) -> float:
@@ -44,7 +44,7 @@ class Traffic:
 
 
 def traffic(plan: TransferPlan, links: Links, bucket_bytes: int) -> Traffic:
-    """Add up a plan's bytes by link; engines in a chain pass on each bucket as it arrives."""
+    """Add up a plan's bytes for each link. An engine in a chain passes each bucket on as soon as it has arrived."""
     source, destination, num_bytes = _hops(plan)
     gpu = links.gpu(destination, plan.num_sources)
     sender = np.where(source < plan.num_sources, source, links.gpu(source - plan.num_sources, plan.num_sources))
@@ -60,7 +60,7 @@ def traffic(plan: TransferPlan, links: Links, bucket_bytes: int) -> Traffic:
     }
     rates = {name: links.nic_bytes_per_s if "NIC" in name else links.nvlink_bytes_per_s for name in loads}
     seconds = {name: float(load.max()) / rates[name] for name, load in loads.items()}
-    busiest = max(seconds, key=seconds.get)
+    busiest = max(seconds, key=lambda name: seconds[name])
     by_nic = np.bincount(destination[far], num_bytes[far], plan.num_destinations)
     by_nvlink = np.bincount(destination[near], num_bytes[near], plan.num_destinations)
     rounds = max((feed.round for feed in plan.engines.feeds), default=0)
@@ -80,7 +80,8 @@ def traffic(plan: TransferPlan, links: Links, bucket_bytes: int) -> Traffic:
 
 
 def _hops(plan: TransferPlan) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(sender, destination rank, bytes), senders counted trainers first, of all runs and all feeds."""
+    """Return (sender, destination rank, bytes) of all runs and all feeds. Senders are numbered with the trainer ranks
+    first."""
     world = plan.engines.world_size
     ranks = np.arange(world)
     feeds = np.array([(feed.source, feed.destination) for feed in plan.engines.feeds], np.int64).reshape(-1, 2) * world

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatron_rl.layout.copies import WIDTHS, Copy
 from megatron_rl.layout.engines import Engines
@@ -37,16 +38,17 @@ class TransferPlan:
     source: np.ndarray
     """int32 [num_runs]: the sending rank; runs are sorted by source, destination, pair, start."""
     destination: np.ndarray
-    """int32 [num_runs]: engine * engines.world_size + the engine's rank, of engines that the trainer feeds"""
+    """int32 [num_runs]: the receiving rank, engine * engines.world_size + the engine's rank. Only engines that the
+    trainer feeds occur."""
     pair: np.ndarray
-    start: np.ndarray
-    """int64 [num_runs], bytes"""
-    stop: np.ndarray
+    start: NDArray[np.int64]
+    """[num_runs]: the first byte of each run in its pair's stream."""
+    stop: NDArray[np.int64]
     stream: Stream
 
     @cached_property
     def digest(self) -> str:
-        """Equal on both sides, or they do not speak of the same model and meshes."""
+        """A digest of the plan. It differs where two sides have another model, other meshes or other engines."""
         regions, sha = self.regions, hashlib.sha256()
         for side in (regions.source, regions.destination):
             sha.update(repr((side.cuts, side.hf_prefixes, side.prefixes)).encode())
@@ -61,37 +63,39 @@ class TransferPlan:
 
     @property
     def num_destinations(self) -> int:
-        """Ranks of all engines, those that engines feed as well."""
+        """The number of ranks of all engines, including engines that other engines feed."""
         return self.engines.num * self.engines.world_size
 
     @property
-    def bytes(self) -> np.ndarray:
-        """int64 [num_runs]"""
+    def bytes(self) -> NDArray[np.int64]:
+        """The number of bytes of each run, int64 [num_runs]."""
         return self.stop - self.start
 
     @property
     def num_routes(self) -> int:
-        """Pairs of a trainer rank and an engine rank that speak with each other."""
+        """The number of pairs of a trainer rank and an engine rank between which bytes pass."""
         return len(np.unique(self.source.astype(np.int64) * self.num_destinations + self.destination))
 
     @property
     def sent_bytes(self) -> np.ndarray:
-        """float64 [num_sources], exact below 2^53"""
+        """The number of bytes that each trainer rank sends, float64 [num_sources], exact below 2^53."""
         return np.bincount(self.source, self.bytes, self.num_sources)
 
     @property
     def engine_bytes(self) -> np.ndarray:
-        """float64 [engines.world_size]: what each rank of one engine receives, exact below 2^53"""
+        """The number of bytes that each rank of one engine receives, float64 [engines.world_size], exact below 2^53."""
         first = self.destination < self.engines.world_size  # engine 0 is always fed by the trainer
         return np.bincount(self.destination[first], self.bytes[first], self.engines.world_size)
 
     def held_bytes(self, side: Side) -> np.ndarray:
-        """float64: what each rank of `regions.source` or of `regions.destination` holds, exact below 2^53."""
+        """The number of bytes that each rank of `regions.source` or of `regions.destination` holds, float64, exact
+        below 2^53."""
         sizes = np.array([volume(cut.box) * WIDTHS[cut.wire_dtype(self.dtype)] for cut in side.cuts], float)
         return np.bincount(side.held[:, 0], sizes[side.held[:, 3]])
 
     def sent_by(self, rank: int) -> dict[int, tuple[Copy, ...]]:
-        """Destination rank -> copies in wire order, of one trainer rank. A destination without any is absent."""
+        """The copies that one trainer rank sends, in wire order, by destination rank. A destination without any is
+        absent."""
         return self._routes(np.flatnonzero(self.source == rank), self.destination)
 
     def received_by(self, rank: int) -> dict[int, tuple[Copy, ...]]:
@@ -113,8 +117,8 @@ class TransferPlan:
 
     @cached_property
     def routes(self) -> dict[tuple[int, int], tuple[Copy, ...]]:
-        """(trainer rank, engine rank) -> copies in wire order, of all that the trainer sends: for small plans; a rank
-        asks for its own."""
+        """All copies that the trainer sends, in wire order, by (trainer rank, engine rank). This is for small plans; a
+        rank asks for its own copies with `sent_by` or `received_by`."""
         every = {source: self.sent_by(source) for source in np.unique(self.source).tolist()}
         return {(source, to): copies for source, routes in every.items() for to, copies in routes.items()}
 
@@ -125,7 +129,7 @@ class TransferPlan:
         return {peer: tuple(copies) for peer, copies in routes.items()}
 
     def _copies(self, run: int) -> Iterable[Copy]:
-        """Items of a run; the first and the last may be cut, between two rows of dim 0."""
+        """The copies of a run. Its first and its last item may be cut between two rows of dim 0."""
         stream, regions, rank = self.stream, self.regions, int(self.source[run])
         first, last = stream.first[self.pair[run]], stream.first[self.pair[run] + 1]
         start, stop = self.start[run], self.stop[run]
@@ -146,13 +150,14 @@ class TransferPlan:
             yield from self._cut(here, there, box, *rows)
 
     def _cut(self, here: list[int], there: list[int], box: list[list[int]], first: int, last: int) -> Iterable[Copy]:
-        """Rows [first, last) of an item, counted through its experts. `here` and `there`: (prefix, cut)."""
+        """The copies for rows [first, last) of an item, where rows are counted through its experts. `here` and `there`
+        are (prefix, cut)."""
         source, destination = self.regions.source, self.regions.destination
         prefix, cut = source.prefixes[here[0]], source.cuts[here[1]]
         other_prefix, other = destination.prefixes[there[0]], destination.cuts[there[1]]
         dtype = cut.wire_dtype(self.dtype)
         (first_expert, _), (begin, end), *rest = box[: len(cut.box)]
-        tail, rows_each = tuple(map(tuple, rest)), end - begin
+        tail, rows_each = tuple((low, high) for low, high in rest), end - begin
         for expert in range(first // rows_each, -(-last // rows_each)):
             start, stop = max(first - expert * rows_each, 0), min(last - expert * rows_each, rows_each)
             part, number = ((begin + start, begin + stop), *tail), first_expert + expert
@@ -161,19 +166,19 @@ class TransferPlan:
 
 @dataclass(frozen=True)
 class Stream:
-    """Items in the order of their pairs, each with its bytes."""
+    """All items in the order of their pairs, with their sizes in bytes."""
 
     items: np.ndarray
     bytes: np.ndarray
     row_bytes: np.ndarray
     offset: np.ndarray
-    """Bytes of the pair before this item."""
+    """The number of bytes of the item's pair before the item."""
     first: np.ndarray
     """[num_pairs + 1]: where each pair's items begin."""
     group: np.ndarray
-    """[num_pairs]"""
+    """[num_pairs]: the group of source ranks of each pair."""
     rank: np.ndarray
-    """[num_pairs]: of the engine."""
+    """[num_pairs]: the rank of the engine that receives the pair."""
     pair_bytes: np.ndarray
 
     @classmethod
@@ -236,7 +241,7 @@ def plan_weights(
 def plan_regions(
     regions: Regions, num_sources: int, engines: Engines, links: Links = Links(), dtype: str = "bfloat16"
 ) -> TransferPlan:
-    """Share the regions out among those who hold them. The regions' destination is one engine."""
+    """Share the regions out among the ranks that hold them. The destination of `regions` is one engine."""
     stream = Stream.of(regions, dtype)
     lines = _lay_out(stream, regions.groups[0], num_sources, engines, links)
     cut, sender = _share(lines, num_sources, links)
@@ -269,17 +274,18 @@ def plan_regions(
 
 @dataclass(frozen=True)
 class _Lines:
-    """Segments one after the other: a segment is a pair for one engine; a line is what some ranks share."""
+    """Segments laid end to end. A segment is a pair for one engine; a line is a run of segments that the same source
+    ranks share."""
 
     pair: np.ndarray
     destination: np.ndarray
     end: np.ndarray
-    """[num_segments + 1]: bytes before each segment, of all lines"""
+    """[num_segments + 1]: the number of bytes before each segment, over all lines."""
     first: np.ndarray
-    """[num_lines + 1]: segments"""
+    """[num_lines + 1]: the first segment of each line."""
     members: list[np.ndarray]
     near: np.ndarray
-    """[num_lines]: inside a node"""
+    """[num_lines]: whether the line stays inside a node."""
 
 
 def _lay_out(
@@ -289,7 +295,8 @@ def _lay_out(
     engines: Engines,
     links: Links,
 ) -> _Lines:
-    """Who may send what: of a group the rank on the receiver's GPU, or else those of its node, or else all."""
+    """Decide which ranks of a group may send each segment: the rank on the receiver's GPU; without one, the ranks on
+    its node; without these, all."""
     num_pairs = len(stream.group)
     heads = np.array([chain[0] for chain in engines.chains], np.int64)
     pair = np.tile(np.arange(num_pairs), len(heads))
@@ -352,7 +359,7 @@ def _share(lines: _Lines, num_sources: int, links: Links) -> tuple[np.ndarray, n
 
 
 def fill_up(load: np.ndarray, amount: int) -> np.ndarray:
-    """Pour an amount into vessels that hold `load`: what each gets, whole numbers, so that the lowest are level."""
+    """Share `amount` out in whole numbers so that the smallest entries of `load` + result are level (water filling)."""
     order = np.argsort(load, kind="stable")
     sums = np.cumsum(load[order])
     level = (amount + sums) // np.arange(1, len(load) + 1)

@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import trainers as worlds
 from sizes import VOCAB_SIZE
-from trainers import TrainerPool
 
 from megatron_rl.actor.packing import TrainSample
 from megatron_rl.types import Tokens
@@ -15,9 +15,8 @@ from megatron_rl.types import Tokens
 
 @pytest.fixture(scope="session")
 def trainers():
-    pool = TrainerPool(4)
-    yield pool
-    pool.close()
+    """`trainers.run` makes a world of real processes do a scenario."""
+    return worlds
 
 
 @pytest.fixture(scope="session")

@@ -1,14 +1,13 @@
-"""Run as a program: names and extents of the parameters that Megatron-Core builds for any rank of any mesh.
+"""Names and extents of the parameters that Megatron-Core builds for any rank of any mesh, in a process of its own: the
+module changes torch and Megatron.
 
 One process stands for one rank after another: torch's fake process group answers for the others, which is enough to
-build a model. Reads JSON lines {folder, mesh, rank}, writes one line a line: {name: extents}. The router's bias is a
-buffer; it counts as a parameter here.
+build a model. The router's bias is a buffer; it counts as a parameter here.
 """
 
 from __future__ import annotations
 
-import json
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -130,8 +129,6 @@ def parameters(shape: ModelShape, mesh: Mesh, rank: int) -> dict[str, tuple[int,
     return found
 
 
-if __name__ == "__main__":
-    for line in sys.stdin:
-        case = json.loads(line)
-        mesh = {k: tuple(v) if isinstance(v, list) else v for k, v in case["mesh"].items()}
-        print(json.dumps(parameters(read_shape(Path(case["folder"])), Mesh(**mesh), case["rank"])), flush=True)
+def all_parameters(cases: Sequence[tuple[Path, Mesh, int]]) -> list[dict[str, tuple[int, ...]]]:
+    """Of each (model's folder, mesh, rank)."""
+    return [parameters(read_shape(folder), mesh, rank) for folder, mesh, rank in cases]

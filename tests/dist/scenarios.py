@@ -324,15 +324,15 @@ def export(rank, world_size, url, *, folder, layout, target):
 
 
 def time_updates(rank, world_size, url, *, folder, minibatches, layout, repeats):
-    """Seconds of each mini-batch's supervised update, the fastest of some."""
+    """CPU seconds of each mini-batch's supervised update, the fastest of some: other processes take none of them."""
     actor = build(rank, world_size, url, folder, layout, algorithm=None)
     actor.begin(minibatches, [denominators(sum(each, [])) for each in minibatches], layout.alignment)
     seconds = [[] for _ in minibatches]
     for _ in range(repeats):
         for i, times in enumerate(seconds):
-            start = time.perf_counter()
+            start = time.process_time()
             actor.update(i, {})
-            times.append(time.perf_counter() - start)
+            times.append(time.process_time() - start)
     actor.close()
     return [min(times) for times in seconds]
 

@@ -19,7 +19,9 @@ import numpy as np
 import pytest
 import torch
 import transformers
+import warm
 from bridge_engines import Fleet
+from patience import deadline
 from safetensors.torch import load_file
 from scenarios import TEMPERATURE, Layout
 from sizes import VOCAB_SIZE
@@ -101,6 +103,7 @@ def folders(tmp_path_factory) -> dict[str, Path]:
 def fleet_of(folders):
     """The fleet of a name, the only one that runs."""
     running: dict[str, Fleet] = {}
+    warm.warm_engines()
 
     def start(name: str) -> Fleet:
         if name not in running:
@@ -166,7 +169,7 @@ def test_engines_hold_and_say_what_the_trainers_do(trainers, store, fleet_of, ve
     fleet, version = fleet_of(name), next(versions)
     shape = read_shape(fleet.folder)
     engines = replace(fleet.kind, num=num)
-    setup = BridgeSetup(shape, mesh, False, engines, "float32", "127.0.0.1", store.port, epoch=version, timeout_s=60)
+    setup = BridgeSetup(shape, mesh, False, engines, "float32", "127.0.0.1", store.port, epoch=version, timeout_s=deadline(60))
     with ThreadPoolExecutor(1) as pool:
         given = dict(folder=fleet.folder, layout=Layout(mesh), setup=setup, version=version)
         training = pool.submit(trainers.run, "push_weights", mesh.world_size, **given)

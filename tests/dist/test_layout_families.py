@@ -6,21 +6,17 @@ Megatron-Core does not build (post-norms, wide q and k norms), and no model in v
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from dataclasses import asdict
+import importlib
 from pathlib import Path
 
 import pytest
 import transformers
+import warm
+from patience import deadline
 from safetensors import safe_open
 
 from megatron_rl.layout import FAMILIES, check_parameters, megatron_shards, read_shape, scan, vllm_shards
 from megatron_rl.types import Mesh
-
-HERE = Path(__file__).parent
 
 COMMON = dict(
     hidden_size=32,
@@ -109,37 +105,20 @@ MEGATRON = [
 ]
 
 
-def talk(command: list[str], cases: list[dict], folder: Path, ranks: int = 1) -> list[list[dict | None]]:
-    """Answers of a program's processes, one a rank, that each read all cases. Their output goes through files: two that
-    wait for each other must not wait for a reader."""
-    text = "".join(json.dumps(case) + "\n" for case in cases)
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    (folder / "cases").write_text(text)
-    processes = []
-    for rank in range(ranks):
-        with (folder / "cases").open() as cases_, (folder / f"out{rank}").open("w") as out:
-            with (folder / f"errors{rank}").open("w") as errors:
-                streams = dict(stdin=cases_, stdout=out, stderr=errors, env=environment)
-                processes.append(subprocess.Popen([sys.executable, *command, str(rank)], **streams))
-    try:
-        for rank, process in enumerate(processes):
-            assert process.wait(timeout=240) == 0, (folder / f"errors{rank}").read_text()[-4000:]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    return [[json.loads(line) for line in (folder / f"out{rank}").read_text().splitlines()] for rank in range(ranks)]
+def in_process(module: str, name: str, *arguments):
+    """The function of a module that only this process imports."""
+    return getattr(importlib.import_module(module), name)(*arguments)
 
 
 def live(parameters: dict) -> dict[str, tuple[int, ...]]:
     return {name: tuple(extents) for name, extents in parameters.items()}
 
 
-def test_names_and_extents_are_those_that_megatron_builds(folders, tmp_path):
+def test_names_and_extents_are_those_that_megatron_builds(folders):
     """On every rank of meshes with every axis, one of them with all but virtual stages at once."""
     cases = [(name, mesh, rank) for name, mesh in MEGATRON for rank in range(mesh.world_size)]
-    asked = [dict(folder=str(folders[name]), mesh=asdict(mesh), rank=rank) for name, mesh, rank in cases]
-    (answers,) = talk([str(HERE / "megatron_models.py")], asked, tmp_path)
+    asked = [(folders[name], mesh, rank) for name, mesh, rank in cases]
+    (answers,) = warm.together(in_process, [("megatron_models", "all_parameters", asked)], deadline(240))
     for (name, mesh, rank), parameters in zip(cases, answers, strict=True):
         shards = megatron_shards(read_shape(folders[name]), mesh, rank)
         check_parameters(shards, live(parameters), f"{name}, rank {rank} of {mesh}")
@@ -163,11 +142,9 @@ ENGINES = [
 
 
 def test_names_and_extents_are_those_that_vllm_builds(folders, tmp_path):
-    asked = [
-        dict(folder=str(folders[name]), tensor=tensor, pipeline=pipeline, expert_parallel=expert_parallel)
-        for name, tensor, pipeline, expert_parallel in ENGINES
-    ]
-    ranks = talk([str(HERE / "vllm_models.py"), f"file://{tmp_path}/meeting"], asked, tmp_path, ranks=2)
+    asked = [(str(folders[name]), *ways) for name, *ways in ENGINES]
+    calls = [("vllm_models", "rank_parameters", f"file://{tmp_path}/meeting", rank, asked) for rank in range(2)]
+    ranks = warm.together(in_process, calls, deadline(240))
     for i, (name, tensor, pipeline, expert_parallel) in enumerate(ENGINES):
         for rank in range(tensor * pipeline):
             shards = vllm_shards(read_shape(folders[name]), tensor, rank, expert_parallel, pipeline)

@@ -1,22 +1,15 @@
-"""Run as a program: names and extents of the parameters that vLLM builds, one process a rank over gloo.
-
-Arguments: address of the meeting place, rank. Reads JSON lines {folder, tensor, pipeline, expert_parallel}, writes one
-line a line: {name: extents}, or null for a rank that the engine does not have. No weight is loaded.
-"""
+"""Names and extents of the parameters that vLLM builds, in a process for each rank over gloo. No weight is loaded."""
 
 from __future__ import annotations
 
-import json
 import os
-import sys
+from collections.abc import Sequence
 
-os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "TORCHDYNAMO_DISABLE": "1", "VLLM_DIST_IDENT": "layout"}
-
-import torch.distributed as dist  # noqa: E402
-from vllm.config import set_current_vllm_config  # noqa: E402
-from vllm.distributed import parallel_state  # noqa: E402
-from vllm.engine.arg_utils import EngineArgs  # noqa: E402
-from vllm.model_executor.model_loader.utils import initialize_model  # noqa: E402
+import torch.distributed as dist
+from vllm.config import set_current_vllm_config
+from vllm.distributed import parallel_state
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.model_loader.utils import initialize_model
 
 
 def parameters(
@@ -43,11 +36,10 @@ def parameters(
     return found
 
 
-if __name__ == "__main__":
-    out, sys.stdout = sys.stdout, sys.stderr  # vLLM speaks on the standard output
-    url, rank = sys.argv[1], int(sys.argv[2])
-    for number, line in enumerate(sys.stdin):
-        case = json.loads(line)
-        absent = rank >= case["tensor"] * case["pipeline"]
-        meeting = f"{url}{number}"
-        print(json.dumps(None if absent else parameters(**case, rank=rank, url=meeting)), file=out, flush=True)
+def rank_parameters(url: str, rank: int, cases: Sequence[tuple[str, int, int, bool]]) -> list[dict | None]:
+    """Of each case (folder, tensor, pipeline, expert_parallel); None where the engine has no such rank."""
+    os.environ |= {"TORCHDYNAMO_DISABLE": "1", "VLLM_DIST_IDENT": "layout"}
+    return [
+        parameters(*case, rank, f"{url}{number}") if rank < case[1] * case[2] else None
+        for number, case in enumerate(cases)
+    ]

@@ -7,9 +7,13 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 
 import pytest
+
+from megatron_rl.tools.record_times import replaced
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "megatron_rl"
@@ -89,6 +93,18 @@ def test_lower_layers_load_no_vendor():
     assert done.stdout.split() == []
 
 
+def test_make_check_runs_the_tests_of_all_rooms_without_vendors_and_they_load_none():
+    """The modules of these rooms load none either: see the test above."""
+    checked = re.search(r"^pure := (.*)$", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)[1].split()
+    tested = {path.name for path in (ROOT / "tests" / "unit").iterdir() if any(path.glob("test_*.py"))}
+    assert set(checked) == {name for name in tested if LAYERS[name] <= 2}
+    for path in (path for name in checked for path in (ROOT / "tests" / "unit" / name).glob("*.py")):
+        for name in imports(path):
+            top, *rest = name.split(".")
+            assert top not in VENDOR_ROOMS, f"{path} imports {name}"
+            assert top != "megatron_rl" or rest[0] == "tools" or LAYERS[rest[0]] <= 2, f"{path} imports {name}"
+
+
 def commands(path: Path) -> list[list[str]]:
     """The `$` lines that a YAML's head, or the README, tells a person to type."""
     return [match.split() for match in re.findall(r"^(?:# )?\$ (.+)$", path.read_text(), flags=re.MULTILINE)]
@@ -101,34 +117,67 @@ def folder(tmp_path) -> Path:
     return tmp_path
 
 
-def dry_run(words: list[str], folder: Path) -> str:
-    """What a command prints; a recipe is only planned."""
+def planned(words: list[str]) -> list[str]:
+    """The command's arguments after `python`; a recipe is only planned."""
     assert words[0] == "python"
     dry = ["--dry-run"] if words[1].startswith("recipes/") and "--dry-run" not in words else []
+    return [*words[1:], *dry]
+
+
+def printed(words: list[str], folder: Path) -> str:
+    """What a command prints in a process of its own."""
+    command = [sys.executable, *planned(words)]
     environment = os.environ | {"COLUMNS": "100"}
-    done = subprocess.run(
-        [sys.executable, *words[1:], *dry], cwd=folder, capture_output=True, text=True, env=environment
-    )
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
+@pytest.fixture
+def run_here(folder, monkeypatch, capsys) -> Callable[[list[str]], str]:
+    """What a command prints, without a process for it: a module's `main` in the folder."""
+
+    def run(words: list[str]) -> str:
+        monkeypatch.chdir(folder)
+        monkeypatch.setattr(sys, "path", list(sys.path))
+        before = dict(os.environ)
+        first, *arguments = planned(words)
+        name = arguments.pop(0) if first == "-m" else "megatron_rl." + first.removesuffix(".py").replace("/", ".")
+        try:
+            status = import_module(name).main(arguments)
+        finally:  # recipes set variables when they are imported
+            os.environ.clear()
+            os.environ.update(before)
+        shown = capsys.readouterr()
+        assert status in (0, None), shown.out + shown.err
+        return shown.out
+
+    return run
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").rglob("*.yaml")), ids=lambda p: p.name)
-def test_every_yaml_dry_runs_with_the_command_at_its_head(path, folder):
+def test_every_yaml_dry_runs_with_the_command_at_its_head(path, run_here):
     given = commands(path)
     assert given and any(str(path.relative_to(ROOT)) in words for words in given)
-    assert "parameters" in [dry_run(words, folder) for words in given][-1]
+    assert "parameters" in [run_here(words) for words in given][-1]
 
 
 def test_the_readmes_commands_work(folder):
-    """`make demo` is what it calls; `make test` is this run."""
+    """Typed as they stand there, so each in a process; `make demo` is what it calls, `make test` is this run."""
     given = commands(ROOT / "README.md")
     assert ["make", "demo"] in given and ["make", "test"] in given
-    plan = [dry_run(words, folder) for words in given if words[0] == "python"][-1]
+    plan = [printed(words, folder) for words in given if words[0] == "python"][-1]
     shown = (ROOT / "README.md").read_text()
     for line in plan.splitlines():
         if line.startswith("│"):
             assert line.strip() in shown, "the README's dry run is an old one"
+
+
+def test_the_times_in_the_readme_are_one_line_that_a_tool_writes():
+    text = (ROOT / "README.md").read_text()
+    changed = replaced(text, "other times")
+    assert [line for line in changed.splitlines() if line not in text.splitlines()] == ["other times"]
+    assert len(changed.splitlines()) == len(text.splitlines())
 
 
 def test_no_file_speaks_of_a_machine_or_an_index():

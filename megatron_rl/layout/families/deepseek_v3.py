@@ -9,18 +9,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_rl.layout.families.rows import ENDS, GATED_MLP, INPUT_NORM, MLP_NORM, mixture
+from megatron_rl.layout.families.rows import ENDS, GATED_MLP, INPUT_NORM, MLP_NORM, mixture_rows
 from megatron_rl.layout.family import Family, HfTensor, Ignored, Rule
-from megatron_rl.layout.splits import COLUMNS, LATENT_DOWN, LATENT_KV_DOWN, REPLICATED, ROWS
+from megatron_rl.layout.splits import COLUMNS, LATENT_DOWN, LATENT_KV_DOWN, REPLICATED, ROWS, query_rank
 from megatron_rl.types import Experts, LatentAttention, ModelShape
 
 
 def _low_rank(shape: ModelShape) -> bool:
-    return shape.latent.query_rank > 0
+    return query_rank(shape) > 0
 
 
 def _direct(shape: ModelShape) -> bool:
-    return shape.latent.query_rank == 0
+    return query_rank(shape) == 0
 
 
 _KV_DOWN = (HfTensor("self_attn.kv_a_proj_with_mqa.weight", ("kv_down", "hidden")),)
@@ -156,7 +156,7 @@ DEEPSEEK_V3 = Family(
     vllm_model="DeepseekV3ForCausalLM",
     attention=_ATTENTION,
     dense=(MLP_NORM, *GATED_MLP),
-    mixture=(*mixture("mlp", "gate_proj", "up_proj", "down_proj"), *_SHARED_EXPERTS),
+    mixture=(*mixture_rows("mlp", "gate_proj", "up_proj", "down_proj"), *_SHARED_EXPERTS),
     read_config=_read,
     ignored=(Ignored(r"model\.layers\.NUM_LAYERS\..*", "multi-token prediction, which is trained and served without"),),
     **ENDS,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_rl.layout.families.rows import ENDS, LLAMA_ATTENTION, mixture
+from megatron_rl.layout.families.rows import ENDS, LLAMA_ATTENTION, mixture_rows
 from megatron_rl.layout.families.windows import all_layers
 from megatron_rl.layout.family import Family
 from megatron_rl.types import Experts
@@ -26,7 +26,7 @@ MIXTRAL = Family(
     vllm_model="MixtralForCausalLM",
     attention=LLAMA_ATTENTION,
     dense=(),
-    mixture=mixture("block_sparse_moe", gate="w1", up="w3", down="w2"),
+    mixture=mixture_rows("block_sparse_moe", gate="w1", up="w3", down="w2"),
     read_config=_read,
     vllm_repeats_ends=True,
     **ENDS,

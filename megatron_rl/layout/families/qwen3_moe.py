@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_rl.layout.families.qwen3 import QWEN3
-from megatron_rl.layout.families.rows import ENDS, mixture
+from megatron_rl.layout.families.rows import ENDS, mixture_rows
 from megatron_rl.layout.families.windows import all_layers
 from megatron_rl.layout.family import Family
 from megatron_rl.types import Experts
@@ -36,7 +36,7 @@ QWEN3_MOE = Family(
     vllm_model="Qwen3MoeForCausalLM",
     attention=QWEN3.attention,
     dense=QWEN3.dense,
-    mixture=mixture("mlp", "gate_proj", "up_proj", "down_proj"),
+    mixture=mixture_rows("mlp", "gate_proj", "up_proj", "down_proj"),
     read_config=_read,
     vllm_repeats_ends=True,
     **ENDS,

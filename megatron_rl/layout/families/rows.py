@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypedDict
+
 from megatron_rl.layout.family import HfTensor, Rule
 from megatron_rl.layout.splits import COLUMNS, QKV, REPLICATED, ROWS, VOCABULARY
 
@@ -23,7 +25,17 @@ OUTPUT = Rule(
     megatron="output_layer.weight",
     vllm="lm_head.weight",
 )
-ENDS = {"embedding": EMBEDDING, "final_norm": FINAL_NORM, "output": OUTPUT}
+
+
+class Ends(TypedDict):
+    """The rows outside the layers, as arguments of `Family`."""
+
+    embedding: Rule
+    final_norm: Rule
+    output: Rule
+
+
+ENDS: Ends = {"embedding": EMBEDDING, "final_norm": FINAL_NORM, "output": OUTPUT}
 
 INPUT_NORM = Rule(
     REPLICATED,
@@ -108,7 +120,7 @@ GATED_MLP = (
 LLAMA_ATTENTION = (INPUT_NORM, QKV_WEIGHT, ATTENTION_OUTPUT)
 
 
-def mixture(block: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
+def mixture_rows(block: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
     """Router and routed experts; HF's names, which vLLM keeps for the block, differ between families."""
     return (
         MIXTURE_NORM,

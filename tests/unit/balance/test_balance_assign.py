@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from megatron_rl.balance import Limits, assign
 from megatron_rl.balance.grid import Grid
 from megatron_rl.balance.metrics import imbalance, lockstep, lockstep_floor
-from megatron_rl.balance.packing import first_fit_decreasing, pack, padded
+from megatron_rl.balance.packing import first_fit_decreasing, pack_grid, padded
 
 
 def cost_of(lengths) -> np.ndarray:
@@ -90,7 +90,7 @@ def test_exchanges_keep_every_sample_and_the_cap(step, within_ranks):
     lengths, alignment, limits = step
     sizes = np.sort(padded(lengths, alignment))[::-1]
     costs = cost_of(sizes)
-    packing = pack(sizes, costs, limits.cap, limits.num_ranks, limits.multiple)
+    packing = pack_grid(sizes, costs, limits.cap, limits.num_ranks, limits.multiple)
     grid = Grid(packing, sizes, costs, limits.cap, limits.num_ranks)
     assert (grid.cell_S == packing.cell_S).all()
 

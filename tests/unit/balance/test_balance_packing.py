@@ -9,7 +9,7 @@ from megatron_rl.balance.packing import (
     first_fit_decreasing,
     least_bins,
     levels,
-    pack,
+    pack_grid,
     pack_levels,
     pack_rows,
     padded,
@@ -108,11 +108,11 @@ def test_sizes_above_half_the_cap_need_a_bin_each():
 def test_pack_covers_and_holds_the_cap(sizes, cap, num_ranks, multiple, more):
     sizes = np.sort(np.array(sizes))[::-1]
     costs = (sizes**2 + 100 * sizes).astype(float)
-    packing = pack(sizes, costs, cap, num_ranks, multiple)
+    packing = pack_grid(sizes, costs, cap, num_ranks, multiple)
     needed = -(-(max(first_fit(sizes.tolist(), cap)) + 1) // (num_ranks * multiple)) * multiple
     assert least_bins(sizes, cap) <= packing.count * num_ranks and packing.count <= needed
     at_least = packing.count + more * multiple
-    for result in (packing, pack(sizes, costs, cap, num_ranks, multiple, at_least)):
+    for result in (packing, pack_grid(sizes, costs, cap, num_ranks, multiple, at_least)):
         assert result.count % multiple == 0
         assert len(result.cell_S) == len(sizes) and max(result.cell_S) < result.count * num_ranks
         assert max(totals(result.cell_S, sizes)) <= cap
@@ -128,7 +128,7 @@ def test_pack_covers_and_holds_the_cap(sizes, cap, num_ranks, multiple, more):
 def test_a_packing_that_only_first_fit_finds():
     """Spreading evenly and filling positions both need 3 here."""
     sizes = next(s for s in tight_cases() if not fits_evenly(s) and max(pack_rows(s.tolist(), 100, 2)) // 2 + 1 > 2)
-    packing = pack(sizes, sizes.astype(float), 100, 2)
+    packing = pack_grid(sizes, sizes.astype(float), 100, 2)
     assert packing.count == 2 and max(totals(packing.cell_S, sizes)) <= 100
 
 
@@ -150,5 +150,5 @@ def fits_evenly(sizes) -> bool:
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_pack_spreads_over_positions_that_a_multiple_adds(num_ranks):
     sizes = np.full(24 * num_ranks, 10)
-    packing = pack(sizes, sizes.astype(float), 60, num_ranks, multiple=3)  # 4 would do
+    packing = pack_grid(sizes, sizes.astype(float), 60, num_ranks, multiple=3)  # 4 would do
     assert packing.count == 6 and totals(packing.cell_S, sizes) == [40] * 6 * num_ranks

@@ -15,6 +15,7 @@ import torch
 from folders import read, write, write_folder
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from patience import deadline
 from safetensors.torch import load_file, save_file
 
 from megatron_rl.convert import Options, Verification, open_checkpoint, smallest_mesh, to_hub, to_open, to_ranks
@@ -206,7 +207,7 @@ def test_a_disk_without_space_is_refused_before_the_start(forms, tmp_path, monke
 
 def tool(name: str, *arguments: object, **options) -> subprocess.CompletedProcess:
     command = [sys.executable, ROOT / "tools" / f"{name}.py", *arguments]
-    return subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=100, **options)
+    return subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=deadline(100), **options)
 
 
 def test_a_full_disk_is_named_and_the_same_command_goes_on(tmp_path):

@@ -11,9 +11,11 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from folders import write, write_folder
+from patience import deadline
 
 from megatron_rl.convert import Options, Verification, carry_out, open_checkpoint, to_open
 from megatron_rl.convert.work import Workers
@@ -40,7 +42,7 @@ def start(hub: Path, target: Path) -> subprocess.Popen:
     process = subprocess.Popen(
         [*map(str, command), "--workers", "2", "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    end = time.monotonic() + 60
+    end = time.monotonic() + deadline(60)
     while len(journal(target)) < 20:
         with suppress(subprocess.TimeoutExpired):
             process.wait(0.005)
@@ -48,14 +50,10 @@ def start(hub: Path, target: Path) -> subprocess.Popen:
     return process
 
 
-def children(pid: int) -> list[int]:
-    return [int(child) for path in Path(f"/proc/{pid}/task").glob("*/children") for child in path.read_text().split()]
-
-
 def test_a_killed_tool_goes_on_where_it_was(hub, tmp_path):
     target = tmp_path / "target"
     process = start(hub, target)
-    workers = children(process.pid)
+    workers = psutil.Process(process.pid).children()
     process.send_signal(signal.SIGKILL)
     process.communicate()
     assert len(workers) == 2 and not target.exists()
@@ -70,20 +68,13 @@ def test_a_killed_tool_goes_on_where_it_was(hub, tmp_path):
     assert {name: os.stat(target / name).st_mtime_ns for name in times} == times
     assert [path.name for path in tmp_path.iterdir()] == ["target"]
     assert Verification(target, hub).run(1, lambda done_bytes: None).num_compared
-    assert not any(Path(f"/proc/{pid}").exists() and "Z" not in state(pid) for pid in workers)
-
-
-def state(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return "Z"
+    assert not psutil.wait_procs(workers, timeout=deadline(30))[1], "workers outlive the tool"
 
 
 def test_ctrl_c_is_clean(hub, tmp_path):
     process = start(hub, tmp_path / "target")
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=30)
+    _, errors = process.communicate(timeout=deadline(30))
     assert process.returncode == 130
     assert "the same command goes on" in errors and "Traceback" not in errors
     partial = tmp_path / "target.partial"

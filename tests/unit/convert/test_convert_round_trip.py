@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from itertools import product
 
 import pytest
 import torch
+from cover import cases
 from folders import CONFIGS, assert_same, back, read, write, write_folder
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -51,7 +51,7 @@ def test_the_ranks_of_every_mesh_hold_what_their_shards_say(hubs, name):
     source, hf = open_checkpoint(hubs[name]), read(hubs[name])
     shape = source.shape
     experts = EXPERTS if shape.experts else EXPERTS[:1]
-    for tensor, pipeline, (expert, expert_tensor), fused in product((1, 2, 4), PIPELINES, experts, (False, True)):
+    for tensor, pipeline, (expert, expert_tensor), fused in cases((1, 2, 4), PIPELINES, experts, (False, True)):
         mesh = smallest_mesh(tensor, expert, expert_tensor, **pipeline)
         found = tensors_of(to_ranks(source, mesh, fused))
         seen = set()

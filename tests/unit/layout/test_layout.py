@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from cover import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numbered import SHAPES, carry_out, cut, numbered, plan_shards
@@ -24,7 +25,7 @@ from megatron_rl.types import Mesh, ModelShape
 
 
 @given(st.data(), st.booleans(), st.booleans())
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 def test_every_element_moves_from_mesh_to_mesh(data, fused, other_fused):
     """All families, also those that vLLM lacks: from any mesh to any other."""
     shape = data.draw(shapes())

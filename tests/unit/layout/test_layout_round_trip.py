@@ -1,13 +1,13 @@
-"""Every family, exhaustively: HF -> all ranks -> HF is the same bits, and every element has as many copies as it
+"""Every family: HF -> all ranks -> HF is the same bits, and every element has as many copies as it
 should. Pure slices, no process."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
 
 import numpy as np
 import pytest
+from cover import cases
 from numbered import SHAPES, Tensors, cut, join, numbered
 
 from megatron_rl.layout import FAMILIES, Shard, megatron_shards, vllm_shards
@@ -22,10 +22,6 @@ PIPELINES = (
     dict(pipeline=2, virtual=2, layers=(1, 2, 2, 1)),
     dict(pipeline=3, virtual=2),
 )
-EXPERTS = [
-    dict(expert=expert, expert_tensor=ways, context=context)
-    for expert, ways, context in product((1, 2, 4), (None, 1, 2), (1, 2))
-]
 
 
 def round_trip(shape: ModelShape, ranks: list[list[Shard]]) -> Tensors:
@@ -71,7 +67,7 @@ def check_copies(shape: ModelShape, mesh: Mesh, fused: bool) -> None:
 @pytest.mark.parametrize("name", SHAPES)
 def test_megatron_holds_every_element(name):
     shape = SHAPES[name]
-    for tensor, pipeline, fused in product((1, 2, 4), PIPELINES, (False, True)):
+    for tensor, pipeline, fused in cases((1, 2, 4), PIPELINES, (False, True)):
         check_copies(shape, Mesh(tensor=tensor, **pipeline), fused)
 
 
@@ -79,7 +75,8 @@ def test_megatron_holds_every_element(name):
 @pytest.mark.parametrize("pipeline", [PIPELINES[0], PIPELINES[4], PIPELINES[5]], ids=["pp1", "pp3", "pp2_vpp2"])
 def test_megatron_holds_every_expert(name, pipeline):
     shape = SHAPES[name]
-    for tensor, options in product((1, 2, 4), EXPERTS):
+    for tensor, expert, ways, context in cases((1, 2, 4), (1, 2, 4), (None, 1, 2), (1, 2)):
+        options = dict(expert=expert, expert_tensor=ways, context=context)
         mesh = Mesh(tensor=tensor, data=smallest_data(tensor, options), **pipeline, **options)
         check_copies(shape, mesh, fused=tensor == 2)
 
@@ -87,7 +84,7 @@ def test_megatron_holds_every_expert(name, pipeline):
 @pytest.mark.parametrize("name", [name for name, shape in SHAPES.items() if FAMILIES[shape.family].vllm_model])
 def test_vllm_holds_every_element(name):
     shape = SHAPES[name]
-    for tensor, expert_parallel, pipeline in product((1, 2, 4, 8), (False, True), (1, 4)):
+    for tensor, expert_parallel, pipeline in cases((1, 2, 4, 8), (False, True), (1, 4)):
         ranks = range(tensor * pipeline)
         times = round_trip(shape, [vllm_shards(shape, tensor, rank, expert_parallel, pipeline) for rank in ranks])
         for hf_name, count in times.items():

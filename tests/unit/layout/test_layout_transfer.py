@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from cover import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numbered import SHAPES, carry_out, cut, numbered
@@ -37,7 +38,7 @@ def engine_shards(shape: ModelShape, engines: Engines, rank: int):
 
 
 @given(st.data(), engines(), links, st.booleans(), st.integers(1, 300))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 def test_every_element_of_every_engine_is_written_once_from_its_own_source(data, engines, links, fused, max_bytes):
     """Both sides read the plan alone and come to the same pieces; any bound on these."""
     shape = data.draw(shapes(SERVED))

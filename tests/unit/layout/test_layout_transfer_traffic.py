@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numbered import SHAPES
+from patience import deadline
 
 from megatron_rl.layout import Engines, Links, plan_weights
 from megatron_rl.layout.traffic import choose_chains, traffic
@@ -67,7 +68,7 @@ def test_number_of_chains_by_hand(sender_s, receiver_s, bucket_s, chains):
 
 def tool(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "tools/plan_sync.py", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=deadline(120))
 
 
 def test_the_tool_plans_671b_on_2048_gpus():

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
+import warm
 from tiny_trainers import TinyTrainers, write_model
 
 from megatron_rl.config.schema import ModelConfig, RolloutConfig
@@ -49,6 +50,7 @@ class Stage:
 def make_stage() -> Callable[..., Stage]:
     """Stages that end with the module, and with them what an engine changes in the environment."""
     environment, stages = dict(os.environ), []
+    warm.warm_engines()
 
     def make(folder: Path, mesh: Mesh, **options) -> Stage:
         stages.append(Stage(folder, mesh, **options))

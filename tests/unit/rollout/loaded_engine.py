@@ -1,23 +1,19 @@
-"""Run as a program: what vLLM holds when it loads a folder with a quantisation itself. Prints JSON on its last line,
-one object a rank: {name: digest of the tensor}.
-
-Arguments: folder, quantisation, tensor parallelism.
-"""
+"""What vLLM holds when it loads a folder with a quantisation itself."""
 
 from __future__ import annotations
 
-import json
 import os
-import sys
+from pathlib import Path
 
-os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
+from megatron_rl.rollout.engine import set_cpu_environment
 
-from megatron_rl.rollout.engine import set_cpu_environment  # noqa: E402
 
-if __name__ == "__main__":
+def checksums(folder: Path, quantization: str, tensor: int) -> list[dict[str, str]]:
+    """Of each rank: name -> digest of the tensor. The engine lives in this process, beside its workers."""
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
     set_cpu_environment()
     from vllm import LLM
 
     options = dict(skip_tokenizer_init=True, enforce_eager=True, max_model_len=64, dtype="bfloat16")
-    llm = LLM(sys.argv[1], quantization=sys.argv[2], tensor_parallel_size=int(sys.argv[3]), **options)
-    print(json.dumps(llm.collective_rpc("compute_weight_checksums")))
+    llm = LLM(str(folder), quantization=quantization, tensor_parallel_size=tensor, **options)
+    return llm.collective_rpc("compute_weight_checksums")

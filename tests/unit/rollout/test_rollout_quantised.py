@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+import warm
+from loaded_engine import checksums
+from patience import deadline
 from tiny_trainers import write_model
 
 from megatron_rl.types import Mesh
@@ -26,10 +24,7 @@ def test_pushed_weights_are_quantised_as_loaded_ones(make_stage, tmp_path, tenso
     for version, folder in enumerate(folders):
         stage.push(folder, version)
         seen.append(stage.run(stage.engine._llm.collective_rpc("compute_weight_checksums")))
-    program = [sys.executable, str(Path(__file__).parent / "loaded_engine.py")]
-    arguments = [str(folders[1]), "fp8_per_channel", str(tensor)]
-    loaded = subprocess.run([*program, *arguments], capture_output=True, text=True, check=True, timeout=240)
-    ranks = json.loads(loaded.stdout.splitlines()[-1])
+    (ranks,) = warm.together(checksums, [(folders[1], "fp8_per_channel", tensor)], deadline(240))
     assert len(ranks) == tensor
     for before, now, expected in zip(*seen, ranks, strict=True):
         layers = [name for name in expected if "layers." in name]  # vLLM keeps the others packed on a CPU

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+from patience import deadline
 from tiny_references import reference_logp
 from tiny_trainers import write_model
 from transformers import AutoModelForCausalLM
@@ -21,8 +22,8 @@ def test_an_engine_under_vllms_ray_executor_takes_pushes(tmp_path):
     folders = [write_model(tmp_path / str(seed), seed=seed) for seed in (0, 1)]
     prompt = [5, 6, 7, 15]
     program = [sys.executable, str(HERE / "ray_engine.py"), *map(str, folders), ",".join(map(str, prompt))]
-    environment = os.environ | {"PYTHONPATH": str(HERE / "ray_on_cpu"), "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=240)
+    environment = os.environ | {"PYTHONPATH": f"{HERE / 'ray_on_cpu'}:{HERE.parents[1]}", "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=deadline(240))
     assert run.returncode == 0, run.stderr
     said = json.loads(next(line for line in run.stdout.splitlines() if line.startswith('{"executor"')))
     assert said["executor"].startswith("Ray")

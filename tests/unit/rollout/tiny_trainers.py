@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from dataclasses import replace
 from pathlib import Path
+
+import warm
+from patience import deadline
 
 from megatron_rl.bridge.join import host_store
 from megatron_rl.bridge.setup import BridgeSetup
@@ -84,9 +86,9 @@ class TinyTrainers:
         self._store = host_store("127.0.0.1")
         address = "127.0.0.1", self._store.port
         self.setup = BridgeSetup(
-            read_shape(folder), mesh, False, Engines(1, engine_tensor), dtype, *address, timeout_s=120.0
+            read_shape(folder), mesh, False, Engines(1, engine_tensor), dtype, *address, timeout_s=deadline(120)
         )
-        context = multiprocessing.get_context("spawn")
+        context = warm.context()
         self.processes, self._commands = [], []
         for rank in range(mesh.world_size):
             ours, theirs = context.Pipe()
