@@ -76,7 +76,8 @@ class Bridge(Protocol):
 
 class Verifier(Protocol):
     def score(self, groups: Sequence[Group]) -> tuple[list[list[Verdict]], Metrics]:
-        """One verdict a sample, and what is to be logged of the scoring: `reward/<name>/seconds`."""
+        """One verdict a sample, and what is to be logged of the scoring: `reward/<name>/seconds`, and
+        `reward/<name>/failed`, the share of answers that the reward could not score."""
 
 
 class Sink(Protocol):

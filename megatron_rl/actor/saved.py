@@ -1,5 +1,5 @@
-"""A checkpoint of the trainer as a Hugging Face folder, in one process, without Megatron-Core and without the ranks that
-wrote it.
+"""A checkpoint of the trainer as a Hugging Face folder, made in one process, without Megatron-Core and without the
+ranks that wrote it.
 
 Invariant (tests/e2e): the folder is, byte for byte, what the ranks themselves export from the same state.
 """

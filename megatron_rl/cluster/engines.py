@@ -9,8 +9,9 @@ function of weights, prompts and seed, so the run's numbers are those of an undi
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ ALIVE_S = 30.0
 """An engine that does not say in this time that it lives is replaced."""
 CLOSE_S = 30.0
 """The longest that engines may take to end before they are ended."""
+DEATH_CHECK_S = 1.0
+"""How often a call looks whether vLLM's processes still live."""
 ATTEMPTS = 3
 """How often a prompt is asked when the engine that had it dies."""
 
@@ -54,10 +57,10 @@ class EngineRank:
         return self.engine.alive
 
     async def connect(self, info: dict[str, Any]) -> None:
-        await self.engine.init_transfer(info)
+        await self._unless_dead(self.engine.init_transfer(info))
 
     async def receive(self, version: int) -> Metrics:
-        metrics = await self.engine.receive(version)
+        metrics = await self._unless_dead(self.engine.receive(version))
         log.info("holds version %d, received in %.3f s", version, metrics["seconds"])
         return metrics
 
@@ -66,7 +69,7 @@ class EngineRank:
     ) -> tuple[Any, ...]:
         """The samples of all groups, and then the tokens of each group, which Ray keeps as objects of their own."""
         log.info("version %d: answering %d prompts, %d times each", version, len(prompts), num_samples)
-        answers = await self.engine.generate(prompts, num_samples, version, seed, greedy)
+        answers = await self._unless_dead(self.engine.generate(prompts, num_samples, version, seed, greedy))
         num_tokens = sum(sample.length - sample.num_prompt_tokens for group in answers for sample, _ in group)
         log.info("version %d: answered with %d tokens", version, num_tokens)
         samples = [[sample for sample, _ in group] for group in answers]
@@ -76,13 +79,29 @@ class EngineRank:
         """End vLLM's processes, which give back what they hold."""
         self.engine.close()
 
+    async def _unless_dead(self, call: Coroutine[Any, Any, Any]) -> Any:
+        """The call's result. vLLM leaves some calls without an answer when its engine core dies; this does not."""
+        task = asyncio.ensure_future(call)
+        while True:
+            done, _ = await asyncio.wait([task], timeout=DEATH_CHECK_S)
+            if done:
+                return task.result()
+            if not self.engine.alive:
+                task.cancel()
+                raise RuntimeError("vLLM's engine core has died")
+
 
 class EngineGroup:
     """All engines; prompts are dealt to them in contiguous parts of equal size."""
 
     def __init__(self, config: GrpoRunConfig, logs: Path) -> None:
+        """
+        Raises:
+            ValueError: Ray's nodes have no room for all engines.
+        """
         self._config, self._logs = config, logs
         num = config.rollout.num_engines
+        self._check_room()
         self.processes = [Process(f"engine {i}", logs / f"engine_{i}.log", self._new(i)) for i in range(num)]
         self.num_replaced = 0
         """Engines that were replaced since the run began."""
@@ -93,6 +112,19 @@ class EngineGroup:
     @property
     def engines(self) -> list[Any]:
         return [process.actor for process in self.processes]
+
+    def _check_room(self) -> None:
+        """Ray itself would wait for ever."""
+        cluster, num = self._config.cluster, self._config.rollout.num_engines
+        each = cluster.gpus_per_engine_rank * self._config.rollout.tensor
+        trainers = cluster.gpus_per_trainer * self._config.policy.parallel.mesh.world_size
+        nodes = [node["Resources"].get("GPU", 0.0) for node in ray.nodes() if node["Alive"]]
+        if each and (sum(nodes) - trainers < num * each or sum(gpus // each for gpus in nodes) < num):
+            raise ValueError(
+                f"rollout needs {num} engines x {each:g} GPU, each inside one node, beside {trainers:g} GPU of the "
+                f"trainers; Ray's {len(nodes)} nodes have {', '.join(f'{gpus:g}' for gpus in nodes)} GPU. Lower "
+                "rollout.num_engines or rollout.tensor, or add nodes"
+            )
 
     def _new(self, index: int) -> Any:
         gpus = self._config.cluster.gpus_per_engine_rank * self._config.rollout.tensor

@@ -109,7 +109,8 @@ class RayVerifier:
         """See `ports.Verifier`.
 
         Returns:
-            The verdicts; `reward/<name>/seconds`, and `verifier/restarts` since the run began.
+            The verdicts; `reward/<name>/seconds`; `reward/<name>/failed`, the share of answers that the reward could
+            not score; and `verifier/restarts` since the run began.
 
         Raises:
             ValueError: an answer cannot be scored, and the reward's `on_error` is stop.
@@ -120,6 +121,7 @@ class RayVerifier:
         for index, reward in enumerate(rewards):
             verdicts, metrics[f"reward/{reward.label}/seconds"] = self._score_with(index, reward, groups)
             self._failures.write(groups[0].version, reward.label, prompts, verdicts)
+            metrics[f"reward/{reward.label}/failed"] = sum(v.failed for v in verdicts) / len(verdicts)
             columns.append(verdicts)
         metrics["verifier/restarts"] = float(self._num_restarts)
         weights = [reward.weight for reward in rewards]

@@ -16,7 +16,6 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 
 from megatron_rl.cluster.process import NOT_THE_CAUSE, Process, inspect, last_words
 
-
 TICK_S = 0.2
 
 

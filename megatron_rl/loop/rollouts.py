@@ -77,14 +77,25 @@ class SilentRewards:
     def __init__(self, rewards: Sequence[RewardConfig]) -> None:
         self._rewards = rewards
         self._silent_steps = [0] * len(rewards)
+        self._told: set[str] = set()
 
-    def count(self, groups: Sequence[Group], sink: Sink) -> None:
-        """
+    def count(self, groups: Sequence[Group], metrics: Metrics, sink: Sink) -> None:
+        """Count a step, and warn.
+
+        Args:
+            metrics: of the verifier.
+
         Raises:
             ValueError: a reward has been silent for its `max_silent_steps`.
         """
         rows = [sample.reward_parts for group in groups for sample in group.samples]
         for i, reward in enumerate(self._rewards):
+            failed = metrics.get(f"reward/{reward.label}/failed", 0.0)
+            if failed and reward.label not in self._told:
+                self._told.add(reward.label)
+                sink.warn(
+                    f"reward {reward.label} could not score {failed:.0%} of the answers; logs/rewards.log says why"
+                )
             if any(parts[i] is not None for parts in rows):
                 self._silent_steps[i] = 0
                 continue

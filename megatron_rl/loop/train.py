@@ -72,7 +72,7 @@ def train(
                 return step
             with stopping.promptly():
                 groups, described = answer_and_verify(config, ports, prompts.train.next(), step, sink)
-                silence.count(groups, sink)
+                silence.count(groups, described, sink)
                 batch = as_batch(config, ports, groups, step, sink)
             with sink.phase("plan"):
                 metrics |= described | estimate_advantages(batch, algorithm)

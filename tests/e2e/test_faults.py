@@ -1,5 +1,5 @@
-"""The real loop when processes die, hang or refuse: what can be replaced is, and what ends the run is told with its name
-and its cause."""
+"""The real loop when processes die, hang or refuse: what can be replaced is, and what ends the run is told with its
+name and its cause."""
 
 from __future__ import annotations
 

@@ -14,10 +14,12 @@ import pytest
 import ray
 
 from megatron_rl.cluster import waiting
+from megatron_rl.cluster.engines import EngineGroup
 from megatron_rl.cluster.process import Process, begin_process, last_words, locate
 from megatron_rl.cluster.session import ray_session
 from megatron_rl.cluster.waiting import ProcessLost, gather, locate_all
-from megatron_rl.config.schema import ClusterConfig
+from megatron_rl.config.load import judge
+from megatron_rl.config.schema import ClusterConfig, GrpoRunConfig
 from megatron_rl.ports import StopRequested
 
 
@@ -119,6 +121,23 @@ def stacks_in(log: Path) -> str:
         assert time.monotonic() < end
         time.sleep(0.01)
     return log.read_text()
+
+
+def test_engines_that_no_node_can_hold_are_refused_at_once(ranks, tmp_path):
+    config = judge(
+        GrpoRunConfig,
+        {
+            "run": {"name": "x", "steps": 1},
+            "model": {"path": "nowhere"},
+            "data": {"train": "rows"},
+            "rollout": {"prompts_per_step": 1, "samples_per_prompt": 2, "max_prompt_tokens": 8, "tensor": 4}
+            | {"max_response_tokens": 8, "num_engines": 2},
+            "balance": {"max_tokens_per_microbatch": 16},
+            "cluster": {"gpus_per_engine_rank": 1, "gpus_per_trainer": 1},
+        },
+    )
+    with pytest.raises(ValueError, match="needs 2 engines x 4 GPU, each inside one node, beside 1 GPU of the trainers"):
+        EngineGroup(config, tmp_path)
 
 
 def test_what_can_never_be_placed_is_told_with_what_is_free(ranks):

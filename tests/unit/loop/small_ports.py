@@ -88,7 +88,7 @@ class World:
             return Verdict(score, "" if score is not None else "the judge was away", parts=(score,))
 
         verdicts = [[verdict(self.score_of(g, i)) for i in range(len(group.samples))] for g, group in enumerate(groups)]
-        return verdicts, {"reward/exact_answer/seconds": 0.5}
+        return verdicts, {"reward/exact_answer/seconds": 0.5, "reward/exact_answer/failed": 0.25}
 
     # Sink
     @contextmanager

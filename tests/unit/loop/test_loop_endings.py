@@ -159,7 +159,8 @@ def test_a_reward_that_scores_nothing_is_told_and_then_stops_the_run(tmp_path):
     cfg = config(rewards=rewards, run={"name": "x", "steps": 9}, checkpoint=RARELY)
     with pytest.raises(ValueError, match="reward judge scored none of 8 answers in 3 steps in a row"):
         run(world, tmp_path / "c", cfg)
-    assert world.warnings == ["reward judge scored none of 8 answers; logs/rewards.log says why"] * 2
+    once = "reward exact_answer could not score 25% of the answers; logs/rewards.log says why"
+    assert world.warnings == [once, *["reward judge scored none of 8 answers; logs/rewards.log says why"] * 2]
     metrics = world.logged[0][1]
     assert metrics["reward/judge/abstained"] == 1.0 and "reward/judge/mean" not in metrics
     assert metrics["reward/exact_answer/mean"] == 0.5 and metrics["reward/exact_answer/seconds"] == 0.5
