@@ -25,12 +25,14 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import os
 import time
 from collections.abc import Awaitable, Sequence
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 
 from megatron_rl.config.schema import ModelConfig, RolloutConfig
 from megatron_rl.layout import read_shape
@@ -38,6 +40,8 @@ from megatron_rl.loop.thinking import Completion, Continuation, join, plan_secon
 from megatron_rl.rollout.shared_memory import remove_leftovers, remove_own_names
 from megatron_rl.rollout.vocabulary import delimiter_ids, stop_ids
 from megatron_rl.types import Metrics, Prompt, Sample, Tokens
+
+log = logging.getLogger(__name__)
 
 MAX_SEQUENCES = 1024
 """Answers that decode side by side; more wait. On a GPU vLLM sizes its graphs by it."""
@@ -95,7 +99,19 @@ class VllmEngine:
         """Held from pausing the scheduler to resuming it."""
 
     async def start(self) -> None:
-        """Load the model with dummy weights: the bridge brings the true ones."""
+        """Load the model with dummy weights: the bridge brings the true ones.
+
+        Raises:
+            ValueError: vLLM refuses the configuration.
+        """
+        try:
+            self._start()
+        except ValidationError as error:  # it cannot be sent to another process, and names vLLM's internals
+            reasons = "; ".join(fault["msg"].removeprefix("Value error, ") for fault in error.errors())
+            log.exception("vLLM refuses its configuration")
+            raise ValueError(f"vLLM refuses the configuration: {reasons}") from None
+
+    def _start(self) -> None:
         on_gpu = torch.cuda.is_available()
         if not on_gpu:
             set_cpu_environment()
