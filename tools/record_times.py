@@ -5,12 +5,14 @@ python tools/record_times.py
 
 from __future__ import annotations
 
+import argparse
 import os
 import platform
 import re
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 README = Path(__file__).resolve().parents[1] / "README.md"
@@ -42,7 +44,9 @@ def measured(target: str) -> str:
     return f"`make {target}` took {minutes} min {seconds} s ({passed[1]} tests)"
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.parse_args(arguments)
     subprocess.run(["make", "setup"], cwd=README.parent, check=True)  # not counted
     cores = len(os.sched_getaffinity(0))
     line = f"{measured('check')} and {measured('test')}, on {cores} cores with Python {platform.python_version()}."
