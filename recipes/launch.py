@@ -240,9 +240,9 @@ def _tell(error: Exception, config: BaseConfig | None) -> None:
     text = str(error) if known and str(error) else f"{type(error).__name__}: {error}"
     console.print("[bold red]error:[/]", end=" ")
     console.print("\n".join([text, *getattr(error, "__notes__", [])]), markup=False, soft_wrap=True)
-    log.error("%s", text)
     if config is None:
         return
+    log.error("%s", text)
     path = config.run_folder / "logs" / "traceback.txt"
     try:
         path.write_text(traceback.format_exc())

@@ -68,6 +68,7 @@ def build(
     folder: Path,
     layout: Layout,
     algorithm: AlgorithmConfig | None = ALGORITHM,
+    optimizer: OptimizerConfig = OPTIMIZER,
 ) -> MegatronActor:
     """`algorithm` None is supervised training."""
     mesh = layout.mesh
@@ -82,7 +83,7 @@ def build(
     spec = ActorSpec(
         shape=read_shape(folder),
         model=ModelConfig(path=folder, dtype=layout.dtype, recompute=layout.recompute),
-        policy=PolicyConfig(parallel=parallel, optimizer=OPTIMIZER),
+        policy=PolicyConfig(parallel=parallel, optimizer=optimizer),
         objective=PolicyObjective(algorithm) if algorithm else SupervisedObjective(),
         temperature=TEMPERATURE if algorithm else 1.0,
         total_steps=TOTAL_STEPS,
@@ -226,6 +227,18 @@ def _two_more(actor: MegatronActor, samples, layout):
     parameters = {name: p.float().numpy().copy() for name, p in actor.parameters().items()}
     actor.close()
     return mismatch, metrics, parameters
+
+
+def resume_with_other_settings(rank, world_size, url, *, folder, samples, layout, checkpoint):
+    """The settings that the optimizer uses after loading a checkpoint of OPTIMIZER, and the next update's rate."""
+    other = OptimizerConfig(lr=0.5, betas=(0.8, 0.7), weight_decay=0.3)
+    actor = build(rank, world_size, url, folder, layout, optimizer=other)
+    actor.load(checkpoint)
+    settings = [(group["lr"], *group["betas"], group["weight_decay"]) for group in actor.optimizer.param_groups]
+    begin(actor, samples, layout, 1)
+    rate = actor.update(0, COEFFICIENTS)["lr"]
+    actor.close()
+    return settings, rate
 
 
 def load_each(rank, world_size, url, *, folder, layout, checkpoints):

@@ -28,6 +28,16 @@ def test_resume_is_bitwise(trainers, model_folder, samples, tmp_path, layout):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step2"]
 
 
+@pytest.mark.parametrize("mesh", [Mesh(), Mesh(data=2)], ids=["one", "dp2"])
+def test_a_resumed_run_uses_its_own_learning_rate_betas_and_decay(trainers, model_folder, samples, tmp_path, mesh):
+    """What the checkpoint holds is the moments and the number of updates."""
+    arguments = dict(folder=model_folder, samples=samples, layout=Layout(mesh), checkpoint=tmp_path / "step2")
+    trainers.run("save_and_go_on", mesh.world_size, **arguments)
+    for settings, rate in trainers.run("resume_with_other_settings", mesh.world_size, **arguments):
+        assert {(lr, beta1, beta2) for lr, beta1, beta2, _ in settings} == {(0.5, 0.8, 0.7)} and rate == 0.5
+        assert {decay for *_, decay in settings} <= {0.3, 0.0}, "norms are not decayed"
+
+
 def test_a_run_killed_while_saving_resumes_in_fresh_processes(trainers, model_folder, samples, tmp_path):
     layout = Layout(Mesh(tensor=2, data=2), num_microbatches=2)
     arguments = dict(folder=model_folder, samples=samples, layout=layout, checkpoint=tmp_path / "last")

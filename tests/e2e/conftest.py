@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from patience import deadline
 
 ROOT = Path(__file__).parents[2]
 
@@ -29,7 +30,7 @@ class Recipe:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-        self.deadline_s = 240.0
+        self.deadline_s = deadline(240)
         """Of a run, or of what is waited for in it."""
         shutil.copyfile(Path(__file__).parent / "rewards.py", folder / "rewards.py")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import signal
 
 import pytest
 
@@ -88,3 +89,15 @@ def test_wrong_input_is_named_before_anything_starts(recipe, task, change, messa
     assert done.returncode == 1
     assert message in " ".join(done.stdout.split()), done.stdout + done.stderr
     assert "Traceback" not in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGUSR1, 138), (signal.SIGINT, 130)])
+def test_a_stop_while_starting_is_prompt_and_says_that_nothing_was_saved(recipe, task, number, status):
+    run = recipe.start(*tiny(task, "run.name=stopped"))
+    folder = recipe.folder / "runs" / "stopped"
+    recipe.wait_until(run, (folder / "logs" / "driver.log").exists)
+    run.send_signal(number)
+    assert run.wait(recipe.deadline_s) == status
+    said = " ".join((recipe.folder / "out.txt").read_text().split())
+    assert "stopping" in said and "No step was done, so there was nothing to save." in said, said
+    assert "Traceback" not in said and not (folder / "metrics.jsonl").exists()
