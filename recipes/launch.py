@@ -37,9 +37,10 @@ console = Console(highlight=False)
 class Interrupt:
     """Requests to stop; implements `loop.stopping.Stopping`.
 
-    The signals' handler only takes a note. Whoever waits calls `check` several times a second, and it is `check` that
-    raises: before training at the first request, in training only inside `promptly`; elsewhere the loop asks after the
-    step. A second Ctrl-C stops at once; a second SIGTERM changes nothing, because a cluster may send several.
+    Before Ray starts, the signals' handler raises. From then on it only takes a note, because it may interrupt Ray
+    anywhere: whoever waits calls `check` several times a second, and it is `check` that raises, before training at the
+    first request, in training only inside `promptly`; elsewhere the loop asks after the step. A second Ctrl-C stops at
+    once; a second SIGTERM changes nothing, because a cluster may send several.
     """
 
     def __init__(self) -> None:
@@ -47,6 +48,8 @@ class Interrupt:
         """The first request."""
         self._phase: Literal["starting", "training", "ending"] = "starting"
         self._abandoned = self._prompt = self._raised = False
+        self._is_checked = False
+        """Somebody calls `check` from now on, and the handler must not raise itself."""
 
     def __call__(self) -> bool:
         return self.signal is not None
@@ -62,6 +65,8 @@ class Interrupt:
                 "ending": "the run is done and writes its last files; Ctrl-C again stops without them",
             }
             console.print(f"\n[yellow]{name}: {said[self._phase]}.[/]")
+            if not self._is_checked:
+                raise StopRequested
         elif number == signal.SIGINT:
             self._abandoned = True
 
@@ -70,6 +75,7 @@ class Interrupt:
         Raises:
             StopRequested, KeyboardInterrupt: once each.
         """
+        self._is_checked = True
         if self._abandoned:
             self._abandoned = False
             raise KeyboardInterrupt
@@ -121,7 +127,7 @@ def launch(
         describe: prints what a run will be.
         run: gets the configuration, the run's checkpoints, and the interrupt; returns the steps that are done.
     """
-    shown = sys.argv[0] if sys.argv[0].startswith("megatron-rl ") else f"python {program}"
+    shown = f"megatron-rl {Path(program).stem}" if sys.argv[0].startswith("megatron-rl ") else f"python {program}"
     parser = argparse.ArgumentParser(
         shown, description=f"See README.md. Example: {shown} configs/run/tiny_grpo.yaml run.steps=10"
     )

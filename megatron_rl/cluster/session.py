@@ -43,8 +43,8 @@ def ray_session(
     Args:
         num_trainers: a local Ray offers the CPUs that they ask for; these are accounting, no pinning.
         logs: the vendors' output goes there.
-        on_tick: called several times a second while the driver waits; what it raises ends the wait. A signal's handler
-            must not raise itself, because it may interrupt Ray anywhere.
+        on_tick: called before Ray starts and several times a second while the driver waits; what it raises ends the
+            wait. From its first call on, a signal's handler must not raise itself: it may interrupt Ray anywhere.
 
     Raises:
         ValueError: there is no Ray at `cluster.ray_address`.
@@ -66,6 +66,7 @@ def ray_session(
     # Ray explains a death on the terminal at length, whatever log_to_driver says; `waiting.told` says what is known.
     ray_worker.print_to_stdstream = _to_log
     waiting.on_tick = on_tick
+    on_tick()
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         ray.init(

@@ -91,11 +91,14 @@ def test_wrong_input_is_named_before_anything_starts(recipe, task, change, messa
     assert "Traceback" not in done.stdout + done.stderr
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGUSR1, 138), (signal.SIGINT, 130)])
-def test_a_stop_while_starting_is_prompt_and_says_that_nothing_was_saved(recipe, task, number, status):
+@pytest.mark.parametrize(
+    ("number", "status", "when"), [(signal.SIGUSR1, 138, "driver.log"), (signal.SIGTERM, 143, "trainer_0.log")]
+)
+def test_a_stop_while_starting_is_prompt_and_says_that_nothing_was_saved(recipe, task, number, status, when):
+    """Before Ray starts, and when its processes do."""
     run = recipe.start(*tiny(task, "run.name=stopped"))
     folder = recipe.folder / "runs" / "stopped"
-    recipe.wait_until(run, (folder / "logs" / "driver.log").exists)
+    recipe.wait_until(run, (folder / "logs" / when).exists)
     run.send_signal(number)
     assert run.wait(recipe.deadline_s) == status
     said = " ".join((recipe.folder / "out.txt").read_text().split())
