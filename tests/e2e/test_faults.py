@@ -4,9 +4,9 @@ name and its cause."""
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
+from pathlib import Path
 
 import psutil
 
@@ -83,10 +83,20 @@ def test_a_trainer_rank_that_died_ends_the_run_with_its_name(recipe, task):
     assert (recipe.folder / "runs" / "faults" / "report.html").exists()
 
 
+def shared_memory(run) -> set[Path]:
+    """The files in /dev/shm that vLLM's processes below a run have mapped, whether they still have a name or not."""
+    family = psutil.Process(run.pid).children(recursive=True)
+    engine = [process for process in family if "VLLM" in " ".join(process.cmdline())]
+    maps = "".join(Path(f"/proc/{process.pid}/maps").read_text() for process in engine)
+    return {Path(name) for name in re.findall(r"(/dev/shm/(?:psm_|\S*cpushm_)\S*)", maps)}
+
+
 def test_a_trainer_rank_that_is_stopped_ends_the_run_at_its_deadline_and_leaves_nothing(recipe, task):
-    """With an engine of two ranks, whose shared memory nobody would give back."""
-    before = set(os.listdir("/dev/shm"))
+    """The engine has two ranks, which share memory: no end of the run could leave it, since it has no name any more."""
     run = start_at_the_gate(recipe, arguments(task, "rollout.tensor=2", "cluster.step_timeout_s=10"))
+    shared = shared_memory(run)
+    assert len(shared) >= 2 and not any(path.exists() for path in shared)
+    family = psutil.Process(run.pid).children(recursive=True)
     stopped = newest(run, "ray::TrainerRank")
     stopped.send_signal(signal.SIGSTOP)
     status, text = let_go(recipe, run)
@@ -94,7 +104,7 @@ def test_a_trainer_rank_that_is_stopped_ends_the_run_at_its_deadline_and_leaves_
     text = " ".join(text.split())
     assert re.search(r"the driver has waited for trainer rank \d.* to compute log-probs for 10 s, since", text), text
     assert f"process {stopped.pid} is stopped (SIGSTOP)" in text
-    assert set(os.listdir("/dev/shm")) <= before
+    assert not any(process.is_running() for process in family), "every process is gone when the run has ended"
 
 
 def test_an_error_inside_vllm_is_told_with_the_engine_and_the_cause(recipe, task):
