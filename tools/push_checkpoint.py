@@ -169,7 +169,7 @@ def parameters(source: Source) -> dict[str, Tensor]:
 
 
 def _made(target: TargetTensor, maps: Maps) -> Tensor:
-    first = target.copies[0]
+    first = target.parts[0]
     if first.source.extents == target.extents and first.source.dtype == target.dtype:
         return maps.tensor(first.source)
     return torch.cat([block.clone() for block in blocks(target, maps)])

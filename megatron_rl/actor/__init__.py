@@ -4,6 +4,6 @@ from __future__ import annotations
 
 import warnings
 
-# Megatron warns at import of every optional package that it lacks; the actor logs which layers it runs. Here,
-# because it must come before the first import of Megatron.
+# At import Megatron warns about every optional package that is missing. The actor logs which layers it runs, so the
+# warnings are not needed. This filter must come before the first import of Megatron.
 warnings.filterwarnings("ignore", module=r"megatron\.core")

@@ -1,8 +1,8 @@
-"""The policy's trainer: one of these lives in every trainer process, and all are called together.
+"""The policy's trainer. Every trainer process has one `MegatronActor`.
 
-Every public method is a collective: all ranks call it in the same order, and all return the same numbers or
-raise the same error. Invariants (tests/dist): loss and gradient norm do not depend on the layout or on the
-number of micro-batches; resume is bitwise; a step with a number that is not finite changes no weight.
+Its public methods are collectives: all ranks call them in the same order, and all return the same numbers or raise the
+same error. Invariants (tests/dist): loss and gradient norm do not depend on the layout or on the number of
+micro-batches; a resumed run continues bit for bit; a step with a number that is not finite changes no weight.
 
 Shape letters: T packed tokens of a micro-batch.
 """
@@ -27,7 +27,7 @@ from megatron_rl.actor import checkpoint, platform, state
 from megatron_rl.actor.agreement import Agreement
 from megatron_rl.actor.model import build_model, uses_fused_layers
 from megatron_rl.actor.optimizer import apply_gradients, build_optimizer, gradient_norm
-from megatron_rl.actor.packing import Microbatch, TrainSample, pack
+from megatron_rl.actor.packing import Microbatch, TrainSample, pack_row
 from megatron_rl.actor.spec import ActorSpec
 from megatron_rl.actor.step import Schedule
 from megatron_rl.algorithms.columns import PackedColumns
@@ -43,8 +43,8 @@ Minibatches = Sequence[Sequence[Sequence[TrainSample]]]
 
 class MegatronActor:
     def __init__(self, spec: ActorSpec, *, rank: int, world_size: int, init_method: str):
-        """Meet the other trainer processes at `init_method` (tcp://host:port or file://path) and build this
-        rank's part of the model. Its weights mean nothing until they are loaded (weights.py, or `load`).
+        """Meet the other trainer processes at `init_method` (tcp://host:port or file://path) and build this rank's part
+        of the model. The weights are random until they are loaded (weights.py, or `load`).
 
         Raises:
             ValueError: world_size is not what the parallel sizes need, or the model does not divide by them.
@@ -52,10 +52,10 @@ class MegatronActor:
         parallel = spec.policy.parallel
         self.spec, self.rank, self.mesh = spec, rank, parallel.mesh
         if world_size != self.mesh.world_size:
-            raise ValueError(f"policy.parallel needs {self.mesh.world_size} ranks, there are {world_size}")
+            raise ValueError(f"policy.parallel needs {self.mesh.world_size} ranks, but there are {world_size}")
         self.fused_norms = uses_fused_layers(spec.model)
-        """Whether the layers are Transformer Engine's, which hold norms inside the next linear layer, under other
-        names."""
+        """Whether the layers are Transformer Engine's. These hold each norm inside the next linear layer, so their
+        parameters have other names."""
         self.shards = megatron_shards(spec.shape, self.mesh, rank, self.fused_norms)
         tensor, stage, _ = self.mesh.coordinates(rank)
         self._reports_metrics = tensor == 0 and stage == self.mesh.pipeline - 1
@@ -63,9 +63,10 @@ class MegatronActor:
         self._minibatches: list[list[Microbatch]] = []
         self._denominators: list[Denominators] = []
         self._at_start: list[FirstPass] = []
-        """What the pass for logp_old gave for the first mini-batch's micro-batches, on the last pipeline stage."""
+        """On the last pipeline stage, the log-probs and entropies of the first mini-batch's micro-batches that the pass
+        for logp_old computed."""
         self._reference: dict[str, Tensor] = {}
-        """The reference policy's weights, kept on the CPU; empty where the objective needs none."""
+        """The reference policy's weights, on the CPU; empty if the objective needs no reference."""
 
         platform.start(rank, world_size, init_method)
         self.agreement = Agreement()
@@ -89,29 +90,30 @@ class MegatronActor:
         log.info("trainer rank %d of %d: %s layers on %s", rank, world_size, layers, platform.device())
 
     def parameters(self) -> dict[str, Tensor]:
-        """This rank's live parameters by Megatron's names, those that `self.shards` speaks of."""
+        """This rank's live parameters by Megatron's names, which are the local names of `self.shards`."""
         return state.local_parameters(self.model)
 
     def weights_changed(self) -> None:
-        """To be called after writing to `parameters()`: the optimizer's fp32 copies of bf16 follow."""
+        """Update the optimizer's fp32 copies of bf16 weights. Call this after writing to `parameters()`."""
         with platform.running():
             self.optimizer.reload_model_params()
 
     def begin(self, minibatches: Minibatches, denominators: Sequence[Denominators], alignment: int) -> Metrics:
-        """Take this data-parallel rank's own samples of a training step and compute what the objective needs of the
-        policy and its reference at the step's start.
+        """Take the samples of a training step that belong to this data-parallel rank, and compute the log-probs that
+        the objective needs of the policy and its reference at the step's start.
+
+        A step with a single update needs no forward pass for logp_old (`Needs.logp_old`), because `update` computes the
+        same log-probs.
 
         Args:
-            minibatches: each is one optimizer step. Every rank has the same number of micro-batches in a step;
+            minibatches: each is one optimizer step. Every rank has the same number of micro-batches in a mini-batch;
                 some may be empty.
             denominators: one for each mini-batch.
             alignment: every sequence is padded to a multiple of it. With sequence parallelism, TP must divide it.
 
-        A step of one update needs no pass for logp_old (`Needs.logp_old`): `update` computes the same log-probs.
-
         Returns:
             The mismatch of trainer and engine over all ranks' action tokens (`objective.mismatch`), if logp_old is
-            computed here. If not, nothing is returned, and the first update reports the mismatch.
+            computed here. Otherwise the dictionary is empty, and the first update reports the mismatch.
 
         Raises:
             ValueError: a sample is malformed or holds a token outside the vocabulary (the error names it), or
@@ -120,7 +122,7 @@ class MegatronActor:
         assert len(minibatches) == len(denominators)
         with self.agreement.on_errors():
             self._check_alignment(alignment)
-            packed = [[pack(samples, alignment) for samples in minibatch] for minibatch in minibatches]
+            packed = [[pack_row(samples, alignment) for samples in minibatch] for minibatch in minibatches]
             for batch in (batch for minibatch in packed for batch in minibatch):
                 self._check_vocabulary(batch)
         self._minibatches = [[batch.to(platform.device()) for batch in minibatch] for minibatch in packed]
@@ -137,21 +139,22 @@ class MegatronActor:
         return self._describe_mismatch()
 
     def keep_reference(self) -> None:
-        """Keep today's weights as those of the reference policy, if the objective needs one."""
+        """Keep a copy of the present weights as the reference policy's, if the objective needs a reference."""
         if self.spec.objective.needs.logp_ref:
             self._reference = {name: parameter.detach().cpu().clone() for name, parameter in self.parameters().items()}
 
     def update(self, minibatch: int, coefficients: Mapping[str, float]) -> Metrics:
-        """One optimizer step on a minibatch given to `begin`.
+        """Do one optimizer step on a mini-batch that `begin` was given.
 
         Args:
-            coefficients: what the objective's terms are multiplied by; the same on all ranks.
+            minibatch: its index.
+            coefficients: the factors of the objective's terms; they are the same on all ranks.
 
         Returns:
-            What the objective reports, and `loss`, `grad_norm` (before clipping) and `lr`.
+            The objective's metrics, `loss`, `grad_norm` (before clipping) and `lr`.
 
         Raises:
-            ValueError: a log-prob, the loss or the gradient is not finite, with the samples' names; or trainer and
+            ValueError: a log-prob, the loss or the gradient is not finite (the error names samples), or trainer and
                 engine disagree about the log-probs at the step's start. No weight has changed.
         """
         microbatches, denominators = self._minibatches[minibatch], self._denominators[minibatch]
@@ -165,7 +168,7 @@ class MegatronActor:
             try:
                 return self.spec.objective(logp_T, entropy_T, columns[i], denominators, coefficients)
             except NotFiniteError as error:
-                # The other ranks wait in the schedule: it is finished first, then all raise together.
+                # Other ranks wait for this one in the schedule, so it must be finished before all raise together.
                 problems.append(f"sample {batch.names[error.sample]}: {error}")
                 return logp_T.sum() * 0.0, {}
 
@@ -174,25 +177,25 @@ class MegatronActor:
             self.optimizer.zero_grad()
             reports = self._schedule.run(microbatches, loss)
             metrics = self.agreement.reduce(reports if self._reports_metrics else [], problems)
-            metrics = self.spec.objective.conclude(metrics, on_policy=minibatch == 0)  # raises on all ranks or on none
+            metrics = self.spec.objective.conclude(metrics, on_policy=minibatch == 0)  # raises on all ranks or none
             grad_norm = gradient_norm(self.optimizer)
-            if not math.isfinite(grad_norm):  # all ranks have the same norm
+            if not math.isfinite(grad_norm):  # the norm is equal on all ranks, so all of them enter the collective
                 self.agreement.require_none([self._describe_gradients(grad_norm, microbatches)])
             self.scheduler.step(1)
             apply_gradients(self.optimizer, grad_norm)
         return {**metrics, "grad_norm": grad_norm, "lr": self.optimizer.param_groups[0]["lr"]}
 
     def save(self, folder: Path, extra: dict[str, Any]) -> None:
-        """Write this training state and `extra` (rank 0's) so that the folder exists whole or not at all.
+        """Write the training state and rank 0's `extra`. The folder is complete or absent.
 
         Raises:
-            ValueError: a rank could not write, for example because the disk is full; an older folder stays.
+            ValueError: a rank could not write, for example because the disk is full. An older folder is kept.
         """
         now = state.training_state(self.model, self.optimizer, self.scheduler)
         checkpoint.save(Path(folder), self._identity(), now, extra, self.agreement)
 
     def load(self, folder: Path) -> dict[str, Any]:
-        """Restore what `save` wrote and return its `extra`; the run goes on bit for bit (on a CPU).
+        """Restore what `save` wrote and return its `extra`. The run then continues bit for bit (on a CPU).
 
         Raises:
             ValueError: the folder is missing or damaged, or another mesh or model wrote it.
@@ -209,8 +212,8 @@ class MegatronActor:
         tensor = self.mesh.tensor
         if self.model.config.sequence_parallel and alignment % tensor:
             raise ValueError(
-                f"alignment {alignment} is no multiple of policy.parallel.tensor ({tensor}), which sequence "
-                f"parallelism needs; plan the micro-batches with alignment {tensor}"
+                f"alignment {alignment} is not a multiple of policy.parallel.tensor ({tensor}), which sequence "
+                f"parallelism requires; plan the micro-batches with alignment {tensor}"
             )
 
     def _check_vocabulary(self, batch: Microbatch) -> None:
@@ -220,13 +223,13 @@ class MegatronActor:
             position = int(wrong[0])
             name = batch.names[int(batch.columns.sample_T[position])]
             raise ValueError(
-                f"sample {name} has token {int(batch.ids_T[position])}, the vocabulary is {vocab_size}: "
-                f"do engine and trainer use the same tokenizer?"
+                f"sample {name} has the token id {int(batch.ids_T[position])}, but the vocabulary has {vocab_size} "
+                f"tokens; do engine and trainer use the same tokenizer?"
             )
 
     def _forward_all(self) -> list[FirstPass]:
-        """Log-probs and entropies of all micro-batches under the present weights; the last pipeline stage alone has
-        them."""
+        """The log-probs and entropies of all micro-batches under the present weights. Only the last pipeline stage has
+        them; on the others the list is empty."""
         return self._forward([batch for minibatch in self._minibatches for batch in minibatch])
 
     def _forward(self, microbatches: Sequence[Microbatch]) -> list[FirstPass]:
@@ -237,7 +240,7 @@ class MegatronActor:
             return self._schedule.run(microbatches, keep, forward_only=True)
 
     def _keep(self, column: str, passes: Sequence[FirstPass]) -> None:
-        """Write log-probs into a column of all micro-batches, in their order."""
+        """Store the log-probs of the passes as a column of the micro-batches."""
         remaining = iter(passes)
         if passes:
             self._minibatches = [
@@ -247,8 +250,8 @@ class MegatronActor:
 
     @contextmanager
     def _as_reference(self) -> Iterator[None]:
-        """The model has the reference's weights inside the block, and its own, bit for bit, after it. The tensors
-        change places one by one, so that the device never holds more than one of them twice."""
+        """Inside the block the model has the reference policy's weights; afterwards it has its own again, bit for bit.
+        The tensors are exchanged one at a time, so that the device holds at most one of them twice."""
 
         def exchange() -> None:
             with torch.no_grad():
@@ -264,11 +267,11 @@ class MegatronActor:
             exchange()
 
     def _prepare(self, minibatch: int) -> list[PackedColumns]:
-        """The columns of this rank's micro-batches, with what the objective adds to them."""
+        """The columns of this rank's micro-batches, with those that the objective adds."""
         microbatches, objective = self._minibatches[minibatch], self.spec.objective
         first_pass = None
         if objective.needs.first_pass:
-            # The weights of logp_old are those of the first update: its pass need not be made again.
+            # The first update begins with the weights of logp_old, so the pass of `begin` is still valid.
             known = minibatch == 0 and objective.needs.logp_old
             first_pass = self._at_start if known else self._forward(microbatches)
         columns = [batch.columns for batch in microbatches]

@@ -1,7 +1,7 @@
 """Numbers and errors that all trainer ranks share.
 
-A rank that raises alone leaves the others waiting in their next collective; so what can fail on one rank
-fails on all, with the same words. Everything here is a collective over all trainer ranks, on the CPU.
+If one rank alone raised an error, the others would wait in their next collective. So an error on one rank is raised on
+all of them, with the same message. Everything here is a collective over all trainer ranks, on the CPU.
 """
 
 from __future__ import annotations
@@ -28,19 +28,22 @@ class Agreement:
         self.rank = dist.get_rank()
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's value, by rank."""
+        """The values of all ranks, in rank order."""
         values = [None] * dist.get_world_size()
         dist.all_gather_object(values, value, group=self.group)
         return values
 
     def require_none(self, problems: Sequence[str]) -> None:
-        """Raises ValueError on every rank, with the same text, when any rank names a problem."""
+        """
+        Raises:
+            ValueError: any rank has a problem. Every rank raises it, with the same message.
+        """
         _raise(self.gather(list(problems)))
 
     @contextmanager
     def on_errors(self) -> Iterator[None]:
-        """What raises ValueError or OSError inside the block on any rank raises ValueError on all at its end.
-        The block itself holds no collective."""
+        """If any rank raises ValueError or OSError inside the block, all ranks raise ValueError at its end. The block
+        must not contain a collective."""
         problems = []
         try:
             yield
@@ -49,10 +52,14 @@ class Agreement:
         self.require_none(problems)
 
     def reduce(self, reports: Sequence[dict[str, Metric]], problems: Sequence[str] = ()) -> Metrics:
-        """One number a metric from the micro-batches of all ranks; raises as `require_none` does."""
+        """Reduce each metric over the micro-batches of all ranks to one number.
+
+        Raises:
+            ValueError: as `require_none` does for `problems`.
+        """
         local: dict[str, tuple[str, float]] = {}
         names = [(name, metric) for report in reports for name, metric in report.items()]
-        # One transfer from the device for all of them.
+        # All values come from the device in one transfer.
         values = torch.stack([metric.value.double() for _, metric in names]).tolist() if names else []
         for (name, metric), value in zip(names, values):
             known = [local[name][1]] if name in local else []

@@ -1,17 +1,17 @@
 """Causal attention over a packed row, for the layers that run without Transformer Engine.
 
-Sequences of similar length are attended together as one padded batch: causality hides the padding on the
-right, so no mask is built, and a row of 256 short answers costs a few kernel calls instead of 256. With a sliding
-window of W tokens only the first W queries of a sequence are such a batch; the others are cut into blocks of W
-queries, each with the 2 W - 1 keys that they can see, so that long sequences cost what their windows cost. Rotary
-embeddings are applied here too, from positions that restart with each sequence; Megatron's own packed form
-loops over sequences. What depends on lengths alone is computed once a micro-batch (`PackedSequences`) and
-shared by all layers.
+Sequences of similar length share one padded kernel call. Causality hides the padding on the right, so no mask is
+needed, and a row of 256 short answers takes a few kernel calls instead of 256. With a sliding window of W tokens, only
+the first W queries of a sequence are computed like this. The others are cut into blocks of W queries, each with the
+2 W - 1 keys that its queries can see, so that the cost grows with the length times W. Rotary embeddings are applied
+here too, with positions that restart at each sequence, because Megatron's own code for packed rows loops over the
+sequences. Whatever depends only on the lengths is computed once per micro-batch (`PackedSequences`) and shared by all
+layers.
 
 Invariants (tests/unit/actor): output and gradients equal those of plain attention, sequence by sequence.
 
-Shape letters: T packed tokens, S sequences, B blocks of one padded batch, L queries of each, K keys of each,
-N query heads, G key-value heads, D head size, W the window.
+Shape letters: T packed tokens, S sequences, P blocks of a row (a block is a whole sequence or a part of one), B blocks
+of one kernel call, L queries and K keys of each of them, N query heads, G key-value heads, D head size, W the window.
 """
 
 from __future__ import annotations
@@ -30,43 +30,48 @@ from megatron_rl.actor.rotary import rotation
 from megatron_rl.types import Llama3Rope, ModelShape, YarnRope
 
 MAX_PADDING = 0.2
-"""A batch of similar blocks holds at most this share of padded queries."""
+"""The largest share of padded queries in one kernel call."""
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
-    """Blocks that are attended together."""
+class AttentionBlocks:
+    """Blocks of similar length that share one kernel call."""
 
     query_BL: Tensor
-    """int64: the packed position of every query; padding repeats its block's last one."""
+    """int64: the packed position of every query. Padding repeats the last position of its block."""
     key_BK: Tensor
-    """int64: of every key."""
+    """int64: the packed position of every key."""
     mask_LK: Tensor | None
-    """Which keys a query sees. None: it sees those up to itself, and the keys are the queries' own."""
+    """True where a query sees a key. None: the keys are the queries' own positions, and a query sees those up to
+    itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    batches: tuple[Batch, ...]
+    calls: tuple[AttentionBlocks, ...]
     unpad_T: Tensor
-    """int64: where each packed position stands in the batches' queries, flattened one after the other."""
+    """int64: the index of each packed position among the queries of all calls, padding included."""
     cos_T: Tensor
-    """[T, 1, D], float32."""
+    """float32, [T, 1, D]; `sin_T` too."""
     sin_T: Tensor
 
 
 @dataclass
 class PackedSequences(PackedSeqParams):
-    """Megatron hands it to every attention layer untouched."""
+    """The plans of one packed row. Megatron passes the object on to every attention layer unchanged."""
 
     full: AttentionPlan | None = None
     sliding: AttentionPlan | None = None
-    """Of the layers with a sliding window, where there are such."""
+    """The plan of the layers with a sliding window, if the model has any."""
 
 
 def packed_sequences(lengths_S: Tensor, shape: ModelShape, fused: bool) -> PackedSeqParams:
-    """What attention needs to know of a packed row: sequences of these lengths (on the CPU), one after the
-    other. `fused`: for Transformer Engine's attention."""
+    """What attention needs to know about a packed row.
+
+    Args:
+        lengths_S: the lengths of the sequences in their order, on the CPU.
+        fused: whether the layers are Transformer Engine's.
+    """
     if not fused:
         return PackedSequences(
             qkv_format="thd",
@@ -94,19 +99,19 @@ def plan_attention(
     scaling: Llama3Rope | YarnRope | None = None,
     window: int | None = None,
 ) -> AttentionPlan:
-    """The plan of our own attention over one row.
+    """The plan of `PackedAttention` for one row.
 
     Args:
-        window: tokens that a token sees, its own included; None is all.
+        window: the number of tokens that a token sees, itself included; None means all before it.
     """
     device = platform.device()
     starts_S = F.pad(lengths_S.cumsum(0), (1, 0))
     num_tokens = int(starts_S[-1])
     heads = (starts_S[:-1], lengths_S if window is None else lengths_S.clamp(max=window), None)
     tails = [] if window is None else [(*_tails(lengths_S, window), window)]
-    batches, unpad_T, offset = [], torch.empty(num_tokens, dtype=torch.int64), 0
+    calls, unpad_T, offset = [], torch.empty(num_tokens, dtype=torch.int64), 0
     for first_P, length_P, reach in (heads, *tails):
-        for members in _similar(length_P):
+        for members in _group_by_length(length_P):
             first_B1, length_B1 = first_P[members, None], length_P[members, None]
             column_L = torch.arange(int(length_B1.max()))
             query_BL = first_B1 + torch.minimum(column_L, length_B1 - 1)
@@ -119,14 +124,14 @@ def plan_attention(
                 key_BK = first_B1 + torch.minimum(column_K, length_B1 - 1)
                 back_LK = column_L[:, None] - column_K
                 mask_LK = ((back_LK >= 0) & (back_LK < reach)).to(device)
-            batches.append(Batch(query_BL.to(device), key_BK.to(device), mask_LK))
+            calls.append(AttentionBlocks(query_BL.to(device), key_BK.to(device), mask_LK))
     position_T = torch.arange(num_tokens) - torch.repeat_interleave(starts_S[:-1], lengths_S)
     cos_T, sin_T = rotation(position_T, head_dim, theta, scaling)
-    return AttentionPlan(tuple(batches), unpad_T.to(device), cos_T.to(device), sin_T.to(device))
+    return AttentionPlan(tuple(calls), unpad_T.to(device), cos_T.to(device), sin_T.to(device))
 
 
 def _tails(lengths_S: Tensor, window: int) -> tuple[Tensor, Tensor]:
-    """(packed position of the first query, number of queries) of every block behind a sequence's first W tokens."""
+    """(packed position of the first query, number of queries) of every block after the first W tokens of a sequence."""
     num_S = (lengths_S - 1) // window
     owner_P = torch.repeat_interleave(torch.arange(len(lengths_S)), num_S)
     index_P = torch.arange(len(owner_P)) - torch.repeat_interleave(num_S.cumsum(0) - num_S, num_S)
@@ -135,8 +140,8 @@ def _tails(lengths_S: Tensor, window: int) -> tuple[Tensor, Tensor]:
     return first_P, (ends_S[owner_P] - first_P).clamp(max=window)
 
 
-def _similar(length_P: Tensor) -> list[Tensor]:
-    """Indices of the blocks, longest first, cut where padding to the longest would exceed MAX_PADDING."""
+def _group_by_length(length_P: Tensor) -> list[Tensor]:
+    """The indices of the blocks, longest first, in groups that hold at most MAX_PADDING of padding."""
     if not len(length_P):
         return []
     order = torch.argsort(length_P, descending=True, stable=True)
@@ -151,7 +156,8 @@ def _similar(length_P: Tensor) -> list[Tensor]:
 
 
 class PackedAttention(torch.nn.Module):
-    """Megatron's `core_attention`: query-key-value of a packed row to the heads' outputs."""
+    """The module `core_attention` of a Megatron layer: from query, key and value of a packed row to the heads'
+    outputs."""
 
     def __init__(self, config: TransformerConfig, layer_number: int, **unused):
         super().__init__()
@@ -169,25 +175,33 @@ class PackedAttention(torch.nn.Module):
         packed_seq_params: PackedSequences,
         **unused,
     ) -> Tensor:
-        """query [T, N, D], key and value [T, G, D], before rotation; returns [T, N * D]."""
+        """
+        Args:
+            query: [T, N, D], before rotation.
+            key: [T, G, D], before rotation.
+            value: [T, G, D].
+
+        Returns:
+            [T, N * D].
+        """
         plan = packed_seq_params.sliding if self.slides else packed_seq_params.full
         num_heads, num_groups, head_dim = query.shape[1], key.shape[1], query.shape[2]
         cos_T, sin_T = plan.cos_T.to(query.dtype), plan.sin_T.to(query.dtype)
         rotated_T = _rotate(torch.cat((query, key), 1), cos_T, sin_T)
         qkv_T = torch.cat((rotated_T, value), 1)
         outputs = []
-        for batch in plan.batches:
-            if batch.mask_LK is None:
-                q, k, v = _gather(qkv_T, batch.query_BL).split((num_heads, num_groups, num_groups), dim=1)
+        for blocks in plan.calls:
+            if blocks.mask_LK is None:
+                q, k, v = _gather(qkv_T, blocks.query_BL).split((num_heads, num_groups, num_groups), dim=1)
             else:
-                q = _gather(qkv_T[:, :num_heads], batch.query_BL)
-                k, v = _gather(qkv_T[:, num_heads:], batch.key_BK).chunk(2, dim=1)
+                q = _gather(qkv_T[:, :num_heads], blocks.query_BL)
+                k, v = _gather(qkv_T[:, num_heads:], blocks.key_BK).chunk(2, dim=1)
             out = F.scaled_dot_product_attention(
                 q,
                 k,
                 v,
-                attn_mask=batch.mask_LK,
-                is_causal=batch.mask_LK is None,
+                attn_mask=blocks.mask_LK,
+                is_causal=blocks.mask_LK is None,
                 enable_gqa=num_heads != num_groups,
             )
             outputs.append(out.transpose(1, 2).reshape(-1, num_heads * head_dim))
@@ -195,11 +209,11 @@ class PackedAttention(torch.nn.Module):
 
 
 def _gather(x_T: Tensor, position_BL: Tensor) -> Tensor:
-    """[B, heads, L, D]"""
+    """Returns [B, heads, L, D]."""
     return x_T.index_select(0, position_BL.flatten()).view(*position_BL.shape, *x_T.shape[1:]).transpose(1, 2)
 
 
 def _rotate(x_T: Tensor, cos_T: Tensor, sin_T: Tensor) -> Tensor:
-    """On the two halves of each head."""
+    """Rotate the two halves of each head."""
     first, second = x_T.chunk(2, dim=-1)
     return x_T * cos_T + torch.cat((-second, first), -1) * sin_T

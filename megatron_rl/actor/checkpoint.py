@@ -1,12 +1,12 @@
-"""Checkpoints of the trainer: two files a rank, a manifest, and a rename that makes them real.
+"""Checkpoints of the trainer: two files per rank and a manifest, in a folder that gets its name when it is complete.
 
-The format is the mesh's own: it holds each rank's tensors as they lie in memory, so that a resumed run
-continues bit for bit, and it loads on the same mesh only. The portable form of the weights is the Hugging
-Face export (weights.py; tools/export_checkpoint.py makes it from any checkpoint). All ranks must see the same file
-system. The ranks' files are pickles: load only what you trust.
+A checkpoint holds each rank's tensors as they are in memory, so that a resumed run continues bit for bit. It therefore
+loads only on the mesh that wrote it. The portable form of the weights is the Hugging Face export (weights.py;
+tools/export_checkpoint.py makes it from any checkpoint). All ranks must see the same file system. The ranks' files are
+pickles: load only what you trust.
 
-Invariants (tests/dist): the folder exists whole or not at all, whatever fails and whenever the process is killed; every
-rank raises when one does; a byte that is not the one that was written is an error that names its file.
+Invariants (tests/dist): the folder is complete or absent, whatever fails and whenever the process is killed; if one
+rank raises, all do; a changed byte is an error that names the file.
 """
 
 from __future__ import annotations
@@ -34,14 +34,15 @@ FORMAT = 3
 MANIFEST = "manifest.json"
 EXTRA = "extra.json"
 WEIGHTS, STATE = "rank{}.weights.pt", "rank{}.state.pt"
-"""The weights by Megatron's names, and what else the next step depends on, by rank."""
+"""The two files of a rank: the weights by Megatron's names, and everything else that the next step depends on."""
 CHUNK_BYTES = 2**24
 AT_FDCWD, RENAME_EXCHANGE = -100, 2
-"""linux/fcntl.h, linux/fs.h"""
+"""Constants of linux/fcntl.h and linux/fs.h."""
 
 
 def save(folder: Path, identity: dict, state: dict, extra: dict, agreement: Agreement) -> None:
-    """Write this rank's `state`; rank 0 adds `extra`, in JSON's types, and the manifest with every file's crc32."""
+    """Write this rank's `state`. Rank 0 adds `extra`, which must consist of JSON's types, and the manifest with every
+    file's crc32."""
     with atomic_folder(folder, agreement) as temporary:
         files: dict[str, dict[str, int]] = {}
         with agreement.on_errors():
@@ -61,10 +62,10 @@ def save(folder: Path, identity: dict, state: dict, extra: dict, agreement: Agre
 
 
 def load(folder: Path, identity: dict, agreement: Agreement) -> tuple[dict, dict]:
-    """This rank's state and rank 0's extra.
+    """Read this rank's state and rank 0's extra.
 
     Raises:
-        ValueError: no checkpoint, a damaged one, or one of another mesh, model or format.
+        ValueError: the folder is not a checkpoint or is damaged, or another mesh, model or format wrote it.
     """
     state, extra = {}, {}
     with agreement.on_errors():
@@ -80,26 +81,26 @@ def load(folder: Path, identity: dict, agreement: Agreement) -> tuple[dict, dict
 def read_manifest(folder: Path) -> dict[str, Any]:
     """
     Raises:
-        ValueError: the folder is no checkpoint, a damaged one, or one of another format.
+        ValueError: the folder is not a checkpoint or is damaged, or it has another format.
     """
     path = folder / MANIFEST
     if not path.is_file():
-        raise ValueError(f"{folder} is no checkpoint: it has no {MANIFEST}")
+        raise ValueError(f"{folder} is not a checkpoint: it has no {MANIFEST}")
     try:
         manifest = json.loads(path.read_text())
     except ValueError as error:
         raise ValueError(f"{path} is damaged ({error}); resume from another checkpoint: --resume STEP") from error
     if manifest.get("format") != FORMAT:
         found = manifest.get("format")
-        raise ValueError(f"{folder} has the checkpoint format {found}, this version reads {FORMAT}")
+        raise ValueError(f"{folder} has the checkpoint format {found}, but this version reads format {FORMAT}")
     return manifest
 
 
 def read_part(folder: Path, manifest: dict[str, Any], name: str, *, mapped: bool = False) -> dict[str, Any]:
-    """One file of one rank, on the CPU.
+    """Read one file of one rank to the CPU.
 
     Args:
-        mapped: the tensors stay in the file, which must outlive them, and are read when they are used.
+        mapped: map the file instead, so that tensors are read when they are used. The file must outlive them.
 
     Raises:
         ValueError: the file is missing or damaged.
@@ -131,8 +132,8 @@ def _check_bytes(path: Path, manifest: dict[str, Any]) -> None:
         raise ValueError(f"cannot read {path}: {error}; resume from another checkpoint: --resume STEP") from error
     if found != wanted:
         raise ValueError(
-            f"{path} is damaged: it has {found['bytes']} bytes with the crc32 {found['crc32']:08x}, written were "
-            f"{wanted['bytes']} with {wanted['crc32']:08x}; resume from another checkpoint: --resume STEP"
+            f"{path} is damaged: it has {found['bytes']} bytes with the crc32 {found['crc32']:08x}, but the run wrote "
+            f"{wanted['bytes']} bytes with {wanted['crc32']:08x}; resume from another checkpoint: --resume STEP"
         )
 
 
@@ -140,35 +141,35 @@ def _check_identity(folder: Path, manifest: dict[str, Any], identity: dict) -> N
     for key, mine in json.loads(json.dumps(identity)).items():  # JSON has no tuples
         if manifest.get(key) != mine:
             raise ValueError(
-                f"{folder} was written with {key} {manifest.get(key)}, this run has {mine}. A checkpoint "
-                f"resumes as it was written; to change this, start from its Hugging Face export"
+                f"{folder} was written with {key} {manifest.get(key)}, but this run has {mine}. A checkpoint can only "
+                f"resume with the same {key}; to change it, start from the checkpoint's Hugging Face export"
             )
 
 
 @contextmanager
 def atomic_folder(folder: Path, agreement: Agreement) -> Iterator[Path]:
-    """A temporary folder beside `folder`, renamed to it when all ranks have left the block without an error
-    and removed otherwise. An older folder of the name is replaced."""
+    """A temporary folder beside `folder`. It is renamed to `folder` when all ranks have left the block without an
+    error, and removed otherwise. It replaces an older folder of that name."""
     token = agreement.gather(uuid.uuid4().hex[:8])[0]
     temporary = folder.with_name(f"{folder.name}.tmp-{token}")
-    leads = agreement.rank == 0
+    is_first = agreement.rank == 0
     try:
         with agreement.on_errors():
-            if leads:
-                for stale in folder.parent.glob(f"{folder.name}.tmp-*"):  # of a process that was killed
+            if is_first:
+                for stale in folder.parent.glob(f"{folder.name}.tmp-*"):  # a process that was killed left it
                     shutil.rmtree(stale)
                 temporary.mkdir(parents=True)
         yield temporary
         with agreement.on_errors():
-            if leads:
+            if is_first:
                 _publish(temporary, folder)
     finally:
-        if leads:
+        if is_first:
             shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _publish(temporary: Path, folder: Path) -> None:
-    """Give the folder its name in one step of the file system: at every moment one whole folder has the name."""
+    """Give the folder its name in one atomic operation, so that the name always belongs to a complete folder."""
     sync(temporary)
     if folder.exists():
         _exchange(temporary, folder)
@@ -179,10 +180,10 @@ def _publish(temporary: Path, folder: Path) -> None:
 
 
 def _exchange(a: Path, b: Path) -> None:
-    """Two folders of one file system get each other's names at once (Linux's renameat2).
+    """Exchange the names of two folders of one file system atomically (Linux's renameat2).
 
-    A file system that cannot do so (some network file systems) gets two renames: after a crash between them, the older
-    folder lies beside the name, with `-old` at its end.
+    Some network file systems cannot do this; there the names are exchanged by renames. A crash between them leaves the
+    older folder under the name `a` with `-old` at its end.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if not libc.renameat2(AT_FDCWD, os.fsencode(a), AT_FDCWD, os.fsencode(b), RENAME_EXCHANGE):
@@ -197,7 +198,7 @@ def _exchange(a: Path, b: Path) -> None:
 
 
 class _Checksummed:
-    """A file that keeps the crc32 of what is written to it, so that nothing is read again."""
+    """A file that computes the crc32 while it is written, so that it need not be read again."""
 
     def __init__(self, file: Any) -> None:
         self._file = file
@@ -213,7 +214,7 @@ class _Checksummed:
 
 
 def _write(path: Path, value: Any) -> dict[str, int]:
-    """Returns the file's size and crc32."""
+    """Write a file and return its size and crc32."""
     try:
         with path.open("wb") as file:
             written = _Checksummed(file)

@@ -1,7 +1,7 @@
-"""The output layer without its product: Megatron's model ends with hidden states, and the log-probs and entropies are
-computed from them in chunks (algorithms/logprobs.py), with the vocabulary split over the tensor-parallel ranks.
+"""The output layer without its matrix product. Megatron's model ends with hidden states. Log-probs and entropies are
+computed from these in chunks (algorithms/logprobs.py), with the vocabulary split over the tensor-parallel ranks.
 
-Invariant (tests/dist): value and gradients equal log_softmax of the whole logits, whatever the split.
+Invariant (tests/dist): value and gradients equal those of log_softmax over the whole logits, for every split.
 
 Shape letters: T packed tokens, V this rank's rows of the output layer, H hidden size.
 """
@@ -23,9 +23,9 @@ from megatron_rl.algorithms.logprobs import VocabularyShard
 
 
 class OutputLayer(ColumnParallelLinear):
-    """It keeps Megatron's parameter with its name, initialisation and marks, but returns the inputs of the matrix
-    product, [T, 1, H] of all the row's tokens. The gradients of these are summed over the tensor-parallel ranks
-    here."""
+    """Megatron's output layer with the same parameter (name, initialisation, attributes), but `forward` returns the
+    input of the matrix product: the hidden states of all tokens of the row, [T, 1, H]. In the backward pass their
+    gradients are summed over the tensor-parallel ranks."""
 
     def forward(self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None):
         if self.sequence_parallel:
@@ -34,14 +34,16 @@ class OutputLayer(ColumnParallelLinear):
 
 
 def output_weight(gpt: GPTModel) -> Tensor:
-    """The weight [V, H], on the last pipeline stage; if it is tied, the embedding's or this stage's copy of that."""
+    """The output layer's weight, [V, H]; call it on the last pipeline stage. If it is tied, this is the embedding's
+    weight or this stage's copy of it."""
     if gpt.share_embeddings_and_output_weights:
         return gpt.shared_embedding_or_output_weight()
     return gpt.output_layer.weight
 
 
 def vocabulary_shard(num_rows: int, vocab_size: int, group: dist.ProcessGroup) -> VocabularyShard:
-    """Rank r of the group holds the rows [r V, (r + 1) V) of the padded vocabulary; V is num_rows."""
+    """This rank's part of the vocabulary. Rank r of the group holds the rows [r V, (r + 1) V) of the padded vocabulary;
+    V is `num_rows`."""
 
     def reduced(op: dist.ReduceOp) -> Callable[[Tensor], Tensor]:
         def reduce(x: Tensor) -> Tensor:

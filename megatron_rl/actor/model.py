@@ -1,10 +1,10 @@
-"""The model: Megatron-Core's GPTModel, built from a ModelShape, that ends with hidden states (logprobs.py).
+"""Builds the model from a ModelShape: Megatron-Core's GPTModel, which ends with hidden states here (logprobs.py).
 
-With Transformer Engine and bf16 the layers are its fused ones (not run); otherwise they are Megatron's own linear
-layers with our norms and packed attention. What a family has is asked of its table (`layout`).
-Megatron initialises the weights although they are loaded afterwards (weights.py): without that it does not mark which
-are split over TP, and gradient norms come out wrong. Invariant (tests/dist): logits equal those of transformers for
-the same Hugging Face folder.
+With Transformer Engine and bf16 the layers are Transformer Engine's fused ones (not run yet). Otherwise they are
+Megatron's own linear layers with our norms and packed attention. The family's table (`layout`) says what its layers
+have. Megatron initialises the weights although they are loaded afterwards (weights.py): without initialisation it does
+not mark which weights are split over TP, and gradient norms are wrong. Invariant (tests/dist): logits equal those of
+transformers for the same Hugging Face folder.
 """
 
 from __future__ import annotations
@@ -36,12 +36,16 @@ def uses_fused_layers(model: ModelConfig) -> bool:
 
 
 def check_fused_layers(shape: ModelShape) -> None:
-    """Raises ValueError for what Transformer Engine's layers, or what Megatron passes to them, cannot express."""
+    """Check that Transformer Engine's layers, as Megatron uses them, can express the model.
+
+    Raises:
+        ValueError: the model has norms after its blocks, or a rotary scaling that Megatron does not pass on.
+    """
     rope, advice = shape.rope_scaling, "; set model.dtype to float32, which runs Megatron's own layers"
     if FAMILIES[shape.family].post_norm:
-        raise ValueError(f"Transformer Engine's layers have no norm behind a block, {shape.family} has{advice}")
+        raise ValueError(f"{shape.family} has norms after its blocks, Transformer Engine's layers have none{advice}")
     if rope is not None and rope != Llama3Rope(rope.factor, 1.0, 4.0, 8192):
-        raise ValueError(f"with Transformer Engine's layers Megatron has Llama 3.1's rotary scaling alone{advice}")
+        raise ValueError(f"with Transformer Engine's layers Megatron supports only Llama 3.1's rotary scaling{advice}")
 
 
 def transformer_config(shape: ModelShape, model: ModelConfig, parallel: ParallelConfig) -> TransformerConfig:
@@ -74,7 +78,7 @@ def transformer_config(shape: ModelShape, model: ModelConfig, parallel: Parallel
         expert_tensor_parallel_size=mesh.expert_ways,
         sequence_parallel=parallel.sequence_parallel,
         variable_seq_lengths=True,
-        moe_token_dispatcher_type="alltoall",  # asked for by variable_seq_lengths, dense models included
+        moe_token_dispatcher_type="alltoall",  # variable_seq_lengths requires it, even for dense models
         deallocate_pipeline_outputs=True,
         calculate_per_token_loss=True,  # gradients are summed over micro-batches and DP (step.py)
         bias_activation_fusion=fused,
@@ -96,8 +100,8 @@ def _window(shape: ModelShape) -> dict[str, Any]:
 
 
 def _mixture(shape: ModelShape, fused: bool) -> dict[str, Any]:
-    """No auxiliary loss and no capacity: every token passes the experts that its router scores highest, as in the
-    engine. The router's product is in fp32, where bf16 would round neighbours to ties."""
+    """There is no auxiliary loss and no capacity: every token goes to the experts that the router scores highest, as in
+    the engine. The router computes in fp32, because in bf16 close scores would round to ties."""
     experts = shape.experts
     if experts is None:
         return {}
@@ -107,7 +111,7 @@ def _mixture(shape: ModelShape, fused: bool) -> dict[str, Any]:
         "moe_ffn_hidden_size": experts.ffn_size,
         "moe_layer_freq": [int(shape.has_experts(layer)) for layer in range(shape.num_layers)],
         "moe_router_score_function": experts.score,
-        "moe_router_pre_softmax": not experts.normalised,  # else the softmax is over the active experts alone
+        "moe_router_pre_softmax": not experts.normalised,  # False: the softmax is over the active experts only
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_router_dtype": "fp32",
@@ -116,7 +120,7 @@ def _mixture(shape: ModelShape, fused: bool) -> dict[str, Any]:
 
 
 def build_model(shape: ModelShape, model: ModelConfig, parallel: ParallelConfig, stage: int) -> DistributedDataParallel:
-    """This rank's pipeline stage, wrapped for bf16 and data parallelism."""
+    """Build this rank's pipeline stage, wrapped for bf16 and data parallelism."""
     config = transformer_config(shape, model, parallel)
     fused = uses_fused_layers(model)
     if fused:
@@ -136,7 +140,7 @@ def build_model(shape: ModelShape, model: ModelConfig, parallel: ParallelConfig,
         rope_scaling_factor=scaling.factor if scaling else 1.0,
     )
     if gpt.post_process:
-        gpt.output_layer.__class__ = OutputLayer  # GPTModel takes no class for it; only forward differs
+        gpt.output_layer.__class__ = OutputLayer  # GPTModel has no option for this class; only `forward` differs
     gpt.to(platform.device())
     wrapped = Float16Module(config, gpt) if config.bf16 else gpt
     ddp = DistributedDataParallelConfig(
@@ -147,7 +151,7 @@ def build_model(shape: ModelShape, model: ModelConfig, parallel: ParallelConfig,
 
 
 def _local_block(config: TransformerConfig, shape: ModelShape) -> TransformerBlockSubmodules:
-    """Megatron's own layers of this stage, with our modules in them."""
+    """The spec of this stage's layers: Megatron's own, with our norms and attention."""
     family = FAMILIES[shape.family]
     block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
     for layer in block.layer_specs:  # layers of one kind share one spec

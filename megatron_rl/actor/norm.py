@@ -1,8 +1,8 @@
-"""RMSNorm for the layers that run without Transformer Engine, and the layer whose norms stand behind its blocks.
+"""RMSNorm for the layers that run without Transformer Engine, and the layer that has its norms after attention and MLP.
 
-torch's own norm is written as six operations whose backward takes three times as long on a CPU as the one below.
-Invariants (tests/unit/actor, tests/dist): value and gradients equal torch.nn.functional.rms_norm, whether the width
-lies on one rank or is split over TP; bf16 is computed in fp32.
+On a CPU torch's own norm is a chain of six operations, whose backward pass takes three times as long as the one below.
+Invariants (tests/unit/actor, tests/dist): value and gradients equal those of torch.nn.functional.rms_norm, whether the
+normalised dim is on one rank or split over TP; bf16 inputs are computed in fp32.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron_rl.actor import platform
 
 
 class Norm(torch.nn.Module):
-    """Its weight tells Megatron to sum gradients over sequence-parallel ranks."""
+    """RMSNorm. An attribute of its weight tells Megatron to sum the gradients over sequence-parallel ranks."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **unused):
         super().__init__()
@@ -34,12 +34,16 @@ class Norm(torch.nn.Module):
 
 
 class WideNorm(torch.nn.Module):
-    """The norm of q or k over the width of all heads, whose heads are split over TP: each rank has the weights of its
-    own. They see every token of the row, so that their gradients need no sum, and none is asked for: Megatron's
-    `config.qk_layernorm`, which sums those of norms per head, must be off."""
+    """RMSNorm of q or k over all heads together. The heads are split over TP, and each rank holds the weights of its
+    own heads. Every rank sees all tokens of the row, so the weights' gradients need no sum over ranks. Megatron's
+    `config.qk_layernorm` must therefore be off: it sums the gradients of q and k norms."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, num_heads: int):
-        """`hidden_size` of one head, `num_heads` of all ranks."""
+        """
+        Args:
+            hidden_size: the size of one head.
+            num_heads: the number of heads on all ranks together.
+        """
         super().__init__()
         assert not config.qk_layernorm
         self.eps = eps
@@ -48,25 +52,28 @@ class WideNorm(torch.nn.Module):
         set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., heads, head size]"""
+        """
+        Args:
+            x: [..., heads, head size].
+        """
         group = self.group if self.group.size() > 1 else None
         return _RmsNorm.apply(x.flatten(-2), self.weight, self.eps, group).view(x.shape)
 
 
 class PostNormLayer(TransformerLayer):
-    """Megatron's layer with a norm of what attention and MLP add to the residual, in place of the norms of what they
-    read (OLMo 2, arXiv:2501.00656)."""
+    """Megatron's layer with norms of the outputs of attention and MLP, before these are added to the residual. It has
+    no norms of their inputs (OLMo 2, arXiv:2501.00656)."""
 
     def __init__(self, config: TransformerConfig, *args, **kwargs):
         super().__init__(config, *args, **kwargs)
         self.post_self_attn_layernorm = Norm(config, config.hidden_size, config.layernorm_epsilon)
         self.post_mlp_layernorm = Norm(config, config.hidden_size, config.layernorm_epsilon)
-        # Megatron asks these for the function that adds a block's output to the residual.
-        self.self_attn_bda = partial(_normed, self.post_self_attn_layernorm, self.self_attn_bda)
-        self.mlp_bda = partial(_normed, self.post_mlp_layernorm, self.mlp_bda)
+        # Megatron calls these to get the function that adds the output of attention or MLP to the residual.
+        self.self_attn_bda = partial(_norm_and_add, self.post_self_attn_layernorm, self.self_attn_bda)
+        self.mlp_bda = partial(_norm_and_add, self.post_mlp_layernorm, self.mlp_bda)
 
 
-def _normed(norm: Norm, get_add, training: bool, fused: bool):
+def _norm_and_add(norm: Norm, get_add, training: bool, fused: bool):
     add = get_add(training, fused)
 
     def add_normed(output_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
@@ -82,9 +89,9 @@ def _ones(length: int, config: TransformerConfig) -> torch.nn.Parameter:
 
 
 class _RmsNorm(torch.autograd.Function):
-    """y = x r w with r = 1 / sqrt(mean(x^2) + eps) over the last dim (Zhang and Sennrich 2019,
-    arXiv:1910.07467). With a group the last dim is split evenly over its ranks, and the two sums of the width, of x^2
-    and of its gradient's counterpart, are summed over them."""
+    """y = x r w with r = 1 / sqrt(mean(x^2) + eps) over the last dim (Zhang and Sennrich 2019, arXiv:1910.07467). With
+    a group the last dim is split evenly over its ranks, and the two means over it (of x^2 in the forward pass, of g w n
+    in the backward pass) are taken over all of them."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, eps: float, group: dist.ProcessGroup | None) -> Tensor:

@@ -1,9 +1,9 @@
 """Adam with decoupled weight decay through Megatron's optimizers, and the learning rate's schedule.
 
-With DP > 1 the optimizer is Megatron's distributed one: its state is split over the data-parallel ranks. As
-everywhere in Megatron, one-dimensional parameters (norms, biases) are not decayed. The n-th update, counted from 1,
-uses the schedule's n-th value: a warm-up of w steps takes lr / w first and lr at step w, and the run's last
-step takes lr * min_lr_ratio. Invariant (tests/dist): an update equals torch.optim.AdamW on the whole model.
+With DP > 1 this is Megatron's distributed optimizer, whose state is split over the data-parallel ranks. As in all of
+Megatron, one-dimensional parameters (norms, biases) are not decayed. The n-th update, counted from 1, uses the
+schedule's n-th value: a warm-up of w steps begins with lr / w and reaches lr at step w, and the run's last step uses
+lr * min_lr_ratio. Invariant (tests/dist): an update equals that of torch.optim.AdamW on the whole model.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def build_optimizer(
         max_lr=cfg.lr,
         min_lr=cfg.lr * cfg.min_lr_ratio,
         lr_warmup_steps=cfg.warmup_steps,
-        lr_decay_steps=max(total_steps, cfg.warmup_steps + 1),  # Megatron wants the warm-up to end
+        lr_decay_steps=max(total_steps, cfg.warmup_steps + 1),  # Megatron requires the decay to end after the warm-up
         lr_decay_style=cfg.schedule,
         start_wd=cfg.weight_decay,
         end_wd=cfg.weight_decay,
@@ -60,20 +60,20 @@ def build_optimizer(
 
 @torch.no_grad()
 def gradient_norm(optimizer: MegatronOptimizer) -> float:
-    """Hands the summed gradients to the optimizer and returns their global L2 norm, equal on every rank."""
+    """Pass the summed gradients to the optimizer and return their global L2 norm, which is equal on every rank."""
     optimizer.prepare_grads()
     return float(optimizer.get_grad_norm())
 
 
 @torch.no_grad()
 def apply_gradients(optimizer: MegatronOptimizer, grad_norm: float) -> None:
-    """Clip by the norm that `gradient_norm` returned, and step: Megatron's `step`, cut in two so that a norm
-    that is not finite never reaches the weights."""
+    """Clip the gradients by the norm that `gradient_norm` returned, and update the weights. Megatron does both in one
+    `step`; here they are separate, so that a gradient with a norm that is not finite never reaches the weights."""
     assert math.isfinite(grad_norm)
     clip = optimizer.config.clip_grad
-    # Megatron has an optimizer of its own for experts that are shared out.
+    # Under expert parallelism Megatron has a separate optimizer for the experts.
     parameters = [p for chained in optimizer.chained_optimizers for p in chained.get_parameters()]
     if clip > 0 and parameters:
         clip_grad_by_total_norm_fp32(parameters, max_norm=clip, total_norm=grad_norm)
     succeeded = optimizer.step_with_ready_grads()
-    assert succeeded, "Megatron skips a step only for a loss scale, and there is none"
+    assert succeeded, "Megatron skips a step only because of loss scaling, which is not used"

@@ -1,8 +1,8 @@
-"""Samples to packed micro-batches: one row of tokens after tokens, no padding but the alignment's.
+"""Packs samples into micro-batches: the sequences follow each other in one row, padded only to the alignment.
 
-Invariants (tests/unit/actor): entry t of every column speaks of the token that position t predicts, the next
-one of the same sample; a sample's last position and the padding predict nothing and are no actions; the same
-samples in another packing give the same columns, sample by sample.
+Invariants (tests/unit/actor): entry t of every column belongs to the token that position t predicts, which is the next
+token of the same sample; a sample's last position and the padding predict nothing and are not actions; each sample's
+columns do not depend on the packing.
 
 Shape letters: T packed tokens, S samples of the micro-batch.
 """
@@ -23,26 +23,26 @@ from megatron_rl.types import Tokens
 @dataclass(frozen=True, slots=True)
 class TrainSample:
     name: str
-    """For error messages: prompt and index in its group."""
+    """The name for error messages: the prompt and the sample's index in its group."""
     tokens: Tokens
     advantage: float
-    """Shared by every action token of the sample."""
+    """The advantage of every action token of the sample."""
     weight: float
-    """What each action token's loss is multiplied by: aggregation and denominators in one."""
+    """The factor of each action token's loss; it contains the aggregation and the denominators."""
     index: int = 0
-    """In the step: with the position it names a token, whatever the packing."""
+    """The sample's index in the step. Index and position together identify a token in every packing."""
     version: int = 0
-    """The weights that the step begins with."""
+    """The version of the weights at the step's start."""
 
 
 @dataclass(frozen=True, slots=True)
 class Microbatch:
-    """One packed row. An empty micro-batch is one dummy sequence without actions."""
+    """One packed row. A micro-batch without samples holds one dummy sequence without actions."""
 
     names: tuple[str, ...]
-    """Of the samples; `columns.sample_T` is an index into them."""
+    """The names of the samples; `columns.sample_T` indexes them."""
     lengths_S: Tensor
-    """int64 [S], on the CPU: tokens of each sequence, alignment padding included; they sum to T."""
+    """int64 [S], on the CPU: the number of tokens of each sequence, padding included. The sum is T."""
     ids_T: Tensor
     target_T: Tensor
     """The next token of the same sample; 0 where there is none."""
@@ -59,11 +59,11 @@ class Microbatch:
         )
 
 
-def pack(samples: Sequence[TrainSample], alignment: int) -> Microbatch:
-    """One micro-batch, each sequence padded to a multiple of `alignment`.
+def pack_row(samples: Sequence[TrainSample], alignment: int) -> Microbatch:
+    """Pack samples into one micro-batch. Each sequence is padded to a multiple of `alignment`.
 
     Raises:
-        ValueError: a sample whose arrays differ in length, or that is empty; by name.
+        ValueError: a sample is empty or its arrays differ in length; the error names the sample.
     """
     lengths = [_length(sample) for sample in samples]
     padded = [-(-length // alignment) * alignment for length in lengths] or [alignment]
@@ -109,6 +109,6 @@ def _length(sample: TrainSample) -> int:
     if len(set(lengths)) != 1 or not lengths[0]:
         raise ValueError(
             f"sample {sample.name}: ids, action_mask, logp_rollout and version have {', '.join(map(str, lengths))} "
-            "entries; they must be equal in number and at least 1"
+            "entries; the four numbers must be equal and at least 1"
         )
     return lengths[0]

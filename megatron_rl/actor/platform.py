@@ -1,10 +1,9 @@
-"""Where Megatron-Core runs: CUDA with NCCL, or a plain CPU with gloo. No other file changes anything for it.
+"""Runs Megatron-Core on CUDA with NCCL, or on a plain CPU with gloo. No other file changes Megatron for the CPU.
 
-Megatron-Core says "cuda" in its source. Without a CUDA device, `running()` gives these words their CPU meaning for as
-long as its block lasts, in this thread: a torch function mode redirects `device="cuda"`, and `start` replaces the few
-functions that no mode can see and those for which gloo is less than NCCL. With CUDA nothing is touched. Invariant
-(tests/unit/actor): a tensor that Megatron's idioms ask for on "cuda" lies on the CPU inside the block, and fails as
-ever outside it.
+Megatron-Core's source uses "cuda" literally. Without a CUDA device a torch function mode maps `device="cuda"` to the
+CPU, in this thread and inside the block `running()`. `start` replaces the few functions that a function mode cannot
+see, and those for which gloo lacks a feature of NCCL. With CUDA nothing is changed. Invariant (tests/unit/actor): a
+tensor that Megatron's code creates on "cuda" is on the CPU inside the block, and is still an error outside it.
 
 The CUDA path (NCCL, Transformer Engine's layers) has not been run.
 """
@@ -23,17 +22,17 @@ from torch.overrides import TorchFunctionMode
 
 HAS_CUDA = torch.cuda.is_available()
 HAS_TRANSFORMER_ENGINE = HAS_CUDA and importlib.util.find_spec("transformer_engine") is not None
-"""Its layers run in bf16; an fp32 model runs Megatron's own (model.py)."""
+"""Transformer Engine's layers run in bf16; an fp32 model uses Megatron's own layers (model.py)."""
 TIMEOUT = timedelta(minutes=10)
-"""Of every collective: a rank whose neighbour died fails after it instead of waiting for ever."""
+"""The time-out of every collective. A rank whose neighbour died fails after it instead of waiting for ever."""
 
 
 class _CudaMeansCpu(TorchFunctionMode):
-    """Gives Megatron's CUDA idioms their CPU meaning."""
+    """Maps Megatron's uses of CUDA to the CPU."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
-            # Megatron recognises dtypes by this string, "torch.cuda.FloatTensor".
+            # Megatron recognises dtypes by strings such as "torch.cuda.FloatTensor".
             return func(*args).replace("torch.", "torch.cuda.", 1)
         if func is torch.Tensor.cuda:
             return args[0]
@@ -43,14 +42,14 @@ class _CudaMeansCpu(TorchFunctionMode):
 
 
 def running() -> AbstractContextManager:
-    """Everything of Megatron's runs inside this block."""
+    """The block inside which all of Megatron's code must run."""
     return nullcontext() if HAS_CUDA else _CudaMeansCpu()
 
 
 def start(rank: int, world_size: int, init_method: str) -> None:
-    """Join the trainer's process group."""
+    """Join the trainer's process group, and prepare torch and Megatron for this platform."""
     if HAS_CUDA:
-        # Megatron orders communication and compute by one hardware queue; read when CUDA starts.
+        # Megatron relies on one hardware queue to order communication and compute. CUDA reads this when it starts.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         torch.cuda.set_device(rank % torch.cuda.device_count())
     else:
@@ -65,12 +64,12 @@ def start(rank: int, world_size: int, init_method: str) -> None:
 
 
 def _replace_cuda_functions() -> None:
-    """What a function mode does not see, because no tensor takes part in it."""
+    """Replace the functions that a function mode cannot see, because they take no tensor."""
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
-    # It warns when the CPU's generator moves inside a region of the CUDA generator: here they are one.
+    # Megatron warns if the CPU's generator changes inside a region of the CUDA generator. Here they are the same one.
     logging.getLogger(random.__name__).setLevel(logging.ERROR)
     torch.cuda.current_device = lambda: "cpu"
     torch.cuda.synchronize = lambda device=None: None
@@ -79,9 +78,9 @@ def _replace_cuda_functions() -> None:
     random._get_cuda_rng_state = lambda device=None, clone=False, graph_safe=False: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, device=None, graph_safe=False: torch.set_rng_state(state)
     dist.all_gather, dist.reduce_scatter = _all_gather, _reduce_scatter
-    # A name that Megatron imports from Transformer Engine, and asks for whether it is None.
+    # Megatron reads this name, which it imports from Transformer Engine, and only checks whether it is None.
     moe_utils.te_general_gemm = None
-    # Numbers of tokens go to the CPU on a stream of their own; here they are there.
+    # Megatron copies the numbers of tokens to the CPU on a separate stream. Here they are already on the CPU.
     MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = "none"
     MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = _splits_to_numpy
 
@@ -92,7 +91,8 @@ _EQUAL_ALL_GATHER, _EQUAL_REDUCE_SCATTER = dist.all_gather, dist.reduce_scatter
 def _all_gather(
     parts: list[torch.Tensor], own: torch.Tensor, group: dist.ProcessGroup | None = None, async_op: bool = False
 ) -> dist.Work | None:
-    """As NCCL's, the ranks' parts need not be equal: the tokens of experts that are split over TP are not."""
+    """An all-gather that, like NCCL's, allows parts of different sizes. Experts that are split over TP need it, because
+    their ranks have different numbers of tokens."""
     if len({part.shape for part in parts}) == 1:
         return _EQUAL_ALL_GATHER(parts, own, group, async_op)
     assert group is not None and not async_op
@@ -110,6 +110,7 @@ def _reduce_scatter(
     group: dist.ProcessGroup | None = None,
     async_op: bool = False,
 ) -> dist.Work | None:
+    """A reduce-scatter that, like NCCL's, allows parts of different sizes."""
     if len({part.shape for part in parts}) == 1:
         return _EQUAL_REDUCE_SCATTER(own, parts, op, group, async_op)
     assert group is not None and not async_op
@@ -122,7 +123,8 @@ def _reduce_scatter(
 
 
 def _splits_to_numpy(dispatcher, point: str, tokens_per_expert: torch.Tensor | None = None) -> torch.Tensor | None:
-    """What is left of Megatron's copy to the CPU: `all_to_all` takes no tensors for the sizes of its parts."""
+    """Replaces Megatron's copy to the CPU. Only the conversion to NumPy is left, because `all_to_all` does not take the
+    sizes of its parts as tensors."""
     if point == dispatcher.cuda_dtoh_point:
         for name in ("input_splits", "output_splits", "output_splits_tp"):
             value = getattr(dispatcher, name)

@@ -1,5 +1,5 @@
-"""The angles of rotary embeddings (Su et al. 2021, arXiv:2104.09864) and the two ways of stretching them to longer
-contexts. Invariant (tests/unit/actor): equal to transformers'.
+"""The angles of rotary embeddings (Su et al. 2021, arXiv:2104.09864), with two ways of scaling them to longer contexts:
+Llama 3.1's and YaRN. Invariant (tests/unit/actor): they equal those of transformers.
 
 Shape letters: T packed tokens, D head size.
 """
@@ -17,7 +17,7 @@ from megatron_rl.types import Llama3Rope, YarnRope
 def rotation(
     position_T: Tensor, head_dim: int, theta: float, scaling: Llama3Rope | YarnRope | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Cosine and sine, [T, 1, D] float32 each, the same for both halves of a head."""
+    """Cosine and sine of the angles, float32 [T, 1, D] each. Both halves of a head have the same values."""
     frequency = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     factor = 1.0
     if isinstance(scaling, Llama3Rope):
@@ -29,16 +29,18 @@ def rotation(
 
 
 def _llama3(frequency: Tensor, scaling: Llama3Rope) -> Tensor:
-    """Wavelengths above original / low are divided by the factor, below original / high they stay, and between the
-    two the frequency is interpolated (arXiv:2407.21783)."""
+    """Llama 3.1's scaling (arXiv:2407.21783). With n the original context length, the frequency is divided by the
+    factor where the wavelength is above n / low_freq_factor, unchanged where it is below n / high_freq_factor, and
+    interpolated between the two."""
     turns = scaling.original_max_positions * frequency / (2 * math.pi)
     kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     return torch.lerp(frequency / scaling.factor, frequency, kept.clamp(0, 1))
 
 
 def _yarn(frequency: Tensor, theta: float, scaling: YarnRope) -> Tensor:
-    """The same with a ramp over the index of the frequency, whose ends lie where `beta_fast` and `beta_slow` turns fit
-    into the original context, rounded outwards (arXiv:2309.00071, section 3.2)."""
+    """YaRN's scaling (arXiv:2309.00071, section 3.2). The interpolation is linear in the frequency's index. It begins
+    at the index of which `beta_fast` turns fit into the original context and ends at that of `beta_slow` turns; both
+    are rounded outwards."""
     head_dim = 2 * len(frequency)
 
     def index(turns: float) -> float:
@@ -51,7 +53,7 @@ def _yarn(frequency: Tensor, theta: float, scaling: YarnRope) -> Tensor:
 
 
 def _yarn_factor(scaling: YarnRope) -> float:
-    """Of cosine and sine: the attention's temperature."""
+    """YaRN's factor of cosine and sine, which acts as a temperature of the attention."""
 
     def growth(mscale: float) -> float:
         return 0.1 * mscale * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0

@@ -1,5 +1,4 @@
-"""A checkpoint of the trainer as a Hugging Face folder, made in one process, without Megatron-Core and without the
-ranks that wrote it.
+"""Exports a checkpoint of the trainer as a Hugging Face folder, in one process and without Megatron-Core.
 
 Invariant (tests/e2e): the folder is, byte for byte, what the ranks themselves export from the same state.
 """
@@ -21,13 +20,13 @@ from megatron_rl.types import Mesh, ModelShape
 
 
 def export_saved(checkpoint: Path, target: Path, source: Path) -> int:
-    """Write a folder that transformers and vLLM load; it exists whole or not at all.
+    """Write a folder that transformers and vLLM load. The folder is complete or absent.
 
-    Memory: one file of the result (4 GiB) at a time. Read are the weights alone, not the optimizer's state.
+    Only the weights are read, not the optimizer's state, and one file of the result (4 GiB) is in memory at a time.
 
     Args:
         checkpoint: a folder `step_...` of a run.
-        source: a Hugging Face folder of the same model, for configuration and tokenizer.
+        source: a Hugging Face folder of the same model, which gives configuration and tokenizer.
 
     Returns:
         The bytes of all tensors.
@@ -65,7 +64,7 @@ def _join(name: str, extents: tuple[int, ...], holders: Any, weights: Any, dtype
 
 
 def _tuples(fields: dict[str, Any]) -> dict[str, Any]:
-    """JSON has no tuples."""
+    """The fields with tuples in the place of lists, because JSON has no tuples."""
     return {key: _tuple(value) for key, value in fields.items()}
 
 

@@ -1,7 +1,7 @@
-"""Everything that the next training step depends on, in and out of a trainer rank: weights, the optimizer's
-state, the place in the learning rate's schedule, and the generators of Python, NumPy, torch and Megatron.
+"""Reads and restores everything that the next training step of a rank depends on: the weights, the optimizer's state,
+the position in the learning rate's schedule, and the random generators of Python, NumPy, torch and Megatron.
 
-Invariant (tests/dist): a run that goes on from a restored state equals, bit for bit, one that never stopped.
+Invariant (tests/dist): a run that continues from a restored state equals, bit for bit, one that never stopped.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron_rl.actor import platform
 
 
 def local_parameters(model: DistributedDataParallel) -> dict[str, Tensor]:
-    """Live tensors by GPTModel's own names, without those of its wrappers (DDP, bf16)."""
+    """The live parameters by GPTModel's names, without the prefixes of its wrappers (DDP, bf16)."""
     return {name.replace("module.", ""): parameter.data for name, parameter in model.named_parameters()}
 
 
@@ -56,11 +56,11 @@ def restore(
         mine = [{k: v for k, v in group.items() if k not in ("params", "step")} for group in inner.param_groups]
         inner.load_state_dict(saved)
         for group, settings in zip(inner.param_groups, mine, strict=True):
-            group.update(settings)  # learning rate, betas and decay are the configuration's; the moments are the state
+            group.update(settings)  # keep this run's learning rate, betas and decay, and only restore the moments
     for parameter, saved in zip(_main_parameters(model, optimizer), state["main_parameters"], strict=True):
         parameter.copy_(saved)
     scheduler.num_steps = state["num_updates"]
-    scheduler.step(0)  # the learning rate and decay of this run's configuration at that step
+    scheduler.step(0)  # sets the learning rate and decay that this run's configuration has at that step
     generators = state["random"]
     random.setstate(generators["python"])
     np.random.set_state(generators["numpy"])
@@ -71,13 +71,13 @@ def restore(
 
 
 def _inner(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer]:
-    """The optimizers that hold state. Megatron's own checkpoint of a distributed optimizer fails with torch's
-    AdamW, which keeps its step a parameter; the state as it lies in memory has no such trouble."""
+    """The torch optimizers that hold the state. Their state is saved as it is in memory, because Megatron's own
+    checkpoint of a distributed optimizer fails with torch's AdamW, which keeps a step for each parameter."""
     return [chained.optimizer for chained in optimizer.chained_optimizers]
 
 
 def _main_parameters(model: DistributedDataParallel, optimizer: MegatronOptimizer) -> list[Tensor]:
-    """The optimizer's fp32 copies of bf16 weights; fp32 weights have none."""
+    """The optimizer's fp32 copies of the weights. They exist only for bf16 weights."""
     if not model.config.bf16:
         return []
     return [p for inner in _inner(optimizer) for group in inner.param_groups for p in group["params"]]

@@ -1,10 +1,9 @@
 """One pass of Megatron's pipeline schedule over packed micro-batches.
 
 Megatron scales gradients in three places: the schedule divides by the number of micro-batches, DDP by DP, and
-finalisation by a token count. With `calculate_per_token_loss` the first two are off for a loss function of
-three values, and `finalize` below leaves out the third: the gradient is exactly the sum over micro-batches
-and data-parallel ranks. Invariant (tests/dist): it depends neither on the layout nor on the number of
-micro-batches.
+finalisation by a token count. With `calculate_per_token_loss` and a loss function that returns three values the first
+two are off, and `finalize` below leaves out the third. The gradient is then exactly the sum over micro-batches and
+data-parallel ranks. Invariant (tests/dist): it depends neither on the layout nor on the number of micro-batches.
 
 Shape letters: T packed tokens, V this rank's rows of the output layer, H hidden size.
 """
@@ -29,12 +28,12 @@ from megatron_rl.algorithms.logprobs import token_logprobs
 from megatron_rl.types import ModelShape
 
 MicrobatchLoss = Callable[[int, Tensor, Tensor | None], tuple[Tensor, Any]]
-"""(index of the micro-batch, logp_T, entropy_T) -> (its share of the loss, anything to return). logp_T and entropy_T
-are 0 where the target is no action; entropy_T is None unless the schedule computes it."""
+"""(index of the micro-batch, logp_T, entropy_T) -> (the micro-batch's share of the loss, any result). logp_T and
+entropy_T are 0 where the target is not an action. entropy_T is None unless the schedule computes entropies."""
 
 
 def finalize(model: list, num_tokens: Tensor | None = None, **groups) -> None:
-    """Reduce the gradients over the groups as Megatron does, dividing by nothing."""
+    """Reduce the gradients over the groups as Megatron does, but without dividing by the number of tokens."""
     finalize_model_grads(model, None, **groups)
 
 
@@ -45,18 +44,21 @@ class Schedule:
         model.config.finalize_model_grads_func = finalize
         model.config.no_sync_func = model.no_sync
         self.fused = model.config.apply_rope_fusion
-        """True where the layers are Transformer Engine's."""
+        """Whether the layers are Transformer Engine's."""
         self._run = get_forward_backward_func()
 
     def run(self, microbatches: Sequence[Microbatch], loss: MicrobatchLoss, forward_only: bool = False) -> list[Any]:
-        """Returns what `loss` returned for each micro-batch. The last pipeline stage alone has it; others get an empty
-        list."""
+        """Run all micro-batches.
+
+        Returns:
+            The result that `loss` returned for each micro-batch, on the last pipeline stage; an empty list on others.
+        """
         assert microbatches
 
         def forward_step(indices: Iterator[int], model) -> tuple[Tensor, Callable]:
             i = next(indices)
             batch = microbatches[i]
-            # bf16 hidden states stay bf16: the products with the output layer's rows run in it.
+            # Hidden states stay in bf16, because the products with the output layer's rows run in bf16.
             extra = {"fp32_output": False} if model.config.bf16 else {}
             output = model(
                 input_ids=batch.ids_T[None],
@@ -72,7 +74,7 @@ class Schedule:
             data_iterator=iter(range(len(microbatches))),
             model=[self.model],
             num_microbatches=len(microbatches),
-            seq_length=len(microbatches[0].ids_T),  # Megatron does not use it: lengths vary, and stages exchange shapes
+            seq_length=len(microbatches[0].ids_T),  # unused: lengths vary, so the stages exchange shapes
             micro_batch_size=1,
             forward_only=forward_only,
         )

@@ -1,8 +1,7 @@
-"""Hugging Face folders in and out of the live parameters: loops over the shards of `layout`.
+"""Loads Hugging Face folders into the live parameters and exports them, in loops over the shards of `layout`.
 
-Loading reads on each rank its own rectangles alone. Exporting gathers one file's tensors at a time on rank 0.
-Invariants (tests/dist): export after load gives the same bits on every mesh; logits equal those of
-transformers.
+When loading, each rank reads only its own rectangles. The export gathers the tensors of one file at a time on rank 0.
+Invariants (tests/dist): export after load gives the same bits on every mesh; logits equal those of transformers.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from megatron_rl.actor import platform
 from megatron_rl.actor.checkpoint import atomic_folder, write_text
-from megatron_rl.convert.forms import split
+from megatron_rl.convert.forms import split_into_files
 from megatron_rl.convert.hub import INDEX, MAX_FILE_BYTES, companions, file_name, index_text
 from megatron_rl.convert.work import sync
 from megatron_rl.layout import FAMILIES, Box, Shard, megatron_shards, slices, volume
@@ -32,16 +31,16 @@ if TYPE_CHECKING:
 
 @torch.no_grad()
 def load_hf(actor: MegatronActor, folder: Path) -> None:
-    """Fill the parameters from a Hugging Face folder. A collective.
+    """Fill the parameters from a Hugging Face folder. All ranks must call this together.
 
     Raises:
-        ValueError: on every rank, when one finds a file missing, damaged or of another model.
+        ValueError: a rank finds a file missing, damaged or of another model; all ranks raise it.
     """
     parameters = actor.parameters()
     with actor.agreement.on_errors():
         index = read_index(Path(folder), actor.spec.shape)
         for parameter in parameters.values():
-            parameter.zero_()  # the vocabulary's padding rows are no HF rows
+            parameter.zero_()  # padding rows of the vocabulary exist in no HF tensor
         files: dict[Path, safe_open] = {}
         for shard in actor.shards:
             path = index[shard.hf_name]
@@ -55,8 +54,8 @@ def load_hf(actor: MegatronActor, folder: Path) -> None:
 
 @torch.no_grad()
 def export_hf(actor: MegatronActor, folder: Path) -> None:
-    """Write a folder that transformers and vLLM load: weights in the trainer's dtype, and the configuration,
-    tokenizer and chat template of model.path. A collective; the folder exists whole or not at all."""
+    """Write a folder that transformers and vLLM load. It has the weights in the trainer's dtype, and the configuration,
+    tokenizer and chat template of model.path. All ranks must call this together. The folder is complete or absent."""
     source, shape = Path(actor.spec.model.path), actor.spec.shape
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[actor.spec.model.dtype]
     files = hub_files(shape, dtype)
@@ -78,7 +77,7 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def write_companions(folder: Path, source: Path, files: list[dict[str, tuple[int, ...]]], dtype: torch.dtype) -> None:
-    """What a Hugging Face folder holds beside its tensors, from the folder that the run began with."""
+    """Write the files that a Hugging Face folder has beside its tensors. They come from the folder `source`."""
     for name, content in companions(source, str(dtype).removeprefix("torch.")).items():
         (folder / name).write_bytes(content)
         sync(folder / name)
@@ -88,14 +87,15 @@ def write_companions(folder: Path, source: Path, files: list[dict[str, tuple[int
 
 
 def hub_files(shape: ModelShape, dtype: torch.dtype) -> list[dict[str, tuple[int, ...]]]:
-    """The tensors of each file, whole and in order, with their extents."""
+    """The names and extents of the HF tensors of each file, in order."""
     tensors = FAMILIES[shape.family].hf_tensors(shape)
     sized = ((tensor, prod(tensor[1]) * dtype.itemsize) for tensor in tensors.items())
-    return [dict(file) for file in split(sized, MAX_FILE_BYTES)]
+    return [dict(file) for file in split_into_files(sized, MAX_FILE_BYTES)]
 
 
 def find_holders(shape: ModelShape, mesh: Mesh, fused_norms: bool) -> dict[str, list[tuple[int, Shard]]]:
-    """HF tensor -> (rank, shard), each rectangle from the first rank that holds it."""
+    """The shards that make up each HF tensor, as (rank, shard). Each rectangle comes from the first rank that holds
+    it."""
     seen: set[tuple[str, Box]] = set()
     holders: dict[str, list[tuple[int, Shard]]] = {}
     for rank in range(mesh.world_size):
@@ -112,7 +112,7 @@ def _gather(
     holders: dict[str, list[tuple[int, Shard]]],
     dtype: torch.dtype,
 ) -> dict[str, Tensor]:
-    """The whole tensors on rank 0, in CPU memory; nothing on the others."""
+    """The whole tensors in CPU memory on rank 0; an empty dictionary on the others."""
     parameters, gathered = actor.parameters(), {}
     for name, extents in tensors.items():
         whole = torch.empty(extents, dtype=dtype) if actor.rank == 0 else None

@@ -1,9 +1,9 @@
-"""The bridge over Ray: joins trainer ranks and engine workers, then starts both sides of every push; implements
+"""The bridge over Ray connects trainer ranks and engine workers, and starts both sides of every push; implements
 `ports.Bridge`.
 
-A push that fails is tried once more: engines that died are replaced, all join anew, and every engine gets the whole
-weights, so that one that missed a version is caught up too. Invariants (tests/e2e): an engine that died between two
-pushes does not end the run; a trainer rank that died does, with its name.
+A push that fails is tried once more: dead engines are replaced, all processes join anew, and every engine gets all
+weights, including an engine that missed an earlier version. Invariants (tests/e2e): an engine that dies between two
+pushes does not end the run; a trainer rank that dies ends it with an error that names the rank.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron_rl.bridge.join import host_store
 from megatron_rl.bridge.setup import BridgeSetup
 from megatron_rl.cluster.engines import EngineGroup
 from megatron_rl.cluster.policy import PolicyGroup
-from megatron_rl.cluster.waiting import gather, settle, told
+from megatron_rl.cluster.waiting import explain, gather, settle
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.layout import Engines
 from megatron_rl.ports import PolicyLost
@@ -27,11 +27,12 @@ from megatron_rl.types import Metrics
 
 ATTEMPTS = 2
 GRACE_S = 30.0
-"""After a push's deadline, before a process that says nothing is taken for lost."""
+"""The time after a push's deadline in which a process may still report; then it counts as lost."""
 
 
 class RayBridge:
-    """Pushes by starting both sides at once and waiting for all: senders in the trainers, receivers in vLLM."""
+    """Pushes weights: it starts the senders in the trainer ranks and the receivers in vLLM at once, and waits for all
+    of them."""
 
     def __init__(
         self, config: GrpoRunConfig, spec: ActorSpec, policy: PolicyGroup, engines: EngineGroup, logs: Path
@@ -39,18 +40,18 @@ class RayBridge:
         """Join all trainer ranks and engine workers.
 
         Args:
-            logs: a push that had to be repeated leaves its cause in `bridge.log` there.
+            logs: the folder of `bridge.log`, which gets the cause of every push that had to be repeated.
 
         Raises:
-            ValueError: a parameter that the plan does not cover, or sides that disagree about the plan.
+            ValueError: the plan does not cover a parameter, or the two sides have different plans.
         """
         self._config, self._spec, self._policy, self._engines = config, spec, policy, engines
         self._host, self._log, self._epoch = ray.util.get_node_ip_address(), logs / "bridge.log", 0
         self._store = host_store(self._host)
         self._join()
-        self._num_told = 0
-        """Of the replaced engines, those that a push has told of."""
-        engines.bring_weights = self.mend
+        self._num_reported = 0
+        """The number of replaced engines that earlier pushes have already reported."""
+        engines.bring_weights = self.recover
 
     def _join(self) -> None:
         rollout, bridge = self._config.rollout, self._config.bridge
@@ -81,23 +82,24 @@ class RayBridge:
         gather(calls, processes, "to join the bridge", self._config.cluster.start_timeout_s)
 
     def push(self, version: int) -> Metrics:
-        """Bring the weights into every engine.
+        """Push the weights into every engine.
 
         Returns:
-            `sync/bytes` sent; `sync/paused_s`, the longest that an engine's running requests stood still;
-            `sync/repeated`, 1 if it took a second attempt; `sync/replaced_engines` since the last push.
+            `sync/bytes`: the bytes that were sent; `sync/paused_s`: the longest time for which an engine's requests
+            were paused; `sync/repeated`: 1 if a second attempt was needed; `sync/replaced_engines`: the number of
+            engines replaced since the last push.
 
         Raises:
             PolicyLost: a trainer rank died or does not answer.
-            RuntimeError: the second attempt failed too; with the cause.
+            RuntimeError: the second attempt failed too; the message has the cause.
         """
         metrics = self._push(version)
         num_replaced = self._engines.num_replaced
-        metrics["sync/replaced_engines"], self._num_told = num_replaced - self._num_told, num_replaced
+        metrics["sync/replaced_engines"], self._num_reported = num_replaced - self._num_reported, num_replaced
         return metrics
 
-    def mend(self, version: int) -> None:
-        """Replace the engines that died while they answered, and bring the weights into all engines again."""
+    def recover(self, version: int) -> None:
+        """Replace the engines that died while they answered, and push the weights into all engines again."""
         self._engines.replace_dead()
         self._join()
         self._push(version)
@@ -118,7 +120,7 @@ class RayBridge:
                 }
             error, name = _cause(failures)
             process = next(p for p in (*self._policy.processes, *self._engines.processes) if p.name == name)
-            cause = told(error, process)
+            cause = explain(error, process)
             with self._log.open("a") as log:
                 log.write(f"version {version}: {cause}\n")
             if any(isinstance(failures.get(name), RayActorError | GetTimeoutError) for name in trainers):
@@ -130,7 +132,7 @@ class RayBridge:
             self._join()
 
     def _attempt(self, version: int) -> dict[str, Any]:
-        """Results or errors, by name."""
+        """The result or the error of each process, by its name."""
         calls = [engine.receive.remote(version) for engine in self._engines.engines]
         calls += [rank.push.remote(version, self._config.bridge.verify) for rank in self._policy.ranks]
         outcomes = settle(calls, self._config.bridge.timeout_s + GRACE_S)
@@ -139,7 +141,8 @@ class RayBridge:
 
 
 def _cause(failures: dict[str, RayError]) -> tuple[RayError, str]:
-    """Of many failures the one that began it: a death, else what is no consequence of another's silence."""
+    """The failure that most likely caused the others: first a death, then an error that does not blame another
+    process."""
 
     def rank(name: str) -> int:
         error = failures[name]

@@ -1,10 +1,10 @@
 """vLLM engines as Ray actors; implements `ports.Engine`.
 
-An engine returns a few numbers a sample, and the tokens of each group as an object that stays in Ray's store; the
-verifier and the trainer ranks fetch it there. The driver owns it: it outlives an engine that dies.
+An engine returns a few numbers per sample. The tokens of each group are one object in Ray's store, from which the
+verifier and the trainer ranks fetch it. The driver owns the object, so it outlives an engine that dies.
 
 Invariants (tests/e2e): an engine that dies while it answers is replaced, and its prompts are asked again; answers are a
-function of weights, prompts and seed, so the run's numbers are those of an undisturbed one.
+function of weights, prompts and seed, so the run's numbers equal those of an undisturbed run.
 """
 
 from __future__ import annotations
@@ -19,25 +19,26 @@ import ray
 from ray.exceptions import RayError
 
 from megatron_rl.cluster.process import Location, Process, begin_process, locate
-from megatron_rl.cluster.waiting import gather, locate_all, settle, told
+from megatron_rl.cluster.waiting import explain, gather, locate_all, settle
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.rollout.engine import VllmEngine
 from megatron_rl.types import Group, Metrics, Prompt, Tokens
 
 ALIVE_S = 30.0
-"""An engine that does not say in this time that it lives is replaced."""
+"""An engine that does not answer within this time whether it is alive is replaced."""
 CLOSE_S = 30.0
-"""The longest that engines may take to end before they are ended."""
+"""The time that engines get to shut down before Ray kills them."""
 DEATH_CHECK_S = 1.0
-"""How often a call looks whether vLLM's processes still live."""
+"""The time between two checks of a running call whether vLLM's processes are alive."""
 ATTEMPTS = 3
-"""How often a prompt is asked when the engine that had it dies."""
+"""How often a prompt is asked at most if its engine dies."""
 
 log = logging.getLogger(__name__)
 
 
 class EngineRank:
-    """One engine, a TP group of vLLM workers, behind an asyncio Ray actor: it receives weights while it generates."""
+    """One engine, which is a TP group of vLLM workers, in an asyncio Ray actor: it can receive weights while it
+    generates."""
 
     def __init__(self, config: GrpoRunConfig, index: int, logs: str) -> None:
         begin_process(Path(logs) / f"engine_{index}.log", f"engine {index}")
@@ -67,7 +68,8 @@ class EngineRank:
     async def generate(
         self, prompts: list[Prompt], num_samples: int, version: int, seed: int, greedy: bool
     ) -> tuple[Any, ...]:
-        """The samples of all groups, and then the tokens of each group, which Ray keeps as objects of their own."""
+        """The samples of all groups, and after them the tokens of each group, which become separate objects in Ray's
+        store."""
         log.info("version %d: answering %d prompts, %d times each", version, len(prompts), num_samples)
         answers = await self._unless_dead(self.engine.generate(prompts, num_samples, version, seed, greedy))
         num_tokens = sum(sample.length - sample.num_prompt_tokens for group in answers for sample, _ in group)
@@ -76,7 +78,7 @@ class EngineRank:
         return samples, *([tokens for _, tokens in group] for group in answers)
 
     async def close(self) -> None:
-        """End vLLM's processes, which give back what they hold."""
+        """End vLLM's processes, so that they free their resources."""
         self.engine.close()
 
     async def _unless_dead(self, call: Coroutine[Any, Any, Any]) -> Any:
@@ -92,7 +94,7 @@ class EngineRank:
 
 
 class EngineGroup:
-    """All engines; prompts are dealt to them in contiguous parts of equal size."""
+    """All engines. Each of them gets a contiguous part of the prompts; the parts have equal size."""
 
     def __init__(self, config: GrpoRunConfig, logs: Path) -> None:
         """
@@ -104,9 +106,9 @@ class EngineGroup:
         self._check_room()
         self.processes = [Process(f"engine {i}", logs / f"engine_{i}.log", self._new(i)) for i in range(num)]
         self.num_replaced = 0
-        """Engines that were replaced since the run began."""
+        """The number of engines that were replaced since the run began."""
         self.bring_weights: Callable[[int], object] | None = None
-        """Pushes a version into all engines, replacing dead ones first; the bridge sets it."""
+        """Replaces dead engines and pushes a version into all engines; the bridge sets it."""
         self._starting: list[ray.ObjectRef] = [engine.start.remote() for engine in self.engines]
 
     @property
@@ -131,11 +133,11 @@ class EngineGroup:
         return ray.remote(EngineRank).options(num_cpus=0, num_gpus=gpus).remote(self._config, index, str(self._logs))
 
     def wait(self) -> None:
-        """Until every engine has started; they do so while the policy starts.
+        """Wait until every engine has started. They start while the policy starts.
 
         Raises:
             ValueError: the model or the budgets do not fit the engine.
-            ProcessLost: an engine has not been placed, or not started, in time.
+            ProcessLost: an engine was not placed or did not start in time.
         """
         self._place(self.processes)
         self._finish_start(self._starting, self.processes)
@@ -148,9 +150,9 @@ class EngineGroup:
         gather(calls, processes, "to start vLLM", self._config.cluster.start_timeout_s)
 
     def replace_dead(self) -> int:
-        """Start another engine in the place of each that has died or says nothing; returns how many.
+        """Start a new engine for each one that has died or does not answer, and return their number.
 
-        It is the same engine to the caller: index, seed and name. It holds no weights.
+        A new engine has the index, seed and name of the old one. It holds no weights.
         """
         answers = settle([engine.alive.remote() for engine in self.engines], ALIVE_S)
         dead = [index for index, answer in enumerate(answers) if answer is not True]
@@ -174,7 +176,7 @@ class EngineGroup:
 
         Raises:
             ValueError: a prompt does not fit the engine.
-            RuntimeError: engines died again and again.
+            RuntimeError: engines still died in the last of ATTEMPTS attempts.
         """
         num = len(self.processes)
         bounds = [len(prompts) * i // num for i in range(num + 1)]
@@ -185,19 +187,19 @@ class EngineGroup:
             failures = self._ask(asked, answered, (num_samples, version, seed, greedy))
             if not failures:
                 return [group for i in parts for group in answered[i]]
-            self._reject_what_no_other_engine_mends(failures)
+            self._raise_errors_of_live_engines(failures)
             for i, error in failures.items():
-                log.warning("version %d: %s", version, told(error, self.processes[i]))
-            assert self.bring_weights is not None, "the bridge is there before the first answer is asked"
+                log.warning("version %d: %s", version, explain(error, self.processes[i]))
+            assert self.bring_weights is not None, "the bridge is created before the first call of generate"
             self.bring_weights(version)
         i, error = next(iter(failures.items()))
-        raise told(error, self.processes[i]) from error
+        raise explain(error, self.processes[i]) from error
 
     def _ask(
-        self, parts: dict[int, list[Prompt]], answered: dict[int, list[Group]], how: tuple[int, int, int, bool]
+        self, parts: dict[int, list[Prompt]], answered: dict[int, list[Group]], options: tuple[int, int, int, bool]
     ) -> dict[int, RayError]:
-        """Ask these engines, and fill in what they answer; returns the errors of the others, by engine."""
-        num_samples, version, seed, greedy = how
+        """Ask the engines of `parts`. Write the answers into `answered`, and return the errors, both by engine."""
+        num_samples, version, seed, greedy = options
         calls = {
             i: self.processes[i]
             .actor.generate.options(num_returns=1 + len(part))
@@ -213,21 +215,22 @@ class EngineGroup:
                 answered[i] = [Group(*each, version) for each in zip(parts[i], samples, payloads, strict=True)]
         return failures
 
-    def _reject_what_no_other_engine_mends(self, failures: dict[int, RayError]) -> None:
-        """An engine that raised and still lives was asked something wrong."""
+    def _raise_errors_of_live_engines(self, failures: dict[int, RayError]) -> None:
+        """Raise the error of an engine that is still alive: the fault is in the request, so another engine would fail
+        too. An engine that did not answer in time is killed, so that it is replaced."""
         alive = settle([self.processes[i].actor.alive.remote() for i in failures], ALIVE_S)
         for (i, error), lives in zip(failures.items(), alive, strict=True):
             if lives is True and not isinstance(error, TimeoutError):
-                raise told(error, self.processes[i]) from error
-            if lives is True:  # it has not answered in time: it is taken for dead
+                raise explain(error, self.processes[i]) from error
+            if lives is True:
                 ray.kill(self.processes[i].actor)
 
     def tokens(self, group: Group) -> list[Tokens]:
-        """A group's payload, fetched to the driver: for the few answers that people read."""
+        """Fetch a group's tokens to the driver. Only the few answers that are shown to people need this."""
         return ray.get(group.payload, timeout=self._config.cluster.step_timeout_s)
 
     def close(self) -> None:
-        """End all engines that have started; the others, and what does not end in time, are left to Ray."""
+        """End all engines that have started. Ray ends the others, and those that do not end in time."""
         started, _ = ray.wait(self._starting, num_returns=len(self._starting), timeout=0)
         ready = [e for e, start in zip(self.engines, self._starting, strict=True) if start in started]
         settle([engine.close.remote() for engine in ready], CLOSE_S)

@@ -1,8 +1,7 @@
 """The policy as a group of Ray actors, one Megatron rank each; implements `ports.Policy` for the loop.
 
-The driver sends each rank the indices of its own samples and references to their tokens; the tokens go from the
-engine to the rank through Ray's object store. Every rank runs the same call at the same time: they meet in
-collectives.
+The driver sends each rank the indices of its own samples and references to their tokens. The tokens go from the engine
+to the rank through Ray's object store. All ranks run each call at the same time, because they meet in collectives.
 """
 
 from __future__ import annotations
@@ -34,21 +33,21 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Assigned:
-    """One sample of a rank: where its tokens are, and its numbers."""
+    """A sample that is assigned to a rank: where its tokens are, and its numbers."""
 
     group: int
-    """Index into the payloads that the rank gets."""
+    """The index of its group's payload among those that the rank gets."""
     index_in_group: int
     numbers: dict[str, Any]
     """The other fields of its `TrainSample`."""
 
 
 Assignment = list[list[list[Assigned]]]
-"""[mini-batch][micro-batch][sample] of one data-parallel rank."""
+"""The samples of one data-parallel rank, as [mini-batch][micro-batch][sample]."""
 
 
 class TrainerRank:
-    """One Megatron rank in a process of its own."""
+    """The process of one Megatron rank."""
 
     def __init__(self, spec: ActorSpec, rank: int, logs: str) -> None:
         begin_process(Path(logs) / f"trainer_{rank}.log", f"trainer rank {rank}")
@@ -59,14 +58,14 @@ class TrainerRank:
         return locate()
 
     def address(self) -> str:
-        """A free port on this node, where the ranks will meet."""
+        """An address with a free port on this node, at which the ranks will meet."""
         with socket.socket() as probe:
             probe.bind(("", 0))
             return f"tcp://{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
 
     def start(self, init_method: str) -> bool:
-        """Build and load this rank's part; tells whether it has Transformer Engine's fused norms."""
-        # Imported here, in the rank: the driver has no use for Megatron-Core and does not wait for it.
+        """Build and load this rank's part of the model. Returns whether it has Transformer Engine's fused norms."""
+        # Only the ranks import this: the driver does not need Megatron-Core and need not wait for its import.
         from megatron_rl.actor.actor import MegatronActor
         from megatron_rl.actor.weights import load_hf
 
@@ -134,7 +133,7 @@ class PolicyGroup:
         """Start the processes and load the model's weights.
 
         Raises:
-            ValueError: the cluster lacks the CPUs or GPUs that the ranks ask for.
+            ValueError: the cluster has fewer CPUs or GPUs than the ranks need.
         """
         self.mesh: Mesh = spec.policy.parallel.mesh
         world = self.mesh.world_size
@@ -145,10 +144,10 @@ class PolicyGroup:
         for kind, each in bundle.items():
             if have.get(kind, 0) < each * world:
                 raise ValueError(
-                    f"the policy needs {world} ranks x {each:g} {kind}, Ray has {have.get(kind, 0):g} {kind}; lower "
-                    f"policy.parallel or cluster.{kind.lower()}s_per_trainer, or add nodes"
+                    f"the policy needs {world} ranks x {each:g} {kind}, but Ray has {have.get(kind, 0):g} {kind}; "
+                    f"lower policy.parallel or cluster.{kind.lower()}s_per_trainer, or add nodes"
                 )
-        # PACK fills a node before the next one: tensor-parallel neighbours share NVLink.
+        # PACK fills one node before the next, so that tensor-parallel neighbours share NVLink.
         placement = placement_group([bundle] * world, strategy="PACK")
         self._cluster = cluster
         self._needs = ", ".join(f"{each:g} {kind}" for kind, each in bundle.items())
@@ -167,7 +166,8 @@ class PolicyGroup:
         ]
 
     def start(self) -> None:
-        """Joins the ranks; apart from the constructor so that the engines can start meanwhile."""
+        """Connect the ranks and load the model. It is not part of the constructor, so that the engines can start at the
+        same time."""
         timeout_s = self._cluster.start_timeout_s
         locate_all(self.processes, timeout_s, self._needs)
         address = gather([self.ranks[0].address.remote()], self.processes[:1], "to find a port", timeout_s)[0]
@@ -201,11 +201,16 @@ class PolicyGroup:
         self._all("export_hf", "to export the model", str(folder.absolute()))
 
     def _all(self, method: str, doing: str, *arguments: Any) -> Any:
+        """Call a method on all ranks; see `_gather`."""
         return self._gather([getattr(rank, method).remote(*arguments) for rank in self.ranks], doing)
 
     def _gather(self, calls: Sequence[ray.ObjectRef], doing: str) -> Any:
-        """The ranks agree on the answer; the first one's is returned. They agree on a ValueError as well. After any
-        other error some of them may stand in a collective, and the policy is lost."""
+        """The ranks' common answer. They also agree on a ValueError.
+
+        Raises:
+            ValueError: the ranks raised it.
+            PolicyLost: any other error occurred. Some ranks may then be inside a collective for ever.
+        """
         try:
             return gather(calls, self.processes, doing, self._cluster.step_timeout_s)[0]
         except RuntimeError as error:
@@ -213,7 +218,7 @@ class PolicyGroup:
 
 
 def _assign(batch: Batch, plan: MicrobatchPlan, data_rank: int) -> tuple[Assignment, list[Any]]:
-    """A rank's samples, and the payloads of the groups that they belong to, those groups only."""
+    """The samples of a data-parallel rank, and the payloads of the groups that they belong to."""
     position: dict[int, int] = {}
     payloads: list[Any] = []
 

@@ -1,4 +1,5 @@
-"""One process of ours under Ray: its name, where it runs, its log, and what it is doing when it does not answer."""
+"""One of our processes under Ray: its name, its location and its log, and a way to see what it is doing when it does
+not answer."""
 
 from __future__ import annotations
 
@@ -18,9 +19,9 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 STACKS = signal.SIGUSR2
-"""A process of ours, or of vLLM below it, writes the Python stacks of all its threads to its log when it gets it."""
+"""On this signal our processes, and vLLM's below them, write the Python stacks of all threads to their log."""
 INSPECTION_S = 20.0
-"""The longest that looking at a silent process may take."""
+"""The time limit of `inspect`."""
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +41,7 @@ class Process:
     """A Ray actor as the driver sees it."""
 
     name: str
-    """For people: `trainer rank 3`."""
+    """The name in messages, such as `trainer rank 3`."""
     log: Path
     actor: Any
     location: Location | None = None
@@ -51,10 +52,10 @@ class Process:
 
 
 def begin_process(path: Path, name: str) -> None:
-    """Called first in a process: its output, and that of its children, goes to a file, and so do our log messages and,
-    on the signal `STACKS`, its stacks.
+    """Send the output of this process and its children, our log messages, and the stacks on the signal `STACKS` to the
+    file `path`. A process calls this first.
 
-    File descriptors are redirected, not sys.stdout, because vendors print from C++ and from subprocesses.
+    File descriptors are redirected instead of sys.stdout, because libraries print from C++ and from subprocesses.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab", buffering=0) as file:
@@ -66,7 +67,7 @@ def begin_process(path: Path, name: str) -> None:
 
 
 def log_to(handler: logging.Handler) -> None:
-    """Our messages from INFO on; those of libraries stay as they are."""
+    """Send our messages of level INFO and above to `handler`. The messages of libraries are not affected."""
     handler.setFormatter(logging.Formatter("%(asctime)s %(name)s: %(message)s"))
     ours = logging.getLogger("megatron_rl")
     ours.setLevel(logging.INFO)
@@ -75,12 +76,12 @@ def log_to(handler: logging.Handler) -> None:
 
 
 def locate() -> Location:
-    """Of the process that calls it."""
+    """The location of the calling process."""
     return Location(os.getpid(), socket.gethostname(), ray.get_runtime_context().get_node_id())
 
 
 def inspect(process: Process) -> str:
-    """What a process that does not answer is doing, in a few words; its stacks go to its log."""
+    """Describe in a few words what a process that does not answer is doing. Its stacks go to its log."""
     if process.location is None:
         return "it has not been placed"
     on_its_node = NodeAffinitySchedulingStrategy(process.location.node, soft=False)
@@ -94,7 +95,7 @@ def inspect(process: Process) -> str:
 
 
 def _ask_for_stacks(pid: int) -> str:
-    """Runs on the process's node."""
+    """Make a process and its children write their stacks, and describe its state. This runs on the process's node."""
     try:
         process = psutil.Process(pid)
         family = [process, *process.children(recursive=True)]
@@ -106,8 +107,8 @@ def _ask_for_stacks(pid: int) -> str:
             os.kill(member.pid, STACKS)
     stopped = [str(member.pid) for member in family if _status(member) == psutil.STATUS_STOPPED]
     if stopped:
-        return f"process {', '.join(stopped)} is stopped (SIGSTOP), and goes on after `kill -CONT`"
-    return f"it is {status}, and its stacks stand at the end of its log"
+        return f"process {', '.join(stopped)} is stopped (SIGSTOP); `kill -CONT` lets it continue"
+    return f"it is {status}, and its stacks are at the end of its log"
 
 
 def _status(process: psutil.Process) -> str:
@@ -118,7 +119,7 @@ def _status(process: psutil.Process) -> str:
 
 
 def _catches(pid: int, number: signal.Signals) -> bool:
-    """Whether the process has a handler: without one, the signal would end it."""
+    """Whether the process has a handler for the signal. Without a handler the signal would kill it."""
     try:
         mask = re.search(r"SigCgt:\s+(\w+)", Path(f"/proc/{pid}/status").read_text())
     except OSError:
@@ -130,8 +131,8 @@ FAULT = re.compile(r"\b((?:\w+\.)*\w*(?:Error|Exception|Interrupt|OutOfMemory)):
 NOT_THE_CAUSE = re.compile(r"Engine core initialization failed|EngineDeadError|[Ss]ee (?:root cause|stack trace) above")
 
 
-def last_words(path: Path, num_lines: int = 4) -> str:
-    """The last error in a log, or its last lines: what a person would look for there."""
+def last_error(path: Path, num_lines: int = 4) -> str:
+    """The last error in a log that is a cause, or the log's last lines if it has none."""
     text = _tail(path)
     fault = root_cause(text)
     if fault:
@@ -141,7 +142,7 @@ def last_words(path: Path, num_lines: int = 4) -> str:
 
 
 def root_cause(text: str) -> str | None:
-    """The last line of a log that names an error and is not the mere announcement of another."""
+    """The last error in a log, without those that only announce another error."""
     faults = [match for match in FAULT.finditer(text) if not NOT_THE_CAUSE.search(match[0])]
     return faults[-1][0].strip() if faults else None
 

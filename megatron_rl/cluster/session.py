@@ -1,4 +1,4 @@
-"""Ray, started and stopped: a local one of our own, or a running cluster that we join."""
+"""Starts and stops a local Ray, or joins a Ray cluster that is already running."""
 
 from __future__ import annotations
 
@@ -24,36 +24,39 @@ from megatron_rl.ports import StopRequested
 log = logging.getLogger(__name__)
 
 OBJECT_STORE_BYTES = 256 * 2**20
-"""Of a local Ray: tokens of two steps at laptop scale. A cluster's Ray has its own setting."""
+"""The size of a local Ray's object store, which holds the tokens of two steps of a small run. A Ray cluster has its own
+setting."""
 
 END_S = 10.0
-"""The longest that killed processes may take to vanish."""
+"""The time limit for killed processes to disappear."""
 CONNECT_S = 10.0
-"""The longest that connecting to a running Ray's port may take."""
+"""The time limit for connecting to the port of a running Ray."""
 
 
 @contextmanager
 def ray_session(
     cluster: ClusterConfig, num_trainers: int, logs: Path, on_tick: Callable[[], None] = lambda: None
 ) -> Iterator[None]:
-    """Ray for the body's time. A Ray that we started is stopped, one that we joined is left running.
+    """Run the body with Ray. A Ray that this function started is stopped at the end; one that it joined keeps running.
 
-    Ray replaces the process's handlers of SIGTERM; they are put back once it has started.
+    Ray replaces the process's signal handlers; they are restored as soon as Ray has started.
 
     Args:
-        num_trainers: a local Ray offers the CPUs that they ask for; these are accounting, no pinning.
-        logs: the vendors' output goes there.
-        on_tick: called before Ray starts and several times a second while the driver waits; what it raises ends the
-            wait. From its first call on, a signal's handler must not raise itself: it may interrupt Ray anywhere.
+        num_trainers: the number of trainer ranks. A local Ray offers the CPUs that they ask for; it only counts these
+            and pins nothing.
+        logs: the folder for logs; it is created.
+        on_tick: called before Ray starts and several times a second while the driver waits. If it raises, the wait
+            ends. From its first call on, a signal handler must not raise: it might interrupt Ray anywhere.
 
     Raises:
         ValueError: there is no Ray at `cluster.ray_address`.
+        StopRequested: SIGTERM arrived while Ray started.
     """
     logs.mkdir(parents=True, exist_ok=True)
     environment = {
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         "TOKENIZERS_PARALLELISM": "false",
-        # The processes import what the driver can: a reward function's module in its working folder.
+        # The processes must import what the driver can import, such as a reward function in the working folder.
         "PYTHONPATH": os.pathsep.join(path for path in [os.getcwd(), os.environ.get("PYTHONPATH")] if path),
     }
     local: dict[str, Any] = {}
@@ -63,7 +66,7 @@ def ray_session(
     else:
         _check_address(cluster.ray_address)
     logging.getLogger("ray").setLevel(logging.ERROR)
-    # Ray explains a death on the terminal at length, whatever log_to_driver says; `waiting.told` says what is known.
+    # Despite log_to_driver=False, Ray prints long texts about a death to the terminal. `waiting.explain` replaces them.
     ray_worker.print_to_stdstream = _to_log
     waiting.on_tick = on_tick
     on_tick()
@@ -91,7 +94,8 @@ def ray_session(
 
 
 def _end(processes: Sequence[psutil.Process]) -> None:
-    """Two agents of Ray would stay for a minute, and vLLM's processes until they notice."""
+    """Kill the processes. Otherwise two agents of Ray would stay for a minute, and vLLM's processes until they notice
+    that their owner is gone."""
     for process in processes:
         with suppress(psutil.NoSuchProcess):
             process.kill()
@@ -103,7 +107,11 @@ def _to_log(data: dict[str, Any], ignore_prefix: bool) -> None:
 
 
 def _check_address(address: str) -> None:
-    """Ray itself would try for minutes."""
+    """Check that something listens at the address. Ray itself would try to connect for minutes.
+
+    Raises:
+        ValueError: there is no Ray at the address.
+    """
     found = address if address != "auto" else os.environ.get("RAY_ADDRESS") or read_ray_address()
     if not found:
         raise ValueError(
@@ -115,5 +123,5 @@ def _check_address(address: str) -> None:
         socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"cluster.ray_address {found}: there is no Ray ({error}); start it, or correct the address (host:port)"
+            f"cluster.ray_address {found}: there is no Ray ({error}); start Ray, or correct the address (host:port)"
         ) from error

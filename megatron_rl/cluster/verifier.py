@@ -1,7 +1,7 @@
-"""The rewards, and their shaping, in a process of their own; implements `ports.Verifier`.
+"""Computes and shapes the rewards in a separate process; implements `ports.Verifier`.
 
-Invariants (tests/e2e): a reward function that hangs, or that takes its process with it, costs its own scores of that
-step and nothing else; the process is replaced.
+Invariants (tests/e2e): if a reward function hangs or kills its process, only its own scores of that step are lost, and
+the process is replaced.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 
 class VerifierRank:
-    """The reward functions in a process of their own: a slow or crashing one does not stop the driver."""
+    """The process of the reward functions. A slow or crashing function does not stop the driver."""
 
     def __init__(self, config: GrpoRunConfig, logs: str) -> None:
         begin_process(Path(logs) / "verifier.log", "verifier")
@@ -53,7 +53,7 @@ class VerifierRank:
     def score(
         self, index: int, prompts: list[Prompt], payloads: list[Any], finishes: list[list[str]]
     ) -> tuple[list[Verdict], float]:
-        """The verdicts of one reward on all answers, in their order, and the seconds that they took."""
+        """The verdicts of one reward on all answers, in the answers' order, and the seconds that the scoring took."""
         groups: list[list[Tokens]] = ray.get(payloads)
         start = time.perf_counter()
         verdicts = self.rewards.score(index, answers_of(prompts, groups, finishes))
@@ -73,7 +73,7 @@ def shape(
     groups: Sequence[Sequence[Tokens]],
     shaping: Sequence[ShapingConfig],
 ) -> list[list[Verdict]]:
-    """The same verdicts with their shaped scores: done here, where the tokens are."""
+    """The verdicts with their shaped scores. Shaping runs in the verifier's process, because the tokens are there."""
     flat = [verdict for group in verdicts for verdict in group]
     responses = [t.ids[len(p.token_ids) :] for p, group in zip(prompts, groups, strict=True) for t in group]
     scores = np.array([np.nan if verdict.score is None else verdict.score for verdict in flat])
@@ -96,21 +96,21 @@ class RayVerifier:
         self._loading = actor.load.remote()
 
     def wait(self) -> None:
-        """Until the rewards are loaded; they are while engines and policy start.
+        """Wait until the rewards are loaded. They load while engines and policy start.
 
         Raises:
             ValueError: a reward function cannot be imported.
         """
         timeout_s = self._config.cluster.start_timeout_s
-        locate_all([self._process], timeout_s, "no CPU of its own")
+        locate_all([self._process], timeout_s, "no resources")
         gather([self._loading], [self._process], "to load the rewards", timeout_s)
 
     def score(self, groups: Sequence[Group]) -> tuple[list[list[Verdict]], Metrics]:
         """See `ports.Verifier`.
 
         Returns:
-            The verdicts; `reward/<name>/seconds`; `reward/<name>/failed`, the share of answers that the reward could
-            not score; and `verifier/restarts` since the run began.
+            The verdicts, and the metrics `reward/<name>/seconds`, `reward/<name>/failed` (the share of answers that the
+            reward could not score) and `verifier/restarts` (since the run began).
 
         Raises:
             ValueError: an answer cannot be scored, and the reward's `on_error` is stop.
@@ -133,8 +133,8 @@ class RayVerifier:
         return verdicts, metrics
 
     def _score_with(self, index: int, reward: RewardConfig, groups: Sequence[Group]) -> tuple[list[Verdict], float]:
-        """One reward's verdicts. After the process died they are asked for once more, because its death may have
-        another cause; a reward that did not answer in time is not asked again."""
+        """The verdicts of one reward, and the seconds that they took. If the process dies they are asked for once more,
+        because the reward may not be the cause. A reward that does not answer in time is not asked again."""
         finishes = [[sample.finish for sample in group.samples] for group in groups]
         start = time.perf_counter()
         for is_last in (False, True):

@@ -1,8 +1,9 @@
-"""How the driver waits: every wait has a deadline, and the first failure of any process ends it with its cause, because
-the others may be inside a collective that will never complete.
+"""How the driver waits. Every wait has a deadline, and the first failure of a process ends the wait with its cause,
+because the other processes may be inside a collective that will never complete.
 
-Invariants (tests/unit/cluster, tests/e2e): a wait ends with results, or with who was waited for, how long, what that
-process is doing and where its log is; messages are for people, a traceback stays attached as `__cause__`.
+Invariants (tests/unit/cluster, tests/e2e): a wait ends with results, or with an error that says which process the
+driver waited for, for how long, what that process is doing and where its log is. The message is written for people;
+the original traceback is attached as `__cause__`.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
-from megatron_rl.cluster.process import NOT_THE_CAUSE, Process, inspect, last_words
+from megatron_rl.cluster.process import NOT_THE_CAUSE, Process, inspect, last_error
 
 TICK_S = 0.2
+"""The time between two calls of `on_tick`."""
 
 
 def _nothing() -> None:
@@ -24,7 +26,7 @@ def _nothing() -> None:
 
 
 on_tick: Callable[[], None] = _nothing
-"""See `session.ray_session`."""
+"""Called during every wait; see `session.ray_session`."""
 
 
 class ProcessLost(RuntimeError):
@@ -33,21 +35,22 @@ class ProcessLost(RuntimeError):
     def __init__(self, message: str, *, silent: bool) -> None:
         super().__init__(message)
         self.silent = silent
-        """It has not answered in time; otherwise it has died."""
+        """True: the process did not answer in time. False: it died."""
 
 
 def gather(
     references: Sequence[ray.ObjectRef], processes: Sequence[Process], doing: str, timeout_s: float
 ) -> list[Any]:
-    """The results in order.
+    """Wait for all results and return them in the order of `references`.
 
     Args:
-        doing: what the processes were asked to do, for the message: `to update`.
+        doing: what the processes were asked to do, as error messages name it, such as `to update`.
 
     Raises:
-        ValueError, OSError: what a process raised, with its name.
-        ProcessLost: a process died, or has not answered in time.
-        RuntimeError: any other error of a process.
+        ValueError: a process raised it; the message names the process.
+        OSError: a process raised it; the message names the process.
+        ProcessLost: a process died or did not answer in time.
+        RuntimeError: a process raised any other error.
     """
     results: dict[ray.ObjectRef, Any] = {}
     waiting = list(references)
@@ -56,19 +59,19 @@ def gather(
         done, waiting = _wait(waiting, 1, start + timeout_s - time.monotonic())
         if not done:
             silent = [processes[references.index(reference)] for reference in waiting]
-            raise _silence(silent, processes, doing, timeout_s)
+            raise _describe_silence(silent, processes, doing, timeout_s)
         for reference in done:
             try:
                 results[reference] = ray.get(reference)
             except RayError as error:
-                raise told(error, processes[references.index(reference)]) from error
+                raise explain(error, processes[references.index(reference)]) from error
     return [results[reference] for reference in references]
 
 
 def _wait(
     references: Sequence[ray.ObjectRef], num_returns: int, timeout_s: float
 ) -> tuple[list[ray.ObjectRef], list[ray.ObjectRef]]:
-    """Ray's wait, cut into ticks."""
+    """`ray.wait`, with a call of `on_tick` every TICK_S."""
     end = time.monotonic() + timeout_s
     while True:
         left = max(0.0, end - time.monotonic())
@@ -79,7 +82,7 @@ def _wait(
 
 
 def settle(references: Sequence[ray.ObjectRef], timeout_s: float) -> list[Any | RayError]:
-    """Wait for all, whatever becomes of them: results in order, or the errors in their places."""
+    """Wait for all calls, and return the result or the error of each, in order."""
     _wait(references, len(references), timeout_s)
     outcomes: list[Any | RayError] = []
     for reference in references:
@@ -91,13 +94,13 @@ def settle(references: Sequence[ray.ObjectRef], timeout_s: float) -> list[Any | 
 
 
 def locate_all(processes: Sequence[Process], timeout_s: float, needs: str) -> None:
-    """Wait until Ray has placed all of them, and note where.
+    """Wait until Ray has placed all processes, and store their locations.
 
     Args:
-        needs: what each asks Ray for, for the message.
+        needs: the resources that each process asks Ray for, as the error message names them.
 
     Raises:
-        ProcessLost: one has not been placed in time.
+        ProcessLost: a process was not placed in time.
     """
     references = [process.actor.locate.remote() for process in processes]
     _, waiting = _wait(references, len(references), timeout_s)
@@ -108,21 +111,21 @@ def locate_all(processes: Sequence[Process], timeout_s: float, needs: str) -> No
         )
         raise ProcessLost(
             f"Ray has not started {len(waiting)} of {len(processes)} processes ({unplaced.name} first) in "
-            f"{timeout_s:g} s: each needs {needs}; free in the whole cluster: {free or 'nothing'}. Look at "
-            "`ray status`",
+            f"{timeout_s:g} s: each needs {needs}; free in the whole cluster: {free or 'nothing'}. `ray status` shows "
+            "what uses the rest",
             silent=True,
         )
     for process, location in zip(processes, gather(references, processes, "to start", timeout_s), strict=True):
         process.location = location
 
 
-def told(error: RayError, process: Process) -> Exception:
-    """For people. ValueError and OSError were written for them; of anything else the cause is told in a line."""
+def explain(error: RayError, process: Process) -> Exception:
+    """An exception with a message for people. A ValueError or OSError keeps its type and message, because our code
+    writes these for people. Of any other error the message gives the cause in one line."""
     if isinstance(error, RayActorError):
-        words = last_words(process.log)
         return ProcessLost(
-            f"{process} died. Its log, {process.log}, ends:\n{_indented(words)}\n"
-            "If that is no error, it was killed from outside, for example for want of memory",
+            f"{process} died. Its log, {process.log}, ends:\n{_indented(last_error(process.log))}\n"
+            "If these lines show no error, the process was killed from outside, for example because memory ran out",
             silent=False,
         )
     if isinstance(error, GetTimeoutError):
@@ -130,17 +133,18 @@ def told(error: RayError, process: Process) -> Exception:
     if isinstance(error, RayTaskError):
         cause = error.cause
         for kind in (ValueError, OSError):
-            if isinstance(cause, kind):  # their subclasses take other arguments than a text
+            if isinstance(cause, kind):  # the base class is raised, because subclasses take other arguments
                 return kind(f"{process.name}: {cause}")
         text = f"{type(cause).__name__}: {cause}"
-        if NOT_THE_CAUSE.search(text):  # a vendor's process below this one knows why, and has written it down
-            text = last_words(process.log)
-        return RuntimeError(f"{process.name}: {text.strip()} (all of it: {process.log})")
+        if NOT_THE_CAUSE.search(text):  # a process of vLLM below this one has written the cause to the log
+            text = last_error(process.log)
+        return RuntimeError(f"{process.name}: {text.strip()} (whole log: {process.log})")
     return RuntimeError(f"{process.name}: {error}")
 
 
-def _silence(silent: Sequence[Process], asked: Sequence[Process], doing: str, timeout_s: float) -> ProcessLost:
-    """Of all silent ranks the one that keeps the others waiting is likely the stopped one: each is looked at."""
+def _describe_silence(silent: Sequence[Process], asked: Sequence[Process], doing: str, timeout_s: float) -> ProcessLost:
+    """The error for processes that did not answer in time. It inspects each of them, and names those first that are
+    stopped or gone, because the others probably wait for them."""
     found = [(process, inspect(process)) for process in silent[:8]]
     found.sort(key=lambda one: "stopped" not in one[1] and "gone" not in one[1])
     lines = [f"  {process}: {state}; log: {process.log}" for process, state in found]

@@ -1,7 +1,7 @@
-"""crc32 of bytes that were seen in parts: each byte is added up once, for the tensor that it is read from and for the
-one that it is written to.
+"""The crc32 of bytes from the crc32 of their parts. A conversion sums each byte once and uses the result twice: for the
+tensor that the byte is read from and for the tensor that it is written to.
 
-Invariant (tests/unit/convert): the crc32 of a and b joined is that of a + b.
+Invariant (tests/unit/convert): `joined` of the crc32s of a and b is the crc32 of a + b.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 _POLYNOMIAL = 0xEDB88320
-"""zlib's, x^31 in bit 0; bit 31 is x^0."""
+"""zlib's polynomial. Bit 0 is the coefficient of x^31, bit 31 that of x^0."""
 
 
 def joined(first: int, second: int, second_bytes: int) -> int:
@@ -29,7 +29,7 @@ def _multiply(a: int, b: int) -> int:
 
 @lru_cache(maxsize=None)
 def _power(num_bytes: int) -> int:
-    """x^(8 num_bytes)"""
+    """Returns x^(8 num_bytes) modulo the polynomial."""
     power, square = 0x80000000, 0x00800000  # 1, x^8
     while num_bytes:
         if num_bytes & 1:

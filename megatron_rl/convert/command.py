@@ -1,4 +1,4 @@
-"""What the tools for checkpoints have in common: arguments, progress bar, tables, errors as one line."""
+"""What the checkpoint tools have in common: arguments, the progress bar, tables, and errors that fit on one line."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
+from megatron_rl.convert.conversion import Conversion, Options
 from megatron_rl.convert.hub import MAX_FILE_BYTES
-from megatron_rl.convert.plan import Conversion, Options
 from megatron_rl.convert.work import carry_out
 
 
@@ -25,7 +25,8 @@ def num_cores() -> int:
 
 
 class Bar:
-    """On the error stream, so that the output stays a table or JSON; it appears with the first report."""
+    """A progress bar on the error stream, so that standard output holds only tables or JSON. It appears with the first
+    report."""
 
     def __init__(self, what: str, num_bytes: int):
         columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
@@ -48,17 +49,24 @@ def conversion_parser(description: str) -> argparse.ArgumentParser:
     parser.add_argument("source", type=Path)
     parser.add_argument("target", type=Path, help="a folder that does not exist yet")
     parser.add_argument(
-        "--dtype", choices=["float32", "bfloat16", "float16"], help="default: each tensor keeps its own"
+        "--dtype",
+        choices=["float32", "bfloat16", "float16"],
+        help="convert all tensors to this dtype; by default each tensor keeps its own",
     )
-    parser.add_argument("--max-file-bytes", type=int, default=MAX_FILE_BYTES, help=f"default: {MAX_FILE_BYTES}")
-    parser.add_argument("--dry-run", action="store_true", help="show files and sizes, write nothing")
+    parser.add_argument(
+        "--max-file-bytes",
+        type=int,
+        default=MAX_FILE_BYTES,
+        help=f"start a new file above this size; default: {MAX_FILE_BYTES}",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="show the files and their sizes and write nothing")
     add_common(parser)
     return parser
 
 
 def add_common(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--workers", type=int, default=num_cores(), help="processes; default: one a core")
-    parser.add_argument("--json", action="store_true", help="print one JSON object in place of tables")
+    parser.add_argument("--workers", type=int, default=num_cores(), help="number of processes; default: one per core")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
 
 
 def options(given: argparse.Namespace) -> Options:
@@ -66,7 +74,7 @@ def options(given: argparse.Namespace) -> Options:
 
 
 def convert(conversion: Conversion, given: argparse.Namespace) -> None:
-    """Carry out, or only show, and print what was done."""
+    """Carry out the conversion, or only plan it with --dry-run, and print a report."""
     tensors = [tensor for file in conversion.files for tensor, _ in file.tensors()]
     report = {
         "source": str(given.source),
@@ -107,12 +115,12 @@ def _show(report: dict) -> None:
         console.print(f"{count} tensors were left out: {reason}")
     if "seconds" in report:
         rate = report["num_bytes"] / report["seconds"] / 1e9
-        reused = f", {report['num_reused_files']} files were there already" if report["num_reused_files"] else ""
+        reused = f", {report['num_reused_files']} files were already there" if report["num_reused_files"] else ""
         console.print(f"{report['seconds']:.1f} s, {rate:.2f} GB/s{reused}")
 
 
 def run(work: Callable[[Sequence[str] | None], None], arguments: Sequence[str] | None) -> int:
-    """Do the work; returns the exit status. A fault of a checkpoint or a disk is one line on the error stream."""
+    """Run `work` and return the exit status. Errors of a checkpoint or a disk become one line on the error stream."""
     try:
         work(arguments)
     except (ValueError, OSError) as error:
@@ -120,7 +128,7 @@ def run(work: Callable[[Sequence[str] | None], None], arguments: Sequence[str] |
         return 1
     except KeyboardInterrupt:
         print(
-            "interrupted; files that were finished stay in the .partial folder: the same command goes on",
+            "interrupted; finished files stay in the .partial folder, and the same command continues from there",
             file=sys.stderr,
         )
         return 130

@@ -1,10 +1,11 @@
-"""The three forms of a checkpoint, as lists of tensors that say which rectangles of Hugging Face tensors they hold.
+"""The three forms of a checkpoint. A form is a list of tensors, each with the rectangles of Hugging Face (HF) tensors
+that it holds.
 
-    hub    a Hugging Face folder: each HF tensor alone
-    open   Megatron-Core's distributed checkpoint, which loads on any mesh: the parameters of a mesh of one
-    ranks  the parameters of each rank of a given mesh, data-parallel replicas not repeated
+    hub    a Hugging Face folder with one tensor for each HF tensor
+    open   Megatron-Core's distributed checkpoint, which loads on any mesh; it holds the parameters of a one-rank mesh
+    ranks  the parameters of each rank of a given mesh, without repeating data-parallel replicas
 
-Every form is made from the family's table, so conversion between any two is an intersection of rectangles.
+Every form is made from the family's table, so a conversion between any two forms is an intersection of rectangles.
 """
 
 from __future__ import annotations
@@ -25,23 +26,25 @@ _EXPERT = re.compile(r"(.*mlp\.experts\.)(linear_fc\d\.weight)(\d+)")
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """A tensor of a form: each of its shards names it as `local_name`."""
+    """A tensor of a form, with the rectangles of HF tensors that it holds."""
 
     name: str
     extents: tuple[int, ...]
     shards: tuple[Shard, ...]
+    """The rectangles; the `local_name` of each is this tensor's name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A tensor of a distributed checkpoint: a rectangle of what is stored under one key."""
+    """A tensor of a distributed checkpoint. It is one rectangle of the larger tensor that is stored under its key."""
 
     tensor: Described
     key: str
     index: tuple[int, ...]
-    """Its place on the axes in front: layer, where all layers are alike, and expert."""
+    """The chunk's position on the leading dims that stacking adds: the layer, if all layers are alike, and the
+    expert."""
     axes: tuple[int, ...]
-    """The lengths of those axes."""
+    """The lengths of those leading dims."""
 
 
 def hub_tensors(shape: ModelShape) -> list[Described]:
@@ -53,12 +56,13 @@ def hub_tensors(shape: ModelShape) -> list[Described]:
 
 
 def are_layers_alike(shape: ModelShape) -> bool:
-    """Megatron-Core then stacks them under one key; otherwise each layer has keys of its own."""
+    """Megatron-Core stacks layers that are all alike under one key; otherwise each layer has its own keys."""
     return len({shape.has_experts(layer) for layer in range(shape.num_layers)}) == 1
 
 
 def open_chunks(shape: ModelShape) -> list[Chunk]:
-    """The keys are those of `GPTModel.sharded_state_dict` with Transformer Engine's layers."""
+    """The tensors of the open form, under the keys of `GPTModel.sharded_state_dict` with Transformer Engine's
+    layers."""
     stacked = are_layers_alike(shape)
     chunks = []
     for tensor in _parameters(megatron_shards(shape, Mesh(), 0, fused_norms=True)):
@@ -73,8 +77,9 @@ def open_chunks(shape: ModelShape) -> list[Chunk]:
 
 
 def rank_tensors(shape: ModelShape, mesh: Mesh, fused_norms: bool) -> dict[str, list[Described]]:
-    """The files of a mesh: for each stage those of its tensor-parallel ranks, without the experts, and those of its
-    expert ranks, with nothing else."""
+    """The tensors of each file of the ranks form, by file name. Each pipeline stage has one file for each
+    tensor-parallel rank, which holds everything but the experts, and one for each expert rank, which holds the experts
+    alone."""
     files = {}
     for stage in range(mesh.pipeline):
         first = stage * mesh.stage_size
@@ -94,7 +99,8 @@ def rank_tensors(shape: ModelShape, mesh: Mesh, fused_norms: bool) -> dict[str, 
 
 
 def smallest_mesh(tensor: int, expert: int, expert_tensor: int | None, **sizes) -> Mesh:
-    """With as many data-parallel ranks as the experts ask for; what a rank holds does not depend on them."""
+    """The mesh with the fewest data-parallel ranks that fit the expert ranks. What a rank holds does not depend on the
+    number of data-parallel ranks."""
     wanted = expert * (expert_tensor or tensor)
     return Mesh(tensor=tensor, expert=expert, expert_tensor=expert_tensor, data=wanted // gcd(wanted, tensor), **sizes)
 
@@ -104,7 +110,11 @@ def _is_expert(local_name: str) -> bool:
 
 
 def _parameters(shards: Iterable[Shard], vocabulary_rows: int | None = None) -> Iterator[Described]:
-    """`vocabulary_rows`: of a rank's embedding, padding counted; None keeps HF's rows."""
+    """The tensors that the shards are parts of.
+
+    Args:
+        vocabulary_rows: the rows of a rank's embedding, padding included; None keeps HF's number of rows.
+    """
     shards = list(shards)
     by_name: dict[str, list[Shard]] = {}
     for shard in shards:
@@ -118,8 +128,9 @@ def _parameters(shards: Iterable[Shard], vocabulary_rows: int | None = None) -> 
 T = TypeVar("T")
 
 
-def split(tensors: Iterable[tuple[T, int]], max_file_bytes: int) -> list[list[T]]:
-    """(tensor, bytes), in order, in files of at most so many bytes; a larger tensor has a file of its own."""
+def split_into_files(tensors: Iterable[tuple[T, int]], max_file_bytes: int) -> list[list[T]]:
+    """Split the list of (tensor, bytes), in order, into files of at most `max_file_bytes`. A tensor that is larger gets
+    a file of its own."""
     files: list[list[T]] = [[]]
     size = 0
     for tensor, num_bytes in tensors:

@@ -1,4 +1,4 @@
-"""What a Hugging Face folder holds beside its tensors: names of files, index, configuration, tokenizer."""
+"""The parts of a Hugging Face folder that are not tensors: file names, index, configuration and tokenizer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COMPANIONS = (
     "*_tokens*.json",
     "chat_template*",
 )
-"""What a model folder holds beside weights and config.json."""
+"""The files that a model folder may hold beside weights and config.json, as glob patterns."""
 
 
 def file_name(stem: str, i: int, num_files: int) -> str:
@@ -24,16 +24,21 @@ def file_name(stem: str, i: int, num_files: int) -> str:
 
 
 def index_text(files: Sequence[Iterable[str]], total_bytes: int) -> str:
-    """INDEX, of several files with so many bytes of tensors."""
+    """The content of the file INDEX.
+
+    Args:
+        files: the names of the tensors in each file.
+        total_bytes: the bytes of all tensors.
+    """
     weight_map = {name: file_name("model", i, len(files)) for i, names in enumerate(files) for name in names}
     return json.dumps({"metadata": {"total_size": total_bytes}, "weight_map": weight_map}, indent=2)
 
 
 def companions(folder: Path, dtype: str | None) -> dict[str, bytes]:
-    """Configuration, tokenizer, chat template and generation configuration, by file name.
+    """The contents of the configuration, tokenizer, chat template and generation configuration, by file name.
 
     Args:
-        dtype: stands in config.json for the folder's own; None keeps config.json to the letter.
+        dtype: the dtype that config.json is to name; None copies config.json unchanged.
     """
     config = (folder / "config.json").read_bytes()
     if dtype is not None:

@@ -1,11 +1,13 @@
-"""manifest.json: what a folder holds and the checksum of every byte. Written last: without it a folder is none of ours.
+"""manifest.json says what a folder holds and has checksums that cover every byte. It is written last, so a folder that
+has one is complete.
 
     {"format": 1, "form": "open", "family": "qwen3", "shape": {..}, "mesh": null, "fused_norms": true,
      "dtypes": ["bfloat16"], "files": {
         "__0_0.distcp": {"bytes": 8192, "crc32": "..", "tensors": {"<name>":
             {"dtype": "bfloat16", "start": 512, "bytes": 4096, "crc32": ".."}}}, ..}}
 
-Each tensor has a checksum of its own, so that damage is found by name; a file's is that of the bytes outside them.
+Each tensor has its own checksum, so that an error can name the damaged tensor. A file's checksum covers the bytes
+outside its tensors.
 """
 
 from __future__ import annotations
@@ -23,7 +25,11 @@ HUB, OPEN, RANKS = "hub", "open", "ranks"
 
 
 def describe(form: str, shape: ModelShape, mesh: Mesh | None, fused_norms: bool, files: dict[str, Any]) -> bytes:
-    """`files`: the entries, by name."""
+    """The content of manifest.json.
+
+    Args:
+        files: each file's entry, by file name.
+    """
     dtypes = {tensor["dtype"] for entry in files.values() for tensor in entry.get("tensors", {}).values()}
     fields = {
         "format": FORMAT,
@@ -39,10 +45,10 @@ def describe(form: str, shape: ModelShape, mesh: Mesh | None, fused_norms: bool,
 
 
 def read(folder: Path) -> dict[str, Any] | None:
-    """None: the folder has none.
+    """The folder's manifest, or None if it has none.
 
     Raises:
-        ValueError: it is damaged, or of another format.
+        ValueError: the manifest is damaged or has another format.
     """
     path = folder / NAME
     if not path.is_file():
@@ -53,20 +59,20 @@ def read(folder: Path) -> dict[str, Any] | None:
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is damaged ({error!r}); copy or convert the folder again") from error
     if version != FORMAT or form not in (HUB, OPEN, RANKS):
-        raise ValueError(f"{path} has format {version!r} and form {form!r}; this version reads format {FORMAT}")
+        raise ValueError(f"{path} has format {version!r} and form {form!r}, but this version reads format {FORMAT}")
     return fields
 
 
 def check_shape(folder: Path, fields: dict[str, Any], shape: ModelShape) -> None:
-    """The configuration beside the weights is that of the manifest.
+    """Check that the configuration beside the weights is the manifest's.
 
     Raises:
-        ValueError: names the first size that differs.
+        ValueError: a field of the model's shape differs; the error names the first one.
     """
     now = json.loads(json.dumps(asdict(shape)))  # JSON has no tuples
     for key, value in fields["shape"].items():
         if now.get(key) != value:
-            raise ValueError(f"{folder}: config.json says {key} {now.get(key)}, {NAME} says {value}")
+            raise ValueError(f"{folder}: config.json says {key} {now.get(key)}, but {NAME} says {value}")
 
 
 def read_mesh(fields: dict[str, Any]) -> Mesh:

@@ -1,7 +1,8 @@
-"""A checkpoint in any of the three forms, opened: where each rectangle of each Hugging Face tensor lies.
+"""An open checkpoint of any of the three forms: it knows where each rectangle of each Hugging Face (HF) tensor is
+stored.
 
-Only headers and the manifest are read. Invariant (tests/unit/convert): every tensor of the folder is accounted for by
-one row of the family's table; what is missing, unknown, misshapen or truncated is an error that names it.
+Opening reads only headers and the manifest. Invariant (tests/unit/convert): every tensor of the folder belongs to one
+row of the family's table; a tensor that is missing, unknown, truncated or of a wrong shape is an error that names it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor
 from megatron_rl.convert import forms, manifest
 from megatron_rl.convert.forms import Described
 from megatron_rl.convert.stored import Maps, Stored, read_safetensors
-from megatron_rl.convert.target import Copy, TargetTensor, Tick, check_file
+from megatron_rl.convert.target import StoredPart, TargetTensor, Tick, check_file
 from megatron_rl.layout import FAMILIES, Box, Shard, read_shape, scan, slices, volume
 from megatron_rl.layout.shards import intersect, translate
 from megatron_rl.types import Mesh, ModelShape
@@ -31,6 +32,7 @@ class Region:
     hf_box: Box
     stored: Stored
     box: Box
+    """The rectangle of the stored tensor."""
 
 
 @dataclass(slots=True)
@@ -42,40 +44,42 @@ class Source:
     fused_norms: bool
     manifest: dict[str, Any] | None
     regions: dict[str, list[Region]] = field(default_factory=dict)
-    """By HF tensor: they cover it, each element once."""
+    """The regions of each HF tensor, by its name. They cover each element once."""
     copies: list[tuple[Region, Region]] = field(default_factory=list)
-    """What is stored twice: the region that is read, and the other one."""
+    """Regions that are stored more than once: the one that is read, and another that must equal it."""
     ignored: dict[str, str] = field(default_factory=dict)
-    """Tensors of an HF folder that the model does without, and why."""
+    """The tensors of an HF folder that the model does not need, with the reason."""
     checksums: dict[tuple[Path, str], int] = field(default_factory=dict)
+    """The manifest's crc32 of each tensor, by (file, tensor)."""
 
     @property
     def hub_folder(self) -> Path:
-        """Where config.json and the tokenizer are."""
+        """The folder of config.json and the tokenizer."""
         return self.folder if self.form == manifest.HUB else self.folder / "hf"
 
     def tensor(self, described: Described, dtype: torch.dtype | None) -> TargetTensor:
-        """A tensor of any form, as copies out of this source.
+        """A tensor of any form, made of parts of this source's tensors.
 
         Args:
-            dtype: of the result; None keeps the source's.
+            dtype: the dtype of the result; None keeps the source's.
 
         Raises:
-            ValueError: the parts of a fused tensor have different dtypes.
+            ValueError: `dtype` is None and the parts have different dtypes.
         """
-        copies = []
+        parts = []
         for shard in described.shards:
             for region in self.regions[shard.hf_name]:
-                if part := intersect(shard.hf_box, region.hf_box):
-                    box = translate(part, shard.hf_box, shard.local_box[-len(part) :])
-                    copies.append(Copy(region.stored, translate(part, region.hf_box, region.box), box))
-        kept = sorted({str(copy.source.dtype) for copy in copies})
-        if dtype is None and len(kept) > 1:
-            parts = ", ".join(f"{copy.source.name} ({copy.source.dtype})" for copy in copies[:3])
-            raise ValueError(f"{self.folder}: {described.name} is made of several dtypes, {parts}; ask for one")
-        if dtype is None or _is_kept(described):
-            dtype = copies[0].source.dtype if copies else next(iter(self.regions.values()))[0].stored.dtype
-        return TargetTensor(described.name, dtype, described.extents, tuple(copies))
+                if hf_box := intersect(shard.hf_box, region.hf_box):
+                    box = translate(hf_box, shard.hf_box, shard.local_box[-len(hf_box) :])
+                    parts.append(StoredPart(region.stored, translate(hf_box, region.hf_box, region.box), box))
+        if dtype is None and len({part.source.dtype for part in parts}) > 1:
+            named = ", ".join(f"{part.source.name} ({part.source.dtype})" for part in parts[:3])
+            raise ValueError(
+                f"{self.folder}: {described.name} is made of several dtypes, {named}; choose one with --dtype"
+            )
+        if dtype is None or _keeps_dtype(described):
+            dtype = parts[0].source.dtype if parts else next(iter(self.regions.values()))[0].stored.dtype
+        return TargetTensor(described.name, dtype, described.extents, tuple(parts))
 
     def _add(self, described: Described, stored: Stored) -> None:
         for shard in described.shards:
@@ -89,11 +93,17 @@ class Source:
 
 
 def open_checkpoint(folder: Path) -> Source:
-    """Raises ValueError: the folder is none of the three forms, or is damaged or incomplete."""
+    """Open a checkpoint of any form.
+
+    Raises:
+        ValueError: the folder has none of the three forms, or it is damaged or incomplete.
+    """
     fields = manifest.read(folder)
     form = fields["form"] if fields else manifest.HUB
     if fields is None and not (folder / "config.json").is_file():
-        raise ValueError(f"{folder} has neither config.json nor {manifest.NAME}: it is no checkpoint of a known form")
+        raise ValueError(
+            f"{folder} has neither config.json nor {manifest.NAME}, so it is not a checkpoint of a known form"
+        )
     shape = read_shape(folder if form == manifest.HUB else folder / "hf")
     source = Source(folder, form, shape, None, True, fields)
     if fields:
@@ -119,13 +129,13 @@ def open_checkpoint(folder: Path) -> Source:
 
 
 def _check_files(folder: Path, fields: dict[str, Any]) -> None:
-    """Sizes of all files, and the bytes of those without tensors."""
+    """Check the sizes of all files, and the bytes of the files without tensors."""
     for name, entry in fields["files"].items():
         path = folder / name
         if not path.is_file():
-            raise ValueError(f"{path} is missing, {manifest.NAME} names it; copy it again")
+            raise ValueError(f"{path} is missing, but {manifest.NAME} names it; copy it again")
         if (size := path.stat().st_size) != entry["bytes"]:
-            raise ValueError(f"{path} has {size} bytes, {manifest.NAME} says {entry['bytes']}; copy it again")
+            raise ValueError(f"{path} has {size} bytes, but {manifest.NAME} says {entry['bytes']}; copy it again")
         if "tensors" not in entry and fields["form"] != manifest.HUB:
             check_file(path, entry, lambda num_bytes: None)
     for path in (*folder.glob("*.safetensors"), *folder.glob("*.distcp")):
@@ -140,7 +150,7 @@ def _open_hub(source: Source) -> None:
     for described in forms.hub_tensors(source.shape):
         source._add(described, headers[index.files[described.name]][described.name])
     output = FAMILIES[source.shape.family].output.hf[0].name
-    if output in index.ignored:  # tied, and stored a second time: it must be the same
+    if output in index.ignored:  # the output layer is tied and stored a second time; both must be equal
         embedding = FAMILIES[source.shape.family].embedding.hf[0].name
         box = source.regions[embedding][0].hf_box
         for header in headers.values():
@@ -149,7 +159,7 @@ def _open_hub(source: Source) -> None:
 
 
 def _open_chunks(source: Source) -> None:
-    """Where a chunk begins is in the manifest."""
+    """The manifest says where each chunk begins."""
     stored = {}
     for name, entry in source.manifest["files"].items():
         for tensor, values in entry.get("tensors", {}).items():
@@ -163,7 +173,7 @@ def _open_chunks(source: Source) -> None:
         tensor = Stored(path, described.name, dtype, described.extents, values["start"])
         if tensor.num_bytes != values["bytes"]:
             raise ValueError(
-                f"{path}: tensor {described.name} has {values['bytes']} bytes, config.json asks for "
+                f"{path}: tensor {described.name} has {values['bytes']} bytes, but config.json asks for "
                 f"{list(described.extents)}: {_rule(source.shape, described)}"
             )
         source._add(described, tensor)
@@ -184,8 +194,8 @@ def _open_ranks(source: Source) -> None:
                 )
             if stored.extents != described.extents:
                 raise ValueError(
-                    f"{stored.path}: tensor {described.name} is {list(stored.extents)}, config.json and mesh ask for "
-                    f"{list(described.extents)}: {_rule(source.shape, described)}"
+                    f"{stored.path}: tensor {described.name} is {list(stored.extents)}, but config.json and the mesh "
+                    f"ask for {list(described.extents)}: {_rule(source.shape, described)}"
                 )
             source._add(described, stored)
         for name, stored in found.items():
@@ -199,29 +209,30 @@ def _stem_tensors(source: Source, stem: str) -> Iterator[tuple[str, Stored]]:
         if pattern.fullmatch(name):
             for tensor, stored in read_safetensors(source.folder / name).items():
                 if tensor in seen:
-                    raise ValueError(f"{stored.path}: tensor {tensor} stands in another file too; remove one of them")
+                    raise ValueError(f"{stored.path}: tensor {tensor} is in another file too; remove one of the two")
                 seen.add(tensor)
                 yield tensor, stored
 
 
 def check_copies(source: Source, maps: Maps, tick: Tick) -> None:
-    """What is stored more than once (norms over tensor parallelism, tied embeddings) has the same bits everywhere.
+    """Check that what is stored more than once (norms over tensor parallelism, tied embeddings) has the same bits
+    everywhere.
 
     Raises:
-        ValueError: names the two places.
+        ValueError: two copies differ; the error names both files.
     """
     for first, other in source.copies:
         a, b = (maps.tensor(region.stored)[slices(region.box)] for region in (first, other))
         if a.dtype != b.dtype or not same_bits(a, b):
             raise ValueError(
                 f"{other.stored.path}: tensor {other.stored.name} differs from {first.stored.name} in "
-                f"{first.stored.path}, which should be the same"
+                f"{first.stored.path}; the two should be the same"
             )
         tick(b.nbytes)
 
 
 def bits(x: Tensor) -> Tensor:
-    """As integers, so that NaNs are compared too."""
+    """The tensor's bits as integers, so that NaNs compare equal to themselves."""
     return x.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.itemsize])
 
 
@@ -233,6 +244,7 @@ def _rule(shape: ModelShape, described: Described) -> str:
     return FAMILIES[shape.family].describe(described.shards[0].hf_name) or "" if described.shards else "padding rows"
 
 
-def _is_kept(described: Described) -> bool:
-    """Whether a conversion of dtypes leaves the tensor alone: Megatron and vLLM hold the router's bias in float32."""
+def _keeps_dtype(described: Described) -> bool:
+    """Whether the tensor keeps its dtype when others are converted. Megatron and vLLM hold the router's bias in
+    float32."""
     return any(shard.hf_name.endswith("e_score_correction_bias") for shard in described.shards)

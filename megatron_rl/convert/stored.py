@@ -1,7 +1,7 @@
-"""Tensors as they lie in files: where each one begins, and read-only maps of their bytes.
+"""Tensors in files: where each one begins, and read-only maps of their bytes.
 
-Invariants (tests/unit/convert): what is read back has the bits that were written; a tensor whose bytes are not those
-of the manifest is an error that names file and tensor, before any of it is used.
+Invariants (tests/unit/convert): what is read has the bits that were written; a tensor whose bytes differ from the
+manifest's is an error that names file and tensor, and nothing made from it is published.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from megatron_rl.convert.checksum import joined
 from megatron_rl.layout.hub import read_header
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""By their names in a safetensors header. Quantised tensors are refused by `layout.scan`."""
+"""The dtypes by their names in a safetensors header. `layout.scan` refuses quantised tensors."""
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor in a file, rows one after the other."""
+    """A tensor in a file, in row-major order."""
 
     path: Path
     name: str
     dtype: torch.dtype
     extents: tuple[int, ...]
     start: int
-    """First byte in the file."""
+    """The offset of its first byte in the file."""
 
     @property
     def num_bytes(self) -> int:
@@ -44,7 +44,8 @@ class Stored:
 
 
 def safetensors_header(tensors: list[tuple[str, torch.dtype, tuple[int, ...]]]) -> bytes:
-    """The bytes of a safetensors file before its first tensor: 8 bytes length, JSON, spaces up to a multiple of 8."""
+    """The bytes of a safetensors file before its first tensor: the length in 8 bytes, the JSON text, and spaces up to a
+    multiple of 8."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, dtype, extents in tensors:
@@ -57,7 +58,7 @@ def safetensors_header(tensors: list[tuple[str, torch.dtype, tuple[int, ...]]]) 
 
 
 def read_safetensors(path: Path) -> dict[str, Stored]:
-    """The tensors of a safetensors file, from its header alone.
+    """The tensors of a safetensors file. Only the header is read.
 
     Raises:
         ValueError: the file is truncated, its header is damaged, or a dtype is not known.
@@ -72,56 +73,66 @@ def read_safetensors(path: Path) -> dict[str, Stored]:
     size = path.stat().st_size
     end = max((stored.start + stored.num_bytes for stored in tensors.values()), default=size)
     if end != size:
-        raise ValueError(f"{path} has {size} bytes, its header promises {end}; copy it again")
+        raise ValueError(f"{path} has {size} bytes, but its header promises {end}; copy it again")
     return tensors
 
 
 class Maps:
-    """Read-only maps of files, opened once. Their pages are the page cache's and can be dropped at any time, so they
-    cost no memory of the process.
+    """Read-only memory maps of files, each opened once. The kernel can drop their pages at any time, so they need no
+    private memory.
 
-    A tensor with a checksum is checked once: either when it is first asked for, or, where a conversion runs over its
-    bytes anyway, by the checksums of those parts (`saw`), which `settle` puts together.
+    A tensor with a checksum is checked once. This happens when the tensor is first asked for, or, if a conversion sums
+    its bytes anyway, when `settle` joins the checksums of the parts that `saw` was told of.
     """
 
     def __init__(self, checksums: Mapping[tuple[Path, str], int]):
-        """`checksums`: crc32 by (file, tensor)."""
+        """
+        Args:
+            checksums: the expected crc32, by (file, tensor).
+        """
         self._checksums = checksums
         self._maps: dict[Path, mmap.mmap] = {}
         self._checked: set[tuple[Path, str]] = set()
         self._seen: dict[Stored, dict[int, tuple[int, int]]] = {}
-        """First byte of each part: its length and crc32."""
+        """The parts of each tensor: offset of the first byte -> (length, crc32)."""
 
-    def is_open(self, stored: Stored) -> bool:
-        """Whether a tensor has still to be checked."""
+    def is_unchecked(self, stored: Stored) -> bool:
+        """Whether a tensor must still be checked."""
         key = stored.path, stored.name
         return key in self._checksums and key not in self._checked
 
     def tensor(self, stored: Stored, check: bool = True) -> Tensor:
         """A view of the file's bytes.
 
+        Args:
+            check: compare the bytes with the manifest first, if that was not done yet.
+
         Raises:
-            ValueError: the bytes are not those of the manifest.
+            ValueError: the bytes are not the manifest's.
         """
         if stored.path not in self._maps:
             with stored.path.open("rb") as file:
                 self._maps[stored.path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         view = self._maps[stored.path]
-        if check and self.is_open(stored):
+        if check and self.is_unchecked(stored):
             self._conclude(stored, zlib.crc32(memoryview(view)[stored.start : stored.start + stored.num_bytes]))
         if not stored.num_bytes:
             return torch.empty(stored.extents, dtype=stored.dtype)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # torch has no read-only tensors; this one is never written
+            warnings.simplefilter("ignore", UserWarning)  # torch has no read-only tensors; nobody writes to this one
             flat = torch.frombuffer(view, dtype=stored.dtype, count=prod(stored.extents), offset=stored.start)
         return flat.view(stored.extents)
 
     def saw(self, stored: Stored, start: int, num_bytes: int, checksum: int) -> None:
-        """Bytes [start, start + num_bytes) of a tensor that was asked for without a check have this crc32."""
+        """Take note that the bytes [start, start + num_bytes) of an unchecked tensor have the crc32 `checksum`."""
         self._seen.setdefault(stored, {})[start] = num_bytes, checksum
 
     def settle(self) -> None:
-        """Check all tensors of which something was seen. Raises ValueError: the first that is not the manifest's."""
+        """Check all tensors of which `saw` was told a part.
+
+        Raises:
+            ValueError: a tensor's bytes are not the manifest's; the error names the first such tensor.
+        """
         for stored, parts in self._seen.items():
             stop, whole = 0, 0
             for start, (num_bytes, checksum) in sorted(parts.items()):
@@ -131,7 +142,7 @@ class Maps:
             if stop == stored.num_bytes:
                 self._conclude(stored, whole)
             else:
-                self.tensor(stored)  # the rest belongs to another file
+                self.tensor(stored)  # the other parts belong to another target file, so the tensor is read whole
         self._seen.clear()
 
     def _conclude(self, stored: Stored, found: int) -> None:
@@ -143,6 +154,6 @@ class Maps:
 
 def damaged(path: Path, tensor: str, found: int, expected: int) -> str:
     return (
-        f"{path}: tensor {tensor} is damaged: its crc32 is {found:08x}, the manifest says {expected:08x}; copy or "
-        f"convert it again"
+        f"{path}: tensor {tensor} is damaged: its crc32 is {found:08x}, but the manifest says {expected:08x}; copy "
+        f"or convert the file again"
     )

@@ -1,8 +1,8 @@
-"""Files to be written as values: literal bytes and tensors one after the other, every size known beforehand.
+"""Target files as values: each is a sequence of literal bytes and tensors, and every size is known beforehand.
 
-A target tensor is a list of copies out of stored tensors. It is made in blocks of rows, so that memory does not grow
-with the tensor: a block is filled, added to the checksum and written while it is in the processor's cache.
-Invariant (tests/unit/convert): every element of a target is written by exactly one copy, or is a padding row, zero.
+A target tensor is made of parts of stored tensors. It is made in blocks of rows, so that memory does not grow with the
+tensor: a block is filled, added to the checksum and written while it is in the processor's cache.
+Invariant (tests/unit/convert): every element of a target comes from exactly one part, or is zero in a padding row.
 """
 
 from __future__ import annotations
@@ -25,19 +25,22 @@ from megatron_rl.layout import Box, slices, volume
 from megatron_rl.layout.shards import intersect, is_vocabulary, translate
 
 BLOCK_BYTES = 2**20
-"""Small enough for a core's share of the cache, large enough that Python is not felt. Writes of 4 MiB cost Linux three
-times as much: ext4 then asks for pages in larger pieces than there are."""
+"""A block fits into a core's share of the cache and is large enough to hide Python's overhead. Writes of 4 MiB took
+three times as long on Linux: ext4 then asks for larger contiguous pieces of memory than are free."""
 
 Tick = Callable[[int], None]
-"""Told the bytes of each block when it is done; raises to give up."""
+"""Called with the number of bytes of each finished block; it raises to stop the work."""
 
 
 @dataclass(frozen=True, slots=True)
-class Copy:
+class StoredPart:
+    """A rectangle of a stored tensor that fills a rectangle of the target."""
+
     source: Stored
     source_box: Box
+    """The rectangle of the stored tensor."""
     box: Box
-    """In the target."""
+    """The rectangle of the target."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +48,10 @@ class TargetTensor:
     name: str
     dtype: torch.dtype
     extents: tuple[int, ...]
-    copies: tuple[Copy, ...]
+    parts: tuple[StoredPart, ...]
 
     def __post_init__(self) -> None:
-        described = sum(volume(copy.box) for copy in self.copies)
+        described = sum(volume(part.box) for part in self.parts)
         padded = is_vocabulary(self.name) and described < prod(self.extents)
         assert described == prod(self.extents) or padded, f"{self.name}: {described} of {self.extents} are described"
 
@@ -60,7 +63,7 @@ class TargetTensor:
 @dataclass(frozen=True, slots=True)
 class TargetFile:
     name: str
-    """Relative to the folder."""
+    """The path relative to the folder."""
     segments: tuple[bytes | TargetTensor, ...]
 
     @property
@@ -68,7 +71,7 @@ class TargetFile:
         return sum(len(s) if isinstance(s, bytes) else s.num_bytes for s in self.segments)
 
     def tensors(self) -> Iterator[tuple[TargetTensor, int]]:
-        """With the first byte of each."""
+        """Each tensor with the offset of its first byte in the file."""
         start = 0
         for segment in self.segments:
             if isinstance(segment, bytes):
@@ -79,10 +82,10 @@ class TargetFile:
 
 
 def blocks(tensor: TargetTensor, maps: Maps, check: bool = True) -> Iterator[Tensor]:
-    """The rows of a tensor, some at a time; each is overwritten by the next."""
+    """The rows of a tensor in blocks. All blocks share one buffer: the next block overwrites the one before."""
     rest = tensor.extents[1:]
-    sources = [maps.tensor(copy.source, check) for copy in tensor.copies]
-    is_padded = sum(volume(copy.box) for copy in tensor.copies) < prod(tensor.extents)
+    sources = [maps.tensor(part.source, check) for part in tensor.parts]
+    is_padded = sum(volume(part.box) for part in tensor.parts) < prod(tensor.extents)
     workspace = None
     for start, stop in _row_ranges(tensor):
         here = ((start, stop), *((0, length) for length in rest))
@@ -91,10 +94,10 @@ def blocks(tensor: TargetTensor, maps: Maps, check: bool = True) -> Iterator[Ten
         block = workspace[: stop - start]
         if is_padded:
             block.zero_()
-        for copy, source in zip(tensor.copies, sources, strict=True):
-            if part := intersect(copy.box, here):
-                target = block[part[0][0] - start : part[0][1] - start][:, *slices(part[1:])]
-                target.copy_(source[slices(translate(part, copy.box, copy.source_box))].view(target.shape))
+        for part, source in zip(tensor.parts, sources, strict=True):
+            if box := intersect(part.box, here):
+                target = block[box[0][0] - start : box[0][1] - start][:, *slices(box[1:])]
+                target.copy_(source[slices(translate(box, part.box, part.source_box))].view(target.shape))
         yield block
 
 
@@ -106,33 +109,34 @@ def _row_ranges(tensor: TargetTensor) -> Iterator[tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Bytes of a source tensor that stand in the target as they are."""
+    """Consecutive bytes of a source tensor that are the same bytes in the target."""
 
     source: Stored
     start: int
+    """The offset of the first byte in the source tensor."""
     num_bytes: int
 
 
 def runs(tensor: TargetTensor) -> list[list[Run]] | None:
-    """What each block is made of, in order. None: it is not made of such runs, but of columns, of other dtypes, or of
-    padding."""
-    for copy in tensor.copies:
-        whole_rows = (copy.box[1:], copy.source_box[1:]) == (_full(tensor.extents), _full(copy.source.extents))
-        if not whole_rows or copy.source.dtype != tensor.dtype:
+    """The runs that each block consists of, in order. None if the tensor has parts of rows, another dtype than its
+    source, or padding: its bytes are then no runs."""
+    for part in tensor.parts:
+        whole_rows = (part.box[1:], part.source_box[1:]) == (_full(tensor.extents), _full(part.source.extents))
+        if not whole_rows or part.source.dtype != tensor.dtype:
             return None
-    if sum(volume(copy.box) for copy in tensor.copies) < prod(tensor.extents):
+    if sum(volume(part.box) for part in tensor.parts) < prod(tensor.extents):
         return None
     row_bytes = prod(tensor.extents[1:]) * tensor.dtype.itemsize
     result = []
     for start, stop in _row_ranges(tensor):
-        parts = []
-        for copy in tensor.copies:
-            (first, last), (source_first, _) = copy.box[0], copy.source_box[0]
+        of_block = []
+        for part in tensor.parts:
+            (first, last), (source_first, _) = part.box[0], part.source_box[0]
             begin, end = max(first, start), min(last, stop)
             if begin < end:
-                run = Run(copy.source, (begin - first + source_first) * row_bytes, (end - begin) * row_bytes)
-                parts.append((begin, run))
-        result.append([run for _, run in sorted(parts, key=lambda part: part[0])])
+                run = Run(part.source, (begin - first + source_first) * row_bytes, (end - begin) * row_bytes)
+                of_block.append((begin, run))
+        result.append([run for _, run in sorted(of_block, key=lambda item: item[0])])
     return result
 
 
@@ -148,8 +152,8 @@ def write_file(path: Path, file: TargetFile, maps: Maps, tick: Tick) -> dict[str
     """Write a file and return its entry in the manifest.
 
     Raises:
-        OSError: with the file's name: no space, or whatever the file system says.
-        ValueError: a source is damaged.
+        OSError: the file system refuses a write, for example because the disk is full; the error names the file.
+        ValueError: a source tensor is damaged.
     """
     frame, tensors, start = 0, {}, 0
     with path.open("wb", buffering=0) as stream:
@@ -177,9 +181,9 @@ def write_file(path: Path, file: TargetFile, maps: Maps, tick: Tick) -> dict[str
 
 
 def _checked_blocks(tensor: TargetTensor, maps: Maps) -> Iterator[tuple[memoryview, int]]:
-    """The blocks, with the crc32 up to the end of each; sources that must be checked are, by the same sums if they can
-    be."""
-    made_of = runs(tensor) if any(maps.is_open(copy.source) for copy in tensor.copies) else None
+    """The blocks, each with the target's crc32 up to its end. Source tensors are checked too; if the target consists of
+    runs, their checksums serve both."""
+    made_of = runs(tensor) if any(maps.is_unchecked(part.source) for part in tensor.parts) else None
     checksum = 0
     for i, block in enumerate(blocks(tensor, maps, check=made_of is None)):
         view = as_bytes(block)
@@ -190,7 +194,7 @@ def _checked_blocks(tensor: TargetTensor, maps: Maps) -> Iterator[tuple[memoryvi
             for run in made_of[i]:
                 part = zlib.crc32(view[position : position + run.num_bytes])
                 checksum = joined(checksum, part, run.num_bytes)
-                if maps.is_open(run.source):
+                if maps.is_unchecked(run.source):
                     maps.saw(run.source, run.start, run.num_bytes, part)
                 position += run.num_bytes
         yield view, checksum
@@ -204,7 +208,7 @@ def _write(stream: BinaryIO, view: memoryview, path: Path) -> None:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """A full disk is an error that says which file did not fit."""
+    """Errors of the file system inside the block, such as a full disk, name the file."""
     try:
         yield
     except OSError as error:
@@ -212,15 +216,15 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def check_file(path: Path, entry: dict[str, Any], tick: Tick) -> None:
-    """Whether a file has the bytes that its entry in the manifest says.
+    """Check that a file has the bytes that its entry in the manifest describes.
 
     Raises:
-        ValueError: it is absent, has another size, or bytes inside or between its tensors have changed.
+        ValueError: the file is missing, has another size, or has changed bytes inside or between its tensors.
     """
     if not path.is_file():
-        raise ValueError(f"{path} is missing, the manifest names it; copy it again")
+        raise ValueError(f"{path} is missing, but the manifest names it; copy it again")
     if (size := path.stat().st_size) != entry["bytes"]:
-        raise ValueError(f"{path} has {size} bytes, the manifest says {entry['bytes']}; copy it again")
+        raise ValueError(f"{path} has {size} bytes, but the manifest says {entry['bytes']}; copy it again")
     frame = 0
     with path.open("rb", buffering=0) as stream:
         for name, tensor in entry.get("tensors", {}).items():
@@ -232,7 +236,8 @@ def check_file(path: Path, entry: dict[str, Any], tick: Tick) -> None:
     if frame != int(entry["crc32"], 16):
         where = "outside its tensors " if "tensors" in entry else ""
         raise ValueError(
-            f"{path} is damaged {where}or was changed: its crc32 is {frame:08x}, the manifest says {entry['crc32']}"
+            f"{path} is damaged {where}or was changed: its crc32 is {frame:08x}, but the manifest says "
+            f"{entry['crc32']}; copy it again"
         )
 
 
@@ -240,7 +245,7 @@ def _checksum(stream: BinaryIO, num_bytes: int, checksum: int, tick: Tick) -> in
     workspace = memoryview(np.empty(min(num_bytes, BLOCK_BYTES), np.uint8))
     while num_bytes:
         count = stream.readinto(workspace[:num_bytes])
-        assert count, "the size was checked"
+        assert count, "the file became shorter after its size was checked"
         checksum = zlib.crc32(workspace[:count], checksum)
         num_bytes -= count
         tick(count)

@@ -1,9 +1,9 @@
 """The files of a Megatron-Core distributed checkpoint (`torch_dist`, version 1), without Megatron and without a process
 group.
 
-Each tensor is an archive of torch.save in a `.distcp` file, and `.metadata` says which rectangle of which key it is.
-An archive is a few bytes before the tensor's own and a few after; those are taken from torch.save itself.
-Invariant (tests/dist): Megatron-Core's dist_checkpointing.load reads it on any mesh.
+Each tensor is a torch.save archive inside a `.distcp` file, and `.metadata` says which rectangle of which key it is.
+An archive has a few bytes before the tensor's own bytes and a few after them; torch.save itself makes these.
+Invariant (tests/dist): Megatron-Core's dist_checkpointing.load reads the files on any mesh.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ BACKEND = {
     "common_backend": "torch",
     "common_backend_version": 1,
 }
-"""metadata.json"""
+"""The content of metadata.json."""
 
 
 class _Frame(io.RawIOBase):
-    """Keeps what torch.save writes before and after a tensor's bytes, which are recognised by their address."""
+    """A stream that keeps what torch.save writes before and after a tensor's bytes. It recognises the tensor's bytes by
+    their memory address."""
 
     def __init__(self, address: int):
         self.parts = [bytearray()]
@@ -59,8 +60,8 @@ class _Frame(io.RawIOBase):
 
 @lru_cache(maxsize=None)
 def archive_frame(dtype: torch.dtype, extents: tuple[int, ...]) -> tuple[bytes, bytes]:
-    """What torch.save writes before and after the bytes of a tensor. The archive's own crc32 is left out, as torch
-    allows and does not read: the manifest has one."""
+    """What torch.save writes before and after the bytes of a tensor. The archive's own crc32 is switched off, because
+    the manifest has checksums; torch does not read it."""
     tensor = torch.empty(extents, dtype=dtype)  # its pages are never touched
     frame = _Frame(tensor.data_ptr())
     before = torch.serialization.get_crc32_options()
@@ -73,7 +74,8 @@ def archive_frame(dtype: torch.dtype, extents: tuple[int, ...]) -> tuple[bytes, 
     return bytes(frame.parts[0]), bytes(frame.parts[1])
 
 
-def saved(value: Any) -> bytes:
+def archive(value: Any) -> bytes:
+    """The bytes that torch.save writes for a value."""
     stream = io.BytesIO()
     torch.save(value, stream)
     return stream.getvalue()
@@ -84,8 +86,8 @@ def stored_extents(chunk: Chunk) -> tuple[int, ...]:
 
 
 def empty_states(chunks: Iterable[Chunk]) -> list[str]:
-    """Keys of the state that Megatron's and Transformer Engine's linear layers have beside their weights; it is
-    empty but for fp8, and loading asks for it."""
+    """The keys of the extra state that Megatron's and Transformer Engine's linear layers have beside their weights. It
+    is empty without fp8, but loading asks for it."""
     keys = {}
     for chunk in chunks:
         module = chunk.key.rpartition(".")[0]
@@ -95,15 +97,15 @@ def empty_states(chunks: Iterable[Chunk]) -> list[str]:
     return list(keys)
 
 
-EMPTY_STATE = saved([None])
+EMPTY_STATE = archive([None])
 
 
 def metadata(places: dict[int, tuple[str, int, int]], chunks: list[tuple[Chunk, torch.dtype]], states: dict) -> bytes:
-    """`.metadata`.
+    """The content of the file `.metadata`.
 
     Args:
-        places: of chunk i: file, first byte and number of bytes of its archive.
-        states: the same of each empty state, by key.
+        places: chunk i -> (file, offset of the first byte, number of bytes) of its archive.
+        states: the same for each empty state, by key.
     """
     tensors: dict[str, Any] = {}
     storage: dict[MetadataIndex, _StorageInfo] = {}
@@ -121,9 +123,10 @@ def metadata(places: dict[int, tuple[str, int, int]], chunks: list[tuple[Chunk, 
 
 
 def small_files(are_layers_alike: bool) -> dict[str, bytes]:
-    """metadata.json and common.pt. The content says how `sharded_state_dict` must be called to get the same keys."""
+    """The contents of metadata.json and common.pt, by file name. common.pt says how `sharded_state_dict` must be called
+    to get the same keys."""
     content = {"non_homogeneous_layers": not are_layers_alike, "singleton_local_shards": False}
     return {
         "metadata.json": json.dumps(BACKEND).encode(),
-        "common.pt": saved({"content_metadata": content}),
+        "common.pt": archive({"content_metadata": content}),
     }

@@ -1,5 +1,5 @@
-"""Check a checkpoint of any form: every byte against the manifest, every tensor against the family's table, and every
-tensor's bits against another checkpoint of any form."""
+"""Checks a checkpoint of any form: every byte against the manifest, every tensor against the family's table, and, if
+asked, every tensor's bits against another checkpoint of any form."""
 
 from __future__ import annotations
 
@@ -20,28 +20,31 @@ class Verified:
     form: str
     family: str
     num_tensors: int
-    """HF tensors, each covered exactly once."""
+    """The number of Hugging Face tensors; each is covered exactly once."""
     num_bytes: int
-    """Of those."""
+    """The bytes of these tensors."""
     num_files: int
-    """Whose bytes are those of the manifest; 0 for a folder without one."""
+    """The number of files whose bytes equal the manifest's; 0 for a folder without a manifest."""
     num_copies: int
-    """Rectangles that are stored more than once, with the same bits."""
+    """The number of repeated rectangles that have the bits of the first one."""
     num_ignored: int
-    """Tensors that the model does without."""
+    """The number of tensors that the model does not need."""
     num_compared: int
-    """Tensors that have the bits of the other checkpoint's."""
+    """The number of tensors whose bits equal the other checkpoint's."""
 
 
 class Verification:
-    """A list of tasks, as a value; opening has already accounted for every tensor."""
+    """The tasks that check a checkpoint. Creating it already accounts for every tensor; `run` reads the bytes."""
 
     def __init__(self, folder: Path, against: Path | None = None):
-        """Raises ValueError: the first fault that headers and manifest show, with file and tensor."""
+        """
+        Raises:
+            ValueError: headers or manifest show a fault; the error names file and tensor.
+        """
         self.source = open_checkpoint(folder)
         self.tensors = [self.source.tensor(described, None) for described in forms.hub_tensors(self.source.shape)]
         self.entries = self.source.manifest["files"] if self.source.manifest else {}
-        self._maps = Maps({})  # the manifest's checksums have tasks of their own
+        self._maps = Maps({})  # it checks nothing: separate tasks compare the files with the manifest's checksums
         self._tasks: list[Callable[[Tick], None]] = [
             partial(check_file, folder / name, entry) for name, entry in self.entries.items()
         ]
@@ -52,7 +55,10 @@ class Verification:
             self._compare_with(open_checkpoint(against))
 
     def run(self, num_workers: int, report: Report) -> Verified:
-        """Raises ValueError: the first fault in the bytes, with file and tensor."""
+        """
+        Raises:
+            ValueError: some bytes are wrong; the error names file and tensor of the first fault found.
+        """
         workers = Workers(num_workers)
         tasks = self._tasks
         workers.run(lambda i: tasks[i](workers.tick), range(len(tasks)), lambda i, result: None, report)
@@ -75,7 +81,8 @@ class Verification:
             pair = other.tensor(described, None)
             if tensor.dtype != pair.dtype:
                 raise ValueError(
-                    f"{_files(tensor)}: tensor {tensor.name} is {tensor.dtype}, in {_files(pair)} it is {pair.dtype}"
+                    f"{_files(tensor)}: tensor {tensor.name} is {tensor.dtype}, but in {_files(pair)} it is "
+                    f"{pair.dtype}"
                 )
             self._tasks.append(partial(_compare, tensor, pair, self._maps))
             self.num_work_bytes += tensor.num_bytes
@@ -88,11 +95,11 @@ def _compare(mine: TargetTensor, theirs: TargetTensor, maps: Maps, tick: Tick) -
         if not same_bits(a, b):
             row = start + int((bits(a) != bits(b)).view(len(a), -1).any(1).nonzero()[0])
             raise ValueError(
-                f"{_files(mine)}: tensor {mine.name} differs from that in {_files(theirs)}, first in row {row}"
+                f"{_files(mine)}: tensor {mine.name} differs from the one in {_files(theirs)}, first in row {row}"
             )
         start += len(a)
         tick(a.nbytes)
 
 
 def _files(tensor: TargetTensor) -> str:
-    return " and ".join(sorted({str(copy.source.path) for copy in tensor.copies}))
+    return " and ".join(sorted({str(part.source.path) for part in tensor.parts}))

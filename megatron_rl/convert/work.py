@@ -1,11 +1,12 @@
-"""Carry out a conversion: several processes, a file each at a time, and a folder that is whole or absent.
+"""Carries out a conversion in several processes, each of which writes one file at a time. The target folder is either
+complete or absent.
 
-Files are written beside the target, in `<target>.partial`, under `<name>.unfinished` until they are on the disk; a
-journal there keeps the checksums of those that are. The same command run again takes them over if their bytes are
-still right. The manifest comes last, then the folder gets its name.
+Files are written to `<target>.partial`, and are called `<name>.unfinished` until they are on the disk. A journal in
+that folder keeps the checksums of the finished files. If the same command runs again, it keeps every finished file
+whose bytes are still right. The manifest is written last, and then the folder gets its name.
 
-Invariants (tests/unit/convert): whatever ends the program, nothing stands under the target's name unless it is whole;
-a run that follows writes only what was not finished.
+Invariants (tests/unit/convert): whatever ends the program, the target's name never belongs to an incomplete folder; the
+next run writes only what was not finished.
 """
 
 from __future__ import annotations
@@ -31,36 +32,36 @@ from typing import Any
 import torch
 
 from megatron_rl.convert import manifest
-from megatron_rl.convert.plan import Conversion
+from megatron_rl.convert.conversion import Conversion
 from megatron_rl.convert.source import check_copies
 from megatron_rl.convert.stored import Maps
 from megatron_rl.convert.target import TargetFile, Tick, check_file, naming, write_file
 
 Report = Callable[[int], None]
-"""Told the bytes done so far, some times a second."""
+"""Called a few times a second with the number of bytes done so far."""
 JOURNAL = "journal.jsonl"
 COPIES = -1
-"""The task that is no file: what the source stores twice is compared."""
-_FORK = multiprocessing.get_context("fork")  # workers have torch and the plan at once, and share their memory
+"""The number of the one task that writes no file: it compares what the source stores more than once."""
+_FORK = multiprocessing.get_context("fork")  # a fork needs no import of torch and shares the plan's memory
 
 
 class Stopped(Exception):
-    """Another worker failed, or the user gave up."""
+    """Raised in a worker when another worker failed or the user interrupted the program."""
 
 
 class Workers:
-    """Processes that run `task(i)` of a list, and stop all at the first error.
+    """Processes that run the tasks of a list and all stop at the first error.
 
-    `task` is a closure over everything that it needs: the processes are forks. It calls `tick` after each block. What
-    they share has no lock: a process that is killed while it holds one would stop all others.
+    The processes are forks, so `task` may be a closure. It calls `tick` after each block. The shared memory that tasks
+    write has no lock, because a process that is killed while it holds a lock would block all others.
     """
 
     def __init__(self, num_workers: int):
         if num_workers < 1:
-            raise ValueError(f"workers is {num_workers}; it is at least 1")
+            raise ValueError(f"workers is {num_workers}; it must be at least 1")
         self.num_workers = num_workers
         self._done_bytes = _FORK.RawArray("Q", num_workers)
-        """A slot a worker."""
+        """The bytes that each worker has done; each worker writes its own slot."""
         self._slots = _FORK.Value("i", 0)
         self._slot = 0
         self._stop = _FORK.RawValue("b", 0)
@@ -73,10 +74,12 @@ class Workers:
     def run(
         self, task: Callable[[int], Any], order: Sequence[int], finish: Callable[[int, Any], None], report: Report
     ) -> None:
-        """`finish(i, result)` runs here, on a thread of its own, one after the other.
+        """Run `task(i)` for each i of `order`. `finish(i, result)` runs in this process, in a separate thread, for one
+        result at a time.
 
         Raises:
-            ValueError, OSError: what a task or `finish` raised, or a worker died.
+            ValueError: a task or `finish` raised it, or a worker died.
+            OSError: a task or `finish` raised it.
         """
         with (
             _held_interrupt() as interrupted,
@@ -100,21 +103,22 @@ class Workers:
                             finishing.add(thread.submit(finish, waiting.pop(future), future.result()))
             except BrokenProcessPool as error:
                 raise ValueError(
-                    "a worker died: was it killed, is memory short, or did a source file shrink while it was read?"
+                    "a worker process died. Was it killed, did memory run out, or did a source file shrink while it "
+                    "was read?"
                 ) from error
             finally:
                 self._stop.value = 1
                 pool.shutdown(cancel_futures=True)
 
     def _begin(self, task: Callable[[int], Any], parent: int) -> None:
-        """First thing in a worker."""
+        """Prepare a worker; runs in it before its first task."""
         global _task
         _task = task
         with self._slots.get_lock():
             self._slot = self._slots.value
             self._slots.value += 1
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent stops us, between two blocks
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with the parent
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent stops the worker between two blocks
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: the worker dies with its parent
         if os.getppid() != parent:
             os._exit(1)
         torch.set_num_threads(1)
@@ -122,10 +126,10 @@ class Workers:
 
 @contextmanager
 def _held_interrupt() -> Iterator[threading.Event]:
-    """Ctrl-C inside the block sets the event and raises nothing: an exception between the locks of `wait` would leave
-    one of them taken, and the pool would never end."""
+    """Inside the block Ctrl-C sets the event and raises nothing. A KeyboardInterrupt inside `wait` could leave one of
+    its locks taken, and the pool would then never end."""
     interrupted = threading.Event()
-    if threading.current_thread() is not threading.main_thread():  # which gets no signals
+    if threading.current_thread() is not threading.main_thread():  # only the main thread gets signals
         yield interrupted
         return
     before = signal.signal(signal.SIGINT, lambda number, frame: interrupted.set())
@@ -136,7 +140,7 @@ def _held_interrupt() -> Iterator[threading.Event]:
 
 
 _task: Callable[[int], Any]
-"""Of this worker."""
+"""The task function of this worker process."""
 
 
 def _run(i: int) -> Any:
@@ -147,16 +151,16 @@ def _run(i: int) -> Any:
 class Outcome:
     num_files: int
     num_reused: int
-    """Taken over from a run that was interrupted."""
+    """The number of files that an interrupted run had finished."""
     num_bytes: int
 
 
 def carry_out(conversion: Conversion, folder: Path, num_workers: int, report: Report) -> Outcome:
-    """Write the folder.
+    """Write the target folder.
 
     Raises:
-        ValueError: the target exists, another run writes it, or a source is damaged.
-        OSError: no space, or whatever the file system says, with the file's name.
+        ValueError: the target exists, another process writes it, or the source is damaged.
+        OSError: the disk has too little space, or the file system refuses a write; the error names the file.
     """
     if folder.exists():
         raise ValueError(f"{folder} exists; remove it or choose another name")
@@ -168,7 +172,7 @@ def carry_out(conversion: Conversion, folder: Path, num_workers: int, report: Re
         maps = Maps(conversion.source.checksums)  # each fork has its own
 
         def task(i: int) -> tuple[dict[str, Any], bool] | None:
-            journal.close()  # a fork's copy would hold the lock
+            journal.close()  # the descriptor that a fork inherits would keep the lock
             if i == COPIES:
                 return check_copies(conversion.source, maps, workers.tick)
             path, entry = partial / files[i].name, known.get(files[i].name)
@@ -211,7 +215,7 @@ def _write(path: Path, file: TargetFile, maps: Maps, tick: Tick) -> dict[str, An
     try:
         entry = write_file(path, file, maps, tick)
     finally:
-        if entry is None:  # whatever ended it: no half of a file stays
+        if entry is None:  # after any error, remove the incomplete file
             path.unlink(missing_ok=True)
     return entry
 
@@ -229,9 +233,10 @@ def _is_whole(path: Path, entry: dict[str, Any], tick: Callable[[int], None]) ->
 
 
 def _identity(conversion: Conversion) -> str:
-    """Of what is written and of what it is made from: a run goes on only where both are the same."""
+    """A digest of the files to be written and of the files that they are made from. A run continues an earlier one only
+    if the digests are equal."""
     digest = hashlib.sha256()
-    paths = {copy.source.path for file in conversion.files for tensor, _ in file.tensors() for copy in tensor.copies}
+    paths = {part.source.path for file in conversion.files for tensor, _ in file.tensors() for part in tensor.parts}
     for path in sorted(paths):
         status = path.stat()
         digest.update(f"{path.resolve()} {status.st_size} {status.st_mtime_ns}\n".encode())
@@ -244,15 +249,15 @@ def _identity(conversion: Conversion) -> str:
 
 @contextmanager
 def _journal(partial: Path, identity: str):
-    """The open journal, locked, and the entries of an earlier run of the same conversion. Of another one nothing is
-    kept."""
+    """The open journal, locked, and the entries of an earlier run of the same conversion. If the folder belongs to
+    another conversion, it is emptied."""
     partial.mkdir(parents=True, exist_ok=True)
     path = partial / JOURNAL
     with path.open("a+") as journal:
         try:
             fcntl.flock(journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise ValueError(f"{partial} is being written by another process") from error
+            raise ValueError(f"{partial} is being written by another process; wait until it ends") from error
         journal.seek(0)
         known = _entries(journal.read().splitlines(), identity)
         if known is None:
@@ -268,7 +273,7 @@ def _journal(partial: Path, identity: str):
 
 
 def _entries(lines: list[str], identity: str) -> dict[str, Any] | None:
-    """None: the journal is another conversion's."""
+    """The journal's entries by file name, or None if it belongs to another conversion."""
     if not lines or lines[0] != json.dumps({"identity": identity}):
         return None
     known = {}
@@ -276,7 +281,7 @@ def _entries(lines: list[str], identity: str) -> dict[str, Any] | None:
         try:
             fields = json.loads(line)
         except ValueError:
-            break  # the last line of a process that was killed
+            break  # a killed process left its last line incomplete
         known[fields["file"]] = fields["entry"]
     return known
 
@@ -284,7 +289,7 @@ def _entries(lines: list[str], identity: str) -> dict[str, Any] | None:
 def _check_space(num_bytes: int, partial: Path) -> None:
     free = shutil.disk_usage(partial).free
     if num_bytes > free:
-        raise OSError(errno.ENOSPC, f"{num_bytes:,} bytes are to be written, {free:,} are free", str(partial))
+        raise OSError(errno.ENOSPC, f"{num_bytes:,} bytes must be written, but only {free:,} are free", str(partial))
 
 
 def _publish(partial: Path, folder: Path, text: bytes) -> None:
@@ -300,7 +305,7 @@ def _publish(partial: Path, folder: Path, text: bytes) -> None:
 
 
 def sync(path: Path) -> None:
-    """Force a file, or a folder's entries, to the disk."""
+    """Force a file's content or a folder's entries to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         with naming(path):

@@ -1,24 +1,25 @@
-"""The engine that answers: vLLM's AsyncLLM, fed with token ids and giving token ids.
+"""The engine that generates answers: vLLM's AsyncLLM, with token ids as input and output.
 
-A call's requests are queued while the scheduler is paused and start together, in one order, whatever the timing of
-the messages to the engine core. Weights may arrive while requests run: these stop between two tokens and go on with
-the new weights. Invariants (tests/unit/rollout):
-- `generate` is a pure function of (weights, prompts, seed) when no push and no other call happens in it: the sampler's
-  random stream and the prefix cache start anew with a call, so a resumed run repeats the unbroken one;
-- a push in a call changes nothing before it: every answer begins as without the push;
-- each token carries the version that sampled it, exactly;
-- a cached prefix is never read by requests of other weights: the push clears the cache and the running requests are
-  computed anew (`cleared`), or later requests cannot see it (`salted`);
-- log-probs are of the full distribution at the sampling temperature (vLLM's `processed_logprobs`; with top_p
-  or top_k they are of what these leave, which the importance correction refuses);
-- an engine that holds no weights, others than the caller thinks, or half of an update, answers nothing; a call in which
-  a push fails raises.
+The requests of a call are queued while the scheduler is paused. They start together and in a fixed order, whatever the
+timing of the messages to the engine core. Weights may arrive while requests run: the requests pause between two tokens
+and continue with the new weights. Invariants (tests/unit/rollout):
+- `generate` is a pure function of (weights, prompts, seed) if no push and no other call happens during it. A call
+  restarts the sampler's random stream and empties the prefix cache, so a resumed run repeats the uninterrupted one.
+- A push during a call changes no token that was sampled before it.
+- Each token carries exactly the version that sampled it.
+- A request never reads a cached prefix that other weights computed. With `cleared` a push empties the cache and the
+  running requests' keys and values are computed anew; with `salted` later requests cannot see the old cache.
+- Log-probs are those of the full distribution at the sampling temperature (vLLM's `processed_logprobs`). With top_p or
+  top_k they are those of the truncated distribution, which the importance correction refuses.
+- An engine without weights, with another version than the caller asks for, or with a part of an update refuses to
+  answer. A call during which a push fails raises an error.
 
-The first holds to the bit on a CPU; on a GPU, kernels may round differently from run to run.
+The first invariant holds to the bit on a CPU; on a GPU, kernels may round differently from run to run.
 
-One lock makes "nothing is scheduled" atomic: whoever pauses the scheduler, to add requests or to change the weights,
-resumes it before another may pause it. vLLM labels a step's tokens when it hands them out. A pause ends when all steps
-have been handed out, with asynchronous scheduling too, and the label changes after the pause: it is never off by one.
+A lock covers each pause of the scheduler: whoever pauses it, to add requests or to change the weights, resumes it
+before anybody else can pause it. vLLM labels the tokens of a step with a version when it hands them out.
+`pause_generation` returns after all steps have been handed out, even with asynchronous scheduling, and the label
+changes only after that, so no token gets the wrong version.
 """
 
 from __future__ import annotations
@@ -44,14 +45,16 @@ from megatron_rl.types import Metrics, Prompt, Sample, Tokens
 log = logging.getLogger(__name__)
 
 MAX_SEQUENCES = 1024
-"""Answers that decode side by side; more wait. On a GPU vLLM sizes its graphs by it."""
+"""The number of answers that are decoded at the same time; more of them wait. On a GPU vLLM chooses the sizes of its
+CUDA graphs by it."""
 
 
 def set_cpu_environment() -> None:
-    """What vLLM reads when it is imported, where there is no GPU; settings that stand already win.
+    """Set the environment variables that vLLM reads at import, for a machine without a GPU. Variables that are already
+    set keep their values.
 
-    One thread an engine: decode steps of small models are too short to share. Dynamo would compile a two-line
-    function for seconds.
+    An engine uses one thread, because the decode steps of small models are too short to split. Dynamo is off, because
+    it would spend seconds on compiling a two-line function.
     """
     for name, value in {
         "OMP_NUM_THREADS": "1",
@@ -63,13 +66,13 @@ def set_cpu_environment() -> None:
 
 
 class VllmEngine:
-    """One engine: `rollout.tensor` ranks. Start it, receive weights, then ask."""
+    """One engine of `rollout.tensor` ranks. Call `start`, then `init_transfer` and `receive`, then `generate`."""
 
     def __init__(self, *, model: ModelConfig, rollout: RolloutConfig, seed: int) -> None:
         """
         Raises:
-            ValueError: the model folder is no model, its positions do not hold the longest sample, or the
-                thinking budget does not fit.
+            ValueError: the folder holds no model, the model has fewer positions than the longest sample has tokens, or
+                the thinking budget does not fit into max_response_tokens.
         """
         self._model, self._rollout, self._seed = model, rollout, seed
         shape = read_shape(model.path)
@@ -86,27 +89,27 @@ class VllmEngine:
             needed = thinking.thought_tokens + len(self._delimiter) + thinking.response_tokens
             if needed > rollout.max_response_tokens:
                 raise ValueError(
-                    f"rollout.max_response_tokens ({rollout.max_response_tokens}) is below thinking's "
+                    f"rollout.max_response_tokens ({rollout.max_response_tokens}) is less than rollout.thinking's "
                     f"thought_tokens + the delimiter's {len(self._delimiter)} tokens + response_tokens = "
                     f"{needed}; raise it"
                 )
         self._llm: Any = None
         self._version: int | None = None
         self._failure = ""
-        """Why there is no version; empty before the first push."""
+        """Why the engine holds no version; empty before the first push."""
         self._num_requests = 0
         self._scheduling = asyncio.Lock()
-        """Held from pausing the scheduler to resuming it."""
+        """Held from the moment the scheduler is paused until it is resumed."""
 
     async def start(self) -> None:
-        """Load the model with dummy weights: the bridge brings the true ones.
+        """Start vLLM with dummy weights; the bridge brings the real ones.
 
         Raises:
             ValueError: vLLM refuses the configuration.
         """
         try:
             self._start()
-        except ValidationError as error:  # it cannot be sent to another process, and names vLLM's internals
+        except ValidationError as error:  # it cannot be pickled, and it names vLLM's internals
             reasons = "; ".join(fault["msg"].removeprefix("Value error, ") for fault in error.errors())
             log.exception("vLLM refuses its configuration")
             raise ValueError(f"vLLM refuses the configuration: {reasons}") from None
@@ -127,7 +130,7 @@ class VllmEngine:
                 dtype=self._model.dtype,
                 quantization=self._rollout.quantization,
                 skip_tokenizer_init=True,
-                generation_config="vllm",  # the folder's own sampling defaults (top_k, temperature) stay out
+                generation_config="vllm",  # ignore the folder's sampling defaults (top_k, temperature)
                 seed=self._seed,
                 tensor_parallel_size=self._rollout.tensor,
                 enable_expert_parallel=self._rollout.expert_parallel,
@@ -145,21 +148,24 @@ class VllmEngine:
     async def generate(
         self, prompts: Sequence[Prompt], num_samples: int, version: int, seed: int, greedy: bool = False
     ) -> list[list[tuple[Sample, Tokens]]]:
-        """Answer every prompt `num_samples` times; `greedy`: with the most probable tokens.
+        """Answer every prompt `num_samples` times.
 
-        Calls may run side by side and pushes may arrive. A call that begins while another runs shares its random stream
-        and its prefix cache. After a push the answers go on with the new weights, and `Tokens.version` says from where.
+        Several calls may run at once, and pushes may arrive during a call. A call that begins while another one runs
+        shares its random stream and its prefix cache. After a push the answers continue with the new weights, and
+        `Tokens.version` gives the version of each token.
 
         Args:
-            version: of the weights that generation begins with. While a push is under way, the call waits for it.
+            version: the version of the weights that generation begins with. If a push is under way, the call waits
+                until it ends.
+            greedy: always take the most probable token.
 
         Returns:
-            For each prompt its samples, in order.
+            The samples of each prompt, in the order of the prompts.
 
         Raises:
-            ValueError: a prompt that is empty, too long or not of this vocabulary; or the engine's weights
-                are not `version`.
-            RuntimeError: a push failed while the call ran; its answers are lost.
+            ValueError: a prompt is empty, too long or has tokens outside the vocabulary, or the engine does not hold
+                `version`.
+            RuntimeError: a push failed during the call, and the answers are lost.
         """
         self._check(prompts)
         thinking = self._rollout.thinking
@@ -183,24 +189,26 @@ class VllmEngine:
         return [samples[i : i + num_samples] for i in range(0, len(samples), num_samples)]
 
     async def init_transfer(self, info: dict[str, Any]) -> None:
-        """Join the bridge; every trainer rank and every engine must do so at the same time.
+        """Join the bridge. All trainer ranks and all engines must do so at the same time.
 
         Raises:
-            ValueError: a live parameter that the plan does not know, or the reverse; sides that disagree.
+            ValueError: the engine has a parameter that the plan does not know, or lacks one that the plan has; or the
+                two sides have different plans.
         """
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
-        await _told(self._llm.init_weight_transfer_engine(WeightTransferInitRequest(info)), ValueError)
+        await _raising(ValueError, self._llm.init_weight_transfer_engine(WeightTransferInitRequest(info)))
 
     async def receive(self, version: int) -> Metrics:
-        """Take the weights that the trainer pushes as `version`, while it pushes them; requests may run.
+        """Receive the weights that the trainer pushes as `version`. Call this while the trainer pushes; requests may
+        run.
 
         Returns:
-            `seconds` in all; `paused_s` of them requests stood still, 0 when none ran.
+            `seconds`: the duration of the call; `paused_s`: the seconds for which requests were paused, 0 if none ran.
 
         Raises:
-            RuntimeError: the push stalled, broke off or was of another version. The requests that ran are ended, and
-                the engine answers nothing until a whole push.
+            RuntimeError: the push stalled, broke off or had another version. Running requests end with an error, and
+                the engine refuses calls until a complete push.
         """
         start = time.perf_counter()
         async with self._scheduling:
@@ -228,7 +236,7 @@ class VllmEngine:
 
     @property
     def alive(self) -> bool:
-        """Whether vLLM's own processes still are."""
+        """Whether vLLM's own processes are still alive."""
         return self._llm is not None and not self._llm.errored
 
     def close(self) -> None:
@@ -237,13 +245,13 @@ class VllmEngine:
             self._llm = None
 
     async def _take_weights(self, version: int) -> None:
-        """The update itself and what depends on the weights, while nothing is scheduled."""
+        """Update the weights and what depends on them. The caller makes sure that nothing is scheduled meanwhile."""
         errors = await self._llm.collective_rpc("take_weights", args=(version,))
         if any(errors):
             raise RuntimeError("; ".join(dict.fromkeys(error for error in errors if error)))
         await self._llm.update_weight_version(str(version))
         if self._rollout.prefix_cache == "cleared":
-            await _told(self._llm.reset_prefix_cache(reset_running_requests=True), RuntimeError)
+            await _raising(RuntimeError, self._llm.reset_prefix_cache(reset_running_requests=True))
         self._version = version
 
     def _check_version(self, version: int) -> None:
@@ -258,7 +266,7 @@ class VllmEngine:
             size = len(prompt.token_ids)
             if not 0 < size <= longest:
                 raise ValueError(
-                    f"prompt {prompt.uid} has {size} tokens, rollout.max_prompt_tokens is {longest}: "
+                    f"prompt {prompt.uid} has {size} tokens, but rollout.max_prompt_tokens is {longest}: "
                     "raise it, or drop the row with data.on_bad_row=skip"
                 )
             alien = next((token for token in prompt.token_ids if not 0 <= token < self._vocab_size), None)
@@ -275,7 +283,8 @@ class VllmEngine:
         plans: Sequence[Continuation],
         params: dict[str, Any],
     ) -> list[list[Completion]]:
-        """Call 2 for each sample that has one, else an empty list; the prefix cache knows what call 1 saw."""
+        """The answer of call 2 for each sample that needs one; an empty list for the others. The prefix cache still
+        holds the tokens of call 1."""
         requests = [
             ([*ids, *call.ids, *plan.forced], plan.max_tokens)
             for ids, call, plan in zip(prompt_ids, first, plans, strict=True)
@@ -287,12 +296,13 @@ class VllmEngine:
     async def _sample(
         self, requests: Sequence[tuple[Sequence[int], int]], params: dict[str, Any], begin: tuple[int, int] | None
     ) -> list[list[Completion]]:
-        """One call of the engine for all (prompt ids, token limit).
+        """Send all requests to vLLM and wait for their answers.
 
         Args:
-            params: of sampling, but the limit.
-            begin: the version that the engine must hold, and a seed that starts the random stream and an empty prefix
-                cache, unless another call runs. None goes on with weights, stream and cache as they are.
+            requests: the prompt ids and the token limit of each.
+            params: the sampling parameters without the token limit.
+            begin: (version, seed): check that the engine holds this version, and, unless another call runs, seed the
+                random stream and empty the prefix cache. With None weights, stream and cache stay as they are.
         """
         async with self._scheduling:
             if begin:
@@ -310,7 +320,7 @@ class VllmEngine:
         return [await self._collect(queue) for queue in queues]
 
     async def _add(self, ids: Sequence[int], limit: int, params: dict[str, Any]) -> Any:
-        """Queue one request; returns where its answers will arrive."""
+        """Queue one request and return the queue in which its answers will arrive."""
         from vllm import SamplingParams
 
         prompt: dict[str, Any] = {"prompt_token_ids": list(ids)}
@@ -320,10 +330,10 @@ class VllmEngine:
         return await self._llm.add_request(str(self._num_requests), prompt, SamplingParams(**params, max_tokens=limit))
 
     async def _collect(self, queue: Any) -> list[Completion]:
-        """A request's answers in order; they arrive as they end.
+        """Wait for a request's answers, which arrive in the order in which they end, and return them by index.
 
         Raises:
-            RuntimeError: a push that failed has ended the request.
+            RuntimeError: a failed push ended the request.
         """
         answers: list[Any] = []
         finished = False
@@ -336,7 +346,7 @@ class VllmEngine:
         return [_completion(answer) for answer in sorted(answers, key=lambda answer: answer.index)]
 
     def _params(self, num_samples: int, greedy: bool) -> dict[str, Any]:
-        """Of vLLM's SamplingParams, but the token limit."""
+        """The fields of vLLM's SamplingParams, without the token limit."""
         from vllm.sampling_params import RequestOutputKind
 
         sampling = self._rollout.sampling
@@ -346,16 +356,16 @@ class VllmEngine:
             "top_p": sampling.top_p,
             "top_k": sampling.top_k,
             "stop_token_ids": list(self._stop_ids),
-            "logprobs": 0,  # of the sampled token alone
+            "logprobs": 0,  # only those of the sampled tokens
             "flat_logprobs": True,
             "detokenize": False,
             "output_kind": RequestOutputKind.FINAL_ONLY,
         }
 
 
-async def _told(call: Awaitable[Any], kind: type[Exception]) -> None:
-    """Await a call of the engine core. What is raised there arrives as a bare Exception with its text alone; it
-    becomes `kind`, which says whose fault it is."""
+async def _raising(kind: type[Exception], call: Awaitable[Any]) -> None:
+    """Await a call of the engine core. An error there arrives as a plain Exception that only keeps the message; it is
+    raised as `kind` instead."""
     try:
         await call
     except Exception as error:
@@ -372,9 +382,9 @@ def _completion(answer: Any) -> Completion:
 
 
 def _cpu_options(rollout: RolloutConfig) -> dict[str, Any]:
-    """Asynchronous scheduling hides a device's latency; without a device it only costs, and so does a worker
-    process beside the engine core's. A step takes every prompt at once: one pass of the scheduler's Python
-    loop less."""
+    """vLLM's options on a CPU. Asynchronous scheduling hides a GPU's latency; on a CPU it only costs time, and so does
+    a separate worker process. Prompts of up to 8192 tokens together fit into one step, which saves passes of the
+    scheduler's Python loop."""
     options: dict[str, Any] = {
         "enforce_eager": True,
         "async_scheduling": False,
@@ -388,10 +398,10 @@ def _cpu_options(rollout: RolloutConfig) -> dict[str, Any]:
 
 
 def _gpu_options(rollout: RolloutConfig) -> dict[str, Any]:
-    """Not yet run on a GPU: the CPU tests share everything but these and the environment."""
+    """vLLM's options on a GPU. They have not been run; the CPU tests cover everything but these and the environment."""
     return {"gpu_memory_utilization": rollout.gpu_memory_utilization}
 
 
 def _sampler_seed(*parts: int) -> int:
-    """Streams of different engines and calls are unrelated."""
+    """A seed that makes the random streams of different engines and calls independent."""
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:4], "little")

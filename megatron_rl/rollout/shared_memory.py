@@ -1,11 +1,11 @@
-"""Nothing of vLLM's shared memory outlives its processes.
+"""Removes vLLM's shared memory, so that none of it outlives its processes.
 
-The ranks of an engine exchange messages through files in /dev/shm, which stay when the processes are killed, and with
-some of vLLM's executors after a normal end as well. Once all ranks have mapped a file, its name is of no use to
-anybody: it is removed, and the kernel frees the memory with the last process. What was left by an engine that was
-killed before that is removed by the next engine on the machine, and by the driver at its end.
+The ranks of an engine exchange messages through files in /dev/shm. These files stay if the processes are killed, and
+with some of vLLM's executors even after a normal end. Once all ranks have mapped a file, nobody needs its name. The
+name is then removed, and the kernel frees the memory when the last process ends. If an engine was killed before that,
+the next engine on the machine removes its files, or the driver at its end.
 
-Invariant (tests/e2e): after a run has ended, by whatever signal, /dev/shm holds no file more than before.
+Invariant (tests/e2e): when a run has ended, by any signal, /dev/shm holds no more files than before.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ import psutil
 
 FOLDER = Path("/dev/shm")
 NAMES = re.compile(r"psm_[0-9a-f]{8}|.+cpushm_\d+")
-"""Those of Python's SharedMemory, which vLLM uses, and of vLLM's collectives on a CPU."""
+"""The file names of Python's SharedMemory, which vLLM uses, and of vLLM's collectives on a CPU."""
 MIN_AGE_S = 1.0
-"""A file is created a moment before it is mapped."""
+"""A younger file is never removed, because a file is created a moment before it is mapped."""
 
 
 def remove_own_names() -> None:
-    """Remove the names of the shared memory that this process and those below it have mapped; they keep the memory."""
+    """Remove the names of the shared memory that this process and its descendants have mapped. They keep the memory."""
     process = psutil.Process()
     for name in {name for member in [process, *process.children(recursive=True)] for name in _mapped(member.pid)}:
         (FOLDER / name).unlink(missing_ok=True)
 
 
 def remove_leftovers() -> None:
-    """Remove this user's files in /dev/shm that have vLLM's names and are mapped by no process."""
+    """Remove the files in /dev/shm that belong to this user, have names like vLLM's and are mapped by no process."""
     if not FOLDER.is_dir():
         return
     old = {path for path in FOLDER.iterdir() if NAMES.fullmatch(path.name) and _is_mine_and_old(path)}
@@ -53,8 +53,8 @@ def _is_mine_and_old(path: Path) -> bool:
 
 
 def _mapped(pid: int) -> Iterator[str]:
-    """Names of the files in /dev/shm that a process has mapped or holds open; none of a process that is gone, or that
-    this user may not look at."""
+    """The names of the files in /dev/shm that a process has mapped or holds open. There are none if the process has
+    ended or belongs to another user."""
     try:
         for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
             path = line[line.find("/") :] if "/" in line else ""

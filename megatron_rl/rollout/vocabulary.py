@@ -1,8 +1,8 @@
-"""The few token ids that the engine needs of a model folder, read from its own files.
+"""Reads the few token ids that the engine needs from a model folder.
 
-Token in, token out: nothing is tokenised during a run. The end-of-sequence ids are the union of
-generation_config.json, config.json and the tokenizer's `eos_token`: base and chat models disagree about them,
-and a missed one costs a whole response budget.
+The engine gets and returns token ids, so nothing is tokenised during a run. The end-of-sequence ids are the union of
+those in generation_config.json, in config.json and of the tokenizer's `eos_token`. Base and chat models list different
+ones, and an answer with an id that is not listed would use up its whole budget.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 
 def stop_ids(folder: Path) -> tuple[int, ...]:
-    """Every id that ends an answer, ascending.
+    """All ids that end an answer, in ascending order.
 
     Raises:
         ValueError: no file of the folder names one.
@@ -30,10 +30,10 @@ def stop_ids(folder: Path) -> tuple[int, ...]:
 
 
 def delimiter_ids(folder: Path, text: str) -> tuple[int, ...]:
-    """The delimiter in the model's own tokens, one or more.
+    """The delimiter as token ids of the model, at least one.
 
     Raises:
-        ValueError: the tokenizer does not know (part of) the text.
+        ValueError: the tokenizer does not know the text or a part of it.
     """
     ids = tuple(load_tokenizer(folder).encode(text, add_special_tokens=False).ids)
     if not ids or _special_id(folder, "unk_token") in ids:

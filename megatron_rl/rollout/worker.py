@@ -1,7 +1,7 @@
-"""What the rollout adds to vLLM's own processes; vLLM imports it there.
+"""The code that the rollout adds to vLLM's own processes. vLLM imports it there.
 
 `RolloutWorker` is a `worker_extension_cls`. `die_with_parent` is an entry point `vllm.general_plugins`, which vLLM
-calls in every process that it starts: an engine core whose owner was killed would otherwise stay, with its GPU's
+calls in every process that it starts. Without it an engine core whose owner was killed would stay and keep its GPU
 memory.
 """
 
@@ -14,36 +14,36 @@ import signal
 import sys
 
 PR_SET_PDEATHSIG = 1
-"""linux/prctl.h"""
+"""A constant of linux/prctl.h."""
 
 
 class RolloutWorker:
-    """Methods of every vLLM worker, called on all ranks of an engine at once."""
+    """Methods that every vLLM worker gets. Each is called on all ranks of an engine together."""
 
     def seed_sampling(self, seed: int) -> None:
-        """Start the sampler's random stream anew, on every rank alike."""
+        """Restart the sampler's random stream, in the same way on every rank."""
         from vllm.utils.torch_utils import set_random_seed
 
         set_random_seed(seed)
 
     def take_weights(self, version: int) -> str | None:
-        """One whole update by vLLM's weight transfer engine; returns what went wrong.
+        """Receive all weights through vLLM's weight transfer engine. Returns None, or the message of an error.
 
-        An exception would leave the answers of the other ranks unread, and vLLM would take them for those of the next
-        call: an error is a value. The session is closed after one, or vLLM refuses the next.
+        The error is returned instead of raised: after an exception vLLM would leave the results of the other ranks
+        unread, and would take them for results of the next call.
         """
         try:
             self.start_weight_update()
             self.update_weights({"version": version})
             self.finish_weight_update()
         except Exception as error:
-            self._weight_update_active = False
+            self._weight_update_active = False  # otherwise vLLM refuses the next update
             return str(error) or repr(error)
 
 
 def die_with_parent() -> None:
-    """Ask the kernel to end this process when its parent ends, however that happens. Only for vLLM's own processes, not
-    for the one that uses vLLM."""
+    """Ask the kernel to kill this process when its parent ends for any reason. This affects vLLM's own processes, not
+    the process that uses vLLM."""
     if multiprocessing.parent_process() is not None and sys.platform == "linux":
-        faulthandler.register(signal.SIGUSR2, file=2, all_threads=True)  # its owner asks it what it is doing
+        faulthandler.register(signal.SIGUSR2, file=2, all_threads=True)  # cluster/process.py asks for stacks with it
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

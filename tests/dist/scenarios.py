@@ -21,7 +21,7 @@ from megatron.core.utils import unwrap_model  # isort: skip
 from megatron_rl.actor.actor import MegatronActor
 from megatron_rl.actor.attention import packed_sequences
 from megatron_rl.actor.logprobs import output_weight, vocabulary_shard
-from megatron_rl.actor.packing import TrainSample, pack
+from megatron_rl.actor.packing import TrainSample, pack_row
 from megatron_rl.actor.spec import ActorSpec
 from megatron_rl.actor.weights import export_hf, load_hf
 from megatron_rl.algorithms import PolicyObjective, SupervisedObjective
@@ -170,7 +170,7 @@ def disagree(rank, world_size, url, *, folder, samples, layout):
 def logits(rank, world_size, url, *, folder, samples, layout):
     """[T, vocabulary padded] of one packed row, with the row's lengths; TP only."""
     actor = build(rank, world_size, url, folder, layout)
-    batch = pack(samples, layout.alignment)
+    batch = pack_row(samples, layout.alignment)
     with platform.running(), torch.no_grad():
         hidden_1TH = actor.model(
             input_ids=batch.ids_T[None],

@@ -82,7 +82,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_by_all(trainers, model_folder
     first, second = trainers.run("load_each", 2, layout=layout, **arguments)
     assert first == second
     assert first[0] == "no error"
-    assert "is no checkpoint" in first[1]
+    assert "is not a checkpoint" in first[1]
     damaged = ["truncated/rank1.weights.pt", "zeroed/rank1.weights.pt", "flipped/rank0.state.pt", "other/extra.json"]
     for error, name in zip(first[2:], damaged, strict=True):
         assert f"{name} is damaged: it has" in error and "--resume STEP" in error
@@ -123,4 +123,4 @@ def test_broken_input_on_one_rank_is_refused_by_all(trainers, model_folder, samp
 def test_sequence_parallelism_refuses_an_alignment_that_is_no_multiple_of_tp(trainers, model_folder, samples):
     errors = trainers.run("misalign", 2, folder=model_folder, samples=samples, layout=Layout(Mesh(tensor=2)))
     assert errors[0] == errors[1]
-    assert "alignment 1 is no multiple of policy.parallel.tensor (2)" in errors[0]
+    assert "alignment 1 is not a multiple of policy.parallel.tensor (2)" in errors[0]

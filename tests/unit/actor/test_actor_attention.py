@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-import megatron_rl.actor  # noqa: F401  before Megatron: it silences its import
+import megatron_rl.actor  # noqa: F401  must come before Megatron, whose import warnings it silences
 from megatron_rl.actor.attention import MAX_PADDING, PackedAttention, PackedSequences, plan_attention
 from megatron_rl.actor.norm import Norm
 
@@ -14,7 +14,7 @@ THETA = 10000.0
 
 
 def plain_attention(q, k, v, window):
-    """One sequence, [L, N, D] and [L, G, D], float64, written from the definition."""
+    """The attention of one sequence in float64, written from the definition; q is [L, N, D], k and v are [L, G, D]."""
     length, num_heads, head_dim = q.shape
     frequency = THETA ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
     angle = torch.arange(length, dtype=torch.float64)[:, None] * frequency
@@ -71,19 +71,19 @@ def test_only_the_layers_with_a_window_slide():
 @given(st.lists(st.integers(1, 70), min_size=1, max_size=40), st.none() | st.integers(1, 80))
 def test_the_plan_holds_every_token_once_and_little_padding(lengths, window):
     plan = plan_attention(torch.tensor(lengths), 8, THETA, window=window)
-    flat = torch.cat([batch.query_BL.flatten() for batch in plan.batches])
+    flat = torch.cat([blocks.query_BL.flatten() for blocks in plan.calls])
     assert flat[plan.unpad_T].tolist() == list(range(sum(lengths)))
-    for batch in plan.batches:
-        real = sum(len(set(row.tolist())) for row in batch.query_BL)
-        assert real >= (1 - MAX_PADDING) * batch.query_BL.numel()
+    for blocks in plan.calls:
+        real = sum(len(set(row.tolist())) for row in blocks.query_BL)
+        assert real >= (1 - MAX_PADDING) * blocks.query_BL.numel()
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(1, 70), min_size=1, max_size=20), st.integers(1, 80))
 def test_a_window_costs_less_than_its_square_beyond_it(lengths, window):
-    """Each query stands against less than 2 windows of keys."""
-    for batch in plan_attention(torch.tensor(lengths), 8, THETA, window=window).batches:
-        assert batch.key_BK.shape[1] < 2 * window + (batch.mask_LK is None)
+    """A query is computed with fewer than 2 W keys."""
+    for blocks in plan_attention(torch.tensor(lengths), 8, THETA, window=window).calls:
+        assert blocks.key_BK.shape[1] < 2 * window + (blocks.mask_LK is None)
 
 
 @pytest.mark.parametrize("shape", [(6, 1, 16), (6, 1, 2, 16)], ids=str)

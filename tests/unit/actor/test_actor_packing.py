@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.actor.packing import TrainSample, pack
+from megatron_rl.actor.packing import TrainSample, pack_row
 from megatron_rl.types import Tokens
 
 
@@ -17,8 +17,8 @@ def sample(name: str, ids, mask, advantage: float = 0.0) -> TrainSample:
     return TrainSample(name, Tokens(ids, mask, logp, np.where(mask, 3, -1)), advantage, 0.5, index=7, version=5)
 
 
-def test_columns_speak_of_the_next_token():
-    batch = pack([sample("a", [5, 6, 7], [0, 1, 1], 2.0), sample("b", [8, 9], [0, 1], -1.0)], alignment=2)
+def test_columns_belong_to_the_next_token():
+    batch = pack_row([sample("a", [5, 6, 7], [0, 1, 1], 2.0), sample("b", [8, 9], [0, 1], -1.0)], alignment=2)
     assert batch.lengths_S.tolist() == [4, 2]
     assert batch.ids_T.tolist() == [5, 6, 7, 0, 8, 9]
     assert batch.target_T.tolist() == [6, 7, 0, 0, 9, 0]
@@ -33,7 +33,7 @@ def test_columns_speak_of_the_next_token():
 
 
 def test_an_empty_microbatch_is_one_dummy_without_actions():
-    batch = pack([], alignment=4)
+    batch = pack_row([], alignment=4)
     assert batch.names == () and batch.lengths_S.tolist() == [4]
     assert not batch.columns.action_mask_T.any()
 
@@ -42,7 +42,7 @@ def test_arrays_of_different_lengths_are_refused_by_name():
     broken = sample("prompt3#1", [1, 2, 3], [0, 1, 1])
     broken = replace(broken, tokens=replace(broken.tokens, ids=broken.tokens.ids[:2]))
     with pytest.raises(ValueError, match="prompt3#1.* 2, 3, 3, 3 entries"):
-        pack([broken], 1)
+        pack_row([broken], 1)
 
 
 @settings(max_examples=50, deadline=None)
@@ -56,17 +56,17 @@ def test_packing_changes_no_sample(lengths, alignment, random):
         sample(str(i), [random.randrange(50) for _ in range(n)], [random.random() < 0.5 for _ in range(n)], i)
         for i, n in enumerate(lengths)
     ]
-    together = pack(samples, alignment)
+    together = pack_row(samples, alignment)
     start = 0
     for i, one in enumerate(samples):
-        alone = pack([one], alignment)
+        alone = pack_row([one], alignment)
         here = slice(start, start + int(alone.lengths_S[0]))
         for column in ("ids_T", "target_T"):
             assert getattr(together, column)[here].tolist() == getattr(alone, column).tolist(), column
         for column in ("action_mask_T", "token_T", "weight_T", "advantage_T", "logp_rollout_T", "lag_T"):
             assert getattr(together.columns, column)[here].tolist() == getattr(alone.columns, column).tolist(), column
         assert set(together.columns.sample_T[here].tolist()) == {i}
-        # every action but one at position 0, which nothing predicts, is in the loss exactly once
+        # every action is in the loss exactly once, except one at position 0, which no position predicts
         assert int(alone.columns.action_mask_T.sum()) == int(one.tokens.action_mask[1:].sum())
         start = here.stop
     assert start == len(together.ids_T)

@@ -8,7 +8,7 @@ import torch
 
 from megatron_rl.actor import platform
 
-without_cuda = pytest.mark.skipif(platform.HAS_CUDA, reason="the stand-in is off where CUDA is")
+without_cuda = pytest.mark.skipif(platform.HAS_CUDA, reason="with CUDA nothing is replaced")
 
 
 @without_cuda

@@ -1,4 +1,4 @@
-"""A folder that replaces another one of its name: whenever the process is killed, one whole folder has the name."""
+"""One folder replaces another: whenever the process is killed, the name belongs to one complete folder."""
 
 from __future__ import annotations
 

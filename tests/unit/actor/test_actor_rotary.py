@@ -45,7 +45,7 @@ def test_scaled_angles_equal_those_of_transformers(name):
     positions = torch.arange(0, 512)
     angle = torch.outer(positions.float(), frequency).repeat(1, 2)[:, None]
     cos, sin = rotation(positions, 128, 500000.0, ours)
-    # A frequency that is rounded elsewhere in fp32, 6e-8, times 512 positions.
+    # The fp32 frequencies may differ by one rounding, 6e-8, which 512 positions multiply.
     torch.testing.assert_close(cos, angle.cos() * factor, atol=5e-5, rtol=0)
     torch.testing.assert_close(sin, angle.sin() * factor, atol=5e-5, rtol=0)
     plain, _ = rotation(positions, 128, 500000.0)
@@ -53,7 +53,7 @@ def test_scaled_angles_equal_those_of_transformers(name):
 
 
 def test_llama_scaling_keeps_short_waves_and_stretches_long_ones():
-    """Golden: head size 2 has one frequency, 1 radian a token, of wavelength 6.28."""
+    """Golden values: a head of size 2 has one frequency, 1 radian per token, with the wavelength 6.28."""
     kept, _ = rotation(torch.tensor([3]), 2, 1e4, Llama3Rope(8.0, 1.0, 4.0, 8192))
     stretched, _ = rotation(torch.tensor([3]), 2, 1e4, Llama3Rope(8.0, 1.0, 4.0, 6))
     assert kept[0, 0].tolist() == pytest.approx([torch.cos(torch.tensor(3.0)).item()] * 2)

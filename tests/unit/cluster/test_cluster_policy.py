@@ -1,4 +1,4 @@
-"""What the driver sends to each data-parallel rank: its own samples, and the groups that they belong to."""
+"""The driver sends each data-parallel rank its own samples and the groups that they belong to."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def test_every_active_sample_goes_to_one_rank_with_its_own_tokens_and_advantage(
         assignment, payloads = _assign(batch, plan, data_rank)
         assert [len(mini) for mini in assignment] == [len(mini[data_rank]) for mini in plan.minibatches]
         used = {sample.group for mini in assignment for micro in mini for sample in micro}
-        assert used == set(range(len(payloads))), "no group travels for nothing"
+        assert used == set(range(len(payloads))), "every group that a rank gets is used"
         for mini in assignment:
             for micro in mini:
                 for sample in micro:
                     tokens = payloads[sample.group][sample.index_in_group]
-                    assert tokens not in seen, "a sample goes to one rank, once"
+                    assert tokens not in seen, "each sample goes to one rank once"
                     seen[tokens] = sample.numbers
     assert seen == {
         f"tokens {g}.{i}": {

@@ -1,5 +1,5 @@
-"""How the driver waits on real Ray processes: the first failure ends the wait, under its own type and with a name; so
-does a deadline, with what the silent process is doing."""
+"""How the driver waits for real Ray processes: the first failure ends the wait with an error of its type that names the
+process; a deadline ends it with an error that says what the silent process is doing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import ray
 
 from megatron_rl.cluster import waiting
 from megatron_rl.cluster.engines import EngineGroup
-from megatron_rl.cluster.process import Process, begin_process, last_words, locate
+from megatron_rl.cluster.process import Process, begin_process, last_error, locate
 from megatron_rl.cluster.session import ray_session
 from megatron_rl.cluster.waiting import ProcessLost, gather, locate_all
 from megatron_rl.config.load import judge
@@ -79,17 +79,17 @@ def test_a_refusal_keeps_its_type_and_does_not_wait_for_the_others(ranks):
         wait(ranks(2), "wait_for_ever", "refuse")
 
 
-def test_a_subclass_with_other_arguments_is_told_too(ranks):
+def test_a_subclass_with_other_arguments_is_reported_too(ranks):
     with pytest.raises(ValueError, match="^rank 0: 'utf-8' codec can't decode byte 0xff"):
         wait(ranks(1), "refuse_bytes")
 
 
 def test_any_other_error_is_one_line_with_the_log(ranks):
-    with pytest.raises(RuntimeError, match=r"^rank 0: KeyError: 'lost' \(all of it: .*rank 0.log\)$"):
+    with pytest.raises(RuntimeError, match=r"^rank 0: KeyError: 'lost' \(whole log: .*rank 0.log\)$"):
         wait(ranks(1), "fail")
 
 
-def test_a_death_is_named_with_the_last_error_of_its_log_and_without_rays_lecture(ranks):
+def test_a_death_is_reported_with_the_last_error_of_its_log_and_without_rays_long_text(ranks):
     with pytest.raises(
         ProcessLost, match="^rank 1 died. Its log, .*rank 1.log, ends:\n  CudaError: out of memory\n"
     ) as e:
@@ -111,11 +111,11 @@ def test_a_deadline_names_who_is_silent_and_what_it_is_doing(ranks):
     assert f"process {stopped.location.pid} is stopped (SIGSTOP)" in second and "kill -CONT" in second
     assert f"rank 0 (process {busy.location.pid} on {socket.gethostname()}): it is sleeping" in third
     assert caught.value.silent
-    assert "wait_for_ever" in stacks_in(busy.log), "the stacks of the busy process stand in its log"
+    assert "wait_for_ever" in stacks_in(busy.log), "the stacks of the busy process are in its log"
 
 
 def stacks_in(log: Path) -> str:
-    """The handler runs in the other process; it writes at once."""
+    """The log, once the signal handler of the other process has written the stacks."""
     end = time.monotonic() + 60
     while "Current thread" not in log.read_text() and "most recent call first" not in log.read_text():
         assert time.monotonic() < end
@@ -140,7 +140,7 @@ def test_engines_that_no_node_can_hold_are_refused_at_once(ranks, tmp_path):
         EngineGroup(config, tmp_path)
 
 
-def test_what_can_never_be_placed_is_told_with_what_is_free(ranks):
+def test_the_error_of_a_process_without_a_place_says_what_is_free(ranks):
     with pytest.raises(
         ProcessLost, match=r"not started 1 of 1 processes \(rank 0 first\) in 1 s: each needs 4 GPU; free"
     ):
@@ -164,7 +164,7 @@ def test_rays_handlers_do_not_stay(ranks):
 
 
 @pytest.mark.parametrize(("address", "why"), [("127.0.0.1:1", "Connection refused"), ("nonsense", "there is no Ray")])
-def test_a_dead_address_is_told_at_once(tmp_path, address, why):
+def test_a_dead_address_is_reported_at_once(tmp_path, address, why):
     with pytest.raises(ValueError, match=f"cluster.ray_address {address}: there is no Ray.*"):
         with ray_session(ClusterConfig(ray_address=address), num_trainers=1, logs=tmp_path):
             pass
@@ -177,7 +177,7 @@ def test_the_cause_in_a_vendors_log_is_not_its_announcement(tmp_path):
         "Traceback (most recent call last):\n  File x\n"
         "RuntimeError: Engine core initialization failed. See root cause above.\n"
     )
-    assert last_words(log) == "ValueError: max_model_len (999) is too large"
+    assert last_error(log) == "ValueError: max_model_len (999) is too large"
     log.write_text("one\ntwo\n\nthree\n")
-    assert last_words(log, num_lines=2) == "two\nthree"
-    assert last_words(tmp_path / "none.log") == ""
+    assert last_error(log, num_lines=2) == "two\nthree"
+    assert last_error(tmp_path / "none.log") == ""

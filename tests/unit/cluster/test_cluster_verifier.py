@@ -1,4 +1,4 @@
-"""Rewards are shaped where the tokens are."""
+"""The verifier's process shapes the rewards."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_shaping_sees_the_response_alone_and_leaves_scores_and_abstentions():
     verdicts = [[Verdict(1.0, "good"), Verdict(1.0)], [Verdict(None, "the judge was away")]]
     shaping = [SoftOverlongShaping(max_tokens=6, cache_tokens=4), RepetitionShaping(ngram_size=1, max_penalty=-0.6)]
     shaped = shape(verdicts, [prompt, prompt], groups, shaping)
-    # Four tokens: half of the way into the cache. Six: all of it, and five of six tokens repeat.
+    # Four tokens are half of the way into the cache; six are all of it, and five of the six repeat.
     assert [v.shaped for v in shaped[0]] == [1.0 - 0.5, 1.0 - 1.0 - 0.5]
     assert [v.score for v in shaped[0]] == [1.0, 1.0] and shaped[0][0].reason == "good"
     assert shaped[1] == [Verdict(None, "the judge was away", shaped=None)]

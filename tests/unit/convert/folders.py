@@ -1,4 +1,4 @@
-"""Tiny random Hugging Face folders of every family, and what any form of them must hold."""
+"""Writes and reads tiny random Hugging Face folders of every family."""
 
 from __future__ import annotations
 
@@ -61,12 +61,12 @@ CONFIGS = {
     "deepseek_v3": _COMMON | _LATENT,
     "deepseek_v3_direct": _COMMON | _LATENT | {"q_lora_rank": None},
 }
-"""config.json of each."""
+"""The config.json of each model."""
 assert {config["model_type"] for config in CONFIGS.values()} == set(FAMILIES)
 
 
 def write_folder(folder: Path, name: str, dtype: torch.dtype = torch.float32, num_files: int = 2, **changes) -> Path:
-    """Random tensors with every kind of number among them, in several files."""
+    """A folder of several files with random tensors, each of which holds a NaN, an infinity and a negative zero."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(CONFIGS[name] | changes))
     (folder / "tokenizer.json").write_text('{"version": "1.0"}')
@@ -86,7 +86,7 @@ def write_folder(folder: Path, name: str, dtype: torch.dtype = torch.float32, nu
 
 
 def read(folder: Path) -> dict[str, Tensor]:
-    """All tensors of an HF folder, by the official reader."""
+    """All tensors of an HF folder, read by safetensors itself."""
     tensors = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:

@@ -1,4 +1,4 @@
-"""Whatever is wrong with a checkpoint or a disk is named, and nothing stands under the target's name."""
+"""An error names what is wrong with a checkpoint or a disk, and no target folder is left."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SMALL = dict(num_hidden_layers=2, hidden_size=8, vocab_size=40)
 
 @pytest.fixture(scope="module")
 def forms(tmp_path_factory) -> dict[str, Path]:
-    """The same model in every form; each with a manifest."""
+    """The same model in every form. All folders but `origin` have a manifest."""
     root = tmp_path_factory.mktemp("forms")
     hub = write_folder(root / "origin", "qwen3_tied", **SMALL)
     write(to_open(open_checkpoint(hub), Options(max_file_bytes=4000)), root / "open")
@@ -59,7 +59,7 @@ def test_what_is_whole_is_found_whole(forms, form):
 
 @pytest.mark.parametrize("form", (*FORMS, "origin"))
 def test_a_file_truncated_at_any_byte_is_named(forms, form, tmp_path):
-    """With a manifest any other size is an error; without one the headers must show it."""
+    """With a manifest every wrong size is an error; without one the headers must show that bytes are missing."""
     broken = shutil.copytree(forms[form], tmp_path / "broken")
     for path in data_files(broken)[-1:]:
         whole = path.read_bytes()
@@ -94,7 +94,7 @@ def test_a_flipped_bit_is_found_by_file_and_tensor(forms, form, tmp_path_factory
 @settings(max_examples=10, deadline=None)
 @given(data=st.data())
 def test_a_conversion_refuses_a_flipped_bit(forms, form, dtype, tmp_path_factory, data):
-    """Where the bytes are passed on as they are and where they are not; fused tensors go to several files."""
+    """This holds whether the bytes are copied or converted. The small files split the parts of fused tensors."""
     root = tmp_path_factory.mktemp("flip")
     broken = shutil.copytree(forms[form], root / "broken")
     files = json.loads((broken / "manifest.json").read_text())["files"]
@@ -107,7 +107,7 @@ def test_a_conversion_refuses_a_flipped_bit(forms, form, dtype, tmp_path_factory
     convert = to_open if form == "hub" else to_hub
     with pytest.raises(ValueError) as error:
         write(convert(open_checkpoint(broken), Options(dtype, max_file_bytes=700)), root / "target")
-    assert f"{name}: tensor {tensor} is damaged" in str(error.value) or "which should be the same" in str(error.value)
+    assert f"{name}: tensor {tensor} is damaged" in str(error.value) or "the two should be the same" in str(error.value)
     assert sorted(path.name for path in root.iterdir()) == ["broken", "target.partial"]
     assert not list((root / "target.partial").rglob("*.unfinished"))
 
@@ -128,7 +128,7 @@ def test_a_file_that_no_manifest_names_is_refused(forms, tmp_path):
 
 
 def rewrite(folder: Path, change) -> None:
-    """Change the tensors of a rank's first file, and the manifest as if it had been written so."""
+    """Change the tensors of a rank's first file, and adapt the manifest so that only the tensors are wrong."""
     path = data_files(folder)[0]
     tensors = {name: tensor.clone() for name, tensor in load_file(path).items()}
     change(tensors)
@@ -160,7 +160,7 @@ def test_a_missing_unknown_or_misshapen_tensor_is_named_with_its_rule(forms, tmp
 
 
 def test_copies_that_differ_are_refused(tmp_path):
-    """A tied model whose folder holds another output layer: converting it would drop that without a word."""
+    """The folder of a tied model holds an output layer that differs; a conversion would silently drop it."""
     folder = write_folder(tmp_path / "hub", "qwen3_tied", **SMALL)
     save_file({"lm_head.weight": torch.ones(40, 8)}, folder / "model-00003-of-00003.safetensors")
     with pytest.raises(ValueError, match="lm_head.weight differs from model.embed_tokens.weight"):
@@ -186,7 +186,7 @@ def test_another_model_and_other_bits_are_told_apart(forms, tmp_path):
         verify(forms["open"], other)
 
 
-def test_fused_tensors_of_several_dtypes_ask_for_one(tmp_path):
+def test_fused_tensors_of_several_dtypes_need_a_dtype(tmp_path):
     folder = write_folder(tmp_path / "hub", "qwen3", num_files=1, **SMALL)
     tensors = read(folder)
     tensors["model.layers.0.mlp.up_proj.weight"] = tensors["model.layers.0.mlp.up_proj.weight"].half()
@@ -200,7 +200,7 @@ def test_a_disk_without_space_is_refused_before_the_start(forms, tmp_path, monke
     conversion = to_open(open_checkpoint(forms["origin"]))
     usage = shutil._ntuple_diskusage(2**30, 2**30, conversion.num_bytes - 1)
     monkeypatch.setattr("megatron_rl.convert.work.shutil.disk_usage", lambda path: usage)
-    with pytest.raises(OSError, match=f"{conversion.num_bytes:,} bytes are to be written, {usage.free:,} are free"):
+    with pytest.raises(OSError, match=f"{conversion.num_bytes:,} bytes must be written, but only {usage.free:,}"):
         write(conversion, tmp_path / "target")
     assert not (tmp_path / "target").exists()
 
@@ -210,8 +210,8 @@ def tool(name: str, *arguments: object, **options) -> subprocess.CompletedProces
     return subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=deadline(100), **options)
 
 
-def test_a_full_disk_is_named_and_the_same_command_goes_on(tmp_path):
-    """No file may pass 40,000 bytes: the embedding's fails as it would on a full disk."""
+def test_a_full_disk_names_the_file_and_the_same_command_continues(tmp_path):
+    """No file may be larger than 40,000 bytes, so the embedding's file fails as on a full disk."""
     hub = write_folder(tmp_path / "hub", "qwen3_tied", num_hidden_layers=2, hidden_size=8, vocab_size=2000)
     target = tmp_path / "target"
     arguments = ("hf_to_megatron", hub, target, "--tensor", 1, "--max-file-bytes", 2000, "--workers", 1)
@@ -227,16 +227,16 @@ def test_a_full_disk_is_named_and_the_same_command_goes_on(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hub", "target"]
 
 
-def test_the_tools_speak_json_and_a_dry_run_is_right_to_the_byte(forms, tmp_path, capsys):
-    def said(main, *arguments: object) -> dict:
+def test_the_tools_print_json_and_a_dry_run_has_the_exact_sizes(forms, tmp_path, capsys):
+    def printed(main, *arguments: object) -> dict:
         main([str(argument) for argument in arguments])
         return json.loads(capsys.readouterr().out.splitlines()[-1])
 
     target = tmp_path / "target"
     arguments = (forms["origin"], target, "--max-file-bytes", 4000, "--workers", 1, "--json")
-    planned = said(hf_to_megatron.main, *arguments, "--dry-run")
+    planned = printed(hf_to_megatron.main, *arguments, "--dry-run")
     assert not list(tmp_path.iterdir())
-    done = said(hf_to_megatron.main, *arguments)
+    done = printed(hf_to_megatron.main, *arguments)
     assert {file["name"]: file["bytes"] for file in planned["files"]} == {
         str(path.relative_to(target)): path.stat().st_size
         for path in target.rglob("*")
@@ -245,9 +245,9 @@ def test_the_tools_speak_json_and_a_dry_run_is_right_to_the_byte(forms, tmp_path
     assert planned["num_bytes"] == done["num_bytes"] == sum(file["bytes"] for file in planned["files"])
     assert hf_to_megatron.main([str(argument) for argument in arguments]) == 1
     assert "exists; remove it or choose another name" in capsys.readouterr().err
-    verified = said(verify_checkpoint.main, target, "--against", forms["origin"], "--workers", 1, "--json")
+    verified = printed(verify_checkpoint.main, target, "--against", forms["origin"], "--workers", 1, "--json")
     assert verified["num_compared"] == len(read(forms["origin"]))
-    exported = said(megatron_to_hf.main, forms["ranks"], tmp_path / "hub", "--dtype", "float16", "--json")
+    exported = printed(megatron_to_hf.main, forms["ranks"], tmp_path / "hub", "--dtype", "float16", "--json")
     assert exported["form"] == "hub"
     assert {tensor.dtype for tensor in read(tmp_path / "hub").values()} == {torch.float16}
 

@@ -1,4 +1,4 @@
-"""A tool that is killed or interrupted leaves nothing under the target's name, and goes on where it was."""
+"""A tool that is killed or interrupted leaves no target folder, and the next run continues where it stopped."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OPTIONS = Options(max_file_bytes=200_000)
 
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory) -> Path:
-    """About 100 MB, in five hundred files once it is converted: there is time to be killed."""
+    """About 100 MB, which become five hundred files: the conversion takes long enough to be killed."""
     sizes = dict(hidden_size=256, intermediate_size=512, num_hidden_layers=24, vocab_size=20000)
     return write_folder(tmp_path_factory.mktemp("large") / "hub", "qwen3", torch.bfloat16, **sizes)
 
@@ -46,11 +46,11 @@ def start(hub: Path, target: Path) -> subprocess.Popen:
     while len(journal(target)) < 20:
         with suppress(subprocess.TimeoutExpired):
             process.wait(0.005)
-        assert process.returncode is None and time.monotonic() < end, "it ended before it was stopped"
+        assert process.returncode is None and time.monotonic() < end, "the tool ended before the test stopped it"
     return process
 
 
-def test_a_killed_tool_goes_on_where_it_was(hub, tmp_path):
+def test_the_run_after_a_kill_writes_only_what_is_missing(hub, tmp_path):
     target = tmp_path / "target"
     process = start(hub, target)
     workers = psutil.Process(process.pid).children()
@@ -64,7 +64,7 @@ def test_a_killed_tool_goes_on_where_it_was(hub, tmp_path):
     damaged.write_bytes(content)
     times = {e["file"]: os.stat(tmp_path / "target.partial" / e["file"]).st_mtime_ns for e in finished[1:]}
     outcome = write(to_open(open_checkpoint(hub), OPTIONS), target, num_workers=2)
-    assert outcome.num_reused == len(finished) - 1, "all that were finished but the damaged one"
+    assert outcome.num_reused == len(finished) - 1, "every finished file but the damaged one is reused"
     assert {name: os.stat(target / name).st_mtime_ns for name in times} == times
     assert [path.name for path in tmp_path.iterdir()] == ["target"]
     assert Verification(target, hub).run(1, lambda done_bytes: None).num_compared
@@ -76,7 +76,7 @@ def test_ctrl_c_is_clean(hub, tmp_path):
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=deadline(30))
     assert process.returncode == 130
-    assert "the same command goes on" in errors and "Traceback" not in errors
+    assert "the same command continues from there" in errors and "Traceback" not in errors
     partial = tmp_path / "target.partial"
     assert list(tmp_path.iterdir()) == [partial]
     assert not list(partial.rglob("*.unfinished"))
@@ -122,7 +122,7 @@ def test_a_worker_that_dies_is_an_error_and_stops_the_others(hub, tmp_path):
         while True:
             workers.tick(1)
 
-    with pytest.raises(ValueError, match="a worker died"):
+    with pytest.raises(ValueError, match="a worker process died"):
         workers.run(task, [0, 1], lambda i, result: None, lambda done_bytes: None)
 
 

@@ -1,4 +1,4 @@
-"""HF -> Megatron -> HF is the same bits, for every family and mesh; what lies between is what Megatron asks for."""
+"""HF -> Megatron -> HF gives the same bits for every family and mesh; the Megatron form is what Megatron expects."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def hubs(tmp_path_factory):
 
 
 def tensors_of(conversion) -> dict[tuple[str, str], torch.Tensor]:
-    """What would be written, by file (without its number) and tensor, in memory."""
+    """The tensors that the conversion would write, in memory, by file (without its number) and name."""
     maps, result = Maps({}), {}
     for file in conversion.files:
         for tensor, _ in file.tensors():
@@ -47,7 +47,7 @@ def tensors_of(conversion) -> dict[tuple[str, str], torch.Tensor]:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_ranks_of_every_mesh_hold_what_their_shards_say(hubs, name):
-    """By construction, without a file: each element comes from where the family's table says, padding is zero."""
+    """The test makes the tensors in memory. Each element comes from where the family's table says; padding is zero."""
     source, hf = open_checkpoint(hubs[name]), read(hubs[name])
     shape = source.shape
     experts = EXPERTS if shape.experts else EXPERTS[:1]
@@ -95,8 +95,9 @@ def test_round_trips_are_bitwise(hubs, name, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_the_distributed_checkpoint_as_torch_reads_it(hubs, tmp_path):
-    """Query groups are interleaved and gate lies above up, written out by hand; layers are stacked."""
+def test_torch_reads_the_distributed_checkpoint(hubs, tmp_path):
+    """The expected tensors are written out by hand: query groups are interleaved, gate lies above up, and layers are
+    stacked."""
     write(to_open(open_checkpoint(hubs["qwen3"]), Options(max_file_bytes=4000)), tmp_path / "open")
     metadata = FileSystemReader(tmp_path / "open").read_metadata()
     hf = read(hubs["qwen3"])
@@ -160,8 +161,8 @@ def test_dtypes_are_converted_on_request_and_the_routers_bias_is_not(tmp_path):
     )
 
 
-def test_a_block_is_all_the_memory_that_a_tensor_takes(tmp_path):
-    """A tensor of 256 MB, converted: what only this process has grows by a few blocks."""
+def test_a_tensor_takes_the_memory_of_a_few_blocks(tmp_path):
+    """Converting a tensor of 256 MB needs less than 32 MiB of this process's private memory."""
     folder = write_folder(
         tmp_path / "hub", "qwen3", torch.bfloat16, 1, hidden_size=4096, vocab_size=16384, num_hidden_layers=1
     )
@@ -195,7 +196,7 @@ def test_the_block_size_changes_nothing(hubs, a, b, block_bytes):
 
 
 def test_files_of_a_mesh_repeat_no_replica(hubs):
-    """Four data-parallel ranks of two expert ranks: the rest of the model is there once."""
+    """Each stage has one file for each tensor-parallel rank and one for each expert rank, and no other."""
     shape = read_shape(hubs["qwen3_moe"])
     names = rank_tensors(shape, smallest_mesh(2, 2, 1, pipeline=2), True).keys()
     assert set(names) == {

@@ -14,7 +14,7 @@ from megatron_rl.types import Mesh
 
 
 class Stage:
-    """An engine and the trainers that feed it; calls are awaited on one event loop."""
+    """An engine and the trainers that push weights into it. All calls are awaited on one event loop."""
 
     def __init__(self, folder: Path, mesh: Mesh, dtype: str = "float32", **rollout) -> None:
         from megatron_rl.rollout.engine import VllmEngine
@@ -48,7 +48,7 @@ class Stage:
 
 @pytest.fixture(scope="module")
 def make_stage() -> Callable[..., Stage]:
-    """Stages that end with the module, and with them what an engine changes in the environment."""
+    """Makes stages. At the end of the module they are closed, and the environment variables are restored."""
     environment, stages = dict(os.environ), []
     warm.warm_engines()
 
@@ -65,6 +65,6 @@ def make_stage() -> Callable[..., Stage]:
 
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory) -> tuple[Path, Path]:
-    """Two models that differ in their weights alone."""
+    """Two models that differ only in their weights."""
     base = tmp_path_factory.mktemp("models")
     return write_model(base / "a", seed=1), write_model(base / "b", seed=2)

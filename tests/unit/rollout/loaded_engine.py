@@ -1,4 +1,4 @@
-"""What vLLM holds when it loads a folder with a quantisation itself."""
+"""The weights that vLLM holds when it loads and quantises a folder itself."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron_rl.rollout.engine import set_cpu_environment
 
 
 def checksums(folder: Path, quantization: str, tensor: int) -> list[dict[str, str]]:
-    """Of each rank: name -> digest of the tensor. The engine lives in this process, beside its workers."""
+    """For each rank the digest of every tensor, by its name. The engine core runs in this process."""
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
     set_cpu_environment()
     from vllm import LLM

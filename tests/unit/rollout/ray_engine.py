@@ -1,7 +1,8 @@
-"""Run as a program: a plain vLLM engine of two ranks under its Ray executor takes pushes. Prints a line of JSON: the
-executor's class, and greedy ids and log-probs of an answer.
+"""A program in which a plain vLLM engine of two ranks, under vLLM's Ray executor, receives pushes. It prints one line
+of JSON with the executor's class and the ids and log-probs of a greedy answer.
 
-Arguments: folders whose weights are pushed one after the other; ids of a prompt, by commas.
+Its arguments are the folders whose weights are pushed one after the other, and the ids of a prompt with commas between
+them.
 """
 
 from __future__ import annotations

@@ -14,14 +14,14 @@ from megatron_rl.rollout.engine import VllmEngine
 from megatron_rl.types import Mesh, Prompt
 
 DELIMITER = (16, 18)
-"""`=?`"""
+"""The tokens of `=?`."""
 TEMPERATURE = 2.0
 BUDGET = {"delimiter": "=?", "thinking": {"thought_tokens": 10, "response_tokens": 6}}
 
 
 @pytest.fixture(scope="module")
 def stage(make_stage, folders):
-    """Hot, so that the two tokens of the delimiter do follow each other now and then."""
+    """The temperature is high, so that the two tokens of the delimiter sometimes follow each other."""
     budget = {"max_prompt_tokens": 8, "max_response_tokens": 18, **BUDGET}
     stage = make_stage(folders[0], Mesh(), **budget, sampling={"temperature": TEMPERATURE})
     stage.push(folders[0], 0)

@@ -1,4 +1,4 @@
-"""The real engine, fed by real trainer processes over the bridge. One start for the whole module."""
+"""The real engine gets weights from real trainer processes over the bridge. All tests here share one engine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from megatron_rl.types import Mesh, Prompt
 
 LONG = 150
-"""Longer than vLLM's largest cache block, so that prefixes are cached."""
+"""A prompt of this length is longer than vLLM's largest cache block, so that its prefix is cached."""
 
 
 @pytest.fixture(scope="module")
@@ -79,13 +79,13 @@ def test_an_engine_of_another_dtype_is_refused(stage):
 
 
 def test_log_probs_are_those_of_the_pushed_model(stage, folders, references):
-    """At the sampling temperature, over the full distribution, after older weights have cached the prefix."""
+    """They are at the sampling temperature and over the full distribution, although older weights cached the prefix."""
     for version, (folder, model, other) in enumerate(zip(folders, references, references[::-1], strict=True)):
         received, sent = stage.push(folder, version)
         written = 4 * sum(parameter.numel() for parameter in model.parameters())
         assert sum(metrics["bytes"] for metrics in sent) == written and received["seconds"] > 0
         groups = stage.run(stage.engine.generate(prompts(), 4, version, seed=3))
-        # fp32, two layers, log-probs down to -12: both sides round at 1e-6 of the logits
+        # Both sides compute two layers in fp32 and round logits at 1e-6 relative; log-probs go down to -12.
         assert largest_difference(model, groups, 0.7) < 1e-5
         assert largest_difference(other, groups, 0.7) > 1
         assert all((tokens.version[tokens.action_mask] == version).all() for g in groups for _, tokens in g)
@@ -112,7 +112,7 @@ def test_samples_are_what_they_say(stage, folders):
 
 
 def test_same_seed_and_weights_same_answers(stage, folders):
-    """To the bit, whatever was generated in between; another seed gives others."""
+    """The answers are equal to the bit, whatever was generated in between; another seed gives other answers."""
     stage.push(folders[0], 3)
     first = flat(stage.run(stage.engine.generate(prompts(), 4, 3, seed=11)))
     other = flat(stage.run(stage.engine.generate(prompts()[::-1], 2, 3, seed=12)))
@@ -127,7 +127,7 @@ def test_same_seed_and_weights_same_answers(stage, folders):
 def test_bad_prompts_are_named(stage, folders):
     stage.push(folders[0], 7)
     for ids, message in [
-        ((5,) * 161, "prompt gsm8k:3 has 161 tokens, rollout.max_prompt_tokens is 160"),
+        ((5,) * 161, "prompt gsm8k:3 has 161 tokens, but rollout.max_prompt_tokens is 160"),
         ((), "prompt gsm8k:3 has 0 tokens"),
         ((5, 40), "prompt gsm8k:3 holds the id 40, outside the model's vocabulary of 40"),
         ((5, -1), "prompt gsm8k:3 holds the id -1"),
@@ -153,7 +153,7 @@ def test_a_push_of_another_version_fails_on_both_sides_and_leaves_no_weights(sta
 
 
 def test_a_trainer_that_dies_is_an_error_not_a_hang(stage):
-    """The last test of the module: it kills a trainer."""
+    """This is the last test of the module, because it kills a trainer."""
     stage.trainers.processes[1].kill()
     stage.trainers.processes[1].join()
     with pytest.raises(RuntimeError):

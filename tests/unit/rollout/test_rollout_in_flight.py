@@ -1,7 +1,7 @@
-"""Pushes in the middle of generation, on the real engine: what stays, what changes, what fails.
+"""Pushes during generation, on the real engine.
 
-A push is started when the engine hands out tokens that a test waits for. No token ends an answer here, only budgets do:
-who runs then has many steps before it.
+A push starts when the engine hands out the tokens that a test waits for. In these tests only the budgets end an answer,
+never a token, so every running request still has many steps to go.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from megatron_rl.types import Mesh, Prompt
 
 TEMPERATURE = 0.7
 LONG = 150
-"""Longer than vLLM's largest cache block, so that prefixes are cached."""
+"""A prompt of this length is longer than vLLM's largest cache block, so that its prefix is cached."""
 TOLERANCE = 5e-5
-"""fp32, contexts of 200 tokens: both sides round at 1e-6 of logits of 20. Other weights differ by more than 1."""
+"""With fp32, contexts of 200 tokens and logits of 20, both sides round at 1e-6 relative. Log-probs of other weights
+differ by more than 1."""
 THOUGHT, RESPONSE = 120, 80
 
 
@@ -71,7 +72,7 @@ def prompts(count: int, size: int) -> list[Prompt]:
 
 
 def moment(engine, reached: Callable[[list[tuple[int, int]]], bool]) -> asyncio.Event:
-    """Set when the unfinished requests' (prompt tokens, sampled tokens), as handed out, are what `reached` wants."""
+    """An event that is set when `reached` is true of the (prompt tokens, sampled tokens) of the unfinished requests."""
     processor, event = engine._llm.output_processor, asyncio.Event()
     original = processor.process_outputs
 
@@ -96,10 +97,11 @@ def in_call_two(requests: list[tuple[int, int]]) -> bool:
 
 
 def with_push(stage, asked, num_samples: int, version: int, reached, receive_as: int, also=None):
-    """Generate with `version`, receive when `reached`, go on.
+    """Generate with `version`, and receive weights as soon as `reached` is true.
 
     Returns:
-        The answers, the number of requests that ran then, and what `receive` and `also` returned; or their errors.
+        The answers, the number of requests that ran at that moment, and the results of `receive` and `also`. An error
+        takes the place of a result.
     """
 
     async def both():
@@ -124,8 +126,8 @@ def actions(tokens) -> tuple[list[int], np.ndarray]:
 
 @pytest.mark.parametrize(("reached", "least"), [(sampled(6), 64), (in_call_two, 32)], ids=["in call 1", "in call 2"])
 def test_a_push_in_the_middle(cleared, folders, references, reached, least):
-    """Nothing is lost or begun again, each token is of the version that it says, and the new weights compute the whole
-    context anew. Call 2 is short, or not needed, where the thought was: `least` of 64 answers cross the push."""
+    """No request is lost or started again, each token's version is right, and the new weights compute the whole context
+    anew. At least `least` of the 64 answers have tokens of both versions; in call 2 fewer answers are still running."""
     asked = prompts(16, 5)
     cleared.push(folders[0], 0)
     unbroken = cleared.run(cleared.engine.generate(asked, 4, 0, seed=7))
@@ -155,7 +157,7 @@ def test_without_running_requests_nothing_is_paused(cleared, folders):
 
 
 def test_a_call_that_begins_in_a_push_waits_for_it(cleared, folders):
-    """And the cache that the older weights filled is gone: the answers are those of a later call."""
+    """The cache of the older weights is gone: the answers equal those of a later call."""
 
     async def both():
         receiving = asyncio.create_task(cleared.engine.receive(3))
@@ -172,7 +174,7 @@ def test_a_call_that_begins_in_a_push_waits_for_it(cleared, folders):
 
 
 def test_running_requests_keep_their_cache_and_later_ones_never_see_it(salted, folders, references):
-    """The second call has the prompts of the first, which still runs when it begins."""
+    """The second call begins while the first one still runs, and has the same prompts."""
     asked = prompts(2, LONG)
     salted.push(folders[0], 0)
     salted.trainers.begin_push(folders[1], 1)
@@ -189,7 +191,7 @@ def test_running_requests_keep_their_cache_and_later_ones_never_see_it(salted, f
     worst, num_crossed, alone = 0.0, 0, 0.0
     for _, tokens in flat(groups):
         num_old = LONG + int((tokens.version == 0).sum())
-        # the last token before the push is read, and its keys and values are written, by the new weights
+        # the new weights process the last token before the push and write its keys and values
         expected = reference_logp_across(old, new, tokens.ids, num_old - 1, TEMPERATURE)
         worst = max(worst, np.abs(expected - tokens.logp_rollout)[tokens.action_mask].max())
         if num_old < len(tokens.ids):
@@ -223,7 +225,7 @@ def test_a_push_that_fails_ends_what_runs_and_a_whole_one_heals(cleared, folders
 
 
 def test_a_trainer_that_dies_in_the_middle_is_an_error_of_both(salted, folders):
-    """The last test of the module: it kills a trainer."""
+    """This is the last test of the module, because it kills a trainer."""
     salted.push(folders[0], 20)
     salted.trainers.processes[0].kill()
     salted.trainers.processes[0].join()

@@ -1,4 +1,4 @@
-"""A quantised engine: what a push brings is quantised by vLLM as if it had loaded the checkpoint."""
+"""In a quantised engine vLLM quantises pushed weights as if it had loaded them from a checkpoint."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from megatron_rl.types import Mesh
 
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_pushed_weights_are_quantised_as_loaded_ones(make_stage, tmp_path, tensor):
-    """After two pushes of different weights every quantised layer, its scales included, has the bits that it has in an
-    engine that loaded the second ones."""
+    """After two pushes of different weights every quantised layer, with its scales, has the same bits as in an engine
+    that loaded the second weights."""
     folders = [write_model(tmp_path / str(seed), seed=seed) for seed in (0, 1)]
     sizes = dict(max_prompt_tokens=16, max_response_tokens=8)
     stage = make_stage(

@@ -1,4 +1,4 @@
-"""Token ids from a model folder's own files."""
+"""Token ids are read from a model folder's own files."""
 
 from __future__ import annotations
 

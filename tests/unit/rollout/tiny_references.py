@@ -1,4 +1,4 @@
-"""What transformers says of the tiny models: log-probs that the engine must give."""
+"""The log-probs of the tiny models as transformers computes them; the engine must give the same."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from transformers import DynamicCache
 
 @torch.no_grad()
 def reference_logp(model, ids: np.ndarray, temperature: float) -> np.ndarray:
-    """[L] of each token but the first, whose entry is 0."""
+    """The log-prob of each token, [L]. The first entry is 0."""
     return _picked(model(_rows(ids)).logits, ids, temperature)
 
 
 @torch.no_grad()
 def reference_logp_across(old, new, ids: np.ndarray, num_old: int, temperature: float) -> np.ndarray:
-    """The same when `old` has computed keys and values of the first `num_old` tokens and `new` goes on with them."""
+    """The same if `old` computes the keys and values of the first `num_old` tokens and `new` continues from these."""
     cache = DynamicCache()
     rows = _rows(ids)
     before = old(rows[:, :num_old], past_key_values=cache, use_cache=True).logits

@@ -1,4 +1,4 @@
-"""Tiny Qwen3 folders, and trainer ranks without Megatron: real processes with shards of them."""
+"""Tiny Qwen3 folders, and trainer ranks without Megatron: real processes that hold shards of the folders' weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ CHARACTERS = "0123456789+=,? ."
 
 
 def write_model(folder: Path, seed: int, **changes) -> Path:
-    """Random weights, large enough that the distributions are far from flat; one character a token."""
+    """A model with random weights that are large enough to make the distributions far from flat. Each character is a
+    token."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -55,7 +56,8 @@ def write_model(folder: Path, seed: int, **changes) -> Path:
 
 
 def serve(setup: BridgeSetup, rank: int, commands) -> None:
-    """One trainer rank: join, then push the weights of the folders that it is told, or join anew by another setup."""
+    """Run one trainer rank. It joins the bridge; then it obeys commands to push the weights of a folder, or to join
+    again with another setup."""
     import torch
     from safetensors.torch import load_file
 
@@ -101,7 +103,7 @@ class TinyTrainers:
         return {"setup": self.setup.as_dict(), "engine": 0}
 
     def rejoin(self) -> None:
-        """All that live; the engine must as well."""
+        """Make all trainer ranks join the bridge again; the engine must do so too."""
         self.setup = replace(self.setup, epoch=self.setup.epoch + 1)
         for commands in self._commands:
             commands.send(self.setup)

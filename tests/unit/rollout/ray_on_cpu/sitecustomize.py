@@ -1,4 +1,5 @@
-"""On PYTHONPATH: lets vLLM's Ray executor run without a GPU. vLLM refuses it for want of a resource's name alone."""
+"""With this folder on PYTHONPATH, vLLM's Ray executor runs without a GPU. vLLM refuses to run it on a CPU only because
+its CPU platform has no name for Ray's resource."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import sys
 
 
 class NameTheResource(importlib.abc.MetaPathFinder):
-    """Ray's workers are counted as GPUs, which the test's Ray offers without having any."""
+    """Makes vLLM's workers ask Ray for GPUs; the test's Ray offers some although there are none."""
 
     def find_spec(self, name, path, target=None):
         if name != "vllm.platforms.cpu":

@@ -1,4 +1,4 @@
-"""A conversion as a value: every file that will be written, with its size to the byte, before anything is."""
+"""A conversion as a value: it lists every file with its exact size before anything is written."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ class Conversion:
 @dataclass(frozen=True, slots=True)
 class Options:
     dtype: str | None = None
-    """Of the result; None keeps each tensor's."""
+    """The dtype of the result; None keeps each tensor's dtype."""
     max_file_bytes: int = hub.MAX_FILE_BYTES
 
     def __post_init__(self) -> None:
         if self.dtype not in (None, "float32", "bfloat16", "float16"):
-            raise ValueError(f"dtype {self.dtype!r} is not known; known are float32, bfloat16 and float16")
+            raise ValueError(f"dtype {self.dtype!r} is not known; choose float32, bfloat16 or float16")
         if self.max_file_bytes < 1:
-            raise ValueError(f"max_file_bytes is {self.max_file_bytes}; it is at least 1")
+            raise ValueError(f"max_file_bytes is {self.max_file_bytes}; it must be at least 1")
 
     @property
     def torch_dtype(self) -> torch.dtype | None:
@@ -49,9 +49,9 @@ class Options:
 
 
 def to_hub(source: Source, options: Options = Options()) -> Conversion:
-    """A Hugging Face folder, in transformers' form."""
+    """Convert to a Hugging Face folder as transformers writes it."""
     tensors = [source.tensor(described, options.torch_dtype) for described in forms.hub_tensors(source.shape)]
-    groups = forms.split(((tensor, tensor.num_bytes) for tensor in tensors), options.max_file_bytes)
+    groups = forms.split_into_files(((tensor, tensor.num_bytes) for tensor in tensors), options.max_file_bytes)
     files = [_safetensors(hub.file_name("model", i, len(groups)), group) for i, group in enumerate(groups)]
     if len(groups) > 1:
         total = sum(tensor.num_bytes for tensor in tensors)
@@ -62,20 +62,24 @@ def to_hub(source: Source, options: Options = Options()) -> Conversion:
 
 
 def to_ranks(source: Source, mesh: Mesh, fused_norms: bool, options: Options = Options()) -> Conversion:
-    """The parameters of each rank of a mesh. Raises ValueError where the model does not divide."""
+    """Convert to the parameters of each rank of a mesh.
+
+    Raises:
+        ValueError: the mesh does not divide the model.
+    """
     files = []
     for stem, parameters in forms.rank_tensors(source.shape, mesh, fused_norms).items():
         tensors = [source.tensor(described, options.torch_dtype) for described in parameters]
-        groups = forms.split(((tensor, tensor.num_bytes) for tensor in tensors), options.max_file_bytes)
+        groups = forms.split_into_files(((tensor, tensor.num_bytes) for tensor in tensors), options.max_file_bytes)
         files += [_safetensors(hub.file_name(stem, i, len(groups)), group) for i, group in enumerate(groups)]
     return Conversion(source, manifest.RANKS, mesh, fused_norms, (*files, *_companions(source, options)))
 
 
 def to_open(source: Source, options: Options = Options()) -> Conversion:
-    """Megatron-Core's distributed checkpoint."""
+    """Convert to Megatron-Core's distributed checkpoint."""
     chunks = forms.open_chunks(source.shape)
     tensors = [source.tensor(chunk.tensor, options.torch_dtype) for chunk in chunks]
-    groups = forms.split(((i, tensor.num_bytes) for i, tensor in enumerate(tensors)), options.max_file_bytes)
+    groups = forms.split_into_files(((i, tensor.num_bytes) for i, tensor in enumerate(tensors)), options.max_file_bytes)
     files, places = [], {}
     for number, group in enumerate(groups):
         name, position, segments = f"__0_{number}.distcp", 0, []
@@ -97,7 +101,7 @@ def to_open(source: Source, options: Options = Options()) -> Conversion:
 
 
 def _safetensors(name: str, tensors: list[TargetTensor]) -> TargetFile:
-    """Wider dtypes first, so that each tensor is aligned."""
+    """A safetensors file. Tensors of wider dtypes come first, so that each tensor is aligned to its dtype."""
     tensors = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
     header = safetensors_header([(tensor.name, tensor.dtype, tensor.extents) for tensor in tensors])
     return TargetFile(name, (header, *tensors))
