@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron_rl.bridge.line import WRITTEN, Answer, Deadline, Header
+from megatron_rl.bridge.line import WRITTEN, Acknowledgement, Deadline, Header
 from megatron_rl.bridge.messages import Message
 from megatron_rl.bridge.setup import BridgeSetup
 
@@ -73,9 +73,9 @@ class FileOutlet(FileLine):
         except (OSError, SafetensorError) as error:
             raise OSError(f"{path}: cannot be written, {error}") from error
 
-    def answer(self, message: Message, deadline: Deadline) -> Answer:
+    def acknowledgement(self, message: Message, deadline: Deadline) -> Acknowledgement:
         """What is on the disk is sent."""
-        return Answer(WRITTEN, self._version)
+        return Acknowledgement(WRITTEN, self._version)
 
     def finish(self, version: int, deadline: Deadline) -> None:
         self._mark.touch()
@@ -124,7 +124,7 @@ class FileInlet(FileLine):
         header = Header(int(metadata["version"]), message.number, 0, tuple(sums) if sums else None)
         return header, torch.cat([part.view(-1).view(torch.uint8) for part in parts])
 
-    def reply(self, message: Message, answer: Answer) -> None:
+    def acknowledge(self, message: Message, acknowledgement: Acknowledgement) -> None:
         """Nobody listens."""
 
     def finish(self, version: int, deadline: Deadline) -> None:

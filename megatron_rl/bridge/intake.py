@@ -9,6 +9,7 @@ version that was asked for.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 
 import torch
@@ -17,7 +18,17 @@ from torch import Tensor
 from megatron_rl.bridge.checksum import checksum
 from megatron_rl.bridge.files import FileInlet
 from megatron_rl.bridge.join import Joining
-from megatron_rl.bridge.line import CORRUPTED, NOT_EXPECTED, SLOTS, WRITTEN, Answer, Deadline, Header, Inlet, Outlet
+from megatron_rl.bridge.line import (
+    CORRUPTED,
+    NOT_EXPECTED,
+    SLOTS,
+    WRITTEN,
+    Acknowledgement,
+    Deadline,
+    Header,
+    Inlet,
+    Outlet,
+)
 from megatron_rl.bridge.memory import Slots, synchronize
 from megatron_rl.bridge.messages import Message, Named, in_place, schedule, split
 from megatron_rl.bridge.setup import BridgeSetup
@@ -89,15 +100,15 @@ class Intake:
         sources = list(dict.fromkeys(message.source for message in self._schedule))
         if upstream is None:
             near = joining.near(sources)
-            self._lines = {source: joining.line(source, trainers + me, source in near) for source in sources}
+            self._lines = {source: joining.inlet(source, source in near) for source in sources}
         else:
-            self._lines = dict.fromkeys(sources, joining.line(trainers + upstream, trainers + me, near=False))
+            self._lines = dict.fromkeys(sources, joining.inlet(trainers + upstream, near=False))
         # Between engines all messages share one line: there they are numbered by the schedule.
         self._passed_on = [replace(message, number=index) for index, message in enumerate(self._schedule)]
         if upstream is not None:
             self._schedule = self._passed_on
         if downstream is not None:
-            self._next = joining.line(trainers + me, trainers + downstream, near=False)
+            self._next = joining.outlet(trainers + downstream, near=False)
 
     @property
     def messages(self) -> list[Message]:
@@ -129,12 +140,16 @@ class Intake:
         lines = set(self._lines.values())
         for line in lines:
             line.begin(version, deadline)
+        if self._next is not None:
+            self._next.begin(version, deadline)
         for index in range(min(SLOTS, len(self._schedule))):
             self._expect(index)
         for index in range(len(self._schedule)):
             self._complete(index, version, deadline)
             if index + SLOTS < len(self._schedule):
                 self._expect(index + SLOTS)
+        if self._next is not None:
+            self._next.finish(version, deadline)
         for line in lines:
             line.finish(version, deadline)
         self.parameters.finish()
@@ -158,7 +173,7 @@ class Intake:
         line = self._lines[message.source]
         header, content = line.take(message, deadline)
         if (header.version, header.number) != (version, message.number):
-            self._refuse(line, message, Answer(NOT_EXPECTED, version), deadline)
+            self._refuse(line, message, Acknowledgement(NOT_EXPECTED, version), deadline)
             raise RuntimeError(
                 f"{self._side} was to receive version {version}, trainer rank {message.source} pushed version "
                 f"{header.version} (message {header.number} for {message.number}); push and receive must name the "
@@ -168,18 +183,18 @@ class Intake:
             passed_on = self._passed_on[index]
             self._next.post(passed_on, replace(header, number=index, slot=0), content)
         if not self._write(message, header, content):
-            self._refuse(line, message, Answer(CORRUPTED, version), deadline)
+            self._refuse(line, message, Acknowledgement(CORRUPTED, version), deadline)
             raise RuntimeError(
                 f"{self._side} holds other bytes than trainer rank {message.source} sent, in message {message.number} "
                 f"of version {version}: {', '.join(copy.destination_name for copy in message.copies[:3])}"
             )
         self.parameters.written(message)
         if not line.near:
-            line.reply(message, Answer(WRITTEN, version))
-        if self._next is not None and self._next.answer(passed_on, deadline).status != WRITTEN:
+            line.acknowledge(message, Acknowledgement(WRITTEN, version))
+        if self._next is not None and self._next.acknowledgement(passed_on, deadline).status != WRITTEN:
             raise RuntimeError(f"{self._side} fed an engine that refused version {version}; its own error says why")
         if line.near:  # the content lay in the sender's memory until here
-            line.reply(message, Answer(WRITTEN, version))
+            line.acknowledge(message, Acknowledgement(WRITTEN, version))
 
     def _write(self, message: Message, header: Header, content: Tensor) -> bool:
         """Tells whether the parameters hold what was sent, as far as was asked."""
@@ -193,9 +208,10 @@ class Intake:
             torch._foreach_copy_(message.parts(content), views)  # read back into the message's own memory
         return checksum(content) == header.checksum
 
-    def _refuse(self, line: Inlet, message: Message, answer: Answer, deadline: Deadline) -> None:
-        line.reply(message, answer)
-        line.finish(answer.version, deadline)
+    def _refuse(self, line: Inlet, message: Message, acknowledgement: Acknowledgement, deadline: Deadline) -> None:
+        line.acknowledge(message, acknowledgement)
+        with suppress(RuntimeError):  # the sender has read the refusal, and has closed its end
+            line.finish(acknowledgement.version, deadline)
 
     def close(self) -> None:
         self._broken = True

@@ -16,7 +16,7 @@ from functools import lru_cache
 import torch
 from torch.distributed import DistStoreError, PrefixStore, ProcessGroup, ProcessGroupGloo, Store, TCPStore
 
-from megatron_rl.bridge.line import GroupLine
+from megatron_rl.bridge.line import GroupInlet, GroupOutlet
 from megatron_rl.bridge.memory import Slots, opened, place
 from megatron_rl.bridge.setup import BridgeSetup
 
@@ -75,18 +75,28 @@ class Joining:
         """To those that are near."""
         self._store.set(f"slots/{self.rank}", slots.handle)
 
-    def line(self, source: int, destination: int, near: bool) -> GroupLine:
-        """Open one, as one of its two ends. Both ends call, each in the same order of all its lines."""
-        peer = destination if self.rank == source else source
-        store = PrefixStore(f"{source}-{destination}", self._store)
-        control = _gloo(store, self.rank == destination, self._patience)
-        payload: ProcessGroup | None = None if near else control
-        memory = self.device if near else torch.device("cpu")
-        if not near and self.device.type == self._said(peer)["device"] == "cuda":
-            payload, memory = _nccl(store, self.rank == destination, self._patience), self.device
-        slots = opened(self._store.get(f"slots/{source}").decode(), self.device) if near and peer == source else ()
-        other = int(peer == destination)
-        return GroupLine(control, payload, peer=other, name=self._name(peer), memory=memory, slots=slots)
+    def outlet(self, destination: int, near: bool) -> GroupOutlet:
+        """Open the line to another rank. Both ends open their lines in one order: that of the messages."""
+        control, payload, memory = self._groups(f"{self.rank}-{destination}", destination, False, near)
+        return GroupOutlet(control, payload, peer=1, name=self._name(destination), memory=memory)
+
+    def inlet(self, source: int, near: bool) -> GroupInlet:
+        """Open the line from another rank."""
+        control, payload, memory = self._groups(f"{source}-{self.rank}", source, True, near)
+        slots = opened(self._store.get(f"slots/{source}").decode(), self.device) if near else ()
+        return GroupInlet(control, payload, peer=0, name=self._name(source), memory=memory, slots=slots)
+
+    def _groups(
+        self, name: str, peer: int, second: bool, near: bool
+    ) -> tuple[ProcessGroup, ProcessGroup | None, torch.device]:
+        """The groups for control and payload, and where contents lie on this rank."""
+        store = PrefixStore(name, self._store)
+        control = _gloo(store, second, self._patience)
+        if near:
+            return control, None, self.device
+        if self.device.type == self._said(peer)["device"] == "cuda":
+            return control, _nccl(store, second, self._patience), self.device
+        return control, control, torch.device("cpu")
 
     def _said(self, peer: int) -> dict[str, str]:
         return json.loads(self._store.get(f"rank/{peer}"))

@@ -58,7 +58,7 @@ class BridgeSender:
             near = {peer - first for peer in joining.near(first + to for to in peers)}
             self._slots = Slots(self._largest(near), self._device)
             joining.offer(self._slots)
-            self._lines = {to: joining.line(rank, first + to, to in near) for to in peers}
+            self._lines = {to: joining.outlet(first + to, to in near) for to in peers}
             for to, line in self._lines.items():
                 if line.memory != self._device:
                     raise ValueError(f"trainer rank {rank} has its weights on a GPU, engine rank {to} has none")
@@ -131,13 +131,13 @@ class BridgeSender:
         return content
 
     def _settle(self, message: Message, version: int, deadline: Deadline) -> None:
-        answer = self._lines[message.destination].answer(message, deadline)
-        if answer.status == NOT_EXPECTED:
+        acknowledgement = self._lines[message.destination].acknowledgement(message, deadline)
+        if acknowledgement.status == NOT_EXPECTED:
             raise RuntimeError(
                 f"trainer rank {self._rank} pushed version {version}, engine rank {message.destination} expected "
-                f"{answer.version}; push and receive must name the same version"
+                f"{acknowledgement.version}; push and receive must name the same version"
             )
-        if answer.status == CORRUPTED:
+        if acknowledgement.status == CORRUPTED:
             raise RuntimeError(
                 f"trainer rank {self._rank}: engine rank {message.destination} holds other bytes than were sent, in "
                 f"message {message.number} of version {version}: {', '.join(c.source_name for c in message.copies[:3])}"
