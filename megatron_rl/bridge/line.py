@@ -5,10 +5,10 @@ under way: the acknowledgement of message i frees the buffer that message i + 2 
 acknowledgements pass over gloo. The content passes over gloo or NCCL, or it stays where it is if the receiver can read
 the sender's buffers (`memory.py`). Files are another form of the port (`files.py`).
 
-Nobody waits for a send. When a connection breaks, gloo ends the receives that still wait for their first byte, but it
-forgets a send that it had begun to write and a receive that it had begun to read: to wait for these two lasts until the
-deadline. So a content is sent before its header and the receiver waits for the header, the sender waits for
-acknowledgements, and the receiver learns from an end mark that its last acknowledgements have arrived.
+No rank waits for a send. When a connection breaks, gloo ends the receives that have no byte yet. It forgets a send that
+it has begun to write, and a receive that it has begun to read: a rank that waited for one of these would wait until its
+deadline. So a content is sent before its header, and the receiver waits for the header; the sender waits for the
+acknowledgement; and an end mark tells the receiver that its last acknowledgements have arrived.
 
 Invariants (tests/unit/bridge): what is taken is what was posted; a peer that dies is a RuntimeError at once, also in
 the middle of a content; a peer that is silent is a RuntimeError within the deadline.
@@ -59,7 +59,7 @@ class Header:
 
 @dataclass(frozen=True, slots=True)
 class Acknowledgement:
-    """It says what became of a message."""
+    """It tells the sender what became of a message."""
 
     status: int
     version: int
@@ -190,7 +190,7 @@ class GroupLine:
 
 class GroupOutlet(GroupLine):
     def begin(self, version: int, deadline: Deadline) -> None:
-        """The end mark of the push before has arrived long ago."""
+        """The receiver has the end mark of the push before."""
         self._mark = []
 
     def post(self, message: Message, header: Header, content: Tensor) -> None:
@@ -204,11 +204,11 @@ class GroupOutlet(GroupLine):
         numbers = torch.empty(2, dtype=torch.int64)
         self._receive(works, self._control, numbers, 3 * message.number + ACKNOWLEDGEMENT)
         self._wait(works, deadline)
-        del self._messages[message.number]  # the receiver has all of it
+        del self._messages[message.number]  # the receiver has the whole message
         return Acknowledgement(*numbers.tolist())
 
     def finish(self, version: int, deadline: Deadline) -> None:
-        """The mark is on its way at once: the receiver asked for it before it acknowledged anything."""
+        """gloo writes the mark at once: the receiver posted its receive before it acknowledged anything."""
         self._send(self._mark, self._control, torch.zeros(1), END)
 
 
@@ -226,8 +226,8 @@ class GroupInlet(GroupLine):
         self._messages[message.number] = header + content
 
     def take(self, message: Message, deadline: Deadline) -> tuple[Header, Tensor]:
-        """The header comes last over gloo, so the content is there with it. NCCL's waits have no deadline: there too
-        the header is waited for first."""
+        """The header is waited for first: over gloo the content has arrived before it, and NCCL's waits have no
+        deadline."""
         works = self._messages.pop(message.number)
         memory = [tensor for _, tensor in works]
         self._wait(works, deadline)
