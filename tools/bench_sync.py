@@ -150,7 +150,7 @@ class Trainer(Rank):
         self.stage = rank // setup.mesh.tensor
         groups = [self.group(f"stage {number}", stage) for number, stage in enumerate(self.stages)]
         self.mates, self.tensor_group = self.stages[self.stage], groups[self.stage]
-        sent = setup.plan.sent_by(rank).items()
+        sent = setup.transfer_plan.sent_by(rank).items()
         self.routes = {setup.mesh.world_size + to: sum(copy.num_bytes for copy in copies) for to, copies in sent}
         self.exchange = self.everyone.send
 
@@ -207,7 +207,7 @@ class Engine(Rank):
         self.model = vllm_model(folder, setup.engines.tensor, self.index, f"tcp://127.0.0.1:{free_port(self)}")
         self.parameters = dict(self.model.named_parameters())
         self.shards = [megatron_shards(setup.shape, setup.mesh, mate) for mate in range(setup.mesh.world_size)]
-        received = setup.plan.received_by(self.index).items()
+        received = setup.transfer_plan.received_by(self.index).items()
         self.routes = {source: sum(copy.num_bytes for copy in copies) for source, copies in received}
         self.exchange = self.everyone.recv
         for name in ("source", "target"):  # of memcpy
@@ -372,7 +372,7 @@ def compare(setup: BridgeSetup, pipes: list[Connection], repeats: int) -> dict:
             if ask(engine, "sums") != expected:
                 raise SystemExit(f"{way}: the engine holds other weights than after the first push")
     best = {way: min(times) for way, times in seconds.items()}
-    taken = setup.plan.engine_bytes.astype(int).tolist()
+    taken = setup.transfer_plan.engine_bytes.astype(int).tolist()
     gathered = sum(map(int, held[trainers:]))
     return {
         "engine_bytes": held[trainers:],

@@ -1,9 +1,9 @@
-"""Weights as files, for engines that no connection reaches: a folder that both sides see.
+"""Weights as files in a folder that both sides can see, for engines that no connection reaches.
 
-FOLDER/version-00000003/trainer-0-engine-1-message-0.safetensors holds the rectangles of one message;
-FOLDER/version-00000003/trainer-0-engine-1.complete is written when all of them are on the disk. A receiver waits for
-the marks of all its senders before it writes a byte, so a trainer that dies cannot leave it with half a version. The
-last two versions stay. Any number of engines may read one set.
+FOLDER/version-00000003/trainer-0-engine-1-message-0.safetensors holds the rectangles of one message. The mark
+FOLDER/version-00000003/trainer-0-engine-1.complete is written when all messages of this pair are on the disk. A
+receiver waits for the marks of all its senders before it writes a byte, so a trainer that dies cannot leave it with
+half a version. The last two versions stay in the folder. Any number of engines may read the same files.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron_rl.bridge.line import WRITTEN, Answer, Deadline, Header
+from megatron_rl.bridge.line import WRITTEN, Acknowledgement, Deadline, Header
 from megatron_rl.bridge.messages import Message
 from megatron_rl.bridge.setup import BridgeSetup
 
 POLL_S = 0.02
-"""A receiver looks so often for marks: a network file system has no better way of telling."""
+"""How often a receiver looks for marks: a network file system cannot report new files."""
 KEPT_VERSIONS = 2
 
 
 class FileLine:
-    """Either end."""
+    """What both ends have in common."""
 
     memory = torch.device("cpu")
 
     def __init__(self, setup: BridgeSetup, source: int, destination: int) -> None:
         assert setup.folder is not None
         self._folder, self._name = Path(setup.folder), f"trainer-{source}-engine-{destination}"
-        self._digest, self._version = setup.plan.digest, -1
+        self._digest, self._version = setup.transfer_plan.digest, -1
 
     def close(self) -> None:
         """Nothing is open."""
@@ -58,12 +58,12 @@ class FileOutlet(FileLine):
     def begin(self, version: int, deadline: Deadline) -> None:
         self._version = version
         self._of(version).mkdir(parents=True, exist_ok=True)
-        self._mark.unlink(missing_ok=True)  # of an earlier life of the run
+        self._mark.unlink(missing_ok=True)  # an earlier life of the run may have left it
 
     def post(self, message: Message, header: Header, content: Tensor) -> None:
         """
         Raises:
-            OSError: the disk is full, with the file's name.
+            OSError: the disk is full; the message names the file.
         """
         parts = dict(zip(_names(message), message.parts(content), strict=True))
         path, sums = self._path(message), header.checksum
@@ -73,9 +73,9 @@ class FileOutlet(FileLine):
         except (OSError, SafetensorError) as error:
             raise OSError(f"{path}: cannot be written, {error}") from error
 
-    def answer(self, message: Message, deadline: Deadline) -> Answer:
-        """What is on the disk is sent."""
-        return Answer(WRITTEN, self._version)
+    def acknowledgement(self, message: Message, deadline: Deadline) -> Acknowledgement:
+        """A message is sent when it is on the disk."""
+        return Acknowledgement(WRITTEN, self._version)
 
     def finish(self, version: int, deadline: Deadline) -> None:
         self._mark.touch()
@@ -83,7 +83,7 @@ class FileOutlet(FileLine):
         _sync(self._mark.parent)
         for folder in self._folder.glob("version-*"):
             if int(folder.name.removeprefix("version-")) <= version - KEPT_VERSIONS:
-                shutil.rmtree(folder, ignore_errors=True)  # all trainer ranks clear up, in any order
+                shutil.rmtree(folder, ignore_errors=True)  # all trainer ranks delete, in any order
 
 
 class FileInlet(FileLine):
@@ -92,7 +92,7 @@ class FileInlet(FileLine):
     def begin(self, version: int, deadline: Deadline) -> None:
         """
         Raises:
-            RuntimeError: the sender did not finish within the deadline.
+            RuntimeError: the sender did not finish before the deadline.
         """
         self._version = version
         while not self._mark.exists():
@@ -101,7 +101,7 @@ class FileInlet(FileLine):
             time.sleep(POLL_S)
 
     def expect(self, message: Message, room: Tensor | None) -> None:
-        """The files are there already."""
+        """All files are there already."""
 
     def take(self, message: Message, deadline: Deadline) -> tuple[Header, Tensor]:
         """
@@ -124,15 +124,15 @@ class FileInlet(FileLine):
         header = Header(int(metadata["version"]), message.number, 0, tuple(sums) if sums else None)
         return header, torch.cat([part.view(-1).view(torch.uint8) for part in parts])
 
-    def reply(self, message: Message, answer: Answer) -> None:
-        """Nobody listens."""
+    def acknowledge(self, message: Message, acknowledgement: Acknowledgement) -> None:
+        """The sender does not wait for acknowledgements."""
 
     def finish(self, version: int, deadline: Deadline) -> None:
-        """Nothing is under way."""
+        """The sender waits for nothing."""
 
 
 def _names(message: Message) -> list[str]:
-    """One a copy: a parameter may be in a message twice."""
+    """One name for each copy: a message may hold two copies of one parameter."""
     return [f"{number}:{copy.destination_name}" for number, copy in enumerate(message.copies)]
 
 

@@ -1,14 +1,15 @@
-"""The engine's side of the bridge, without the engine: messages are taken and written into live parameters.
+"""The engine's side of the bridge, without the engine: a rank takes messages and writes them into live parameters.
 
-An engine that feeds another passes every message on as it came, while it writes it. Invariants (tests/unit/bridge):
-every parameter is written by the plan, or an error names it; a push that is verified is read back from the parameters
-and compared with the sender's checksum, so neither the way nor the writing can spoil it unseen; what arrives is of the
-version that was asked for.
+An engine that feeds another engine passes every message on as it came, and writes it at the same time. Invariants
+(tests/unit/bridge): the plan writes every parameter, or an error names the parameter; a push that is verified is read
+back from the parameters and compared with the sender's checksum, so neither the transfer nor the writing can corrupt it
+unseen; the version that arrives is the version that was asked for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 
 import torch
@@ -17,28 +18,38 @@ from torch import Tensor
 from megatron_rl.bridge.checksum import checksum
 from megatron_rl.bridge.files import FileInlet
 from megatron_rl.bridge.join import Joining
-from megatron_rl.bridge.line import CORRUPTED, NOT_EXPECTED, SLOTS, WRITTEN, Answer, Deadline, Header, Inlet, Outlet
+from megatron_rl.bridge.line import (
+    CORRUPTED,
+    NOT_EXPECTED,
+    SLOTS,
+    WRITTEN,
+    Acknowledgement,
+    Deadline,
+    Header,
+    Inlet,
+    Outlet,
+)
 from megatron_rl.bridge.memory import Slots, synchronize
-from megatron_rl.bridge.messages import Message, Named, in_place, schedule, split
+from megatron_rl.bridge.messages import Message, Named, in_place, schedule, split_messages
 from megatron_rl.bridge.setup import BridgeSetup
 from megatron_rl.layout import check_parameters, vllm_shards
 
 
 class Parameters:
-    """Where an engine rank's weights are written: live parameters, in place."""
+    """The live parameters of an engine rank, in which its weights are written."""
 
     def __init__(self, live: Mapping[str, Tensor]) -> None:
         self.forms = live
-        """Of all parameters, by vLLM's local names: shapes and dtypes. The memory is that of `[]`."""
+        """The shapes and dtypes of all parameters by vLLM's local names. `[]` gives the tensor that is written."""
 
     def __getitem__(self, name: str) -> Tensor:
         return self.forms[name]
 
     def written(self, message: Message) -> None:
-        """A message stands where it belongs, and is verified if that was asked for."""
+        """A message has been written, and verified if the push is verified."""
 
     def finish(self) -> None:
-        """All messages of a push do."""
+        """All messages of a push have been written."""
 
 
 class Intake:
@@ -50,7 +61,7 @@ class Intake:
         """Join all trainer ranks and all other engines.
 
         Args:
-            engine, rank: which engine, and which of its ranks.
+            engine, rank: the index of the engine, and of the rank in it.
 
         Raises:
             ValueError: a live parameter that the plan does not know, one that is missing or of another shape
@@ -59,12 +70,16 @@ class Intake:
         self.parameters, self._timeout_s = parameters, setup.timeout_s
         self._side = f"engine {engine}, rank {rank}"
         self._device = device
-        me, plan = setup.engine_rank(engine, rank), setup.plan
-        first = me  # of the chain
+        me, plan = setup.engine_rank(engine, rank), setup.transfer_plan
+        first = me  # the first engine of the chain, to which the trainers send
         while (upstream := plan.upstream(first)) is not None:
             first = upstream
         routes = plan.received_by(me)
-        messages = [m for source, copies in routes.items() for m in split(source, first, copies, setup.bucket_bytes)]
+        messages = [
+            message
+            for source, copies in routes.items()
+            for message in split_messages(source, first, copies, setup.bucket_bytes)
+        ]
         self._schedule = schedule(messages, plan.num_destinations)
         _check(setup, rank, parameters.forms, self._schedule, self._side)
         self._lines: dict[int, Inlet] = {}
@@ -77,36 +92,36 @@ class Intake:
             m for m in self._schedule if not self._lines[m.source].near and self._room(m, parameters.forms) is None
         ]
         largest = max((message.num_bytes for message in packed), default=0)
-        # The checkpoint of a CPU process may feed engines on GPUs: then contents arrive on the CPU.
+        # A process on a CPU may push to engines on GPUs. Contents arrive on the CPU then.
         arrival = {line.memory for line in self._lines.values() if not line.near} or {self._device}
-        assert len(arrival) == 1, "all trainers are of one kind"
+        assert len(arrival) == 1, "all trainers have one kind of device"
         self._slots = Slots(largest, arrival.pop())
         self._broken = False
 
     def _join(self, setup: BridgeSetup, me: int) -> None:
         joining, trainers = Joining(setup, setup.mesh.world_size + me, self._device), setup.mesh.world_size
-        upstream, downstream = setup.plan.upstream(me), setup.plan.downstream(me)
+        upstream, downstream = setup.transfer_plan.upstream(me), setup.transfer_plan.downstream(me)
         sources = list(dict.fromkeys(message.source for message in self._schedule))
         if upstream is None:
             near = joining.near(sources)
-            self._lines = {source: joining.line(source, trainers + me, source in near) for source in sources}
+            self._lines = {source: joining.inlet(source, source in near) for source in sources}
         else:
-            self._lines = dict.fromkeys(sources, joining.line(trainers + upstream, trainers + me, near=False))
-        # Between engines all messages share one line: there they are numbered by the schedule.
+            self._lines = dict.fromkeys(sources, joining.inlet(trainers + upstream, near=False))
+        # Between engines all messages share one line, and the schedule numbers them.
         self._passed_on = [replace(message, number=index) for index, message in enumerate(self._schedule)]
         if upstream is not None:
             self._schedule = self._passed_on
         if downstream is not None:
-            self._next = joining.line(trainers + me, trainers + downstream, near=False)
+            self._next = joining.outlet(trainers + downstream, near=False)
 
     @property
     def messages(self) -> list[Message]:
-        """Of a push, in the order in which they are taken."""
+        """The messages of a push, in the order in which they are taken."""
         return self._schedule
 
     @property
     def num_bytes(self) -> int:
-        """That this rank takes in a push."""
+        """How many bytes this rank takes in a push."""
         return sum(message.num_bytes for message in self._schedule)
 
     @torch.no_grad()
@@ -114,8 +129,8 @@ class Intake:
         """Write one whole push into the live parameters.
 
         Raises:
-            RuntimeError: a rank died, stalled past the deadline, pushed another version, or bytes arrived spoilt. The
-                parameters are then a mix, and all must join anew.
+            RuntimeError: a rank died, stalled past the deadline, or pushed another version; or the bytes are not those
+                that were sent. The parameters are a mix of versions then, and all ranks must join anew.
         """
         if self._broken:
             raise RuntimeError(f"{self._side}: an earlier push broke off; join the bridge anew")
@@ -129,12 +144,16 @@ class Intake:
         lines = set(self._lines.values())
         for line in lines:
             line.begin(version, deadline)
+        if self._next is not None:
+            self._next.begin(version, deadline)
         for index in range(min(SLOTS, len(self._schedule))):
             self._expect(index)
         for index in range(len(self._schedule)):
             self._complete(index, version, deadline)
             if index + SLOTS < len(self._schedule):
                 self._expect(index + SLOTS)
+        if self._next is not None:
+            self._next.finish(version, deadline)
         for line in lines:
             line.finish(version, deadline)
         self.parameters.finish()
@@ -149,7 +168,7 @@ class Intake:
         line.expect(message, room)
 
     def _room(self, message: Message, parameters: Named) -> Tensor | None:
-        """Where the content may arrive because it belongs there as it travels."""
+        """The parameter itself, if the content can arrive there in the form in which it is sent."""
         arrives_here = self._lines[message.source].memory == self._device
         return in_place(message, message.destinations(parameters)) if arrives_here else None
 
@@ -158,7 +177,7 @@ class Intake:
         line = self._lines[message.source]
         header, content = line.take(message, deadline)
         if (header.version, header.number) != (version, message.number):
-            self._refuse(line, message, Answer(NOT_EXPECTED, version), deadline)
+            self._refuse(line, message, Acknowledgement(NOT_EXPECTED, version), deadline)
             raise RuntimeError(
                 f"{self._side} was to receive version {version}, trainer rank {message.source} pushed version "
                 f"{header.version} (message {header.number} for {message.number}); push and receive must name the "
@@ -168,21 +187,21 @@ class Intake:
             passed_on = self._passed_on[index]
             self._next.post(passed_on, replace(header, number=index, slot=0), content)
         if not self._write(message, header, content):
-            self._refuse(line, message, Answer(CORRUPTED, version), deadline)
+            self._refuse(line, message, Acknowledgement(CORRUPTED, version), deadline)
             raise RuntimeError(
                 f"{self._side} holds other bytes than trainer rank {message.source} sent, in message {message.number} "
                 f"of version {version}: {', '.join(copy.destination_name for copy in message.copies[:3])}"
             )
         self.parameters.written(message)
         if not line.near:
-            line.reply(message, Answer(WRITTEN, version))
-        if self._next is not None and self._next.answer(passed_on, deadline).status != WRITTEN:
+            line.acknowledge(message, Acknowledgement(WRITTEN, version))
+        if self._next is not None and self._next.acknowledgement(passed_on, deadline).status != WRITTEN:
             raise RuntimeError(f"{self._side} fed an engine that refused version {version}; its own error says why")
-        if line.near:  # the content lay in the sender's memory until here
-            line.reply(message, Answer(WRITTEN, version))
+        if line.near:  # only now, because the content lies in the sender's memory
+            line.acknowledge(message, Acknowledgement(WRITTEN, version))
 
     def _write(self, message: Message, header: Header, content: Tensor) -> bool:
-        """Tells whether the parameters hold what was sent, as far as was asked."""
+        """Write the content. Whether the parameters hold what was sent, if the push is verified; otherwise True."""
         views = message.destinations(self.parameters)
         if content.data_ptr() != views[0].data_ptr():
             torch._foreach_copy_(views, message.parts(content))
@@ -190,12 +209,13 @@ class Intake:
         if header.checksum is None:
             return True
         if content.data_ptr() != views[0].data_ptr():
-            torch._foreach_copy_(message.parts(content), views)  # read back into the message's own memory
+            torch._foreach_copy_(message.parts(content), views)  # read back, into the message's own memory
         return checksum(content) == header.checksum
 
-    def _refuse(self, line: Inlet, message: Message, answer: Answer, deadline: Deadline) -> None:
-        line.reply(message, answer)
-        line.finish(answer.version, deadline)
+    def _refuse(self, line: Inlet, message: Message, acknowledgement: Acknowledgement, deadline: Deadline) -> None:
+        line.acknowledge(message, acknowledgement)
+        with suppress(RuntimeError):  # the sender has read the refusal, and has closed its end
+            line.finish(acknowledgement.version, deadline)
 
     def close(self) -> None:
         self._broken = True

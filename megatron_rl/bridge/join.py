@@ -1,8 +1,8 @@
-"""Joining: every trainer rank and every engine worker meet once over a store, agree, and open their lines.
+"""Joining: all trainer ranks and all engine ranks meet over a store, agree on the plan, and open their lines.
 
-Lines are opened between pairs of ranks that the plan joins, and only these: nobody's default group is touched, and a
-thousand ranks do not make a million connections. Invariants (tests/unit/bridge): ranks that disagree about the plan
-refuse to join, all of them, with the same words; a rank that is missing is named within the deadline.
+Only two ranks that exchange messages open a line, so a thousand ranks do not make a million connections. The default
+process group is not touched. Invariants (tests/unit/bridge): if ranks disagree about the plan, all of them refuse to
+join with the same error; a rank that is missing is named within the deadline.
 """
 
 from __future__ import annotations
@@ -16,34 +16,34 @@ from functools import lru_cache
 import torch
 from torch.distributed import DistStoreError, PrefixStore, ProcessGroup, ProcessGroupGloo, Store, TCPStore
 
-from megatron_rl.bridge.line import GroupLine
+from megatron_rl.bridge.line import GroupInlet, GroupOutlet
 from megatron_rl.bridge.memory import Slots, opened, place
 from megatron_rl.bridge.setup import BridgeSetup
 
 CONNECT_S = 60.0
-"""A connection may take this long at least: loaded machines take seconds, whatever the deadline of a push is."""
+"""A connection may take at least this long, however short the deadline of a push is: a loaded machine takes seconds."""
 GRACE_S = 5.0
-"""Rank 0 names who is missing; the others wait so much longer for its words."""
+"""The other ranks wait so much longer than rank 0, which names the ranks that are missing."""
 
 
 def host_store(host: str, timeout_s: float = 300.0) -> TCPStore:
-    """Serve the rendezvous on a free port (`.port`); keep the value alive as long as the bridge."""
+    """Serve the store of the bridge on a free port (`.port`). It serves as long as something refers to it."""
     return TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
 
 
 class Joining:
-    """One rank's way in. Ranks count the trainers first, then the engines' ranks, as `BridgeSetup` says.
+    """How one rank joins. Ranks are numbered as `BridgeSetup.world_size` counts them.
 
-    First all agree (the constructor); then a rank offers its buffers to those that are near, and opens its lines one
-    after the other.
+    The constructor returns when all ranks agree. Then a rank offers its buffers to the ranks that are near, and opens
+    its lines one after the other.
     """
 
     def __init__(self, setup: BridgeSetup, rank: int, device: torch.device) -> None:
-        """Return when every rank has come and all agree.
+        """Wait until every rank has joined and all agree.
 
         Raises:
             ValueError: the ranks do not agree on what is transferred.
-            RuntimeError: a rank did not come.
+            RuntimeError: a rank did not join within the deadline.
         """
         self.rank, self.device, timeout = rank, device, timedelta(seconds=setup.timeout_s)
         self._patience = max(timeout, timedelta(seconds=CONNECT_S))
@@ -51,7 +51,7 @@ class Joining:
         try:
             self._tcp = TCPStore(setup.host, setup.port, is_master=False, timeout=self._patience)
         except DistStoreError as error:
-            raise RuntimeError(f"nobody serves the bridge's store at {setup.host}:{setup.port}: {error}") from error
+            raise RuntimeError(f"no process serves the bridge's store at {setup.host}:{setup.port}: {error}") from error
         self._tcp.set_timeout(timeout)
         self._store = PrefixStore(f"megatron_rl/bridge/{setup.epoch}", self._tcp)
         mine = place(device) if setup.share_memory else f"rank {rank}"
@@ -72,21 +72,31 @@ class Joining:
         return {peer for peer in peers if self._said(peer)["place"] == self._place}
 
     def offer(self, slots: Slots) -> None:
-        """To those that are near."""
+        """Let the ranks that are near open these buffers."""
         self._store.set(f"slots/{self.rank}", slots.handle)
 
-    def line(self, source: int, destination: int, near: bool) -> GroupLine:
-        """Open one, as one of its two ends. Both ends call, each in the same order of all its lines."""
-        peer = destination if self.rank == source else source
-        store = PrefixStore(f"{source}-{destination}", self._store)
-        control = _gloo(store, self.rank == destination, self._patience)
-        payload: ProcessGroup | None = None if near else control
-        memory = self.device if near else torch.device("cpu")
-        if not near and self.device.type == self._said(peer)["device"] == "cuda":
-            payload, memory = _nccl(store, self.rank == destination, self._patience), self.device
-        slots = opened(self._store.get(f"slots/{source}").decode(), self.device) if near and peer == source else ()
-        other = int(peer == destination)
-        return GroupLine(control, payload, peer=other, name=self._name(peer), memory=memory, slots=slots)
+    def outlet(self, destination: int, near: bool) -> GroupOutlet:
+        """Open the line to another rank. Both ends open their lines in one order: that of the messages."""
+        control, payload, memory = self._groups(f"{self.rank}-{destination}", destination, False, near)
+        return GroupOutlet(control, payload, peer=1, name=self._name(destination), memory=memory)
+
+    def inlet(self, source: int, near: bool) -> GroupInlet:
+        """Open the line from another rank."""
+        control, payload, memory = self._groups(f"{source}-{self.rank}", source, True, near)
+        slots = opened(self._store.get(f"slots/{source}").decode(), self.device) if near else ()
+        return GroupInlet(control, payload, peer=0, name=self._name(source), memory=memory, slots=slots)
+
+    def _groups(
+        self, name: str, peer: int, second: bool, near: bool
+    ) -> tuple[ProcessGroup, ProcessGroup | None, torch.device]:
+        """The groups for control and payload, and where contents lie on this rank."""
+        store = PrefixStore(name, self._store)
+        control = _gloo(store, second, self._patience)
+        if near:
+            return control, None, self.device
+        if self.device.type == self._said(peer)["device"] == "cuda":
+            return control, _nccl(store, second, self._patience), self.device
+        return control, control, torch.device("cpu")
 
     def _said(self, peer: int) -> dict[str, str]:
         return json.loads(self._store.get(f"rank/{peer}"))
@@ -96,7 +106,7 @@ class Joining:
 
 
 def _judge(store: Store, setup: BridgeSetup) -> str:
-    """Rank 0's: empty, or what is wrong."""
+    """The verdict of rank 0: an empty text, or the kind of the error and its message."""
     keys = [f"rank/{rank}" for rank in range(setup.world_size)]
     try:
         said = [json.loads(text)["says"] for text in store.multi_get(keys)]
@@ -125,14 +135,14 @@ def _gloo(store: Store, second: bool, timeout: timedelta) -> ProcessGroup:
 
 @lru_cache(maxsize=1)
 def _gloo_device():
-    """One of the process: all its groups share a listener and a thread."""
+    """The process has one device: all its groups share one listener and one thread."""
     if interface := os.environ.get("GLOO_SOCKET_IFNAME"):
         return ProcessGroupGloo.create_device(interface=interface)
     return ProcessGroupGloo.create_default_device()
 
 
 def _nccl(store: Store, second: bool, timeout: timedelta) -> ProcessGroup:
-    """Not run."""
+    """This has not been run."""
     from torch.distributed import ProcessGroupNCCL
 
     options = ProcessGroupNCCL.Options()

@@ -1,10 +1,17 @@
 """How messages pass from one rank to another: one small port, and its form over process groups.
 
-A line joins two ranks. One end posts messages, the other takes them and answers each. A rank has two messages under
-way: the answer to message i frees the buffer that message i + 2 is packed into. Headers and answers pass over gloo; the
-content over gloo or NCCL, or not at all where the receiver can read the sender's buffers (`memory.py`). Files are
-another form (`files.py`). Invariants (tests/unit/bridge): what is taken is what was posted; a peer that dies or is
-silent is a RuntimeError within the deadline.
+A line joins two ranks. One end posts messages; the other end takes them and acknowledges each. A rank has two messages
+under way: the acknowledgement of message i frees the buffer that message i + 2 is packed into. Headers and
+acknowledgements pass over gloo. The content passes over gloo or NCCL, or it stays where it is if the receiver can read
+the sender's buffers (`memory.py`). Files are another form of the port (`files.py`).
+
+No rank waits for a send. When a connection breaks, gloo ends the receives that have no byte yet. It forgets a send that
+it has begun to write, and a receive that it has begun to read: a rank that waited for one of these would wait until its
+deadline. So a content is sent before its header, and the receiver waits for the header; the sender waits for the
+acknowledgement; and an end mark tells the receiver that its last acknowledgements have arrived.
+
+Invariants (tests/unit/bridge): what is taken is what was posted; a peer that dies is a RuntimeError at once, also in
+the middle of a content; a peer that is silent is a RuntimeError within the deadline.
 """
 
 from __future__ import annotations
@@ -23,8 +30,12 @@ from torch.distributed import ProcessGroup, Work
 from megatron_rl.bridge.messages import Message
 
 SLOTS = 2
-"""Messages that a rank has under way, and buffers that it packs them or receives them in."""
+"""How many messages a rank has under way, and how many buffers it has to pack them or to receive them in."""
 WRITTEN, CORRUPTED, NOT_EXPECTED = 0, 1, 2
+HEADER, CONTENT, ACKNOWLEDGEMENT = 1, 2, 3
+"""Message i has the tags 3 i + 1, 3 i + 2 and 3 i + 3."""
+END = 0
+"""This is the tag of the end mark of a push."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +43,9 @@ class Header:
     version: int
     number: int
     slot: int
-    """Of the sender's, where it packed the message."""
+    """The sender's buffer in which the message is packed."""
     checksum: tuple[int, int] | None
-    """Of the content, when the push is verified."""
+    """The checksum of the content, if the push is verified."""
 
     def encode(self) -> Tensor:
         sums = self.checksum or (0, 0)
@@ -47,16 +58,16 @@ class Header:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """What became of a message."""
+class Acknowledgement:
+    """It tells the sender what became of a message."""
 
     status: int
     version: int
-    """That the receiver expected."""
+    """The version that the receiver expected."""
 
 
 class Deadline:
-    """Of a whole push: each wait gets what is left of it."""
+    """The deadline of a whole push: each wait may use the time that is left."""
 
     def __init__(self, timeout_s: float) -> None:
         self._end = time.monotonic() + timeout_s
@@ -67,7 +78,7 @@ class Deadline:
 
     @property
     def left(self) -> timedelta:
-        """At least a millisecond: gloo takes 0 for its own default."""
+        """At least a millisecond, because gloo replaces 0 by its own default."""
         return timedelta(seconds=max(self._end - time.monotonic(), 1e-3))
 
 
@@ -75,19 +86,20 @@ class Outlet(Protocol):
     """The end that posts."""
 
     near: bool
-    """The receiver reads this rank's buffers: every message is packed, none is sent from where it lies."""
+    """The receiver reads this rank's buffers: every message is packed, and none is sent from where it lies."""
     memory: torch.device
-    """Where contents must lie."""
+    """Contents must lie in the memory of this device."""
 
     def begin(self, version: int, deadline: Deadline) -> None: ...
 
     def post(self, message: Message, header: Header, content: Tensor) -> None:
-        """Let a message (uint8) go; its content must not change until its answer has come."""
+        """Send a message (uint8). Its content must not change until it is acknowledged."""
 
-    def answer(self, message: Message, deadline: Deadline) -> Answer:
-        """Wait until the receiver needs the message no more."""
+    def acknowledgement(self, message: Message, deadline: Deadline) -> Acknowledgement:
+        """Wait until the receiver does not need the message any more."""
 
-    def finish(self, version: int, deadline: Deadline) -> None: ...
+    def finish(self, version: int, deadline: Deadline) -> None:
+        """Tell the receiver that all its acknowledgements have arrived."""
 
     def close(self) -> None: ...
 
@@ -96,9 +108,9 @@ class Inlet(Protocol):
     """The end that takes."""
 
     near: bool
-    """Messages are read where the sender has them, and need no room."""
+    """Messages are read in the sender's buffers, and need no room here."""
     memory: torch.device
-    """Where contents arrive."""
+    """Contents arrive in the memory of this device."""
 
     def begin(self, version: int, deadline: Deadline) -> None: ...
 
@@ -106,17 +118,18 @@ class Inlet(Protocol):
         """Be ready: the content may arrive in `room` (uint8) from now on."""
 
     def take(self, message: Message, deadline: Deadline) -> tuple[Header, Tensor]:
-        """Wait for an expected message; its content stays as it is until the answer."""
+        """Wait for an expected message. Its content stays as it is until it is acknowledged."""
 
-    def reply(self, message: Message, answer: Answer) -> None: ...
+    def acknowledge(self, message: Message, acknowledgement: Acknowledgement) -> None: ...
 
-    def finish(self, version: int, deadline: Deadline) -> None: ...
+    def finish(self, version: int, deadline: Deadline) -> None:
+        """Wait until the sender has all acknowledgements."""
 
     def close(self) -> None: ...
 
 
 class GroupLine:
-    """Either end, over process groups of two ranks."""
+    """What both ends over process groups of two ranks have in common."""
 
     def __init__(
         self,
@@ -130,61 +143,24 @@ class GroupLine:
     ) -> None:
         """
         Args:
-            control: gloo, for headers and answers.
+            control: gloo, for headers and acknowledgements.
             payload: for contents; None: the receiver reads them in the sender's `slots`.
             peer: the other's rank in the groups, 0 or 1.
-            name: the other rank, for errors.
-            memory: where contents lie here: gloo reads and writes that of the CPU.
+            name: what errors call the other rank.
+            memory: where contents lie here; gloo reads and writes the memory of the CPU.
         """
         self.near, self.memory = payload is None, memory
         self._control, self._payload, self._slots, self._peer, self._name = control, payload, slots, peer, name
-        # Works with the memory that they read or write; each list has one owner, because a work keeps its socket open.
-        self._posted: dict[int, list[tuple[Work, Tensor]]] = {}
-        self._expected: dict[int, list[tuple[Work, Tensor]]] = {}
-        self._replies: list[tuple[Work, Tensor]] = []
-
-    def begin(self, version: int, deadline: Deadline) -> None:
-        """The first message says it all."""
-
-    def post(self, message: Message, header: Header, content: Tensor) -> None:
-        self._posted[message.number] = works = []
-        self._send(works, self._control, header.encode(), 3 * message.number)
-        if self._payload is not None:
-            self._send(works, self._payload, content, 3 * message.number + 1)
-
-    def answer(self, message: Message, deadline: Deadline) -> Answer:
-        works, numbers = self._posted.pop(message.number), torch.empty(2, dtype=torch.int64)
-        self._receive(works, self._control, numbers, 3 * message.number + 2)
-        self._wait(works, deadline)
-        return Answer(*numbers.tolist())
-
-    def expect(self, message: Message, room: Tensor | None) -> None:
-        self._expected[message.number] = works = []
-        self._receive(works, self._control, torch.empty(6, dtype=torch.int64), 3 * message.number)
-        if self._payload is not None:
-            assert room is not None
-            self._receive(works, self._payload, room, 3 * message.number + 1)
-
-    def take(self, message: Message, deadline: Deadline) -> tuple[Header, Tensor]:
-        works = self._expected.pop(message.number)
-        memory = [tensor for _, tensor in works]
-        self._wait(works, deadline)  # the header first: NCCL's waits have no deadline
-        header = Header.decode(memory[0])
-        return header, self._slots[header.slot][: message.num_bytes] if self.near else memory[1]
-
-    def reply(self, message: Message, answer: Answer) -> None:
-        numbers = torch.tensor([answer.status, answer.version])
-        self._send(self._replies, self._control, numbers, 3 * message.number + 2)
-
-    def finish(self, version: int, deadline: Deadline) -> None:
-        """The last replies are out."""
-        self._wait(self._replies, deadline)
+        # Works with the memory that they read or write. A work keeps its group's socket open, so `close` forgets all.
+        self._messages: dict[int, list[tuple[Work, Tensor]]] = {}
+        self._acknowledgements: list[tuple[Work, Tensor]] = []
+        self._mark: list[tuple[Work, Tensor]] = []
 
     def close(self) -> None:
-        """A process group has closed its sockets when nobody holds it: then the other end knows."""
+        """A process group closes its sockets when nothing refers to it any more. The other end fails then."""
         if self._payload is not None and self._payload is not self._control:
             self._payload.abort()  # NCCL's kernels may stand in a message that never comes
-        self._posted, self._expected, self._replies = {}, {}, []
+        self._messages, self._acknowledgements, self._mark = {}, [], []
         del self._control, self._payload
 
     def _send(self, works: list[tuple[Work, Tensor]], group: ProcessGroup, memory: Tensor, tag: int) -> None:
@@ -196,12 +172,13 @@ class GroupLine:
             works.append((group.recv([memory], self._peer, tag), memory))
 
     def _wait(self, works: list[tuple[Work, Tensor]], deadline: Deadline) -> None:
+        """Wait for receives, in their order."""
         try:
             with self._named():
                 for number in range(len(works)):
                     works[number][0].wait(deadline.left)
         finally:
-            works.clear()  # not kept by a traceback
+            works.clear()  # a traceback would keep them
 
     @contextmanager
     def _named(self) -> Iterator[None]:
@@ -209,3 +186,58 @@ class GroupLine:
             yield
         except RuntimeError as error:
             raise RuntimeError(f"{self._name} has died, or is silent past the deadline: {error}") from error
+
+
+class GroupOutlet(GroupLine):
+    def begin(self, version: int, deadline: Deadline) -> None:
+        """The receiver has the end mark of the push before."""
+        self._mark = []
+
+    def post(self, message: Message, header: Header, content: Tensor) -> None:
+        self._messages[message.number] = works = []
+        if self._payload is not None:
+            self._send(works, self._payload, content, 3 * message.number + CONTENT)
+        self._send(works, self._control, header.encode(), 3 * message.number + HEADER)
+
+    def acknowledgement(self, message: Message, deadline: Deadline) -> Acknowledgement:
+        works: list[tuple[Work, Tensor]] = []
+        numbers = torch.empty(2, dtype=torch.int64)
+        self._receive(works, self._control, numbers, 3 * message.number + ACKNOWLEDGEMENT)
+        self._wait(works, deadline)
+        del self._messages[message.number]  # the receiver has the whole message
+        return Acknowledgement(*numbers.tolist())
+
+    def finish(self, version: int, deadline: Deadline) -> None:
+        """gloo writes the mark at once: the receiver posted its receive before it acknowledged anything."""
+        self._send(self._mark, self._control, torch.zeros(1), END)
+
+
+class GroupInlet(GroupLine):
+    def begin(self, version: int, deadline: Deadline) -> None:
+        self._receive(self._mark, self._control, torch.empty(1), END)
+
+    def expect(self, message: Message, room: Tensor | None) -> None:
+        header: list[tuple[Work, Tensor]] = []
+        content: list[tuple[Work, Tensor]] = []
+        if self._payload is not None:
+            assert room is not None
+            self._receive(content, self._payload, room, 3 * message.number + CONTENT)
+        self._receive(header, self._control, torch.empty(6, dtype=torch.int64), 3 * message.number + HEADER)
+        self._messages[message.number] = header + content
+
+    def take(self, message: Message, deadline: Deadline) -> tuple[Header, Tensor]:
+        """The header is waited for first: over gloo the content has arrived before it, and NCCL's waits have no
+        deadline."""
+        works = self._messages.pop(message.number)
+        memory = [tensor for _, tensor in works]
+        self._wait(works, deadline)
+        header = Header.decode(memory[0])
+        return header, self._slots[header.slot][: message.num_bytes] if self.near else memory[1]
+
+    def acknowledge(self, message: Message, acknowledgement: Acknowledgement) -> None:
+        numbers = torch.tensor([acknowledgement.status, acknowledgement.version])
+        self._send(self._acknowledgements, self._control, numbers, 3 * message.number + ACKNOWLEDGEMENT)
+
+    def finish(self, version: int, deadline: Deadline) -> None:
+        self._wait(self._mark, deadline)
+        self._acknowledgements = []

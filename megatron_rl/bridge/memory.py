@@ -1,7 +1,8 @@
 """The buffers of a rank, in memory that other processes of the machine (of the GPU) can read.
 
-On a CPU it is a memfd: it lies in no folder, is not bound by the size of /dev/shm, and is gone with the last process
-that has it. On a GPU it is ordinary memory, opened by the other process through CUDA IPC (not run).
+On a CPU the memory is a memfd. It lies in no folder, it is not bounded by the size of /dev/shm, and it is freed when
+the last process that has it ends. On a GPU it is ordinary memory, which the other process opens through CUDA IPC (this
+has not been run).
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ ALIGNMENT_BYTES = 64
 
 
 def place(device: torch.device) -> str:
-    """Equal for two ranks that can read each other's buffers: machine, kernel, user, namespace of processes; on GPUs
-    the device too."""
+    """A text that is equal for two ranks if and only if they can read each other's buffers. It names the machine, the
+    kernel's boot, the user and the namespace of processes, and on GPUs the device too."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     parts = [socket.gethostname(), boot, str(os.getuid()), os.readlink("/proc/self/ns/pid"), device.type]
     if device.type == "cuda":
@@ -32,10 +33,10 @@ def place(device: torch.device) -> str:
 
 
 class Slots:
-    """The buffers of one rank, `num_bytes` each (uint8), and the handle under which others find them."""
+    """The buffers of one rank (uint8, `num_bytes` each), and the handle with which other processes open them."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
-        num_bytes = ALIGNMENT_BYTES * max(1, -(-num_bytes // ALIGNMENT_BYTES))  # an empty mapping is refused
+        num_bytes = ALIGNMENT_BYTES * max(1, -(-num_bytes // ALIGNMENT_BYTES))  # the kernel refuses an empty mapping
         if device.type == "cpu":
             self._file: int | None = os.memfd_create("megatron_rl bridge", os.MFD_CLOEXEC)
             os.ftruncate(self._file, SLOTS * num_bytes)
@@ -50,7 +51,7 @@ class Slots:
         self.tensors = list(whole.split(num_bytes))
 
     def close(self) -> None:
-        """Others keep what they have opened."""
+        """Processes that have opened the buffers keep them."""
         self.tensors = []
         if self._file is not None:
             os.close(self._file)
@@ -58,7 +59,7 @@ class Slots:
 
 
 def opened(handle: str, device: torch.device) -> list[Tensor]:
-    """Another rank's buffers."""
+    """Open another rank's buffers."""
     if device.type == "cpu":
         file = os.open(handle, os.O_RDWR)
         try:
@@ -69,7 +70,7 @@ def opened(handle: str, device: torch.device) -> list[Tensor]:
         from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
         arguments = list(pickle.loads(base64.b64decode(handle)))
-        arguments[6] = device.index  # the same GPU may have another number in the other process
+        arguments[6] = device.index  # one GPU may have different numbers in two processes
         whole = rebuild_cuda_tensor(*arguments)
     return list(whole.split(whole.numel() // SLOTS))
 
@@ -80,6 +81,6 @@ def _mapped(file: int, num_bytes: int) -> Tensor:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until what was asked of the device is done."""
+    """Wait until the device has done all its work."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()

@@ -1,9 +1,9 @@
-"""Routes cut into messages: pure values, and the memory that each of them means.
+"""Routes are split into messages: pure values, and the tensors that each message reads and writes.
 
-A message is what one trainer rank tells one engine rank at once. All ranks send and receive their messages in one
-global order, so that two buffers a rank are enough and nobody waits in a circle. Invariants (tests/unit/bridge): the
-messages of a route are its copies, in order, each byte once; none exceeds the bucket but by a single row; of any two
-ranks' schedules, the common messages stand in the same order.
+A message is what one trainer rank sends to one engine rank at once. All ranks send and receive their messages in one
+global order, so two buffers a rank are enough and the ranks cannot wait for each other in a circle. Invariants
+(tests/unit/bridge): the messages of a route hold its copies in their order and each byte once; a message exceeds the
+bucket only if it is a single row; the messages that two ranks have in common stand in the same order in both schedules.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron_rl.layout import Copy, slices
 
 ALONE_BYTES = 2**20
-"""A copy of this size or more travels alone: if it lies contiguous, it is not packed at all."""
+"""A copy of this size or more is a message of its own: if it is contiguous, it need not be packed."""
 
 
 class Named(Protocol):
@@ -32,18 +32,18 @@ class Named(Protocol):
 class Message:
     source: int
     destination: int
-    """Engine rank of the plan."""
+    """The engine rank, as the transfer plan counts."""
     number: int
-    """In its route, from 0."""
+    """The place in its route, from 0."""
     copies: tuple[Copy, ...]
-    """The wider elements first: then all are aligned."""
+    """The copies with the wider elements come first: all are aligned then."""
 
     @cached_property
     def num_bytes(self) -> int:
         return sum(copy.num_bytes for copy in self.copies)
 
     def parts(self, buffer: Tensor) -> list[Tensor]:
-        """The copies' rectangles, one after the other in `buffer` (uint8)."""
+        """Views of the copies' rectangles, which lie one after the other in `buffer` (uint8)."""
         parts, start = [], 0
         for copy in self.copies:
             flat = buffer[start : start + copy.num_bytes].view(getattr(torch, copy.dtype))
@@ -55,7 +55,7 @@ class Message:
         return [parameters[copy.source_name].detach()[slices(copy.source_box)] for copy in self.copies]
 
     def destinations(self, parameters: Named) -> list[Tensor]:
-        """Views with the dims of the sources: a stacked expert has one more."""
+        """Views with the dims of the sources: a stack of experts has one dim more."""
         views = []
         for copy in self.copies:
             extents = [stop - begin for begin, stop in copy.source_box]
@@ -64,14 +64,14 @@ class Message:
 
 
 def in_place(message: Message, views: Sequence[Tensor]) -> Tensor | None:
-    """The message's bytes where they lie, when they lie there as they travel."""
+    """The message's bytes (uint8) where they lie, or None if they do not lie there as they are sent."""
     if len(views) == 1 and views[0].is_contiguous() and views[0].dtype == getattr(torch, message.copies[0].dtype):
         return views[0].view(-1).view(torch.uint8)
     return None
 
 
-def split(source: int, destination: int, copies: Iterable[Copy], bucket_bytes: int) -> list[Message]:
-    """A route's messages."""
+def split_messages(source: int, destination: int, copies: Iterable[Copy], bucket_bytes: int) -> list[Message]:
+    """Split a route into messages of at most `bucket_bytes`, or of one row."""
     return [
         Message(source, destination, number, tuple(sorted(part, key=lambda copy: copy.dtype != "float32")))
         for number, part in enumerate(_fill(copies, bucket_bytes))
@@ -96,5 +96,5 @@ def _fill(copies: Iterable[Copy], bucket_bytes: int) -> Iterator[list[Copy]]:
 
 
 def schedule(messages: Iterable[Message], num_destinations: int) -> list[Message]:
-    """The global order: in each turn all trainer ranks speak to different engine ranks, if there are enough."""
+    """The global order: in each turn all trainer ranks send to different engine ranks, if there are enough of them."""
     return sorted(messages, key=lambda m: (m.number, (m.destination - m.source) % num_destinations, m.source))

@@ -1,11 +1,11 @@
-"""The bridge inside vLLM: one of its weight transfer engines, living in each of its workers.
+"""The bridge inside vLLM: one of vLLM's weight transfer engines, which lives in each of its workers.
 
-`register` is the entry point `vllm.general_plugins`: every process of vLLM imports this module, so it imports
-nothing that vLLM has not.
+`register` is an entry point of `vllm.general_plugins`: every process of vLLM imports this module, so the module imports
+only what vLLM's environment has.
 
 On a CPU vLLM packs linear weights for oneDNN and experts for its grouped kernel, and drops the originals. Joining gives
-the layers their parameters back and lets the forward read them directly, so that a push is a copy into live parameters,
-as on a GPU.
+the layers full parameters again and lets the forward pass read them, so a push is a copy into live parameters, as on a
+GPU.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ def register() -> None:
 @dataclass
 class JoinInfo(WeightTransferInitInfo):
     setup: dict[str, Any]
-    """BridgeSetup.as_dict()"""
+    """The value of `BridgeSetup.as_dict()`."""
     engine: int
-    """Index of this engine among the setup's."""
+    """The index of this engine in the setup."""
 
 
 @dataclass
@@ -73,11 +73,11 @@ class BridgeReceiver(WeightTransferEngine[JoinInfo, PushInfo]):
     _intake: Intake | None = None
 
     def init_transfer_engine(self, init_info: JoinInfo) -> None:
-        """Join all trainer ranks and all other engines; an earlier joining ends.
+        """Join all trainer ranks and all other engines. An earlier joining ends.
 
         Raises:
             ValueError: a live parameter that the plan does not know, one that is missing or of another shape
-                or dtype; an engine or ranks that do not agree with the plan.
+                or dtype; an engine that is not of the setup's kind; or ranks that do not agree on the plan.
         """
         self._on_all_ranks(lambda: self._join(init_info))
 
@@ -101,28 +101,30 @@ class BridgeReceiver(WeightTransferEngine[JoinInfo, PushInfo]):
         parameters.expect(self._intake.messages)
 
     def start_weight_update(self) -> None:
-        """Nothing to prepare: parameters are written in place."""
+        """Nothing must be prepared, because parameters are written in place."""
 
     def finish_weight_update(self) -> None:
-        """Nothing to finish: `receive_weights` returns when all is written and answered."""
+        """Nothing must be finished: `receive_weights` returns when all messages are written and acknowledged."""
 
     def receive_weights(self, update_info: PushInfo) -> None:
         """Write one whole push into the live parameters.
 
         Raises:
-            RuntimeError: a trainer rank died, stalled past the deadline, pushed another version, or bytes arrived
-                spoilt.
+            RuntimeError: a rank died, stalled past the deadline, or pushed another version; or the bytes are not those
+                that were sent.
         """
         self._on_all_ranks(lambda: self._receive(update_info.version))
 
     def _receive(self, version: int) -> None:
         if self._intake is None:
-            raise RuntimeError("init_weight_transfer_engine comes before update_weights")
+            raise RuntimeError(
+                "the engine has not joined the bridge; call init_weight_transfer_engine before update_weights"
+            )
         self._intake.receive(version)
 
     def _on_all_ranks(self, call: Callable[[], None]) -> None:
-        """Call on every rank of the engine. What went wrong on any of them, the last one raises: vLLM reads the answers
-        of its ranks up to the first error, and would take the rest for those of the next call."""
+        """Call on every rank of the engine. The last rank raises the errors of all: vLLM reads the results of its ranks
+        up to the first error, and takes those that it has not read for the results of the next call."""
         if self.parallel_config.world_size == 1:
             return call()
         group, error = get_world_group(), ""
@@ -142,17 +144,17 @@ class BridgeReceiver(WeightTransferEngine[JoinInfo, PushInfo]):
 
 
 class ModelParameters(Parameters):
-    """Live parameters where they have the checkpoint's form. For a layer that vLLM repacks: memory of that form, from
-    the first message for it to the last one, after which vLLM repacks it again.
+    """The live parameters, if they have the checkpoint's form. A layer that vLLM repacks gets memory of that form from
+    its first message to its last one; then vLLM repacks the layer again.
 
-    In an engine of several ranks it is held to the end of the push: vLLM may scale a layer over all of them, and their
-    messages come in different orders.
+    In an engine of several ranks this memory is held until the end of the push: vLLM may scale a layer over all ranks,
+    and their messages arrive in different orders.
     """
 
     def __init__(self, model: nn.Module, model_config: Any, device: torch.device, num_ranks: int) -> None:
         self._model_config, self._device, self._alone = model_config, device, num_ranks == 1
         self._layers: dict[str, nn.Module] = {}
-        """Of the repacked ones' parameters."""
+        """The layers of the parameters that vLLM repacks, by the parameters' names."""
         self._held: dict[str, Tensor] = {}
         forms: dict[str, Tensor] = dict(model.named_parameters())
         for prefix, layer in model.named_modules():
@@ -160,14 +162,14 @@ class ModelParameters(Parameters):
             if not formed or not _is_repacked(layer, device.type == "cpu"):
                 continue
             for name in layer._parameters:
-                if name != "bias":  # the only one that vLLM leaves as it is
+                if name != "bias":  # the only parameter that vLLM does not repack
                     forms.pop(f"{prefix}.{name}", None)
             for name, form in formed.items():
                 forms[f"{prefix}.{name}"], self._layers[f"{prefix}.{name}"] = form, layer
         super().__init__(forms)
 
     def expect(self, messages: Iterable[Message]) -> None:
-        """What a push brings: a layer is complete when all its bytes have come."""
+        """Count the bytes that a push brings to each layer: a layer is complete when all have arrived."""
         self._due: Counter[nn.Module] = Counter()
         for message in messages:
             self._count(message, self._due, 1)
@@ -201,7 +203,7 @@ class ModelParameters(Parameters):
         return layers
 
     def _repack(self, layer: nn.Module) -> None:
-        """vLLM's reloading of one layer, fed with this rank's part of it: nothing is left to cut or to fuse."""
+        """Let vLLM reload one layer. It gets this rank's part, so it has nothing to cut and nothing to fuse."""
         formed = get_layerwise_info(layer).restore_metadata[0]
         loaders = {name: form.weight_loader for name, form in formed.items()}
         initialize_layerwise_reload(layer)
@@ -212,22 +214,22 @@ class ModelParameters(Parameters):
             parameter = getattr(layer, full.rpartition(".")[2])
             parameter.weight_loader(parameter, self._held.pop(full))
         finalize_layerwise_reload(layer, self._model_config)
-        for name, loader in loaders.items():  # vLLM's own way of loading stays as it was
+        for name, loader in loaders.items():  # vLLM's own loaders stay as they were
             formed[name].weight_loader = loader
 
 
 def _is_repacked(layer: nn.Module, on_cpu: bool) -> bool:
-    """Whether vLLM may have changed the layer's weights after loading them. Equal shapes would not tell: some kernels
-    want rows or experts in another order."""
+    """Whether vLLM may have changed the layer's weights after it loaded them. Equal shapes do not prove that it has
+    not, because some kernels need rows or experts in another order."""
     method = getattr(layer, "quant_method", None)
     plain = UnquantizedLinearMethod, UnquantizedEmbeddingMethod
-    if on_cpu:  # where `unpack` has been
+    if on_cpu:  # because `unpack` has given them their parameters
         plain += (UnquantizedFusedMoEMethod,)
     return isinstance(method, QuantizeMethodBase) and not isinstance(method, plain)
 
 
 def unpack(model: nn.Module) -> None:
-    """Undo vLLM's packing for a CPU: full-size parameters (their values are the next push's) that the forward reads."""
+    """Undo vLLM's packing for a CPU: the forward pass reads full parameters, and the next push gives them values."""
     for layer in model.modules():
         if hasattr(layer, "cpu_linear"):
             _unpack_linear(layer)
@@ -236,29 +238,29 @@ def unpack(model: nn.Module) -> None:
 
 
 def _unpack_linear(layer: nn.Module) -> None:
-    """`cpu_linear` is what vLLM's unquantised linear and output layers call as their forward on a CPU."""
+    """On a CPU vLLM's unquantised linear layers and output layers call `cpu_linear` as their forward pass."""
     layer.cpu_linear = nn.functional.linear
     if layer.weight.numel() == 0:
-        columns = getattr(layer, "input_size_per_partition", layer.input_size)  # replicated layers have no partition
+        columns = getattr(layer, "input_size_per_partition", layer.input_size)  # a replicated layer has no partition
         rows = getattr(layer, "output_size_per_partition", layer.output_size)
         layer.weight = _unwritten(layer.weight, rows, columns)
 
 
 def _unpack_experts(layer: nn.Module) -> None:
-    """The kernel's packed experts have the extents of plain ones, or rows of zeros more."""
+    """The kernel's packed experts have the extents of plain experts, or additional rows of zeros."""
     experts = layer.quant_method.moe_kernel.fused_experts
-    if experts.apply is not mixture:
+    if experts.apply is not apply_experts:
         num, ffn = layer.local_num_experts, layer.moe_config.intermediate_size_per_partition
         layer.w13_weight = _unwritten(layer.w13_weight, num, 2 * ffn, layer.hidden_size)
         layer.w2_weight = _unwritten(layer.w2_weight, num, layer.hidden_size, ffn)
-        experts.apply = mixture
+        experts.apply = apply_experts
 
 
 def _unwritten(weight: Tensor, *extents: int) -> nn.Parameter:
     return nn.Parameter(torch.empty(extents, dtype=weight.dtype), requires_grad=False)
 
 
-def mixture(
+def apply_experts(
     output: Tensor,
     hidden_states: Tensor,
     w1: Tensor,
@@ -270,15 +272,15 @@ def mixture(
     apply_router_weight_on_input: bool,
     **of_other_kernels: Any,
 ) -> None:
-    """vLLM's experts on this rank, in plain PyTorch; names and order are those of its kernels.
+    """Apply this rank's experts in plain PyTorch. The arguments have the names and the order of vLLM's kernels.
 
     Shape letters: T tokens, K active experts, E experts of the rank, F their width, H hidden.
 
     Args:
         output, hidden_states: [T, H]
-        w1, w2: gate over up, [E, 2 F, H], and down, [E, H, F].
-        topk_weights, topk_ids: [T, K], of all ranks' experts.
-        expert_map: the place on this rank of every expert, or -1; None: all are here.
+        w1, w2: the rows of gate above those of up, [E, 2 F, H]; and down, [E, H, F].
+        topk_weights, topk_ids: [T, K], over the experts of all ranks.
+        expert_map: the place of every expert on this rank, or -1; None: this rank has all experts.
     """
     assert activation.value == "silu" and not apply_router_weight_on_input
     output.zero_()

@@ -1,9 +1,9 @@
-"""The trainer's side of the bridge: each Megatron rank sends its own shards to who needs them.
+"""The trainer's side of the bridge: each Megatron rank sends its own shards to the engine ranks that need them.
 
-No rank gathers a tensor, and among replicas only the one that the plan names sends a shard. A large copy that lies
-contiguous goes as it lies, the others are packed, while the message before them travels. Invariants
-(tests/unit/bridge): every parameter of the rank is covered by the family's table, by name and shape; a push that
-returns means receivers that have written all of it.
+No rank gathers a tensor, and among replicas only the one that the plan names sends a shard. A large contiguous copy is
+sent from where it lies; the others are packed while the message before them travels. Invariants (tests/unit/bridge):
+the family's table covers every parameter of the rank, by name and shape; when a push returns, all its receivers have
+written all of it.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from megatron_rl.bridge.files import FileOutlet
 from megatron_rl.bridge.join import Joining
 from megatron_rl.bridge.line import CORRUPTED, NOT_EXPECTED, SLOTS, Deadline, Header, Outlet
 from megatron_rl.bridge.memory import Slots, synchronize
-from megatron_rl.bridge.messages import Message, in_place, schedule, split
+from megatron_rl.bridge.messages import Message, in_place, schedule, split_messages
 from megatron_rl.bridge.setup import BridgeSetup
 from megatron_rl.layout import check_parameters, megatron_shards
 from megatron_rl.types import Metrics
 
 
 class BridgeSender:
-    """One trainer rank. The parameters are live: each push sends what they hold then."""
+    """One trainer rank. The parameters are live: each push sends the values that they hold at that time."""
 
     def __init__(self, setup: BridgeSetup, rank: int, parameters: Mapping[str, Tensor]) -> None:
         """Join all other trainer ranks and all engines.
 
         Args:
-            rank: the global trainer rank, as `Mesh.coordinates` counts.
-            parameters: the rank's own shards by Megatron's local names.
+            rank: the global trainer rank, as `Mesh.coordinates` counts it.
+            parameters: the rank's own shards, by Megatron's local names.
 
         Raises:
             ValueError: a parameter that the plan does not know, one that is missing or of another shape; or
@@ -44,9 +44,9 @@ class BridgeSender:
         check_parameters(shards, live, f"trainer rank {rank}")
         self._parameters, self._rank, self._timeout_s = parameters, rank, setup.timeout_s
         self._device = next((parameter.device for parameter in parameters.values()), torch.device("cpu"))
-        routes = setup.plan.sent_by(rank)
-        messages = [m for to, copies in routes.items() for m in split(rank, to, copies, setup.bucket_bytes)]
-        self._schedule = schedule(messages, setup.plan.num_destinations)
+        routes = setup.transfer_plan.sent_by(rank)
+        messages = [m for to, copies in routes.items() for m in split_messages(rank, to, copies, setup.bucket_bytes)]
+        self._schedule = schedule(messages, setup.transfer_plan.num_destinations)
         peers = list(dict.fromkeys(message.destination for message in self._schedule))
         self._lines: dict[int, Outlet]
         if setup.folder is not None:
@@ -58,14 +58,14 @@ class BridgeSender:
             near = {peer - first for peer in joining.near(first + to for to in peers)}
             self._slots = Slots(self._largest(near), self._device)
             joining.offer(self._slots)
-            self._lines = {to: joining.line(rank, first + to, to in near) for to in peers}
+            self._lines = {to: joining.outlet(first + to, to in near) for to in peers}
             for to, line in self._lines.items():
                 if line.memory != self._device:
                     raise ValueError(f"trainer rank {rank} has its weights on a GPU, engine rank {to} has none")
         self._verified = self._broken = False
 
     def _largest(self, always: set[int]) -> int:
-        """Bytes of the largest message that must be packed, as every message to `always` is."""
+        """The bytes of the largest message that must be packed. Every message to `always` must be."""
         packed = (
             m for m in self._schedule if m.destination in always or in_place(m, m.sources(self._parameters)) is None
         )
@@ -73,23 +73,23 @@ class BridgeSender:
 
     @property
     def num_bytes(self) -> int:
-        """That this rank sends in a push."""
+        """How many bytes this rank sends in a push."""
         return sum(message.num_bytes for message in self._schedule)
 
     @torch.no_grad()
     def push(self, version: int, verify: bool = False) -> Metrics:
-        """Send the weights as `version`; returns when every engine rank that this rank serves has written them.
+        """Send the weights as `version`, and return when every engine rank that this rank serves has written them.
 
         Args:
-            verify: the receivers read back what they wrote, and compare its checksums with this side's. The first push
-                always is.
+            verify: the receivers read back what they wrote and compare its checksums with those of this side. The
+                first push is always verified.
 
         Returns:
-            `bytes` that this rank sent, `seconds` that it took.
+            `bytes` that this rank sent, and `seconds` that this took.
 
         Raises:
             RuntimeError: an engine died, did not take the weights within the deadline, expected another version or
-                holds other bytes than were sent. All must join anew.
+                holds other bytes than were sent. All ranks must join anew.
         """
         if self._broken:
             raise RuntimeError(f"trainer rank {self._rank}: an earlier push broke off; join the bridge anew")
@@ -119,7 +119,7 @@ class BridgeSender:
             line.finish(version, deadline)
 
     def _content(self, message: Message, slot: int) -> Tensor:
-        """The message's bytes: where they lie, or packed."""
+        """The message's bytes (uint8), where they lie or packed."""
         views = message.sources(self._parameters)
         line = self._lines[message.destination]
         content = in_place(message, views) if not line.near and line.memory == self._device else None
@@ -127,17 +127,17 @@ class BridgeSender:
             content = self._slots.tensors[slot][: message.num_bytes]
             torch._foreach_copy_(message.parts(content), views)
             if line.near:
-                synchronize(self._device)  # the receiver reads as soon as it is told
+                synchronize(self._device)  # the receiver reads as soon as the header arrives
         return content
 
     def _settle(self, message: Message, version: int, deadline: Deadline) -> None:
-        answer = self._lines[message.destination].answer(message, deadline)
-        if answer.status == NOT_EXPECTED:
+        acknowledgement = self._lines[message.destination].acknowledgement(message, deadline)
+        if acknowledgement.status == NOT_EXPECTED:
             raise RuntimeError(
                 f"trainer rank {self._rank} pushed version {version}, engine rank {message.destination} expected "
-                f"{answer.version}; push and receive must name the same version"
+                f"{acknowledgement.version}; push and receive must name the same version"
             )
-        if answer.status == CORRUPTED:
+        if acknowledgement.status == CORRUPTED:
             raise RuntimeError(
                 f"trainer rank {self._rank}: engine rank {message.destination} holds other bytes than were sent, in "
                 f"message {message.number} of version {version}: {', '.join(c.source_name for c in message.copies[:3])}"

@@ -1,7 +1,7 @@
-"""What both sides of the bridge must agree on before a byte moves: one JSON-able value.
+"""What both sides of the bridge must agree on before a byte is sent: one value that JSON can hold.
 
-Each rank computes the transfer plan from it alone; `agreement` is compared over the store, so two sides that
-speak of different models, meshes or formats refuse each other by name instead of exchanging wrong weights.
+Each rank computes the transfer plan from this value alone. The ranks compare `agreement` over the store, so two sides
+with different models, meshes or formats refuse each other with an error and do not exchange wrong weights.
 """
 
 from __future__ import annotations
@@ -22,25 +22,26 @@ BUCKET_BYTES = 64 * 2**20
 class BridgeSetup:
     shape: ModelShape
     mesh: Mesh
-    """The trainer's."""
+    """The trainer's mesh."""
     fused_norms: bool
-    """The trainer has Transformer Engine's fused layers."""
+    """Whether the trainer has Transformer Engine's fused layers."""
     engines: Engines
     dtype: str
-    """On the wire and in the engine: `float32` or `bfloat16`."""
+    """The dtype of messages and of the engine's weights: `float32` or `bfloat16`."""
     host: str = ""
-    """Where `join.host_store` listens, and its port."""
+    """The address at which `join.host_store` listens."""
     port: int = 0
+    """The port of `join.host_store`."""
     epoch: int = 0
-    """Counts the joinings over one store: after a failure, those who live join anew under the next number."""
+    """The number of the joining over one store: after a failure the ranks that live join anew under the next number."""
     folder: str | None = None
-    """The engines cannot be reached: the weights pass as files in this folder, and nobody joins anybody."""
+    """If this is set, the weights pass as files in this folder, and no rank connects to another."""
     share_memory: bool = True
-    """Ranks of one machine (one GPU) read each other's memory. False: all bytes go over the network."""
+    """Whether ranks of one machine (of one GPU) read each other's memory. If not, all bytes pass over the network."""
     bucket_bytes: int = BUCKET_BYTES
-    """Bound of one message. A rank holds two beside its weights; a matrix row that is longer goes whole."""
+    """The largest message. A rank holds two messages beside its weights. A longer row of a matrix is sent whole."""
     timeout_s: float = 300.0
-    """A push, or the joining, that takes longer raises on both sides."""
+    """A push or a joining that takes longer raises an error on both sides."""
 
     def __post_init__(self) -> None:
         if self.bucket_bytes < 1 or self.timeout_s <= 0:
@@ -52,21 +53,21 @@ class BridgeSetup:
             raise ValueError("files are read by any number of engines: describe one, engines.num=1")
 
     @cached_property
-    def plan(self) -> TransferPlan:
+    def transfer_plan(self) -> TransferPlan:
         return plan_weights(self.shape, self.mesh, self.engines, fused_norms=self.fused_norms, dtype=self.dtype)
 
     @property
     def world_size(self) -> int:
-        """Trainer ranks first, then the engines' ranks, engine by engine."""
+        """How many ranks join: the trainer's ranks come first, then the engines' ranks, engine by engine."""
         return self.mesh.world_size + self.engines.num * self.engines.world_size
 
     def engine_rank(self, engine: int, rank: int) -> int:
-        """Of the plan. The rank among all who join is this after the trainers' ranks."""
+        """The engine rank as the transfer plan counts. Among all who join, the trainer's ranks come before it."""
         return engine * self.engines.world_size + rank
 
     @property
     def agreement(self) -> str:
-        return f"plan {self.plan.digest}, {self.dtype}, bucket {self.bucket_bytes}"
+        return f"plan {self.transfer_plan.digest}, {self.dtype}, bucket {self.bucket_bytes}"
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

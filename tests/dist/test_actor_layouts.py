@@ -15,8 +15,13 @@ from megatron_rl.algorithms.objective import FirstPass
 from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.types import Mesh
 
-# fp32 sums in another order: about 1e-7 a step, amplified by Adam's division in the later ones.
 RELATIVE = 1e-5
+"""fp32 adds the same terms in another order."""
+RELATIVE_OF_UPDATE = (2e-6, 1e-5, 5e-5)
+"""Measured over Mixtral's and Qwen3-MoE's layouts: 3e-7 in the first update, which the rounding of sums explains. Adam
+divides by gradients as small as its epsilon, so a deviation grows up to tenfold a step: 1.4e-6 in the second update and
+1.4e-5 in the third, against a reference in float64. Plain PyTorch in fp32 deviates from float64 as much as Megatron
+does, so two runs in fp32 may differ by the sum."""
 
 LAYOUTS = {
     "one": Layout(),
@@ -110,10 +115,10 @@ def check(results, reference) -> None:
     for result in results[1:]:
         assert result == results[0], "every rank reports the same bits"
     _, updates = results[0]
-    for update, expected in zip(updates, reference, strict=True):
+    for update, expected, relative in zip(updates, reference, RELATIVE_OF_UPDATE, strict=True):
         for name, value in expected.items():
             # A loss is a sum of terms of order 1 that cancel: 1e-7 each.
-            assert update[name] == pytest.approx(value, rel=RELATIVE, abs=1e-6 if name == "loss" else 0), name
+            assert update[name] == pytest.approx(value, rel=relative, abs=1e-6 if name == "loss" else 0), name
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

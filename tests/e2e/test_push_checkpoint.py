@@ -21,6 +21,7 @@ from urllib.request import Request, urlopen
 
 import pytest
 import torch
+from patience import deadline
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -55,8 +56,8 @@ class Server:
             environment = os.environ | settings
             self.process = subprocess.Popen(command, env=environment, stdout=out, stderr=out, start_new_session=True)
 
-    def wait(self, deadline_s: float = 240) -> None:
-        end = time.monotonic() + deadline_s
+    def wait(self) -> None:
+        end = time.monotonic() + deadline(240)
         while True:
             assert self.process.poll() is None and time.monotonic() < end, self.log.read_text()[-4000:]
             try:
@@ -66,7 +67,8 @@ class Server:
 
     def ask(self, path: str, body: dict | None = None):
         data = json.dumps(body).encode() if body else None
-        with urlopen(Request(f"{self.url}/{path}", data, {"Content-Type": "application/json"}), timeout=60) as answer:
+        request = Request(f"{self.url}/{path}", data, {"Content-Type": "application/json"})
+        with urlopen(request, timeout=deadline(60)) as answer:
             return json.loads(answer.read() or b"null")
 
     @property
@@ -124,7 +126,7 @@ def push(*arguments: object) -> int:
 def test_checkpoints_of_both_forms_replace_each_other(server, models, tmp_path):
     a, b = models
     command = [sys.executable, ROOT / "tools" / "push_checkpoint.py", a, server.url, "--version", "3", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=deadline(120))
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
     assert (report["version"], report["num_servers"], report["tensor"], report["dtype"]) == (3, 1, 2, "float32")
@@ -173,7 +175,7 @@ BridgeSender.{where} = lambda *arguments: os.kill(os.getpid(), 9)
 push_checkpoint.main(sys.argv[1:])
 """
     command = [sys.executable, "-c", killed, models[0], server.url, "--version", "8"]
-    assert subprocess.run(command, cwd=ROOT, timeout=120).returncode == -signal.SIGKILL
+    assert subprocess.run(command, cwd=ROOT, timeout=deadline(120)).returncode == -signal.SIGKILL
     assert server.ask("is_paused") == {"is_paused": True}
     assert server.label == "mixed until version 8 has arrived whole"
     for version in (9, 10):  # the second, because vLLM once took old answers of its ranks for new ones

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import warm
@@ -14,19 +16,25 @@ from patience import deadline
 from megatron_rl.bridge.join import host_store
 from megatron_rl.bridge.setup import BridgeSetup
 from megatron_rl.layout import Engines, megatron_shards, vllm_shards
-from megatron_rl.types import Mesh
+from megatron_rl.types import Mesh, ModelShape
 
 SHAPE = SHAPES["qwen3"]
 MESH, ENGINES = Mesh(pipeline=2), Engines(2)
 TRAINERS, ENGINE_RANKS = [0, 1], [2, 3]
+LARGE = replace(SHAPE, vocab_size=2**17)
+"""Its embedding has 16 MiB, which is more than the sockets between two ranks hold."""
 
 
-def serve(rank: int, pipe) -> None:
-    """One rank: answers (method, arguments) with a result or the error's text."""
+AT_MESSAGE = {0: "_content", 1: "_content", 2: "_complete", 3: "_complete"}
+"""The method that each rank calls once for each of its messages."""
+
+
+def serve(rank: int, shape: ModelShape, pipe) -> None:
+    """One rank: it answers (method, arguments) with a result or the error's text."""
     import torch
 
     torch.set_num_threads(1)
-    end = _Trainer(rank) if rank in TRAINERS else _Engine(rank)
+    end = _Trainer(rank, shape) if rank in TRAINERS else _Engine(rank, shape)
     while True:
         method, *arguments = pipe.recv()
         try:
@@ -35,11 +43,11 @@ def serve(rank: int, pipe) -> None:
             pipe.send((False, str(error)))
 
 
-def strike(end, name: str, fault: tuple[int, int] | None) -> None:
-    """At the call of `name` with this number, the process sends itself this signal."""
+def strike(end, fault: tuple[str, int, int] | None) -> None:
+    """When this method is called for the time with this number, the process sends itself this signal."""
     if fault is None:
         return
-    number, sign = fault
+    name, number, sign = fault
     method, calls = getattr(end, name), []
 
     def struck(*arguments):
@@ -52,8 +60,9 @@ def strike(end, name: str, fault: tuple[int, int] | None) -> None:
 
 
 class _Trainer:
-    def __init__(self, rank: int) -> None:
-        self.rank, self.live = rank, cut(megatron_shards(SHAPE, MESH, rank), hf_weights(SHAPE, 0))
+    def __init__(self, rank: int, shape: ModelShape) -> None:
+        self.rank, self.shape = rank, shape
+        self.live = cut(megatron_shards(shape, MESH, rank), hf_weights(shape, 0))
 
     def join(self, setup: BridgeSetup) -> None:
         from megatron_rl.bridge.sender import BridgeSender
@@ -61,15 +70,17 @@ class _Trainer:
         self.end = BridgeSender(setup, self.rank, self.live)
 
     def push(self, version: int, fault) -> None:
-        strike(self.end, "_content", fault)
-        for name, value in cut(megatron_shards(SHAPE, MESH, self.rank), hf_weights(SHAPE, version)).items():
+        strike(self.end._lines[0] if fault and fault[0] == "_wait" else self.end, fault)
+        shards = megatron_shards(self.shape, MESH, self.rank)
+        for name, value in cut(shards, hf_weights(self.shape, version)).items():
             self.live[name].copy_(value)
         self.end.push(version)
 
 
 class _Engine:
-    def __init__(self, rank: int) -> None:
-        self.index, self.live = rank - len(TRAINERS), cut(vllm_shards(SHAPE, 1, 0), hf_weights(SHAPE, 99))
+    def __init__(self, rank: int, shape: ModelShape) -> None:
+        self.index, self.shape = rank - len(TRAINERS), shape
+        self.live = cut(vllm_shards(shape, 1, 0), hf_weights(shape, 99))
 
     def join(self, setup: BridgeSetup) -> None:
         from megatron_rl.bridge.intake import Intake, Parameters
@@ -77,43 +88,59 @@ class _Engine:
         self.end = Intake(setup, self.index, 0, Parameters(self.live), next(iter(self.live.values())).device)
 
     def push(self, version: int, fault) -> None:
-        strike(self.end, "_complete", fault)
+        strike(self.end, fault)
         self.end.receive(version)
 
     def holds(self, version: int) -> bool:
-        expected = cut(vllm_shards(SHAPE, 1, 0), hf_weights(SHAPE, version))
+        expected = cut(vllm_shards(self.shape, 1, 0), hf_weights(self.shape, version))
         return all((self.live[name] == value).all() for name, value in expected.items())
 
 
 class Ranks:
-    def __init__(self) -> None:
-        self.store, self.epoch = host_store("127.0.0.1"), 0
+    def __init__(self, shape: ModelShape) -> None:
+        self.shape, self.store, self.epoch = shape, host_store("127.0.0.1"), 0
         self.processes, self.pipes = {}, {}
 
     def start(self, rank: int) -> None:
         context = warm.context()
         self.pipes[rank], theirs = context.Pipe()
-        self.processes[rank] = context.Process(target=serve, args=(rank, theirs), daemon=True)
+        self.processes[rank] = context.Process(target=serve, args=(rank, self.shape, theirs), daemon=True)
         self.processes[rank].start()
         theirs.close()
 
-    def join(self, timeout_s: float = deadline(300), **options) -> None:
+    def join(self, timeout_s: float = deadline(300), bucket_bytes: int = 5000, share_memory: bool = True) -> None:
         """All join anew; a process takes the place of each that is gone. Nobody can wait for the default deadline:
         `result` gives up long before."""
         for rank in [*TRAINERS, *ENGINE_RANKS]:
             if rank not in self.processes or not self.processes[rank].is_alive():
                 self.start(rank)
-        setup = BridgeSetup(SHAPE, MESH, False, ENGINES, "float32", "127.0.0.1", self.store.port, self.epoch)
+        setup = BridgeSetup(self.shape, MESH, False, ENGINES, "float32", "127.0.0.1", self.store.port, self.epoch)
         self.epoch += 1
-        setup = replace(setup, bucket_bytes=5000, timeout_s=timeout_s, **options)
+        setup = replace(setup, bucket_bytes=bucket_bytes, timeout_s=timeout_s, share_memory=share_memory)
         for rank in self.pipes:
             self.pipes[rank].send(("join", setup))
         assert all(self.result(rank)[0] for rank in self.pipes)
 
     def push(self, version: int, faults: dict = {}) -> None:
-        for rank in self.pipes:
-            if self.processes[rank].is_alive():
-                self.pipes[rank].send(("push", version, faults.get(rank)))
+        self.push_of([rank for rank in self.pipes if self.processes[rank].is_alive()], version, faults)
+
+    def push_of(self, some: list[int], version: int, faults: dict) -> None:
+        """Start the part of a push that these ranks have."""
+        for rank in some:
+            self.pipes[rank].send(("push", version, faults.get(rank)))
+
+    def wait_until_stopped(self, rank: int) -> None:
+        end, stat = time.monotonic() + deadline(90), Path(f"/proc/{self.processes[rank].pid}/stat")
+        while stat.read_text().rpartition(")")[2].split()[0] != "T":
+            assert time.monotonic() < end, f"rank {rank} does not stop"
+
+    def kill(self, rank: int) -> None:
+        self.processes[rank].kill()
+        self.processes[rank].join()
+
+    def close(self) -> None:
+        for rank in self.processes:
+            self.kill(rank)
 
     def result(self, rank: int):
         """(succeeded, result or error); None: the process is gone."""
@@ -134,10 +161,16 @@ class Ranks:
 
 @pytest.fixture(scope="module")
 def ranks():
-    ranks = Ranks()
+    ranks = Ranks(SHAPE)
     yield ranks
-    for process in ranks.processes.values():
-        process.kill()
+    ranks.close()
+
+
+@pytest.fixture
+def large_ranks():
+    ranks = Ranks(LARGE)
+    yield ranks
+    ranks.close()
 
 
 @pytest.mark.parametrize("share_memory", [True, False], ids=["shared memory", "gloo"])
@@ -146,7 +179,7 @@ def test_a_rank_killed_in_a_push_ends_it_at_once_and_a_new_one_takes_its_place(r
     """At its third message. Who speaks with it names it; the others end with that one, long before the deadline."""
     ranks.join(share_memory=share_memory)
     ranks.push_whole(1)
-    ranks.push(2, {victim: (3, signal.SIGKILL)})
+    ranks.push(2, {victim: (AT_MESSAGE[victim], 3, signal.SIGKILL)})
     results = {rank: ranks.result(rank) for rank in ranks.pipes}
     assert results.pop(victim) is None
     others = TRAINERS if victim in ENGINE_RANKS else ENGINE_RANKS
@@ -159,14 +192,32 @@ def test_a_rank_killed_in_a_push_ends_it_at_once_and_a_new_one_takes_its_place(r
     ranks.push_whole(2)
 
 
+@pytest.mark.parametrize("victim", [0, 2], ids=["trainer", "engine"])
+def test_a_rank_killed_in_the_middle_of_a_content_ends_the_push_at_once(large_ranks, victim):
+    """Engine rank 0 stands still, so that trainer rank 0 stands in the first content, the embedding, and is about to
+    wait for its acknowledgement."""
+    ranks, trainer, engine = large_ranks, 0, 2
+    ranks.join(bucket_bytes=2**25, share_memory=False)
+    ranks.push_of(ENGINE_RANKS, 1, {engine: ("_complete", 1, signal.SIGSTOP)})
+    ranks.wait_until_stopped(engine)
+    ranks.push_of(TRAINERS, 1, {trainer: ("_wait", 1, signal.SIGSTOP)})
+    ranks.wait_until_stopped(trainer)
+    ranks.kill(victim)
+    other = trainer if victim == engine else engine
+    os.kill(ranks.processes[other].pid, signal.SIGCONT)
+    results = {rank: ranks.result(rank) for rank in ranks.pipes}
+    assert results.pop(victim) is None
+    assert "rank 0 has died" in results[other][1]
+    assert not any(succeeded for succeeded, _ in results.values()), results
+
+
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_an_engine_killed_between_pushes_ends_the_next_one(ranks, when):
     """Before its first push, or after one that was whole: that one stands."""
     ranks.join()
     if when == "after":
         ranks.push_whole(3)
-    ranks.processes[3].kill()
-    ranks.processes[3].join()
+    ranks.kill(3)
     ranks.push(4)
     told = [ranks.result(rank) for rank in TRAINERS]
     assert not any(succeeded for succeeded, _ in told)
@@ -181,7 +232,7 @@ def test_a_rank_that_stands_still_ends_the_push_at_its_deadline(ranks, stopped):
     """Nobody waits longer; the one that wakes up later finds its lines closed."""
     ranks.join(timeout_s=deadline(2))
     ranks.push_whole(5)
-    ranks.push(6, {stopped: (2, signal.SIGSTOP)})
+    ranks.push(6, {stopped: (AT_MESSAGE[stopped], 2, signal.SIGSTOP)})
     others = [rank for rank in ranks.pipes if rank != stopped]
     results = {rank: ranks.result(rank) for rank in others}
     speakers = TRAINERS if stopped in ENGINE_RANKS else ENGINE_RANKS

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.bridge.checksum import checksum
-from megatron_rl.bridge.messages import ALONE_BYTES, Message, in_place, schedule, split
+from megatron_rl.bridge.messages import ALONE_BYTES, Message, in_place, schedule, split_messages
 from megatron_rl.layout import Copy, volume
 
 DTYPES = st.sampled_from(["float32", "bfloat16"])
@@ -23,7 +23,7 @@ def routes(draw) -> list[Copy]:
 
 @given(routes(), st.integers(1, 60))
 def test_messages_hold_each_element_once_within_the_bound(copies, bound):
-    messages = split(0, 0, copies, bound)
+    messages = split_messages(0, 0, copies, bound)
     assert [message.number for message in messages] == list(range(len(messages)))
     written = {
         copy.destination_name: torch.zeros(copy.destination_box[0][1], copy.destination_box[1][1]) for copy in copies
@@ -45,9 +45,9 @@ def test_messages_hold_each_element_once_within_the_bound(copies, bound):
 def test_a_large_copy_travels_alone():
     small, large = Copy("s", ((0, 1),), "s", ((0, 1),), "float32"), ALONE_BYTES // 4
     large = Copy("l", ((0, large),), "l", ((0, large),), "float32")
-    messages = split(0, 0, [small, large, small, small], 64 * 2**20)
+    messages = split_messages(0, 0, [small, large, small, small], 64 * 2**20)
     assert [[copy.source_name for copy in message.copies] for message in messages] == [["s"], ["l"], ["s", "s"]]
-    assert [m.num_bytes for m in split(0, 0, [large], ALONE_BYTES // 4)] == [ALONE_BYTES // 4] * 4
+    assert [m.num_bytes for m in split_messages(0, 0, [large], ALONE_BYTES // 4)] == [ALONE_BYTES // 4] * 4
 
 
 @given(st.sets(st.tuples(st.integers(0, 4), st.integers(0, 6), st.integers(0, 3)), max_size=30))
