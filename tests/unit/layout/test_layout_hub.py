@@ -112,7 +112,7 @@ def test_experts(tmp_path):
         (LLAMA | {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         (LLAMA | {"rope_scaling": {"rope_type": "longrope"}}, "'longrope' is not known"),
         (LLAMA | {"rope_scaling": LLAMA["rope_scaling"] | {"novel": 1}}, "key 'novel'"),
-        (MIXTRAL | {"sliding_window": 8, "rope_scaling": LLAMA["rope_scaling"]}, "known of olmo3 alone"),
+        (MIXTRAL | {"sliding_window": 8, "rope_scaling": LLAMA["rope_scaling"]}, "supported only for olmo3"),
         (QWEN3_MOE | {"num_hidden_layers": 4, "decoder_sparse_step": 2}, r"the layers \[0, 2\] dense"),
         (DEEPSEEK | {"scoring_func": "softmax"}, "scoring_func is 'softmax'"),
         (DEEPSEEK | {"rope_interleave": False}, "rope_interleave is False"),
@@ -197,7 +197,7 @@ def test_a_tensor_twice_in_one_header_is_named(tmp_path):
     entry = json.dumps(json.loads(header)[NORM])
     twice = header[:-1] + f',"{NORM}":{entry}}}'.encode()
     path.write_bytes(struct.pack("<Q", len(twice)) + twice + content[8 + length :])
-    with pytest.raises(ValueError, match="model.norm.weight stands there twice"):
+    with pytest.raises(ValueError, match="it contains model.norm.weight twice"):
         scan(folder, read_shape(folder))
 
 
