@@ -52,7 +52,7 @@ def find_checkpoint(run: Path, step: int | None) -> Path:
     if not found:
         raise ValueError(f"{run} has no checkpoint (checkpoints/step_...)")
     if step is not None and step not in found:
-        raise ValueError(f"{run} has no checkpoint of step {step}; it has those of the steps {sorted(found)}")
+        raise ValueError(f"{run} has no checkpoint of step {step}; it has {sorted(found)}")
     return found[max(found) if step is None else step]
 
 
