@@ -1,4 +1,4 @@
-"""Print what the algorithms room offers: kind, formula, source and defaults of each.
+"""Print all algorithms with kind, formula, source and defaults.
 
 python tools/algorithms.py [--json]
 """
@@ -18,7 +18,7 @@ from megatron_rl.algorithms.catalogue import markdown, tables
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="one JSON object in place of the tables")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     given = parser.parse_args(arguments)
     if given.json:
         print(json.dumps({"tables": [table.as_dict() for table in tables()]}))

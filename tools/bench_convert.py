@@ -1,13 +1,13 @@
-"""Conversion of a large random checkpoint, both ways, beside `cp` of the same bytes in the same run.
+"""Measure the conversion of a large random checkpoint in both directions, and compare it with `cp` of the same bytes.
 
-The checkpoint has the shapes of a real one: Qwen3's with a hidden size of 2560 and as many layers as its size asks for,
-in bf16. Source and result lie in the page cache in every run; nothing is dropped from it. cp leaves its bytes there;
-the converter also checksums them and forces them to the disk, so `cp` followed by `sync` of its files is measured too.
-Turn by turn, each best of some repeats. Beside the time on the clock stands that of the cores, which says more where
-other processes want them too: cp has one core, the converter one a worker.
+The checkpoint has realistic shapes: those of Qwen3 with a hidden size of 2560, in bf16, with as many layers as fit into
+the given size. Source and result stay in the page cache in every run. `cp` leaves its bytes there, but the converter
+also checksums them and forces them to the disk; therefore `cp` followed by `sync` is measured too. The measurements
+alternate, and the best of several repeats counts. The time of the CPU cores is reported beside the wall time, because
+it is more meaningful when other processes use the cores too: `cp` uses one core, the converter one per worker.
 
-Memory is what a worker itself has (RssAnon: pages of files are the page cache's), sampled while it works; what it has
-before its first file, Python and torch, is a part of it.
+The memory is the largest private memory of a worker (RssAnon, without pages of the page cache), sampled while it works.
+It includes the memory of Python and torch.
 
     python tools/bench_convert.py --json
     python tools/bench_convert.py --gigabytes 8 --workers 8 --folder /scratch
@@ -58,11 +58,11 @@ CONFIG = {
     "tie_word_embeddings": True,
 }
 QWEN3_235B_BYTES = 235_093_634_560 * 2
-"""In bf16."""
+"""The bytes of the model in bf16."""
 
 
 def random_checkpoint(folder: Path, num_bytes: int) -> int:
-    """Returns the bytes that were written."""
+    """Write a random checkpoint of about `num_bytes` and return the number of bytes written."""
     folder.mkdir()
     sizes = []
     for num_layers in (0, 1):
@@ -95,7 +95,7 @@ def folder_bytes(folder: Path) -> int:
 
 
 class PrivateMemory:
-    """The largest RssAnon of each child process while the block lasts."""
+    """Records the largest RssAnon of each child process inside the block."""
 
     def __init__(self):
         self.peak_bytes: dict[int, int] = {}
@@ -117,14 +117,14 @@ class PrivateMemory:
                     try:
                         status = Path(f"/proc/{pid}/status").read_text()
                     except OSError:
-                        continue  # it has ended
+                        continue  # the process has ended
                     if found := re.search(r"RssAnon:\s+(\d+) kB", status):
                         now = int(found[1]) * 1024
                         self.peak_bytes[int(pid)] = max(now, self.peak_bytes.get(int(pid), 0))
 
 
 def timed(call: Callable[[], object]) -> tuple[float, float]:
-    """Seconds on the clock, and of cores: of this process and its children."""
+    """The wall time and the CPU time of a call in seconds. The CPU time includes that of child processes."""
     start, cores = time.perf_counter(), core_seconds()
     call()
     return time.perf_counter() - start, core_seconds() - cores
@@ -147,7 +147,7 @@ def copy(source: Path, target: Path, sync: bool) -> tuple[float, float]:
 
 
 class Measured:
-    """One direction of conversion beside cp of its source."""
+    """The measurements of one direction of conversion and of `cp` of its source."""
 
     def __init__(self, name: str, source: Path, target: Path, plan: Callable[[], Conversion], num_workers: int):
         self.name, self.source, self.target, self.plan, self.num_workers = name, source, target, plan, num_workers
@@ -156,9 +156,9 @@ class Measured:
         self.largest_bytes = 0
 
     def turn(self) -> None:
-        beside = self.target.with_name("copy")
-        self.seconds["cp"].append(copy(self.source, beside, sync=False))
-        self.seconds["cp_sync"].append(copy(self.source, beside, sync=True))
+        copied = self.target.with_name("copy")
+        self.seconds["cp"].append(copy(self.source, copied, sync=False))
+        self.seconds["cp_sync"].append(copy(self.source, copied, sync=True))
         shutil.rmtree(self.target, ignore_errors=True)
 
         def convert() -> None:
@@ -208,7 +208,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--gigabytes", type=float, default=2.0)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument(
-        "--folder", type=Path, help="where about five times as many bytes are free; default: a temporary"
+        "--folder",
+        type=Path,
+        help="a folder with about five times as many bytes free; default: the system's temporary folder",
     )
     command.add_common(parser)
     given = parser.parse_args(arguments)
@@ -216,7 +218,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory(dir=given.folder) as folder:
         free = shutil.disk_usage(folder).free
         if free < 5 * num_bytes:
-            raise ValueError(f"{folder} has {free:,} bytes free, {5 * num_bytes:,} are needed; give --folder")
+            raise ValueError(f"{folder} has {free:,} bytes free, but {5 * num_bytes:,} are needed; use --folder")
         report = measure(Path(folder), num_bytes, given.workers, given.repeats)
     if given.json:
         print(json.dumps({"workers": given.workers, "directions": report}))
@@ -234,7 +236,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             f" {row['convert_core_s_per_gb']:10.2f} s/GB {row['cp_core_s_per_gb']:4.2f} s/GB"
         )
     hours = report["hf_to_open"]["qwen3_235b_hours_computed"], report["open_to_hf"]["qwen3_235b_hours_computed"]
-    print(f"computed from these rates, not run: Qwen3-235B (470 GB) there {hours[0]:.2f} h, back {hours[1]:.2f} h")
+    print(
+        f"computed from these rates, not measured: Qwen3-235B (470 GB) would take {hours[0]:.2f} h to Megatron-Core "
+        f"and {hours[1]:.2f} h back"
+    )
 
 
 if __name__ == "__main__":

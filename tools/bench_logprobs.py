@@ -1,10 +1,10 @@
-"""Peak memory and time of token log-probs, in chunks (megatron_rl/algorithms/logprobs.py) and on the plain path.
+"""Measure peak memory and time of token log-probs in chunks (megatron_rl/algorithms/logprobs.py) and on the plain path.
 
-The plain path is (hidden @ weight.T / temperature).log_softmax(-1).gather(...). Both run forward and backward to
-hidden and weight in fp32 on a CPU and bf16 on a GPU, each in a process of its own, turn by turn. Times are the best
-of all turns; beside the time on the clock stands that of the CPU's cores, which says more where other processes want
-them too. Peak memory is what a process held at most (VmHWM; on a GPU torch's own count) less what it held with its
-inputs just before.
+The plain path is (hidden @ weight.T / temperature).log_softmax(-1).gather(...). Both paths run forward and backward to
+hidden and weight, in fp32 on a CPU or bf16 on a GPU. Each runs in its own process, and the two alternate. Times are the
+best of all turns. The time of the CPU cores is reported beside the wall time, because it is more meaningful when other
+processes use the cores too. Peak memory is the largest memory of a process (VmHWM; on a GPU torch's own count) minus
+its memory with the inputs just before.
 
     python tools/bench_logprobs.py --json
     python tools/bench_logprobs.py --device cuda --tokens 32768 --hidden 5120
@@ -48,9 +48,9 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, default=151_936)
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of a CPU's matrix products")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads of each process")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--json", action="store_true", help="print one JSON object in place of a table")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     report = compare(parser.parse_args())
     if report.pop("json"):
         print(json.dumps(report))
@@ -59,11 +59,14 @@ def main() -> None:
     for name in PATHS:
         peak, *seconds = (report[f"{name}_{what}"] for what in ("peak_bytes", "time_s", "cpu_s"))
         print(f"{name:8} {peak / 2**20:>14,.0f} MiB" + "".join(f"{s:>9.3f} s" for s in seconds))
-    print(f"{report['memory_ratio']:.2f} times less memory, {report['time_ratio']:.2f} times the time")
+    print(
+        f"the plain path needs {report['memory_ratio']:.2f} times the memory; the chunked path takes "
+        f"{report['time_ratio']:.2f} times as long"
+    )
 
 
 def compare(args: argparse.Namespace) -> dict:
-    """Turn by turn, the sizes and what was measured."""
+    """Run both paths in turns and return the sizes and the measurements."""
     context = multiprocessing.get_context("spawn")
     workers: dict[str, Connection] = {}
     for name in PATHS:
@@ -93,7 +96,8 @@ def compare(args: argparse.Namespace) -> dict:
 
 
 def serve(parent: Connection, name: str, args: argparse.Namespace) -> None:
-    """One run for every True: ((seconds, seconds of all cores), peak bytes over the inputs so far, log-probs)."""
+    """Run once for every True that arrives, and send back ((wall seconds, CPU seconds), peak bytes so far without the
+    inputs, log-probs)."""
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     dtype = torch.float32 if args.device == "cpu" else torch.bfloat16
@@ -106,7 +110,7 @@ def serve(parent: Connection, name: str, args: argparse.Namespace) -> None:
         target_T = torch.randint(vocab_size, (num_tokens,), device=args.device)
         return hidden_TH.requires_grad_(), weight_VH.requires_grad_(), target_T
 
-    run(name, *inputs(8, 64))  # threads and libraries are not counted
+    run(name, *inputs(8, 64))  # a first run, so that the memory of threads and libraries is not counted
     hidden_TH, weight_VH, target_T = inputs(args.tokens, args.vocabulary)
     held = memory(args.device, "VmRSS")
     while parent.recv():
@@ -126,7 +130,7 @@ def run(name: str, hidden_TH: Tensor, weight_VH: Tensor, target_T: Tensor) -> Te
 
 
 def memory(device: str, field: str) -> int:
-    """Bytes that this process holds (VmRSS), or held at most (VmHWM)."""
+    """The bytes that this process holds now (VmRSS) or held at most (VmHWM)."""
     if device == "cuda":
         return {"VmRSS": torch.cuda.memory_allocated, "VmHWM": torch.cuda.max_memory_allocated}[field]()
     return 1024 * int(re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1])

@@ -1,19 +1,20 @@
-"""A push of new weights beside its bounds and beside gathering, in one run over the same processes.
+"""Measure a push of new weights, and compare it with its upper bounds and with gathering full tensors.
 
-A random model of about a gigabyte in bf16 lies on Megatron ranks (TP2 x PP2) and goes to a vLLM engine (TP2): the
-parameters are those that vLLM's own model class builds, one process a rank. Turn by turn, each the best of the turns:
+A random model of about one gigabyte in bf16 is on Megatron ranks (TP2 x PP2) and is pushed to a vLLM engine (TP2). Each
+rank is a process, and the engine's parameters are those that vLLM's own model class builds. The following methods run
+in turns, and the best turn of each counts:
 
-    plain          the bytes that each pair exchanges, from one buffer into another over gloo: what the wire can do
+    plain          each pair sends as many bytes from one buffer into another over gloo: the fastest that gloo allows
     bridge         the push over gloo
-    memcpy         the bytes that the engine takes, copied once in one process
+    memcpy         one process copies as many bytes as the engine receives
     shared memory  the push through memory that both sides map
     gather         each stage all-gathers its tensors over TP, its first rank broadcasts the full Hugging Face tensors
                    to the engine's ranks, and vLLM's load_weights cuts them
-    gather, all    the same, with every rank receiving every tensor
+    gather, all    the same, but every rank receives every tensor
 
-Gathering keeps its buffers from turn to turn, as a caching allocator does. It must leave the same bits in the engine as
-the bridge, or the tool fails. Peak memory is what a rank holds at most (VmHWM) from before joining to the end of the
-first push, less what it held then, and without the buffers of others that an engine rank maps.
+Gathering keeps its buffers from turn to turn, as a caching allocator does. The tool fails if gathering and the bridge
+leave different bits in the engine. Peak memory is the largest memory of a rank (VmHWM) from before joining until the
+end of the first push, minus its memory before joining, and without the buffers of other ranks that an engine rank maps.
 
     python tools/bench_sync.py --json
     python tools/bench_sync.py --gigabytes 4 --bucket-mib 64
@@ -71,8 +72,8 @@ DEADLINE = timedelta(seconds=600)
 class Rank:
     """What a trainer rank and an engine rank have in common."""
 
-    takes: bool
-    """An engine rank; the others give."""
+    receives: bool
+    """Whether this is an engine rank; trainer ranks send."""
 
     def __init__(self, setup: BridgeSetup, rank: int) -> None:
         self.setup, self.rank, self.version, self.ends, self.kept = setup, rank, 0, {}, {}
@@ -95,22 +96,23 @@ class Rank:
         return self.kept[key]
 
     def held(self) -> dict[str, int]:
-        """Bytes of this process: VmRSS now, VmHWM at most, RssShmem of them shared."""
+        """The memory of this process in bytes: VmRSS is the present one, VmHWM the largest so far, RssShmem the shared
+        part."""
         status = Path("/proc/self/status").read_text()
         return {name: int(kib) * 1024 for name, kib in re.findall(r"(VmRSS|VmHWM|RssShmem):\s+(\d+) kB", status)}
 
     def join(self, way: str) -> int:
-        """Peak memory over what was held before, after a first push."""
-        Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
+        """Join the bridge, do a first push, and return the peak memory minus the memory before."""
+        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
         before, shared = self.held(), way == "shared memory"
         self.ends[way] = self.open(replace(self.setup, share_memory=shared, epoch=int(shared)))
         self.push(way)
         after = self.held()
-        others = after["RssShmem"] - before["RssShmem"] if shared and self.takes else 0
+        others = after["RssShmem"] - before["RssShmem"] if shared and self.receives else 0
         return after["VmHWM"] - before["VmRSS"] - others
 
     def plain(self) -> None:
-        """All is posted at once, in pieces of a bucket."""
+        """Send or receive all bytes at once, in pieces of one bucket."""
         works = [
             self.exchange([piece], peer, tag)
             for peer, buffer in self.buffers.items()
@@ -120,7 +122,7 @@ class Rank:
             work.wait()
 
     def run(self, way: str) -> float:
-        """Seconds, from the moment at which all are ready."""
+        """The seconds that this method takes from the moment at which all ranks are ready."""
         if way == "plain":
             self.buffers = {peer: self.room(f"to {peer}", (size,), torch.uint8) for peer, size in self.routes.items()}
         self.everyone.barrier().wait()
@@ -137,7 +139,7 @@ class Rank:
 
 
 class Trainer(Rank):
-    takes = False
+    receives = False
 
     def __init__(self, setup: BridgeSetup, rank: int, folder: str) -> None:
         super().__init__(setup, rank)
@@ -162,10 +164,10 @@ class Trainer(Rank):
         self.ends[way].push(self.version)
 
     def memcpy(self) -> None:
-        """The engine's."""
+        """Only the engine copies."""
 
     def close(self) -> None:
-        """All goes with the process."""
+        """The end of the process frees everything."""
 
     def gather(self, everybody: bool) -> None:
         for stage, mates in enumerate(self.stages):
@@ -178,7 +180,7 @@ class Trainer(Rank):
         self.gathered = {}
 
     def full(self, name: str, extents: tuple[int, ...]) -> Tensor:
-        """The Hugging Face tensor, from the whole stage; a fused parameter is gathered once."""
+        """The Hugging Face tensor, gathered from all ranks of the stage. A fused parameter is gathered only once."""
         full = self.room(name, extents)
         for mate in self.mates:
             for shard in self.shards[mate]:
@@ -199,7 +201,7 @@ class Trainer(Rank):
 
 
 class Engine(Rank):
-    takes = True
+    receives = True
 
     def __init__(self, setup: BridgeSetup, rank: int, folder: str) -> None:
         super().__init__(setup, rank)
@@ -210,9 +212,9 @@ class Engine(Rank):
         received = setup.transfer_plan.received_by(self.index).items()
         self.routes = {source: sum(copy.num_bytes for copy in copies) for source, copies in received}
         self.exchange = self.everyone.recv
-        for name in ("source", "target"):  # of memcpy
+        for name in ("source", "target"):  # the buffers of memcpy
             self.room(name, (sum(self.routes.values()),), torch.uint8).fill_(1)
-        self.forget()  # its pages are there when memory is first counted
+        self.forget()  # writing to the parameters allocates their pages before memory is first measured
 
     def open(self, setup: BridgeSetup) -> Intake:
         return Intake(setup, 0, self.index, Parameters(self.parameters), torch.device("cpu"))
@@ -222,7 +224,7 @@ class Engine(Rank):
         self.ends[way].receive(self.version)
 
     def memcpy(self) -> None:
-        """One of the ranks, as many bytes as all of them take."""
+        """The first rank copies as many bytes as all ranks of the engine receive."""
         if self.index == 0:
             for _ in range(self.setup.engines.world_size):
                 self.kept["target"].copy_(self.kept["source"])
@@ -241,11 +243,11 @@ class Engine(Rank):
         self.model.load_weights(bucket)
 
     def sums(self) -> list[tuple[int, int]]:
-        """Of what the parameters hold."""
+        """The checksums of all parameters."""
         return [checksum(parameter.detach().view(-1).view(torch.uint8)) for parameter in self.parameters.values()]
 
     def close(self) -> None:
-        """vLLM's shared memory would outlive the process."""
+        """Free vLLM's shared memory, which would outlive the process."""
         from vllm.distributed import cleanup_dist_env_and_memory
 
         cleanup_dist_env_and_memory()
@@ -257,7 +259,7 @@ class Engine(Rank):
 
 
 def stage_tensors(setup: BridgeSetup, shards: list, mates: range) -> list[tuple[str, tuple[int, ...]]]:
-    """The Hugging Face tensors that a stage has, in the order of its parameters."""
+    """The names and extents of a stage's Hugging Face tensors, in the order of its parameters."""
     extents = FAMILIES[setup.shape.family].hf_tensors(setup.shape)
     return [(name, extents[name]) for name in dict.fromkeys(shard.hf_name for shard in shards[mates[0]])]
 
@@ -269,7 +271,7 @@ def broadcast(group: ProcessGroupGloo, tensor: Tensor, root: int) -> None:
 
 
 def free_port(engine: Engine) -> int:
-    """Of the engine's first rank, told to the others."""
+    """A free port, which the engine's first rank finds and the others read from the store."""
     import socket
 
     if engine.index == 0:
@@ -318,10 +320,10 @@ def ask(pipes: list[Connection], *call: object) -> list:
 
 
 def answer(pipe: Connection) -> object:
-    said = pipe.recv()
-    if isinstance(said, Exception):
-        raise said
-    return said
+    received = pipe.recv()
+    if isinstance(received, Exception):
+        raise received
+    return received
 
 
 def measure(gigabytes: float, bucket_bytes: int, repeats: int) -> dict:
@@ -352,7 +354,7 @@ def measure(gigabytes: float, bucket_bytes: int, repeats: int) -> dict:
             return compare(setup, pipes, repeats) | {"layers": layers, "repeats": repeats}
         finally:
             for pipe, process in zip(pipes, processes, strict=True):
-                with suppress(OSError):  # it has failed, and told so
+                with suppress(OSError):  # the process has failed and reported its error
                     pipe.send(None)
                 process.join(10)
                 process.kill()
@@ -370,7 +372,7 @@ def compare(setup: BridgeSetup, pipes: list[Connection], repeats: int) -> dict:
                 ask(engine, "forget")
             seconds[way].append(max(ask(pipes, "run", way)))
             if ask(engine, "sums") != expected:
-                raise SystemExit(f"{way}: the engine holds other weights than after the first push")
+                raise SystemExit(f"{way}: the engine's weights differ from those after the first push")
     best = {way: min(times) for way, times in seconds.items()}
     taken = setup.transfer_plan.engine_bytes.astype(int).tolist()
     gathered = sum(map(int, held[trainers:]))
@@ -393,7 +395,7 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, default=1.0)
     parser.add_argument("--bucket-mib", type=float, default=BUCKET_BYTES / 2**20)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--json", action="store_true", help="print one JSON object in place of a table")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     options = parser.parse_args()
     report = measure(options.gigabytes, int(options.bucket_mib * 2**20), options.repeats)
     if options.json:
@@ -402,12 +404,12 @@ def main() -> None:
     for way in WAYS:
         print(f"{way:14} {report['seconds'][way]:8.3f} s {report['gigabytes_per_s'][way]:8.2f} GB/s")
     print(f"engine ranks hold {report['engine_bytes']} bytes and receive {report['received_bytes']}")
-    print(f"bridge / plain send          {report['bridge_over_plain']:.2f} of its rate")
-    print(f"shared memory / memcpy       {report['shared_over_memcpy']:.2f} of its rate")
-    print(f"gathering / bridge           {report['gather_over_bridge']:.1f} times as long")
-    print(f"gathering on all / bridge    {report['gather_all_over_bridge']:.1f} times as long")
+    print(f"the bridge reaches {report['bridge_over_plain']:.2f} of the rate of plain sends")
+    print(f"the push through shared memory reaches {report['shared_over_memcpy']:.2f} of the rate of memcpy")
+    print(f"gathering takes {report['gather_over_bridge']:.1f} times as long as the bridge")
+    print(f"gathering on all ranks takes {report['gather_all_over_bridge']:.1f} times as long as the bridge")
     for way, peaks in report["peak_buckets"].items():
-        print(f"peak memory, {way:14}  {', '.join(f'{peak:.2f}' for peak in peaks)} buckets a rank")
+        print(f"peak memory of each rank in buckets, {way:14}  {', '.join(f'{peak:.2f}' for peak in peaks)}")
 
 
 if __name__ == "__main__":

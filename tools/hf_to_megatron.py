@@ -1,8 +1,8 @@
-"""A Hugging Face folder to Megatron-Core, on CPUs.
+"""Convert a Hugging Face folder to Megatron-Core, on CPUs.
 
 Without a mesh the result is a distributed checkpoint (`torch_dist`) that Megatron-Core's dist_checkpointing.load reads
-with any tensor, pipeline and expert parallelism. With one it is the parameters of each model-parallel rank, in
-safetensors. Configuration, tokenizer and chat template go to its folder hf/.
+with any tensor, pipeline and expert parallelism. With a mesh the result is the parameters of each model-parallel rank,
+in safetensors files. Configuration, tokenizer and chat template are written to its subfolder hf/.
 
     python tools/hf_to_megatron.py models/Qwen3-32B checkpoints/qwen3-32b
     python tools/hf_to_megatron.py models/Qwen3-32B checkpoints/qwen3-32b-tp8-pp4 --tensor 8 --pipeline 4 --dry-run
@@ -26,17 +26,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _convert(arguments: Sequence[str] | None) -> None:
     parser = command.conversion_parser(__doc__)
     mesh = parser.add_argument_group("a given mesh")
-    mesh.add_argument("--tensor", type=int)
-    mesh.add_argument("--pipeline", type=int)
-    mesh.add_argument("--expert", type=int)
-    mesh.add_argument("--expert-tensor", type=int, help="default: as --tensor")
-    mesh.add_argument("--virtual", type=int, help="model chunks of a pipeline stage")
-    mesh.add_argument("--layers", help="of each chunk in order of depth: 15,17,17,15")
+    mesh.add_argument("--tensor", type=int, help="tensor parallelism; default: 1")
+    mesh.add_argument("--pipeline", type=int, help="pipeline parallelism; default: 1")
+    mesh.add_argument("--expert", type=int, help="expert parallelism; default: 1")
+    mesh.add_argument("--expert-tensor", type=int, help="tensor parallelism of the experts; default: as --tensor")
+    mesh.add_argument("--virtual", type=int, help="number of model chunks of a pipeline stage; default: 1")
+    mesh.add_argument("--layers", help="number of layers of each chunk in order of depth, such as 15,17,17,15")
     mesh.add_argument(
         "--names",
         choices=["transformer_engine", "local"],
         default="transformer_engine",
-        help="which of Megatron's layers name the parameters",
+        help="name the parameters as Transformer Engine's layers or as Megatron's local layers",
     )
     given = parser.parse_args(arguments)
     source = open_checkpoint(given.source)

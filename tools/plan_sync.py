@@ -1,17 +1,17 @@
-"""The transfer plan of a model, computed: bytes by link, the busiest link, and the time that the wire needs.
+"""Compute the transfer plan of a model: the bytes on each kind of link, the busiest link, and the time of a push.
 
-Nothing is measured but the planning itself. Rates are Gbit/s of one direction.
+Only the planning time is measured; everything else is computed. Rates are those of one direction in Gbit/s.
 
-    nvlink, nic     bytes between GPUs of a node and between nodes, one push to all engines
-    busiest         bytes of the link that takes longest, by its rate
-    bound           bytes that must enter the fullest engine rank, over its link's rate
-    predicted       the busiest link's time, and one bucket's time for each further engine in a chain
-    redundancy      bytes that all engine ranks receive over those that they hold: 1.00 is none
-    gathering       the same of a design that gathers full tensors on every rank: the model, less what a trainer rank
-                    holds, over what the fullest engine rank needs
-    plan            CPU seconds of planning and hashing; peak memory of this process
+    nvlink, nic     bytes between GPUs of a node and bytes between nodes, for one push to all engines
+    busiest         bytes of the link that takes longest
+    bound           bytes that must enter the fullest engine rank, divided by its link's rate
+    predicted       time of the busiest link plus the time of one bucket for each further engine in a chain
+    redundancy      bytes that all engine ranks receive, divided by the bytes that they hold; 1.00 is the minimum
+    gathering       the same for a design that gathers full tensors on every rank: the bytes of the model minus those
+                    that a trainer rank holds, divided by the bytes that the fullest engine rank needs
+    plan            CPU seconds of planning and hashing
 
-Without --model: three models on 8 to 256 nodes, half of them trainers.
+Without --model the table has three models on 8 to 256 nodes, of which half are trainers.
 
     python tools/plan_sync.py
     python tools/plan_sync.py --model configs/model/DeepSeek-V3.json --train pp=16,dp=64,ep=64,etp=1,layers=3+4x14+2 \
@@ -49,21 +49,23 @@ class Case:
     model: Path
     mesh: Mesh
     engines: Engines
-    """Without `num_chains`: as many as are fastest."""
+    """If `num_chains` is None, the fastest number is chosen."""
     links: Links
 
 
 def pairs(text: str, known: set[str], option: str) -> dict[str, str]:
-    """`tp=4,pp=4` as a dictionary."""
+    """Parse a text such as `tp=4,pp=4` into a dictionary."""
     found = dict(word.partition("=")[::2] for word in text.split(",") if word)
     for key, value in found.items():
         if key not in known or not value:
-            raise ValueError(f"{option} {text}: {key}={value} is not understood; known are {', '.join(sorted(known))}")
+            raise ValueError(
+                f"{option} {text}: {key}={value} is not understood; the keys are {', '.join(sorted(known))}"
+            )
     return found
 
 
 def layer_counts(text: str) -> tuple[int, ...]:
-    """`3+4x14+2`: 3 layers, fourteen times 4, then 2."""
+    """Parse a text such as `3+4x14+2`, which means 3 layers, fourteen times 4 layers, and 2 layers."""
     words = [word.partition("x") for word in text.split("+")]
     return tuple(int(count) for count, _, times in words for _ in range(int(times or 1)))
 
@@ -96,9 +98,9 @@ def flag(text: str) -> bool:
 
 
 def computed(case: Case, dtype: str, bucket_bytes: int) -> dict[str, object]:
-    """One row: everything about one plan."""
+    """Everything about one plan, as a row of the report."""
     shape, links, engines = read_shape(case.model), case.links, case.engines
-    if engines.num_chains is None and not links.colocated:  # there the trainer's replicas are near everywhere
+    if engines.num_chains is None and not links.colocated:  # on shared GPUs every engine is near the trainer
         one = plan_weights(shape, case.mesh, replace(engines, num=1), dtype=dtype, links=links)
         slowest = traffic(one, links, bucket_bytes)
         rate = links.nic_bytes_per_s
@@ -132,7 +134,7 @@ def computed(case: Case, dtype: str, bucket_bytes: int) -> dict[str, object]:
 
 
 def cases() -> list[Case]:
-    """Half of the nodes train, half roll out."""
+    """The cases of the table without --model. Half of the nodes train, and half run engines."""
     links, found = Links(gpus_per_node=8), []
     for nodes in NODES:
         gpus = 4 * nodes
@@ -176,23 +178,23 @@ def shown(rows: list[dict[str, object]]) -> Table:
 
 
 def peak_memory_bytes() -> int:
-    """VmHWM: unlike ru_maxrss it does not begin with the memory of the process that started this one."""
+    """The peak memory of this process (VmHWM). Unlike ru_maxrss it does not begin with the parent process's memory."""
     return int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, help="a Hugging Face folder, or a config.json")
-    parser.add_argument("--train", default="", help="tp, pp, vpp, ep, etp, dp, cp, layers")
-    parser.add_argument("--rollout", default="", help="tp, pp, ep, replicas, chains")
+    parser.add_argument("--model", type=Path, help="a Hugging Face folder or a config.json")
+    parser.add_argument("--train", default="", help="the trainer's mesh; keys: tp, pp, vpp, ep, etp, dp, cp, layers")
+    parser.add_argument("--rollout", default="", help="the engines; keys: tp, pp, ep, replicas, chains")
     parser.add_argument(
         "--links",
         default="gpus_per_node=8",
-        help="gpus_per_node, nics_per_node, nvlink_gbps, nic_gbps, colocated",
+        help="the hardware; keys: gpus_per_node, nics_per_node, nvlink_gbps, nic_gbps, colocated",
     )
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="on the wire")
-    parser.add_argument("--bucket-bytes", type=int, default=64 * 2**20, help="of one message")
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="the dtype that is sent")
+    parser.add_argument("--bucket-bytes", type=int, default=64 * 2**20, help="the size of a message")
+    parser.add_argument("--json", action="store_true", help="also print one JSON object, as the last line")
     options = parser.parse_args(arguments)
     rows = []
     try:
@@ -204,7 +206,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console(width=160)
     console.print(shown(rows))
     peak = max(row["peak_memory_bytes"] for row in rows)
-    console.print(f"peak memory {peak / 1e6:.0f} MB; the busiest link: {rows[-1]['busiest_link']}")
+    console.print(
+        f"peak memory of planning: {peak / 1e6:.0f} MB; busiest link of the last row: {rows[-1]['busiest_link']}"
+    )
     if options.json:
         print(json.dumps(rows[0] if options.model else {"cases": rows}))
     return 0

@@ -1,25 +1,27 @@
-"""Give running vLLM servers the weights of a checkpoint, without restarting them.
+"""Push the weights of a checkpoint into running vLLM servers, without restarting them.
 
-Every server takes its own shards over the bridge, straight into its live parameters; what it is asked meanwhile waits.
-The checkpoint is a Hugging Face folder, or what hf_to_megatron.py wrote. All servers have the same model and the same
-layout, which is read from them. Each is started with
+Every server receives its own shards over the bridge, directly into its live parameters. Requests wait meanwhile. The
+checkpoint is a Hugging Face folder or a checkpoint that hf_to_megatron.py wrote. All servers must have the same model
+and the same layout, which the tool asks them for. Start each server with
 
     VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --weight-transfer-config '{"backend": "megatron_rl"}'
 
-in an environment where this package is installed. --load-format dummy spares it the weights that it begins with.
+in an environment in which this package is installed. With --load-format dummy it need not load any weights first.
 
     python tools/push_checkpoint.py runs/tiny/hf http://localhost:8000
     python tools/push_checkpoint.py models/Qwen3-32B http://node1:8000 http://node2:8000 --version 3 --json
 
 Until the whole push has arrived, GET /weight_info of a server says that its weights are mixed. If this program is
-killed, the servers stay paused until the next push. The exit code is 0, or 1 with the reason.
+killed, the servers stay paused until the next push. The exit code is 0, or 1 with an error message.
 """
 
 from __future__ import annotations
 
 import os
 
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # an error is a line here, not the store's stack
+os.environ.setdefault(
+    "TORCH_CPP_LOG_LEVEL", "ERROR"
+)  # the store would print its stack; the tool reports errors in one line
 
 import argparse
 import json
@@ -54,13 +56,13 @@ from megatron_rl.layout import Engines
 from megatron_rl.types import Mesh, Metrics
 
 START = 'start it with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config \'{"backend": "megatron_rl"}\''
-BROKEN = "the servers hold a mix of weights, and their answers mean nothing before a whole push has arrived: push again"
+BROKEN = "the servers hold a mix of weights, and their answers mean nothing until a whole push has arrived: push again"
 BROKEN_OFF = "mixed: a push broke off"
-"""The label of such weights."""
+"""The weight version that a server reports after a push broke off."""
 CONTROL_S = 60.0
-"""For calls that wait for nobody; the first of /server_info takes seconds."""
+"""The time-out of calls that do not wait for other servers. The first call of /server_info takes seconds."""
 GRACE_S = 2.0
-"""After the first failure the other ends say why, if they know."""
+"""The time after a first failure in which others may report theirs, which may name the cause."""
 
 
 class Server:
@@ -69,7 +71,7 @@ class Server:
     def __init__(self, url: str, timeout_s: float) -> None:
         self.url, self.host = url.rstrip("/"), urlsplit(url).hostname
         if urlsplit(url).scheme not in ("http", "https") or not self.host:
-            raise ValueError(f"{url} is no server's address; give one like http://localhost:8000")
+            raise ValueError(f"{url} is not the address of a server; give one such as http://localhost:8000")
         self.timeout_s = timeout_s
         config = self.call("server_info?config_format=json", post=False)["vllm_config"]
         backend = (config["weight_transfer_config"] or {}).get("backend")
@@ -77,7 +79,7 @@ class Server:
             raise ValueError(f"{self.url} takes its weights by {backend or 'no transfer at all'}; {START}")
         parallel = config["parallel_config"]
         if parallel["data_parallel_size"] > 1:
-            raise ValueError(f"{self.url} is data-parallel; give each replica a server of its own")
+            raise ValueError(f"{self.url} is data-parallel; start a separate server for each replica")
         self.engines = Engines(
             1,
             parallel["tensor_parallel_size"],
@@ -88,9 +90,10 @@ class Server:
         self.on_cpu = config["device_config"]["device"] == "cpu"
 
     def call(self, path: str, body: dict[str, Any] | None = None, *, post: bool = True, waits: bool = False) -> Any:
-        """
+        """Call an endpoint and return its answer.
+
         Args:
-            waits: for the push, whose own deadline comes first.
+            waits: the call waits for the push, so its time-out must be longer than the push's own.
 
         Raises:
             RuntimeError: the server does not answer, or the call failed there.
@@ -106,10 +109,11 @@ class Server:
             raise RuntimeError(f"{self.url}: {_reason(error)}") from error
         except (OSError, HTTPException, json.JSONDecodeError) as error:
             reason = getattr(error, "reason", error)
-            raise RuntimeError(f"{self.url} does not answer as vLLM does ({reason}); does it run there?") from error
+            raise RuntimeError(f"{self.url} does not answer like vLLM ({reason}); does vLLM run there?") from error
 
     @property
     def label(self) -> str:
+        """The weight version that the server reports."""
         return self.call("weight_info", post=False)["weight_version"]
 
     @label.setter
@@ -125,18 +129,18 @@ class Server:
         self.call("update_weights", {"update_info": {"version": version}}, waits=True)
 
     def end_session(self) -> None:
-        """End what an earlier push has left, if it broke off or was killed.
+        """End the update that an earlier push left open if it broke off or was killed.
 
-        vLLM refuses to finish an update that is not open; and of several ranks' errors it reads the first, and takes
-        the others for those of later calls. So the ranks are asked before."""
+        vLLM refuses to finish an update that is not open. If several ranks raise an error, it reads only the first one,
+        and takes the others for results of later calls. So the ranks are asked first whether an update is open."""
         flags = self.call("collective_rpc", {"method": "__getattr__", "args": ["_weight_update_active"]})["results"]
         if "True" in flags:
-            with suppress(RuntimeError):  # of the last rank, where the update is not open: it raised the push's error
+            with suppress(RuntimeError):  # the update is not open on the last rank, which raised the push's error
                 self.call("finish_weight_update")
         self.call("shutdown_weight_transfer_engine")
 
     def give_up(self, label: str) -> None:
-        """What goes wrong here is the consequence of an error that is raised elsewhere."""
+        """Clean up after a push that failed. Errors here are ignored, because the caller raises the first error."""
         with suppress(RuntimeError):
             self.end_session()
         with suppress(RuntimeError):
@@ -144,11 +148,11 @@ class Server:
 
 
 def _reason(error: HTTPError) -> str:
-    """vLLM's, without what its layers add."""
+    """vLLM's error message, without the texts that its layers add."""
     text = error.read().decode(errors="replace")
     try:
-        said = json.loads(text)["error"]
-        text = said["message"] if isinstance(said, dict) else said
+        reported = json.loads(text)["error"]
+        text = reported["message"] if isinstance(reported, dict) else reported
     except (ValueError, KeyError, TypeError):
         pass
     text = text.removeprefix("Call to collective_rpc method failed: ") or str(error)
@@ -157,18 +161,18 @@ def _reason(error: HTTPError) -> str:
 
 
 def parameters(source: Source) -> dict[str, Tensor]:
-    """Of a trainer of one rank, by Megatron's names. Tensors that it holds as they are stored stay in the file, in the
-    page cache; those that are fused of several are put together in memory.
+    """The parameters of a trainer with one rank, by Megatron's names. Tensors that are stored in the same form are
+    mapped from the file; fused tensors are put together in memory.
 
     Raises:
         ValueError: the checkpoint is damaged.
     """
     maps = Maps(source.checksums)
     targets = (source.tensor(chunk.tensor, None) for chunk in open_chunks(source.shape))
-    return {target.name: _made(target, maps) for target in targets}
+    return {target.name: _make_tensor(target, maps) for target in targets}
 
 
-def _made(target: TargetTensor, maps: Maps) -> Tensor:
+def _make_tensor(target: TargetTensor, maps: Maps) -> Tensor:
     first = target.parts[0]
     if first.source.extents == target.extents and first.source.dtype == target.dtype:
         return maps.tensor(first.source)
@@ -176,7 +180,7 @@ def _made(target: TargetTensor, maps: Maps) -> Tensor:
 
 
 def started(*calls: Callable[[], Any]) -> list[Future]:
-    """The calls, side by side, each in a thread that nobody must wait for."""
+    """Start the calls at once, each in a daemon thread, so that the program can end without waiting for them."""
     futures = [Future() for _ in calls]
     for future, call in zip(futures, calls, strict=True):
         threading.Thread(target=_settle, args=(future, call), daemon=True).start()
@@ -184,9 +188,10 @@ def started(*calls: Callable[[], Any]) -> list[Future]:
 
 
 def results(futures: Sequence[Future]) -> list[Any]:
-    """
+    """Wait for the results.
+
     Raises:
-        RuntimeError: as soon as one has failed; with what others say within the grace.
+        RuntimeError: a call failed. The message also has the errors of others that fail within GRACE_S.
     """
     if any(future.exception() for future in wait(futures, return_when=FIRST_EXCEPTION).done):
         done = wait(futures, GRACE_S).done
@@ -198,13 +203,13 @@ def results(futures: Sequence[Future]) -> list[Any]:
 def _settle(future: Future, call: Callable[[], Any]) -> None:
     try:
         future.set_result(call())
-    except Exception as error:  # raised where the future is waited for
+    except Exception as error:  # `results` raises it
         future.set_exception(error)
 
 
 @contextmanager
 def paused(servers: Sequence[Server]) -> Iterator[None]:
-    """Nothing is computed inside the block; requests wait, and go on after it."""
+    """Pause the servers inside the block. Requests wait, and continue after it."""
     held = []
     try:
         for server in servers:
@@ -216,14 +221,14 @@ def paused(servers: Sequence[Server]) -> Iterator[None]:
             try:
                 server.call("resume")
             except RuntimeError as error:
-                print(f"still paused: {error}", file=sys.stderr)
+                print(f"a server is still paused: {error}", file=sys.stderr)
 
 
 def push(servers: Sequence[Server], source: Source, version: int, host: str, timeout_s: float) -> dict[str, Any]:
     """Push to all servers.
 
     Raises:
-        RuntimeError: the push broke off; what the servers then hold stands in their labels.
+        RuntimeError: the push broke off. The weight versions that the servers report say what they hold.
     """
     weights = parameters(source)
     engines = replace(servers[0].engines, num=len(servers))
@@ -265,12 +270,14 @@ def _join(
         calls = started(partial(BridgeSender, setup, 0, weights), *joins)
         return results(calls)[0]
     except BaseException as error:
-        stores.clear()  # without the store, those who wait for the others fail at once
+        stores.clear()  # without the store, the servers that wait for others fail at once
         wait(calls, GRACE_S)
-        lost = bool(calls) and any(server.on_cpu for server in servers)  # there, joining undoes vLLM's packing
+        lost = bool(calls) and any(
+            server.on_cpu for server in servers
+        )  # on a CPU, joining undoes vLLM's weight packing
         for server, label in zip(servers, labels, strict=True):
             server.give_up(BROKEN_OFF if lost else label)
-        raise RuntimeError(f"{_said(error)}; {BROKEN if lost else 'no weight has changed'}") from error
+        raise RuntimeError(f"{_describe(error)}; {BROKEN if lost else 'no weight has changed'}") from error
 
 
 def _move(servers: Sequence[Server], sender: BridgeSender, version: int) -> Metrics:
@@ -282,30 +289,32 @@ def _move(servers: Sequence[Server], sender: BridgeSender, version: int) -> Metr
             server.give_up(BROKEN_OFF)
         wait(calls, GRACE_S)
         sender.close()
-        raise RuntimeError(f"{_said(error)}; {BROKEN}") from error
+        raise RuntimeError(f"{_describe(error)}; {BROKEN}") from error
 
 
-def _said(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     return str(error) or type(error).__name__
 
 
 def address_towards(servers: Sequence[Server]) -> str:
-    """Of this machine, as the servers see it."""
+    """The address of this machine that the servers can reach."""
     seen = []
     for server in servers:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((server.host, 9))  # sends nothing
+            probe.connect((server.host, 9))  # connecting a UDP socket sends nothing
             seen.append(probe.getsockname()[0])
     return next((address for address in seen if not address.startswith("127.")), seen[0])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("servers", nargs="+", metavar="URL")
-    parser.add_argument("--version", type=int, default=1, help="what the servers call these weights; default: 1")
-    parser.add_argument("--host", help="this machine's address for the servers; default: the one that leads to them")
-    parser.add_argument("--timeout-s", type=float, default=300.0, help="of the joining, and of the push; default: 300")
+    parser.add_argument("folder", type=Path, help="the checkpoint's folder")
+    parser.add_argument("servers", nargs="+", metavar="URL", help="the address of a server")
+    parser.add_argument("--version", type=int, default=1, help="the version that the servers will report; default: 1")
+    parser.add_argument("--host", help="this machine's address, as the servers reach it; default: found automatically")
+    parser.add_argument(
+        "--timeout-s", type=float, default=300.0, help="time-out of joining and of the push; default: 300"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     given = parser.parse_args(arguments)
     try:
@@ -314,8 +323,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for server in servers[1:]:
             if (server.engines, server.dtype) != (servers[0].engines, servers[0].dtype):
                 raise ValueError(
-                    f"{server.url} is {server.engines} in {server.dtype}, {servers[0].url} is {servers[0].engines} in "
-                    f"{servers[0].dtype}; push to servers of one layout at a time"
+                    f"{server.url} is {server.engines} in {server.dtype}, but {servers[0].url} is "
+                    f"{servers[0].engines} in {servers[0].dtype}; push to servers of one layout at a time"
                 )
         report = push(servers, source, given.version, given.host or address_towards(servers), given.timeout_s)
     except (ValueError, OSError, RuntimeError) as error:

@@ -1,4 +1,4 @@
-"""Run `make check` and `make test`, and write into README.md what they took on this machine.
+"""Run `make check` and `make test`, and write into README.md how long they took on this machine.
 
 python tools/record_times.py
 """
@@ -21,7 +21,7 @@ MARKED = re.compile(r"(<!-- times -->\n).*(\n<!-- end of times -->)")
 
 
 def replaced(text: str, line: str) -> str:
-    """The README with another line between the markers.
+    """The README's text with `line` between the markers.
 
     Raises:
         ValueError: the markers are missing.
@@ -33,7 +33,7 @@ def replaced(text: str, line: str) -> str:
 
 
 def measured(target: str) -> str:
-    """Number of tests and wall time of a target, in words."""
+    """The number of tests and the wall time of a make target, in words."""
     start = time.monotonic()
     done = subprocess.run(["make", target], cwd=README.parent, stdout=subprocess.PIPE, text=True)
     minutes, seconds = divmod(round(time.monotonic() - start), 60)
@@ -47,7 +47,7 @@ def measured(target: str) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.parse_args(arguments)
-    subprocess.run(["make", "setup"], cwd=README.parent, check=True)  # not counted
+    subprocess.run(["make", "setup"], cwd=README.parent, check=True)  # its time is not measured
     cores = len(os.sched_getaffinity(0))
     line = f"{measured('check')} and {measured('test')}, on {cores} cores with Python {platform.python_version()}."
     README.write_text(replaced(README.read_text(), line))

@@ -1,4 +1,4 @@
-"""The report of a run, or a comparison of several: finished, crashed or still going on.
+"""Write the report of a run, or a comparison of several runs. They may have finished, crashed or be still running.
 
 megatron-rl report runs/gsm8k                        writes runs/gsm8k/report.html and curves.png
 megatron-rl report runs/a runs/b --out comparison    writes comparison/comparison.html and comparison.png

@@ -1,17 +1,18 @@
-"""What the balance room promises, measured: our plans beside the usual strategies, over many workloads.
+"""Compare our micro-batch plans with usual strategies, over many simulated workloads.
 
-Workloads of lengths up to 32,768 tokens (uniform, lognormal, 12 % at that limit, two modes, one giant) times sizes,
-data-parallel ranks and caps of a micro-batch (32,768 and 65,536 tokens), costs in FLOPs of Qwen3-32B, sequences padded
-to multiples of 16. For each strategy:
+The cases combine workloads of lengths up to 32,768 tokens (uniform, lognormal, 12 % at that limit, two modes, one
+giant) with numbers of samples, numbers of data-parallel ranks and caps of a micro-batch (32,768 and 65,536 tokens).
+Costs are FLOPs of Qwen3-32B, and sequences are padded to multiples of 16. The results of each strategy are:
 
-    over cap        cases with a micro-batch over the cap
-    micro-batches   of a rank, over those that first-fit decreasing needs for all samples together, spread over the
-                    ranks: mean and worst
-    imbalance       (max - mean) / mean of the ranks' FLOPs: median over seeds at 256 samples on 8 ranks, no sample
-                    above the mean rank
-    lockstep        sum over positions of the costliest rank there, over a bound that no plan under the cap beats; mean
-                    at 256 samples and more (a strategy that breaks the cap can be below 1)
-    plan            time to plan, best of some repeats, and over the time to sort the same list
+    over cap        number of cases with a micro-batch over the cap
+    micro-batches   number of micro-batches of a rank, divided by the number that first-fit decreasing needs for all
+                    samples, divided by the number of ranks; mean and worst case
+    imbalance       (max - mean) / mean of the ranks' FLOPs; median over seeds for 256 samples on 8 ranks, if no sample
+                    costs more than the mean rank
+    lockstep        sum over positions of the most expensive rank there, divided by a lower bound that holds for every
+                    plan under the cap; mean and worst case for 256 samples and more (a strategy that breaks the cap can
+                    be below 1)
+    planned in      planning time, the best of several repeats, also as a multiple of the time to sort the same list
 
     python tools/simulate_balance.py
     python tools/simulate_balance.py --small --json
@@ -48,10 +49,10 @@ def workload(name: str, num_samples: int, seed: int) -> np.ndarray:
         lengths = rng.integers(256, LONGEST + 1, num_samples)
     elif name == "lognormal":
         lengths = rng.lognormal(np.log(6000), 0.8, num_samples)
-    elif name == "at the limit":  # 12 % were cut
+    elif name == "at the limit":  # 12 % of the samples were cut off at the limit
         lengths = rng.lognormal(np.log(8000), 0.6, num_samples)
         lengths[rng.random(num_samples) < 0.12] = LONGEST
-    elif name == "two modes":  # without and with a thought
+    elif name == "two modes":  # answers with and without a thought
         thinks = rng.random(num_samples) < 0.5
         lengths = np.where(thinks, rng.normal(16000, 5000, num_samples), rng.normal(800, 200, num_samples))
     else:
@@ -77,7 +78,7 @@ class Case:
 
 
 Cells = tuple[np.ndarray, int]
-"""Cell `position * num_ranks + rank` of each sample, and the number of positions."""
+"""The cell of each sample, `position * num_ranks + rank`, and the number of positions."""
 
 
 def ours(case: Case) -> Cells:
@@ -86,7 +87,7 @@ def ours(case: Case) -> Cells:
 
 
 def ranks_then_bins(case: Case, ranks: list[np.ndarray], bins: Callable[[np.ndarray], list[int]]) -> Cells:
-    """Number each rank's micro-batches as they come; the common count is the largest."""
+    """Put each rank's samples into its bins in order. The number of positions is that of the rank with most bins."""
     cell_S, count = np.zeros(len(case.sizes_S), np.int64), 0
     for rank, samples in enumerate(ranks):
         if len(samples):
@@ -101,18 +102,18 @@ def first_fit_by_rank(case: Case, ranks: list[np.ndarray]) -> Cells:
 
 
 def arrival_first_fit(case: Case) -> Cells:
-    """The first n / R samples to rank 0, and so on; first-fit in that order."""
+    """Rank 0 gets the first n / R samples, and so on. Each rank packs its samples by first-fit in that order."""
     return first_fit_by_rank(case, np.array_split(np.arange(len(case.sizes_S)), case.num_ranks))
 
 
 def sort_and_stride(case: Case) -> Cells:
-    """Longest first, dealt round the ranks; first-fit in that order."""
+    """The samples are dealt to the ranks in turn, longest first. Each rank packs them by first-fit in that order."""
     order = np.argsort(-case.sizes_S, kind="stable")
     return first_fit_by_rank(case, [order[rank :: case.num_ranks] for rank in range(case.num_ranks)])
 
 
 def longest_processing_time(case: Case) -> Cells:
-    """Costliest first to the cheapest rank; first-fit decreasing there."""
+    """Each sample, most expensive first, goes to the cheapest rank. Each rank packs by first-fit decreasing."""
     cost_R, owner = np.zeros(case.num_ranks), np.zeros(len(case.sizes_S), np.int64)
     order = np.argsort(-case.sizes_S, kind="stable")
     for sample in order:
@@ -122,8 +123,8 @@ def longest_processing_time(case: Case) -> Cells:
 
 
 def cost_only_karmarkar_karp(case: Case) -> Cells:
-    """Ranks, then as many micro-batches as the tokens of the fullest rank fill, both by cost alone: the cap is a
-    hope."""
+    """Karmarkar-Karp splits the samples over the ranks by cost, and each rank's samples over as many micro-batches as
+    the tokens of the fullest rank need. Nothing guarantees the cap."""
     ranks = [np.array(part, np.int64) for part in karmarkar_karp(case.costs_S.tolist(), case.num_ranks)]
     count = max(-(-int(case.sizes_S[samples].sum()) // case.cap) for samples in ranks)
 
@@ -150,7 +151,7 @@ STRATEGIES: dict[str, Callable[[Case], Cells]] = {
 class Outcome:
     over_cap: bool
     microbatches: float
-    """Over first-fit decreasing's."""
+    """The number of micro-batches divided by that of first-fit decreasing."""
     imbalance: float
     lockstep: float
 
@@ -169,7 +170,7 @@ def judge(case: Case, cells: Cells) -> Outcome:
 
 
 def grid(small: bool) -> Iterator[tuple[int, Case]]:
-    """(samples, case)"""
+    """All cases, as (number of samples, case)."""
     for num_samples in SMALL_SIZES if small else SIZES:
         for num_ranks in SMALL_RANKS if small else RANKS:
             for name in WORKLOADS:
@@ -178,7 +179,7 @@ def grid(small: bool) -> Iterator[tuple[int, Case]]:
 
 
 def eight_ranks(num_seeds: int) -> Iterator[Case]:
-    """256 samples on 8 ranks, no sample above the mean rank."""
+    """Cases of 256 samples on 8 ranks in which no sample costs more than the mean rank."""
     for seed in range(num_seeds):
         for name in WORKLOADS:
             for cap in CAPS:
@@ -221,7 +222,7 @@ def fastest_s(call: Callable[[], object], repeats: int) -> float:
 
 
 def planning_times(small: bool) -> dict[str, dict[str, float]]:
-    """Of our plans: the slowest workload, each the best of some repeats."""
+    """The planning times of our plans over all workloads, mean and worst. Each is the best of several repeats."""
     report = {}
     for num_samples, num_ranks, repeats in ((256, 8, 30),) if small else ((256, 8, 100), (8192, 64, 10)):
         times, ratios = [], []
@@ -250,16 +251,16 @@ def print_tables(report: dict) -> None:
     for name, row in report["planning"].items():
         print(
             f"{name.replace('_', ' ')}: planned in {row['plan_s_mean'] * 1e3:.1f} ms (worst workload "
-            f"{row['plan_s_worst'] * 1e3:.1f}), {row['times_of_a_sort_mean']:.0f} times a sort"
+            f"{row['plan_s_worst'] * 1e3:.1f} ms), {row['times_of_a_sort_mean']:.0f} times as long as a sort"
         )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--json", action="store_true", help="print one JSON object, as the last line, in place of tables"
+        "--json", action="store_true", help="print one JSON object, as the last line, instead of tables"
     )
-    parser.add_argument("--small", action="store_true", help="up to 256 samples on 8 ranks: a second")
+    parser.add_argument("--small", action="store_true", help="at most 256 samples on 8 ranks; takes about a second")
     options = parser.parse_args(arguments)
     report = {"strategies": compare(options.small), "planning": planning_times(options.small)}
     if options.json:

@@ -1,8 +1,9 @@
-"""Check a checkpoint: a Hugging Face folder, or what hf_to_megatron.py wrote.
+"""Check a checkpoint, which is a Hugging Face folder or a folder that hf_to_megatron.py wrote.
 
-Every tensor is accounted for by one row of the family's table, with its extents; every byte is that of the manifest,
-where there is one; what is stored twice is the same. With --against, every tensor has the bits that it has in another
-checkpoint, of whatever form. The exit code is 0, or 1 with the first fault, its file and its tensor.
+The tool checks that every tensor belongs to one row of the family's table and has its extents, that every byte matches
+the manifest, if there is one, and that what is stored twice is equal. With --against it also checks that every tensor
+has the same bits as in another checkpoint of any form. The exit code is 0, or 1 with an error that names the file and
+the tensor of the first fault.
 
     python tools/verify_checkpoint.py checkpoints/qwen3-32b
     python tools/verify_checkpoint.py checkpoints/qwen3-32b-tp8-pp4 --against models/Qwen3-32B
@@ -29,8 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _verify(arguments: Sequence[str] | None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--against", type=Path, metavar="OTHER")
+    parser.add_argument("folder", type=Path, help="the checkpoint's folder")
+    parser.add_argument("--against", type=Path, metavar="OTHER", help="another checkpoint to compare with")
     command.add_common(parser)
     given = parser.parse_args(arguments)
     verification = Verification(given.folder, given.against)

@@ -1,4 +1,4 @@
-"""The plan that says which sample goes to which rank and micro-batch. Plans are pure values and need numpy at most."""
+"""Plans which sample goes to which rank and micro-batch. Plans are pure values; planning needs only numpy."""
 
 from __future__ import annotations
 

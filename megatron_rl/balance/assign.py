@@ -1,9 +1,9 @@
-"""The pure planner: lengths and costs in, ranks and micro-batches out.
+"""The pure planner: from lengths and costs of samples to ranks and micro-batches.
 
-Invariants (tests/unit/balance): every sample is in one micro-batch; no micro-batch exceeds the cap, padding counted;
-all ranks have the same number of micro-batches, a multiple of what is asked and not more than first-fit decreasing
-needs (groups that stay together may need more); such a group is on one rank; the same lengths, in any order, give the
-same plan.
+Invariants (tests/unit/balance): every sample is in one micro-batch; no micro-batch exceeds the cap, padding included;
+all ranks have the same number of micro-batches, which is a multiple of `Limits.multiple` and not larger than what
+first-fit decreasing needs (groups that stay together may need more); a group that stays together is on one rank; the
+same lengths in any order give the same plan.
 
 Shape letters: S samples.
 """
@@ -26,33 +26,35 @@ SWEEPS_WITHIN_RANKS = 4
 @dataclass(frozen=True, slots=True)
 class Limits:
     cap: int
-    """A micro-batch holds at most so many tokens, alignment padding counted."""
+    """The largest number of tokens of a micro-batch, alignment padding included."""
     num_ranks: int
     """The number of data-parallel ranks."""
     multiple: int = 1
-    """The number of micro-batches of a rank is a multiple of this: the micro-batch group of a virtual pipeline."""
+    """The number of micro-batches of a rank is a multiple of this number. A virtual pipeline needs a multiple of its
+    micro-batch group."""
 
 
 def assign(sizes_S: np.ndarray, costs_S: np.ndarray, limits: Limits, group_S: np.ndarray | None = None) -> Packing:
-    """One mini-batch over ranks and micro-batches: cell `position * num_ranks + rank` of each sample.
+    """Assign the samples of one mini-batch to ranks and micro-batches.
 
-    The samples are packed into the fewest positions of one micro-batch a rank (`pack_grid`); exchanges make the
-    micro-batches of a position cost alike; Karmarkar-Karp deals each position's micro-batches to the ranks, exchanges
-    even out what is left. Ranks first and packing then would need more micro-batches: the fullest rank decides.
-    With groups there is no choice: Karmarkar-Karp deals them to the ranks, each rank is packed by itself, and exchanges
-    stay within ranks.
+    The samples are packed into the fewest positions, where a position is one micro-batch of every rank (`pack_grid`).
+    Exchanges bring the costs of a position's micro-batches closer together. Karmarkar-Karp deals the micro-batches of
+    each position to the ranks, and further exchanges reduce the remaining differences. Dealing samples to ranks before
+    packing would need more micro-batches, because the rank with the most tokens would determine their number. With
+    groups this cannot be avoided: Karmarkar-Karp deals the groups to the ranks, each rank is packed separately, and
+    samples are exchanged only within ranks.
 
     Args:
         sizes_S: padded tokens, int64. A sample above the cap gets a micro-batch of its own.
-        costs_S: what is evened out; positive, and never less for a larger size.
-        group_S: samples of one group stay on one rank; None: anywhere.
+        costs_S: the costs to balance. They are positive, and never less for a larger size.
+        group_S: samples with the same number stay on one rank; None: a sample may go to any rank.
 
     Returns:
-        The packing; positions from the costliest to the cheapest.
+        The packing, with cell `position * num_ranks + rank` for each sample. Position 0 is the most expensive.
     """
     if not len(sizes_S):
         return Packing(np.zeros(0, np.int64), 0)
-    # Sorted first, so that nothing below depends on the order of the samples.
+    # Sorting makes everything below independent of the order of the samples.
     order = np.lexsort((-costs_S, -sizes_S))
     sizes, costs = np.minimum(sizes_S[order], limits.cap), costs_S[order]
     if group_S is None:

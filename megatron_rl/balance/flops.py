@@ -1,10 +1,10 @@
 """Floating-point operations of a training step, counted from the model's shape.
 
-Matrix products only, one multiply and one add each: what is left (norms, softmax, rotary embedding, optimizer)
-is below a percent at the sizes that matter.
+Only matrix products are counted, with two operations for each multiplication and addition. The rest (norms, softmax,
+rotary embedding, optimizer) is below one percent for models of practical size.
 
-Invariant (tests/unit/balance): equals what torch's FlopCounterMode counts on plain implementations of every kind
-of layer to 2 %, forward, backward and recomputation.
+Invariant (tests/unit/balance): the counts agree within 2 % with torch's FlopCounterMode on plain implementations of
+every kind of layer, for forward pass, backward pass and recomputation.
 
 Shape letters: S samples.
 """
@@ -18,26 +18,26 @@ from megatron_rl.types import ModelShape
 
 
 def forward_flops(lengths_S: np.ndarray, shape: ModelShape) -> NDArray[np.float64]:
-    """FLOPs of one forward pass over samples of these lengths, float64 [S]."""
+    """The FLOPs of one forward pass over samples of these lengths, float64 [S]."""
     return _layers(lengths_S, shape) + _output(lengths_S, shape)
 
 
 def training_flops(lengths_S: np.ndarray, shape: ModelShape, recompute: str = "none") -> NDArray[np.float64]:
-    """FLOPs of forward and backward (twice the forward), float64 [S].
+    """The FLOPs of forward and backward pass, float64 [S]. The backward pass needs twice as many as the forward pass.
 
     Args:
-        lengths_S: tokens of each sample.
-        recompute: `none`, or `full`: the layers, not the output, run forward once more.
+        lengths_S: the number of tokens of each sample.
+        recompute: `none` or `full`. With `full` the layers, but not the output layer, run forward a second time.
     """
     passes = {"none": 3, "full": 4}[recompute]
     return passes * _layers(lengths_S, shape) + 3 * _output(lengths_S, shape)
 
 
 def attention_flops(lengths_S: np.ndarray, shape: ModelShape) -> NDArray[np.float64]:
-    """Forward FLOPs of the scores and of the weighted values, float64 [S].
+    """The forward FLOPs of attention scores and weighted values, float64 [S].
 
-    Of a sample's L x L pairs of tokens a causal kernel computes half; in a layer with a window of W tokens, W pairs
-    for each token but the first W: L^2 / 2 - (L - W)^2 / 2.
+    A causal kernel computes half of a sample's L x L pairs of tokens. In a layer with a window of W tokens it computes
+    W pairs for each token after the first W, which makes L^2 / 2 - (L - W)^2 / 2 pairs in all.
     """
     tokens_S = np.asarray(lengths_S, np.float64)
     latent = shape.latent
@@ -49,7 +49,7 @@ def attention_flops(lengths_S: np.ndarray, shape: ModelShape) -> NDArray[np.floa
 
 
 def layer_flops_per_token(shape: ModelShape) -> int:
-    """Forward FLOPs of the matrices of all layers that one token passes."""
+    """The forward FLOPs of one token in the weight matrices of all layers."""
     hidden, experts = shape.hidden_size, shape.experts
     dense = 3 * hidden * shape.ffn_size  # gate, up, down
     if experts is None:
@@ -62,9 +62,9 @@ def layer_flops_per_token(shape: ModelShape) -> int:
 
 
 def _projections(shape: ModelShape) -> int:
-    """Multiplications of one layer's attention projections, one token."""
+    """The number of multiplications of one token in one layer's attention projections."""
     hidden, heads, latent = shape.hidden_size, shape.num_heads, shape.latent
-    if latent is None:  # q and o, k and v; num_heads * head_dim need not be the hidden size
+    if latent is None:  # q and o, k and v; num_heads * head_dim may differ from the hidden size
         return 2 * hidden * (heads + shape.num_kv_heads) * shape.head_dim
     query_width = heads * (latent.nope_dim + latent.rope_dim)
     query = latent.query_rank * (hidden + query_width) if latent.query_rank else hidden * query_width

@@ -1,8 +1,8 @@
-"""Making the micro-batches that run at the same time cost alike, by exchanging samples.
+"""Exchanges samples so that the micro-batches that run at the same time have nearly equal costs.
 
-All ranks run position after position in step, so a position costs what its costliest rank costs; the sum over
-positions is the lockstep cost. A sweep pairs many cells at once, finds the best exchange of each pair, a sample for a
-sample or for nothing, and makes those that help.
+All ranks run position after position in lockstep, so a position costs as much as its most expensive cell. The sum over
+positions is the lockstep cost. A sweep pairs many cells at once and finds the best exchange of each pair: one sample
+for another, or one sample for nothing. It makes the exchanges that help.
 
 Invariants (tests/unit/balance): every sample stays in one cell; no cell exceeds the cap; `even_positions` never raises
 the lockstep cost, and within ranks moves no sample to another rank; `deal_ranks` keeps the lockstep cost; `even_ranks`
@@ -24,10 +24,10 @@ EVEN_RANKS = 5e-5
 EVEN_POSITIONS = 5e-4
 """The exchanges within positions stop when the lockstep cost exceeds the mean rank's cost by at most this share."""
 MAX_SLOTS = 6
-"""A sweep looks at so many slots of a cell, spread evenly, and the next sweep at the slots beside them. The time of a
-sweep grows with the number of pairs of slots."""
+"""A sweep considers at most this number of slots of a cell, evenly spread, and the next sweep the slots beside them.
+The time of a sweep grows with the number of pairs of slots."""
 LESS = 1 - 1e-9
-"""An exchange is made only if it brings two cells closer together by more than rounding could."""
+"""An exchange is made only if it reduces the difference of two cells by more than rounding errors could."""
 
 
 class Grid:
@@ -38,7 +38,7 @@ class Grid:
         order_S = np.argsort(packing.cell_S, kind="stable")
         cells_S = packing.cell_S[order_S]
         at = cells_S, np.arange(num_samples) - (np.cumsum(members_C) - members_C)[cells_S]
-        # Every cell has an empty slot, which costs nothing and has no size: a move is an exchange with it.
+        # Every cell has an empty slot with cost 0 and size 0, so that a move is an exchange with an empty slot.
         shape = num_cells, int(members_C.max()) + 1
         self.sample_CK, self.cost_CK, self.size_CK = np.full(shape, -1), np.zeros(shape), np.zeros(shape, np.int64)
         self.sample_CK[at], self.cost_CK[at], self.size_CK[at] = order_S, costs_S[order_S], sizes_S[order_S]
@@ -58,10 +58,11 @@ class Grid:
         return self.cost_C.reshape(self.num_positions, self.num_ranks)
 
     def even_positions(self, num_sweeps: int, within_ranks: bool) -> None:
-        """Bring every cell closer to its position's level: what its cells cost on average, or its largest sample.
+        """Bring the cost of every cell closer to its position's level, which is the mean cost of the position's cells
+        or the cost of its largest sample, whichever is larger.
 
-        The cell furthest above its level is paired with the one furthest below, the second with the second, and so on,
-        over the whole grid or within each rank; later sweeps shift the pairing.
+        The cell furthest above its level is paired with the one furthest below, the second furthest with the second
+        furthest, and so on, over the whole grid or within each rank. Later sweeps shift the pairing.
         """
         num_positions, num_ranks = self.num_positions, self.num_ranks
         cells = np.arange(num_positions * num_ranks).reshape(num_positions, num_ranks)
@@ -85,17 +86,18 @@ class Grid:
             self._exchange(high_N[better], low_N[better], high_slot_N[better], low_slot_N[better])
 
     def deal_ranks(self) -> None:
-        """Permute the cells of each position over the ranks by largest differencing: the ranks' costs become even, the
-        lockstep cost stays."""
+        """Permute the cells of each position over the ranks by largest differencing. The ranks' costs become nearly
+        equal, and the lockstep cost stays the same."""
         columns_PR = fold_blocks(self.cost_PR)
         order_C = (columns_PR + np.arange(self.num_positions)[:, None] * self.num_ranks).ravel()
         self.sample_CK, self.cost_CK, self.size_CK = (a[order_C] for a in (self.sample_CK, self.cost_CK, self.size_CK))
         self.cost_C, self.room_C = self.cost_C[order_C], self.room_C[order_C]
 
     def even_ranks(self, num_sweeps: int) -> None:
-        """Exchange samples between the costliest and the cheapest rank, the second of both, and so on. The first sweeps
-        raise no position's costliest cell; the next ones may, from half a percent of a mean cell on, each by twice as
-        much: a rank that is late holds up every other one, a cell only where ranks wait for each other."""
+        """Exchange samples between the most expensive and the cheapest rank, between the second ones of both, and so
+        on. The first three sweeps raise the most expensive cell of no position. Each later sweep may raise it, first by
+        half a percent of a mean cell and then by twice as much each time: a slow rank always delays all others, but a
+        slow cell does so only if the ranks wait for each other after each position."""
         num_positions, num_ranks, half = self.num_positions, self.num_ranks, self.num_ranks // 2
         first, positions = np.arange(half) * num_positions, np.arange(num_positions)
         mean_cell = self.cost_C.mean()
@@ -119,8 +121,12 @@ class Grid:
     def _best(
         self, high_N: np.ndarray, low_N: np.ndarray, wanted_N: np.ndarray, most_N: np.ndarray, sweep: int
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """For each pair of cells the two slots whose exchange takes closest to `wanted` from the first to the second,
-        at most `most`, both within the cap: (distance from wanted, or inf; slots of the first; of the second)."""
+        """Find the best exchange of each pair of cells. It moves a cost as close as possible to `wanted_N`, and at most
+        `most_N`, from the first cell to the second, and keeps both within the cap.
+
+        Returns:
+            (difference from `wanted_N`, or inf if no exchange is possible; slot of the first cell; of the second).
+        """
         step = -(-self.cost_CK.shape[1] // MAX_SLOTS)
         start = sweep % step
         slots = slice(start, None, step)
@@ -137,7 +143,7 @@ class Grid:
         return error_N, start + high_slot_N * step, start + low_slot_N * step
 
     def _exchange(self, high: np.ndarray, low: np.ndarray, high_slot: np.ndarray, low_slot: np.ndarray) -> None:
-        """Swap the given slots; no cell may stand in two pairs."""
+        """Exchange the samples of the given slots. A cell may be in at most one pair."""
         if not len(high):
             return
         for of_CK, of_C, sign in ((self.cost_CK, self.cost_C, -1), (self.size_CK, self.room_C, 1)):

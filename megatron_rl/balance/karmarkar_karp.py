@@ -1,7 +1,7 @@
-"""Splitting weights into k parts with sums as equal as a fast method gets them: largest differencing.
+"""Splits weights into k parts with nearly equal sums, by largest differencing, a fast heuristic.
 
 Invariants (tests/unit/balance): every index is in exactly one part; the same weights give the same parts; the largest
-sum stays within the bound proved for the method, of the optimum that trying all finds.
+sum is within the method's proved factor of the optimum, which an exhaustive search finds.
 
 Shape letters: K parts, B blocks of K weights each.
 """
@@ -15,24 +15,24 @@ import numpy as np
 
 
 def karmarkar_karp(weights: Sequence[float], num_parts: int) -> list[list[int]]:
-    """Largest differencing method (Karmarkar and Karp 1982), k ways.
+    """The largest differencing method (Karmarkar and Karp 1982) for k parts.
 
-    Every weight starts as a partition of its own: one part holds it, the others are empty. The two partitions with the
-    largest spread are joined, the heaviest part of one with the lightest of the other, until one is left. Empty parts
-    are not stored: O(n log n) sums while partitions are small, O(n) when they are full.
+    Every weight starts as a partition in which one part holds it and the others are empty. The two partitions with the
+    largest spread are joined, the heaviest part of one with the lightest of the other, until one partition is left.
+    Empty parts are not stored.
 
     Returns:
-        num_parts lists of indices into `weights`, ascending; the heaviest part first. Parts may be empty, and differ
-        in their number of members.
+        num_parts lists of indices into `weights`, each ascending, with the heaviest part first. Parts may be empty and
+        may have different numbers of members.
 
     Raises:
-        ValueError: fewer than one part.
+        ValueError: num_parts is less than 1.
 
     Example:
-        weights 8 7 6 5 4 in 2 parts: {7, 5, 4} and {8, 6}, 16 and 14; the optimum is 15 and 15.
+        The weights 8 7 6 5 4 in 2 parts give {7, 5, 4} and {8, 6} with the sums 16 and 14; the optimum is 15 and 15.
     """
     _check(num_parts)
-    # (-spread, age, parts): the age breaks ties, so the order never depends on how parts compare.
+    # Entries are (-spread, age, parts). The age breaks ties, so that parts are never compared.
     heap = [(-float(w), i, [(float(w), [i])]) for i, w in enumerate(weights)]
     if num_parts == 1 or not heap:
         return [list(range(len(weights)))] + [[] for _ in range(num_parts - 1)]
@@ -50,16 +50,17 @@ def karmarkar_karp(weights: Sequence[float], num_parts: int) -> list[list[int]]:
 
 
 def karmarkar_karp_equal(weights: Sequence[float], num_parts: int) -> list[list[int]]:
-    """The same with equal numbers of members, to one: balanced largest differencing (Yakir 1996; Michiels, Korst,
-    Aarts and van Leeuwen 2003, largest sum at most 2 - 1/k of the optimum with equal numbers).
+    """Balanced largest differencing (Yakir 1996): the parts' numbers of members differ by at most one. The largest sum
+    is at most 2 - 1/k times the optimum for such parts (Michiels, Korst, Aarts and van Leeuwen 2003).
 
-    The sorted weights are cut into blocks of k, weights of 0 fill the last one; each block starts as a partition.
+    The sorted weights are cut into blocks of k, and the last block is filled up with zeros. Each block starts as a
+    partition.
 
     Returns:
-        num_parts lists of indices into `weights`, ascending.
+        num_parts lists of indices into `weights`, each ascending.
 
     Raises:
-        ValueError: fewer than one part.
+        ValueError: num_parts is less than 1.
     """
     _check(num_parts)
     num_weights = len(weights)
@@ -73,14 +74,14 @@ def karmarkar_karp_equal(weights: Sequence[float], num_parts: int) -> list[list[
 
 
 def fold_blocks(weights_BK: np.ndarray) -> np.ndarray:
-    """Largest differencing of blocks: which weight of each block goes to which part.
+    """Decide by largest differencing which weight of each block goes to which part.
 
     Returns:
         int64 [B, K]: part k gets `weights_BK[b, result[b, k]]` of block b.
     """
     num_blocks, num_parts = weights_BK.shape
-    # A node is (first, second, slots): slot s of its sorted sums holds slot slots[s] of its first half and the mirrored
-    # one of its second. Leaves are blocks: their slots are the block's own indices.
+    # A node is (first, second, slots). Slot s of its sorted sums consists of slot slots[s] of node `first` and of the
+    # mirrored slot of node `second`. The leaves are the blocks; their slots are indices into the block.
     nodes = [(-1, -1, np.argsort(-block, kind="stable")) for block in weights_BK]
     sums = [block[slots] for block, (_, _, slots) in zip(weights_BK, nodes, strict=True)]
     heap = [(float(s[-1] - s[0]), b) for b, s in enumerate(sums)]  # -spread
@@ -119,4 +120,4 @@ def _join(first: list[Part], second: list[Part], num_parts: int) -> list[Part]:
 
 def _check(num_parts: int) -> None:
     if num_parts < 1:
-        raise ValueError(f"cannot split into {num_parts} parts; give 1 or more")
+        raise ValueError(f"cannot split into {num_parts} parts; num_parts must be at least 1")

@@ -1,4 +1,4 @@
-"""What a plan is worth, in numbers that need no run.
+"""Measures the quality of a plan without running it.
 
 Shape letters: S samples, P positions (micro-batches of a rank), R ranks.
 """
@@ -21,10 +21,11 @@ def lockstep(cost_PR: np.ndarray) -> float:
 
 
 def lockstep_floor(sizes_S: np.ndarray, costs_S: np.ndarray, cap: int, num_ranks: int) -> float:
-    """A lockstep cost that no plan under the cap beats: the mean rank's, or what the largest samples force.
+    """A lower bound of the lockstep cost of every plan under the cap. It is the largest of three numbers: the mean cost
+    of a rank, the largest cost of a sample, and a bound from the long samples.
 
-    Samples longer than half the cap stand in micro-batches of their own. With these sorted by cost, R of them fit a
-    position, so some position costs at least the first, another the (R + 1)-th, another the (2 R + 1)-th, and so on.
+    Two samples longer than half the cap cannot share a micro-batch, so a position holds at most R of them. If they are
+    sorted by cost, some position costs at least as much as the first, another as the (R + 1)-th, and so on.
     """
     costs_S = np.asarray(costs_S, np.float64)
     if not len(costs_S):
@@ -34,11 +35,12 @@ def lockstep_floor(sizes_S: np.ndarray, costs_S: np.ndarray, cap: int, num_ranks
 
 
 def bubble(cost_P: np.ndarray, pipeline: int, virtual: int = 1) -> float:
-    """Share of a step that the last pipeline stage idles, estimated: it waits for the first micro-batch to come
-    through the other stages and, at the end, for the last one's backward to go back, each 1 / virtual as long with
-    virtual stages (interleaved 1F1B, Narayanan et al. 2021, arXiv:2104.04473). Backward is twice forward.
+    """An estimate of the share of a step in which a pipeline stage is idle. The last stage waits until the first
+    micro-batch has passed the other stages, and at the end until the last micro-batch's backward pass has gone back
+    through them. With virtual stages both times are divided by `virtual` (interleaved 1F1B, Narayanan et al. 2021,
+    arXiv:2104.04473). A backward pass takes twice as long as a forward pass.
 
-    Exact for equal micro-batches: (PP - 1) / (VPP * P + PP - 1). Unequal ones stall between stages too.
+    The estimate is exact for equal micro-batches: (PP - 1) / (VPP * P + PP - 1). Unequal ones also wait between stages.
     """
     if not len(cost_P) or not cost_P.sum():
         return 0.0

@@ -1,9 +1,11 @@
-"""Packing samples into equal grids of micro-batches under a hard cap of tokens.
+"""Packs samples into a grid of micro-batches under a hard cap of tokens.
 
-A grid has `count` positions, one micro-batch of every rank in each: cell `position * num_ranks + rank`.
+A grid has `count` positions, and each position has one micro-batch (cell) of every rank. The number of a cell is
+`position * num_ranks + rank`.
 
 Invariants (tests/unit/balance): every sample is in one cell; no cell exceeds the cap; the same sizes give the same
-cells; the count is never below `least_bins` and never above what first-fit decreasing needs, divided over the ranks.
+cells; the count is never below `least_bins`, and never above what first-fit decreasing needs, both divided by the
+number of ranks.
 
 Shape letters: S samples, from the longest to the shortest; C cells.
 """
@@ -33,18 +35,19 @@ def padded(lengths: np.ndarray, alignment: int) -> np.ndarray:
 def pack_grid(
     sizes_S: np.ndarray, costs_S: np.ndarray, cap: int, num_ranks: int, multiple: int = 1, at_least: int = 0
 ) -> Packing:
-    """The fewest positions that three packings find, filled so that the ranks of a position cost alike.
+    """Pack the samples into the fewest positions that several heuristics find, with similar costs in each position.
 
-    Packings: `pack_levels` into the number that no packing beats, `pack_rows`, and where both need more
-    `first_fit_decreasing`. Of those with the fewest positions the one with the lowest lockstep cost is taken, cells
-    sorted by cost: ranks of a position hold neighbours, so what they lose to their costliest one is at most
-    (costliest cell - cheapest cell), over all positions together.
+    The heuristics are `pack_levels` with the number of positions of a lower bound, `pack_rows`, and, if both need more
+    positions than that, `first_fit_decreasing`, and `pack_levels` with the number found so far. Of the packings with
+    the fewest positions the one with the lowest lockstep cost is taken. Its cells are sorted by cost, so that the cells
+    of a position are neighbours in cost. All positions together then lose at most (most expensive cell - cheapest cell)
+    to differences within positions.
 
     Args:
         sizes_S: padded tokens, descending, none above the cap.
-        costs_S: descending.
-        multiple: the count is one of it.
-        at_least: a smaller count is raised to it, which must be a multiple.
+        costs_S: costs, descending.
+        multiple: the count is a multiple of this number.
+        at_least: the count is at least this number, which must be a multiple of `multiple`.
     """
     sizes, costs = sizes_S.tolist(), costs_S.tolist()
 
@@ -79,8 +82,9 @@ def sorted_by_cost(cell_S: np.ndarray, costs_S: np.ndarray, num_cells: int) -> t
 
 
 def levels(costs_S: np.ndarray, num_ranks: int, count: int) -> list[float]:
-    """What the cells of each position should cost, [P]: what its first sample does where that is more than an even
-    share of the costs that are left, else that share. Sample p * num_ranks, costliest first, is position p's first.
+    """The cost that the cells of each position should have, [P]. The first sample of position p is the sample
+    p * num_ranks in the order of descending costs. The level is this sample's cost, or an even share of the remaining
+    costs if that is larger.
     """
     forced: list[float] = costs_S[::num_ranks][:count].tolist()
     left = float(costs_S.sum()) / num_ranks
@@ -93,12 +97,13 @@ def levels(costs_S: np.ndarray, num_ranks: int, count: int) -> list[float]:
 
 
 def pack_levels(sizes: list[int], costs: list[float], cap: int, level: list[float], num_ranks: int) -> list[int] | None:
-    """Each sample, largest first, into the cell that is furthest below its position's level and has room; None when
-    a sample finds no room. With equal levels and a wide cap: the longest-processing-time rule (Graham 1969)."""
+    """Put each sample, largest first, into the cell that is furthest below its position's level and has room. Returns
+    the cells, or None if a sample fits nowhere. With equal levels and a large cap this is the longest-processing-time
+    rule (Graham 1969)."""
     num_cells = len(level) * num_ranks
-    heap = [(-level[cell // num_ranks], cell) for cell in range(num_cells)]  # cost above the level
+    heap = [(-level[cell // num_ranks], cell) for cell in range(num_cells)]  # (cost above the level, cell)
     heapq.heapify(heap)
-    full: list[tuple[int, float, int]] = []  # (-room, cost above the level, cell), until sizes come down to the room
+    full: list[tuple[int, float, int]] = []  # (-room, cost above the level, cell) of cells too full for this size
     room, cells = [cap] * num_cells, []
     for size, cost in zip(sizes, costs, strict=True):
         while full and -full[0][0] >= size:
@@ -117,10 +122,11 @@ def pack_levels(sizes: list[int], costs: list[float], cap: int, level: list[floa
 
 
 def pack_rows(sizes: list[int], cap: int, num_ranks: int) -> list[int]:
-    """Best-fit decreasing over positions: each sample, largest first, into the emptiest cell of the position where
-    that cell is the fullest that holds it; into a new position if none does. Positions are numbered as opened."""
+    """Best-fit decreasing over positions. Only the emptiest cell of each position is considered. Each sample, largest
+    first, goes into the fullest of these cells that has room for it, or into a new position if there is none. Positions
+    are numbered in the order in which they are opened."""
     rows: list[list[tuple[int, int]]] = []  # heaps of (-room, rank)
-    emptiest: list[tuple[int, int]] = []  # sorted (room of its emptiest cell, position)
+    emptiest: list[tuple[int, int]] = []  # (room of its emptiest cell, position), sorted
     cells = []
     for size in sizes:
         best = bisect_left(emptiest, (size, -1))
@@ -138,8 +144,9 @@ def pack_rows(sizes: list[int], cap: int, num_ranks: int) -> list[int]:
 
 
 def first_fit_decreasing(sizes: list[int], cap: int) -> list[int]:
-    """Each size, largest first, into the first bin that holds it: at most 11/9 of the optimum + 6/9 bins (Dosa 2007).
-    The bins are leaves of a binary tree whose nodes know the widest room below: O(n log n)."""
+    """Put each size, largest first, into the first bin that has room. This needs at most 11/9 OPT + 6/9 bins (Dosa
+    2007). The bins are the leaves of a binary tree in which each node knows the widest room below it, so that the time
+    is O(n log n)."""
     width = 1 << max(len(sizes) - 1, 0).bit_length()
     widest, bins = [cap] * (2 * width), []
     for size in sizes:
@@ -160,9 +167,9 @@ def first_fit_decreasing(sizes: list[int], cap: int) -> list[int]:
 
 
 def least_bins(sizes_S: np.ndarray, cap: int) -> int:
-    """A number of bins that no packing beats (Martello and Toth 1990, bound L2). For a threshold t: sizes above cap - t
-    share a bin with nothing that is at least t, other sizes above cap / 2 not with each other; what is then left of
-    the sizes from t to cap / 2 after filling these bins needs bins of its own."""
+    """A lower bound of the number of bins (Martello and Toth 1990, bound L2). For a threshold t, sizes above cap - t
+    share no bin with a size of at least t, and two sizes above cap / 2 share no bin. The sizes from t to cap / 2 that
+    do not fit into the room left in the bins of the medium sizes (above cap / 2, up to cap - t) need further bins."""
     if not len(sizes_S):
         return 0
     sizes_S = np.sort(np.asarray(sizes_S, np.int64))

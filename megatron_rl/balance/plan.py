@@ -1,9 +1,9 @@
-"""A step's samples as optimizer steps, ranks and micro-batches: a pure value, made before anything runs.
+"""Plans a step: distributes its samples over optimizer steps, ranks and micro-batches. The plan is a pure value.
 
-Invariants (tests/unit/balance): every active sample is in exactly one micro-batch, no other sample is in any; no
-micro-batch exceeds the cap, alignment padding counted, but that of a single sample longer than it where this is
-allowed; all data-parallel ranks of a mini-batch have the same number of micro-batches; a group's active samples share
-one mini-batch; the same input gives the same plan.
+Invariants (tests/unit/balance): every active sample is in exactly one micro-batch, and no other sample is in any; no
+micro-batch exceeds the cap, alignment padding included, except that of a single longer sample if this is allowed; all
+data-parallel ranks of a mini-batch have the same number of micro-batches; a group's active samples are in one
+mini-batch; the same input gives the same plan.
 
 Shape letters: S samples, C micro-batches of all ranks, P of each rank, R ranks.
 """
@@ -36,37 +36,37 @@ def plan_microbatches(
 ) -> MicrobatchPlan:
     """Plan one step.
 
-    Groups with an active sample are dealt in order to `updates` mini-batches, whose numbers of groups differ by one at
-    most: there is no remainder to lose. Each mini-batch is assigned to ranks and micro-batches (`assign`). With a
-    pipeline the cheap positions stand at both ends, where it fills and drains; without one the costliest comes first:
-    what does not fit in memory fails at once.
+    Groups with an active sample are dealt in order to `updates` mini-batches. The numbers of groups differ by at most
+    one, so no group is left over. Each mini-batch is assigned to ranks and micro-batches (`assign`). With a pipeline
+    the cheap positions are at both ends, where the pipeline fills and drains. Without one the most expensive position
+    comes first, so that a lack of memory shows at once.
 
-    Fewer groups with an active sample than `updates` make fewer mini-batches: one without samples has no gradient and
-    is left out, so `len(plan.minibatches)` is the number of optimizer steps. None active: no mini-batch.
+    If fewer groups than `updates` have an active sample, there are fewer mini-batches, because one without samples has
+    no gradient. `len(plan.minibatches)` is the number of optimizer steps; it is 0 if no sample is active.
 
     Args:
-        batch: its groups, group_of, index_in_group, lengths, num_actions and active are read.
-        parallel: data-parallel ranks, pipeline stages, and the alignment that sequences are padded to.
-        balance: the cap, the cost, what may stay together or stand alone.
-        updates: mini-batches wanted.
-        recompute: of the layers, `none` or `full`: it changes the cost.
-        microbatch_multiple: the micro-batches of a rank come in multiples of it; some may be empty.
+        batch: groups, group_of, index_in_group, lengths, num_actions and active are read.
+        parallel: gives the data-parallel ranks, the pipeline stages and the alignment that sequences are padded to.
+        balance: gives the cap, the cost, whether groups stay together, and what happens to samples above the cap.
+        updates: the wanted number of mini-batches.
+        recompute: the recomputation of the layers, `none` or `full`. It changes the cost.
+        microbatch_multiple: the number of micro-batches of a rank is a multiple of this; some may be empty.
 
     Returns:
-        The plan; its metrics are those of the whole step:
-            balance/tokens             unpadded
-            balance/flops              of the optimizer steps, all ranks
-            balance/num_microbatches   of a rank
-            balance/imbalance          (max - mean) / mean of the ranks' costs, worst mini-batch
-            balance/lockstep           costliest rank of each position, summed, over a bound that no plan beats
-            balance/fill               tokens over the cap of all micro-batches, empty ones included
+        The plan. Its metrics are those of the whole step:
+            balance/tokens             tokens without padding
+            balance/flops              FLOPs of the optimizer steps on all ranks
+            balance/num_microbatches   number of micro-batches of a rank
+            balance/imbalance          (max - mean) / mean of the ranks' costs, in the worst mini-batch
+            balance/lockstep           lockstep cost divided by a lower bound of every plan's
+            balance/fill               tokens divided by the cap of all micro-batches, empty ones included
             balance/padding            share of the padded tokens that alignment added
             balance/bubble             estimated share of idle time of a pipeline stage
-            balance/oversize           samples above the cap
+            balance/oversize           number of samples above the cap
 
     Raises:
-        ValueError: the cap is below the alignment; updates or the multiple is below 1; an active sample has no token,
-            no action, or is longer than the cap where this is refused. It says which number to change.
+        ValueError: the cap is below the alignment; updates or the multiple is below 1; an active sample has no token or
+            no action, or is longer than the cap and this is refused. The error says which number to change.
     """
     mesh, cap = parallel.mesh, balance.max_tokens_per_microbatch
     sizes_S = padded(batch.lengths, parallel.alignment)
@@ -106,14 +106,19 @@ class _Writer:
         self.lockstep, self.floor, self.idle = 0.0, 0.0, 0.0
 
     def add(self, samples: np.ndarray, cell_S: np.ndarray, count: int) -> None:
-        """Add a mini-batch. `samples` are ascending indices; their cells are `position * num_ranks + rank`, and
-        position 0 is the costliest."""
+        """Add a mini-batch.
+
+        Args:
+            samples: ascending indices.
+            cell_S: their cells, `position * num_ranks + rank`. Position 0 is the most expensive.
+            count: the number of positions.
+        """
         num_ranks = self.limits.num_ranks
         position_S, rank_S = np.divmod(cell_S, num_ranks)
-        if self.pipeline > 1:  # 5 4 3 2 1, cheapest last, becomes 1 3 5 4 2
+        if self.pipeline > 1:  # costs 5 4 3 2 1 become 1 3 5 4 2
             order = np.concatenate([np.arange(count)[::-1][::2], np.arange(count)[::-1][1::2][::-1]])
             position_S = np.argsort(order)[position_S]
-        cell_S = rank_S * count + position_S  # a rank's micro-batches lie together
+        cell_S = rank_S * count + position_S  # number a rank's micro-batches consecutively
         num_cells = num_ranks * count
 
         def sums(of_S: np.ndarray) -> np.ndarray:
@@ -155,11 +160,11 @@ def _tuples(array_RP: np.ndarray) -> tuple[tuple[Any, ...], ...]:
 
 
 def _deal_groups(batch: Batch, updates: int) -> list[np.ndarray]:
-    """The samples of each mini-batch that has any. Groups are dealt whole and in order; numbers of groups differ by at
-    most one."""
+    """The samples of each mini-batch that has any. Whole groups are dealt in order, and the numbers of groups differ by
+    at most one."""
     indices = np.flatnonzero(batch.active)
     _, first, number = np.unique(batch.group_of[indices], return_index=True, return_inverse=True)
-    order = np.argsort(np.argsort(first))[number]  # of the sample's group, by first appearance
+    order = np.argsort(np.argsort(first))[number]  # the rank of each sample's group by first appearance
     cuts = np.cumsum([len(part) for part in np.array_split(first, updates)])
     owner = np.searchsorted(cuts, order, side="right")
     parts = [indices[owner == update] for update in range(updates)]
@@ -169,15 +174,15 @@ def _deal_groups(batch: Batch, updates: int) -> list[np.ndarray]:
 def _check_numbers(cap: int, alignment: int, updates: int, multiple: int) -> None:
     if cap < alignment:
         raise ValueError(
-            f"the cap of {cap} tokens a micro-batch is below the alignment of {alignment}: raise "
+            f"the cap of {cap} tokens per micro-batch is below the alignment of {alignment}: raise "
             f"balance.max_tokens_per_microbatch to {alignment} or more"
         )
     if updates < 1:
-        raise ValueError(f"updates is {updates}: a step needs 1 optimizer step or more")
+        raise ValueError(f"updates is {updates}: a step needs at least 1 optimizer step")
     if multiple < 1:
         raise ValueError(
-            f"microbatch_multiple is {multiple}: whatever the cap (it is {cap} tokens), no number of micro-batches is "
-            f"a multiple of it; set the virtual pipeline's micro-batch group to 1 or more"
+            f"microbatch_multiple is {multiple}: no number of micro-batches is a multiple of it, whatever the cap (it "
+            f"is {cap} tokens); set the virtual pipeline's micro-batch group to 1 or more"
         )
 
 
@@ -188,14 +193,14 @@ def _check_samples(batch: Batch, sizes_S: np.ndarray, alignment: int, balance: B
         index = int(np.flatnonzero(empty_S)[0])
         raise ValueError(
             f"active sample {_name(batch, index)} has {batch.lengths[index]} tokens and {batch.num_actions[index]} "
-            f"action tokens: it carries no gradient; make it inactive"
+            f"action tokens, so it has no gradient; make it inactive"
         )
     long_S = batch.active & (sizes_S > cap)
     if long_S.any() and balance.oversize == "refuse":
         index, longest = int(np.flatnonzero(long_S)[0]), int(sizes_S[long_S].max())
         raise ValueError(
             f"sample {_name(batch, index)} has {batch.lengths[index]} tokens, {sizes_S[index]} when padded to a "
-            f"multiple of {alignment}: above the cap of {cap}, as are {long_S.sum()} samples in all; raise "
+            f"multiple of {alignment}: above the cap of {cap}. {long_S.sum()} samples in all are above it; raise "
             f"balance.max_tokens_per_microbatch to {longest} or more, or set balance.oversize to alone"
         )
 

@@ -1,4 +1,4 @@
-"""The layouts of the weights in trainer and engine, as pure values. See README.md."""
+"""The layouts of the weights in trainer and engine, as pure values. README.md describes them."""
 
 from __future__ import annotations
 

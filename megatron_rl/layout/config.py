@@ -1,4 +1,5 @@
-"""Read config.json as a ModelShape. A feature that the tables of the families do not describe is refused by its key."""
+"""Reads config.json into a ModelShape. If the model has a feature that its family's table does not describe, an error
+names the key."""
 
 from __future__ import annotations
 
@@ -15,11 +16,11 @@ _YARN = {"beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim
 
 
 def read_shape(folder: Path) -> ModelShape:
-    """Sizes from a checkpoint folder's config.json, or from a JSON file of that form.
+    """Read the model's sizes from a checkpoint folder's config.json, or from a JSON file of the same form.
 
     Raises:
-        ValueError: the folder or its config.json is missing or unreadable, the family is unknown, or the model has
-            what its family's table does not describe.
+        ValueError: the folder or its config.json is missing or unreadable, the family is unknown, or the model has a
+            feature that its family's table does not describe.
     """
     path = folder if folder.suffix == ".json" else folder / "config.json"
     if not path.is_file():
@@ -42,7 +43,7 @@ def read_shape(folder: Path) -> ModelShape:
 def _shape(family: str, config: Mapping[str, Any]) -> ModelShape:
     for key, value in _FIXED.items():
         if config.get(key, value) != value:
-            raise ValueError(f"{key} is {config[key]!r}; the family {family} is described with {value!r}")
+            raise ValueError(f"{key} is {config[key]!r}; for the family {family} only {value!r} is supported")
     heads = config["num_attention_heads"]
     theta, scaling = _rope(config)
     fields: dict[str, Any] = {
@@ -61,23 +62,25 @@ def _shape(family: str, config: Mapping[str, Any]) -> ModelShape:
     }
     shape = ModelShape(family, **(fields | FAMILIES[family].read_config(config)))
     if shape.sliding_layers and shape.rope_scaling and family != "olmo3":
-        raise ValueError("rope scaling together with sliding windows is known of olmo3 alone")
+        raise ValueError("rope scaling together with sliding windows is supported only for olmo3")
     return shape
 
 
 def _rope(config: Mapping[str, Any]) -> tuple[float, Llama3Rope | YarnRope | None]:
-    """transformers 5 writes rope_parameters, for OLMo 3 one of each kind of attention; earlier ones wrote rope_theta
-    and rope_scaling."""
+    """The base and the scaling of the rotary embeddings. transformers 5 writes them as rope_parameters, and for OLMo 3
+    separately for each kind of attention; earlier versions wrote rope_theta and rope_scaling."""
     rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     if "full_attention" in rope:
         rope, sliding = dict(rope["full_attention"]), rope["sliding_attention"]
         if sliding.get("rope_type", "default") != "default" or sliding["rope_theta"] != rope["rope_theta"]:
-            raise ValueError("rope_parameters of sliding layers other than unscaled ones with the same theta")
+            raise ValueError(
+                "rope_parameters: sliding layers must be unscaled and have the same rope_theta as full attention"
+            )
     theta = float(rope.pop("rope_theta") if "rope_theta" in rope else config["rope_theta"])
     kind = rope.pop("rope_type", None) or rope.pop("type", "default")
     rope.pop("type", None)
     if rope.pop("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError("partial_rotary_factor: heads that are rotated in part are not described")
+        raise ValueError("partial_rotary_factor: partly rotated heads are not supported")
     scaling: Llama3Rope | YarnRope | None = None
     known: set[str] = set()
     if kind == "llama3":
@@ -96,7 +99,7 @@ def _rope(config: Mapping[str, Any]) -> tuple[float, Llama3Rope | YarnRope | Non
             **{key: rope[key] for key in _YARN if rope.get(key) is not None},
         )
     elif kind != "default":
-        raise ValueError(f"rope scaling {kind!r} is not known; known are llama3 and yarn")
+        raise ValueError(f"rope scaling {kind!r} is not supported; supported are llama3 and yarn")
     if foreign := sorted(rope.keys() - known):
-        raise ValueError(f"rope scaling {kind!r} has the key {foreign[0]!r}, which is not known")
+        raise ValueError(f"rope scaling {kind!r} has the key {foreign[0]!r}, which is not supported")
     return theta, scaling

@@ -1,6 +1,6 @@
-"""One rectangle that travels, and how it is cut into smaller ones.
+"""A rectangle that is sent, and how it is cut into smaller pieces.
 
-Invariants (tests/unit/layout): the pieces of a copy are the copy, each element once, and the same on both sides.
+Invariants (tests/unit/layout): the pieces of a copy contain each of its elements once; both sides get the same pieces.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Copy:
         if dim is None or self.num_bytes <= max_bytes:
             yield self
             return
-        dim -= len(lengths)  # counted from the end: one side may have a dim more in front
+        dim -= len(lengths)  # count from the end, because one side may have one more dim in front
         each = max(max_bytes * lengths[dim] // self.num_bytes, 1)
         for first in range(0, lengths[dim], each):
             last = min(first + each, lengths[dim])

@@ -1,6 +1,6 @@
-"""Who receives: equal engines, and who of them feeds whom.
+"""The engines that receive weights, and which of them feed others.
 
-Invariants (tests/unit/layout): chains partition the engines; each engine is fed once, by the trainer or by another.
+Invariants (tests/unit/layout): chains partition the engines; the trainer or exactly one other engine feeds each engine.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 
 class Feed(NamedTuple):
-    """Each rank of an engine sends all its weights to the same rank of another, as they arrive."""
+    """Each rank of the source engine sends all its weights to the same rank of the destination engine, as they
+    arrive."""
 
     round: int
     """The number of engines before the destination in its chain. The trainer feeds the first engine of a chain in round
@@ -28,16 +29,16 @@ class Engines:
     tensor: int = 1
     pipeline: int = 1
     expert_parallel: bool = False
-    """vLLM's enable_expert_parallel: the experts are shared out over the tensor ranks."""
+    """vLLM's enable_expert_parallel: the experts are distributed over the tensor ranks."""
     num_chains: int | None = None
     """The number of chains of engines. The trainer feeds the first engine of each chain, and each engine feeds the next
     one. None: the trainer feeds every engine."""
 
     def __post_init__(self) -> None:
         if min(self.num, self.tensor, self.pipeline) < 1:
-            raise ValueError(f"{self}: every size is at least 1")
+            raise ValueError(f"{self}: every size must be at least 1")
         if not 1 <= self.heads <= self.num:
-            raise ValueError(f"{self}: {self.num} engines make at most {self.num} chains")
+            raise ValueError(f"{self}: the number of chains must be between 1 and the {self.num} engines")
 
     @property
     def world_size(self) -> int:
@@ -57,6 +58,7 @@ class Engines:
         return [range(start, stop) for start, stop in zip(ends, ends[1:])]
 
     def chain_of(self, engine: int) -> range:
+        """The engines of the chain that `engine` belongs to."""
         assert 0 <= engine < self.num, f"{self} has no engine {engine}"
         return next(chain for chain in self.chains if engine in chain)
 

@@ -1,9 +1,10 @@
-"""What a model family is: one table, one row a fused parameter.
+"""A model family is a table with one row for each fused parameter.
 
-The row `Rule(QKV, megatron=..., vllm=..., hf=(q, k, v))` is all that the actor, the loader, the exporter and the
-bridge know of an attention input. A new family is a new table (`layout/families/`). Invariants (tests/unit/layout,
-tests/dist): every HF tensor of a model stands in exactly one row; names and extents are those that transformers
-saves and that Megatron-Core and vLLM build; the shards of all ranks hold every element, and its own.
+For example, the row `Rule(QKV, megatron=..., vllm=..., hf=(q, k, v))` is all that the actor, the loader, the exporter
+and the bridge know about the projection to q, k and v. A new family is a new table (`layout/families/`). Invariants
+(tests/unit/layout, tests/dist): every HF tensor of a model is in exactly one row; names and extents equal those that
+transformers saves and that Megatron-Core and vLLM build; the shards of all ranks together hold every element, each at
+its own place.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ class HfTensor:
 
 
 def sizes(shape: ModelShape) -> dict[str, int]:
+    """The extents that `HfTensor.dims` names."""
     known = {
         "q": shape.num_heads * shape.head_dim,
         "kv": shape.num_kv_heads * shape.head_dim,
@@ -63,8 +65,8 @@ class Rule:
     """vLLM's name. A row of experts without `{}` is one parameter that stacks the experts of the rank along a new first
     dim. None: vLLM has no such parameter."""
     fused: str | None = None
-    """The Megatron name with Transformer Engine's layers, where it is another: norms fused into the linear layer
-    after them, experts in one grouped layer."""
+    """Megatron's name with Transformer Engine's layers, if it differs: these fuse a norm into the linear layer after
+    it, and put the experts into one grouped layer."""
     when: Callable[[ModelShape], bool] = lambda shape: True
     """Whether a model of the family has this row."""
     float32: bool = False
@@ -94,7 +96,7 @@ class Placement:
     pieces: tuple[tuple[str, Box, Box], ...]
     """The pieces of the parameter: (HF name, HF box, local box)."""
     experts: range | None
-    """The experts of the rank, by their numbers in the checkpoint; None: the row is not one of experts."""
+    """The experts of the rank, by their numbers in the checkpoint; None if the row has no experts."""
     float32: bool = False
 
     def shards(self, hf_prefix: str = "", prefix: str = "") -> Iterator[Shard]:
@@ -111,7 +113,7 @@ class Placement:
 
 
 class Placed(NamedTuple):
-    """A row's placement in one layer of one rank, or outside the layers."""
+    """A row's placement on one rank, in one layer or outside the layers."""
 
     placement: Placement
     hf_prefix: str
@@ -123,7 +125,7 @@ class Placed(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Ignored:
-    """Tensors that checkpoints carry beyond the model. They are counted and reported."""
+    """Tensors of a checkpoint that the model does not need. They are counted and reported."""
 
     pattern: str
     """A regular expression that matches whole names. NUM_LAYERS stands for the model's number of layers."""
@@ -138,7 +140,7 @@ class Family:
     name: str
     """`model_type` of the HF config.json."""
     forward: bool
-    """Whether the actor can train this family. Where it cannot, only layout and conversion are there."""
+    """Whether the actor can train this family. If not, the family can only be converted and sent over the bridge."""
     vllm_model: str | None
     """The class in vllm.model_executor.models. None: vLLM has no class for this family, so the layout in vLLM is
     unknown."""
@@ -152,18 +154,17 @@ class Family:
     mixture: tuple[Rule, ...] = ()
     """The MLP's rows in layers with experts."""
     read_config: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda config: {}
-    """Reads from config.json the fields of ModelShape that only this family has."""
+    """Reads from config.json the fields of ModelShape that are special to this family."""
     ignored: tuple[Ignored, ...] = ()
     vllm_repeats_ends: bool = False
-    """vLLM builds embedding, final norm and output on every pipeline stage."""
+    """Whether vLLM builds embedding, final norm and output layer on every pipeline stage."""
     hf_layer: str = "model.layers.{}."
     megatron_layer: str = "decoder.layers.{}."
     vllm_layer: str = "model.layers.{}."
 
     @property
     def qk_norm(self) -> Literal["none", "head", "full"]:
-        """`head`: q and k are normalised head by head; `full`: over the width of all heads together; `none`: not at
-        all."""
+        """How q and k are normalised. `head`: each head alone; `full`: all heads together; `none`: not at all."""
         known: dict[tuple[str, ...] | None, Literal["none", "head", "full"]]
         known = {None: "none", ("head",): "head", ("q",): "full"}
         return known[self._dims("self_attn.q_norm.weight")]
@@ -174,13 +175,13 @@ class Family:
 
     @property
     def post_norm(self) -> bool:
-        """Whether norms stand behind attention and MLP, before the residual sum, and not in front of them."""
+        """Whether the norms are after attention and MLP, before the residual sum, instead of in front of them."""
         return self._dims("post_feedforward_layernorm.weight") is not None
 
     @property
     def router_bias(self) -> bool:
-        """Whether a bias takes part in the choice of the experts. The load of the experts moves it, not a gradient
-        (arXiv:2408.15664)."""
+        """Whether the router adds a bias to the scores when it chooses experts. The bias is updated from the experts'
+        load, not by a gradient (arXiv:2408.15664)."""
         return self._dims("mlp.gate.e_score_correction_bias") is not None
 
     def _dims(self, name: str) -> tuple[str, ...] | None:
@@ -192,7 +193,7 @@ class Family:
         return [rule for rule in (*self.attention, *mlp) if rule.when(shape)]
 
     def hf_tensors(self, shape: ModelShape) -> dict[str, tuple[int, ...]]:
-        """Every HF tensor of a model and its extents."""
+        """The extents of every HF tensor of a model, by name."""
         ends = (
             (self.embedding, self.final_norm)
             if shape.tied_embeddings
@@ -213,8 +214,8 @@ class Family:
         return sum(prod(extents) for extents in self.hf_tensors(shape).values())
 
     def describe(self, hf_name: str) -> str | None:
-        """Describe the row to which an HF name belongs, whatever its layer and expert, for a message; None: there is
-        none."""
+        """A description, for error messages, of the row that an HF name belongs to, for any layer and expert. None if
+        there is no such row."""
         pattern = re.escape(self.hf_layer).replace(re.escape("{}"), r"\d+")
         name = re.sub(rf"^{pattern}", "", hf_name)
         for rule in (self.embedding, *self.attention, *self.dense, *self.mixture, self.final_norm, self.output):
@@ -224,7 +225,10 @@ class Family:
         return None
 
     def check_mesh(self, shape: ModelShape, mesh: Mesh) -> None:
-        """Raises ValueError when heads, KV heads, FFN, experts or layers do not divide."""
+        """
+        Raises:
+            ValueError: the mesh does not divide heads, KV heads, FFN, experts or layers.
+        """
         experts = shape.experts
         if experts is None and mesh.expert > 1:
             raise ValueError(f"policy.parallel.expert={mesh.expert}, but a {self.name} model has no experts")
@@ -249,11 +253,14 @@ class Family:
     def megatron_placed(self, shape: ModelShape, mesh: Mesh, rank: int, fused_norms: bool = False) -> list[Placed]:
         """All rows of one trainer rank, in order of depth.
 
-        With virtual stages a rank holds several GPTModels: their parameters are called `chunk0.` and so on. Without,
-        names have no such prefix.
+        With virtual stages a rank holds several GPTModels, and the names of their parameters begin with `chunk0.`,
+        `chunk1.` and so on. Without virtual stages the names have no such prefix.
 
         Args:
             fused_norms: the model has Transformer Engine's layers.
+
+        Raises:
+            ValueError: see `check_mesh`.
         """
         self.check_mesh(shape, mesh)
         tensor, stage, _ = mesh.coordinates(rank)
@@ -302,19 +309,20 @@ class Family:
     def vllm_placed(
         self, shape: ModelShape, tensor: int, rank: int, expert_parallel: bool = False, pipeline: int = 1
     ) -> list[Placed]:
-        """All rows of one rank of an engine with tensor x pipeline ranks, tensor first, in order of depth.
+        """All rows of one rank of an engine, in order of depth. The engine has tensor x pipeline ranks, numbered along
+        the tensor axis first.
 
         Args:
-            expert_parallel: vLLM's enable_expert_parallel with its linear placement: the experts are shared out over
-                the tensor-parallel ranks, each whole.
+            expert_parallel: vLLM's enable_expert_parallel with its linear placement: whole experts are distributed over
+                the tensor-parallel ranks.
 
         Raises:
-            ValueError: the family has no model in vLLM, or heads, FFN or vocabulary do not divide.
+            ValueError: vLLM has no class for the family, or the ranks do not divide heads, FFN or vocabulary.
         """
         if self.vllm_model is None:
             raise ValueError(
-                f"vLLM has no model of its own for the family {self.name}: it falls back on transformers' modules, "
-                f"whose layout is not described"
+                f"vLLM has no class for the family {self.name}: it uses transformers' modules, whose layout is not "
+                f"described here"
             )
         tensor_rank, stage = rank % tensor, rank // tensor
         first, last = stage == 0, stage == pipeline - 1
@@ -346,7 +354,7 @@ class Family:
 
 
 def _num_experts(shape: ModelShape) -> int:
-    """The routed experts of a layer; rows with a `{}` for the expert exist only in models that have some."""
+    """The number of routed experts of a layer. Only models with experts have rows with a `{}` for the expert."""
     assert shape.experts is not None, f"{shape.family}: a model without experts has a row for each expert"
     return shape.experts.num_experts
 
@@ -359,7 +367,11 @@ def _place(
     local_name: str,
     experts: range | None = None,
 ) -> Placement:
-    """One row on one rank. `where` is (number of ranks that share the row, this rank's number among them)."""
+    """The placement of one row on one rank.
+
+    Args:
+        where: (the number of ranks that share the row, this rank's number among them).
+    """
     full = rule.extents(shape)
     try:
         pieces = split(shape, tuple(extents[rule.split.dim] for extents in full), *where)
@@ -379,15 +391,15 @@ def _with(extent: tuple[int, ...], dim: int, start: int, stop: int) -> Box:
 
 
 def _linear(shape: ModelShape, ways: int, rank: int) -> range:
-    """vLLM's linear placement of experts. Where they do not divide evenly, the first ranks hold one expert more."""
+    """The experts of a rank in vLLM's linear placement. If they do not divide evenly, the first ranks hold one more."""
     base, more = divmod(_num_experts(shape), ways)
     start = rank * base + min(rank, more)
     return range(start, start + base + (rank < more))
 
 
 def _vllm_layers(num_layers: int, pipeline: int, stage: int) -> range:
-    """The layers of a stage, as vllm.distributed.utils.get_pp_indices deals them: where they do not divide evenly, the
-    stages just before the last one hold one layer more."""
+    """The layers of a stage, as vllm.distributed.utils.get_pp_indices distributes them. If they do not divide evenly,
+    the stages just before the last one hold one more."""
     base, more = divmod(num_layers, pipeline)
     counts = [base + (pipeline - 1 - more <= s < pipeline - 1) for s in range(pipeline)]
     return range(sum(counts[:stage]), sum(counts[: stage + 1]))

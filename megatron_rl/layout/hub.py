@@ -1,7 +1,7 @@
-"""A Hugging Face folder's weights as numbers: which file holds which tensor, from the files' headers alone.
+"""Finds out which file of a Hugging Face folder holds which tensor. Only the files' headers are read.
 
-Damaged or foreign folders fail here, with the file and the reason, before anything starts. Invariant
-(tests/unit/layout): every tensor is accounted for by one row of the family's table, or declared there as ignored.
+A damaged or unsuitable folder fails here, before anything starts, with an error that names the file and the reason.
+Invariant (tests/unit/layout): every tensor belongs to one row of the family's table or is declared there as ignored.
 """
 
 from __future__ import annotations
@@ -23,34 +23,38 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class HubIndex:
     files: dict[str, Path]
-    """The safetensors file that holds each HF tensor, by name."""
+    """The safetensors file of each HF tensor, by the tensor's name."""
     ignored: dict[str, str]
-    """Tensors that are not read, by name, with the reason why the model does without each."""
+    """The reason why the model does not need a tensor, by the tensor's name."""
 
 
 def check_model(folder: Path, shape: ModelShape, mesh: Mesh) -> None:
-    """Everything that can be known of a checkpoint before a process starts.
+    """Check everything about a checkpoint that can be checked before a process starts.
 
     Raises:
-        ValueError: heads or layers do not divide, or the weights are damaged or incomplete.
+        ValueError: the mesh does not divide the model, or the weights are damaged or incomplete.
     """
     FAMILIES[shape.family].check_mesh(shape, mesh)
     index = scan(folder, shape)
     for reason, count in Counter(index.ignored.values()).items():
-        log.warning("%s: %d tensors are not read: %s", folder, count, reason)
+        log.warning("%s: %d tensors are ignored: %s", folder, count, reason)
 
 
 def read_index(folder: Path, shape: ModelShape) -> dict[str, Path]:
-    """The safetensors file that holds each HF tensor, by name. Raises the errors of `scan`."""
+    """The safetensors file of each HF tensor, by the tensor's name.
+
+    Raises:
+        ValueError: see `scan`.
+    """
     return scan(folder, shape).files
 
 
 def scan(folder: Path, shape: ModelShape) -> HubIndex:
-    """Account for every tensor of a folder; only the files' headers are read.
+    """Account for every tensor of a folder. Only the files' headers are read.
 
     Raises:
-        ValueError: no safetensors, a damaged or truncated file, quantised weights, or a tensor that is missing,
-            unknown, there twice or of other extents than the family's table says; each by name.
+        ValueError: there is no safetensors file, a file is damaged or truncated, weights are quantised, or a tensor is
+            missing, unknown, present twice or has other extents than the family's table says. The error names it.
     """
     files = sorted(Path(folder).glob("*.safetensors"))
     if not files:
@@ -66,7 +70,7 @@ def scan(folder: Path, shape: ModelShape) -> HubIndex:
                     f"{where} is {dtype}: quantised checkpoints cannot be trained; dequantise it to BF16 first"
                 )
             if name in index.files or name in index.ignored:
-                raise ValueError(f"{where} stands in another file too; remove one of them")
+                raise ValueError(f"{where} is in another file too; remove one of the two")
             if name not in expected:
                 index.ignored[name] = _reason(name, where, shape)
                 continue
@@ -87,23 +91,29 @@ _DTYPES = {"F64", "F32", "F16", "BF16"}
 
 
 def _reason(name: str, where: str, shape: ModelShape) -> str:
+    """The reason why the model does not need this tensor.
+
+    Raises:
+        ValueError: the tensor is not one that may be ignored.
+    """
     family = FAMILIES[shape.family]
     if name.endswith("weight_scale_inv"):
         raise ValueError(
             f"{where} scales an fp8 weight: such checkpoints cannot be trained; dequantise it to BF16 first"
         )
     if shape.tied_embeddings and name == family.output.hf[0].name:
-        return "the tied output layer, stored a second time"
+        return "the output layer is tied to the embedding and stored a second time"
     for ignored in family.ignored:
         if ignored.matches(name, shape):
             return ignored.reason
     if row := family.describe(name):
-        raise ValueError(f"{where} is of {row}, but config.json describes a model without it")
+        raise ValueError(f"{where} belongs to {row}, but config.json describes a model without it")
     raise ValueError(f"{where} is unknown to the family {family.name}: no row of its table has this name")
 
 
 def read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...], int]]:
-    """Name -> (dtype, extents, first byte in the file) from a safetensors header (8 bytes length, JSON).
+    """The header of a safetensors file (the length in 8 bytes, then JSON): (dtype, extents, offset of the first byte in
+    the file) of each tensor, by name.
 
     Raises:
         ValueError: the file is truncated, or its header is damaged or does not fit the file's size.
@@ -113,26 +123,26 @@ def read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...], int]]:
         start = file.read(8)
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else size
         if 8 + length > size:
-            raise ValueError(f"{path} is truncated or no safetensors file ({size} bytes); copy it again")
+            raise ValueError(f"{path} is truncated or not a safetensors file ({size} bytes); copy it again")
         try:
-            header = json.loads(file.read(length), object_pairs_hook=_without_twins)
+            header = json.loads(file.read(length), object_pairs_hook=_without_duplicates)
             header.pop("__metadata__", None)
             entries = {
                 name: (entry["dtype"], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0])
                 for name, entry in header.items()
             }
             end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:  # a flipped bit spoils a key or a value
+        except (ValueError, KeyError, TypeError, AttributeError) as error:  # a flipped bit may spoil a key or a value
             raise ValueError(f"{path}: the safetensors header is damaged ({error!r}); copy the file again") from error
     if 8 + length + end != size:
-        raise ValueError(f"{path} has {size} bytes, its header promises {8 + length + end}; copy it again")
+        raise ValueError(f"{path} has {size} bytes, but its header promises {8 + length + end}; copy it again")
     return entries
 
 
-def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Refuse two equal names; the JSON reader would keep the last one without a word."""
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Refuse two equal names; the JSON reader would silently keep the last one."""
     result = dict(pairs)
     if len(result) < len(pairs):
-        twin = Counter(name for name, _ in pairs).most_common(1)[0][0]
-        raise ValueError(f"{twin} stands there twice")
+        name = Counter(name for name, _ in pairs).most_common(1)[0][0]
+        raise ValueError(f"it contains {name} twice")
     return result

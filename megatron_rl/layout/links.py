@@ -1,7 +1,8 @@
-"""Which GPU sits where, and how fast its links are.
+"""Which GPU is in which node, and how fast its links are.
 
-Trainer ranks fill the nodes first, `gpus_per_node` each; the engines' ranks come after them, engine by engine, or lie
-on the same GPUs from the first one on. Rates are of one direction; both directions work at once.
+Trainer ranks fill the first nodes, with `gpus_per_node` ranks each. The engines' ranks come after them, engine by
+engine, or share the trainer's GPUs from the first one on. Rates are those of one direction; both directions work at
+once.
 """
 
 from __future__ import annotations
@@ -15,20 +16,20 @@ import numpy as np
 class Links:
     gpus_per_node: int = 1
     nics_per_node: int | None = None
-    """Where a node has fewer NICs than GPUs, neighbouring GPUs share one. None: each GPU has a NIC of its own."""
+    """If a node has fewer NICs than GPUs, neighbouring GPUs share one. None: each GPU has its own NIC."""
     colocated: bool = False
-    """Engines lie on the trainer's GPUs."""
+    """Whether the engines run on the trainer's GPUs."""
     nvlink_gbps: float = 3600.0
-    """Gbit/s of a GPU to the others of its node; 3600 is an H100's 450 GB/s."""
+    """The rate from a GPU to the others of its node in Gbit/s; 3600 is an H100's 450 GB/s."""
     nic_gbps: float = 400.0
-    """Gbit/s of a NIC; 400 is 50 GB/s."""
+    """The rate of a NIC in Gbit/s; 400 is 50 GB/s."""
 
     def __post_init__(self) -> None:
         nics = self.gpus_per_node if self.nics_per_node is None else self.nics_per_node
         if not 1 <= nics <= self.gpus_per_node or self.gpus_per_node % nics:
-            raise ValueError(f"links: {nics} NICs a node do not divide {self.gpus_per_node} GPUs evenly")
+            raise ValueError(f"links: {nics} NICs per node do not divide {self.gpus_per_node} GPUs evenly")
         if min(self.nvlink_gbps, self.nic_gbps) <= 0:
-            raise ValueError(f"links: {self}: a rate is above 0")
+            raise ValueError(f"links: {self}: both rates must be above 0")
 
     def gpu(self, destination: np.ndarray, num_sources: int) -> np.ndarray:
         """The GPU of each engine rank. Trainer rank r is on GPU r."""

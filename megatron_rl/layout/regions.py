@@ -1,9 +1,9 @@
 """What all ranks of a side hold, as integer arrays, and what two sides have in common.
 
-A rank holds a cut of a row in many layers and for many experts; the rectangles are intersected once a (cut, cut) and
-crossed with the ownership of layers and experts as arrays. An expert interval is one more dim in front of an HF
-rectangle: [0, 1) where the row has no experts. Invariant (tests/unit/layout): the regions of a destination rank
-partition what it holds, or an error names the tensor and what is missing.
+A rank holds the same cut of a row in many layers and for many experts. So each pair of cuts is intersected only once,
+and the result is combined with arrays that say which rank holds which layers and experts. The interval of experts is
+one more dim in front of an HF rectangle; it is [0, 1) if the row has no experts. Invariant (tests/unit/layout): the
+regions of a destination rank partition what it holds, or an error names the tensor and what is missing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Cut:
     """One piece of a row, which is the same in every layer."""
 
     kind: str
-    """HF name without the layer's prefix; `{}` stands for the expert."""
+    """The HF name without the layer's prefix; `{}` stands for the expert."""
     box: Box
     """The interval of experts, then the HF rectangle."""
     local_name: str
@@ -39,7 +39,7 @@ class Cut:
         return "float32" if self.float32 else dtype
 
     def local(self, prefix: str, part: Box, expert: int) -> tuple[str, Box]:
-        """Local name and box of a part of one expert's HF rectangle."""
+        """The local name and box of a part of one expert's HF rectangle."""
         box = translate(part, self.box[1:], self.local_box)
         if not self.per_expert:
             return prefix + self.local_name, box
@@ -68,7 +68,7 @@ class Side:
         prefixes: dict[str, int] = {}
         rows = array("i")
         for rank, all_placed in enumerate(ranks):
-            seen: dict[int, tuple[Placement, int]] = {}  # layers share their placements: those are hashed once a rank
+            seen: dict[int, tuple[Placement, int]] = {}  # layers share placements, so each is hashed once per rank
             for placement, hf_prefix, prefix in all_placed:
                 known = seen.get(id(placement))
                 if known is None:
@@ -91,12 +91,13 @@ def _cuts(placement: Placement) -> Iterable[Cut]:
     interval = (0, 1) if experts is None else (experts.start, experts.stop)
     for kind, hf_box, local_box in placement.pieces:
         box = (interval, *hf_box)
-        if volume(box):  # a rank with padding rows alone holds nothing
+        if volume(box):  # a rank with only padding rows holds nothing
             yield Cut(kind, box, placement.local_name, local_box, experts is not None, placement.float32)
 
 
 def expand(starts: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Entry i becomes starts[i], starts[i] + 1, ... `counts[i]` times: (entry, index) of all, one after the other."""
+    """For each entry i, list the pairs (i, starts[i]), (i, starts[i] + 1), ..., `counts[i]` of them. Returns the first
+    and the second elements of all pairs."""
     entry = np.repeat(np.arange(len(counts)), counts)
     return entry, np.arange(len(entry)) - _starts(counts)[entry] + starts[entry]
 
@@ -107,23 +108,23 @@ def _starts(counts: NDArray[np.int64]) -> NDArray[np.int64]:
 
 @dataclass(frozen=True)
 class Regions:
-    """What source and destination have in common: the items that every replica of the destination needs.
+    """What source and destination have in common, as a list of items. Every replica of the destination needs all items.
 
-    A block is one rectangle in one layer that some source ranks hold, all of it; a group is a set of such ranks.
+    A block is a rectangle in one layer that some source ranks hold completely. A group is such a set of source ranks.
     """
 
     source: Side
     destination: Side
     block_keys: np.ndarray
-    """int64 [num_blocks], ascending: number of the HF prefix * number of boxes + number of the box."""
+    """int64 [num_blocks], ascending: the HF prefix's index * the number of boxes + the box's index."""
     holders: np.ndarray
     """The ranks that hold block 0, ascending, then those that hold block 1, and so on."""
     holdings: np.ndarray
     """The row of `source.held` for each entry of `holders`."""
     holders_start: np.ndarray
-    """int64 [num_blocks + 1]: where the holders of each block begin."""
+    """int64 [num_blocks + 1]: the index of each block's first entry in `holders`."""
     boxes: np.ndarray
-    """int64 [num_overlaps, dims, 2]: rectangles with the interval of experts in front, filled up with [0, 1)."""
+    """int64 [num_overlaps, dims, 2]: rectangles with the interval of experts in front; missing dims are [0, 1)."""
     item_block: np.ndarray
     item_held: np.ndarray
     """The row of `destination.held` that each item belongs to, ascending."""
@@ -132,7 +133,7 @@ class Regions:
 
     @cached_property
     def groups(self) -> tuple[tuple[tuple[int, ...], ...], np.ndarray]:
-        """The distinct sets of ranks that hold a block, and the number of the set for each block."""
+        """The distinct sets of ranks that hold a block, and for each block the index of its set."""
         known: dict[bytes, int] = {}
         of_block = np.empty(len(self.block_keys), np.int32)
         ends = self.holders_start.tolist()
@@ -141,7 +142,7 @@ class Regions:
         return tuple(tuple(np.frombuffer(ranks, np.int32).tolist()) for ranks in known), of_block
 
     def locate(self, items: np.ndarray, rank: int) -> tuple[np.ndarray, np.ndarray]:
-        """For each item its row of `source.held` on source rank `rank`, and its row of `destination.held`."""
+        """For each item, its row in `source.held` on the source rank `rank`, and its row in `destination.held`."""
         key = self.item_block[items].astype(np.int64) * self._num_ranks + rank
         found = np.searchsorted(self._holder_keys, key)
         assert (self._holder_keys[found] == key).all(), f"rank {rank} does not hold all of these items"
@@ -162,14 +163,14 @@ def intersect_sides(source: Side, destination: Side) -> Regions:
     """All regions of the destination's ranks.
 
     Raises:
-        ValueError: a destination rectangle that the sources hold only in part, or not at all, by name.
+        ValueError: the sources hold a destination rectangle only in part or not at all; the error names it.
     """
     kinds = {kind: i for i, kind in enumerate(sorted({cut.kind for cut in (*source.cuts, *destination.cuts)}))}
     dims = max((len(cut.box) for cut in (*source.cuts, *destination.cuts)), default=1)
     box_of, box_kind, box = _distinct_boxes(source, kinds, dims)
     other_of, other_kind, other_box = _distinct_boxes(destination, kinds, dims)
 
-    # Each pair of boxes of one kind, once: overlaps in the order of the destination's boxes.
+    # Intersect each pair of boxes of the same kind once. The overlaps are in the order of the destination's boxes.
     order = np.argsort(box_kind, kind="stable")
     first = np.searchsorted(box_kind[order], other_kind, "left")
     other, index = expand(first, np.searchsorted(box_kind[order], other_kind, "right") - first)
@@ -182,7 +183,7 @@ def intersect_sides(source: Side, destination: Side) -> Regions:
     keys = source.held[:, 1].astype(np.int64) * len(box) + box_of[source.held[:, 3]]
     order = np.lexsort((source.held[:, 0], keys))
     ranks, keys = source.held[order, 0], keys[order]
-    new = np.ones(len(keys), bool)  # a rank may hold a block twice: the first one serves
+    new = np.ones(len(keys), bool)  # a rank may hold a block twice; only the first is used
     new[1:] = (keys[1:] != keys[:-1]) | (ranks[1:] != ranks[:-1])
     order, ranks, keys = order[new], ranks[new], keys[new]
     block_keys, holders_start = np.unique(keys, return_index=True)
@@ -225,7 +226,7 @@ def _check_cover(regions: Regions) -> None:
     source are either equal or disjoint."""
     side = regions.destination
     sizes = (regions.boxes[..., 1] - regions.boxes[..., 0]).prod(axis=1)
-    # Sums of floats: exact below 2^53 elements of one rectangle.
+    # The sums are floats, which are exact below 2^53 elements.
     found = np.bincount(regions.item_held, sizes[regions.item_box].astype(float), len(side.held))
     needed = np.array([prod(extents(cut.box)) for cut in side.cuts], float)[side.held[:, 3]]
     for row in np.flatnonzero(found != needed)[:1]:

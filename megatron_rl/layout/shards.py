@@ -1,9 +1,9 @@
-"""Where a piece of a weight lies: rectangles of Hugging Face tensors, the canonical form of both sides.
+"""Where parts of the weights are: rectangles of Hugging Face tensors, which are the canonical form of both sides.
 
-A `Shard` says: this rectangle of that HF tensor is this rectangle of that local parameter. A rank is a list of
-shards; loading, export and the bridge are loops over such lists. Invariants (tests/unit/layout): both rectangles
-of a shard have the same extents, but for one dim of extent 1 in front where a parameter stacks experts; the shards
-of all ranks of a mesh without replicas partition every HF tensor.
+A `Shard` says that a rectangle of an HF tensor is a rectangle of a local parameter. A rank is a list of shards;
+loading, export and the bridge are loops over such lists. Invariants (tests/unit/layout): both rectangles of a shard
+have the same extents, except that a parameter that stacks experts has one more dim of extent 1 in front; the shards of
+all ranks of a mesh without replicas partition every HF tensor.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from math import prod
 
 Box = tuple[tuple[int, int], ...]
-"""Half-open interval [start, stop) of each tensor dim."""
+"""The half-open interval [start, stop) of each tensor dim."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Example, rank 1 of TP2, the gate half of a fused gated MLP with ffn 256, hidden 128:
+    """A rectangle of an HF tensor that is a rectangle of a local parameter. An example is the gate half of a fused
+    gated MLP with ffn 256 and hidden 128, on rank 1 of TP2:
     Shard("model.layers.0.mlp.gate_proj.weight", ((128, 256), (0, 128)),
           "decoder.layers.0.mlp.linear_fc1.weight", ((0, 128), (0, 128)))
     """
@@ -43,14 +44,14 @@ def volume(box: Box) -> int:
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """The common part of two boxes, or None when it is empty."""
+    """The common part of two boxes, or None if it is empty."""
     common = tuple((max(x[0], y[0]), min(x[1], y[1])) for x, y in zip(a, b, strict=True))
     return common if all(start < stop for start, stop in common) else None
 
 
 def translate(part: Box, origin: Box, target: Box) -> Box:
-    """`part`, given in the frame where `origin` lies, in the frame where `origin` is called `target`. Dims that
-    `target` has in front of the others are kept."""
+    """Move `part` by the offset from `origin` to `target`. If `target` has more dims in front, the result has them
+    too."""
     front = len(target) - len(origin)
     return target[:front] + tuple(
         (p[0] - o[0] + t[0], p[1] - o[0] + t[0]) for p, o, t in zip(part, origin, target[front:], strict=True)
@@ -73,12 +74,12 @@ def local_extents(shards: Iterable[Shard]) -> dict[str, tuple[int, ...]]:
 
 
 def check_parameters(shards: Iterable[Shard], live: dict[str, tuple[int, ...]], side: str) -> None:
-    """Every live parameter is described and every described one is live, with the same extents.
+    """Check that the live parameters are exactly those that the shards describe, with the same extents.
 
-    Only dim 0 of a vocabulary matrix may be longer than described: those are padding rows.
+    Only dim 0 of a vocabulary matrix may be longer than described, because of its padding rows.
 
     Raises:
-        ValueError: names the parameter that no rule covers, that is missing, or whose extents differ.
+        ValueError: no rule covers a parameter, one is missing, or its extents differ. The error names it.
     """
     described = local_extents(shards)
     for name in live.keys() - described.keys():
@@ -88,9 +89,9 @@ def check_parameters(shards: Iterable[Shard], live: dict[str, tuple[int, ...]], 
             raise ValueError(f"{side}: the family's table expects a parameter {name} {shape}, which the model lacks")
         padded = live[name][0] >= shape[0] and live[name][1:] == shape[1:] and is_vocabulary(name)
         if live[name] != shape and not padded:
-            raise ValueError(f"{side}: parameter {name} is {live[name]}, the family's table says {shape}")
+            raise ValueError(f"{side}: parameter {name} is {live[name]}, but the family's table says {shape}")
 
 
 def is_vocabulary(local_name: str) -> bool:
-    """Whether the parameter is the embedding or the output layer: only these have padding rows."""
+    """Whether the parameter is the embedding or the output layer. Only these have padding rows."""
     return any(part in local_name for part in ("embed", "output_layer", "lm_head"))

@@ -1,7 +1,7 @@
-"""The few ways in which a row of a family's table is split over ranks, on both sides.
+"""The few ways in which a row of a family's table is split over ranks, in Megatron and in vLLM.
 
-A split turns whole Hugging Face tensors into one rank's pieces. Invariant (tests/unit/layout): over all ranks the
-pieces cover every row or column exactly once, or, where heads or whole tensors are replicated, equally often.
+A split turns whole Hugging Face tensors into the pieces of one rank. Invariant (tests/unit/layout): the pieces of all
+ranks cover every row or column exactly once, or equally often if heads or whole tensors are replicated.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ vllm.model_executor.layers.vocab_parallel_embedding."""
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of an HF tensor on one rank: the rows or columns [start, stop) along `dim`, and where they begin in the
-    rank's parameter."""
+    """A part of an HF tensor on one rank: the rows or columns [start, stop) along `dim`. In the rank's parameter they
+    begin at `local_start`."""
 
     tensor: int
     """The tensor, as an index into the row's `hf`."""
@@ -34,7 +34,7 @@ class Piece:
 Split = Callable[[ModelShape, tuple[int, ...], int, int], list[Piece]]
 """(shape, extents of the split dim of each HF tensor, ways, rank) -> the rank's pieces.
 
-Raises ValueError when the extents do not divide."""
+It raises ValueError if the extents do not divide."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,18 +46,19 @@ class SplitKind:
     dim: int = 0
     """The dim of the HF tensors that is split."""
     fused: Split | None = None
-    """Megatron's split with Transformer Engine's layers, where it differs from `megatron`."""
+    """Megatron's split with Transformer Engine's layers, if it differs from `megatron`."""
 
 
 def padded(length: int, multiple: int) -> int:
+    """`length` rounded up to a multiple."""
     return -(-length // multiple) * multiple
 
 
 def part(length: int, ways: int, index: int) -> tuple[int, int]:
-    """[start, stop) of one of `ways` equal parts.
+    """The interval [start, stop) of one of `ways` equal parts.
 
     Raises:
-        ValueError: they cannot be equal.
+        ValueError: `ways` does not divide the length.
     """
     if length % ways:
         raise ValueError(f"{length} does not divide into {ways} equal parts")
@@ -65,7 +66,7 @@ def part(length: int, ways: int, index: int) -> tuple[int, int]:
 
 
 def _stacked(dim: int) -> Split:
-    """Each tensor is split evenly along `dim`, and a rank's parts are stacked: [gate_t ; up_t]."""
+    """Each tensor is split evenly along `dim`, and a rank stacks its parts, such as [gate_t ; up_t]."""
 
     def split(shape: ModelShape, lengths: tuple[int, ...], ways: int, rank: int) -> list[Piece]:
         pieces, offset = [], 0
@@ -88,13 +89,13 @@ def _replicated(offset: Callable[[ModelShape], int] = lambda shape: 0) -> Split:
 
 
 def query_rank(shape: ModelShape) -> int:
-    """The rank of the query's down projection in latent attention; 0 where the query is projected directly."""
+    """The rank of the query's down projection in latent attention; 0 if the query is projected directly."""
     assert shape.latent is not None, f"{shape.family}: a row of latent attention in a model without it"
     return shape.latent.query_rank
 
 
 def _vocabulary(multiple: Callable[[int], int]) -> Split:
-    """The rows are padded to a multiple and then split evenly. A rank that has padding rows alone holds no HF row."""
+    """The rows are padded to a multiple and then split evenly. A rank with only padding rows holds no HF row."""
 
     def split(shape: ModelShape, lengths: tuple[int, ...], ways: int, rank: int) -> list[Piece]:
         start, stop = (min(row, lengths[0]) for row in part(padded(lengths[0], multiple(ways)), ways, rank))
@@ -104,8 +105,8 @@ def _vocabulary(multiple: Callable[[int], int]) -> Split:
 
 
 def _megatron_qkv(shape: ModelShape, lengths: tuple[int, ...], ways: int, rank: int) -> list[Piece]:
-    """Per query group [q ... q, k, v], one group after the other, all rows split evenly over TP. With fewer groups
-    than ranks a group's rows lie on several ranks: Megatron gathers its output."""
+    """Each query group is [q ... q, k, v], the groups follow each other, and all rows are split evenly over TP. If
+    there are fewer groups than ranks, the rows of a group are on several ranks, and Megatron gathers their output."""
     heads_per_group = shape.num_heads // shape.num_kv_heads
     first, last = part(sum(lengths), ways, rank)
     pieces, row = [], 0
@@ -121,7 +122,7 @@ def _megatron_qkv(shape: ModelShape, lengths: tuple[int, ...], ways: int, rank: 
 
 
 def _vllm_qkv(shape: ModelShape, lengths: tuple[int, ...], ways: int, rank: int) -> list[Piece]:
-    """A rank stacks its heads: [q heads ; k heads ; v heads]. With fewer KV heads than ranks each KV head is
+    """A rank stacks its heads as [q heads ; k heads ; v heads]. If there are fewer KV heads than ranks, each KV head is
     replicated."""
     copies = max(1, ways // shape.num_kv_heads)
     part(shape.num_heads, ways, rank)
@@ -139,19 +140,19 @@ def _vllm_qkv(shape: ModelShape, lengths: tuple[int, ...], ways: int, rank: int)
 
 
 ROWS = SplitKind(_stacked(0), _stacked(0))
-"""Layers that Megatron calls column-parallel: their outputs are split. Norms over the width of all heads are split
-alike."""
+"""The split of layers that Megatron calls column-parallel: their outputs are split. Norms over all heads together are
+split in the same way."""
 COLUMNS = SplitKind(_stacked(1), _stacked(1), dim=1)
-"""Layers that Megatron calls row-parallel: their inputs are split."""
+"""The split of layers that Megatron calls row-parallel: their inputs are split."""
 REPLICATED = SplitKind(_replicated(), _replicated())
 QKV = SplitKind(_megatron_qkv, _vllm_qkv)
-"""Weights and biases of the projection to q, k and v."""
+"""The split of weights and biases of the projection to q, k and v."""
 VOCABULARY = SplitKind(
     _vocabulary(lambda ways: VOCABULARY_MULTIPLE * ways), _vocabulary(lambda ways: VLLM_VOCABULARY_MULTIPLE)
 )
 LATENT_DOWN = SplitKind(_stacked(0), _replicated(), fused=_replicated())
-"""Down projections of latent attention: Megatron's local layers split them over TP and gather the output, Transformer
-Engine's and vLLM's are whole on every rank."""
+"""The split of the down projections of latent attention: Megatron's local layers split them over TP and gather the
+output; those of Transformer Engine and vLLM are whole on every rank."""
 LATENT_KV_DOWN = SplitKind(_stacked(0), _replicated(query_rank), fused=_replicated())
-"""Down projections of k and v in latent attention. vLLM stacks their rows below those of the query's down
+"""The split of the down projection of k and v in latent attention. vLLM stacks its rows below those of the query's down
 projection."""

@@ -1,8 +1,8 @@
-"""What a plan puts on each link, and how long that takes at least.
+"""Computes how many bytes a plan sends over each link, and how long that takes at least.
 
-Every GPU has a port to the others of its node (NVLink) and a NIC, perhaps shared; each works in both directions at
-once. Bytes that stay on a GPU load neither. Invariants (tests/unit/layout): the classes add up to what the engines
-need; no time is below the bound.
+Every GPU has a port to the other GPUs of its node (NVLink) and a NIC, which it may share. Each of these works in both
+directions at once. Bytes that stay on a GPU use neither. Invariants (tests/unit/layout): the bytes on GPUs, NVLink and
+NICs add up to what the engines need; no predicted time is below the bound.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class Traffic:
     num_rounds: int
     """The number of engines in the longest chain."""
     bound_s: float
-    """A lower bound of the time: the bytes of the fullest engine rank over the rate of its own link."""
+    """A lower bound of the time: the bytes of the fullest engine rank divided by the rate of its link."""
     predicted_s: float
-    """The predicted time: that of the busiest link, and that of one bucket on its way through the other rounds."""
+    """The predicted time: the time of the busiest link plus that of one bucket in each further round."""
 
     @property
     def redundancy(self) -> float:
@@ -105,7 +105,7 @@ def _name(link: str, index: int, plan: TransferPlan, links: Links) -> str:
 
 
 def choose_chains(sender_s: float, receiver_s: float, num_engines: int, bucket_s: float) -> int:
-    """How many chains of engines are fastest: few spare the trainer's links, many are short.
+    """The fastest number of chains. Few chains use the trainer's links less, many chains are shorter.
 
     Args:
         sender_s: the busiest trainer link's time for one engine; it grows with the number of chains.

@@ -1,10 +1,10 @@
 """The transfer plan: which rectangle of which trainer rank goes to which rectangle of which engine rank.
 
-A plan is the intersection of source with destination, nothing else. All bytes that one set of replicas can send are
-laid on a line, engine by engine, and the line is cut among the replicas: a replica's part of the plan is an interval,
-whatever the number of engines. Invariants (tests/unit/layout): every described destination element is written exactly
-once and from its own source element; replicas send equally much, to a row, unless one of them is nearer to the
-receiver; the plan is a pure function of its inputs, so that both sides compute it alone and compare `digest`.
+A plan is only the intersection of source and destination. All bytes that the same set of replicas can send are put in
+one sequence, engine by engine, and the replicas share this sequence: each of them sends one interval of it, whatever
+the number of engines. Invariants (tests/unit/layout): every described destination element is written exactly once and
+from its own source element; replicas send equally many bytes, within a row, unless one of them is nearer to the
+receiver; the plan is a pure function of its inputs, so that each side computes it alone and both compare `digest`.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ from megatron_rl.types import Mesh, ModelShape
 
 @dataclass(frozen=True, eq=False)
 class TransferPlan:
-    """Runs say who sends what: bytes [start, stop) of the stream that a pair is. A pair is a group of sources and a
-    rank of an engine: all that this rank needs and these sources hold, item after item."""
+    """The plan is a list of runs. A pair is a group of source ranks and one rank of an engine; its stream is the
+    sequence of all items that this engine rank needs and these sources hold. A run says which source rank sends the
+    bytes [start, stop) of a pair's stream."""
 
     regions: Regions
     dtype: str
@@ -48,7 +49,7 @@ class TransferPlan:
 
     @cached_property
     def digest(self) -> str:
-        """A digest of the plan. It differs where two sides have another model, other meshes or other engines."""
+        """A digest of the plan. Two sides with different models, meshes or engines get different digests."""
         regions, sha = self.regions, hashlib.sha256()
         for side in (regions.source, regions.destination):
             sha.update(repr((side.cuts, side.hf_prefixes, side.prefixes)).encode())
@@ -99,19 +100,19 @@ class TransferPlan:
         return self._routes(np.flatnonzero(self.source == rank), self.destination)
 
     def received_by(self, rank: int) -> dict[int, tuple[Copy, ...]]:
-        """Trainer rank -> copies in wire order, of one engine rank. Where another engine feeds it, they are those of
-        its chain's first engine: what `upstream` passes on, and in which pieces."""
+        """The copies that one engine rank receives, in wire order, by trainer rank. If another engine feeds it, these
+        are the copies of the first engine of its chain, because `upstream` passes on the same copies."""
         engine, within = divmod(rank, self.engines.world_size)
         first = self.engines.chain_of(engine)[0] * self.engines.world_size + within
         return self._routes(np.flatnonzero(self.destination == first), self.source)
 
     def upstream(self, rank: int) -> int | None:
-        """The rank of another engine that feeds this one; None: the trainer does."""
+        """The rank of another engine that feeds this rank; None if the trainer feeds it."""
         engine = rank // self.engines.world_size
         return None if engine == self.engines.chain_of(engine)[0] else rank - self.engines.world_size
 
     def downstream(self, rank: int) -> int | None:
-        """The rank of another engine that this one feeds; None: its chain ends here."""
+        """The rank of another engine that this rank feeds; None if its chain ends here."""
         engine = rank // self.engines.world_size
         return None if engine == self.engines.chain_of(engine)[-1] else rank + self.engines.world_size
 
@@ -174,7 +175,7 @@ class Stream:
     offset: np.ndarray
     """The number of bytes of the item's pair before the item."""
     first: np.ndarray
-    """[num_pairs + 1]: where each pair's items begin."""
+    """[num_pairs + 1]: the index of each pair's first item."""
     group: np.ndarray
     """[num_pairs]: the group of source ranks of each pair."""
     rank: np.ndarray
@@ -220,14 +221,14 @@ def plan_weights(
     dtype: str = "bfloat16",
     links: Links = Links(),
 ) -> TransferPlan:
-    """From a trainer to equal engines. Destination rank = engine * engines.world_size + the engine's rank.
+    """The plan from a trainer to equal engines. A destination rank is engine * engines.world_size + the engine's rank.
 
     Args:
         fused_norms: the trainer has Transformer Engine's layers.
-        dtype: on the wire.
+        dtype: the dtype in which the bytes are sent.
 
     Raises:
-        ValueError: heads, FFNs, experts or layers do not divide, or the family has no model in vLLM.
+        ValueError: the mesh does not divide heads, FFNs, experts or layers, or vLLM has no class for the family.
     """
     family = FAMILIES[shape.family]
     tensor, pipeline = engines.tensor, engines.pipeline
@@ -241,22 +242,22 @@ def plan_weights(
 def plan_regions(
     regions: Regions, num_sources: int, engines: Engines, links: Links = Links(), dtype: str = "bfloat16"
 ) -> TransferPlan:
-    """Share the regions out among the ranks that hold them. The destination of `regions` is one engine."""
+    """Distribute the regions over the ranks that hold them. The destination of `regions` is one engine."""
     stream = Stream.of(regions, dtype)
-    lines = _lay_out(stream, regions.groups[0], num_sources, engines, links)
-    cut, sender = _share(lines, num_sources, links)
-    if len(cut):  # cuts move down to the beginning of a row
-        segment = np.searchsorted(lines.end, np.minimum(cut, lines.end[-1] - 1), "right") - 1
+    workloads = _group_segments(stream, regions.groups[0], num_sources, engines, links)
+    cut, sender = _share_out(workloads, num_sources, links)
+    if len(cut):  # move each cut down to the beginning of a row
+        segment = np.searchsorted(workloads.end, np.minimum(cut, workloads.end[-1] - 1), "right") - 1
         total = np.append(0, np.cumsum(stream.bytes))
-        within = total[stream.first[lines.pair[segment]]] + cut - lines.end[segment]
+        within = total[stream.first[workloads.pair[segment]]] + cut - workloads.end[segment]
         item = np.minimum(np.searchsorted(total, within, "right"), len(stream.items)) - 1
         cut = cut - (within - total[item]) % stream.row_bytes[item]
-    points = np.unique(np.concatenate([lines.end, cut]))
+    points = np.unique(np.concatenate([workloads.end, cut]))
     start, stop = points[:-1], points[1:]
-    segment = np.searchsorted(lines.end, start, "right") - 1
+    segment = np.searchsorted(workloads.end, start, "right") - 1
     source = sender[np.searchsorted(cut, start, "right") - 1]
-    pair, destination = lines.pair[segment], lines.destination[segment]
-    start, stop = start - lines.end[segment], stop - lines.end[segment]
+    pair, destination = workloads.pair[segment], workloads.destination[segment]
+    start, stop = start - workloads.end[segment], stop - workloads.end[segment]
     order = np.lexsort((start, pair, destination, source))
     return TransferPlan(
         regions,
@@ -273,30 +274,31 @@ def plan_regions(
 
 
 @dataclass(frozen=True)
-class _Lines:
-    """Segments laid end to end. A segment is a pair for one engine; a line is a run of segments that the same source
-    ranks share."""
+class _Workloads:
+    """Segments in sequence. A segment is a pair's stream for one engine. A workload is a series of consecutive segments
+    that the same source ranks share among themselves."""
 
     pair: np.ndarray
     destination: np.ndarray
     end: np.ndarray
-    """[num_segments + 1]: the number of bytes before each segment, over all lines."""
+    """[num_segments + 1]: the number of bytes before each segment, counted over all workloads."""
     first: np.ndarray
-    """[num_lines + 1]: the first segment of each line."""
+    """[num_workloads + 1]: the first segment of each workload."""
     members: list[np.ndarray]
+    """The source ranks that share each workload."""
     near: np.ndarray
-    """[num_lines]: whether the line stays inside a node."""
+    """[num_workloads]: whether the senders are in the receiver's node."""
 
 
-def _lay_out(
+def _group_segments(
     stream: Stream,
     groups: Sequence[Sequence[int]],
     num_sources: int,
     engines: Engines,
     links: Links,
-) -> _Lines:
-    """Decide which ranks of a group may send each segment: the rank on the receiver's GPU; without one, the ranks on
-    its node; without these, all."""
+) -> _Workloads:
+    """Decide which ranks of a group may send each segment, and put segments with the same senders into one workload.
+    The sender is the rank on the receiver's GPU; if there is none, the ranks in its node; otherwise all ranks."""
     num_pairs = len(stream.group)
     heads = np.array([chain[0] for chain in engines.chains], np.int64)
     pair = np.tile(np.arange(num_pairs), len(heads))
@@ -314,13 +316,13 @@ def _lay_out(
     _, first = np.unique(key[order], return_index=True)
     members = []
     for segment in order[first].tolist():
-        line = np.array(groups[group[segment]], np.int64)
+        senders = np.array(groups[group[segment]], np.int64)
         if same_gpu[segment]:
-            line = line[line == gpu[segment]]
+            senders = senders[senders == gpu[segment]]
         elif same_node[segment]:
-            line = line[links.node(line) == node[segment]]
-        members.append(line)
-    return _Lines(
+            senders = senders[links.node(senders) == node[segment]]
+        members.append(senders)
+    return _Workloads(
         pair[order],
         destination[order],
         np.append(0, np.cumsum(stream.pair_bytes[pair[order]])),
@@ -330,21 +332,21 @@ def _lay_out(
     )
 
 
-def _share(lines: _Lines, num_sources: int, links: Links) -> tuple[np.ndarray, np.ndarray]:
-    """Cut every line among its members: (beginning of each part, who sends it), along all lines.
+def _share_out(workloads: _Workloads, num_sources: int, links: Links) -> tuple[np.ndarray, np.ndarray]:
+    """Divide every workload among its members. Returns (first byte of each part, its sender), over all workloads.
 
-    Those without a choice come first; then each line fills up the links that carry least so far.
+    Workloads with the fewest members come first. Each further one is given to the links that carry least so far.
     """
     nic_load = np.zeros(num_sources, np.int64)
-    rank_load = np.zeros((2, num_sources), np.int64)  # over NICs, inside nodes
-    parts: list[np.ndarray] = [np.zeros(0, np.int64)] * len(lines.members)
-    bounds = lines.end[lines.first].tolist()
-    for i in sorted(range(len(lines.members)), key=lambda i: len(lines.members[i])):
-        members, near = lines.members[i], int(lines.near[i])
+    rank_load = np.zeros((2, num_sources), np.int64)  # [0]: bytes over NICs, [1]: bytes inside nodes
+    parts: list[np.ndarray] = [np.zeros(0, np.int64)] * len(workloads.members)
+    bounds = workloads.end[workloads.first].tolist()
+    for i in sorted(range(len(workloads.members)), key=lambda i: len(workloads.members[i])):
+        members, near = workloads.members[i], int(workloads.near[i])
         load = rank_load[near]
         num_bytes = bounds[i + 1] - bounds[i]
         nic, index = np.unique(members if near else links.nic(members), return_inverse=True)
-        if len(nic) == len(members):  # each has a link of its own
+        if len(nic) == len(members):  # no two members share a link
             part = fill_up((load if near else nic_load)[nic], num_bytes)
         else:
             part = np.empty(len(members), np.int64)
@@ -355,16 +357,17 @@ def _share(lines: _Lines, num_sources: int, links: Links) -> tuple[np.ndarray, n
             np.add.at(nic_load, links.nic(members), part)
         parts[i] = bounds[i] + np.cumsum(part) - part
     empty = np.zeros(0, np.int64)
-    return np.concatenate([empty, *parts]), np.concatenate([empty, *lines.members])
+    return np.concatenate([empty, *parts]), np.concatenate([empty, *workloads.members])
 
 
 def fill_up(load: np.ndarray, amount: int) -> np.ndarray:
-    """Share `amount` out in whole numbers so that the smallest entries of `load` + result are level (water filling)."""
+    """Divide `amount` into whole numbers so that the smallest entries of `load` + result become equal (water
+    filling)."""
     order = np.argsort(load, kind="stable")
     sums = np.cumsum(load[order])
     level = (amount + sums) // np.arange(1, len(load) + 1)
     count = int(np.flatnonzero(level >= load[order])[-1]) + 1
     poured = np.zeros_like(load)
     poured[order[:count]] = level[count - 1] - load[order[:count]]
-    poured[order[: amount - int(poured.sum())]] += 1  # fewer than count
+    poured[order[: amount - int(poured.sum())]] += 1  # the remainder is less than `count`
     return poured

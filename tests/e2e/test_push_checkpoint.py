@@ -147,7 +147,7 @@ def test_a_push_that_breaks_off_is_told_and_mended(server, models, monkeypatch, 
         patch.setattr(BridgeSender, "push", lambda self, version: send(self, version + 1))
         assert push(models[0], server.url, "--version", 5) == 1
     said = capsys.readouterr().err
-    assert "pushed version 6" in said and "mean nothing before a whole push has arrived" in said
+    assert "pushed version 6" in said and "mean nothing until a whole push has arrived" in said
     assert server.label.startswith("mixed") and server.ask("is_paused") == {"is_paused": False}
     assert push(models[1], server.url, "--version", 6) == 0
     assert server.label == "6" and server.difference(models[1]) < 1e-5
@@ -230,7 +230,7 @@ def info(backend: str | None = "megatron_rl", tensor: int = 1, data: int = 1) ->
         (lambda other: [other(None)], "has no /server_info; start it with VLLM_SERVER_DEV_MODE=1"),
         (lambda other: [other(info("nccl"))], "takes its weights by nccl; start it with"),
         (lambda other: [other(info(None))], "takes its weights by no transfer at all; start it with"),
-        (lambda other: [other(info(data=2))], "is data-parallel; give each replica a server of its own"),
+        (lambda other: [other(info(data=2))], "is data-parallel; start a separate server for each replica"),
         (lambda other: [other(info()), other(info(tensor=2))], "push to servers of one layout at a time"),
     ],
 )

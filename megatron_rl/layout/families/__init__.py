@@ -1,4 +1,4 @@
-"""The families that exist, by the `model_type` of their HF config.json."""
+"""The supported families, by the `model_type` of their HF config.json."""
 
 from __future__ import annotations
 

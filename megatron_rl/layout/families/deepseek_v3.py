@@ -1,7 +1,7 @@
-"""DeepSeek-V3: latent attention, routed and shared experts, first layers dense (arXiv:2412.19437).
+"""DeepSeek-V3 has latent attention, routed and shared experts, and dense first layers (arXiv:2412.19437).
 
-The router's bias is a parameter in HF and in vLLM and a float32 buffer in Megatron (`router.expert_bias`): it has no
-gradient. Rotary dims are interleaved pairs on all sides, so no row is permuted.
+The router's bias has no gradient; it is a parameter in HF and vLLM and a float32 buffer in Megatron
+(`router.expert_bias`). Rotary dims are interleaved pairs on all sides, so no row is permuted.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ def _direct(shape: ModelShape) -> bool:
 _KV_DOWN = (HfTensor("self_attn.kv_a_proj_with_mqa.weight", ("kv_down", "hidden")),)
 
 _ATTENTION = (
-    Rule(REPLICATED, hf=INPUT_NORM.hf, megatron=INPUT_NORM.megatron, vllm=INPUT_NORM.vllm),  # three layers read it
+    Rule(
+        REPLICATED, hf=INPUT_NORM.hf, megatron=INPUT_NORM.megatron, vllm=INPUT_NORM.vllm
+    ),  # never fused: three layers read it
     Rule(
         ROWS,
         hf=(HfTensor("self_attn.q_proj.weight", ("q_up", "hidden")),),
@@ -97,7 +99,7 @@ _SHARED_EXPERTS = (
         hf=(HfTensor("mlp.gate.e_score_correction_bias", ("experts",)),),
         megatron="mlp.router.expert_bias",
         vllm="mlp.gate.e_score_correction_bias",
-        float32=True,  # it moves in steps that bfloat16 would round away
+        float32=True,  # its updates are so small that bfloat16 would round them away
     ),
     Rule(
         ROWS,
@@ -127,7 +129,7 @@ def _read(config: Mapping[str, Any]) -> dict[str, Any]:
     }
     for key, value in known.items():
         if config.get(key, value) != value:
-            raise ValueError(f"{key} is {config[key]!r}; known is {value!r}")
+            raise ValueError(f"{key} is {config[key]!r}; only {value!r} is supported")
     latent = LatentAttention(
         query_rank=config["q_lora_rank"] or 0,
         kv_rank=config["kv_lora_rank"],
@@ -158,6 +160,6 @@ DEEPSEEK_V3 = Family(
     dense=(MLP_NORM, *GATED_MLP),
     mixture=(*mixture_rows("mlp", "gate_proj", "up_proj", "down_proj"), *_SHARED_EXPERTS),
     read_config=_read,
-    ignored=(Ignored(r"model\.layers\.NUM_LAYERS\..*", "multi-token prediction, which is trained and served without"),),
+    ignored=(Ignored(r"model\.layers\.NUM_LAYERS\..*", "multi-token prediction is neither trained nor served"),),
     **ENDS,
 )

@@ -1,4 +1,4 @@
-"""Llama 3: pre-norm, GQA, gated MLP, no biases (arXiv:2407.21783)."""
+"""Llama 3 has pre-norm layers, grouped-query attention, a gated MLP and no biases (arXiv:2407.21783)."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ LLAMA = Family(
     attention=LLAMA_ATTENTION,
     dense=(MLP_NORM, *GATED_MLP),
     ignored=(
-        Ignored(
-            r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", "a rotary buffer, which config.json determines"
-        ),
+        Ignored(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", "rotary buffers follow from config.json"),
     ),
     **ENDS,
 )

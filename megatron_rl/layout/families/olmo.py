@@ -1,9 +1,9 @@
-"""OLMo 2 and OLMo 3: norms behind attention and MLP, q and k norms over the width of all heads (arXiv:2501.00656).
+"""OLMo 2 and OLMo 3 have norms after attention and MLP, and q and k norms over all heads together (arXiv:2501.00656).
 
-Megatron-Core 0.16 has neither: its q and k norms are per head and its layer has no norm behind a block. The names
-of those rows are the project's own, and the wide norms are split over TP like the heads that they scale. OLMo 3
-adds sliding windows in three of four layers, and scales the rotary frequencies of the others alone. vLLM runs both
-through transformers' modules, without a model of its own.
+Megatron-Core 0.16 has neither: its q and k norms are per head, and its layer has no norm after attention or MLP. This
+project chose the Megatron names of these rows. The wide norms are split over TP like the heads that they scale. OLMo 3
+has sliding windows in three of four layers, and scales the rotary frequencies only in the others. vLLM has no class for
+these families and runs them through transformers' modules.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Qwen2.5, dense: Llama's layers with biases in q, k and v (arXiv:2412.15115)."""
+"""Qwen2.5 (dense) has Llama's layers with biases in q, k and v (arXiv:2412.15115)."""
 
 from __future__ import annotations
 

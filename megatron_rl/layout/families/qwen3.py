@@ -1,4 +1,5 @@
-"""Qwen3, dense: pre-norm, GQA with per-head q and k norms, gated MLP, no biases (arXiv:2505.09388)."""
+"""Qwen3 (dense) has pre-norm layers, grouped-query attention with per-head q and k norms, a gated MLP and no biases
+(arXiv:2505.09388)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Qwen3-MoE: Qwen3's attention, routed experts without shared ones (arXiv:2505.09388)."""
+"""Qwen3-MoE has Qwen3's attention and routed experts without shared ones (arXiv:2505.09388)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _read(config: Mapping[str, Any]) -> dict[str, Any]:
     dense = [layer for layer in range(num_layers) if layer in only_dense or (layer + 1) % every]
     if dense != list(range(len(dense))):
         raise ValueError(
-            f"mlp_only_layers and decoder_sparse_step make the layers {dense} dense; known are first layers"
+            f"mlp_only_layers and decoder_sparse_step make the layers {dense} dense; only first layers may be dense"
         )
     experts = Experts(
         num_experts=config["num_experts"] if "num_experts" in config else config["num_local_experts"],

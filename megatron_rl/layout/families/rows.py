@@ -78,7 +78,7 @@ HEAD_NORMS = (
         vllm="self_attn.k_norm.weight",
     ),
 )
-"""Of q and k, one norm for all heads."""
+"""The norms of q and of k. All heads share their weights."""
 ATTENTION_OUTPUT = Rule(
     COLUMNS,
     hf=(HfTensor("self_attn.o_proj.weight", ("hidden", "q")),),
@@ -92,14 +92,14 @@ MLP_NORM = Rule(
     fused="mlp.linear_fc1.layer_norm_weight",
     vllm="post_attention_layernorm.weight",
 )
-"""In front of a dense MLP."""
+"""The norm in front of a dense MLP."""
 MIXTURE_NORM = Rule(
     REPLICATED,
     hf=MLP_NORM.hf,
     megatron=MLP_NORM.megatron,
     vllm=MLP_NORM.vllm,
 )
-"""In front of a mixture: router and experts read it, so it is never fused."""
+"""The norm in front of a mixture of experts. Router and experts read its output, so it is never fused."""
 GATED_MLP = (
     Rule(
         ROWS,
@@ -121,7 +121,8 @@ LLAMA_ATTENTION = (INPUT_NORM, QKV_WEIGHT, ATTENTION_OUTPUT)
 
 
 def mixture_rows(block: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
-    """Router and routed experts; HF's names, which vLLM keeps for the block, differ between families."""
+    """The rows of router and routed experts. The HF names differ between families; vLLM uses the same name for the
+    block."""
     return (
         MIXTURE_NORM,
         Rule(

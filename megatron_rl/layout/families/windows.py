@@ -1,4 +1,4 @@
-"""How config.json says which layers have a sliding window."""
+"""Reads from config.json which layers have a sliding window."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from typing import Any
 
 
 def window(config: Mapping[str, Any], layers: list[int]) -> dict[str, Any]:
-    """ModelShape's fields for a window in some layers; `layer_types` says it, where it stands, instead."""
+    """ModelShape's fields for a sliding window in the given layers. If config.json has `layer_types`, this key decides
+    instead of `layers`."""
     if types := config.get("layer_types"):
         foreign = sorted(set(types) - {"sliding_attention", "full_attention"})
         if foreign:
-            raise ValueError(f"layer_types has {foreign[0]}, known are sliding_attention and full_attention")
+            raise ValueError(f"layer_types has {foreign[0]}; supported are sliding_attention and full_attention")
         layers = [layer for layer, kind in enumerate(types) if kind == "sliding_attention"]
     if not layers or config.get("sliding_window") is None:
         return {}
@@ -19,7 +20,7 @@ def window(config: Mapping[str, Any], layers: list[int]) -> dict[str, Any]:
 
 
 def upper_layers(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Qwen: off unless use_sliding_window, then from max_window_layers upwards."""
+    """Qwen's rule: with use_sliding_window, the layers from max_window_layers upwards have the window."""
     if not config.get("use_sliding_window", False):
         return {}
     return window(config, list(range(config["max_window_layers"], config["num_hidden_layers"])))

@@ -1,4 +1,4 @@
-"""Hugging Face folders: configurations of published models, and every damage by name."""
+"""Hugging Face folders: reads the configurations of published models, and names every damage."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LLAMA = {
     "rope_scaling": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_type": "llama3",
                      "original_max_position_embeddings": 8192},
 }  # fmt: skip
-"""Llama 3.1 70B."""
+"""The configuration of Llama 3.1 70B."""
 DEEPSEEK = {
     "model_type": "deepseek_v3", "num_hidden_layers": 61, "hidden_size": 7168, "num_attention_heads": 128,
     "num_key_value_heads": 128, "intermediate_size": 18432, "vocab_size": 129280, "rope_theta": 10000,
@@ -110,9 +110,9 @@ def test_experts(tmp_path):
         ({"model_type": "qwen3"}, "num_attention_heads"),
         (LLAMA | {"attention_bias": True}, "attention_bias is True"),
         (LLAMA | {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
-        (LLAMA | {"rope_scaling": {"rope_type": "longrope"}}, "'longrope' is not known"),
+        (LLAMA | {"rope_scaling": {"rope_type": "longrope"}}, "'longrope' is not supported"),
         (LLAMA | {"rope_scaling": LLAMA["rope_scaling"] | {"novel": 1}}, "key 'novel'"),
-        (MIXTRAL | {"sliding_window": 8, "rope_scaling": LLAMA["rope_scaling"]}, "known of olmo3 alone"),
+        (MIXTRAL | {"sliding_window": 8, "rope_scaling": LLAMA["rope_scaling"]}, "supported only for olmo3"),
         (QWEN3_MOE | {"num_hidden_layers": 4, "decoder_sparse_step": 2}, r"the layers \[0, 2\] dense"),
         (DEEPSEEK | {"scoring_func": "softmax"}, "scoring_func is 'softmax'"),
         (DEEPSEEK | {"rope_interleave": False}, "rope_interleave is False"),
@@ -197,11 +197,11 @@ def test_a_tensor_twice_in_one_header_is_named(tmp_path):
     entry = json.dumps(json.loads(header)[NORM])
     twice = header[:-1] + f',"{NORM}":{entry}}}'.encode()
     path.write_bytes(struct.pack("<Q", len(twice)) + twice + content[8 + length :])
-    with pytest.raises(ValueError, match="model.norm.weight stands there twice"):
+    with pytest.raises(ValueError, match="it contains model.norm.weight twice"):
         scan(folder, read_shape(folder))
 
 
-def test_what_a_model_does_without_is_counted_and_reported(tmp_path, caplog):
+def test_tensors_that_a_model_does_not_need_are_counted_and_reported(tmp_path, caplog):
     config = LLAMA | {
         "num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "num_key_value_heads": 2,
         "intermediate_size": 8, "vocab_size": 16, "tie_word_embeddings": True,
@@ -217,8 +217,8 @@ def test_what_a_model_does_without_is_counted_and_reported(tmp_path, caplog):
     assert len(scan(folder, shape).ignored) == 3
     with caplog.at_level(logging.WARNING):
         check_model(folder, shape, Mesh())
-    assert "2 tensors are not read: a rotary buffer" in caplog.text
-    assert "1 tensors are not read: the tied output layer" in caplog.text
+    assert "2 tensors are ignored: rotary buffers follow from config.json" in caplog.text
+    assert "1 tensors are ignored: the output layer is tied" in caplog.text
 
 
 def test_the_layer_after_the_last_is_ignored_in_deepseek_alone(tmp_path):

@@ -301,8 +301,8 @@ def test_a_plan_is_kept():
     ("wrong", "message"),
     [
         (lambda: Engines(0), "at least 1"),
-        (lambda: Engines(2, num_chains=3), "2 engines make at most 2 chains"),
-        (lambda: Links(8, 3), "3 NICs a node do not divide 8 GPUs"),
+        (lambda: Engines(2, num_chains=3), "between 1 and the 2 engines"),
+        (lambda: Links(8, 3), "3 NICs per node do not divide 8 GPUs"),
         (lambda: Links(nic_gbps=0), "above 0"),
         (lambda: plan_weights(SHAPES["olmo2"], Mesh(), Engines()), "the family olmo2"),
     ],

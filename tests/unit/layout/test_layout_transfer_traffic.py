@@ -91,7 +91,7 @@ def test_the_tool_says_what_it_does_not_understand():
     for option, text, message in (
         ("--train", "tp=2,zz=3", "zz=3 is not understood"),
         ("--rollout", "ep=yes", "'yes' is neither true nor false"),
-        ("--links", "gpus_per_node=8,nics_per_node=3", "3 NICs a node"),
+        ("--links", "gpus_per_node=8,nics_per_node=3", "3 NICs per node"),
         ("--train", "pp=3", "64 layers"),
     ):
         done = tool("--model", "configs/model/Qwen3-32B.json", option, text)
