@@ -1,4 +1,4 @@
-"""The pure planner, as properties of any lengths."""
+"""Properties of the pure planner for arbitrary lengths."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from megatron_rl.balance.packing import first_fit_decreasing, pack_grid, padded
 
 
 def cost_of(lengths) -> np.ndarray:
-    """Linear and quadratic in the proportion of a 32B model at lengths of thousands."""
+    """Costs with the proportion of linear and quadratic terms that a 32B model has at lengths of thousands."""
     lengths = np.asarray(lengths, np.float64)
     return lengths + lengths**2 / 500
 
 
 def by_cell(of_S, packing, num_ranks: int) -> np.ndarray:
-    """[positions, ranks]"""
+    """The costs of all cells, [positions, ranks]."""
     sums = np.bincount(packing.cell_S, weights=of_S, minlength=packing.count * num_ranks)
     return sums.reshape(packing.count, num_ranks)
 
@@ -28,7 +28,7 @@ def by_cell(of_S, packing, num_ranks: int) -> np.ndarray:
 @st.composite
 def steps(draw):
     cap = draw(st.integers(32, 300))
-    # Few different lengths make equal samples.
+    # Draw few different lengths, so that some samples are equal.
     lengths = draw(
         st.lists(st.integers(1, cap) | st.sampled_from([1, cap // 3, cap // 2, cap]), min_size=1, max_size=60)
     )
@@ -47,7 +47,7 @@ def test_properties(step, seed):
     again = assign(sizes, costs, limits)
     assert packing.count == again.count and (packing.cell_S == again.cell_S).all(), "deterministic"
 
-    # Coverage: one cell a sample, inside the grid; the cap; the multiple; not more than first-fit decreasing.
+    # Check that each sample has a cell inside the grid, then the cap, the multiple, and first-fit decreasing's count.
     assert packing.cell_S.shape == lengths.shape
     assert packing.cell_S.min() >= 0 and packing.cell_S.max() < packing.count * limits.num_ranks
     assert by_cell(sizes, packing, limits.num_ranks).max() <= limits.cap
@@ -58,9 +58,9 @@ def test_properties(step, seed):
     cost_PR = by_cell(costs, packing, limits.num_ranks)
     assert lockstep(cost_PR) >= lockstep_floor(sizes, costs, limits.cap, limits.num_ranks) * (1 - 1e-12)
     costliest = cost_PR.max(1)
-    assert (costliest[:-1] >= costliest[1:] * (1 - 1e-9)).all(), "from the costliest position to the cheapest"
+    assert (costliest[:-1] >= costliest[1:] * (1 - 1e-9)).all(), "the most expensive position comes first"
 
-    # In another order equal samples may change places, and nothing else.
+    # In another order only equal samples may change places.
     order = np.random.default_rng(seed).permutation(len(lengths))
     shuffled = assign(sizes[order], costs[order], limits)
     assert contents(lengths[order], shuffled) == contents(lengths, packing)
@@ -149,7 +149,7 @@ def workloads(num_samples: int, seed: int):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_ranks_and_positions_cost_alike(seed):
-    """8 ranks, 256 samples, a cap that binds: what each position's slowest rank adds, and each rank."""
+    """256 samples on 8 ranks under a tight cap have small imbalance within positions and between ranks."""
     for lengths in workloads(256, seed):
         sizes = padded(lengths, 16)
         costs = lengths * (1 + lengths / 65536)

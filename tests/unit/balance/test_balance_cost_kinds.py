@@ -50,7 +50,7 @@ def test_a_fit_of_noisy_timings_is_never_negative():
         seconds = [1e-5 * sum(each) * rng.uniform(0.5, 1.5) for each in LENGTHS]
         fit = fit_cost(LENGTHS, seconds)
         assert fit.seconds_per_token >= 0 and fit.seconds_per_squared_token >= 0
-        # Among non-negative coefficients none nearby fits better.
+        # No non-negative coefficients nearby fit better.
         best = squared_error(fit.seconds_per_token, fit.seconds_per_squared_token, seconds)
         for a, b in ((1.01, 1), (0.99, 1), (1, 1.01), (1, 0.99)):
             error = squared_error(fit.seconds_per_token * a, fit.seconds_per_squared_token * b, seconds)
@@ -58,7 +58,7 @@ def test_a_fit_of_noisy_timings_is_never_negative():
 
 
 def squared_error(linear, quadratic, seconds) -> float:
-    """With the best constant that is not negative."""
+    """The error of a fit with the best non-negative constant."""
     rest = np.array(seconds) - [sum(linear * n + quadratic * n * n for n in each) for each in LENGTHS]
     return float(((rest - max(rest.mean(), 0)) ** 2).sum())
 

@@ -1,4 +1,5 @@
-"""Counted by hand, against plain torch implementations of every kind of layer, and against transformers."""
+"""FLOPs are compared with counts by hand, with plain torch implementations of every kind of layer, and with
+transformers."""
 
 from __future__ import annotations
 
@@ -55,14 +56,14 @@ def test_golden():
 
 
 class Plain:
-    """A decoder of matrix products alone; each token meets exactly the keys that its mask lets it see."""
+    """A decoder that consists only of matrix products. Each token is multiplied only with the keys that it may see."""
 
     def __init__(self, shape: ModelShape):
         self.shape = shape
         self.weights: dict[str, Tensor] = {}
 
     def linear(self, name: str, x: Tensor, width: int) -> Tensor:
-        """Multiply by a weight that is made at its first use."""
+        """Multiply by a weight, which is created at its first use."""
         if name not in self.weights:
             self.weights[name] = (0.1 * torch.randn(x.shape[-1], width)).requires_grad_()
         return x @ self.weights[name]
@@ -127,14 +128,14 @@ def test_equals_counted_operations(name, passes):
     torch.manual_seed(0)
     shape, length = SHAPES[name], 128
     model = Plain(shape)
-    model(length, "none")  # makes the weights
+    model(length, "none")  # creates the weights
     with FlopCounterMode(display=False) as counter, set_checkpoint_early_stop(False):  # the whole layer again
         logits = model(length, passes)
         if passes != "forward":
             logits.sum().backward()
     lengths = np.array([length])
     expected = forward_flops(lengths, shape) if passes == "forward" else training_flops(lengths, shape, passes)
-    # 2 %: a token sees itself too, L (L + 1) / 2 pairs in place of L^2 / 2.
+    # The tolerance is 2 %, because a token also sees itself: there are L (L + 1) / 2 pairs instead of L^2 / 2.
     assert expected[0] == pytest.approx(counter.get_total_flops(), rel=0.02)
 
 
@@ -171,6 +172,7 @@ def test_equals_counted_operations_of_transformers(name, model_class, config, sh
     with FlopCounterMode(display=False) as counter:
         model(torch.arange(length)[None], use_cache=False).logits.sum().backward()
     lengths = np.array([length])
-    # The plain attention multiplies the masked half too: add it back. 2 %: the rotary angles, which are left out.
+    # Plain attention also multiplies the masked half, which is added here. The 2 % are the rotary angles, which the
+    # count leaves out.
     full = training_flops(lengths, shape)[0] + 3 * attention_flops(lengths, shape)[0]
     assert full == pytest.approx(counter.get_total_flops(), rel=0.02)

@@ -21,7 +21,7 @@ def covers(parts, num_items):
 
 
 def best_largest_sum(weights, num_parts: int, equal: bool = False) -> float:
-    """The optimum, by trying every assignment."""
+    """The optimum, found by trying every assignment."""
     best, most = float("inf"), -(-len(weights) // num_parts)
     for owners in itertools.product(range(num_parts), repeat=len(weights)):
         if equal and max(owners.count(part) for part in range(num_parts)) > most:
@@ -34,8 +34,8 @@ def best_largest_sum(weights, num_parts: int, equal: bool = False) -> float:
 
 
 def largest_differencing(weights, num_parts: int) -> list[float]:
-    """The paper's method on the sums alone, every partition a list of all its parts: the slow reference. Of equal
-    spreads the older partition comes first."""
+    """The slow reference: the paper's method on the sums alone, with every partition as a list of all its parts. Among
+    equal spreads the older partition comes first."""
     partitions = [[float(w)] + [0.0] * (num_parts - 1) for w in weights]
     while len(partitions) > 1:
         partitions.sort(key=lambda p: p[-1] - p[0])  # stable
@@ -112,7 +112,8 @@ def test_fold_blocks_permutes_each_block(num_blocks, num_parts, seed):
 
 def test_is_close_on_large_cases():
     weights = np.random.default_rng(0).lognormal(0, 1, 2048)
-    # Equal numbers cost balance: the largest weight is 35 times the median, and its part has 64 members like all.
+    # Equal numbers of members make the balance worse: the part with the largest weight, 35 times the median, has 64
+    # members like all others.
     for method, bound in ((karmarkar_karp, 1e-5), (karmarkar_karp_equal, 0.1)):
         totals = sums(method(weights, 32), weights)
         assert max(totals) / np.mean(totals) - 1 < bound

@@ -13,7 +13,7 @@ from megatron_rl.balance.metrics import bubble, imbalance, lockstep, lockstep_fl
 def test_golden():
     cost_PR = np.array([[5.0, 3.0], [1.0, 2.0]])
     assert lockstep(cost_PR) == 7 and imbalance(cost_PR) == pytest.approx(6 / 5.5 - 1)
-    # Samples 60, 60 and 50 of a cap of 90 stand alone: the third needs a position of its own.
+    # Under a cap of 90 the samples 60, 60 and 50 cannot share micro-batches, so the third needs a second position.
     assert lockstep_floor(np.array([60, 60, 50, 10]), np.array([6.0, 6, 5, 1]), 90, 2) == 11
     assert lockstep_floor(np.array([60, 10, 10, 10]), np.array([6.0, 1, 1, 1]), 90, 2) == 6
     assert lockstep_floor(np.array([10] * 4), np.array([1.0] * 4), 90, 2) == 2
@@ -33,8 +33,8 @@ def test_no_plan_beats_the_floor(sizes, num_ranks):
 
 
 def one_forward_one_backward(costs, pipeline: int) -> float:
-    """Idle share of the last stage, by running the schedule event by event; each stage takes 1 / PP of the cost, a
-    third of it forward."""
+    """The idle share of the last stage, computed by running the schedule event by event. Each stage takes 1 / PP of the
+    cost, and a third of it is the forward pass."""
     count = len(costs)
     done: dict[tuple[str, int, int], float] = {}
     orders = []

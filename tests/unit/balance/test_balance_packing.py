@@ -32,7 +32,7 @@ def test_first_fit_decreasing_golden():
 
 
 def first_fit(sizes, cap: int) -> list[int]:
-    """Bin by bin: the slow reference."""
+    """The slow reference, which tries bin after bin."""
     room, bins = [], []
     for size in sizes:
         chosen = next((b for b, left in enumerate(room) if left >= size), len(room))
@@ -71,7 +71,7 @@ def test_pack_levels_fills_what_is_furthest_below_its_level():
 
 
 def fewest_by_trying_all(sizes: list[int], cap: int) -> int:
-    """Every packing of a few sizes, one size after the other."""
+    """The fewest bins, found by trying every packing of a few sizes."""
 
     def place(index: int, free: tuple[int, ...]) -> int:
         if index == len(sizes):
@@ -118,7 +118,7 @@ def test_pack_covers_and_holds_the_cap(sizes, cap, num_ranks, multiple, more):
         assert max(totals(result.cell_S, sizes)) <= cap
         by_cell = np.bincount(result.cell_S, weights=costs, minlength=result.count * num_ranks)
         assert (np.diff(by_cell) <= 0).all(), "ranks of a position are neighbours in cost"
-        # What a position loses to its costliest cell, summed, telescopes.
+        # The sum over positions of (most expensive cell - cheapest cell) telescopes.
         by_position = by_cell.reshape(-1, num_ranks)
         lost = by_position.max(1).sum() - by_position.mean(1).sum()
         assert lost <= by_cell[0] - by_cell[-1] + 1e-6 * by_cell[0]
@@ -126,14 +126,14 @@ def test_pack_covers_and_holds_the_cap(sizes, cap, num_ranks, multiple, more):
 
 
 def test_a_packing_that_only_first_fit_finds():
-    """Spreading evenly and filling positions both need 3 here."""
+    """Here `pack_levels` and `pack_rows` both need 3 positions."""
     sizes = next(s for s in tight_cases() if not fits_evenly(s) and max(pack_rows(s.tolist(), 100, 2)) // 2 + 1 > 2)
     packing = pack_grid(sizes, sizes.astype(float), 100, 2)
     assert packing.count == 2 and max(totals(packing.cell_S, sizes)) <= 100
 
 
 def tight_cases():
-    """Four full bins of 100, cut up, as long as first-fit decreasing fits them in four."""
+    """Four bins of 100 that are completely filled, if first-fit decreasing also needs only four."""
     rng = np.random.default_rng(0)
     while True:
         cuts = [np.diff([0, *sorted(rng.choice(np.arange(1, 100), 3, replace=False)), 100]) for _ in range(4)]
@@ -150,5 +150,5 @@ def fits_evenly(sizes) -> bool:
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_pack_spreads_over_positions_that_a_multiple_adds(num_ranks):
     sizes = np.full(24 * num_ranks, 10)
-    packing = pack_grid(sizes, sizes.astype(float), 60, num_ranks, multiple=3)  # 4 would do
+    packing = pack_grid(sizes, sizes.astype(float), 60, num_ranks, multiple=3)  # 4 would be enough
     assert packing.count == 6 and totals(packing.cell_S, sizes) == [40] * 6 * num_ranks

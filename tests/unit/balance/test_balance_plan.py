@@ -14,7 +14,7 @@ SHAPE = ModelShape("qwen3", 2, 128, 4, 2, 32, 256, 64, 1e4, 1e-6, 512, False)
 
 
 def batch_of(lengths, active=None, group_of=None, num_actions=None) -> Batch:
-    """Samples of a group need not stand together here."""
+    """A batch in which the samples of a group need not be neighbours."""
     num_samples = len(lengths)
     group_of = np.arange(num_samples) if group_of is None else np.asarray(group_of)
     groups = [Group(Prompt(f"row {i}", (), ""), [], None, 0) for i in range(int(max(group_of, default=0)) + 1)]
@@ -29,7 +29,7 @@ def batch_of(lengths, active=None, group_of=None, num_actions=None) -> Batch:
 
 
 def plan_of(lengths, max_tokens=100, updates=1, multiple=1, recompute="none", balance=None, parallel=None, **columns):
-    """With sequence parallelism the alignment is the tensor-parallel size."""
+    """A parallel configuration. With sequence parallelism its alignment is the tensor-parallel size."""
     return plan_microbatches(
         batch_of(lengths, **columns),
         SHAPE,
@@ -42,7 +42,7 @@ def plan_of(lengths, max_tokens=100, updates=1, multiple=1, recompute="none", ba
 
 
 def test_golden():
-    """Two ranks: 60 alone against 30 + 30; the inactive sample is nowhere; 64 padded tokens fit."""
+    """One rank gets the sample of 60 tokens, the other 30 + 30. The inactive sample is in no micro-batch."""
     plan = plan_of(
         [60, 30, 50, 30],
         active=[1, 1, 0, 1],
@@ -63,7 +63,7 @@ def test_golden():
         "flops": heavy + 2 * light,
         "num_microbatches": 1,
         "imbalance": heavy / mean - 1,
-        "lockstep": 1.0,  # the sample of 60 forces what its rank costs
+        "lockstep": 1.0,  # the sample of 60 tokens makes any lower cost impossible
         "fill": 120 / 128,
         "padding": 8 / 128,
         "bubble": 0,
@@ -149,7 +149,7 @@ def test_groups_may_stay_together():
 
 
 def test_the_cost_decides_what_is_even():
-    """400 tokens against 4 x 100: alike in tokens, not in FLOPs or squares."""
+    """One sample of 400 tokens and four of 100 have equally many tokens, but different FLOPs and squares."""
     lengths = [400, 100, 100, 100, 100, 60, 60]
 
     def tokens(**cost) -> list[int]:
@@ -229,7 +229,7 @@ def test_ranks_carry_like_work():
     lengths = np.random.default_rng(1).integers(50, 2000, 512)
     group_of = np.repeat(np.arange(64), 8)
     plan = plan_of(lengths, group_of=group_of, max_tokens=8192, parallel={"data": 8, "tensor": 16})
-    # Dealt round the ranks in order the imbalance is above 0.1.
+    # If the samples were dealt to the ranks in order, the imbalance would be above 0.1.
     assert plan.metrics["balance/imbalance"] < 1e-3
     assert plan.metrics["balance/lockstep"] < 1.01
     assert plan.metrics["balance/fill"] > 0.9

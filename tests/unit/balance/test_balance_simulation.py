@@ -1,4 +1,4 @@
-"""The tool's small mode keeps the promises; the usual strategies, on the same cases, do not."""
+"""In the tool's small mode our plans keep the cap and the promised balance; the usual strategies do not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Tiny models whose elements carry their own number, what a rank holds of them, and a plan carried out with them."""
+"""Tiny models in which every element is its own number, the part of them that a rank holds, and a way to carry out a
+plan with them."""
 
 from __future__ import annotations
 
@@ -45,14 +46,15 @@ SHAPES = {
     "deepseek_v3": _DEEPSEEK,
     "deepseek_v3_direct": replace(_DEEPSEEK, latent=replace(_LATENT, query_rank=0)),
 }
-"""Heads, FFNs and experts divide by 4 and more, hidden, head size and vocabulary by nothing."""
+"""Numbers of heads, FFN sizes and numbers of experts divide by at least 4; the other sizes need not divide by
+anything."""
 assert {shape.family for shape in SHAPES.values()} == set(FAMILIES)
 
 Tensors = dict[str, np.ndarray]
 
 
 def numbered(shape: ModelShape) -> Tensors:
-    """HF tensors in which every element is its own global number."""
+    """HF tensors in which each element is a number that no other element has."""
     tensors, count = {}, 0
     for name, extent in FAMILIES[shape.family].hf_tensors(shape).items():
         tensors[name] = np.arange(count, count + prod(extent)).reshape(extent)
@@ -61,7 +63,7 @@ def numbered(shape: ModelShape) -> Tensors:
 
 
 def cut(shards: Iterable[Shard], hf: Tensors) -> Tensors:
-    """The local parameters of a rank, as its shards say; every element is written once."""
+    """The local parameters that a rank's shards describe. Every element is written once."""
     shards = list(shards)
     local = {name: np.full(extent, -1) for name, extent in local_extents(shards).items()}
     for shard in shards:
@@ -82,7 +84,7 @@ def join(shards: Iterable[Shard], local: Tensors, hf: Tensors, times: Tensors) -
 
 
 def plan_shards(sources: Sequence[Sequence[Shard]], destinations: Sequence[Sequence[Shard]]) -> TransferPlan:
-    """From one list of shards a source rank to one list of shards a destination rank, whoever those are."""
+    """The plan from any source ranks to any destination ranks, where each rank is given as a list of shards."""
     sides = [
         Side.of(
             [Placed(Placement(s.local_name, ((s.hf_name, s.hf_box, s.local_box),), None), "", "") for s in shards]
@@ -94,7 +96,7 @@ def plan_shards(sources: Sequence[Sequence[Shard]], destinations: Sequence[Seque
 
 
 def carry_out(plan: TransferPlan, sources: list[Tensors], wanted: list[Tensors], max_bytes: int = 2**30) -> None:
-    """Execute a plan as its two sides do, and check what each engine rank holds then.
+    """Carry out a plan as its two sides do, and check what each engine rank holds at the end.
 
     Each trainer rank asks for what it sends, each engine rank for what it receives; both cut their copies into pieces
     of `max_bytes`, and must come to the same pieces in the same order. Engines in a chain take the pieces from the one
@@ -127,4 +129,4 @@ def carry_out(plan: TransferPlan, sources: list[Tensors], wanted: list[Tensors],
         for name in want:
             np.testing.assert_array_equal(written[name], want[name], f"{name} on engine rank {rank}")
         ranks.append(written)
-    assert not under_way, f"sent, and received by nobody: {list(under_way)}"
+    assert not under_way, f"these were sent but not received: {list(under_way)}"

@@ -1,4 +1,4 @@
-"""Random models of every family, meshes and engines, of sizes that divide."""
+"""Random models of every family, meshes and engines, whose sizes divide as they must."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ SERVED = [shape for shape in FAMILY_SHAPES if FAMILIES[shape.family].vllm_model]
 
 @st.composite
 def shapes(draw, among: list[ModelShape] = FAMILY_SHAPES) -> ModelShape:
-    """Other sizes: heads, FFNs and experts divide by 8, KV heads divide 8 or are 8; the rest divides by nothing."""
+    """Models with other sizes. Heads, FFNs and experts divide by 8, the number of KV heads divides 8, and the other
+    sizes need not divide by anything."""
     shape = draw(st.sampled_from(among))
     kv = draw(st.sampled_from([1, 2, 4, 8]))
     changes = dict(
@@ -36,7 +37,7 @@ def shapes(draw, among: list[ModelShape] = FAMILY_SHAPES) -> ModelShape:
 
 
 def enlarged(shape: ModelShape) -> ModelShape:
-    """So large that a row is little of what a rank sends; its plan costs no more."""
+    """The model made so large that a row is a small part of what a rank sends. Planning takes no longer."""
     factor = 32
     changes = dict(
         hidden_size=128 * shape.hidden_size,
@@ -54,7 +55,7 @@ def enlarged(shape: ModelShape) -> ModelShape:
 
 @st.composite
 def meshes(draw, shape: ModelShape) -> Mesh:
-    """Replicas of every kind, stages and virtual stages of any length, also without a layer."""
+    """Meshes with every kind of replica, and with stages and virtual stages of any length, 0 included."""
     tensor = draw(st.sampled_from([n for n in (1, 2, 4) if shape.num_kv_heads % n == 0 or shape.latent]))
     context, data = draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, 2, 3]))
     chunks, pipeline, virtual = draw(st.sampled_from([(1, 1, 1), (2, 2, 1), (3, 3, 1), (4, 2, 2)]))

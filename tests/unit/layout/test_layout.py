@@ -1,4 +1,4 @@
-"""The layout room's promises: exact transfers, orders by hand, named errors. Pure: no process, no vendor."""
+"""Transfers of the layout room are exact, orders equal those written by hand, and errors name the tensor."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from megatron_rl.types import Mesh, ModelShape
 @given(st.data(), st.booleans(), st.booleans())
 @settings(max_examples=examples(100))
 def test_every_element_moves_from_mesh_to_mesh(data, fused, other_fused):
-    """All families, also those that vLLM lacks: from any mesh to any other."""
+    """Elements of all families, also those that vLLM lacks, move from any mesh to any other."""
     shape = data.draw(shapes())
     one, other, hf = data.draw(meshes(shape)), data.draw(meshes(shape)), numbered(shape)
     sources = [megatron_shards(shape, one, rank, fused) for rank in range(one.world_size)]
@@ -40,7 +40,7 @@ def test_every_element_moves_from_mesh_to_mesh(data, fused, other_fused):
 
 
 def test_qkv_order_by_hand():
-    """2 query groups of 2 heads, head size 1: Megatron interleaves the groups, vLLM stacks q, k, v."""
+    """The model has 2 query groups of 2 heads of size 1. Megatron interleaves the groups, vLLM stacks q, k and v."""
     shape = ModelShape("qwen3", 1, 4, 4, 2, 1, 4, 3, 1e4, 1e-6, 64, False)
     hf = {name: np.zeros(extent, int) for name, extent in FAMILIES["qwen3"].hf_tensors(shape).items()}
     prefix = "model.layers.0.self_attn."
@@ -97,7 +97,7 @@ def test_mesh_that_does_not_divide_names_the_number(name, mesh, message):
 
 
 def test_a_tensor_that_does_not_divide_is_named():
-    """Down projections of latent attention are split by Megatron's local layers alone."""
+    """Only Megatron's local layers split the down projections of latent attention."""
     shape = replace(SHAPES["deepseek_v3"], latent=replace(SHAPES["deepseek_v3"].latent, query_rank=6))
     megatron_shards(shape, Mesh(tensor=4), 0, fused_norms=True)
     with pytest.raises(ValueError, match="q_a_proj.weight: 6 does not divide into 4"):
@@ -127,7 +127,8 @@ def test_names_of_chunks_and_experts_by_hand():
 
 
 def test_latent_down_projections_by_hand():
-    """vLLM stacks k and v's below the query's and holds both whole; Megatron's local layers split each over TP."""
+    """vLLM stacks the projection of k and v below the query's and holds both whole; Megatron's local layers split each
+    over TP."""
     shape = SHAPES["deepseek_v3"]
     engine = {s.hf_name: (s.local_name, s.local_box) for s in vllm_shards(shape, 2, 1)}
     trainer = {s.hf_name: s for s in megatron_shards(shape, Mesh(tensor=2), 1)}

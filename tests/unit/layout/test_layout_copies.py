@@ -1,4 +1,5 @@
-"""A copy's pieces are the copy: each element once, alike on both sides, within the bound but for single rows."""
+"""The pieces of a copy hold each of its elements once, are the same on both sides, and exceed the bound only as single
+rows."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from megatron_rl.layout.copies import WIDTHS
 
 @st.composite
 def copies(draw) -> Copy:
-    """Of a matrix, a vector or one number; either side may stack experts, and each has its own origin."""
+    """Copies of a matrix, a vector or one number. Either side may stack experts, and each side has its own origin."""
     lengths = draw(st.lists(st.integers(1, 7), min_size=1, max_size=3))
 
     def box() -> tuple[tuple[int, int], ...]:
@@ -32,7 +33,7 @@ def test_pieces_are_the_copy(copy, max_bytes):
     for piece in pieces:
         assert (piece.source_name, piece.destination_name, piece.dtype) == ("here", "there", copy.dtype)
         part = target[slices(piece.destination_box)]
-        assert part.size and (part == -1).all(), "nothing, or an element twice"
+        assert part.size and (part == -1).all(), "a piece is empty or repeats an element"
         part[...] = source[slices(piece.source_box)].reshape(part.shape)
         assert piece.num_bytes == part.size * WIDTHS[copy.dtype]
     whole = target[slices(copy.destination_box)]
@@ -45,7 +46,7 @@ def test_pieces_are_the_copy(copy, max_bytes):
     row_bytes = copy.num_bytes // rows
     assert sum(piece.num_bytes for piece in pieces) == copy.num_bytes
     assert all(piece.num_bytes <= max(max_bytes, row_bytes) for piece in pieces)
-    for a, b in zip(pieces, pieces[1:]):  # no cut that need not be
+    for a, b in zip(pieces, pieces[1:]):  # no cut is unnecessary
         assert a.num_bytes + row_bytes > max_bytes and b.num_bytes <= a.num_bytes
 
 

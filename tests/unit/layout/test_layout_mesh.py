@@ -1,4 +1,4 @@
-"""Coordinates by hand; tests/dist compares them with Megatron-Core's own groups."""
+"""Coordinates equal those written by hand; tests/dist compares them with Megatron-Core's own groups."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from megatron_rl.types import Mesh
 
 
 def test_order_by_hand():
-    """tensor first, then context, data, pipeline; the experts' view of the same ranks."""
+    """Ranks are numbered along tensor first, then context, data and pipeline; the experts number the same ranks in
+    their own way."""
     mesh = Mesh(tensor=2, pipeline=2, data=2, context=2, expert=4, expert_tensor=1)
     assert mesh.world_size == 16 and mesh.stage_size == 8
     assert [mesh.coordinates(rank) for rank in (0, 1, 2, 4, 8, 15)] == [

@@ -1,4 +1,4 @@
-"""The README's table of families says what the code knows."""
+"""The README's table of families agrees with the code."""
 
 from __future__ import annotations
 

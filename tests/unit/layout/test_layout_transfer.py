@@ -40,7 +40,7 @@ def engine_shards(shape: ModelShape, engines: Engines, rank: int):
 @given(st.data(), engines(), links, st.booleans(), st.integers(1, 300))
 @settings(max_examples=examples(200))
 def test_every_element_of_every_engine_is_written_once_from_its_own_source(data, engines, links, fused, max_bytes):
-    """Both sides read the plan alone and come to the same pieces; any bound on these."""
+    """Each side reads the plan by itself, and both get the same pieces for any bound on their size."""
     shape = data.draw(shapes(SERVED))
     mesh, hf = data.draw(meshes(shape)), numbered(shape)
     plan = plan_weights(shape, mesh, engines, fused_norms=fused, links=links)
@@ -132,8 +132,8 @@ def test_with_replicas_every_copy_is_a_part_of_the_slow_reference(data, links):
 @given(st.data(), engines())
 @settings(max_examples=100, deadline=None)
 def test_replicas_share_the_load(data, engines):
-    """Ranks that hold the same outside the experts send within 5 % of even, whichever experts they hold: a cut lies a
-    row off at most, and of such sizes 5 % are many rows."""
+    """Ranks that hold the same parameters outside the experts send amounts within 5 % of each other, whichever experts
+    they hold. A cut is at most one row off, and 5 % of these sizes are many rows."""
     shape = data.draw(shapes(SERVED))
     mesh, shape = data.draw(meshes(shape)), enlarged(shape)
     replicas: dict[object, list[float]] = {}
@@ -146,13 +146,13 @@ def test_replicas_share_the_load(data, engines):
         assert max(loads) <= 1.05 * np.mean(loads) and min(loads) >= 0.95 * np.mean(loads)
 
 
-def test_a_choice_levels_what_had_none():
-    """5 layers on the first stage, one on the last, the tied embedding on both: the last one sends more of it."""
+def test_shared_bytes_even_out_the_bytes_of_single_ranks():
+    """The first stage has 5 layers, the last has one, and both have the tied embedding: the last sends more of it."""
     shape = replace(SHAPES["qwen3_tied"], hidden_size=64, vocab_size=3000)
     plan = plan_weights(shape, Mesh(pipeline=2, layers=(5, 1)), Engines(1, 2))
     layer = sum(volume(s.hf_box) for s in megatron_shards(shape, Mesh(), 0) if "layers.0." in s.hf_name)
-    assert 4 * layer < 3000 * 64, "else the embedding is too small to level them"
-    assert plan.sent_bytes == pytest.approx([plan.sent_bytes.mean()] * 2, abs=256)  # two engine ranks, a row each
+    assert 4 * layer < 3000 * 64, "otherwise the embedding is too small to even out the load"
+    assert plan.sent_bytes == pytest.approx([plan.sent_bytes.mean()] * 2, abs=256)  # a row per engine rank
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=9), st.integers(0, 300))
@@ -162,12 +162,13 @@ def test_fill_up_levels_the_lowest(load, amount):
     assert poured.sum() == amount and (poured >= 0).all()
     filled = (load + poured)[poured > 0]
     if amount:
-        assert filled.max() - filled.min() <= 1, "those that got some are level"
-        assert (load + poured).min() >= filled.max() - 1, "nobody lower was left out"
+        assert filled.max() - filled.min() <= 1, "the entries that got a share are level"
+        assert (load + poured).min() >= filled.max() - 1, "no lower entry was left out"
 
 
 def test_a_rank_with_nothing_to_do_does_nothing():
-    """The middle stage has no layers; the third of 3 ranks of 70 rows padded to 96 each has no row of its own."""
+    """In the first plan the middle stage has no layers. In the second one rank 3 of TP4 holds only padding rows of the
+    vocabulary."""
     plan = plan_weights(SHAPES["qwen3"], Mesh(pipeline=3, layers=(3, 0, 3)), Engines(2, 2))
     assert plan.sent_by(1) == {} and plan.sent_bytes[1] == 0
     assert plan.sent_by(0) and plan.sent_by(2)
@@ -176,8 +177,8 @@ def test_a_rank_with_nothing_to_do_does_nothing():
 
 
 def test_the_nearest_replica_sends():
-    """Two nodes of two GPUs, each with a whole trainer and a whole engine: no byte between nodes, then none between
-    GPUs when the layouts are the same."""
+    """Two nodes of two GPUs each have a whole trainer and a whole engine. No byte goes between nodes, and none between
+    GPUs if the layouts are equal."""
     shape = SHAPES["llama"]
     inside = Links(gpus_per_node=2, colocated=True)
     plan = plan_weights(shape, Mesh(tensor=2, data=2), Engines(4, 1), links=inside)
@@ -189,19 +190,20 @@ def test_the_nearest_replica_sends():
 
 
 def test_ranks_that_share_a_nic_share_its_load():
-    """Trainer GPUs 0 and 1 have one NIC, GPU 2 another: half of what leaves the node each, not a third and two thirds.
-    Engine 0 is GPU 3 and in their node, engine 1 outside."""
+    """Trainer GPUs 0 and 1 share a NIC, and GPU 2 shares one with GPU 3. Each NIC carries half of what leaves the node.
+    Engine 0 is GPU 3 in the same node, and engine 1 is outside."""
     shape = replace(SHAPES["qwen3"], hidden_size=64)
     plan = plan_weights(shape, Mesh(data=3), Engines(2, 1), links=Links(4, 2))
     shares = [np.bincount(plan.source, plan.bytes * (plan.destination == engine), 3) for engine in (0, 1)]
     total = plan.engine_bytes.sum()
-    row = 128 / total  # a cut is less than a row of 64 elements off; each rank's part has two cuts in each of few lines
+    row = 128 / total  # a cut is off by less than a row of 64 elements, and a rank's part has few cuts
     assert shares[0] / total == pytest.approx([1 / 3] * 3, abs=2 * row)
     assert shares[1] / total == pytest.approx([0.25, 0.25, 0.5], abs=2 * row)
 
 
 def test_chains_by_hand():
-    """5 engines in 2 chains: the trainer feeds 0 and 2, engines the rest; it sends two fifths of what it would."""
+    """With 5 engines in 2 chains the trainer feeds engines 0 and 2, and engines feed the others. The trainer sends two
+    fifths of what it would send without chains."""
     shape, mesh = SHAPES["qwen3"], Mesh(tensor=2)
     plan = plan_weights(shape, mesh, Engines(5, 2, num_chains=2))
     assert [tuple(feed) for feed in plan.engines.feeds] == [(1, 0, 1), (1, 2, 3), (2, 3, 4)]
@@ -257,11 +259,11 @@ def test_the_routers_bias_stays_float32():
 
 
 def test_a_rows_dtype_is_a_matter_of_its_table(monkeypatch):
-    """The same model with another row in float32: more bytes, and a plan that does not agree with the first."""
+    """If another row of the same model is float32, more bytes are sent, and the plan has another digest."""
     shape, family = SHAPES["qwen3"], FAMILIES["qwen3"]
     before = plan_weights(shape, Mesh(), Engines())
     monkeypatch.setitem(FAMILIES, "qwen3", replace(family, final_norm=replace(family.final_norm, float32=True)))
-    after = plan_weights.__wrapped__(shape, Mesh(), Engines())  # the cache knows nothing of tables
+    after = plan_weights.__wrapped__(shape, Mesh(), Engines())  # bypasses the cache
     assert [copy.destination_name for copy in after.routes[0, 0] if copy.dtype == "float32"] == ["model.norm.weight"]
     assert after.sent_bytes.sum() - before.sent_bytes.sum() == 2 * shape.hidden_size
     assert after.digest != before.digest

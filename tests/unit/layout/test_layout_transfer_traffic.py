@@ -1,4 +1,4 @@
-"""Bytes by link and times, by hand, and the tool that prints them."""
+"""Bytes per link and times equal those computed by hand; the tool prints them."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def test_classes_add_up_and_no_time_is_below_the_bound(name, per_node, tensor, n
 
 
 def test_chains_inside_a_node_spare_the_nics():
-    """4 engines of one GPU in one node: fed by the trainer the node takes 4 models, in a chain one; 3 go over NVLink,
-    at 8 bytes/s, the one over a NIC at 4 bytes/s; 3 more rounds of a bucket of 100 bytes."""
+    """A node has 4 engines of one GPU. If the trainer feeds all of them, 4 models go over NICs; in a chain, one model
+    goes over a NIC at 4 bytes/s and 3 over NVLink at 8 bytes/s. The chain adds 3 rounds of a bucket of 100 bytes."""
     links = Links(4, nvlink_gbps=64e-9, nic_gbps=32e-9)
     shape, mesh = SHAPES["qwen3"], Mesh(data=4)
     model = plan_weights(shape, mesh, Engines(), links=links).sent_bytes.sum()
@@ -56,10 +56,10 @@ def test_chains_inside_a_node_spare_the_nics():
 @pytest.mark.parametrize(
     ("sender_s", "receiver_s", "bucket_s", "chains"),
     [
-        (0.1, 1.0, 0.01, 8),  # the trainer feeds all in less than an engine takes
-        (1.0, 1.0, 0.01, 1),  # one trainer link as an engine's: each further chain costs a second
-        (0.5, 1.0, 0.01, 2),  # two chains of four are free
-        (0.1, 0.1, 10.0, 8),  # hops cost more than anything
+        (0.1, 1.0, 0.01, 8),  # the trainer feeds all engines in less time than one engine needs
+        (1.0, 1.0, 0.01, 1),  # the trainer's link is the bottleneck, and each further chain costs a second
+        (0.5, 1.0, 0.01, 2),  # a second chain costs no time
+        (0.1, 0.1, 10.0, 8),  # a bucket's way from engine to engine takes the longest
     ],
 )
 def test_number_of_chains_by_hand(sender_s, receiver_s, bucket_s, chains):
