@@ -45,7 +45,9 @@ def sample_weights(mode: str, num_actions: np.ndarray, group_of: np.ndarray, len
             divisors = len(prompts) * np.bincount(owner, num_actions, len(prompts))[owner]
         case _:
             raise ValueError(f"unknown loss_agg_mode {mode!r}")
-    return np.divide(1.0, divisors, out=np.zeros(num_samples), where=num_actions > 0)
+    weights = np.zeros(num_samples)
+    np.divide(1.0, divisors, out=weights, where=num_actions > 0)
+    return weights
 
 
 def loss_weights(batch: Batch, plan: MicrobatchPlan, mode: str, length: int | None = None) -> np.ndarray:

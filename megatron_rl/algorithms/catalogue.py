@@ -8,7 +8,7 @@ from typing import Any, get_args
 from pydantic_core import PydanticUndefined
 
 from megatron_rl.config import advantages, algorithm
-from megatron_rl.config.section import Section
+from megatron_rl.config.section import Method
 from megatron_rl.config.value import ValueLossConfig
 
 
@@ -79,7 +79,7 @@ def _union(annotation: Any) -> tuple[Entry, ...]:
     return tuple(_entry(section, section.model_fields["kind"].default) for section in get_args(union))
 
 
-def _entry(section: type[Section], kind: str) -> Entry:
+def _entry(section: type[Method], kind: str) -> Entry:
     fields = {"aggregation": section.aggregation} if hasattr(section, "aggregation") else {}
     fields |= {name: field.default for name, field in section.model_fields.items() if name != "kind"}
     shown = (f"{name} {_written(default)}" for name, default in fields.items())

@@ -53,6 +53,7 @@ def mean_weight(
     weights are 0."""
     total = torch.zeros((), dtype=torch.float64, device=columns[0].action_mask_T.device)
     for c in columns:
+        assert c.logp_old_T is not None  # `Needs.logp_old_in_prepare` asks for it
         log_w_T = torch.where(c.action_mask_T, c.logp_old_T - c.logp_rollout_T, 0.0)
         weight_T, _ = importance_weight(log_w_T, c.action_mask_T, c.sample_T, cfg)
         total += weight_T.double().sum()
@@ -84,6 +85,7 @@ def _bounded_statistics(rule: Rejection, logp_T: Tensor, logp_rollout_T: Tensor)
             statistic_T = bounded_exp(log_w_T) - 1 - log_w_T
         case "binary_kl":
             statistic_T = torch.maximum(binary_kl(logp_T, logp_rollout_T), binary_kl(logp_rollout_T, logp_T))
+    assert rule.high is not None  # `Rejection` gives only k1 the choice of a bound
     return [(statistic_T, rule.high)]
 
 
@@ -92,6 +94,7 @@ def _over(rule: Rejection, statistic_T: Tensor, mask_T: Tensor, sample_T: Tensor
     if rule.level == "token":
         return statistic_T
     owner_T = _owner(rule.level, mask_T, sample_T)
+    assert rule.over is not None  # `Rejection` demands it for every level but the token
     match rule.over:
         case "sum":
             return sum_by(owner_T, torch.where(mask_T, statistic_T, 0.0))

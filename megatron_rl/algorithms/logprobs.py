@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -75,15 +76,29 @@ def token_logprobs(
     """
     assert hidden_TH.dtype == weight_VH.dtype and 0 <= vocabulary.num_real <= len(weight_VH) and temperature > 0
     if mask_T is None:
-        return _Logprobs.apply(hidden_TH, weight_VH, target_T, vocabulary, temperature, entropy)
+        return _apply(hidden_TH, weight_VH, target_T, vocabulary, temperature, entropy)
     rows_N = mask_T.nonzero().squeeze(1)
     hidden_NH = hidden_TH.index_select(0, rows_N)
-    logp_N, entropy_N = _Logprobs.apply(hidden_NH, weight_VH, target_T[rows_N], vocabulary, temperature, entropy)
+    logp_N, entropy_N = _apply(hidden_NH, weight_VH, target_T[rows_N], vocabulary, temperature, entropy)
 
     def spread(x_N: Tensor) -> Tensor:
         return x_N.new_zeros(len(mask_T)).index_copy(0, rows_N, x_N)
 
-    return spread(logp_N), spread(entropy_N) if entropy else None
+    return spread(logp_N), None if entropy_N is None else spread(entropy_N)
+
+
+def _apply(
+    hidden_NH: Tensor,
+    weight_VH: Tensor,
+    target_N: Tensor,
+    vocabulary: VocabularyShard,
+    temperature: float,
+    entropy: bool,
+) -> tuple[Tensor, Tensor | None]:
+    result: tuple[Tensor, Tensor | None] = _Logprobs.apply(  # type: ignore[no-untyped-call]  # torch gives it no types
+        hidden_NH, weight_VH, target_N, vocabulary, temperature, entropy
+    )
+    return result
 
 
 class _Logprobs(torch.autograd.Function):
@@ -94,7 +109,15 @@ class _Logprobs(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden_NH, weight_VH, target_N, vocabulary, temperature, entropy):
+    def forward(
+        ctx: Any,
+        hidden_NH: Tensor,
+        weight_VH: Tensor,
+        target_N: Tensor,
+        vocabulary: VocabularyShard,
+        temperature: float,
+        entropy: bool,
+    ) -> tuple[Tensor, Tensor | None]:
         ctx.vocabulary, ctx.temperature = vocabulary, temperature
         ctx.set_materialize_grads(False)
         here_N, column_N1 = _own_columns(target_N, vocabulary)
@@ -128,7 +151,9 @@ class _Logprobs(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_logp_N, grad_entropy_N):
+    def backward(
+        ctx: Any, grad_logp_N: Tensor | None, grad_entropy_N: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         hidden_NH, weight_VH, target_N, largest_N, log_total_N, entropy_N = ctx.saved_tensors
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         weight_RH = weight_VH[: ctx.vocabulary.num_real]
@@ -149,11 +174,13 @@ class _Logprobs(torch.autograd.Function):
                 grad_CR.add_(slope_logp_N[rows, None]).mul_(p_CR.neg_())
             grad_CR.scatter_add_(1, column_N1[rows], slope_here_N1[rows])
             grad_CR = grad_CR.to(weight_VH.dtype)
-            if needs_hidden:
+            if grad_hidden_NH is not None:
                 torch.mm(grad_CR, weight_RH, out=grad_hidden_NH[rows])
-            if needs_weight:
+            if grad_weight_VH is not None:
                 _add_product(grad_weight_VH[: len(weight_RH)], grad_CR.t(), hidden_NH[rows])
-        return grad_hidden_NH, grad_weight_VH.to(weight_VH.dtype) if needs_weight else None, None, None, None, None
+        if grad_weight_VH is not None:
+            grad_weight_VH = grad_weight_VH.to(weight_VH.dtype)
+        return grad_hidden_NH, grad_weight_VH, None, None, None, None
 
 
 def _precise(dtype: torch.dtype) -> torch.dtype:

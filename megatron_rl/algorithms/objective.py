@@ -28,7 +28,15 @@ from megatron_rl.algorithms.losses.covariance import choose_clip_cov, choose_kl_
 from megatron_rl.algorithms.losses.terms import MAX_LOG_RATIO, Terms
 from megatron_rl.algorithms.selection import choose_largest
 from megatron_rl.algorithms.whitening import SumOverRanks
-from megatron_rl.config.algorithm import AlgorithmConfig, ClipCovLoss, DecoupledLoss, DppoKlLoss, DppoTvLoss, KlCovLoss
+from megatron_rl.config.algorithm import (
+    AlgorithmConfig,
+    ClipCovLoss,
+    DecoupledLoss,
+    DppoKlLoss,
+    DppoTvLoss,
+    KlCovLoss,
+    WeightConfig,
+)
 from megatron_rl.types import Denominators, Metrics
 
 LOWEST_LOGP = -100.0
@@ -154,13 +162,14 @@ class PolicyObjective:
             logp_ref=cfg.kl is not None,
             entropy=True,
             first_pass=isinstance(cfg.loss, ClipCovLoss | KlCovLoss) or cfg.top_entropy_share < 1,
-            logp_old_in_prepare=isinstance(cfg.loss, ClipCovLoss) or self._normalises,
+            logp_old_in_prepare=isinstance(cfg.loss, ClipCovLoss) or self._normalised_weight is not None,
         )
 
     @property
-    def _normalises(self) -> bool:
-        correction = self.cfg.correction
-        return bool(correction and correction.weight and correction.weight.normalise)
+    def _normalised_weight(self) -> WeightConfig | None:
+        """The importance weight if it is divided by its mean over the mini-batch, else None."""
+        weight = self.cfg.correction.weight if self.cfg.correction else None
+        return weight if weight and weight.normalise else None
 
     def prepare(
         self,
@@ -171,15 +180,19 @@ class PolicyObjective:
     ) -> list[PackedColumns]:
         cfg, num_tokens = self.cfg, denominators.num_tokens
         columns = [replace(c, logp_rollout_T=_floored(c.logp_rollout_T)) for c in columns]
-        if self._normalises:
-            mean = mean_weight(columns, num_tokens, cfg.correction.weight, sum_over_ranks)
+        if self._normalised_weight:
+            mean = mean_weight(columns, num_tokens, self._normalised_weight, sum_over_ranks)
             columns = [replace(c, mean_weight_T=torch.full_like(c.weight_T, mean)) for c in columns]
         if isinstance(cfg.loss, ClipCovLoss | KlCovLoss):
-            choose = choose_clip_cov if isinstance(cfg.loss, ClipCovLoss) else choose_kl_cov
+            assert first_pass is not None  # `needs.first_pass` asks for it
             logps = [p.logp_T for p in first_pass]
-            chosen = choose(cfg.loss, columns, logps, num_tokens, sum_over_ranks)
+            if isinstance(cfg.loss, ClipCovLoss):
+                chosen = choose_clip_cov(cfg.loss, columns, logps, num_tokens, sum_over_ranks)
+            else:
+                chosen = choose_kl_cov(cfg.loss, columns, logps, num_tokens, sum_over_ranks)
             columns = [replace(c, selected_T=chosen_T) for c, chosen_T in zip(columns, chosen, strict=True)]
         if cfg.top_entropy_share < 1:
+            assert first_pass is not None  # `needs.first_pass` asks for it
             count = max(1, int(cfg.top_entropy_share * num_tokens))
             masks, entropies = [c.action_mask_T for c in columns], [p.entropy_T for p in first_pass]
             chosen = choose_largest(entropies, masks, count, sum_over_ranks)
@@ -199,9 +212,14 @@ class PolicyObjective:
         if anchor_T is None:
             anchor_T = logp_T.detach()
         given = {"logp": logp_T, "logp_rollout": columns.logp_rollout_T, "advantage": columns.advantage_T}
-        given |= {} if self._around_engine else {"logp_old": anchor_T}
-        given |= {"logp_ref": columns.logp_ref_T} if cfg.kl else {}
-        given |= {"entropy": entropy_T} if cfg.entropy or cfg.top_entropy_share < 1 else {}
+        if not self._around_engine:
+            given["logp_old"] = anchor_T
+        if cfg.kl:
+            assert columns.logp_ref_T is not None  # `needs.logp_ref` asks for it
+            given["logp_ref"] = columns.logp_ref_T
+        if cfg.entropy or cfg.top_entropy_share < 1:
+            assert entropy_T is not None  # `needs.entropy` asks for it
+            given["entropy"] = entropy_T
         require_finite(columns, given)
 
         def actions(x_T: Tensor) -> Tensor:
@@ -226,13 +244,14 @@ class PolicyObjective:
         total_T = policy_T
         shares["masked"] = ~kept_T
         if cfg.kl:
-            kl_T = self._kl(terms.logp_T, actions(columns.logp_ref_T))
+            logp_ref_T = actions(given["logp_ref"])
+            kl_T = kl_estimate(terms.logp_T, logp_ref_T, cfg.kl.estimator, cfg.kl.straight_through, cfg.kl.cap)
             total_T = total_T + coefficients["kl"] * kl_T
             shares["kl"] = kl_T
         if entropy_T is not None:
             shares["entropy"] = actions(entropy_T)
         if cfg.entropy:
-            total_T = total_T - coefficients["entropy"] * actions(entropy_T)
+            total_T = total_T - coefficients["entropy"] * actions(given["entropy"])
 
         weight_T = torch.where(mask_T, columns.weight_T, 0.0)
         loss, policy_loss = (weight_T * total_T).sum(), (weight_T * policy_T.detach()).sum()
@@ -255,13 +274,10 @@ class PolicyObjective:
         rest = {name: value for name, value in metrics.items() if name != "correction/mean_square"}
         return rest | {"correction/ess": metrics["correction/mean"] ** 2 / squares if squares else 0.0}
 
-    def _kl(self, logp_T: Tensor, logp_ref_T: Tensor) -> Tensor:
-        cfg = self.cfg.kl
-        return kl_estimate(logp_T, logp_ref_T, cfg.estimator, cfg.straight_through, cfg.cap)
-
     def _corrected(self, terms: Terms, columns: PackedColumns) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Where the policy has a loss, the importance weight that multiplies it, and what the metrics say of both."""
-        kept_T, factor_T, shares = terms.mask_T, torch.ones_like(terms.advantage_T), {}
+        kept_T, factor_T = terms.mask_T, torch.ones_like(terms.advantage_T)
+        shares: dict[str, Tensor] = {}
         if columns.high_entropy_T is not None:
             kept_T = kept_T & columns.high_entropy_T
         if not self.cfg.correction:

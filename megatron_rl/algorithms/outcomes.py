@@ -57,7 +57,7 @@ def rloo(rewards: np.ndarray, group_of: np.ndarray, std: str) -> np.ndarray:
         rewards 1, 0, 0: baselines 0, .5, .5, advantages 1, -.5, -.5; others: 1, -.5 / sqrt(.5), -.5 / sqrt(.5).
     """
     count_G = np.bincount(group_of[~np.isnan(rewards)], minlength=_num_groups(group_of))
-    advantages = grpo(rewards, group_of, "none") * (count_G / np.maximum(count_G - 1, 1))[group_of]
+    advantages: np.ndarray = grpo(rewards, group_of, "none") * (count_G / np.maximum(count_G - 1, 1))[group_of]
     return advantages / _deviation_of_others(rewards, group_of) if std == "others" else advantages
 
 
@@ -219,7 +219,8 @@ def _num_groups(group_of: np.ndarray) -> int:
 def _signal(rewards: np.ndarray, group_of: np.ndarray, spread_G: np.ndarray) -> np.ndarray:
     """bool [S]: scored, in a group whose rewards differ. The mean of equal numbers need not equal them in floating
     point: the spread decides what is exactly 0."""
-    return ~np.isnan(rewards) & (spread_G[group_of] > 0)
+    has_signal: np.ndarray = ~np.isnan(rewards) & (spread_G[group_of] > 0)
+    return has_signal
 
 
 def _whitened(values: np.ndarray, weights: np.ndarray) -> np.ndarray:

@@ -75,7 +75,7 @@ def normalised(steps: StepRewards, group_of: Tensor, std: str) -> Tensor:
     value_N, scored_N = steps.value_N.double(), ~steps.value_N.isnan()
     # One cell a kind and group; `cell_N` numbers those of the scored rewards.
     pair_N = torch.stack([group_of[steps.sample_N], steps.kind_N], dim=1)[scored_N]
-    _, cell_N = pair_N.unique(dim=0, return_inverse=True)
+    _, cell_N = torch.unique(pair_N, dim=0, return_inverse=True)
     x_N, size = value_N[scored_N], pair_N.shape[0]
     count = torch.bincount(cell_N, minlength=size)
     mean = torch.bincount(cell_N, x_N, size) / count.clamp(min=1)
@@ -83,7 +83,7 @@ def normalised(steps: StepRewards, group_of: Tensor, std: str) -> Tensor:
     scale = (squares / (count - 1).clamp(min=1)).sqrt() + STD_EPS if std == "group" else torch.ones_like(squares)
     largest = x_N.new_full((size,), -torch.inf).scatter_reduce_(0, cell_N, x_N, "amax")
     smallest = x_N.new_full((size,), torch.inf).scatter_reduce_(0, cell_N, x_N, "amin")
-    contributors = torch.stack([cell_N, steps.sample_N[scored_N]], dim=1).unique(dim=0)[:, 0]
+    contributors = torch.unique(torch.stack([cell_N, steps.sample_N[scored_N]], dim=1), dim=0)[:, 0]
     signal = (largest > smallest) & (torch.bincount(contributors, minlength=size) > 1)
     result_N = torch.zeros_like(value_N)
     result_N[scored_N] = torch.where(signal[cell_N], (x_N - mean[cell_N]) / scale[cell_N], 0.0)

@@ -98,7 +98,7 @@ def gae(
     reward_N, value_N = actions.pick(reward_T, "the reward"), actions.pick(value_T, "the value")
     decay_N = cfg.gamma * actions.continues_N
     delta_N = reward_N + decay_N * value_N.roll(-1) - value_N
-    lam = cfg.lam
+    lam: float | Tensor = cfg.lam
     if cfg.length_adaptive_alpha is not None:
         lam = (1 - 1 / (cfg.length_adaptive_alpha * actions.length_N.double())).clamp(min=0)
     lam_critic = cfg.lam if cfg.lam_critic is None else cfg.lam_critic

@@ -65,7 +65,8 @@ def _at_least_kth(
 
 def _kth_bin(bins: Sequence[Tensor], k: int, sum_over_ranks: SumOverRanks) -> tuple[int, int]:
     """The bin of the k-th largest, and how many lie in higher ones; bin 0 when there are fewer than k."""
-    histogram = sum(torch.bincount(b, minlength=BINS) for b in bins)
+    none = torch.zeros(BINS, dtype=torch.int64, device=bins[0].device)
+    histogram = sum((torch.bincount(b, minlength=BINS) for b in bins), none)
     from_top = sum_over_ranks(histogram).flip(0).cumsum(0)
     place = min(int((from_top < k).sum()), BINS - 1)
     return BINS - 1 - place, int(from_top[place - 1]) if place else 0

@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from megatron_rl.config.section import Section
+from megatron_rl.config.section import Method
 
 Discount = Annotated[float, Field(gt=0, le=1)]
 Lambda = Annotated[float, Field(ge=0, le=1)]
@@ -19,7 +19,7 @@ Need = Literal["group", "greedy_reward", "reward_parts", "values", "step_rewards
 the reward functions, apart. values: a critic. step_rewards: rewards at tokens."""
 
 
-class GrpoAdvantage(Section):
+class GrpoAdvantage(Method):
     """GRPO (Shao et al. 2024, arXiv:2402.03300); without the deviation Dr. GRPO (Liu et al. 2025, arXiv:2503.20783)."""
 
     formula: ClassVar[str] = (
@@ -33,7 +33,7 @@ class GrpoAdvantage(Section):
     """batch: one deviation of all rewards (Lite PPO, Liu et al. 2025, arXiv:2508.08221); none: Dr. GRPO."""
 
 
-class RlooAdvantage(Section):
+class RlooAdvantage(Method):
     """REINFORCE leave-one-out (Ahmadian et al. 2024, arXiv:2402.14740)."""
 
     formula: ClassVar[str] = (
@@ -50,7 +50,7 @@ class RlooAdvantage(Section):
     the sample that tells most."""
 
 
-class ReinforcePlusPlusAdvantage(Section):
+class ReinforcePlusPlusAdvantage(Method):
     """REINFORCE++ (Hu et al. 2025, arXiv:2501.03262): whitened over all action tokens of the batch."""
 
     formula: ClassVar[str] = (
@@ -64,7 +64,7 @@ class ReinforcePlusPlusAdvantage(Section):
     """false: the advantage is the reward as it is."""
 
 
-class ReinforcePlusPlusBaselineAdvantage(Section):
+class ReinforcePlusPlusBaselineAdvantage(Method):
     """REINFORCE++ with the group's mean as baseline (Hu et al. 2025, arXiv:2501.03262)."""
 
     formula: ClassVar[str] = "reinforce_plus_plus of r - mean"
@@ -74,7 +74,7 @@ class ReinforcePlusPlusBaselineAdvantage(Section):
     kind: Literal["reinforce_plus_plus_baseline"] = "reinforce_plus_plus_baseline"
 
 
-class RemaxAdvantage(Section):
+class RemaxAdvantage(Method):
     """ReMax (Li et al. 2023, arXiv:2310.10505): the greedy answer's reward is the baseline."""
 
     formula: ClassVar[str] = "r - r of the prompt's greedy answer"
@@ -84,7 +84,7 @@ class RemaxAdvantage(Section):
     kind: Literal["remax"] = "remax"
 
 
-class OpoAdvantage(Section):
+class OpoAdvantage(Method):
     """On-policy RL with optimal reward baseline (Hao et al. 2025, arXiv:2505.23585)."""
 
     formula: ClassVar[str] = "r - sum(n r) / sum(n), sums over the group"
@@ -94,7 +94,7 @@ class OpoAdvantage(Section):
     kind: Literal["opo"] = "opo"
 
 
-class GpgAdvantage(Section):
+class GpgAdvantage(Method):
     """Group policy gradient (Chu et al. 2025, arXiv:2504.02546)."""
 
     formula: ClassVar[str] = (
@@ -107,7 +107,7 @@ class GpgAdvantage(Section):
     kind: Literal["gpg"] = "gpg"
 
 
-class GrpoPasskAdvantage(Section):
+class GrpoPasskAdvantage(Method):
     """Pass@k of the whole group (Tang et al. 2025, arXiv:2503.19595): only the best sample learns."""
 
     formula: ClassVar[str] = "best sample: (largest r - second largest r) / (std + 1e-6); others 0; none: undivided"
@@ -118,7 +118,7 @@ class GrpoPasskAdvantage(Section):
     std: Literal["group", "none"] = "group"
 
 
-class GdpoAdvantage(Section):
+class GdpoAdvantage(Method):
     """Group reward-decoupled normalisation (Liu et al. 2026, arXiv:2601.05242)."""
 
     formula: ClassVar[str] = "(a - m) / (s + 1e-6), a = sum of weight x grpo of each reward, m and s over the batch"
@@ -128,7 +128,7 @@ class GdpoAdvantage(Section):
     kind: Literal["gdpo"] = "gdpo"
 
 
-class GaeAdvantage(Section):
+class GaeAdvantage(Method):
     """Generalised advantage estimation (Schulman et al. 2015, arXiv:1506.02438)."""
 
     formula: ClassVar[str] = (
@@ -158,7 +158,7 @@ class GaeAdvantage(Section):
         return self
 
 
-class GrpoProcessAdvantage(Section):
+class GrpoProcessAdvantage(Method):
     """GRPO with process supervision (Shao et al. 2024, arXiv:2402.03300): rewards stay at their tokens."""
 
     formula: ClassVar[str] = (
@@ -189,7 +189,7 @@ AdvantageConfig = Annotated[
 ]
 
 
-class SoftOverlongShaping(Section):
+class SoftOverlongShaping(Method):
     """DAPO's soft overlong punishment (Yu et al. 2025, arXiv:2503.14476)."""
 
     formula: ClassVar[str] = "r + p, p = 0 up to max - cache, then ((max - cache) - length) / cache, -1 beyond max"
@@ -211,7 +211,7 @@ class SoftOverlongShaping(Section):
         return self
 
 
-class LengthNormalisedShaping(Section):
+class LengthNormalisedShaping(Method):
     """Kimi k1.5's length reward (Kimi team 2025, arXiv:2501.12599): short among its group is better."""
 
     formula: ClassVar[str] = (
@@ -225,7 +225,7 @@ class LengthNormalisedShaping(Section):
     """An answer is correct if its verified reward is at least this."""
 
 
-class CosineShaping(Section):
+class CosineShaping(Method):
     """Cosine-scaled reward (Yeo et al. 2025, arXiv:2502.03373): takes the place of the reward."""
 
     formula: ClassVar[str] = (
@@ -246,7 +246,7 @@ class CosineShaping(Section):
     """An answer is correct if its verified reward is at least this."""
 
 
-class RepetitionShaping(Section):
+class RepetitionShaping(Method):
     """Penalty for repeated n-grams of token ids (Yeo et al. 2025, arXiv:2502.03373; Open-R1)."""
 
     formula: ClassVar[str] = "r + max_penalty (1 - distinct n-grams / n-grams)"

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from megatron_rl.config.advantages import AdvantageConfig, CosineShaping, GrpoAdvantage, ShapingConfig
-from megatron_rl.config.section import Section, default_kind
+from megatron_rl.config.section import Method, Section, default_kind
 
 Share = Annotated[float, Field(gt=0, le=1)]
 LowerClip = Annotated[float, Field(gt=0, lt=1)]
@@ -26,7 +26,7 @@ Aggregation = Literal[
 ]
 
 
-class DualClipLoss(Section):
+class DualClipLoss(Method):
     """PPO's clipped objective (Schulman et al. 2017) with a bound for A < 0 (Ye et al. 2020)."""
 
     formula: ClassVar[str] = (
@@ -42,7 +42,7 @@ class DualClipLoss(Section):
     """For A < 0 no token costs more than c |A|; null is plain PPO, without this bound."""
 
 
-class GspoLoss(Section):
+class GspoLoss(Method):
     """Group sequence policy optimisation (Zheng et al. 2025): one ratio a sample, clipped as a whole."""
 
     formula: ClassVar[str] = "max(-A q, -A clip(q, 1 - eps_low, 1 + eps_high)), q = sg(s) pi / sg(pi)"
@@ -54,7 +54,7 @@ class GspoLoss(Section):
     clip_ratio_high: PositiveFloat = 4e-4
 
 
-class GmpoLoss(Section):
+class GmpoLoss(Method):
     """Geometric-mean policy optimisation (Zhao et al. 2025): clipped log-ratios, their mean over the sample."""
 
     formula: ClassVar[str] = (
@@ -69,7 +69,7 @@ class GmpoLoss(Section):
     clip_ratio_high: PositiveFloat = 0.4
 
 
-class CispoLoss(Section):
+class CispoLoss(Method):
     """CISPO (MiniMax 2025): importance weights are clipped, and no token loses its gradient."""
 
     formula: ClassVar[str] = "-sg(clip(r, 1 - eps_low, 1 + eps_high)) A log pi"
@@ -82,7 +82,7 @@ class CispoLoss(Section):
     clip_ratio_high: PositiveFloat = 0.2
 
 
-class SapoLoss(Section):
+class SapoLoss(Method):
     """Soft adaptive policy optimisation (Gao et al. 2025): a sigmoid gate in place of the clip."""
 
     formula: ClassVar[str] = "-A (4 / tau) sigmoid(tau (r - 1)), tau = tau_pos for A > 0, else tau_neg"
@@ -94,7 +94,7 @@ class SapoLoss(Section):
     tau_neg: PositiveFloat = 1.05
 
 
-class ReinforceLoss(Section):
+class ReinforceLoss(Method):
     """The policy gradient without a ratio (Williams 1992). It is right on policy alone: use one update a step."""
 
     formula: ClassVar[str] = "-A log pi"
@@ -104,7 +104,7 @@ class ReinforceLoss(Section):
     kind: Literal["reinforce"] = "reinforce"
 
 
-class GpgLoss(Section):
+class GpgLoss(Method):
     """Group policy gradient (Chu et al. 2025): it has REINFORCE's loss, and is meant for the advantages of `gpg`."""
 
     formula: ClassVar[str] = "-A log pi"
@@ -114,7 +114,7 @@ class GpgLoss(Section):
     kind: Literal["gpg"] = "gpg"
 
 
-class ClipCovLoss(Section):
+class ClipCovLoss(Method):
     """PPO's clip, and no gradient for a few random tokens of high covariance (Cui et al. 2025)."""
 
     formula: ClassVar[str] = (
@@ -133,13 +133,13 @@ class ClipCovLoss(Section):
     cov_high: float = 5.0
 
     @model_validator(mode="after")
-    def _bounds(self):
+    def _bounds(self) -> Self:
         if self.cov_low >= self.cov_high:
             raise ValueError(f"cov_low ({self.cov_low}) must be below cov_high ({self.cov_high})")
         return self
 
 
-class KlCovLoss(Section):
+class KlCovLoss(Method):
     """The plain ratio, and a KL penalty for the tokens of highest covariance (Cui et al. 2025)."""
 
     formula: ClassVar[str] = "-A r, plus coef |log r| for the `share` of tokens with the largest cov (see clip_cov)"
@@ -152,7 +152,7 @@ class KlCovLoss(Section):
     coef: PositiveFloat = 1.0
 
 
-class DppoTvLoss(Section):
+class DppoTvLoss(Method):
     """Divergence PPO (Qi et al. 2026): a trust region in probability, not in ratio, around the sampling policy."""
 
     formula: ClassVar[str] = (
@@ -167,7 +167,7 @@ class DppoTvLoss(Section):
     c: PositiveFloat = 20.0
 
 
-class DppoKlLoss(Section):
+class DppoKlLoss(Method):
     """As dppo_tv, with the KL divergence of the two-outcome distributions (this token, any other)."""
 
     formula: ClassVar[str] = "as dppo_tv; 0 where the binary KL(mu || pi) exceeds the bound and r moves further away"
@@ -180,7 +180,7 @@ class DppoKlLoss(Section):
     c: PositiveFloat = 20.0
 
 
-class DecoupledLoss(Section):
+class DecoupledLoss(Method):
     """Decoupled PPO (Hilton et al. 2022): clip around a proximal policy p, weigh by p over the behaviour policy mu.
 
     interpolated: log p = log mu + a (log pi - log mu) with a = lag / (lag + 1), from the versions of the tokens. It
@@ -236,7 +236,7 @@ Level = Literal["token", "segment", "sequence"]
 sequence: a sample."""
 
 
-class _Weight(Section):
+class _Weight(Method):
     level: Level = "token"
     """What shares one ratio w. Beyond the token it is the geometric mean over the actions, so that the ratio of a long
     answer does not collapse."""
@@ -321,7 +321,7 @@ class Rejection(Section):
         return "_".join([self.level, *([self.over] if self.over else []), self.statistic, *extra])
 
     @model_validator(mode="after")
-    def _is_whole(self):
+    def _is_whole(self) -> Self:
         if self.level == "token" and self.over:
             raise ValueError(f"over: {self.over} is of a segment or a sequence, and the level is token; leave it out")
         if self.level != "token" and not self.over:
@@ -360,7 +360,7 @@ class CorrectionConfig(Section):
         return value
 
     @model_validator(mode="after")
-    def _does_something(self):
+    def _does_something(self) -> Self:
         if self.weight is None and not self.reject:
             raise ValueError("there is neither a weight nor a rejection; set algorithm.correction to null")
         names = [rule.name for rule in self.reject]
@@ -388,7 +388,7 @@ def _two_parts(value: Mapping[str, Any]) -> str:
     return f"{{{', '.join(parts)}}}"
 
 
-class FixedCoefficient(Section):
+class FixedCoefficient(Method):
     formula: ClassVar[str] = "value"
     source: ClassVar[str] = ""
 
@@ -396,7 +396,7 @@ class FixedCoefficient(Section):
     value: Annotated[float, Field(ge=0)]
 
 
-class AdaptiveKlCoefficient(Section):
+class AdaptiveKlCoefficient(Method):
     """Proportional controller towards a target KL (Ziegler et al. 2019)."""
 
     formula: ClassVar[str] = "coef <- coef (1 + clip(kl / target - 1, -0.2, 0.2) samples / horizon)"
@@ -410,7 +410,7 @@ class AdaptiveKlCoefficient(Section):
     """The number of samples over which the coefficient adapts."""
 
 
-class AdaptiveEntropyCoefficient(Section):
+class AdaptiveEntropyCoefficient(Method):
     """The coefficient rises while the entropy is below its target. Above the target it falls, and has no effect (He et
     al. 2025)."""
 
@@ -445,7 +445,7 @@ class KlConfig(Section):
     )
 
     @model_validator(mode="after")
-    def _gradients(self):
+    def _gradients(self) -> Self:
         if self.place == "loss" and self.estimator == "k1" and not self.straight_through:
             raise ValueError(
                 "k1 in the loss pulls nowhere: the expectation of its gradient, grad log pi, is zero; use k2 or k3, or "
@@ -512,15 +512,17 @@ class AlgorithmConfig(Section):
         return self.loss_agg_mode or self.loss.aggregation
 
     @model_validator(mode="after")
-    def _combinations(self):
+    def _combinations(self) -> Self:
         loss, correction = self.loss, self.correction
         if (self.loss_agg_mode == "seq-mean-token-sum-norm") != (self.loss_agg_tokens is not None):
             raise ValueError(
                 "loss_agg_tokens is the constant length of loss_agg_mode seq-mean-token-sum-norm: give both or neither"
             )
         if isinstance(loss, SEQUENCE_LOSSES):
-            masks = [correction.weight] if correction and isinstance(correction.weight, MaskedWeight) else []
-            if any(part.level != "sequence" for part in [*masks, *(correction.reject if correction else ())]):
+            masks: list[MaskedWeight | Rejection] = list(correction.reject) if correction else []
+            if correction and isinstance(correction.weight, MaskedWeight):
+                masks.append(correction.weight)
+            if any(mask.level != "sequence" for mask in masks):
                 raise ValueError(
                     f"loss {loss.kind} has one ratio a sample, a correction that masks parts of it contradicts it; "
                     "set the level of correction.weight of kind mask, and of every rule of correction.reject, to "

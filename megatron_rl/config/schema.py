@@ -7,7 +7,7 @@ properties, never keys. Importing this module loads neither torch nor any vendor
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, model_validator
 
@@ -270,7 +270,7 @@ class BaseConfig(Section):
         return self.run.folder / self.run.name
 
     @model_validator(mode="after")
-    def _world_size_fits(self):
+    def _world_size_fits(self) -> Self:
         mesh, world = self.policy.parallel.mesh, self.cluster.world_size
         if world is not None and world != mesh.world_size:
             raise ValueError(
@@ -286,7 +286,7 @@ class SftRunConfig(BaseConfig):
     sft: SftConfig
 
     @model_validator(mode="after")
-    def _cap_holds_the_longest_row(self):
+    def _cap_holds_the_longest_row(self) -> Self:
         if self.balance.oversize == "refuse" and self.balance.max_tokens_per_microbatch < self.sft.max_tokens:
             raise ValueError(
                 f"balance.max_tokens_per_microbatch ({self.balance.max_tokens_per_microbatch}) is below sft.max_tokens "
@@ -308,7 +308,7 @@ class GrpoRunConfig(BaseConfig):
     eval: EvalConfig = EvalConfig()
 
     @model_validator(mode="after")
-    def _cross_checks(self):
+    def _cross_checks(self) -> Self:
         cap, longest = self.balance.max_tokens_per_microbatch, self.rollout.max_model_tokens
         if self.balance.oversize == "refuse" and cap < longest:
             raise ValueError(

@@ -6,10 +6,10 @@ from typing import ClassVar, Literal
 
 from pydantic import PositiveFloat
 
-from megatron_rl.config.section import Section
+from megatron_rl.config.section import Method
 
 
-class ValueLossConfig(Section):
+class ValueLossConfig(Method):
     """PPO's clipped value loss (Schulman et al. 2017, arXiv:1707.06347; PPO2), or Huber's in place of the square."""
 
     formula: ClassVar[str] = "max(l(V - R), l(V_old + clip(V - V_old, -c, c) - R)), l(x) = x^2 / 2 or Huber's"

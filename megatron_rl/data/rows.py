@@ -13,8 +13,9 @@ from typing import Any, Literal, TypeVar
 
 T = TypeVar("T")
 OnBadRow = Literal["fail", "skip"]
-FORMS = ("messages", "prompt")
-"""The two columns of which a row has one: chat turns, or plain text."""
+Form = Literal["messages", "prompt"]
+FORMS: tuple[Form, ...] = ("messages", "prompt")
+"""A row has exactly one of these two columns: chat turns, or plain text."""
 
 
 class BadRow(ValueError):
@@ -95,7 +96,7 @@ def turns_of(row: Mapping[str, Any]) -> tuple[dict[str, str], ...]:
     return tuple(turns)
 
 
-def form_of(row: Mapping[str, Any]) -> Literal["messages", "prompt"]:
+def form_of(row: Mapping[str, Any]) -> Form:
     """Which of the two forms a row has."""
     forms = [key for key in FORMS if key in row]
     if len(forms) != 1:

@@ -47,7 +47,8 @@ def read_extra(folder: Path) -> dict[str, Any]:
     """
     path = folder / EXTRA
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        extra: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return extra
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read: {error}; resume from another checkpoint: --resume STEP") from error
 

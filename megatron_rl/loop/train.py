@@ -18,7 +18,7 @@ from megatron_rl.algorithms import Coefficients, disagreement, estimate_advantag
 from megatron_rl.balance import plan_microbatches
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.data import ShuffledStream
-from megatron_rl.loop.checkpoints import Checkpoints, WholeState, due
+from megatron_rl.loop.checkpoints import Checkpoints, Stateful, WholeState, due
 from megatron_rl.loop.rollouts import SilentRewards, answer_and_verify, as_batch, evaluate_heldout
 from megatron_rl.loop.stopping import NEVER, Stopping
 from megatron_rl.ports import Bridge, Engine, Policy, Sink, Verifier
@@ -57,7 +57,7 @@ def train(
     """
     sink, checkpoints = records
     algorithm, coefficients = config.algorithm, Coefficients(config.algorithm)
-    parts = {"stream": prompts.train, "coefficients": coefficients}
+    parts: dict[str, Stateful] = {"stream": prompts.train, "coefficients": coefficients}
     silence = SilentRewards(config.rewards)
     step = checkpoints.restore(ports.policy, parts)
     with WholeState(checkpoints, ports.policy, parts) as whole:

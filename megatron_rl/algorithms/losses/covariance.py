@@ -45,6 +45,7 @@ def choose_clip_cov(
     """`share` of the tokens, drawn from those between the bounds that PPO's clip has not already flattened."""
     candidates = []
     for c, logp_T, cov_T in zip(columns, logps, covariances(columns, logps, num_tokens, sum_over_ranks), strict=True):
+        assert c.logp_old_T is not None  # `Needs.logp_old_in_prepare` asks for it
         ratio_T = bounded_exp(logp_T - c.logp_old_T)
         flat_T = clipped(ratio_T, c.advantage_T, low=cfg.clip_ratio_low, high=cfg.clip_ratio_high)
         candidates.append(c.action_mask_T & ~flat_T & (cov_T > cfg.cov_low) & (cov_T < cfg.cov_high))
@@ -70,6 +71,7 @@ def clip_cov_loss(cfg: ClipCovLoss) -> TokenLoss:
     bounds = {"low": cfg.clip_ratio_low, "high": cfg.clip_ratio_high}
 
     def loss(terms: Terms) -> tuple[Tensor, dict[str, Tensor]]:
+        assert terms.selected_T is not None  # `choose_clip_cov` made it in `prepare`
         ratio_T, advantage_T = terms.ratio_T, terms.advantage_T
         shares = {"pg_clipfrac": clipped(ratio_T, advantage_T, **bounds), "cov/chosen": terms.selected_T}
         return torch.where(terms.selected_T, 0.0, clip(ratio_T, advantage_T, **bounds)), shares
@@ -81,6 +83,7 @@ def kl_cov_loss(cfg: KlCovLoss) -> TokenLoss:
     """KL-Cov (Cui et al. 2025, arXiv:2505.22617): -A r, and coef |log r| for the chosen tokens."""
 
     def loss(terms: Terms) -> tuple[Tensor, dict[str, Tensor]]:
+        assert terms.selected_T is not None  # `choose_kl_cov` made it in `prepare`
         penalty_T = torch.where(terms.selected_T, cfg.coef * terms.log_ratio_T.abs(), 0.0)
         return -terms.advantage_T * terms.ratio_T + penalty_T, {"cov/chosen": terms.selected_T}
 

@@ -441,8 +441,8 @@ def test_every_kind_is_registered_or_of_tokens():
     [
         (RemaxAdvantage(), "remax needs greedy_reward, but the batch holds no greedy_rewards"),
         (GdpoAdvantage(), "gdpo needs reward_parts, but the batch holds no reward_parts and no reward_weights"),
-        (GaeAdvantage(), "gae gives one number a token and needs values"),
-        (GrpoProcessAdvantage(), "grpo_process gives one number a token and needs group, step_rewards"),
+        (GaeAdvantage(), "gae gives one number for each token and needs values"),
+        (GrpoProcessAdvantage(), "grpo_process gives one number for each token and needs group, step_rewards"),
     ],
 )
 def test_what_cannot_be_fed_is_refused(estimator, missing):
