@@ -455,7 +455,7 @@ def test_what_cannot_be_fed_is_refused(estimator, missing):
 @pytest.mark.parametrize(
     ("bad", "reason"),
     [
-        ({"kind": "gae", "lam": 0.9, "length_adaptive_alpha": 0.05, "lam_critic": 1.0}, "give one of them"),
+        ({"kind": "gae", "lam": 0.9, "length_adaptive_alpha": 0.05, "lam_critic": 1.0}, "give only one of them"),
         ({"kind": "gae", "length_adaptive_alpha": 0.05}, "give lam_critic too"),
         ({"kind": "gae", "gamma": 1.1}, "less than or equal to 1"),
         ({"kind": "grpo", "std": "token"}, "'group', 'batch' or 'none'"),

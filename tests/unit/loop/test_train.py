@@ -141,9 +141,9 @@ def test_gdpo_sees_the_rewards_apart(tmp_path):
 @pytest.mark.parametrize(
     ("algorithm", "reason"),
     [
-        ({"adv_estimator": {"kind": "gae"}}, "gae needs a critic, and none is trained"),
+        ({"adv_estimator": {"kind": "gae"}}, "gae needs a critic, and this recipe trains none"),
         ({"adv_estimator": {"kind": "grpo_process"}}, "needs rewards of single steps"),
-        ({"kl": {"place": "reward"}}, "needs advantages of single tokens"),
+        ({"kl": {"place": "reward"}}, "needs one advantage for each token"),
     ],
 )
 def test_what_this_recipe_cannot_feed_is_refused(algorithm, reason):

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 import pytest
 from rich.console import Console
 
-from megatron_rl.config.load import judge
+from megatron_rl.config.load import validate
 from megatron_rl.config.schema import SftRunConfig
 from megatron_rl.observe import RunSink, missing_packages, open_trackers
 from megatron_rl.observe.provenance import flat
@@ -21,7 +21,7 @@ from megatron_rl.observe.trackers import Feed
 
 
 def config_of(folder, *observe: dict) -> SftRunConfig:
-    return judge(
+    return validate(
         SftRunConfig,
         {
             "run": {"name": "r", "folder": str(folder), "steps": 9},
@@ -153,7 +153,7 @@ def test_a_folder_of_the_packages_name_is_no_package(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("observe", "message"),
     [
-        ([{"kind": "wandb"}, {"kind": "wandb"}], "observe: wandb stands there 2 times"),
+        ([{"kind": "wandb"}, {"kind": "wandb"}], "observe: the kind wandb is given 2 times"),
         ([{"kind": "comet"}], "comet"),
         ([{"kind": "wandb", "projekt": "x"}], "did you mean observe.0.project"),
     ],

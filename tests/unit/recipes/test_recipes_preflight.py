@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
-from megatron_rl.config.load import judge
+from megatron_rl.config.load import validate
 from megatron_rl.config.schema import GrpoRunConfig, SftRunConfig
 from megatron_rl.layout import FAMILIES, read_shape
 from megatron_rl.recipes import preflight as module
@@ -98,13 +98,13 @@ def grpo(**changes) -> GrpoRunConfig:
     for path, value in changes.items():
         section, _, key = path.partition("__")
         merged[section] = merged.get(section, {}) | {key: value} if key else value
-    return judge(GrpoRunConfig, merged)
+    return validate(GrpoRunConfig, merged)
 
 
 def sft(**changes) -> SftRunConfig:
     merged = {"run": {"name": "warm", "steps": 3}, "model": {"path": "model"}, "sft": {"rows": "rows.jsonl"} | changes}
     merged["sft"].setdefault("max_tokens", 8)
-    return judge(SftRunConfig, merged | {"balance": {"max_tokens_per_microbatch": 96}})
+    return validate(SftRunConfig, merged | {"balance": {"max_tokens_per_microbatch": 96}})
 
 
 def faults(config, **how) -> list[str]:
