@@ -1,7 +1,7 @@
-"""The registry of the estimators that give one number a sample, and their use on a batch.
+"""The registry of the estimators that give one advantage for each sample, and their use on a batch.
 
-Invariants: a reward that abstained is inactive. A group of which no sample has an advantage is a zero-signal group,
-whatever the estimator. What an estimator needs and the batch lacks is an error that names it.
+Invariants: a sample without a reward is inactive. A group in which every advantage is 0 is a zero-signal group, for
+every estimator. If the batch lacks what an estimator needs, an error names it.
 
 Shape letters: S samples, G groups of the batch.
 """
@@ -62,23 +62,24 @@ BATCH_FIELDS = {"greedy_reward": ("greedy_rewards",), "reward_parts": ("reward_p
 
 
 def estimate_advantages(batch: Batch, cfg: AlgorithmConfig) -> Metrics:
-    """Fill `batch.advantages` and switch off in `batch.active` what carries no gradient.
+    """Fill `batch.advantages`, and set `batch.active` to False for samples that have no gradient.
 
-    Abstentions become inactive; so do zero-signal groups with `cfg.drop_zero_signal`, and answers that the length
-    budget cut with `cfg.overlong_filter`. These, and samples that were inactive before, count in their groups'
-    statistics all the same.
+    Abstentions become inactive. With `cfg.drop_zero_signal` zero-signal groups do, and with `cfg.overlong_filter`
+    answers that the length budget cut. The rewards of all inactive samples but the abstentions still count in the
+    statistics of their groups.
 
     Returns:
-        reward/mean: over the scored samples, NaN when there is none.
-        reward/std: the groups' standard deviation, averaged over the groups with a score.
-        groups/zero_signal: groups with a score whose advantages are all 0. For a group-relative estimator: those
-            whose scores are all equal.
-        samples/abstained: samples without a reward, or without the greedy reward that the estimator needs.
-        samples/overlong: scored samples that the overlong filter takes out; 0 without it.
-        samples/active: samples that carry a gradient.
+        reward/mean: the mean reward of the scored samples; NaN if there is none.
+        reward/std: the standard deviation in a group, averaged over the groups with a score.
+        groups/zero_signal: the number of groups with a score in which all advantages are 0. For a group-relative
+            estimator these are the groups with equal scores.
+        samples/abstained: the number of samples without a reward, or without the greedy reward that the estimator
+            needs.
+        samples/overlong: the number of scored samples that the overlong filter removes; 0 without the filter.
+        samples/active: the number of samples that have a gradient.
 
     Raises:
-        ValueError: the estimator needs what the batch does not hold.
+        ValueError: the batch lacks what the estimator needs.
     """
     estimator = cfg.adv_estimator
     _require_inputs(batch, estimator)
@@ -120,6 +121,6 @@ def _require_inputs(batch: Batch, estimator: AdvantageConfig) -> None:
         missing = [name for name in BATCH_FIELDS[need] if getattr(batch, name) is None]
         if missing:
             raise ValueError(
-                f"adv_estimator {estimator.kind} needs {need}, but the batch holds no {' and no '.join(missing)}: "
-                f"this recipe does not collect it; choose another estimator"
+                f"adv_estimator {estimator.kind} needs {need}, but the batch holds no {' and no '.join(missing)}, "
+                f"because this recipe does not collect it; choose another estimator"
             )

@@ -1,4 +1,4 @@
-"""The tables of `tools/algorithms.py` and of this room's README, made from the configuration's unions."""
+"""The tables of `tools/algorithms.py` and of this package's README, which are made from the configuration classes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Entry:
 class Table:
     title: str
     key: str
-    """The key of the choice in a YAML; empty for what no recipe reads."""
+    """The configuration key that makes the choice; empty if no recipe has one."""
     entries: tuple[Entry, ...]
 
     def as_dict(self) -> dict[str, Any]:
@@ -43,7 +43,7 @@ def tables() -> list[Table]:
         ),
         Table("Importance weights", "algorithm.correction.weight", _union(algorithm.WeightConfig)),
         Table(
-            "Rejection: what is out of bounds",
+            "Rejection: the statistics that have bounds",
             "algorithm.correction.reject, statistic",
             tuple(Entry(name, *row) for name, row in algorithm.STATISTICS.items()),
         ),
@@ -64,7 +64,7 @@ def tables() -> list[Table]:
 def markdown() -> str:
     parts = []
     for table in tables():
-        place = f"`{table.key}`" if table.key else "for a critic; no recipe trains one"
+        place = f"`{table.key}`" if table.key else "This loss is for a critic, and no recipe trains one."
         parts += [f"### {table.title}", "", place, "", "| kind | formula | source | defaults |", "|---|---|---|---|"]
         for entry in table.entries:
             cells = [f"`{entry.kind}`", entry.formula, entry.source, entry.defaults]
@@ -87,7 +87,7 @@ def _entry(section: type[Method], kind: str) -> Entry:
 
 
 def _written(default: Any) -> str:
-    """A default as a YAML file would say it."""
+    """A default value in YAML's notation."""
     if default is PydanticUndefined:
         return "required"
     if default is None or isinstance(default, bool):

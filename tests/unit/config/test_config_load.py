@@ -94,7 +94,7 @@ def test_missing_key_file_and_broken_yaml(tmp_path):
     (tmp_path / "list.yaml").write_text("- 1\n")
     with pytest.raises(ValueError, match="top level must be a mapping"):
         merge_arguments([str(tmp_path / "list.yaml")])
-    with pytest.raises(ValueError, match="no empty key"):
+    with pytest.raises(ValueError, match="has an empty key"):
         merge_arguments(["run..steps=1"])
 
 
