@@ -128,12 +128,12 @@ GOOD = {"prompt": "1+1=", "ground_truth": "2"}
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        ([GOOD, '{"prompt": "1+'], "data.train: train.jsonl:2: not JSON"),
-        ([GOOD, {"question": "1+1="}], "train.jsonl:2: a row has either `messages` (chat turns) or `prompt` (text)"),
+        ([GOOD, '{"prompt": "1+'], "data.train: train.jsonl:2: the row is not JSON"),
+        ([GOOD, {"question": "1+1="}], "train.jsonl:2: a row must have either `messages` (chat turns) or `prompt` (text)"),
         ([GOOD, {"prompt": "1"}], "train.jsonl:2: column `ground_truth` is missing; the configured rewards need it"),
         ([{"prompt": "123456789", "ground_truth": 1}], "the prompt has 9 tokens, rollout.max_prompt_tokens is 8"),
         ([" "], "data.train: train.jsonl holds no row"),
-        (["{", "{", GOOD], "train.jsonl:1: not JSON"),
+        (["{", "{", GOOD], "train.jsonl:1: the row is not JSON"),
         (["{", "{", GOOD], "(2 of 3 rows that were checked are bad); correct it, or set on_bad_row to skip"),
     ],
 )
@@ -342,7 +342,7 @@ def test_a_tracker_whose_package_is_missing(home, monkeypatch):
         ({"prompt": "1+1=", "completion": "2345"}, "the row has 9 tokens, sft.max_tokens is 8"),
         ({"prompt": "1+1=", "completion": "234<eos>"}, None),
         ({"prompt": "1"}, "`completion` must be text"),
-        ({"messages": [{"role": "user", "content": "1"}]}, "must end with the assistant's turn"),
+        ({"messages": [{"role": "user", "content": "1"}]}, "must end with a turn of the role assistant"),
         ({"messages": [{"role": "assistant", "content": "1234567"}]}, "the row has 9 tokens, sft.max_tokens is 8"),
     ],
 )
@@ -378,7 +378,7 @@ def test_a_dry_run_prints_the_plan_and_then_the_faults(home):
     command = [sys.executable, "-m", "megatron_rl", "grpo", "run.yaml", "--dry-run"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=home)
     assert done.returncode == 1, done.stdout + done.stderr
-    assert done.stdout.index("parameters") < done.stdout.index("error: data.train: train.jsonl:2: not JSON")
+    assert done.stdout.index("parameters") < done.stdout.index("error: data.train: train.jsonl:2: the row is not JSON")
 
 
 def test_nothing_heavy_is_imported(home):
