@@ -129,7 +129,7 @@ GOOD = {"prompt": "1+1=", "ground_truth": "2"}
     ("lines", "message"),
     [
         ([GOOD, '{"prompt": "1+'], "data.train: train.jsonl:2: the row is not JSON"),
-        ([GOOD, {"question": "1+1="}], "train.jsonl:2: a row must have either `messages` (chat turns) or `prompt` (text)"),
+        ([GOOD, {"question": "1+1="}], "train.jsonl:2: a row must have either `messages` (chat turns) or `prompt`"),
         ([GOOD, {"prompt": "1"}], "train.jsonl:2: column `ground_truth` is missing; the configured rewards need it"),
         ([{"prompt": "123456789", "ground_truth": 1}], "the prompt has 9 tokens, rollout.max_prompt_tokens is 8"),
         ([" "], "data.train: train.jsonl holds no row"),
@@ -233,10 +233,10 @@ def no_vocabulary(home):
         (lambda home: (home / "model" / "b.safetensors").unlink(), "names b.safetensors, which is not there (1 of 2"),
         (lambda home: (home / "model" / "model.safetensors.index.json").write_text("{"), "index.json cannot be read"),
         (lambda home: shutil.rmtree(home / "model"), "model has no config.json"),
-        (lambda home: (home / "model" / "config.json").write_text("{"), "config.json is no JSON"),
+        (lambda home: (home / "model" / "config.json").write_text("{"), "config.json is no"),
         (no_vocabulary, "has no tokenizer: neither tokenizer.json nor tokenizer.model is there"),
         (lambda home: (home / "model" / "tokenizer.json").write_text("{"), "tokenizer.json cannot be read"),
-        (lambda home: (home / "model" / "tokenizer_config.json").write_text("{"), "tokenizer_config.json is no JSON"),
+        (lambda home: (home / "model" / "tokenizer_config.json").write_text("{"), "tokenizer_config.json is not JSON"),
         (
             lambda home: write_tokenizer(home / "model", [*VOCABULARY, *map(str, range(100, 130))]),
             "has the token id 72, but the model's vocabulary ends at 63",
@@ -339,11 +339,11 @@ def test_a_tracker_whose_package_is_missing(home, monkeypatch):
     ("row", "message"),
     [
         ({"prompt": "1+1=", "completion": "234"}, None),
-        ({"prompt": "1+1=", "completion": "2345"}, "the row has 9 tokens, sft.max_tokens is 8"),
+        ({"prompt": "1+1=", "completion": "2345"}, "the row has 9 tokens, but sft.max_tokens is 8"),
         ({"prompt": "1+1=", "completion": "234<eos>"}, None),
         ({"prompt": "1"}, "`completion` must be text"),
         ({"messages": [{"role": "user", "content": "1"}]}, "must end with a turn of the role assistant"),
-        ({"messages": [{"role": "assistant", "content": "1234567"}]}, "the row has 9 tokens, sft.max_tokens is 8"),
+        ({"messages": [{"role": "assistant", "content": "1234567"}]}, "the row has 9 tokens, but sft.max_tokens is 8"),
     ],
 )
 def test_supervised_rows(home, row, message):
