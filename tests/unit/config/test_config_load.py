@@ -1,4 +1,4 @@
-"""Merging and judging configurations, good and bad."""
+"""Good and bad configurations are merged and validated."""
 
 from __future__ import annotations
 
