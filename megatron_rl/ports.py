@@ -1,6 +1,7 @@
-"""What the loop needs from the world, as Protocols: the loop (L2) is written against these alone.
+"""The interfaces, as Protocols, through which the training loop uses everything outside it.
 
-Recipes join the loop to the real rooms (Megatron, vLLM, Ray); tests join it to small in-process ones.
+Recipes connect the loop with implementations by Megatron, vLLM and Ray; tests connect it with small ones that run in
+the same process.
 """
 
 from __future__ import annotations
@@ -14,82 +15,94 @@ from megatron_rl.types import Batch, Group, Mesh, Metrics, MicrobatchPlan, Promp
 
 
 class StopRequested(BaseException):
-    """Someone asked the run to stop (Ctrl-C, SIGTERM, SIGUSR1). Not an `Exception`: nothing handles it by accident."""
+    """Someone asked the run to stop (Ctrl-C, SIGTERM, SIGUSR1). It is no `Exception`, so that `except Exception` does
+    not catch it by accident."""
 
 
 class PolicyLost(RuntimeError):
-    """A trainer rank has died, does not answer, or left its peers in a collective: the policy cannot be saved."""
+    """A trainer rank has died, does not answer, or has left its peers in a collective, so the policy cannot be
+    saved."""
 
 
 class Policy(Protocol):
-    """The model that learns. Every method raises PolicyLost when a rank is lost."""
+    """The model that is trained. Every method raises PolicyLost when a rank is lost."""
 
     mesh: Mesh
 
     def begin(self, batch: Batch, plan: MicrobatchPlan) -> Metrics:
-        """Hand every rank its own samples and compute what the objective needs of the policy and its reference at
-        the step's start; the ranks keep it until the next call. Returns the mismatch between trainer and engine
-        over action tokens, where pi_old was computed."""
+        """Give every rank its samples, and compute the log-probs of the policy and of the reference policy that the
+        objective needs from the step's start. The ranks keep both until the next call. Returns the mismatch between
+        trainer and engine over the action tokens, if pi_old was computed."""
 
     def update(self, minibatch: int, coefficients: Mapping[str, float]) -> Metrics:
         """One optimizer step on a mini-batch of the plan given to `begin`.
 
         Args:
-            coefficients: what the terms of the loss are multiplied by: `kl`, `entropy`.
+            coefficients: the factors of the terms `kl` and `entropy` of the loss.
 
         Raises:
-            ValueError: a number is not finite; no weight has changed.
+            ValueError: a number is not finite. No weight has changed.
         """
 
     def save(self, folder: Path, extra: dict[str, Any]) -> None:
-        """Write model, optimizer, schedule, RNG and `extra` so that the folder exists whole or not at all.
+        """Write model, optimizer, learning-rate schedule, random state and `extra`. The folder appears only when it is
+        complete.
 
         Args:
-            extra: what the loop needs to go on, in JSON's types; it lies in the folder as `extra.json`.
+            extra: what the loop needs to continue, in JSON's types. The folder has it as `extra.json`.
         """
 
     def load(self, folder: Path) -> dict[str, Any]:
-        """Restore what `save` wrote; returns its `extra`."""
+        """Restore what `save` wrote, and return its `extra`."""
 
     def export_hf(self, folder: Path) -> None:
-        """Write a Hugging Face folder that transformers and vLLM load."""
+        """Write the model as a Hugging Face folder that transformers and vLLM load."""
 
 
 class Engine(Protocol):
-    """The model that answers."""
+    """The inference engines, which generate answers."""
 
     def generate(
         self, prompts: Sequence[Prompt], num_samples: int, version: int, seed: int, greedy: bool = False
     ) -> list[Group]:
-        """Answer every prompt `num_samples` times, unverified (`reward` None). The same seed and weights
-        give the same answers. `greedy`: with the most probable tokens, in place of the run's sampling."""
+        """Generate `num_samples` answers to every prompt. They are not verified (`reward` is None). The same seed and
+        weights give the same answers.
+
+        Args:
+            greedy: take the most probable tokens instead of sampling as the run does.
+        """
 
     def tokens(self, group: Group) -> Sequence[Tokens]:
-        """A group's payload, fetched: for the few answers that people read."""
+        """Fetch the payload of a group, for the few answers that people read."""
 
 
 class Bridge(Protocol):
+    """The transfer of weights from the trainer to the engines."""
+
     def push(self, version: int) -> Metrics:
-        """Bring the policy's weights into every engine as `version`. Engines may be generating: each token carries the
-        version that sampled it."""
+        """Bring the policy's weights into every engine as `version`. Engines may be generating meanwhile, because each
+        token records the version that sampled it."""
 
 
 class Verifier(Protocol):
+    """The rewards of the run."""
+
     def score(self, groups: Sequence[Group]) -> tuple[list[list[Verdict]], Metrics]:
-        """One verdict a sample, and what is to be logged of the scoring: `reward/<name>/seconds`, and
+        """Returns one verdict for each sample of each group, and metrics of the scoring: `reward/<name>/seconds`, and
         `reward/<name>/failed`, the share of answers that the reward could not score."""
 
 
 class Sink(Protocol):
-    """Where numbers go: the screen, metrics.jsonl, samples.jsonl, the trackers."""
+    """The output of a run: the screen, metrics.jsonl, samples.jsonl and the experiment trackers."""
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """Times what runs inside; the step's time split is made of these."""
+        """Measure the time of a phase of the step, which is the body of the `with` statement."""
 
-    def log(self, step: int, metrics: Metrics) -> None: ...
+    def log(self, step: int, metrics: Metrics) -> None:
+        """Record the metrics of a step, together with the times of its phases."""
 
     def warn(self, message: str) -> None:
-        """Tell people of something that does not stop the run; the same message is told once in a row."""
+        """Show a warning about something that does not stop the run. A repetition of the last message is not shown."""
 
     def samples(self, step: int, groups: Sequence[Group], payloads: Sequence[Sequence[Tokens]]) -> None:
-        """Keep a few answers for people, as text."""
+        """Record a few answers as text, for people to read."""

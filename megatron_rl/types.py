@@ -1,9 +1,10 @@
-"""The nouns that every room shares: values, no behaviour beyond their own arithmetic.
+"""The data types that all packages share. They are plain values and compute nothing but their own derived numbers.
 
-prompt > group > sample > token. Per-token arrays are indexed by the token that they describe: entry t of
-`logp_rollout` is log p(ids[t] | ids[:t]), so entry 0 means nothing. Nothing here imports torch.
+A prompt has a group of samples, and a sample consists of tokens. An array with one entry for each token is indexed by
+the token that it describes: entry t of `logp_rollout` is log p(ids[t] | ids[:t]), so entry 0 means nothing. Nothing
+here imports torch.
 
-Shape letters: S samples, L the length of one sample.
+Shape letters: S samples, L the length of one sample, K reward functions.
 """
 
 from __future__ import annotations
@@ -17,45 +18,49 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """A mixture of experts in place of the MLP."""
+    """A mixture of experts, which takes the place of the dense MLP."""
 
     num_experts: int
     num_active: int
-    """Routed experts that a token passes."""
+    """The number of routed experts that process each token."""
     ffn_size: int
-    """Of one routed expert."""
+    """The hidden size of one routed expert."""
     shared_ffn_size: int = 0
-    """Of all shared experts together, which every token passes; 0 is none."""
+    """The hidden size of all shared experts together, which process every token; 0 means no shared expert."""
     first_dense_layers: int = 0
-    """Layers before the first mixture; they have the dense MLP of `ModelShape.ffn_size`."""
+    """The number of layers before the first mixture. They have a dense MLP of `ModelShape.ffn_size`."""
     score: Literal["softmax", "sigmoid"] = "softmax"
-    """What turns the router's logits, over all experts, into weights."""
+    """The function that turns the router's logits over all experts into weights."""
     normalised: bool = True
-    """The weights of the active experts are divided by their sum."""
+    """Whether the weights of the active experts are divided by their sum."""
     num_groups: int = 1
-    """Experts are chosen from the best `num_active_groups` of so many equal groups (DeepSeek-V3, arXiv:2412.19437)."""
+    """The number of equal groups of experts. The active experts are chosen from the best `num_active_groups` of them
+    (DeepSeek-V3, arXiv:2412.19437)."""
     num_active_groups: int = 1
     scaling_factor: float = 1.0
-    """Of the active experts' weights, after normalisation."""
+    """The factor of the active experts' weights, which is applied after the normalisation."""
 
 
 @dataclass(frozen=True, slots=True)
 class LatentAttention:
-    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): q and kv pass low-rank projections."""
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): low-rank projections make q, k and v."""
 
     query_rank: int
-    """0: q is projected directly."""
+    """The rank of q's projection; 0 means that q is projected directly."""
     kv_rank: int
+    """The rank of the common projection of k and v."""
     nope_dim: int
-    """Of each head's q and k, without position."""
+    """The part of each head's q and k that is not rotated, in dimensions."""
     rope_dim: int
-    """Of each head's q and of the one shared k, rotated."""
+    """The part of each head's q, and of the one k that all heads share, that is rotated, in dimensions."""
     value_dim: int
+    """The dimension of each head's v."""
 
 
 @dataclass(frozen=True, slots=True)
 class Llama3Rope:
-    """Llama 3.1's frequencies (arXiv:2407.21783): long wavelengths are stretched, short ones kept."""
+    """Llama 3.1's scaling of the rotary frequencies (arXiv:2407.21783): long wavelengths are stretched, and short ones
+    are kept."""
 
     factor: float
     low_freq_factor: float
@@ -65,23 +70,25 @@ class Llama3Rope:
 
 @dataclass(frozen=True, slots=True)
 class YarnRope:
-    """YaRN (arXiv:2309.00071)."""
+    """YaRN's scaling of the rotary frequencies (arXiv:2309.00071)."""
 
     factor: float
     original_max_positions: int
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float | None = None
-    """Of cos and sin. None: 0.1 ln(factor) + 1, or the two below where they are given."""
+    """The factor of cos and sin. None means that it follows from mscale and mscale_all_dim, or is 0.1 ln(factor) + 1
+    where these are 0."""
     mscale: float = 0.0
     mscale_all_dim: float = 0.0
-    """DeepSeek also multiplies the softmax scale by (0.1 mscale_all_dim ln(factor) + 1)^2."""
+    """If it is not 0, the scale of the softmax is also multiplied by (0.1 mscale_all_dim ln(factor) + 1)^2, as in
+    DeepSeek's models."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The sizes of a decoder, as its Hugging Face config.json states them. What all checkpoints of a family
-    have in common (biases, the place of the norms) is in the family's table, `layout.FAMILIES[shape.family]`."""
+    """The sizes of a decoder model, as its Hugging Face config.json gives them. Properties that all checkpoints of a
+    family share (biases, the position of the norms) are in the table of the family, `layout.FAMILIES[shape.family]`."""
 
     family: str
     num_layers: int
@@ -89,7 +96,8 @@ class ModelShape:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    """Need not be hidden_size / num_heads (Qwen3-32B: 64 heads x 128, hidden 5120)."""
+    """The dimension of one head. It can differ from hidden_size / num_heads (Qwen3-32B has 64 heads x 128, and a hidden
+    size of 5120)."""
     ffn_size: int
     vocab_size: int
     rope_theta: float
@@ -98,30 +106,34 @@ class ModelShape:
     tied_embeddings: bool
     experts: Experts | None = None
     latent: LatentAttention | None = None
-    """Takes the place of num_kv_heads and head_dim."""
+    """If it is given, it takes the place of num_kv_heads and head_dim."""
     sliding_window: int | None = None
-    """Tokens, its own included, that a token sees in the layers of `sliding_layers`."""
+    """The number of tokens, including itself, that a token attends to in the layers of `sliding_layers`."""
     sliding_layers: tuple[int, ...] = ()
+    """The indices of the layers with a sliding window."""
     rope_scaling: Llama3Rope | YarnRope | None = None
-    """Of the layers outside `sliding_layers`: windows are shorter than the positions that scaling is for."""
+    """The scaling of the rotary frequencies in the layers outside `sliding_layers`. A window is too short to need
+    it."""
 
     def has_experts(self, layer: int) -> bool:
-        """Whether a layer has the mixture in place of the dense MLP."""
+        """Whether a layer has the mixture of experts instead of the dense MLP."""
         return self.experts is not None and layer >= self.experts.first_dense_layers
 
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """How many ways a model is split, and which rank holds which part: Megatron-Core's order `tp-cp-ep-dp-pp`.
+    """The number of parts into which a model is split along each axis, and which rank holds which part. The order of
+    the ranks is Megatron-Core's `tp-cp-ep-dp-pp`.
 
-    World size = tensor x context x data x pipeline; ranks run tensor first (fastest), then context, data and
-    pipeline. The experts see the same ranks of a stage otherwise: expert_tensor first, then expert, then
-    tensor x context x data / (expert_tensor x expert) replicas.
+    The world size is tensor x context x data x pipeline. The rank along the tensor axis changes fastest, then context,
+    data and pipeline. For the experts the same ranks of a stage have other axes: expert_tensor changes fastest, then
+    expert, then tensor x context x data / (expert_tensor x expert) replicas.
 
-    Example, tensor 2, data 4, expert 4: ranks 0 and 1 share experts 0 of 4, ranks 2 and 3 experts 1 of 4.
+    Example: with tensor 2, data 4 and expert 4, ranks 0 and 1 share the first quarter of the experts, and ranks 2 and 3
+    share the second quarter.
 
     Raises:
-        ValueError: sizes that do not multiply up.
+        ValueError: the sizes do not fit together.
     """
 
     tensor: int = 1
@@ -129,31 +141,33 @@ class Mesh:
     data: int = 1
     context: int = 1
     expert: int = 1
-    """Ways in which the experts of a layer are shared out."""
+    """The number of ranks over which the experts of a layer are distributed."""
     expert_tensor: int | None = None
-    """Ways in which each expert is split; None: as `tensor`, Megatron's default. 1 is usual for small experts."""
+    """The number of ranks over which each expert is split. None means the same number as `tensor`, which is Megatron's
+    default; 1 is usual for small experts."""
     virtual: int = 1
-    """Model chunks of each stage, for the interleaved schedule."""
+    """The number of model chunks in each stage, for the interleaved schedule."""
     layers: tuple[int, ...] | None = None
-    """Layers of each chunk in order of depth: chunk 0 of every stage, then chunk 1; None: equally many."""
+    """The number of layers in each chunk, in the order of depth: chunk 0 of every stage, then chunk 1 of every stage.
+    None means that all chunks have the same number."""
 
     def __post_init__(self) -> None:
         ways = (self.tensor, self.pipeline, self.data, self.context, self.expert, self.virtual, self.expert_ways)
         if min(ways) < 1:
-            raise ValueError(f"{self}: every size is at least 1")
+            raise ValueError(f"{self}: every size must be at least 1")
         if self.stage_size % (self.expert * self.expert_ways):
             raise ValueError(
-                f"{self}: tensor x context x data = {self.stage_size} is no multiple of expert x expert_tensor = "
-                f"{self.expert} x {self.expert_ways}; an expert_tensor of 1 asks for least"
+                f"{self}: tensor x context x data = {self.stage_size} is not a multiple of expert x expert_tensor = "
+                f"{self.expert} x {self.expert_ways}; set expert_tensor to 1, or change the sizes"
             )
         if self.virtual > 1 and self.pipeline == 1:
-            raise ValueError(f"{self}: virtual stages need a pipeline of at least 2")
+            raise ValueError(f"{self}: virtual stages need a pipeline of at least 2; set virtual to 1")
         if self.layers is not None and len(self.layers) != self.num_chunks:
-            raise ValueError(f"{self}: layers must name {self.num_chunks} chunks, pipeline x virtual")
+            raise ValueError(f"{self}: layers must have {self.num_chunks} entries, one for each chunk")
 
     @property
     def stage_size(self) -> int:
-        """Ranks of a pipeline stage."""
+        """The number of ranks in a pipeline stage."""
         return self.tensor * self.context * self.data
 
     @property
@@ -162,7 +176,7 @@ class Mesh:
 
     @property
     def expert_ways(self) -> int:
-        """`expert_tensor` with its default."""
+        """`expert_tensor`, with None replaced by its default."""
         return self.tensor if self.expert_tensor is None else self.expert_tensor
 
     @property
@@ -170,14 +184,14 @@ class Mesh:
         return self.pipeline * self.virtual
 
     def coordinates(self, rank: int) -> tuple[int, int, int]:
-        """(tensor, pipeline, data) rank of a global rank."""
+        """The (tensor, pipeline, data) rank of a global rank."""
         return rank % self.tensor, rank // self.stage_size, rank // (self.tensor * self.context) % self.data
 
     def context_rank(self, rank: int) -> int:
         return rank // self.tensor % self.context
 
     def expert_coordinates(self, rank: int) -> tuple[int, int, int]:
-        """(expert_tensor, expert, expert data) rank of a global rank, inside its stage."""
+        """The (expert_tensor, expert, expert data) rank of a global rank inside its stage."""
         within = rank % self.stage_size
         return (
             within % self.expert_ways,
@@ -186,10 +200,13 @@ class Mesh:
         )
 
     def layer_range(self, num_layers: int, stage: int, chunk: int = 0) -> range:
-        """The layers of a chunk, of all `num_layers` of the model.
+        """The layers of the model that a chunk holds.
+
+        Args:
+            num_layers: the number of layers of the whole model.
 
         Raises:
-            ValueError: the layers do not divide, or `layers` does not add up to them.
+            ValueError: the number of chunks does not divide the number of layers, or `layers` does not add up to it.
         """
         layers = self.layers
         if layers is None:
@@ -209,22 +226,24 @@ class Mesh:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One question, already in the model's tokens."""
+    """One question, with its tokens."""
 
     uid: str
-    """Names the row for people: `gsm8k_train.jsonl:17`."""
+    """A readable name of the prompt's row: `gsm8k_train.jsonl:17`."""
     token_ids: tuple[int, ...]
     messages: tuple[Mapping[str, str], ...] | str
-    """What the prompt was made of: chat turns, or plain text. Reward functions see it as `prompts`."""
+    """The source of the prompt: chat turns, or plain text. Reward functions receive it as `prompts`."""
     columns: Mapping[str, Any] = field(default_factory=dict)
-    """Every other column of the row (`ground_truth`, `dataset`, ...), handed to the verifiers."""
+    """All other columns of the row (`ground_truth`, `dataset`, ...), which the verifiers receive."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """The tokens of one sample, prompt first: token in, token out, text is only ever derived from them.
+    """The tokens of one sample, beginning with the prompt. Tokens are never made again from text; text is only made
+    from tokens.
 
-    Example, a prompt of 3 tokens, a thought cut at 2 by the budget, the forced delimiter, 2 answer tokens:
+    Example: a prompt of 3 tokens, a thought that the budget cut after 2 tokens, the forced delimiter, and an answer of
+    2 tokens:
         ids           [11 12 13 | 21 22 | 3 | 31 32]
         action_mask   [ 0  0  0 |  1  1 | 0 |  1  1]
         logp_rollout  [ 0  0  0 | -.7 -.1 | 0 | -.3 -.2]
@@ -234,34 +253,34 @@ class Tokens:
     ids: np.ndarray
     """int32 [L]"""
     action_mask: np.ndarray
-    """bool [L]: True where the policy sampled the token. Forced tokens and the prompt are no actions."""
+    """bool [L]: True where the policy sampled the token. The prompt and forced tokens are no actions."""
     logp_rollout: np.ndarray
-    """float32 [L]: the engine's log-prob of each action at the sampling temperature, 0 elsewhere."""
+    """float32 [L]: the engine's log-prob of each action at the sampling temperature; 0 elsewhere."""
     version: np.ndarray
-    """int32 [L]: the weights that sampled each action, -1 elsewhere."""
+    """int32 [L]: the version of the weights that sampled each action; -1 elsewhere."""
 
 
 @dataclass(slots=True)
 class Sample:
-    """What the driver knows of one answer; its tokens are in its group's payload."""
+    """What the driver knows about one answer. The tokens are in the payload of its group."""
 
     length: int
-    """Prompt and response, in tokens."""
+    """The number of tokens in prompt and response together."""
     num_prompt_tokens: int
     num_actions: int
-    """Sum of the action mask."""
+    """The number of tokens that the policy sampled."""
     num_thought_tokens: int
-    """Response tokens before the first closing delimiter; 0 when there is none."""
+    """The number of response tokens before the first delimiter; 0 if the response has no delimiter."""
     finish: str
-    """`stop`: the model ended its answer; `length`: a budget cut it."""
+    """`stop` if the model ended its answer, `length` if a budget cut it."""
     thought_cut: bool = False
-    """The thinking budget closed the thought."""
+    """Whether the thinking budget ended the thought."""
     reward: float | None = None
-    """None: not verified yet, or every verifier abstained."""
+    """The weighted sum of the rewards; None before the verification, or if every reward abstained."""
     reward_parts: tuple[float | None, ...] = ()
-    """Of each configured reward alone, unweighted."""
+    """The score of each configured reward, not weighted; None where it abstained."""
     shaped_reward: float | None = None
-    """`reward` after algorithm.shaping: what the estimator sees."""
+    """`reward` after algorithm.shaping, from which the advantages are computed."""
 
 
 @dataclass(slots=True)
@@ -271,56 +290,57 @@ class Group:
     prompt: Prompt
     samples: list[Sample]
     payload: Any
-    """list[Tokens], one a sample, or a reference to it (a Ray object) that the trainer ranks and the
-    verifier resolve: tokens do not pass through the driver."""
+    """list[Tokens], one for each sample, or a reference to this list (a Ray object), which the trainer ranks and the
+    verifier resolve. Tokens do not pass through the driver."""
     version: int
-    """The weights with which its generation began; `Tokens.version` says what sampled each token."""
+    """The version of the weights with which the generation began; `Tokens.version` gives the one of each token."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """A score, or an abstention with its reason; a crash or a time-out is never the score 0."""
+    """A score, or an abstention with its reason. A crash or a time-out is never the score 0."""
 
     score: float | None
+    """The score; None means an abstention."""
     reason: str = ""
     parts: tuple[float | None, ...] = ()
-    """Where `score` is a weighted sum: its terms, unweighted."""
+    """The terms of `score` if it is a weighted sum, not weighted."""
     shaped: float | None = None
-    """The score after algorithm.shaping; None where there is none."""
+    """The score after algorithm.shaping; None if no shaping was applied."""
     failed: bool = False
-    """The reward could not score the answer, and did not abstain of its own will."""
+    """True if the reward could not score the answer; False if it gave a score or chose to abstain."""
 
 
 @dataclass(slots=True)
 class Batch:
-    """One step's samples, flattened in group order. Arrays are [S] and small: the driver holds numbers,
-    the groups hold references to the tokens."""
+    """The samples of one step in the order of their groups. The arrays have one number for each sample; the tokens are
+    in the payloads of the groups."""
 
     groups: Sequence[Group]
     group_of: np.ndarray
-    """int64 [S]: index into groups."""
+    """int64 [S]: the index of the sample's group in `groups`."""
     index_in_group: np.ndarray
-    """int64 [S]: index into that group's payload."""
+    """int64 [S]: the index of the sample in the payload of its group."""
     lengths: np.ndarray
-    """int64 [S]"""
+    """int64 [S]: the number of tokens in prompt and response together."""
     num_actions: np.ndarray
-    """int64 [S]"""
+    """int64 [S]: the number of tokens that the policy sampled."""
     rewards: np.ndarray
-    """float64 [S]; NaN where every verifier abstained."""
+    """float64 [S]: the shaped rewards; NaN where every reward abstained."""
     version: int
-    """The weights that the step begins with."""
+    """The version of the weights that the step begins with."""
     advantages: np.ndarray
-    """float64 [S]: every action token of a sample shares it. Filled by the estimator."""
+    """float64 [S]: the advantage that all action tokens of a sample share. The estimator fills it."""
     weights: np.ndarray
-    """float64 [S]: what each action token's loss is multiplied by. Filled once the mini-batches are known."""
+    """float64 [S]: the factor of each action token's loss. It is filled once the mini-batches are known."""
     active: np.ndarray
-    """bool [S]: the sample carries a gradient. Zero-signal groups and abstentions do not."""
+    """bool [S]: whether the sample has a gradient. Zero-signal groups and abstentions have none."""
     reward_parts: np.ndarray | None = None
-    """float64 [S, K]: the scores of the K reward functions, apart; NaN where one abstained."""
+    """float64 [S, K]: the separate scores of the K reward functions; NaN where one abstained."""
     reward_weights: np.ndarray | None = None
-    """float64 [K]: their weights in `rewards`."""
+    """float64 [K]: the weights of the reward functions in `rewards`."""
     greedy_rewards: np.ndarray | None = None
-    """float64 [S]: reward of the greedy answer to the sample's prompt; NaN where it was not verified."""
+    """float64 [S]: the reward of the greedy answer to the sample's prompt; NaN where every reward abstained on it."""
 
     @classmethod
     def from_groups(cls, groups: Sequence[Group], version: int) -> Batch:
@@ -347,35 +367,36 @@ def _number(x: float | None) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Denominators:
-    """What every loss term of one optimizer step is divided by: counted over the whole mini-batch and all
-    data-parallel ranks, before micro-batching and before any rejection (CONTRACTS: one global denominator)."""
+    """The numbers by which the loss terms of one optimizer step are divided. They are counted over the whole mini-batch
+    and all data-parallel ranks, before it is cut into micro-batches and before any rejection."""
 
     num_tokens: int
-    """Action tokens."""
+    """The number of action tokens."""
     num_samples: int
 
 
 @dataclass(frozen=True, slots=True)
 class MicrobatchPlan:
-    """Which sample goes where: `minibatches[i][rank][m]` are the sample indices (into the batch) of
-    micro-batch m on data-parallel rank `rank` in optimizer step i. Every rank has the same number of
-    micro-batches in a step; an empty tuple is an empty micro-batch."""
+    """The micro-batch of every sample: `minibatches[i][rank][m]` are the indices (into the batch) of the samples of
+    micro-batch m on data-parallel rank `rank` in optimizer step i. All ranks have the same number of micro-batches in
+    an optimizer step; an empty tuple is an empty micro-batch."""
 
     minibatches: tuple[tuple[tuple[tuple[int, ...], ...], ...], ...]
     denominators: tuple[Denominators, ...]
-    """One an optimizer step."""
+    """One entry for each optimizer step."""
     max_tokens: int
-    """The cap, alignment padding counted: only a micro-batch of one sample may exceed it, where the configuration
-    allows it."""
+    """The largest number of tokens in a micro-batch, alignment padding included. Only a micro-batch of one sample may
+    exceed it, if the configuration allows that."""
     alignment: int
-    """Every sequence is padded to a multiple of this inside its micro-batch."""
+    """Inside its micro-batch every sequence is padded to a multiple of this number of tokens."""
     tokens: tuple[tuple[tuple[int, ...], ...], ...] = ()
-    """`tokens[i][rank][m]` of a micro-batch, alignment padding counted."""
+    """`tokens[i][rank][m]` is the number of tokens of a micro-batch, alignment padding included."""
     flops: tuple[tuple[tuple[float, ...], ...], ...] = ()
-    """`flops[i][rank][m]` of a micro-batch: forward, backward and recomputation."""
+    """`flops[i][rank][m]` are the FLOPs of a micro-batch for the forward pass, the backward pass and recomputation."""
     metrics: Mapping[str, float] = field(default_factory=dict)
+    """What the run logs about the plan."""
 
 
 Metrics = dict[str, float]
 RewardFunction = Callable[..., list[float | None]]
-"""TRL's contract: f(prompts, completions, completion_ids, **columns) -> list[float | None]."""
+"""A reward function with TRL's signature: f(prompts, completions, completion_ids, **columns) -> list[float | None]."""

@@ -1,7 +1,7 @@
-"""What a run will be, in numbers, before anything starts: sizes, memory, micro-batches, the bridge's plan.
+"""The numbers of a run before anything starts: sizes, memory, micro-batches, and the bridge's transfer plan.
 
-Stdlib and numpy only: it answers in a second, on a laptop, for a model that is not there. Invariant
-(tests/unit/recipes): over all ranks, what is divided adds up to the whole model, once for each way it is repeated.
+It needs neither torch nor a GPU nor the model's weights, and it takes a second on a laptop. Invariant
+(tests/unit/recipes): the parameters of all ranks add up to the whole model, counted once for each replica.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ BYTES = {"float32": 4, "bfloat16": 2}
 
 @dataclass(frozen=True, slots=True)
 class RankParameters:
-    """Parameters that one trainer rank holds, vocabulary padding not counted."""
+    """The numbers of parameters that one trainer rank holds, without the padding of the vocabulary."""
 
     dense: int
-    """Outside the experts: attention, norms, router, shared experts, embedding and output."""
+    """The parameters outside the routed experts: attention, norms, router, shared experts, embedding and output."""
     expert: int
-    """Inside the rank's routed experts."""
+    """The parameters of the rank's routed experts."""
 
     @property
     def total(self) -> int:
         return self.dense + self.expert
 
     def state_bytes(self, mesh: Mesh, dtype: str) -> float:
-        """Bytes of the optimizer's state on this rank: two fp32 moments, and an fp32 copy of bf16 weights."""
+        """The bytes of the optimizer's state on this rank: two fp32 moments, and an fp32 copy of bf16 weights."""
         dense_ways, expert_ways = optimizer_ways(mesh)
         return (self.dense / dense_ways + self.expert / expert_ways) * (8 if dtype == "float32" else 12)
 
 
 def rank_parameters(shape: ModelShape, mesh: Mesh, rank: int) -> RankParameters:
-    """Counted from the family's table, row by row."""
+    """The parameters of a rank, counted from the rows of the family's table."""
     counts = {False: 0, True: 0}
     for placement, _, _ in FAMILIES[shape.family].megatron_placed(shape, mesh, rank):
         elements = sum(volume(local_box) for _, _, local_box in placement.pieces)
@@ -51,28 +51,31 @@ def rank_parameters(shape: ModelShape, mesh: Mesh, rank: int) -> RankParameters:
 
 
 def optimizer_ways(mesh: Mesh) -> tuple[int, int]:
-    """(dense, expert): over how many ranks Megatron's distributed optimizer splits the state of a parameter.
+    """The number of ranks over which Megatron's distributed optimizer splits the state of a parameter, as (dense,
+    expert).
 
-    Those are the ranks that hold the same parameter: data x context ranks for a dense one, the expert-data-parallel
-    ranks for one of an expert. Without data parallelism the actor uses the plain optimizer, which splits nothing.
+    These are the ranks that hold the same parameter: the data x context ranks for a dense parameter, and the
+    expert-data-parallel ranks for a parameter of an expert. Without data parallelism the actor uses the plain
+    optimizer, which splits nothing.
     """
     return (mesh.data * mesh.context, expert_data_ways(mesh)) if mesh.data > 1 else (1, 1)
 
 
 def expert_data_ways(mesh: Mesh) -> int:
-    """Expert data parallelism: ranks of a stage that hold the same part of the same experts."""
+    """Expert data parallelism: the number of ranks of a stage that hold the same part of the same experts."""
     return mesh.stage_size // (mesh.expert * mesh.expert_ways)
 
 
 def checkpoint_bytes(shape: ModelShape, mesh: Mesh, dtype: str) -> float:
-    """Bytes of one checkpoint: every rank writes its weights, data-parallel replicas too, and its part of the state."""
+    """The bytes of one checkpoint. Every rank writes its weights, even if it is a replica of another rank, and its part
+    of the optimizer's state."""
     stages = [rank_parameters(shape, mesh, stage * mesh.stage_size) for stage in range(mesh.pipeline)]
     ranks = [held.total * BYTES[dtype] + held.state_bytes(mesh, dtype) for held in stages]
     return sum(ranks) * mesh.stage_size
 
 
 def planned_shape(config: BaseConfig) -> ModelShape:
-    """The model's sizes; where its folder is not at hand, those in configs/model/<folder's name>.json."""
+    """The model's sizes. If its folder does not exist, they come from configs/model/<folder's name>.json."""
     stand_in = find_shipped(Path("configs", "model", f"{config.model.path.name}.json"))
     if not config.model.path.exists() and stand_in.is_file():
         return read_shape(stand_in)
@@ -80,12 +83,12 @@ def planned_shape(config: BaseConfig) -> ModelShape:
 
 
 def describe_policy(config: BaseConfig, console: Console) -> ModelShape:
-    """Print the trainer's side; returns the shape."""
+    """Print the numbers of the trainer, and return the model's sizes."""
     shape = planned_shape(config)
     mesh, cap = config.policy.parallel.mesh, config.balance.max_tokens_per_microbatch
     dtype = config.model.dtype
     width = BYTES[dtype]
-    # The ranks of a stage hold equally much, so the first one stands for all of them.
+    # All ranks of a stage hold the same number of parameters, so the first one stands for all of them.
     stages = [rank_parameters(shape, mesh, stage * mesh.stage_size) for stage in range(mesh.pipeline)]
     largest = max(stages, key=lambda held: held.total * (width + 4) + held.state_bytes(mesh, dtype))
     split = "dense over DP, experts over expert-DP" if largest.expert else "split over DP"
@@ -112,7 +115,7 @@ def describe_policy(config: BaseConfig, console: Console) -> ModelShape:
 
 
 def describe_rollout(config: GrpoRunConfig, shape: ModelShape, console: Console) -> None:
-    """Print the step's arithmetic and the bridge's plan."""
+    """Print the numbers of a step, and the bridge's transfer plan."""
     rollout, parallel = config.rollout, config.policy.parallel
     num_samples = rollout.prompts_per_step * rollout.samples_per_prompt
     longest = rollout.max_model_tokens

@@ -1,4 +1,5 @@
-"""Reinforcement learning with group-relative advantages: Megatron trains, vLLM rolls out, the bridge joins them.
+"""Reinforcement learning: Megatron trains, vLLM generates answers, and the bridge brings the weights from one to the
+other.
 
 python recipes/grpo.py FILE.yaml ... section.key=value ... [--dry-run] [--resume auto]
 """
@@ -30,11 +31,11 @@ if TYPE_CHECKING:
 
 
 def run(config: GrpoRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) -> int:
-    """Wire the rooms together and train; returns the steps that are done."""
+    """Connect the packages and train; returns the number of steps that are done."""
     shape = read_shape(config.model.path)
     check_model(config.model.path, shape, config.policy.parallel.mesh)
 
-    # Imported here: a dry run, and a configuration or model that is refused, answer without waiting for the vendors.
+    # These imports take seconds. They are here so that a dry run, or an error in the configuration, does not wait.
     from transformers import AutoTokenizer
 
     from megatron_rl.actor.spec import ActorSpec
@@ -64,7 +65,7 @@ def run(config: GrpoRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) -
         seed=config.run.seed,
     )
     with ExitStack() as cleaning:
-        cleaning.callback(remove_leftovers)  # of engines that were killed while they started
+        cleaning.callback(remove_leftovers)  # engines that were killed during their start leave shared memory
         cleaning.enter_context(
             ray_session(config.cluster, config.policy.parallel.mesh.world_size, logs, interrupt.check)
         )
@@ -88,7 +89,7 @@ def run(config: GrpoRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) -
 
 
 def read_prompts(config: GrpoRunConfig, tokenizer: PreTrainedTokenizerBase) -> Prompts:
-    """Training prompts as a stream, held-out prompts as a list; tells how many rows were skipped."""
+    """The training prompts as a stream, and the held-out prompts as a list. Prints how many rows were skipped."""
     from megatron_rl.data import ShuffledStream, load_prompts
     from megatron_rl.loop.train import Prompts
     from megatron_rl.verifiers import RewardSet

@@ -1,7 +1,8 @@
-"""What every recipe does around its own wiring: arguments, judgement, dry run, the run folder, signals, errors.
+"""The common part of all recipes: arguments, configuration, dry run, the run folder, signals and errors.
 
-Ctrl-C, SIGTERM and SIGUSR1 stop a run with a checkpoint. However a run ends, it leaves its report and tells the command
-that continues it. Exit status: 0 done, 1 an error, 128 + the signal's number after a stop (130 Ctrl-C, 143 SIGTERM).
+Ctrl-C, SIGTERM and SIGUSR1 stop a run with a checkpoint. However a run ends, it writes its report; if it is not
+finished, it prints the command that continues it. The exit status is 0 after a finished run, 1 after an error, and
+128 + the signal's number after a stop (130 for Ctrl-C, 143 for SIGTERM).
 """
 
 from __future__ import annotations
@@ -35,21 +36,21 @@ console = Console(highlight=False)
 
 
 class Interrupt:
-    """Requests to stop; implements `loop.stopping.Stopping`.
+    """Requests to stop, as an implementation of `loop.stopping.Stopping`.
 
-    Before Ray starts, the signals' handler raises. From then on it only takes a note, because it may interrupt Ray
-    anywhere: whoever waits calls `check` several times a second, and it is `check` that raises, before training at the
-    first request, in training only inside `promptly`; elsewhere the loop asks after the step. A second Ctrl-C stops at
-    once; a second SIGTERM changes nothing, because a cluster may send several.
+    Before Ray starts, the signal handler raises. From then on it only records the request, because it might interrupt
+    Ray anywhere. Code that waits calls `check` several times a second, and `check` raises: before training at the first
+    request, and in training only inside `promptly`. Elsewhere the loop stops after the step. A second Ctrl-C stops at
+    once. A second SIGTERM has no effect, because a cluster may send several.
     """
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
-        """The first request."""
+        """The signal of the first request; None if there was none."""
         self._phase: Literal["starting", "training", "ending"] = "starting"
         self._abandoned = self._prompt = self._raised = False
         self._is_checked = False
-        """Somebody calls `check` from now on, and the handler must not raise itself."""
+        """Whether `check` was called: from then on the signal handler must not raise."""
 
     def __call__(self) -> bool:
         return self.signal is not None
@@ -61,8 +62,8 @@ class Interrupt:
             now = "stopping now" if self._prompt else "stopping after this step"
             said = {
                 "starting": "stopping",
-                "training": f"{now}, with a checkpoint; Ctrl-C again stops without one",
-                "ending": "the run is done and writes its last files; Ctrl-C again stops without them",
+                "training": f"{now}, with a checkpoint; press Ctrl-C again to stop without one",
+                "ending": "the run is done and writes its last files; press Ctrl-C again to stop without them",
             }
             console.print(f"\n[yellow]{name}: {said[self._phase]}.[/]")
             if not self._is_checked:
@@ -73,7 +74,8 @@ class Interrupt:
     def check(self) -> None:
         """
         Raises:
-            StopRequested, KeyboardInterrupt: once each.
+            StopRequested: the run must stop now. It is raised once.
+            KeyboardInterrupt: Ctrl-C was pressed again. It is raised once.
         """
         self._is_checked = True
         if self._abandoned:
@@ -85,7 +87,7 @@ class Interrupt:
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """Around the loop, which saves its state when it is asked to stop."""
+        """The context of the training loop, which saves its state when it is asked to stop."""
         self.check()
         self._phase = "training"
         try:
@@ -120,12 +122,13 @@ def launch(
     describe: Callable[[Config, Console], None],
     run: Callable[[Config, Checkpoints, Interrupt], int],
 ) -> int:
-    """Parse, judge, then plan or run; returns the exit status.
+    """Parse the arguments, validate the configuration, and then run, or only print the plan; returns the exit status.
 
     Args:
         program: the recipe's path, for the command that continues a stopped run.
-        describe: prints what a run will be.
-        run: gets the configuration, the run's checkpoints, and the interrupt; returns the steps that are done.
+        describe: prints the sizes and plans of a run.
+        run: trains with the configuration, the run's checkpoints and the interrupt, and returns the number of steps
+            that are done.
     """
     shown = f"megatron-rl {Path(program).stem}" if sys.argv[0].startswith("megatron-rl ") else f"python {program}"
     parser = argparse.ArgumentParser(
@@ -133,16 +136,18 @@ def launch(
     )
     parser.add_argument("configuration", nargs="+", metavar="FILE.yaml | section.key=value")
     parser.add_argument(
-        "--dry-run", action="store_true", help="judge the configuration, print sizes and plans, start nothing"
+        "--dry-run",
+        action="store_true",
+        help="check the configuration and print sizes and plans without starting a run",
     )
     parser.add_argument(
         "--resume",
         default="never",
         metavar="auto | STEP",
-        help="go on from the newest checkpoint, or from that of a step; default: a new run",
+        help="continue from the newest checkpoint (auto) or from the checkpoint of a step; the default is a new run",
     )
     options = parser.parse_intermixed_args(arguments)
-    sys.path.insert(0, os.getcwd())  # a reward function's module lies where the command is typed
+    sys.path.insert(0, os.getcwd())  # the module of a reward function may be in the working folder
     again = f"{shown} {shlex.join(options.configuration)} --resume auto"
     config: Config | None = None
     has_begun = False
@@ -171,7 +176,7 @@ def launch(
     except KeyboardInterrupt:
         console.print("[red]Stopped at once[/], without a checkpoint of this step.")
         status = 128 + signal.SIGINT
-    except Exception as error:  # whatever it is, the user reads a sentence and finds the traceback in a file
+    except Exception as error:  # the user gets a short message for every error, and the traceback is in a file
         _tell(error, config if has_begun else None)
         status = 1
     if config is not None and has_begun:
@@ -185,17 +190,17 @@ NOTHING_SAVED = "No step was done, so there was nothing to save."
 def read_resume(text: str) -> Resume:
     """
     Raises:
-        ValueError: neither auto, never nor a step.
+        ValueError: the text is neither `auto`, `never` nor a number.
     """
     if text in ("auto", "never"):
         return "auto" if text == "auto" else None
     if not text.isdecimal():
-        raise ValueError(f"--resume {text}: give `auto` or the number of a step")
+        raise ValueError(f"--resume {text} is not known; give `auto` or the number of a step")
     return int(text)
 
 
 def open_checkpoints(config: BaseConfig, resume: Resume) -> Checkpoints:
-    """The run's checkpoints; tells what a resumed run does otherwise than before."""
+    """The run's checkpoints. Prints how the configuration of a resumed run differs from the one before."""
     checkpoints = Checkpoints(
         config.run_folder / "checkpoints",
         keep=config.checkpoint.keep,
@@ -203,7 +208,7 @@ def open_checkpoints(config: BaseConfig, resume: Resume) -> Checkpoints:
         config=config.model_dump(mode="json"),
     )
     if checkpoints.first_step:
-        console.print(f"Going on after step {checkpoints.first_step}.")
+        console.print(f"Continuing after step {checkpoints.first_step}.")
     for change in checkpoints.changes:
         console.print(f"changed since the checkpoint: {change}", markup=False, soft_wrap=True)
         log.info("changed since the checkpoint of step %d: %s", checkpoints.first_step, change)
@@ -211,7 +216,8 @@ def open_checkpoints(config: BaseConfig, resume: Resume) -> Checkpoints:
 
 
 def tell_continuation(run_folder: Path, again: str) -> None:
-    """After a run that did not finish: its report, and the command that continues it, where there is something."""
+    """Write the report of a run that did not finish, if a step was logged, and print the command that continues the
+    run, if there is a checkpoint."""
     from megatron_rl.observe import write_report
     from megatron_rl.observe.records import read_metrics
 
@@ -222,14 +228,14 @@ def tell_continuation(run_folder: Path, again: str) -> None:
         console.print(f"There is no report: {error}", markup=False, soft_wrap=True)
     steps = list(find_checkpoints(run_folder / "checkpoints"))
     if steps:
-        console.print(f"The newest checkpoint is of step {steps[-1]}. Continue with:\n  {again}", soft_wrap=True)
+        console.print(f"The newest checkpoint is that of step {steps[-1]}. Continue with:\n  {again}", soft_wrap=True)
 
 
 log = logging.getLogger("megatron_rl.driver")
 
 
 def log_to_file(folder: Path) -> None:
-    """The driver's own messages go to `driver.log`, as those of the other processes go to theirs."""
+    """Write the log messages of the driver to `driver.log`. Every other process has a log file of its own."""
     folder.mkdir(parents=True, exist_ok=True)
     handler = logging.FileHandler(folder / "driver.log")
     handler.setFormatter(logging.Formatter("%(asctime)s %(name)s: %(message)s"))
@@ -241,7 +247,7 @@ def log_to_file(folder: Path) -> None:
 
 
 def _tell(error: Exception, config: BaseConfig | None) -> None:
-    """The cause first and short; the traceback goes to a file for whoever needs it."""
+    """Print the message of the error, and write the traceback to a file."""
     known = isinstance(error, ValueError | OSError | RuntimeError)
     text = str(error) if known and str(error) else f"{type(error).__name__}: {error}"
     console.print("[bold red]error:[/]", end=" ")
@@ -258,7 +264,7 @@ def _tell(error: Exception, config: BaseConfig | None) -> None:
 
 
 def show(run_folder: Path) -> None:
-    """The end of a finished run: report, summary, and where things are."""
+    """Write the report of a finished run, and print its summary and the paths of report and model."""
     from megatron_rl.observe import print_summary, write_report
 
     report = write_report(run_folder)
@@ -267,7 +273,8 @@ def show(run_folder: Path) -> None:
 
 
 def quiet_environment() -> None:
-    """Before torch and Ray are imported: one thread a process, and no chatter of theirs on the terminal."""
+    """Set environment variables so that each process has one thread, and libraries do not write to the terminal. It
+    must be called before torch and Ray are imported."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")

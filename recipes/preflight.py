@@ -1,7 +1,8 @@
-"""What a run would trip over in its first minutes, found in a few seconds, before any vendor is imported.
+"""Finds the errors that would stop a run in its first minutes. It takes a few seconds, and imports neither torch, Ray
+nor vLLM.
 
-Invariants (tests/unit/recipes): a fault that is told would stop the run; all faults are told together, each as one
-sentence that says what is wrong, where, and what to do; nothing is written that stays.
+Invariants (tests/unit/recipes): every reported fault would stop the run; all faults are reported together, and each is
+one sentence that says what is wrong, where, and what to do; no file is left behind.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ from megatron_rl.types import ModelShape
 from megatron_rl.verifiers.exact_answer import last_number
 
 ROWS_S = 2.5
-"""Seconds that the rows of all files together may take. What is left out then is told."""
+"""The time, in seconds, in which the rows of all files are checked. A note says which rows are left out."""
 ROWS_AT_LEAST = 100
-"""Rows that are checked in each file even when the time is up."""
+"""The number of rows that are checked in each file even if the time is over."""
 
 Tell = Callable[[str], None]
 Row = dict[str, Any]
@@ -48,7 +49,7 @@ def check_before_start(config: BaseConfig, console: Console, *, resume: bool, pl
     """Run the preflight, print its notes, and raise all faults together.
 
     Raises:
-        ValueError: the run would stop in its first minutes; every reason is there.
+        ValueError: the run would stop in its first minutes. The message has all faults.
     """
     faults = preflight(
         config,
@@ -63,18 +64,17 @@ def check_before_start(config: BaseConfig, console: Console, *, resume: bool, pl
 
 
 def preflight(config: BaseConfig, tell: Tell, *, resume: bool = False, planning: bool = False) -> list[str]:
-    """The faults of a run; none is an empty list.
+    """The faults of a run; an empty list if there are none.
 
     Args:
-        tell: gets a sentence for everything that was not checked, or that will be skipped.
-        resume: the run continues the one in its folder.
-        planning: the model's folder need not be here when its sizes ship with the package: the plan is then for another
-            machine.
+        tell: is called with a sentence about everything that is not checked, or that the run will skip.
+        resume: whether the run continues the run in its folder.
+        planning: whether this is a dry run. The model's folder may then be missing if its sizes ship with the package.
     """
     faults: list[str] = []
 
     def attempt(check: Callable[[], Any]) -> Any:
-        """The check's result; None when it raised, which is a fault."""
+        """The result of the check. If it raises, the message is added to the faults, and the result is None."""
         try:
             return check()
         except (ValueError, OSError) as error:
@@ -111,7 +111,11 @@ def preflight(config: BaseConfig, tell: Tell, *, resume: bool = False, planning:
 
 
 def _check_trainable(config: BaseConfig, shape: ModelShape) -> bool:
-    """True; raises ValueError when trainer or engine cannot hold the model as it is split."""
+    """Returns True.
+
+    Raises:
+        ValueError: the model cannot be trained, or trainer or engine cannot split it as configured.
+    """
     family = FAMILIES[shape.family]
     if not family.forward:
         trained = ", ".join(name for name, known in FAMILIES.items() if known.forward)
@@ -157,7 +161,7 @@ def _check_weights(folder: Path, shape: ModelShape) -> None:
 
 
 def _vocabulary(config: BaseConfig, shape: ModelShape, tokenizer: TokenizerFiles) -> list[str]:
-    """Compare the tokenizer with the model's vocabulary and with the thinking budget."""
+    """Compare the tokenizer with the model's vocabulary and with the thinking budget, and return the faults."""
     folder = config.model.path
     if tokenizer.core is None:
         needs = isinstance(config, GrpoRunConfig) and config.rollout.delimiter
@@ -190,30 +194,31 @@ def _vocabulary(config: BaseConfig, shape: ModelShape, tokenizer: TokenizerFiles
 
 
 class _Lengths:
-    """Counts the tokens of rows, as far as the folder's files and plain jinja2 can."""
+    """Counts the tokens of rows, as far as this is possible without transformers."""
 
     def __init__(self, tokenizer: TokenizerFiles | None) -> None:
         self.without_template = False
-        """A row has chat turns, and the tokenizer no template for them."""
+        """Whether a row has chat turns, but the tokenizer has no chat template."""
         self.unknown = False
-        """A row has chat turns that only transformers can render."""
+        """Whether a row has chat turns that only transformers can render."""
         self._tokenizer = tokenizer if tokenizer and tokenizer.core else None
         self._template: ChatTemplate | None = None
         self._no_template = tokenizer is not None and tokenizer.template is None
         if tokenizer and tokenizer.template:
-            # Some templates have tags that only transformers knows: their rows are then counted as unknown.
+            # Some templates have tags that only transformers knows. The lengths of their rows are then unknown.
             with suppress(TemplateError):
                 self._template = ChatTemplate(tokenizer.template, tokenizer.special)
 
     def of_prompt(self, messages: Messages, bound: int) -> int | None:
-        """The number of a prompt's tokens; None when it is not known, or within the bound for certain."""
+        """The number of a prompt's tokens; None if it is not known, or if it is certainly within the bound."""
         text = messages if isinstance(messages, str) else self._render(messages, add_generation_prompt=True)
         if text is None or self._tokenizer is None or len(text.encode()) <= bound:  # a token has one byte at least
             return None
         return len(self._tokenizer.ids(text))
 
     def of_demonstration(self, demonstration: tuple[str, str] | Turns, bound: int) -> int | None:
-        """The number of a supervised row's tokens, with its end of sequence; None as for a prompt."""
+        """The number of a supervised row's tokens, including its end of sequence; None if it is not known, or if it is
+        certainly within the bound."""
         prompt, completion = demonstration if isinstance(demonstration[0], str) else ("", self._render(demonstration))
         if completion is None or self._tokenizer is None or len((prompt + completion).encode()) < bound:
             return None
@@ -229,18 +234,18 @@ class _Lengths:
 
 
 def _rows(config: BaseConfig, tokenizer: TokenizerFiles | None, tell: Tell) -> list[str]:
-    """Check every file of rows, and the rewards that are given the rows' columns."""
+    """Check every file of rows, and the reward functions, which receive the columns of the rows. Returns the faults."""
     lengths = _Lengths(tokenizer)
     faults: list[str] = []
     if isinstance(config, SftRunConfig):
         sft = config.sft
 
-        def judge_demonstration(row: Row) -> None:
+        def check_demonstration(row: Row) -> None:
             length = lengths.of_demonstration(demonstration_of(row), sft.max_tokens)
             if length is not None and length > sft.max_tokens:
-                raise BadRow(f"the row has {length} tokens, sft.max_tokens is {sft.max_tokens}")
+                raise BadRow(f"the row has {length} tokens, but sft.max_tokens is {sft.max_tokens}")
 
-        faults += _file("sft.rows", sft.rows, judge_demonstration, sft.on_bad_row, ROWS_S, tell)
+        faults += _file("sft.rows", sft.rows, check_demonstration, sft.on_bad_row, ROWS_S, tell)
     elif isinstance(config, GrpoRunConfig):
         exact = [reward for reward in config.rewards if isinstance(reward, ExactAnswerReward)]
         required = ("ground_truth",) if exact else ()
@@ -255,44 +260,46 @@ def _rows(config: BaseConfig, tokenizer: TokenizerFiles | None, tell: Tell) -> l
                 raise ValueError(reason)
             unscored.append(reason)
 
-        def judge_prompt(row: Row) -> None:
+        def check_prompt(row: Row) -> None:
             messages = question_of(row, required)
             columns.update(row.keys() - set(FORMS))
             truth = row.get("ground_truth")
             if exact and not isinstance(truth, str | int | float):
-                cannot_score(f"the exact_answer reward needs `ground_truth` as text or number; it is {truth!r}")
+                cannot_score(f"the exact_answer reward needs `ground_truth` as text or number, but it is {truth!r}")
             elif numbers and last_number(str(truth)) is None:
                 cannot_score(f"ground_truth {truth!r} holds no number; set the reward's answer to `all`")
             length = lengths.of_prompt(messages, longest)
             if length is not None:
                 check_length(length, longest)
 
-        faults += _file("data.train", data.train, judge_prompt, data.on_bad_row, seconds, tell)
+        faults += _file("data.train", data.train, check_prompt, data.on_bad_row, seconds, tell)
         if unscored:
             tell(
-                f"data.train: the exact_answer reward will abstain on {len(unscored)} of the rows; first: {unscored[0]}"
+                f"data.train: the exact_answer reward will abstain on {len(unscored)} of the rows; the first reason "
+                f"is: {unscored[0]}"
             )
         known = frozenset(columns)
         if data.eval:
-            faults += _file("data.eval", data.eval, judge_prompt, data.on_bad_row, seconds, tell)
+            faults += _file("data.eval", data.eval, check_prompt, data.on_bad_row, seconds, tell)
         for reward in config.rewards:
             if isinstance(reward, FunctionReward) and (fault := fault_of_function(reward.path, known or None)):
                 faults.append(fault)
     if lengths.without_template:
         faults.append(
-            f"the tokenizer of {config.model.path} has no chat template, and rows have `messages`: add "
-            f"chat_template.jinja to the folder, or give rows with `prompt` (plain text)"
+            f"the tokenizer of {config.model.path} has no chat template, and rows have `messages`; add "
+            f"chat_template.jinja to the folder, or use rows with `prompt` (plain text)"
         )
     elif lengths.unknown and tokenizer:
-        tell("the chat template can be rendered by transformers alone: the lengths of chats in tokens are not checked")
+        tell("the lengths of chats in tokens are not checked: the template can be rendered by transformers alone")
     return faults
 
 
-def _file(key: str, path: Path, judge: Callable[[Row], None], on_bad_row: str, seconds: float, tell: Tell) -> list[str]:
-    """The faults of one file of rows, of as many rows as the seconds allow.
+def _file(key: str, path: Path, check: Callable[[Row], None], on_bad_row: str, seconds: float, tell: Tell) -> list[str]:
+    """The faults of one file, from as many of its rows as can be checked in the given seconds.
 
     Args:
-        judge: raises BadRow for what `on_bad_row` decides about, ValueError for what stops the run in any case.
+        check: raises BadRow for a bad row, about which `on_bad_row` decides, and ValueError for a row that stops the
+            run in any case.
     """
     if not path.is_file():
         return [f"{key}: there is no file {path}; correct the path (it is relative to {Path.cwd()})"]
@@ -308,7 +315,7 @@ def _file(key: str, path: Path, judge: Callable[[Row], None], on_bad_row: str, s
             try:
                 if isinstance(row, BadRow):
                     raise row
-                judge(row)
+                check(row)
             except BadRow as error:
                 bad.append(f"{path}:{number}: {error}")
             except ValueError as error:
@@ -318,7 +325,7 @@ def _file(key: str, path: Path, judge: Callable[[Row], None], on_bad_row: str, s
     if not whole:
         tell(f"{key}: the first {num_rows:,} rows of {path} were checked, the others were left out to save time")
     if not num_rows:
-        return [f"{key}: {path} holds no row; give a file with one JSON object a line"]
+        return [f"{key}: {path} holds no row; give a file with one JSON object in each line"]
     if bad and (on_bad_row == "fail" or whole and len(bad) == num_rows):
         more = f" ({len(bad)} of {num_rows:,} rows that were checked are bad)" if len(bad) > 1 else ""
         hint = "correct it, or set on_bad_row to skip" if on_bad_row == "fail" else "no good row is left"
@@ -329,7 +336,7 @@ def _file(key: str, path: Path, judge: Callable[[Row], None], on_bad_row: str, s
 
 
 def _name(config: BaseConfig) -> list[str]:
-    """Check that run.name can be a folder's name."""
+    """Check that run.name can be the name of a folder, and return the faults."""
     name = config.run.name
     longest = max((len(part.encode()) for part in Path(name).parts), default=0)
     if longest > 255:
@@ -340,7 +347,11 @@ def _name(config: BaseConfig) -> list[str]:
 
 
 def _check_folder(config: BaseConfig, resume: bool) -> bool:
-    """True; raises ValueError when the folder cannot be written, or holds an earlier run that is not to be resumed."""
+    """Returns True.
+
+    Raises:
+        ValueError: the folder cannot be written, or it has an earlier run that is not resumed.
+    """
     folder = config.run_folder
     there = _nearest(folder)
     try:
@@ -358,7 +369,8 @@ def _check_folder(config: BaseConfig, resume: bool) -> bool:
 
 
 def _disk(config: BaseConfig, shape: ModelShape) -> list[str]:
-    """Room for two checkpoints: a new one is whole before an older one is deleted. One suffices where one is there."""
+    """Check that the disk has room for two checkpoints, because a new one is complete before an older one is deleted.
+    If there is a checkpoint already, room for one more is enough. Returns the faults."""
     is_resumed = bool(find_checkpoints(config.run_folder / "checkpoints"))
     number, told = (1, "a further checkpoint needs") if is_resumed else (2, "two checkpoints need")
     needed = number * checkpoint_bytes(shape, config.policy.parallel.mesh, config.model.dtype)

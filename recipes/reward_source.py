@@ -1,4 +1,4 @@
-"""A reward function seen in its source, without running its module: whether it is there, and what it takes."""
+"""Checks a reward function in the source of its module, without running it: whether it exists, and its arguments."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 GIVEN = ("prompts", "completions", "completion_ids")
-"""Arguments that every reward function is called with, beside the rows' columns."""
+"""The arguments with which every reward function is called, in addition to the columns of the rows."""
 
 
 def fault_of_function(path: str, columns: Collection[str] | None) -> str | None:
-    """What is wrong with `package.module:function`, as one sentence; None when nothing is.
+    """The fault of the function at `package.module:function`, as one sentence; None if there is none.
 
     Args:
-        columns: those of the rows, beside the prompt; None when they are not known.
+        columns: the columns of the rows without the prompt; None if they are not known.
     """
     module, colon, name = path.partition(":")
     if not (module and colon and name):
@@ -30,7 +30,7 @@ def fault_of_function(path: str, columns: Collection[str] | None) -> str | None:
             f"folder on PYTHONPATH, or correct the path"
         )
     if not spec.origin or not spec.origin.endswith(".py"):
-        return None  # compiled, or a namespace: there is no source to read
+        return None  # a compiled module or a namespace package has no source
     try:
         tree = ast.parse(Path(spec.origin).read_bytes(), spec.origin)
     except SyntaxError as error:
@@ -47,7 +47,7 @@ def fault_of_function(path: str, columns: Collection[str] | None) -> str | None:
 
 
 def _find(module: str) -> ModuleSpec | None:
-    """Like importlib.util.find_spec, which would run the packages around the module."""
+    """Finds a module like importlib.util.find_spec, but without importing its parent packages."""
     invalidate_caches()
     places, spec, name = None, None, ""
     for part in module.split("."):
@@ -60,7 +60,8 @@ def _find(module: str) -> ModuleSpec | None:
 
 
 def _bindings(body: list[ast.stmt]) -> Iterator[tuple[str, ast.stmt]]:
-    """(name, statement) of everything that a module's statements bind, those under `if`, `try` and `with` too."""
+    """Yields (name, statement) for every name that the statements of a module bind, also inside `if`, `try` and
+    `with`."""
     for node in body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name, node

@@ -1,4 +1,4 @@
-"""Supervised training on rows with completions, through the same Megatron actor.
+"""Supervised training on rows with completions, with the same Megatron actor as reinforcement learning.
 
 python recipes/sft.py FILE.yaml ... section.key=value ... [--dry-run] [--resume auto]
 """
@@ -21,11 +21,11 @@ from megatron_rl.recipes.dry_run import describe_policy  # noqa: E402
 
 
 def run(config: SftRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) -> int:
-    """Wire the rooms together and train; returns the steps that are done."""
+    """Connect the packages and train; returns the number of steps that are done."""
     shape = read_shape(config.model.path)
     check_model(config.model.path, shape, config.policy.parallel.mesh)
 
-    # Imported here: a dry run, and a configuration or model that is refused, answer without waiting for the vendors.
+    # These imports take seconds. They are here so that a dry run, or an error in the configuration, does not wait.
     from transformers import AutoTokenizer
 
     from megatron_rl.actor.spec import ActorSpec

@@ -1,4 +1,4 @@
-"""A model folder's tokenizer as its files say, without transformers: vocabulary, special tokens, chat template."""
+"""Reads vocabulary, special tokens and chat template from the tokenizer's files, without transformers."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ from tokenizers import Tokenizer
 from megatron_rl.data.rows import BadRow
 
 SLOW_FORMS = (("tokenizer.model",), ("vocab.json", "merges.txt"), ("vocab.txt",))
-"""What transformers reads where there is no tokenizer.json: SentencePiece, byte-level BPE, WordPiece."""
+"""The files that transformers can read if there is no tokenizer.json: SentencePiece, byte-level BPE, WordPiece."""
 SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 class TokenizerFiles:
-    """
+    """The tokenizer in a model's folder.
+
     Attributes:
-        core: the tokenizer of tokenizer.json; None where the folder has another form of one.
-        special: role -> token, of those that the folder names.
-        template: the source of the chat template; None where there is none.
+        core: the tokenizer in tokenizer.json; None if the folder has a tokenizer of another form.
+        special: the special tokens by their roles, without roles that have no token.
+        template: the source of the chat template; None if there is none.
 
     Raises:
-        ValueError: there is no tokenizer, or a file of it cannot be read.
+        ValueError: there is no tokenizer, or one of its files cannot be read.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -52,15 +53,15 @@ class TokenizerFiles:
         self.template = _template(folder, config)
 
     def ids(self, text: str) -> list[int]:
-        """The text's tokens, without the special ones that a post-processor would add. It needs a tokenizer.json."""
+        """The tokens of the text, without special tokens that a post-processor would add. `core` must not be None."""
         return self.core.encode(text, add_special_tokens=False).ids
 
 
 class ChatTemplate:
-    """Renders chat turns as transformers does, or says that it cannot.
+    """Renders chat turns as transformers does, as far as this is possible with jinja2 alone.
 
     Raises:
-        jinja2.TemplateError: the source is no template that plain jinja2 compiles.
+        jinja2.TemplateError: jinja2 alone cannot compile the template.
     """
 
     def __init__(self, source: str, special: Mapping[str, str]) -> None:
@@ -74,7 +75,7 @@ class ChatTemplate:
         self._special = special
 
     def render(self, turns: Sequence[Mapping[str, str]], add_generation_prompt: bool) -> str | None:
-        """The text of the turns; None where the template asks for more than is known here.
+        """The text of the turns; None if the template needs something that only transformers provides.
 
         Raises:
             BadRow: the template refuses the turns.
@@ -85,7 +86,7 @@ class ChatTemplate:
             )
         except BadRow:
             raise
-        except Exception:  # a template is a program and raises what it likes; transformers will judge it
+        except Exception:  # a template may raise anything; the run will find out with transformers
             return None
 
 
@@ -101,7 +102,7 @@ def _template(folder: Path, config: Mapping[str, Any]) -> str | None:
     if (folder / "chat_template.jinja").is_file():
         return (folder / "chat_template.jinja").read_text(encoding="utf-8")
     found = _read(folder / "chat_template.json").get("chat_template") or config.get("chat_template")
-    if isinstance(found, list):  # several, by name
+    if isinstance(found, list):  # there are several templates, each with a name
         found = next((one["template"] for one in found if one["name"] == "default"), None)
     return found
 
@@ -112,7 +113,7 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{path} is no JSON ({error}); copy it again") from error
+        raise ValueError(f"{path} is not JSON ({error}); copy it again") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{path} must hold a JSON object, it holds a {type(content).__name__}; copy it again")
+        raise ValueError(f"{path} must hold a JSON object, but it holds a {type(content).__name__}; copy it again")
     return content

@@ -1,4 +1,4 @@
-"""Advantages and losses as pure functions of arrays: no model, no process group, no communication."""
+"""Advantages and losses, as pure functions of arrays. They use no model and no process group."""
 
 from __future__ import annotations
 

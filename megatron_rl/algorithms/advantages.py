@@ -1,7 +1,7 @@
-"""The registry of the estimators that give one number a sample, and their use on a batch.
+"""The registry of the estimators that give one advantage for each sample, and their use on a batch.
 
-Invariants: a reward that abstained is inactive. A group of which no sample has an advantage is a zero-signal group,
-whatever the estimator. What an estimator needs and the batch lacks is an error that names it.
+Invariants: a sample without a reward is inactive. A group in which every advantage is 0 is a zero-signal group, for
+every estimator. If the batch lacks what an estimator needs, an error names it.
 
 Shape letters: S samples, G groups of the batch.
 """
@@ -25,6 +25,7 @@ from megatron_rl.algorithms.outcomes import (
     rloo,
 )
 from megatron_rl.config.advantages import (
+    AdvantageConfig,
     GdpoAdvantage,
     GpgAdvantage,
     GrpoAdvantage,
@@ -36,54 +37,58 @@ from megatron_rl.config.advantages import (
     RlooAdvantage,
 )
 from megatron_rl.config.algorithm import AlgorithmConfig
+from megatron_rl.config.section import Method
 from megatron_rl.types import Batch, Metrics
 
-ESTIMATORS: dict[type, Callable[[AlgorithmConfig, Batch], np.ndarray]] = {
-    GrpoAdvantage: lambda cfg, b: grpo(b.rewards, b.group_of, cfg.adv_estimator.std),
-    RlooAdvantage: lambda cfg, b: rloo(b.rewards, b.group_of, cfg.adv_estimator.std),
-    ReinforcePlusPlusAdvantage: lambda cfg, b: reinforce_plus_plus(b.rewards, b.num_actions, cfg.adv_estimator.whiten),
-    ReinforcePlusPlusBaselineAdvantage: lambda cfg, b: reinforce_plus_plus_baseline(
+ESTIMATORS: dict[type[Method], Callable[..., np.ndarray]] = {
+    GrpoAdvantage: lambda section, b, cfg: grpo(b.rewards, b.group_of, section.std),
+    RlooAdvantage: lambda section, b, cfg: rloo(b.rewards, b.group_of, section.std),
+    ReinforcePlusPlusAdvantage: lambda section, b, cfg: reinforce_plus_plus(b.rewards, b.num_actions, section.whiten),
+    ReinforcePlusPlusBaselineAdvantage: lambda section, b, cfg: reinforce_plus_plus_baseline(
         b.rewards, b.group_of, b.num_actions
     ),
-    RemaxAdvantage: lambda cfg, b: remax(b.rewards, b.greedy_rewards),
-    OpoAdvantage: lambda cfg, b: opo(b.rewards, b.group_of, b.num_actions),
-    GpgAdvantage: lambda cfg, b: gpg(b.rewards, b.group_of, cfg.drop_zero_signal),
-    GrpoPasskAdvantage: lambda cfg, b: grpo_passk(b.rewards, b.group_of, cfg.adv_estimator.std),
-    GdpoAdvantage: lambda cfg, b: gdpo(b.reward_parts, b.reward_weights, b.group_of),
+    RemaxAdvantage: lambda section, b, cfg: remax(b.rewards, b.greedy_rewards),
+    OpoAdvantage: lambda section, b, cfg: opo(b.rewards, b.group_of, b.num_actions),
+    GpgAdvantage: lambda section, b, cfg: gpg(b.rewards, b.group_of, cfg.drop_zero_signal),
+    GrpoPasskAdvantage: lambda section, b, cfg: grpo_passk(b.rewards, b.group_of, section.std),
+    GdpoAdvantage: lambda section, b, cfg: gdpo(b.reward_parts, b.reward_weights, b.group_of),
 }
-"""One line an estimator, keyed by its config class: (cfg, batch) -> advantages [S]. `gae` and `grpo_process` give one
-number a token: `returns.py` and `process_rewards.py`."""
+"""One line for each estimator: (its configuration, batch, AlgorithmConfig) -> advantages [S]. The key is the class of
+its configuration. `gae` and `grpo_process` give one number for each token: see `returns.py` and
+`process_rewards.py`."""
 
-FEEDS = {"greedy_reward": ("greedy_rewards",), "reward_parts": ("reward_parts", "reward_weights")}
-"""The fields of a batch that hold what an estimator needs beside a reward a sample."""
+BATCH_FIELDS = {"greedy_reward": ("greedy_rewards",), "reward_parts": ("reward_parts", "reward_weights")}
+"""The fields of a batch that hold what an estimator needs besides the rewards."""
 
 
 def estimate_advantages(batch: Batch, cfg: AlgorithmConfig) -> Metrics:
-    """Fill `batch.advantages` and switch off in `batch.active` what carries no gradient.
+    """Fill `batch.advantages`, and set `batch.active` to False for samples that have no gradient.
 
-    Abstentions become inactive; so do zero-signal groups with `cfg.drop_zero_signal`, and answers that the length
-    budget cut with `cfg.overlong_filter`. These, and samples that were inactive before, count in their groups'
-    statistics all the same.
+    Abstentions become inactive. With `cfg.drop_zero_signal` zero-signal groups do, and with `cfg.overlong_filter`
+    answers that the length budget cut. The rewards of all inactive samples but the abstentions still count in the
+    statistics of their groups.
 
     Returns:
-        reward/mean: over the scored samples, NaN when there is none.
-        reward/std: the groups' standard deviation, averaged over the groups with a score.
-        groups/zero_signal: groups with a score whose advantages are all 0. For a group-relative estimator: those
-            whose scores are all equal.
-        samples/abstained: samples without a reward, or without the greedy reward that the estimator needs.
-        samples/overlong: scored samples that the overlong filter takes out; 0 without it.
-        samples/active: samples that carry a gradient.
+        reward/mean: the mean reward of the scored samples; NaN if there is none.
+        reward/std: the standard deviation in a group, averaged over the groups with a score.
+        groups/zero_signal: the number of groups with a score in which all advantages are 0. For a group-relative
+            estimator these are the groups with equal scores.
+        samples/abstained: the number of samples without a reward, or without the greedy reward that the estimator
+            needs.
+        samples/overlong: the number of scored samples that the overlong filter removes; 0 without the filter.
+        samples/active: the number of samples that have a gradient.
 
     Raises:
-        ValueError: the estimator needs what the batch does not hold.
+        ValueError: the batch lacks what the estimator needs.
     """
     estimator = cfg.adv_estimator
-    _require_fed(batch, estimator)
+    _require_inputs(batch, estimator)
     rewards, group_of, num_groups = batch.rewards, batch.group_of, len(batch.groups)
     scored = ~np.isnan(rewards)
     if "greedy_reward" in estimator.needs:
+        assert batch.greedy_rewards is not None  # `_require_inputs` has checked it
         scored &= ~np.isnan(batch.greedy_rewards)
-    batch.advantages = ESTIMATORS[type(estimator)](cfg, batch)
+    batch.advantages = ESTIMATORS[type(estimator)](estimator, batch, cfg)
     has_score_G = np.bincount(group_of[scored], minlength=num_groups) > 0
     has_signal_G = np.bincount(group_of[batch.advantages != 0], minlength=num_groups) > 0
     active = batch.active & scored
@@ -105,17 +110,17 @@ def estimate_advantages(batch: Batch, cfg: AlgorithmConfig) -> Metrics:
     }
 
 
-def _require_fed(batch: Batch, estimator) -> None:
+def _require_inputs(batch: Batch, estimator: AdvantageConfig) -> None:
     if type(estimator) not in ESTIMATORS:
         raise ValueError(
-            f"adv_estimator {estimator.kind} gives one number a token and needs {', '.join(sorted(estimator.needs))}: "
-            f"this recipe estimates one number a sample; choose one of "
-            f"{', '.join(cls.model_fields['kind'].default for cls in ESTIMATORS)}"
+            f"adv_estimator {estimator.kind} gives one number for each token and needs "
+            f"{', '.join(sorted(estimator.needs))}, but this recipe estimates one number for each sample; choose one "
+            f"of {', '.join(cls.model_fields['kind'].default for cls in ESTIMATORS)}"
         )
-    for need in sorted(estimator.needs & FEEDS.keys()):
-        missing = [name for name in FEEDS[need] if getattr(batch, name) is None]
+    for need in sorted(estimator.needs & BATCH_FIELDS.keys()):
+        missing = [name for name in BATCH_FIELDS[need] if getattr(batch, name) is None]
         if missing:
             raise ValueError(
-                f"adv_estimator {estimator.kind} needs {need}, but the batch holds no {' and no '.join(missing)}: "
-                f"this recipe does not collect it; choose another estimator"
+                f"adv_estimator {estimator.kind} needs {need}, but the batch holds no {' and no '.join(missing)}, "
+                f"because this recipe does not collect it; choose another estimator"
             )

@@ -1,4 +1,4 @@
-"""The tables of `tools/algorithms.py` and of this room's README, made from the configuration's unions."""
+"""The tables of `tools/algorithms.py` and of this package's README, which are made from the configuration classes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, get_args
 from pydantic_core import PydanticUndefined
 
 from megatron_rl.config import advantages, algorithm
-from megatron_rl.config.section import Section
+from megatron_rl.config.section import Method
 from megatron_rl.config.value import ValueLossConfig
 
 
@@ -24,7 +24,7 @@ class Entry:
 class Table:
     title: str
     key: str
-    """The key of the choice in a YAML; empty for what no recipe reads."""
+    """The configuration key that makes the choice; empty if no recipe has one."""
     entries: tuple[Entry, ...]
 
     def as_dict(self) -> dict[str, Any]:
@@ -43,7 +43,7 @@ def tables() -> list[Table]:
         ),
         Table("Importance weights", "algorithm.correction.weight", _union(algorithm.WeightConfig)),
         Table(
-            "Rejection: what is out of bounds",
+            "Rejection: the statistics that have bounds",
             "algorithm.correction.reject, statistic",
             tuple(Entry(name, *row) for name, row in algorithm.STATISTICS.items()),
         ),
@@ -64,7 +64,7 @@ def tables() -> list[Table]:
 def markdown() -> str:
     parts = []
     for table in tables():
-        place = f"`{table.key}`" if table.key else "for a critic; no recipe trains one"
+        place = f"`{table.key}`" if table.key else "This loss is for a critic, and no recipe trains one."
         parts += [f"### {table.title}", "", place, "", "| kind | formula | source | defaults |", "|---|---|---|---|"]
         for entry in table.entries:
             cells = [f"`{entry.kind}`", entry.formula, entry.source, entry.defaults]
@@ -79,7 +79,7 @@ def _union(annotation: Any) -> tuple[Entry, ...]:
     return tuple(_entry(section, section.model_fields["kind"].default) for section in get_args(union))
 
 
-def _entry(section: type[Section], kind: str) -> Entry:
+def _entry(section: type[Method], kind: str) -> Entry:
     fields = {"aggregation": section.aggregation} if hasattr(section, "aggregation") else {}
     fields |= {name: field.default for name, field in section.model_fields.items() if name != "kind"}
     shown = (f"{name} {_written(default)}" for name, default in fields.items())
@@ -87,7 +87,7 @@ def _entry(section: type[Section], kind: str) -> Entry:
 
 
 def _written(default: Any) -> str:
-    """A default as a YAML file would say it."""
+    """A default value in YAML's notation."""
     if default is PydanticUndefined:
         return "required"
     if default is None or isinstance(default, bool):

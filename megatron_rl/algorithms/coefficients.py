@@ -1,6 +1,6 @@
-"""Coefficients of KL and entropy that follow what they act on; their state belongs to the checkpoint.
+"""The coefficients of KL and entropy, fixed or adaptive. Their state is part of the checkpoint.
 
-Invariant: a controller restored from its state gives the coefficients of one that was never stopped.
+Invariant: a controller that was restored from its state gives the same coefficients as one that was never stopped.
 """
 
 from __future__ import annotations
@@ -13,17 +13,18 @@ from megatron_rl.types import Metrics
 
 
 def adapted_kl(coefficient: float, kl: float, num_samples: int, cfg: AdaptiveKlCoefficient) -> float:
-    """Proportional controller (Ziegler et al. 2019, arXiv:1909.08593, section 2.2).
+    """The next coefficient by the proportional controller of Ziegler et al. 2019 (arXiv:1909.08593, section 2.2).
 
-    Example: KL twice the target, 1,000 samples of a horizon of 10,000: the error is clipped to .2, times 1.02.
+    Example: the KL is twice the target, and a step has 1,000 samples of a horizon of 10,000. The error is clipped to
+    0.2, and the coefficient is multiplied by 1.02.
     """
     error = min(max(kl / cfg.target - 1, -0.2), 0.2)
     return coefficient * (1 + error * num_samples / cfg.horizon)
 
 
 def adapted_entropy(level: float, entropy: float, cfg: AdaptiveEntropyCoefficient) -> tuple[float, float]:
-    """The controller's next level, and the coefficient in force: 0 above the target (He et al. 2025,
-    arXiv:2505.22312)."""
+    """The controller's next level, and the next coefficient, which is the level, or 0 if the entropy is above the
+    target (He et al. 2025, arXiv:2505.22312)."""
     level += cfg.delta if entropy < cfg.target else -cfg.delta
     level = min(max(level, 0.0), cfg.maximum)
     return level, level if entropy <= cfg.target else 0.0
@@ -31,7 +32,7 @@ def adapted_entropy(level: float, entropy: float, cfg: AdaptiveEntropyCoefficien
 
 @dataclass(slots=True)
 class Coefficients:
-    """`kl` and `entropy` of the step at hand; `level` is the entropy controller's own state."""
+    """The coefficients `kl` and `entropy` of the current step; `level` is the state of the entropy controller."""
 
     cfg: AlgorithmConfig
     kl: float = 0.0
@@ -50,13 +51,13 @@ class Coefficients:
 
     @property
     def values(self) -> dict[str, float]:
-        """What the objective multiplies the terms of the loss by."""
+        """The factors of the terms of the loss that are configured."""
         configured = {"kl": self.cfg.kl, "entropy": self.cfg.entropy}
         return {name: getattr(self, name) for name, section in configured.items() if section}
 
     def adapt(self, metrics: Metrics, num_samples: int) -> None:
-        """Move the coefficients after a step of `num_samples` samples with these metrics (`kl` and `entropy` are means
-        over action tokens)."""
+        """Adapt the coefficients after a step of `num_samples` samples. The metrics `kl` and `entropy` are means over
+        its action tokens."""
         if self._adaptive_kl:
             self.kl = adapted_kl(self.kl, metrics["kl"], num_samples, self._adaptive_kl)
         if self._adaptive_entropy:
@@ -66,7 +67,7 @@ class Coefficients:
         return {"kl": self.kl, "entropy": self.entropy, "level": self.level}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """A coefficient that is fixed keeps the configuration's value: a resumed run may change it."""
+        """Restore the adaptive coefficients. A fixed one keeps the configured value, which a resumed run may change."""
         if self._adaptive_kl:
             self.kl = state["kl"]
         if self._adaptive_entropy:

@@ -1,4 +1,4 @@
-"""What is known of every token of a packed row, and sums over the samples that stand in it.
+"""The data of every token of a packed row, and sums over the samples in the row.
 
 Shape letters: T packed tokens of one micro-batch.
 """
@@ -13,64 +13,66 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class PackedColumns:
-    """All [T] and aligned to the predicted token: entry t belongs to the token that position t predicts, the next
-    one of the same sample. A sample stands whole in one micro-batch. Where the mask is False an entry means nothing.
+    """Columns with one entry for each token, all of shape [T]. Entry t belongs to the token that position t predicts,
+    which is the next token of the same sample. A sample is always whole in one micro-batch. Where the action mask is
+    False, the other entries mean nothing.
     """
 
     action_mask_T: Tensor
-    """bool: the predicted token was sampled by the policy. False at a sample's last position and in padding."""
+    """bool: whether the policy sampled the predicted token. False at a sample's last position and in padding."""
     sample_T: Tensor
-    """int64: index of the sample in the micro-batch, below T."""
+    """int64: the index of the sample in the micro-batch, below T."""
     token_T: Tensor
-    """int64: names the token in the whole step, the same number in every packing."""
+    """int64: a number that identifies the token in the whole step, the same in every packing."""
     weight_T: Tensor
-    """What the token's loss is multiplied by (aggregation.py): the sum over all tokens is the step's loss."""
+    """The factor of the token's loss (aggregation.py). The sum over all tokens is the step's loss."""
     advantage_T: Tensor
     logp_rollout_T: Tensor
+    """Log-probs of the engine when it sampled the tokens."""
     lag_T: Tensor
-    """int: versions between the weights that sampled the token and those at the step's start."""
+    """int: the number of versions between the weights that sampled the token and those at the step's start."""
     logp_old_T: Tensor | None = None
-    """Log-probs at the step's start. None where the loss needs none, or where the step's only update has the same ones
-    itself: see `Needs.logp_old`."""
+    """Log-probs under the weights at the step's start. None if the loss does not need them, or if the step's only
+    update computes them itself: see `Needs.logp_old`."""
     logp_ref_T: Tensor | None = None
+    """Log-probs under the reference policy; None if the loss does not need them."""
     mean_weight_T: Tensor | None = None
-    """The mean importance weight of the mini-batch, by which each is divided; None is 1."""
+    """The mean importance weight of the mini-batch, by which each weight is divided; None means 1."""
     selected_T: Tensor | None = None
-    """bool: tokens that the loss singles out over the whole mini-batch (Clip-Cov, KL-Cov)."""
+    """bool: the tokens that Clip-Cov or KL-Cov has chosen from the whole mini-batch; None for other losses."""
     high_entropy_T: Tensor | None = None
-    """bool: tokens that have a policy loss; None is all."""
+    """bool: the tokens whose entropy is high enough for a policy loss; None means all tokens."""
 
 
 def sum_by(owner_T: Tensor, x_T: Tensor) -> Tensor:
-    """For every token the sum of x over the tokens with the same owner.
+    """For every token, the sum of x over the tokens with the same owner.
 
     Args:
         owner_T: int64 in [0, T).
     """
-    # As many sums as tokens, most of them unused: the number of owners would cost a GPU a synchronisation.
+    # There are as many sums as tokens, and most of them are unused, because counting the owners would make a GPU wait.
     return torch.zeros_like(x_T).index_add(0, owner_T, x_T)[owner_T]
 
 
 def mean_by(owner_T: Tensor, mask_T: Tensor, x_T: Tensor) -> Tensor:
-    """For every token the mean of x over its owner's action tokens; 0 where the owner has none."""
+    """For every token, the mean of x over its owner's action tokens; 0 if the owner has none."""
     count_T = sum_by(owner_T, mask_T.to(x_T.dtype))
     return sum_by(owner_T, torch.where(mask_T, x_T, 0.0)) / count_T.clamp(min=1)
 
 
 def max_by(owner_T: Tensor, mask_T: Tensor, x_T: Tensor) -> Tensor:
-    """For every token the largest x of its owner's action tokens; -inf where the owner has none."""
+    """For every token, the largest x of its owner's action tokens; -inf if the owner has none."""
     masked_T = torch.where(mask_T, x_T, -torch.inf)
     return torch.full_like(masked_T, -torch.inf).scatter_reduce(0, owner_T, masked_T, "amax")[owner_T]
 
 
 def segments(action_mask_T: Tensor, sample_T: Tensor) -> Tensor:
-    """Number the runs of actions: a run ends where a forced token, or another sample, interrupts it.
+    """Number the segments, which are runs of actions. A run ends at a forced token and at the end of its sample.
 
     Returns:
         int64 [T] in [0, T), equal within a run. A token that is no action has the number of the run before it.
 
-    Example:
-        mask 0 1 1 0 1, one sample: 0 1 1 1 2.
+    Example: the mask 0 1 1 0 1 of one sample gives 0 1 1 1 2.
     """
     before_T = torch.zeros_like(action_mask_T)
     before_T[1:] = action_mask_T[:-1] & (sample_T[1:] == sample_T[:-1])

@@ -1,9 +1,9 @@
-"""Importance correction between the engine that sampled and the trainer that learns: weights and rejection.
+"""Importance correction between the engine, which sampled the tokens, and the trainer: weights and rejection.
 
-w = pi_old / pi_engine of a token. Invariants: weights carry no gradient and are 1 where both agree; a sample's or
-segment's weight is of the geometric mean of w, so it does not collapse with length; what is rejected leaves numerators
-only. A sample lies whole in one micro-batch, so all of this is computed there; only the mean of the weights over the
-mini-batch (`normalise`) is known no earlier than all its micro-batches are.
+w = pi_old / pi_engine of a token. Invariants: weights have no gradient, and are 1 where both policies agree; the weight
+of a sample or segment comes from the geometric mean of w, which does not shrink or grow with the length; rejected
+tokens leave only the numerators. A sample is whole in one micro-batch, so all of this is computed there. Only the mean
+of the weights over the mini-batch (`normalise`) needs all its micro-batches.
 
 Shape letters: T packed tokens of one micro-batch.
 """
@@ -31,7 +31,7 @@ def importance_weight(log_w_T: Tensor, mask_T: Tensor, sample_T: Tensor, cfg: We
 
     Returns:
         weight_T: detached, 0 where the mask is False.
-        bounded_T: bool, the action tokens whose weight the bounds changed.
+        bounded_T: bool, the action tokens whose weights were changed by the bounds.
     """
     log_w_T = log_w_T.detach()
     if cfg.level != "token":
@@ -49,10 +49,15 @@ def importance_weight(log_w_T: Tensor, mask_T: Tensor, sample_T: Tensor, cfg: We
 def mean_weight(
     columns: Sequence[PackedColumns], num_tokens: int, cfg: WeightConfig, sum_over_ranks: SumOverRanks
 ) -> float:
-    """Mean weight of a mini-batch's action tokens, `num_tokens` on all ranks, before any rejection; 1 where all
-    weights are 0."""
+    """The mean weight of a mini-batch's action tokens before any rejection; 1 if all weights are 0.
+
+    Args:
+        columns: the micro-batches of this rank.
+        num_tokens: the number of action tokens on all ranks.
+    """
     total = torch.zeros((), dtype=torch.float64, device=columns[0].action_mask_T.device)
     for c in columns:
+        assert c.logp_old_T is not None  # `Needs.logp_old_in_prepare` asks for it
         log_w_T = torch.where(c.action_mask_T, c.logp_old_T - c.logp_rollout_T, 0.0)
         weight_T, _ = importance_weight(log_w_T, c.action_mask_T, c.sample_T, cfg)
         total += weight_T.double().sum()
@@ -60,18 +65,18 @@ def mean_weight(
 
 
 def rejected(terms: Terms, rule: Rejection) -> Tensor:
-    """bool [T]: the action tokens that a rule takes out of the policy loss. `terms.anchor_T` is log pi_old."""
+    """bool [T]: the action tokens that a rule removes from the policy loss. `terms.anchor_T` is log pi_old."""
     logp_T = terms.anchor_T if rule.policy == "old" else terms.logp_T.detach()
-    excess_T = torch.zeros_like(terms.mask_T)
+    exceeds_T = torch.zeros_like(terms.mask_T)
     for statistic_T, bound in _bounded_statistics(rule, logp_T, terms.logp_rollout_T):
-        excess_T |= _over(rule, statistic_T, terms.mask_T, terms.sample_T) > bound
+        exceeds_T |= _over(rule, statistic_T, terms.mask_T, terms.sample_T) > bound
     if rule.only_negative:
-        excess_T &= terms.advantage_T < 0
-    return terms.mask_T & excess_T
+        exceeds_T &= terms.advantage_T < 0
+    return terms.mask_T & exceeds_T
 
 
 def _bounded_statistics(rule: Rejection, logp_T: Tensor, logp_rollout_T: Tensor) -> list[tuple[Tensor, float]]:
-    """Statistics of each token with the largest value that stays. k1 has two, one for each of its bounds."""
+    """Pairs of a statistic of each token and the largest value of it that is kept. k1 has a pair for each bound."""
     log_w_T = logp_T - logp_rollout_T
     match rule.statistic:
         case "k1":
@@ -84,14 +89,16 @@ def _bounded_statistics(rule: Rejection, logp_T: Tensor, logp_rollout_T: Tensor)
             statistic_T = bounded_exp(log_w_T) - 1 - log_w_T
         case "binary_kl":
             statistic_T = torch.maximum(binary_kl(logp_T, logp_rollout_T), binary_kl(logp_rollout_T, logp_T))
+    assert rule.high is not None  # `Rejection` gives only k1 the choice of a bound
     return [(statistic_T, rule.high)]
 
 
 def _over(rule: Rejection, statistic_T: Tensor, mask_T: Tensor, sample_T: Tensor) -> Tensor:
-    """The statistic of what a token is judged with: itself, its segment or its sample."""
+    """For each token, the statistic of its unit: of the token itself, its segment or its sample."""
     if rule.level == "token":
         return statistic_T
     owner_T = _owner(rule.level, mask_T, sample_T)
+    assert rule.over is not None  # `Rejection` demands it for every level but the token
     match rule.over:
         case "sum":
             return sum_by(owner_T, torch.where(mask_T, statistic_T, 0.0))
@@ -102,4 +109,5 @@ def _over(rule: Rejection, statistic_T: Tensor, mask_T: Tensor, sample_T: Tensor
 
 
 def _owner(level: str, mask_T: Tensor, sample_T: Tensor) -> Tensor:
+    """int64 [T]: the index of each token's sample or segment."""
     return sample_T if level == "sequence" else segments(mask_T, sample_T)

@@ -1,8 +1,8 @@
-"""Estimates of KL(pi || pi_ref) from one sampled token each (Schulman 2020, "Approximating KL divergence").
+"""Estimates of KL(pi || pi_ref) at each sampled token (Schulman 2020, "Approximating KL divergence").
 
-Invariants: with straight-through, the value is the estimator's and the gradient is k2's, d grad log pi: on policy
-its expectation is the gradient of the true KL, which neither k1's nor k3's is. Only what is exponentiated is bounded:
-k1, k2 and abs pull a far token back as a near one.
+Invariants: with straight-through, the value is the estimator's, and the gradient is k2's, d grad log pi. On policy the
+expectation of this gradient is the gradient of the true KL, which is not so for k1 and k3. Only the exponential of k3
+is bounded, so k1, k2 and abs have a gradient at every distance.
 
 Shape letters: T packed tokens.
 """
@@ -19,15 +19,15 @@ from megatron_rl.config.algorithm import KlConfig
 def kl_estimate(
     logp_T: Tensor, logp_ref_T: Tensor, estimator: str, straight_through: bool = False, cap: float | None = None
 ) -> Tensor:
-    """Per token, with d = log pi - log pi_ref.
+    """The estimate at each token, [T], with d = log pi - log pi_ref.
 
     Args:
         estimator: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d, abs = |d|.
-        straight_through: the gradient is k2's, d, also where the value of k3 is bounded.
-        cap: the largest value of k3; a token above it has the gradient 0. None is no cap: k3 then stays at its value
-            at d = -20 below that, with the gradient 0, because its exponential must be finite in fp32.
+        straight_through: the gradient is d, that of k2, even where the value of k3 is bounded.
+        cap: the largest value of k3; a token above it has the gradient 0. None means no cap. Even then k3 is constant
+            below d = -20, with the gradient 0, because its exponential must be finite in fp32.
 
-    Example: pi = .5, pi_ref = .25, d = log 2: k1 .693, k2 .240, k3 .193, abs .693.
+    Example: pi = .5 and pi_ref = .25 give d = log 2, and k1 .693, k2 .240, k3 .193, abs .693.
     """
     d_T = logp_T - logp_ref_T
     k2_T = d_T.square() / 2
@@ -48,5 +48,6 @@ def kl_estimate(
 
 
 def kl_in_reward(reward_T: Tensor, logp_T: Tensor, logp_ref_T: Tensor, cfg: KlConfig, coefficient: float) -> Tensor:
-    """Token rewards less the penalty: r - coefficient * KL (Ziegler et al. 2019, arXiv:1909.08593). No gradient."""
+    """The rewards of the tokens minus the penalty, r - coefficient * KL (Ziegler et al. 2019, arXiv:1909.08593). The
+    penalty has no gradient."""
     return reward_T - coefficient * kl_estimate(logp_T, logp_ref_T, cfg.estimator, cap=cfg.cap).detach()

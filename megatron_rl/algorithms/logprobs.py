@@ -1,48 +1,50 @@
-"""Log-probs and entropies of tokens from hidden states: the logits of all tokens are never held at once.
+"""Log-probs and entropies of tokens from hidden states, without the logits of all tokens in memory at once.
 
-The output layer is applied to one chunk of tokens after another. Of each chunk a few numbers a token stay (largest
-logit, sum of exponentials, the target's logit), and backward computes the chunk's logits once more, forms their
-gradient in the same memory and multiplies it into the gradients of hidden states and weights. So a third more
-arithmetic saves all of T x V. The vocabulary may be split over ranks: they exchange the numbers of all tokens
-twice a call, whatever the chunks, and nothing in backward.
+The output layer is applied to one chunk of tokens after another. Only a few numbers of each token are kept (the largest
+logit, the sum of exponentials, the target's logit). The backward pass computes the logits of a chunk again, forms their
+gradient in the same memory and multiplies it into the gradients of hidden states and weights. This costs a third more
+arithmetic and saves the memory of T x V numbers. The vocabulary may be split over ranks. They then exchange numbers of
+all tokens twice in a call, however many chunks there are, and nothing in the backward pass.
 
-Invariants (tests/unit/algorithms): values and gradients are those of log_softmax; they depend neither on the chunks
-nor on the vocabulary's split beyond rounding; padding has no probability and no gradient; no tensor has T x V
+Invariants (tests/unit/algorithms): values and gradients are those of log_softmax; but for rounding, they depend neither
+on the chunks nor on the split of the vocabulary; padding has no probability and no gradient; no tensor has T x V
 elements.
 
-Shape letters: T packed tokens, N of them with a target, C tokens of one chunk, V this rank's columns of the
-vocabulary, R those of them that are real, H hidden size.
+Shape letters: T packed tokens, N those of them with a target, C tokens of one chunk, V this rank's columns of the
+vocabulary, R those of them that are no padding, H hidden size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 CHUNK_BYTES = 256 * 2**20
-"""The size of one chunk's logits in fp32: hundreds of rows at a vocabulary of 150,000, enough for the matrix products
-to run at full speed. The entropy needs a second chunk of this size."""
+"""The size of one chunk's logits in fp32. A chunk has hundreds of rows at a vocabulary of 150,000, which is enough for
+matrix products at full speed. The entropy needs a second chunk of this size."""
 
 
-def _alone(numbers: Tensor) -> Tensor:
+def _one_rank(numbers: Tensor) -> Tensor:
     return numbers
 
 
 @dataclass(frozen=True, slots=True)
 class VocabularyShard:
-    """This rank's columns of the vocabulary: one row each of its output layer's weight."""
+    """This rank's columns of the vocabulary. Each column belongs to one row of the weight of its output layer."""
 
     num_real: int
-    """Columns from here on are padding: no token."""
+    """The number of columns that belong to tokens; the columns after them are padding."""
     first: int = 0
     """The token of the first column."""
-    max_over_ranks: Callable[[Tensor], Tensor] = _alone
-    sum_over_ranks: Callable[[Tensor], Tensor] = _alone
-    """Collectives over the ranks that share the vocabulary, element by element. They may overwrite their argument."""
+    max_over_ranks: Callable[[Tensor], Tensor] = _one_rank
+    """The elementwise maximum over the ranks that share the vocabulary. It may overwrite its argument."""
+    sum_over_ranks: Callable[[Tensor], Tensor] = _one_rank
+    """The elementwise sum over the ranks that share the vocabulary. It may overwrite its argument."""
 
 
 def token_logprobs(
@@ -55,51 +57,74 @@ def token_logprobs(
     mask_T: Tensor | None = None,
     entropy: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """log p of the targets and the entropy of p, with p = softmax(hidden weight' / temperature).
+    """The log-probs of the targets and the entropy, under p = softmax(hidden weight' / temperature).
 
-    The matrix products run in the dtype of hidden and weight, which is one; the rest in fp32 (fp64 for fp64).
+    The matrix products run in the dtype that hidden and weight share, and the rest in fp32 (in fp64 if that is fp64).
 
     Args:
-        hidden_TH: of all these tokens, equal on all ranks.
+        hidden_TH: the hidden states of all these tokens, equal on all ranks.
         weight_VH: this rank's rows of the output layer.
-        target_T: tokens of the whole vocabulary.
-        temperature: positive; the logits are divided by it.
-        mask_T: bool; where it is False nothing is computed and the results are 0. Equal on all ranks.
-        entropy: compute -sum p log p too.
+        target_T: the targets, as tokens of the whole vocabulary.
+        temperature: a positive number by which the logits are divided.
+        mask_T: bool, equal on all ranks. Where it is False nothing is computed, and the results are 0.
+        entropy: whether to compute the entropy -sum p log p too.
 
     Returns:
-        logp_T and entropy_T (None unless asked for), float32 (float64 for float64), equal on all ranks. The gradient
-        to weight is whole, and summed over chunks in fp32. The gradient to hidden is the part of this rank's columns:
-        the caller sums it over ranks, as Megatron's copy_to_tensor_model_parallel_region and
-        gather_from_sequence_parallel_region do.
+        logp_T and entropy_T (None if it was not asked for), float32 (float64 for float64), equal on all ranks. The
+        gradient of the weight is complete, and summed over chunks in fp32. The gradient of hidden_TH comes from this
+        rank's columns only, so the caller must sum it over the ranks, as Megatron's
+        copy_to_tensor_model_parallel_region and gather_from_sequence_parallel_region do.
     """
     assert hidden_TH.dtype == weight_VH.dtype and 0 <= vocabulary.num_real <= len(weight_VH) and temperature > 0
     if mask_T is None:
-        return _Logprobs.apply(hidden_TH, weight_VH, target_T, vocabulary, temperature, entropy)
+        return _apply(hidden_TH, weight_VH, target_T, vocabulary, temperature, entropy)
     rows_N = mask_T.nonzero().squeeze(1)
     hidden_NH = hidden_TH.index_select(0, rows_N)
-    logp_N, entropy_N = _Logprobs.apply(hidden_NH, weight_VH, target_T[rows_N], vocabulary, temperature, entropy)
+    logp_N, entropy_N = _apply(hidden_NH, weight_VH, target_T[rows_N], vocabulary, temperature, entropy)
 
     def spread(x_N: Tensor) -> Tensor:
         return x_N.new_zeros(len(mask_T)).index_copy(0, rows_N, x_N)
 
-    return spread(logp_N), spread(entropy_N) if entropy else None
+    return spread(logp_N), None if entropy_N is None else spread(entropy_N)
+
+
+def _apply(
+    hidden_NH: Tensor,
+    weight_VH: Tensor,
+    target_N: Tensor,
+    vocabulary: VocabularyShard,
+    temperature: float,
+    entropy: bool,
+) -> tuple[Tensor, Tensor | None]:
+    result: tuple[Tensor, Tensor | None] = _Logprobs.apply(  # type: ignore[no-untyped-call]  # torch gives it no types
+        hidden_NH, weight_VH, target_N, vocabulary, temperature, entropy
+    )
+    return result
 
 
 class _Logprobs(torch.autograd.Function):
-    """With z = logits / temperature, p = softmax(z) and H the entropy, for the target y:
+    """The log-prob of the target y and the entropy H, with z = logits / temperature and p = softmax(z):
 
     log p_y = z_y - M - log S,  H = log S - sum p (z - M),  with M = max z and S = sum exp(z - M);
     d log p_y / d z_v = [v = y] - p_v,  d H / d z_v = -p_v (log p_v + H).
     """
 
     @staticmethod
-    def forward(ctx, hidden_NH, weight_VH, target_N, vocabulary, temperature, entropy):
+    def forward(
+        ctx: Any,
+        hidden_NH: Tensor,
+        weight_VH: Tensor,
+        target_N: Tensor,
+        vocabulary: VocabularyShard,
+        temperature: float,
+        entropy: bool,
+    ) -> tuple[Tensor, Tensor | None]:
         ctx.vocabulary, ctx.temperature = vocabulary, temperature
         ctx.set_materialize_grads(False)
         here_N, column_N1 = _own_columns(target_N, vocabulary)
-        # Of this rank's columns: max z, the target's z, sum exp(z - max z), sum exp(z - max z) (z - max z). A rank of
-        # nothing but padding says the lowest number, which adds 0 below where -inf would add NaN.
+        # These four belong to this rank's columns: max z, the target's z, sum exp(z - max z), and
+        # sum exp(z - max z) (z - max z). On a rank that has only padding, max z is the lowest finite number: it adds 0
+        # below, where -inf would add NaN.
         largest_N = _bounded(hidden_NH.new_full((len(hidden_NH),), -torch.inf, dtype=_precise(hidden_NH.dtype)))
         picked_N, total_N, product_N = (torch.zeros_like(largest_N) for _ in range(3))
         for rows, logits_CR in _chunks(hidden_NH, weight_VH[: vocabulary.num_real], temperature):
@@ -114,7 +139,7 @@ class _Logprobs(torch.autograd.Function):
                 exp_CR = logits_CR.exp_()
             total_N[rows] = exp_CR.sum(1)
 
-        # Of all columns, relative to the M of all.
+        # From here on the numbers belong to the columns of all ranks, and are relative to the M of all columns.
         own_largest_N, largest_N = largest_N, vocabulary.max_over_ranks(largest_N.clone())
         below_N = own_largest_N - largest_N
         numbers = [torch.where(here_N, picked_N - largest_N, 0.0), total_N * below_N.exp()]
@@ -128,12 +153,14 @@ class _Logprobs(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_logp_N, grad_entropy_N):
+    def backward(
+        ctx: Any, grad_logp_N: Tensor | None, grad_entropy_N: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         hidden_NH, weight_VH, target_N, largest_N, log_total_N, entropy_N = ctx.saved_tensors
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         weight_RH = weight_VH[: ctx.vocabulary.num_real]
         here_N, column_N1 = _own_columns(target_N, ctx.vocabulary)
-        # By the logits, the gradient is slope_logp ([v = y] - p_v) - slope_entropy p_v (log p_v + H).
+        # The gradient of the logits is slope_logp ([v = y] - p_v) - slope_entropy p_v (log p_v + H).
         slope_logp_N = torch.zeros_like(log_total_N) if grad_logp_N is None else grad_logp_N / ctx.temperature
         slope_entropy_N = None if grad_entropy_N is None else grad_entropy_N / ctx.temperature
         slope_here_N1 = torch.where(here_N, slope_logp_N, 0.0).unsqueeze(1)
@@ -149,31 +176,34 @@ class _Logprobs(torch.autograd.Function):
                 grad_CR.add_(slope_logp_N[rows, None]).mul_(p_CR.neg_())
             grad_CR.scatter_add_(1, column_N1[rows], slope_here_N1[rows])
             grad_CR = grad_CR.to(weight_VH.dtype)
-            if needs_hidden:
+            if grad_hidden_NH is not None:
                 torch.mm(grad_CR, weight_RH, out=grad_hidden_NH[rows])
-            if needs_weight:
+            if grad_weight_VH is not None:
                 _add_product(grad_weight_VH[: len(weight_RH)], grad_CR.t(), hidden_NH[rows])
-        return grad_hidden_NH, grad_weight_VH.to(weight_VH.dtype) if needs_weight else None, None, None, None, None
+        if grad_weight_VH is not None:
+            grad_weight_VH = grad_weight_VH.to(weight_VH.dtype)
+        return grad_hidden_NH, grad_weight_VH, None, None, None, None
 
 
 def _precise(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of everything but the matrix products."""
+    """The dtype of all computations but the matrix products."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def _bounded(x: Tensor) -> Tensor:
-    """-inf becomes the lowest finite number, in place: times a probability of 0 it is 0, and not NaN."""
+    """Replace -inf by the lowest finite number, in place. Its product with a probability of 0 is 0 and not NaN."""
     return x.clamp_(min=torch.finfo(x.dtype).min)
 
 
 def _own_columns(target_N: Tensor, vocabulary: VocabularyShard) -> tuple[Tensor, Tensor]:
-    """Whether a target is one of this rank's columns, and which one; 0 for the others."""
+    """Whether each target is one of this rank's columns, and the index of the column; 0 for the others."""
     here_N = (target_N >= vocabulary.first) & (target_N < vocabulary.first + vocabulary.num_real)
     return here_N, torch.where(here_N, target_N - vocabulary.first, 0).unsqueeze(1)
 
 
 def _chunks(hidden_NH: Tensor, weight_RH: Tensor, temperature: float) -> Iterator[tuple[slice, Tensor]]:
-    """(rows, logits_CR / temperature), chunk by chunk. All share one memory, which the caller may overwrite."""
+    """Yields (rows, logits_CR / temperature) of each chunk. All chunks share one memory, which the caller may
+    overwrite."""
     num_rows, num_columns = len(hidden_NH), len(weight_RH)
     if not num_rows or not num_columns:
         return
@@ -191,12 +221,12 @@ def _chunks(hidden_NH: Tensor, weight_RH: Tensor, temperature: float) -> Iterato
 
 
 def _row_products(a_CR: Tensor, b_CR: Tensor) -> Tensor:
-    """sum(a * b, 1) without a third chunk."""
+    """sum(a * b, 1), without the memory of a third chunk."""
     return torch.bmm(a_CR.unsqueeze(1), b_CR.unsqueeze(2)).flatten()
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a b; where total is the more precise, each product is rounded once to their dtype."""
+    """total += a b. If total is more precise than a and b, the product is rounded to their dtype before it is added."""
     if total.dtype == a.dtype:
         total.addmm_(a, b)
     else:

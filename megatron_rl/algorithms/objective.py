@@ -1,12 +1,14 @@
-"""From log-probs to the loss of one micro-batch: its share of the step's loss.
+"""From log-probs to the loss of one micro-batch, which is its share of the step's loss.
 
-An optimizer step has two passes. `prepare` sees all micro-batches of the mini-batch at once, adds up over the ranks
-what a single micro-batch cannot know (the importance weights' mean, covariances, quantiles) and writes it into columns.
-The objective itself is then a plain sum over tokens, and `conclude` judges the metrics of the whole mini-batch before a
-weight changes. Invariants: the sum over micro-batches and data-parallel ranks is the step's loss, so neither loss,
-gradient nor metric depends on how the samples were split or packed; what stands at a token that is no action, NaN
-included, reaches neither; where pi equals pi_old the ratio is exactly 1 and ppo_kl exactly 0; the log-probs of a
-step's only update, detached, do in place of logp_old what those of a pass before it do, to the bit.
+An optimizer step has two passes. First, `prepare` sees all micro-batches of the mini-batch, computes the statistics
+that need all of them and all ranks (the mean of the importance weights, covariances, quantiles), and writes them into
+columns. Then the objective itself is a plain sum over tokens, micro-batch by micro-batch, and `conclude` checks the
+metrics of the whole mini-batch before any weight changes.
+
+Invariants: the sum over micro-batches and data-parallel ranks is the step's loss, so loss, gradient and metrics do not
+depend on how the samples were split or packed. The numbers at a token that is no action, even NaN, have no effect.
+Where pi equals pi_old, the ratio is exactly 1 and ppo_kl is exactly 0. If a step has only one update, its own log-probs
+(detached) give bitwise the same results as a logp_old from a separate forward pass before it.
 
 Shape letters: T packed tokens of one micro-batch.
 """
@@ -28,51 +30,60 @@ from megatron_rl.algorithms.losses.covariance import choose_clip_cov, choose_kl_
 from megatron_rl.algorithms.losses.terms import MAX_LOG_RATIO, Terms
 from megatron_rl.algorithms.selection import choose_largest
 from megatron_rl.algorithms.whitening import SumOverRanks
-from megatron_rl.config.algorithm import AlgorithmConfig, ClipCovLoss, DecoupledLoss, DppoKlLoss, DppoTvLoss, KlCovLoss
+from megatron_rl.config.algorithm import (
+    AlgorithmConfig,
+    ClipCovLoss,
+    DecoupledLoss,
+    DppoKlLoss,
+    DppoTvLoss,
+    KlCovLoss,
+    WeightConfig,
+)
 from megatron_rl.types import Denominators, Metrics
 
 LOWEST_LOGP = -100.0
-"""An engine's log-prob of -inf for a token that it sampled is taken as this: e^-100 is no probability that fp32 could
-sample, and its ratio lies beyond every bound."""
+"""The lowest log-prob that is taken from an engine; it replaces -inf. No token with the probability e^-100 is ever
+sampled in fp32, and its ratio is beyond every bound."""
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A number of one micro-batch, and how those of all micro-batches and data-parallel ranks become one. A
-    `sum` is already divided by its denominator: the plain sum is final. An empty micro-batch gives the
-    reduction's identity."""
+    """A metric of one micro-batch, and how the values of all micro-batches and data-parallel ranks are reduced to one.
+    A `sum` is already divided by its denominator, so the plain sum is the result. An empty micro-batch gives the
+    identity of the reduction."""
 
     value: Tensor
-    """A detached tensor of no dimensions."""
+    """A detached tensor without dimensions."""
     reduction: Literal["sum", "max", "min"]
 
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What an objective must be given."""
+    """The inputs that an objective needs."""
 
     logp_old: bool = False
-    """`columns.logp_old_T`, log-probs under the weights that the step begins with, from a forward pass before the first
-    update. A step of one update computes the same log-probs in the update itself. So unless `before_update` is True
-    the pass can be left out there: `logp_old_T` is None, and the objective takes its own log-probs, detached."""
+    """It needs `columns.logp_old_T`: the log-probs under the weights at the step's start, from a forward pass before
+    the first update. If the step has only one update, the update itself computes the same log-probs. This pass can then
+    be left out unless `before_update` is True: `logp_old_T` is None, and the objective detaches its own log-probs."""
     logp_ref: bool = False
-    """`columns.logp_ref_T`, from a forward pass of the reference policy."""
+    """It needs `columns.logp_ref_T`, from a forward pass of the reference policy."""
     entropy: bool = False
+    """It needs the entropy of each token."""
     first_pass: bool = False
-    """`prepare` wants log-probs and entropies under the weights that the update begins with."""
+    """`prepare` needs log-probs and entropies under the weights that the update begins with."""
     logp_old_in_prepare: bool = False
-    """`prepare` reads `columns.logp_old_T`, for statistics of the whole mini-batch."""
+    """`prepare` needs `columns.logp_old_T`, for statistics of the whole mini-batch."""
 
     @property
     def before_update(self) -> bool:
-        """Whether a mini-batch needs a forward pass of the policy before its update, even if that is the step's only
-        one. Statistics of a sample do not: a sample lies whole in one micro-batch."""
+        """Whether a mini-batch needs a forward pass of the policy before its update, even if this is the step's only
+        update. Statistics of samples do not need it, because a sample is whole in one micro-batch."""
         return self.first_pass or self.logp_old_in_prepare
 
 
 @dataclass(frozen=True, slots=True)
 class FirstPass:
-    """Log-probs and entropies under the weights that an update begins with; they carry no gradient."""
+    """Log-probs and entropies under the weights that an update begins with, without a gradient."""
 
     logp_T: Tensor
     entropy_T: Tensor
@@ -88,8 +99,8 @@ class Objective(Protocol):
         denominators: Denominators,
         sum_over_ranks: SumOverRanks,
     ) -> list[PackedColumns]:
-        """A collective over the data-parallel ranks, before the update: the columns of this rank's micro-batches of
-        one mini-batch, with what only the whole mini-batch tells."""
+        """Returns the columns of this rank's micro-batches of one mini-batch, completed by the statistics of the whole
+        mini-batch. It runs before the update, and it is a collective that all data-parallel ranks must call."""
 
     def __call__(
         self,
@@ -106,14 +117,14 @@ class Objective(Protocol):
         """
 
     def conclude(self, metrics: Metrics, on_policy: bool) -> Metrics:
-        """Judge and complete the metrics of a whole mini-batch, from all micro-batches and ranks. It is called on every
-        rank before the update changes a weight.
+        """Check and complete the metrics of a whole mini-batch, which are those of all micro-batches and ranks. Every
+        rank calls it before the update changes a weight.
 
         Args:
-            on_policy: the update begins with the weights that the step begins with.
+            on_policy: whether the update begins with the weights that the step begins with.
 
         Raises:
-            ValueError: trainer and engine disagree about the log-probs, and the update must not be made.
+            ValueError: trainer and engine disagree about the log-probs, so the update must not be made.
         """
 
 
@@ -127,20 +138,24 @@ class NotFiniteError(ValueError):
 
 
 class PolicyObjective:
-    """Policy loss, KL to the reference and entropy bonus, each token's sum times its aggregation weight.
+    """The sum over tokens of policy loss, KL penalty and entropy bonus, each token with its aggregation weight.
 
     Metrics, over action tokens:
-        loss; pg_loss, its policy part, without KL and entropy.
-        pg_clipfrac, pg_clipfrac_lower: shares whose loss is flat, by the clip and by the bound c.
-        ppo_kl: KL(anchor || pi), estimated by k3 = r - 1 - log r, which no cancellation brings to 0.
-        ratio/mean, ratio/max, ratio/min: pi over the anchor, within exp(+-20). The anchor is pi_old, or the engine's
-            policy where the loss needs no pi_old.
-        entropy; kl: to the reference.
-        correction/mean, /bounded, /ess: of the importance weights before normalisation and rejection: their mean, the
-            share that the bounds changed, and the effective share of the tokens, (sum w)^2 / sum w^2 / N (Kish 1965).
-        rejected/...: share that each rule of algorithm.correction.reject takes out.
-        masked: share of the tokens without a policy loss, for whatever reason.
-        mismatch/...: see `mismatch`; reported here if pi_old was not computed before the update.
+        loss: the whole loss.
+        pg_loss: the policy loss, without KL and entropy.
+        pg_clipfrac, pg_clipfrac_lower: the share of the tokens whose loss is constant because of the clip, or because
+            of the bound c.
+        ppo_kl: KL(anchor || pi), estimated by k3 = r - 1 - log r, whose terms are never negative and cannot cancel.
+        ratio/mean, ratio/max, ratio/min: the ratio of pi to the anchor, within exp(+-20). The anchor is pi_old, or the
+            engine's policy if the loss needs no pi_old.
+        entropy: the mean entropy of the policy, in nats.
+        kl: the mean KL to the reference policy, in nats.
+        correction/mean, correction/bounded, correction/ess: the importance weights before normalisation and rejection:
+            their mean, the share of them that the bounds changed, and the effective share of the tokens,
+            (sum w)^2 / sum w^2 / N (Kish 1965).
+        rejected/...: the share of the tokens that each rule of algorithm.correction.reject rejects.
+        masked: the share of the tokens without a policy loss, for any reason.
+        mismatch/...: see `mismatch`. It is reported here if pi_old was not computed before the update.
     """
 
     def __init__(self, cfg: AlgorithmConfig) -> None:
@@ -154,13 +169,14 @@ class PolicyObjective:
             logp_ref=cfg.kl is not None,
             entropy=True,
             first_pass=isinstance(cfg.loss, ClipCovLoss | KlCovLoss) or cfg.top_entropy_share < 1,
-            logp_old_in_prepare=isinstance(cfg.loss, ClipCovLoss) or self._normalises,
+            logp_old_in_prepare=isinstance(cfg.loss, ClipCovLoss) or self._normalised_weight is not None,
         )
 
     @property
-    def _normalises(self) -> bool:
-        correction = self.cfg.correction
-        return bool(correction and correction.weight and correction.weight.normalise)
+    def _normalised_weight(self) -> WeightConfig | None:
+        """The importance weight if it is divided by its mean over the mini-batch, else None."""
+        weight = self.cfg.correction.weight if self.cfg.correction else None
+        return weight if weight and weight.normalise else None
 
     def prepare(
         self,
@@ -171,15 +187,19 @@ class PolicyObjective:
     ) -> list[PackedColumns]:
         cfg, num_tokens = self.cfg, denominators.num_tokens
         columns = [replace(c, logp_rollout_T=_floored(c.logp_rollout_T)) for c in columns]
-        if self._normalises:
-            mean = mean_weight(columns, num_tokens, cfg.correction.weight, sum_over_ranks)
+        if self._normalised_weight:
+            mean = mean_weight(columns, num_tokens, self._normalised_weight, sum_over_ranks)
             columns = [replace(c, mean_weight_T=torch.full_like(c.weight_T, mean)) for c in columns]
         if isinstance(cfg.loss, ClipCovLoss | KlCovLoss):
-            choose = choose_clip_cov if isinstance(cfg.loss, ClipCovLoss) else choose_kl_cov
+            assert first_pass is not None  # `needs.first_pass` asks for it
             logps = [p.logp_T for p in first_pass]
-            chosen = choose(cfg.loss, columns, logps, num_tokens, sum_over_ranks)
+            if isinstance(cfg.loss, ClipCovLoss):
+                chosen = choose_clip_cov(cfg.loss, columns, logps, num_tokens, sum_over_ranks)
+            else:
+                chosen = choose_kl_cov(cfg.loss, columns, logps, num_tokens, sum_over_ranks)
             columns = [replace(c, selected_T=chosen_T) for c, chosen_T in zip(columns, chosen, strict=True)]
         if cfg.top_entropy_share < 1:
+            assert first_pass is not None  # `needs.first_pass` asks for it
             count = max(1, int(cfg.top_entropy_share * num_tokens))
             masks, entropies = [c.action_mask_T for c in columns], [p.entropy_T for p in first_pass]
             chosen = choose_largest(entropies, masks, count, sum_over_ranks)
@@ -199,14 +219,19 @@ class PolicyObjective:
         if anchor_T is None:
             anchor_T = logp_T.detach()
         given = {"logp": logp_T, "logp_rollout": columns.logp_rollout_T, "advantage": columns.advantage_T}
-        given |= {} if self._around_engine else {"logp_old": anchor_T}
-        given |= {"logp_ref": columns.logp_ref_T} if cfg.kl else {}
-        given |= {"entropy": entropy_T} if cfg.entropy or cfg.top_entropy_share < 1 else {}
+        if not self._around_engine:
+            given["logp_old"] = anchor_T
+        if cfg.kl:
+            assert columns.logp_ref_T is not None  # `needs.logp_ref` asks for it
+            given["logp_ref"] = columns.logp_ref_T
+        if cfg.entropy or cfg.top_entropy_share < 1:
+            assert entropy_T is not None  # `needs.entropy` asks for it
+            given["entropy"] = entropy_T
         require_finite(columns, given)
 
         def actions(x_T: Tensor) -> Tensor:
-            """Entries that are no action become 0 before any arithmetic: a mask multiplied in later turns inf at a
-            padded token into NaN."""
+            """Set the entries that are no action to 0. This must come before any arithmetic, because inf or NaN at a
+            padded token, multiplied by a mask later, gives NaN."""
             return torch.where(mask_T, x_T, 0.0)
 
         terms = Terms(
@@ -226,13 +251,14 @@ class PolicyObjective:
         total_T = policy_T
         shares["masked"] = ~kept_T
         if cfg.kl:
-            kl_T = self._kl(terms.logp_T, actions(columns.logp_ref_T))
+            logp_ref_T = actions(given["logp_ref"])
+            kl_T = kl_estimate(terms.logp_T, logp_ref_T, cfg.kl.estimator, cfg.kl.straight_through, cfg.kl.cap)
             total_T = total_T + coefficients["kl"] * kl_T
             shares["kl"] = kl_T
         if entropy_T is not None:
             shares["entropy"] = actions(entropy_T)
         if cfg.entropy:
-            total_T = total_T - coefficients["entropy"] * actions(entropy_T)
+            total_T = total_T - coefficients["entropy"] * actions(given["entropy"])
 
         weight_T = torch.where(mask_T, columns.weight_T, 0.0)
         loss, policy_loss = (weight_T * total_T).sum(), (weight_T * policy_T.detach()).sum()
@@ -255,13 +281,11 @@ class PolicyObjective:
         rest = {name: value for name, value in metrics.items() if name != "correction/mean_square"}
         return rest | {"correction/ess": metrics["correction/mean"] ** 2 / squares if squares else 0.0}
 
-    def _kl(self, logp_T: Tensor, logp_ref_T: Tensor) -> Tensor:
-        cfg = self.cfg.kl
-        return kl_estimate(logp_T, logp_ref_T, cfg.estimator, cfg.straight_through, cfg.cap)
-
     def _corrected(self, terms: Terms, columns: PackedColumns) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Where the policy has a loss, the importance weight that multiplies it, and what the metrics say of both."""
-        kept_T, factor_T, shares = terms.mask_T, torch.ones_like(terms.advantage_T), {}
+        """Returns the mask of the tokens that have a policy loss, the importance weights that multiply it, and the
+        columns from which the metrics of both are computed."""
+        kept_T, factor_T = terms.mask_T, torch.ones_like(terms.advantage_T)
+        shares: dict[str, Tensor] = {}
         if columns.high_entropy_T is not None:
             kept_T = kept_T & columns.high_entropy_T
         if not self.cfg.correction:
@@ -284,7 +308,7 @@ class PolicyObjective:
     def _describe(self, terms: Terms, shares: dict[str, Tensor], num_tokens: int) -> dict[str, Metric]:
         mask_T, log_ratio_T, ratio_T = terms.mask_T, terms.log_ratio_T.detach(), terms.ratio_T.detach()
         shares |= {"ppo_kl": _k3(log_ratio_T), "ratio/mean": ratio_T}
-        # Rows of one tensor: each sum alone would be a kernel of its own.
+        # The columns are stacked, so that one kernel computes all means.
         rows = torch.stack([x_T.detach().to(ratio_T.dtype) for x_T in shares.values()])
         means = torch.where(mask_T, rows, 0.0).sum(1) / num_tokens
         metrics = {name: Metric(mean, "sum") for name, mean in zip(shares, means, strict=True)}
@@ -293,7 +317,7 @@ class PolicyObjective:
 
 
 class SupervisedObjective:
-    """Negative log-likelihood of the action tokens (a row's completion). Metric: loss."""
+    """The negative log-likelihood of the action tokens, which are the completions of the rows. Its metric is `loss`."""
 
     needs = Needs()
 
@@ -324,7 +348,11 @@ class SupervisedObjective:
 
 
 def require_finite(columns: PackedColumns, given: Mapping[str, Tensor]) -> None:
-    # One test of all columns together: on a GPU each costs a synchronisation.
+    """
+    Raises:
+        NotFiniteError: an entry of `given` at an action token is not finite.
+    """
+    # All columns are tested at once, because each test makes a GPU wait.
     finite_T = torch.stack([x_T.detach().isfinite() for x_T in given.values()]).all(0)
     bad_T = columns.action_mask_T & ~finite_T
     if not bad_T.any():
@@ -334,19 +362,19 @@ def require_finite(columns: PackedColumns, given: Mapping[str, Tensor]) -> None:
     sample = int(columns.sample_T[position])
     raise NotFiniteError(
         f"sample {sample} of the micro-batch has a number that is not finite at packed position {position} ({values}); "
-        f"{int(bad_T.sum())} action tokens are affected: the weights or the engine's answer are broken, so the step "
+        f"{int(bad_T.sum())} action tokens are affected. The weights or the engine's log-probs are broken, so the step "
         f"is refused",
         sample,
     )
 
 
 def mismatch(logp_T: Tensor, columns: PackedColumns, num_tokens: int) -> dict[str, Metric]:
-    """How far the engine's policy lies from the trainer's, over the actions of one micro-batch: mean and largest
-    |log pi - log pi_engine|, and the mean of k3 = r - 1 - log r with r = pi / pi_engine.
+    """The distance between the engine's policy and the trainer's over the actions of one micro-batch: the mean and the
+    largest |log pi - log pi_engine|, and the mean of k3 = r - 1 - log r with r = pi / pi_engine.
 
     Args:
-        logp_T: log-probs of the trainer under the weights that the engine should have.
-        num_tokens: action tokens of all micro-batches and ranks.
+        logp_T: the trainer's log-probs under the weights that the engine should have.
+        num_tokens: the number of action tokens of all micro-batches and ranks.
     """
     log_ratio_T = (logp_T - _floored(columns.logp_rollout_T))[columns.action_mask_T].double()
     distance_T, num_tokens = log_ratio_T.abs(), max(num_tokens, 1)
@@ -359,16 +387,16 @@ def mismatch(logp_T: Tensor, columns: PackedColumns, num_tokens: int) -> dict[st
 
 
 def disagreement(metrics: Metrics, bound: float) -> str | None:
-    """The error message if the mean mismatch exceeds `algorithm.max_mismatch`, else None; also None if the metrics
-    hold no mismatch. Engine and trainer hold the same weights, so they must give the same tokens the same
-    log-probs."""
+    """The error message if the mean mismatch exceeds the bound `algorithm.max_mismatch`, else None. It is also None if
+    the metrics contain no mismatch. Engine and trainer have the same weights, so they must give the same log-probs to
+    the same tokens."""
     seen = metrics.get("mismatch/mean_abs")
     if seen is None or seen <= bound:
         return None
     return (
-        f"trainer and engine disagree: mean |logp_old - logp_rollout| is {seen:.2e}, above algorithm.max_mismatch = "
-        f"{bound:g}. The engine does not compute what the trainer trains (weights, temperature or precision); raise "
-        f"the bound only if you know why"
+        f"trainer and engine disagree: the mean of |logp_old - logp_rollout| is {seen:.2e}, above "
+        f"algorithm.max_mismatch = {bound:g}. The engine differs from the trainer in weights, temperature or "
+        f"precision; raise the bound only if you know why"
     )
 
 
@@ -382,6 +410,6 @@ def _floored(logp_rollout_T: Tensor) -> Tensor:
 
 
 def _largest(x_T: Tensor, mask_T: Tensor) -> Tensor:
-    """Largest entry under the mask; -inf where there is none."""
+    """The largest entry where the mask is True; -inf if there is none."""
     masked_T = torch.where(mask_T, x_T, -torch.inf)
     return masked_T.max() if masked_T.numel() else x_T.new_tensor(-torch.inf)

@@ -1,10 +1,10 @@
-"""Advantages from outcomes: one number a sample, from the rewards of its group or its batch.
+"""Advantages from outcome rewards: one number for each sample, from the rewards of its group or its batch.
 
-Invariants: advantages see whole groups, before any filter or mask. An abstention (NaN reward) leaves every statistic
-and gets 0. For group-relative estimators a group of one, and a group of equal rewards, have advantage exactly 0; for
-whitened ones a batch of equal rewards has. Whitening counts each sample once or by its action tokens, over the whole
-batch. The order of the samples does not matter, and a number added to every reward moves only `remax` and
-`reinforce_plus_plus` without whitening.
+Invariants: advantages are computed from whole groups, before any filter or mask. An abstention (a NaN reward) is left
+out of all statistics, and its advantage is 0. Group-relative estimators give exactly 0 to a group of one and to a group
+of equal rewards, and whitened estimators give exactly 0 to a batch of equal rewards. Whitening is over the whole batch,
+and weighs each sample by 1 or by its action tokens. The order of the samples does not matter. A number that is added to
+every reward changes only `remax` and `reinforce_plus_plus` without whitening.
 
 Shape letters: S samples, G groups, K reward functions.
 """
@@ -14,7 +14,8 @@ from __future__ import annotations
 import numpy as np
 
 STD_EPS = 1e-6
-"""Added to a standard deviation: keeps almost equal rewards finite; far below the spread of any real reward."""
+"""This is added to a standard deviation, so that almost equal rewards give finite advantages. It is far below the
+standard deviation of any real rewards."""
 
 
 def grpo(rewards: np.ndarray, group_of: np.ndarray, std: str) -> np.ndarray:
@@ -23,15 +24,15 @@ def grpo(rewards: np.ndarray, group_of: np.ndarray, std: str) -> np.ndarray:
     Args:
         rewards: float64 [S], NaN for an abstention.
         group_of: int64 [S], the group of each sample.
-        std: `group` divides by the group's standard deviation + 1e-6. It is the sample's (divisor n - 1), as
-            in the common implementations of GRPO. `batch` divides by that of all rewards (Liu et al. 2025,
+        std: `group` divides by the group's standard deviation + 1e-6, with the divisor n - 1 as in the common
+            implementations of GRPO. `batch` divides by the standard deviation of all rewards (Liu et al. 2025,
             arXiv:2508.08221). `none` only subtracts the mean: Dr. GRPO (Liu et al. 2025, arXiv:2503.20783).
 
     Returns:
         advantages, float64 [S].
 
     Example:
-        rewards 1, 0, 0, 0: mean .25, standard deviation .5, advantages 1.5, -.5, -.5, -.5.
+        The rewards 1, 0, 0, 0 have mean .25 and standard deviation .5; the advantages are 1.5, -.5, -.5, -.5.
     """
     mean_G, std_G, spread_G = group_statistics(rewards, group_of)
     advantages, signal = np.zeros(len(rewards)), _signal(rewards, group_of, spread_G)
@@ -45,25 +46,27 @@ def grpo(rewards: np.ndarray, group_of: np.ndarray, std: str) -> np.ndarray:
 
 
 def rloo(rewards: np.ndarray, group_of: np.ndarray, std: str) -> np.ndarray:
-    """Leave-one-out advantages (Ahmadian et al. 2024, arXiv:2402.14740): the baseline of a sample is the mean of the
-    others, r - (sum - r) / (N - 1) = N / (N - 1) (r - mean).
+    """Leave-one-out advantages (Ahmadian et al. 2024, arXiv:2402.14740): the baseline of a sample is the mean reward of
+    the other samples, r - (sum - r) / (N - 1) = N / (N - 1) (r - mean).
 
     Args:
-        std: `others` divides by the standard deviation of the others' rewards + 1e-6 (divisor N - 2), and not at all
-            where the others are equal or there is one: they have no scale, and the sample that alone differs from
-            them must not lose its advantage. `none` never divides.
+        std: `others` divides by the standard deviation of the other samples' rewards + 1e-6 (divisor N - 2). It does
+            not divide if these are all equal, or if there is only one, because the sample that alone differs from
+            them must keep its advantage. `none` never divides.
 
     Example:
-        rewards 1, 0, 0: baselines 0, .5, .5, advantages 1, -.5, -.5; others: 1, -.5 / sqrt(.5), -.5 / sqrt(.5).
+        The rewards 1, 0, 0 have the baselines 0, .5, .5, and the advantages 1, -.5, -.5. With std others they are
+        1, -.5 / sqrt(.5), -.5 / sqrt(.5).
     """
     count_G = np.bincount(group_of[~np.isnan(rewards)], minlength=_num_groups(group_of))
-    advantages = grpo(rewards, group_of, "none") * (count_G / np.maximum(count_G - 1, 1))[group_of]
+    advantages: np.ndarray = grpo(rewards, group_of, "none") * (count_G / np.maximum(count_G - 1, 1))[group_of]
     return advantages / _deviation_of_others(rewards, group_of) if std == "others" else advantages
 
 
 def _deviation_of_others(rewards: np.ndarray, group_of: np.ndarray) -> np.ndarray:
-    """float64 [S]: standard deviation + 1e-6 of the other scored rewards of each sample's group; 1 where they are
-    equal. It is computed from the others themselves: a difference of sums would leave rounding where 0 belongs."""
+    """float64 [S]: the standard deviation + 1e-6 of the other rewards in each sample's group; 1 where these are equal.
+    It is computed from these rewards themselves, because a difference of sums would give rounding errors instead of
+    0."""
     divisors = np.ones(len(rewards))
     for group in range(_num_groups(group_of)):
         members = np.flatnonzero((group_of == group) & ~np.isnan(rewards))
@@ -76,31 +79,34 @@ def _deviation_of_others(rewards: np.ndarray, group_of: np.ndarray) -> np.ndarra
 
 
 def opo(rewards: np.ndarray, group_of: np.ndarray, num_actions: np.ndarray) -> np.ndarray:
-    """Optimal reward baseline (Hao et al. 2025, arXiv:2505.23585): b = sum(n r) / sum(n), the minimiser of the
-    gradient's variance if each of a sample's n tokens adds the same to its gradient's squared norm.
+    """Advantages with the optimal reward baseline (Hao et al. 2025, arXiv:2505.23585): b = sum(n r) / sum(n). It
+    minimises the variance of the gradient if the squared norm of a sample's gradient grows with its number n of
+    tokens.
 
     Example:
-        rewards 1, 0 of 1 and 3 actions: baseline .25, advantages .75, -.25.
+        The rewards 1, 0 of samples with 1 and 3 actions have the baseline .25; the advantages are .75, -.25.
     """
     *_, spread_G = group_statistics(rewards, group_of)
     scored = ~np.isnan(rewards)
     owner, weights, size = group_of[scored], num_actions[scored], _num_groups(group_of)
     tokens_G = np.bincount(owner, weights, size)
     baseline_G = np.bincount(owner, weights * rewards[scored], size) / np.maximum(tokens_G, 1)
-    # Without an action in the group there is neither a baseline nor a gradient.
+    # A group without any action has no baseline and no gradient.
     signal = _signal(rewards, group_of, spread_G) & (tokens_G > 0)[group_of]
     return np.where(signal, rewards - baseline_G[group_of], 0.0)
 
 
 def gpg(rewards: np.ndarray, group_of: np.ndarray, zero_signal_dropped: bool) -> np.ndarray:
-    """Group policy gradient (Chu et al. 2025, arXiv:2504.02546): a (r - mean), where a = B / (B - M) makes up for
-    the M of B scored samples whose groups have equal rewards and no gradient, but count in the denominator.
+    """Group policy gradient (Chu et al. 2025, arXiv:2504.02546): a (r - mean) with a = B / (B - M). Of the B scored
+    samples, M are in groups of equal rewards: they have no gradient but count in the denominator, and a compensates for
+    that.
 
     Args:
-        zero_signal_dropped: such groups leave the step before its denominators are counted: a is 1.
+        zero_signal_dropped: whether groups of equal rewards leave the step before its denominators are counted; then
+            a is 1.
 
     Example:
-        rewards (1, 0), (1, 1): a = 4 / 2, advantages 1, -1, 0, 0.
+        The groups of rewards (1, 0) and (1, 1) have a = 4 / 2; the advantages are 1, -1, 0, 0.
     """
     advantages = grpo(rewards, group_of, "none")
     *_, spread_G = group_statistics(rewards, group_of)
@@ -111,14 +117,15 @@ def gpg(rewards: np.ndarray, group_of: np.ndarray, zero_signal_dropped: bool) ->
 
 
 def grpo_passk(rewards: np.ndarray, group_of: np.ndarray, std: str) -> np.ndarray:
-    """Advantages of the group's best reward (Tang et al. 2025, arXiv:2503.19595): without a sample the objective
-    max(r) only changes if it was the best, by max - second max. All others, and ties, get 0.
+    """Advantages for the best reward of the group (Tang et al. 2025, arXiv:2503.19595). Without a sample, the objective
+    max(r) would change only if the sample was the best one, by the largest minus the second largest reward. All other
+    samples, and the best ones of a tie, have advantage 0.
 
     Args:
-        std: `group` divides by the group's standard deviation (divisor n - 1) + 1e-6; `none` does not.
+        std: `group` divides by the group's standard deviation (divisor n - 1) + 1e-6; `none` does not divide.
 
     Example:
-        rewards 3, 1, 0, std none: advantages 2, 0, 0.
+        The rewards 3, 1, 0 with std none have the advantages 2, 0, 0.
     """
     _, std_G, _ = group_statistics(rewards, group_of)
     scored = np.flatnonzero(~np.isnan(rewards))
@@ -126,7 +133,7 @@ def grpo_passk(rewards: np.ndarray, group_of: np.ndarray, std: str) -> np.ndarra
     owner = group_of[best_first]
     opens = np.ones(len(owner), bool)
     opens[1:] = owner[1:] != owner[:-1]
-    rank = np.flatnonzero(opens[:-1] & ~opens[1:])  # the best of each group of two or more; the second follows it
+    rank = np.flatnonzero(opens[:-1] & ~opens[1:])  # the best of each group of two or more; the second best is next
     best, second = best_first[rank], best_first[rank + 1]
     advantages = np.zeros(len(rewards))
     advantages[best] = rewards[best] - rewards[second]
@@ -136,23 +143,25 @@ def grpo_passk(rewards: np.ndarray, group_of: np.ndarray, std: str) -> np.ndarra
 
 
 def gdpo(parts: np.ndarray, weights: np.ndarray, group_of: np.ndarray) -> np.ndarray:
-    """Group reward-decoupled normalisation (Liu et al. 2026, arXiv:2601.05242): each reward function is normalised
-    in the group on its own, so that none is drowned by another's scale; their weighted sum is whitened over the
-    batch's samples.
+    """Group reward-decoupled normalisation (Liu et al. 2026, arXiv:2601.05242): the scores of each reward function are
+    normalised separately in the group, so that a function with a large scale does not hide the others. Their weighted
+    sum is whitened over the samples of the batch.
 
     Args:
-        parts: float64 [S, K], NaN where a function abstained: it then adds 0 to that sample's sum. A sample on which
-            all abstained leaves the statistics.
+        parts: float64 [S, K], NaN where a function abstained; it then adds 0 to the sum of that sample. A sample on
+            which all functions abstained is left out of the statistics.
         weights: float64 [K].
 
     Returns:
-        advantages, float64 [S]; exactly 0 where no function tells the sample from its group.
+        advantages, float64 [S]; exactly 0 for a sample in whose group every function gives equal scores.
 
     Raises:
-        ValueError: not one weight a function.
+        ValueError: the number of weights is not the number of functions.
     """
     if len(parts) and parts.shape[1] != len(weights):
-        raise ValueError(f"gdpo has scores of {parts.shape[1]} reward functions, {len(weights)} weights: give one each")
+        raise ValueError(
+            f"gdpo got scores of {parts.shape[1]} reward functions, but {len(weights)} weights; give each function one"
+        )
     total, signal = np.zeros(len(parts)), np.zeros(len(parts), bool)
     for part, weight in zip(parts.T, weights):
         total += weight * grpo(part, group_of, "group")
@@ -163,43 +172,43 @@ def gdpo(parts: np.ndarray, weights: np.ndarray, group_of: np.ndarray) -> np.nda
 
 
 def reinforce_plus_plus(rewards: np.ndarray, num_actions: np.ndarray, whiten: bool) -> np.ndarray:
-    """REINFORCE++ (Hu et al. 2025, arXiv:2501.03262) for outcome rewards: the reward, which each action token of its
-    sample shares, whitened over all action tokens of the batch. `returns.returns_to_go` is its form for rewards at
-    tokens.
+    """REINFORCE++ (Hu et al. 2025, arXiv:2501.03262) for outcome rewards: all action tokens of a sample have its
+    reward, whitened over all action tokens of the batch. `returns.returns_to_go` is the form for rewards at tokens.
 
     Args:
         rewards: float64 [S], NaN for an abstention.
-        num_actions: int64 [S], action tokens of each sample: its weight in mean and standard deviation (divisor n).
-        whiten: False leaves the rewards as they are.
+        num_actions: int64 [S], the action tokens of each sample, which are its weight in mean and standard deviation
+            (divisor n).
+        whiten: False returns the rewards themselves.
 
     Example:
-        rewards 1, 0 of 1 and 3 actions: mean .25, standard deviation sqrt(3) / 4, advantages sqrt(3), -1 / sqrt(3).
-        A sample without actions has nothing to weigh and gets 0.
+        The rewards 1, 0 of samples with 1 and 3 actions have mean .25 and standard deviation sqrt(3) / 4; the
+        advantages are sqrt(3), -1 / sqrt(3). A sample without actions has weight 0 and advantage 0.
     """
     return _whitened(rewards, num_actions) if whiten else np.nan_to_num(rewards, nan=0.0)
 
 
 def reinforce_plus_plus_baseline(rewards: np.ndarray, group_of: np.ndarray, num_actions: np.ndarray) -> np.ndarray:
-    """REINFORCE++ with baseline (Hu et al. 2025, arXiv:2501.03262): the group's mean is subtracted, then all is
-    whitened over the batch's action tokens. Groups of equal rewards count in mean and deviation, as in the paper,
-    but get exactly 0: the mean's shift is no signal of theirs."""
+    """REINFORCE++ with baseline (Hu et al. 2025, arXiv:2501.03262): the mean of the group is subtracted, and the result
+    is whitened over the action tokens of the batch. Groups of equal rewards count in mean and deviation, as in the
+    paper, but their advantage is exactly 0, because the subtracted mean of the batch tells nothing about them."""
     *_, spread_G = group_statistics(rewards, group_of)
     centred = np.where(np.isnan(rewards), np.nan, grpo(rewards, group_of, "none"))
     return np.where(_signal(rewards, group_of, spread_G), _whitened(centred, num_actions), 0.0)
 
 
 def remax(rewards: np.ndarray, greedy_rewards: np.ndarray) -> np.ndarray:
-    """ReMax (Li et al. 2023, arXiv:2310.10505): r less the reward of the prompt's greedy answer.
+    """ReMax (Li et al. 2023, arXiv:2310.10505): r minus the reward of the prompt's greedy answer.
 
     Args:
-        rewards, greedy_rewards: float64 [S]; where one is NaN the advantage is 0.
+        rewards, greedy_rewards: float64 [S]; where one of them is NaN, the advantage is 0.
     """
     return np.where(np.isnan(rewards) | np.isnan(greedy_rewards), 0.0, rewards - greedy_rewards)
 
 
 def group_statistics(rewards: np.ndarray, group_of: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Mean, sample standard deviation and spread (largest less smallest) of every group, float64 [G], without
-    the abstentions. A group that nobody scored has 0, 0 and -inf."""
+    """The mean, the standard deviation (divisor n - 1) and the spread (largest minus smallest) of the rewards of every
+    group without the abstentions, float64 [G]. A group without any score has 0, 0 and -inf."""
     num_groups = _num_groups(group_of)
     scored = ~np.isnan(rewards)
     values, owner = rewards[scored], group_of[scored]
@@ -217,14 +226,15 @@ def _num_groups(group_of: np.ndarray) -> int:
 
 
 def _signal(rewards: np.ndarray, group_of: np.ndarray, spread_G: np.ndarray) -> np.ndarray:
-    """bool [S]: scored, in a group whose rewards differ. The mean of equal numbers need not equal them in floating
-    point: the spread decides what is exactly 0."""
-    return ~np.isnan(rewards) & (spread_G[group_of] > 0)
+    """bool [S]: whether the sample has a reward and is in a group whose rewards differ. The spread decides it, because
+    in floating point the mean of equal numbers can differ from them."""
+    has_signal: np.ndarray = ~np.isnan(rewards) & (spread_G[group_of] > 0)
+    return has_signal
 
 
 def _whitened(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """(x - mean) / (std + 1e-6), weighted, divisor n; 0 for NaN and for weight 0, and for all where the weighted
-    values are equal."""
+    """(x - mean) / (std + 1e-6), with weighted mean and std (divisor n). It is 0 for NaN and for weight 0, and for all
+    if the values with a weight are equal."""
     counted = ~np.isnan(values) & (weights > 0)
     if not counted.any() or np.ptp(values[counted]) == 0:
         return np.zeros(len(values))

@@ -1,10 +1,10 @@
-"""Group-relative advantages that keep rewards at their tokens: process supervision.
+"""Group-relative advantages from rewards at single tokens (process supervision).
 
-Invariants: nothing is summed before it is normalised; each reward kind has its own mean and deviation in its group, so
-that none is drowned by another's scale. A kind that fewer than two samples of a group have, and a kind with equal
-rewards, add exactly 0. The statistics see every reward, whatever the action mask.
+Invariants: rewards are normalised before they are summed. Each kind of reward has its own mean and deviation in a
+group, so that a kind with a large scale does not hide the others. A kind that fewer than two samples of a group have
+adds exactly 0, and so does a kind with equal rewards. The statistics contain every reward, whatever the action mask is.
 
-It needs all samples of a group at one place: a packed row that holds whole groups, before they are split over ranks.
+All samples of a group must be in one packed row, so this runs before groups are split over ranks.
 
 Shape letters: T packed tokens, N rewards, S samples, K reward kinds.
 """
@@ -23,17 +23,17 @@ from megatron_rl.config.advantages import GrpoProcessAdvantage
 
 @dataclass(frozen=True, slots=True)
 class StepRewards:
-    """Rewards at tokens, sparse: one entry a reward."""
+    """Sparse rewards at tokens, with one entry for each reward."""
 
     sample_N: Tensor
     """int64: the sample of the reward."""
     position_N: Tensor
-    """int64: the token at which it was given, counted from the sample's first in the packed row."""
+    """int64: the position of the reward's token, counted from the first token of its sample in the packed row."""
     kind_N: Tensor
-    """int64: which reward function; each kind is normalised on its own. An outcome is a kind with one reward a
-    sample."""
+    """int64: the index of the reward function. Each kind is normalised separately. An outcome reward is a kind with one
+    reward for each sample."""
     value_N: Tensor
-    """float; NaN where the judge abstained: it leaves the statistics and adds nothing."""
+    """float: the reward. NaN means an abstention, which is left out of the statistics and adds nothing."""
 
 
 @torch.no_grad()
@@ -42,12 +42,12 @@ def grpo_process(
 ) -> Tensor:
     """GRPO with process supervision (Shao et al. 2024, arXiv:2402.03300, section 4.1.3).
 
-    The rewards of a kind in a group are normalised together, (r - mean) / (std + 1e-6), and an action's advantage is
-    the sum of those given at it or later, each discounted by gamma for every action between. A reward at a token that
-    is no action (an observation, a forced delimiter) is that of the last action before it.
+    The rewards of one kind in a group are normalised together, (r - mean) / (std + 1e-6). The advantage of an action is
+    the sum of the normalised rewards at its token or later, each discounted by gamma for every action between. A reward
+    at a token that is no action (an observation, a forced delimiter) counts for the last action before it.
 
     Args:
-        steps: in any order; several may share a token.
+        steps: the rewards in any order; several may be at one token.
         group_of: int64 [S], the group of each sample that sample_T names.
         action_mask_T: bool [T].
         sample_T: int64 [T]; a sample's tokens are adjacent.
@@ -60,7 +60,7 @@ def grpo_process(
     """
     actions = Actions.of(action_mask_T, sample_T)
     index_N = _packed_index(steps, sample_T)
-    # The last action at or before the reward: there is none in a sample that has no action up to there.
+    # The last action at or before each reward; a sample may have none up to there.
     action_N = action_mask_T.cumsum(0)[index_N] - 1
     owned_N = (action_N >= 0) & (_take(actions.sample_N, action_N) == steps.sample_N)
     value_N = normalised(steps, group_of, cfg.std)[owned_N]
@@ -70,12 +70,12 @@ def grpo_process(
 
 
 def normalised(steps: StepRewards, group_of: Tensor, std: str) -> Tensor:
-    """Every reward in units of its kind and group, float64 [N]; 0 for an abstention, for a kind that one sample of the
-    group alone has, and for equal rewards. The standard deviation is the sample's (divisor n - 1), as of `grpo`."""
+    """Every reward normalised by its kind and group, float64 [N]. It is 0 for an abstention, for a kind that only one
+    sample of the group has, and for equal rewards. The standard deviation has the divisor n - 1, as in `grpo`."""
     value_N, scored_N = steps.value_N.double(), ~steps.value_N.isnan()
-    # One cell a kind and group; `cell_N` numbers those of the scored rewards.
+    # A cell is a pair of group and kind; `cell_N` is the index of the cell of each scored reward.
     pair_N = torch.stack([group_of[steps.sample_N], steps.kind_N], dim=1)[scored_N]
-    _, cell_N = pair_N.unique(dim=0, return_inverse=True)
+    _, cell_N = torch.unique(pair_N, dim=0, return_inverse=True)
     x_N, size = value_N[scored_N], pair_N.shape[0]
     count = torch.bincount(cell_N, minlength=size)
     mean = torch.bincount(cell_N, x_N, size) / count.clamp(min=1)
@@ -83,7 +83,7 @@ def normalised(steps: StepRewards, group_of: Tensor, std: str) -> Tensor:
     scale = (squares / (count - 1).clamp(min=1)).sqrt() + STD_EPS if std == "group" else torch.ones_like(squares)
     largest = x_N.new_full((size,), -torch.inf).scatter_reduce_(0, cell_N, x_N, "amax")
     smallest = x_N.new_full((size,), torch.inf).scatter_reduce_(0, cell_N, x_N, "amin")
-    contributors = torch.stack([cell_N, steps.sample_N[scored_N]], dim=1).unique(dim=0)[:, 0]
+    contributors = torch.unique(torch.stack([cell_N, steps.sample_N[scored_N]], dim=1), dim=0)[:, 0]
     signal = (largest > smallest) & (torch.bincount(contributors, minlength=size) > 1)
     result_N = torch.zeros_like(value_N)
     result_N[scored_N] = torch.where(signal[cell_N], (x_N - mean[cell_N]) / scale[cell_N], 0.0)
@@ -91,7 +91,7 @@ def normalised(steps: StepRewards, group_of: Tensor, std: str) -> Tensor:
 
 
 def _packed_index(steps: StepRewards, sample_T: Tensor) -> Tensor:
-    """Where each reward stands in the packed row, int64 [N]."""
+    """The index of each reward's token in the packed row, int64 [N]."""
     samples, length = torch.unique_consecutive(sample_T, return_counts=True)
     order = samples.argsort()
     slot_N = torch.searchsorted(samples[order], steps.sample_N)
@@ -103,10 +103,10 @@ def _packed_index(steps: StepRewards, sample_T: Tensor) -> Tensor:
         first = int(bad_N.nonzero()[0])
         sample, position = int(steps.sample_N[first]), int(steps.position_N[first])
         what = f"has {int(length_N[first])} tokens" if known_N[first] else "is not in the packed row"
-        raise ValueError(f"a step reward stands at token {position} of sample {sample}, which {what}")
+        raise ValueError(f"a step reward is given at token {position} of sample {sample}, which {what}")
     return start_N + steps.position_N
 
 
 def _take(x_N: Tensor, index: Tensor) -> Tensor:
-    """x[index], any entry for an index outside; -1 where x is empty. The caller judges which are meant."""
+    """x[index], where an index out of range gives any entry of x, or -1 if x is empty. The caller masks these."""
     return x_N[index.clamp(0, x_N.numel() - 1)] if x_N.numel() else torch.full_like(index, -1)

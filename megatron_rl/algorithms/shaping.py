@@ -1,7 +1,7 @@
-"""Reward shaping that needs no text: from lengths and token ids.
+"""Reward shaping from lengths and token ids, without text.
 
-Invariants: an abstention stays NaN, and leaves the lengths of its group too. What is a correct answer is judged by the
-rewards as verified, whatever was shaped before. The order of the samples does not matter.
+Invariants: an abstention stays NaN, and its length does not count in its group. Whether an answer is correct depends on
+its verified reward, before any shaping. The order of the samples does not matter.
 
 Shape letters: S samples, G groups.
 """
@@ -22,14 +22,14 @@ from megatron_rl.config.advantages import (
 )
 
 Response = Sequence[int] | np.ndarray
-"""Token ids after the prompt."""
+"""The token ids after the prompt."""
 
 
 def soft_overlong(lengths: np.ndarray, max_tokens: int, cache_tokens: int) -> np.ndarray:
     """DAPO's soft overlong punishment (Yu et al. 2025, arXiv:2503.14476, eq. 13), to be added to the reward, [S].
 
     Example:
-        max 100, cache 20: 0 up to 80 tokens, -.5 at 90, -1 from 100 on.
+        With max 100 and cache 20 it is 0 up to 80 tokens, -.5 at 90, and -1 from 100 on.
     """
     return np.clip((max_tokens - cache_tokens - lengths) / cache_tokens, -1.0, 0.0)
 
@@ -37,8 +37,9 @@ def soft_overlong(lengths: np.ndarray, max_tokens: int, cache_tokens: int) -> np
 def length_normalised(lengths: np.ndarray, correct: np.ndarray, group_of: np.ndarray) -> np.ndarray:
     """Kimi k1.5's length reward (Kimi team 2025, arXiv:2501.12599, section 2.3.3), to be added to the reward, [S].
 
-    l = 0.5 - (length - shortest) / (longest - shortest) of the group: .5 for its shortest answer, -.5 for its longest.
-    A wrong answer gets min(0, l): being short does not help it. All 0 where all lengths are equal.
+    l = 0.5 - (length - shortest) / (longest - shortest) in the group, which is .5 for its shortest answer and -.5 for
+    its longest. A wrong answer has min(0, l), so that it gains nothing by being short. All are 0 if all lengths are
+    equal.
     """
     num_groups = int(group_of.max()) + 1 if len(group_of) else 0
     longest_G, shortest_G = np.full(num_groups, -np.inf), np.full(num_groups, np.inf)
@@ -51,11 +52,11 @@ def length_normalised(lengths: np.ndarray, correct: np.ndarray, group_of: np.nda
 
 
 def cosine(lengths: np.ndarray, correct: np.ndarray, cfg: CosineShaping) -> np.ndarray:
-    """Cosine-scaled reward (Yeo et al. 2025, arXiv:2502.03373), in place of the reward, [S].
+    """Cosine-scaled reward (Yeo et al. 2025, arXiv:2502.03373), which replaces the reward, [S].
 
-    From `at_zero` at length 0 to `at_max` at max_tokens along half a cosine, one pair for correct and one for wrong
-    answers: the default makes correct answers better when short, and wrong ones better when long. `exceeding` from
-    max_tokens on.
+    It goes along half a cosine from `at_zero` at length 0 to `at_max` at max_tokens, with one pair of values for
+    correct answers and one for wrong answers. From max_tokens on it is `exceeding`. The default values prefer short
+    correct answers and long wrong answers.
     """
     at_zero = np.where(correct, cfg.correct_at_zero, cfg.wrong_at_zero)
     at_max = np.where(correct, cfg.correct_at_max, cfg.wrong_at_max)
@@ -64,11 +65,13 @@ def cosine(lengths: np.ndarray, correct: np.ndarray, cfg: CosineShaping) -> np.n
 
 
 def repetition(responses: Sequence[Response], ngram_size: int, max_penalty: float) -> np.ndarray:
-    """Penalty for repeated n-grams of token ids (Yeo et al. 2025, arXiv:2502.03373; this sum form: Open-R1), to be
-    added to the reward, [S]: max_penalty (1 - distinct n-grams / n-grams); 0 for a response shorter than one.
+    """The penalty for repeated n-grams of token ids (Yeo et al. 2025, arXiv:2502.03373; the form as a sum is
+    Open-R1's), to be added to the reward, [S]: max_penalty (1 - distinct n-grams / n-grams). It is 0 for a response
+    shorter than an n-gram.
 
     Example:
-        tokens 1 2 1 2 1, n = 2: 12 21 12 21, half of them repeats, so max_penalty / 2.
+        The tokens 1 2 1 2 1 with n = 2 have the n-grams 12 21 12 21, of which half are repetitions, so the penalty is
+        max_penalty / 2.
     """
     return np.array([max_penalty * _repeated_share(np.asarray(r).tolist(), ngram_size) for r in responses], np.float64)
 
@@ -82,13 +85,16 @@ def _repeated_share(ids: list[int], ngram_size: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """What shaping knows about the scored samples."""
+    """The data of the scored samples that the shapings use."""
 
     rewards: np.ndarray
-    """float64 [S], as verified."""
+    """float64 [S], the verified rewards before any shaping."""
     lengths: np.ndarray
+    """int64 [S], response tokens."""
     group_of: np.ndarray
+    """int64 [S]."""
     responses: Sequence[Response] | None
+    """The token ids of each response; None if no shaping needs them."""
 
 
 SHAPINGS: dict[type, Callable[..., np.ndarray]] = {
@@ -99,7 +105,8 @@ SHAPINGS: dict[type, Callable[..., np.ndarray]] = {
     CosineShaping: lambda cfg, a, r: cosine(a.lengths, a.rewards >= cfg.correct_threshold, cfg),
     RepetitionShaping: lambda cfg, a, r: r + repetition(a.responses, cfg.ngram_size, cfg.max_penalty),
 }
-"""One line a shaping, keyed by its config class: (cfg, answers, rewards so far [S]) -> rewards [S]."""
+"""One line for each shaping: (its configuration, answers, rewards so far [S]) -> rewards [S]. The key is the class of
+its configuration."""
 
 
 def shape_rewards(
@@ -112,23 +119,23 @@ def shape_rewards(
     """Apply the shapings in order.
 
     Args:
-        rewards: float64 [S], as verified; NaN for an abstention.
+        rewards: float64 [S], the verified rewards; NaN for an abstention.
         lengths: int64 [S], response tokens.
         group_of: int64 [S].
-        responses: token ids of each response; None when no `repetition` is among the configs.
+        responses: the token ids of each response; None if there is no `repetition` among the configs.
 
     Returns:
-        shaped rewards, float64 [S]; NaN where an abstention stood.
+        shaped rewards, float64 [S]; NaN for an abstention.
 
     Raises:
-        ValueError: `repetition` without responses; `cosine` after another shaping, whose work it would undo.
+        ValueError: `repetition` has no responses, or `cosine` comes after another shaping, which it would undo.
     """
     for index, cfg in enumerate(configs):
         if isinstance(cfg, RepetitionShaping) and responses is None:
             raise ValueError("shaping repetition needs the token ids of the responses")
         if isinstance(cfg, CosineShaping) and index > 0:
             raise ValueError(
-                f"shaping cosine takes the place of the reward and would undo {configs[index - 1].kind}: put it first"
+                f"shaping cosine replaces the reward and would undo {configs[index - 1].kind} before it; put it first"
             )
     scored = np.flatnonzero(~np.isnan(rewards))
     picked = None if responses is None else [responses[i] for i in scored]

@@ -1,7 +1,7 @@
-"""The critic's loss, and how much of the returns it explains.
+"""The critic's loss, and the explained variance of the returns.
 
-Invariants: the loss is never below the unclipped one; where it is clipped it has no gradient; squared and Huber agree
-near 0. The explained variance does not depend on how the tokens were split over ranks.
+Invariants: the loss is never below the loss without the clip; where it is clipped it has no gradient; the squared loss
+and Huber's are equal near 0. The explained variance does not depend on how the tokens are split over ranks.
 
 Shape letters: T packed tokens.
 """
@@ -26,22 +26,24 @@ def value_loss(
     kind: Literal["squared", "huber"] = "squared",
     delta: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """Clipped value loss per token: max(l(V - R), l(V_old + clip(V - V_old, -c, c) - R)), l(x) = x^2 / 2.
+    """The clipped value loss of each token: max(l(V - R), l(V_old + clip(V - V_old, -c, c) - R)), l(x) = x^2 / 2.
 
-    The form of PPO2 (OpenAI Baselines), the value's counterpart of Schulman et al. 2017 (arXiv:1707.06347, eq. 7): a
-    value that moved towards its target by more than c gains nothing by moving on.
+    This is the form of PPO2 (OpenAI Baselines), which corresponds to the policy loss of Schulman et al. 2017
+    (arXiv:1707.06347, eq. 7): a value that has moved towards its target by more than c does not lower the loss any
+    further.
 
     Args:
-        value_T, old_value_T, return_T: V now, V when the advantages were made, and the target R; finite everywhere.
-        clip: c; None for no clip.
-        kind: `huber` is |x| delta - delta^2 / 2 beyond delta (Huber 1964).
+        value_T, old_value_T, return_T: V now, V when the advantages were computed, and the target R; all finite.
+        clip: the constant c; None means no clip.
+        kind: `huber` is |x| delta - delta^2 / 2 where |x| exceeds delta (Huber 1964).
 
     Returns:
         loss_T, to be summed and divided by the step's global denominator.
-        clipped_T: bool, where the clip holds and the loss is flat in V.
+        clipped_T: bool, where the clip makes the loss constant in V.
 
     Example:
-        V_old 0, V 1, R 2, c = .5: plain loss .5, clipped 1.125, so 1.125 and no gradient.
+        V_old 0, V 1, R 2 and c = .5 give the plain loss .5 and the clipped loss 1.125, so the loss is 1.125 and has no
+        gradient.
     """
 
     def loss(x_T: Tensor) -> Tensor:
@@ -60,8 +62,8 @@ def value_loss(
 def explained_variance(
     value_T: Tensor, return_T: Tensor, action_mask_T: Tensor, sum_over_ranks: SumOverRanks = one_rank
 ) -> Tensor:
-    """1 - Var(R - V) / Var(R) over the action tokens of all ranks, 0-dim float64: 1 is a perfect critic, 0 no better
-    than a constant, NaN where the returns do not vary."""
+    """1 - Var(R - V) / Var(R) over the action tokens of all ranks, as a 0-dim float64. A perfect critic has 1, a
+    constant one has 0, and the result is NaN if the returns do not vary."""
     _, unexplained = moments((return_T.double() - value_T.double())[action_mask_T], sum_over_ranks)
     mean, total = moments(return_T[action_mask_T], sum_over_ranks)
     return torch.where(total.sqrt() > ROUNDING * mean.abs(), 1 - unexplained / total, torch.nan)

@@ -1,9 +1,10 @@
-"""Mean, variance and whitening over tokens that lie on several ranks.
+"""Mean, variance and whitening over tokens that are on several ranks.
 
-Invariants: the result does not depend on how the tokens were split over ranks or micro-batches; equal numbers become
-exactly 0. Every rank of the batch must call, one without tokens too: each function sums over ranks twice.
+Invariants: the result does not depend on how the tokens are split over ranks or micro-batches; equal numbers become
+exactly 0. Every rank of the batch must call these functions, even if it has no tokens, because each function sums over
+the ranks twice.
 
-Shape letters: N tokens that count, those of this rank.
+Shape letters: N tokens of this rank that count.
 """
 
 from __future__ import annotations
@@ -17,20 +18,22 @@ SumOverRanks = Callable[[Tensor], Tensor]
 """The elementwise sum of a small float64 tensor over the ranks that share the batch (an all-reduce)."""
 
 STD_EPS = 1e-6
-"""Added to the standard deviation, as in `outcomes.py`: advantages far below it are noise."""
+"""This is added to the standard deviation, as in `outcomes.py`. Advantages far below it are noise."""
 ROUNDING = 1e-12
-"""A deviation below this share of the mean is rounding of equal numbers: a float64 sum errs by 1e-16 a term at most."""
+"""A standard deviation below this share of the mean comes from rounding of equal numbers, because each term of a sum in
+float64 has a relative error of 1e-16 at most."""
 
 
 def one_rank(x: Tensor) -> Tensor:
-    """The sum over ranks of a batch that lies on one."""
+    """The sum over ranks of a batch that is on one rank."""
     return x
 
 
 def moments(x_N: Tensor, sum_over_ranks: SumOverRanks) -> tuple[Tensor, Tensor]:
-    """Mean and variance (divisor n) over all ranks, 0-dim float64; 0 and 0 where no rank has a token.
+    """The mean and the variance (divisor n) over all ranks, as 0-dim float64; 0 and 0 if no rank has a token.
 
-    Two passes: the sum of squares less the square of the sum would cancel for advantages far from 0.
+    The variance is computed in a second pass, because the mean of squares minus the square of the mean would lose its
+    digits for numbers far from 0.
     """
     x_N = x_N.double()
     count, total = sum_over_ranks(torch.stack([x_N.new_tensor(x_N.numel()), x_N.sum()])).unbind()

@@ -1,1 +1,1 @@
-"""The configuration of every recipe: schema, loading, judgement. Imports no torch."""
+"""The configuration of every recipe: its schema, and how it is loaded and validated. Nothing here imports torch."""

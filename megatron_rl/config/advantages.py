@@ -1,7 +1,8 @@
-"""Advantage estimators and reward shaping: one section each, unions by `kind`.
+"""Advantage estimators and reward shaping: one section for each, and the key `kind` chooses one.
 
-A section names its formula, its source and what it needs beside a reward a sample; a recipe refuses what it cannot
-feed. Symbols: r a sample's reward, mean and std those of its group, n its action tokens, N samples of the group.
+A section states its formula, its source, and which inputs it needs besides the rewards of the samples. A recipe refuses
+an estimator whose inputs it does not produce. The symbols of the formulas: r is a sample's reward, mean and std are
+those of the rewards in its group, n is the number of its action tokens, N is the number of samples in the group.
 """
 
 from __future__ import annotations
@@ -10,96 +11,98 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from megatron_rl.config.section import Section
+from megatron_rl.config.section import Method
 
 Discount = Annotated[float, Field(gt=0, le=1)]
 Lambda = Annotated[float, Field(ge=0, le=1)]
 Need = Literal["group", "greedy_reward", "reward_parts", "values", "step_rewards"]
-"""group: several samples of a prompt. greedy_reward: that of the prompt's greedy answer. reward_parts: the scores of
-the reward functions, apart. values: a critic. step_rewards: rewards at tokens."""
+"""What an estimator needs. group: several samples of each prompt. greedy_reward: the reward of the prompt's greedy
+answer. reward_parts: the separate scores of the reward functions. values: the values of a critic. step_rewards: rewards
+at single tokens."""
 
 
-class GrpoAdvantage(Section):
-    """GRPO (Shao et al. 2024, arXiv:2402.03300); without the deviation Dr. GRPO (Liu et al. 2025, arXiv:2503.20783)."""
+class GrpoAdvantage(Method):
+    """GRPO (Shao et al. 2024, arXiv:2402.03300), and Dr. GRPO (Liu et al. 2025, arXiv:2503.20783) with std none."""
 
     formula: ClassVar[str] = (
-        "(r - mean) / (std + 1e-6), std (divisor N - 1) of the group or of the batch; none: r - mean"
+        "(r - mean) / (std + 1e-6), with std (divisor N - 1) of the group or of the batch; std none: r - mean"
     )
     source: ClassVar[str] = "arXiv:2402.03300 section 4.1.2; batch: arXiv:2508.08221; none: arXiv:2503.20783"
     needs: ClassVar[frozenset[Need]] = frozenset({"group"})
 
     kind: Literal["grpo"] = "grpo"
     std: Literal["group", "batch", "none"] = "group"
-    """batch: one deviation of all rewards (Lite PPO, Liu et al. 2025, arXiv:2508.08221); none: Dr. GRPO."""
+    """The standard deviation by which the advantages are divided: that of the group, or that of all rewards of the
+    batch (Lite PPO, Liu et al. 2025, arXiv:2508.08221). none: they are not divided (Dr. GRPO)."""
 
 
-class RlooAdvantage(Section):
+class RlooAdvantage(Method):
     """REINFORCE leave-one-out (Ahmadian et al. 2024, arXiv:2402.14740)."""
 
     formula: ClassVar[str] = (
-        "r - mean of the other samples = N / (N - 1) (r - mean); others: divided by the others' std + 1e-6 (divisor "
-        "N - 2), undivided where the others are equal"
+        "r - mean of the other samples = N / (N - 1) (r - mean); std others: divided by the others' std + 1e-6 "
+        "(divisor N - 2), but not divided where the others are equal"
     )
     source: ClassVar[str] = "arXiv:2402.14740"
     needs: ClassVar[frozenset[Need]] = frozenset({"group"})
 
     kind: Literal["rloo"] = "rloo"
     std: Literal["others", "none"] = "none"
-    """others: each advantage is divided by the standard deviation of the other samples' rewards. Where these are all
-    equal (the one right answer of a group) they have no scale, and the advantage stays undivided: 0 would throw away
-    the sample that tells most."""
+    """others: each advantage is divided by the standard deviation of the other samples' rewards. If these are all
+    equal, as for the only right answer of a group, the advantage is not divided. none: no advantage is divided."""
 
 
-class ReinforcePlusPlusAdvantage(Section):
+class ReinforcePlusPlusAdvantage(Method):
     """REINFORCE++ (Hu et al. 2025, arXiv:2501.03262): whitened over all action tokens of the batch."""
 
     formula: ClassVar[str] = (
-        "(r - m) / (s + 1e-6), m and s over all action tokens of the batch: weights n; whiten false: r"
+        "(r - m) / (s + 1e-6), with mean m and deviation s over all action tokens of the batch (a sample has weight "
+        "n); whiten false: r"
     )
     source: ClassVar[str] = "arXiv:2501.03262"
     needs: ClassVar[frozenset[Need]] = frozenset()
 
     kind: Literal["reinforce_plus_plus"] = "reinforce_plus_plus"
     whiten: bool = True
-    """false: the advantage is the reward as it is."""
+    """true: the rewards are whitened over all action tokens of the batch. false: the advantage is the reward itself."""
 
 
-class ReinforcePlusPlusBaselineAdvantage(Section):
+class ReinforcePlusPlusBaselineAdvantage(Method):
     """REINFORCE++ with the group's mean as baseline (Hu et al. 2025, arXiv:2501.03262)."""
 
-    formula: ClassVar[str] = "reinforce_plus_plus of r - mean"
+    formula: ClassVar[str] = "reinforce_plus_plus, with r - mean in place of r"
     source: ClassVar[str] = "arXiv:2501.03262"
     needs: ClassVar[frozenset[Need]] = frozenset({"group"})
 
     kind: Literal["reinforce_plus_plus_baseline"] = "reinforce_plus_plus_baseline"
 
 
-class RemaxAdvantage(Section):
+class RemaxAdvantage(Method):
     """ReMax (Li et al. 2023, arXiv:2310.10505): the greedy answer's reward is the baseline."""
 
-    formula: ClassVar[str] = "r - r of the prompt's greedy answer"
+    formula: ClassVar[str] = "r - reward of the prompt's greedy answer"
     source: ClassVar[str] = "arXiv:2310.10505"
     needs: ClassVar[frozenset[Need]] = frozenset({"greedy_reward"})
 
     kind: Literal["remax"] = "remax"
 
 
-class OpoAdvantage(Section):
+class OpoAdvantage(Method):
     """On-policy RL with optimal reward baseline (Hao et al. 2025, arXiv:2505.23585)."""
 
-    formula: ClassVar[str] = "r - sum(n r) / sum(n), sums over the group"
+    formula: ClassVar[str] = "r - sum(n r) / sum(n), with sums over the group"
     source: ClassVar[str] = "arXiv:2505.23585"
     needs: ClassVar[frozenset[Need]] = frozenset({"group"})
 
     kind: Literal["opo"] = "opo"
 
 
-class GpgAdvantage(Section):
+class GpgAdvantage(Method):
     """Group policy gradient (Chu et al. 2025, arXiv:2504.02546)."""
 
     formula: ClassVar[str] = (
-        "a (r - mean), a = B / (B - M), M of B samples in groups of equal rewards; a = 1 with drop_zero_signal, "
-        "which takes them out of the denominator"
+        "a (r - mean), a = B / (B - M), where M of the B samples are in groups of equal rewards; a = 1 with "
+        "drop_zero_signal, which takes these samples out of the denominator"
     )
     source: ClassVar[str] = "arXiv:2504.02546"
     needs: ClassVar[frozenset[Need]] = frozenset({"group"})
@@ -107,70 +110,80 @@ class GpgAdvantage(Section):
     kind: Literal["gpg"] = "gpg"
 
 
-class GrpoPasskAdvantage(Section):
-    """Pass@k of the whole group (Tang et al. 2025, arXiv:2503.19595): only the best sample learns."""
+class GrpoPasskAdvantage(Method):
+    """Pass@k of the whole group (Tang et al. 2025, arXiv:2503.19595): only the best sample has an advantage."""
 
-    formula: ClassVar[str] = "best sample: (largest r - second largest r) / (std + 1e-6); others 0; none: undivided"
+    formula: ClassVar[str] = (
+        "best sample: (largest r - second largest r) / (std + 1e-6); other samples: 0; std none: not divided"
+    )
     source: ClassVar[str] = "arXiv:2503.19595"
     needs: ClassVar[frozenset[Need]] = frozenset({"group"})
 
     kind: Literal["grpo_passk"] = "grpo_passk"
     std: Literal["group", "none"] = "group"
+    """group: the advantages are divided by the standard deviation of the group's rewards. none: they are not
+    divided."""
 
 
-class GdpoAdvantage(Section):
+class GdpoAdvantage(Method):
     """Group reward-decoupled normalisation (Liu et al. 2026, arXiv:2601.05242)."""
 
-    formula: ClassVar[str] = "(a - m) / (s + 1e-6), a = sum of weight x grpo of each reward, m and s over the batch"
+    formula: ClassVar[str] = (
+        "(a - m) / (s + 1e-6), a = sum of weight x grpo of each reward, with mean m and deviation s of a over the batch"
+    )
     source: ClassVar[str] = "arXiv:2601.05242"
     needs: ClassVar[frozenset[Need]] = frozenset({"group", "reward_parts"})
 
     kind: Literal["gdpo"] = "gdpo"
 
 
-class GaeAdvantage(Section):
+class GaeAdvantage(Method):
     """Generalised advantage estimation (Schulman et al. 2015, arXiv:1506.02438)."""
 
     formula: ClassVar[str] = (
-        "A_t = d_t + gamma lam A_t+1, d_t = r_t + gamma V_t+1 - V_t; target V_t + the same with lam_critic; "
-        "length-adaptive: lam = 1 - 1 / (alpha n); whiten: (A - m) / (s + 1e-6), m and s over all action tokens"
+        "A_t = d_t + gamma lam A_t+1, d_t = r_t + gamma V_t+1 - V_t; the critic's target is V_t + A_t, with lam_critic "
+        "for lam; length-adaptive: lam = 1 - 1 / (alpha n); whiten: (A - m) / (s + 1e-6), with mean m and deviation s "
+        "over all action tokens"
     )
     source: ClassVar[str] = "arXiv:1506.02438; VC-PPO, arXiv:2503.01491; VAPO, arXiv:2504.05118"
     needs: ClassVar[frozenset[Need]] = frozenset({"values"})
 
     kind: Literal["gae"] = "gae"
     gamma: Discount = 1.0
+    """The discount for each action token; 1 means no discount."""
     lam: Lambda = 1.0
     """The lambda of the policy's advantages."""
     lam_critic: Lambda | None = None
-    """The lambda of the critic's targets (VC-PPO: 1.0 beside lam 0.95); null: the same as lam."""
+    """The lambda of the critic's targets (VC-PPO has 1.0 with lam 0.95); null means the same as `lam`."""
     length_adaptive_alpha: PositiveFloat | None = None
-    """Replaces lam by 1 - 1 / (alpha n), not below 0 (VAPO: alpha 0.05); null: lam is used as it is."""
+    """If it is set, lam is 1 - 1 / (alpha n), but not below 0 (VAPO has alpha 0.05); null means that `lam` is used."""
     whiten: bool = True
-    """The policy's advantages are whitened over all action tokens of the batch; false: as the equation gives them."""
+    """true: the policy's advantages are whitened over all action tokens of the batch. false: they are not."""
 
     @model_validator(mode="after")
     def _one_lambda(self) -> GaeAdvantage:
         if self.length_adaptive_alpha is not None and "lam" in self.model_fields_set:
-            raise ValueError("length_adaptive_alpha takes the place of lam: give one of them")
+            raise ValueError("length_adaptive_alpha takes the place of lam: give only one of them")
         if self.length_adaptive_alpha is not None and self.lam_critic is None:
-            raise ValueError("length_adaptive_alpha is of the policy alone: give lam_critic too (VAPO: 1.0)")
+            raise ValueError("length_adaptive_alpha applies to the policy only: give lam_critic too (VAPO has 1.0)")
         return self
 
 
-class GrpoProcessAdvantage(Section):
+class GrpoProcessAdvantage(Method):
     """GRPO with process supervision (Shao et al. 2024, arXiv:2402.03300): rewards stay at their tokens."""
 
     formula: ClassVar[str] = (
-        "A_t = sum over steps j at or after t of gamma^(actions between) (r_j - mean) / (std + 1e-6), mean and std of "
-        "all rewards of that kind in the group"
+        "A_t = sum over steps j at or after t of gamma^(actions between) (r_j - mean) / (std + 1e-6), with mean and "
+        "std of all rewards of the same kind in the group"
     )
     source: ClassVar[str] = "arXiv:2402.03300 section 4.1.3"
     needs: ClassVar[frozenset[Need]] = frozenset({"group", "step_rewards"})
 
     kind: Literal["grpo_process"] = "grpo_process"
     gamma: Discount = 1.0
+    """The discount for each action token between a token and a later reward; 1 means no discount."""
     std: Literal["group", "none"] = "group"
+    """group: rewards are divided by the standard deviation of their kind in the group. none: they are not divided."""
 
 
 AdvantageConfig = Annotated[
@@ -189,73 +202,85 @@ AdvantageConfig = Annotated[
 ]
 
 
-class SoftOverlongShaping(Section):
+class SoftOverlongShaping(Method):
     """DAPO's soft overlong punishment (Yu et al. 2025, arXiv:2503.14476)."""
 
-    formula: ClassVar[str] = "r + p, p = 0 up to max - cache, then ((max - cache) - length) / cache, -1 beyond max"
+    formula: ClassVar[str] = (
+        "r + p, with p = 0 up to length max - cache, then p = ((max - cache) - length) / cache, and p = -1 beyond max"
+    )
     source: ClassVar[str] = "arXiv:2503.14476 eq. 13"
 
     kind: Literal["soft_overlong"] = "soft_overlong"
     max_tokens: PositiveInt
-    """Response tokens from which the penalty is -1: usually rollout.max_response_tokens."""
+    """The length of a response, in tokens, from which on the penalty is -1; usually rollout.max_response_tokens."""
     cache_tokens: PositiveInt
-    """The last tokens before max_tokens, over which the penalty grows."""
+    """The number of tokens before max_tokens over which the penalty grows from 0 to -1."""
 
     @model_validator(mode="after")
     def _cache_fits(self) -> SoftOverlongShaping:
         if self.cache_tokens >= self.max_tokens:
             raise ValueError(
-                f"cache_tokens ({self.cache_tokens}) must be below max_tokens ({self.max_tokens}): every answer would "
-                f"be penalised"
+                f"cache_tokens ({self.cache_tokens}) must be below max_tokens ({self.max_tokens}), because otherwise "
+                f"every answer would be penalised"
             )
         return self
 
 
-class LengthNormalisedShaping(Section):
-    """Kimi k1.5's length reward (Kimi team 2025, arXiv:2501.12599): short among its group is better."""
+class LengthNormalisedShaping(Method):
+    """Kimi k1.5's length reward (Kimi team 2025, arXiv:2501.12599): it prefers the shorter answers of a group."""
 
     formula: ClassVar[str] = (
-        "r + weight x l, l = 0.5 - (length - shortest) / (longest - shortest) of the group; wrong answers min(0, l)"
+        "r + weight x l, l = 0.5 - (length - shortest) / (longest - shortest) in the group; min(0, l) for wrong answers"
     )
     source: ClassVar[str] = "arXiv:2501.12599 section 2.3.3"
 
     kind: Literal["length_normalised"] = "length_normalised"
     weight: PositiveFloat = 1.0
+    """The factor of the length reward."""
     correct_threshold: float = 0.5
     """An answer is correct if its verified reward is at least this."""
 
 
-class CosineShaping(Section):
-    """Cosine-scaled reward (Yeo et al. 2025, arXiv:2502.03373): takes the place of the reward."""
+class CosineShaping(Method):
+    """Cosine-scaled reward (Yeo et al. 2025, arXiv:2502.03373), which replaces the verified reward.
+
+    The reward depends on the length of the answer: along half a cosine it goes from one value at length 0 to another
+    value at max_tokens. Correct and wrong answers have different pairs of values."""
 
     formula: ClassVar[str] = (
-        "at_max + (at_zero - at_max) (1 + cos(pi length / max)) / 2, of the correct or the wrong pair; "
-        "exceeding from max on"
+        "at_max + (at_zero - at_max) (1 + cos(pi length / max)) / 2, with the values for correct or for wrong answers; "
+        "`exceeding` from length max on"
     )
     source: ClassVar[str] = "arXiv:2502.03373"
 
     kind: Literal["cosine"] = "cosine"
     max_tokens: PositiveInt
+    """The length of a response, in tokens, at which the cosine ends; usually rollout.max_response_tokens."""
     correct_at_zero: float = 2.0
+    """The reward of a correct answer at length 0."""
     correct_at_max: float = 1.0
+    """The reward of a correct answer just below max_tokens."""
     wrong_at_zero: float = -10.0
+    """The reward of a wrong answer at length 0."""
     wrong_at_max: float = 0.0
+    """The reward of a wrong answer just below max_tokens."""
     exceeding: float = -10.0
-    """The reward of an answer of max_tokens or more, right or wrong."""
+    """The reward of an answer of max_tokens or more, whether it is correct or wrong."""
     correct_threshold: float = 0.5
     """An answer is correct if its verified reward is at least this."""
 
 
-class RepetitionShaping(Section):
-    """Penalty for repeated n-grams of token ids (Yeo et al. 2025, arXiv:2502.03373; Open-R1)."""
+class RepetitionShaping(Method):
+    """A penalty for repeated n-grams of token ids (Yeo et al. 2025, arXiv:2502.03373; Open-R1)."""
 
     formula: ClassVar[str] = "r + max_penalty (1 - distinct n-grams / n-grams)"
-    source: ClassVar[str] = "arXiv:2502.03373; sum form: Open-R1"
+    source: ClassVar[str] = "arXiv:2502.03373; the form as a sum is Open-R1's"
 
     kind: Literal["repetition"] = "repetition"
     ngram_size: PositiveInt = 40
     """The length of an n-gram, in tokens."""
     max_penalty: Annotated[float, Field(lt=0)] = -1.0
+    """The penalty, below 0, of a response in which (almost) all n-grams are repeated."""
 
 
 ShapingConfig = Annotated[

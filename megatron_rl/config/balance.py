@@ -10,29 +10,32 @@ from megatron_rl.config.section import Section
 
 
 class FlopsCost(Section):
-    """FLOPs of the training step, counted from the model's shape."""
+    """A sample costs the FLOPs of its training step, which are computed from the model's sizes."""
 
     kind: Literal["flops"] = "flops"
 
 
 class TokensCost(Section):
-    """The number of tokens: right where attention is cheap beside the matrices."""
+    """A sample costs its number of tokens. This is right where attention is cheap compared with the linear layers."""
 
     kind: Literal["tokens"] = "tokens"
 
 
 class MeasuredCost(Section):
-    """Seconds, from a fit to micro-batches that a run timed (`balance.fit_cost`)."""
+    """A sample costs seconds, by coefficients that `balance.fit_cost` fits to the micro-batches that a run timed."""
 
     kind: Literal["measured"] = "measured"
     seconds_per_token: NonNegativeFloat
+    """The seconds for each token: the linear layers."""
     seconds_per_squared_token: NonNegativeFloat
-    """Times the square of each sample's length: attention."""
+    """The factor, in seconds, of the square of a sample's length in tokens: attention."""
 
     @model_validator(mode="after")
     def _something_costs(self) -> Self:
         if not self.seconds_per_token and not self.seconds_per_squared_token:
-            raise ValueError("balance.cost: seconds_per_token and seconds_per_squared_token are both 0; give one")
+            raise ValueError(
+                "balance.cost: seconds_per_token and seconds_per_squared_token are both 0; one of them must be positive"
+            )
         return self
 
 
@@ -41,11 +44,13 @@ CostConfig = Annotated[FlopsCost | TokensCost | MeasuredCost, Field(discriminato
 
 class BalanceConfig(Section):
     max_tokens_per_microbatch: PositiveInt
-    """Hard cap, alignment padding counted."""
+    """The largest number of tokens in a micro-batch, alignment padding included. Only `oversize: alone` exceeds it."""
     cost: CostConfig = FlopsCost()
-    """What is evened out over ranks and micro-batches."""
+    """The cost of a sample, which is balanced over ranks and micro-batches."""
     oversize: Literal["refuse", "alone"] = "refuse"
-    """A sample longer than the cap: an error that names it, or a micro-batch of its own above the cap."""
+    """What happens to a sample that is longer than max_tokens_per_microbatch. `refuse` stops with an error that names
+    the sample; `alone` gives it a micro-batch of its own, which exceeds the cap."""
     groups: Literal["split", "together"] = "split"
-    """together: all samples of a group on one data-parallel rank, which then fetches no other group's tokens. It costs
-    balance, and micro-batches."""
+    """`split` may distribute the samples of a group over data-parallel ranks. `together` puts all of them on one rank,
+    so that no rank fetches tokens that it does not train on; ranks are then balanced less well, and there may be more
+    micro-batches."""

@@ -1,7 +1,7 @@
-"""From the command line to one judged configuration: YAML files merge left to right, then dotted overrides.
+"""From the command line to one validated configuration: YAML files and dotted overrides, merged from left to right.
 
-Invariants (tests/unit/config): a later file wins key by key; mappings merge, everything else replaces; a wrong
-key names its dotted path and the nearest right one; nothing here imports torch.
+Invariants (tests/unit/config): a later argument wins key by key; mappings are merged, and any other value replaces the
+earlier one; the error about an unknown key gives its dotted path and the nearest known key; nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ def load_config(kind: type[Config], arguments: Sequence[str]) -> Config:
     """Read `file.yaml ... section.key=value ...` into a configuration of type `kind`.
 
     Raises:
-        ValueError: one message that lists every fault by dotted path, with what to write instead.
+        ValueError: something is wrong. One message lists every fault with its dotted path and with what to write
+            instead.
     """
-    return judge(kind, merge_arguments(arguments))
+    return validate(kind, merge_arguments(arguments))
 
 
 def merge_arguments(arguments: Sequence[str]) -> dict[str, Any]:
-    """The merged mapping, not judged yet."""
+    """Merge the files and overrides into one mapping, which is not validated yet."""
     merged: dict[str, Any] = {}
     for argument in arguments:
         if "=" in argument:
@@ -42,18 +43,21 @@ def merge_arguments(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """A file of the working folder, or one that ships with the package.
+    """Read a file of the working folder, or one that ships with the package.
 
     Raises:
-        ValueError: no such file, or no YAML; the file and the line where it stops making sense are named.
+        ValueError: the file does not exist, or it is not a YAML mapping. The message names the file and, for a syntax
+            error, the line.
     """
     path = find_shipped(path)
     if not path.is_file():
-        raise ValueError(f"{path}: no such file; arguments are YAML files or overrides like policy.optimizer.lr=1e-6")
+        raise ValueError(
+            f"{path}: no such file; an argument must be a YAML file or an override like policy.optimizer.lr=1e-6"
+        )
     try:
         content = yaml.load(path.read_text(), Loader=_Loader)
     except yaml.YAMLError as error:
-        raise ValueError(f"{path} is no YAML: {error}") from error
+        raise ValueError(f"{path} is not valid YAML: {error}") from error
     if content is None:
         return {}
     if not isinstance(content, dict):
@@ -62,21 +66,23 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def parse_value(text: str) -> Any:
-    """An override's value, as YAML: `3`, `1e-6`, `null`, `[a, b]`, `{kind: grpo}`."""
+    """Parse the value of an override as YAML: `3`, `1e-6`, `null`, `[a, b]`, `{kind: grpo}`."""
     try:
         return yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
-        raise ValueError(f"the value {text!r} is no YAML: {error}") from error
+        raise ValueError(f"the value {text!r} is not valid YAML: {error}") from error
 
 
 def nest(keys: Sequence[str], value: Any) -> dict[str, Any]:
+    """Example: the keys `a`, `b` and the value 3 become {"a": {"b": 3}}."""
     if not all(keys):
-        raise ValueError(f"{'.'.join(keys)!r}: an override is section.key=value, with no empty key")
+        raise ValueError(f"{'.'.join(keys)!r} has an empty key; write an override as section.key=value")
     return {keys[0]: value if len(keys) == 1 else nest(keys[1:], value)}
 
 
 def merge(into: dict[str, Any], new: Mapping[str, Any]) -> None:
-    """Mappings merge key by key; a different `kind` replaces the whole section, whose keys it does not share."""
+    """Merge `new` into `into` key by key. A section with another `kind` replaces the whole old section, because their
+    keys differ."""
     for key, value in new.items():
         old = into.get(key)
         if (
@@ -89,7 +95,7 @@ def merge(into: dict[str, Any], new: Mapping[str, Any]) -> None:
             into[key] = dict(value) if isinstance(value, Mapping) else value
 
 
-def judge(kind: type[Config], merged: Mapping[str, Any]) -> Config:
+def validate(kind: type[Config], merged: Mapping[str, Any]) -> Config:
     try:
         return kind.model_validate(merged)
     except ValidationError as error:
@@ -108,7 +114,7 @@ def _explain(kind: type[BaseModel], fault: Any) -> str:
         hint = f"did you mean {'.'.join([*inside, near[0]])}?" if near else f"known here: {', '.join(names)}"
         return f"{'.'.join([*inside, key])}: unknown key; {hint}"
     if fault["type"] == "missing":
-        return f"{path}: required, and given by no file and no override"
+        return f"{path}: this key is required, but no file and no override sets it"
     message = fault["msg"].removeprefix("Value error, ")
     if fault["type"] == "value_error":
         return f"{path}: {message}" if path else message
@@ -116,8 +122,8 @@ def _explain(kind: type[BaseModel], fault: Any) -> str:
 
 
 def _locate(kind: type[BaseModel], location: Sequence[str | int]) -> tuple[list[str], type[BaseModel] | None]:
-    """The keys that lead to a fault as a user writes them, and the model there. pydantic's location has a union's
-    `kind` as a step of its own, which is no key."""
+    """The keys that lead to a fault, as a user writes them, and the model at that place. In pydantic's location the
+    `kind` of a union is a step of its own, but it is no key."""
     here: Any = kind
     keys = []
     for step in location:
@@ -140,7 +146,7 @@ def _models(annotation: Any) -> list[type[BaseModel]]:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2 numbers: `1e-6` is a float (PyYAML's YAML 1.1 reads it as text)."""
+    """Reads floats as YAML 1.2 does: `1e-6` is a number. PyYAML follows YAML 1.1, which reads it as text."""
 
 
 _Loader.yaml_implicit_resolvers = {

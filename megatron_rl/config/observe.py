@@ -1,6 +1,6 @@
-"""Where a run's numbers go beside its own files: experiment trackers, a union by `kind`.
+"""Experiment trackers, which receive a run's numbers in addition to its own files; the key `kind` chooses one.
 
-A kind is named as the Python package that it needs; `observe.check_packages` refuses one that is not installed.
+A kind has the name of the Python package that it needs. `observe.missing_packages` names those that are not installed.
 """
 
 from __future__ import annotations
@@ -19,18 +19,19 @@ class WandbTracker(Section):
 
     kind: Literal["wandb"] = "wandb"
     project: str = "megatron_rl"
+    """The project that the run is added to."""
     entity: str | None = None
-    """User or team; null is the one that is logged in."""
+    """The user or the team that owns the run; null means the default entity of the user who is logged in."""
     mode: Literal["online", "offline"] = "online"
-    """offline: everything stays in RUN/wandb until `wandb sync` sends it."""
+    """`offline` keeps everything in the folder `wandb` of the run folder until `wandb sync` sends it."""
 
 
 class TensorboardTracker(Section):
-    """TensorBoard's event files."""
+    """TensorBoard, by its event files."""
 
     kind: Literal["tensorboard"] = "tensorboard"
     folder: Path | None = None
-    """null: RUN/tensorboard."""
+    """The folder of the event files; null means the folder `tensorboard` of the run folder."""
 
 
 class MlflowTracker(Section):
@@ -38,9 +39,10 @@ class MlflowTracker(Section):
 
     kind: Literal["mlflow"] = "mlflow"
     tracking_uri: str | None = None
-    """A server (`http://host:5000`) or a database (`sqlite:///mlflow.db`); null: MLFLOW_TRACKING_URI, or else
-    MLflow's own default."""
+    """A server (`http://host:5000`) or a database (`sqlite:///mlflow.db`); null means the environment variable
+    MLFLOW_TRACKING_URI, or MLflow's default if that is not set."""
     experiment: str = "megatron_rl"
+    """The experiment that the run is added to; it is created if it does not exist."""
 
 
 TrackerConfig = Annotated[WandbTracker | TensorboardTracker | MlflowTracker, Field(discriminator="kind")]
@@ -50,7 +52,7 @@ def _one_of_a_kind(trackers: tuple[TrackerConfig, ...]) -> tuple[TrackerConfig, 
     counts = Counter(tracker.kind for tracker in trackers)
     for kind, count in counts.items():
         if count > 1:
-            raise ValueError(f"{kind} stands there {count} times; a run is told to each kind of tracker once")
+            raise ValueError(f"the kind {kind} is given {count} times; give each kind of tracker once at most")
     return trackers
 
 

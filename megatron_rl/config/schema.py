@@ -1,13 +1,14 @@
-"""The configuration: every key of every recipe, judged once at the start.
+"""The configuration: every key of every recipe, validated once at the start.
 
-Frozen pydantic models, unknown keys fail, a docstring under each field, unions by `kind:`. Derived values are
-properties, never keys. Importing this module loads neither torch nor any vendor.
+The sections are frozen pydantic models that refuse unknown keys. The docstring under a field is the reference of its
+key. A section that exists in several kinds is a union, and its key `kind` chooses one. Derived values are properties,
+never keys. Importing this module loads neither torch nor any vendor's package.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, model_validator
 
@@ -19,24 +20,27 @@ from megatron_rl.config.shipped import find_shipped
 from megatron_rl.types import Mesh
 
 InputPath = Annotated[Path, AfterValidator(find_shipped)]
-"""A file to read: of the working folder, or one that ships with the package."""
+"""A file to read: a path from the working folder, or one of the files that ship with the package."""
 
 
 class ParallelConfig(Section):
-    """How the trainer is split. World size = tensor x pipeline x data."""
+    """How the trainer is split over ranks. The world size is tensor x pipeline x data."""
 
     tensor: PositiveInt = 1
-    """Tensor parallelism (TP): the matrices of a layer."""
+    """Tensor parallelism (TP): the number of ranks over which the matrices of each layer are split."""
     pipeline: PositiveInt = 1
-    """Pipeline parallelism (PP): the layers."""
+    """Pipeline parallelism (PP): the number of stages into which the layers are split."""
     data: PositiveInt = 1
-    """Data parallelism (DP): the samples; the optimizer's state is split over it."""
+    """Data parallelism (DP): the number of replicas that share the samples. The optimizer's state is split over
+    them."""
     expert: PositiveInt = 1
-    """Expert parallelism (EP): the experts of a mixture, shared out over the ranks of tensor x data."""
+    """Expert parallelism (EP): the number of ranks, out of tensor x data, over which the experts of a layer are
+    distributed."""
     expert_tensor: PositiveInt | None = None
-    """Ways in which each expert is split; null: as `tensor`."""
+    """The number of ranks over which each expert's matrices are split; null means the same number as `tensor`."""
     sequence: bool = True
-    """Sequence parallelism with TP > 1: norms and residuals split over the tokens."""
+    """Whether norms and residuals are split over the tokens (sequence parallelism). It has an effect only if `tensor`
+    is above 1."""
 
     @property
     def mesh(self) -> Mesh:
@@ -54,7 +58,8 @@ class ParallelConfig(Section):
 
     @property
     def alignment(self) -> int:
-        """Packed sequences are padded to a multiple of this: sequence parallelism splits them evenly."""
+        """Every packed sequence is padded to a multiple of this number of tokens, so that sequence parallelism can
+        split it evenly."""
         return self.tensor if self.sequence_parallel else 1
 
 
@@ -62,26 +67,31 @@ class OptimizerConfig(Section):
     """Adam with decoupled weight decay."""
 
     lr: Annotated[float, Field(gt=0)] = 1e-6
+    """The learning rate after the warm-up."""
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """The schedule's last learning rate over its first; 1 is constant."""
+    """The learning rate at the end of the schedule, divided by `lr`; 1 keeps the learning rate constant."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """Linear from 0 to lr."""
+    """The number of optimizer steps in which the learning rate rises linearly from 0 to `lr`; 0 means no warm-up."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """From lr to lr * min_lr_ratio over the run's steps after the warm-up."""
+    """How the learning rate falls from `lr` to `lr` x `min_lr_ratio` over the run's steps after the warm-up."""
     betas: tuple[float, float] = (0.9, 0.95)
+    """Adam's decay rates of the first and the second moment."""
     eps: float = 1e-8
+    """Adam's epsilon, which is added to the root of the second moment."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """The coefficient of the decoupled weight decay; 0 means none."""
     clip_grad: Annotated[float, Field(ge=0)] = 1.0
-    """Bound of the global gradient norm; 0 is none."""
+    """The gradient is scaled down if its global norm exceeds this bound; 0 means no bound."""
 
 
 class ModelConfig(Section):
     path: Path
-    """A Hugging Face folder: config.json, safetensors, tokenizer."""
+    """The model's folder in Hugging Face's format, with config.json, safetensors files and a tokenizer."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Of the trainer's forward and of the engine; the optimizer's state is fp32."""
+    """The data type of the weights in the trainer's forward pass and in the engine. The optimizer's state is fp32."""
     recompute: Literal["none", "full"] = "none"
-    """full: keep only each layer's input and compute the rest again in the backward pass."""
+    """`full` keeps only each layer's input and computes the other activations again in the backward pass, which saves
+    memory; `none` keeps all activations."""
 
 
 class PolicyConfig(Section):
@@ -91,75 +101,92 @@ class PolicyConfig(Section):
 
 class SamplingConfig(Section):
     temperature: Annotated[float, Field(gt=0, le=2)] = 1.0
-    """The trainer divides its logits by the same number. vLLM takes at most 2."""
+    """The sampling temperature. The trainer divides its logits by the same number. vLLM allows at most 2."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """The engine samples only from the most probable tokens whose probabilities add up to this; 1 means all tokens."""
     top_k: Annotated[int, Field(ge=0)] = 0
-    """0 is all."""
+    """The engine samples only from this number of most probable tokens; 0 means all tokens."""
 
 
 class ThinkingBudget(Section):
-    """Two calls: the thought gets `thought_tokens`; if the delimiter is missing it is forced (and is no
-    action), then the answer gets `response_tokens`, answer tokens of the first call included."""
+    """Separate token budgets for the thought and for the answer, by two calls of the engine.
+
+    The first call samples the thought. If it ends without the delimiter, the delimiter is appended as forced tokens,
+    which are no actions. The second call samples the rest of the answer."""
 
     thought_tokens: PositiveInt
+    """The largest number of tokens that the first call may sample."""
     response_tokens: PositiveInt
+    """The largest number of answer tokens. Tokens that the first call sampled after the delimiter count here."""
 
 
 class RolloutConfig(Section):
     num_engines: PositiveInt = 1
+    """The number of vLLM engines."""
     tensor: PositiveInt = 1
-    """Tensor parallelism of each engine."""
+    """Tensor parallelism of each engine: the number of ranks over which its matrices are split."""
     expert_parallel: bool = False
-    """The experts of a mixture are shared out over an engine's tensor ranks, in place of each being split over them."""
+    """true: each tensor rank of an engine holds some of the experts whole. false: each expert is split over all tensor
+    ranks."""
     prompts_per_step: PositiveInt
+    """The number of prompts in a training step."""
     samples_per_prompt: PositiveInt
-    """G, the group."""
+    """The number of answers to each prompt, which form a group."""
     max_prompt_tokens: PositiveInt
+    """The largest length of a prompt, in tokens. `data.on_bad_row` decides what becomes of a longer one."""
     max_response_tokens: PositiveInt
-    """Of everything after the prompt: thought, delimiter and answer."""
+    """The largest number of tokens after the prompt: thought, delimiter and answer together."""
     delimiter: str = "</think>"
-    """Text that ends the thought, in one or more of the model's own tokens; empty for a model that does not think."""
+    """The text that ends the thought. It may be one or more of the model's tokens. An empty text means that the model
+    does not think."""
     thinking: ThinkingBudget | None = None
-    """null: thought and answer share max_response_tokens."""
+    """Separate budgets for thought and answer; null means that both share `max_response_tokens`."""
     sampling: SamplingConfig = SamplingConfig()
+    """How the engine samples training answers and evaluation answers."""
     prefix_cache: Literal["cleared", "salted"] = "cleared"
-    """What a push does to what older weights have cached. cleared: nothing stays, and running requests are computed
-    anew with the new weights; salted: running requests keep what they have, and later ones cannot see it."""
+    """What a push of new weights does to the KV cache of older weights. `cleared` drops it all, and running requests
+    are computed again with the new weights. `salted` lets running requests keep their cache, and hides it from later
+    requests."""
     quantization: str | None = None
-    """vLLM's name of a quantisation that it does itself (`fp8`, `fp8_per_channel`): of whatever arrives with a push.
-    The engine is then another policy than the trainer by more than rounding: see algorithm.correction, max_mismatch."""
+    """The name of one of vLLM's online quantisations (`fp8`, `fp8_per_channel`), which the engine applies to the
+    weights of each push; null means none. The engine's policy then differs from the trainer's by more than rounding:
+    see `algorithm.correction` and `algorithm.max_mismatch`."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.85
-    """vLLM's share of each GPU; without a GPU its KV cache is 1 GiB."""
+    """The share of each GPU's memory that vLLM may use. Without a GPU this key has no effect, and the KV cache has
+    1 GiB."""
 
     @property
     def max_model_tokens(self) -> int:
-        """The longest sample."""
+        """The length of the longest possible sample, in tokens."""
         return self.max_prompt_tokens + self.max_response_tokens
 
 
 class _Reward(Section):
     name: str | None = None
-    """The reward's name in metrics and logs; null takes the kind, or the function's name. No two rewards share one."""
+    """The reward's name in metrics and logs, which must be unique; null means the reward's kind, or the name of its
+    function."""
     weight: float = 1.0
+    """The factor of this reward's score in the sum of all rewards."""
     on_error: Literal["abstain", "stop"] = "abstain"
-    """What becomes of an answer that this reward cannot score (an exception, a NaN, a result of the wrong form, a
-    time-out): abstain leaves it out of the sum, counts it, and writes row and error to `logs/rewards.log`; stop ends
-    the run, after a checkpoint."""
+    """What happens when this reward cannot score an answer (an exception, a NaN, a result of the wrong form, a
+    time-out). `abstain` leaves the reward out of the answer's sum, counts the failure, and writes the row and the error
+    to `logs/rewards.log`. `stop` ends the run after a checkpoint."""
     timeout_s: PositiveFloat = 600
-    """The longest that scoring the answers of one step may take. The verifier's process is then replaced, and the
-    answers count as those that this reward cannot score."""
+    """The longest time, in seconds, that scoring the answers of one step may take. After that the verifier's process is
+    replaced, and `on_error` decides about the answers."""
     max_silent_steps: PositiveInt | None = 3
-    """The run stops when this reward scored no answer at all in so many steps in a row; null: never."""
+    """The run stops when this reward has scored no answer at all in this number of steps in a row; null means never."""
 
 
 class ExactAnswerReward(_Reward):
-    """1 if the text after the thought is the row's `ground_truth`, else 0."""
+    """The score is 1 if the text after the thought equals the row's `ground_truth`, else 0."""
 
     kind: Literal["exact_answer"] = "exact_answer"
     answer: Literal["all", "last_number"] = "all"
-    """all: the whole text after the delimiter, stripped; last_number: its last number, compared as a number."""
+    """What is compared. `all` is the whole text after the delimiter, without white space at its ends. `last_number` is
+    the last number of that text, compared as a number."""
     require_stop: bool = True
-    """An answer that a budget cut scores 0."""
+    """true: an answer that a token budget cut scores 0. false: it is compared like any other answer."""
 
     @property
     def label(self) -> str:
@@ -167,11 +194,12 @@ class ExactAnswerReward(_Reward):
 
 
 class FunctionReward(_Reward):
-    """Any function with TRL's contract: f(prompts, completions, completion_ids, **columns) -> list[float | None]."""
+    """Any Python function with TRL's signature: f(prompts, completions, completion_ids, **columns) ->
+    list[float | None]."""
 
     kind: Literal["function"] = "function"
     path: str
-    """`package.module:function`"""
+    """The function's import path, as `package.module:function`."""
 
     @property
     def label(self) -> str:
@@ -183,76 +211,96 @@ RewardConfig = Annotated[ExactAnswerReward | FunctionReward, Field(discriminator
 
 class DataConfig(Section):
     train: InputPath
-    """JSON lines: `messages` (chat turns) or `prompt` (plain text), `ground_truth`, any other column."""
+    """The training rows, as a file of JSON lines. A row has `messages` (chat turns) or `prompt` (plain text), for
+    example a `ground_truth`, and any other columns, which the rewards receive."""
     eval: InputPath | None = None
-    """Held-out rows of the same form."""
+    """The held-out rows for evaluations, in the same form; null means that nothing is evaluated."""
     on_bad_row: Literal["fail", "skip"] = "fail"
-    """An unreadable row or an over-long prompt: stop with file and line, or skip and count."""
+    """What happens to an unreadable row and to a prompt that is too long. `fail` stops the run and names file and line;
+    `skip` leaves the row out and counts it."""
 
 
 class SftConfig(Section):
     rows: InputPath
-    """JSON lines: `prompt` and `completion`, or `messages` whose last turn is the assistant's."""
+    """The rows, as a file of JSON lines. A row has `prompt` and `completion`, or `messages` whose last turn is the
+    assistant's."""
     rows_per_step: PositiveInt = 64
+    """The number of rows in a training step."""
     max_tokens: PositiveInt = 4096
-    """Longest row, prompt and completion."""
+    """The largest length of a row in tokens, prompt and completion together."""
     on_bad_row: Literal["fail", "skip"] = "fail"
-    """An unreadable or over-long row: stop with file and line, or skip and count."""
+    """What happens to an unreadable row and to one that is too long. `fail` stops the run and names file and line;
+    `skip` leaves the row out and counts it."""
 
 
 class EvalConfig(Section):
     every: Annotated[int, Field(ge=0)] = 0
-    """Steps between evaluations; 0: only before the first and after the last."""
+    """The number of steps between evaluations; 0 evaluates only before the first step and after the last one."""
     num_prompts: PositiveInt = 256
+    """The number of prompts, taken from the beginning of `data.eval`."""
     samples_per_prompt: PositiveInt = 1
+    """The number of answers to each prompt."""
     verifier: str | None = None
-    """Name of the reward that decides whether an answer is right: a score of 1 or more. `eval/accuracy` is the share of
-    right answers. null takes the first exact_answer reward; without one there is `eval/reward_mean` alone."""
+    """The name of the reward that decides whether an answer is right, which means a score of 1 or more.
+    `eval/accuracy` is the share of right answers. null means the first exact_answer reward; if there is none, only
+    `eval/reward_mean` is reported."""
 
 
 class CheckpointConfig(Section):
     every: Annotated[int, Field(ge=0)] = 0
-    """Steps between checkpoints; 0: only when the run ends, for whatever reason but the death of a trainer."""
+    """The number of steps between checkpoints; 0 writes one only when the run ends, unless it ends because a trainer
+    died."""
     keep: PositiveInt = 2
-    """The newest checkpoints that stay; the others are deleted after a new one is whole."""
+    """The number of newest checkpoints that are kept. Older ones are deleted once a new checkpoint is complete."""
     export_every: Annotated[int, Field(ge=0)] = 0
-    """Steps between exports of the model as a Hugging Face folder, `exports/step_000010`, which all stay; 0: only `hf`
-    after the last step. tools/export_checkpoint.py exports any checkpoint later."""
+    """The number of steps between exports of the model as a Hugging Face folder, `exports/step_000010`, all of which
+    are kept; 0 exports only the final model, as `hf`. tools/export_checkpoint.py exports any checkpoint later."""
 
 
 class RunConfig(Section):
     name: str
+    """The run's name; its files go to `folder`/`name`."""
     folder: Path = Path("runs")
-    """The run's files go to folder/name."""
+    """The folder of all runs."""
     steps: PositiveInt
+    """The number of training steps of the whole run."""
     seed: int = 0
+    """The seed of the data's order, of sampling and of the training ranks."""
 
 
 class BridgeConfig(Section):
     bucket_mib: Annotated[float, Field(gt=0)] = 64
-    """Bound of a message. A rank holds two of them beside its weights."""
+    """The largest size of one message, in MiB. Each rank holds two such buffers besides its weights."""
     chains: PositiveInt | None = None
-    """Engines are fed in so many chains, each engine by the one before it: the trainers send so many copies of the
-    weights, whatever the number of engines. null: the trainers feed every engine."""
+    """The number of chains in which the engines receive weights. The trainers send to the first engine of each chain,
+    and each engine sends to the next one, so the trainers send this number of copies, however many engines there are.
+    null means that the trainers send to every engine."""
     verify: bool = False
-    """Engines read back what each push wrote and compare it with the trainers' checksums. The first push always is."""
+    """true: after each push the engines read back what they wrote and compare it with the trainers' checksums. false:
+    they do so after the first push only."""
     timeout_s: Annotated[float, Field(gt=0)] = 300
-    """Of a push."""
+    """The longest time, in seconds, that a push may take."""
 
 
 class ClusterConfig(Section):
     ray_address: str | None = None
-    """null starts a Ray of our own on this machine and stops it at the end; `auto` joins a running one."""
+    """The address of a running Ray cluster; `auto` finds it. null starts Ray on this machine and stops it at the
+    end."""
     cpus_per_trainer: Annotated[float, Field(gt=0)] = 1
+    """The number of CPUs that Ray reserves for each trainer rank."""
     gpus_per_trainer: Annotated[float, Field(ge=0)] = 0
+    """The number of GPUs that Ray reserves for each trainer rank; 0 means that trainers run on the CPU."""
     gpus_per_engine_rank: Annotated[float, Field(ge=0)] = 0
+    """The number of GPUs that Ray reserves for each rank of an engine; 0 means that engines run on the CPU."""
     world_size: PositiveInt | None = None
-    """Trainer ranks that the job has; null takes what the parallel sizes need."""
+    """The number of trainer ranks that the job has. It must equal what `policy.parallel` needs; null skips this
+    check."""
     start_timeout_s: PositiveFloat = 1800
-    """The longest that placing a process, or starting it with its model, may take."""
+    """The longest time, in seconds, that Ray may take to place a process, and that the process may take to load its
+    model."""
     step_timeout_s: PositiveFloat = 7200
-    """The longest that one part of a step may take: a generation, a forward pass, an update, a checkpoint. The run then
-    ends with the name of the process that does not answer."""
+    """The longest time, in seconds, that one part of a step may take: a generation, a forward pass, an update or a
+    checkpoint. After that the run ends and names the process that does not answer."""
 
 
 class BaseConfig(Section):
@@ -263,14 +311,14 @@ class BaseConfig(Section):
     cluster: ClusterConfig = ClusterConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     observe: TrackerConfigs = ()
-    """Trackers that receive each logged record beside metrics.jsonl."""
+    """The experiment trackers that receive each logged record in addition to metrics.jsonl."""
 
     @property
     def run_folder(self) -> Path:
         return self.run.folder / self.run.name
 
     @model_validator(mode="after")
-    def _world_size_fits(self):
+    def _world_size_fits(self) -> Self:
         mesh, world = self.policy.parallel.mesh, self.cluster.world_size
         if world is not None and world != mesh.world_size:
             raise ValueError(
@@ -281,54 +329,54 @@ class BaseConfig(Section):
 
 
 class SftRunConfig(BaseConfig):
-    """What recipes/sft.py reads."""
+    """The configuration of recipes/sft.py."""
 
     sft: SftConfig
 
     @model_validator(mode="after")
-    def _cap_holds_the_longest_row(self):
+    def _cap_holds_the_longest_row(self) -> Self:
         if self.balance.oversize == "refuse" and self.balance.max_tokens_per_microbatch < self.sft.max_tokens:
             raise ValueError(
                 f"balance.max_tokens_per_microbatch ({self.balance.max_tokens_per_microbatch}) is below sft.max_tokens "
-                f"({self.sft.max_tokens}): the longest row fits no micro-batch; raise the cap, lower max_tokens, "
-                "or set balance.oversize to alone"
+                f"({self.sft.max_tokens}), so the longest row fits no micro-batch; raise max_tokens_per_microbatch, "
+                "lower sft.max_tokens, or set balance.oversize to alone"
             )
         return self
 
 
 class GrpoRunConfig(BaseConfig):
-    """What recipes/grpo.py reads."""
+    """The configuration of recipes/grpo.py."""
 
     data: DataConfig
     rollout: RolloutConfig
     bridge: BridgeConfig = BridgeConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     rewards: Annotated[tuple[RewardConfig, ...], Field(min_length=1)] = (ExactAnswerReward(),)
-    """The scores are added, each times its weight."""
+    """The reward functions. An answer's reward is the sum of their scores, each multiplied by its weight."""
     eval: EvalConfig = EvalConfig()
 
     @model_validator(mode="after")
-    def _cross_checks(self):
+    def _cross_checks(self) -> Self:
         cap, longest = self.balance.max_tokens_per_microbatch, self.rollout.max_model_tokens
         if self.balance.oversize == "refuse" and cap < longest:
             raise ValueError(
                 f"balance.max_tokens_per_microbatch ({cap}) is below the longest sample, rollout.max_prompt_tokens + "
-                f"rollout.max_response_tokens = {longest}: it would fit no micro-batch; raise the cap, "
-                "or set balance.oversize to alone"
+                f"rollout.max_response_tokens = {longest}, which would fit no micro-batch; raise "
+                "max_tokens_per_microbatch, or set balance.oversize to alone"
             )
         if self.bridge.chains is not None and self.bridge.chains > self.rollout.num_engines:
             raise ValueError(
                 f"bridge.chains is {self.bridge.chains}, but there are {self.rollout.num_engines} engines "
-                "(rollout.num_engines); a chain has one at least"
+                "(rollout.num_engines); every chain needs at least one engine, so lower bridge.chains"
             )
         thinking = self.rollout.thinking
         if thinking and not self.rollout.delimiter:
-            raise ValueError("rollout.thinking needs rollout.delimiter, the text that ends the thought")
+            raise ValueError("rollout.thinking needs rollout.delimiter, the text that ends the thought; set it")
         if thinking and thinking.thought_tokens + thinking.response_tokens >= self.rollout.max_response_tokens:
             raise ValueError(
                 f"rollout.max_response_tokens ({self.rollout.max_response_tokens}) must exceed thinking.thought_tokens "
-                f"+ thinking.response_tokens ({thinking.thought_tokens + thinking.response_tokens}): the delimiter "
-                "needs room"
+                f"+ thinking.response_tokens ({thinking.thought_tokens + thinking.response_tokens}), because the "
+                "delimiter needs room too; raise it"
             )
         sampling = self.rollout.sampling
         weighs = isinstance(self.algorithm.loss, BEHAVIOUR_LOSSES)
@@ -342,31 +390,35 @@ class GrpoRunConfig(BaseConfig):
         estimator = self.algorithm.adv_estimator
         if "group" in estimator.needs and self.rollout.samples_per_prompt == 1:
             raise ValueError(
-                f"rollout.samples_per_prompt is 1: every {estimator.kind} advantage would be 0; use 2 or more"
+                f"rollout.samples_per_prompt is 1, so every {estimator.kind} advantage would be 0; use 2 or more"
             )
-        self._reject_what_is_not_collected()
+        self._refuse_missing_inputs()
         labels = [reward.label for reward in self.rewards]
         if len(set(labels)) < len(labels):
             raise ValueError(f"rewards: the names {labels} are not distinct; give each reward its own `name`")
         if self.eval.verifier is not None and self.eval.verifier not in labels:
-            raise ValueError(f"eval.verifier is {self.eval.verifier!r}, but the rewards are {labels}")
+            raise ValueError(
+                f"eval.verifier is {self.eval.verifier!r}, but the rewards are named {labels}; choose one of them"
+            )
         if self.rollout.prompts_per_step < self.algorithm.updates_per_step:
-            raise ValueError("algorithm.updates_per_step exceeds rollout.prompts_per_step: some updates would be empty")
+            raise ValueError(
+                "algorithm.updates_per_step exceeds rollout.prompts_per_step, so some updates would be empty; lower it"
+            )
         return self
 
     @property
     def deciding_reward(self) -> int | None:
-        """Index of the reward that decides whether an answer is right; None: no reward does."""
+        """The index of the reward that decides whether an answer is right; None if no reward does."""
         if self.eval.verifier is not None:
             return [reward.label for reward in self.rewards].index(self.eval.verifier)
         return next((i for i, r in enumerate(self.rewards) if isinstance(r, ExactAnswerReward)), None)
 
-    def _reject_what_is_not_collected(self) -> None:
-        """The algorithms room has them; this recipe has nobody who makes their input."""
+    def _refuse_missing_inputs(self) -> None:
+        """Refuse the algorithms that are implemented, but whose inputs this recipe does not produce."""
         estimator, kl = self.algorithm.adv_estimator, self.algorithm.kl
         missing = {
-            "values": "a critic, and none is trained",
-            "step_rewards": "rewards of single steps, and the verifiers give one reward an answer",
+            "values": "a critic, and this recipe trains none",
+            "step_rewards": "rewards of single steps, but the verifiers give one reward for each answer",
         }
         for need in sorted(estimator.needs & missing.keys()):
             raise ValueError(
@@ -374,6 +426,6 @@ class GrpoRunConfig(BaseConfig):
             )
         if kl and kl.place == "reward":
             raise ValueError(
-                "algorithm.kl.place: reward needs advantages of single tokens, and they are estimated one a sample; "
-                "use place: loss"
+                "algorithm.kl.place: reward needs one advantage for each token, but this recipe estimates one for each "
+                "sample; use place: loss"
             )

@@ -1,9 +1,9 @@
-"""What every part of the configuration is: a frozen pydantic model that refuses unknown keys."""
+"""The base class of every part of the configuration: a frozen pydantic model that refuses unknown keys."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
@@ -12,8 +12,16 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
+class Method(Section):
+    """A section that configures a published method; `tools/algorithms.py` prints its formula and its source."""
+
+    formula: ClassVar[str]
+    source: ClassVar[str]
+
+
 def default_kind(kind: str) -> BeforeValidator:
-    """For a union by `kind`: a mapping that names none is of this one, so that a key of the default needs no kind."""
+    """A validator for a union by `kind`: a mapping without the key `kind` gets this one, so that a user who sets one
+    key of the default need not name its kind."""
 
     def fill(value: Any) -> Any:
         return {"kind": kind, **value} if isinstance(value, Mapping) and "kind" not in value else value

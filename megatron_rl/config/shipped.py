@@ -1,4 +1,4 @@
-"""Files that ship with the package: `configs/...` and `recipes/...`, whatever the working folder is."""
+"""Files that ship with the package, `configs/...` and `recipes/...`, are found from any working folder."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def find_shipped(path: Path) -> Path:
-    """The path itself, or the package's file where the working folder has none of that name.
+    """The package's file of this path if the working folder has none; else the path itself.
 
     Example: `configs/run/tiny_grpo.yaml` is found in a clone and in an installed package alike.
     """

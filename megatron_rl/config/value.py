@@ -1,4 +1,4 @@
-"""The critic's loss."""
+"""The configuration of the critic's loss."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ from typing import ClassVar, Literal
 
 from pydantic import PositiveFloat
 
-from megatron_rl.config.section import Section
+from megatron_rl.config.section import Method
 
 
-class ValueLossConfig(Section):
-    """PPO's clipped value loss (Schulman et al. 2017, arXiv:1707.06347; PPO2), or Huber's in place of the square."""
+class ValueLossConfig(Method):
+    """PPO's clipped value loss (Schulman et al. 2017, arXiv:1707.06347; PPO2), with the squared error or with Huber's
+    loss."""
 
     formula: ClassVar[str] = "max(l(V - R), l(V_old + clip(V - V_old, -c, c) - R)), l(x) = x^2 / 2 or Huber's"
     source: ClassVar[str] = "PPO2 of OpenAI Baselines; Huber 1964, Ann. Math. Stat. 35"
 
     kind: Literal["squared", "huber"] = "squared"
     cliprange_value: PositiveFloat | None = 0.5
-    """How far a step may move a value with effect; null is no clip."""
+    """The largest change of a value in one step that still lowers the loss; null means no clip."""
     huber_delta: PositiveFloat = 1.0
-    """Where huber turns from the square to the line."""
+    """The error above which Huber's loss is linear; below it is quadratic. It has an effect only for `huber`."""

@@ -1,4 +1,4 @@
-"""Files become prompts and supervised rows, and streams of them."""
+"""Reads files of rows as prompts or as supervised rows, and makes shuffled streams of them."""
 
 from __future__ import annotations
 

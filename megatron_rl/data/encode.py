@@ -1,6 +1,6 @@
-"""Text and chat turns to token ids.
+"""Turns text and chat turns into token ids.
 
-Invariants: plain text gets no token that it does not hold; chat turns get what the model's template says.
+Invariants: no special token is added to plain text; chat turns get the text of the model's chat template.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ if TYPE_CHECKING:
 
 
 def plain_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return ids
 
 
 def chat_ids(
     tokenizer: PreTrainedTokenizerBase, turns: Sequence[Mapping[str, str]], add_generation_prompt: bool
 ) -> list[int]:
-    """Ids of a conversation; with `add_generation_prompt`, up to where the assistant's answer starts.
+    """The token ids of a conversation; with `add_generation_prompt`, up to the point where the assistant's answer
+    starts.
 
     Raises:
         ValueError: the tokenizer has no chat template.
@@ -31,7 +33,7 @@ def chat_ids(
     """
     if tokenizer.chat_template is None:
         raise ValueError(
-            f"the tokenizer of {tokenizer.name_or_path or 'the model'} has no chat template: give rows with "
+            f"the tokenizer of {tokenizer.name_or_path or 'the model'} has no chat template; use rows with "
             f"`prompt` (plain text), or a model folder with chat_template.jinja"
         )
     try:

@@ -1,6 +1,6 @@
-"""Rows to prompts: the questions of a run, already in the model's tokens.
+"""Turns rows into prompts, which have the questions of a run as tokens.
 
-Invariants: prompts keep the file's order; every column but the prompt itself reaches the verifiers.
+Invariants: prompts have the order of the file; the verifiers receive every column but the prompt itself.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ def load_prompts(
     on_bad_row: OnBadRow,
     required_columns: Sequence[str] = (),
 ) -> tuple[list[Prompt], int]:
-    """Read a file of `messages` (chat turns, through the model's template, up to where the answer starts) or
-    `prompt` (plain text, tokenised as it is).
+    """Read a file whose rows have `messages` or `prompt`. `messages` are chat turns, which the model's chat template
+    turns into text up to the point where the answer starts. `prompt` is plain text.
 
-    Bad rows: unreadable, of another form, without a required column, longer than `max_prompt_tokens`, or a
-    chat that ends with the assistant's turn.
+    A row is bad if it is unreadable, has another form, lacks a required column, is longer than `max_prompt_tokens`, or
+    is a chat that ends with the assistant's turn.
 
     Returns:
-        The prompts, and the number of rows skipped.
+        The prompts, and the number of skipped rows.
 
     Raises:
-        ValueError: see `load_rows`; a chat and no template.
+        ValueError: an error of `load_rows`, or there are chats but no chat template.
     """
 
     def make(uid: str, row: dict[str, Any]) -> Prompt:
@@ -51,7 +51,11 @@ def load_prompts(
 
 
 def question_of(row: Mapping[str, Any], required_columns: Sequence[str]) -> str | tuple[dict[str, str], ...]:
-    """A row's plain text or chat turns, before any tokenizer; raises BadRow as `load_prompts` says."""
+    """A row's plain text or chat turns, before tokenization.
+
+    Raises:
+        BadRow: the row is bad for a reason that `load_prompts` lists.
+    """
     form = form_of(row)
     missing = [name for name in required_columns if row.get(name) is None]
     if missing:
@@ -60,7 +64,7 @@ def question_of(row: Mapping[str, Any], required_columns: Sequence[str]) -> str 
         return text_of(row, "prompt")
     turns = turns_of(row)
     if turns[-1]["role"] == "assistant":
-        raise BadRow("`messages` ends with the assistant's turn, which is what the model is to write")
+        raise BadRow("`messages` ends with the assistant's turn, but the model must write this turn")
     return turns
 
 

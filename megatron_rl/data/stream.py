@@ -1,7 +1,7 @@
-"""An endless, shuffled, resumable walk over a list.
+"""An endless, shuffled stream of the items of a list, which can be resumed.
 
-Invariants: every epoch visits every item once; an epoch's end drops nothing, the step goes on in the next
-epoch; the order depends on the seed alone; a stream restored from a state continues exactly.
+Invariants: every epoch has every item once. No item is dropped at the end of an epoch: the step is filled up from the
+next epoch. The order depends only on the seed. A stream that was restored from a state continues exactly.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ T = TypeVar("T")
 
 
 class ShuffledStream(Generic[T]):
-    """Prompts of a training run, rows of a supervised one.
+    """The prompts of a reinforcement-learning run, or the rows of a supervised run.
 
     Args:
-        items: at least one.
-        items_per_step: how many `next` returns; may exceed the number of items.
-        seed: the shuffle of epoch e is a function of (seed, e).
+        items: at least one item.
+        items_per_step: the number of items that `next` returns. It may exceed the number of all items.
+        seed: the order of epoch e is a function of (seed, e).
     """
 
     def __init__(self, items: Sequence[T], items_per_step: int, seed: int) -> None:
         if not items or items_per_step < 1:
-            raise ValueError(f"a stream needs items: got {len(items)} items, {items_per_step} a step")
+            raise ValueError(f"a stream needs items, but there are {len(items)} items and {items_per_step} for a step")
         self._items, self._items_per_step, self._seed = items, items_per_step, seed
         self.epoch = 0
         self._cursor = 0
@@ -44,7 +44,7 @@ class ShuffledStream(Generic[T]):
         return taken
 
     def state(self) -> dict[str, int]:
-        """Plain numbers, for a checkpoint."""
+        """The position in the stream as plain numbers, for a checkpoint."""
         position = {"epoch": self.epoch, "cursor": self._cursor}
         return position | {"seed": self._seed, "num_items": len(self._items)}
 
@@ -52,14 +52,13 @@ class ShuffledStream(Generic[T]):
         """Continue from a `state`.
 
         Raises:
-            ValueError: the state is of another seed or another number of items: the walk would not be the
-                same.
+            ValueError: the state has another seed or another number of items, so the order would not be the same.
         """
         for name, value in (("seed", self._seed), ("num_items", len(self._items))):
             if state[name] != value:
                 raise ValueError(
-                    f"the checkpoint's data stream has {name} {state[name]}, this run has {value}: resume "
-                    f"with the same seed and data, or start a new run"
+                    f"the checkpoint's data stream has {name} {state[name]}, this run has {value}; resume with the "
+                    f"same seed and data, or start a new run"
                 )
         self.epoch, self._cursor = state["epoch"], state["cursor"]
         self._order = self._shuffle()

@@ -1,6 +1,6 @@
-"""Rows to demonstrations: prompt and completion as tokens, the completion masked as actions.
+"""Turns supervised rows into tokens, with the completion as actions.
 
-Invariants: actions are exactly the completion and its end of sequence; the last token is the end of sequence.
+Invariants: the actions are exactly the tokens of the completion and its end-of-sequence token, which is the last token.
 """
 
 from __future__ import annotations
@@ -22,21 +22,24 @@ if TYPE_CHECKING:
 def load_supervised(
     path: Path, tokenizer: PreTrainedTokenizerBase, max_tokens: int, on_bad_row: OnBadRow = "fail"
 ) -> tuple[list[Tokens], int]:
-    """Read a file of `prompt` and `completion` (plain text), or `messages` whose last turn is the
+    """Read a file whose rows have `prompt` and `completion` (plain text), or `messages` whose last turn is the
     assistant's.
 
-    The completion ends with one end of sequence, added when the text or the template has none. What a
-    template writes after it (a line feed) is left out: the model never samples it. Bad rows: unreadable, of
-    another form, longer than `max_tokens`.
+    The completion ends with an end-of-sequence token, which is added if the text or the chat template has none. What a
+    template writes after this token (a line feed) is left out, because the model never samples it. A row is bad if it
+    is unreadable, has another form, or is longer than `max_tokens`.
 
     Returns:
-        The rows, `logp_rollout` 0 and `version` -1 throughout, and the number of rows skipped.
+        The rows, with `logp_rollout` 0 and `version` -1 everywhere, and the number of skipped rows.
 
     Raises:
-        ValueError: see `load_rows`; a tokenizer without an end of sequence; a chat and no template.
+        ValueError: an error of `load_rows`, or the tokenizer has no end-of-sequence token, or there are chats but no
+            chat template.
     """
     if tokenizer.eos_token_id is None:
-        raise ValueError("the tokenizer has no eos_token: a completion could not end; set it in tokenizer_config.json")
+        raise ValueError(
+            "the tokenizer has no eos_token, so a completion could not end; set it in tokenizer_config.json"
+        )
 
     def make(uid: str, row: dict[str, Any]) -> Tokens:
         demonstration = demonstration_of(row)
@@ -49,7 +52,7 @@ def load_supervised(
         completion = ended(completion, tokenizer.eos_token_id)
         length = len(prompt) + len(completion)
         if length > max_tokens:
-            raise BadRow(f"the row has {length} tokens, sft.max_tokens is {max_tokens}")
+            raise BadRow(f"the row has {length} tokens, but sft.max_tokens is {max_tokens}")
         return Tokens(
             ids=np.array(prompt + completion, np.int32),
             action_mask=np.arange(length) >= len(prompt),
@@ -61,12 +64,16 @@ def load_supervised(
 
 
 def demonstration_of(row: Mapping[str, Any]) -> tuple[str, str] | tuple[dict[str, str], ...]:
-    """A row's prompt and completion as text, or its chat turns; raises BadRow as `load_supervised` says."""
+    """A row's prompt and completion as text, or its chat turns.
+
+    Raises:
+        BadRow: the row is bad for a reason that `load_supervised` lists.
+    """
     if form_of(row) == "prompt":
         return text_of(row, "prompt"), text_of(row, "completion")
     turns = turns_of(row)
     if turns[-1]["role"] != "assistant":
-        raise BadRow(f"`messages` must end with the assistant's turn, not the {turns[-1]['role']}'s")
+        raise BadRow(f"`messages` must end with a turn of the role assistant, not {turns[-1]['role']}")
     return turns
 
 
@@ -79,7 +86,7 @@ def _split_chat(tokenizer: PreTrainedTokenizerBase, turns: Sequence[Mapping[str,
 
 
 def ended(completion: list[int], eos_id: int) -> list[int]:
-    """The completion up to its last end of sequence, or with one."""
+    """The completion up to its last end-of-sequence token; if it has none, the completion with one added."""
     if eos_id not in completion:
         return [*completion, eos_id]
     return completion[: len(completion) - completion[::-1].index(eos_id)]

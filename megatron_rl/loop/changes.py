@@ -1,8 +1,8 @@
-"""What may change in a configuration when a run goes on from a checkpoint, and what may not.
+"""Which keys of the configuration may change when a run is resumed from a checkpoint.
 
-What may change is where things lie, how long and how often, on which machines, and the optimizer's settings: all of
-these take effect at once. The rest defines what is being optimised or is part of the saved state. A run that should
-differ in it starts anew from the checkpoint's Hugging Face export.
+These are paths, durations and intervals, the placement on machines, and the settings of the optimizer. They take effect
+at once. All other keys define the objective or are part of the saved state. To change one of them, start a new run from
+the Hugging Face export of the checkpoint.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ MAY_CHANGE = re.compile(
         ]
     )
 )
-"""Dotted paths. Of data and rows, the stream of the checkpoint still refuses another number of rows."""
+"""The dotted paths of the keys that may change. If the data change, their number of rows must stay the same: otherwise
+the stream of the checkpoint refuses them."""
 
 ABSENT = object()
 
@@ -43,10 +44,10 @@ class Change:
 
 
 def compare(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
-    """The differences of two configurations in JSON's types.
+    """The differences between two configurations in JSON's types.
 
     Raises:
-        ValueError: one of them may not change; all of these are named.
+        ValueError: a key has changed that may not change. The message lists all of these.
     """
     changes = list(_changes(before, now, ""))
     refused = [change for change in changes if not MAY_CHANGE.fullmatch(change.path)]

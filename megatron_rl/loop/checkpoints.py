@@ -1,10 +1,10 @@
-"""A run's checkpoints: `step_000010/` folders, whole or absent, the newest few kept.
+"""A run's checkpoints: `step_000010/` folders, which exist only when they are complete; the newest few are kept.
 
-The policy writes and reads its own part. What else a step depends on (the prompt stream, the coefficients) and the
-configuration travel as `extra.json`, which is read before anything starts.
+The policy writes and reads its own part. Everything else that a step depends on (the prompt stream, the coefficients)
+and the configuration are in `extra.json`, which is read before anything starts.
 
-Invariants (tests/unit/loop, tests/e2e): whatever ends a run, the newest whole state is saved, unless the policy is
-lost; a run that goes on does so under the configuration that it was saved with, but for what may change.
+Invariants (tests/unit/loop, tests/e2e): whatever ends a run, its newest complete state is saved, unless the policy is
+lost; a run is resumed with the configuration of its checkpoint, except for the keys that may change.
 """
 
 from __future__ import annotations
@@ -24,36 +24,41 @@ PATTERN = re.compile(r"step_(\d{6,})")
 EXTRA = "extra.json"
 
 Resume = int | Literal["auto"] | None
-"""The step to go on from, the newest checkpoint, or a new run."""
+"""Where a run starts: a step resumes from the checkpoint of that step, `auto` resumes from the newest one, and None is
+a new run."""
 
 
 class Stateful(Protocol):
+    """A part of the run whose state belongs to the checkpoint."""
+
     def state(self) -> dict[str, Any]:
-        """In JSON's types."""
+        """The state in JSON's types."""
         ...
 
     def restore(self, state: dict[str, Any]) -> None: ...
 
 
 def due(step: int, every: int) -> bool:
+    """Whether something that happens every `every` steps happens after this step; 0 means never."""
     return every > 0 and step % every == 0
 
 
 def read_extra(folder: Path) -> dict[str, Any]:
-    """What the loop left in a checkpoint.
+    """The part of a checkpoint that the loop wrote.
 
     Raises:
-        ValueError: the file is missing or damaged.
+        ValueError: its file is missing or damaged.
     """
     path = folder / EXTRA
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        extra: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return extra
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read: {error}; resume from another checkpoint: --resume STEP") from error
 
 
 def find_checkpoints(folder: Path) -> dict[int, Path]:
-    """Whole checkpoints by step, oldest first; folders that a crash left half-written are not among them."""
+    """The complete checkpoints by step, the oldest first. Folders that a crash left incomplete are not among them."""
     if not folder.is_dir():
         return {}
     found = [(match, path) for path in folder.iterdir() if (match := PATTERN.fullmatch(path.name))]
@@ -67,8 +72,8 @@ class Checkpoints:
             config: the run's configuration, in JSON's types.
 
         Raises:
-            ValueError: the folder holds a run's checkpoints and nobody asked to resume: they would be mixed; there is
-                no checkpoint of the step; or its configuration differs in what must stay.
+            ValueError: the folder holds checkpoints, but the run is a new one; or there is no checkpoint of the step
+                to resume from; or a key differs from the configuration of the checkpoint that may not change.
         """
         self.folder, self.keep, self.resume, self._config = folder, keep, resume, dict(config)
         steps = self.steps()
@@ -80,28 +85,28 @@ class Checkpoints:
         if isinstance(resume, int) and resume not in steps:
             raise ValueError(f"{folder} holds no checkpoint of step {resume}; it has {steps or 'none at all'}")
         self.first_step = resume if isinstance(resume, int) else steps[-1] if steps else 0
-        """Where the run begins: 0, or the checkpoint's step."""
+        """The step that the run begins with: 0, or the step of its checkpoint."""
         self.changes: list[Change] = []
-        """What differs from the configuration of the checkpoint that the run goes on from."""
+        """The differences from the configuration of the checkpoint that the run is resumed from."""
         if self.first_step:
             self.changes = compare(read_extra(self.path(self.first_step))["config"], self._config)
 
     @property
     def resume_at(self) -> int | None:
-        """The next step of a run that goes on, from a checkpoint or from the very beginning; None: a new run."""
+        """The next step of a resumed run, which is 0 if it has no checkpoint yet; None for a new run."""
         return None if self.resume is None else self.first_step
 
     def steps(self) -> list[int]:
-        """Steps with a whole checkpoint, oldest first."""
+        """The steps that have a complete checkpoint, the oldest first."""
         return list(find_checkpoints(self.folder))
 
     def path(self, step: int) -> Path:
         return self.folder / f"step_{step:06d}"
 
     def restore(self, policy: Policy, state: Mapping[str, Stateful]) -> int:
-        """Load the checkpoint to go on from, if there is one; returns the step to begin with.
+        """Load the checkpoint to resume from, if there is one, and return the step to begin with.
 
-        Later checkpoints, which belong to a future that will be another, are renamed to `superseded_step_...`.
+        Checkpoints of later steps are renamed to `superseded_step_...`, because the resumed run will write its own.
         """
         step = self.first_step
         if step:
@@ -116,10 +121,11 @@ class Checkpoints:
         return step
 
     def save(self, policy: Policy, step: int, state: Mapping[str, Any]) -> None:
-        """Write a checkpoint, then delete what exceeds `keep`: the last good one never goes first.
+        """Write a checkpoint, and then delete the oldest ones that exceed `keep`, so that there is always a complete
+        one.
 
         Args:
-            state: of each part, by name, as `Stateful.state` gave it.
+            state: the state of each part by its name, as returned by `Stateful.state`.
         """
         if step in self.steps():
             return
@@ -130,11 +136,11 @@ class Checkpoints:
 
 
 class WholeState:
-    """The newest state of a run that a checkpoint can hold: the policy's, and of everything else a copy of it.
+    """The newest complete state of a run: that of the policy, and a copy of the states of all other parts.
 
-    A context manager around the loop. When the loop ends by an error, this state is saved before the error goes on;
-    when it ends by a request to stop, the state is saved and the loop's caller goes on after the block. It is not
-    saved when the policy is lost, nor between two updates of one step, nor before the first step is done.
+    It is a context manager around the loop. If the loop ends by an error, the state is saved before the error is passed
+    on. If the loop ends by a request to stop, the state is saved, and execution continues after the `with` block. The
+    state is not saved if the policy is lost, between two updates of one step, or before the first step is done.
     """
 
     def __init__(self, checkpoints: Checkpoints, policy: Policy, parts: Mapping[str, Stateful]) -> None:
@@ -143,12 +149,12 @@ class WholeState:
         self._held: dict[str, Any] = {}
 
     def mark(self, step: int) -> None:
-        """What a step needs is complete now: `step` steps are done and the next one has changed nothing yet."""
+        """Note that the state is complete: `step` steps are done, and the next one has changed nothing yet."""
         self._step = step
         self._held = {name: part.state() for name, part in self._parts.items()}
 
     def spoil(self) -> None:
-        """An update has changed the policy, and the step has more of them."""
+        """Note that the state is not complete: an update has changed the policy, but its step is not done."""
         self._step = None
 
     def save(self) -> None:
@@ -168,5 +174,5 @@ class WholeState:
             try:
                 self.save()
             except (ValueError, OSError, RuntimeError) as failure:
-                error.add_note(f"No checkpoint could be written either: {failure}")
+                error.add_note(f"No checkpoint could be written after this error: {failure}")
         return False

@@ -1,4 +1,4 @@
-"""Answers with their verdicts, and what is to be said of them: lengths, cuts, abstentions, held-out accuracy."""
+"""Answers with their verdicts, and their metrics: lengths, cuts, abstentions, held-out accuracy."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ if TYPE_CHECKING:
     from megatron_rl.loop.train import Ports
 
 EVALUATION_SEED = 2**20
-"""Evaluations use one seed, apart from the seeds of the steps, so that accuracies compare the same draws."""
+"""Evaluations use the seed before this one in every step, so that their accuracies can be compared. The steps have
+other seeds."""
 
 
 def answer_and_verify(
     config: GrpoRunConfig, ports: Ports, prompts: Sequence[Prompt], step: int, sink: Sink
 ) -> tuple[list[Group], Metrics]:
-    """One step's groups, verified, and what is to be said of them.
+    """The verified groups of one step, and their metrics.
 
     Raises:
-        ValueError: every verdict abstained; the most frequent reason is told.
+        ValueError: every verdict is an abstention. The message has the most frequent reason.
     """
     start = time.perf_counter()
     with sink.phase("generate"):
@@ -38,29 +39,30 @@ def answer_and_verify(
     with sink.phase("verify"):
         scoring = score(ports, groups)
     metrics = describe(groups) | describe_rewards(config.rewards, groups) | scoring
-    if config.algorithm.shaping:  # reward/mean is of what training sees
+    if config.algorithm.shaping:  # reward/mean is the mean of the shaped rewards
         scores = [sample.reward for group in groups for sample in group.samples if sample.reward is not None]
         metrics["score/mean"] = fmean(scores)
     return groups, metrics | {"rollout/tokens_per_s": metrics["rollout/num_tokens"] / generate_s}
 
 
 def score(ports: Ports, groups: Sequence[Group]) -> Metrics:
-    """Fill in the rewards; returns what the verifier has to say of the scoring.
+    """Fill in the rewards of all samples, and return the verifier's metrics.
 
     Raises:
-        ValueError: every verdict abstained; the most frequent reason is told.
+        ValueError: every verdict is an abstention. The message has the most frequent reason.
     """
     verdicts, metrics = ports.verifier.score(groups)
     for group, given in zip(groups, verdicts, strict=True):
         for sample, verdict in zip(group.samples, given, strict=True):
             sample.reward, sample.reward_parts = verdict.score, verdict.parts
             sample.shaped_reward = verdict.score if verdict.shaped is None else verdict.shaped
-    reject_silence([verdict for given in verdicts for verdict in given])
+    require_a_score([verdict for given in verdicts for verdict in given])
     return metrics
 
 
 def describe_rewards(rewards: Sequence[RewardConfig], groups: Sequence[Group]) -> Metrics:
-    """Of each reward by name: its unweighted mean over the answers that it scored, and the share that it did not."""
+    """For each reward, by its name, the mean of its scores, not weighted, and the share of the answers on which it
+    abstained."""
     metrics: Metrics = {}
     rows = [sample.reward_parts for group in groups for sample in group.samples]
     for reward, column in zip(rewards, zip(*rows, strict=True), strict=True):
@@ -72,7 +74,8 @@ def describe_rewards(rewards: Sequence[RewardConfig], groups: Sequence[Group]) -
 
 
 class SilentRewards:
-    """Counts the steps in a row in which a reward scored nothing: beside another reward nobody would notice it."""
+    """Counts, for each reward, the steps in a row in which it scored no answer. The sum of the rewards would hide it
+    if another reward gives scores."""
 
     def __init__(self, rewards: Sequence[RewardConfig]) -> None:
         self._rewards = rewards
@@ -103,26 +106,31 @@ class SilentRewards:
             seen = f"reward {reward.label} scored none of {len(rows)} answers"
             if reward.max_silent_steps is not None and self._silent_steps[i] >= reward.max_silent_steps:
                 raise ValueError(
-                    f"{seen} in {self._silent_steps[i]} steps in a row; logs/rewards.log says why. Mend it, or raise "
-                    f"its max_silent_steps"
+                    f"{seen} in {self._silent_steps[i]} steps in a row; logs/rewards.log says why. Correct the reward, "
+                    f"or raise its max_silent_steps"
                 )
             sink.warn(f"{seen}; logs/rewards.log says why")
 
 
-def reject_silence(verdicts: Sequence[Verdict]) -> None:
+def require_a_score(verdicts: Sequence[Verdict]) -> None:
+    """
+    Raises:
+        ValueError: every verdict is an abstention.
+    """
     reasons = Counter(verdict.reason for verdict in verdicts if verdict.score is None)
     if sum(reasons.values()) == len(verdicts):
         reason, count = reasons.most_common(1)[0]
         raise ValueError(
-            f"every one of {len(verdicts)} answers was left without a score; {count} times because: {reason}"
+            f"every one of {len(verdicts)} answers was left without a score; the most frequent reason ({count} times) "
+            f"is: {reason}"
         )
 
 
 def evaluate_heldout(config: GrpoRunConfig, ports: Ports, prompts: Sequence[Prompt], step: int) -> Metrics:
-    """Rewards, and the share of right answers, over the held-out prompts at the run's own sampling temperature.
+    """The mean reward and the share of right answers over the held-out prompts, sampled as in training.
 
-    An answer is right if the deciding reward (`eval.verifier`) gave it 1 or more. Answers on which that reward
-    abstained are not counted.
+    An answer is right if the reward `eval.verifier` gave it 1 or more. Answers on which this reward abstained are not
+    counted.
     """
     groups = ports.engine.generate(prompts, config.eval.samples_per_prompt, step, EVALUATION_SEED - 1)
     score(ports, groups)
@@ -140,8 +148,8 @@ def evaluate_heldout(config: GrpoRunConfig, ports: Ports, prompts: Sequence[Prom
 
 
 def as_batch(config: GrpoRunConfig, ports: Ports, groups: Sequence[Group], step: int, sink: Sink) -> Batch:
-    """The samples as arrays, and what the estimator needs beside their rewards: the rewards' weights; the reward of
-    each prompt's most probable answer."""
+    """The samples as arrays, together with the other inputs of the estimator: the weights of the rewards, or the reward
+    of each prompt's greedy answer, for which the engine generates another answer."""
     batch = Batch.from_groups(groups, version=step)
     needs = config.algorithm.adv_estimator.needs
     if "reward_parts" in needs:
@@ -158,7 +166,7 @@ def as_batch(config: GrpoRunConfig, ports: Ports, groups: Sequence[Group], step:
 
 
 def describe(groups: Sequence[Group]) -> Metrics:
-    """Lengths in tokens, and shares of answers that a budget cut."""
+    """The lengths of the answers in tokens, and the shares of answers that a budget cut."""
     samples = [sample for group in groups for sample in group.samples]
     responses = np.array([sample.length - sample.num_prompt_tokens for sample in samples])
     return {

@@ -1,10 +1,10 @@
-"""Only one process writes into a run's folder.
+"""A lock that lets only one process write into a run's folder.
 
-The lock is the kernel's (flock), so it ends with its process, however that ends. On a shared file system it holds
-between machines if the file system supports flock there (NFSv4 does; Lustre with the mount option `flock`).
+It is a lock of the kernel (flock), so it ends with its process, however the process ends. On a shared file system it
+works between machines if the file system supports flock (NFSv4 does, and Lustre with the mount option `flock`).
 
-Invariants (tests/unit/loop): a second run is refused with host, process and start of the first; after SIGKILL of the
-first the folder is free.
+Invariants (tests/unit/loop): a second run is refused, and the error gives the host, process and start time of the first
+run; after a SIGKILL of the first run the folder is free.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ NAME = "lock"
 
 @contextmanager
 def run_lock(folder: Path) -> Iterator[None]:
-    """Hold the run folder for the body's time; it is made when missing.
+    """Lock the run folder while the body of the `with` statement runs. The folder is created if it does not exist.
 
     Raises:
-        ValueError: another process holds it.
+        ValueError: another process has locked it.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / NAME

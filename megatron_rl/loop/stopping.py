@@ -1,4 +1,4 @@
-"""How a loop learns that somebody wants it to stop."""
+"""The interface by which a loop learns that it was asked to stop."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Protocol
 
 class Stopping(Protocol):
     def __call__(self) -> bool:
-        """Whether a stop was asked for."""
+        """Whether the run was asked to stop."""
         ...
 
     def promptly(self) -> AbstractContextManager[object]:
-        """Inside, a request to stop raises `StopRequested` at once: what runs there changes no state that a checkpoint
-        holds, and may take minutes. Outside, a request waits until the step is done."""
+        """Inside this context a request to stop raises `StopRequested` at once. It is for work that may take minutes
+        and changes no state of a checkpoint. Outside it, the loop stops when the step is done."""
         ...
 
 
@@ -26,4 +26,4 @@ class _Never:
 
 
 NEVER: Stopping = _Never()
-"""For a loop that nobody can interrupt."""
+"""For a loop that is never asked to stop."""

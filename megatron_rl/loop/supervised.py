@@ -1,4 +1,5 @@
-"""The supervised loop: rows with completions, the same policy, the same plans, another objective."""
+"""The supervised training loop, for rows with completions. It uses the same policy and the same micro-batch plans as
+reinforcement learning, with another objective."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ def train_supervised(
     records: tuple[Sink, Checkpoints],
     stopping: Stopping = NEVER,
 ) -> int:
-    """Train to config.run.steps, or until `stopping` says so after a step; returns the steps that are done."""
+    """Train up to step config.run.steps, or until `stopping` asks for a stop; returns the number of steps that are
+    done."""
     sink, checkpoints = records
     parts = {"stream": rows}
     step = checkpoints.restore(policy, parts)
@@ -55,7 +57,7 @@ def train_supervised(
 
 
 def as_batch(rows: Sequence[Tokens], step: int) -> Batch:
-    """Every row is a group of one whose actions are its completion."""
+    """The rows as a batch. Each row is a group of one sample, whose actions are the tokens of its completion."""
     groups = []
     for position, row in enumerate(rows):
         sample = Sample(

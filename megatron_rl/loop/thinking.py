@@ -1,10 +1,12 @@
-"""The thinking budget: a plan between two calls of the engine, and the join of both into one sample.
+"""The thinking budget: it plans the second of two calls of the engine, and joins both calls into one sample.
 
-Call 1 samples at most n tokens. If the closing delimiter is among them, what follows it is answer already; if
-it is not, it is forced. Call 2 gives the answer what is left of its m tokens. Invariants (tests/unit/loop):
-the thought has at most n tokens and the answer at most m; a sample that the model did not end itself in its
-thought holds the delimiter; a delimiter of which the cut left a beginning is completed, not doubled; forced
-tokens are no actions; each action keeps its own version; without a second call nothing is sampled again.
+Call 1 samples at most n tokens. If the delimiter is among them, the tokens after it belong to the answer. If it is not,
+the delimiter is appended as forced tokens. Call 2 samples the rest of the answer, up to m answer tokens in total.
+
+Invariants (tests/unit/loop): the thought has at most n tokens and the answer at most m; a sample contains the delimiter
+unless the model ended the sample within its thought; if the cut left the beginning of a delimiter, only its rest is
+appended; forced tokens are no actions; each action keeps its own version; without a second call nothing is sampled
+again.
 """
 
 from __future__ import annotations
@@ -19,40 +21,40 @@ from megatron_rl.types import Sample, Tokens
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What one call sampled, the end-of-sequence token included."""
+    """The tokens that one call sampled, including the end-of-sequence token."""
 
     ids: Sequence[int]
     logp: Sequence[float]
-    """One a token."""
+    """The log-prob of each token."""
     version: Sequence[int]
-    """One a token: the weights that sampled it. A push may arrive in the middle of a call."""
+    """The version of the weights that sampled each token. A push may arrive in the middle of a call."""
     stopped: bool
-    """The model ended it; else its token limit did."""
+    """True if the model ended the call, False if the token limit did."""
 
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """What becomes of call 1 and what call 2 is to do."""
+    """The plan after call 1: which of its tokens are kept, and what call 2 samples."""
 
     num_kept: int
-    """Tokens of call 1 that stay; fewer than it gave when the answer ran over its budget."""
+    """The number of tokens of call 1 that are kept. It is less than all if the answer exceeded its budget."""
     forced: tuple[int, ...]
-    """Appended to them: the delimiter, or what the cut left out of it."""
+    """The tokens that are appended to them: the delimiter, or the rest of it if the cut left its beginning."""
     max_tokens: int
-    """Of call 2; 0: there is none."""
+    """The largest number of tokens of call 2; 0 means that there is no call 2."""
 
 
 def find_delimiter(ids: Sequence[int], delimiter: Sequence[int]) -> int | None:
-    """Index of the first token of the first whole delimiter."""
+    """The index of the first token of the first complete delimiter; None if there is none."""
     size, wanted = len(delimiter), list(delimiter)
     starts = range(len(ids) - size + 1)
     return next((i for i in starts if ids[i] == wanted[0] and list(ids[i : i + size]) == wanted), None)
 
 
 def plan_second_call(first: Completion, delimiter: Sequence[int], response_tokens: int) -> Continuation:
-    """Plan from what call 1 sampled.
+    """Plan call 2 from the tokens of call 1.
 
-    Example, delimiter (3,), response_tokens 4:
+    Example with delimiter (3,) and response_tokens 4:
         [7 7 7] cut          -> keep 3, force (3,), sample 4
         [7 3 8] cut          -> keep 3, force ()  , sample 3
         [7 3 8 1] ended by 1 -> keep 4, force ()  , sample 0
@@ -70,7 +72,7 @@ def plan_second_call(first: Completion, delimiter: Sequence[int], response_token
 
 
 def _begun(ids: Sequence[int], delimiter: Sequence[int]) -> int:
-    """Length of the longest beginning of the delimiter that `ids` ends with."""
+    """The length of the longest beginning of the delimiter that `ids` ends with; 0 if there is none."""
     for size in range(min(len(delimiter) - 1, len(ids)), 0, -1):
         if list(ids[-size:]) == list(delimiter[:size]):
             return size
@@ -83,16 +85,16 @@ def join(
     forced: Sequence[int],
     delimiter: Sequence[int] | None,
 ) -> tuple[Sample, Tokens]:
-    """One sample from its calls: prompt, call 1 as it is kept, forced tokens, call 2.
+    """Make one sample of its calls: the prompt, the kept tokens of call 1, the forced tokens, and call 2.
 
     Args:
-        calls: one or two; `truncate` call 1 to `num_kept` before.
-        forced: stands between the calls.
-        delimiter: ends the thought. `num_thought_tokens` counts the response's tokens before its first one
-            and is 0 when the response has none (or the model knows no such token: None).
+        calls: one or two calls. Call 1 must have been cut to `num_kept` by `truncate`.
+        forced: the tokens between the calls.
+        delimiter: the tokens that end the thought; None if the model does not think. `num_thought_tokens` is the number
+            of response tokens before the first delimiter, or 0 if there is none.
 
     Returns:
-        The driver's record and the tokens; finish is `stop` if the model ended the last call.
+        The driver's record of the sample, and its tokens. `finish` is `stop` if the model ended the last call.
     """
     prompt, first, second = len(prompt_ids), calls[0], calls[1] if len(calls) > 1 else None
     parts = [list(prompt_ids), list(first.ids), list(forced), list(second.ids) if second else []]
@@ -120,7 +122,7 @@ def join(
 
 
 def truncate(first: Completion, num_kept: int) -> Completion:
-    """The beginning of a call; what it loses was not the model's end of it."""
+    """The first `num_kept` tokens of a call. If tokens are cut off, the model did not end what remains."""
     if num_kept == len(first.ids):
         return first
     return Completion(first.ids[:num_kept], first.logp[:num_kept], first.version[:num_kept], stopped=False)

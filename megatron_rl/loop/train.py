@@ -1,11 +1,10 @@
-"""The training loop: one, for every algorithm, engine and placement.
+"""The training loop, which is the same for every algorithm, engine and placement.
 
-    push weights -> answer -> verify -> estimate advantages -> plan -> log-probs -> update -> save, evaluate
+    push weights -> evaluate -> answer -> verify -> estimate advantages -> plan -> log-probs -> update -> save
 
-Invariants (tests/unit/loop, tests/e2e): a run that was killed and resumed computes the same losses as one that
-was not; what leaves a step (zero-signal groups, abstentions) is a counted metric; the run stops with the cause
-when trainer and engine disagree about the log-probs of the same tokens; a run that ends early, for whatever reason,
-leaves its newest whole state.
+Invariants (tests/unit/loop, tests/e2e): a run that was killed and resumed computes the same losses as a run without
+interruption; metrics count what leaves a step (zero-signal groups, abstentions); the run stops if trainer and engine
+give different log-probs to the same tokens; a run that ends early, for any reason, leaves its newest complete state.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from megatron_rl.algorithms import Coefficients, disagreement, estimate_advantag
 from megatron_rl.balance import plan_microbatches
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.data import ShuffledStream
-from megatron_rl.loop.checkpoints import Checkpoints, WholeState, due
+from megatron_rl.loop.checkpoints import Checkpoints, Stateful, WholeState, due
 from megatron_rl.loop.rollouts import SilentRewards, answer_and_verify, as_batch, evaluate_heldout
 from megatron_rl.loop.stopping import NEVER, Stopping
 from megatron_rl.ports import Bridge, Engine, Policy, Sink, Verifier
@@ -27,6 +26,8 @@ from megatron_rl.types import Metrics, ModelShape, Prompt
 
 @dataclass(frozen=True, slots=True)
 class Ports:
+    """The parts outside the loop that it works with."""
+
     policy: Policy
     engine: Engine
     bridge: Bridge
@@ -37,6 +38,7 @@ class Ports:
 class Prompts:
     train: ShuffledStream[Prompt]
     heldout: Sequence[Prompt]
+    """The prompts of evaluations; if it is empty, nothing is evaluated."""
 
 
 def train(
@@ -47,17 +49,18 @@ def train(
     records: tuple[Sink, Checkpoints],
     stopping: Stopping = NEVER,
 ) -> int:
-    """Train to config.run.steps, or until a stop is asked for; returns the steps that are done.
+    """Train up to step config.run.steps, or until `stopping` asks for a stop; returns the number of steps that are
+    done.
 
-    However it ends, the newest whole state has been saved, unless the policy is lost.
+    However it ends, the newest complete state is saved, unless the policy is lost.
 
     Raises:
-        ValueError: trainer and engine disagree, every verdict abstained, or a loss is not finite.
-        PolicyLost: a trainer died or does not answer.
+        ValueError: trainer and engine disagree, every verdict is an abstention, or a loss is not finite.
+        PolicyLost: a trainer has died or does not answer.
     """
     sink, checkpoints = records
     algorithm, coefficients = config.algorithm, Coefficients(config.algorithm)
-    parts = {"stream": prompts.train, "coefficients": coefficients}
+    parts: dict[str, Stateful] = {"stream": prompts.train, "coefficients": coefficients}
     silence = SilentRewards(config.rewards)
     step = checkpoints.restore(ports.policy, parts)
     with WholeState(checkpoints, ports.policy, parts) as whole:
@@ -114,7 +117,7 @@ def train(
 def synchronise(
     config: GrpoRunConfig, ports: Ports, prompts: Prompts, sink: Sink, step: int, stopping: Stopping
 ) -> Metrics:
-    """Push the weights that `step` begins with, and evaluate them when due: they are the step's first part."""
+    """Push the weights that `step` begins with, and evaluate them if an evaluation is due."""
     with sink.phase("sync"):
         metrics = ports.bridge.push(version=step)
     if prompts.heldout and (step in (0, config.run.steps) or due(step, config.eval.every)):
@@ -124,10 +127,11 @@ def synchronise(
 
 
 def describe_updates(updates: Sequence[Metrics], coefficients: Coefficients) -> Metrics:
-    """A step's updates as one: the largest of a `/max`, the smallest of a `/min`, else the mean; and the coefficients
-    that they used.
+    """The metrics of a step from those of its updates, with the coefficients that the updates used. The step's value is
+    the largest for names that end in `/max`, the smallest for `/min`, and the mean for all others.
 
-    `on_policy/ratio_error` is how far the first update's ratios are from 1: the weights are still those of logp_old.
+    `on_policy/ratio_error` is the largest deviation from 1 of the first update's ratios. It should be 0, because the
+    weights are still those of logp_old.
     """
     if not updates:
         return {}
@@ -141,8 +145,13 @@ def describe_updates(updates: Sequence[Metrics], coefficients: Coefficients) -> 
 
 
 def check_agreement(metrics: Metrics, bound: float, step: int) -> None:
-    """At lag 0 engine and trainer hold the same weights, so they must give the same tokens the same log-probs. Known
-    before the first update, or by it; the policy refuses such an update itself, before it changes a weight."""
+    """Check that engine and trainer, which have the same weights at the step's start, give the same log-probs to the
+    same tokens. If the mismatch is known only from the first update, the policy refuses this update itself before it
+    changes a weight.
+
+    Raises:
+        ValueError: the mean mismatch exceeds the bound.
+    """
     problem = disagreement(metrics, bound)
     if problem:
         raise ValueError(f"step {step}: {problem}")

@@ -1,4 +1,4 @@
-"""What a person sees of a run: the live view, its files, the trackers, the report, the summary."""
+"""Everything by which people watch a run: the live view, the run's files, the trackers, the report, the summary."""
 
 from __future__ import annotations
 

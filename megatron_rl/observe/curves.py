@@ -1,4 +1,4 @@
-"""The curves of one run, and of several over each other.
+"""The curves of one run, or of several runs in the same panels.
 
 Invariant: a panel shows the numbers that were logged, and a panel without numbers is left out.
 """
@@ -19,19 +19,20 @@ from megatron_rl.observe.records import heldout, reward_names, series, time_spli
 
 Records = Sequence[Mapping[str, float]]
 Panel = tuple[str, Callable[[Axes, Records], None]]
-"""Title, and what draws it."""
+"""The title of a panel, and the function that draws it."""
 
 INK, MUTED, GRID = "#1f2430", "#6b7280", "#e8eaee"
 BLUE, ORANGE, GREEN, GREY = "#2f6fde", "#e4813a", "#2b9a66", "#c3c8d1"
 PHASES = ("#2f6fde", "#2b9a66", "#e4813a", "#8b5fc7", "#d6486b", "#21a5b5", "#b59b21", "#7a4a2b", "#2f3e63")
 STYLE = {"linewidth": 1.8, "solid_capstyle": "round"}
 SPIKE = 30.0
-"""A maximum so many times the median is drawn on a logarithmic scale, where the other values can be seen too."""
+"""If the maximum exceeds the median by this factor, the axis is logarithmic, so that the other values remain
+visible."""
 
 
 def draw_curves(metrics: Records) -> Figure:
-    """The panels for which something was logged, two a row. A run with rewards shows no loss: a policy loss
-    says little about learning."""
+    """Draw the panels for which something was logged, two in each row. A run with rewards shows no loss, because a
+    policy loss says little about learning."""
     panels: list[tuple[str, str, Callable[[Axes, Records], None]]] = [
         ("Loss", "loss", _line("loss", BLUE)),
         ("Length, tokens", "length/response_mean", _draw_lengths),
@@ -61,8 +62,8 @@ def _figure(metrics: Any, panels: Sequence[tuple[str, Callable[[Axes, Any], None
 
 
 def _reward_panels(metrics: Records) -> list[Panel]:
-    """Reward and evaluation in one panel where they have one scale, in two where they have not; then each reward alone,
-    and abstentions."""
+    """The panels of reward and evaluation, which are one panel if both have the same scale, and the panels of the
+    separate rewards and of abstentions."""
     if not series(metrics, "reward/mean")[0]:
         return []
     label, name = heldout(metrics)
@@ -114,7 +115,7 @@ def _line(name: str, colour: str) -> Callable[[Axes, Records], None]:
 
 
 def _fit_positive(axes: Axes, values: Sequence[float]) -> None:
-    """Let the axis begin at 0, or make it logarithmic where one spike would flatten everything else."""
+    """Let the axis begin at 0, or make it logarithmic if one large value would hide the variation of the others."""
     if values and min(values) > 0 and max(values) > SPIKE * median(values):
         axes.set_yscale("log")
         axes.yaxis.set_minor_locator(NullLocator())
@@ -123,7 +124,7 @@ def _fit_positive(axes: Axes, values: Sequence[float]) -> None:
 
 
 def _draw_reward(evaluation: tuple[str, str] | None) -> Callable[[Axes, Records], None]:
-    """The reward, and (label, metric) of the evaluations."""
+    """Returns a function that draws the reward and the evaluations, which are given as (label, metric)."""
 
     def draw(axes: Axes, metrics: Records) -> None:
         axes.plot(*series(metrics, "reward/mean"), color=BLUE, label="reward", **STYLE)
@@ -137,7 +138,7 @@ def _draw_reward(evaluation: tuple[str, str] | None) -> Callable[[Axes, Records]
 
 
 def _draw_lines(lines: Mapping[str, str], colours: Sequence[str]) -> Callable[[Axes, Records], None]:
-    """A line for each label; `lines` gives its metric."""
+    """Returns a function that draws a line for each label; `lines` maps labels to metrics."""
 
     def draw(axes: Axes, metrics: Records) -> None:
         for index, (label, name) in enumerate(lines.items()):
@@ -152,7 +153,7 @@ def _draw_lines(lines: Mapping[str, str], colours: Sequence[str]) -> Callable[[A
 
 
 def _draw_abstentions(names: Sequence[str]) -> Callable[[Axes, Records], None]:
-    """A line a reward, in the reward's colour, of those that abstained."""
+    """Returns a function that draws a line for each reward that abstained, in the colour of the reward."""
 
     def draw(axes: Axes, metrics: Records) -> None:
         for name, colour in zip(names, cycle(PHASES)):
@@ -166,7 +167,8 @@ def _draw_abstentions(names: Sequence[str]) -> Callable[[Axes, Records], None]:
 
 
 def _fit(axes: Axes) -> None:
-    """Shares have the whole scale from 0 to 1, so that runs compare; values below 0 have a line at 0."""
+    """Give shares the scale from 0 to 1, so that runs can be compared, and draw a line at 0 if there are values
+    below."""
     values = [value for line in axes.lines for value in line.get_ydata()]
     if values and min(values) >= 0 and max(values) <= 1:
         axes.set_ylim(0, 1.03)
@@ -213,7 +215,7 @@ def _fit_decades(axes: Axes, values: Sequence[float]) -> None:
 
 
 def draw_comparison(runs: Mapping[str, Records]) -> Figure:
-    """The curves of several runs over each other, a colour a run in the order given, a panel a metric."""
+    """Draw the curves of several runs, with one panel for each metric and one colour for each run."""
     panels = [
         ("Held-out accuracy", "eval/accuracy"),
         ("Held-out reward", "eval/reward_mean"),
@@ -247,7 +249,7 @@ def draw_comparison(runs: Mapping[str, Records]) -> Figure:
 
 
 def colour_of(index: int) -> str:
-    """The colour of the run with this index."""
+    """The colour of the run with this index, in the order in which the runs were given."""
     return PHASES[index % len(PHASES)]
 
 

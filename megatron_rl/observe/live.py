@@ -1,7 +1,6 @@
-"""The run on the screen: a live table in a terminal, plain lines anywhere else, at most one a second.
+"""The run on the screen: a live table in a terminal, and elsewhere plain lines, at most one in a second.
 
-Invariant: what is shown is derived from the logged record alone, and a metric that was not logged is left
-out.
+Invariant: everything shown is derived from the logged records alone, and a metric that was not logged is left out.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ SPARK_METRICS = {
     "held-out accuracy": "eval/accuracy",
     "held-out reward": "eval/reward_mean",
 }
-"""Figures that have their history beside them."""
+"""The figures that are shown together with their history."""
 
 
 def figures(record: Mapping[str, float]) -> dict[str, str]:
-    """The figures of a record that people watch, as text. Each reward has its own where there are several, or where
-    one abstained."""
+    """The most important figures of a record, as text. Each reward has a figure of its own if there are several, or if
+    it abstained."""
     shown = dict(record)
     if {"length/response_mean", "length/thought_mean"} <= shown.keys():
         shown["length/answer_mean"] = shown["length/response_mean"] - shown["length/thought_mean"]
@@ -80,7 +79,8 @@ def sparkline(values: list[float]) -> str:
 
 
 class LiveView:
-    """Starts on the first phase or record, so that what a start-up prints stays readable."""
+    """The live table. It appears with the first phase or record, so that it does not overwrite what is printed during
+    the start."""
 
     def __init__(self, console: Console, steps: int) -> None:
         self._console, self._steps = console, steps
@@ -106,7 +106,7 @@ class LiveView:
                 self._console.print(self._line(record), highlight=False, markup=False, soft_wrap=True)
             return
         self._begin()
-        # Evaluations are not of every step: the last one stays. Times are those of the run so far.
+        # An evaluation is not made in every step, so the last one stays. Times are summed over the run.
         for name, value in record.items():
             before = self._record.get(name, 0.0) if name.startswith("time/") else 0.0
             self._record[name] = before + value

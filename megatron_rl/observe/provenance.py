@@ -1,6 +1,6 @@
-"""What a run was made of, in its folder: the resolved configuration, versions, the commit.
+"""The file in the run folder with the resolved configuration, the versions of packages and the commit.
 
-Invariant: the configuration part, read back, is the same configuration.
+Invariant: the configuration that is read back from the file equals the configuration of the run.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ PACKAGES = (
 
 
 def provenance(config: BaseConfig) -> dict[str, Any]:
-    """The configuration with defaults filled in, versions (null: not installed), commit (null: no
-    repository)."""
+    """The configuration with its defaults, the versions of packages (None for one that is not installed), and the
+    commit (None if there is no repository)."""
     return {
         "config": config.model_dump(mode="json"),
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
@@ -41,7 +41,8 @@ def provenance(config: BaseConfig) -> dict[str, Any]:
 
 
 def flat(nested: Any, prefix: str = "") -> dict[str, Any]:
-    """Leaves by their dotted keys: {"run": {"name": "x"}} becomes {"run.name": "x"}; a list's keys are its indices."""
+    """The leaves of nested mappings by their dotted keys: {"run": {"name": "x"}} becomes {"run.name": "x"}. A list of
+    mappings has its indices as keys."""
     if isinstance(nested, Mapping):
         items = [(str(key), value) for key, value in nested.items()]
     elif isinstance(nested, list | tuple) and any(isinstance(value, Mapping) for value in nested):
@@ -55,7 +56,7 @@ def flat(nested: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def write_provenance(run_folder: Path, config: BaseConfig) -> Path:
-    """Write `config.json` into the run folder."""
+    """Write `config.json` into the run folder, and return its path."""
     run_folder.mkdir(parents=True, exist_ok=True)
     path = run_folder / "config.json"
     path.write_text(json.dumps(provenance(config), indent=2) + "\n", encoding="utf-8")
@@ -63,8 +64,9 @@ def write_provenance(run_folder: Path, config: BaseConfig) -> Path:
 
 
 def git_state(package_folder: Path) -> dict[str, Any] | None:
-    """Commit of the repository whose root holds the package, and whether tracked files differ from it. None
-    without git, without a commit, and for a package installed elsewhere, say below another repository."""
+    """The commit of the repository that has the package in its root, and whether tracked files differ from the commit.
+    It is None without git, without a commit, and for a package that is installed elsewhere, even inside another
+    repository."""
     if shutil.which("git") is None:
         return None
     head = _git(package_folder, "rev-parse", "--show-toplevel", "HEAD")

@@ -1,7 +1,7 @@
-"""The two files of a run, `metrics.jsonl` and `samples.jsonl`: one JSON object a line, each with its `step`.
+"""The two files of a run, `metrics.jsonl` and `samples.jsonl`. Each line is a JSON object with a `step`.
 
-Invariants: a number that is not finite is written as null and read as missing; cutting at a step leaves
-exactly the lines of earlier steps, and drops a last line that a crash left incomplete.
+Invariants: a number that is not finite is written as null, and read as missing. Cutting a file at a step leaves exactly
+the lines of earlier steps, and removes a last line that a crash left incomplete.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
 
 
 def write_line(file: TextIO, record: Mapping[str, Any]) -> None:
-    """Append one record and flush it: a run that dies keeps what it logged."""
+    """Append one record and flush the file, so that a run that dies keeps what it has logged."""
     finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
     file.write(json.dumps(finite, ensure_ascii=False) + "\n")
     file.flush()
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The complete records of a file; none when there is no file.
+    """The complete records of a file; an empty list if there is no file.
 
     Raises:
-        ValueError: a complete line holds no JSON; it is named.
+        ValueError: a complete line is not JSON. The message gives its number.
     """
     if not path.exists():
         return []
     records = []
-    # Split at line feeds alone: an answer may hold other line separators. The last piece is empty, or a line that is
-    # being written or was cut by a crash, perhaps inside a character.
+    # The file is split only at line feeds, because an answer may contain other line separators. The last piece is
+    # empty, or it is a line that is being written or that a crash cut, perhaps inside a character.
     for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
         try:
             records.append(json.loads(line))
         except ValueError as error:
-            raise ValueError(f"{path}:{number} is no JSON ({error}); remove this line to read the others") from error
+            raise ValueError(f"{path}:{number} is not JSON ({error}); remove this line to read the others") from error
     return records
 
 
 def cut(path: Path, step: int) -> None:
-    """Keep the lines of steps before `step`."""
+    """Keep only the lines of steps before `step`."""
     kept = [record for record in read_lines(path) if record["step"] < step]
     replacement = path.with_suffix(".tmp")
     with replacement.open("w", encoding="utf-8") as file:
@@ -54,8 +54,8 @@ def cut(path: Path, step: int) -> None:
 
 
 def read_metrics(run_folder: Path) -> list[dict[str, float]]:
-    """One record a step, ascending. Lines of the same step become one: times add up, else the last one
-    counts."""
+    """One record for each step, in ascending order. Lines of the same step are merged: times are added, and for other
+    metrics the last value counts."""
     steps: dict[int, dict[str, float]] = {}
     for line in read_lines(run_folder / METRICS):
         merged = steps.setdefault(line["step"], {})
@@ -66,13 +66,13 @@ def read_metrics(run_folder: Path) -> list[dict[str, float]]:
 
 
 def series(metrics: Sequence[Mapping[str, float]], name: str) -> tuple[list[int], list[float]]:
-    """Steps and values where the metric was logged."""
+    """The steps at which the metric was logged, and its values."""
     points = [(int(record["step"]), record[name]) for record in metrics if name in record]
     return [step for step, _ in points], [value for _, value in points]
 
 
 def time_split(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Seconds of each phase over these steps, longest first, `other` last; their sum is the total."""
+    """The seconds of each phase over these steps, the longest first and `other` last. Their sum is the total time."""
     seconds: dict[str, float] = {}
     for record in metrics:
         for name, value in record.items():
@@ -83,8 +83,8 @@ def time_split(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def pace(metrics: Sequence[Mapping[str, float]]) -> tuple[int, float]:
-    """The number of training steps, and the mean seconds of one; evaluations and checkpoints are apart, because how
-    often they happen is a setting."""
+    """The number of training steps, and the mean seconds of one step without evaluations and checkpoints, because how
+    often these happen is a setting."""
     steps = sum("reward/mean" in record or "loss" in record for record in metrics)
     split = time_split(metrics)
     seconds = sum(split.values()) - split.get("evaluate", 0.0) - split.get("checkpoint", 0.0)
@@ -92,14 +92,13 @@ def pace(metrics: Sequence[Mapping[str, float]]) -> tuple[int, float]:
 
 
 def heldout(metrics: Sequence[Mapping[str, float]]) -> tuple[str, str]:
-    """(label, metric) of what evaluations say: the share of right answers where a verifier judges that, else the mean
-    reward."""
+    """The (label, metric) of evaluations: the accuracy if there is one, else the mean reward."""
     known = (("held-out accuracy", "eval/accuracy"), ("held-out reward", "eval/reward_mean"))
     return next((pair for pair in known if any(pair[1] in record for record in metrics)), known[0])
 
 
 def reward_names(metrics: Sequence[Mapping[str, float]]) -> list[str]:
-    """The rewards that were logged one by one, as `reward/<name>/mean`, in the order of their first record;
-    `reward/mean` is of their weighted sum."""
+    """The names of the separate rewards, which are logged as `reward/<name>/mean`, in the order of their first record.
+    `reward/mean` is the mean of their weighted sum."""
     found = [re.fullmatch("reward/(.+)/(?:mean|abstained)", name) for record in metrics for name in record]
     return list(dict.fromkeys(match[1] for match in found if match))

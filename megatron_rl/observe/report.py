@@ -1,7 +1,8 @@
-"""A run, or several beside each other, as one page: self-contained, with its curves; the curves also as a picture.
+"""The report of a run, and the comparison of several runs, as an HTML page with curves. The curves are also written as
+a picture.
 
-Invariants: a page loads nothing from elsewhere, and text from rows and answers is escaped; a run that crashed, or is
-still going on, is reported as far as its files go.
+Invariants: a page loads nothing from elsewhere; text from rows and answers is escaped; the report of a run that
+crashed, or that is still running, contains what is in its files.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ NO_VALUE = "\N{EN DASH}"
 
 
 def write_report(run_folder: Path, out: Path | None = None) -> Path:
-    """Write `report.html` and `curves.png` from the run folder's metrics.jsonl, samples.jsonl and
-    config.json; returns the page.
+    """Write `report.html` and `curves.png` from the run folder's metrics.jsonl, samples.jsonl and config.json, and
+    return the path of the page.
 
     Args:
-        out: the folder that they go to; None: the run folder.
+        out: the folder to write to; None means the run folder.
 
     Raises:
-        ValueError: no step was logged, or a file holds something else than JSON.
+        ValueError: no step was logged, or a file is not JSON.
     """
     metrics, made_of = _read(run_folder)
     out = out or run_folder
@@ -57,11 +58,11 @@ def write_report(run_folder: Path, out: Path | None = None) -> Path:
 
 
 def write_comparison(run_folders: Sequence[Path], out: Path) -> Path:
-    """Write `comparison.html` and `comparison.png` into the folder `out`: headline numbers, curves over each other, and
-    what the runs were made of where it differs; returns the page.
+    """Write `comparison.html` and `comparison.png` into the folder `out`, and return the path of the page. It shows the
+    headline numbers, the curves of all runs, and the differences in configuration, versions and commit.
 
     Raises:
-        ValueError: no step was logged in one of the runs, or a file holds something else than JSON.
+        ValueError: no step was logged in one of the runs, or a file is not JSON, or a run is given twice.
     """
     read = dict(zip(distinct_names(run_folders), map(_read, run_folders), strict=True))
     runs = {name: metrics for name, (metrics, _) in read.items()}
@@ -82,7 +83,11 @@ def write_comparison(run_folders: Sequence[Path], out: Path) -> Path:
 
 
 def distinct_names(folders: Sequence[Path]) -> list[str]:
-    """The last parts of the paths, as many as tell them apart; a folder that is given twice is an error."""
+    """The shortest ends of the paths that differ from each other.
+
+    Raises:
+        ValueError: a folder is given twice.
+    """
     paths = [folder.resolve() for folder in folders]
     if len(set(paths)) < len(paths):
         raise ValueError("the same run is given twice; give each run once")
@@ -94,22 +99,22 @@ def distinct_names(folders: Sequence[Path]) -> list[str]:
 
 
 def differences(leaves: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
-    """Dotted key -> its value in each run as text, of the keys that are not the same in all of them."""
+    """The dotted keys whose values differ between the runs, with the value in each run as text."""
     keys = sorted({key for one in leaves for key in one})
     rows = {key: [json.dumps(one[key]) if key in one else NO_VALUE for one in leaves] for key in keys}
     return {key.removeprefix("config."): row for key, row in rows.items() if len(set(row)) > 1}
 
 
 def _read(run_folder: Path) -> tuple[Records, dict[str, Any] | None]:
-    """Metrics, and what the run was made of where that is known."""
+    """The metrics of a run, and the content of its config.json, which is None if there is no such file."""
     metrics = read_metrics(run_folder)
     if not metrics:
-        raise ValueError(f"{run_folder} holds no metrics.jsonl with a step: nothing to report")
+        raise ValueError(f"{run_folder} has no metrics.jsonl with a step, so there is nothing to report")
     path = run_folder / "config.json"
     try:
         return metrics, json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
     except ValueError as error:
-        raise ValueError(f"{path} is no JSON ({error}); remove it to have a report without it") from error
+        raise ValueError(f"{path} is not JSON ({error}); remove it to get a report without it") from error
 
 
 def _write(page: Path, template: str, figure: Figure, picture: Path, **content: Any) -> Path:
@@ -123,7 +128,7 @@ def _write(page: Path, template: str, figure: Figure, picture: Path, **content: 
 
 
 def _planned(made_of: Mapping[str, Any] | None) -> int | None:
-    """Steps that the run was to have."""
+    """The configured number of steps; None if it is not known."""
     return made_of["config"]["run"]["steps"] if made_of else None
 
 
@@ -132,17 +137,17 @@ def _steps(steps: int, planned: int | None) -> str:
 
 
 def _tiles(metrics: Records, planned: int | None) -> list[dict[str, str]]:
-    """The headline numbers: label, value, and a remark."""
+    """The headline numbers, each with a label, a value and a remark."""
     tiles = []
     label, name = heldout(metrics)
     for label, name in ((label.capitalize(), name), ("Reward", "reward/mean")):
         _, values = series(metrics, name)
         if values:
-            tiles.append({"label": label, "value": f"{values[-1]:.3f}", "remark": f"from {values[0]:.3f}"})
+            tiles.append({"label": label, "value": f"{values[-1]:.3f}", "remark": f"first: {values[0]:.3f}"})
     seconds = sum(time_split(metrics).values())
     steps, each = pace(metrics)
     tiles.append({"label": "Steps", "value": _steps(steps, planned), "remark": f"{each:.2f} s a step"})
-    tiles.append({"label": "Time", "value": duration(seconds), "remark": "evaluations and checkpoints too"})
+    tiles.append({"label": "Time", "value": duration(seconds), "remark": "with evaluations and checkpoints"})
     _, speeds = series(metrics, "rollout/tokens_per_s")
     if speeds:
         mean = sum(speeds) / len(speeds)
@@ -151,8 +156,9 @@ def _tiles(metrics: Records, planned: int | None) -> list[dict[str, str]]:
 
 
 def _rewards(metrics: Records) -> list[dict[str, str]]:
-    """Each reward alone, where there are several or one abstained: its mean at the start and at the end, the share of
-    samples on which it abstained and the seconds that it took, both as means of a step."""
+    """The table of the separate rewards. A reward has a row if there are several or if it abstained: its mean in the
+    first and in the last step, and, as means over the steps, the share of samples on which it abstained and the seconds
+    that it took."""
     names = reward_names(metrics)
     rows = []
     for name in names:
@@ -173,7 +179,7 @@ def _rewards(metrics: Records) -> list[dict[str, str]]:
 
 
 def _headline(metrics: Records, planned: int | None) -> dict[str, str]:
-    """The row of one run in a comparison: label -> value."""
+    """The row of one run in a comparison, as values by their labels."""
     row = {}
     for label, name, form in (
         ("held-out accuracy", "eval/accuracy", "{:.3f}"),

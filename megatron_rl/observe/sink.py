@@ -1,7 +1,8 @@
-"""Where a run's numbers go: the screen, metrics.jsonl, samples.jsonl, warnings.log, the trackers.
+"""The output of a run: the screen, metrics.jsonl, samples.jsonl, warnings.log and the experiment trackers.
 
-Invariants: one flushed line a logged step; phases never overlap, so the phases and `other` of a step sum to
-its total; a resumed run's file reads as if it had never stopped; a tracker that fails is told once and counted.
+Invariants: every logged step is one flushed line. Phases never overlap, so the times of the phases and of `other` add
+up to the total time of a step. The files of a resumed run are the same as if it had never stopped. The failure of a
+tracker is shown once, and the records that it lost are counted.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from megatron_rl.observe.trackers import Feed
 from megatron_rl.types import Group, Metrics, Tokens
 
 NUM_ANSWERS = 3
-"""Answers kept at a time."""
+"""The largest number of answers that one call of `samples` records."""
 WARNINGS = Path("logs", "warnings.log")
-"""In the run folder: one line a warning, `step 12: what is wrong`."""
+"""The file of warnings in the run folder, with lines like `step 12: what is wrong`."""
 
 
 class Tokenizer(Protocol):
@@ -31,30 +32,34 @@ class Tokenizer(Protocol):
 
 
 def check_unused(run_folder: Path) -> None:
-    """Raises ValueError when the folder holds the files of an earlier run: a new one would be mixed with it."""
+    """
+    Raises:
+        ValueError: the folder has the files of an earlier run, with which those of a new run would be mixed.
+    """
     if any((run_folder / name).exists() for name in (METRICS, SAMPLES)):
         raise ValueError(
-            f"{run_folder} holds the files of an earlier run: continue it with --resume auto, delete the "
-            "folder, or choose another run.name"
+            f"{run_folder} has the files of an earlier run; continue it with --resume auto, delete the folder, or "
+            "choose another run.name"
         )
 
 
 class RunSink:
-    """Implements `ports.Sink`; a context manager that ends the live view.
+    """The implementation of `ports.Sink`. As a context manager it closes the trackers and the live view.
 
-    Steps count from 0, and what is logged at step s was measured with the weights of version s. A step's
-    total time runs from the last `log` (the first one from the first phase) to its own.
+    Steps are counted from 0, and the record of step s was measured with the weights of version s. The total time of a
+    step runs from the `log` of the step before to its own `log`; that of the first step runs from the first phase.
 
     Args:
-        run_folder: made when missing.
-        steps: of the whole run, for the progress bar.
-        console: an interactive terminal gets a live table, anything else one plain line a step.
-        tokenizer: makes text of the answers.
-        delimiter: text that ends the thought; empty when the model has none.
-        resume_at: the next step to run, where a run goes on: lines of it and later ones are cut. None: a new run.
+        run_folder: the folder of the files; it is created if it does not exist.
+        steps: the number of steps of the whole run, for the progress bar.
+        console: an interactive terminal shows a live table, and any other output a plain line for each step.
+        tokenizer: decodes the answers.
+        delimiter: the text that ends the thought; empty if the model does not think.
+        resume_at: the next step of a resumed run; the lines of this step and of later ones are removed. None means a
+            new run.
 
     Raises:
-        ValueError: a new run in a folder that holds the files of an earlier one.
+        ValueError: the run is new, but the folder has the files of an earlier one.
     """
 
     def __init__(
@@ -84,7 +89,7 @@ class RunSink:
         self._started: float | None = None
 
     def feed(self, feeds: Sequence[Feed]) -> None:
-        """Hand every record that is logged from now on to these trackers too, and tell where they are."""
+        """Send every record from now on to these trackers too, and print where people find the run there."""
         self._feeds |= {feed.kind: feed for feed in feeds}
         for feed in feeds:
             self._view.tell(f"{feed.kind}: {feed.where}")
@@ -100,12 +105,13 @@ class RunSink:
         self._tell_failures()
         for feed in self._feeds.values():
             if feed.num_lost:
-                self.warn(f"{feed.kind} did not take {feed.num_lost} records; they are in {self.run_folder / METRICS}")
+                self.warn(f"{feed.kind} lost {feed.num_lost} records; they are in {self.run_folder / METRICS}")
         self._view.stop()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time what runs inside as `time/<name>_s`. Phases of one name add up; phases do not nest."""
+        """Measure the time of the body of the `with` statement as `time/<name>_s`. The times of phases with the same
+        name are added. A phase must not be inside another one."""
         assert self._phase is None, f"phase {name!r} inside phase {self._phase!r}: its time would count twice"
         start = time.perf_counter()
         self._started = self._started or start
@@ -133,7 +139,8 @@ class RunSink:
         self._tell_failures()
 
     def warn(self, message: str) -> None:
-        """Show a warning, and keep it with its step in logs/warnings.log; the same one is told once in a row."""
+        """Show a warning, and write it with its step to logs/warnings.log. A repetition of the last warning is
+        ignored."""
         if message == self._warned:
             return
         self._warned = message
@@ -148,12 +155,12 @@ class RunSink:
             if feed.failure and feed.kind not in self._told:
                 self._told.add(feed.kind)
                 self.warn(
-                    f"{feed.kind} does not take the run's numbers ({feed.failure}); the run goes on, and all numbers "
-                    f"are in {self.run_folder / METRICS}"
+                    f"{feed.kind} does not accept the run's numbers ({feed.failure}); the run continues, and all "
+                    f"numbers are in {self.run_folder / METRICS}"
                 )
 
     def samples(self, step: int, groups: Sequence[Group], payloads: Sequence[Sequence[Tokens]]) -> None:
-        """Keep the first answer of the first groups, with special tokens: what the model wrote, all of it."""
+        """Write the first answer of each of the first groups, including special tokens."""
         for group, payload in zip(groups[:NUM_ANSWERS], payloads[:NUM_ANSWERS], strict=True):
             sample, prompt = group.samples[0], group.prompt
             response = payload[0].ids[sample.num_prompt_tokens :].tolist()
@@ -177,7 +184,7 @@ class RunSink:
             )
 
     def _split(self, text: str) -> tuple[str, str]:
-        """Thought with its delimiter, and answer."""
+        """The thought with its delimiter, and the answer."""
         if not self._delimiter or self._delimiter not in text:
             return "", text
         thought, delimiter, answer = text.partition(self._delimiter)

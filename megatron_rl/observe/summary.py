@@ -1,6 +1,6 @@
-"""The end of a run on the screen: before and after, where the time went, three answers.
+"""The summary at the end of a run on the screen: values before and after, the time of each phase, three answers.
 
-Invariant: answers are printed as they are, never read as markup.
+Invariant: answers are printed literally and never interpreted as markup.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def print_summary(run_folder: Path, console: Console) -> None:
     """
     metrics = read_metrics(run_folder)
     if not metrics:
-        raise ValueError(f"{run_folder} holds no metrics.jsonl with a step: nothing to sum up")
+        raise ValueError(f"{run_folder} has no metrics.jsonl with a step, so there is nothing to summarise")
     for sample in read_lines(run_folder / SAMPLES)[-3:]:
         console.print(_answer(sample))
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="bright_black")
@@ -62,12 +62,12 @@ def print_summary(run_folder: Path, console: Console) -> None:
     console.print()
     console.print(table)
     console.print()
-    told = f"{steps} steps in {duration(total)}, {each:.2f} s a step without evaluations and checkpoints{speed}"
+    told = f"{steps} steps in {duration(total)}, {each:.2f} s per step without evaluations and checkpoints{speed}"
     console.print(Text(told, "bold"))
     _, mismatches = series(metrics, "mismatch/mean_abs")
     _, ratio_errors = series(metrics, "on_policy/ratio_error")
     if mismatches and ratio_errors:
-        agreed = f"trainer and engine log-probs differ by {max(mismatches):.1e} (mean of a step) at most; "
+        agreed = f"the log-probs of trainer and engine differ by at most {max(mismatches):.1e} (mean of a step); "
         console.print(f"{agreed}on policy, the ratio is 1 within {max(ratio_errors):.1e}", style="bright_black")
     console.print(split_text(split))
 

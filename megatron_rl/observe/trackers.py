@@ -1,8 +1,8 @@
-"""Experiment trackers beside metrics.jsonl: Weights & Biases, TensorBoard, MLflow.
+"""Experiment trackers in addition to metrics.jsonl: Weights & Biases, TensorBoard, MLflow.
 
-Invariants: the run never waits for a tracker, and no failure of one ends it: the failure is told once, lost records
-are counted, and the numbers stay in metrics.jsonl. A resumed run continues the tracker's run, whose identity is kept
-in the run folder.
+Invariants: the steps of a run never wait for a tracker. The failure of a tracker does not end the run: it is shown
+once, lost records are counted, and all numbers are in metrics.jsonl. A resumed run continues the tracker's run, whose
+id is in the run folder.
 """
 
 from __future__ import annotations
@@ -21,44 +21,43 @@ from megatron_rl.config.schema import BaseConfig
 from megatron_rl.observe.provenance import flat, provenance
 
 IDENTITIES = "trackers.json"
-"""The file in the run folder that holds the run's id at each kind of tracker."""
+"""The file in the run folder that has the id of the run at each kind of tracker."""
 CLOSE_S = 30.0
-"""Seconds that the end of a run waits for a tracker that has not taken all records yet."""
+"""The longest time, in seconds, that the end of a run waits for a tracker that has not accepted all records yet."""
 
 Record = Mapping[str, float]
 
 
 class Tracker(Protocol):
     where: str
-    """Where a person finds the run."""
+    """Where people find the run: a URL, or a command."""
 
     def log(self, record: Record) -> None:
-        """Take one record, with its `step`. Raises whatever the tracker's package raises."""
+        """Send one record, which contains its `step`. It may raise any exception of the tracker's package."""
 
     def close(self, finished: bool) -> None: ...
 
 
 def missing_packages(config: BaseConfig) -> list[str]:
     """One sentence for each configured tracker whose package is not installed."""
-    # A folder of the name in the working folder, like the one that wandb makes, is no package: it has no origin.
+    # A folder with this name in the working folder, like the one that wandb creates, is no package; it has no origin.
     specs = {tracker.kind: find_spec(tracker.kind) for tracker in config.observe}
     return [
         f"observe: the kind {kind} needs a package that is not installed; install it with `pip install {kind}`, or "
-        f"take the kind out of `observe`"
+        f"remove the kind from `observe`"
         for kind, spec in specs.items()
         if spec is None or spec.origin is None
     ]
 
 
 def open_trackers(config: BaseConfig, resume_at: int | None) -> list[Feed]:
-    """Open every configured tracker and hand it the resolved configuration.
+    """Open every configured tracker, and send it the resolved configuration.
 
     Args:
-        resume_at: the next step to run, where a run goes on: the tracker's run of that folder is continued. None: a
-            new run.
+        resume_at: the next step of a resumed run, which continues the tracker's run. None means a new run.
 
     Raises:
-        ValueError: a package is not installed, or a tracker refuses to start (no login, no server).
+        ValueError: a package is not installed, or a tracker does not start (no login, no server).
     """
     if missing := missing_packages(config):
         raise ValueError("\n".join(missing))
@@ -69,12 +68,12 @@ def open_trackers(config: BaseConfig, resume_at: int | None) -> list[Feed]:
     for section in config.observe:
         try:
             tracker = _OPEN[type(section)](section, config, identities, resume_at)
-        except Exception as error:  # each package raises errors of its own
+        except Exception as error:  # each package has its own exceptions
             for feed in feeds:
                 feed.close(finished=False)
             raise ValueError(
                 f"observe: {section.kind} does not start: {type(error).__name__}: {error}; correct its section, or "
-                f"take it out of `observe`"
+                f"remove it from `observe`"
             ) from error
         feeds.append(Feed(section.kind, tracker))
         path.write_text(json.dumps(identities, indent=2) + "\n", encoding="utf-8")
@@ -82,20 +81,20 @@ def open_trackers(config: BaseConfig, resume_at: int | None) -> list[Feed]:
 
 
 class Feed:
-    """Hands records to a tracker from a thread of its own, in order.
+    """Sends records to a tracker in order, from a thread of its own.
 
-    A record that the tracker refuses is lost for the tracker, and so is what it has not taken when the run ends.
+    Lost records are those that the tracker refused, and those that it had not accepted when the run ended.
     """
 
     def __init__(self, kind: str, tracker: Tracker, close_s: float = CLOSE_S) -> None:
         self.kind, self.where = kind, tracker.where
         self.num_lost = 0
-        """Records that the tracker did not take."""
+        """The number of lost records."""
         self.failure = ""
-        """The first failure; empty while there is none."""
+        """The message of the first failure; empty if there was none."""
         self._tracker, self._close_s = tracker, close_s
         self._work: queue.Queue[Record | bool] = queue.Queue()
-        # A daemon: a server that does not answer must not keep the process alive.
+        # The thread is a daemon, so that a server that does not answer cannot keep the process alive.
         self._thread = threading.Thread(target=self._run, name=f"tracker {kind}", daemon=True)
         self._thread.start()
 
@@ -103,11 +102,12 @@ class Feed:
         self._work.put(dict(record))
 
     def close(self, finished: bool) -> None:
-        """Wait until the tracker has everything, `close_s` at most; what it has not taken then is counted as lost."""
+        """Wait until the tracker has accepted all records, but at most `close_s` seconds. Records that it has not
+        accepted by then are counted as lost."""
         self._work.put(finished)
         self._thread.join(self._close_s)
         if self._thread.is_alive():
-            self.num_lost += self._work.unfinished_tasks - 1  # the last one is this end itself
+            self.num_lost += self._work.unfinished_tasks - 1  # the last task is the request to close
             self.failure = self.failure or f"no answer within {self._close_s:g} s at the end of the run"
 
     def _run(self) -> None:
@@ -118,7 +118,7 @@ class Feed:
                     self._tracker.close(work)
                     return
                 self._tracker.log(work)
-            except Exception as error:  # each package raises errors of its own; told by the sink, and counted
+            except Exception as error:  # each package has its own exceptions; the sink shows the failure
                 self.failure = self.failure or f"{type(error).__name__}: {error}"
                 if isinstance(work, bool):
                     return
@@ -132,7 +132,7 @@ class _Wandb:
     ) -> None:
         import wandb
 
-        # silent, console off: wandb would write into the live view and copy the terminal.
+        # Without `silent` and with the console on, wandb would write into the live view and copy the terminal.
         settings = wandb.Settings(silent=True, console="off", finish_timeout=CLOSE_S, finish_timeout_raises=True)
         self._run = wandb.init(
             project=section.project,
@@ -146,7 +146,7 @@ class _Wandb:
             allow_val_change=True,  # a resumed run may have more steps
             settings=settings,
         )
-        # wandb drops records whose own step goes back, as it does after a resume; with `step` as axis all are kept.
+        # wandb drops records whose step goes back, as after a resume. With `step` as the axis it keeps all of them.
         self._run.define_metric("*", step_metric="step")
         offline = f"offline; send it with: wandb sync {config.run_folder}/wandb/offline-run-*"
         self.where = offline if section.mode == "offline" else str(self._run.url)
@@ -167,7 +167,7 @@ class _Tensorboard:
         folder = section.folder or config.run_folder / "tensorboard"
         self._writer = SummaryWriter(str(folder), purge_step=resume_at)
         if not resume_at:
-            text = json.dumps(provenance(config), indent=2).replace("\n", "\n    ")  # markdown: indented is code
+            text = json.dumps(provenance(config), indent=2).replace("\n", "\n    ")  # Markdown shows it as code
             self._writer.add_text("config", f"    {text}", 0)
         self.where = f"tensorboard --logdir {folder}"
 
@@ -200,7 +200,7 @@ class _Mlflow:
             self._id = self._client.create_run(experiment, run_name=config.run.name).info.run_id
             identities["mlflow"] = self._id
             params = [Param(name, str(value)) for name, value in flat(provenance(config)).items()]
-            for start in range(0, len(params), 100):  # MLflow's limit of a call
+            for start in range(0, len(params), 100):  # MLflow accepts 100 parameters in a call
                 self._client.log_batch(self._id, params=params[start : start + 100])
         self.where = f"run {self._id} of the experiment {section.experiment} at {section.tracking_uri or 'the default'}"
 

@@ -1,4 +1,4 @@
-"""Answers become verdicts: a score, or an abstention with its reason."""
+"""Gives each answer a verdict: a score, or an abstention with its reason."""
 
 from __future__ import annotations
 

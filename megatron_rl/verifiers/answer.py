@@ -1,4 +1,4 @@
-"""What a verifier is shown of one sample, and the tokenizer that it reads it with."""
+"""The form in which a verifier receives a sample, and the tokenizer with which it decodes the sample."""
 
 from __future__ import annotations
 
@@ -17,6 +17,6 @@ class Tokenizer(Protocol):
 class Answer:
     prompt: Prompt
     response_ids: list[int]
-    """Everything after the prompt: thought, delimiter, answer, end of sequence."""
+    """All tokens after the prompt: thought, delimiter, answer and end of sequence."""
     finish: str
-    """`stop` or `length`, as in `Sample`."""
+    """`stop` if the model ended its answer, `length` if a budget cut it."""

@@ -1,7 +1,8 @@
-"""The run's rewards as one: each scores all answers, then the scores are added up.
+"""Combines the rewards of a run: each reward scores all answers, and then the scores are added.
 
-Invariants: one verdict a sample, in order; a sample abstains only if every reward did; the prompt is never
-part of what is scored; an answer that a reward cannot score is an abstention or an error, as the configuration says.
+Invariants: there is one verdict for each sample, in order; the sum is an abstention only if every reward abstained; the
+prompt is never part of the scored text; the configuration decides whether an answer that a reward cannot score is an
+abstention or an error.
 """
 
 from __future__ import annotations
@@ -24,16 +25,17 @@ VERIFIERS: dict[type, Callable[..., AnswerVerifier]] = {
     ExactAnswerReward: ExactAnswer,
     FunctionReward: FunctionVerifier,
 }
-"""One line a verifier, keyed by its config class: (cfg, tokenizer, delimiter) -> verifier."""
+"""One line for each verifier: (its configuration, tokenizer, delimiter) -> verifier. The key is the class of its
+configuration."""
 
 
 class RewardSet:
     """The configured rewards.
 
     Args:
-        configs: one or more.
-        tokenizer: anything with `decode(ids, skip_special_tokens=...)`.
-        delimiter: text that ends the thought (`</think>`); empty when the model has none.
+        configs: the configurations of one or more rewards.
+        tokenizer: any object with `decode(ids, skip_special_tokens=...)`.
+        delimiter: the text that ends the thought (`</think>`); empty if the model does not think.
     """
 
     def __init__(self, configs: Sequence[RewardConfig], tokenizer: Tokenizer, delimiter: str) -> None:
@@ -41,13 +43,13 @@ class RewardSet:
         self._verifiers = [VERIFIERS[type(cfg)](cfg, tokenizer, delimiter) for cfg in configs]
         needs_truth = any(isinstance(cfg, ExactAnswerReward) for cfg in configs)
         self.required_columns = ("ground_truth",) if needs_truth else ()
-        """Columns that every row must have."""
+        """The columns that every row must have."""
 
     def score(self, index: int, answers: Sequence[Answer]) -> list[Verdict]:
-        """One verdict an answer, of one reward alone.
+        """The verdicts of the reward with this index, one for each answer.
 
         Raises:
-            ValueError: the reward could not score an answer, and its `on_error` is stop.
+            ValueError: the reward could not score an answer, and its `on_error` is `stop`.
         """
         cfg = self._configs[index]
         verdicts = self._verifiers[index].score(answers)
@@ -61,12 +63,12 @@ class RewardSet:
 def answers_of(
     prompts: Sequence[Prompt], tokens: Sequence[Sequence[Tokens]], finishes: Sequence[Sequence[str]]
 ) -> list[Answer]:
-    """Every sample of every group as the verifiers see it.
+    """All samples of all groups, in the form in which the verifiers receive them.
 
     Args:
-        prompts: one a group.
-        tokens: each group's samples, prompt included.
-        finishes: `stop` or `length` of each sample.
+        prompts: the prompt of each group.
+        tokens: the samples of each group, including their prompt.
+        finishes: `stop` or `length` for each sample of each group.
     """
     return [
         Answer(prompt, sample.ids[len(prompt.token_ids) :].tolist(), finish)
@@ -76,10 +78,10 @@ def answers_of(
 
 
 def weighted_sum(weights: Sequence[float], verdicts: Sequence[Verdict]) -> Verdict:
-    """The verdict on one answer from those of all rewards.
+    """The verdict on one answer from the verdicts of all rewards.
 
-    A reward that abstains is left out of the sum: the others count with their own weights, as in TRL. When all abstain,
-    so does the sum.
+    A reward that abstains is left out of the sum, and the others keep their weights, as in TRL. If all abstain, the
+    result is an abstention.
     """
     reason = "; ".join(verdict.reason for verdict in verdicts if verdict.reason)
     parts = tuple(verdict.score for verdict in verdicts)

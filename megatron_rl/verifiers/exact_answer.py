@@ -1,7 +1,7 @@
-"""1 if the text after the thought is the row's `ground_truth`, else 0.
+"""The exact_answer reward: 1 if the text after the thought equals the row's `ground_truth`, else 0.
 
-Invariants: the thought is never scored; only the first delimiter counts; special tokens after it are dropped;
-an answer without the delimiter scores 0.
+Invariants: the thought is never scored; only the first delimiter counts; special tokens after the delimiter are
+ignored; an answer without the delimiter scores 0.
 """
 
 from __future__ import annotations
@@ -15,18 +15,20 @@ from megatron_rl.config.schema import ExactAnswerReward
 from megatron_rl.types import Verdict
 from megatron_rl.verifiers.answer import Answer, Tokenizer
 
-# A sign belongs to a number when no digit stands before it (7-3 ends in 3); a comma when it parts thousands.
+# A minus sign belongs to a number if no digit is before it (the last number of 7-3 is 3), and a comma if it separates
+# thousands.
 NUMBER = re.compile(r"(?<![0-9])(-\$?|\$-)?([0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(\.[0-9]+)?")
 
 BLOCK_TOKENS = 256
 
 
 def text_after(delimiter: str, ids: Sequence[int], tokenizer: Tokenizer) -> str | None:
-    """The text after the first delimiter, without special tokens; None when the delimiter is missing.
+    """The text after the first delimiter, without special tokens; None if there is no delimiter. An empty delimiter
+    gives the whole text.
 
-    The delimiter may be a special token, several tokens, or end inside a token, so it is sought in text:
-    block by block, each with as many tokens more as the delimiter can have, then by bisection inside the
-    block that holds it. That costs little more than decoding once. An empty delimiter: the whole text.
+    The delimiter may be a special token, or several tokens, or end inside a token, so the search is in the text. It
+    goes block by block, and each block is extended by as many tokens as the delimiter can have. In the block that
+    contains the delimiter it goes on by bisection. This costs little more than decoding once.
     """
     if not delimiter:
         return tokenizer.decode(ids, skip_special_tokens=True)
@@ -46,8 +48,8 @@ def text_after(delimiter: str, ids: Sequence[int], tokenizer: Tokenizer) -> str 
 
 
 def last_number(text: str) -> Decimal | None:
-    """The last number of a text: 72, 72.0, 1,234, $1,234.50. and -3 are read; of a fraction the
-    denominator."""
+    """The last number of a text; None if there is none. It may have the forms 72, 72.0, 1,234, $1,234.50 and -3. The
+    last number of a fraction is its denominator."""
     match = None
     for match in NUMBER.finditer(text.replace("−", "-")):
         pass
@@ -59,9 +61,9 @@ def last_number(text: str) -> Decimal | None:
 
 
 class ExactAnswer:
-    """See `ExactAnswerReward`. It abstains only where a row has no ground truth that can be compared.
+    """The verifier of `ExactAnswerReward`. It fails only if a row has no ground truth that can be compared.
 
-    With `answer="last_number"` the last number of the ground truth is the one compared, as a decimal number.
+    With `answer="last_number"` the last number of the answer is compared with the last number of the ground truth.
     """
 
     def __init__(self, cfg: ExactAnswerReward, tokenizer: Tokenizer, delimiter: str) -> None:
@@ -88,7 +90,9 @@ class ExactAnswer:
     def _truth(self, answer: Answer) -> str | Decimal:
         uid, truth = answer.prompt.uid, answer.prompt.columns.get("ground_truth")
         if not isinstance(truth, str | int | float):
-            raise ValueError(f"{uid}: the exact_answer reward needs `ground_truth`, text or number; it is {truth!r}")
+            raise ValueError(
+                f"{uid}: the exact_answer reward needs a `ground_truth` that is text or a number, but it is {truth!r}"
+            )
         if self.cfg.answer == "all":
             return str(truth).strip()
         number = last_number(str(truth))

@@ -1,6 +1,6 @@
-"""The file `logs/rewards.log`: the answers that a reward could not score, one JSON object a line.
+"""The file `logs/rewards.log`, with the answers that a reward could not score, one JSON object in each line.
 
-Invariant (tests/unit/verifiers): the first failures of each reward are in the file, and the rest are counted there.
+Invariant (tests/unit/verifiers): the file has the first failures of each reward, and the number of the later ones.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from pathlib import Path
 from megatron_rl.types import Prompt, Verdict
 
 NUM_KEPT = 100
-"""Failures of each reward that are written out; later ones are only counted, in one line a step."""
+"""The number of failures of each reward that are written in full. Later ones are only counted, in one line for each
+step."""
 
 
 class FailureLog:
@@ -22,10 +23,10 @@ class FailureLog:
         self._num_written: Counter[str] = Counter()
 
     def write(self, step: int, reward: str, prompts: Sequence[Prompt], verdicts: Sequence[Verdict]) -> None:
-        """Note the failed verdicts of one reward.
+        """Write the failed verdicts of one reward.
 
         Args:
-            prompts: of each verdict.
+            prompts: the prompt of each verdict.
         """
         failed = [(p, v) for p, v in zip(prompts, verdicts, strict=True) if v.failed]
         if not failed:

@@ -1,7 +1,8 @@
-"""Any Python function as a reward, with TRL's contract.
+"""Any Python function with TRL's signature as a reward.
 
-Invariants: `None` is an abstention; an exception, or a result of the wrong form, is a failed verdict with its reason on
-every answer of the call; a number that is not finite is one on its own answer; none of them is ever the score 0.
+Invariants: `None` is an abstention. An exception, or a result of the wrong form, gives every answer of the call a
+failed verdict with the reason. A number that is not finite gives only its own answer a failed verdict. None of these is
+ever the score 0.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def load_function(path: str) -> RewardFunction:
     """Import `package.module:function`.
 
     Raises:
-        ValueError: the path has another form, or nothing callable is there.
+        ValueError: the path has another form, the module cannot be imported, or it has no such function.
     """
     module_name, colon, name = path.partition(":")
     if not (module_name and colon and name):
@@ -43,11 +44,11 @@ def load_function(path: str) -> RewardFunction:
 
 
 class FunctionVerifier:
-    """Calls f(prompts=, completions=, completion_ids=, **columns) once for all answers it is given.
+    """Calls f(prompts=, completions=, completion_ids=, **columns) once for all given answers.
 
-    As in TRL, a prompt and its completion are lists of chat turns when the row has `messages`, and plain text
-    when it has `prompt`; completions are decoded without special tokens; each column of the rows is a list,
-    with None where a row lacks it.
+    As in TRL, a prompt and its completion are lists of chat turns if the row has `messages`, and plain text if it has
+    `prompt`. Completions are decoded without special tokens. Each column of the rows is a list, with None for a row
+    that lacks the column.
     """
 
     def __init__(self, cfg: FunctionReward, tokenizer: Tokenizer, delimiter: str) -> None:
@@ -61,7 +62,7 @@ class FunctionVerifier:
             scores = self.function(
                 prompts=prompts, completions=completions, completion_ids=completion_ids, **_columns(answers)
             )
-        except Exception as error:  # whatever a user's function raises is an abstention, never a score
+        except Exception as error:  # a user's function may raise anything, and this is never a score
             where = traceback.extract_tb(error.__traceback__)[-1]
             reason = f"{self.path} raised {type(error).__name__}: {error} ({where.filename}:{where.lineno})"
             log.exception("%s raised", self.path)
@@ -74,7 +75,7 @@ class FunctionVerifier:
 
     def _verdicts(self, scores: Any, num_answers: int) -> list[Verdict]:
         if not isinstance(scores, Sequence) or isinstance(scores, str):
-            reason = f"{self.path} returned {type(scores).__name__}; a list of numbers or None is needed"
+            reason = f"{self.path} returned {type(scores).__name__}, but it must return a list of numbers or None"
             return [Verdict(None, reason, failed=True)] * num_answers
         if len(scores) != num_answers:
             reason = f"{self.path} returned {len(scores)} scores for {num_answers} completions"
@@ -87,8 +88,8 @@ class FunctionVerifier:
         if isinstance(score, Real) and math.isfinite(score):
             return Verdict(float(score))
         reason = (
-            f"{self.path} returned {score!r} ({type(score).__name__}) for completion {index}: a finite Python number "
-            "is needed, or None to abstain"
+            f"{self.path} returned {score!r} ({type(score).__name__}) for completion {index}, but it must return a "
+            "finite Python number, or None to abstain"
         )
         return Verdict(None, reason, failed=True)
 

@@ -1,7 +1,7 @@
-"""`make demo`: a language model learns addition by reinforcement, on two CPU cores, in a few minutes.
+"""`make demo`: a language model learns addition by reinforcement learning, on two CPU cores, in a few minutes.
 
-The task's files, a supervised warm start, then GRPO; each is skipped when its result is there already, and an
-interrupted run goes on where it stopped. `megatron-rl demo --fresh` starts over.
+It writes the task's files, makes a supervised warm start, and then runs GRPO. A part whose result exists already is
+skipped, and an interrupted run continues where it stopped. `megatron-rl demo --fresh` starts again from the beginning.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ HOME = Path("runs/tiny")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seed", type=int, default=0, help="of the data's order, the warm start and the sampling")
-    parser.add_argument("--fresh", action="store_true", help="delete runs/tiny and begin again")
+    parser.add_argument("--seed", type=int, default=0, help="the seed of the task, the data's order and the sampling")
+    parser.add_argument("--fresh", action="store_true", help="delete runs/tiny and start from the beginning")
     options = parser.parse_args(arguments)
     if options.fresh:
         shutil.rmtree(HOME, ignore_errors=True)
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         if status:
             return status
-    if (run / "hf").is_dir():  # a finished run: show it again from the start
+    if (run / "hf").is_dir():  # the run is finished, so the demo shows a new one
         shutil.rmtree(run)
     console.rule("3/3 reinforcement learning: Megatron TP2 trains, vLLM answers, the bridge reshards")
     return grpo.main(

@@ -1,4 +1,5 @@
-"""A tiny random Qwen3 with a byte-level tokenizer trained on GSM8K's rows, for configs/run/gsm8k_tiny_cpu.yaml.
+"""Makes the model for configs/run/gsm8k_tiny_cpu.yaml: a tiny Qwen3 with random weights, and a byte-level tokenizer
+that is trained on rows of GSM8K.
 
 python -m megatron_rl.recipes.tiny.gsm8k runs/gsm8k_tiny [rows.jsonl]
 """
@@ -22,7 +23,7 @@ CHAT_TEMPLATE = (
 
 
 def write_model(folder: Path, rows: Path = ROWS, vocab_size: int = 512, seed: int = 0) -> None:
-    """Write folder/model: config.json, random weights, tokenizer with chat template."""
+    """Write config.json, random weights and a tokenizer with a chat template to folder/model."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -38,7 +39,7 @@ def write_model(folder: Path, rows: Path = ROWS, vocab_size: int = 512, seed: in
         ),
     )
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>")
-    fast.add_tokens(["<think>", "</think>"])  # text of the answer, not special
+    fast.add_tokens(["<think>", "</think>"])  # they are text of the answer and no special tokens
     fast.chat_template = CHAT_TEMPLATE
     fast.save_pretrained(folder / "model")
     write_random_qwen3(

@@ -1,4 +1,4 @@
-"""The tiny Qwen3 of the CPU runs: two layers, random weights; the vocabulary is the task's own."""
+"""The tiny Qwen3 of the CPU runs, with two layers and random weights. Each task has its own vocabulary."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from pathlib import Path
 
 
 def write_random_qwen3(folder: Path, seed: int, **vocabulary: int) -> None:
-    """Write config.json, generation_config.json and weights.
+    """Write config.json, generation_config.json and the weights.
 
     Args:
-        vocabulary: vocab_size, pad_token_id, eos_token_id, max_position_embeddings.
+        vocabulary: the keys vocab_size, pad_token_id, eos_token_id and max_position_embeddings of config.json.
     """
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM

@@ -1,10 +1,10 @@
-"""A reward function in TRL's contract, as an example of one."""
+"""An example of a reward function with TRL's signature."""
 
 from __future__ import annotations
 
 
 def digits_in_answer(prompts, completions, completion_ids, **columns) -> list[float]:
-    """Share of digits among the characters after the thought: something that a random model earns now and then."""
+    """The share of digits among the characters after the thought, which even a random model earns now and then."""
     scores = []
     for completion in completions:
         text = completion if isinstance(completion, str) else completion[-1]["content"]

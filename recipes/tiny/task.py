@@ -1,11 +1,12 @@
-"""The demo's task: 3-digit addition whose columns are written in the thought, and a model of 312,064 parameters.
+"""The demo's task: addition of 3-digit numbers with the columns in the thought, and a model of 312,064 parameters.
 
     876+530=<think>6+0+0=6,7+3+0=10,8+5+1=14</think>1406
 
-Columns from the right, the carry as third term, one character a token. Demonstrations are imperfect on purpose:
-half of them guess at once, a tenth think twice, and each column is wrong with p = 0.1, the error carried on. So a
-policy that starts from them must find that thinking pays, and then to be careful. Everything is a pure function
-of the seed; training and held-out pairs are disjoint.
+The thought has the columns from the right, with the carry as the third term. Each character is a token. The
+demonstrations are imperfect on purpose: half of them answer without a thought, a tenth have the columns twice, and each
+column is wrong with probability 0.1, in which case the error carries over to the next column. So a policy that starts
+from them must learn to think, and then to think without errors. All files depend only on the seed. Training and
+held-out pairs are disjoint.
 
     python -m megatron_rl.recipes.tiny.task runs/tiny/task
 """
@@ -26,7 +27,8 @@ NUM_TRAIN, NUM_EVAL, NUM_DEMONSTRATIONS = 8000, 500, 40000
 
 
 def thought(a: int, b: int, rng: random.Random | None = None, slip: float = 0.0) -> tuple[str, str]:
-    """The columns of a + b and the answer that they lead to; each column's sum slips with that probability."""
+    """The columns of a + b, and the answer that follows from them. `slip` is the probability that the last digit of a
+    column's sum is replaced by a random digit."""
     columns, digits, carry = [], [], 0
     for _ in range(3):
         x, y = a % 10, b % 10
@@ -41,7 +43,7 @@ def thought(a: int, b: int, rng: random.Random | None = None, slip: float = 0.0)
 
 
 def demonstration(a: int, b: int, rng: random.Random) -> str:
-    """A completion: 50 % guess at once, 40 % think once, 10 % think twice."""
+    """A completion: 50 % have no thought, 40 % have the columns once, 10 % have them twice."""
     kind = rng.random()
     if kind < 0.5:
         return f"<think></think>{a + b}"
@@ -80,7 +82,7 @@ def write_model(folder: Path, seed: int) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     tokenizer.decoder = decoders.Fuse()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
-    # Part of the thought's text, not special: people and verifiers see them.
+    # They are no special tokens, so that people and verifiers see them in the text.
     fast.add_tokens(["<think>", "</think>"])
     fast.save_pretrained(folder)
     write_random_qwen3(folder, seed, vocab_size=64, pad_token_id=0, eos_token_id=1, max_position_embeddings=128)
@@ -88,7 +90,7 @@ def write_model(folder: Path, seed: int) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="model, rows and demonstrations go there")
+    parser.add_argument("folder", type=Path, help="the folder for model, rows and demonstrations")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
     write_task(options.folder, seed=options.seed)

@@ -1,4 +1,4 @@
-"""Policy losses: one short file each, one line here, keyed by the config class."""
+"""Policy losses. Each has a short file, and a line here whose key is the class of its configuration."""
 
 from __future__ import annotations
 

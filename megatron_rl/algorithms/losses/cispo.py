@@ -1,4 +1,4 @@
-"""Clipped importance weights: no token loses its gradient.
+"""CISPO: importance weights are clipped, and every token keeps its gradient.
 
 Shape letters: T packed tokens.
 """

@@ -1,4 +1,4 @@
-"""Decoupled PPO: the policy that sampled is not the one that the step is measured from.
+"""Decoupled PPO: the clip is around a proximal policy, which differs from the policy that sampled the tokens.
 
 Shape letters: T packed tokens.
 """
@@ -13,10 +13,11 @@ from megatron_rl.config.algorithm import DecoupledLoss
 
 
 def interpolated_proximal(logp_T: Tensor, logp_rollout_T: Tensor, lag_T: Tensor) -> Tensor:
-    """log p between the policy that sampled, `lag` versions before the step, and the one that is being made, one
-    version after its start: log mu + lag / (lag + 1) (log pi - log mu). No gradient.
+    """log p of the proximal policy, interpolated between the sampling policy mu, which is `lag` versions older than the
+    step's start, and the current policy pi, which counts as one version newer:
+    log mu + lag / (lag + 1) (log pi - log mu). It has no gradient.
 
-    Example: log mu = -2, log pi = -1, lag 3: the proximal policy is three quarters of the way, -1.25.
+    Example: log mu = -2, log pi = -1 and lag 3 give three quarters of the way, -1.25.
     """
     lag_T = lag_T.to(logp_T.dtype)
     return logp_rollout_T + lag_T / (lag_T + 1) * (logp_T.detach() - logp_rollout_T)

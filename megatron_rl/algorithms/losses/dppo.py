@@ -1,7 +1,8 @@
-"""Divergence PPO: a trust region in probability around the policy that sampled.
+"""Divergence PPO: the trust region around the sampling policy bounds a divergence instead of the ratio.
 
-A ratio of 3 from 0.001 to 0.003 moves no probability worth speaking of, one of 1.2 from 0.5 to 0.6 does: the mask
-looks at the distance of the two distributions (this token, any other).
+A ratio of 3 that moves a probability from 0.001 to 0.003 hardly changes the distribution, but a ratio of 1.2 that moves
+it from 0.5 to 0.6 does. Therefore the mask uses the divergence of the two binary distributions (this token, any other
+token).
 
 Shape letters: T packed tokens.
 """
@@ -16,13 +17,13 @@ from megatron_rl.config.algorithm import DppoKlLoss, DppoTvLoss
 
 
 def total_variation(logp_T: Tensor, anchor_T: Tensor) -> Tensor:
-    """Of two Bernoulli distributions with these log-probs: |p - q|."""
+    """The total variation |p - q| of two Bernoulli distributions with these log-probs."""
     return (logp_T.exp() - anchor_T.exp()).abs()
 
 
 def binary_kl(logp_T: Tensor, anchor_T: Tensor) -> Tensor:
     """KL(q || p) of the Bernoulli distributions with log q = anchor and log p = logp."""
-    # log(1 - exp(x)) where x is just below 0 needs a floor: fp32 has no probability between 1 - 6e-8 and 1.
+    # Near x = 0, log(1 - exp(x)) needs a floor, because fp32 has no probability between 1 - 6e-8 and 1.
     log_other_T, log_anchor_other_T = (torch.log1p(-x_T.exp().clamp(max=1 - 1e-7)) for x_T in (logp_T, anchor_T))
     q_T = anchor_T.exp()
     return q_T * (anchor_T - logp_T) + (1 - q_T) * (log_anchor_other_T - log_other_T)

@@ -1,6 +1,6 @@
-"""PPO's clipped loss, with or without a bound for negative advantages.
+"""PPO's clipped loss, with or without an upper bound for negative advantages.
 
-Invariant: a token's loss is never below -A (1 + high) for A > 0, and with the bound c never above c |A| for A < 0.
+Invariant: for A > 0 a token's loss is never below -A (1 + high); for A < 0 it is never above c |A| if there is a c.
 
 Shape letters: T packed tokens.
 """
@@ -21,7 +21,7 @@ def dual_clip(ratio_T: Tensor, advantage_T: Tensor, *, low: float, high: float, 
         ratio_T: pi / pi_old of each action token, positive.
         advantage_T: advantage of each action token.
         low, high: the ratio is clipped to [1 - low, 1 + high].
-        c: for A < 0 no token costs more than c |A|; must exceed 1 (3.0 is usual); None is plain PPO.
+        c: for A < 0 the loss is at most c |A|. It must exceed 1 (3.0 is usual). None means plain PPO.
 
     Returns:
         loss_T, to be multiplied by the aggregation's weights and summed.
@@ -30,13 +30,13 @@ def dual_clip(ratio_T: Tensor, advantage_T: Tensor, *, low: float, high: float, 
         ValueError: c <= 1.
 
     Example:
-        ratio 5.0, A = -1, c = 3: the plain loss is 5.0, the dual clip bounds it at 3.0.
+        For the ratio 5.0 and A = -1 the plain loss is 5.0, and c = 3 bounds it at 3.0.
     """
     clipped_T = clip(ratio_T, advantage_T, low=low, high=high)
     if c is None:
         return clipped_T
     if c <= 1:
-        raise ValueError(f"dual clip needs c > 1, got {c}: it would bound the loss of an unchanged policy")
+        raise ValueError(f"dual clip needs c > 1, but c is {c}, which would bound the loss of an unchanged policy")
     return torch.where(advantage_T < 0, torch.minimum(clipped_T, -advantage_T * c), clipped_T)
 
 
@@ -46,18 +46,19 @@ def clip(ratio_T: Tensor, advantage_T: Tensor, *, low: float, high: float) -> Te
 
 
 def clipped(ratio_T: Tensor, advantage_T: Tensor, *, low: float, high: float) -> Tensor:
-    """bool [T]: where the clip makes the loss flat."""
+    """bool [T]: where the clip makes the loss constant."""
     return ((advantage_T > 0) & (ratio_T > 1 + high)) | ((advantage_T < 0) & (ratio_T < 1 - low))
 
 
 def bounded(ratio_T: Tensor, advantage_T: Tensor, *, c: float | None) -> Tensor:
-    """bool [T]: where the bound c makes the loss flat; never where `clipped` is, and nowhere without a bound."""
+    """bool [T]: where the bound c makes the loss constant. It is never True where `clipped` is, nor if c is None."""
     if c is None:
         return torch.zeros_like(ratio_T, dtype=torch.bool)
     return (advantage_T < 0) & (ratio_T > c)
 
 
 def dual_clip_loss(cfg: DualClipLoss) -> TokenLoss:
+    """PPO's clipped loss with the bound c (Ye et al. 2020, arXiv:1912.09729), or without it (Schulman et al. 2017)."""
     low, high, c = cfg.clip_ratio_low, cfg.clip_ratio_high, cfg.clip_ratio_c
 
     def loss(terms: Terms) -> tuple[Tensor, dict[str, Tensor]]:

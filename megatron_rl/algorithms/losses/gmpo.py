@@ -13,8 +13,8 @@ from megatron_rl.config.algorithm import GmpoLoss
 
 
 def gmpo_loss(cfg: GmpoLoss) -> TokenLoss:
-    """GMPO (Zhao et al. 2025, arXiv:2507.20673). The clip acts on log-ratios, towards the smaller gain as in PPO.
-    Each token bears its sample's loss, so that the mean over samples of the mean over their tokens is the paper's."""
+    """GMPO (Zhao et al. 2025, arXiv:2507.20673). The clip acts on log-ratios and takes the smaller gain, as in PPO.
+    Each token has the loss of its sample, so the aggregation seq-mean-token-mean gives the loss of the paper."""
 
     def loss(terms: Terms) -> tuple[Tensor, dict[str, Tensor]]:
         log_ratio_T, advantage_T = terms.log_ratio_T, terms.advantage_T

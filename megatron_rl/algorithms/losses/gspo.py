@@ -1,4 +1,4 @@
-"""Group sequence policy optimisation: one ratio a sample, clipped as a whole.
+"""Group sequence policy optimisation: a sample has one ratio, which is clipped as a whole.
 
 Shape letters: T packed tokens.
 """
@@ -13,9 +13,9 @@ from megatron_rl.config.algorithm import GspoLoss
 
 
 def gspo_loss(cfg: GspoLoss) -> TokenLoss:
-    """GSPO in its token form (Zheng et al. 2025, arXiv:2507.18071): value and gradient are the sequence form's where
-    a sample's tokens share one advantage and the aggregation is the mean over samples of the mean over their tokens;
-    advantages of single tokens keep their place."""
+    """GSPO-token (Zheng et al. 2025, arXiv:2507.18071). If all tokens of a sample have the same advantage, and the
+    aggregation is seq-mean-token-mean, then value and gradient are those of GSPO. Tokens may also have different
+    advantages."""
     bounds = {"low": cfg.clip_ratio_low, "high": cfg.clip_ratio_high}
 
     def loss(terms: Terms) -> tuple[Tensor, dict[str, Tensor]]:

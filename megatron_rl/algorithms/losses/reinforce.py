@@ -1,4 +1,4 @@
-"""The policy gradient itself.
+"""REINFORCE: the policy gradient without a ratio.
 
 Shape letters: T packed tokens.
 """
@@ -12,7 +12,7 @@ from megatron_rl.config.algorithm import GpgLoss, ReinforceLoss
 
 
 def reinforce_loss(cfg: ReinforceLoss | GpgLoss) -> TokenLoss:
-    """-A log pi (Williams 1992); GPG (Chu et al. 2025, arXiv:2504.02546) has this loss and its own advantages."""
+    """-A log pi (Williams 1992). GPG (Chu et al. 2025, arXiv:2504.02546) has the same loss, and its own advantages."""
 
     def loss(terms: Terms) -> tuple[Tensor, dict[str, Tensor]]:
         return -terms.advantage_T * terms.logp_T, {}

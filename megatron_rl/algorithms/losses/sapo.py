@@ -1,4 +1,4 @@
-"""Soft adaptive policy optimisation: a smooth gate in place of the clip.
+"""Soft adaptive policy optimisation: a smooth gate takes the place of the clip.
 
 Shape letters: T packed tokens.
 """
@@ -14,7 +14,7 @@ from megatron_rl.config.algorithm import SapoLoss
 
 def sapo_loss(cfg: SapoLoss) -> TokenLoss:
     """SAPO (Gao et al. 2025, arXiv:2511.20347): the gate (4 / tau) sigmoid(tau (r - 1)) has slope 1 at r = 1 and
-    flattens on both sides; a larger tau for A < 0 flattens sooner."""
+    becomes flat on both sides. With a larger tau, as for A < 0, it becomes flat closer to r = 1."""
 
     def loss(terms: Terms) -> tuple[Tensor, dict[str, Tensor]]:
         tau_T = torch.where(terms.advantage_T > 0, torch.full_like(terms.advantage_T, cfg.tau_pos), cfg.tau_neg)

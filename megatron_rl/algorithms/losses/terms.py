@@ -1,4 +1,4 @@
-"""What a policy loss is made of, and what it gives back.
+"""The inputs of a policy loss, and its results.
 
 Shape letters: T packed tokens of one micro-batch.
 """
@@ -13,25 +13,31 @@ from torch import Tensor
 from megatron_rl.algorithms.columns import mean_by
 
 MAX_LOG_RATIO = 20.0
-"""What is exponentiated is clamped to +-20: exp(20) = 5e8 is finite in fp32 and far outside every clip range, so the
-clamp changes no gradient that a clip would not have removed, except those below 2e-9 |A|. Log-ratios themselves are
-not clamped: one token of -90 must count in its sample's mean with -90."""
+"""Log-ratios are clamped to +-20 before they are exponentiated. exp(20) = 5e8 is finite in fp32 and far outside every
+clip range, so the clamp changes only gradients that a clip removes, or that are below 2e-9 |A|. The log-ratios
+themselves are not clamped, because a token with -90 must count with -90 in the mean of its sample."""
 
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """All [T]; tokens that are no action hold zeros, and ones in ratio_T."""
+    """The inputs of a policy loss, all of shape [T]. Advantages and log-probs are 0 at tokens that are no action, so
+    ratio_T is 1 there."""
 
     mask_T: Tensor
+    """bool: whether the token is an action."""
     sample_T: Tensor
+    """int64: the index of the token's sample."""
     advantage_T: Tensor
     logp_T: Tensor
-    """Carries the gradient."""
+    """Log-probs under the current policy; they carry the gradient."""
     anchor_T: Tensor
-    """Log-prob under the policy that the ratio is taken to: pi_old, or the engine's."""
+    """Log-probs under the policy in the denominator of the ratio: pi_old, or the engine's policy."""
     logp_rollout_T: Tensor
+    """Log-probs of the engine when it sampled the tokens."""
     lag_T: Tensor
+    """int: the number of versions between the weights that sampled the token and those at the step's start."""
     selected_T: Tensor | None
+    """bool: the tokens that Clip-Cov or KL-Cov has chosen; None for other losses."""
 
     @property
     def log_ratio_T(self) -> Tensor:
@@ -42,12 +48,12 @@ class Terms:
         return bounded_exp(self.log_ratio_T)
 
     def sample_mean(self, x_T: Tensor) -> Tensor:
-        """For every token the mean of x over its sample's actions."""
+        """For every token, the mean of x over its sample's actions."""
         return mean_by(self.sample_T, self.mask_T, x_T)
 
 
 TokenLoss = Callable[[Terms], tuple[Tensor, dict[str, Tensor]]]
-"""terms -> (loss_T, indicators [T] whose share of the action tokens is a metric)."""
+"""A function from the terms to loss_T and to named columns [T] whose means over the action tokens are metrics."""
 
 
 def bounded_exp(x_T: Tensor) -> Tensor:

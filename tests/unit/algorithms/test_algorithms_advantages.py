@@ -308,7 +308,7 @@ def test_gdpo_leaves_out_who_has_no_score():
     advantages = gdpo(parts, np.array([1.0, 1]), np.array([0, 0, 0]))
     # Whitened over two samples: +-1, but for EPS.
     np.testing.assert_allclose(advantages, [1, -1, 0], rtol=1e-5)
-    with pytest.raises(ValueError, match="2 reward functions, 1 weights"):
+    with pytest.raises(ValueError, match="2 reward functions, but 1 weights"):
         gdpo(parts, np.array([1.0]), np.array([0, 0, 0]))
 
 
@@ -441,8 +441,8 @@ def test_every_kind_is_registered_or_of_tokens():
     [
         (RemaxAdvantage(), "remax needs greedy_reward, but the batch holds no greedy_rewards"),
         (GdpoAdvantage(), "gdpo needs reward_parts, but the batch holds no reward_parts and no reward_weights"),
-        (GaeAdvantage(), "gae gives one number a token and needs values"),
-        (GrpoProcessAdvantage(), "grpo_process gives one number a token and needs group, step_rewards"),
+        (GaeAdvantage(), "gae gives one number for each token and needs values"),
+        (GrpoProcessAdvantage(), "grpo_process gives one number for each token and needs group, step_rewards"),
     ],
 )
 def test_what_cannot_be_fed_is_refused(estimator, missing):
@@ -455,7 +455,7 @@ def test_what_cannot_be_fed_is_refused(estimator, missing):
 @pytest.mark.parametrize(
     ("bad", "reason"),
     [
-        ({"kind": "gae", "lam": 0.9, "length_adaptive_alpha": 0.05, "lam_critic": 1.0}, "give one of them"),
+        ({"kind": "gae", "lam": 0.9, "length_adaptive_alpha": 0.05, "lam_critic": 1.0}, "give only one of them"),
         ({"kind": "gae", "length_adaptive_alpha": 0.05}, "give lam_critic too"),
         ({"kind": "gae", "gamma": 1.1}, "less than or equal to 1"),
         ({"kind": "grpo", "std": "token"}, "'group', 'batch' or 'none'"),

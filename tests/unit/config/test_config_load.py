@@ -1,4 +1,4 @@
-"""Merging and judging configurations, good and bad."""
+"""Good and bad configurations are merged and validated."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from megatron_rl.config.load import judge, load_config, merge, merge_arguments, parse_value
+from megatron_rl.config.load import load_config, merge, merge_arguments, parse_value, validate
 from megatron_rl.config.schema import GrpoRunConfig, SftRunConfig
 
 GOOD = {
@@ -25,7 +25,7 @@ def refused(change: dict) -> str:
     merged = {key: dict(value) for key, value in merged.items()}
     merge(merged, change)
     with pytest.raises(ValueError) as caught:
-        judge(GrpoRunConfig, merged)
+        validate(GrpoRunConfig, merged)
     return str(caught.value)
 
 
@@ -84,17 +84,17 @@ def test_all_faults_are_told_at_once():
 
 
 def test_missing_key_file_and_broken_yaml(tmp_path):
-    with pytest.raises(ValueError, match="run.steps: required"):
-        judge(SftRunConfig, {"run": {"name": "x"}})
+    with pytest.raises(ValueError, match="run.steps: this key is required"):
+        validate(SftRunConfig, {"run": {"name": "x"}})
     with pytest.raises(ValueError, match="no such file"):
         merge_arguments([str(tmp_path / "none.yaml")])
     (tmp_path / "bad.yaml").write_text("run: {name: x\n")
-    with pytest.raises(ValueError, match=r"(?s)bad.yaml is no YAML.*line 2"):
+    with pytest.raises(ValueError, match=r"(?s)bad.yaml is not valid YAML.*line 2"):
         merge_arguments([str(tmp_path / "bad.yaml")])
     (tmp_path / "list.yaml").write_text("- 1\n")
     with pytest.raises(ValueError, match="top level must be a mapping"):
         merge_arguments([str(tmp_path / "list.yaml")])
-    with pytest.raises(ValueError, match="no empty key"):
+    with pytest.raises(ValueError, match="has an empty key"):
         merge_arguments(["run..steps=1"])
 
 

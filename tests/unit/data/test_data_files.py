@@ -59,10 +59,10 @@ def test_prompts_of_both_forms(tokenizer, write):
 BAD_PROMPTS = [
     (b"{", "not JSON"),
     (b"\xff{}", "not UTF-8"),
-    (b"[1]", "a row is a JSON object, this is a list"),
+    (b"[1]", "a row must be a JSON object, but this one is a list"),
     ({"prompt": "x", "messages": [USER]}, "this one has both"),
     ({"question": "x"}, r"this one has only \['ground_truth', 'question'\]"),
-    ({"prompt": ["x"]}, r"`prompt` must be text and not empty; it is \['x'\]"),
+    ({"prompt": ["x"]}, r"`prompt` must be text and not empty, but it is \['x'\]"),
     ({"prompt": ""}, "must be text and not empty"),
     ({"messages": []}, "must be a list of chat turns and not empty"),
     ({"messages": [USER, {"role": "user"}]}, r"`messages\[1\]` must have `role` and `content`"),
@@ -88,7 +88,7 @@ def test_bad_prompts_are_skipped_and_counted(tokenizer, write):
 
 
 @pytest.mark.parametrize(
-    ("lines", "message"), [([], "holds no good row$"), ([b"["], "the first bad one is line 1: not JSON")]
+    ("lines", "message"), [([], "holds no good row; correct"), ([b"["], "first bad one is line 1: the row is not JSON")]
 )
 def test_a_file_without_a_good_row_is_an_error(tokenizer, write, lines, message):
     with pytest.raises(ValueError, match=message):
@@ -121,9 +121,9 @@ def test_supervised_rows(tokenizer, write, row, prompt, completion):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"prompt": "1", "completion": "1234567890"}, "the row has 12 tokens, sft.max_tokens is 11"),
+        ({"prompt": "1", "completion": "1234567890"}, "the row has 12 tokens, but sft.max_tokens is 11"),
         ({"prompt": "1"}, "`completion` must be text"),
-        ({"messages": [USER]}, "must end with the assistant's turn, not the user's"),
+        ({"messages": [USER]}, "must end with a turn of the role assistant, not user"),
         ({"messages": [ASSISTANT]}, "the prompt has no tokens"),
     ],
 )

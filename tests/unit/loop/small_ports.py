@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_rl.config.load import judge
+from megatron_rl.config.load import validate
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.data import ShuffledStream
 from megatron_rl.loop.checkpoints import Checkpoints
@@ -134,7 +134,7 @@ def config(**changes) -> GrpoRunConfig:
         "balance": {"max_tokens_per_microbatch": 16},
         "checkpoint": {"every": 1, "keep": 2},
     }
-    return judge(GrpoRunConfig, merged | changes)
+    return validate(GrpoRunConfig, merged | changes)
 
 
 def run(world: World, folder: Path, cfg: GrpoRunConfig, *, resume=None, stopping=NEVER, heldout=()) -> int:

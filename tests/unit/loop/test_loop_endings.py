@@ -83,7 +83,7 @@ def test_a_checkpoint_that_fails_at_the_end_is_told_beside_the_cause(tmp_path):
     world.score_of = lambda group, i: None if world.updates else float(i)
     with pytest.raises(ValueError, match="left without a score") as caught:
         run(world, tmp_path / "c", config(checkpoint=RARELY))
-    assert caught.value.__notes__ == ["No checkpoint could be written either: the disk is full"]
+    assert caught.value.__notes__ == ["No checkpoint could be written after this error: the disk is full"]
 
 
 def test_a_stop_in_a_generation_saves_the_state_that_the_step_began_with(tmp_path):

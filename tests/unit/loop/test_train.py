@@ -83,7 +83,7 @@ def test_abstentions_are_counted_and_silence_stops_the_run(tmp_path):
     world = World(score=lambda group, i: None if group == 0 else float(i))
     run(world, tmp_path / "a", config())
     assert world.logged[0][1]["samples/abstained"] == 2 and world.logged[0][1]["samples/active"] == 6
-    with pytest.raises(ValueError, match="every one of 8 answers .* because: the judge was away"):
+    with pytest.raises(ValueError, match="every one of 8 answers .* is: the judge was away"):
         run(World(score=lambda group, i: None), tmp_path / "b", config())
 
 
@@ -141,9 +141,9 @@ def test_gdpo_sees_the_rewards_apart(tmp_path):
 @pytest.mark.parametrize(
     ("algorithm", "reason"),
     [
-        ({"adv_estimator": {"kind": "gae"}}, "gae needs a critic, and none is trained"),
+        ({"adv_estimator": {"kind": "gae"}}, "gae needs a critic, and this recipe trains none"),
         ({"adv_estimator": {"kind": "grpo_process"}}, "needs rewards of single steps"),
-        ({"kl": {"place": "reward"}}, "needs advantages of single tokens"),
+        ({"kl": {"place": "reward"}}, "needs one advantage for each token"),
     ],
 )
 def test_what_this_recipe_cannot_feed_is_refused(algorithm, reason):

@@ -56,7 +56,7 @@ def test_the_page_is_self_contained_and_escaped(tmp_path):
     assert "url(" not in page and "@import" not in page
     assert "1&lt;b&gt;2" in page and "&lt;script&gt;y" in page and "<script" not in page
     assert re.findall(r"<span>(r:\d)</span>", page) == ["r:2", "r:3", "r:4"]
-    for text in ("0.375</b><span>from 0.125", "models/tiny", "cut by the length budget"):
+    for text in ("0.375</b><span>first: 0.125", "models/tiny", "cut by the length budget"):
         assert text in page
 
 
@@ -95,7 +95,7 @@ def test_summary(tmp_path):
     print_summary(tmp_path, Console(file=screen, width=100, color_system=None))
     text = " ".join(screen.getvalue().split())
     assert "held-out accuracy 0.125 0.375" in text and "reward 0.250 0.750" in text
-    assert "2 steps in 8.0 s, 4.00 s a step without evaluations and checkpoints, rollout 1,000 tokens/s" in text
+    assert "2 steps in 8.0 s, 4.00 s per step without evaluations and checkpoints, rollout 1,000 tokens/s" in text
     assert "generate 75%" in text and "other 25%" in text
     assert "[bold]x</think><script>y" in text
     assert "abstained" not in text
@@ -221,7 +221,7 @@ def test_a_run_that_is_still_going_on_is_reported_without_its_last_line(tmp_path
 def test_a_spoilt_line_is_named(tmp_path, capsys):
     (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step"\n{"step": 2}\n')
     status, _, err = command(capsys, tmp_path)
-    assert status == 1 and "metrics.jsonl:2 is no JSON" in err
+    assert status == 1 and "metrics.jsonl:2 is not JSON" in err
     status, _, err = command(capsys, tmp_path / "nowhere")
     assert status == 1 and "nothing to report" in err
 

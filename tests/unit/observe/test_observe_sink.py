@@ -91,7 +91,7 @@ def test_a_resumed_file_reads_as_if_it_had_never_stopped(tmp_path):
         sink.log(step, {"reward/mean": step / 10})
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 5, "rew')  # killed here
-    with pytest.raises(ValueError, match="files of an earlier run: continue it with --resume auto"):
+    with pytest.raises(ValueError, match="files of an earlier run; continue it with --resume auto"):
         sink_of(tmp_path)
     resumed, _ = sink_of(tmp_path, resume_at=3)
     for step in (3, 4):

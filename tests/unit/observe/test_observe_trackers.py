@@ -12,7 +12,7 @@ from importlib.util import find_spec
 import pytest
 from rich.console import Console
 
-from megatron_rl.config.load import judge
+from megatron_rl.config.load import validate
 from megatron_rl.config.schema import SftRunConfig
 from megatron_rl.observe import RunSink, missing_packages, open_trackers
 from megatron_rl.observe.provenance import flat
@@ -21,7 +21,7 @@ from megatron_rl.observe.trackers import Feed
 
 
 def config_of(folder, *observe: dict) -> SftRunConfig:
-    return judge(
+    return validate(
         SftRunConfig,
         {
             "run": {"name": "r", "folder": str(folder), "steps": 9},
@@ -88,8 +88,8 @@ def test_a_failing_tracker_is_told_once_and_counted_and_the_run_goes_on(tmp_path
     assert feed.num_lost == 3
     assert [record["loss"] for record in read_lines(config.run_folder / "metrics.jsonl")] == [1.0] * 5
     text = screen.getvalue()
-    assert text.count("wandb does not take the run's numbers (ConnectionError: the server is away)") == 1
-    assert text.count("wandb did not take 3 records") == 1
+    assert text.count("wandb does not accept the run's numbers (ConnectionError: the server is away)") == 1
+    assert text.count("wandb lost 3 records") == 1
     assert (config.run_folder / "logs" / "warnings.log").read_text().count("\n") == 2
 
 
@@ -153,7 +153,7 @@ def test_a_folder_of_the_packages_name_is_no_package(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("observe", "message"),
     [
-        ([{"kind": "wandb"}, {"kind": "wandb"}], "observe: wandb stands there 2 times"),
+        ([{"kind": "wandb"}, {"kind": "wandb"}], "observe: the kind wandb is given 2 times"),
         ([{"kind": "comet"}], "comet"),
         ([{"kind": "wandb", "projekt": "x"}], "did you mean observe.0.project"),
     ],
@@ -220,7 +220,7 @@ def test_an_mlflow_database_that_breaks_does_not_end_the_run(tmp_path):
         with sqlite3.connect(tmp_path / "mlflow.db") as database:
             database.execute("DROP TABLE latest_metrics")
         sink.log(0, {"loss": 1.0})
-    assert feed.num_lost == 1 and "mlflow did not take 1 records" in screen.getvalue()
+    assert feed.num_lost == 1 and "mlflow lost 1 records" in screen.getvalue()
     assert len(read_lines(config.run_folder / "metrics.jsonl")) == 1
 
 

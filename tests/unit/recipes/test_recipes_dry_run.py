@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from megatron_rl.config.load import judge
+from megatron_rl.config.load import validate
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.layout import FAMILIES
 from megatron_rl.recipes.dry_run import (
@@ -98,7 +98,7 @@ def test_the_state_of_all_ranks_is_that_of_the_model(mesh):
 
 
 def planned(model: str, **parallel: int) -> str:
-    config = judge(
+    config = validate(
         GrpoRunConfig,
         {
             "run": {"name": "plan", "steps": 1},

@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
-from megatron_rl.config.load import judge
+from megatron_rl.config.load import validate
 from megatron_rl.config.schema import GrpoRunConfig, SftRunConfig
 from megatron_rl.layout import FAMILIES, read_shape
 from megatron_rl.recipes import preflight as module
@@ -98,13 +98,13 @@ def grpo(**changes) -> GrpoRunConfig:
     for path, value in changes.items():
         section, _, key = path.partition("__")
         merged[section] = merged.get(section, {}) | {key: value} if key else value
-    return judge(GrpoRunConfig, merged)
+    return validate(GrpoRunConfig, merged)
 
 
 def sft(**changes) -> SftRunConfig:
     merged = {"run": {"name": "warm", "steps": 3}, "model": {"path": "model"}, "sft": {"rows": "rows.jsonl"} | changes}
     merged["sft"].setdefault("max_tokens", 8)
-    return judge(SftRunConfig, merged | {"balance": {"max_tokens_per_microbatch": 96}})
+    return validate(SftRunConfig, merged | {"balance": {"max_tokens_per_microbatch": 96}})
 
 
 def faults(config, **how) -> list[str]:
@@ -128,12 +128,12 @@ GOOD = {"prompt": "1+1=", "ground_truth": "2"}
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        ([GOOD, '{"prompt": "1+'], "data.train: train.jsonl:2: not JSON"),
-        ([GOOD, {"question": "1+1="}], "train.jsonl:2: a row has either `messages` (chat turns) or `prompt` (text)"),
+        ([GOOD, '{"prompt": "1+'], "data.train: train.jsonl:2: the row is not JSON"),
+        ([GOOD, {"question": "1+1="}], "train.jsonl:2: a row must have either `messages` (chat turns) or `prompt`"),
         ([GOOD, {"prompt": "1"}], "train.jsonl:2: column `ground_truth` is missing; the configured rewards need it"),
         ([{"prompt": "123456789", "ground_truth": 1}], "the prompt has 9 tokens, rollout.max_prompt_tokens is 8"),
         ([" "], "data.train: train.jsonl holds no row"),
-        (["{", "{", GOOD], "train.jsonl:1: not JSON"),
+        (["{", "{", GOOD], "train.jsonl:1: the row is not JSON"),
         (["{", "{", GOOD], "(2 of 3 rows that were checked are bad); correct it, or set on_bad_row to skip"),
     ],
 )
@@ -233,10 +233,10 @@ def no_vocabulary(home):
         (lambda home: (home / "model" / "b.safetensors").unlink(), "names b.safetensors, which is not there (1 of 2"),
         (lambda home: (home / "model" / "model.safetensors.index.json").write_text("{"), "index.json cannot be read"),
         (lambda home: shutil.rmtree(home / "model"), "model has no config.json"),
-        (lambda home: (home / "model" / "config.json").write_text("{"), "config.json is no JSON"),
+        (lambda home: (home / "model" / "config.json").write_text("{"), "config.json is no"),
         (no_vocabulary, "has no tokenizer: neither tokenizer.json nor tokenizer.model is there"),
         (lambda home: (home / "model" / "tokenizer.json").write_text("{"), "tokenizer.json cannot be read"),
-        (lambda home: (home / "model" / "tokenizer_config.json").write_text("{"), "tokenizer_config.json is no JSON"),
+        (lambda home: (home / "model" / "tokenizer_config.json").write_text("{"), "tokenizer_config.json is not JSON"),
         (
             lambda home: write_tokenizer(home / "model", [*VOCABULARY, *map(str, range(100, 130))]),
             "has the token id 72, but the model's vocabulary ends at 63",
@@ -339,11 +339,11 @@ def test_a_tracker_whose_package_is_missing(home, monkeypatch):
     ("row", "message"),
     [
         ({"prompt": "1+1=", "completion": "234"}, None),
-        ({"prompt": "1+1=", "completion": "2345"}, "the row has 9 tokens, sft.max_tokens is 8"),
+        ({"prompt": "1+1=", "completion": "2345"}, "the row has 9 tokens, but sft.max_tokens is 8"),
         ({"prompt": "1+1=", "completion": "234<eos>"}, None),
         ({"prompt": "1"}, "`completion` must be text"),
-        ({"messages": [{"role": "user", "content": "1"}]}, "must end with the assistant's turn"),
-        ({"messages": [{"role": "assistant", "content": "1234567"}]}, "the row has 9 tokens, sft.max_tokens is 8"),
+        ({"messages": [{"role": "user", "content": "1"}]}, "must end with a turn of the role assistant"),
+        ({"messages": [{"role": "assistant", "content": "1234567"}]}, "the row has 9 tokens, but sft.max_tokens is 8"),
     ],
 )
 def test_supervised_rows(home, row, message):
@@ -378,7 +378,7 @@ def test_a_dry_run_prints_the_plan_and_then_the_faults(home):
     command = [sys.executable, "-m", "megatron_rl", "grpo", "run.yaml", "--dry-run"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=home)
     assert done.returncode == 1, done.stdout + done.stderr
-    assert done.stdout.index("parameters") < done.stdout.index("error: data.train: train.jsonl:2: not JSON")
+    assert done.stdout.index("parameters") < done.stdout.index("error: data.train: train.jsonl:2: the row is not JSON")
 
 
 def test_nothing_heavy_is_imported(home):

@@ -114,7 +114,7 @@ def test_verdicts():
 def test_a_row_that_cannot_be_scored_is_named():
     verdict = score("</think>1<eos>", None)
     assert verdict.score is None and verdict.failed
-    assert verdict.reason.startswith("rows.jsonl:3: the exact_answer reward needs `ground_truth`")
+    assert verdict.reason.startswith("rows.jsonl:3: the exact_answer reward needs a `ground_truth`")
     verdict = score("</think>1<eos>", "x", answer="last_number")
     assert (
         verdict.score is None and verdict.failed and "rows.jsonl:3: ground_truth 'x' holds no number" in verdict.reason
