@@ -60,9 +60,9 @@ def test_chunks_partition_the_layers(pipeline, virtual, per_chunk):
     ("sizes", "message"),
     [
         (dict(tensor=0), "at least 1"),
-        (dict(tensor=2, data=2, expert=4), "no multiple of expert x expert_tensor = 4 x 2"),
+        (dict(tensor=2, data=2, expert=4), "is not a multiple of expert x expert_tensor = 4 x 2"),
         (dict(virtual=2), "pipeline of at least 2"),
-        (dict(pipeline=2, layers=(1, 2, 3)), "must name 2 chunks"),
+        (dict(pipeline=2, layers=(1, 2, 3)), "layers must have 2 entries, one for each chunk"),
     ],
 )
 def test_sizes_that_do_not_multiply_up_are_refused(sizes, message):
