@@ -66,6 +66,10 @@ class Acknowledgement:
     """The version that the receiver expected."""
 
 
+PEER_LOST = "has died, or is silent past the deadline"
+"""How a rank's error speaks of the peer that it waited for; such an error is the consequence of another one."""
+
+
 class Deadline:
     """The deadline of a whole push: each wait may use the time that is left."""
 
@@ -185,7 +189,7 @@ class GroupLine:
         try:
             yield
         except RuntimeError as error:
-            raise RuntimeError(f"{self._name} has died, or is silent past the deadline: {error}") from error
+            raise RuntimeError(f"{self._name} {PEER_LOST}: {error}") from error
 
 
 class GroupOutlet(GroupLine):

@@ -16,6 +16,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from megatron_rl.actor.spec import ActorSpec
 from megatron_rl.bridge.join import host_store
+from megatron_rl.bridge.line import PEER_LOST
 from megatron_rl.bridge.setup import BridgeSetup
 from megatron_rl.cluster.engines import EngineGroup
 from megatron_rl.cluster.policy import PolicyGroup
@@ -146,7 +147,7 @@ def _cause(failures: dict[str, RayError]) -> tuple[RayError, str]:
 
     def rank(name: str) -> int:
         error = failures[name]
-        return 0 if isinstance(error, RayActorError) else 2 if "has died, or is silent" in str(error) else 1
+        return 0 if isinstance(error, RayActorError) else 2 if PEER_LOST in str(error) else 1
 
     name = min(failures, key=rank)
     return failures[name], name

@@ -225,8 +225,8 @@ def info(backend: str | None = "megatron_rl", tensor: int = 1, data: int = 1) ->
 @pytest.mark.parametrize(
     ("servers", "message"),
     [
-        (lambda other: ["http://127.0.0.1:1"], "http://127.0.0.1:1 does not answer as vLLM does"),
-        (lambda other: ["localhost:8000"], "localhost:8000 is no server's address"),
+        (lambda other: ["http://127.0.0.1:1"], "http://127.0.0.1:1 does not answer like vLLM"),
+        (lambda other: ["localhost:8000"], "localhost:8000 is not the address of a server"),
         (lambda other: [other(None)], "has no /server_info; start it with VLLM_SERVER_DEV_MODE=1"),
         (lambda other: [other(info("nccl"))], "takes its weights by nccl; start it with"),
         (lambda other: [other(info(None))], "takes its weights by no transfer at all; start it with"),

@@ -18,7 +18,7 @@ from megatron_rl.cluster.engines import EngineGroup
 from megatron_rl.cluster.process import Process, begin_process, last_error, locate
 from megatron_rl.cluster.session import ray_session
 from megatron_rl.cluster.waiting import ProcessLost, gather, locate_all
-from megatron_rl.config.load import judge
+from megatron_rl.config.load import validate
 from megatron_rl.config.schema import ClusterConfig, GrpoRunConfig
 from megatron_rl.ports import StopRequested
 
@@ -124,7 +124,7 @@ def stacks_in(log: Path) -> str:
 
 
 def test_engines_that_no_node_can_hold_are_refused_at_once(ranks, tmp_path):
-    config = judge(
+    config = validate(
         GrpoRunConfig,
         {
             "run": {"name": "x", "steps": 1},
