@@ -70,6 +70,8 @@ def ray_session(
     ray_worker.print_to_stdstream = _to_log
     waiting.on_tick = on_tick
     on_tick()
+    driver = psutil.Process()
+    others = set(driver.children())
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         ray.init(
@@ -84,18 +86,25 @@ def ray_session(
         raise StopRequested from error
     for number, handler in handlers.items():
         signal.signal(number, handler)
+    own = [process for process in driver.children() if process not in others]
     try:
         yield
     finally:
-        family = psutil.Process().children(recursive=True)
+        family = [member for process in own for member in _with_descendants(process)]
         ray.shutdown()
-        if cluster.ray_address is None:
-            _end(family)
+        _kill(family)
 
 
-def _end(processes: Sequence[psutil.Process]) -> None:
-    """Kill the processes. Otherwise two agents of Ray would stay for a minute, and vLLM's processes until they notice
-    that their owner is gone."""
+def _with_descendants(process: psutil.Process) -> list[psutil.Process]:
+    try:
+        return [process, *process.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _kill(processes: Sequence[psutil.Process]) -> None:
+    """Kill what is left of the Ray that this process started. Otherwise two of its agents would stay for a minute, and
+    vLLM's processes until they notice that their owner is gone."""
     for process in processes:
         with suppress(psutil.NoSuchProcess):
             process.kill()

@@ -74,15 +74,6 @@ def test_an_engine_that_died_is_replaced_and_a_reward_that_hangs_abstains(recipe
     assert "in hangs" in (folder / "logs" / "verifier.log").read_text(), "its stack"
 
 
-def test_a_trainer_rank_that_died_ends_the_run_with_its_name(recipe, task):
-    run = start_at_the_gate(recipe, arguments(task))
-    newest(run, "ray::TrainerRank").kill()
-    status, text = let_go(recipe, run)
-    assert status == 1 and re.search(r"trainer rank \d .*died\. Its log", text), text
-    assert "Traceback" not in text and "OOM killer" not in text
-    assert (recipe.folder / "runs" / "faults" / "report.html").exists()
-
-
 def shared_memory(run) -> set[Path]:
     """The files in /dev/shm that vLLM's processes below a run have mapped, whether they still have a name or not."""
     family = psutil.Process(run.pid).children(recursive=True)
@@ -104,12 +95,5 @@ def test_a_trainer_rank_that_is_stopped_ends_the_run_at_its_deadline_and_leaves_
     text = " ".join(text.split())
     assert re.search(r"the driver has waited for trainer rank \d.* to compute log-probs for 10 s, since", text), text
     assert f"process {stopped.pid} is stopped (SIGSTOP)" in text
+    assert "Traceback" not in text and (recipe.folder / "runs" / "faults" / "report.html").exists()
     assert not any(process.is_running() for process in family), "every process is gone when the run has ended"
-
-
-def test_an_error_inside_vllm_is_told_with_the_engine_and_the_cause(recipe, task):
-    done = recipe.run(*arguments(task, "rollout.quantization=misspelt"))
-    assert done.returncode == 1
-    said = " ".join(done.stdout.split())
-    assert "error: engine 0: " in said and "misspelt" in said and "Traceback" not in done.stdout + done.stderr, said
-    assert len(done.stdout.splitlines()) < 15, done.stdout

@@ -4,12 +4,16 @@ process; a deadline ends it with an error that says what the silent process is d
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import ray
 
@@ -58,9 +62,14 @@ def ranks(tmp_path_factory):
         actors = [ray.remote(Rank).options(**{"num_cpus": 0, **options}).remote(name) for name in names]
         return [Process(name, logs / f"{name}.log", actor) for name, actor in zip(names, actors, strict=True)]
 
+    other = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
     with ray_session(ClusterConfig(), num_trainers=1, logs=logs):
         yield start
-    assert not ray.is_initialized()
+        family = [process for process in psutil.Process().children(recursive=True) if process.pid != other.pid]
+        own = [process for process in family if re.search("ray::|raylet|gcs_server", " ".join(process.cmdline()))]
+    assert own and not ray.is_initialized() and not any(process.is_running() for process in own)
+    assert other.poll() is None, "a session ends its own processes and no other child of the driver"
+    other.communicate()
 
 
 def wait(processes: list[Process], *methods: str, timeout_s: float = 600) -> list:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 
 import numpy as np
@@ -10,6 +11,8 @@ import torch
 from tiny_references import reference_logp
 from transformers import AutoModelForCausalLM
 
+from megatron_rl.config.schema import ModelConfig, RolloutConfig
+from megatron_rl.rollout.engine import VllmEngine
 from megatron_rl.types import Mesh, Prompt
 
 LONG = 150
@@ -160,3 +163,12 @@ def test_a_trainer_that_dies_is_an_error_not_a_hang(stage):
         stage.run(stage.engine.receive(11))
     with pytest.raises(ValueError, match="holds no whole set of weights"):
         stage.run(stage.engine.generate(prompts(), 2, 11, seed=0))
+
+
+def test_vllms_refusal_of_a_configuration_is_told_in_its_own_words(make_stage, folders):
+    """`make_stage` restores the environment that starting an engine changes."""
+    sizes = dict(prompts_per_step=1, samples_per_prompt=1, max_prompt_tokens=8, max_response_tokens=8)
+    rollout = RolloutConfig(quantization="misspelt", **sizes)
+    engine = VllmEngine(model=ModelConfig(path=folders[0], dtype="float32"), rollout=rollout, seed=0)
+    with pytest.raises(ValueError, match="^vLLM refuses the configuration: Unknown quantization method: misspelt"):
+        asyncio.run(engine.start())
