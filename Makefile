@@ -3,8 +3,8 @@
 # Each makes .venv first when it is missing.
 export OMP_NUM_THREADS ?= 1
 python := .venv/bin/python
-# Three processes, each with whole files: most tests wait for other processes, or keep one core busy. The long ones are first.
-pytest := $(python) -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+# Two processes, each with whole files: most tests wait for other processes, or keep one core busy.
+pytest := $(python) -m pytest -n 2 --dist loadfile
 # The rooms whose unit tests start neither Ray, vLLM nor Megatron.
 pure := algorithms balance config convert data layout loop observe verifiers
 
