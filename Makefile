@@ -4,7 +4,8 @@
 export OMP_NUM_THREADS ?= 1
 python := .venv/bin/python
 # Two processes, each with whole files: most tests wait for other processes, or keep one core busy.
-pytest := $(python) -m pytest -n 2 --dist loadfile
+# The order is that of testpaths, with the long files first.
+pytest := $(python) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 # The rooms whose unit tests start neither Ray, vLLM nor Megatron.
 pure := algorithms balance config convert data layout loop observe verifiers
 

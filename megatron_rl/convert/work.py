@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import gc
 import hashlib
 import json
 import multiprocessing
@@ -112,6 +113,9 @@ class Workers:
 
     def _begin(self, task: Callable[[int], Any], parent: int) -> None:
         """Prepare a worker; runs in it before its first task."""
+        # What was garbage in the parent must not be collected here. A destructor may wait for threads that a fork does
+        # not have: that of a gloo process group does.
+        gc.freeze()
         global _task
         _task = task
         with self._slots.get_lock():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -130,3 +131,27 @@ def test_progress_ends_at_all_bytes(hub, tmp_path):
     conversion, seen = to_open(open_checkpoint(hub)), []
     carry_out(conversion, tmp_path / "target", 2, seen.append)
     assert seen == sorted(seen) and seen[-1] == conversion.num_bytes
+
+
+class WaitsForAThread:
+    """Its destructor would hang in a fork, which has no threads of its parent; here it says where it runs."""
+
+    def __init__(self, folder: Path) -> None:
+        self.cycle, self.folder = self, folder
+
+    def __del__(self) -> None:
+        (self.folder / str(os.getpid())).touch()
+
+
+def test_garbage_of_the_process_is_not_collected_in_its_workers(tmp_path):
+    gc.collect()
+    gc.disable()
+    try:
+        WaitsForAThread(tmp_path)
+        finished = []
+        Workers(1).run(lambda i: gc.collect(), [0, 1], lambda i, result: finished.append(i), lambda num_bytes: None)
+        assert finished == [0, 1] and not list(tmp_path.iterdir())
+    finally:
+        gc.enable()
+    gc.collect()
+    assert [path.name for path in tmp_path.iterdir()] == [str(os.getpid())]
