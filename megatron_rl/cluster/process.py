@@ -18,6 +18,8 @@ import psutil
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from megatron_rl.processes import descendants
+
 STACKS = signal.SIGUSR2
 """On this signal our processes, and vLLM's below them, write the Python stacks of all threads to their log."""
 INSPECTION_S = 20.0
@@ -98,7 +100,7 @@ def _ask_for_stacks(pid: int) -> str:
     """Make a process and its children write their stacks, and describe its state. This runs on the process's node."""
     try:
         process = psutil.Process(pid)
-        family = [process, *process.children(recursive=True)]
+        family = [process, *descendants(process)]
         status = process.status()
     except psutil.NoSuchProcess:
         return "it is gone"

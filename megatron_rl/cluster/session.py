@@ -20,6 +20,7 @@ from ray._private.utils import read_ray_address
 from megatron_rl.cluster import waiting
 from megatron_rl.config.schema import ClusterConfig
 from megatron_rl.ports import StopRequested
+from megatron_rl.processes import descendants
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +72,7 @@ def ray_session(
     waiting.on_tick = on_tick
     on_tick()
     driver = psutil.Process()
-    others = set(driver.children())
+    others = set(descendants(driver))
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         ray.init(
@@ -86,20 +87,13 @@ def ray_session(
         raise StopRequested from error
     for number, handler in handlers.items():
         signal.signal(number, handler)
-    own = [process for process in driver.children() if process not in others]
+    own = [process for process in descendants(driver) if process not in others]
     try:
         yield
     finally:
-        family = [member for process in own for member in _with_descendants(process)]
+        family = [member for process in own for member in [process, *descendants(process)]]
         ray.shutdown()
         _kill(family)
-
-
-def _with_descendants(process: psutil.Process) -> list[psutil.Process]:
-    try:
-        return [process, *process.children(recursive=True)]
-    except psutil.NoSuchProcess:
-        return []
 
 
 def _kill(processes: Sequence[psutil.Process]) -> None:

@@ -18,6 +18,8 @@ from pathlib import Path
 
 import psutil
 
+from megatron_rl.processes import descendants
+
 FOLDER = Path("/dev/shm")
 NAMES = re.compile(r"psm_[0-9a-f]{8}|.+cpushm_\d+")
 """The file names of Python's SharedMemory, which vLLM uses, and of vLLM's collectives on a CPU."""
@@ -28,7 +30,7 @@ MIN_AGE_S = 1.0
 def remove_own_names() -> None:
     """Remove the names of the shared memory that this process and its descendants have mapped. They keep the memory."""
     process = psutil.Process()
-    for name in {name for member in [process, *process.children(recursive=True)] for name in _mapped(member.pid)}:
+    for name in {name for member in [process, *descendants(process)] for name in _mapped(member.pid)}:
         (FOLDER / name).unlink(missing_ok=True)
 
 

@@ -8,8 +8,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 from patience import deadline
+
+from megatron_rl.processes import command_line, descendants
 
 ROOT = Path(__file__).parents[2]
 
@@ -47,6 +50,10 @@ class Recipe:
                 stderr=file,
                 start_new_session=True,
             )
+
+    def process(self, run: subprocess.Popen, name: str) -> psutil.Process:
+        """One of the run's processes with `name` in its command line."""
+        return next(process for process in descendants(psutil.Process(run.pid)) if name in command_line(process))
 
     def wait_until(self, run: subprocess.Popen | None, holds: Callable[[], bool]) -> None:
         """Until a condition holds, while the run, if one is given, goes on."""

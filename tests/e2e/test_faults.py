@@ -10,6 +10,8 @@ from pathlib import Path
 
 import psutil
 
+from megatron_rl.processes import command_line, descendants
+
 
 def arguments(task, *more: str) -> list[str]:
     return [
@@ -37,11 +39,6 @@ def start_at_the_gate(recipe, arguments: list[str]):
     return run
 
 
-def newest(run, name: str) -> psutil.Process:
-    family = psutil.Process(run.pid).children(recursive=True)
-    return [process for process in family if name in " ".join(process.cmdline())][-1]
-
-
 def let_go(recipe, run) -> tuple[int, str]:
     """The exit status of the run, and what it said."""
     (recipe.folder / "gate").unlink()
@@ -54,7 +51,7 @@ def test_an_engine_that_died_is_replaced_and_a_reward_that_hangs_abstains(recipe
     rewards = "{kind: function, path: 'rewards:share_of_digits'}, {kind: function, path: 'rewards:hangs', timeout_s: 8}"
     engines = ["rollout.num_engines=2", "bridge.chains=1", f"rewards=[{rewards}]"]
     run = start_at_the_gate(recipe, arguments(task, *engines))
-    newest(run, "ray::EngineRank").kill()
+    recipe.process(run, "ray::EngineRank").kill()
     status, text = let_go(recipe, run)
     assert status == 0, text
     folder = recipe.folder / "runs" / "faults"
@@ -76,8 +73,8 @@ def test_an_engine_that_died_is_replaced_and_a_reward_that_hangs_abstains(recipe
 
 def shared_memory(run) -> set[Path]:
     """The files in /dev/shm that vLLM's processes below a run have mapped, whether they still have a name or not."""
-    family = psutil.Process(run.pid).children(recursive=True)
-    engine = [process for process in family if "VLLM" in " ".join(process.cmdline())]
+    family = descendants(psutil.Process(run.pid))
+    engine = [process for process in family if "VLLM" in command_line(process)]
     maps = "".join(Path(f"/proc/{process.pid}/maps").read_text() for process in engine)
     return {Path(name) for name in re.findall(r"(/dev/shm/(?:psm_|\S*cpushm_)\S*)", maps)}
 
@@ -87,8 +84,8 @@ def test_a_trainer_rank_that_is_stopped_ends_the_run_at_its_deadline_and_leaves_
     run = start_at_the_gate(recipe, arguments(task, "rollout.tensor=2", "cluster.step_timeout_s=10"))
     shared = shared_memory(run)
     assert len(shared) >= 2 and not any(path.exists() for path in shared)
-    family = psutil.Process(run.pid).children(recursive=True)
-    stopped = newest(run, "ray::TrainerRank")
+    family = descendants(psutil.Process(run.pid))
+    stopped = recipe.process(run, "ray::TrainerRank")
     stopped.send_signal(signal.SIGSTOP)
     status, text = let_go(recipe, run)
     assert status == 1, text

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import psutil
 
+from megatron_rl.processes import descendants
+
 ALGORITHM = [
     "algorithm.kl={coefficient: {kind: adaptive, target: 1.0e-3, horizon: 100}}",
     "algorithm.entropy={coefficient: {kind: adaptive, target: 9.0}}",
@@ -57,14 +59,6 @@ def works(process: psutil.Process) -> bool:
         return False
 
 
-def family_of(run) -> list[psutil.Process]:
-    return psutil.Process(run.pid).children(recursive=True)
-
-
-def named(name: str, run) -> psutil.Process:
-    return [process for process in family_of(run) if name in " ".join(process.cmdline())][-1]
-
-
 def test_kills_and_stops_change_no_number_and_leave_nothing(recipe, task):
     whole = recipe.run(*arguments(task, "whole"))
     assert whole.returncode == 0, whole.stdout + whole.stderr
@@ -97,15 +91,15 @@ def stop_after_two_deaths(recipe, task, folder: Path) -> None:
     (recipe.folder / "gate").touch()
     run = recipe.start(*arguments(task, "broken"), "data.eval=null")
     recipe.wait_until(run, (recipe.folder / "waiting").exists)
-    named("ray::VerifierRank", run).kill()
+    recipe.process(run, "ray::VerifierRank").kill()
     (recipe.folder / "waiting").unlink()
     # A verifier's first call does not wait at the gate: the second attempt at step 1 is one.
     engine = folder / "logs" / "engine_0.log"
-    core = named("EngineCore", run)
+    core = recipe.process(run, "EngineCore")
     recipe.wait_until(run, lambda: "version 2: answering" in engine.read_text())
     core.kill()
     recipe.wait_until(run, (recipe.folder / "waiting").exists)
-    family = family_of(run)
+    family = descendants(psutil.Process(run.pid))
     os.kill(run.pid, signal.SIGTERM)
     assert run.wait(recipe.deadline_s) == 128 + signal.SIGTERM
     recipe.wait_until(None, lambda: not any(works(process) for process in family))
@@ -127,7 +121,7 @@ def kill_a_resumed_run(recipe, task, folder: Path) -> None:
     assert (folder / "checkpoints" / "step_000003").is_dir()
     second = recipe.run(*command, "--resume", "auto")
     assert second.returncode == 1 and f"another run writes into runs/broken: process {run.pid} on" in second.stdout
-    family = family_of(run)
+    family = descendants(psutil.Process(run.pid))
     os.kill(run.pid, signal.SIGKILL)
     run.wait()
     recipe.wait_until(None, lambda: not any(works(process) for process in family))

@@ -25,6 +25,7 @@ from megatron_rl.cluster.waiting import ProcessLost, gather, locate_all
 from megatron_rl.config.load import validate
 from megatron_rl.config.schema import ClusterConfig, GrpoRunConfig
 from megatron_rl.ports import StopRequested
+from megatron_rl.processes import command_line, descendants
 
 
 @pytest.fixture(scope="module")
@@ -65,8 +66,8 @@ def ranks(tmp_path_factory):
     other = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
     with ray_session(ClusterConfig(), num_trainers=1, logs=logs):
         yield start
-        family = [process for process in psutil.Process().children(recursive=True) if process.pid != other.pid]
-        own = [process for process in family if re.search("ray::|raylet|gcs_server", " ".join(process.cmdline()))]
+        family = descendants(psutil.Process())
+        own = [process for process in family if re.search("ray::|raylet|gcs_server", command_line(process))]
     assert own and not ray.is_initialized() and not any(process.is_running() for process in own)
     assert other.poll() is None, "a session ends its own processes and no other child of the driver"
     other.communicate()

@@ -150,7 +150,7 @@ def test_garbage_of_the_process_is_not_collected_in_its_workers(tmp_path):
         WaitsForAThread(tmp_path)
         finished = []
         Workers(1).run(lambda i: gc.collect(), [0, 1], lambda i, result: finished.append(i), lambda num_bytes: None)
-        assert finished == [0, 1] and not list(tmp_path.iterdir())
+        assert sorted(finished) == [0, 1] and not list(tmp_path.iterdir())
     finally:
         gc.enable()
     gc.collect()
