@@ -10,7 +10,10 @@ import psutil
 
 from megatron_rl.processes import command_line, descendants
 
-FAMILY = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'print(0, flush=True); import sys; sys.stdin.read()'])"
+FAMILY = """
+import subprocess, sys
+subprocess.run([sys.executable, "-c", "import sys; print(0, flush=True); sys.stdin.read()"])
+"""
 """A process and its child, which end when their standard input is closed."""
 
 
