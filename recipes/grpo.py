@@ -45,6 +45,7 @@ def run(config: GrpoRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) -
     from megatron_rl.cluster.policy import PolicyGroup
     from megatron_rl.cluster.session import ray_session
     from megatron_rl.cluster.verifier import RayVerifier
+    from megatron_rl.cluster.visibility import check_nodes
     from megatron_rl.loop.train import Ports, train
     from megatron_rl.observe import RunSink, open_trackers, write_provenance
     from megatron_rl.rollout.shared_memory import remove_leftovers
@@ -70,6 +71,8 @@ def run(config: GrpoRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) -
             ray_session(config.cluster, config.policy.parallel.mesh.world_size, logs, interrupt.check)
         )
         with console.status("starting Ray, Megatron and vLLM"):
+            if config.cluster.ray_address is not None:  # the preflight has looked at this machine
+                check_nodes(config)
             engines = EngineGroup(config, logs)
             cleaning.callback(engines.close)
             policy = PolicyGroup(spec, config.cluster, logs)

@@ -161,6 +161,7 @@ def launch(
                 check_before_start(config, console, resume=resume is not None, planning=True)
                 return 0
             check_before_start(config, console, resume=resume is not None)
+            config = config.absolute()  # Ray's processes have other working folders
             with run_lock(config.run_folder):
                 has_begun = True
                 log_to_file(config.run_folder / "logs")

@@ -32,6 +32,7 @@ def run(config: SftRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) ->
     from megatron_rl.algorithms import SupervisedObjective
     from megatron_rl.cluster.policy import PolicyGroup
     from megatron_rl.cluster.session import ray_session
+    from megatron_rl.cluster.visibility import check_nodes
     from megatron_rl.data import ShuffledStream, load_supervised
     from megatron_rl.loop.supervised import train_supervised
     from megatron_rl.observe import RunSink, open_trackers, write_provenance
@@ -57,6 +58,8 @@ def run(config: SftRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) ->
     )
     with ray_session(config.cluster, config.policy.parallel.mesh.world_size, logs, interrupt.check):
         with console.status("starting Ray and Megatron"):
+            if config.cluster.ray_address is not None:  # the preflight has looked at this machine
+                check_nodes(config)
             policy = PolicyGroup(spec, config.cluster, logs)
             policy.start()
         with sink, interrupt.training():
