@@ -63,8 +63,8 @@ class MegatronActor:
         self._minibatches: list[list[Microbatch]] = []
         self._denominators: list[Denominators] = []
         self._at_start: list[FirstPass] = []
-        """On the last pipeline stage, the log-probs and entropies of the first mini-batch's micro-batches that the pass
-        for logp_old computed."""
+        """The results of the pass for logp_old for each micro-batch of the first mini-batch; only the last pipeline
+        stage has them."""
         self._reference: dict[str, Tensor] = {}
         """The reference policy's weights, on the CPU; empty if the objective needs no reference."""
 

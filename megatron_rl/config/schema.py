@@ -12,8 +12,9 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, model_validator
 
-from megatron_rl.config.algorithm import BEHAVIOUR_LOSSES, AlgorithmConfig
+from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.config.balance import BalanceConfig
+from megatron_rl.config.losses import BEHAVIOUR_LOSSES
 from megatron_rl.config.observe import TrackerConfigs
 from megatron_rl.config.section import Section
 from megatron_rl.config.shipped import find_shipped

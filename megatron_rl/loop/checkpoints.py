@@ -22,6 +22,7 @@ from megatron_rl.ports import Policy, PolicyLost, StopRequested
 
 PATTERN = re.compile(r"step_(\d{6,})")
 EXTRA = "extra.json"
+"""The file of a checkpoint that holds the loop's own state."""
 
 Resume = int | Literal["auto"] | None
 """Where a run starts: a step resumes from the checkpoint of that step, `auto` resumes from the newest one, and None is
