@@ -43,6 +43,7 @@ def run(config: GrpoRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) -
     from megatron_rl.cluster.bridge import RayBridge
     from megatron_rl.cluster.engines import EngineGroup
     from megatron_rl.cluster.policy import PolicyGroup
+    from megatron_rl.cluster.restarts import Restarts
     from megatron_rl.cluster.session import ray_session
     from megatron_rl.cluster.verifier import RayVerifier
     from megatron_rl.loop.train import Ports, train
@@ -70,10 +71,11 @@ def run(config: GrpoRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) -
             ray_session(config.cluster, config.policy.parallel.mesh.world_size, logs, interrupt.check)
         )
         with console.status("starting Ray, Megatron and vLLM"):
-            engines = EngineGroup(config, logs)
+            restarts = Restarts(config.cluster.restarts_per_hour)
+            engines = EngineGroup(config, logs, restarts)
             cleaning.callback(engines.close)
-            policy = PolicyGroup(spec, config.cluster, logs)
-            verifier = RayVerifier(config, logs)
+            policy = PolicyGroup(spec, config.cluster, logs, restarts)
+            verifier = RayVerifier(config, logs, restarts)
             policy.start()
             engines.wait()
             verifier.wait()

@@ -20,7 +20,7 @@ from megatron_rl.bridge.line import PEER_LOST
 from megatron_rl.bridge.setup import BridgeSetup
 from megatron_rl.cluster.engines import EngineGroup
 from megatron_rl.cluster.policy import PolicyGroup
-from megatron_rl.cluster.waiting import explain, gather, settle
+from megatron_rl.cluster.waiting import ProcessLost, explain, gather, settle
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.layout import Engines
 from megatron_rl.ports import PolicyLost
@@ -104,6 +104,14 @@ class RayBridge:
         self._engines.replace_dead()
         self._join()
         self._push(version)
+
+    def rejoin(self) -> None:
+        """See `ports.Bridge`."""
+        try:
+            self._engines.replace_dead()
+            self._join()
+        except ProcessLost as error:
+            raise PolicyLost(str(error)) from error
 
     def _push(self, version: int) -> Metrics:
         trainers, engines = (

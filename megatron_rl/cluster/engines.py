@@ -19,6 +19,7 @@ import ray
 from ray.exceptions import RayError
 
 from megatron_rl.cluster.process import Location, Process, begin_process, locate
+from megatron_rl.cluster.restarts import Restarts
 from megatron_rl.cluster.waiting import explain, gather, locate_all, settle
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.rollout.engine import VllmEngine
@@ -96,12 +97,12 @@ class EngineRank:
 class EngineGroup:
     """All engines. Each of them gets a contiguous part of the prompts; the parts have equal size."""
 
-    def __init__(self, config: GrpoRunConfig, logs: Path) -> None:
+    def __init__(self, config: GrpoRunConfig, logs: Path, restarts: Restarts) -> None:
         """
         Raises:
             ValueError: Ray's nodes have no room for all engines.
         """
-        self._config, self._logs = config, logs
+        self._config, self._logs, self._restarts = config, logs, restarts
         num = config.rollout.num_engines
         self._check_room()
         self.processes = [Process(f"engine {i}", logs / f"engine_{i}.log", self._new(i)) for i in range(num)]
@@ -156,6 +157,8 @@ class EngineGroup:
         """
         answers = settle([engine.alive.remote() for engine in self.engines], ALIVE_S)
         dead = [index for index, answer in enumerate(answers) if answer is not True]
+        if dead:
+            self._restarts.spend(f"engine {', '.join(map(str, dead))} died or does not answer")
         for index in dead:
             process = self.processes[index]
             log.info("%s is replaced", process)

@@ -18,6 +18,7 @@ import ray
 
 from megatron_rl.algorithms.shaping import shape_rewards
 from megatron_rl.cluster.process import Location, Process, begin_process, locate
+from megatron_rl.cluster.restarts import Restarts
 from megatron_rl.cluster.waiting import ProcessLost, gather, locate_all
 from megatron_rl.config.advantages import ShapingConfig
 from megatron_rl.config.schema import GrpoRunConfig, RewardConfig
@@ -84,7 +85,8 @@ def shape(
 
 
 class RayVerifier:
-    def __init__(self, config: GrpoRunConfig, logs: Path) -> None:
+    def __init__(self, config: GrpoRunConfig, logs: Path, restarts: Restarts) -> None:
+        self._restarts = restarts
         self._config, self._logs = config, logs
         self._failures = FailureLog(logs / "rewards.log")
         self._num_restarts = 0
@@ -166,6 +168,8 @@ class RayVerifier:
             return gather([call], [self._process], doing, timeout_s)[0]
         except ProcessLost as error:
             log.warning("%s", error)
+            if not error.silent:  # a reward that hangs in every step has a time limit of its own, but no budget
+                self._restarts.spend(str(error))
             self._restart()
             raise
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import AfterValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.config.balance import BalanceConfig
@@ -301,7 +301,14 @@ class ClusterConfig(Section):
     model."""
     step_timeout_s: PositiveFloat = 7200
     """The longest time, in seconds, that one part of a step may take: a generation, a forward pass, an update or a
-    checkpoint. After that the run ends and names the process that does not answer."""
+    checkpoint. After that the process that does not answer counts as lost."""
+    restarts_per_hour: NonNegativeInt = 5
+    """The number of restarts in the last hour (of the trainer, of an engine or of the verifier) that a run survives. At
+    the next one it ends and tells their causes. 0 means that the first loss ends the run."""
+    mirror: bool = False
+    """true: the trainer's state of the last two steps also lies in the host memory of its own node and of another one,
+    so that a restart of the trainer loses no finished step. It is copied while the engines generate. false: a restart
+    of the trainer continues from the newest checkpoint."""
 
 
 class BaseConfig(Section):

@@ -20,6 +20,7 @@ import ray
 from megatron_rl.cluster import waiting
 from megatron_rl.cluster.engines import EngineGroup
 from megatron_rl.cluster.process import Process, begin_process, last_error, locate
+from megatron_rl.cluster.restarts import Restarts
 from megatron_rl.cluster.session import ray_session
 from megatron_rl.cluster.waiting import ProcessLost, gather, locate_all
 from megatron_rl.config.load import validate
@@ -147,7 +148,7 @@ def test_engines_that_no_node_can_hold_are_refused_at_once(ranks, tmp_path):
         },
     )
     with pytest.raises(ValueError, match="needs 2 engines x 4 GPU, each inside one node, beside 1 GPU of the trainers"):
-        EngineGroup(config, tmp_path)
+        EngineGroup(config, tmp_path, Restarts(0))
 
 
 def test_the_error_of_a_process_without_a_place_says_what_is_free(ranks):
