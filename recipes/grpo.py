@@ -42,6 +42,7 @@ def run(config: GrpoRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) -
     from megatron_rl.algorithms import PolicyObjective
     from megatron_rl.cluster.bridge import RayBridge
     from megatron_rl.cluster.engines import EngineGroup
+    from megatron_rl.cluster.nodes import RayPlacement
     from megatron_rl.cluster.policy import PolicyGroup
     from megatron_rl.cluster.restarts import Restarts
     from megatron_rl.cluster.session import ray_session
@@ -71,11 +72,11 @@ def run(config: GrpoRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) -
             ray_session(config.cluster, config.policy.parallel.mesh.world_size, logs, interrupt.check)
         )
         with console.status("starting Ray, Megatron and vLLM"):
-            restarts = Restarts(config.cluster.restarts_per_hour)
-            engines = EngineGroup(config, logs, restarts)
+            placement, restarts = RayPlacement(config), Restarts(config.cluster.restarts_per_hour)
+            engines = EngineGroup(config, logs, placement, restarts)
             cleaning.callback(engines.close)
-            policy = PolicyGroup(spec, config.cluster, logs, restarts)
-            verifier = RayVerifier(config, logs, restarts)
+            policy = PolicyGroup(spec, config.cluster, logs, placement, restarts)
+            verifier = RayVerifier(config, logs, placement, restarts)
             policy.start()
             engines.wait()
             verifier.wait()

@@ -30,6 +30,7 @@ def run(config: SftRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) ->
 
     from megatron_rl.actor.spec import ActorSpec
     from megatron_rl.algorithms import SupervisedObjective
+    from megatron_rl.cluster.nodes import RayPlacement
     from megatron_rl.cluster.policy import PolicyGroup
     from megatron_rl.cluster.restarts import Restarts
     from megatron_rl.cluster.session import ray_session
@@ -58,7 +59,8 @@ def run(config: SftRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) ->
     )
     with ray_session(config.cluster, config.policy.parallel.mesh.world_size, logs, interrupt.check):
         with console.status("starting Ray and Megatron"):
-            policy = PolicyGroup(spec, config.cluster, logs, Restarts(config.cluster.restarts_per_hour))
+            restarts = Restarts(config.cluster.restarts_per_hour)
+            policy = PolicyGroup(spec, config.cluster, logs, RayPlacement(config), restarts)
             policy.start()
         with sink, interrupt.training():
             done = train_supervised(config, shape, policy, stream, (sink, checkpoints), interrupt)

@@ -20,10 +20,10 @@ from megatron_rl.bridge.line import PEER_LOST
 from megatron_rl.bridge.setup import BridgeSetup
 from megatron_rl.cluster.engines import EngineGroup
 from megatron_rl.cluster.policy import PolicyGroup
-from megatron_rl.cluster.waiting import ProcessLost, explain, gather, settle
+from megatron_rl.cluster.waiting import explain, gather, settle
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.layout import Engines
-from megatron_rl.ports import PolicyLost
+from megatron_rl.ports import PolicyLost, TooManyRestarts
 from megatron_rl.types import Metrics
 
 ATTEMPTS = 2
@@ -110,7 +110,9 @@ class RayBridge:
         try:
             self._engines.replace_dead()
             self._join()
-        except ProcessLost as error:
+        except TooManyRestarts:
+            raise
+        except RuntimeError as error:
             raise PolicyLost(str(error)) from error
 
     def _push(self, version: int) -> Metrics:
