@@ -42,6 +42,7 @@ def run(config: GrpoRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) -
     from megatron_rl.algorithms import PolicyObjective
     from megatron_rl.cluster.bridge import RayBridge
     from megatron_rl.cluster.engines import EngineGroup
+    from megatron_rl.cluster.nodes import RayPlacement
     from megatron_rl.cluster.policy import PolicyGroup
     from megatron_rl.cluster.session import ray_session
     from megatron_rl.cluster.verifier import RayVerifier
@@ -70,10 +71,11 @@ def run(config: GrpoRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) -
             ray_session(config.cluster, config.policy.parallel.mesh.world_size, logs, interrupt.check)
         )
         with console.status("starting Ray, Megatron and vLLM"):
-            engines = EngineGroup(config, logs)
+            placement = RayPlacement(config)
+            engines = EngineGroup(config, logs, placement)
             cleaning.callback(engines.close)
-            policy = PolicyGroup(spec, config.cluster, logs)
-            verifier = RayVerifier(config, logs)
+            policy = PolicyGroup(spec, config.cluster, logs, placement)
+            verifier = RayVerifier(config, logs, placement)
             policy.start()
             engines.wait()
             verifier.wait()

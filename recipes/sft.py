@@ -30,6 +30,7 @@ def run(config: SftRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) ->
 
     from megatron_rl.actor.spec import ActorSpec
     from megatron_rl.algorithms import SupervisedObjective
+    from megatron_rl.cluster.nodes import RayPlacement
     from megatron_rl.cluster.policy import PolicyGroup
     from megatron_rl.cluster.session import ray_session
     from megatron_rl.data import ShuffledStream, load_supervised
@@ -57,7 +58,7 @@ def run(config: SftRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) ->
     )
     with ray_session(config.cluster, config.policy.parallel.mesh.world_size, logs, interrupt.check):
         with console.status("starting Ray and Megatron"):
-            policy = PolicyGroup(spec, config.cluster, logs)
+            policy = PolicyGroup(spec, config.cluster, logs, RayPlacement(config))
             policy.start()
         with sink, interrupt.training():
             done = train_supervised(config, shape, policy, stream, (sink, checkpoints), interrupt)

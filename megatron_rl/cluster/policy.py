@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.util.placement_group import placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megatron_rl.actor.packing import TrainSample
 from megatron_rl.actor.spec import ActorSpec
 from megatron_rl.bridge.sender import BridgeSender
 from megatron_rl.bridge.setup import BridgeSetup
+from megatron_rl.cluster.nodes import RayPlacement
 from megatron_rl.cluster.process import Location, Process, begin_process, locate
 from megatron_rl.cluster.waiting import gather, locate_all
 from megatron_rl.config.schema import ClusterConfig
@@ -129,36 +128,14 @@ class TrainerRank:
 class PolicyGroup:
     """All ranks of the policy."""
 
-    def __init__(self, spec: ActorSpec, cluster: ClusterConfig, logs: Path) -> None:
-        """Start the processes and load the model's weights.
-
-        Raises:
-            ValueError: the cluster has fewer CPUs or GPUs than the ranks need.
-        """
+    def __init__(self, spec: ActorSpec, cluster: ClusterConfig, logs: Path, placement: RayPlacement) -> None:
+        """Start the processes on their nodes."""
         self.mesh: Mesh = spec.policy.parallel.mesh
-        world = self.mesh.world_size
-        bundle = {"CPU": cluster.cpus_per_trainer} | (
-            {"GPU": cluster.gpus_per_trainer} if cluster.gpus_per_trainer else {}
-        )
-        have = ray.cluster_resources()
-        for kind, each in bundle.items():
-            if have.get(kind, 0) < each * world:
-                raise ValueError(
-                    f"the policy needs {world} ranks x {each:g} {kind}, but Ray has {have.get(kind, 0):g} {kind}; "
-                    f"lower policy.parallel or cluster.{kind.lower()}s_per_trainer, or add nodes"
-                )
-        # PACK fills one node before the next, so that tensor-parallel neighbours share NVLink.
-        placement = placement_group([bundle] * world, strategy="PACK")
         self._cluster = cluster
-        self._needs = ", ".join(f"{each:g} {kind}" for kind, each in bundle.items())
         remote = ray.remote(TrainerRank)
         self.ranks = [
-            remote.options(
-                num_cpus=bundle["CPU"],
-                num_gpus=cluster.gpus_per_trainer,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(placement, placement_group_bundle_index=rank),
-            ).remote(spec, rank, str(logs))
-            for rank in range(world)
+            remote.options(**placement.rank_options("trainer", 0, rank)).remote(spec, rank, str(logs))
+            for rank in range(self.mesh.world_size)
         ]
         self.processes = [
             Process(f"trainer rank {rank}", logs / f"trainer_{rank}.log", actor)
@@ -169,7 +146,8 @@ class PolicyGroup:
         """Connect the ranks and load the model. It is not part of the constructor, so that the engines can start at the
         same time."""
         timeout_s = self._cluster.start_timeout_s
-        locate_all(self.processes, timeout_s, self._needs)
+        needs = f"{self._cluster.cpus_per_trainer:g} CPU and {self._cluster.gpus_per_trainer:g} GPU"
+        locate_all(self.processes, timeout_s, needs)
         address = gather([self.ranks[0].address.remote()], self.processes[:1], "to find a port", timeout_s)[0]
         calls = [rank.start.remote(address) for rank in self.ranks]
         self.fused_norms: bool = gather(calls, self.processes, "to load the model", timeout_s)[0]

@@ -17,6 +17,7 @@ import numpy as np
 import ray
 
 from megatron_rl.algorithms.shaping import shape_rewards
+from megatron_rl.cluster.nodes import RayPlacement
 from megatron_rl.cluster.process import Location, Process, begin_process, locate
 from megatron_rl.cluster.waiting import ProcessLost, gather, locate_all
 from megatron_rl.config.advantages import ShapingConfig
@@ -84,16 +85,16 @@ def shape(
 
 
 class RayVerifier:
-    def __init__(self, config: GrpoRunConfig, logs: Path) -> None:
-        self._config, self._logs = config, logs
+    def __init__(self, config: GrpoRunConfig, logs: Path, placement: RayPlacement) -> None:
+        self._config, self._logs, self._placement = config, logs, placement
         self._failures = FailureLog(logs / "rewards.log")
         self._num_restarts = 0
-        self._begin()
+        self._process = Process("verifier", self._logs / "verifier.log", self._new())
+        self._loading = self._process.actor.load.remote()
 
-    def _begin(self) -> None:
-        actor = ray.remote(VerifierRank).options(num_cpus=0).remote(self._config, str(self._logs))
-        self._process = Process("verifier", self._logs / "verifier.log", actor)
-        self._loading = actor.load.remote()
+    def _new(self, index: int = 0) -> Any:
+        options = self._placement.rank_options("verifier", index, 0)
+        return ray.remote(VerifierRank).options(**options).remote(self._config, str(self._logs))
 
     def wait(self) -> None:
         """Wait until the rewards are loaded. They load while engines and policy start.
@@ -157,5 +158,7 @@ class RayVerifier:
     def _restart(self) -> None:
         ray.kill(self._process.actor)
         self._num_restarts += 1
-        self._begin()
+        timeout_s = self._config.cluster.start_timeout_s
+        self._placement.start_again("verifier", {0: self._process}, self._new, timeout_s)
+        self._loading = self._process.actor.load.remote()
         self.wait()

@@ -293,6 +293,12 @@ class ClusterConfig(Section):
     """The number of GPUs that Ray reserves for each trainer rank; 0 means that trainers run on the CPU."""
     gpus_per_engine_rank: Annotated[float, Field(ge=0)] = 0
     """The number of GPUs that Ray reserves for each rank of an engine; 0 means that engines run on the CPU."""
+    pools: dict[Literal["trainer", "engine", "verifier"], str] = {}
+    """The pool of nodes that a role uses, such as {trainer: train, engine: rollout}. A node is in the pool `train` if
+    its Ray was started with `ray start --labels pool=train`. A role without an entry may use every node."""
+    gpus_per_node: PositiveInt | None = None
+    """The number of GPUs of a node, for the dry run alone, which prints what runs on which node. A run reads from Ray
+    what the nodes have. null prints no nodes."""
     world_size: PositiveInt | None = None
     """The number of trainer ranks that the job has. It must equal what `policy.parallel` needs; null skips this
     check."""
