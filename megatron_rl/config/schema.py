@@ -18,6 +18,7 @@ from megatron_rl.config.losses import BEHAVIOUR_LOSSES
 from megatron_rl.config.observe import TrackerConfigs
 from megatron_rl.config.section import Section
 from megatron_rl.config.shipped import find_shipped
+from megatron_rl.config.slurm import SlurmConfig
 from megatron_rl.types import Mesh
 
 InputPath = Annotated[Path, AfterValidator(find_shipped)]
@@ -326,6 +327,8 @@ class BaseConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     observe: TrackerConfigs = ()
     """The experiment trackers that receive each logged record in addition to metrics.jsonl."""
+    slurm: SlurmConfig | None = None
+    """The Slurm job of a run that is started with `--slurm`; null means its defaults."""
 
     @property
     def run_folder(self) -> Path:
