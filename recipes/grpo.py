@@ -42,7 +42,9 @@ def run(config: GrpoRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) -
     from megatron_rl.algorithms import PolicyObjective
     from megatron_rl.cluster.bridge import RayBridge
     from megatron_rl.cluster.engines import EngineGroup
+    from megatron_rl.cluster.nodes import RayPlacement
     from megatron_rl.cluster.policy import PolicyGroup
+    from megatron_rl.cluster.restarts import Restarts
     from megatron_rl.cluster.session import ray_session
     from megatron_rl.cluster.verifier import RayVerifier
     from megatron_rl.cluster.visibility import check_nodes
@@ -71,12 +73,13 @@ def run(config: GrpoRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) -
             ray_session(config.cluster, config.policy.parallel.mesh.world_size, logs, interrupt.check)
         )
         with console.status("starting Ray, Megatron and vLLM"):
+            placement, restarts = RayPlacement(config), Restarts(config.cluster.restarts_per_hour)
             if config.cluster.ray_address is not None:  # the preflight has looked at this machine
-                check_nodes(config)
-            engines = EngineGroup(config, logs)
+                check_nodes(config, placement.plan)
+            engines = EngineGroup(config, logs, placement, restarts)
             cleaning.callback(engines.close)
-            policy = PolicyGroup(spec, config.cluster, logs)
-            verifier = RayVerifier(config, logs)
+            policy = PolicyGroup(spec, config.cluster, logs, placement, restarts)
+            verifier = RayVerifier(config, logs, placement, restarts)
             policy.start()
             engines.wait()
             verifier.wait()

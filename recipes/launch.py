@@ -27,6 +27,7 @@ from megatron_rl.loop.checkpoints import Checkpoints, Resume, find_checkpoints
 from megatron_rl.loop.run_lock import run_lock
 from megatron_rl.ports import StopRequested
 from megatron_rl.recipes.preflight import check_before_start
+from megatron_rl.recipes.slurm import read_job, render, submit
 
 Config = TypeVar("Config", bound=BaseConfig)
 
@@ -146,6 +147,11 @@ def launch(
         metavar="auto | STEP",
         help="continue from the newest checkpoint (auto) or from the checkpoint of a step; the default is a new run",
     )
+    parser.add_argument(
+        "--slurm",
+        action="store_true",
+        help="submit the run as a Slurm job, as the section `slurm` says; with --dry-run, print the job's script",
+    )
     options = parser.parse_intermixed_args(arguments)
     sys.path.insert(0, os.getcwd())  # the module of a reward function may be in the working folder
     again = f"{shown} {shlex.join(options.configuration)} --resume auto"
@@ -156,11 +162,19 @@ def launch(
         with interrupt.listening():
             config = load_config(kind, options.configuration)
             resume = read_resume(options.resume)
+            job = read_job(config, Path(program).stem, options.configuration)
+            if options.slurm and isinstance(resume, int):
+                raise ValueError("a Slurm job continues from the newest checkpoint; give --resume auto with --slurm")
             if options.dry_run:
                 describe(config, console)
                 check_before_start(config, console, resume=resume is not None, planning=True)
+                if options.slurm:
+                    console.print(render(job), markup=False, soft_wrap=True)
                 return 0
             check_before_start(config, console, resume=resume is not None)
+            if options.slurm:
+                submit(job, console)
+                return 0
             config = config.absolute()  # Ray's processes have other working folders
             with run_lock(config.run_folder):
                 has_begun = True

@@ -30,7 +30,9 @@ def run(config: SftRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) ->
 
     from megatron_rl.actor.spec import ActorSpec
     from megatron_rl.algorithms import SupervisedObjective
+    from megatron_rl.cluster.nodes import RayPlacement
     from megatron_rl.cluster.policy import PolicyGroup
+    from megatron_rl.cluster.restarts import Restarts
     from megatron_rl.cluster.session import ray_session
     from megatron_rl.cluster.visibility import check_nodes
     from megatron_rl.data import ShuffledStream, load_supervised
@@ -58,9 +60,10 @@ def run(config: SftRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) ->
     )
     with ray_session(config.cluster, config.policy.parallel.mesh.world_size, logs, interrupt.check):
         with console.status("starting Ray and Megatron"):
+            placement, restarts = RayPlacement(config), Restarts(config.cluster.restarts_per_hour)
             if config.cluster.ray_address is not None:  # the preflight has looked at this machine
-                check_nodes(config)
-            policy = PolicyGroup(spec, config.cluster, logs)
+                check_nodes(config, placement.plan)
+            policy = PolicyGroup(spec, config.cluster, logs, placement, restarts)
             policy.start()
         with sink, interrupt.training():
             done = train_supervised(config, shape, policy, stream, (sink, checkpoints), interrupt)

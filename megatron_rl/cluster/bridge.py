@@ -25,7 +25,7 @@ from megatron_rl.cluster.policy import PolicyGroup
 from megatron_rl.cluster.waiting import explain, gather, settle
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.layout import Engines
-from megatron_rl.ports import PolicyLost
+from megatron_rl.ports import PolicyLost, TooManyRestarts
 from megatron_rl.types import Metrics
 
 ATTEMPTS = 2
@@ -108,6 +108,16 @@ class RayBridge:
         self._engines.replace_dead()
         self._join()
         self._push(version)
+
+    def rejoin(self) -> None:
+        """See `ports.Bridge`."""
+        try:
+            self._engines.replace_dead()
+            self._join()
+        except TooManyRestarts:
+            raise
+        except RuntimeError as error:
+            raise PolicyLost(str(error)) from error
 
     def _push(self, version: int) -> Metrics:
         trainers, engines = (

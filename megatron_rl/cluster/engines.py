@@ -18,7 +18,9 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
+from megatron_rl.cluster.nodes import RayPlacement
 from megatron_rl.cluster.process import Location, Process, begin_process, locate
+from megatron_rl.cluster.restarts import Restarts
 from megatron_rl.cluster.waiting import explain, gather, locate_all, settle
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.rollout.engine import VllmEngine
@@ -40,9 +42,9 @@ class EngineRank:
     """One engine, which is a TP group of vLLM workers, in an asyncio Ray actor: it can receive weights while it
     generates."""
 
-    def __init__(self, config: GrpoRunConfig, index: int, logs: str) -> None:
+    def __init__(self, config: GrpoRunConfig, index: int, logs: str, spans_nodes: bool) -> None:
         begin_process(Path(logs) / f"engine_{index}.log", f"engine {index}")
-        self.config = config
+        self.config, self.spans_nodes = config, spans_nodes
 
     async def locate(self) -> Location:
         return locate()
@@ -50,7 +52,9 @@ class EngineRank:
     async def start(self) -> None:
         config = self.config
         log.info("starting vLLM with %s", config.model.path)
-        self.engine = VllmEngine(model=config.model, rollout=config.rollout, seed=config.run.seed)
+        self.engine = VllmEngine(
+            model=config.model, rollout=config.rollout, seed=config.run.seed, spans_nodes=self.spans_nodes
+        )
         await self.engine.start()
         log.info("vLLM is ready")
 
@@ -96,14 +100,9 @@ class EngineRank:
 class EngineGroup:
     """All engines. Each of them gets a contiguous part of the prompts; the parts have equal size."""
 
-    def __init__(self, config: GrpoRunConfig, logs: Path) -> None:
-        """
-        Raises:
-            ValueError: Ray's nodes have no room for all engines.
-        """
-        self._config, self._logs = config, logs
+    def __init__(self, config: GrpoRunConfig, logs: Path, placement: RayPlacement, restarts: Restarts) -> None:
+        self._config, self._logs, self._placement, self._restarts = config, logs, placement, restarts
         num = config.rollout.num_engines
-        self._check_room()
         self.processes = [Process(f"engine {i}", logs / f"engine_{i}.log", self._new(i)) for i in range(num)]
         self.num_replaced = 0
         """The number of engines that were replaced since the run began."""
@@ -115,22 +114,10 @@ class EngineGroup:
     def engines(self) -> list[Any]:
         return [process.actor for process in self.processes]
 
-    def _check_room(self) -> None:
-        """Ray itself would wait for ever."""
-        cluster, num = self._config.cluster, self._config.rollout.num_engines
-        each = cluster.gpus_per_engine_rank * self._config.rollout.tensor
-        trainers = cluster.gpus_per_trainer * self._config.policy.parallel.mesh.world_size
-        nodes = [node["Resources"].get("GPU", 0.0) for node in ray.nodes() if node["Alive"]]
-        if each and (sum(nodes) - trainers < num * each or sum(gpus // each for gpus in nodes) < num):
-            raise ValueError(
-                f"rollout needs {num} engines x {each:g} GPU, each inside one node, beside {trainers:g} GPU of the "
-                f"trainers; Ray's {len(nodes)} nodes have {', '.join(f'{gpus:g}' for gpus in nodes)} GPU. Lower "
-                "rollout.num_engines or rollout.tensor, or add nodes"
-            )
-
     def _new(self, index: int) -> Any:
-        gpus = self._config.cluster.gpus_per_engine_rank * self._config.rollout.tensor
-        return ray.remote(EngineRank).options(num_cpus=0, num_gpus=gpus).remote(self._config, index, str(self._logs))
+        options = self._placement.group_options("engine", index)
+        spans_nodes = self._placement.spans_nodes("engine", index)
+        return ray.remote(EngineRank).options(**options).remote(self._config, index, str(self._logs), spans_nodes)
 
     def wait(self) -> None:
         """Wait until every engine has started. They start while the policy starts.
@@ -139,33 +126,33 @@ class EngineGroup:
             ValueError: the model or the budgets do not fit the engine.
             ProcessLost: an engine was not placed or did not start in time.
         """
-        self._place(self.processes)
-        self._finish_start(self._starting, self.processes)
-
-    def _place(self, processes: Sequence[Process]) -> None:
+        timeout_s = self._config.cluster.start_timeout_s
         gpus = self._config.cluster.gpus_per_engine_rank * self._config.rollout.tensor
-        locate_all(processes, self._config.cluster.start_timeout_s, f"{gpus:g} GPU in one node")
-
-    def _finish_start(self, calls: Sequence[ray.ObjectRef], processes: Sequence[Process]) -> None:
-        gather(calls, processes, "to start vLLM", self._config.cluster.start_timeout_s)
+        locate_all(self.processes, timeout_s, f"{gpus:g} GPU")
+        gather(self._starting, self.processes, "to start vLLM", timeout_s)
 
     def replace_dead(self) -> int:
         """Start a new engine for each one that has died or does not answer, and return their number.
 
-        A new engine has the index, seed and name of the old one. It holds no weights.
+        A new engine has the index, seed and name of the old one. It holds no weights. If the old engine's node is gone,
+        it goes to another one.
+
+        Raises:
+            ValueError: no node that lives has room for it.
         """
         answers = settle([engine.alive.remote() for engine in self.engines], ALIVE_S)
         dead = [index for index, answer in enumerate(answers) if answer is not True]
+        if dead:
+            self._restarts.spend(f"engine {', '.join(map(str, dead))} died or does not answer")
         for index in dead:
-            process = self.processes[index]
-            log.info("%s is replaced", process)
-            ray.kill(process.actor)
-            process.actor, process.location = self._new(index), None
-        replaced = [self.processes[index] for index in dead]
-        if replaced:
-            calls = [process.actor.start.remote() for process in replaced]
-            self._place(replaced)
-            self._finish_start(calls, replaced)
+            log.info("%s is replaced", self.processes[index])
+            ray.kill(self.processes[index].actor)
+        if dead:
+            replaced = {index: self.processes[index] for index in dead}
+            timeout_s = self._config.cluster.start_timeout_s
+            self._placement.start_again("engine", replaced, self._new, timeout_s)
+            calls = [process.actor.start.remote() for process in replaced.values()]
+            gather(calls, list(replaced.values()), "to start vLLM", timeout_s)
         self.num_replaced += len(dead)
         return len(dead)
 

@@ -97,10 +97,14 @@ def ray_session(
             runtime_env={"env_vars": environment},
             **local,
         )
-    except SystemExit as error:  # Ray's answer to SIGTERM while it starts
+    except SystemExit as error:  # Ray's answer to SIGTERM while it starts; the handler before Ray's has not seen it
+        handler = handlers[signal.SIGTERM]
+        if callable(handler):
+            handler(signal.SIGTERM, None)
         raise StopRequested from error
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
     own = [process for process in descendants(driver) if process not in others]
     log.info("the driver talks to other nodes through %s", find_interface(environment))
     try:

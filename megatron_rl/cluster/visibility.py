@@ -1,4 +1,4 @@
-"""Asks every node, before any process of the run starts there, whether it sees what the processes will need.
+"""Asks every node of a run, before any process starts there, whether it sees what the processes will need.
 
 A path that one node does not see would otherwise be an error of a single process, minutes later. All nodes are asked
 at the same time.
@@ -14,6 +14,7 @@ import os
 import secrets
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,6 +25,7 @@ from ray.exceptions import GetTimeoutError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megatron_rl.cluster.network import Interface, find_interface
+from megatron_rl.cluster.placement import Placement
 from megatron_rl.cluster.waiting import settle
 from megatron_rl.config.schema import BaseConfig, FunctionReward, GrpoRunConfig
 
@@ -48,8 +50,8 @@ class Needs:
     """The top-level modules of the reward functions."""
 
 
-def check_nodes(config: BaseConfig) -> None:
-    """Check that every node of Ray's cluster sees the files of a run, whose paths must be absolute.
+def check_nodes(config: BaseConfig, placement: Placement) -> None:
+    """Check that every node on which a process will run sees the files of the run, whose paths must be absolute.
 
     The rows of the data are not asked for: the driver alone reads them.
 
@@ -66,16 +68,21 @@ def check_nodes(config: BaseConfig) -> None:
     mark = needs.run_folder / needs.mark
     mark.write_text(needs.mark)
     try:
-        faults = _ask(needs, min(ANSWER_S, config.cluster.start_timeout_s))
+        faults = _ask(needs, _nodes_of(placement), min(ANSWER_S, config.cluster.start_timeout_s))
     finally:
         mark.unlink()
     if faults:
         raise ValueError("\n".join(faults))
 
 
-def _ask(needs: Needs, timeout_s: float) -> list[str]:
-    """The faults of all nodes."""
-    nodes = [node for node in ray.nodes() if node["Alive"]]
+def _nodes_of(placement: Placement) -> list[dict[str, Any]]:
+    """Those of `ray.nodes()` on which a process will run."""
+    used = {rank.node.id for groups in placement.groups.values() for group in groups for rank in group}
+    return [node for node in ray.nodes() if node["NodeID"] in used]
+
+
+def _ask(needs: Needs, nodes: Sequence[dict[str, Any]], timeout_s: float) -> list[str]:
+    """The faults of the nodes."""
     calls = []
     for node in nodes:
         there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)

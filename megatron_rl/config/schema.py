@@ -11,13 +11,23 @@ import re
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
 
-from megatron_rl.config.algorithm import BEHAVIOUR_LOSSES, AlgorithmConfig
+from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.config.balance import BalanceConfig
+from megatron_rl.config.losses import BEHAVIOUR_LOSSES
 from megatron_rl.config.observe import TrackerConfigs
 from megatron_rl.config.section import Section
 from megatron_rl.config.shipped import find_shipped
+from megatron_rl.config.slurm import SlurmConfig
 from megatron_rl.types import Mesh
 
 InputPath = Annotated[Path, AfterValidator(find_shipped)]
@@ -322,6 +332,12 @@ class ClusterConfig(Section):
     """The number of GPUs that Ray reserves for each trainer rank; 0 means that trainers run on the CPU."""
     gpus_per_engine_rank: Annotated[float, Field(ge=0)] = 0
     """The number of GPUs that Ray reserves for each rank of an engine; 0 means that engines run on the CPU."""
+    pools: dict[Literal["trainer", "engine", "verifier"], str] = {}
+    """The pool of nodes that a role uses, such as {trainer: train, engine: rollout}. A node is in the pool `train` if
+    its Ray was started with `ray start --labels pool=train`. A role without an entry may use every node."""
+    gpus_per_node: PositiveInt | None = None
+    """The number of GPUs of a node, for the dry run alone, which prints what runs on which node. A run reads from Ray
+    what the nodes have. null prints no nodes."""
     world_size: PositiveInt | None = None
     """The number of trainer ranks that the job has. It must equal what `policy.parallel` needs; null skips this
     check."""
@@ -330,7 +346,14 @@ class ClusterConfig(Section):
     model."""
     step_timeout_s: PositiveFloat = 7200
     """The longest time, in seconds, that one part of a step may take: a generation, a forward pass, an update or a
-    checkpoint. After that the run ends and names the process that does not answer."""
+    checkpoint. After that the process that does not answer counts as lost."""
+    restarts_per_hour: NonNegativeInt = 5
+    """The number of restarts in the last hour (of the trainer, of an engine or of the verifier) that a run survives. At
+    the next one it ends and tells their causes. 0 means that the first loss ends the run."""
+    mirror: bool = False
+    """true: the trainer's state of the last two steps also lies in the host memory of its own node and of another one,
+    so that a restart of the trainer loses no finished step. It is copied while the engines generate. false: a restart
+    of the trainer continues from the newest checkpoint."""
 
 
 class BaseConfig(Section):
@@ -342,6 +365,8 @@ class BaseConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     observe: TrackerConfigs = ()
     """The experiment trackers that receive each logged record in addition to metrics.jsonl."""
+    slurm: SlurmConfig | None = None
+    """The Slurm job of a run that is started with `--slurm`; null means its defaults."""
 
     @property
     def run_folder(self) -> Path:

@@ -68,13 +68,17 @@ def set_cpu_environment() -> None:
 class VllmEngine:
     """One engine of `rollout.tensor` ranks. Call `start`, then `init_transfer` and `receive`, then `generate`."""
 
-    def __init__(self, *, model: ModelConfig, rollout: RolloutConfig, seed: int) -> None:
+    def __init__(self, *, model: ModelConfig, rollout: RolloutConfig, seed: int, spans_nodes: bool = False) -> None:
         """
+        Args:
+            spans_nodes: whether the ranks are on several nodes. The process must then be a Ray actor whose placement
+                group has a bundle for each rank, because vLLM starts its ranks there as actors.
+
         Raises:
             ValueError: the folder holds no model, the model has fewer positions than the longest sample has tokens, or
                 the thinking budget does not fit into max_response_tokens.
         """
-        self._model, self._rollout, self._seed = model, rollout, seed
+        self._model, self._rollout, self._seed, self._spans_nodes = model, rollout, seed, spans_nodes
         shape = read_shape(model.path)
         self._vocab_size = shape.vocab_size
         self._stop_ids = stop_ids(model.path)
@@ -119,6 +123,9 @@ class VllmEngine:
         if not on_gpu:
             set_cpu_environment()
         remove_leftovers()
+        options = _gpu_options(self._rollout) if on_gpu else _cpu_options(self._rollout)
+        if self._spans_nodes:
+            options["distributed_executor_backend"] = "ray"
         from vllm.config import WeightTransferConfig
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -140,7 +147,7 @@ class VllmEngine:
                 weight_transfer_config=WeightTransferConfig(backend="megatron_rl"),
                 worker_extension_cls="megatron_rl.rollout.worker.RolloutWorker",
                 disable_log_stats=True,
-                **_gpu_options(self._rollout) if on_gpu else _cpu_options(self._rollout),
+                **options,
             )
         )
         remove_own_names()

@@ -27,8 +27,8 @@ HEALTH_CHECKS = {
 
 
 class Cluster:
-    """Ray on three nodes, with a token, and the folder that all nodes share. The first node is the head; trainers fit
-    on the first two nodes, and engines on the third one."""
+    """Ray on three nodes, with a token, and the folder that all nodes share. The first node is the head. The first two
+    nodes have room for a trainer each, and the third is the engines' pool."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -66,11 +66,16 @@ class Cluster:
         node = self.nodes[index]
         head = ["--head", f"--port={RAY_PORT}", "--include-dashboard=false", "--disable-usage-stats"]
         joins = [f"--address={self.address}"]
-        room = ["--num-cpus=0", "--num-gpus=1"] if index == 2 else ["--num-cpus=1", "--num-gpus=0"]
+        room = ["--num-cpus=1"] if index < 2 else ["--num-cpus=0", "--labels=pool=rollout"]
         words = [sys.executable, "-m", "ray.scripts.scripts", "start", f"--node-ip-address={node.address}"]
-        words += [*(joins if index else head), *room, f"--object-store-memory={100 * 2**20}"]
+        words += [*(joins if index else head), *room, "--num-gpus=0", f"--object-store-memory={100 * 2**20}"]
         # Ray's working folder is not that of the run.
         return node.start(Path("/"), self.folder / f"ray_{node.name}.txt", self.environment, *words)
+
+    def add(self) -> None:
+        """Add a node to the engines' pool."""
+        self.nodes.append(Node(self._switch, len(self.nodes) + 1))
+        self.wait([self.start_ray(len(self.nodes) - 1)])
 
     def wait(self, started: Sequence[subprocess.Popen]) -> None:
         for process in started:
@@ -131,10 +136,9 @@ SMALL = [
     "rollout.max_response_tokens=24",
     "rewards=[{kind: function, path: 'rewards:share_of_digits'}]",
     "checkpoint.every=0",
+    "cluster.pools={engine: rollout}",
 ]
 """A data-parallel rank on each of two nodes."""
-ON_GPU_NODE = "cluster.gpus_per_engine_rank=1"
-"""The third node alone says that it has a GPU, so the engine is put there."""
 
 
 @pytest.fixture(scope="session")
