@@ -69,7 +69,9 @@ def run(config: GrpoRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) -
     with ExitStack() as cleaning:
         cleaning.callback(remove_leftovers)  # engines that were killed during their start leave shared memory
         cleaning.enter_context(
-            ray_session(config.cluster, config.policy.parallel.mesh.world_size, logs, interrupt.check)
+            ray_session(
+                config.cluster, config.policy.parallel.mesh.world_size, logs, interrupt.check, interrupt.on_loss
+            )
         )
         with console.status("starting Ray, Megatron and vLLM"):
             placement, restarts = RayPlacement(config), Restarts(config.cluster.restarts_per_hour)

@@ -57,7 +57,8 @@ def run(config: SftRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) ->
         total_steps=config.run.steps,
         seed=config.run.seed,
     )
-    with ray_session(config.cluster, config.policy.parallel.mesh.world_size, logs, interrupt.check):
+    num_trainers = config.policy.parallel.mesh.world_size
+    with ray_session(config.cluster, num_trainers, logs, interrupt.check, interrupt.on_loss):
         with console.status("starting Ray and Megatron"):
             restarts = Restarts(config.cluster.restarts_per_hour)
             policy = PolicyGroup(spec, config.cluster, logs, RayPlacement(config), restarts)
