@@ -205,7 +205,9 @@ def smallest_cluster(demands: Sequence[Demand], gpus_per_node: int) -> Placement
     used = {demand.pool: 0.0 for demand in demands}
     for demand in demands:
         used[demand.pool] += demand.gpus * demand.num_groups * demand.group_size
-    counts = {pool: max(1, ceil(gpus / gpus_per_node)) for pool, gpus in used.items()}
+    # A role without a pool and GPUs needs no node of its own, unless there is no other.
+    counts = {pool: max(int(pool is not None), ceil(gpus / gpus_per_node)) for pool, gpus in used.items()}
+    counts = counts if any(counts.values()) else {None: 1}
     while True:
         pools = [pool for pool, count in counts.items() for _ in range(count)]
         try:

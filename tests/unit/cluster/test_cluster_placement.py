@@ -178,13 +178,15 @@ def test_what_a_configuration_needs():
 
 
 def test_the_smallest_cluster_by_hand():
-    demands = [trainer(12, 4), engines(3, 4, pool="rollout"), VERIFIER]
+    demands = [trainer(12, 4, pool="train"), engines(3, 4, pool="rollout"), VERIFIER]
     plan = smallest_cluster(demands, 8)
-    assert [one.pool for one in plan.nodes] == [None, None, "rollout", "rollout"]
+    assert [one.pool for one in plan.nodes] == ["train", "train", "rollout", "rollout"]
+    assert shown(plan, "verifier") == ["node 4x1"], "on the rollout node with free GPUs"
     assert len(smallest_cluster([trainer(12, 4), engines(3, 4)], 8).nodes) == 3
     assert len(smallest_cluster([trainer(32, 4), engines(2, 16)], 8).nodes) == 8
-    # Three engines of 3 GPUs fit no single node of 8, although 9 - 8 = 1 more would do.
-    assert len(smallest_cluster([trainer(1, 1), engines(2, 3), engines(2, 3)][:2], 4).nodes) == 2
+    # Two engines of 3 GPUs and a trainer of 1 are 7 GPUs, but two engines do not fit into one node of 4.
+    assert len(smallest_cluster([trainer(1, 1), engines(2, 3)], 4).nodes) == 2
+    assert len(smallest_cluster([trainer(1, 1), engines(3, 5)], 8).nodes) == 3, "15 GPUs would fit into two"
     assert len(smallest_cluster([trainer(4, 2, gpus=0), engines(2, 2, gpus=0)], 8).nodes) == 1
 
 
