@@ -35,7 +35,7 @@ def engines(number: int, tensor: int, gpus: float = 1, pool: str | None = None) 
     return Demand("engine", number, tensor, tensor, 0, gpus, "lower rollout.num_engines", pool, can_span=True)
 
 
-VERIFIER = Demand("verifier", 1, 1, 1, 0, 0, "free CPUs")
+VERIFIER = Demand("verifier", 1, 1, 1, 0, 0)
 
 
 def shown(placement: Placement, role: str) -> list[str]:
@@ -64,9 +64,10 @@ def test_unequal_nodes_and_gpus_that_others_use():
     assert shown(plan, "verifier") == ["4x1"], "the node without GPUs"
 
 
-def test_wide_engines_get_whole_nodes_and_the_trainers_what_is_left():
-    plan = place([trainer(8, 4), engines(2, 16), VERIFIER], [node(i) for i in range(5)])
-    assert shown(plan, "engine") == ["0x8 1x8", "2x8 3x8"] and shown(plan, "trainer") == ["4x8"]
+def test_the_picture_in_the_readme():
+    plan = place([trainer(24, 4), engines(2, 16), VERIFIER], [node(i, free=6 if i == 5 else 8) for i in range(1, 9)])
+    assert shown(plan, "engine") == ["1x8 2x8", "3x8 4x8"] and shown(plan, "trainer") == ["6x8 7x8 8x8"]
+    assert shown(plan, "verifier") == ["5x1"]
 
 
 def test_an_engine_that_fits_a_node_waits_for_a_whole_one():
