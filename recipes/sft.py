@@ -17,7 +17,7 @@ quiet_environment()
 from megatron_rl.config.schema import SftRunConfig  # noqa: E402
 from megatron_rl.layout import check_model, read_shape  # noqa: E402
 from megatron_rl.loop.checkpoints import Checkpoints  # noqa: E402
-from megatron_rl.recipes.dry_run import describe_policy  # noqa: E402
+from megatron_rl.recipes.dry_run import describe_placement, describe_policy  # noqa: E402
 
 
 def run(config: SftRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) -> int:
@@ -74,6 +74,7 @@ def run(config: SftRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) ->
 
 def describe(config: SftRunConfig, console: Console) -> None:
     describe_policy(config, console)
+    describe_placement(config, console)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
