@@ -1,6 +1,7 @@
 """Runs recipes as NeMo-Run experiments, on this machine or under Slurm, also through a tunnel.
 
-python slurm/launch.py {local | slurm} [--dryrun] [--tunnel USER@HOST:FOLDER] {grpo | sft} FILE.yaml ... section.key=value
+python slurm/launch.py {local | slurm} {grpo | sft} FILE.yaml ... section.key=value
+    [--dryrun] [--tunnel USER@HOST:FOLDER]
 
 The section `slurm` says which nodes the job gets, as for `--slurm`; each of its seeds is a task of the experiment. The
 job runs slurm/train.sbatch, so that everything else is as in slurm/README.md. NeMo-Run needs an environment of its own
@@ -14,8 +15,9 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from math import ceil
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import nemo_run
 
@@ -27,12 +29,11 @@ from megatron_rl.recipes.slurm import Job, read_job, variables
 KINDS: dict[str, type[BaseConfig]] = {"grpo": GrpoRunConfig, "sft": SftRunConfig}
 
 
-def tasks(job: Job, place: str, root: PurePosixPath) -> dict[str, nemo_run.Script]:
-    """The scripts of the experiment by name: one for each seed.
+Tunnel = nemo_run.SSHTunnel | nemo_run.LocalTunnel
 
-    Args:
-        root: the folder of the project on the machine that runs the job.
-    """
+
+def tasks(job: Job, place: str) -> dict[str, nemo_run.Script]:
+    """The scripts of the experiment by name: one for each seed."""
     found = {}
     for seed in job.slurm.seeds or (None,):
         own = [] if seed is None else [f"run.seed={seed}", f"run.name={job.name}/seed_{seed}"]
@@ -42,16 +43,16 @@ def tasks(job: Job, place: str, root: PurePosixPath) -> dict[str, nemo_run.Scrip
             line = job.slurm.environment or ":"
             command = f"{line}\nexec python -m megatron_rl {arguments} --resume auto"
         else:
-            command = f"exec bash {shlex.quote(str(root / 'slurm' / 'train.sbatch'))} {arguments}"
+            command = f"exec bash {shlex.quote(str(job.train))} {arguments}"
         name = "".join(c if c.isalnum() else "_" for c in job.name) + ("" if seed is None else f"_seed_{seed}")
-        found[name] = nemo_run.Script(inline=f"cd {shlex.quote(str(root))}\n{command}")
+        found[name] = nemo_run.Script(inline=f"cd {shlex.quote(str(job.working_folder))}\n{command}")
     return found
 
 
-def slurm_executor(job: Job, root: PurePosixPath, tunnel: nemo_run.SSHTunnel | nemo_run.LocalTunnel):
+def slurm_executor(job: Job, tunnel: Tunnel) -> nemo_run.SlurmExecutor:
     """The job of one task. Its only step is train.sbatch on the first node, which starts all others."""
     slurm: SlurmConfig = job.slurm
-    environment = variables(job) | {"MEGATRON_RL_LOGS": str(root / "slurm_logs")}
+    environment = variables(job)
     if slurm.environment:
         environment["MEGATRON_RL_ENVIRONMENT"] = slurm.environment
     given = [option.lstrip("-").partition("=") for option in slurm.options]
@@ -73,22 +74,23 @@ def slurm_executor(job: Job, root: PurePosixPath, tunnel: nemo_run.SSHTunnel | n
     )
 
 
-def read_tunnel(text: str | None) -> tuple[PurePosixPath, nemo_run.SSHTunnel | nemo_run.LocalTunnel]:
-    """The folder of the project where the job runs, and the way to Slurm's commands.
+def through(text: str | None, job: Job) -> tuple[Job, Tunnel]:
+    """The job where it runs, and the way to Slurm's commands.
 
     Raises:
-        ValueError: the text is not `user@host:folder`.
+        ValueError: the text is not `user@host:/folder`.
     """
     if text is None:
         # A local tunnel copies nothing, so the job's files must be where NeMo-Run writes them.
         home = nemo_run.config.get_nemorun_home()
-        return Path.cwd(), nemo_run.LocalTunnel(job_dir=os.path.join(home, "experiments"))
+        return job, nemo_run.LocalTunnel(job_dir=os.path.join(home, "experiments"))
     account, _, folder = text.partition(":")
     user, _, host = account.partition("@")
     if not (user and host and folder.startswith("/")):
         raise ValueError(f"--tunnel {text}: write it as USER@HOST:/FOLDER, the project's folder on the cluster")
-    tunnel = nemo_run.SSHTunnel(host=host, user=user, job_dir=f"{folder}/experiments")
-    return PurePosixPath(folder), tunnel
+    root = Path(folder)
+    there = replace(job, working_folder=root, train=root / "slurm" / "train.sbatch", folder=root / "slurm_logs")
+    return there, nemo_run.SSHTunnel(host=host, user=user, job_dir=f"{folder}/experiments")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -106,14 +108,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ValueError("slurm.rollout_options: this launcher has no heterogeneous jobs; submit with --slurm")
         if not job.slurm.requeue:
             raise ValueError("slurm.requeue: NeMo-Run submits every job with --requeue; submit with --slurm instead")
-        root, tunnel = read_tunnel(options.tunnel)
+        job, tunnel = through(options.tunnel, job)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     is_local = options.place == "local"
-    executor = nemo_run.LocalExecutor() if is_local else slurm_executor(job, root, tunnel)
+    executor = nemo_run.LocalExecutor() if is_local else slurm_executor(job, tunnel)
     with nemo_run.Experiment("megatron_rl") as experiment:
-        for name, script in tasks(job, options.place, root).items():
+        for name, script in tasks(job, options.place).items():
             experiment.add(script, executor=executor.clone(), name=name, tail_logs=is_local)
         if options.dryrun:
             experiment.dryrun()

@@ -3,8 +3,11 @@ same numbers, and a job that has ended leaves nothing."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -135,3 +138,32 @@ def test_the_shipped_script_runs_as_it_is(slurm):
     number = int(slurm.call("env", "-C", root, "sbatch", *options, environment, *script))
     assert slurm.ends(number) == ("COMPLETED", "0"), slurm.output(number)
     assert len(slurm.metrics("plain")) == 1
+
+
+def test_nemo_run_submits_the_same_job(slurm, whole):
+    """NeMo-Run's time limit sends SIGUSR1 to all steps, Ray's too; so does this test."""
+    root = Path(__file__).parents[2]
+    python = root / ".venv-nemo" / "bin" / "python"
+    assert python.exists(), "NeMo-Run's environment is missing; make test-slurm makes it"
+    environment = json.dumps(f"export PATH={shlex.quote(str(Path(sys.executable).parent))}:$PATH")
+    arguments = [*slurm.recipe("nemo", *ON_TWO_NODES), f"slurm.environment={environment}"]
+    command = ["env", f"NEMORUN_HOME={slurm.folder / 'nemo'}", "COLUMNS=300", python, root / "slurm" / "launch.py"]
+    command += ["slurm", "grpo", *arguments]
+    before = newest_job(slurm)
+    shown = slurm.call(*command, "--dryrun")
+    assert "export MEGATRON_RL_TRAIN_NODES=1" in shown and "#SBATCH --signal=USR1@300" in shown
+    assert newest_job(slurm) == before, "nothing is submitted"
+
+    slurm.close_gate()
+    slurm.call(*command)
+    number = newest_job(slurm)
+    slurm.wait_at_gate(number)
+    slurm.call("scancel", "--signal=USR1", str(number))
+    slurm.wait_until(lambda: slurm.job(number)["Restarts"] == "1", number)
+    slurm.open_gate()
+    assert slurm.ends(number) == ("COMPLETED", "0"), slurm.output(number)
+    assert slurm.metrics("nemo") == whole
+
+
+def newest_job(slurm) -> int:
+    return max(map(int, slurm.call("squeue", "--noheader", "--states=all", "--format=%A").split()))
