@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -101,6 +102,15 @@ class Slurm:
     def processes(self, number: int, variable: str = "SLURM_JOB_ID") -> list[psutil.Process]:
         """The living processes with this variable in their environment."""
         return [p for p in psutil.process_iter() if _variable(p, variable) == str(number)]
+
+    def unused_shared_memory(self) -> set[str]:
+        """The files in /dev/shm that no process has mapped: what has outlived its processes."""
+        names = set(os.listdir("/dev/shm"))
+        for maps in Path("/proc").glob("[0-9]*/maps"):
+            with suppress(OSError):  # the process has ended
+                text = maps.read_text()
+                names = {name for name in names if f"/dev/shm/{name}" not in text}
+        return names
 
     def nodes_of(self, number: int, title: str) -> set[str]:
         """The nodes on which those processes of a job run that have a word in their titles."""

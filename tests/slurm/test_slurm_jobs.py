@@ -4,7 +4,6 @@ same numbers, and a job that has ended leaves nothing."""
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 import sys
@@ -18,7 +17,7 @@ ON_TWO_NODES = ("slurm={nodes: 1, rollout_nodes: 1, time_limit_h: 1}", "checkpoi
 @pytest.fixture(scope="module")
 def whole(slurm) -> list[dict]:
     """The metrics of a run that nothing disturbs: the first node trains, and the second one rolls out."""
-    before = set(os.listdir("/dev/shm"))
+    before = slurm.unused_shared_memory()
     slurm.close_gate()
     number = slurm.submit("grpo", *slurm.recipe("whole", *ON_TWO_NODES))
     slurm.wait_at_gate(number)
@@ -38,7 +37,7 @@ def whole(slurm) -> list[dict]:
     texts = [path for path in run.rglob("*") if path.suffix in (".log", ".json", ".jsonl", ".sbatch", ".html")]
     assert len(texts) > 8 and not any(token in path.read_text() for path in texts)
     assert token not in slurm.call("scontrol", "show", "job", str(number))
-    assert slurm.processes(number) == [] and set(os.listdir("/dev/shm")) <= before
+    assert slurm.processes(number) == [] and slurm.unused_shared_memory() <= before
     records = slurm.metrics("whole")
     assert [record["step"] for record in records] == [0, 1, 2, 3, 4]
     assert records[0]["loss"] != records[1]["loss"] and max(r.get("mismatch/mean_abs", 0) for r in records) < 1e-4
@@ -74,19 +73,19 @@ def test_a_preempted_job_saves_waits_and_continues_with_the_same_numbers(slurm, 
 
 
 def test_scancel_leaves_nothing_and_the_next_of_a_singleton_chain_continues(slurm, whole):
-    before = set(os.listdir("/dev/shm"))
+    before = slurm.unused_shared_memory()
     slurm.close_gate()
     number = slurm.submit("grpo", *slurm.recipe("chain", *ON_TWO_NODES))
     script = slurm.folder / "runs" / "chain" / "slurm" / "train.sbatch"
     successor = int(slurm.call("sbatch", "--parsable", "--dependency=singleton", script))
     slurm.wait_at_gate(number)
     assert slurm.job(successor)["JobState"] == "PENDING"
-    assert len(slurm.processes(number)) > 10 and set(os.listdir("/dev/shm")) >= before
+    assert len(slurm.processes(number)) > 10
     slurm.call("scontrol", "hold", str(successor))
     slurm.call("scancel", str(number))
     assert slurm.ends(number)[0] == "CANCELLED"
     slurm.wait_until(lambda: not slurm.processes(number), number)
-    assert set(os.listdir("/dev/shm")) <= before
+    assert slurm.unused_shared_memory() <= before
     slurm.open_gate()
     slurm.call("scontrol", "release", str(successor))
     assert slurm.ends(successor) == ("COMPLETED", "0"), slurm.output(successor)
