@@ -47,6 +47,7 @@ def run(config: GrpoRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) -
     from megatron_rl.cluster.restarts import Restarts
     from megatron_rl.cluster.session import ray_session
     from megatron_rl.cluster.verifier import RayVerifier
+    from megatron_rl.cluster.visibility import check_nodes
     from megatron_rl.loop.train import Ports, train
     from megatron_rl.observe import RunSink, open_trackers, write_provenance
     from megatron_rl.rollout.shared_memory import remove_leftovers
@@ -75,6 +76,8 @@ def run(config: GrpoRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) -
         )
         with console.status("starting Ray, Megatron and vLLM"):
             placement, restarts = RayPlacement(config), Restarts(config.cluster.restarts_per_hour)
+            if config.cluster.ray_address is not None:  # the preflight has looked at this machine
+                check_nodes(config, placement.plan)
             engines = EngineGroup(config, logs, placement, restarts)
             cleaning.callback(engines.close)
             policy = PolicyGroup(spec, config.cluster, logs, placement, restarts)

@@ -179,6 +179,7 @@ def launch(
             if options.slurm:
                 submit(job, console)
                 return 0
+            config = config.absolute()  # Ray's processes have other working folders
             with run_lock(config.run_folder):
                 has_begun = True
                 log_to_file(config.run_folder / "logs")

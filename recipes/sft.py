@@ -34,6 +34,7 @@ def run(config: SftRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) ->
     from megatron_rl.cluster.policy import PolicyGroup
     from megatron_rl.cluster.restarts import Restarts
     from megatron_rl.cluster.session import ray_session
+    from megatron_rl.cluster.visibility import check_nodes
     from megatron_rl.data import ShuffledStream, load_supervised
     from megatron_rl.loop.supervised import train_supervised
     from megatron_rl.observe import RunSink, open_trackers, write_provenance
@@ -60,8 +61,10 @@ def run(config: SftRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) ->
     num_trainers = config.policy.parallel.mesh.world_size
     with ray_session(config.cluster, num_trainers, logs, interrupt.check, interrupt.on_loss):
         with console.status("starting Ray and Megatron"):
-            restarts = Restarts(config.cluster.restarts_per_hour)
-            policy = PolicyGroup(spec, config.cluster, logs, RayPlacement(config), restarts)
+            placement, restarts = RayPlacement(config), Restarts(config.cluster.restarts_per_hour)
+            if config.cluster.ray_address is not None:  # the preflight has looked at this machine
+                check_nodes(config, placement.plan)
+            policy = PolicyGroup(spec, config.cluster, logs, placement, restarts)
             policy.start()
         with sink, interrupt.training():
             done = train_supervised(config, shape, policy, stream, (sink, checkpoints), interrupt)

@@ -44,9 +44,9 @@ Minibatches = Sequence[Sequence[Sequence[TrainSample]]]
 
 
 class MegatronActor:
-    def __init__(self, spec: ActorSpec, *, rank: int, world_size: int, init_method: str):
-        """Meet the other trainer processes at `init_method` (tcp://host:port or file://path) and build this rank's part
-        of the model. The weights are random until they are loaded (weights.py, or `load`).
+    def __init__(self, spec: ActorSpec, *, rank: int, world_size: int, store: dist.Store):
+        """Meet the other trainer processes over a store that all of them share, and build this rank's part of the
+        model. The weights are random until they are loaded (weights.py, or `load`).
 
         Raises:
             ValueError: world_size is not what the parallel sizes need, or the model does not divide by them.
@@ -70,7 +70,7 @@ class MegatronActor:
         self._reference: dict[str, Tensor] = {}
         """The reference policy's weights, on the CPU; empty if the objective needs no reference."""
 
-        platform.start(rank, world_size, init_method)
+        platform.start(rank, world_size, store)
         self.agreement = Agreement()
         with platform.running():
             parallel_state.initialize_model_parallel(

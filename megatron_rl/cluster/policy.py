@@ -7,7 +7,8 @@ to the rank through Ray's object store. All ranks run each call at the same time
 from __future__ import annotations
 
 import logging
-import socket
+import os
+import secrets
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,12 +17,15 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayActorError
+from torch.distributed import PrefixStore, TCPStore
 
 from megatron_rl.actor.packing import TrainSample
 from megatron_rl.actor.spec import ActorSpec
+from megatron_rl.bridge.join import host_store
 from megatron_rl.bridge.sender import BridgeSender
 from megatron_rl.bridge.setup import BridgeSetup
 from megatron_rl.cluster.mirror import Mirrors, fetch_state, send_state, whole_steps
+from megatron_rl.cluster.network import find_interface
 from megatron_rl.cluster.nodes import RayPlacement
 from megatron_rl.cluster.process import Location, Process, begin_process, locate
 from megatron_rl.cluster.restarts import Restarts
@@ -62,20 +66,30 @@ class TrainerRank:
     def locate(self) -> Location:
         return locate()
 
-    def address(self) -> str:
-        """An address with a free port on this node, at which the ranks will meet."""
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return f"tcp://{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
+    def serve(self) -> tuple[str, int]:
+        """Serve the store over which the ranks will meet, and return its address and port."""
+        address = find_interface(os.environ).address
+        self.store = host_store(address)
+        return address, self.store.port
 
-    def start(self, init_method: str) -> bool:
-        """Build and load this rank's part of the model. Returns whether it has Transformer Engine's fused norms."""
+    def start(self, address: str, port: int, secret: str) -> bool:
+        """Build and load this rank's part of the model.
+
+        Args:
+            address, port: those of the store that rank 0 serves.
+            secret: a part of the names of all keys in the store, so that no process of another run reads or changes
+                them.
+
+        Returns:
+            Whether it has Transformer Engine's fused norms.
+        """
         # Only the ranks import this: the driver does not need Megatron-Core and need not wait for its import.
         from megatron_rl.actor.actor import MegatronActor
         from megatron_rl.actor.weights import load_hf
 
+        store = PrefixStore(f"megatron_rl/{secret}/trainers", TCPStore(address, port, is_master=False))
         self.actor = MegatronActor(
-            self.spec, rank=self.rank, world_size=self.spec.policy.parallel.mesh.world_size, init_method=init_method
+            self.spec, rank=self.rank, world_size=self.spec.policy.parallel.mesh.world_size, store=store
         )
         log.info("loading its part of %s", self.spec.model.path)
         start = time.perf_counter()
@@ -175,8 +189,9 @@ class PolicyGroup:
         timeout_s = self._cluster.start_timeout_s
         needs = f"{self._cluster.cpus_per_trainer:g} CPU and {self._cluster.gpus_per_trainer:g} GPU"
         locate_all(self.processes, timeout_s, needs)
-        address = gather([self.ranks[0].address.remote()], self.processes[:1], "to find a port", timeout_s)[0]
-        calls = [rank.start.remote(address) for rank in self.ranks]
+        store = gather([self.ranks[0].serve.remote()], self.processes[:1], "to serve a store", timeout_s)[0]
+        secret = secrets.token_hex(16)
+        calls = [rank.start.remote(*store, secret) for rank in self.ranks]
         self.fused_norms: bool = gather(calls, self.processes, "to load the model", timeout_s)[0]
 
     def restart(self, cause: PolicyLost) -> Collection[int]:

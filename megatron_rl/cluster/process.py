@@ -18,6 +18,7 @@ import psutil
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from megatron_rl.cluster.network import use_interface
 from megatron_rl.processes import descendants, status_of
 
 STACKS = signal.SIGUSR2
@@ -55,7 +56,7 @@ class Process:
 
 def begin_process(path: Path, name: str) -> None:
     """Send the output of this process and its children, our log messages, and the stacks on the signal `STACKS` to the
-    file `path`. A process calls this first.
+    file `path`, and choose the network interface. A process calls this first.
 
     File descriptors are redirected instead of sys.stdout, because libraries print from C++ and from subprocesses.
     """
@@ -66,6 +67,7 @@ def begin_process(path: Path, name: str) -> None:
     faulthandler.register(STACKS, file=2, all_threads=True, chain=False)
     log_to(logging.StreamHandler(sys.stderr))
     log.info("%s is process %d on %s, Python %s", name, os.getpid(), socket.gethostname(), sys.version.split()[0])
+    log.info("it talks to other nodes through %s", use_interface())
 
 
 def log_to(handler: logging.Handler) -> None:

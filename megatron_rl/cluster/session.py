@@ -1,9 +1,14 @@
-"""Starts and stops a local Ray, or joins a Ray cluster that is already running."""
+"""Starts and stops a local Ray, or joins a Ray cluster that is already running.
+
+Ray listens on all addresses of a machine, and whoever it admits can run any code. So it admits only those that have its
+token: a local Ray gets one for this session unless the user has one, and to a cluster we show that of the user.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
+import secrets
 import signal
 import socket
 import threading
@@ -17,9 +22,13 @@ from typing import Any
 import psutil
 import ray
 from ray._private import worker as ray_worker
+from ray._private.authentication import authentication_token_setup as ray_token
 from ray._private.utils import read_ray_address
+from ray._raylet import AuthenticationTokenLoader, GcsClient
+from ray.exceptions import AuthenticationError, RayError
 
 from megatron_rl.cluster import waiting
+from megatron_rl.cluster.network import find_interface, network_environment
 from megatron_rl.config.schema import ClusterConfig
 from megatron_rl.ports import StopRequested
 from megatron_rl.processes import descendants, status_of
@@ -65,20 +74,25 @@ def ray_session(
             its processes and the driver are ended, because the driver may be inside a call of Ray that never returns.
 
     Raises:
-        ValueError: there is no Ray at `cluster.ray_address`.
+        ValueError: there is no Ray at `cluster.ray_address`, or it does not admit this process.
         StopRequested: SIGTERM arrived while Ray started.
     """
     logs.mkdir(parents=True, exist_ok=True)
+    python_path = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     environment = {
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         "TOKENIZERS_PARALLELISM": "false",
         # The processes must import what the driver can import, such as a reward function in the working folder.
-        "PYTHONPATH": os.pathsep.join(path for path in [os.getcwd(), os.environ.get("PYTHONPATH")] if path),
-    }
+        # They have another working folder, so all folders are absolute.
+        "PYTHONPATH": os.pathsep.join(map(os.path.abspath, [".", *python_path])),
+    } | network_environment(cluster, os.environ)
+    log.info("variables of all processes: %s", " ".join(f"{name}={value}" for name, value in environment.items()))
     local: dict[str, Any] = {}
     if cluster.ray_address is None:
         num_cpus = ceil(num_trainers * cluster.cpus_per_trainer)
         local = {"num_cpus": num_cpus, "object_store_memory": OBJECT_STORE_BYTES, "include_dashboard": False}
+        if not AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True):
+            os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)  # Ray would write one that all users can read
     else:
         _check_address(cluster.ray_address)
     logging.getLogger("ray").setLevel(logging.ERROR)
@@ -112,6 +126,7 @@ def ray_session(
         vital = {process: process.name() for process in own if process.name() in VITAL}
         threading.Thread(target=_watch, args=(vital, own, has_ended, on_loss), daemon=True).start()
     try:
+        log.info("the driver talks to other nodes through %s", find_interface(environment))
         yield
     finally:
         has_ended.set()
@@ -159,10 +174,10 @@ def _to_log(data: dict[str, Any], ignore_prefix: bool) -> None:
 
 
 def _check_address(address: str) -> None:
-    """Check that something listens at the address. Ray itself would try to connect for minutes.
+    """Check that a Ray listens at the address that admits this process. Ray itself would try to connect for minutes.
 
     Raises:
-        ValueError: there is no Ray at the address.
+        ValueError: there is no Ray at the address, or it wants another token.
     """
     found = address if address != "auto" else os.environ.get("RAY_ADDRESS") or read_ray_address()
     if not found:
@@ -177,3 +192,13 @@ def _check_address(address: str) -> None:
         raise ValueError(
             f"cluster.ray_address {found}: there is no Ray ({error}); start Ray, or correct the address (host:port)"
         ) from error
+    ray_token.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+    try:
+        GcsClient(address=f"{host}:{port}")
+    except AuthenticationError as error:
+        raise ValueError(
+            f"cluster.ray_address {found}: this Ray wants another token; give this process the one with which it was "
+            "started, in RAY_AUTH_TOKEN, in the file RAY_AUTH_TOKEN_PATH or in ~/.ray/auth_token"
+        ) from error
+    except RayError as error:
+        raise ValueError(f"cluster.ray_address {found}: what listens there is no Ray ({error}); correct it") from error

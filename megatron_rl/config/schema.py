@@ -7,10 +7,19 @@ never keys. Importing this module loads neither torch nor any vendor's package.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
 
 from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.config.balance import BalanceConfig
@@ -284,10 +293,39 @@ class BridgeConfig(Section):
     """The longest time, in seconds, that a push may take."""
 
 
+SECRET = re.compile("SECRET|PASSWORD|PASSWD|CREDENTIAL|TOKEN(?!IZER)|(?<!P)KEY", re.IGNORECASE)
+"""The names of variables whose values must not be written down. InfiniBand's partition keys (PKEY) are no secrets."""
+
+
+def _refuse_secret(name: str) -> str:
+    if SECRET.search(name):
+        raise ValueError(
+            f"the name {name} is one of a secret, and the configuration is written into the run's folder; export the "
+            "variable on each node before Ray starts there"
+        )
+    return name
+
+
+def _number_as_text(value: object) -> object:
+    return str(value) if type(value) in (int, float) else value
+
+
+Environment = dict[Annotated[str, AfterValidator(_refuse_secret)], Annotated[str, BeforeValidator(_number_as_text)]]
+"""Environment variables and their values."""
+
+
 class ClusterConfig(Section):
     ray_address: str | None = None
     """The address of a running Ray cluster; `auto` finds it. null starts Ray on this machine and stops it at the
     end."""
+    environment: Environment = {}
+    """Environment variables of all processes of the run, such as `{NCCL_IB_HCA: mlx5}`. They override those of the
+    driver's shell, of which only the variables of the network are handed on (`NCCL_*`, `GLOO_*`, `UCX_*`, `FI_*`,
+    `RES_OPTIONS`). Secrets are refused."""
+    interface: str | None = None
+    """The network interface through which processes of different nodes talk to each other, such as `ib0`. null means
+    GLOO_SOCKET_IFNAME if that variable is set, and otherwise, on each node, the interface that has the address with
+    which Ray knows the node."""
     cpus_per_trainer: Annotated[float, Field(gt=0)] = 1
     """The number of CPUs that Ray reserves for each trainer rank."""
     gpus_per_trainer: Annotated[float, Field(ge=0)] = 0
