@@ -182,12 +182,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--folder", type=Path, help="keep the runs in this folder (default: a temporary one)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     given = parser.parse_args(arguments)
-    from megatron_rl.recipes.tiny.task import write_task
-
     with tempfile.TemporaryDirectory() as temporary:
         folder = (given.folder or Path(temporary)).absolute()
         folder.mkdir(parents=True, exist_ok=True)
-        write_task(folder / "task")
+        subprocess.run([sys.executable, str(ROOT / "recipes/tiny/task.py"), str(folder / "task")], check=True)
         whole = Run(folder, "undisturbed", given.steps, given.mirror)
         before = shared_memory()
         start = time.monotonic()

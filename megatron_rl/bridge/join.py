@@ -163,7 +163,11 @@ def _close_when_silent(before: set[int]) -> None:
     kernel does. gloo sends a content when the receive has been posted, so no end refuses bytes for long.
     """
     for descriptor in _sockets() - before:
-        with socket.socket(fileno=os.dup(descriptor)) as end:
+        try:
+            copy = os.dup(descriptor)
+        except OSError:  # another thread has closed it since
+            continue
+        with socket.socket(fileno=copy) as end:
             if end.type == socket.SOCK_STREAM and end.family in (socket.AF_INET, socket.AF_INET6):
                 end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
                 end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SILENT_S // 3)
