@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
@@ -18,6 +19,14 @@ from megatron_rl.cluster.placement import Placement, demands_of, smallest_cluste
 from megatron_rl.config.schema import BaseConfig, GrpoRunConfig, SftRunConfig
 from megatron_rl.config.shipped import find_shipped
 from megatron_rl.layout import FAMILIES, Engines, plan_weights, read_shape, volume
+from megatron_rl.recipes.estimates import (
+    DECODING_SHARE,
+    TRAINING_SHARE,
+    StageMemory,
+    generation_seconds,
+    training_seconds,
+    update_memory,
+)
 from megatron_rl.types import Batch, Group, Mesh, ModelShape, Prompt, Sample
 
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -161,6 +170,47 @@ def describe_rollout(config: GrpoRunConfig, shape: ModelShape, console: Console)
     )
     table.add_row("  bytes out of the busiest trainer rank", gigabytes(sent.max()))
     console.print(table)
+
+
+def describe_gpu_needs(config: BaseConfig, shape: ModelShape, console: Console) -> None:
+    """Print the estimated memory of the fullest trainer rank by phase, and the hours of the run's GPUs."""
+    mesh, dtype, cap = config.policy.parallel.mesh, config.model.dtype, config.balance.max_tokens_per_microbatch
+    width, full = BYTES[dtype], config.model.recompute == "full"
+
+    def stage_bytes(stage: int) -> tuple[float, StageMemory]:
+        held = rank_parameters(shape, mesh, stage * mesh.stage_size)
+        fixed = held.total * (width + 4) + held.state_bytes(mesh, dtype)
+        return fixed, update_memory(shape, mesh, stage, cap, width=width, full=full)
+
+    stages = [stage_bytes(stage) for stage in range(mesh.pipeline)]
+    number = max(range(mesh.pipeline), key=lambda stage: stages[stage][0] + stages[stage][1].total)
+    fixed, update = stages[number]
+    table = Table(title="estimates for H100 GPUs, not measured", show_header=False, title_justify="left")
+    table.add_row("memory of a trainer rank, fullest stage", f"stage {number}")
+    table.add_row("  always: weights, gradients, optimizer", gigabytes(fixed))
+    table.add_row("  update: kept for the backward passes", gigabytes(update.kept))
+    table.add_row("  update: the layer being computed", gigabytes(update.working))
+    table.add_row("  push: two buffers", gigabytes(2 * bucket_bytes(config)))
+    table.add_row("  most at once", f"{gigabytes(fixed + update.total)}, and what CUDA and NCCL take")
+    if isinstance(config, GrpoRunConfig):
+        rollout = config.rollout
+        num_parameters = FAMILIES[shape.family].num_parameters(shape)
+        lengths = np.full(rollout.prompts_per_step * rollout.samples_per_prompt, rollout.max_model_tokens)
+        training_s = training_seconds(config, shape, lengths)
+        generation_s = generation_seconds(config, shape, num_parameters, width)
+        num_gpus = mesh.world_size + rollout.num_engines * rollout.tensor
+        hours = (training_s + generation_s) * num_gpus / 3600
+        table.add_row("a step in which every answer has the longest length", "")
+        table.add_row(f"  generation, at {DECODING_SHARE:.0%} of the memory bandwidth", f"{generation_s:,.0f} s")
+        table.add_row(f"  passes and update, at {TRAINING_SHARE:.0%} of the peak", f"{training_s:,.0f} s")
+        table.add_row("  GPU-hours", f"{hours:,.1f}")
+        table.add_row(f"GPU-hours of {config.run.steps:,} such steps, at most", f"{hours * config.run.steps:,.0f}")
+    console.print(table)
+
+
+def bucket_bytes(config: BaseConfig) -> float:
+    """The bytes of one buffer of a push; supervised training pushes nothing."""
+    return config.bridge.bucket_mib * 2**20 if isinstance(config, GrpoRunConfig) else 0.0
 
 
 def describe_placement(config: BaseConfig, console: Console) -> None:

@@ -21,7 +21,7 @@ quiet_environment()
 from megatron_rl.config.schema import GrpoRunConfig  # noqa: E402
 from megatron_rl.layout import check_model, read_shape  # noqa: E402
 from megatron_rl.loop.checkpoints import Checkpoints  # noqa: E402
-from megatron_rl.recipes.dry_run import describe_placement, describe_policy, describe_rollout  # noqa: E402
+from megatron_rl.recipes.dry_run import describe_gpu_needs, describe_placement, describe_policy, describe_rollout  # noqa: E402
 from megatron_rl.types import Prompt  # noqa: E402
 
 if TYPE_CHECKING:
@@ -119,6 +119,8 @@ def describe(config: GrpoRunConfig, console: Console) -> None:
     shape = describe_policy(config, console)
     describe_rollout(config, shape, console)
     describe_placement(config, console)
+    if config.cluster.gpus_per_trainer:
+        describe_gpu_needs(config, shape, console)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

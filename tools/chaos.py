@@ -79,7 +79,9 @@ class Run:
             "rollout.max_response_tokens=48",
             "rewards=[{kind: function, path: 'megatron_rl.recipes.tiny.rewards:digits_in_answer', timeout_s: 15}]",
             "checkpoint={every: 10, keep: 2}",
-            f"cluster={{mirror: {str(mirror).lower()}, restarts_per_hour: 1000, step_timeout_s: 15}}",
+            f"cluster={{mirror: {str(mirror).lower()}, restarts_per_hour: 1000}}",
+            "cluster.start_timeout_s=90",
+            "cluster.step_timeout_s=15",
             "bridge.timeout_s=15",
         ]
         self.num_starts = 0
