@@ -6,7 +6,7 @@ the same process.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,6 +22,10 @@ class StopRequested(BaseException):
 class PolicyLost(RuntimeError):
     """A trainer rank has died, does not answer, or has left its peers in a collective, so the policy cannot be
     saved."""
+
+
+class TooManyRestarts(RuntimeError):
+    """A process was lost once more than `cluster.restarts_per_hour` allows."""
 
 
 class Policy(Protocol):
@@ -58,6 +62,24 @@ class Policy(Protocol):
     def export_hf(self, folder: Path) -> None:
         """Write the model as a Hugging Face folder that transformers and vLLM load."""
 
+    def mirror(self, step: int) -> None:
+        """Begin to copy the state that `step` starts with into the memory of other processes, if the run keeps mirrors.
+        The copy is made while the engines generate; the next call of any other method waits for it."""
+
+    def restart(self, cause: PolicyLost) -> Collection[int]:
+        """Start all ranks anew, with the weights that the run began with.
+
+        Returns:
+            The steps whose state the mirrors hold.
+
+        Raises:
+            PolicyLost: a new rank was lost too.
+            TooManyRestarts: the run allows no further restart.
+        """
+
+    def load_mirror(self, step: int) -> None:
+        """Restore the state of a step that `restart` returned."""
+
 
 class Engine(Protocol):
     """The inference engines, which generate answers."""
@@ -83,6 +105,13 @@ class Bridge(Protocol):
         """Bring the policy's weights into every engine as `version`. Engines may be generating meanwhile, because each
         token records the version that sampled it."""
 
+    def rejoin(self) -> None:
+        """Connect the ranks of a policy that was started anew. The engines keep running.
+
+        Raises:
+            PolicyLost: a process was lost again.
+        """
+
 
 class Verifier(Protocol):
     """The rewards of the run."""
@@ -100,6 +129,9 @@ class Sink(Protocol):
 
     def log(self, step: int, metrics: Metrics) -> None:
         """Record the metrics of a step, together with the times of its phases."""
+
+    def rewind(self, step: int) -> None:
+        """Forget the records of `step` and of later steps, which will be done again."""
 
     def warn(self, message: str) -> None:
         """Show a warning about something that does not stop the run. A repetition of the last message is not shown."""

@@ -44,8 +44,10 @@ def run(config: GrpoRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) -
     from megatron_rl.cluster.engines import EngineGroup
     from megatron_rl.cluster.nodes import RayPlacement
     from megatron_rl.cluster.policy import PolicyGroup
+    from megatron_rl.cluster.restarts import Restarts
     from megatron_rl.cluster.session import ray_session
     from megatron_rl.cluster.verifier import RayVerifier
+    from megatron_rl.cluster.visibility import check_nodes
     from megatron_rl.loop.train import Ports, train
     from megatron_rl.observe import RunSink, open_trackers, write_provenance
     from megatron_rl.rollout.shared_memory import remove_leftovers
@@ -68,14 +70,18 @@ def run(config: GrpoRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) -
     with ExitStack() as cleaning:
         cleaning.callback(remove_leftovers)  # engines that were killed during their start leave shared memory
         cleaning.enter_context(
-            ray_session(config.cluster, config.policy.parallel.mesh.world_size, logs, interrupt.check)
+            ray_session(
+                config.cluster, config.policy.parallel.mesh.world_size, logs, interrupt.check, interrupt.on_loss
+            )
         )
         with console.status("starting Ray, Megatron and vLLM"):
-            placement = RayPlacement(config)
-            engines = EngineGroup(config, logs, placement)
+            placement, restarts = RayPlacement(config), Restarts(config.cluster.restarts_per_hour)
+            if config.cluster.ray_address is not None:  # the preflight has looked at this machine
+                check_nodes(config, placement.plan)
+            engines = EngineGroup(config, logs, placement, restarts)
             cleaning.callback(engines.close)
-            policy = PolicyGroup(spec, config.cluster, logs, placement)
-            verifier = RayVerifier(config, logs, placement)
+            policy = PolicyGroup(spec, config.cluster, logs, placement, restarts)
+            verifier = RayVerifier(config, logs, placement, restarts)
             policy.start()
             engines.wait()
             verifier.wait()

@@ -8,6 +8,7 @@ finished, it prints the command that continues it. The exit status is 0 after a 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import logging
 import os
 import shlex
@@ -16,6 +17,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -27,6 +29,7 @@ from megatron_rl.loop.checkpoints import Checkpoints, Resume, find_checkpoints
 from megatron_rl.loop.run_lock import run_lock
 from megatron_rl.ports import StopRequested
 from megatron_rl.recipes.preflight import check_before_start
+from megatron_rl.recipes.slurm import read_job, render, submit
 
 Config = TypeVar("Config", bound=BaseConfig)
 
@@ -51,6 +54,8 @@ class Interrupt:
         self._abandoned = self._prompt = self._raised = False
         self._is_checked = False
         """Whether `check` was called: from then on the signal handler must not raise."""
+        self.on_loss: Callable[[str], None] | None = None
+        """What is called, in another thread, before the process ends because Ray was lost."""
 
     def __call__(self) -> bool:
         return self.signal is not None
@@ -146,6 +151,11 @@ def launch(
         metavar="auto | STEP",
         help="continue from the newest checkpoint (auto) or from the checkpoint of a step; the default is a new run",
     )
+    parser.add_argument(
+        "--slurm",
+        action="store_true",
+        help="submit the run as a Slurm job, as the section `slurm` says; with --dry-run, print the job's script",
+    )
     options = parser.parse_intermixed_args(arguments)
     sys.path.insert(0, os.getcwd())  # the module of a reward function may be in the working folder
     again = f"{shown} {shlex.join(options.configuration)} --resume auto"
@@ -156,14 +166,24 @@ def launch(
         with interrupt.listening():
             config = load_config(kind, options.configuration)
             resume = read_resume(options.resume)
+            job = read_job(config, Path(program).stem, options.configuration)
+            if options.slurm and isinstance(resume, int):
+                raise ValueError("a Slurm job continues from the newest checkpoint; give --resume auto with --slurm")
             if options.dry_run:
                 describe(config, console)
                 check_before_start(config, console, resume=resume is not None, planning=True)
+                if options.slurm:
+                    console.print(render(job), markup=False, soft_wrap=True)
                 return 0
             check_before_start(config, console, resume=resume is not None)
+            if options.slurm:
+                submit(job, console)
+                return 0
+            config = config.absolute()  # Ray's processes have other working folders
             with run_lock(config.run_folder):
                 has_begun = True
                 log_to_file(config.run_folder / "logs")
+                interrupt.on_loss = partial(tell_loss, config, again)
                 done = run(config, open_checkpoints(config, resume), interrupt)
         if done == config.run.steps:
             return 0
@@ -215,6 +235,13 @@ def open_checkpoints(config: BaseConfig, resume: Resume) -> Checkpoints:
     return checkpoints
 
 
+def tell_loss(config: BaseConfig, again: str, cause: str) -> None:
+    """Print what a run that cannot save its state any more leaves."""
+    log.error("%s", cause)
+    _tell(RuntimeError(cause), None)
+    tell_continuation(config.run_folder, again)
+
+
 def tell_continuation(run_folder: Path, again: str) -> None:
     """Write the report of a run that did not finish, if a step was logged, and print the command that continues the
     run, if there is a checkpoint."""
@@ -235,7 +262,8 @@ log = logging.getLogger("megatron_rl.driver")
 
 
 def log_to_file(folder: Path) -> None:
-    """Write the log messages of the driver to `driver.log`. Every other process has a log file of its own."""
+    """Write the log messages of the driver to `driver.log`, and on SIGUSR2 its stacks. Every other process has a log
+    file of its own."""
     folder.mkdir(parents=True, exist_ok=True)
     handler = logging.FileHandler(folder / "driver.log")
     handler.setFormatter(logging.Formatter("%(asctime)s %(name)s: %(message)s"))
@@ -243,6 +271,7 @@ def log_to_file(folder: Path) -> None:
     ours.setLevel(logging.INFO)
     ours.handlers[:] = [handler]
     ours.propagate = False
+    faulthandler.register(signal.SIGUSR2, file=handler.stream, all_threads=True, chain=False)
     log.info("%s", shlex.join(sys.argv))
 
 

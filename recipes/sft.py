@@ -32,7 +32,9 @@ def run(config: SftRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) ->
     from megatron_rl.algorithms import SupervisedObjective
     from megatron_rl.cluster.nodes import RayPlacement
     from megatron_rl.cluster.policy import PolicyGroup
+    from megatron_rl.cluster.restarts import Restarts
     from megatron_rl.cluster.session import ray_session
+    from megatron_rl.cluster.visibility import check_nodes
     from megatron_rl.data import ShuffledStream, load_supervised
     from megatron_rl.loop.supervised import train_supervised
     from megatron_rl.observe import RunSink, open_trackers, write_provenance
@@ -56,9 +58,13 @@ def run(config: SftRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) ->
         total_steps=config.run.steps,
         seed=config.run.seed,
     )
-    with ray_session(config.cluster, config.policy.parallel.mesh.world_size, logs, interrupt.check):
+    num_trainers = config.policy.parallel.mesh.world_size
+    with ray_session(config.cluster, num_trainers, logs, interrupt.check, interrupt.on_loss):
         with console.status("starting Ray and Megatron"):
-            policy = PolicyGroup(spec, config.cluster, logs, RayPlacement(config))
+            placement, restarts = RayPlacement(config), Restarts(config.cluster.restarts_per_hour)
+            if config.cluster.ray_address is not None:  # the preflight has looked at this machine
+                check_nodes(config, placement.plan)
+            policy = PolicyGroup(spec, config.cluster, logs, placement, restarts)
             policy.start()
         with sink, interrupt.training():
             done = train_supervised(config, shape, policy, stream, (sink, checkpoints), interrupt)

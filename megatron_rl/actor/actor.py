@@ -9,6 +9,7 @@ Shape letters: T packed tokens of a micro-batch.
 
 from __future__ import annotations
 
+import io
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -42,9 +44,9 @@ Minibatches = Sequence[Sequence[Sequence[TrainSample]]]
 
 
 class MegatronActor:
-    def __init__(self, spec: ActorSpec, *, rank: int, world_size: int, init_method: str):
-        """Meet the other trainer processes at `init_method` (tcp://host:port or file://path) and build this rank's part
-        of the model. The weights are random until they are loaded (weights.py, or `load`).
+    def __init__(self, spec: ActorSpec, *, rank: int, world_size: int, store: dist.Store):
+        """Meet the other trainer processes over a store that all of them share, and build this rank's part of the
+        model. The weights are random until they are loaded (weights.py, or `load`).
 
         Raises:
             ValueError: world_size is not what the parallel sizes need, or the model does not divide by them.
@@ -63,12 +65,12 @@ class MegatronActor:
         self._minibatches: list[list[Microbatch]] = []
         self._denominators: list[Denominators] = []
         self._at_start: list[FirstPass] = []
-        """On the last pipeline stage, the log-probs and entropies of the first mini-batch's micro-batches that the pass
-        for logp_old computed."""
+        """The results of the pass for logp_old for each micro-batch of the first mini-batch; only the last pipeline
+        stage has them."""
         self._reference: dict[str, Tensor] = {}
         """The reference policy's weights, on the CPU; empty if the objective needs no reference."""
 
-        platform.start(rank, world_size, init_method)
+        platform.start(rank, world_size, store)
         self.agreement = Agreement()
         with platform.running():
             parallel_state.initialize_model_parallel(
@@ -203,6 +205,17 @@ class MegatronActor:
         saved, extra = checkpoint.load(Path(folder), self._identity(), self.agreement)
         state.restore(saved, self.model, self.optimizer, self.scheduler)
         return extra
+
+    def snapshot(self) -> np.ndarray:
+        """This rank's training state as bytes, which `restore` takes. It is no collective."""
+        buffer = io.BytesIO()
+        torch.save(state.training_state(self.model, self.optimizer, self.scheduler), buffer)
+        return np.frombuffer(buffer.getbuffer(), np.uint8)
+
+    def restore(self, snapshot: np.ndarray) -> None:
+        """Restore what `snapshot` returned on the same rank of the same mesh."""
+        saved = torch.load(io.BytesIO(snapshot), map_location="cpu", weights_only=False)
+        state.restore(saved, self.model, self.optimizer, self.scheduler)
 
     def close(self) -> None:
         parallel_state.destroy_model_parallel()

@@ -29,10 +29,10 @@ import torch
 
 from megatron_rl.actor.agreement import Agreement
 from megatron_rl.convert.work import sync
+from megatron_rl.loop.checkpoints import EXTRA
 
 FORMAT = 3
 MANIFEST = "manifest.json"
-EXTRA = "extra.json"
 WEIGHTS, STATE = "rank{}.weights.pt", "rank{}.state.pt"
 """The two files of a rank: the weights by Megatron's names, and everything else that the next step depends on."""
 CHUNK_BYTES = 2**24

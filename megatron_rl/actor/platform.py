@@ -46,8 +46,9 @@ def running() -> AbstractContextManager:
     return nullcontext() if HAS_CUDA else _CudaMeansCpu()
 
 
-def start(rank: int, world_size: int, init_method: str) -> None:
-    """Join the trainer's process group, and prepare torch and Megatron for this platform."""
+def start(rank: int, world_size: int, store: dist.Store) -> None:
+    """Join the trainer's process group over a store that all ranks share, and prepare torch and Megatron for this
+    platform."""
     if HAS_CUDA:
         # Megatron relies on one hardware queue to order communication and compute. CUDA reads this when it starts.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
@@ -56,7 +57,7 @@ def start(rank: int, world_size: int, init_method: str) -> None:
         _replace_cuda_functions()
     dist.init_process_group(
         backend="nccl" if HAS_CUDA else "gloo",
-        init_method=init_method,
+        store=store,
         rank=rank,
         world_size=world_size,
         timeout=TIMEOUT,

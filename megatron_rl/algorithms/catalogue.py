@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 from pydantic_core import PydanticUndefined
 
-from megatron_rl.config import advantages, algorithm
+from megatron_rl.config import advantages, algorithm, correction, losses
 from megatron_rl.config.section import Method
 from megatron_rl.config.value import ValueLossConfig
 
@@ -35,22 +35,22 @@ def tables() -> list[Table]:
     return [
         Table("Advantage estimators", "algorithm.adv_estimator", _union(advantages.AdvantageConfig)),
         Table("Reward shaping", "algorithm.shaping", _union(advantages.ShapingConfig)),
-        Table("Policy losses", "algorithm.loss", _union(algorithm.LossConfig)),
+        Table("Policy losses", "algorithm.loss", _union(losses.LossConfig)),
         Table(
             "Aggregations: the weight of an action token's loss",
             "algorithm.loss_agg_mode",
-            tuple(Entry(mode, *row) for mode, row in algorithm.AGGREGATIONS.items()),
+            tuple(Entry(mode, *row) for mode, row in losses.AGGREGATIONS.items()),
         ),
-        Table("Importance weights", "algorithm.correction.weight", _union(algorithm.WeightConfig)),
+        Table("Importance weights", "algorithm.correction.weight", _union(correction.WeightConfig)),
         Table(
             "Rejection: the statistics that have bounds",
             "algorithm.correction.reject, statistic",
-            tuple(Entry(name, *row) for name, row in algorithm.STATISTICS.items()),
+            tuple(Entry(name, *row) for name, row in correction.STATISTICS.items()),
         ),
         Table(
             "KL to the reference",
             "algorithm.kl.estimator",
-            tuple(Entry(name, formula, algorithm.SCHULMAN) for name, formula in algorithm.KL_ESTIMATORS.items()),
+            tuple(Entry(name, formula, correction.SCHULMAN) for name, formula in algorithm.KL_ESTIMATORS.items()),
         ),
         Table(
             "Coefficients that adapt",

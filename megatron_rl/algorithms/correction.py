@@ -20,7 +20,7 @@ from megatron_rl.algorithms.columns import PackedColumns, max_by, mean_by, segme
 from megatron_rl.algorithms.losses.dppo import binary_kl
 from megatron_rl.algorithms.losses.terms import Terms, bounded_exp
 from megatron_rl.algorithms.whitening import SumOverRanks
-from megatron_rl.config.algorithm import ClippedWeight, Rejection, TruncatedWeight, WeightConfig
+from megatron_rl.config.correction import ClippedWeight, Rejection, TruncatedWeight, WeightConfig
 
 
 def importance_weight(log_w_T: Tensor, mask_T: Tensor, sample_T: Tensor, cfg: WeightConfig) -> tuple[Tensor, Tensor]:
@@ -94,7 +94,7 @@ def _bounded_statistics(rule: Rejection, logp_T: Tensor, logp_rollout_T: Tensor)
 
 
 def _over(rule: Rejection, statistic_T: Tensor, mask_T: Tensor, sample_T: Tensor) -> Tensor:
-    """For each token, the statistic of its unit: of the token itself, its segment or its sample."""
+    """For each token, the statistic of the unit that it belongs to: the token itself, its segment or its sample."""
     if rule.level == "token":
         return statistic_T
     owner_T = _owner(rule.level, mask_T, sample_T)

@@ -30,15 +30,9 @@ from megatron_rl.algorithms.losses.covariance import choose_clip_cov, choose_kl_
 from megatron_rl.algorithms.losses.terms import MAX_LOG_RATIO, Terms
 from megatron_rl.algorithms.selection import choose_largest
 from megatron_rl.algorithms.whitening import SumOverRanks
-from megatron_rl.config.algorithm import (
-    AlgorithmConfig,
-    ClipCovLoss,
-    DecoupledLoss,
-    DppoKlLoss,
-    DppoTvLoss,
-    KlCovLoss,
-    WeightConfig,
-)
+from megatron_rl.config.algorithm import AlgorithmConfig
+from megatron_rl.config.correction import WeightConfig
+from megatron_rl.config.losses import ClipCovLoss, DecoupledLoss, DppoKlLoss, DppoTvLoss, KlCovLoss
 from megatron_rl.types import Denominators, Metrics
 
 LOWEST_LOGP = -100.0

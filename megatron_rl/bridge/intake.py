@@ -103,7 +103,7 @@ class Intake:
         upstream, downstream = setup.transfer_plan.upstream(me), setup.transfer_plan.downstream(me)
         sources = list(dict.fromkeys(message.source for message in self._schedule))
         if upstream is None:
-            near = joining.near(sources)
+            near = joining.readable(sources)
             self._lines = {source: joining.inlet(source, source in near) for source in sources}
         else:
             self._lines = dict.fromkeys(sources, joining.inlet(trainers + upstream, near=False))

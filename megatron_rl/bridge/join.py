@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 from collections.abc import Iterable
+from contextlib import suppress
 from datetime import timedelta
 from functools import lru_cache
 
@@ -17,18 +19,33 @@ import torch
 from torch.distributed import DistStoreError, PrefixStore, ProcessGroup, ProcessGroupGloo, Store, TCPStore
 
 from megatron_rl.bridge.line import GroupInlet, GroupOutlet
-from megatron_rl.bridge.memory import Slots, opened, place
+from megatron_rl.bridge.memory import Probe, Slots, opened, reads
 from megatron_rl.bridge.setup import BridgeSetup
 
 CONNECT_S = 60.0
 """A connection may take at least this long, however short the deadline of a push is: a loaded machine takes seconds."""
+BACKLOG = 2048
+"""How many ranks may connect to the store at the same time."""
 GRACE_S = 5.0
 """The other ranks wait so much longer than rank 0, which names the ranks that are missing."""
 
 
 def host_store(host: str, timeout_s: float = 300.0) -> TCPStore:
-    """Serve the store of the bridge on a free port (`.port`). It serves as long as something refers to it."""
-    return TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+    """Serve a store on a free port (`.port`). It serves as long as something refers to it.
+
+    PyTorch's store has no password, and would listen on all addresses of the machine; this one listens at `host` alone.
+    """
+    listener = socket.create_server(
+        (host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=BACKLOG
+    )
+    return TCPStore(
+        host,
+        listener.getsockname()[1],
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout_s),
+        master_listen_fd=listener.detach(),
+    )
 
 
 class Joining:
@@ -53,9 +70,10 @@ class Joining:
         except DistStoreError as error:
             raise RuntimeError(f"no process serves the bridge's store at {setup.host}:{setup.port}: {error}") from error
         self._tcp.set_timeout(timeout)
-        self._store = PrefixStore(f"megatron_rl/bridge/{setup.epoch}", self._tcp)
-        mine = place(device) if setup.share_memory else f"rank {rank}"
-        self._store.set(f"rank/{rank}", json.dumps({"says": setup.agreement, "place": mine, "device": device.type}))
+        self._store = PrefixStore(f"megatron_rl/{setup.secret}/bridge/{setup.epoch}", self._tcp)
+        self._share_memory, self._probe = setup.share_memory, Probe(device)
+        said = {"says": setup.agreement, "probe": self._probe.says, "device": device.type}
+        self._store.set(f"rank/{rank}", json.dumps(said))
         if rank == 0:
             self._store.set("verdict", _judge(self._store, setup))
         try:
@@ -65,11 +83,19 @@ class Joining:
         kind, _, text = self._store.get("verdict").decode().partition(":")
         if kind:
             raise {"disagree": ValueError, "absent": RuntimeError}[kind](text)
-        self._place = mine
 
-    def near(self, peers: Iterable[int]) -> set[int]:
-        """Peers that can read this rank's buffers, and whose buffers this rank can read."""
-        return {peer for peer in peers if self._said(peer)["place"] == self._place}
+    def readable(self, sources: Iterable[int]) -> set[int]:
+        """Those of the ranks whose buffers this rank can read. Tells each of them."""
+        near = set()
+        for source in sources:
+            if self._share_memory and reads(self._said(source)["probe"], self.device):
+                near.add(source)
+            self._store.set(f"near/{source}-{self.rank}", "yes" if source in near else "no")
+        return near
+
+    def readers(self, destinations: Iterable[int]) -> set[int]:
+        """Those of the ranks that can read this rank's buffers, as they tell. Waits for all of them."""
+        return {to for to in destinations if self._store.get(f"near/{self.rank}-{to}") == b"yes"}
 
     def offer(self, slots: Slots) -> None:
         """Let the ranks that are near open these buffers."""
@@ -126,17 +152,53 @@ def _judge(store: Store, setup: BridgeSetup) -> str:
     )
 
 
+SILENT_S = 30
+"""A connection whose other end does not answer for this long is closed: its node or the network between is gone."""
+
+
+def _close_when_silent(before: set[int]) -> None:
+    """Let the kernel close every connection of this process that is not in `before` when the other end is silent.
+
+    gloo does not ask for this, and would wait until the deadline of a push. An end that is only busy still answers: its
+    kernel does. gloo sends a content when the receive has been posted, so no end refuses bytes for long.
+    """
+    for descriptor in _sockets() - before:
+        try:
+            copy = os.dup(descriptor)
+        except OSError:  # another thread has closed it since
+            continue
+        with socket.socket(fileno=copy) as end:
+            if end.type == socket.SOCK_STREAM and end.family in (socket.AF_INET, socket.AF_INET6):
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SILENT_S // 3)
+                end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, SILENT_S // 6)
+                end.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * SILENT_S)
+
+
+def _sockets() -> set[int]:
+    """The descriptors of this process's sockets."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # that of the listing itself
+            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                found.add(int(name))
+    return found
+
+
 def _gloo(store: Store, second: bool, timeout: timedelta) -> ProcessGroup:
     options = ProcessGroupGloo._Options()
     options._devices = [_gloo_device()]
     options._timeout, options._threads = timeout, 1
-    return ProcessGroupGloo(PrefixStore("gloo", store), int(second), 2, options)
+    before = _sockets()
+    group = ProcessGroupGloo(PrefixStore("gloo", store), int(second), 2, options)
+    _close_when_silent(before)
+    return group
 
 
 @lru_cache(maxsize=1)
 def _gloo_device():
     """The process has one device: all its groups share one listener and one thread."""
-    if interface := os.environ.get("GLOO_SOCKET_IFNAME"):
+    if interface := os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]:
         return ProcessGroupGloo.create_device(interface=interface)
     return ProcessGroupGloo.create_default_device()
 

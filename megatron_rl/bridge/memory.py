@@ -7,12 +7,13 @@ has not been run).
 
 from __future__ import annotations
 
-import base64
+import json
 import mmap
 import os
-import pickle
-import socket
-from pathlib import Path
+import secrets
+import weakref
+from contextlib import suppress
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,14 +23,33 @@ from megatron_rl.bridge.line import SLOTS
 ALIGNMENT_BYTES = 64
 
 
-def place(device: torch.device) -> str:
-    """A text that is equal for two ranks if and only if they can read each other's buffers. It names the machine, the
-    kernel's boot, the user and the namespace of processes, and on GPUs the device too."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    parts = [socket.gethostname(), boot, str(os.getuid()), os.readlink("/proc/self/ns/pid"), device.type]
-    if device.type == "cuda":
-        parts.append(str(torch.cuda.get_device_properties(device).uuid))
-    return " ".join(parts)
+class Probe:
+    """Memory of this process that holds a random text. A rank that finds the text there can read this rank's buffers.
+
+    Names do not decide this: two nodes may have one host name, and containers of one machine may not see each other's
+    processes.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        text, file = secrets.token_hex(16), os.memfd_create("megatron_rl probe", os.MFD_CLOEXEC)
+        weakref.finalize(self, os.close, file)
+        os.write(file, text.encode())
+        self.says = [f"/proc/{os.getpid()}/fd/{file}", text, _name(device)]
+        """What another rank needs for `reads`, as long as this object exists."""
+
+
+def reads(says: list[str], device: torch.device) -> bool:
+    """Whether this process can read the buffers of the rank whose probe says this."""
+    path, text, other = says
+    with suppress(OSError):
+        with open(path, "rb") as file:
+            return file.read(len(text)) == text.encode() and other == _name(device)
+    return False
+
+
+def _name(device: torch.device) -> str:
+    """A CPU's memory is that of its machine; a GPU's memory is its own."""
+    return f"cuda {torch.cuda.get_device_properties(device).uuid}" if device.type == "cuda" else device.type
 
 
 class Slots:
@@ -47,7 +67,7 @@ class Slots:
 
             self._file = None
             whole = torch.empty(SLOTS * num_bytes, dtype=torch.uint8, device=device)
-            self.handle = base64.b64encode(pickle.dumps(reduce_tensor(whole)[1])).decode()
+            self.handle = _encode(reduce_tensor(whole)[1])
         self.tensors = list(whole.split(num_bytes))
 
     def close(self) -> None:
@@ -69,10 +89,28 @@ def opened(handle: str, device: torch.device) -> list[Tensor]:
     else:
         from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-        arguments = list(pickle.loads(base64.b64decode(handle)))
-        arguments[6] = device.index  # one GPU may have different numbers in two processes
-        whole = rebuild_cuda_tensor(*arguments)
+        whole = rebuild_cuda_tensor(*_decode(handle, device))
     return list(whole.split(whole.numel() // SLOTS))
+
+
+CLASSES = {0: torch.Tensor, 4: torch.UntypedStorage, 5: torch.uint8}
+"""Those of the arguments of `rebuild_cuda_tensor` that JSON cannot hold and that never differ, by their places."""
+DEVICE = 6
+"""The place of the device's number. One GPU may have different numbers in two processes."""
+
+
+def _encode(arguments: tuple[Any, ...]) -> str:
+    """The arguments of `rebuild_cuda_tensor` as JSON: a pickle from a store without passwords could run any code."""
+    assert all(arguments[place] == kind for place, kind in CLASSES.items()), arguments
+    plain = [None if place in CLASSES else value for place, value in enumerate(arguments)]
+    return json.dumps(plain, default=lambda value: {"hex": value.hex()})
+
+
+def _decode(handle: str, device: torch.device) -> list[Any]:
+    arguments = json.loads(handle, object_hook=lambda value: bytes.fromhex(value["hex"]))
+    for place, kind in (CLASSES | {DEVICE: device.index}).items():
+        arguments[place] = kind
+    return arguments
 
 
 def _mapped(file: int, num_bytes: int) -> Tensor:

@@ -238,7 +238,8 @@ def unpack(model: nn.Module) -> None:
 
 
 def _unpack_linear(layer: nn.Module) -> None:
-    """On a CPU vLLM's unquantised linear layers and output layers call `cpu_linear` as their forward pass."""
+    """Let a layer compute with its weight. On a CPU the unquantised linear layers and output layers of vLLM call
+    `cpu_linear`, which holds a packed copy of the weight."""
     layer.cpu_linear = nn.functional.linear
     if layer.weight.numel() == 0:
         columns = getattr(layer, "input_size_per_partition", layer.input_size)  # a replicated layer has no partition

@@ -55,7 +55,7 @@ class BridgeSender:
             self._slots = Slots(self._largest(packed), FileOutlet.memory)
         else:
             joining, first = Joining(setup, rank, self._device), setup.mesh.world_size
-            near = {peer - first for peer in joining.near(first + to for to in peers)}
+            near = {peer - first for peer in joining.readers(first + to for to in peers)}
             self._slots = Slots(self._largest(near), self._device)
             joining.offer(self._slots)
             self._lines = {to: joining.outlet(first + to, to in near) for to in peers}

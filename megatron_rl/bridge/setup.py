@@ -6,7 +6,7 @@ with different models, meshes or formats refuse each other with an error and do 
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -32,6 +32,8 @@ class BridgeSetup:
     """The address at which `join.host_store` listens."""
     port: int = 0
     """The port of `join.host_store`."""
+    secret: str = field(default="", repr=False)
+    """A part of the names of all keys in the store, so that no process of another run reads or changes them."""
     epoch: int = 0
     """The number of the joining over one store: after a failure the ranks that live join anew under the next number."""
     folder: str | None = None

@@ -8,10 +8,11 @@ pushes does not end the run; a trainer rank that dies ends it with an error that
 
 from __future__ import annotations
 
+import os
+import secrets
 from pathlib import Path
 from typing import Any
 
-import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from megatron_rl.actor.spec import ActorSpec
@@ -19,11 +20,12 @@ from megatron_rl.bridge.join import host_store
 from megatron_rl.bridge.line import PEER_LOST
 from megatron_rl.bridge.setup import BridgeSetup
 from megatron_rl.cluster.engines import EngineGroup
+from megatron_rl.cluster.network import find_interface, network_environment
 from megatron_rl.cluster.policy import PolicyGroup
 from megatron_rl.cluster.waiting import explain, gather, settle
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.layout import Engines
-from megatron_rl.ports import PolicyLost
+from megatron_rl.ports import PolicyLost, TooManyRestarts
 from megatron_rl.types import Metrics
 
 ATTEMPTS = 2
@@ -47,7 +49,8 @@ class RayBridge:
             ValueError: the plan does not cover a parameter, or the two sides have different plans.
         """
         self._config, self._spec, self._policy, self._engines = config, spec, policy, engines
-        self._host, self._log, self._epoch = ray.util.get_node_ip_address(), logs / "bridge.log", 0
+        self._host = find_interface(network_environment(config.cluster, os.environ)).address
+        self._secret, self._log, self._epoch = secrets.token_hex(16), logs / "bridge.log", 0
         self._store = host_store(self._host)
         self._join()
         self._num_reported = 0
@@ -69,6 +72,7 @@ class RayBridge:
             dtype=self._config.model.dtype,
             host=self._host,
             port=self._store.port,
+            secret=self._secret,
             epoch=self._epoch,
             bucket_bytes=int(bridge.bucket_mib * 2**20),
             timeout_s=bridge.timeout_s,
@@ -104,6 +108,16 @@ class RayBridge:
         self._engines.replace_dead()
         self._join()
         self._push(version)
+
+    def rejoin(self) -> None:
+        """See `ports.Bridge`."""
+        try:
+            self._engines.replace_dead()
+            self._join()
+        except TooManyRestarts:
+            raise
+        except RuntimeError as error:
+            raise PolicyLost(str(error)) from error
 
     def _push(self, version: int) -> Metrics:
         trainers, engines = (

@@ -21,6 +21,7 @@ from ray.exceptions import RayError
 
 from megatron_rl.cluster.nodes import RayPlacement
 from megatron_rl.cluster.process import Location, Process, begin_process, locate
+from megatron_rl.cluster.restarts import Restarts
 from megatron_rl.cluster.waiting import explain, gather, locate_all, settle
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.rollout.engine import VllmEngine
@@ -105,8 +106,8 @@ class EngineRank:
 class EngineGroup:
     """All engines. Each of them gets a contiguous part of the prompts; the parts have equal size."""
 
-    def __init__(self, config: GrpoRunConfig, logs: Path, placement: RayPlacement) -> None:
-        self._config, self._logs, self._placement = config, logs, placement
+    def __init__(self, config: GrpoRunConfig, logs: Path, placement: RayPlacement, restarts: Restarts) -> None:
+        self._config, self._logs, self._placement, self._restarts = config, logs, placement, restarts
         num = config.rollout.num_engines
         self.processes = [Process(f"engine {i}", logs / f"engine_{i}.log", self._new(i)) for i in range(num)]
         self.num_replaced = 0
@@ -147,6 +148,8 @@ class EngineGroup:
         """
         answers = settle([engine.alive.remote() for engine in self.engines], ALIVE_S)
         dead = [index for index, answer in enumerate(answers) if answer is not True]
+        if dead:
+            self._restarts.spend(f"engine {', '.join(map(str, dead))} died or does not answer")
         for index in dead:
             log.info("%s is replaced", self.processes[index])
             ray.kill(self.processes[index].actor)

@@ -7,27 +7,37 @@ to the rank through Ray's object store. All ranks run each call at the same time
 from __future__ import annotations
 
 import logging
-import socket
+import os
+import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import ray
+from ray.exceptions import RayActorError
+from torch.distributed import PrefixStore, TCPStore
 
 from megatron_rl.actor.packing import TrainSample
 from megatron_rl.actor.spec import ActorSpec
+from megatron_rl.bridge.join import host_store
 from megatron_rl.bridge.sender import BridgeSender
 from megatron_rl.bridge.setup import BridgeSetup
+from megatron_rl.cluster.mirror import Mirrors, fetch_state, send_state, whole_steps
+from megatron_rl.cluster.network import find_interface
 from megatron_rl.cluster.nodes import RayPlacement
 from megatron_rl.cluster.process import Location, Process, begin_process, locate
-from megatron_rl.cluster.waiting import gather, locate_all
+from megatron_rl.cluster.restarts import Restarts
+from megatron_rl.cluster.waiting import ProcessLost, explain, gather, locate_all, settle
 from megatron_rl.config.schema import ClusterConfig
 from megatron_rl.ports import PolicyLost
 from megatron_rl.types import Batch, Denominators, Mesh, Metrics, MicrobatchPlan
 
 log = logging.getLogger(__name__)
+
+DEATH_S = 3.0
+"""The time that Ray gets to notice the death of a rank after another rank's error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,20 +66,30 @@ class TrainerRank:
     def locate(self) -> Location:
         return locate()
 
-    def address(self) -> str:
-        """An address with a free port on this node, at which the ranks will meet."""
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return f"tcp://{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
+    def serve(self) -> tuple[str, int]:
+        """Serve the store over which the ranks will meet, and return its address and port."""
+        address = find_interface(os.environ).address
+        self.store = host_store(address)
+        return address, self.store.port
 
-    def start(self, init_method: str) -> bool:
-        """Build and load this rank's part of the model. Returns whether it has Transformer Engine's fused norms."""
+    def start(self, address: str, port: int, secret: str) -> bool:
+        """Build and load this rank's part of the model.
+
+        Args:
+            address, port: those of the store that rank 0 serves.
+            secret: a part of the names of all keys in the store, so that no process of another run reads or changes
+                them.
+
+        Returns:
+            Whether it has Transformer Engine's fused norms.
+        """
         # Only the ranks import this: the driver does not need Megatron-Core and need not wait for its import.
         from megatron_rl.actor.actor import MegatronActor
         from megatron_rl.actor.weights import load_hf
 
+        store = PrefixStore(f"megatron_rl/{secret}/trainers", TCPStore(address, port, is_master=False))
         self.actor = MegatronActor(
-            self.spec, rank=self.rank, world_size=self.spec.policy.parallel.mesh.world_size, init_method=init_method
+            self.spec, rank=self.rank, world_size=self.spec.policy.parallel.mesh.world_size, store=store
         )
         log.info("loading its part of %s", self.spec.model.path)
         start = time.perf_counter()
@@ -110,6 +130,20 @@ class TrainerRank:
         log.info("reading the checkpoint %s", folder)
         return self.actor.load(Path(folder))
 
+    def mirror(self, step: int, holders: Sequence[Any]) -> Metrics:
+        start = time.perf_counter()
+        state = self.actor.snapshot()
+        num_copies = send_state(state, self.rank, step, holders)
+        return {
+            "mirror/bytes": float(state.nbytes),
+            "mirror/copies": float(num_copies),
+            "mirror/seconds": time.perf_counter() - start,
+        }
+
+    def load_mirror(self, step: int, holder: Any) -> None:
+        log.info("takes the state of step %d from a mirror", step)
+        self.actor.restore(fetch_state(self.rank, step, holder))
+
     def export_hf(self, folder: str) -> None:
         from megatron_rl.actor.weights import export_hf
 
@@ -128,17 +162,24 @@ class TrainerRank:
 class PolicyGroup:
     """All ranks of the policy."""
 
-    def __init__(self, spec: ActorSpec, cluster: ClusterConfig, logs: Path, placement: RayPlacement) -> None:
-        """Start the processes on their nodes."""
+    def __init__(
+        self, spec: ActorSpec, cluster: ClusterConfig, logs: Path, placement: RayPlacement, restarts: Restarts
+    ) -> None:
+        """Start the processes on their nodes; `start` makes them load the model."""
         self.mesh: Mesh = spec.policy.parallel.mesh
-        self._cluster = cluster
+        self._spec, self._cluster, self._logs = spec, cluster, logs
+        self._placement, self._restarts = placement, restarts
+        self._mirrors, self._mirroring = Mirrors(logs), []
+        self._begin()
+
+    def _begin(self) -> None:
         remote = ray.remote(TrainerRank)
         self.ranks = [
-            remote.options(**placement.rank_options("trainer", 0, rank)).remote(spec, rank, str(logs))
+            remote.options(**self._placement.rank_options("trainer", 0, rank)).remote(self._spec, rank, str(self._logs))
             for rank in range(self.mesh.world_size)
         ]
         self.processes = [
-            Process(f"trainer rank {rank}", logs / f"trainer_{rank}.log", actor)
+            Process(f"trainer rank {rank}", self._logs / f"trainer_{rank}.log", actor)
             for rank, actor in enumerate(self.ranks)
         ]
 
@@ -148,9 +189,38 @@ class PolicyGroup:
         timeout_s = self._cluster.start_timeout_s
         needs = f"{self._cluster.cpus_per_trainer:g} CPU and {self._cluster.gpus_per_trainer:g} GPU"
         locate_all(self.processes, timeout_s, needs)
-        address = gather([self.ranks[0].address.remote()], self.processes[:1], "to find a port", timeout_s)[0]
-        calls = [rank.start.remote(address) for rank in self.ranks]
+        store = gather([self.ranks[0].serve.remote()], self.processes[:1], "to serve a store", timeout_s)[0]
+        secret = secrets.token_hex(16)
+        calls = [rank.start.remote(*store, secret) for rank in self.ranks]
         self.fused_norms: bool = gather(calls, self.processes, "to load the model", timeout_s)[0]
+
+    def restart(self, cause: PolicyLost) -> Collection[int]:
+        """See `ports.Policy`."""
+        self._restarts.spend(str(cause))
+        for rank in self.ranks:
+            ray.kill(rank)
+        self._mirroring = []
+        self._placement.place_again("trainer")
+        try:
+            self._begin()
+            self.start()
+        except RuntimeError as error:
+            raise PolicyLost(str(error)) from error
+        return whole_steps(self._mirrors.offers(), self.mesh.world_size)
+
+    def mirror(self, step: int) -> None:
+        """See `ports.Policy`."""
+        if self._cluster.mirror:
+            holders = self._mirrors.holders_of([process.location.node for process in self.processes])
+            self._mirroring = [
+                rank.mirror.remote(step, of_rank) for rank, of_rank in zip(self.ranks, holders, strict=True)
+            ]
+
+    def load_mirror(self, step: int) -> None:
+        self._mirrors.forget_after(step)
+        offers = self._mirrors.offers()
+        calls = [rank.load_mirror.remote(step, offers[number, step]) for number, rank in enumerate(self.ranks)]
+        self._gather(calls, "to restore its state from a mirror")
 
     def begin(self, batch: Batch, plan: MicrobatchPlan) -> Metrics:
         assigned, payloads = [], []
@@ -164,7 +234,21 @@ class PolicyGroup:
             calls.append(
                 trainer.begin.remote(assigned[data_rank], payloads[data_rank], list(plan.denominators), plan.alignment)
             )
-        return self._gather(calls, "to compute log-probs")
+        mirrored = self._finish_mirrors()
+        return self._gather(calls, "to compute log-probs") | mirrored
+
+    def _finish_mirrors(self) -> Metrics:
+        """Wait for the copies that `mirror` began. The metrics are the bytes of all ranks, the fewest copies of a
+        rank's state, and the seconds of the slowest rank."""
+        if not self._mirroring:
+            return {}
+        calls, self._mirroring = self._mirroring, []
+        told = self._gather_all(calls, "to mirror its state")
+        return {
+            "mirror/bytes": sum(one["mirror/bytes"] for one in told),
+            "mirror/copies": min(one["mirror/copies"] for one in told),
+            "mirror/seconds": max(one["mirror/seconds"] for one in told),
+        }
 
     def update(self, minibatch: int, coefficients: Mapping[str, float]) -> Metrics:
         return self._all("update", "to update", minibatch, coefficients)
@@ -183,16 +267,30 @@ class PolicyGroup:
         return self._gather([getattr(rank, method).remote(*arguments) for rank in self.ranks], doing)
 
     def _gather(self, calls: Sequence[ray.ObjectRef], doing: str) -> Any:
-        """The ranks' common answer. They also agree on a ValueError.
+        """The ranks' common answer; see `_gather_all`."""
+        return self._gather_all(calls, doing)[0]
+
+    def _gather_all(self, calls: Sequence[ray.ObjectRef], doing: str) -> list[Any]:
+        """The ranks' answers. They agree on a ValueError.
 
         Raises:
             ValueError: the ranks raised it.
             PolicyLost: any other error occurred. Some ranks may then be inside a collective for ever.
         """
         try:
-            return gather(calls, self.processes, doing, self._cluster.step_timeout_s)[0]
-        except RuntimeError as error:
+            return gather(calls, self.processes, doing, self._cluster.step_timeout_s)
+        except ProcessLost as error:
             raise PolicyLost(str(error)) from error
+        except RuntimeError as error:
+            raise PolicyLost(str(self._death() or error)) from error
+
+    def _death(self) -> Exception | None:
+        """The death of a rank, which its peers may notice as an error of a collective before Ray does."""
+        calls = [rank.locate.remote() for rank in self.ranks]
+        for process, outcome in zip(self.processes, settle(calls, DEATH_S), strict=True):
+            if isinstance(outcome, RayActorError):
+                return explain(outcome, process)
+        return None
 
 
 def _assign(batch: Batch, plan: MicrobatchPlan, data_rank: int) -> tuple[Assignment, list[Any]]:

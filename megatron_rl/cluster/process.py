@@ -18,7 +18,8 @@ import psutil
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from megatron_rl.processes import descendants
+from megatron_rl.cluster.network import use_interface
+from megatron_rl.processes import descendants, status_of
 
 STACKS = signal.SIGUSR2
 """On this signal our processes, and vLLM's below them, write the Python stacks of all threads to their log."""
@@ -55,7 +56,7 @@ class Process:
 
 def begin_process(path: Path, name: str) -> None:
     """Send the output of this process and its children, our log messages, and the stacks on the signal `STACKS` to the
-    file `path`. A process calls this first.
+    file `path`, and choose the network interface. A process calls this first.
 
     File descriptors are redirected instead of sys.stdout, because libraries print from C++ and from subprocesses.
     """
@@ -66,6 +67,7 @@ def begin_process(path: Path, name: str) -> None:
     faulthandler.register(STACKS, file=2, all_threads=True, chain=False)
     log_to(logging.StreamHandler(sys.stderr))
     log.info("%s is process %d on %s, Python %s", name, os.getpid(), socket.gethostname(), sys.version.split()[0])
+    log.info("it talks to other nodes through %s", use_interface())
 
 
 def log_to(handler: logging.Handler) -> None:
@@ -107,17 +109,10 @@ def _ask_for_stacks(pid: int) -> str:
     for member in family:
         if _catches(member.pid, STACKS):
             os.kill(member.pid, STACKS)
-    stopped = [str(member.pid) for member in family if _status(member) == psutil.STATUS_STOPPED]
+    stopped = [str(member.pid) for member in family if status_of(member) == psutil.STATUS_STOPPED]
     if stopped:
         return f"process {', '.join(stopped)} is stopped (SIGSTOP); `kill -CONT` lets it continue"
     return f"it is {status}, and its stacks are at the end of its log"
-
-
-def _status(process: psutil.Process) -> str:
-    try:
-        return process.status()
-    except psutil.NoSuchProcess:
-        return psutil.STATUS_DEAD
 
 
 def _catches(pid: int, number: signal.Signals) -> bool:

@@ -1,12 +1,19 @@
-"""Starts and stops a local Ray, or joins a Ray cluster that is already running."""
+"""Starts and stops a local Ray, or joins a Ray cluster that is already running.
+
+Ray listens on all addresses of a machine, and whoever it admits can run any code. So it admits only those that have its
+token: a local Ray gets one for this session unless the user has one, and to a cluster we show that of the user.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
+import secrets
 import signal
 import socket
-from collections.abc import Callable, Iterator, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from math import ceil
 from pathlib import Path
@@ -15,12 +22,16 @@ from typing import Any
 import psutil
 import ray
 from ray._private import worker as ray_worker
+from ray._private.authentication import authentication_token_setup as ray_token
 from ray._private.utils import read_ray_address
+from ray._raylet import AuthenticationTokenLoader, GcsClient
+from ray.exceptions import AuthenticationError, RayError
 
 from megatron_rl.cluster import waiting
+from megatron_rl.cluster.network import find_interface, network_environment
 from megatron_rl.config.schema import ClusterConfig
 from megatron_rl.ports import StopRequested
-from megatron_rl.processes import descendants
+from megatron_rl.processes import descendants, status_of
 
 log = logging.getLogger(__name__)
 
@@ -34,9 +45,20 @@ CONNECT_S = 10.0
 """The time limit for connecting to the port of a running Ray."""
 
 
+VITAL = ("gcs_server", "raylet")
+"""The names of the processes of a local Ray without which no call is answered."""
+STOPPED_S = 20.0
+"""How long one of them may be stopped."""
+WATCH_S = 0.5
+
+
 @contextmanager
 def ray_session(
-    cluster: ClusterConfig, num_trainers: int, logs: Path, on_tick: Callable[[], None] = lambda: None
+    cluster: ClusterConfig,
+    num_trainers: int,
+    logs: Path,
+    on_tick: Callable[[], None] = lambda: None,
+    on_loss: Callable[[str], None] | None = None,
 ) -> Iterator[None]:
     """Run the body with Ray. A Ray that this function started is stopped at the end; one that it joined keeps running.
 
@@ -48,22 +70,29 @@ def ray_session(
         logs: the folder for logs; it is created.
         on_tick: called before Ray starts and several times a second while the driver waits. If it raises, the wait
             ends. From its first call on, a signal handler must not raise: it might interrupt Ray anywhere.
+        on_loss: called in another thread, with the cause, if the Ray that this function started is lost. Afterwards all
+            its processes and the driver are ended, because the driver may be inside a call of Ray that never returns.
 
     Raises:
-        ValueError: there is no Ray at `cluster.ray_address`.
+        ValueError: there is no Ray at `cluster.ray_address`, or it does not admit this process.
         StopRequested: SIGTERM arrived while Ray started.
     """
     logs.mkdir(parents=True, exist_ok=True)
+    python_path = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     environment = {
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         "TOKENIZERS_PARALLELISM": "false",
         # The processes must import what the driver can import, such as a reward function in the working folder.
-        "PYTHONPATH": os.pathsep.join(path for path in [os.getcwd(), os.environ.get("PYTHONPATH")] if path),
-    }
+        # They have another working folder, so all folders are absolute.
+        "PYTHONPATH": os.pathsep.join(map(os.path.abspath, [".", *python_path])),
+    } | network_environment(cluster, os.environ)
+    log.info("variables of all processes: %s", " ".join(f"{name}={value}" for name, value in environment.items()))
     local: dict[str, Any] = {}
     if cluster.ray_address is None:
         num_cpus = ceil(num_trainers * cluster.cpus_per_trainer)
         local = {"num_cpus": num_cpus, "object_store_memory": OBJECT_STORE_BYTES, "include_dashboard": False}
+        if not AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True):
+            os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)  # Ray would write one that all users can read
     else:
         _check_address(cluster.ray_address)
     logging.getLogger("ray").setLevel(logging.ERROR)
@@ -83,17 +112,52 @@ def ray_session(
             runtime_env={"env_vars": environment},
             **local,
         )
-    except SystemExit as error:  # Ray's answer to SIGTERM while it starts
+    except SystemExit as error:  # Ray's answer to SIGTERM while it starts; the handler before Ray's has not seen it
+        handler = handlers[signal.SIGTERM]
+        if callable(handler):
+            handler(signal.SIGTERM, None)
         raise StopRequested from error
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
     own = [process for process in descendants(driver) if process not in others]
+    has_ended = threading.Event()
+    if on_loss is not None and cluster.ray_address is None:
+        vital = {process: process.name() for process in own if process.name() in VITAL}
+        threading.Thread(target=_watch, args=(vital, own, has_ended, on_loss), daemon=True).start()
     try:
+        log.info("the driver talks to other nodes through %s", find_interface(environment))
         yield
     finally:
+        has_ended.set()
         family = [member for process in own for member in [process, *descendants(process)]]
         ray.shutdown()
         _kill(family)
+
+
+def _watch(
+    vital: Mapping[psutil.Process, str],
+    own: Sequence[psutil.Process],
+    has_ended: threading.Event,
+    on_loss: Callable[[str], None],
+) -> None:
+    """End the driver if one of the vital processes dies, or is stopped for too long."""
+    stopped_since: dict[psutil.Process, float] = {}
+    while not has_ended.wait(WATCH_S):
+        for process, name in vital.items():
+            status = status_of(process)
+            if status == psutil.STATUS_STOPPED:
+                seconds = time.monotonic() - stopped_since.setdefault(process, time.monotonic())
+            else:
+                stopped_since.pop(process, None)
+                seconds = 0.0
+            is_dead = status in (psutil.STATUS_DEAD, psutil.STATUS_ZOMBIE)
+            if is_dead or seconds > STOPPED_S:
+                how = "died" if is_dead else f"has been stopped (SIGSTOP) for {seconds:.0f} s"
+                family = [member for one in own for member in [one, *descendants(one)]]
+                on_loss(f"Ray was lost: its process {name} ({process.pid}) {how}")
+                _kill([*family, *own])
+                os._exit(1)
 
 
 def _kill(processes: Sequence[psutil.Process]) -> None:
@@ -110,10 +174,10 @@ def _to_log(data: dict[str, Any], ignore_prefix: bool) -> None:
 
 
 def _check_address(address: str) -> None:
-    """Check that something listens at the address. Ray itself would try to connect for minutes.
+    """Check that a Ray listens at the address that admits this process. Ray itself would try to connect for minutes.
 
     Raises:
-        ValueError: there is no Ray at the address.
+        ValueError: there is no Ray at the address, or it wants another token.
     """
     found = address if address != "auto" else os.environ.get("RAY_ADDRESS") or read_ray_address()
     if not found:
@@ -128,3 +192,13 @@ def _check_address(address: str) -> None:
         raise ValueError(
             f"cluster.ray_address {found}: there is no Ray ({error}); start Ray, or correct the address (host:port)"
         ) from error
+    ray_token.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+    try:
+        GcsClient(address=f"{host}:{port}")
+    except AuthenticationError as error:
+        raise ValueError(
+            f"cluster.ray_address {found}: this Ray wants another token; give this process the one with which it was "
+            "started, in RAY_AUTH_TOKEN, in the file RAY_AUTH_TOKEN_PATH or in ~/.ray/auth_token"
+        ) from error
+    except RayError as error:
+        raise ValueError(f"cluster.ray_address {found}: what listens there is no Ray ({error}); correct it") from error

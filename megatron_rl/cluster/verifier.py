@@ -19,6 +19,7 @@ import ray
 from megatron_rl.algorithms.shaping import shape_rewards
 from megatron_rl.cluster.nodes import RayPlacement
 from megatron_rl.cluster.process import Location, Process, begin_process, locate
+from megatron_rl.cluster.restarts import Restarts
 from megatron_rl.cluster.waiting import ProcessLost, gather, locate_all
 from megatron_rl.config.advantages import ShapingConfig
 from megatron_rl.config.schema import GrpoRunConfig, RewardConfig
@@ -85,8 +86,8 @@ def shape(
 
 
 class RayVerifier:
-    def __init__(self, config: GrpoRunConfig, logs: Path, placement: RayPlacement) -> None:
-        self._config, self._logs, self._placement = config, logs, placement
+    def __init__(self, config: GrpoRunConfig, logs: Path, placement: RayPlacement, restarts: Restarts) -> None:
+        self._config, self._logs, self._placement, self._restarts = config, logs, placement, restarts
         self._failures = FailureLog(logs / "rewards.log")
         self._num_restarts = 0
         self._process = Process("verifier", self._logs / "verifier.log", self._new())
@@ -129,31 +130,48 @@ class RayVerifier:
         flat = iter([weighted_sum(weights, verdicts) for verdicts in zip(*columns, strict=True)])
         verdicts = [[next(flat) for _ in group.samples] for group in groups]
         if self._config.algorithm.shaping:
-            call = self._process.actor.shape.remote(verdicts, [g.prompt for g in groups], [g.payload for g in groups])
-            verdicts = gather([call], [self._process], "to shape rewards", self._config.cluster.step_timeout_s)[0]
+            payloads, timeout_s = [g.payload for g in groups], self._config.cluster.step_timeout_s
+            verdicts = self._ask("shape", "to shape rewards", timeout_s, verdicts, [g.prompt for g in groups], payloads)
         return verdicts, metrics
 
     def _score_with(self, index: int, reward: RewardConfig, groups: Sequence[Group]) -> tuple[list[Verdict], float]:
-        """The verdicts of one reward, and the seconds that they took. If the process dies they are asked for once more,
-        because the reward may not be the cause. A reward that does not answer in time is not asked again."""
+        """The verdicts of one reward, and the seconds that they took."""
         finishes = [[sample.finish for sample in group.samples] for group in groups]
+        prompts, payloads = [group.prompt for group in groups], [group.payload for group in groups]
         start = time.perf_counter()
-        for is_last in (False, True):
-            call = self._process.actor.score.remote(
-                index, [group.prompt for group in groups], [group.payload for group in groups], finishes
-            )
-            try:
-                return gather([call], [self._process], f"to score with {reward.label}", reward.timeout_s)[0]
-            except ProcessLost as error:
-                log.warning("%s", error)
-                self._restart()
-                if not (is_last or error.silent):
-                    continue
-                if reward.on_error == "stop":
-                    raise
-                failed = Verdict(None, str(error), failed=True)
-                return [failed for group in groups for _ in group.samples], time.perf_counter() - start
-        raise AssertionError("the second attempt returns or raises")
+        try:
+            doing = f"to score with {reward.label}"
+            return self._ask("score", doing, reward.timeout_s, index, prompts, payloads, finishes)
+        except ProcessLost as error:
+            if reward.on_error == "stop":
+                raise
+            failed = Verdict(None, str(error), failed=True)
+            return [failed for group in groups for _ in group.samples], time.perf_counter() - start
+
+    def _ask(self, method: str, doing: str, timeout_s: float, *arguments: Any) -> Any:
+        """The answer of the process. If the process dies, it is asked for once more, because the call may not be the
+        cause. A call that is not answered in time is not repeated.
+
+        Raises:
+            ProcessLost: there is no answer. The process has been replaced.
+        """
+        try:
+            return self._ask_once(method, doing, timeout_s, *arguments)
+        except ProcessLost as error:
+            if error.silent:
+                raise
+        return self._ask_once(method, doing, timeout_s, *arguments)
+
+    def _ask_once(self, method: str, doing: str, timeout_s: float, *arguments: Any) -> Any:
+        call = getattr(self._process.actor, method).remote(*arguments)
+        try:
+            return gather([call], [self._process], doing, timeout_s)[0]
+        except ProcessLost as error:
+            log.warning("%s", error)
+            if not error.silent:  # a reward that hangs in every step has a time limit of its own, but no budget
+                self._restarts.spend(str(error))
+            self._restart()
+            raise
 
     def _restart(self) -> None:
         ray.kill(self._process.actor)

@@ -81,6 +81,14 @@ def _wait(
         on_tick()
 
 
+def pause(seconds: float) -> None:
+    """Do nothing for so long, with a call of `on_tick` every TICK_S."""
+    end = time.monotonic() + seconds
+    while (left := end - time.monotonic()) > 0:
+        time.sleep(min(left, TICK_S))
+        on_tick()
+
+
 def settle(references: Sequence[ray.ObjectRef], timeout_s: float) -> list[Any | RayError]:
     """Wait for all calls, and return the result or the error of each, in order."""
     _wait(references, len(references), timeout_s)

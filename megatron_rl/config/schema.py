@@ -7,16 +7,27 @@ never keys. Importing this module loads neither torch nor any vendor's package.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
 
-from megatron_rl.config.algorithm import BEHAVIOUR_LOSSES, AlgorithmConfig
+from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.config.balance import BalanceConfig
+from megatron_rl.config.losses import BEHAVIOUR_LOSSES
 from megatron_rl.config.observe import TrackerConfigs
 from megatron_rl.config.section import Section
 from megatron_rl.config.shipped import find_shipped
+from megatron_rl.config.slurm import SlurmConfig
 from megatron_rl.types import Mesh
 
 InputPath = Annotated[Path, AfterValidator(find_shipped)]
@@ -282,10 +293,39 @@ class BridgeConfig(Section):
     """The longest time, in seconds, that a push may take."""
 
 
+SECRET = re.compile("SECRET|PASSWORD|PASSWD|CREDENTIAL|TOKEN(?!IZER)|(?<!P)KEY", re.IGNORECASE)
+"""The names of variables whose values must not be written down. InfiniBand's partition keys (PKEY) are no secrets."""
+
+
+def _refuse_secret(name: str) -> str:
+    if SECRET.search(name):
+        raise ValueError(
+            f"the name {name} is one of a secret, and the configuration is written into the run's folder; export the "
+            "variable on each node before Ray starts there"
+        )
+    return name
+
+
+def _number_as_text(value: object) -> object:
+    return str(value) if type(value) in (int, float) else value
+
+
+Environment = dict[Annotated[str, AfterValidator(_refuse_secret)], Annotated[str, BeforeValidator(_number_as_text)]]
+"""Environment variables and their values."""
+
+
 class ClusterConfig(Section):
     ray_address: str | None = None
     """The address of a running Ray cluster; `auto` finds it. null starts Ray on this machine and stops it at the
     end."""
+    environment: Environment = {}
+    """Environment variables of all processes of the run, such as `{NCCL_IB_HCA: mlx5}`. They override those of the
+    driver's shell, of which only the variables of the network are handed on (`NCCL_*`, `GLOO_*`, `UCX_*`, `FI_*`,
+    `RES_OPTIONS`). Secrets are refused."""
+    interface: str | None = None
+    """The network interface through which processes of different nodes talk to each other, such as `ib0`. null means
+    GLOO_SOCKET_IFNAME if that variable is set, and otherwise, on each node, the interface that has the address with
+    which Ray knows the node."""
     cpus_per_trainer: Annotated[float, Field(gt=0)] = 1
     """The number of CPUs that Ray reserves for each trainer rank."""
     gpus_per_trainer: Annotated[float, Field(ge=0)] = 0
@@ -306,7 +346,14 @@ class ClusterConfig(Section):
     model."""
     step_timeout_s: PositiveFloat = 7200
     """The longest time, in seconds, that one part of a step may take: a generation, a forward pass, an update or a
-    checkpoint. After that the run ends and names the process that does not answer."""
+    checkpoint. After that the process that does not answer counts as lost."""
+    restarts_per_hour: NonNegativeInt = 5
+    """The number of restarts in the last hour (of the trainer, of an engine or of the verifier) that a run survives. At
+    the next one it ends and tells their causes. 0 means that the first loss ends the run."""
+    mirror: bool = False
+    """true: the trainer's state of the last two steps also lies in the host memory of its own node and of another one,
+    so that a restart of the trainer loses no finished step. It is copied while the engines generate. false: a restart
+    of the trainer continues from the newest checkpoint."""
 
 
 class BaseConfig(Section):
@@ -318,6 +365,8 @@ class BaseConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     observe: TrackerConfigs = ()
     """The experiment trackers that receive each logged record in addition to metrics.jsonl."""
+    slurm: SlurmConfig | None = None
+    """The Slurm job of a run that is started with `--slurm`; null means its defaults."""
 
     @property
     def run_folder(self) -> Path:

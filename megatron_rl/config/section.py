@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
 
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    def absolute(self) -> Self:
+        """The same section with all its paths made absolute, from the working folder of this process. Processes on
+        other nodes have other working folders."""
+        return self.model_copy(update={name: _absolute(getattr(self, name)) for name in type(self).model_fields})
+
+
+def _absolute(value: Any) -> Any:
+    if isinstance(value, Path | Section):
+        return value.absolute()
+    return tuple(map(_absolute, value)) if isinstance(value, tuple) else value
 
 
 class Method(Section):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Protocol
@@ -22,6 +22,7 @@ from megatron_rl.ports import Policy, PolicyLost, StopRequested
 
 PATTERN = re.compile(r"step_(\d{6,})")
 EXTRA = "extra.json"
+"""The file of a checkpoint that holds the loop's own state."""
 
 Resume = int | Literal["auto"] | None
 """Where a run starts: a step resumes from the checkpoint of that step, `auto` resumes from the newest one, and None is
@@ -145,21 +146,50 @@ class WholeState:
 
     def __init__(self, checkpoints: Checkpoints, policy: Policy, parts: Mapping[str, Stateful]) -> None:
         self._checkpoints, self._policy, self._parts = checkpoints, policy, parts
-        self._step: int | None = None
-        self._held: dict[str, Any] = {}
+        self.step = 0
+        """The number of steps that were done when the state was last complete."""
+        self._is_complete = False
+        self._held: dict[int, dict[str, Any]] = {}
+        """The states of the other parts by step: those that a policy may be brought back to without a checkpoint."""
 
     def mark(self, step: int) -> None:
         """Note that the state is complete: `step` steps are done, and the next one has changed nothing yet."""
-        self._step = step
-        self._held = {name: part.state() for name, part in self._parts.items()}
+        self.step, self._is_complete = step, True
+        # The policy's mirrors hold two steps, and a policy that is started anew has the weights of step 0.
+        self._held = {s: state for s, state in self._held.items() if s in (0, step - 1)}
+        self._held[step] = {name: part.state() for name, part in self._parts.items()}
 
     def spoil(self) -> None:
         """Note that the state is not complete: an update has changed the policy, but its step is not done."""
-        self._step = None
+        self._is_complete = False
 
     def save(self) -> None:
-        if self._step:
-            self._checkpoints.save(self._policy, self._step, self._held)
+        if self._is_complete and self.step:
+            self._checkpoints.save(self._policy, self.step, self._held[self.step])
+
+    def recover(self, mirrored: Collection[int]) -> int:
+        """Bring a policy that was started anew, and all other parts, to the newest state that is left, and return its
+        step. This is the state of a mirror, of a checkpoint, or of step 0.
+
+        Args:
+            mirrored: the steps whose state of the policy the mirrors hold.
+
+        Raises:
+            ValueError: the newest checkpoint cannot be read.
+        """
+        in_mirrors = max((step for step in self._held if step in mirrored), default=0)
+        saved = max(self._checkpoints.steps(), default=0)
+        step = max(in_mirrors, saved)
+        if step == saved > 0:
+            state = self._policy.load(self._checkpoints.path(step))
+        else:
+            state = self._held[step]
+            if step:
+                self._policy.load_mirror(step)
+        for name, part in self._parts.items():
+            part.restore(state[name])
+        self.mark(step)
+        return step
 
     def __enter__(self) -> WholeState:
         return self

@@ -86,7 +86,7 @@ class SilentRewards:
         """Count a step, and warn.
 
         Args:
-            metrics: of the verifier.
+            metrics: the metrics that the verifier returned.
 
         Raises:
             ValueError: a reward has been silent for its `max_silent_steps`.

@@ -12,6 +12,7 @@ from megatron_rl.balance import plan_microbatches
 from megatron_rl.config.schema import SftRunConfig
 from megatron_rl.data import ShuffledStream
 from megatron_rl.loop.checkpoints import Checkpoints, WholeState, due
+from megatron_rl.loop.recovery import run_and_recover
 from megatron_rl.loop.stopping import NEVER, Stopping
 from megatron_rl.ports import Policy, Sink
 from megatron_rl.types import Batch, Group, ModelShape, Prompt, Sample, Tokens
@@ -26,13 +27,13 @@ def train_supervised(
     stopping: Stopping = NEVER,
 ) -> int:
     """Train up to step config.run.steps, or until `stopping` asks for a stop; returns the number of steps that are
-    done."""
+    done. A policy that is lost is started anew and continues with the newest state that is left."""
     sink, checkpoints = records
     parts = {"stream": rows}
-    step = checkpoints.restore(policy, parts)
-    with WholeState(checkpoints, policy, parts) as whole:
-        whole.mark(step)
+
+    def train_from(step: int) -> None:
         while step < config.run.steps:
+            policy.mirror(step)
             with sink.phase("plan"):
                 batch = as_batch(rows.next(), step)
                 plan = plan_microbatches(
@@ -43,6 +44,7 @@ def train_supervised(
                 metrics = {**plan.metrics, **policy.begin(batch, plan), **policy.update(0, {})}
             step += 1
             whole.mark(step)
+            sink.log(step - 1, metrics)
             stop = stopping()
             if stop or step == config.run.steps or due(step, config.checkpoint.every):
                 with sink.phase("checkpoint"):
@@ -50,10 +52,14 @@ def train_supervised(
             if step < config.run.steps and due(step, config.checkpoint.export_every):
                 with sink.phase("checkpoint"):
                     policy.export_hf(config.run_folder / "exports" / f"step_{step:06d}")
-            sink.log(step - 1, metrics)
             if stop:
-                break
-    return step
+                return
+
+    step = checkpoints.restore(policy, parts)
+    with WholeState(checkpoints, policy, parts) as whole:
+        whole.mark(step)
+        run_and_recover(train_from, step, policy, whole, sink)
+    return whole.step
 
 
 def as_batch(rows: Sequence[Tokens], step: int) -> Batch:

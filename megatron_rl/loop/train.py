@@ -18,10 +18,11 @@ from megatron_rl.balance import plan_microbatches
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.data import ShuffledStream
 from megatron_rl.loop.checkpoints import Checkpoints, Stateful, WholeState, due
+from megatron_rl.loop.recovery import run_and_recover
 from megatron_rl.loop.rollouts import SilentRewards, answer_and_verify, as_batch, evaluate_heldout
 from megatron_rl.loop.stopping import NEVER, Stopping
 from megatron_rl.ports import Bridge, Engine, Policy, Sink, Verifier
-from megatron_rl.types import Metrics, ModelShape, Prompt
+from megatron_rl.types import Group, Metrics, ModelShape, Prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,30 +53,35 @@ def train(
     """Train up to step config.run.steps, or until `stopping` asks for a stop; returns the number of steps that are
     done.
 
-    However it ends, the newest complete state is saved, unless the policy is lost.
+    However it ends, the newest complete state is saved, unless the policy is lost. A policy that is lost is started
+    anew and continues with the newest state that is left.
 
     Raises:
         ValueError: trainer and engine disagree, every verdict is an abstention, or a loss is not finite.
-        PolicyLost: a trainer has died or does not answer.
+        TooManyRestarts: a process was lost once more than the run allows.
     """
     sink, checkpoints = records
     algorithm, coefficients = config.algorithm, Coefficients(config.algorithm)
     parts: dict[str, Stateful] = {"stream": prompts.train, "coefficients": coefficients}
     silence = SilentRewards(config.rewards)
-    step = checkpoints.restore(ports.policy, parts)
-    with WholeState(checkpoints, ports.policy, parts) as whole:
+    answered: dict[int, tuple[list[Group], Metrics]] = {}
+    """The verified answers of the step that is being done, which outlive the policy."""
+
+    def train_from(step: int) -> None:
         while True:
-            whole.mark(step)
             if stopping() and step < config.run.steps:
-                whole.save()
-                return step
+                return whole.save()
             metrics = synchronise(config, ports, prompts, sink, step, stopping)
             if step == config.run.steps:
-                sink.log(step, metrics)
-                return step
+                return sink.log(step, metrics)
+            ports.policy.mirror(step)
+            asked = prompts.train.next()
             with stopping.promptly():
-                groups, described = answer_and_verify(config, ports, prompts.train.next(), step, sink)
-                silence.count(groups, described, sink)
+                if step not in answered:
+                    answered.clear()
+                    answered[step] = answer_and_verify(config, ports, asked, step, sink)
+                    silence.count(*answered[step], sink)
+                groups, described = answered[step]
                 batch = as_batch(config, ports, groups, step, sink)
             with sink.phase("plan"):
                 metrics |= described | estimate_advantages(batch, algorithm)
@@ -103,15 +109,21 @@ def train(
                 coefficients.adapt(metrics, int(metrics["samples/active"]))
             step += 1
             whole.mark(step)
+            # A step is logged before it is saved: if the save is interrupted, it is logged again, and else not missing.
+            sink.samples(step - 1, groups[:1], [ports.engine.tokens(group) for group in groups[:1]])
+            sink.log(step - 1, metrics)
             if step == config.run.steps or due(step, config.checkpoint.every) or stopping():
                 with sink.phase("checkpoint"):
                     whole.save()
             if step < config.run.steps and due(step, config.checkpoint.export_every):
                 with sink.phase("checkpoint"):
                     ports.policy.export_hf(config.run_folder / "exports" / f"step_{step:06d}")
-            sink.samples(step - 1, groups[:1], [ports.engine.tokens(group) for group in groups[:1]])
-            sink.log(step - 1, metrics)
-    return step
+
+    step = checkpoints.restore(ports.policy, parts)
+    with WholeState(checkpoints, ports.policy, parts) as whole:
+        whole.mark(step)
+        run_and_recover(train_from, step, ports.policy, whole, sink, ports.bridge.rejoin)
+    return whole.step
 
 
 def synchronise(

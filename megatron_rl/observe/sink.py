@@ -79,7 +79,7 @@ class RunSink:
                 cut(path, resume_at or 0)
         self.run_folder = run_folder
         self._feeds: dict[str, Feed] = {}
-        self._step = resume_at or 0
+        self._step = self._num_fed = resume_at or 0
         self._warned = ""
         self._told: set[str] = set()
         self._tokenizer, self._delimiter = tokenizer, delimiter
@@ -133,10 +133,20 @@ class RunSink:
         record = {"step": step, **metrics, **times, **lost}
         self._append(METRICS, record)
         self._view.update(record)
-        for feed in self._feeds.values():
-            feed.log(record)
+        if step >= self._num_fed:
+            for feed in self._feeds.values():
+                feed.log(record)
         self._step = step + 1
+        self._num_fed = max(self._num_fed, self._step)
         self._tell_failures()
+
+    def rewind(self, step: int) -> None:
+        """Remove the lines of `step` and of later steps, which will be done again. The trackers keep their records of
+        these steps and get no others, because they accept no step twice."""
+        for path in (self.run_folder / METRICS, self.run_folder / SAMPLES):
+            if path.exists():
+                cut(path, step)
+        self._step = step
 
     def warn(self, message: str) -> None:
         """Show a warning, and write it with its step to logs/warnings.log. A repetition of the last warning is

@@ -46,7 +46,7 @@ def load_into_actor(rank: int, world_size: int, url: str, cases: list[tuple[Path
 def load_into_gpt(rank: int, world_size: int, url: str, cases: list[tuple[Path, Path, Mesh]]) -> None:
     """(HF folder, checkpoint, mesh): what Megatron-Core loads into its own GPTModel is what the family's table says."""
     for i, (folder, checkpoint, mesh) in enumerate(cases):
-        platform.start(rank, world_size, f"{url}{i}")
+        platform.start(rank, world_size, next(dist.rendezvous(f"{url}{i}", rank, world_size))[0])
         parallel_state.destroy_model_parallel()
         parallel_state.initialize_model_parallel(
             mesh.tensor,

@@ -89,10 +89,15 @@ def build(
         total_steps=TOTAL_STEPS,
         seed=0,
     )
-    actor = MegatronActor(spec, rank=rank, world_size=world_size, init_method=url)
+    actor = MegatronActor(spec, rank=rank, world_size=world_size, store=meet(rank, world_size, url))
     load_hf(actor, folder)
     actor.keep_reference()
     return actor
+
+
+def meet(rank: int, world_size: int, url: str) -> dist.Store:
+    """The store at `url`."""
+    return next(dist.rendezvous(url, rank, world_size))[0]
 
 
 def denominators(samples: list[TrainSample]) -> Denominators:
@@ -188,7 +193,7 @@ def logits(rank, world_size, url, *, folder, samples, layout):
 def logprobs(rank, world_size, url, *, hidden_TH, weight_VH, target_T, grad_2T, vocab_size, temperature):
     """The rows of a padded output layer split over the ranks: log-probs and entropies, and the gradients to hidden
     states (summed over the ranks) and to this rank's rows."""
-    platform.start(rank, world_size, url)
+    platform.start(rank, world_size, meet(rank, world_size, url))
     width = len(weight_VH) // world_size
     weight = torch.from_numpy(weight_VH[rank * width : (rank + 1) * width]).requires_grad_()
     hidden = torch.from_numpy(hidden_TH).requires_grad_()

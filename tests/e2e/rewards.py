@@ -5,25 +5,27 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+HERE = Path(__file__).parent
+
 calls = 0
 
 
 def share_of_digits(prompts, completions, completion_ids, **columns) -> list[float]:
-    """Share of digits among an answer's characters. While the file `gate` lies in the working folder, every call but
+    """Share of digits among an answer's characters. While the file `gate` lies beside this one, every call but
     the process's first one waits, and leaves the file `waiting`: the run stands until it is killed, or the gate is
     gone."""
     global calls
     calls += 1
-    while calls > 1 and Path("gate").exists():
-        Path("waiting").touch()
+    while calls > 1 and (HERE / "gate").exists():
+        (HERE / "waiting").touch()
         time.sleep(0.05)
     return [sum(c.isdigit() for c in text) / max(len(text), 1) for text in completions]
 
 
 def hangs(prompts, completions, completion_ids, **columns) -> list[float]:
     """Does not return in the step of the second call, if there is a file `hang`, which it takes away."""
-    if calls > 1 and Path("hang").exists():
-        Path("hang").unlink()
+    if calls > 1 and (HERE / "hang").exists():
+        (HERE / "hang").unlink()
         while True:
             time.sleep(0.05)
     return [0.0] * len(completions)

@@ -81,7 +81,9 @@ def shared_memory(run) -> set[Path]:
 
 def test_a_trainer_rank_that_is_stopped_ends_the_run_at_its_deadline_and_leaves_nothing(recipe, task):
     """The engine has two ranks, which share memory: no end of the run could leave it, since it has no name any more."""
-    run = start_at_the_gate(recipe, arguments(task, "rollout.tensor=2", "cluster.step_timeout_s=10"))
+    run = start_at_the_gate(
+        recipe, arguments(task, "rollout.tensor=2", "cluster.step_timeout_s=10", "cluster.restarts_per_hour=0")
+    )
     shared = shared_memory(run)
     assert len(shared) >= 2 and not any(path.exists() for path in shared)
     family = descendants(psutil.Process(run.pid))

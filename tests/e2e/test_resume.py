@@ -22,7 +22,9 @@ ALGORITHM = [
     "algorithm.adv_estimator.kind=reinforce_plus_plus",
 ]
 """State of its own (coefficients), a reference policy, statistics of the mini-batch."""
-NOT_COMPARED = re.compile(r"time/.*|rollout/tokens_per_s|reward/.*/seconds|verifier/restarts|sync/re.*|eval/.*")
+NOT_COMPARED = re.compile(
+    r"time/.*|rollout/tokens_per_s|reward/.*/seconds|verifier/restarts|sync/re.*|mirror/.*|eval/.*"
+)
 """What depends on the machine or on what happened to the run; the broken runs make no evaluation."""
 
 
@@ -78,7 +80,7 @@ def test_kills_and_stops_change_no_number_and_leave_nothing(recipe, task):
     assert not same.left_only and not same.right_only and same.common_files
     assert filecmp.cmpfiles(same.left, same.right, same.common_files, shallow=False)[1:] == ([], [])
 
-    stop_after_two_deaths(recipe, task, runs / "broken")
+    stop_after_three_deaths(recipe, task, runs / "broken")
     kill_a_resumed_run(recipe, task, runs / "broken")
     (recipe.folder / "gate").unlink()
     resumed = recipe.run(*arguments(task, "broken"), "data.eval=null", "checkpoint.every=1", "--resume", "auto")
@@ -86,12 +88,14 @@ def test_kills_and_stops_change_no_number_and_leave_nothing(recipe, task):
     assert lines(runs / "broken") == expected
 
 
-def stop_after_two_deaths(recipe, task, folder: Path) -> None:
-    """The verifier dies in step 1 and vLLM in the generation of step 2; SIGTERM comes while step 2 is verified."""
+def stop_after_three_deaths(recipe, task, folder: Path) -> None:
+    """The verifier and a trainer rank die in step 1, and vLLM in the generation of step 2; SIGTERM comes while step 2
+    is verified. No checkpoint has been written when the trainer rank dies: its state comes from a mirror."""
     (recipe.folder / "gate").touch()
-    run = recipe.start(*arguments(task, "broken"), "data.eval=null")
+    run = recipe.start(*arguments(task, "broken"), "data.eval=null", "cluster.mirror=true")
     recipe.wait_until(run, (recipe.folder / "waiting").exists)
     recipe.process(run, "ray::VerifierRank").kill()
+    recipe.process(run, "ray::TrainerRank").kill()
     (recipe.folder / "waiting").unlink()
     # A verifier's first call does not wait at the gate: the second attempt at step 1 is one.
     engine = folder / "logs" / "engine_0.log"
@@ -111,6 +115,11 @@ def stop_after_two_deaths(recipe, task, folder: Path) -> None:
     assert "verifier" in log and "died" in log and "version 2: engine 0" in log
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [record["verifier/restarts"] for record in records] == [0, 1]
+    assert "time/recover_s" in records[1] and [record["mirror/copies"] for record in records] == [1, 1]
+    warnings = (folder / "logs" / "warnings.log").read_text()
+    assert re.search(
+        r"the trainer was started anew and continues with step 1, because trainer rank \d .*died", warnings
+    )
 
 
 def kill_a_resumed_run(recipe, task, folder: Path) -> None:

@@ -24,7 +24,8 @@ LAYERS = {
     **dict.fromkeys(["actor", "rollout", "bridge"], 3),
     "cluster": 4,
     **dict.fromkeys(["recipes", "tools"], 5),
-    "__main__": 6,
+    "slurm": 6,
+    "__main__": 7,
 }
 VENDOR_ROOMS = {
     "megatron": {"actor"},
@@ -32,13 +33,13 @@ VENDOR_ROOMS = {
     "apex": {"actor"},
     "vllm": {"rollout", "bridge"},
     "ray": {"cluster"},
-    "nemo_run": set(),
+    "nemo_run": {"slurm"},
 }
 
 
 def sources() -> list[Path]:
-    """The package's modules; recipes and tools are folders beside it, to which it holds links."""
-    rooms = [PACKAGE, *(PACKAGE / name for name in ("recipes", "tools"))]
+    """The package's modules; recipes, tools and slurm are folders beside it, to which it holds links."""
+    rooms = [PACKAGE, *(PACKAGE / name for name in ("recipes", "tools", "slurm"))]
     found = {path for room in rooms for path in room.rglob("*.py")}
     return sorted(path for path in found if path != PACKAGE / "__init__.py")
 

@@ -14,7 +14,7 @@ from megatron_rl.algorithms.losses.gspo import gspo_loss
 from megatron_rl.algorithms.losses.reinforce import reinforce_loss
 from megatron_rl.algorithms.losses.sapo import sapo_loss
 from megatron_rl.algorithms.losses.terms import TokenLoss
-from megatron_rl.config import algorithm as config
+from megatron_rl.config import losses as config
 
 LOSSES: dict[type, Callable[..., TokenLoss]] = {
     config.DualClipLoss: dual_clip_loss,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from megatron_rl.algorithms.losses.terms import Terms, TokenLoss
-from megatron_rl.config.algorithm import CispoLoss
+from megatron_rl.config.losses import CispoLoss
 
 
 def cispo_loss(cfg: CispoLoss) -> TokenLoss:

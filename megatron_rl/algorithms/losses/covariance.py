@@ -20,7 +20,7 @@ from megatron_rl.algorithms.losses.dual_clip import clip, clipped
 from megatron_rl.algorithms.losses.terms import Terms, TokenLoss, bounded_exp
 from megatron_rl.algorithms.selection import choose_largest, choose_random
 from megatron_rl.algorithms.whitening import SumOverRanks
-from megatron_rl.config.algorithm import ClipCovLoss, KlCovLoss
+from megatron_rl.config.losses import ClipCovLoss, KlCovLoss
 
 
 def covariances(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron_rl.algorithms.losses.dual_clip import bounded, clipped, dual_clip
 from megatron_rl.algorithms.losses.terms import Terms, TokenLoss, bounded_exp
-from megatron_rl.config.algorithm import DecoupledLoss
+from megatron_rl.config.losses import DecoupledLoss
 
 
 def interpolated_proximal(logp_T: Tensor, logp_rollout_T: Tensor, lag_T: Tensor) -> Tensor:

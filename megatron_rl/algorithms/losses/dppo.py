@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.algorithms.losses.terms import Terms, TokenLoss
-from megatron_rl.config.algorithm import DppoKlLoss, DppoTvLoss
+from megatron_rl.config.losses import DppoKlLoss, DppoTvLoss
 
 
 def total_variation(logp_T: Tensor, anchor_T: Tensor) -> Tensor:

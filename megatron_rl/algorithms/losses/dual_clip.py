@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.algorithms.losses.terms import Terms, TokenLoss
-from megatron_rl.config.algorithm import DualClipLoss
+from megatron_rl.config.losses import DualClipLoss
 
 
 def dual_clip(ratio_T: Tensor, advantage_T: Tensor, *, low: float, high: float, c: float | None) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.algorithms.losses.terms import Terms, TokenLoss, bounded_exp
-from megatron_rl.config.algorithm import GmpoLoss
+from megatron_rl.config.losses import GmpoLoss
 
 
 def gmpo_loss(cfg: GmpoLoss) -> TokenLoss:

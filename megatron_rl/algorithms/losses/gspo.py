@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron_rl.algorithms.losses.dual_clip import clip, clipped
 from megatron_rl.algorithms.losses.terms import Terms, TokenLoss, bounded_exp
-from megatron_rl.config.algorithm import GspoLoss
+from megatron_rl.config.losses import GspoLoss
 
 
 def gspo_loss(cfg: GspoLoss) -> TokenLoss:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from megatron_rl.algorithms.losses.terms import Terms, TokenLoss
-from megatron_rl.config.algorithm import GpgLoss, ReinforceLoss
+from megatron_rl.config.losses import GpgLoss, ReinforceLoss
 
 
 def reinforce_loss(cfg: ReinforceLoss | GpgLoss) -> TokenLoss:

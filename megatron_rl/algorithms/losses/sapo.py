@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.algorithms.losses.terms import Terms, TokenLoss
-from megatron_rl.config.algorithm import SapoLoss
+from megatron_rl.config.losses import SapoLoss
 
 
 def sapo_loss(cfg: SapoLoss) -> TokenLoss:

@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from megatron_rl.actor.actor import MegatronActor
 from megatron_rl.actor.model import check_fused_layers
@@ -53,7 +54,7 @@ def test_the_specification_refuses_what_cannot_be_trained(shape, parallel, messa
 )
 def test_sizes_that_do_not_fit_are_refused_before_any_rank_waits(shape, parallel, world_size, message):
     with pytest.raises(ValueError, match=message):
-        MegatronActor(spec(shape, **parallel), rank=0, world_size=world_size, init_method="tcp://127.0.0.1:1")
+        MegatronActor(spec(shape, **parallel), rank=0, world_size=world_size, store=dist.HashStore())
 
 
 LLAMA = replace(QWEN3, family="llama")

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from megatron_rl.algorithms.aggregation import loss_weights, sample_weights
-from megatron_rl.config.algorithm import AGGREGATIONS
+from megatron_rl.config.losses import AGGREGATIONS
 from megatron_rl.types import Batch, Denominators, Group, MicrobatchPlan, Prompt, Sample
 
 COUNTS, GROUPS = [1, 3, 4, 0], [0, 0, 1, 1]

@@ -11,7 +11,7 @@ from megatron_rl.algorithms.catalogue import markdown
 from megatron_rl.algorithms.losses import LOSSES
 from megatron_rl.algorithms.shaping import SHAPINGS
 from megatron_rl.config.advantages import AdvantageConfig, ShapingConfig
-from megatron_rl.config.algorithm import LossConfig
+from megatron_rl.config.losses import LossConfig
 
 ROOT = Path(__file__).parents[3]
 

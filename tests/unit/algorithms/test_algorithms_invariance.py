@@ -9,15 +9,13 @@ import torch
 from toy_batch import step, toy_samples, weigh
 
 from megatron_rl.algorithms.losses import LOSSES
-from megatron_rl.config.algorithm import (
+from megatron_rl.config.algorithm import AlgorithmConfig, FixedCoefficient, KlConfig
+from megatron_rl.config.losses import (
     AGGREGATIONS,
     BEHAVIOUR_LOSSES,
     SEQUENCE_LOSSES,
-    AlgorithmConfig,
     ClipCovLoss,
     DecoupledLoss,
-    FixedCoefficient,
-    KlConfig,
     KlCovLoss,
 )
 

@@ -14,7 +14,7 @@ from megatron_rl.algorithms.losses.decoupled import interpolated_proximal
 from megatron_rl.algorithms.losses.dppo import binary_kl, total_variation
 from megatron_rl.algorithms.losses.dual_clip import dual_clip
 from megatron_rl.algorithms.losses.terms import Terms
-from megatron_rl.config import algorithm as config
+from megatron_rl.config import losses as config
 
 BOUNDS = {"low": 0.2, "high": 0.28, "c": 3.0}
 

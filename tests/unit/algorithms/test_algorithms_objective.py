@@ -15,11 +15,8 @@ from megatron_rl.algorithms import PackedColumns, PolicyObjective, SupervisedObj
 from megatron_rl.algorithms.losses import LOSSES
 from megatron_rl.algorithms.objective import FirstPass, NotFiniteError, mismatch
 from megatron_rl.algorithms.whitening import one_rank
-from megatron_rl.config.algorithm import (
-    AGGREGATIONS,
-    AlgorithmConfig,
-    DppoTvLoss,
-)
+from megatron_rl.config.algorithm import AlgorithmConfig
+from megatron_rl.config.losses import AGGREGATIONS, DppoTvLoss
 from megatron_rl.types import Denominators
 
 NONE = {"kl": 0.0, "entropy": 0.0}

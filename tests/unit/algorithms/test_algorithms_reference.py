@@ -13,12 +13,8 @@ from test_algorithms_invariance import VARIANTS, config
 from toy_batch import COEFFICIENTS, step, toy_samples, toy_theta, weigh
 
 from megatron_rl.algorithms.selection import hash_key
-from megatron_rl.config.algorithm import (
-    AGGREGATIONS,
-    AlgorithmConfig,
-    FixedCoefficient,
-    KlConfig,
-)
+from megatron_rl.config.algorithm import AlgorithmConfig, FixedCoefficient, KlConfig
+from megatron_rl.config.losses import AGGREGATIONS
 
 
 def number(x: torch.Tensor) -> float:

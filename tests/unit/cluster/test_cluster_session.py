@@ -173,9 +173,9 @@ def test_rays_handlers_do_not_stay(ranks):
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
-@pytest.mark.parametrize(("address", "why"), [("127.0.0.1:1", "Connection refused"), ("nonsense", "there is no Ray")])
+@pytest.mark.parametrize(("address", "why"), [("127.0.0.1:1", "Connection refused"), ("nonsense", "invalid literal")])
 def test_a_dead_address_is_reported_at_once(tmp_path, address, why):
-    with pytest.raises(ValueError, match=f"cluster.ray_address {address}: there is no Ray.*"):
+    with pytest.raises(ValueError, match=f"cluster.ray_address {address}: there is no Ray .*{why}"):
         with ray_session(ClusterConfig(ray_address=address), num_trainers=1, logs=tmp_path):
             pass
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from megatron_rl.config.load import load_config, merge, merge_arguments, parse_value, validate
-from megatron_rl.config.schema import GrpoRunConfig, SftRunConfig
+from megatron_rl.config.schema import ClusterConfig, GrpoRunConfig, SftRunConfig
 
 GOOD = {
     "run": {"name": "x", "steps": 2},
@@ -101,3 +101,21 @@ def test_missing_key_file_and_broken_yaml(tmp_path):
 def test_configuration_needs_no_torch():
     code = "import sys, megatron_rl.config.load, megatron_rl.config.schema; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_secrets_are_refused_in_the_environment_because_the_configuration_is_written_down():
+    assert (
+        ClusterConfig(environment={"NCCL_IB_TIMEOUT": 22, "NCCL_IB_PKEY": "1"}).environment["NCCL_IB_TIMEOUT"] == "22"
+    )
+    for name in ("WANDB_API_KEY", "HF_TOKEN", "PGPASSWORD", "aws_secret_access_key"):
+        with pytest.raises(ValueError, match=f"{name} is one of a secret.*export"):
+            ClusterConfig(environment={name: "x"})
+
+
+def test_all_paths_become_absolute(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = load_config(GrpoRunConfig, ["configs/run/tiny_grpo.yaml", "data.eval=null"]).absolute()
+    assert config.model.path == tmp_path / "runs/tiny/warm_start/hf"
+    assert config.data.train == tmp_path / "runs/tiny/task/train.jsonl" and config.data.eval is None
+    assert config.run_folder == tmp_path / "runs/tiny/grpo"
+    assert config == config.absolute()

@@ -14,7 +14,7 @@ from megatron_rl.data import ShuffledStream
 from megatron_rl.loop.checkpoints import Checkpoints
 from megatron_rl.loop.stopping import NEVER
 from megatron_rl.loop.train import Ports, Prompts, train
-from megatron_rl.ports import StopRequested
+from megatron_rl.ports import StopRequested, TooManyRestarts
 from megatron_rl.types import Group, Mesh, ModelShape, Prompt, Sample, Tokens, Verdict
 
 SHAPE = ModelShape("qwen3", 1, 8, 2, 2, 4, 8, 32, 1e4, 1e-6, 64, False)
@@ -31,6 +31,8 @@ class World:
         self.score_of, self.updates, self.version, self.mismatch = score, 0, None, 0.0
         self.mesh = Mesh()
         self.coefficients: list[dict[str, float]] = []
+        self.restarts_left, self.keeps_mirrors = 0, False
+        self.mirrors: dict[int, int] = {}
 
     # Policy
     def begin(self, batch, plan):
@@ -55,7 +57,26 @@ class World:
         self.updates = json.loads((folder / "state").read_text())
         return json.loads((folder / "extra.json").read_text())
 
+    def mirror(self, step):
+        if self.keeps_mirrors:
+            self.mirrors[step] = self.updates
+
+    def restart(self, cause):
+        self.calls.append("restart")
+        if not self.restarts_left:
+            raise TooManyRestarts(str(cause))
+        self.restarts_left -= 1
+        self.updates = 0
+        return list(self.mirrors)
+
+    def load_mirror(self, step):
+        self.calls.append(f"load mirror {step}")
+        self.updates = self.mirrors[step]
+
     # Engine and bridge
+    def rejoin(self):
+        self.calls.append("rejoin")
+
     def push(self, version):
         self.calls.append(f"push {version}")
         self.version = version
@@ -97,6 +118,9 @@ class World:
 
     def log(self, step, metrics):
         self.logged.append((step, metrics))
+
+    def rewind(self, step):
+        self.logged = [record for record in self.logged if record[0] < step]
 
     def samples(self, step, groups, payloads):
         pass

@@ -28,6 +28,7 @@ if __name__ == "__main__":
     *folders, prompt = sys.argv[1:]
     environment = {name: os.environ[name] for name in ("PYTHONPATH", "OMP_NUM_THREADS")}
     ray.init(
+        address="local",
         num_cpus=4,
         num_gpus=2,
         include_dashboard=False,

@@ -1,0 +1,261 @@
+"""The policy losses of a token, and the aggregations of tokens to one number.
+
+Each loss states its formula, its source, and the aggregation of its paper. The symbols, for one token: r = pi / pi_old,
+A is the advantage, sg stops the gradient, s is the geometric mean of r over the sample's actions, eps_low and eps_high
+are clip_ratio_low and clip_ratio_high.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal, Self
+
+from pydantic import Field, PositiveFloat, model_validator
+
+from megatron_rl.config.section import Method
+
+Share = Annotated[float, Field(gt=0, le=1)]
+LowerClip = Annotated[float, Field(gt=0, lt=1)]
+DualClipBound = Annotated[float, Field(gt=1)]
+Aggregation = Literal[
+    "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "prompt-mean"
+]
+
+
+class DualClipLoss(Method):
+    """PPO's clipped objective (Schulman et al. 2017), with an upper bound of the loss for A < 0 (Ye et al. 2020)."""
+
+    formula: ClassVar[str] = (
+        "max(-A r, -A clip(r, 1 - eps_low, 1 + eps_high)); for A < 0 at most -A c; c null: without this bound"
+    )
+    source: ClassVar[str] = "arXiv:1707.06347, arXiv:1912.09729 eq. 5"
+    aggregation: ClassVar[Aggregation] = "token-mean"
+
+    kind: Literal["dual_clip"] = "dual_clip"
+    clip_ratio_low: LowerClip = 0.2
+    """The ratio r is clipped from below at 1 - clip_ratio_low."""
+    clip_ratio_high: PositiveFloat = 0.2
+    """The ratio r is clipped from above at 1 + clip_ratio_high."""
+    clip_ratio_c: DualClipBound | None = 3.0
+    """The constant c: for A < 0 the loss of a token is at most c |A|. null means plain PPO, without this bound."""
+
+
+class GspoLoss(Method):
+    """Group sequence policy optimisation (Zheng et al. 2025): a sample has one ratio, which is clipped as a whole."""
+
+    formula: ClassVar[str] = "max(-A q, -A clip(q, 1 - eps_low, 1 + eps_high)), q = sg(s) pi / sg(pi)"
+    source: ClassVar[str] = "arXiv:2507.18071 (GSPO-token)"
+    aggregation: ClassVar[Aggregation] = "seq-mean-token-mean"
+
+    kind: Literal["gspo"] = "gspo"
+    clip_ratio_low: LowerClip = 3e-4
+    """The sample's ratio is clipped from below at 1 - clip_ratio_low."""
+    clip_ratio_high: PositiveFloat = 4e-4
+    """The sample's ratio is clipped from above at 1 + clip_ratio_high."""
+
+
+class GmpoLoss(Method):
+    """Geometric-mean policy optimisation (Zhao et al. 2025): log-ratios are clipped and averaged over the sample."""
+
+    formula: ClassVar[str] = (
+        "-A exp(mean of l over the sample), where l is log r or clip(log r, -eps_low, eps_high), whichever has the "
+        "smaller A l"
+    )
+    source: ClassVar[str] = "arXiv:2507.20673"
+    aggregation: ClassVar[Aggregation] = "seq-mean-token-mean"
+
+    kind: Literal["gmpo"] = "gmpo"
+    clip_ratio_low: PositiveFloat = 0.4
+    """The log-ratio is clipped from below at -clip_ratio_low, that is, r at exp(-clip_ratio_low)."""
+    clip_ratio_high: PositiveFloat = 0.4
+    """The log-ratio is clipped from above at clip_ratio_high, that is, r at exp(clip_ratio_high)."""
+
+
+class CispoLoss(Method):
+    """CISPO (MiniMax 2025): importance weights are clipped, and every token keeps its gradient."""
+
+    formula: ClassVar[str] = "-sg(clip(r, 1 - eps_low, 1 + eps_high)) A log pi"
+    source: ClassVar[str] = "arXiv:2506.13585"
+    aggregation: ClassVar[Aggregation] = "token-mean"
+
+    kind: Literal["cispo"] = "cispo"
+    clip_ratio_low: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """The weight is clipped from below at 1 - clip_ratio_low; 1 means no lower clip, as in the paper."""
+    clip_ratio_high: PositiveFloat = 0.2
+    """The weight is clipped from above at 1 + clip_ratio_high."""
+
+
+class SapoLoss(Method):
+    """Soft adaptive policy optimisation (Gao et al. 2025): a sigmoid gate in place of the clip."""
+
+    formula: ClassVar[str] = "-A (4 / tau) sigmoid(tau (r - 1)), with tau = tau_pos for A > 0, else tau = tau_neg"
+    source: ClassVar[str] = "arXiv:2511.20347"
+    aggregation: ClassVar[Aggregation] = "seq-mean-token-mean"
+
+    kind: Literal["sapo"] = "sapo"
+    tau_pos: PositiveFloat = 1.0
+    """The steepness of the gate for A > 0."""
+    tau_neg: PositiveFloat = 1.05
+    """The steepness of the gate for A <= 0. With a larger value the gradient vanishes closer to r = 1."""
+
+
+class ReinforceLoss(Method):
+    """The policy gradient without a ratio (Williams 1992). It is correct only on policy, so use one update per step."""
+
+    formula: ClassVar[str] = "-A log pi"
+    source: ClassVar[str] = "Williams 1992, Machine Learning 8"
+    aggregation: ClassVar[Aggregation] = "seq-mean-token-sum"
+
+    kind: Literal["reinforce"] = "reinforce"
+
+
+class GpgLoss(Method):
+    """Group policy gradient (Chu et al. 2025): REINFORCE's loss, to be used with the advantage estimator `gpg`."""
+
+    formula: ClassVar[str] = "-A log pi"
+    source: ClassVar[str] = "arXiv:2504.02546"
+    aggregation: ClassVar[Aggregation] = "token-mean"
+
+    kind: Literal["gpg"] = "gpg"
+
+
+class ClipCovLoss(Method):
+    """PPO's clipped loss without a few random tokens of high covariance (Cui et al. 2025)."""
+
+    formula: ClassVar[str] = (
+        "max(-A r, -A clip(r)), but 0 for `share` of all tokens, drawn from those with cov_low < cov < cov_high; "
+        "cov = (log pi - mean)(A - mean), with means over the mini-batch"
+    )
+    source: ClassVar[str] = "arXiv:2505.22617 (Clip-Cov)"
+    aggregation: ClassVar[Aggregation] = "token-mean"
+
+    kind: Literal["clip_cov"] = "clip_cov"
+    clip_ratio_low: LowerClip = 0.2
+    """The ratio r is clipped from below at 1 - clip_ratio_low."""
+    clip_ratio_high: PositiveFloat = 0.2
+    """The ratio r is clipped from above at 1 + clip_ratio_high."""
+    share: Share = 2e-4
+    """The share of the mini-batch's action tokens that are chosen and have no loss. At least one token is chosen, if
+    there is a candidate."""
+    cov_low: float = 1.0
+    """Only tokens with a covariance above this bound are candidates."""
+    cov_high: float = 5.0
+    """Only tokens with a covariance below this bound are candidates."""
+
+    @model_validator(mode="after")
+    def _bounds(self) -> Self:
+        if self.cov_low >= self.cov_high:
+            raise ValueError(f"cov_low ({self.cov_low}) must be below cov_high ({self.cov_high})")
+        return self
+
+
+class KlCovLoss(Method):
+    """The loss without a clip, plus a KL penalty for the tokens of highest covariance (Cui et al. 2025)."""
+
+    formula: ClassVar[str] = "-A r, plus coef |log r| for the `share` of tokens with the largest cov (see clip_cov)"
+    source: ClassVar[str] = "arXiv:2505.22617 (KL-Cov)"
+    aggregation: ClassVar[Aggregation] = "token-mean"
+
+    kind: Literal["kl_cov"] = "kl_cov"
+    share: Share = 2e-4
+    """The share of the mini-batch's action tokens that are chosen and have the penalty. At least one token is
+    chosen."""
+    coef: PositiveFloat = 1.0
+    """The factor of the penalty."""
+
+
+class DppoTvLoss(Method):
+    """Divergence PPO (Qi et al. 2026): the trust region around the sampling policy bounds probabilities instead of
+    ratios."""
+
+    formula: ClassVar[str] = (
+        "-sg(min(pi / mu, c)) A log pi, where mu is the engine's policy; 0 where A > 0 and pi - mu > high, or where "
+        "A < 0 and mu - pi > low"
+    )
+    source: ClassVar[str] = "arXiv:2602.04879"
+    aggregation: ClassVar[Aggregation] = "token-mean"
+
+    kind: Literal["dppo_tv"] = "dppo_tv"
+    low: LowerClip = 0.15
+    """A token with A < 0 has no gradient if its probability has fallen by more than this."""
+    high: LowerClip = 0.15
+    """A token with A > 0 has no gradient if its probability has risen by more than this."""
+    c: PositiveFloat = 20.0
+    """The upper bound of the weight pi / mu."""
+
+
+class DppoKlLoss(Method):
+    """Like dppo_tv, but the trust region bounds the KL divergence of the binary distributions (this token, any other
+    token)."""
+
+    formula: ClassVar[str] = (
+        "as dppo_tv, but 0 where the binary KL(mu || pi) exceeds the bound and the update would increase it"
+    )
+    source: ClassVar[str] = "arXiv:2602.04879"
+    aggregation: ClassVar[Aggregation] = "token-mean"
+
+    kind: Literal["dppo_kl"] = "dppo_kl"
+    low: PositiveFloat = 0.05
+    """A token with A < 0 whose probability has fallen has no gradient if its KL divergence exceeds this, in nats."""
+    high: PositiveFloat = 0.05
+    """A token with A > 0 whose probability has risen has no gradient if its KL divergence exceeds this, in nats."""
+    c: PositiveFloat = 20.0
+    """The upper bound of the weight pi / mu."""
+
+
+class DecoupledLoss(Method):
+    """Decoupled PPO (Hilton et al. 2022): the ratio is clipped around a proximal policy p, and the loss is weighted by
+    p over the behaviour policy mu, which is the engine's."""
+
+    formula: ClassVar[str] = "dual_clip with r = pi / p, times sg(min(p / mu, cap)), where mu is the engine's policy"
+    source: ClassVar[str] = "arXiv:2110.00641, arXiv:2505.24298"
+    aggregation: ClassVar[Aggregation] = "token-mean"
+
+    kind: Literal["decoupled"] = "decoupled"
+    clip_ratio_low: LowerClip = 0.2
+    """The ratio pi / p is clipped from below at 1 - clip_ratio_low."""
+    clip_ratio_high: PositiveFloat = 0.2
+    """The ratio pi / p is clipped from above at 1 + clip_ratio_high."""
+    clip_ratio_c: DualClipBound | None = 3.0
+    """The constant c: for A < 0 the loss of a token is at most c |A|. null means without this bound."""
+    proximal: Literal["recomputed", "interpolated"] = "recomputed"
+    """The proximal policy p. recomputed: the policy at the step's start. interpolated: log p = log mu + a (log pi -
+    log mu) with a = lag / (lag + 1), where lag is the number of versions between the weights that sampled the token and
+    those at the step's start; this saves the forward pass for log pi_old (AReaL's proximal approximation)."""
+    cap: Annotated[float, Field(ge=1)] = 5.0
+    """The upper bound of the weight p / mu."""
+
+
+LossConfig = Annotated[
+    DualClipLoss
+    | GspoLoss
+    | GmpoLoss
+    | CispoLoss
+    | SapoLoss
+    | ReinforceLoss
+    | GpgLoss
+    | ClipCovLoss
+    | KlCovLoss
+    | DppoTvLoss
+    | DppoKlLoss
+    | DecoupledLoss,
+    Field(discriminator="kind"),
+]
+SEQUENCE_LOSSES = (GspoLoss, GmpoLoss)
+"""Losses with one ratio for each sample."""
+BEHAVIOUR_LOSSES = (DppoTvLoss, DppoKlLoss, DecoupledLoss)
+"""Losses that contain the importance weight of the engine's policy, so that no correction may be added."""
+
+AGGREGATIONS: dict[Aggregation, tuple[str, str]] = {
+    "token-mean": ("1 / N, where N is the number of all action tokens", "DAPO, arXiv:2503.14476"),
+    "seq-mean-token-sum": ("1 / S, where S is the number of all samples", "REINFORCE on sequences"),
+    "seq-mean-token-mean": (
+        "1 / (S n), where n is the number of the sample's action tokens",
+        "GRPO, arXiv:2402.03300",
+    ),
+    "seq-mean-token-sum-norm": ("1 / (S L), where L is loss_agg_tokens", "Dr. GRPO, arXiv:2503.20783"),
+    "prompt-mean": (
+        "1 / (P n), where P is the number of all prompts and n that of the prompt's action tokens",
+        "ScaleRL, arXiv:2510.13786",
+    ),
+}
+"""The weight of an action token's loss, and its source."""
