@@ -114,8 +114,7 @@ def on_ray(config: GrpoRunConfig, num_nodes: int, num_gpus: int, num_trials: int
             cluster.add_node(
                 num_cpus=CPUS, num_gpus=num_gpus, object_store_memory=OBJECT_STORE_BYTES, include_dashboard=False
             )
-        variables = {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}
-        ray.init(address=cluster.address, log_to_driver=False, runtime_env={"env_vars": variables})
+        ray.init(address=cluster.address, log_to_driver=False)
         report: dict[str, Any] = {"nodes_up_s": round(time.perf_counter() - start, 1), "trials": num_trials}
         trials = [trial(config, num_nodes * num_gpus) for _ in range(num_trials)]
     finally:

@@ -70,8 +70,8 @@ def test_the_picture_in_the_readme():
     assert shown(plan, "verifier") == ["5x1"]
 
 
-def test_an_engine_that_fits_a_node_waits_for_a_whole_one():
-    """Eight GPUs are free, but in two nodes: an engine spans nodes only if no node is large enough when it is empty."""
+def test_an_engine_that_an_empty_node_could_hold_is_not_split():
+    """Eight GPUs are free, four in each node. An engine spans nodes only if it is wider than an empty node."""
     with pytest.raises(NoRoom):
         place([engines(1, 8)], [node(0, free=4), node(1, free=4)])
 

@@ -19,6 +19,7 @@ from tiny_trainers import TinyTrainers
 
 from megatron_rl.cluster.engines import EngineGroup
 from megatron_rl.cluster.nodes import RayPlacement
+from megatron_rl.cluster.restarts import Restarts
 from megatron_rl.config.load import validate
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.types import Mesh, Prompt
@@ -47,7 +48,7 @@ if __name__ == "__main__":
     ray.init(address=cluster.address, log_to_driver=False, runtime_env={"env_vars": environment})
     trainers = TinyTrainers(Path(folder), Mesh(tensor=2), 2, "float32")
     placement = RayPlacement(config)
-    engines = EngineGroup(config, Path(logs), placement)
+    engines = EngineGroup(config, Path(logs), placement, Restarts(0))
     engines.wait()
     [engine] = engines.engines
     ray.get(engine.connect.remote(trainers.info))
