@@ -170,7 +170,9 @@ def test_the_record_of_a_recipe_has_the_numbers_of_its_dry_run(path, run_here, m
     monkeypatch.setenv("COLUMNS", "160")
     [words] = commands(path)
     cells = {key.strip(): value.strip() for key, value in re.findall(r"│(.*?)│(.*?)│", run_here(words))}
-    [row] = [line for line in (path.parent / "RECORD.md").read_text().splitlines() if path.name in line]
+    [row] = [
+        line for line in (path.parent / "RECORD.md").read_text().splitlines() if line.startswith(f"| `{path.name}`")
+    ]
     total = next(value for key, value in cells.items() if key.endswith("such steps, at most"))
     fixed, most = cells["always: weights, gradients, optimizer"], cells["most at once"].partition(",")[0]
     received = cells["bytes into the fullest engine rank"].partition(" (")[0]
