@@ -18,7 +18,14 @@ from patience import deadline
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-NOT_COMPARED = ("time/", "rollout/tokens_per_s", "reward/share_of_digits/seconds", "verifier/restarts", "sync/re")
+NOT_COMPARED = (
+    "time/",
+    "rollout/tokens_per_s",
+    "reward/share_of_digits/seconds",
+    "verifier/restarts",
+    "slowest_rank/",
+    "sync/re",
+)
 """The beginnings of the metrics that depend on the machine or on what happened to the run."""
 
 
