@@ -36,8 +36,6 @@ def run(config: GrpoRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) -
     check_model(config.model.path, shape, config.policy.parallel.mesh)
 
     # These imports take seconds. They are here so that a dry run, or an error in the configuration, does not wait.
-    from transformers import AutoTokenizer
-
     from megatron_rl.actor.spec import ActorSpec
     from megatron_rl.algorithms import PolicyObjective
     from megatron_rl.cluster.bridge import RayBridge
@@ -52,12 +50,8 @@ def run(config: GrpoRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) -
     from megatron_rl.observe import RunSink, open_trackers, write_provenance
     from megatron_rl.rollout.shared_memory import remove_leftovers
 
-    tokenizer = AutoTokenizer.from_pretrained(config.model.path)
-    prompts = read_prompts(config, tokenizer)
     folder, logs = config.run_folder, config.run_folder / "logs"
-    sink = RunSink(folder, config.run.steps, console, tokenizer, config.rollout.delimiter, checkpoints.resume_at)
     write_provenance(folder, config)
-    sink.feed(open_trackers(config, checkpoints.resume_at))
     spec = ActorSpec(
         shape=shape,
         model=config.model,
@@ -82,6 +76,15 @@ def run(config: GrpoRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) -
             cleaning.callback(engines.close)
             policy = PolicyGroup(spec, config.cluster, logs, placement, restarts)
             verifier = RayVerifier(config, logs, placement, restarts)
+            # While all processes import their libraries, the driver imports its own and reads the rows.
+            from transformers import AutoTokenizer
+
+            tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+            prompts = read_prompts(config, tokenizer)
+            sink = RunSink(
+                folder, config.run.steps, console, tokenizer, config.rollout.delimiter, checkpoints.resume_at
+            )
+            sink.feed(open_trackers(config, checkpoints.resume_at))
             policy.start()
             engines.wait()
             verifier.wait()
