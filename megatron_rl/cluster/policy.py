@@ -135,15 +135,17 @@ class TrainerRank:
         log.info("reading the checkpoint %s", folder)
         return self.actor.load(Path(folder))
 
-    def mirror(self, step: int, holders: Sequence[Any]) -> Metrics:
+    def mirror(self, step: int, holders: Mapping[str, Any]) -> tuple[Metrics, list[str]]:
+        """Copy the state to the holders; returns metrics, and the names of the holders that are lost."""
         start = time.perf_counter()
         state = self.actor.snapshot()
-        num_copies = send_state(state, self.rank, step, holders)
-        return {
+        lost = send_state(state, self.rank, step, holders)
+        metrics = {
             "mirror/bytes": float(state.nbytes),
-            "mirror/copies": float(num_copies),
+            "mirror/copies": float(len(holders) - len(lost)),
             "mirror/seconds": time.perf_counter() - start,
         }
+        return metrics, lost
 
     def load_mirror(self, step: int, holder: Any) -> None:
         log.info("takes the state of step %d from a mirror", step)
@@ -248,7 +250,10 @@ class PolicyGroup:
         if not self._mirroring:
             return {}
         calls, self._mirroring = self._mirroring, []
-        told = self._gather_all(calls, "to mirror its state")
+        answers = self._gather_all(calls, "to mirror its state")
+        for node in {node for _, lost in answers for node in lost}:
+            self._mirrors.give_up(node)
+        told = [metrics for metrics, _ in answers]
         return {
             "mirror/bytes": sum(one["mirror/bytes"] for one in told),
             "mirror/copies": min(one["mirror/copies"] for one in told),
