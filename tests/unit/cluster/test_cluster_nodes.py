@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 
 import pytest
@@ -37,7 +38,9 @@ def cluster(monkeypatch):
     monkeypatch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     nodes = Nodes()
     variables = {"PYTHONPATH": os.pathsep.join(path for path in [os.getcwd(), os.environ.get("PYTHONPATH")] if path)}
+    handler = signal.getsignal(signal.SIGTERM)
     ray.init(address=nodes.cluster.address, log_to_driver=False, runtime_env={"env_vars": variables})
+    signal.signal(signal.SIGTERM, handler)  # Ray replaces it, and other tests of this process look at it
     yield nodes
     ray.shutdown()
     nodes.cluster.shutdown()
