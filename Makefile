@@ -1,5 +1,6 @@
 # make demo: watch a tiny model learn.   make check: style, types and the pure tests.   make test: all tests.
 # make test-all: the same with every combination where make test runs a pairwise cover.
+# make test-slurm: jobs under a real Slurm on this machine (as root: it installs Debian's slurm-wlm and munge).
 # Each makes .venv first when it is missing.
 export OMP_NUM_THREADS ?= 1
 python := .venv/bin/python
@@ -9,7 +10,7 @@ pytest := $(python) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 # The rooms whose unit tests start neither Ray, vLLM nor Megatron.
 pure := algorithms balance config convert data layout loop observe verifiers
 
-.PHONY: setup demo check test test-all
+.PHONY: setup demo check test test-all test-slurm
 setup:
 	@tools/setup.sh
 
@@ -27,3 +28,13 @@ test: setup
 
 test-all: setup
 	@$(pytest) --all
+
+test-slurm: setup .venv-nemo/installed
+	@$(python) -m pytest tests/slurm
+
+# NeMo-Run's own environment.
+.venv-nemo/installed: requirements/nemo.txt
+	@echo "setup: installing NeMo-Run into .venv-nemo (once; a minute)"
+	@rm -rf .venv-nemo && $${PYTHON:-python3} -m venv .venv-nemo
+	@.venv-nemo/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/nemo.txt
+	@touch $@

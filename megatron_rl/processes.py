@@ -27,6 +27,14 @@ def descendants(process: psutil.Process) -> list[psutil.Process]:
     return found
 
 
+def status_of(process: psutil.Process) -> str:
+    """One of psutil's STATUS_...; STATUS_DEAD if it has ended."""
+    try:
+        return process.status()
+    except psutil.NoSuchProcess:
+        return psutil.STATUS_DEAD
+
+
 def command_line(process: psutil.Process) -> str:
     """Its command line; empty if it has ended."""
     try:

@@ -1,4 +1,4 @@
-"""The numbers of a run before anything starts: sizes, memory, micro-batches, and the bridge's transfer plan.
+"""The numbers of a run before anything starts: sizes, memory, micro-batches, the bridge's transfer plan, and the nodes.
 
 It needs neither torch nor a GPU nor the model's weights, and it takes a second on a laptop. Invariant
 (tests/unit/recipes): the parameters of all ranks add up to the whole model, counted once for each replica.
@@ -6,19 +6,32 @@ It needs neither torch nor a GPU nor the model's weights, and it takes a second 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
 from megatron_rl.balance import plan_microbatches
+from megatron_rl.cluster.placement import Placement, demands_of, smallest_cluster
 from megatron_rl.config.schema import BaseConfig, GrpoRunConfig, SftRunConfig
 from megatron_rl.config.shipped import find_shipped
 from megatron_rl.layout import FAMILIES, Engines, plan_weights, read_shape, volume
+from megatron_rl.recipes.estimates import (
+    DECODING_SHARE,
+    TRAINING_SHARE,
+    StageMemory,
+    generation_seconds,
+    training_seconds,
+    update_memory,
+)
 from megatron_rl.types import Batch, Group, Mesh, ModelShape, Prompt, Sample
 
 BYTES = {"float32": 4, "bfloat16": 2}
+COLUMNS = {"trainer": "trainer ranks", "engine": "engines", "verifier": "verifier"}
+"""The title of each role's column in the table of nodes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +170,87 @@ def describe_rollout(config: GrpoRunConfig, shape: ModelShape, console: Console)
     )
     table.add_row("  bytes out of the busiest trainer rank", gigabytes(sent.max()))
     console.print(table)
+
+
+def describe_gpu_needs(config: BaseConfig, shape: ModelShape, console: Console) -> None:
+    """Print the estimated memory of the fullest trainer rank by phase, and the hours of the run's GPUs."""
+    mesh, dtype, cap = config.policy.parallel.mesh, config.model.dtype, config.balance.max_tokens_per_microbatch
+    width, full = BYTES[dtype], config.model.recompute == "full"
+
+    def stage_bytes(stage: int) -> tuple[float, StageMemory]:
+        held = rank_parameters(shape, mesh, stage * mesh.stage_size)
+        fixed = held.total * (width + 4) + held.state_bytes(mesh, dtype)
+        return fixed, update_memory(shape, mesh, stage, cap, width=width, full=full)
+
+    stages = [stage_bytes(stage) for stage in range(mesh.pipeline)]
+    number = max(range(mesh.pipeline), key=lambda stage: stages[stage][0] + stages[stage][1].total)
+    fixed, update = stages[number]
+    table = Table(title="estimates for H100 GPUs, not measured", show_header=False, title_justify="left")
+    table.add_row("memory of a trainer rank, fullest stage", f"stage {number}")
+    table.add_row("  always: weights, gradients, optimizer", gigabytes(fixed))
+    table.add_row("  update: kept for the backward passes", gigabytes(update.kept))
+    table.add_row("  update: the layer being computed", gigabytes(update.working))
+    table.add_row("  push: two buffers", gigabytes(2 * bucket_bytes(config)))
+    table.add_row("  most at once", f"{gigabytes(fixed + update.total)}, and what CUDA and NCCL take")
+    if isinstance(config, GrpoRunConfig):
+        rollout = config.rollout
+        num_parameters = FAMILIES[shape.family].num_parameters(shape)
+        lengths = np.full(rollout.prompts_per_step * rollout.samples_per_prompt, rollout.max_model_tokens)
+        training_s = training_seconds(config, shape, lengths)
+        generation_s = generation_seconds(config, shape, num_parameters, width)
+        num_gpus = mesh.world_size + rollout.num_engines * rollout.tensor
+        hours = (training_s + generation_s) * num_gpus / 3600
+        table.add_row("a step in which every answer has the longest length", "")
+        table.add_row(f"  generation, at {DECODING_SHARE:.0%} of the memory bandwidth", f"{generation_s:,.0f} s")
+        table.add_row(f"  passes and update, at {TRAINING_SHARE:.0%} of the peak", f"{training_s:,.0f} s")
+        table.add_row("  GPU-hours", f"{hours:,.1f}")
+        table.add_row(f"GPU-hours of {config.run.steps:,} such steps, at most", f"{hours * config.run.steps:,.0f}")
+    console.print(table)
+
+
+def bucket_bytes(config: BaseConfig) -> float:
+    """The bytes of one buffer of a push; supervised training pushes nothing."""
+    return config.bridge.bucket_mib * 2**20 if isinstance(config, GrpoRunConfig) else 0.0
+
+
+def describe_placement(config: BaseConfig, console: Console) -> None:
+    """Print what runs on which node, on as few nodes of `cluster.gpus_per_node` GPUs as the run needs.
+
+    Raises:
+        ValueError: a tensor-parallel group of the trainer is wider than a node.
+    """
+    if config.cluster.gpus_per_node is None:
+        return
+    plan = smallest_cluster(demands_of(config), config.cluster.gpus_per_node)
+    num_nodes = f"{len(plan.nodes)} node{'s' if len(plan.nodes) > 1 else ''}"
+    table = Table(title=f"placement on {num_nodes} of {config.cluster.gpus_per_node} GPUs", title_justify="left")
+    for column in ("", *(COLUMNS[role] for role in plan.groups), "GPUs in use"):
+        table.add_column(column)
+    for node in plan.nodes:
+        gpus = sum(rank.gpus for groups in plan.groups.values() for g in groups for rank in g if rank.node == node)
+        name = f"{node.name} ({node.pool})" if node.pool else node.name
+        table.add_row(name, *(_on_node(plan, role, node.id) for role in plan.groups), f"{gpus:g} of {node.gpus:g}")
+    console.print(table)
+
+
+def _on_node(plan: Placement, role: str, node: str) -> str:
+    """The trainer's ranks or the numbers of the engines on a node, with the ranks of an engine of which only a part is
+    there; for the verifier whether it is there."""
+    groups = [[i for i, rank in enumerate(group) if rank.node.id == node] for group in plan.groups[role]]
+    if role == "trainer":
+        return _ranges(groups[0])
+    if role == "verifier":
+        return "here" if groups[0] else ""
+    whole = [i for i, ranks in enumerate(groups) if len(ranks) == len(plan.groups[role][i])]
+    parts = [f"{i} (ranks {_ranges(ranks)})" for i, ranks in enumerate(groups) if ranks and i not in whole]
+    return ", ".join(([_ranges(whole)] if whole else []) + parts)
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Ascending numbers as text, such as `0-3, 7`."""
+    starts = [n for i, n in enumerate(numbers) if i == 0 or numbers[i - 1] != n - 1]
+    ends = [n for i, n in enumerate(numbers) if i == len(numbers) - 1 or numbers[i + 1] != n + 1]
+    return ", ".join(f"{a}-{b}" if b > a else f"{a}" for a, b in zip(starts, ends, strict=True))
 
 
 def gigabytes(num_bytes: float) -> str:

@@ -21,7 +21,7 @@ quiet_environment()
 from megatron_rl.config.schema import GrpoRunConfig  # noqa: E402
 from megatron_rl.layout import check_model, read_shape  # noqa: E402
 from megatron_rl.loop.checkpoints import Checkpoints  # noqa: E402
-from megatron_rl.recipes.dry_run import describe_policy, describe_rollout  # noqa: E402
+from megatron_rl.recipes.dry_run import describe_gpu_needs, describe_placement, describe_policy, describe_rollout  # noqa: E402
 from megatron_rl.types import Prompt  # noqa: E402
 
 if TYPE_CHECKING:
@@ -36,8 +36,6 @@ def run(config: GrpoRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) -
     check_model(config.model.path, shape, config.policy.parallel.mesh)
 
     # These imports take seconds. They are here so that a dry run, or an error in the configuration, does not wait.
-    from transformers import AutoTokenizer
-
     from megatron_rl.actor.spec import ActorSpec
     from megatron_rl.algorithms import PolicyObjective
     from megatron_rl.cluster.bridge import RayBridge
@@ -52,12 +50,8 @@ def run(config: GrpoRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) -
     from megatron_rl.observe import RunSink, open_trackers, write_provenance
     from megatron_rl.rollout.shared_memory import remove_leftovers
 
-    tokenizer = AutoTokenizer.from_pretrained(config.model.path)
-    prompts = read_prompts(config, tokenizer)
     folder, logs = config.run_folder, config.run_folder / "logs"
-    sink = RunSink(folder, config.run.steps, console, tokenizer, config.rollout.delimiter, checkpoints.resume_at)
     write_provenance(folder, config)
-    sink.feed(open_trackers(config, checkpoints.resume_at))
     spec = ActorSpec(
         shape=shape,
         model=config.model,
@@ -70,7 +64,9 @@ def run(config: GrpoRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) -
     with ExitStack() as cleaning:
         cleaning.callback(remove_leftovers)  # engines that were killed during their start leave shared memory
         cleaning.enter_context(
-            ray_session(config.cluster, config.policy.parallel.mesh.world_size, logs, interrupt.check)
+            ray_session(
+                config.cluster, config.policy.parallel.mesh.world_size, logs, interrupt.check, interrupt.on_loss
+            )
         )
         with console.status("starting Ray, Megatron and vLLM"):
             placement, restarts = RayPlacement(config), Restarts(config.cluster.restarts_per_hour)
@@ -80,6 +76,15 @@ def run(config: GrpoRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) -
             cleaning.callback(engines.close)
             policy = PolicyGroup(spec, config.cluster, logs, placement, restarts)
             verifier = RayVerifier(config, logs, placement, restarts)
+            # While all processes import their libraries, the driver imports its own and reads the rows.
+            from transformers import AutoTokenizer
+
+            tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+            prompts = read_prompts(config, tokenizer)
+            sink = RunSink(
+                folder, config.run.steps, console, tokenizer, config.rollout.delimiter, checkpoints.resume_at
+            )
+            sink.feed(open_trackers(config, checkpoints.resume_at))
             policy.start()
             engines.wait()
             verifier.wait()
@@ -116,6 +121,9 @@ def read_prompts(config: GrpoRunConfig, tokenizer: PreTrainedTokenizerBase) -> P
 def describe(config: GrpoRunConfig, console: Console) -> None:
     shape = describe_policy(config, console)
     describe_rollout(config, shape, console)
+    describe_placement(config, console)
+    if config.cluster.gpus_per_trainer:
+        describe_gpu_needs(config, shape, console)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

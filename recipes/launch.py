@@ -8,6 +8,7 @@ finished, it prints the command that continues it. The exit status is 0 after a 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import logging
 import os
 import shlex
@@ -16,6 +17,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -52,6 +54,8 @@ class Interrupt:
         self._abandoned = self._prompt = self._raised = False
         self._is_checked = False
         """Whether `check` was called: from then on the signal handler must not raise."""
+        self.on_loss: Callable[[str], None] | None = None
+        """What is called, in another thread, before the process ends because Ray was lost."""
 
     def __call__(self) -> bool:
         return self.signal is not None
@@ -179,6 +183,7 @@ def launch(
             with run_lock(config.run_folder):
                 has_begun = True
                 log_to_file(config.run_folder / "logs")
+                interrupt.on_loss = partial(tell_loss, config, again)
                 done = run(config, open_checkpoints(config, resume), interrupt)
         if done == config.run.steps:
             return 0
@@ -230,6 +235,13 @@ def open_checkpoints(config: BaseConfig, resume: Resume) -> Checkpoints:
     return checkpoints
 
 
+def tell_loss(config: BaseConfig, again: str, cause: str) -> None:
+    """Print what a run that cannot save its state any more leaves."""
+    log.error("%s", cause)
+    _tell(RuntimeError(cause), None)
+    tell_continuation(config.run_folder, again)
+
+
 def tell_continuation(run_folder: Path, again: str) -> None:
     """Write the report of a run that did not finish, if a step was logged, and print the command that continues the
     run, if there is a checkpoint."""
@@ -250,7 +262,8 @@ log = logging.getLogger("megatron_rl.driver")
 
 
 def log_to_file(folder: Path) -> None:
-    """Write the log messages of the driver to `driver.log`. Every other process has a log file of its own."""
+    """Write the log messages of the driver to `driver.log`, and on SIGUSR2 its stacks. Every other process has a log
+    file of its own."""
     folder.mkdir(parents=True, exist_ok=True)
     handler = logging.FileHandler(folder / "driver.log")
     handler.setFormatter(logging.Formatter("%(asctime)s %(name)s: %(message)s"))
@@ -258,6 +271,7 @@ def log_to_file(folder: Path) -> None:
     ours.setLevel(logging.INFO)
     ours.handlers[:] = [handler]
     ours.propagate = False
+    faulthandler.register(signal.SIGUSR2, file=handler.stream, all_threads=True, chain=False)
     log.info("%s", shlex.join(sys.argv))
 
 

@@ -69,7 +69,8 @@ def preflight(config: BaseConfig, tell: Tell, *, resume: bool = False, planning:
     Args:
         tell: is called with a sentence about everything that is not checked, or that the run will skip.
         resume: whether the run continues the run in its folder.
-        planning: whether this is a dry run. The model's folder may then be missing if its sizes ship with the package.
+        planning: whether this is a dry run. The model's folder may then be missing if its sizes ship with the package,
+            and so may the rows, because both lie where the run will be.
     """
     faults: list[str] = []
 
@@ -100,7 +101,11 @@ def preflight(config: BaseConfig, tell: Tell, *, resume: bool = False, planning:
         tokenizer = attempt(lambda: TokenizerFiles(folder))
     if tokenizer and shape:
         faults += _vocabulary(config, shape, tokenizer)
-    faults += _rows(config, tokenizer, tell)
+    absent = missing_rows(config) if elsewhere else []
+    if absent:
+        tell(f"not checked, because {', '.join(map(str, absent))} is not there: rows and reward functions")
+    else:
+        faults += _rows(config, tokenizer, tell)
     named = _name(config)
     faults += named
     if not named:
@@ -231,6 +236,16 @@ class _Lengths:
         text = self._template.render(turns, add_generation_prompt) if self._template else None
         self.unknown |= text is None
         return text
+
+
+def missing_rows(config: BaseConfig) -> list[Path]:
+    """The files of rows that are not there."""
+    paths: list[Path | None] = []
+    if isinstance(config, SftRunConfig):
+        paths = [config.sft.rows]
+    elif isinstance(config, GrpoRunConfig):
+        paths = [config.data.train, config.data.eval]
+    return [path for path in paths if path is not None and not path.is_file()]
 
 
 def _rows(config: BaseConfig, tokenizer: TokenizerFiles | None, tell: Tell) -> list[str]:

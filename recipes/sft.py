@@ -17,7 +17,7 @@ quiet_environment()
 from megatron_rl.config.schema import SftRunConfig  # noqa: E402
 from megatron_rl.layout import check_model, read_shape  # noqa: E402
 from megatron_rl.loop.checkpoints import Checkpoints  # noqa: E402
-from megatron_rl.recipes.dry_run import describe_policy  # noqa: E402
+from megatron_rl.recipes.dry_run import describe_placement, describe_policy  # noqa: E402
 
 
 def run(config: SftRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) -> int:
@@ -58,7 +58,8 @@ def run(config: SftRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) ->
         total_steps=config.run.steps,
         seed=config.run.seed,
     )
-    with ray_session(config.cluster, config.policy.parallel.mesh.world_size, logs, interrupt.check):
+    num_trainers = config.policy.parallel.mesh.world_size
+    with ray_session(config.cluster, num_trainers, logs, interrupt.check, interrupt.on_loss):
         with console.status("starting Ray and Megatron"):
             placement, restarts = RayPlacement(config), Restarts(config.cluster.restarts_per_hour)
             if config.cluster.ray_address is not None:  # the preflight has looked at this machine
@@ -76,6 +77,7 @@ def run(config: SftRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) ->
 
 def describe(config: SftRunConfig, console: Console) -> None:
     describe_policy(config, console)
+    describe_placement(config, console)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

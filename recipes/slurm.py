@@ -145,16 +145,15 @@ def submit(job: Job, console: Console) -> None:
         raise ValueError(f"sbatch refuses {job.script}: {done.stderr.strip()}")
     number = done.stdout.strip().partition(";")[0]
     log = f"{number}_{job.slurm.seeds[0]}.log" if job.slurm.seeds else f"{number}.log"
-    console.print(
-        f"Job {number} is submitted.\n"
-        f"  squeue --jobs {number}                       its state\n"
-        f"  tail -F {shlex.quote(str(job.folder / log))}   its output\n"
-        f"  scancel --batch --signal=TERM {number}       stop it with a checkpoint\n"
-        f"  scancel {number}                             end it at once\n"
-        f"  sbatch {shlex.quote(str(job.script))}        continue it later",
-        markup=False,
-        soft_wrap=True,
-    )
+    follow = [
+        (f"squeue --jobs {number}", "its state"),
+        (f"tail -F {shlex.quote(str(job.folder / log))}", "its output"),
+        (f"scancel --batch --signal=TERM {number}", "stop it with a checkpoint"),
+        (f"scancel {number}", "end it at once"),
+        (f"sbatch {shlex.quote(str(job.script))}", "continue it later"),
+    ]
+    lines = [f"  {command}\n      {meaning}" for command, meaning in follow]
+    console.print(f"Job {number} is submitted.", *lines, sep="\n", markup=False, soft_wrap=True)
 
 
 def _quoted(option: str) -> str:

@@ -5,7 +5,7 @@
 #
 # The command finds Ray through RAY_ADDRESS and RAY_AUTH_TOKEN. The exit status is that of the command, or
 #   64  the allocation or a variable is wrong
-#   69  Ray did not start on a node, or the first node's Ray ended
+#   69  a node was lost: Ray did not start on it, or ended on it and then the command failed
 # The variables MEGATRON_RL_... are described in slurm/README.md.
 set -uo pipefail
 
@@ -145,7 +145,8 @@ done
 
 is_running() { kill -0 "$1" 2>/dev/null; }
 
-ready=$logs/${SLURM_JOB_ID}_ready
+# This file says that every node has joined Ray in this start of the job.
+ready=$logs/${SLURM_JOB_ID}_ready_${SLURM_RESTART_COUNT:-0}
 rm -f "$ready"
 contained_step_on 0
 command=
@@ -156,7 +157,7 @@ trap '[ -z "$command" ] || kill -s INT "$command"' INT
     "$ready" "$ready_s" "${nodes[*]}" "$@" &
 command=$!
 
-status=
+is_lost=no
 while is_running "$command"; do
     wait -n "$command" "${rays[@]}"
     for ((i = 0; i < num_nodes; i++)); do
@@ -164,15 +165,17 @@ while is_running "$command"; do
         say "Ray on ${nodes[i]} ended; the end of ${files[i]}:"
         tail -n 15 "${files[i]}" >&2
         unset "rays[i]"
+        is_lost=yes
+        echo "$(date +%FT%T) ${nodes[i]}" >>"$logs/${SLURM_JOB_ID}_lost_nodes"
         if [ ! -e "$ready" ] || ((i == 0)); then
             say "the run cannot go on without ${nodes[i]}"
             kill -s TERM "$command" 2>/dev/null
-            status=69
         fi
     done
 done
 wait "$command"
-status=${status:-$?}
+status=$?
+case $is_lost$status in yes0 | yes138 | no*) ;; *) status=69 ;; esac
 
 # The steps get SIGTERM, on which Ray ends its processes. What does not end then, Slurm kills at the end of the job.
 [ ${#rays[@]} = 0 ] || kill "${rays[@]}" 2>/dev/null
@@ -180,5 +183,4 @@ end=$((SECONDS + 30))
 for ray in "${rays[@]}"; do
     while is_running "$ray" && ((SECONDS < end)); do sleep 0.2; done
 done
-rm -f "$ready"
 exit "$status"

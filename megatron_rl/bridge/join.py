@@ -48,6 +48,10 @@ def host_store(host: str, timeout_s: float = 300.0) -> TCPStore:
     )
 
 
+ABSENT = "did not join the bridge"
+"""Text of the error that says that another rank did not come."""
+
+
 class Joining:
     """How one rank joins. Ranks are numbered as `BridgeSetup.world_size` counts them.
 
@@ -79,7 +83,7 @@ class Joining:
         try:
             self._store.wait(["verdict"], timeout + timedelta(seconds=GRACE_S))
         except DistStoreError as error:
-            raise RuntimeError(f"trainer rank 0 did not join the bridge within {setup.timeout_s:g} s") from error
+            raise RuntimeError(f"trainer rank 0 {ABSENT} within {setup.timeout_s:g} s") from error
         kind, _, text = self._store.get("verdict").decode().partition(":")
         if kind:
             raise {"disagree": ValueError, "absent": RuntimeError}[kind](text)
@@ -139,7 +143,7 @@ def _judge(store: Store, setup: BridgeSetup) -> str:
     except DistStoreError:
         absent = [rank for rank, key in enumerate(keys) if not store.check([key])]
         return (
-            f"absent:ranks {absent} of {setup.world_size} did not join the bridge within {setup.timeout_s:g} s "
+            f"absent:ranks {absent} of {setup.world_size} {ABSENT} within {setup.timeout_s:g} s "
             f"(trainers come first, from rank {setup.mesh.world_size} on they are engine workers)"
         )
     others = {text: rank for rank, text in enumerate(said) if text != said[0]}
@@ -163,7 +167,11 @@ def _close_when_silent(before: set[int]) -> None:
     kernel does. gloo sends a content when the receive has been posted, so no end refuses bytes for long.
     """
     for descriptor in _sockets() - before:
-        with socket.socket(fileno=os.dup(descriptor)) as end:
+        try:
+            copy = os.dup(descriptor)
+        except OSError:  # another thread has closed it since
+            continue
+        with socket.socket(fileno=copy) as end:
             if end.type == socket.SOCK_STREAM and end.family in (socket.AF_INET, socket.AF_INET6):
                 end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
                 end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SILENT_S // 3)

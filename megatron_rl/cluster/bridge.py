@@ -8,27 +8,35 @@ pushes does not end the run; a trainer rank that dies ends it with an error that
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from megatron_rl.actor.spec import ActorSpec
-from megatron_rl.bridge.join import host_store
+from megatron_rl.bridge.join import ABSENT, host_store
 from megatron_rl.bridge.line import PEER_LOST
 from megatron_rl.bridge.setup import BridgeSetup
 from megatron_rl.cluster.engines import EngineGroup
 from megatron_rl.cluster.network import find_interface, network_environment
 from megatron_rl.cluster.policy import PolicyGroup
+from megatron_rl.cluster.process import Process
 from megatron_rl.cluster.waiting import explain, gather, settle
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.layout import Engines
 from megatron_rl.ports import PolicyLost, TooManyRestarts
 from megatron_rl.types import Metrics
 
+log = logging.getLogger(__name__)
+
 ATTEMPTS = 2
+ANSWER_S = 5.0
+"""The time in which a process must have answered after the others failed to join."""
 GRACE_S = 30.0
 """The time after a push's deadline in which a process may still report; then it counts as lost."""
 
@@ -84,7 +92,40 @@ class RayBridge:
             for i, engine in enumerate(self._engines.engines)
         ]
         processes = [*self._policy.processes, *self._engines.processes]
-        gather(calls, processes, "to join the bridge", self._config.cluster.start_timeout_s)
+        try:
+            gather(calls, processes, "to join the bridge", self._config.cluster.start_timeout_s)
+        except (ValueError, RuntimeError) as error:  # vLLM's processes report every error as a ValueError
+            if isinstance(error, ValueError) and ABSENT not in str(error):
+                raise
+            self._end_silent(calls, processes)
+            raise RuntimeError(str(error)) from error
+
+    def _end_silent(self, calls: Sequence[ray.ObjectRef], processes: Sequence[Process]) -> None:
+        """After a failure to join, end the engines that still do not answer, so that they are replaced: a vLLM that is
+        stopped looks alive, and the others only know that it did not come.
+
+        Raises:
+            PolicyLost: a trainer rank has died or does not answer.
+        """
+        for process, outcome in zip(processes, settle(calls, ANSWER_S), strict=True):
+            if not isinstance(outcome, RayActorError | GetTimeoutError):
+                continue
+            if process in self._policy.processes:
+                raise PolicyLost(str(explain(outcome, process))) from outcome
+            ray.kill(process.actor)
+
+    def _join_again(self) -> None:
+        """Replace the engines that died, and join all processes anew; once more if an engine is lost meanwhile."""
+        for attempt in range(ATTEMPTS):
+            self._engines.replace_dead()
+            try:
+                return self._join()
+            except (PolicyLost, TooManyRestarts):
+                raise
+            except RuntimeError as error:
+                if attempt + 1 == ATTEMPTS:
+                    raise
+                log.warning("%s", error)
 
     def push(self, version: int) -> Metrics:
         """Push the weights into every engine.
@@ -105,16 +146,14 @@ class RayBridge:
 
     def recover(self, version: int) -> None:
         """Replace the engines that died while they answered, and push the weights into all engines again."""
-        self._engines.replace_dead()
-        self._join()
+        self._join_again()
         self._push(version)
 
     def rejoin(self) -> None:
         """See `ports.Bridge`."""
         try:
-            self._engines.replace_dead()
-            self._join()
-        except TooManyRestarts:
+            self._join_again()
+        except (PolicyLost, TooManyRestarts):
             raise
         except RuntimeError as error:
             raise PolicyLost(str(error)) from error
@@ -143,8 +182,7 @@ class RayBridge:
             if repeated + 1 == ATTEMPTS:
                 raise cause from error
             repeated += 1
-            self._engines.replace_dead()
-            self._join()
+            self._join_again()
 
     def _attempt(self, version: int) -> dict[str, Any]:
         """The result or the error of each process, by its name."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,11 @@ class EngineRank:
     async def start(self) -> None:
         config = self.config
         log.info("starting vLLM with %s", config.model.path)
+        if self.spans_nodes:
+            # vLLM's engine core joins Ray by itself, and would take any Ray of this machine; and it would sort the
+            # bundles by the ids of their nodes.
+            os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
+            os.environ["VLLM_RAY_BUNDLE_INDICES"] = ",".join(map(str, range(config.rollout.tensor)))
         self.engine = VllmEngine(
             model=config.model, rollout=config.rollout, seed=config.run.seed, spans_nodes=self.spans_nodes
         )

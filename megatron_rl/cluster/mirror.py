@@ -11,13 +11,13 @@ newest steps, so that there is always one step that all ranks have.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import ray
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megatron_rl.cluster.process import begin_process
@@ -28,8 +28,8 @@ log = logging.getLogger(__name__)
 PIECE_BYTES = 64 * 2**20
 """A state travels in pieces of this size, so that Ray's object store never holds much of it."""
 NUM_STEPS = 2
-ANSWER_S = 30.0
-"""A holder that does not tell within this time what it holds is not used."""
+ANSWER_S = 10.0
+"""A holder that does not answer within this time is given up. A piece takes less than a second on any network."""
 
 
 class MirrorHolder:
@@ -68,20 +68,20 @@ class MirrorHolder:
         return len(state), state[start : start + PIECE_BYTES]
 
 
-def send_state(state: np.ndarray, rank: int, step: int, holders: Sequence[Any]) -> int:
-    """Send a state, as bytes, to the holders, and return the number of those that have it now. A holder that dies does
-    not raise an error."""
-    alive = list(holders)
+def send_state(state: np.ndarray, rank: int, step: int, holders: Mapping[str, Any]) -> list[str]:
+    """Send a state, as bytes, to the holders, and return the names of those that died or did not answer, which is no
+    error."""
+    alive = dict(holders)
     for start in range(0, len(state), PIECE_BYTES):
         piece = ray.put(state[start : start + PIECE_BYTES])
-        calls = [holder.put.remote(rank, step, start, len(state), piece) for holder in alive]
-        for holder, call in zip(list(alive), calls, strict=True):
+        calls = {name: holder.put.remote(rank, step, start, len(state), piece) for name, holder in alive.items()}
+        for name, call in calls.items():
             try:
-                ray.get(call)
-            except RayActorError as error:
+                ray.get(call, timeout=ANSWER_S)
+            except (RayActorError, GetTimeoutError) as error:
                 log.warning("a mirror is lost: %s", str(error).partition("\n")[0])
-                alive.remove(holder)
-    return len(alive)
+                del alive[name]
+    return sorted(holders.keys() - alive.keys())
 
 
 def fetch_state(rank: int, step: int, holder: Any) -> np.ndarray:
@@ -105,8 +105,8 @@ class Mirrors:
         self._holders: dict[str, Any] = {}
         """The actors by Ray's id of their node."""
 
-    def holders_of(self, nodes: Sequence[str]) -> list[list[Any]]:
-        """The holders of each rank: that of its own node and that of the next node. Missing ones are started.
+    def holders_of(self, nodes: Sequence[str]) -> list[dict[str, Any]]:
+        """The holders of each rank, by node: that of its own node and that of the next node. Missing ones are started.
 
         Args:
             nodes: for each rank, Ray's id of its node.
@@ -118,7 +118,12 @@ class Mirrors:
                 actor = ray.remote(MirrorHolder).options(num_cpus=0, scheduling_strategy=on_the_node)
                 self._holders[node] = actor.remote(str(self._logs / f"mirror_{number}.log"))
         after = {node: ring[(i + 1) % len(ring)] for i, node in enumerate(ring)}
-        return [[self._holders[there] for there in dict.fromkeys((node, after[node]))] for node in nodes]
+        return [{there: self._holders[there] for there in (node, after[node])} for node in nodes]
+
+    def give_up(self, node: str) -> None:
+        """End the holder of a node; another one takes its place."""
+        if node in self._holders:
+            ray.kill(self._holders.pop(node))
 
     def offers(self) -> dict[tuple[int, int], Any]:
         """A holder for each (rank, step) that a living holder has. Holders that do not answer are given up."""
@@ -128,7 +133,7 @@ class Mirrors:
         for node, answer in zip(nodes, answers, strict=True):
             if isinstance(answer, RayError):
                 log.warning("a mirror is lost: %s", str(answer).partition("\n")[0])
-                ray.kill(self._holders.pop(node))
+                self.give_up(node)
             else:
                 found |= dict.fromkeys(answer, self._holders[node])
         return found

@@ -50,8 +50,8 @@ class Demand:
     """The CPUs that each rank reserves."""
     gpus: float
     """The GPUs that each rank reserves."""
-    advice: str
-    """What a user can do if there is no room."""
+    advice: str = ""
+    """What a user can do if there is no room; without needs there always is."""
     pool: str | None = None
     """The only pool whose nodes may be used; None allows all nodes."""
     can_span: bool = False
@@ -131,7 +131,7 @@ def demands_of(config: BaseConfig) -> tuple[Demand, ...]:
         pool=cluster.pools.get("engine"),
         can_span=True,
     )
-    verifier = Demand("verifier", 1, 1, 1, 0, 0, "free CPUs", cluster.pools.get("verifier"))
+    verifier = Demand("verifier", 1, 1, 1, cpus=0, gpus=0, pool=cluster.pools.get("verifier"))
     return (trainer, engine, verifier)
 
 
@@ -205,7 +205,9 @@ def smallest_cluster(demands: Sequence[Demand], gpus_per_node: int) -> Placement
     used = {demand.pool: 0.0 for demand in demands}
     for demand in demands:
         used[demand.pool] += demand.gpus * demand.num_groups * demand.group_size
-    counts = {pool: max(1, ceil(gpus / gpus_per_node)) for pool, gpus in used.items()}
+    # A role without a pool and GPUs needs no node of its own, unless there is no other.
+    counts = {pool: max(int(pool is not None), ceil(gpus / gpus_per_node)) for pool, gpus in used.items()}
+    counts = counts if any(counts.values()) else {None: 1}
     while True:
         pools = [pool for pool, count in counts.items() for _ in range(count)]
         try:
@@ -296,7 +298,7 @@ def _fill(allowed: Sequence[_Free], count: int, cpus: float, gpus: float) -> lis
     chosen: list[Node] = []
     while len(chosen) < count:
         left = count - len(chosen)
-        # By capacity, and of equal ones by the GPUs that would be idle.
+        # By capacity, and then by the GPUs that would be idle.
         rooms = sorted(allowed, key=lambda room: (room.capacity(cpus, gpus), room.gpus))
         enough = [room for room in rooms if room.capacity(cpus, gpus) >= left]
         largest = [room for room in rooms if room.capacity(cpus, gpus) == rooms[-1].capacity(cpus, gpus)]

@@ -13,6 +13,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median_low
 from typing import Any
 
 import ray
@@ -85,12 +86,14 @@ class TrainerRank:
         """
         # Only the ranks import this: the driver does not need Megatron-Core and need not wait for its import.
         from megatron_rl.actor.actor import MegatronActor
+        from megatron_rl.actor.probe import SpeedProbe
         from megatron_rl.actor.weights import load_hf
 
         store = PrefixStore(f"megatron_rl/{secret}/trainers", TCPStore(address, port, is_master=False))
         self.actor = MegatronActor(
             self.spec, rank=self.rank, world_size=self.spec.policy.parallel.mesh.world_size, store=store
         )
+        self.probe = SpeedProbe()
         log.info("loading its part of %s", self.spec.model.path)
         start = time.perf_counter()
         load_hf(self.actor, self.spec.model.path)
@@ -114,13 +117,15 @@ class TrainerRank:
         log.info("took %d samples of a step in %.2f s", num_samples, time.perf_counter() - start)
         return metrics
 
-    def update(self, minibatch: int, coefficients: Mapping[str, float]) -> Metrics:
+    def update(self, minibatch: int, coefficients: Mapping[str, float]) -> tuple[Metrics, float]:
+        """One optimizer step; returns its metrics, and the seconds of this rank's speed probe."""
+        probe_s = self.probe.seconds()
         start = time.perf_counter()
         metrics = self.actor.update(minibatch, coefficients)
         seconds = time.perf_counter() - start
         norm = metrics["grad_norm"]
         log.info("update %d: loss %.6g, gradient norm %.6g, %.2f s", minibatch, metrics["loss"], norm, seconds)
-        return metrics
+        return metrics, probe_s
 
     def save(self, folder: str, extra: dict[str, Any]) -> None:
         log.info("writing the checkpoint %s", folder)
@@ -130,15 +135,17 @@ class TrainerRank:
         log.info("reading the checkpoint %s", folder)
         return self.actor.load(Path(folder))
 
-    def mirror(self, step: int, holders: Sequence[Any]) -> Metrics:
+    def mirror(self, step: int, holders: Mapping[str, Any]) -> tuple[Metrics, list[str]]:
+        """Copy the state to the holders; returns metrics, and the names of the holders that are lost."""
         start = time.perf_counter()
         state = self.actor.snapshot()
-        num_copies = send_state(state, self.rank, step, holders)
-        return {
+        lost = send_state(state, self.rank, step, holders)
+        metrics = {
             "mirror/bytes": float(state.nbytes),
-            "mirror/copies": float(num_copies),
+            "mirror/copies": float(len(holders) - len(lost)),
             "mirror/seconds": time.perf_counter() - start,
         }
+        return metrics, lost
 
     def load_mirror(self, step: int, holder: Any) -> None:
         log.info("takes the state of step %d from a mirror", step)
@@ -243,7 +250,10 @@ class PolicyGroup:
         if not self._mirroring:
             return {}
         calls, self._mirroring = self._mirroring, []
-        told = self._gather_all(calls, "to mirror its state")
+        answers = self._gather_all(calls, "to mirror its state")
+        for node in {node for _, lost in answers for node in lost}:
+            self._mirrors.give_up(node)
+        told = [metrics for metrics, _ in answers]
         return {
             "mirror/bytes": sum(one["mirror/bytes"] for one in told),
             "mirror/copies": min(one["mirror/copies"] for one in told),
@@ -251,7 +261,16 @@ class PolicyGroup:
         }
 
     def update(self, minibatch: int, coefficients: Mapping[str, float]) -> Metrics:
-        return self._all("update", "to update", minibatch, coefficients)
+        """See `ports.Policy`.
+
+        Returns:
+            The metrics of the update, and `slowest_rank/number` and `slowest_rank/ratio`: the rank whose speed probe
+            took longest, and how many times as long as that of the median rank.
+        """
+        calls = [rank.update.remote(minibatch, coefficients) for rank in self.ranks]
+        answers = self._gather_all(calls, "to update")
+        number, ratio = slowest([seconds for _, seconds in answers])
+        return answers[0][0] | {"slowest_rank/number": float(number), "slowest_rank/ratio": ratio}
 
     def save(self, folder: Path, extra: dict[str, Any]) -> None:
         self._all("save", "to write a checkpoint", str(folder.absolute()), extra)
@@ -291,6 +310,12 @@ class PolicyGroup:
             if isinstance(outcome, RayActorError):
                 return explain(outcome, process)
         return None
+
+
+def slowest(seconds: Sequence[float]) -> tuple[int, float]:
+    """The index of the largest number, and its ratio to the median; of an even count, the lower of the two medians."""
+    number = max(range(len(seconds)), key=lambda i: seconds[i])
+    return number, seconds[number] / median_low(seconds)
 
 
 def _assign(batch: Batch, plan: MicrobatchPlan, data_rank: int) -> tuple[Assignment, list[Any]]:

@@ -19,7 +19,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megatron_rl.cluster.network import use_interface
-from megatron_rl.processes import descendants
+from megatron_rl.processes import descendants, status_of
 
 STACKS = signal.SIGUSR2
 """On this signal our processes, and vLLM's below them, write the Python stacks of all threads to their log."""
@@ -109,17 +109,10 @@ def _ask_for_stacks(pid: int) -> str:
     for member in family:
         if _catches(member.pid, STACKS):
             os.kill(member.pid, STACKS)
-    stopped = [str(member.pid) for member in family if _status(member) == psutil.STATUS_STOPPED]
+    stopped = [str(member.pid) for member in family if status_of(member) == psutil.STATUS_STOPPED]
     if stopped:
         return f"process {', '.join(stopped)} is stopped (SIGSTOP); `kill -CONT` lets it continue"
     return f"it is {status}, and its stacks are at the end of its log"
-
-
-def _status(process: psutil.Process) -> str:
-    try:
-        return process.status()
-    except psutil.NoSuchProcess:
-        return psutil.STATUS_DEAD
 
 
 def _catches(pid: int, number: signal.Signals) -> bool:

@@ -11,7 +11,9 @@ import os
 import secrets
 import signal
 import socket
-from collections.abc import Callable, Iterator, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from math import ceil
 from pathlib import Path
@@ -29,7 +31,7 @@ from megatron_rl.cluster import waiting
 from megatron_rl.cluster.network import find_interface, network_environment
 from megatron_rl.config.schema import ClusterConfig
 from megatron_rl.ports import StopRequested
-from megatron_rl.processes import descendants
+from megatron_rl.processes import descendants, status_of
 
 log = logging.getLogger(__name__)
 
@@ -43,9 +45,20 @@ CONNECT_S = 10.0
 """The time limit for connecting to the port of a running Ray."""
 
 
+VITAL = ("gcs_server", "raylet")
+"""The names of the processes of a local Ray without which no call is answered."""
+STOPPED_S = 20.0
+"""How long one of them may be stopped."""
+WATCH_S = 0.5
+
+
 @contextmanager
 def ray_session(
-    cluster: ClusterConfig, num_trainers: int, logs: Path, on_tick: Callable[[], None] = lambda: None
+    cluster: ClusterConfig,
+    num_trainers: int,
+    logs: Path,
+    on_tick: Callable[[], None] = lambda: None,
+    on_loss: Callable[[str], None] | None = None,
 ) -> Iterator[None]:
     """Run the body with Ray. A Ray that this function started is stopped at the end; one that it joined keeps running.
 
@@ -57,6 +70,8 @@ def ray_session(
         logs: the folder for logs; it is created.
         on_tick: called before Ray starts and several times a second while the driver waits. If it raises, the wait
             ends. From its first call on, a signal handler must not raise: it might interrupt Ray anywhere.
+        on_loss: called in another thread, with the cause, if the Ray that this function started is lost. Afterwards all
+            its processes and the driver are ended, because the driver may be inside a call of Ray that never returns.
 
     Raises:
         ValueError: there is no Ray at `cluster.ray_address`, or it does not admit this process.
@@ -106,13 +121,43 @@ def ray_session(
         for number, handler in handlers.items():
             signal.signal(number, handler)
     own = [process for process in descendants(driver) if process not in others]
-    log.info("the driver talks to other nodes through %s", find_interface(environment))
+    has_ended = threading.Event()
+    if on_loss is not None and cluster.ray_address is None:
+        vital = {process: process.name() for process in own if process.name() in VITAL}
+        threading.Thread(target=_watch, args=(vital, own, has_ended, on_loss), daemon=True).start()
     try:
+        log.info("the driver talks to other nodes through %s", find_interface(environment))
         yield
     finally:
+        has_ended.set()
         family = [member for process in own for member in [process, *descendants(process)]]
         ray.shutdown()
         _kill(family)
+
+
+def _watch(
+    vital: Mapping[psutil.Process, str],
+    own: Sequence[psutil.Process],
+    has_ended: threading.Event,
+    on_loss: Callable[[str], None],
+) -> None:
+    """End the driver if one of the vital processes dies, or is stopped for too long."""
+    stopped_since: dict[psutil.Process, float] = {}
+    while not has_ended.wait(WATCH_S):
+        for process, name in vital.items():
+            status = status_of(process)
+            if status == psutil.STATUS_STOPPED:
+                seconds = time.monotonic() - stopped_since.setdefault(process, time.monotonic())
+            else:
+                stopped_since.pop(process, None)
+                seconds = 0.0
+            is_dead = status in (psutil.STATUS_DEAD, psutil.STATUS_ZOMBIE)
+            if is_dead or seconds > STOPPED_S:
+                how = "died" if is_dead else f"has been stopped (SIGSTOP) for {seconds:.0f} s"
+                family = [member for one in own for member in [one, *descendants(one)]]
+                on_loss(f"Ray was lost: its process {name} ({process.pid}) {how}")
+                _kill([*family, *own])
+                os._exit(1)
 
 
 def _kill(processes: Sequence[psutil.Process]) -> None:

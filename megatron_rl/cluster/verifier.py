@@ -150,7 +150,8 @@ class RayVerifier:
 
     def _ask(self, method: str, doing: str, timeout_s: float, *arguments: Any) -> Any:
         """The answer of the process. If the process dies, it is asked for once more, because the call may not be the
-        cause. A call that is not answered in time is not repeated.
+        cause. The same holds if something outside has stopped it. Otherwise a call that is not answered in time is not
+        repeated.
 
         Raises:
             ProcessLost: there is no answer. The process has been replaced.
@@ -158,7 +159,7 @@ class RayVerifier:
         try:
             return self._ask_once(method, doing, timeout_s, *arguments)
         except ProcessLost as error:
-            if error.silent:
+            if error.silent and not error.stopped:
                 raise
         return self._ask_once(method, doing, timeout_s, *arguments)
 
@@ -168,7 +169,9 @@ class RayVerifier:
             return gather([call], [self._process], doing, timeout_s)[0]
         except ProcessLost as error:
             log.warning("%s", error)
-            if not error.silent:  # a reward that hangs in every step has a time limit of its own, but no budget
+            if (
+                not error.silent or error.stopped
+            ):  # a reward that hangs in every step has a time limit of its own, but no budget
                 self._restarts.spend(str(error))
             self._restart()
             raise

@@ -32,10 +32,12 @@ on_tick: Callable[[], None] = _nothing
 class ProcessLost(RuntimeError):
     """A process has died or does not answer."""
 
-    def __init__(self, message: str, *, silent: bool) -> None:
+    def __init__(self, message: str, *, silent: bool, stopped: bool = False) -> None:
         super().__init__(message)
         self.silent = silent
         """True: the process did not answer in time. False: it died."""
+        self.stopped = stopped
+        """True: it did not answer because something outside has stopped it (SIGSTOP)."""
 
 
 def gather(
@@ -172,6 +174,7 @@ def _describe_silence(silent: Sequence[Process], asked: Sequence[Process], doing
         f"the driver has waited for {names}{more} {doing} for {timeout_s:g} s, since {since}{others}:\n"
         + "\n".join(lines),
         silent=True,
+        stopped=any("stopped" in state for _, state in found),
     )
 
 

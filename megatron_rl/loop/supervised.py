@@ -14,6 +14,7 @@ from megatron_rl.data import ShuffledStream
 from megatron_rl.loop.checkpoints import Checkpoints, WholeState, due
 from megatron_rl.loop.recovery import run_and_recover
 from megatron_rl.loop.stopping import NEVER, Stopping
+from megatron_rl.loop.stragglers import Stragglers
 from megatron_rl.ports import Policy, Sink
 from megatron_rl.types import Batch, Group, ModelShape, Prompt, Sample, Tokens
 
@@ -29,7 +30,7 @@ def train_supervised(
     """Train up to step config.run.steps, or until `stopping` asks for a stop; returns the number of steps that are
     done. A policy that is lost is started anew and continues with the newest state that is left."""
     sink, checkpoints = records
-    parts = {"stream": rows}
+    parts, stragglers = {"stream": rows}, Stragglers()
 
     def train_from(step: int) -> None:
         while step < config.run.steps:
@@ -41,7 +42,10 @@ def train_supervised(
                 )
                 batch.weights = loss_weights(batch, plan, "token-mean")
             with sink.phase("update"):
-                metrics = {**plan.metrics, **policy.begin(batch, plan), **policy.update(0, {})}
+                metrics = {**plan.metrics, **policy.begin(batch, plan)}
+                updated = policy.update(0, {})
+            stragglers.count([updated], sink)
+            metrics |= updated
             step += 1
             whole.mark(step)
             sink.log(step - 1, metrics)

@@ -21,6 +21,7 @@ from megatron_rl.loop.checkpoints import Checkpoints, Stateful, WholeState, due
 from megatron_rl.loop.recovery import run_and_recover
 from megatron_rl.loop.rollouts import SilentRewards, answer_and_verify, as_batch, evaluate_heldout
 from megatron_rl.loop.stopping import NEVER, Stopping
+from megatron_rl.loop.stragglers import Stragglers
 from megatron_rl.ports import Bridge, Engine, Policy, Sink, Verifier
 from megatron_rl.types import Group, Metrics, ModelShape, Prompt
 
@@ -63,7 +64,7 @@ def train(
     sink, checkpoints = records
     algorithm, coefficients = config.algorithm, Coefficients(config.algorithm)
     parts: dict[str, Stateful] = {"stream": prompts.train, "coefficients": coefficients}
-    silence = SilentRewards(config.rewards)
+    silence, stragglers = SilentRewards(config.rewards), Stragglers()
     answered: dict[int, tuple[list[Group], Metrics]] = {}
     """The verified answers of the step that is being done, which outlive the policy."""
 
@@ -104,6 +105,8 @@ def train(
                 for minibatch in range(len(plan.minibatches)):
                     updates.append(ports.policy.update(minibatch, coefficients.values))
                     whole.spoil()
+            if updates:
+                stragglers.count(updates, sink)
             metrics |= describe_updates(updates, coefficients)
             if updates:
                 coefficients.adapt(metrics, int(metrics["samples/active"]))

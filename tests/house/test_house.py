@@ -182,11 +182,33 @@ def run_here(folder, monkeypatch, capsys) -> Callable[[list[str]], str]:
     return run
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "configs").rglob("*.yaml")), ids=lambda p: p.name)
+@pytest.mark.parametrize(
+    "path", sorted([*(ROOT / "configs").rglob("*.yaml"), *(ROOT / "recipes").rglob("*.yaml")]), ids=lambda p: p.name
+)
 def test_every_yaml_dry_runs_with_the_command_at_its_head(path, run_here):
     given = commands(path)
     assert given and any(str(path.relative_to(ROOT)) in words for words in given)
     assert "parameters" in [run_here(words) for words in given][-1]
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("qwen*/*.yaml")), ids=lambda p: p.name)
+def test_the_record_of_a_recipe_has_the_numbers_of_its_dry_run(path, run_here, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+    [words] = commands(path)
+    cells = {key.strip(): value.strip() for key, value in re.findall(r"│(.*?)│(.*?)│", run_here(words))}
+    [row] = [
+        line for line in (path.parent / "RECORD.md").read_text().splitlines() if line.startswith(f"| `{path.name}`")
+    ]
+    total = next(value for key, value in cells.items() if key.endswith("such steps, at most"))
+    fixed, most = cells["always: weights, gradients, optimizer"], cells["most at once"].partition(",")[0]
+    received = cells["bytes into the fullest engine rank"].partition(" (")[0]
+    assert row.split(" | ")[1:] == [
+        cells["trainer"],
+        cells["engines"],
+        f"{fixed}, {most} at most",
+        received,
+        f"{cells['GPU-hours']}, {total} |",
+    ]
 
 
 def test_the_readmes_commands_work(folder):

@@ -19,5 +19,5 @@ for file in "$folder"/run/{slurmd.*,slurmctld,munged}.pid; do
         kill -0 "$process" 2>/dev/null || break
         sleep 0.1
     done
-    kill -KILL "$process" 2>/dev/null
+    kill -KILL "$process" 2>/dev/null || true
 done

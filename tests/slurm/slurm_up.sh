@@ -44,7 +44,7 @@ SlurmUser=$user
 SlurmdUser=$user
 AuthType=auth/munge
 CredType=cred/munge
-AuthInfo=socket=$folder/munge/socket,cred_expire=2
+AuthInfo=socket=$folder/munge/socket,cred_expire=5
 CommunicationParameters=NoInAddrAny,NoCtldInAddrAny
 SrunPortRange=$((port + 100))-$((port + 299))
 StateSaveLocation=$folder/state
@@ -61,11 +61,12 @@ JobAcctGatherType=jobacct_gather/none
 AccountingStorageType=accounting_storage/none
 MailProg=/bin/true
 SelectType=select/cons_tres
-SelectTypeParameters=CR_Core
+SelectTypeParameters=CR_CPU
 SchedulerType=sched/backfill
-SchedulerParameters=sched_interval=1,sched_min_interval=0,bf_interval=1,batch_sched_delay=0,preempt_send_user_signal
+SchedulerParameters=sched_interval=1,sched_min_interval=0,bf_interval=1,batch_sched_delay=0
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
+SlurmctldParameters=preempt_send_user_signal
 SlurmdParameters=config_overrides
 GresTypes=gpu
 ReturnToService=2
@@ -73,7 +74,7 @@ JobRequeue=1
 KillWait=5
 MinJobAge=3600
 SlurmdTimeout=10
-NodeName=n[1-$num_nodes] NodeHostname=$host NodeAddr=127.0.0.1 Port=[$((port + 1))-$((port + num_nodes))] CPUs=4 RealMemory=8000 Gres=gpu:2 State=UNKNOWN
+NodeName=n[1-$num_nodes] NodeHostname=$host NodeAddr=127.0.0.1 Port=[$((port + 1))-$((port + num_nodes))] CPUs=2 RealMemory=8000 Gres=gpu:2 State=UNKNOWN
 PartitionName=main Nodes=n[1-$num_nodes] Default=YES PriorityTier=1 GraceTime=120 State=UP
 PartitionName=urgent Nodes=n[1-$num_nodes] PriorityTier=2 State=UP
 END

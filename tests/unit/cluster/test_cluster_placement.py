@@ -35,7 +35,7 @@ def engines(number: int, tensor: int, gpus: float = 1, pool: str | None = None) 
     return Demand("engine", number, tensor, tensor, 0, gpus, "lower rollout.num_engines", pool, can_span=True)
 
 
-VERIFIER = Demand("verifier", 1, 1, 1, 0, 0, "free CPUs")
+VERIFIER = Demand("verifier", 1, 1, 1, 0, 0)
 
 
 def shown(placement: Placement, role: str) -> list[str]:
@@ -64,13 +64,14 @@ def test_unequal_nodes_and_gpus_that_others_use():
     assert shown(plan, "verifier") == ["4x1"], "the node without GPUs"
 
 
-def test_wide_engines_get_whole_nodes_and_the_trainers_what_is_left():
-    plan = place([trainer(8, 4), engines(2, 16), VERIFIER], [node(i) for i in range(5)])
-    assert shown(plan, "engine") == ["0x8 1x8", "2x8 3x8"] and shown(plan, "trainer") == ["4x8"]
+def test_the_picture_in_the_readme():
+    plan = place([trainer(24, 4), engines(2, 16), VERIFIER], [node(i, free=6 if i == 5 else 8) for i in range(1, 9)])
+    assert shown(plan, "engine") == ["1x8 2x8", "3x8 4x8"] and shown(plan, "trainer") == ["6x8 7x8 8x8"]
+    assert shown(plan, "verifier") == ["5x1"]
 
 
-def test_an_engine_that_fits_a_node_waits_for_a_whole_one():
-    """Eight GPUs are free, but in two nodes: an engine spans nodes only if no node is large enough when it is empty."""
+def test_an_engine_that_an_empty_node_could_hold_is_not_split():
+    """Eight GPUs are free, four in each node. An engine spans nodes only if it is wider than an empty node."""
     with pytest.raises(NoRoom):
         place([engines(1, 8)], [node(0, free=4), node(1, free=4)])
 
@@ -178,13 +179,15 @@ def test_what_a_configuration_needs():
 
 
 def test_the_smallest_cluster_by_hand():
-    demands = [trainer(12, 4), engines(3, 4, pool="rollout"), VERIFIER]
+    demands = [trainer(12, 4, pool="train"), engines(3, 4, pool="rollout"), VERIFIER]
     plan = smallest_cluster(demands, 8)
-    assert [one.pool for one in plan.nodes] == [None, None, "rollout", "rollout"]
+    assert [one.pool for one in plan.nodes] == ["train", "train", "rollout", "rollout"]
+    assert shown(plan, "verifier") == ["node 4x1"], "on the rollout node with free GPUs"
     assert len(smallest_cluster([trainer(12, 4), engines(3, 4)], 8).nodes) == 3
     assert len(smallest_cluster([trainer(32, 4), engines(2, 16)], 8).nodes) == 8
-    # Three engines of 3 GPUs fit no single node of 8, although 9 - 8 = 1 more would do.
-    assert len(smallest_cluster([trainer(1, 1), engines(2, 3), engines(2, 3)][:2], 4).nodes) == 2
+    # Two engines of 3 GPUs and a trainer of 1 are 7 GPUs, but two engines do not fit into one node of 4.
+    assert len(smallest_cluster([trainer(1, 1), engines(2, 3)], 4).nodes) == 2
+    assert len(smallest_cluster([trainer(1, 1), engines(3, 5)], 8).nodes) == 3, "15 GPUs would fit into two"
     assert len(smallest_cluster([trainer(4, 2, gpus=0), engines(2, 2, gpus=0)], 8).nodes) == 1
 
 

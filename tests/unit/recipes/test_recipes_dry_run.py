@@ -14,6 +14,7 @@ from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.layout import FAMILIES
 from megatron_rl.recipes.dry_run import (
     checkpoint_bytes,
+    describe_placement,
     describe_policy,
     expert_data_ways,
     optimizer_ways,
@@ -98,6 +99,10 @@ def test_the_state_of_all_ranks_is_that_of_the_model(mesh):
 
 
 def planned(model: str, **parallel: int) -> str:
+    return printed(describe_policy, model, parallel, {}, {})
+
+
+def printed(describe, model: str, parallel: dict, rollout: dict, cluster: dict) -> str:
     config = validate(
         GrpoRunConfig,
         {
@@ -106,12 +111,14 @@ def planned(model: str, **parallel: int) -> str:
             "policy": {"parallel": parallel},
             "data": {"train": "rows.jsonl"},
             "rollout": {"prompts_per_step": 4, "samples_per_prompt": 2, "max_prompt_tokens": 8}
-            | {"max_response_tokens": 8},
+            | {"max_response_tokens": 8}
+            | rollout,
             "balance": {"max_tokens_per_microbatch": 16},
+            "cluster": cluster,
         },
     )
     screen = io.StringIO()
-    describe_policy(config, Console(file=screen, width=140, color_system=None))
+    describe(config, Console(file=screen, width=140, color_system=None))
     return screen.getvalue()
 
 
@@ -127,3 +134,20 @@ def test_a_large_mixture_is_told_with_its_experts_split():
 def test_a_dense_model_speaks_of_no_experts():
     text = planned("Qwen3-32B", tensor=4, pipeline=4, data=2)
     assert "expert" not in text and "optimizer state, split over DP │ 12.87 GB" in text
+
+
+def test_the_nodes_are_told_with_the_parts_of_engines_that_are_wider_than_a_node():
+    cluster = {"gpus_per_trainer": 1, "gpus_per_engine_rank": 1, "gpus_per_node": 8}
+    cluster["pools"] = {"engine": "rollout"}
+    rollout = {"tensor": 12, "num_engines": 2}
+    text = printed(describe_placement, "Qwen3-32B", {"tensor": 4, "data": 3}, rollout, cluster)
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if line.startswith("│")]
+    assert rows == [
+        ["node 1", "0-7", "", "", "8 of 8"],
+        ["node 2", "8-11", "", "here", "4 of 8"],
+        ["node 3 (rollout)", "", "0 (ranks 0-7)", "", "8 of 8"],
+        ["node 4 (rollout)", "", "0 (ranks 8-11), 1 (ranks 8-11)", "", "8 of 8"],
+        ["node 5 (rollout)", "", "1 (ranks 0-7)", "", "8 of 8"],
+    ]
+    cluster["gpus_per_node"] = None
+    assert printed(describe_placement, "Qwen3-32B", {"tensor": 4, "data": 3}, rollout, cluster) == ""

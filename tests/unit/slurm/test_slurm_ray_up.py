@@ -60,6 +60,7 @@ class Allocation:
         self.environment = {
             "PATH": f"{commands}:{os.environ['PATH']}",
             "RECORD": str(self.record),
+            "SAID": str(self.said),
             "MEGATRON_RL_LOGS": str(self.logs),
             "SLURM_JOB_ID": "7",
             "SLURM_JOB_NODELIST": "a1 a2 a3",
@@ -97,7 +98,7 @@ def placed(allocation: Allocation) -> list[tuple[str, str, str, str]]:
 def test_all_nodes_are_of_one_kind_unless_told_otherwise(allocation):
     assert allocation.run("true").returncode == 0
     assert placed(allocation) == [("a1", "", "20210", "yes"), ("a2", "", "20220", "no"), ("a3", "", "20230", "no")]
-    assert {path.name for path in allocation.logs.iterdir()} == {f"7_ray_a{i}.log" for i in (1, 2, 3)}
+    assert {path.name for path in allocation.logs.iterdir()} == {"7_ready_0", *(f"7_ray_a{i}.log" for i in (1, 2, 3))}
 
 
 @pytest.mark.parametrize("train", [1, 2])
@@ -180,7 +181,7 @@ def test_a_node_without_ray_ends_the_start_and_its_log_is_shown(allocation):
 
 
 def test_the_run_goes_on_without_a_later_node_and_ends_without_the_first(allocation):
-    told = f"until grep -q 'Ray on a2 ended' '{allocation.said}'; do sleep 0.02; done"
+    told = "until grep -q 'Ray on a2 ended' \"$SAID\"; do sleep 0.02; done"
     done = allocation.run("bash", "-c", f"touch '{allocation.record}/training'; {told}", LOST="a2")
     assert done.returncode == 0, done.stderr
     allocation.record.joinpath("training").unlink()
@@ -211,6 +212,7 @@ printf '%s\n' "$@" >"$RECORD/driver"
 trap 'exit 138' USR1; trap 'exit 143' TERM
 [ -z "${STATUS:-}" ] || exit "$STATUS"
 touch "$RECORD/training"
+[ -z "${DIES:-}" ] || { until grep -q "Ray on" "$SAID"; do sleep 0.02; done; exit 1; }
 while :; do sleep 0.05; done
 """
 
@@ -248,7 +250,7 @@ def test_a_signal_to_the_job_reaches_the_driver_and_its_answer_decides(job, numb
 
 def test_the_driver_gets_the_recipe_and_its_arguments(job):
     done = job.run("a b.yaml", "run.name=x y", script="train.sbatch", STATUS="0")
-    assert done.returncode == 0 and "the run is finished" in done.stdout
+    assert done.returncode == 0 and not done.stdout
     common = ["a b.yaml", "run.name=x y", "cluster.ray_address=auto", "--resume", "auto"]
     assert (job.record / "driver").read_text().splitlines() == ["-m", "megatron_rl", "grpo", *common]
     job.run("sft", "a b.yaml", "run.name=x y", script="train.sbatch", STATUS="0", MEGATRON_RL_TRAIN_NODES="1")
@@ -269,7 +271,21 @@ def test_each_task_of_an_array_has_its_own_seed_and_name(job):
     assert refused.returncode == 64 and "no argument contains %a" in refused.stderr
 
 
-@pytest.mark.parametrize("status", [1, 64, 69])
+def test_a_lost_node_is_worth_another_start_ten_times_if_the_nodes_have_ever_been_ready(job):
+    record = job.logs / "7_lost_nodes"
+    assert job.run("a.yaml", script="train.sbatch", BROKEN="a2").returncode == 69
+    assert not (job.record / "requeued").exists(), "the nodes have never been ready: something else is wrong"
+    assert job.run("a.yaml", script="train.sbatch", LOST="a2", DIES="1").returncode == 69
+    (job.record / "ray.a2").unlink()
+    assert job.run("a.yaml", script="train.sbatch", BROKEN="a2", SLURM_RESTART_COUNT="1").returncode == 69
+    assert (job.record / "requeued").read_text() == "7\n7\n"
+    assert [line.split()[1] for line in record.read_text().splitlines()] == ["a2", "a2", "a2"]
+    record.write_text("a2\n" * 10)
+    assert job.run("a.yaml", script="train.sbatch", BROKEN="a2", SLURM_RESTART_COUNT="9").returncode == 69
+    assert (job.record / "requeued").read_text() == "7\n7\n"
+
+
+@pytest.mark.parametrize("status", [1, 64])
 def test_other_statuses_pass_and_nothing_is_requeued(job, status):
     assert job.run("a.yaml", script="train.sbatch", STATUS=str(status)).returncode == status
     assert not (job.record / "requeued").exists()

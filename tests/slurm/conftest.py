@@ -1,0 +1,170 @@
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+from patience import deadline
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+NOT_COMPARED = (
+    "time/",
+    "rollout/tokens_per_s",
+    "reward/share_of_digits/seconds",
+    "verifier/restarts",
+    "slowest_rank/",
+    "sync/re",
+)
+"""The beginnings of the metrics that depend on the machine or on what happened to the run."""
+
+
+class Slurm:
+    """A Slurm on this machine, with the nodes n1, n2 and n3, and a working folder with the tiny task."""
+
+    def __init__(self, folder: Path, task: Path) -> None:
+        self.daemons = folder / "slurm"
+        self.folder = folder / "a working folder"
+        self.folder.mkdir()
+        for name in ("configs", "recipes"):
+            (self.folder / name).symlink_to(ROOT / name)
+        shutil.copyfile(ROOT / "tests" / "e2e" / "rewards.py", self.folder / "rewards.py")
+        self.task = task
+        self.deadline_s = deadline(240)
+        """Of whatever is waited for."""
+        self.environment = os.environ | {
+            "SLURM_CONF": str(self.daemons / "slurm.conf"),
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(ROOT),
+        }
+
+    def start(self) -> None:
+        """Start the daemons that do not run."""
+        subprocess.run([HERE / "slurm_up.sh", self.daemons], check=True, timeout=self.deadline_s)
+
+    def stop(self) -> None:
+        subprocess.run([HERE / "slurm_down.sh", self.daemons], check=True, timeout=self.deadline_s)
+
+    def call(self, *command: str | Path) -> str:
+        done = subprocess.run(
+            command, cwd=self.folder, env=self.environment, capture_output=True, text=True, timeout=self.deadline_s
+        )
+        assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
+        return done.stdout
+
+    def recipe(self, name: str, *changes: str) -> list[str]:
+        """The arguments of a small run of the tiny task."""
+        return [
+            "configs/run/tiny_grpo.yaml",
+            f"run.name={name}",
+            "run.steps=4",
+            f"model.path={self.task}/model",
+            f"data.train={self.task}/train.jsonl",
+            "data.eval=null",
+            "rollout.prompts_per_step=8",
+            "rollout.samples_per_prompt=4",
+            "rollout.max_response_tokens=24",
+            "rewards=[{kind: function, path: 'rewards:share_of_digits'}]",
+            *changes,
+        ]
+
+    def submit(self, *arguments: str) -> int:
+        """Submit `megatron-rl ... --slurm`; returns the job's number."""
+        said = self.call(sys.executable, "-m", "megatron_rl", *arguments, "--slurm")
+        assert "is submitted" in said, said
+        return int(said.partition("Job ")[2].split()[0])
+
+    def job(self, number: int | str) -> dict[str, str]:
+        """What Slurm knows of a job, or of a task of an array."""
+        text = self.call("scontrol", "--oneliner", "show", "job", str(number)).splitlines()[0]
+        return dict(re.findall(r"([\w:/]+)=(.*?)(?= [\w:/]+=|$)", text))
+
+    def wait_until(self, holds: Callable[[], bool], number: int | str) -> None:
+        end = time.monotonic() + self.deadline_s
+        while not holds():
+            assert time.monotonic() < end, f"{self.job(number)}\n{self.output(number)}"
+            time.sleep(0.1)
+
+    def ends(self, number: int | str) -> tuple[str, str]:
+        """The state and the exit status of a job when it has ended."""
+        living = {"PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "REQUEUED", "REQUEUE_HOLD"}
+        self.wait_until(lambda: self.job(number)["JobState"] not in living, number)
+        job = self.job(number)
+        return job["JobState"], job["ExitCode"].partition(":")[0]
+
+    def output(self, number: int | str) -> str:
+        path = Path(self.job(number)["StdOut"])
+        return path.read_text() if path.exists() else ""
+
+    def processes(self, number: int, variable: str = "SLURM_JOB_ID") -> list[psutil.Process]:
+        """The living processes with this variable in their environment."""
+        return [p for p in psutil.process_iter() if _variable(p, variable) == str(number)]
+
+    def unused_shared_memory(self) -> set[str]:
+        """The files in /dev/shm that no process has mapped: what has outlived its processes."""
+        names = set(os.listdir("/dev/shm"))
+        for maps in Path("/proc").glob("[0-9]*/maps"):
+            with suppress(OSError):  # the process has ended
+                text = maps.read_text()
+                names = {name for name in names if f"/dev/shm/{name}" not in text}
+        return names
+
+    def nodes_of(self, number: int, title: str) -> set[str]:
+        """The nodes on which those processes of a job run that have a word in their titles."""
+        found = [p for p in self.processes(number) if title in " ".join(p.cmdline())]
+        return {_variable(process, "SLURMD_NODENAME") for process in found}
+
+    def metrics(self, name: str) -> list[dict]:
+        lines = (self.folder / "runs" / name / "metrics.jsonl").read_text().splitlines()
+        return [{k: v for k, v in json.loads(line).items() if not k.startswith(NOT_COMPARED)} for line in lines]
+
+    # A reward that waits while the file `gate` is there holds a run between two steps: see tests/e2e/rewards.py.
+    def close_gate(self) -> None:
+        (self.folder / "waiting").unlink(missing_ok=True)
+        (self.folder / "gate").touch()
+
+    def open_gate(self) -> None:
+        (self.folder / "gate").unlink()
+
+    def wait_at_gate(self, number: int) -> None:
+        self.wait_until((self.folder / "waiting").exists, number)
+
+    def kill_node(self, name: str) -> None:
+        """Kill the daemon of a node, and all processes of jobs on it, as when the machine dies."""
+        os.kill(int((self.daemons / "run" / f"slurmd.{name}.pid").read_text()), signal.SIGKILL)
+        for process in self.processes(name, "SLURMD_NODENAME"):
+            process.kill()
+
+
+def _variable(process: psutil.Process, name: str) -> str | None:
+    try:
+        if process.status() == psutil.STATUS_ZOMBIE:
+            return None
+        return process.environ().get(name)
+    except psutil.Error:
+        return None
+
+
+@pytest.fixture(scope="session")
+def slurm(tmp_path_factory) -> Iterator[Slurm]:
+    from megatron_rl.recipes.tiny.task import write_task
+
+    task = tmp_path_factory.mktemp("task")
+    write_task(task)
+    # A short path, because the sockets of munge and Ray have paths of 107 characters at most.
+    cluster = Slurm(tmp_path_factory.mktemp("s"), task)
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.stop()

@@ -1,0 +1,76 @@
+"""A program in which one engine of two ranks, on two Ray nodes of one GPU each, receives a push and answers. It prints
+one line of JSON with the nodes of its ranks, as planned and as Ray has them, and the ids and log-probs of an answer.
+
+Its arguments are the folder whose weights are pushed, a folder for logs, and the ids of a prompt with commas between
+them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import ray
+from ray._private.state import actors
+from ray.cluster_utils import Cluster
+from tiny_trainers import TinyTrainers
+
+from megatron_rl.cluster.engines import EngineGroup
+from megatron_rl.cluster.nodes import RayPlacement
+from megatron_rl.cluster.restarts import Restarts
+from megatron_rl.config.load import validate
+from megatron_rl.config.schema import GrpoRunConfig
+from megatron_rl.types import Mesh, Prompt
+
+if __name__ == "__main__":
+    folder, logs, prompt = sys.argv[1:]
+    ids = tuple(int(token) for token in prompt.split(","))
+    rollout = {"prompts_per_step": 1, "samples_per_prompt": 2, "max_prompt_tokens": 8, "max_response_tokens": 16}
+    config = validate(
+        GrpoRunConfig,
+        {
+            "run": {"name": "x", "steps": 1},
+            "model": {"path": folder, "dtype": "float32"},
+            "data": {"train": "none"},
+            "balance": {"max_tokens_per_microbatch": 64},
+            "rollout": rollout | {"tensor": 2, "delimiter": ""},
+            "cluster": {"gpus_per_engine_rank": 1},
+        },
+    )
+    os.environ["RAY_AUTH_MODE"] = "disabled"  # vLLM's engine core would else use a token if the user has one
+    cluster = Cluster()
+    for num_gpus in (0, 1, 1):
+        cluster.add_node(num_cpus=2, num_gpus=num_gpus, object_store_memory=80 * 2**20, include_dashboard=False)
+    environment = {name: os.environ[name] for name in ("PYTHONPATH", "OMP_NUM_THREADS")}
+    environment["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
+    ray.init(address=cluster.address, log_to_driver=False, runtime_env={"env_vars": environment})
+    trainers = TinyTrainers(Path(folder), Mesh(tensor=2), 2, "float32")
+    placement = RayPlacement(config)
+    engines = EngineGroup(config, Path(logs), placement, Restarts(0))
+    engines.wait()
+    [engine] = engines.engines
+    ray.get(engine.connect.remote(trainers.info))
+    trainers.begin_push(Path(folder), 0)
+    ray.get(engine.receive.remote(0))
+    trainers.end_push()
+    [group] = engines.generate([Prompt("row", ids, "")], 1, version=0, seed=0, greedy=True)
+    [tokens] = engines.tokens(group)
+    workers = sorted(
+        (actor for actor in actors().values() if actor["ActorClassName"] == "RayWorkerProc"), key=lambda a: a["Name"]
+    )  # their names end with TP0, TP1, ...
+    print(
+        json.dumps(
+            {
+                "planned": [rank.node.id for rank in placement.plan.groups["engine"][0]],
+                "nodes": [actor["Address"]["NodeID"] for actor in workers],
+                "ids": tokens.ids[len(ids) :].tolist(),
+                "logp": tokens.logp_rollout[len(ids) :].tolist(),
+            }
+        )
+    )
+    engines.close()
+    trainers.close()
+    ray.shutdown()
+    cluster.shutdown()

@@ -1,0 +1,246 @@
+"""Kill the processes of a run while it trains, and compare its numbers with those of an undisturbed run.
+
+    python tools/chaos.py [--steps 150] [--every 30] [--mirror] [--json]
+
+Every few seconds a random process of the run gets SIGKILL or SIGSTOP: an engine, vLLM's engine core, a trainer rank,
+the verifier, a mirror, or one of Ray's own. If the run ends because Ray itself was lost, it is started again with
+`--resume auto`, as Slurm does it. The exit status is 0 if every check holds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+from megatron_rl.observe.records import read_lines
+from megatron_rl.processes import command_line, descendants
+
+ROOT = Path(__file__).resolve().parents[1]
+PATTERNS = {
+    "engine": "ray::EngineRank",
+    "engine core": "VLLM::EngineCore",
+    "trainer rank": "ray::TrainerRank",
+    "verifier": "ray::VerifierRank",
+    "mirror": "ray::MirrorHolder",
+    "Ray's node": "/raylet/raylet ",
+    "Ray's control": "/gcs/gcs_server ",
+}
+"""Text in the command lines of the processes that are disturbed."""
+PROMPTS, SAMPLES = 16, 8
+POLL_S = 0.05
+ATTEMPTS = 20
+"""How often the run is started again at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Disturbance:
+    kind: str
+    signal: str
+    at_step: int
+    """The number of steps that were finished."""
+    recovered_s: float | None
+    """The seconds until a step was finished that was not finished before; None if the run ended first."""
+    restarted: bool
+    """Whether the run itself had to be started again meanwhile."""
+
+
+class Run:
+    """A run of recipes/grpo.py in a process of its own."""
+
+    def __init__(self, folder: Path, name: str, steps: int, mirror: bool) -> None:
+        self.folder, self.name = folder, name
+        self.arguments = [
+            str(ROOT / "configs/run/tiny_grpo.yaml"),
+            f"run.name={name}",
+            f"run.steps={steps}",
+            f"model.path={folder}/task/model",
+            f"data.train={folder}/task/train.jsonl",
+            "data.eval=null",
+            "policy.parallel={tensor: 2}",
+            "rollout.num_engines=2",
+            f"rollout.prompts_per_step={PROMPTS}",
+            f"rollout.samples_per_prompt={SAMPLES}",
+            "rollout.max_response_tokens=48",
+            "rewards=[{kind: function, path: 'megatron_rl.recipes.tiny.rewards:digits_in_answer', timeout_s: 15}]",
+            "checkpoint={every: 10, keep: 2}",
+            f"cluster={{mirror: {str(mirror).lower()}, restarts_per_hour: 1000}}",
+            "cluster.start_timeout_s=90",
+            "cluster.step_timeout_s=15",
+            "bridge.timeout_s=15",
+        ]
+        self.num_starts = 0
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        more = ["--resume", "auto"] if self.num_starts else []
+        self.num_starts += 1
+        with (self.folder / f"{self.name}.log").open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, str(ROOT / "recipes/grpo.py"), *self.arguments, *more],
+                cwd=self.folder,
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
+                stdout=log,
+                stderr=log,
+            )
+
+    @property
+    def records(self) -> list[dict[str, Any]]:
+        path = self.folder / "runs" / self.name / "metrics.jsonl"
+        return list(read_lines(path)) if path.exists() else []
+
+    def num_done(self) -> int:
+        """The number of finished steps that are on record."""
+        return sum("loss" in record for record in self.records)
+
+    def wait(self) -> int:
+        assert self.process is not None
+        return self.process.wait()
+
+    def family(self) -> list[psutil.Process]:
+        assert self.process is not None
+        try:
+            return descendants(psutil.Process(self.process.pid))
+        except psutil.NoSuchProcess:
+            return []
+
+
+def shared_memory() -> set[str]:
+    return {path.name for path in Path("/dev/shm").iterdir()}
+
+
+def disturb(run: Run, every_s: float, generator: random.Random) -> tuple[list[Disturbance], list[psutil.Process]]:
+    """Start the run, and disturb it until it is finished; returns also every process that it ever had."""
+    done: list[Disturbance] = []
+    seen: set[psutil.Process] = set()
+    run.start()
+    pending: tuple[str, str, int, float, int] | None = None
+    next_at = time.monotonic() + every_s
+    while True:
+        time.sleep(POLL_S)
+        assert run.process is not None
+        now, ended = time.monotonic(), run.process.poll()
+        num_done = run.num_done()
+        if pending is not None and num_done > pending[2]:
+            kind, name, at_step, since, starts = pending
+            done.append(Disturbance(kind, name, at_step, now - since, run.num_starts > starts))
+            pending = None
+        if ended == 0 or (ended is not None and run.num_starts == ATTEMPTS):
+            if pending is not None:
+                done.append(Disturbance(*pending[:3], None, False))
+            return done, list(seen)
+        if ended is not None:
+            run.start()
+        elif now >= next_at and pending is None and num_done:
+            family = run.family()
+            seen.update(family)
+            kind = generator.choice(list(PATTERNS))
+            chosen = generator.choice([signal.SIGKILL, signal.SIGSTOP])
+            victims = [process for process in family if PATTERNS[kind] in f"{command_line(process)} "]
+            if victims:
+                pending = kind, chosen.name, num_done, now, run.num_starts
+                next_at = now + every_s
+                try:
+                    generator.choice(victims).send_signal(chosen)
+                except psutil.NoSuchProcess:
+                    pending = None
+
+
+def check(whole: Sequence[dict[str, Any]], disturbed: Sequence[dict[str, Any]], steps: int) -> dict[str, bool]:
+    """What must hold for the records of the two runs."""
+
+    def numbers(records: Sequence[dict[str, Any]]) -> list[tuple[Any, ...]]:
+        return [(r["step"], r["loss"], r["grad_norm"], r["reward/mean"]) for r in records if "loss" in r]
+
+    samples = [r["rollout/num_samples"] == PROMPTS * SAMPLES for r in disturbed if "loss" in r]
+    return {
+        "all steps are finished": len(samples) == steps,
+        "losses, gradient norms and rewards are those of the undisturbed run": numbers(disturbed) == numbers(whole),
+        "every prompt has all of its answers": all(samples),
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=150, help="the steps of the run (default: 150)")
+    parser.add_argument("--every", type=float, default=30, help="seconds between disturbances (default: 30)")
+    parser.add_argument("--seed", type=int, default=0, help="chooses processes and signals (default: 0)")
+    parser.add_argument("--mirror", action="store_true", help="keep mirrors of the trainer's state")
+    parser.add_argument("--folder", type=Path, help="keep the runs in this folder (default: a temporary one)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    given = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = (given.folder or Path(temporary)).absolute()
+        folder.mkdir(parents=True, exist_ok=True)
+        subprocess.run([sys.executable, str(ROOT / "recipes/tiny/task.py"), str(folder / "task")], check=True)
+        whole = Run(folder, "undisturbed", given.steps, given.mirror)
+        before = shared_memory()
+        start = time.monotonic()
+        whole.start()
+        if whole.wait():
+            raise SystemExit(f"the undisturbed run failed: {(folder / 'undisturbed.log').read_text()[-2000:]}")
+        whole_s = time.monotonic() - start
+        run = Run(folder, "disturbed", given.steps, given.mirror)
+        start = time.monotonic()
+        disturbances, processes = disturb(run, given.every, random.Random(given.seed))
+        seconds = time.monotonic() - start
+        checks = check(whole.records, run.records, given.steps)
+        psutil.wait_procs(processes, timeout=90)  # Ray's own agents end a minute after a driver that was killed
+        orphans = [f"{p.pid} {command_line(p)[:80]}" for p in processes if p.is_running() and command_line(p)]
+        checks["no process is left"] = not orphans
+        checks["no shared memory is left"] = shared_memory() <= before
+        result = {
+            "mirror": given.mirror,
+            "steps": given.steps,
+            "undisturbed_s": whole_s,
+            "disturbed_s": seconds,
+            "starts": run.num_starts,
+            "checks": checks,
+            "orphans": orphans,
+            "disturbances": [asdict(one) for one in disturbances],
+        }
+        if given.json:
+            print(json.dumps(result))
+        else:
+            tell(result, disturbances, Console())
+    return 0 if all(checks.values()) else 1
+
+
+def tell(result: dict[str, Any], disturbances: Sequence[Disturbance], console: Console) -> None:
+    mirrors = "with mirrors" if result["mirror"] else "without mirrors"
+    table = Table(title=f"seconds from a signal to the next finished step, {mirrors}", title_justify="left")
+    for heading in ("process", "signal", "times", "mean", "longest", "run started again"):
+        table.add_column(heading)
+    for kind, name in sorted({(one.kind, one.signal) for one in disturbances}):
+        of_kind = [one for one in disturbances if (one.kind, one.signal) == (kind, name)]
+        seconds = [one.recovered_s for one in of_kind if one.recovered_s is not None]
+        mean, longest = (f"{fmean(seconds):.1f}", f"{max(seconds):.1f}") if seconds else ("", "")
+        table.add_row(kind, name, str(len(of_kind)), mean, longest, str(sum(one.restarted for one in of_kind)))
+    console.print(table)
+    console.print(
+        f"{result['steps']} steps took {result['undisturbed_s']:.0f} s without and {result['disturbed_s']:.0f} s with "
+        f"{len(disturbances)} disturbances, in {result['starts']} starts"
+    )
+    for what, holds in result["checks"].items():
+        console.print(f"{'yes' if holds else '[red]NO [/]'}  {what}")
+    for orphan in result["orphans"]:
+        console.print(f"     left: {orphan}", markup=False)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
