@@ -7,8 +7,11 @@ import re
 import subprocess
 import sys
 
+import cover
 import psutil
-from conftest import Cluster, Run
+import pytest
+from conftest import ENGINE, TRAINER, Cluster, Run
+from namespaces import Node
 from patience import deadline
 
 from megatron_rl.processes import command_line, descendants
@@ -25,7 +28,7 @@ def stop(cluster: Cluster, index: int, name: str) -> None:
 def gated(cluster: Cluster, name: str, *arguments: str) -> Run:
     """A run that stands in the rewards of step 1."""
     (cluster.folder / "gate").touch()
-    run = Run(cluster, name, *arguments)
+    run = Run(cluster, name, *cluster.arguments, *arguments)
     run.wait_until((cluster.folder / "waiting").exists)
     return run
 
@@ -35,9 +38,9 @@ def open_gate(cluster: Cluster) -> None:
         (cluster.folder / name).unlink()
 
 
-def alone(cluster: Cluster) -> Run:
+def alone(cluster: Cluster, *arguments: str) -> Run:
     """The same run on the first node alone, with a Ray of its own."""
-    return Run(cluster, "alone", "cluster.ray_address=null", "cluster.pools={}")
+    return Run(cluster, "alone", *arguments)
 
 
 def hosts(run: Run, name: str) -> list[str]:
@@ -60,7 +63,7 @@ def test_a_rollout_node_that_is_lost_in_a_push_costs_nothing(cluster):
     open_gate(cluster)
     run.wait_until(lambda: run.log("trainer_0").count("update 0: ") == 2)
     cluster.nodes[2].pull()
-    cluster.add()
+    cluster.add(ENGINE)
     single = alone(cluster)
     assert (run.end(), single.end()) == (0, 0), run.text + single.text
     assert re.match(r"version 2: engine 0 \(process \d+ on node3\) is lost with its node", run.log("bridge")), run.log(
@@ -72,11 +75,49 @@ def test_a_rollout_node_that_is_lost_in_a_push_costs_nothing(cluster):
     assert numbers(run) == numbers(single)
 
 
+with_all = pytest.mark.skipif(not cover.everything, reason="it takes a minute; `make test-all` runs it")
+MANY = ["rollout.prompts_per_step=32", "rollout.samples_per_prompt=8", "rollout.max_response_tokens=64"]
+"""Answers that take long enough to be interrupted."""
+
+
+@with_all
+@pytest.mark.parametrize("end", [Node.pull, Node.end], ids=["cable pulled", "node gone"])
+def test_a_rollout_node_that_is_lost_while_it_answers_costs_nothing(shared, end):
+    with Cluster(shared) as cluster:
+        run = gated(cluster, f"answers_{end.__name__}", "run.steps=3", *MANY)
+        open_gate(cluster)
+        run.wait_until(lambda: "holds version 2" in run.log("engine_0"))
+        stop(cluster, 2, "VLLM::EngineCore")
+        assert "version 2: answered" not in run.log("engine_0")
+        end(cluster.nodes[2])
+        cluster.add(ENGINE)
+        single = alone(cluster, "run.steps=3", f"run.name=alone_{end.__name__}", *MANY)
+        assert (run.end(), single.end()) == (0, 0), run.text + single.text
+        assert hosts(run, "engine_0") == ["node3", "node4"]
+        assert numbers(run) == numbers(single)
+
+
+@with_all
+@pytest.mark.parametrize("end", [Node.pull, Node.end], ids=["cable pulled", "node gone"])
+def test_a_trainer_node_that_is_lost_in_a_step_costs_the_steps_since_the_checkpoint(shared, end):
+    with Cluster(shared) as cluster:
+        run = gated(cluster, f"step_{end.__name__}", "checkpoint.every=1")
+        stop(cluster, 1, "ray::TrainerRank")  # so that the step stands in the middle
+        open_gate(cluster)
+        run.wait_until(lambda: run.log("trainer_0").count("took 16 samples") == 2)
+        end(cluster.nodes[1])
+        cluster.add(TRAINER)
+        single = alone(cluster, f"run.name=alone_step_{end.__name__}")
+        assert (run.end(), single.end()) == (0, 0), run.text + single.text
+        assert hosts(run, "trainer_1") == ["node2", "node4"]
+        assert numbers(run) == numbers(single)
+
+
 def test_a_node_that_does_not_see_the_model_is_named(cluster):
     folder = cluster.folder / "task" / "model"
     cluster.nodes[1].do("mount", "-t", "tmpfs", "empty", str(folder))
     try:
-        run = Run(cluster, "unseen")
+        run = Run(cluster, "unseen", *cluster.arguments)
         assert run.end() == 1
     finally:
         cluster.nodes[1].do("umount", str(folder))
