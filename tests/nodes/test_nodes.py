@@ -104,7 +104,7 @@ def test_a_trainer_node_that_is_lost_in_a_step_costs_the_steps_since_the_checkpo
         run = gated(cluster, f"step_{end.__name__}", "checkpoint.every=1")
         stop(cluster, 1, "ray::TrainerRank")  # so that the step stands in the middle
         open_gate(cluster)
-        run.wait_until(lambda: run.log("trainer_0").count("took 16 samples") == 2)
+        run.wait_until(lambda: run.log("verifier").count(" scored 32 of 32 answers") == 2)
         end(cluster.nodes[1])
         cluster.add(TRAINER)
         single = alone(cluster, f"step_{end.__name__}")
