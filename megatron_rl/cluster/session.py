@@ -130,6 +130,9 @@ def ray_session(
         yield
     finally:
         has_ended.set()
+        for process in own:
+            with suppress(psutil.NoSuchProcess):
+                process.resume()  # Ray's shutdown would wait for ever for a process that somebody has stopped
         family = [member for process in own for member in [process, *descendants(process)]]
         session = ray_worker._global_node.get_session_dir_path()
         ray.shutdown()
