@@ -52,7 +52,7 @@ class Namespaces:
 
     def end(self) -> None:
         """End all processes in these namespaces at once."""
-        psutil.Process(self.pid).kill()
+        self._process.kill()
         self._process.wait(deadline(30))
 
 

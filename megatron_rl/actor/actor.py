@@ -214,7 +214,7 @@ class MegatronActor:
 
     def restore(self, snapshot: np.ndarray) -> None:
         """Restore what `snapshot` returned on the same rank of the same mesh."""
-        saved = torch.load(io.BytesIO(snapshot), map_location="cpu", weights_only=False)
+        saved = torch.load(io.BytesIO(snapshot), map_location="cpu", weights_only=True)
         state.restore(saved, self.model, self.optimizer, self.scheduler)
 
     def close(self) -> None:

@@ -2,8 +2,8 @@
 
 A checkpoint holds each rank's tensors as they are in memory, so that a resumed run continues bit for bit. It therefore
 loads only on the mesh that wrote it. The portable form of the weights is the Hugging Face export (weights.py;
-tools/export_checkpoint.py makes it from any checkpoint). All ranks must see the same file system. The ranks' files are
-pickles: load only what you trust.
+tools/export_checkpoint.py makes it from any checkpoint). All ranks must see the same file system. Reading
+a file runs no code from it.
 
 Invariants (tests/dist): the folder is complete or absent, whatever fails and whenever the process is killed; if one
 rank raises, all do; a changed byte is an error that names the file.
@@ -31,7 +31,7 @@ from megatron_rl.actor.agreement import Agreement
 from megatron_rl.convert.work import sync
 from megatron_rl.loop.checkpoints import EXTRA
 
-FORMAT = 3
+FORMAT = 4
 MANIFEST = "manifest.json"
 WEIGHTS, STATE = "rank{}.weights.pt", "rank{}.state.pt"
 """The two files of a rank: the weights by Megatron's names, and everything else that the next step depends on."""
@@ -108,7 +108,7 @@ def read_part(folder: Path, manifest: dict[str, Any], name: str, *, mapped: bool
     path = folder / name
     _check_bytes(path, manifest)
     try:
-        return torch.load(path, map_location="cpu", weights_only=False, mmap=mapped)
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
         raise ValueError(f"cannot read {path}: {_first_line(error)}; resume from another checkpoint") from error
 

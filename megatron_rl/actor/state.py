@@ -35,12 +35,18 @@ def training_state(
         "num_updates": scheduler.num_steps,
         "random": {
             "python": random.getstate(),
-            "numpy": np.random.get_state(),
+            "numpy": _numpy_state(),
             "torch": torch.get_rng_state(),
             "cuda": torch.cuda.get_rng_state() if platform.HAS_CUDA else None,
             "megatron": get_cuda_rng_tracker().get_states(),
         },
     }
+
+
+def _numpy_state() -> tuple[Any, ...]:
+    """The state of NumPy's generator, with a list in the place of the array: a safe reader of files takes no arrays."""
+    kind, keys, *others = np.random.get_state()
+    return (kind, keys.tolist(), *others)
 
 
 @torch.no_grad()

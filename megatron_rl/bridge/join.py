@@ -156,7 +156,7 @@ def _judge(store: Store, setup: BridgeSetup) -> str:
     )
 
 
-SILENT_S = 30
+SILENT_S = 20
 """A connection whose other end does not answer for this long is closed: its node or the network between is gone."""
 
 
@@ -174,8 +174,8 @@ def _close_when_silent(before: set[int]) -> None:
         with socket.socket(fileno=copy) as end:
             if end.type == socket.SOCK_STREAM and end.family in (socket.AF_INET, socket.AF_INET6):
                 end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-                end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SILENT_S // 3)
-                end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, SILENT_S // 6)
+                end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SILENT_S // 2)
+                end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, SILENT_S // 4)
                 end.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * SILENT_S)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
-from megatron_rl.cluster.process import NOT_THE_CAUSE, Process, inspect, last_error
+from megatron_rl.cluster.process import NOT_THE_CAUSE, Process, inspect, last_error, root_cause
 
 TICK_S = 0.2
 """The time between two calls of `on_tick`."""
@@ -133,8 +133,15 @@ def explain(error: RayError, process: Process) -> Exception:
     """An exception with a message for people. A ValueError or OSError keeps its type and message, because our code
     writes these for people. Of any other error the message gives the cause in one line."""
     if isinstance(error, RayActorError):
+        if process.location and all(node["NodeID"] != process.location.node for node in ray.nodes() if node["Alive"]):
+            return ProcessLost(
+                f"{process} is lost with its node, which Ray does not reach any more: the machine, its network or its "
+                "Ray has failed",
+                silent=False,
+            )
+        end = last_error(process.log) or root_cause(str(error)) or ""
         return ProcessLost(
-            f"{process} died. Its log, {process.log}, ends:\n{_indented(last_error(process.log))}\n"
+            f"{process} died. Its log, {process.log}, ends:\n{_indented(end)}\n"
             "If these lines show no error, the process was killed from outside, for example because memory ran out",
             silent=False,
         )

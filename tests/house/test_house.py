@@ -107,6 +107,32 @@ def test_make_check_runs_the_tests_of_all_rooms_without_vendors_and_they_load_no
             assert top != "megatron_rl" or rest[0] == "tools" or LAYERS[rest[0]] <= 2, f"{path} imports {name}"
 
 
+RUNS_CODE = {"pickle.load", "pickle.loads", "pickle.Unpickler", "marshal.load", "marshal.loads", "cloudpickle.loads"}
+
+
+def code_runners(source: str) -> list[str]:
+    """The calls that would run code from the bytes that they read."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            name, options = ast.unparse(node.func), {keyword.arg: keyword.value for keyword in node.keywords}
+            safe = ast.unparse(options.get("weights_only", ast.Constant(False))) == "True"
+            if name in RUNS_CODE or name == "torch.load" and not safe or "allow_pickle" in options:
+                found.append(ast.unparse(node))
+        elif isinstance(node, ast.ImportFrom) and node.module in {"pickle", "marshal", "cloudpickle", "dill"}:
+            found.append(ast.unparse(node))
+    return found
+
+
+def test_no_file_or_message_that_is_read_can_run_code():
+    """A checkpoint may come from a stranger, and the stores of PyTorch have no password."""
+    for path in sources():
+        assert code_runners(path.read_text()) == [], path
+    for bad in ("pickle.loads(x)", "torch.load(x)", "torch.load(x, weights_only=False)", "from pickle import loads"):
+        assert code_runners(bad)
+    assert not code_runners("torch.load(x, weights_only=True)")
+
+
 def commands(path: Path) -> list[list[str]]:
     """The `$` lines that a YAML's head, or the README, tells a person to type."""
     return [match.split() for match in re.findall(r"^(?:# )?\$ (.+)$", path.read_text(), flags=re.MULTILINE)]

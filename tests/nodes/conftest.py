@@ -24,6 +24,9 @@ HEALTH_CHECKS = {
     "RAY_health_check_failure_threshold": "3",
 }
 """See megatron_rl/cluster/README.md: a node that cannot be reached is lost after 20 s or so."""
+TRAINER = ["--num-cpus=1"]
+ENGINE = ["--num-cpus=0", "--labels=pool=rollout"]
+"""What the Ray of a node has room for."""
 
 
 class Cluster:
@@ -53,29 +56,32 @@ class Cluster:
     def __enter__(self) -> Cluster:
         self._switch = make_switch()
         self.nodes = [Node(self._switch, number) for number in (1, 2, 3)]
-        self.wait([self.start_ray(0)])
-        self.wait([self.start_ray(1), self.start_ray(2)])
+        self.wait([self._start_ray(self.nodes[0], *TRAINER)])
+        self.wait([self._start_ray(self.nodes[1], *TRAINER), self._start_ray(self.nodes[2], *ENGINE)])
         return self
 
     def __exit__(self, *_: object) -> None:
         for one in (*self.nodes, self._switch):
             one.end()
 
-    def start_ray(self, index: int) -> subprocess.Popen:
+    def _start_ray(self, node: Node, *room: str) -> subprocess.Popen:
         """Start Ray on a node. The process ends when Ray is ready."""
-        node = self.nodes[index]
         head = ["--head", f"--port={RAY_PORT}", "--include-dashboard=false", "--disable-usage-stats"]
         joins = [f"--address={self.address}"]
-        room = ["--num-cpus=1"] if index < 2 else ["--num-cpus=0", "--labels=pool=rollout"]
         words = [sys.executable, "-m", "ray.scripts.scripts", "start", f"--node-ip-address={node.address}"]
-        words += [*(joins if index else head), *room, "--num-gpus=0", f"--object-store-memory={100 * 2**20}"]
+        words += [
+            *(head if node is self.nodes[0] else joins),
+            *room,
+            "--num-gpus=0",
+            f"--object-store-memory={100 * 2**20}",
+        ]
         # Ray's working folder is not that of the run.
         return node.start(Path("/"), self.folder / f"ray_{node.name}.txt", self.environment, *words)
 
-    def add(self) -> None:
-        """Add a node to the engines' pool."""
+    def add(self, room: Sequence[str]) -> None:
+        """Add a node for a trainer or an engine."""
         self.nodes.append(Node(self._switch, len(self.nodes) + 1))
-        self.wait([self.start_ray(len(self.nodes) - 1)])
+        self.wait([self._start_ray(self.nodes[-1], *room)])
 
     def wait(self, started: Sequence[subprocess.Popen]) -> None:
         for process in started:
@@ -83,6 +89,11 @@ class Cluster:
 
     def said(self, pattern: str) -> str:
         return "\n".join(f"{path.name}: {path.read_text()}" for path in sorted(self.folder.glob(pattern)))
+
+    @property
+    def arguments(self) -> list[str]:
+        """Those of a run on these nodes."""
+        return [f"cluster.ray_address={self.address}", "cluster.pools={engine: rollout}"]
 
     @property
     def address(self) -> str:
@@ -96,7 +107,7 @@ class Run:
         self._cluster, self.folder = cluster, cluster.folder / "runs" / name
         self._out = cluster.folder / f"{name}.txt"
         words = [sys.executable, "recipes/grpo.py", "configs/run/tiny_grpo.yaml", f"run.name={name}"]
-        words += [*SMALL, f"cluster.ray_address={cluster.address}", *arguments]
+        words += [*SMALL, *arguments]
         self._process = cluster.nodes[0].start(
             cluster.folder, self._out, cluster.environment | (environment or {}), *words
         )
@@ -136,7 +147,6 @@ SMALL = [
     "rollout.max_response_tokens=24",
     "rewards=[{kind: function, path: 'rewards:share_of_digits'}]",
     "checkpoint.every=0",
-    "cluster.pools={engine: rollout}",
 ]
 """A data-parallel rank on each of two nodes."""
 
