@@ -51,6 +51,11 @@ fi
 # Only processes that know this token may talk to this Ray. It travels in the environment, never on a command line.
 RAY_AUTH_TOKEN=$(od -An -tx1 -N32 /dev/urandom | tr -d ' \n')
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN
+# Ray calls a node lost after three checks without an answer: in 20 s or so. Its own values take more than a minute.
+export RAY_health_check_initial_delay_ms=${RAY_health_check_initial_delay_ms:-5000}
+export RAY_health_check_period_ms=${RAY_health_check_period_ms:-2000}
+export RAY_health_check_timeout_ms=${RAY_health_check_timeout_ms:-5000}
+export RAY_health_check_failure_threshold=${RAY_health_check_failure_threshold:-3}
 if [ -n "${MEGATRON_RL_INTERFACE:-}" ]; then
     export GLOO_SOCKET_IFNAME=$MEGATRON_RL_INTERFACE NCCL_SOCKET_IFNAME=$MEGATRON_RL_INTERFACE
 fi

@@ -38,9 +38,9 @@ def open_gate(cluster: Cluster) -> None:
         (cluster.folder / name).unlink()
 
 
-def alone(cluster: Cluster, *arguments: str) -> Run:
+def alone(cluster: Cluster, name: str, *arguments: str) -> Run:
     """The same run on the first node alone, with a Ray of its own."""
-    return Run(cluster, "alone", *arguments)
+    return Run(cluster, f"{name}_alone", *arguments)
 
 
 def hosts(run: Run, name: str) -> list[str]:
@@ -64,7 +64,7 @@ def test_a_rollout_node_that_is_lost_in_a_push_costs_nothing(cluster):
     run.wait_until(lambda: run.log("trainer_0").count("update 0: ") == 2)
     cluster.nodes[2].pull()
     cluster.add(ENGINE)
-    single = alone(cluster)
+    single = alone(cluster, "nodes")
     assert (run.end(), single.end()) == (0, 0), run.text + single.text
     assert re.match(r"version 2: engine 0 \(process \d+ on node3\) is lost with its node", run.log("bridge")), run.log(
         "bridge"
@@ -91,7 +91,7 @@ def test_a_rollout_node_that_is_lost_while_it_answers_costs_nothing(shared, end)
         assert "version 2: answered" not in run.log("engine_0")
         end(cluster.nodes[2])
         cluster.add(ENGINE)
-        single = alone(cluster, "run.steps=3", f"run.name=alone_{end.__name__}", *MANY)
+        single = alone(cluster, f"answers_{end.__name__}", "run.steps=3", *MANY)
         assert (run.end(), single.end()) == (0, 0), run.text + single.text
         assert hosts(run, "engine_0") == ["node3", "node4"]
         assert numbers(run) == numbers(single)
@@ -107,7 +107,7 @@ def test_a_trainer_node_that_is_lost_in_a_step_costs_the_steps_since_the_checkpo
         run.wait_until(lambda: run.log("trainer_0").count("took 16 samples") == 2)
         end(cluster.nodes[1])
         cluster.add(TRAINER)
-        single = alone(cluster, f"run.name=alone_step_{end.__name__}")
+        single = alone(cluster, f"step_{end.__name__}")
         assert (run.end(), single.end()) == (0, 0), run.text + single.text
         assert hosts(run, "trainer_1") == ["node2", "node4"]
         assert numbers(run) == numbers(single)
