@@ -111,7 +111,7 @@ def read_prompts(config: GrpoRunConfig, tokenizer: PreTrainedTokenizerBase) -> P
     def read(path: Path) -> list[Prompt]:
         rows, skipped = load_prompts(path, tokenizer, rollout.max_prompt_tokens, data.on_bad_row, required)
         if skipped:
-            console.print(f"[yellow]{path}: {skipped} of {skipped + len(rows)} rows skipped[/]")
+            console.print(f"[yellow]{path}: {skipped} of {skipped + len(rows)} rows skipped[/]", soft_wrap=True)
         return rows
 
     stream = ShuffledStream(read(data.train), rollout.prompts_per_step, config.run.seed)

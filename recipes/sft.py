@@ -43,7 +43,7 @@ def run(config: SftRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) ->
     sft = config.sft
     rows, skipped = load_supervised(sft.rows, tokenizer, sft.max_tokens, sft.on_bad_row)
     if skipped:
-        console.print(f"[yellow]{sft.rows}: {skipped} of {skipped + len(rows)} rows skipped[/]")
+        console.print(f"[yellow]{sft.rows}: {skipped} of {skipped + len(rows)} rows skipped[/]", soft_wrap=True)
     stream = ShuffledStream(rows, sft.rows_per_step, config.run.seed)
     folder, logs = config.run_folder, config.run_folder / "logs"
     sink = RunSink(folder, config.run.steps, console, tokenizer, "", checkpoints.resume_at)

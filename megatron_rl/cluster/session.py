@@ -130,9 +130,15 @@ def ray_session(
         yield
     finally:
         has_ended.set()
+        for process in own:
+            with suppress(psutil.NoSuchProcess):
+                process.resume()  # Ray's shutdown would wait for ever for a process that somebody has stopped
         family = [member for process in own for member in [process, *descendants(process)]]
+        session = ray_worker._global_node.get_session_dir_path()
         ray.shutdown()
         _kill(family)
+        if cluster.ray_address is None:
+            _kill(_users_of(session))  # on a busy machine Ray may have started an agent since `family` was read
 
 
 def _watch(
@@ -158,6 +164,17 @@ def _watch(
                 on_loss(f"Ray was lost: its process {name} ({process.pid}) {how}")
                 _kill([*family, *own])
                 os._exit(1)
+
+
+def _users_of(folder: str) -> list[psutil.Process]:
+    """The processes with an open file in a folder, such as their log."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(OSError):  # it has ended, or belongs to another user
+            links = Path(f"/proc/{process.pid}/fd").iterdir()
+            if any(os.readlink(link).startswith(f"{folder}/") for link in links):
+                found.append(process)
+    return [process for process in found if process.pid != os.getpid()]
 
 
 def _kill(processes: Sequence[psutil.Process]) -> None:

@@ -129,7 +129,7 @@ def kill_a_resumed_run(recipe, task, folder: Path) -> None:
     recipe.wait_until(run, (recipe.folder / "waiting").exists)
     assert (folder / "checkpoints" / "step_000003").is_dir()
     second = recipe.run(*command, "--resume", "auto")
-    assert second.returncode == 1 and f"another run writes into runs/broken: process {run.pid} on" in second.stdout
+    assert second.returncode == 1 and f"runs/broken: process {run.pid} on" in second.stdout
     family = descendants(psutil.Process(run.pid))
     os.kill(run.pid, signal.SIGKILL)
     run.wait()

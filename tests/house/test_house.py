@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl.recipes.launch import console
 from megatron_rl.tools.record_times import replaced
 
 ROOT = Path(__file__).parents[2]
@@ -193,7 +194,7 @@ def test_every_yaml_dry_runs_with_the_command_at_its_head(path, run_here):
 
 @pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("qwen*/*.yaml")), ids=lambda p: p.name)
 def test_the_record_of_a_recipe_has_the_numbers_of_its_dry_run(path, run_here, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.setattr(console, "width", 160)
     [words] = commands(path)
     cells = {key.strip(): value.strip() for key, value in re.findall(r"│(.*?)│(.*?)│", run_here(words))}
     [row] = [

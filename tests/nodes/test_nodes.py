@@ -10,9 +10,9 @@ import sys
 import cover
 import psutil
 import pytest
-from conftest import ENGINE, TRAINER, Cluster, Run
 from namespaces import Node
 from patience import deadline
+from ray_nodes import ENGINE, TRAINER, Cluster, Run
 
 from megatron_rl.processes import command_line, descendants
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import getpass
 import json
 import os
 import re
@@ -97,10 +98,16 @@ class Slurm:
 
     def ends(self, number: int | str) -> tuple[str, str]:
         """The state and the exit status of a job when it has ended."""
-        living = {"PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "REQUEUED", "REQUEUE_HOLD"}
-        self.wait_until(lambda: self.job(number)["JobState"] not in living, number)
+        self.wait_until(lambda: self.has_ended(number), number)
         job = self.job(number)
         return job["JobState"], job["ExitCode"].partition(":")[0]
+
+    def has_ended(self, number: int | str) -> bool:
+        living = {"PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "REQUEUED", "REQUEUE_HOLD"}
+        return self.job(number)["JobState"] not in living
+
+    def newest_job(self) -> int:
+        return max(map(int, self.call("squeue", "--noheader", "--states=all", "--format=%A").split()))
 
     def output(self, number: int | str) -> str:
         path = Path(self.job(number)["StdOut"])
@@ -134,10 +141,12 @@ class Slurm:
         (self.folder / "gate").touch()
 
     def open_gate(self) -> None:
-        (self.folder / "gate").unlink()
+        (self.folder / "gate").unlink(missing_ok=True)
 
     def wait_at_gate(self, number: int) -> None:
-        self.wait_until((self.folder / "waiting").exists, number)
+        waiting = self.folder / "waiting"
+        self.wait_until(lambda: waiting.exists() or self.has_ended(number), number)
+        assert waiting.exists(), self.output(number)
 
     def kill_node(self, name: str) -> None:
         """Kill the daemon of a node, and all processes of jobs on it, as when the machine dies."""
@@ -168,3 +177,13 @@ def slurm(tmp_path_factory) -> Iterator[Slurm]:
         yield cluster
     finally:
         cluster.stop()
+
+
+@pytest.fixture(autouse=True)
+def _no_job_outlives_its_test(slurm) -> Iterator[None]:
+    yield
+    slurm.open_gate()
+    slurm.call("scancel", f"--user={getpass.getuser()}")
+    slurm.start()
+    newest = slurm.newest_job()
+    slurm.wait_until(lambda: not slurm.call("squeue", "--noheader"), newest)

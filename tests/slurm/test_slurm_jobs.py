@@ -104,7 +104,6 @@ def test_a_dead_node_costs_the_steps_since_the_last_checkpoint(slurm, whole):
     assert "Ray on n2 ended" in slurm.output(number)
     assert slurm.job(number)["NodeList"] == "n[1,3]", "the dead node is not used again"
     assert slurm.metrics("node") == whole
-    slurm.start()
 
 
 def test_an_array_has_a_run_for_each_seed(slurm):
@@ -148,21 +147,17 @@ def test_nemo_run_submits_the_same_job(slurm, whole):
     arguments = [*slurm.recipe("nemo", *ON_TWO_NODES), f"slurm.environment={environment}"]
     command = ["env", f"NEMORUN_HOME={slurm.folder / 'nemo'}", "COLUMNS=300", python, root / "slurm" / "launch.py"]
     command += ["slurm", "grpo", *arguments]
-    before = newest_job(slurm)
+    before = slurm.newest_job()
     shown = slurm.call(*command, "--dryrun")
     assert "export MEGATRON_RL_TRAIN_NODES=1" in shown and "#SBATCH --signal=USR1@300" in shown
-    assert newest_job(slurm) == before, "nothing is submitted"
+    assert slurm.newest_job() == before, "nothing is submitted"
 
     slurm.close_gate()
     slurm.call(*command)
-    number = newest_job(slurm)
+    number = slurm.newest_job()
     slurm.wait_at_gate(number)
     slurm.call("scancel", "--signal=USR1", str(number))
     slurm.wait_until(lambda: slurm.job(number)["Restarts"] == "1", number)
     slurm.open_gate()
     assert slurm.ends(number) == ("COMPLETED", "0"), slurm.output(number)
     assert slurm.metrics("nemo") == whole
-
-
-def newest_job(slurm) -> int:
-    return max(map(int, slurm.call("squeue", "--noheader", "--states=all", "--format=%A").split()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import ray
+from ray.exceptions import RayActorError
 
 from megatron_rl.cluster import mirror
 from megatron_rl.cluster.mirror import MirrorHolder, Mirrors, fetch_state, send_state, whole_steps
@@ -57,6 +58,9 @@ def test_states_survive_the_death_of_a_holder(tmp_path, monkeypatch):
         assert whole_steps(mirrors.offers(), 2) == [7, 8]
 
         ray.kill(first)
+        with pytest.raises(RayActorError):  # the kill arrives while calls are still answered
+            while True:
+                ray.get(first.held.remote())
         assert send_state(state(0, 9, 10), 0, 9, both) == [node], "a dead holder is no error"
         offers = mirrors.offers()
         assert whole_steps(offers, 2) == [8]

@@ -68,7 +68,8 @@ def ranks(tmp_path_factory):
         yield start
         family = descendants(psutil.Process())
         own = [process for process in family if re.search("ray::|raylet|gcs_server", command_line(process))]
-    assert own and not ray.is_initialized() and not any(process.is_running() for process in own)
+    assert own and not ray.is_initialized()
+    assert [str(process) for process in own if process.is_running()] == []
     assert other.poll() is None, "a session ends its own processes and no other child of the driver"
     other.communicate()
 

@@ -12,17 +12,20 @@ import os
 import sys
 from pathlib import Path
 
-import ray
-from ray._private.state import actors
-from ray.cluster_utils import Cluster
-from tiny_trainers import TinyTrainers
+# A token of the user, or of another test, would be used by some of the processes alone. Ray reads this at its import.
+os.environ["RAY_AUTH_MODE"] = "disabled"
 
-from megatron_rl.cluster.engines import EngineGroup
-from megatron_rl.cluster.nodes import RayPlacement
-from megatron_rl.cluster.restarts import Restarts
-from megatron_rl.config.load import validate
-from megatron_rl.config.schema import GrpoRunConfig
-from megatron_rl.types import Mesh, Prompt
+import ray  # noqa: E402
+from ray._private.state import actors  # noqa: E402
+from ray.cluster_utils import Cluster  # noqa: E402
+from tiny_trainers import TinyTrainers  # noqa: E402
+
+from megatron_rl.cluster.engines import EngineGroup  # noqa: E402
+from megatron_rl.cluster.nodes import RayPlacement  # noqa: E402
+from megatron_rl.cluster.restarts import Restarts  # noqa: E402
+from megatron_rl.config.load import validate  # noqa: E402
+from megatron_rl.config.schema import GrpoRunConfig  # noqa: E402
+from megatron_rl.types import Mesh, Prompt  # noqa: E402
 
 if __name__ == "__main__":
     folder, logs, prompt = sys.argv[1:]
@@ -39,7 +42,6 @@ if __name__ == "__main__":
             "cluster": {"gpus_per_engine_rank": 1},
         },
     )
-    os.environ["RAY_AUTH_MODE"] = "disabled"  # vLLM's engine core would else use a token if the user has one
     cluster = Cluster()
     for num_gpus in (0, 1, 1):
         cluster.add_node(num_cpus=2, num_gpus=num_gpus, object_store_memory=80 * 2**20, include_dashboard=False)
