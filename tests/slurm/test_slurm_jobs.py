@@ -4,6 +4,7 @@ same numbers, and a job that has ended leaves nothing."""
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import sys
@@ -131,9 +132,16 @@ def test_the_shipped_script_runs_as_it_is(slurm):
     files = [f"model.path={slurm.task}/model", f"sft.rows={slurm.task}/demonstrations.jsonl"]
     changes = ["run.name=plain", f"run.folder={slurm.folder}/runs", "run.steps=1", "sft.rows_per_step=8"]
     options = [f"--chdir={root}", "--parsable", f"--output={slurm.folder}/%j.log"]
-    environment = f"--export=ALL,MEGATRON_RL_LOGS={slurm.folder}/plain"
+    bin_folder = Path(sys.executable).parent
+    environment = [
+        "env",
+        "-C",
+        root,
+        f"PATH={bin_folder}:{os.environ['PATH']}",
+        f"MEGATRON_RL_LOGS={slurm.folder}/plain",
+    ]
     script = ["slurm/train.sbatch", "sft", "configs/run/tiny_sft.yaml", *files, *changes]
-    number = int(slurm.call("env", "-C", root, "sbatch", *options, environment, *script))
+    number = int(slurm.call(*environment, "sbatch", *options, *script))
     assert slurm.ends(number) == ("COMPLETED", "0"), slurm.output(number)
     assert len(slurm.metrics("plain")) == 1
 
@@ -145,7 +153,13 @@ def test_nemo_run_submits_the_same_job(slurm, whole):
     assert python.exists(), "NeMo-Run's environment is missing; make test-slurm makes it"
     environment = json.dumps(f"export PATH={shlex.quote(str(Path(sys.executable).parent))}:$PATH")
     arguments = [*slurm.recipe("nemo", *ON_TWO_NODES), f"slurm.environment={environment}"]
-    command = ["env", f"NEMORUN_HOME={slurm.folder / 'nemo'}", "COLUMNS=300", python, root / "slurm" / "launch.py"]
+    command = [
+        "env",
+        f"NEMORUN_HOME={slurm.daemons.parent / 'nemo'}",
+        "COLUMNS=300",
+        python,
+        root / "slurm" / "launch.py",
+    ]
     command += ["slurm", "grpo", *arguments]
     before = slurm.newest_job()
     shown = slurm.call(*command, "--dryrun")
