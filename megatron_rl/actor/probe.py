@@ -13,7 +13,7 @@ import torch
 from megatron_rl.actor import platform
 
 SIZE = {"cuda": 8192, "cpu": 512}
-"""The product of two square matrices of this size takes about 2 ms on an H100, and as long on a core of a CPU."""
+"""The number of rows and columns of the square matrices. The products are small beside a step; not run on a GPU."""
 NUM_RUNS = 3
 
 

@@ -94,7 +94,7 @@ def _bounded_statistics(rule: Rejection, logp_T: Tensor, logp_rollout_T: Tensor)
 
 
 def _over(rule: Rejection, statistic_T: Tensor, mask_T: Tensor, sample_T: Tensor) -> Tensor:
-    """For each token, the statistic of the unit that it belongs to: the token itself, its segment or its sample."""
+    """The statistic of each token's unit: the token itself, its segment or its sample."""
     if rule.level == "token":
         return statistic_T
     owner_T = _owner(rule.level, mask_T, sample_T)

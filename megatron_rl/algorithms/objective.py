@@ -1,4 +1,4 @@
-"""From log-probs to the loss of one micro-batch, which is its share of the step's loss.
+"""The objective turns log-probs into the loss of one micro-batch, which is its share of the step's loss.
 
 An optimizer step has two passes. First, `prepare` sees all micro-batches of the mini-batch, computes the statistics
 that need all of them and all ranks (the mean of the importance weights, covariances, quantiles), and writes them into

@@ -89,7 +89,7 @@ class Joining:
             raise {"disagree": ValueError, "absent": RuntimeError}[kind](text)
 
     def readable(self, sources: Iterable[int]) -> set[int]:
-        """Those of the ranks whose buffers this rank can read. Tells each of them."""
+        """The ranks among `sources` whose buffers this rank can read. Each of them is told."""
         near = set()
         for source in sources:
             if self._share_memory and reads(self._said(source)["probe"], self.device):
@@ -98,7 +98,7 @@ class Joining:
         return near
 
     def readers(self, destinations: Iterable[int]) -> set[int]:
-        """Those of the ranks that can read this rank's buffers, as they tell. Waits for all of them."""
+        """The ranks that can read this rank's buffers. The call waits until each of them has told."""
         return {to for to in destinations if self._store.get(f"near/{self.rank}-{to}") == b"yes"}
 
     def offer(self, slots: Slots) -> None:

@@ -94,7 +94,7 @@ def opened(handle: str, device: torch.device) -> list[Tensor]:
 
 
 CLASSES = {0: torch.Tensor, 4: torch.TypedStorage, 5: torch.uint8}
-"""Those of the arguments of `rebuild_cuda_tensor` that JSON cannot hold and that never differ, by their places."""
+"""The arguments of `rebuild_cuda_tensor` that JSON cannot hold and that never differ, by their places."""
 DEVICE = 6
 """The place of the device's number. One GPU may have different numbers in two processes."""
 

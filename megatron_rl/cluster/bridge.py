@@ -3,7 +3,7 @@
 
 A push that fails is tried once more: dead engines are replaced, all processes join anew, and every engine gets all
 weights, including an engine that missed an earlier version. Invariants (tests/e2e): an engine that dies between two
-pushes does not end the run; a trainer rank that dies ends it with an error that names the rank.
+pushes does not end the run; a trainer rank that dies is reported as PolicyLost, with the name of the rank.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ PIECE_BYTES = 64 * 2**20
 """A state travels in pieces of this size, so that Ray's object store never holds much of it."""
 NUM_STEPS = 2
 ANSWER_S = 10.0
-"""A holder that does not answer within this time is given up. A piece takes less than a second on any network."""
+"""A holder that does not answer within this time is given up."""
 
 
 class MirrorHolder:

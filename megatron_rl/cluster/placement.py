@@ -75,7 +75,7 @@ class Demand:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where one rank runs, and what it reserves there."""
+    """The node of one rank, and what the rank reserves there."""
 
     node: Node
     cpus: float
@@ -88,7 +88,7 @@ Group = tuple[Place, ...]
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where all processes of a run are."""
+    """The nodes of all processes of a run."""
 
     nodes: tuple[Node, ...]
     demands: tuple[Demand, ...]
