@@ -1,7 +1,8 @@
 """What a step needs on GPUs, estimated from the model's sizes: memory by phase, and hours.
 
 These are sums of the tensors that must exist and of the bytes and operations that must happen, not measurements. The
-memory of CUDA, of the collectives' buffers and of the allocator's gaps comes on top. Invariant (tests/unit/recipes): the sums are those of a calculation by hand for Qwen3-32B.
+memory of CUDA, of the collectives' buffers and of the allocator's gaps comes on top. Invariant (tests/unit/recipes):
+the sums are those of a calculation by hand for Qwen3-32B.
 """
 
 from __future__ import annotations
