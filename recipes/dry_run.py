@@ -172,7 +172,7 @@ def describe_rollout(config: GrpoRunConfig, shape: ModelShape, console: Console)
     console.print(table)
 
 
-def describe_gpu_needs(config: BaseConfig, shape: ModelShape, console: Console) -> None:
+def describe_gpu_needs(config: GrpoRunConfig, shape: ModelShape, console: Console) -> None:
     """Print the estimated memory of the fullest trainer rank by phase, and the hours of the run's GPUs."""
     mesh, dtype, cap = config.policy.parallel.mesh, config.model.dtype, config.balance.max_tokens_per_microbatch
     width, full = BYTES[dtype], config.model.recompute == "full"
@@ -190,27 +190,21 @@ def describe_gpu_needs(config: BaseConfig, shape: ModelShape, console: Console) 
     table.add_row("  always: weights, gradients, optimizer", gigabytes(fixed))
     table.add_row("  update: kept for the backward passes", gigabytes(update.kept))
     table.add_row("  update: the layer being computed", gigabytes(update.working))
-    table.add_row("  push: two buffers", gigabytes(2 * bucket_bytes(config)))
+    table.add_row("  push: two buffers", gigabytes(2 * config.bridge.bucket_mib * 2**20))
     table.add_row("  most at once", f"{gigabytes(fixed + update.total)}, and what CUDA and NCCL take")
-    if isinstance(config, GrpoRunConfig):
-        rollout = config.rollout
-        num_parameters = FAMILIES[shape.family].num_parameters(shape)
-        lengths = np.full(rollout.prompts_per_step * rollout.samples_per_prompt, rollout.max_model_tokens)
-        training_s = training_seconds(config, shape, lengths)
-        generation_s = generation_seconds(config, shape, num_parameters, width)
-        num_gpus = mesh.world_size + rollout.num_engines * rollout.tensor
-        hours = (training_s + generation_s) * num_gpus / 3600
-        table.add_row("a step in which every answer has the longest length", "")
-        table.add_row(f"  generation, at {DECODING_SHARE:.0%} of the memory bandwidth", f"{generation_s:,.0f} s")
-        table.add_row(f"  passes and update, at {TRAINING_SHARE:.0%} of the peak", f"{training_s:,.0f} s")
-        table.add_row("  GPU-hours", f"{hours:,.1f}")
-        table.add_row(f"GPU-hours of {config.run.steps:,} such steps, at most", f"{hours * config.run.steps:,.0f}")
+    rollout = config.rollout
+    num_parameters = FAMILIES[shape.family].num_parameters(shape)
+    lengths = np.full(rollout.prompts_per_step * rollout.samples_per_prompt, rollout.max_model_tokens)
+    training_s = training_seconds(config, shape, lengths)
+    generation_s = generation_seconds(config, shape, num_parameters, width)
+    num_gpus = mesh.world_size + rollout.num_engines * rollout.tensor
+    hours = (training_s + generation_s) * num_gpus / 3600
+    table.add_row("a step in which every answer has the longest length", "")
+    table.add_row(f"  generation, at {DECODING_SHARE:.0%} of the memory bandwidth", f"{generation_s:,.0f} s")
+    table.add_row(f"  passes and update, at {TRAINING_SHARE:.0%} of the peak", f"{training_s:,.0f} s")
+    table.add_row("  GPU-hours", f"{hours:,.1f}")
+    table.add_row(f"GPU-hours of {config.run.steps:,} such steps, at most", f"{hours * config.run.steps:,.0f}")
     console.print(table)
-
-
-def bucket_bytes(config: BaseConfig) -> float:
-    """The bytes of one buffer of a push; supervised training pushes nothing."""
-    return config.bridge.bucket_mib * 2**20 if isinstance(config, GrpoRunConfig) else 0.0
 
 
 def describe_placement(config: BaseConfig, console: Console) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_rl.balance.flops import forward_flops, training_flops
-from megatron_rl.config.schema import BaseConfig, GrpoRunConfig
+from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.types import Mesh, ModelShape
 
 PEAK_FLOPS = 989e12
@@ -67,12 +67,11 @@ def update_memory(shape: ModelShape, mesh: Mesh, stage: int, num_tokens: int, *,
     return StageMemory(in_flight * layers * (inputs if full else layer), max(2 * layer if full else layer, last))
 
 
-def training_seconds(config: BaseConfig, shape: ModelShape, lengths: np.ndarray) -> float:
+def training_seconds(config: GrpoRunConfig, shape: ModelShape, lengths: np.ndarray) -> float:
     """The seconds of the forward passes and the update of a step at TRAINING_SHARE of the peak."""
     flops = training_flops(lengths, shape, config.model.recompute).sum()
-    if isinstance(config, GrpoRunConfig):
-        passes = (config.algorithm.updates_per_step > 1) + (config.algorithm.kl is not None)
-        flops += passes * forward_flops(lengths, shape).sum()
+    passes = (config.algorithm.updates_per_step > 1) + (config.algorithm.kl is not None)
+    flops += passes * forward_flops(lengths, shape).sum()
     return float(flops / (config.policy.parallel.mesh.world_size * PEAK_FLOPS * TRAINING_SHARE))
 
 
