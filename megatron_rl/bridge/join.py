@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import stat
 from collections.abc import Iterable
 from contextlib import suppress
 from datetime import timedelta
@@ -170,6 +171,9 @@ def _close_when_silent(before: set[int]) -> None:
         try:
             copy = os.dup(descriptor)
         except OSError:  # another thread has closed it since
+            continue
+        if not stat.S_ISSOCK(os.fstat(copy).st_mode):  # and has opened a file, which got the same number
+            os.close(copy)
             continue
         with socket.socket(fileno=copy) as end:
             if end.type == socket.SOCK_STREAM and end.family in (socket.AF_INET, socket.AF_INET6):
