@@ -1,11 +1,27 @@
-"""The descendants of a process, from the parents that the kernel names."""
+"""What all processes of a run have in common: their logs, a signal that makes them write their stacks, and their
+descendants."""
 
 from __future__ import annotations
 
+import logging
+import signal
 from collections import defaultdict
 from contextlib import suppress
 
 import psutil
+
+STACKS = signal.SIGUSR2
+"""The driver, our processes and vLLM's below them write the Python stacks of all their threads to their log on this
+signal."""
+
+
+def log_to(handler: logging.Handler) -> None:
+    """Send our messages of level INFO and above to `handler` alone. The messages of libraries are not affected."""
+    handler.setFormatter(logging.Formatter("%(asctime)s %(name)s: %(message)s"))
+    ours = logging.getLogger("megatron_rl")
+    ours.setLevel(logging.INFO)
+    ours.handlers[:] = [handler]
+    ours.propagate = False
 
 
 def descendants(process: psutil.Process) -> list[psutil.Process]:

@@ -28,6 +28,7 @@ from megatron_rl.config.schema import BaseConfig
 from megatron_rl.loop.checkpoints import Checkpoints, Resume, find_checkpoints
 from megatron_rl.loop.run_lock import run_lock
 from megatron_rl.ports import StopRequested
+from megatron_rl.processes import STACKS, log_to
 from megatron_rl.recipes.preflight import check_before_start
 from megatron_rl.recipes.slurm import read_job, render, submit
 
@@ -262,16 +263,12 @@ log = logging.getLogger("megatron_rl.driver")
 
 
 def log_to_file(folder: Path) -> None:
-    """Write the log messages of the driver to `driver.log`, and on SIGUSR2 its stacks. Every other process has a log
-    file of its own."""
+    """Write the log messages of the driver to `driver.log`, and on the signal STACKS its stacks. Every other process
+    has a log file of its own."""
     folder.mkdir(parents=True, exist_ok=True)
     handler = logging.FileHandler(folder / "driver.log")
-    handler.setFormatter(logging.Formatter("%(asctime)s %(name)s: %(message)s"))
-    ours = logging.getLogger("megatron_rl")
-    ours.setLevel(logging.INFO)
-    ours.handlers[:] = [handler]
-    ours.propagate = False
-    faulthandler.register(signal.SIGUSR2, file=handler.stream, all_threads=True, chain=False)
+    log_to(handler)
+    faulthandler.register(STACKS, file=handler.stream, all_threads=True, chain=False)
     log.info("%s", shlex.join(sys.argv))
 
 

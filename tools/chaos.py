@@ -2,9 +2,9 @@
 
     python tools/chaos.py [--steps 150] [--every 30] [--mirror] [--json]
 
-Every few seconds a random process of the run gets SIGKILL or SIGSTOP: an engine, vLLM's engine core, a trainer rank,
-the verifier, a mirror, or one of Ray's own. If the run ends because Ray itself was lost, it is started again with
-`--resume auto`, as Slurm does it. The exit status is 0 if every check holds.
+Every few seconds a random process of the run gets SIGKILL or SIGSTOP: an engine, a trainer rank, the verifier, a
+mirror, or one of Ray's own. If the run ends because Ray itself was lost, it is started again with `--resume auto`, as
+Slurm does it. The exit status is 0 if every check holds.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ from megatron_rl.processes import command_line, descendants
 ROOT = Path(__file__).resolve().parents[1]
 PATTERNS = {
     "engine": "ray::EngineRank",
-    "engine core": "VLLM::EngineCore",
     "trainer rank": "ray::TrainerRank",
     "verifier": "ray::VerifierRank",
     "mirror": "ray::MirrorHolder",

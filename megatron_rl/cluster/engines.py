@@ -9,10 +9,9 @@ function of weights, prompts and seed, so the run's numbers equal those of an un
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +30,6 @@ ALIVE_S = 30.0
 """An engine that does not answer within this time whether it is alive is replaced."""
 CLOSE_S = 30.0
 """The time that engines get to shut down before Ray kills them."""
-DEATH_CHECK_S = 1.0
-"""The time between two checks of a running call whether vLLM's processes are alive."""
 ATTEMPTS = 3
 """How often a prompt is asked at most if its engine dies."""
 
@@ -53,10 +50,7 @@ class EngineRank:
     async def start(self) -> None:
         config = self.config
         log.info("starting vLLM with %s", config.model.path)
-        if self.spans_nodes:
-            # vLLM's engine core joins Ray by itself, and would take any Ray of this machine; and it would sort the
-            # bundles by the ids of their nodes.
-            os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
+        if self.spans_nodes:  # otherwise vLLM sorts the bundles by the ids of their nodes
             os.environ["VLLM_RAY_BUNDLE_INDICES"] = ",".join(map(str, range(config.rollout.tensor)))
         self.engine = VllmEngine(
             model=config.model, rollout=config.rollout, seed=config.run.seed, spans_nodes=self.spans_nodes
@@ -68,10 +62,10 @@ class EngineRank:
         return self.engine.alive
 
     async def connect(self, info: dict[str, Any]) -> None:
-        await self._unless_dead(self.engine.init_transfer(info))
+        await self.engine.init_transfer(info)
 
     async def receive(self, version: int) -> Metrics:
-        metrics = await self._unless_dead(self.engine.receive(version))
+        metrics = await self.engine.receive(version)
         log.info("holds version %d, received in %.3f s", version, metrics["seconds"])
         return metrics
 
@@ -81,7 +75,7 @@ class EngineRank:
         """The samples of all groups, and after them the tokens of each group, which become separate objects in Ray's
         store."""
         log.info("version %d: answering %d prompts, %d times each", version, len(prompts), num_samples)
-        answers = await self._unless_dead(self.engine.generate(prompts, num_samples, version, seed, greedy))
+        answers = await self.engine.generate(prompts, num_samples, version, seed, greedy)
         num_tokens = sum(sample.length - sample.num_prompt_tokens for group in answers for sample, _ in group)
         log.info("version %d: answered with %d tokens", version, num_tokens)
         samples = [[sample for sample, _ in group] for group in answers]
@@ -90,17 +84,6 @@ class EngineRank:
     async def close(self) -> None:
         """End vLLM's processes, so that they free their resources."""
         self.engine.close()
-
-    async def _unless_dead(self, call: Coroutine[Any, Any, Any]) -> Any:
-        """The call's result. vLLM leaves some calls without an answer when its engine core dies; this does not."""
-        task = asyncio.ensure_future(call)
-        while True:
-            done, _ = await asyncio.wait([task], timeout=DEATH_CHECK_S)
-            if done:
-                return task.result()
-            if not self.engine.alive:
-                task.cancel()
-                raise RuntimeError("vLLM's engine core has died")
 
 
 class EngineGroup:

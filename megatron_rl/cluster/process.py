@@ -7,7 +7,6 @@ import faulthandler
 import logging
 import os
 import re
-import signal
 import socket
 import sys
 from dataclasses import dataclass
@@ -19,10 +18,8 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megatron_rl.cluster.network import use_interface
-from megatron_rl.processes import descendants, status_of
+from megatron_rl.processes import STACKS, descendants, log_to, status_of
 
-STACKS = signal.SIGUSR2
-"""On this signal our processes, and vLLM's below them, write the Python stacks of all threads to their log."""
 INSPECTION_S = 20.0
 """The time limit of `inspect`."""
 
@@ -70,15 +67,6 @@ def begin_process(path: Path, name: str) -> None:
     log.info("it talks to other nodes through %s", use_interface())
 
 
-def log_to(handler: logging.Handler) -> None:
-    """Send our messages of level INFO and above to `handler`. The messages of libraries are not affected."""
-    handler.setFormatter(logging.Formatter("%(asctime)s %(name)s: %(message)s"))
-    ours = logging.getLogger("megatron_rl")
-    ours.setLevel(logging.INFO)
-    ours.addHandler(handler)
-    ours.propagate = False
-
-
 def locate() -> Location:
     """The location of the calling process."""
     return Location(os.getpid(), socket.gethostname(), ray.get_runtime_context().get_node_id())
@@ -115,7 +103,7 @@ def _ask_for_stacks(pid: int) -> str:
     return f"it is {status}, and its stacks are at the end of its log"
 
 
-def _catches(pid: int, number: signal.Signals) -> bool:
+def _catches(pid: int, number: int) -> bool:
     """Whether the process has a handler for the signal. Without a handler the signal would kill it."""
     try:
         mask = re.search(r"SigCgt:\s+(\w+)", Path(f"/proc/{pid}/status").read_text())

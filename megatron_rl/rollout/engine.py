@@ -1,8 +1,7 @@
-"""The engine that generates answers: vLLM's AsyncLLM, with token ids as input and output.
+"""The engine that generates answers: vLLM, with token ids as input and output.
 
-The requests of a call are queued while the scheduler is paused. They start together and in a fixed order, whatever the
-timing of the messages to the engine core. Weights may arrive while requests run: the requests pause between two tokens
-and continue with the new weights. Invariants (tests/unit/rollout):
+The requests of a call start together and in a fixed order. Weights may arrive while requests run: they arrive between
+two steps, and the requests continue with them. Invariants (tests/unit/rollout):
 - `generate` is a pure function of (weights, prompts, seed) if no push and no other call happens during it. A call
   restarts the sampler's random stream and empties the prefix cache, so a resumed run repeats the uninterrupted one.
 - A push during a call changes no token that was sampled before it.
@@ -16,10 +15,8 @@ and continue with the new weights. Invariants (tests/unit/rollout):
 
 The first invariant holds to the bit on a CPU; on a GPU, kernels may round differently from run to run.
 
-A lock covers each pause of the scheduler: whoever pauses it, to add requests or to change the weights, resumes it
-before anybody else can pause it. vLLM labels the tokens of a step with a version when it hands them out.
-`pause_generation` returns after all steps have been handed out, even with asynchronous scheduling, and the label
-changes only after that, so no token gets the wrong version.
+vLLM labels the tokens of a step with a version when it hands them out. Before weights change, all steps have been
+handed out, even with asynchronous scheduling, so no token gets the wrong version.
 """
 
 from __future__ import annotations
@@ -29,8 +26,10 @@ import hashlib
 import logging
 import os
 import time
-from collections.abc import Awaitable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from pydantic import ValidationError
@@ -38,15 +37,22 @@ from pydantic import ValidationError
 from megatron_rl.config.schema import ModelConfig, RolloutConfig
 from megatron_rl.layout import read_shape
 from megatron_rl.loop.thinking import Completion, Continuation, join, plan_second_call, truncate
+from megatron_rl.rollout.engine_thread import EngineThread
 from megatron_rl.rollout.shared_memory import remove_leftovers, remove_own_names
 from megatron_rl.rollout.vocabulary import delimiter_ids, stop_ids
 from megatron_rl.types import Metrics, Prompt, Sample, Tokens
+
+if TYPE_CHECKING:
+    from vllm.outputs import RequestOutput
+    from vllm.v1.engine.llm_engine import LLMEngine
 
 log = logging.getLogger(__name__)
 
 MAX_SEQUENCES = 1024
 """The number of answers that are decoded at the same time; more of them wait. On a GPU vLLM chooses the sizes of its
 CUDA graphs by it."""
+CLOSE_S = 20.0
+"""The time limit for vLLM's end."""
 
 
 def set_cpu_environment() -> None:
@@ -97,13 +103,11 @@ class VllmEngine:
                     f"thought_tokens + the delimiter's {len(self._delimiter)} tokens + response_tokens = "
                     f"{needed}; raise it"
                 )
-        self._llm: Any = None
+        self._thread = EngineThread()
         self._version: int | None = None
         self._failure = ""
         """Why the engine holds no version; empty before the first push."""
         self._num_requests = 0
-        self._scheduling = asyncio.Lock()
-        """Held from the moment the scheduler is paused until it is resumed."""
 
     async def start(self) -> None:
         """Start vLLM with dummy weights; the bridge brings the real ones.
@@ -112,13 +116,13 @@ class VllmEngine:
             ValueError: vLLM refuses the configuration.
         """
         try:
-            self._start()
+            await self._thread.start(self._make)
         except ValidationError as error:  # it cannot be pickled, and it names vLLM's internals
             reasons = "; ".join(fault["msg"].removeprefix("Value error, ") for fault in error.errors())
             log.exception("vLLM refuses its configuration")
             raise ValueError(f"vLLM refuses the configuration: {reasons}") from None
 
-    def _start(self) -> None:
+    def _make(self) -> LLMEngine:
         on_gpu = torch.cuda.is_available()
         if not on_gpu:
             set_cpu_environment()
@@ -127,30 +131,31 @@ class VllmEngine:
         if self._spans_nodes:
             options["distributed_executor_backend"] = "ray"
         from vllm.config import WeightTransferConfig
-        from vllm.engine.arg_utils import AsyncEngineArgs
-        from vllm.v1.engine.async_llm import AsyncLLM
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.v1.engine.llm_engine import LLMEngine
+        from vllm.v1.executor import Executor
 
-        self._llm = AsyncLLM.from_engine_args(
-            AsyncEngineArgs(
-                model=str(self._model.path),
-                load_format="dummy",
-                dtype=self._model.dtype,
-                quantization=self._rollout.quantization,
-                skip_tokenizer_init=True,
-                generation_config="vllm",  # ignore the folder's sampling defaults (top_k, temperature)
-                seed=self._seed,
-                tensor_parallel_size=self._rollout.tensor,
-                enable_expert_parallel=self._rollout.expert_parallel,
-                max_model_len=self._rollout.max_model_tokens,
-                max_num_seqs=MAX_SEQUENCES,
-                logprobs_mode="processed_logprobs",
-                weight_transfer_config=WeightTransferConfig(backend="megatron_rl"),
-                worker_extension_cls="megatron_rl.rollout.worker.RolloutWorker",
-                disable_log_stats=True,
-                **options,
-            )
+        arguments = EngineArgs(
+            model=str(self._model.path),
+            load_format="dummy",
+            dtype=self._model.dtype,
+            quantization=self._rollout.quantization,
+            skip_tokenizer_init=True,
+            generation_config="vllm",  # ignore the folder's sampling defaults (top_k, temperature)
+            seed=self._seed,
+            tensor_parallel_size=self._rollout.tensor,
+            enable_expert_parallel=self._rollout.expert_parallel,
+            max_model_len=self._rollout.max_model_tokens,
+            max_num_seqs=MAX_SEQUENCES,
+            logprobs_mode="processed_logprobs",
+            weight_transfer_config=WeightTransferConfig(backend="megatron_rl"),
+            worker_extension_cls="megatron_rl.rollout.worker.RolloutWorker",
+            **options,
         )
+        config = arguments.create_engine_config()
+        engine = LLMEngine(config, Executor.get_class(config), log_stats=False, multiprocess_mode=False)
         remove_own_names()
+        return engine
 
     async def generate(
         self, prompts: Sequence[Prompt], num_samples: int, version: int, seed: int, greedy: bool = False
@@ -202,9 +207,14 @@ class VllmEngine:
             ValueError: the engine has a parameter that the plan does not know, or lacks one that the plan has; or the
                 two sides have different plans.
         """
-        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
-        await _raising(ValueError, self._llm.init_weight_transfer_engine(WeightTransferInitRequest(info)))
+        def join_bridge() -> None:
+            try:
+                self._thread.engine.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": info})
+            except Exception as error:  # an error of a worker in another process has another type here
+                raise ValueError(str(error)) from error
+
+        await self._thread.call(join_bridge)
 
     async def receive(self, version: int) -> Metrics:
         """Receive the weights that the trainer pushes as `version`. Call this while the trainer pushes; requests may
@@ -218,47 +228,46 @@ class VllmEngine:
                 the engine refuses calls until a complete push.
         """
         start = time.perf_counter()
-        async with self._scheduling:
-            paused = time.perf_counter()
-            running = self._llm.get_num_unfinished_requests() > 0
-            held = "no whole set of weights" if self._version is None else f"version {self._version}"
-            self._failure = f"the push of version {version} over {held} failed"
-            self._version = None
-            try:
-                if running:
-                    await self._llm.pause_generation(mode="keep", clear_cache=False)
-                await self._take_weights(version)
-            except RuntimeError as error:
-                self._failure += f": {error}"
-                raise
-            finally:
-                if self._version is None:
-                    await self._llm.update_weight_version("torn")
-                    if running:
-                        await self._llm.pause_generation(mode="abort")
-                if running:
-                    await self._llm.resume_generation()
-            end = time.perf_counter()
-        return {"seconds": end - start, "paused_s": end - paused if running else 0.0}
+        paused_s = await self._thread.call(partial(self._receive, version))
+        return {"seconds": time.perf_counter() - start, "paused_s": paused_s}
+
+    def _receive(self, version: int) -> float:
+        """Receive weights between two steps. Returns the seconds for which requests were paused."""
+        start = time.perf_counter()
+        self._thread.drain()
+        running = self._thread.engine.has_unfinished_requests()
+        held = "no whole set of weights" if self._version is None else f"version {self._version}"
+        self._failure = f"the push of version {version} over {held} failed"
+        self._version = None
+        try:
+            self._take_weights(version)
+        except Exception as error:
+            self._failure += f": {error}"
+            self._thread.abort(self._lost)
+            raise
+        return time.perf_counter() - start if running else 0.0
 
     @property
     def alive(self) -> bool:
-        """Whether vLLM's own processes are still alive."""
-        return self._llm is not None and not self._llm.errored
+        """Whether vLLM works, its workers included."""
+        return self._thread.alive
 
     def close(self) -> None:
-        if self._llm is not None:
-            self._llm.shutdown()
-            self._llm = None
+        self._thread.close(CLOSE_S)
 
-    async def _take_weights(self, version: int) -> None:
-        """Update the weights and what depends on them. The caller makes sure that nothing is scheduled meanwhile."""
-        errors = await self._llm.collective_rpc("take_weights", args=(version,))
+    @property
+    def _lost(self) -> str:
+        return f"{self._failure}; the answers that were under way are lost"
+
+    def _take_weights(self, version: int) -> None:
+        """Update the weights and what depends on them."""
+        engine = self._thread.engine
+        errors = engine.collective_rpc("take_weights", args=(version,))
         if any(errors):
             raise RuntimeError("; ".join(dict.fromkeys(error for error in errors if error)))
-        await self._llm.update_weight_version(str(version))
-        if self._rollout.prefix_cache == "cleared":
-            await _raising(RuntimeError, self._llm.reset_prefix_cache(reset_running_requests=True))
+        engine.set_weight_version(str(version))
+        if self._rollout.prefix_cache == "cleared" and not engine.reset_prefix_cache(reset_running_requests=True):
+            raise RuntimeError("vLLM did not empty its prefix cache")
         self._version = version
 
     def _check_version(self, version: int) -> None:
@@ -311,46 +320,33 @@ class VllmEngine:
             begin: (version, seed): check that the engine holds this version, and, unless another call runs, seed the
                 random stream and empty the prefix cache. With None weights, stream and cache stay as they are.
         """
-        async with self._scheduling:
-            if begin:
-                self._check_version(begin[0])
-            elif self._version is None:
-                raise RuntimeError(f"{self._failure}; the answers that were under way are lost")
-            anew = begin is not None and not self._llm.get_num_unfinished_requests()
-            await self._llm.pause_generation(mode="keep", clear_cache=anew)
-            try:
-                if anew:
-                    await self._llm.collective_rpc("seed_sampling", args=(begin[1],))
-                queues = [await self._add(ids, limit, params) for ids, limit in requests]
-            finally:
-                await self._llm.resume_generation()
-        return [await self._collect(queue) for queue in queues]
+        answers = await self._thread.call(partial(self._begin, requests, params, begin))
+        return [_completions(await asyncio.wrap_future(answer)) for answer in answers]
 
-    async def _add(self, ids: Sequence[int], limit: int, params: dict[str, Any]) -> Any:
-        """Queue one request and return the queue in which its answers will arrive."""
+    def _begin(
+        self, requests: Sequence[tuple[Sequence[int], int]], params: dict[str, Any], begin: tuple[int, int] | None
+    ) -> list[Future[RequestOutput]]:
+        engine = self._thread.engine
+        if begin:
+            self._check_version(begin[0])
+        elif self._version is None:
+            raise RuntimeError(self._lost)
+        if begin and not engine.has_unfinished_requests():
+            engine.reset_prefix_cache()
+            engine.collective_rpc("seed_sampling", args=(begin[1],))
+        return [self._add(ids, limit, params) for ids, limit in requests]
+
+    def _add(self, ids: Sequence[int], limit: int, params: dict[str, Any]) -> Future[RequestOutput]:
+        """Add one request to the engine and return its future answer."""
         from vllm import SamplingParams
 
         prompt: dict[str, Any] = {"prompt_token_ids": list(ids)}
         if self._rollout.prefix_cache == "salted":
             prompt["cache_salt"] = str(self._version)
         self._num_requests += 1
-        return await self._llm.add_request(str(self._num_requests), prompt, SamplingParams(**params, max_tokens=limit))
-
-    async def _collect(self, queue: Any) -> list[Completion]:
-        """Wait for a request's answers, which arrive in the order in which they end, and return them by index.
-
-        Raises:
-            RuntimeError: a failed push ended the request.
-        """
-        answers: list[Any] = []
-        finished = False
-        while not finished:
-            output = await queue.get()
-            answers += output.outputs
-            finished = output.finished
-        if any(answer.finish_reason == "abort" for answer in answers):
-            raise RuntimeError(f"{self._failure}; the answers that were under way are lost")
-        return [_completion(answer) for answer in sorted(answers, key=lambda answer: answer.index)]
+        name = str(self._num_requests)
+        self._thread.engine.add_request(name, prompt, SamplingParams(**params, max_tokens=limit))
+        return self._thread.expect(name)
 
     def _params(self, num_samples: int, greedy: bool) -> dict[str, Any]:
         """The fields of vLLM's SamplingParams, without the token limit."""
@@ -370,15 +366,9 @@ class VllmEngine:
         }
 
 
-async def _raising(kind: type[Exception], call: Awaitable[Any]) -> None:
-    """Await a call of the engine core. An error there arrives as a plain Exception that only keeps the message; it is
-    raised as `kind` instead."""
-    try:
-        await call
-    except Exception as error:
-        if type(error) is not Exception:
-            raise
-        raise kind(str(error)) from error
+def _completions(output: RequestOutput) -> list[Completion]:
+    """The answers to one request, by their index."""
+    return [_completion(answer) for answer in sorted(output.outputs, key=lambda answer: answer.index)]
 
 
 def _completion(answer: Any) -> Completion:

@@ -1,8 +1,7 @@
 """The code that the rollout adds to vLLM's own processes. vLLM imports it there.
 
 `RolloutWorker` is a `worker_extension_cls`. `die_with_parent` is an entry point `vllm.general_plugins`, which vLLM
-calls in every process that it starts. Without it an engine core whose owner was killed would stay and keep its GPU
-memory.
+calls in every process that it starts. Without it a worker whose owner was killed would stay and keep its GPU memory.
 """
 
 from __future__ import annotations
@@ -12,6 +11,8 @@ import faulthandler
 import multiprocessing
 import signal
 import sys
+
+from megatron_rl.processes import STACKS
 
 PR_SET_PDEATHSIG = 1
 """A constant of linux/prctl.h."""
@@ -45,5 +46,5 @@ def die_with_parent() -> None:
     """Ask the kernel to kill this process when its parent ends for any reason. This affects vLLM's own processes, not
     the process that uses vLLM."""
     if multiprocessing.parent_process() is not None and sys.platform == "linux":
-        faulthandler.register(signal.SIGUSR2, file=2, all_threads=True)  # cluster/process.py asks for stacks with it
+        faulthandler.register(STACKS, file=2, all_threads=True)
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,13 +1,17 @@
-"""Real vLLM engines, side by side on one event loop, and what their workers hold."""
+"""Real vLLM engines, each in a process of its own, and what their workers hold."""
 
 from __future__ import annotations
 
 import asyncio
-import os
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
+import warm
+from patience import deadline
 from torch import Tensor
+from vllm_workers import called_in_workers
 
 from megatron_rl.bridge.setup import BridgeSetup
 from megatron_rl.config.schema import ModelConfig, RolloutConfig, SamplingConfig
@@ -19,6 +23,23 @@ from megatron_rl.types import Prompt, Tokens
 def held(worker) -> dict[str, Tensor]:
     """Called in each of vLLM's workers: its live parameters."""
     return {name: p.detach().clone() for name, p in worker.model_runner.get_model().named_parameters()}
+
+
+def serve(pipe: Connection, options: dict[str, Any]) -> None:
+    """Do what the pipe asks of one engine, until it closes. An error is an answer too."""
+    engine = VllmEngine(**options)
+    with asyncio.Runner() as runner:
+        while True:
+            try:
+                method, *arguments = pipe.recv()
+            except EOFError:
+                break
+            call = called_in_workers(engine, held) if method == "held" else getattr(engine, method)(*arguments)
+            try:
+                pipe.send(runner.run(call))
+            except (RuntimeError, ValueError) as error:
+                pipe.send(error)
+    engine.close()
 
 
 class Fleet:
@@ -37,39 +58,48 @@ class Fleet:
             sampling=SamplingConfig(temperature=temperature),
         )
         self.folder, self.kind = folder, engines
-        self._environment, self._loop = dict(os.environ), asyncio.new_event_loop()
-        os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # `held` travels to the workers
-        model = ModelConfig(path=folder, dtype="float32")
-        self.engines = [VllmEngine(model=model, rollout=config, seed=i) for i in range(engines.num)]
-        self._all([engine.start() for engine in self.engines])
+        model, context = ModelConfig(path=folder, dtype="float32"), warm.context()
+        self._pipes, self._processes = [], []
+        for seed in range(engines.num):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=serve, args=(theirs, dict(model=model, rollout=config, seed=seed)))
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+        self._all([("start",)] * engines.num)
 
     def join(self, setup: BridgeSetup) -> None:
         infos = [{"setup": setup.as_dict(), "engine": i} for i in range(setup.engines.num)]
-        self._all([engine.init_transfer(info) for engine, info in zip(self.engines, infos)])
+        self._all([("init_transfer", info) for info in infos])
 
     def receive(self, num: int, version: int) -> None:
-        self._all([engine.receive(version) for engine in self.engines[:num]])
+        self._all([("receive", version)] * num)
 
     def weights(self, num: int) -> list[dict[str, Tensor]]:
         """Of every rank, engine by engine."""
-        ranks = self._all([engine._llm.collective_rpc(held) for engine in self.engines[:num]])
-        return [rank for engine in ranks for rank in engine]
+        return [rank for engine in self._all([("held",)] * num) for rank in engine]
 
     def generate(self, num: int, prompts: Sequence[Prompt], version: int) -> list[Tokens]:
-        calls = [engine.generate(prompts, 2, version, seed=version) for engine in self.engines[:num]]
-        return [tokens for groups in self._all(calls) for group in groups for _, tokens in group]
+        answers = self._all([("generate", prompts, 2, version, version)] * num)
+        return [tokens for groups in answers for group in groups for _, tokens in group]
 
     def close(self) -> None:
-        for engine in self.engines:
-            engine.close()
-        ending = asyncio.all_tasks(self._loop)  # vLLM's output task, which the engine's end has cancelled
-        self._loop.run_until_complete(asyncio.wait(ending) if ending else asyncio.sleep(0))
-        self._loop.close()
-        os.environ.clear()
-        os.environ.update(self._environment)
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.join()
 
-    def _all(self, calls: Sequence[Awaitable]) -> list:
-        async def together():
-            return await asyncio.gather(*calls)
-
-        return self._loop.run_until_complete(together())
+    def _all(self, calls: Sequence[tuple]) -> list:
+        """Ask the first engines, all at once."""
+        pipes = self._pipes[: len(calls)]
+        for pipe, call in zip(pipes, calls, strict=True):
+            pipe.send(call)
+        answers = []
+        for pipe in pipes:
+            assert pipe.poll(deadline(240)), "an engine does not answer"
+            answers.append(pipe.recv())
+        for answer in answers:
+            if isinstance(answer, Exception):
+                raise answer
+        return answers

@@ -103,7 +103,6 @@ def folders(tmp_path_factory) -> dict[str, Path]:
 def fleet_of(folders):
     """The fleet of a name, the only one that runs."""
     running: dict[str, Fleet] = {}
-    warm.warm_engines()
 
     def start(name: str) -> Fleet:
         if name not in running:

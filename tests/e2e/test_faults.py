@@ -72,9 +72,9 @@ def test_an_engine_that_died_is_replaced_and_a_reward_that_hangs_abstains(recipe
 
 
 def shared_memory(run) -> set[Path]:
-    """The files in /dev/shm that vLLM's processes below a run have mapped, whether they still have a name or not."""
+    """The files in /dev/shm that an engine and its workers have mapped, whether they still have a name or not."""
     family = descendants(psutil.Process(run.pid))
-    engine = [process for process in family if "VLLM" in command_line(process)]
+    engine = [process for process in family if re.search("VLLM|EngineRank", command_line(process))]
     maps = "".join(Path(f"/proc/{process.pid}/maps").read_text() for process in engine)
     return {Path(name) for name in re.findall(r"(/dev/shm/(?:psm_|\S*cpushm_)\S*)", maps)}
 

@@ -89,8 +89,8 @@ def test_kills_and_stops_change_no_number_and_leave_nothing(recipe, task):
 
 
 def stop_after_three_deaths(recipe, task, folder: Path) -> None:
-    """The verifier and a trainer rank die in step 1, and vLLM in the generation of step 2; SIGTERM comes while step 2
-    is verified. No checkpoint has been written when the trainer rank dies: its state comes from a mirror."""
+    """The verifier and a trainer rank die in step 1, and the engine in the generation of step 2; SIGTERM comes while
+    step 2 is verified. No checkpoint has been written when the trainer rank dies: its state comes from a mirror."""
     (recipe.folder / "gate").touch()
     run = recipe.start(*arguments(task, "broken"), "data.eval=null", "cluster.mirror=true")
     recipe.wait_until(run, (recipe.folder / "waiting").exists)
@@ -99,9 +99,9 @@ def stop_after_three_deaths(recipe, task, folder: Path) -> None:
     (recipe.folder / "waiting").unlink()
     # A verifier's first call does not wait at the gate: the second attempt at step 1 is one.
     engine = folder / "logs" / "engine_0.log"
-    core = recipe.process(run, "EngineCore")
+    rank = recipe.process(run, "ray::EngineRank")
     recipe.wait_until(run, lambda: "version 2: answering" in engine.read_text())
-    core.kill()
+    rank.kill()
     recipe.wait_until(run, (recipe.folder / "waiting").exists)
     family = descendants(psutil.Process(run.pid))
     os.kill(run.pid, signal.SIGTERM)

@@ -9,7 +9,7 @@ from namespaces import why_not
 from ray_nodes import ROOT, Cluster
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def shared(tmp_path_factory) -> Path:
     """A folder as a shared file system would have it."""
     from megatron_rl.recipes.tiny.task import write_task
@@ -22,7 +22,7 @@ def shared(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def cluster(shared) -> Iterator[Cluster]:
     if reason := why_not():
         pytest.skip(f"this machine cannot have nodes: {reason}")

@@ -59,7 +59,7 @@ def test_a_rollout_node_that_is_lost_in_a_push_costs_nothing(cluster):
     run = gated(cluster, "nodes")
     assert [hosts(run, name) for name in ("trainer_0", "trainer_1", "engine_0")] == [["node1"], ["node2"], ["node3"]]
     assert "talks to other nodes through eth0 (10.77.0.2)" in run.log("trainer_1")
-    stop(cluster, 2, "VLLM::EngineCore")  # so that the push stands in the middle
+    stop(cluster, 2, "ray::EngineRank")  # so that the push stands in the middle
     open_gate(cluster)
     run.wait_until(lambda: run.log("trainer_0").count("update 0: ") == 2)
     cluster.nodes[2].pull()
@@ -87,7 +87,7 @@ def test_a_rollout_node_that_is_lost_while_it_answers_costs_nothing(shared, end)
         run = gated(cluster, f"answers_{end.__name__}", "run.steps=3", *MANY)
         open_gate(cluster)
         run.wait_until(lambda: "holds version 2" in run.log("engine_0"))
-        stop(cluster, 2, "VLLM::EngineCore")
+        stop(cluster, 2, "ray::EngineRank")
         assert "version 2: answered" not in run.log("engine_0")
         end(cluster.nodes[2])
         cluster.add(ENGINE)

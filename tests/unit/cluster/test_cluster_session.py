@@ -63,15 +63,18 @@ def ranks(tmp_path_factory):
         actors = [ray.remote(Rank).options(**{"num_cpus": 0, **options}).remote(name) for name in names]
         return [Process(name, logs / f"{name}.log", actor) for name, actor in zip(names, actors, strict=True)]
 
+    before = set(descendants(psutil.Process()))
+    handler = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     other = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
     with ray_session(ClusterConfig(), num_trainers=1, logs=logs):
         yield start
         family = descendants(psutil.Process())
-        own = [process for process in family if re.search("ray::|raylet|gcs_server", command_line(process))]
+        own = [p for p in family if p not in before and re.search("ray::|raylet|gcs_server", command_line(p))]
     assert own and not ray.is_initialized()
     assert [str(process) for process in own if process.is_running()] == []
     assert other.poll() is None, "a session ends its own processes and no other child of the driver"
     other.communicate()
+    signal.signal(signal.SIGTERM, handler)
 
 
 def wait(processes: list[Process], *methods: str, timeout_s: float = 600) -> list:

@@ -41,8 +41,6 @@ class Stage:
     def close(self) -> None:
         self.engine.close()
         self.trainers.close()
-        ending = asyncio.all_tasks(self._loop)  # vLLM's output task, which the engine's end has cancelled
-        self.run(asyncio.wait(ending) if ending else asyncio.sleep(0))
         self._loop.close()
 
 

@@ -1,8 +1,8 @@
-"""A program in which one engine of two ranks, on two Ray nodes of one GPU each, receives a push and answers. It prints
+"""A program in which one engine of two ranks, on two Ray nodes of one GPU each, receives pushes and answers. It prints
 one line of JSON with the nodes of its ranks, as planned and as Ray has them, and the ids and log-probs of an answer.
 
-Its arguments are the folder whose weights are pushed, a folder for logs, and the ids of a prompt with commas between
-them.
+Its arguments are the folders whose weights are pushed one after the other, a folder for logs, and the ids of a prompt
+with commas between them.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from megatron_rl.config.schema import GrpoRunConfig  # noqa: E402
 from megatron_rl.types import Mesh, Prompt  # noqa: E402
 
 if __name__ == "__main__":
-    folder, logs, prompt = sys.argv[1:]
+    *folders, logs, prompt = sys.argv[1:]
     ids = tuple(int(token) for token in prompt.split(","))
     rollout = {"prompts_per_step": 1, "samples_per_prompt": 2, "max_prompt_tokens": 8, "max_response_tokens": 16}
     config = validate(
         GrpoRunConfig,
         {
             "run": {"name": "x", "steps": 1},
-            "model": {"path": folder, "dtype": "float32"},
+            "model": {"path": folders[0], "dtype": "float32"},
             "data": {"train": "none"},
             "balance": {"max_tokens_per_microbatch": 64},
             "rollout": rollout | {"tensor": 2, "delimiter": ""},
@@ -48,16 +48,17 @@ if __name__ == "__main__":
     environment = {name: os.environ[name] for name in ("PYTHONPATH", "OMP_NUM_THREADS")}
     environment["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
     ray.init(address=cluster.address, log_to_driver=False, runtime_env={"env_vars": environment})
-    trainers = TinyTrainers(Path(folder), Mesh(tensor=2), 2, "float32")
+    trainers = TinyTrainers(Path(folders[0]), Mesh(tensor=2), 2, "float32")
     placement = RayPlacement(config)
     engines = EngineGroup(config, Path(logs), placement, Restarts(0))
     engines.wait()
     [engine] = engines.engines
     ray.get(engine.connect.remote(trainers.info))
-    trainers.begin_push(Path(folder), 0)
-    ray.get(engine.receive.remote(0))
-    trainers.end_push()
-    [group] = engines.generate([Prompt("row", ids, "")], 1, version=0, seed=0, greedy=True)
+    for version, folder in enumerate(folders):
+        trainers.begin_push(Path(folder), version)
+        ray.get(engine.receive.remote(version))
+        trainers.end_push()
+    [group] = engines.generate([Prompt("row", ids, "")], 1, version=len(folders) - 1, seed=0, greedy=True)
     [tokens] = engines.tokens(group)
     workers = sorted(
         (actor for actor in actors().values() if actor["ActorClassName"] == "RayWorkerProc"), key=lambda a: a["Name"]

@@ -73,14 +73,14 @@ def prompts(count: int, size: int) -> list[Prompt]:
 
 def moment(engine, reached: Callable[[list[tuple[int, int]]], bool]) -> asyncio.Event:
     """An event that is set when `reached` is true of the (prompt tokens, sampled tokens) of the unfinished requests."""
-    processor, event = engine._llm.output_processor, asyncio.Event()
+    processor, event, loop = engine._thread.engine.output_processor, asyncio.Event(), asyncio.get_running_loop()
     original = processor.process_outputs
 
     def watch(*args, **kwargs):
         outputs = original(*args, **kwargs)
         states = processor.request_states.values()
         if reached([(state.prompt_len, state.detokenizer.num_output_tokens()) for state in states]):
-            event.set()
+            loop.call_soon_threadsafe(event.set)
             processor.process_outputs = original
         return outputs
 
@@ -108,7 +108,7 @@ def with_push(stage, asked, num_samples: int, version: int, reached, receive_as:
         event = moment(stage.engine, reached)
         answers = asyncio.create_task(stage.engine.generate(asked, num_samples, version, seed=7))
         await event.wait()
-        running = stage.engine._llm.get_num_unfinished_requests()
+        running = stage.engine._thread.engine.get_num_unfinished_requests()
         received = await asyncio.gather(stage.engine.receive(receive_as), return_exceptions=True)
         others = [await also()] if also else []
         return (*await asyncio.gather(answers, return_exceptions=True), running, *received, *others)
@@ -180,7 +180,7 @@ def test_running_requests_keep_their_cache_and_later_ones_never_see_it(salted, f
     salted.trainers.begin_push(folders[1], 1)
 
     async def second_call():
-        assert salted.engine._llm.get_num_unfinished_requests()
+        assert salted.engine._thread.engine.get_num_unfinished_requests()
         return await salted.engine.generate(asked, 4, 1, seed=8)
 
     groups, running, metrics, later = with_push(salted, asked, 16, 0, sampled(4), 1, second_call)

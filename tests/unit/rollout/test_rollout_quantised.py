@@ -7,6 +7,7 @@ import warm
 from loaded_engine import checksums
 from patience import deadline
 from tiny_trainers import write_model
+from vllm_workers import called_in_workers
 
 from megatron_rl.types import Mesh
 
@@ -23,7 +24,7 @@ def test_pushed_weights_are_quantised_as_loaded_ones(make_stage, tmp_path, tenso
     seen = []
     for version, folder in enumerate(folders):
         stage.push(folder, version)
-        seen.append(stage.run(stage.engine._llm.collective_rpc("compute_weight_checksums")))
+        seen.append(stage.run(called_in_workers(stage.engine, "compute_weight_checksums")))
     (ranks,) = warm.together(checksums, [(folders[1], "fp8_per_channel", tensor)], deadline(240))
     assert len(ranks) == tensor
     for before, now, expected in zip(*seen, ranks, strict=True):

@@ -37,16 +37,9 @@ def check_logp(answer: dict, folder: Path) -> None:
     np.testing.assert_allclose(answer["logp"], expected, atol=2e-5)  # in fp32 two ranks sum in another order
 
 
-def test_an_engine_under_vllms_ray_executor_takes_pushes(tmp_path):
-    """Two pushes: the answer is that of the second weights."""
-    folders = [write_model(tmp_path / str(seed), seed=seed) for seed in (0, 1)]
-    answer = answer_of("ray_engine.py", *map(str, folders))
-    assert answer["executor"].startswith("Ray")
-    check_logp(answer, folders[1])
-
-
 def test_an_engine_that_is_wider_than_a_node_runs_on_its_planned_nodes(tmp_path):
-    folder = write_model(tmp_path / "model", seed=0)
-    answer = answer_of("spanning_engine.py", str(folder), str(tmp_path / "logs"))
+    """It receives two pushes, and its answer is that of the second weights."""
+    folders = [write_model(tmp_path / str(seed), seed=seed) for seed in (0, 1)]
+    answer = answer_of("spanning_engine.py", *map(str, folders), str(tmp_path / "logs"))
     assert answer["nodes"] == answer["planned"] and len(set(answer["nodes"])) == 2
-    check_logp(answer, folder)
+    check_logp(answer, folders[1])
