@@ -19,21 +19,12 @@ from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.data import ShuffledStream
 from megatron_rl.loop.checkpoints import Checkpoints, Stateful, WholeState, due
 from megatron_rl.loop.recovery import run_and_recover
-from megatron_rl.loop.rollouts import SilentRewards, answer_and_verify, as_batch, evaluate_heldout
+from megatron_rl.loop.rollouts import SilentRewards, answer_and_verify, evaluate_heldout, scores_of
+from megatron_rl.loop.shares import deal
 from megatron_rl.loop.stopping import NEVER, Stopping
 from megatron_rl.loop.stragglers import Stragglers
-from megatron_rl.ports import Bridge, Engine, Policy, Sink, Verifier
-from megatron_rl.types import Group, Metrics, ModelShape, Prompt
-
-
-@dataclass(frozen=True, slots=True)
-class Ports:
-    """The parts outside the loop that it works with."""
-
-    policy: Policy
-    engine: Engine
-    bridge: Bridge
-    verifier: Verifier
+from megatron_rl.ports import Ports, Sink
+from megatron_rl.types import Batch, Group, Metrics, ModelShape, Prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,22 +74,25 @@ def train(
                     answered[step] = answer_and_verify(config, ports, asked, step, sink)
                     silence.count(*answered[step], sink)
                 groups, described = answered[step]
-                batch = as_batch(config, ports, groups, step, sink)
+                scores = scores_of(config, ports, groups, step, sink)
             with sink.phase("plan"):
-                metrics |= described | estimate_advantages(batch, algorithm)
+                batch = Batch.of_groups(groups, version=step)
+                credit, estimated = estimate_advantages(scores, algorithm)
                 plan = plan_microbatches(
                     batch,
+                    credit.active,
                     shape,
                     config.policy.parallel,
                     config.balance,
                     algorithm.updates_per_step,
                     recompute=config.model.recompute,
                 )
-                batch.weights = loss_weights(batch, plan, algorithm.aggregation, algorithm.loss_agg_tokens)
-                metrics |= plan.metrics
+                weights = loss_weights(batch, plan, algorithm.aggregation, algorithm.loss_agg_tokens)
+                shares = deal(batch, plan, credit.advantages, weights, ports.policy.mesh.data)
+                metrics |= {**described, **estimated, **plan.metrics}
             if plan.minibatches:
                 with sink.phase("logprobs"):
-                    metrics |= ports.policy.begin(batch, plan)
+                    metrics |= ports.policy.begin(shares)
                 check_agreement(metrics, algorithm.max_mismatch, step)
             updates = []
             with sink.phase("update"):
