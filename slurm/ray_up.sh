@@ -164,7 +164,7 @@ command=$!
 
 is_lost=no
 while is_running "$command"; do
-    wait -n "$command" "${rays[@]}"
+    sleep 0.2  # `wait -n` would miss a process that ends a moment before it
     for ((i = 0; i < num_nodes; i++)); do
         if [ -z "${rays[i]:-}" ] || is_running "${rays[i]}"; then continue; fi
         say "Ray on ${nodes[i]} ended; the end of ${files[i]}:"

@@ -19,7 +19,8 @@ def share_of_digits(prompts, completions, completion_ids, **columns) -> list[flo
     while calls > 1 and (HERE / "gate").exists():
         (HERE / "waiting").touch()
         time.sleep(0.05)
-    return [sum(c.isdigit() for c in text) / max(len(text), 1) for text in completions]
+    texts = [answer if isinstance(answer, str) else answer[0]["content"] for answer in completions]
+    return [sum(c.isdigit() for c in text) / max(len(text), 1) for text in texts]
 
 
 def hangs(prompts, completions, completion_ids, **columns) -> list[float]:

@@ -9,8 +9,10 @@ import signal
 from pathlib import Path
 
 import psutil
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_rl.processes import command_line, descendants
+from megatron_rl.recipes.tiny.gsm8k import write_model
 
 
 def arguments(task, *more: str) -> list[str]:
@@ -45,30 +47,55 @@ def let_go(recipe, run) -> tuple[int, str]:
     return run.wait(recipe.deadline_s), (recipe.folder / "out.txt").read_text()
 
 
-def test_an_engine_that_died_is_replaced_and_a_reward_that_hangs_abstains(recipe, task):
-    """Two engines, one fed by the other; the run goes on and says what happened."""
-    (recipe.folder / "hang").touch()
-    rewards = "{kind: function, path: 'rewards:share_of_digits'}, {kind: function, path: 'rewards:hangs', timeout_s: 8}"
-    engines = ["rollout.num_engines=2", "bridge.chains=1", f"rewards=[{rewards}]"]
-    run = start_at_the_gate(recipe, arguments(task, *engines))
+def test_real_rows_flow_though_an_engine_dies_and_a_reward_hangs(recipe):
+    """Two engines, one fed by the other. The run goes on and says what happened."""
+    write_model(recipe.folder / "runs" / "gsm8k_tiny")
+    for name in ("gate", "hang"):
+        (recipe.folder / name).touch()
+    rewards = [
+        "{kind: exact_answer, answer: last_number, require_stop: false}",
+        "{kind: function, path: 'rewards:share_of_digits'}",
+        "{kind: function, path: 'rewards:hangs', timeout_s: 8}",
+    ]
+    run = recipe.start(
+        "recipes/grpo.py",
+        "configs/run/gsm8k_tiny_cpu.yaml",
+        "rollout.num_engines=2",
+        "bridge.chains=1",
+        f"rewards=[{', '.join(rewards)}]",
+    )
+    recipe.wait_until(run, (recipe.folder / "waiting").exists)  # in step 0, because the evaluation was the first call
     recipe.process(run, "ray::EngineRank").kill()
     status, text = let_go(recipe, run)
     assert status == 0, text
-    folder = recipe.folder / "runs" / "faults"
+    folder = recipe.folder / "runs" / "gsm8k_tiny" / "grpo"
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert [record["step"] for record in records] == [0, 1, 2]
-    assert [record["sync/replaced_engines"] for record in records] == [0, 0, 1]
-    assert max(record.get("mismatch/mean_abs", 0) for record in records) < 1e-4
-    assert re.match(r"version 2: engine \d .*died", (folder / "logs" / "bridge.log").read_text())
+    assert [record["step"] for record in records] == [0, 1, 2, 3]
+    assert [record["sync/replaced_engines"] for record in records] == [0, 1, 0, 0]
+    assert re.match(r"version 1: engine \d .*died", (folder / "logs" / "bridge.log").read_text())
+    for record in records[:3]:
+        assert record["mismatch/mean_abs"] < 1e-4 and record["on_policy/ratio_error"] < 1e-6
+        assert record["grad_norm"] > 0 and 0 < record["length/thought_cut"] <= 1
+        assert record["length/response_max"] <= 48 + 1 + 32 and record["length/thought_mean"] <= 48
 
-    assert [record["reward/hangs/abstained"] for record in records[:2]] == [0, 1]
-    assert [record["reward/share_of_digits/abstained"] for record in records[:2]] == [0, 0]
-    assert [record["verifier/restarts"] for record in records[:2]] == [0, 1]
+    assert [record["reward/hangs/abstained"] for record in records[:3]] == [1, 0, 0]
+    assert [record["reward/share_of_digits/abstained"] for record in records[:3]] == [0, 0, 0]
+    assert [record["verifier/restarts"] for record in records[:3]] == [1, 1, 1]
     assert "reward hangs scored none of 32 answers" in text
     failures = [json.loads(line) for line in (folder / "logs" / "rewards.log").read_text().splitlines()]
-    assert len(failures) == 32 and failures[0]["reward"] == "hangs" and failures[0]["row"].startswith("train.jsonl:")
+    assert len(failures) == 32 and failures[0]["reward"] == "hangs"
+    assert failures[0]["row"].startswith("gsm8k_train_sample.jsonl:")
     assert "to score with hangs for 8 s" in failures[0]["error"]
     assert "in hangs" in (folder / "logs" / "verifier.log").read_text(), "its stack"
+
+    samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    assert all("</think>" in sample["thought"] or sample["finish"] == "stop" for sample in samples)
+    config = json.loads((folder / "config.json").read_text())
+    assert config["config"]["rollout"]["thinking"] == {"thought_tokens": 48, "response_tokens": 32}
+    assert config["versions"]["megatron-core"] == "0.16.1"
+    assert (folder / "report.html").stat().st_size > 10_000 and (folder / "curves.png").exists()
+    AutoModelForCausalLM.from_pretrained(folder / "hf")
+    assert AutoTokenizer.from_pretrained(folder / "hf").chat_template
 
 
 def shared_memory(run) -> set[Path]:
