@@ -166,7 +166,9 @@ class MegatronActor:
             except NotFiniteError as error:
                 # Other ranks wait for this one in the schedule, so it must be finished before all raise together.
                 problems.append(f"sample {batch.names[error.sample]}: {error}")
-                return logp_T.sum() * 0.0, {}
+            except ValueError as error:  # of a loss of the user's own
+                problems.append(str(error))
+            return logp_T.sum() * 0.0, {}
 
         with platform.running():
             self.model.zero_grad_buffer()

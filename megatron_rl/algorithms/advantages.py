@@ -27,6 +27,7 @@ from megatron_rl.algorithms.outcomes import (
 )
 from megatron_rl.config.advantages import (
     AdvantageConfig,
+    FunctionAdvantage,
     GdpoAdvantage,
     GpgAdvantage,
     GrpoAdvantage,
@@ -38,6 +39,7 @@ from megatron_rl.config.advantages import (
     RlooAdvantage,
 )
 from megatron_rl.config.algorithm import AlgorithmConfig
+from megatron_rl.config.function import load_function
 from megatron_rl.config.section import Method
 from megatron_rl.types import Credit, Metrics, Scores
 
@@ -53,6 +55,7 @@ ESTIMATORS: dict[type[Method], Callable[..., np.ndarray]] = {
     GpgAdvantage: lambda section, s, cfg: gpg(s.rewards, s.group_of, cfg.drop_zero_signal),
     GrpoPasskAdvantage: lambda section, s, cfg: grpo_passk(s.rewards, s.group_of, section.std),
     GdpoAdvantage: lambda section, s, cfg: gdpo(s.reward_parts, s.reward_weights, s.group_of),
+    FunctionAdvantage: lambda section, s, cfg: _by_function(section.path, s),
 }
 """One line for each estimator: (its configuration, Scores, AlgorithmConfig) -> advantages [S]. The key is the class of
 its configuration. `gae` and `grpo_process` give one number for each token: see `returns.py` and
@@ -108,6 +111,26 @@ def estimate_advantages(scores: Scores, cfg: AlgorithmConfig) -> tuple[Credit, M
         "samples/active": float(active.sum()),
     }
     return Credit(advantages, active), metrics
+
+
+def _by_function(path: str, scores: Scores) -> np.ndarray:
+    """The advantages that a function of the user's own gives.
+
+    Raises:
+        ValueError: there is no such function, it raised, or its result is not a finite number for each scored sample.
+    """
+    function = load_function(path)
+    try:
+        advantages = np.asarray(function(scores), np.float64)
+    except Exception as error:
+        raise ValueError(f"algorithm.adv_estimator {path} raised {type(error).__name__}: {error}") from error
+    scored = ~np.isnan(scores.rewards)
+    if advantages.shape != scored.shape or not np.isfinite(advantages[scored]).all():
+        raise ValueError(
+            f"algorithm.adv_estimator {path} must return one finite number for each of the {len(scored)} samples, but "
+            f"it returned {advantages.shape} numbers, of which {int((~np.isfinite(advantages)).sum())} are not finite"
+        )
+    return np.where(scored, advantages, 0.0)
 
 
 def _require_inputs(scores: Scores, estimator: AdvantageConfig) -> None:

@@ -25,6 +25,7 @@ from megatron_rl.algorithms.outcomes import (
 )
 from megatron_rl.config.advantages import (
     AdvantageConfig,
+    FunctionAdvantage,
     GaeAdvantage,
     GdpoAdvantage,
     GpgAdvantage,
@@ -424,7 +425,8 @@ def test_the_registry_gives_each_estimator_its_fields(estimator, function):
 
 def test_every_kind_is_registered_or_of_tokens():
     assert set(KINDS) == set(ESTIMATORS) | {GaeAdvantage, GrpoProcessAdvantage}
-    assert all(kind.formula and "arXiv" in kind.source and "arXiv" in kind.__doc__ for kind in KINDS)
+    published = set(KINDS) - {FunctionAdvantage}
+    assert all(kind.formula and "arXiv" in kind.source and "arXiv" in kind.__doc__ for kind in published)
 
 
 @pytest.mark.parametrize(
@@ -454,3 +456,37 @@ def test_what_cannot_be_fed_is_refused(estimator, missing):
 def test_the_configuration_refuses_what_means_nothing(bad, reason):
     with pytest.raises(ValidationError, match=reason):
         TypeAdapter(AdvantageConfig).validate_python(bad)
+
+
+def centred(scores: Scores) -> np.ndarray:
+    return scores.rewards - np.nanmean(scores.rewards)
+
+
+def too_few(scores: Scores) -> np.ndarray:
+    return np.zeros(1)
+
+
+def raises(scores: Scores) -> np.ndarray:
+    raise KeyError("x")
+
+
+def test_a_function_of_ones_own():
+    scores = scores_of([1.0, 0.0, None], [1.0, 1.0])
+    cfg = AlgorithmConfig(adv_estimator=FunctionAdvantage(path=f"{__name__}:centred"))
+    credit, metrics = estimate_advantages(scores, cfg)
+    assert credit.advantages.tolist() == [0.25, -0.75, 0.0, 0.25, 0.25]
+    assert credit.active.tolist() == [True, True, False, True, True] and metrics["groups/zero_signal"] == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("too_few", "must return one finite number for each of the 2 samples, but it returned .1,. numbers"),
+        ("raises", "raises raised KeyError: 'x'"),
+        ("absent", "has no function 'absent'"),
+    ],
+)
+def test_a_function_that_is_no_estimator_is_named(name, message):
+    cfg = AlgorithmConfig(adv_estimator=FunctionAdvantage(path=f"{__name__}:{name}"))
+    with pytest.raises(ValueError, match=message):
+        estimate_advantages(scores_of([1.0, 0.0]), cfg)
