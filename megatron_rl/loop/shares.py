@@ -1,4 +1,4 @@
-"""Deals a planned step to the data-parallel ranks.
+"""Plans a step, and deals it to the data-parallel ranks.
 
 Invariant (tests/unit/loop): every planned sample is in one share, with its own tokens and numbers, and a share has no
 payload that it does not use.
@@ -8,7 +8,30 @@ from __future__ import annotations
 
 import numpy as np
 
-from megatron_rl.types import Batch, MicrobatchPlan, Share
+from megatron_rl.algorithms import estimate_advantages, loss_weights
+from megatron_rl.balance import plan_microbatches
+from megatron_rl.config.schema import GrpoRunConfig
+from megatron_rl.loop.source import Rollouts
+from megatron_rl.types import Batch, Metrics, MicrobatchPlan, ModelShape, Share
+
+
+def plan_step(config: GrpoRunConfig, shape: ModelShape, rollouts: Rollouts, step: int) -> tuple[list[Share], Metrics]:
+    """The share of each data-parallel rank, and the metrics of advantages and plan. The shares have no mini-batch if no
+    sample has a gradient."""
+    algorithm, parallel = config.algorithm, config.policy.parallel
+    batch = Batch.of_groups(rollouts.groups, version=step)
+    credit, metrics = estimate_advantages(rollouts.scores, algorithm)
+    plan = plan_microbatches(
+        batch,
+        credit.active,
+        shape,
+        parallel,
+        config.balance,
+        algorithm.updates_per_step,
+        recompute=config.model.recompute,
+    )
+    weights = loss_weights(batch, plan, algorithm.aggregation, algorithm.loss_agg_tokens)
+    return deal(batch, plan, credit.advantages, weights, parallel.data), {**metrics, **plan.metrics}
 
 
 def deal(
