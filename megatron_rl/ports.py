@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatron_rl.types import Batch, Group, Mesh, Metrics, MicrobatchPlan, Prompt, Tokens, Verdict
+from megatron_rl.types import Group, Mesh, Metrics, Prompt, Share, Tokens, Verdict
 
 
 class StopRequested(BaseException):
@@ -33,13 +34,13 @@ class Policy(Protocol):
 
     mesh: Mesh
 
-    def begin(self, batch: Batch, plan: MicrobatchPlan) -> Metrics:
-        """Give every rank its samples, and compute the log-probs of the policy and of the reference policy that the
-        objective needs from the step's start. The ranks keep both until the next call. Returns the mismatch between
-        trainer and engine over the action tokens, if pi_old was computed."""
+    def begin(self, shares: Sequence[Share]) -> Metrics:
+        """Give every data-parallel rank its share of a step, and compute the log-probs of the policy and of the
+        reference policy that the objective needs from the step's start. The ranks keep both until the next call.
+        Returns the mismatch between trainer and engine over the action tokens, if pi_old was computed."""
 
     def update(self, minibatch: int, coefficients: Mapping[str, float]) -> Metrics:
-        """One optimizer step on a mini-batch of the plan given to `begin`.
+        """One optimizer step on a mini-batch of the shares given to `begin`.
 
         Args:
             coefficients: the factors of the terms `kl` and `entropy` of the loss.
@@ -87,7 +88,7 @@ class Engine(Protocol):
     def generate(
         self, prompts: Sequence[Prompt], num_samples: int, version: int, seed: int, greedy: bool = False
     ) -> list[Group]:
-        """Generate `num_samples` answers to every prompt. They are not verified (`reward` is None). The same seed and
+        """Generate `num_samples` answers to every prompt. They have no verdicts. The same seed and
         weights give the same answers.
 
         Args:
@@ -119,6 +120,16 @@ class Verifier(Protocol):
     def score(self, groups: Sequence[Group]) -> tuple[list[list[Verdict]], Metrics]:
         """Returns one verdict for each sample of each group, and metrics of the scoring: `reward/<name>/seconds`, and
         `reward/<name>/failed`, the share of answers that the reward could not score."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ports:
+    """The parts outside the loop of reinforcement learning that it works with."""
+
+    policy: Policy
+    engine: Engine
+    bridge: Bridge
+    verifier: Verifier
 
 
 class Sink(Protocol):

@@ -260,6 +260,26 @@ class Tokens:
     """int32 [L]: the version of the weights that sampled each action; -1 elsewhere."""
 
 
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """A score, or an abstention with its reason. A crash or a time-out is never the score 0."""
+
+    score: float | None
+    """The weighted sum of the rewards; None means an abstention."""
+    reason: str = ""
+    parts: tuple[float | None, ...] = ()
+    """The score of each configured reward, not weighted; None where it abstained."""
+    shaped: float | None = None
+    """The score after algorithm.shaping; None if no shaping was applied."""
+    failed: bool = False
+    """True if the reward could not score the answer; False if it gave a score or chose to abstain."""
+
+    @property
+    def reward(self) -> float | None:
+        """The number that advantages are computed from: the shaped score if there is one, otherwise the score."""
+        return self.score if self.shaped is None else self.shaped
+
+
 @dataclass(slots=True)
 class Sample:
     """What the driver knows about one answer. The tokens are in the payload of its group."""
@@ -275,12 +295,8 @@ class Sample:
     """`stop` if the model ended its answer, `length` if a budget cut it."""
     thought_cut: bool = False
     """Whether the thinking budget ended the thought."""
-    reward: float | None = None
-    """The weighted sum of the rewards; None before the verification, or if every reward abstained."""
-    reward_parts: tuple[float | None, ...] = ()
-    """The score of each configured reward, not weighted; None where it abstained."""
-    shaped_reward: float | None = None
-    """`reward` after algorithm.shaping, from which the advantages are computed."""
+    verdict: Verdict | None = None
+    """The verifier's verdict; None before the verification."""
 
 
 @dataclass(slots=True)
@@ -297,44 +313,65 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """A score, or an abstention with its reason. A crash or a time-out is never the score 0."""
-
-    score: float | None
-    """The score; None means an abstention."""
-    reason: str = ""
-    parts: tuple[float | None, ...] = ()
-    """The terms of `score` if it is a weighted sum, not weighted."""
-    shaped: float | None = None
-    """The score after algorithm.shaping; None if no shaping was applied."""
-    failed: bool = False
-    """True if the reward could not score the answer; False if it gave a score or chose to abstain."""
-
-
-@dataclass(slots=True)
 class Batch:
-    """The samples of one step in the order of their groups. The arrays have one number for each sample; the tokens are
-    in the payloads of the groups."""
+    """The samples of one step in the order of their groups, as far as planning needs them. The arrays have one entry
+    for each sample; the tokens are in the payloads."""
 
-    groups: Sequence[Group]
+    names: Sequence[str]
+    """[S]: the name of each sample for error messages."""
     group_of: np.ndarray
-    """int64 [S]: the index of the sample's group in `groups`."""
+    """int64 [S]: the index of the sample's group."""
     index_in_group: np.ndarray
     """int64 [S]: the index of the sample in the payload of its group."""
     lengths: np.ndarray
     """int64 [S]: the number of tokens in prompt and response together."""
     num_actions: np.ndarray
-    """int64 [S]: the number of tokens that the policy sampled."""
-    rewards: np.ndarray
-    """float64 [S]: the shaped rewards; NaN where every reward abstained."""
+    """int64 [S]: the number of tokens that the policy sampled, or of a supervised row's completion."""
+    payloads: Sequence[Any]
+    """The tokens of each group; see `Group.payload`."""
     version: int
     """The version of the weights that the step begins with."""
-    advantages: np.ndarray
-    """float64 [S]: the advantage that all action tokens of a sample share. The estimator fills it."""
-    weights: np.ndarray
-    """float64 [S]: the factor of each action token's loss. It is filled once the mini-batches are known."""
-    active: np.ndarray
-    """bool [S]: whether the sample has a gradient. Zero-signal groups and abstentions have none."""
+
+    @classmethod
+    def of_groups(cls, groups: Sequence[Group], version: int) -> Batch:
+        samples = [sample for group in groups for sample in group.samples]
+        sizes = [len(group.samples) for group in groups]
+        return cls(
+            names=[f"{group.prompt.uid}, answer {i}" for group in groups for i in range(len(group.samples))],
+            group_of=np.repeat(np.arange(len(groups)), sizes),
+            index_in_group=np.concatenate([np.arange(n) for n in sizes]) if sizes else np.zeros(0, np.int64),
+            lengths=np.array([sample.length for sample in samples], np.int64),
+            num_actions=np.array([sample.num_actions for sample in samples], np.int64),
+            payloads=[group.payload for group in groups],
+            version=version,
+        )
+
+    @classmethod
+    def of_rows(cls, rows: Sequence[tuple[str, Tokens]], version: int) -> Batch:
+        """The batch of a supervised step: each row, a name and its tokens, is a group of its own."""
+        return cls(
+            names=[name for name, _ in rows],
+            group_of=np.arange(len(rows)),
+            index_in_group=np.zeros(len(rows), np.int64),
+            lengths=np.array([len(tokens.ids) for _, tokens in rows], np.int64),
+            num_actions=np.array([tokens.action_mask.sum() for _, tokens in rows], np.int64),
+            payloads=[[tokens] for _, tokens in rows],
+            version=version,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """What the advantages of a batch are estimated from. The arrays have one entry for each sample."""
+
+    group_of: np.ndarray
+    """int64 [S]: the index of the sample's group."""
+    num_actions: np.ndarray
+    """int64 [S]: the number of tokens that the policy sampled."""
+    is_cut: np.ndarray
+    """bool [S]: whether the length budget ended the answer."""
+    rewards: np.ndarray
+    """float64 [S]: the shaped rewards; NaN where every reward abstained."""
     reward_parts: np.ndarray | None = None
     """float64 [S, K]: the separate scores of the K reward functions; NaN where one abstained."""
     reward_weights: np.ndarray | None = None
@@ -342,27 +379,48 @@ class Batch:
     greedy_rewards: np.ndarray | None = None
     """float64 [S]: the reward of the greedy answer to the sample's prompt; NaN where every reward abstained on it."""
 
-    @classmethod
-    def from_groups(cls, groups: Sequence[Group], version: int) -> Batch:
-        samples = [s for g in groups for s in g.samples]
-        sizes = [len(g.samples) for g in groups]
-        return cls(
-            groups=groups,
-            group_of=np.repeat(np.arange(len(groups)), sizes),
-            index_in_group=np.concatenate([np.arange(n) for n in sizes]) if sizes else np.zeros(0, np.int64),
-            lengths=np.array([s.length for s in samples], np.int64),
-            num_actions=np.array([s.num_actions for s in samples], np.int64),
-            rewards=np.array([_number(s.shaped_reward) for s in samples]),
-            version=version,
-            advantages=np.zeros(len(samples)),
-            weights=np.zeros(len(samples)),
-            active=np.ones(len(samples), bool),
-            reward_parts=np.array([[_number(part) for part in s.reward_parts] for s in samples], np.float64),
-        )
+
+@dataclass(frozen=True, slots=True)
+class Credit:
+    """What an estimator gives the samples of a batch."""
+
+    advantages: np.ndarray
+    """float64 [S]: the advantage that all action tokens of a sample share."""
+    active: np.ndarray
+    """bool [S]: whether the sample has a gradient. Zero-signal groups and abstentions have none."""
 
 
-def _number(x: float | None) -> float:
-    return np.nan if x is None else x
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one data-parallel rank gets of a step. The arrays have one entry for each of its N samples."""
+
+    minibatches: tuple[tuple[tuple[int, ...], ...], ...]
+    """`minibatches[i][m]` are the samples of micro-batch m in optimizer step i, as indices into the arrays."""
+    denominators: tuple[Denominators, ...]
+    """One entry for each optimizer step; they are those of all ranks together."""
+    alignment: int
+    """Inside its micro-batch every sequence is padded to a multiple of this number of tokens."""
+    version: int
+    """The version of the weights at the step's start."""
+    names: Sequence[str]
+    """[N]: the name of each sample for error messages."""
+    index: np.ndarray
+    """int64 [N]: the sample's index in the step. Index and position together identify a token in every packing."""
+    advantages: np.ndarray
+    """float64 [N]: the advantage of every action token of the sample."""
+    weights: np.ndarray
+    """float64 [N]: the factor of each action token's loss; it contains the aggregation and the denominators."""
+    payloads: Sequence[Any]
+    """The tokens of the groups that the samples belong to; see `Group.payload`."""
+    payload_of: np.ndarray
+    """int64 [N]: the index of the payload of the sample's group."""
+    index_in_group: np.ndarray
+    """int64 [N]: the index of the sample in that payload."""
+
+    def tokens(self, sample: int) -> Tokens:
+        """The tokens of a sample, once the payloads are at hand."""
+        tokens: Tokens = self.payloads[self.payload_of[sample]][self.index_in_group[sample]]
+        return tokens
 
 
 @dataclass(frozen=True, slots=True)

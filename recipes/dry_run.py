@@ -27,7 +27,7 @@ from megatron_rl.recipes.estimates import (
     training_seconds,
     update_memory,
 )
-from megatron_rl.types import Batch, Group, Mesh, ModelShape, Prompt, Sample
+from megatron_rl.types import Batch, Mesh, ModelShape
 
 BYTES = {"float32": 4, "bfloat16": 2}
 COLUMNS = {"trainer": "trainer ranks", "engine": "engines", "verifier": "verifier"}
@@ -132,13 +132,18 @@ def describe_rollout(config: GrpoRunConfig, shape: ModelShape, console: Console)
     rollout, parallel = config.rollout, config.policy.parallel
     num_samples = rollout.prompts_per_step * rollout.samples_per_prompt
     longest = rollout.max_model_tokens
-    sample = Sample(longest, rollout.max_prompt_tokens, rollout.max_response_tokens, 0, "length")
-    groups = [
-        Group(Prompt(str(i), (), ""), [sample] * rollout.samples_per_prompt, None, 0)
-        for i in range(rollout.prompts_per_step)
-    ]
+    longest_answers = Batch(
+        names=[f"answer {i}" for i in range(num_samples)],
+        group_of=np.repeat(np.arange(rollout.prompts_per_step), rollout.samples_per_prompt),
+        index_in_group=np.tile(np.arange(rollout.samples_per_prompt), rollout.prompts_per_step),
+        lengths=np.full(num_samples, longest),
+        num_actions=np.full(num_samples, rollout.max_response_tokens),
+        payloads=[None] * rollout.prompts_per_step,
+        version=0,
+    )
     plan = plan_microbatches(
-        Batch.from_groups(groups, version=0),
+        longest_answers,
+        np.ones(num_samples, bool),
         shape,
         parallel,
         config.balance,

@@ -21,6 +21,7 @@ quiet_environment()
 from megatron_rl.config.schema import GrpoRunConfig  # noqa: E402
 from megatron_rl.layout import check_model, read_shape  # noqa: E402
 from megatron_rl.loop.checkpoints import Checkpoints  # noqa: E402
+from megatron_rl.ports import Ports  # noqa: E402
 from megatron_rl.recipes.dry_run import describe_gpu_needs, describe_placement, describe_policy, describe_rollout  # noqa: E402
 from megatron_rl.types import Prompt  # noqa: E402
 
@@ -46,7 +47,7 @@ def run(config: GrpoRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) -
     from megatron_rl.cluster.session import ray_session
     from megatron_rl.cluster.verifier import RayVerifier
     from megatron_rl.cluster.visibility import check_nodes
-    from megatron_rl.loop.train import Ports, train
+    from megatron_rl.loop.train import train
     from megatron_rl.observe import RunSink, open_trackers, write_provenance
     from megatron_rl.rollout.shared_memory import remove_leftovers
 

@@ -20,6 +20,8 @@ from typing import Any
 from jinja2 import TemplateError
 from rich.console import Console
 
+from megatron_rl.config.advantages import FunctionAdvantage
+from megatron_rl.config.losses import FunctionLoss
 from megatron_rl.config.schema import BaseConfig, ExactAnswerReward, FunctionReward, GrpoRunConfig, SftRunConfig
 from megatron_rl.data.prompts import check_length, question_of
 from megatron_rl.data.rows import FORMS, BadRow, read_rows
@@ -298,6 +300,12 @@ def _rows(config: BaseConfig, tokenizer: TokenizerFiles | None, tell: Tell) -> l
             faults += _file("data.eval", data.eval, check_prompt, data.on_bad_row, seconds, tell)
         for reward in config.rewards:
             if isinstance(reward, FunctionReward) and (fault := fault_of_function(reward.path, known or None)):
+                faults.append(fault)
+        own = {"algorithm.loss": config.algorithm.loss, "algorithm.adv_estimator": config.algorithm.adv_estimator}
+        for key, method in own.items():
+            if isinstance(method, FunctionLoss | FunctionAdvantage) and (
+                fault := fault_of_function(method.path, None, key)
+            ):
                 faults.append(fault)
     if lengths.without_template:
         faults.append(

@@ -1,4 +1,5 @@
-"""Checks a reward function in the source of its module, without running it: whether it exists, and its arguments."""
+"""Checks a function of the user's own in the source of its module, without running it: whether it exists, and for a
+reward its arguments."""
 
 from __future__ import annotations
 
@@ -13,20 +14,21 @@ GIVEN = ("prompts", "completions", "completion_ids")
 """The arguments with which every reward function is called, in addition to the columns of the rows."""
 
 
-def fault_of_function(path: str, columns: Collection[str] | None) -> str | None:
+def fault_of_function(path: str, columns: Collection[str] | None, key: str = "rewards") -> str | None:
     """The fault of the function at `package.module:function`, as one sentence; None if there is none.
 
     Args:
         columns: the columns of the rows without the prompt; None if they are not known.
+        key: the configuration key that names the function. Only the arguments of rewards are checked.
     """
     module, colon, name = path.partition(":")
     if not (module and colon and name):
-        return f"rewards: the path {path!r} must read `package.module:function`"
+        return f"{key}: the path {path!r} must read `package.module:function`"
     spec = _find(module)
     if spec is None:
         folders = ", ".join(str(Path(folder).resolve()) for folder in sys.path[:2])
         return (
-            f"rewards: {path}: there is no module {module!r} in the folders of PYTHONPATH ({folders}, ...); put its "
+            f"{key}: {path}: there is no module {module!r} in the folders of PYTHONPATH ({folders}, ...); put its "
             f"folder on PYTHONPATH, or correct the path"
         )
     if not spec.origin or not spec.origin.endswith(".py"):
@@ -34,15 +36,15 @@ def fault_of_function(path: str, columns: Collection[str] | None) -> str | None:
     try:
         tree = ast.parse(Path(spec.origin).read_bytes(), spec.origin)
     except SyntaxError as error:
-        return f"rewards: {path}: {spec.origin}:{error.lineno}: {error.msg}; correct the module"
+        return f"{key}: {path}: {spec.origin}:{error.lineno}: {error.msg}; correct the module"
     found = None
     for bound, node in _bindings(tree.body):
         if bound in (name, "*"):
             found = node
     if found is None:
-        return f"rewards: {path}: {spec.origin} has no function {name!r}; correct the path or write the function"
-    if isinstance(found, ast.FunctionDef) and (fault := _fault_of_arguments(found, columns)):
-        return f"rewards: {path}: {spec.origin}:{found.lineno}: {fault}"
+        return f"{key}: {path}: {spec.origin} has no function {name!r}; correct the path or write the function"
+    if key == "rewards" and isinstance(found, ast.FunctionDef) and (fault := _fault_of_arguments(found, columns)):
+        return f"{key}: {path}: {spec.origin}:{found.lineno}: {fault}"
     return None
 
 

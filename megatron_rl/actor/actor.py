@@ -29,18 +29,15 @@ from megatron_rl.actor import checkpoint, platform, state
 from megatron_rl.actor.agreement import Agreement
 from megatron_rl.actor.model import build_model, uses_fused_layers
 from megatron_rl.actor.optimizer import apply_gradients, build_optimizer, gradient_norm
-from megatron_rl.actor.packing import Microbatch, TrainSample, pack_row
+from megatron_rl.actor.packing import Microbatch, pack
 from megatron_rl.actor.spec import ActorSpec
 from megatron_rl.actor.step import Schedule
 from megatron_rl.algorithms.columns import PackedColumns
 from megatron_rl.algorithms.objective import FirstPass, Metric, NotFiniteError, mismatch
 from megatron_rl.layout import check_parameters, megatron_shards
-from megatron_rl.types import Denominators, Metrics
+from megatron_rl.types import Denominators, Metrics, Share
 
 log = logging.getLogger(__name__)
-
-Minibatches = Sequence[Sequence[Sequence[TrainSample]]]
-"""Indexed as [minibatch][microbatch][sample]."""
 
 
 class MegatronActor:
@@ -63,7 +60,7 @@ class MegatronActor:
         self._reports_metrics = tensor == 0 and stage == self.mesh.pipeline - 1
         """One rank of each data-parallel replica reports its metrics."""
         self._minibatches: list[list[Microbatch]] = []
-        self._denominators: list[Denominators] = []
+        self._denominators: Sequence[Denominators] = ()
         self._at_start: list[FirstPass] = []
         """The results of the pass for logp_old for each micro-batch of the first mini-batch; only the last pipeline
         stage has them."""
@@ -100,7 +97,7 @@ class MegatronActor:
         with platform.running():
             self.optimizer.reload_model_params()
 
-    def begin(self, minibatches: Minibatches, denominators: Sequence[Denominators], alignment: int) -> Metrics:
+    def begin(self, share: Share) -> Metrics:
         """Take the samples of a training step that belong to this data-parallel rank, and compute the log-probs that
         the objective needs of the policy and its reference at the step's start.
 
@@ -108,10 +105,8 @@ class MegatronActor:
         same log-probs.
 
         Args:
-            minibatches: each is one optimizer step. Every rank has the same number of micro-batches in a mini-batch;
-                some may be empty.
-            denominators: one for each mini-batch.
-            alignment: every sequence is padded to a multiple of it. With sequence parallelism, TP must divide it.
+            share: its payloads are lists of tokens. Every rank has the same number of micro-batches in a mini-batch;
+                some may be empty. With sequence parallelism, TP must divide its alignment.
 
         Returns:
             The mismatch of trainer and engine over all ranks' action tokens (`objective.mismatch`), if logp_old is
@@ -121,19 +116,18 @@ class MegatronActor:
             ValueError: a sample is malformed or holds a token outside the vocabulary (the error names it), or
                 sequence parallelism does not allow the alignment.
         """
-        assert len(minibatches) == len(denominators)
         with self.agreement.on_errors():
-            self._check_alignment(alignment)
-            packed = [[pack_row(samples, alignment) for samples in minibatch] for minibatch in minibatches]
+            self._check_alignment(share.alignment)
+            packed = pack(share)
             for batch in (batch for minibatch in packed for batch in minibatch):
                 self._check_vocabulary(batch)
         self._minibatches = [[batch.to(platform.device()) for batch in minibatch] for minibatch in packed]
-        self._denominators, self._at_start = list(denominators), []
+        self._denominators, self._at_start = share.denominators, []
         needs = self.spec.objective.needs
         if needs.logp_ref:
             with self._as_reference():
                 self._keep("logp_ref_T", self._forward_all())
-        if not needs.logp_old or (len(minibatches) == 1 and not needs.before_update):
+        if not needs.logp_old or (len(packed) == 1 and not needs.before_update):
             return {}
         passes = self._forward_all()
         self._at_start = passes[: len(self._minibatches[0])]
@@ -172,7 +166,9 @@ class MegatronActor:
             except NotFiniteError as error:
                 # Other ranks wait for this one in the schedule, so it must be finished before all raise together.
                 problems.append(f"sample {batch.names[error.sample]}: {error}")
-                return logp_T.sum() * 0.0, {}
+            except ValueError as error:  # of a loss of the user's own
+                problems.append(str(error))
+            return logp_T.sum() * 0.0, {}
 
         with platform.running():
             self.model.zero_grad_buffer()

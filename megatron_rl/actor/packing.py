@@ -17,22 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.algorithms.columns import PackedColumns
-from megatron_rl.types import Tokens
-
-
-@dataclass(frozen=True, slots=True)
-class TrainSample:
-    name: str
-    """The name for error messages: the prompt and the sample's index in its group."""
-    tokens: Tokens
-    advantage: float
-    """The advantage of every action token of the sample."""
-    weight: float
-    """The factor of each action token's loss; it contains the aggregation and the denominators."""
-    index: int = 0
-    """The sample's index in the step. Index and position together identify a token in every packing."""
-    version: int = 0
-    """The version of the weights at the step's start."""
+from megatron_rl.types import Share, Tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,35 +44,40 @@ class Microbatch:
         )
 
 
-def pack_row(samples: Sequence[TrainSample], alignment: int) -> Microbatch:
-    """Pack samples into one micro-batch. Each sequence is padded to a multiple of `alignment`.
+def pack(share: Share) -> list[list[Microbatch]]:
+    """Pack the samples of a share, whose payloads are at hand, as `[mini-batch][micro-batch]`.
 
     Raises:
         ValueError: a sample is empty or its arrays differ in length; the error names the sample.
     """
-    lengths = [_length(sample) for sample in samples]
-    padded = [-(-length // alignment) * alignment for length in lengths] or [alignment]
+    return [[_pack_row(share, samples) for samples in minibatch] for minibatch in share.minibatches]
+
+
+def _pack_row(share: Share, samples: Sequence[int]) -> Microbatch:
+    names, tokens = [share.names[i] for i in samples], [share.tokens(i) for i in samples]
+    lengths = [_length(name, of_sample) for name, of_sample in zip(names, tokens, strict=True)]
+    padded = [-(-length // share.alignment) * share.alignment for length in lengths] or [share.alignment]
     num_tokens = sum(padded)
     ids_T, target_T = np.zeros(num_tokens, np.int64), np.zeros(num_tokens, np.int64)
     action_mask_T, logp_rollout_T = np.zeros(num_tokens, bool), np.zeros(num_tokens, np.float32)
     token_T, lag_T = np.zeros(num_tokens, np.int64), np.zeros(num_tokens, np.int32)
     start = 0
-    for sample, length, room in zip(samples, lengths, padded):
-        tokens = sample.tokens
+    for sample, mine, length, room in zip(samples, tokens, lengths, padded):
         here, predicting = slice(start, start + length), slice(start, start + length - 1)
-        ids_T[here] = tokens.ids
-        target_T[predicting] = tokens.ids[1:]
-        action_mask_T[predicting] = tokens.action_mask[1:]
-        logp_rollout_T[predicting] = tokens.logp_rollout[1:]
-        lag_T[predicting] = np.where(tokens.action_mask[1:], sample.version - tokens.version[1:], 0)
-        token_T[start : start + room] = (sample.index << 32) + np.arange(1, room + 1)
+        ids_T[here] = mine.ids
+        target_T[predicting] = mine.ids[1:]
+        action_mask_T[predicting] = mine.action_mask[1:]
+        logp_rollout_T[predicting] = mine.logp_rollout[1:]
+        lag_T[predicting] = np.where(mine.action_mask[1:], share.version - mine.version[1:], 0)
+        token_T[start : start + room] = (int(share.index[sample]) << 32) + np.arange(1, room + 1)
         start += room
 
-    def spread(values: list[float]) -> Tensor:
-        return torch.from_numpy(np.repeat(np.array(values or [0.0], np.float32), padded))
+    def spread(values: np.ndarray) -> Tensor:
+        of_samples = values[list(samples)] if samples else np.zeros(1)
+        return torch.from_numpy(np.repeat(of_samples.astype(np.float32), padded))
 
     return Microbatch(
-        names=tuple(sample.name for sample in samples),
+        names=tuple(names),
         lengths_S=torch.tensor(padded),
         ids_T=torch.from_numpy(ids_T),
         target_T=torch.from_numpy(target_T),
@@ -95,20 +85,19 @@ def pack_row(samples: Sequence[TrainSample], alignment: int) -> Microbatch:
             action_mask_T=torch.from_numpy(action_mask_T),
             sample_T=torch.from_numpy(np.repeat(np.arange(len(padded)), padded)),
             token_T=torch.from_numpy(token_T),
-            weight_T=spread([sample.weight for sample in samples]),
-            advantage_T=spread([sample.advantage for sample in samples]),
+            weight_T=spread(share.weights),
+            advantage_T=spread(share.advantages),
             logp_rollout_T=torch.from_numpy(logp_rollout_T),
             lag_T=torch.from_numpy(lag_T),
         ),
     )
 
 
-def _length(sample: TrainSample) -> int:
-    tokens = sample.tokens
+def _length(name: str, tokens: Tokens) -> int:
     lengths = [len(x) for x in (tokens.ids, tokens.action_mask, tokens.logp_rollout, tokens.version)]
     if len(set(lengths)) != 1 or not lengths[0]:
         raise ValueError(
-            f"sample {sample.name}: ids, action_mask, logp_rollout and version have {', '.join(map(str, lengths))} "
+            f"sample {name}: ids, action_mask, logp_rollout and version have {', '.join(map(str, lengths))} "
             "entries; the four numbers must be equal and at least 1"
         )
     return lengths[0]

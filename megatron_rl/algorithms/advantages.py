@@ -1,7 +1,8 @@
-"""The registry of the estimators that give one advantage for each sample, and their use on a batch.
+"""The registry of the estimators that give one advantage for each sample, and their use on a step's scores.
 
 Invariants: a sample without a reward is inactive. A group in which every advantage is 0 is a zero-signal group, for
-every estimator. If the batch lacks what an estimator needs, an error names it.
+every estimator. What an estimator needs and does not get is named
+in an error.
 
 Shape letters: S samples, G groups of the batch.
 """
@@ -26,6 +27,7 @@ from megatron_rl.algorithms.outcomes import (
 )
 from megatron_rl.config.advantages import (
     AdvantageConfig,
+    FunctionAdvantage,
     GdpoAdvantage,
     GpgAdvantage,
     GrpoAdvantage,
@@ -37,38 +39,41 @@ from megatron_rl.config.advantages import (
     RlooAdvantage,
 )
 from megatron_rl.config.algorithm import AlgorithmConfig
+from megatron_rl.config.function import load_function
 from megatron_rl.config.section import Method
-from megatron_rl.types import Batch, Metrics
+from megatron_rl.types import Credit, Metrics, Scores
 
 ESTIMATORS: dict[type[Method], Callable[..., np.ndarray]] = {
-    GrpoAdvantage: lambda section, b, cfg: grpo(b.rewards, b.group_of, section.std),
-    RlooAdvantage: lambda section, b, cfg: rloo(b.rewards, b.group_of, section.std),
-    ReinforcePlusPlusAdvantage: lambda section, b, cfg: reinforce_plus_plus(b.rewards, b.num_actions, section.whiten),
-    ReinforcePlusPlusBaselineAdvantage: lambda section, b, cfg: reinforce_plus_plus_baseline(
-        b.rewards, b.group_of, b.num_actions
+    GrpoAdvantage: lambda section, s, cfg: grpo(s.rewards, s.group_of, section.std),
+    RlooAdvantage: lambda section, s, cfg: rloo(s.rewards, s.group_of, section.std),
+    ReinforcePlusPlusAdvantage: lambda section, s, cfg: reinforce_plus_plus(s.rewards, s.num_actions, section.whiten),
+    ReinforcePlusPlusBaselineAdvantage: lambda section, s, cfg: reinforce_plus_plus_baseline(
+        s.rewards, s.group_of, s.num_actions
     ),
-    RemaxAdvantage: lambda section, b, cfg: remax(b.rewards, b.greedy_rewards),
-    OpoAdvantage: lambda section, b, cfg: opo(b.rewards, b.group_of, b.num_actions),
-    GpgAdvantage: lambda section, b, cfg: gpg(b.rewards, b.group_of, cfg.drop_zero_signal),
-    GrpoPasskAdvantage: lambda section, b, cfg: grpo_passk(b.rewards, b.group_of, section.std),
-    GdpoAdvantage: lambda section, b, cfg: gdpo(b.reward_parts, b.reward_weights, b.group_of),
+    RemaxAdvantage: lambda section, s, cfg: remax(s.rewards, s.greedy_rewards),
+    OpoAdvantage: lambda section, s, cfg: opo(s.rewards, s.group_of, s.num_actions),
+    GpgAdvantage: lambda section, s, cfg: gpg(s.rewards, s.group_of, cfg.drop_zero_signal),
+    GrpoPasskAdvantage: lambda section, s, cfg: grpo_passk(s.rewards, s.group_of, section.std),
+    GdpoAdvantage: lambda section, s, cfg: gdpo(s.reward_parts, s.reward_weights, s.group_of),
+    FunctionAdvantage: lambda section, s, cfg: _by_function(section.path, s),
 }
-"""One line for each estimator: (its configuration, batch, AlgorithmConfig) -> advantages [S]. The key is the class of
+"""One line for each estimator: (its configuration, Scores, AlgorithmConfig) -> advantages [S]. The key is the class of
 its configuration. `gae` and `grpo_process` give one number for each token: see `returns.py` and
 `process_rewards.py`."""
 
-BATCH_FIELDS = {"greedy_reward": ("greedy_rewards",), "reward_parts": ("reward_parts", "reward_weights")}
-"""The fields of a batch that hold what an estimator needs besides the rewards."""
+SCORE_FIELDS = {"greedy_reward": ("greedy_rewards",), "reward_parts": ("reward_parts", "reward_weights")}
+"""The fields of `Scores` that hold what an estimator needs besides the rewards."""
 
 
-def estimate_advantages(batch: Batch, cfg: AlgorithmConfig) -> Metrics:
-    """Fill `batch.advantages`, and set `batch.active` to False for samples that have no gradient.
+def estimate_advantages(scores: Scores, cfg: AlgorithmConfig) -> tuple[Credit, Metrics]:
+    """The advantages of a batch's samples, and which of them have a gradient.
 
-    Abstentions become inactive. With `cfg.drop_zero_signal` zero-signal groups do, and with `cfg.overlong_filter`
+    Abstentions have none. With `cfg.drop_zero_signal` zero-signal groups have none, and with `cfg.overlong_filter`
     answers that the length budget cut. The rewards of all inactive samples but the abstentions still count in the
     statistics of their groups.
 
     Returns:
+        The credit, and these metrics:
         reward/mean: the mean reward of the scored samples; NaN if there is none.
         reward/std: the standard deviation in a group, averaged over the groups with a score.
         groups/zero_signal: the number of groups with a score in which all advantages are 0. For a group-relative
@@ -79,48 +84,66 @@ def estimate_advantages(batch: Batch, cfg: AlgorithmConfig) -> Metrics:
         samples/active: the number of samples that have a gradient.
 
     Raises:
-        ValueError: the batch lacks what the estimator needs.
+        ValueError: what the estimator needs is missing.
     """
     estimator = cfg.adv_estimator
-    _require_inputs(batch, estimator)
-    rewards, group_of, num_groups = batch.rewards, batch.group_of, len(batch.groups)
+    _require_inputs(scores, estimator)
+    rewards, group_of = scores.rewards, scores.group_of
+    num_groups = int(group_of.max(initial=-1)) + 1
     scored = ~np.isnan(rewards)
     if "greedy_reward" in estimator.needs:
-        assert batch.greedy_rewards is not None  # `_require_inputs` has checked it
-        scored &= ~np.isnan(batch.greedy_rewards)
-    batch.advantages = ESTIMATORS[type(estimator)](estimator, batch, cfg)
+        assert scores.greedy_rewards is not None  # `_require_inputs` has checked it
+        scored &= ~np.isnan(scores.greedy_rewards)
+    advantages = ESTIMATORS[type(estimator)](estimator, scores, cfg)
     has_score_G = np.bincount(group_of[scored], minlength=num_groups) > 0
-    has_signal_G = np.bincount(group_of[batch.advantages != 0], minlength=num_groups) > 0
-    active = batch.active & scored
-    if cfg.drop_zero_signal:
-        active &= has_signal_G[group_of]
-    overlong = np.zeros(len(rewards), bool)
-    if cfg.overlong_filter:
-        overlong = scored & np.array([s.finish == "length" for group in batch.groups for s in group.samples], bool)
-    batch.active = active & ~overlong
+    has_signal_G = np.bincount(group_of[advantages != 0], minlength=num_groups) > 0
+    active = scored & has_signal_G[group_of] if cfg.drop_zero_signal else scored
+    overlong = scored & scores.is_cut & cfg.overlong_filter
+    active = active & ~overlong
     _, std_G, spread_G = group_statistics(rewards, group_of)
     any_reward = bool((spread_G >= 0).any())
-    return {
+    metrics = {
         "reward/mean": float(np.nanmean(rewards)) if any_reward else float("nan"),
         "reward/std": float(std_G[spread_G >= 0].mean()) if any_reward else float("nan"),
         "groups/zero_signal": float((has_score_G & ~has_signal_G).sum()),
         "samples/abstained": float((~scored).sum()),
         "samples/overlong": float(overlong.sum()),
-        "samples/active": float(batch.active.sum()),
+        "samples/active": float(active.sum()),
     }
+    return Credit(advantages, active), metrics
 
 
-def _require_inputs(batch: Batch, estimator: AdvantageConfig) -> None:
+def _by_function(path: str, scores: Scores) -> np.ndarray:
+    """The advantages that a function of the user's own gives.
+
+    Raises:
+        ValueError: there is no such function, it raised, or its result is not a finite number for each scored sample.
+    """
+    function = load_function(path)
+    try:
+        advantages = np.asarray(function(scores), np.float64)
+    except Exception as error:
+        raise ValueError(f"algorithm.adv_estimator {path} raised {type(error).__name__}: {error}") from error
+    scored = ~np.isnan(scores.rewards)
+    if advantages.shape != scored.shape or not np.isfinite(advantages[scored]).all():
+        raise ValueError(
+            f"algorithm.adv_estimator {path} must return one finite number for each of the {len(scored)} samples, but "
+            f"it returned {advantages.shape} numbers, of which {int((~np.isfinite(advantages)).sum())} are not finite"
+        )
+    return np.where(scored, advantages, 0.0)
+
+
+def _require_inputs(scores: Scores, estimator: AdvantageConfig) -> None:
     if type(estimator) not in ESTIMATORS:
         raise ValueError(
             f"adv_estimator {estimator.kind} gives one number for each token and needs "
             f"{', '.join(sorted(estimator.needs))}, but this recipe estimates one number for each sample; choose one "
             f"of {', '.join(cls.model_fields['kind'].default for cls in ESTIMATORS)}"
         )
-    for need in sorted(estimator.needs & BATCH_FIELDS.keys()):
-        missing = [name for name in BATCH_FIELDS[need] if getattr(batch, name) is None]
+    for need in sorted(estimator.needs & SCORE_FIELDS.keys()):
+        missing = [name for name in SCORE_FIELDS[need] if getattr(scores, name) is None]
         if missing:
             raise ValueError(
-                f"adv_estimator {estimator.kind} needs {need}, but the batch holds no {' and no '.join(missing)}, "
+                f"adv_estimator {estimator.kind} needs {need}, but there are no {' and no '.join(missing)}, "
                 f"because this recipe does not collect it; choose another estimator"
             )

@@ -25,14 +25,12 @@ from torch import Tensor
 from megatron_rl.algorithms.columns import PackedColumns
 from megatron_rl.algorithms.correction import importance_weight, mean_weight, rejected
 from megatron_rl.algorithms.kl import kl_estimate
-from megatron_rl.algorithms.losses import LOSSES
-from megatron_rl.algorithms.losses.covariance import choose_clip_cov, choose_kl_cov
+from megatron_rl.algorithms.losses import LOSSES, SELECTIONS
 from megatron_rl.algorithms.losses.terms import MAX_LOG_RATIO, Terms
 from megatron_rl.algorithms.selection import choose_largest
 from megatron_rl.algorithms.whitening import SumOverRanks
 from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.config.correction import WeightConfig
-from megatron_rl.config.losses import ClipCovLoss, DecoupledLoss, DppoKlLoss, DppoTvLoss, KlCovLoss
 from megatron_rl.types import Denominators, Metrics
 
 LOWEST_LOGP = -100.0
@@ -155,15 +153,14 @@ class PolicyObjective:
     def __init__(self, cfg: AlgorithmConfig) -> None:
         self.cfg = cfg
         self._token_loss = LOSSES[type(cfg.loss)](cfg.loss)
-        self._around_engine = isinstance(cfg.loss, DppoTvLoss | DppoKlLoss) or (
-            isinstance(cfg.loss, DecoupledLoss) and cfg.loss.proximal == "interpolated"
-        )
+        self._select = SELECTIONS.get(type(cfg.loss))
+        self._around_engine = cfg.loss.anchor == "engine"
         self.needs = Needs(
             logp_old=not self._around_engine,
             logp_ref=cfg.kl is not None,
             entropy=True,
-            first_pass=isinstance(cfg.loss, ClipCovLoss | KlCovLoss) or cfg.top_entropy_share < 1,
-            logp_old_in_prepare=isinstance(cfg.loss, ClipCovLoss) or self._normalised_weight is not None,
+            first_pass=self._select is not None or cfg.top_entropy_share < 1,
+            logp_old_in_prepare=self._select is not None or self._normalised_weight is not None,
         )
 
     @property
@@ -184,13 +181,9 @@ class PolicyObjective:
         if self._normalised_weight:
             mean = mean_weight(columns, num_tokens, self._normalised_weight, sum_over_ranks)
             columns = [replace(c, mean_weight_T=torch.full_like(c.weight_T, mean)) for c in columns]
-        if isinstance(cfg.loss, ClipCovLoss | KlCovLoss):
+        if self._select:
             assert first_pass is not None  # `needs.first_pass` asks for it
-            logps = [p.logp_T for p in first_pass]
-            if isinstance(cfg.loss, ClipCovLoss):
-                chosen = choose_clip_cov(cfg.loss, columns, logps, num_tokens, sum_over_ranks)
-            else:
-                chosen = choose_kl_cov(cfg.loss, columns, logps, num_tokens, sum_over_ranks)
+            chosen = self._select(cfg.loss, columns, [p.logp_T for p in first_pass], num_tokens, sum_over_ranks)
             columns = [replace(c, selected_T=chosen_T) for c, chosen_T in zip(columns, chosen, strict=True)]
         if cfg.top_entropy_share < 1:
             assert first_pass is not None  # `needs.first_pass` asks for it

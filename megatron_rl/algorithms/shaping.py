@@ -9,7 +9,7 @@ Shape letters: S samples, G groups.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from megatron_rl.config.advantages import (
     ShapingConfig,
     SoftOverlongShaping,
 )
+from megatron_rl.types import Prompt, Tokens, Verdict
 
 Response = Sequence[int] | np.ndarray
 """The token ids after the prompt."""
@@ -146,3 +147,24 @@ def shape_rewards(
     result = np.full(len(rewards), np.nan)
     result[scored] = shaped
     return result
+
+
+def shape_verdicts(
+    verdicts: Sequence[Sequence[Verdict]],
+    prompts: Sequence[Prompt],
+    groups: Sequence[Sequence[Tokens]],
+    shaping: Sequence[ShapingConfig],
+) -> list[list[Verdict]]:
+    """The verdicts of whole groups with their shaped scores.
+
+    Args:
+        verdicts, groups: one for each sample of each group.
+        prompts: one for each group.
+    """
+    flat = [verdict for group in verdicts for verdict in group]
+    responses = [t.ids[len(p.token_ids) :] for p, group in zip(prompts, groups, strict=True) for t in group]
+    scores = np.array([np.nan if verdict.score is None else verdict.score for verdict in flat])
+    group_of = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
+    shaped = shape_rewards(scores, np.array([len(ids) for ids in responses]), group_of, responses, shaping)
+    numbers = iter(None if np.isnan(x) else x for x in shaped.tolist())
+    return [[replace(verdict, shaped=next(numbers)) for verdict in group] for group in verdicts]

@@ -26,6 +26,7 @@ from megatron_rl.types import Batch, Denominators, MicrobatchPlan, ModelShape
 
 def plan_microbatches(
     batch: Batch,
+    active: np.ndarray,
     shape: ModelShape,
     parallel: ParallelConfig,
     balance: BalanceConfig,
@@ -45,7 +46,7 @@ def plan_microbatches(
     no gradient. `len(plan.minibatches)` is the number of optimizer steps; it is 0 if no sample is active.
 
     Args:
-        batch: groups, group_of, index_in_group, lengths, num_actions and active are read.
+        active: bool [S], the samples that are planned.
         parallel: gives the data-parallel ranks, the pipeline stages and the alignment that sequences are padded to.
         balance: gives the cap, the cost, whether groups stay together, and what happens to samples above the cap.
         updates: the wanted number of mini-batches.
@@ -71,12 +72,12 @@ def plan_microbatches(
     mesh, cap = parallel.mesh, balance.max_tokens_per_microbatch
     sizes_S = padded(batch.lengths, parallel.alignment)
     _check_numbers(cap, parallel.alignment, updates, microbatch_multiple)
-    _check_samples(batch, sizes_S, parallel.alignment, balance)
+    _check_samples(batch, active, sizes_S, parallel.alignment, balance)
     costs_S = sample_costs(batch.lengths, balance.cost, shape, recompute)
     flops_S = training_flops(batch.lengths, shape, recompute)
     limits = Limits(cap, mesh.data, microbatch_multiple)
     plan = _Writer(sizes_S, costs_S, flops_S, limits, mesh.pipeline)
-    for samples in _deal_groups(batch, updates):
+    for samples in _deal_groups(batch.group_of, active, updates):
         groups = batch.group_of[samples] if balance.groups == "together" else None
         packing = assign(sizes_S[samples], costs_S[samples], limits, groups)
         plan.add(samples, packing.cell_S, packing.count)
@@ -88,7 +89,7 @@ def plan_microbatches(
         flops=tuple(plan.flops),
         max_tokens=cap,
         alignment=parallel.alignment,
-        metrics=plan.metrics(int(batch.lengths[batch.active].sum()), int((sizes_S[batch.active] > cap).sum())),
+        metrics=plan.metrics(int(batch.lengths[active].sum()), int((sizes_S[active] > cap).sum())),
     )
 
 
@@ -159,11 +160,11 @@ def _tuples(array_RP: np.ndarray) -> tuple[tuple[Any, ...], ...]:
     return tuple(map(tuple, array_RP.tolist()))
 
 
-def _deal_groups(batch: Batch, updates: int) -> list[np.ndarray]:
+def _deal_groups(group_S: np.ndarray, active_S: np.ndarray, updates: int) -> list[np.ndarray]:
     """The samples of each mini-batch that has any. Whole groups are dealt in order, and the numbers of groups differ by
     at most one."""
-    indices = np.flatnonzero(batch.active)
-    _, first, number = np.unique(batch.group_of[indices], return_index=True, return_inverse=True)
+    indices = np.flatnonzero(active_S)
+    _, first, number = np.unique(group_S[indices], return_index=True, return_inverse=True)
     order = np.argsort(np.argsort(first))[number]  # the rank of each sample's group by first appearance
     cuts = np.cumsum([len(part) for part in np.array_split(first, updates)])
     owner = np.searchsorted(cuts, order, side="right")
@@ -186,25 +187,22 @@ def _check_numbers(cap: int, alignment: int, updates: int, multiple: int) -> Non
         )
 
 
-def _check_samples(batch: Batch, sizes_S: np.ndarray, alignment: int, balance: BalanceConfig) -> None:
+def _check_samples(
+    batch: Batch, active: np.ndarray, sizes_S: np.ndarray, alignment: int, balance: BalanceConfig
+) -> None:
     cap = balance.max_tokens_per_microbatch
-    empty_S = batch.active & ((batch.lengths < 1) | (batch.num_actions < 1))
+    empty_S = active & ((batch.lengths < 1) | (batch.num_actions < 1))
     if empty_S.any():
         index = int(np.flatnonzero(empty_S)[0])
         raise ValueError(
-            f"active sample {_name(batch, index)} has {batch.lengths[index]} tokens and {batch.num_actions[index]} "
-            f"action tokens, so it has no gradient; make it inactive"
+            f"active sample {index} ({batch.names[index]}) has {batch.lengths[index]} tokens and "
+            f"{batch.num_actions[index]} action tokens, so it has no gradient; make it inactive"
         )
-    long_S = batch.active & (sizes_S > cap)
+    long_S = active & (sizes_S > cap)
     if long_S.any() and balance.oversize == "refuse":
         index, longest = int(np.flatnonzero(long_S)[0]), int(sizes_S[long_S].max())
         raise ValueError(
-            f"sample {_name(batch, index)} has {batch.lengths[index]} tokens, {sizes_S[index]} when padded to a "
-            f"multiple of {alignment}: above the cap of {cap}. {long_S.sum()} samples in all are above it; raise "
+            f"sample {index} ({batch.names[index]}) has {batch.lengths[index]} tokens, {sizes_S[index]} when padded to "
+            f"a multiple of {alignment}: above the cap of {cap}. {long_S.sum()} samples in all are above it; raise "
             f"balance.max_tokens_per_microbatch to {longest} or more, or set balance.oversize to alone"
         )
-
-
-def _name(batch: Batch, index: int) -> str:
-    group = batch.groups[int(batch.group_of[index])]
-    return f"{index} ({group.prompt.uid}, answer {batch.index_in_group[index]})"

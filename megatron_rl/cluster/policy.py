@@ -1,6 +1,6 @@
 """The policy as a group of Ray actors, one Megatron rank each; implements `ports.Policy` for the loop.
 
-The driver sends each rank the indices of its own samples and references to their tokens. The tokens go from the engine
+The driver sends each rank the numbers of its own samples and references to their tokens. The tokens go from the engine
 to the rank through Ray's object store. All ranks run each call at the same time, because they meet in collectives.
 """
 
@@ -11,7 +11,7 @@ import os
 import secrets
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from statistics import median_low
 from typing import Any
@@ -20,7 +20,6 @@ import ray
 from ray.exceptions import RayActorError
 from torch.distributed import PrefixStore, TCPStore
 
-from megatron_rl.actor.packing import TrainSample
 from megatron_rl.actor.spec import ActorSpec
 from megatron_rl.bridge.join import host_store
 from megatron_rl.bridge.sender import BridgeSender
@@ -33,27 +32,12 @@ from megatron_rl.cluster.restarts import Restarts
 from megatron_rl.cluster.waiting import ProcessLost, explain, gather, locate_all, settle
 from megatron_rl.config.schema import ClusterConfig
 from megatron_rl.ports import PolicyLost
-from megatron_rl.types import Batch, Denominators, Mesh, Metrics, MicrobatchPlan
+from megatron_rl.types import Mesh, Metrics, Share
 
 log = logging.getLogger(__name__)
 
 DEATH_S = 3.0
 """The time that Ray gets to notice the death of a rank after another rank's error."""
-
-
-@dataclass(frozen=True, slots=True)
-class Assigned:
-    """A sample that is assigned to a rank: where its tokens are, and its numbers."""
-
-    group: int
-    """The index of its group's payload among those that the rank gets."""
-    index_in_group: int
-    numbers: dict[str, Any]
-    """The other fields of its `TrainSample`."""
-
-
-Assignment = list[list[list[Assigned]]]
-"""The samples of one data-parallel rank, as [mini-batch][micro-batch][sample]."""
 
 
 class TrainerRank:
@@ -101,20 +85,13 @@ class TrainerRank:
         log.info("loaded in %.1f s", time.perf_counter() - start)
         return self.actor.fused_norms
 
-    def begin(
-        self, assignment: Assignment, payloads: list[Any], denominators: list[Denominators], alignment: int
-    ) -> Metrics:
-        references = [p for p in payloads if isinstance(p, ray.ObjectRef)]
+    def begin(self, share: Share) -> Metrics:
+        references = [p for p in share.payloads if isinstance(p, ray.ObjectRef)]
         fetched = dict(zip(references, ray.get(references), strict=True))
-        tokens = [fetched[p] if isinstance(p, ray.ObjectRef) else p for p in payloads]
-        minibatches = [
-            [[TrainSample(tokens=tokens[s.group][s.index_in_group], **s.numbers) for s in micro] for micro in mini]
-            for mini in assignment
-        ]
+        payloads = [fetched[p] if isinstance(p, ray.ObjectRef) else p for p in share.payloads]
         start = time.perf_counter()
-        metrics = self.actor.begin(minibatches, denominators, alignment)
-        num_samples = sum(len(micro) for mini in minibatches for micro in mini)
-        log.info("took %d samples of a step in %.2f s", num_samples, time.perf_counter() - start)
+        metrics = self.actor.begin(replace(share, payloads=payloads))
+        log.info("took %d samples of a step in %.2f s", len(share.names), time.perf_counter() - start)
         return metrics
 
     def update(self, minibatch: int, coefficients: Mapping[str, float]) -> tuple[Metrics, float]:
@@ -229,18 +206,10 @@ class PolicyGroup:
         calls = [rank.load_mirror.remote(step, offers[number, step]) for number, rank in enumerate(self.ranks)]
         self._gather(calls, "to restore its state from a mirror")
 
-    def begin(self, batch: Batch, plan: MicrobatchPlan) -> Metrics:
-        assigned, payloads = [], []
-        for data_rank in range(self.mesh.data):
-            one, groups = _assign(batch, plan, data_rank)
-            assigned.append(one)
-            payloads.append(groups)
-        calls = []
-        for rank, trainer in enumerate(self.ranks):
-            data_rank = self.mesh.coordinates(rank)[2]
-            calls.append(
-                trainer.begin.remote(assigned[data_rank], payloads[data_rank], list(plan.denominators), plan.alignment)
-            )
+    def begin(self, shares: Sequence[Share]) -> Metrics:
+        calls = [
+            trainer.begin.remote(shares[self.mesh.coordinates(rank)[2]]) for rank, trainer in enumerate(self.ranks)
+        ]
         mirrored = self._finish_mirrors()
         return self._gather(calls, "to compute log-probs") | mirrored
 
@@ -316,27 +285,3 @@ def slowest(seconds: Sequence[float]) -> tuple[int, float]:
     """The index of the largest number, and its ratio to the median; of an even count, the lower of the two medians."""
     number = max(range(len(seconds)), key=lambda i: seconds[i])
     return number, seconds[number] / median_low(seconds)
-
-
-def _assign(batch: Batch, plan: MicrobatchPlan, data_rank: int) -> tuple[Assignment, list[Any]]:
-    """The samples of a data-parallel rank, and the payloads of the groups that they belong to."""
-    position: dict[int, int] = {}
-    payloads: list[Any] = []
-
-    def assign(sample: int) -> Assigned:
-        group = int(batch.group_of[sample])
-        if group not in position:
-            position[group] = len(payloads)
-            payloads.append(batch.groups[group].payload)
-        index = int(batch.index_in_group[sample])
-        numbers = {
-            "name": f"{batch.groups[group].prompt.uid}, answer {index}",
-            "advantage": float(batch.advantages[sample]),
-            "weight": float(batch.weights[sample]),
-            "index": int(sample),
-            "version": batch.version,
-        }
-        return Assigned(position[group], index, numbers)
-
-    assignment = [[[assign(s) for s in micro] for micro in mini[data_rank]] for mini in plan.minibatches]
-    return assignment, payloads

@@ -9,19 +9,16 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import ray
 
-from megatron_rl.algorithms.shaping import shape_rewards
+from megatron_rl.algorithms.shaping import shape_verdicts
 from megatron_rl.cluster.nodes import RayPlacement
 from megatron_rl.cluster.process import Location, Process, begin_process, locate
 from megatron_rl.cluster.restarts import Restarts
 from megatron_rl.cluster.waiting import ProcessLost, gather, locate_all
-from megatron_rl.config.advantages import ShapingConfig
 from megatron_rl.config.schema import GrpoRunConfig, RewardConfig
 from megatron_rl.types import Group, Metrics, Prompt, Tokens, Verdict
 from megatron_rl.verifiers import RewardSet, answers_of, weighted_sum
@@ -66,23 +63,7 @@ class VerifierRank:
         return verdicts, seconds
 
     def shape(self, verdicts: list[list[Verdict]], prompts: list[Prompt], payloads: list[Any]) -> list[list[Verdict]]:
-        return shape(verdicts, prompts, ray.get(payloads), self.config.algorithm.shaping)
-
-
-def shape(
-    verdicts: Sequence[Sequence[Verdict]],
-    prompts: Sequence[Prompt],
-    groups: Sequence[Sequence[Tokens]],
-    shaping: Sequence[ShapingConfig],
-) -> list[list[Verdict]]:
-    """The verdicts with their shaped scores. Shaping runs in the verifier's process, because the tokens are there."""
-    flat = [verdict for group in verdicts for verdict in group]
-    responses = [t.ids[len(p.token_ids) :] for p, group in zip(prompts, groups, strict=True) for t in group]
-    scores = np.array([np.nan if verdict.score is None else verdict.score for verdict in flat])
-    group_of = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
-    shaped = shape_rewards(scores, np.array([len(ids) for ids in responses]), group_of, responses, shaping)
-    numbers = iter(None if np.isnan(x) else x for x in shaped.tolist())
-    return [[replace(verdict, shaped=next(numbers)) for verdict in group] for group in verdicts]
+        return shape_verdicts(verdicts, prompts, ray.get(payloads), self.config.algorithm.shaping)
 
 
 class RayVerifier:

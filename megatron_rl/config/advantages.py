@@ -186,6 +186,19 @@ class GrpoProcessAdvantage(Method):
     """group: rewards are divided by the standard deviation of their kind in the group. none: they are not divided."""
 
 
+class FunctionAdvantage(Method):
+    """An estimator of your own: any Python function of `types.Scores` that returns one advantage for each sample."""
+
+    formula: ClassVar[str] = "f(scores), with the fields of `types.Scores`"
+    source: ClassVar[str] = "yours"
+    needs: ClassVar[frozenset[Need]] = frozenset()
+
+    kind: Literal["function"] = "function"
+    path: str
+    """The import path of the function, `package.module:function`. The working folder is on the path. The advantage of a
+    sample whose reward is NaN is not used."""
+
+
 AdvantageConfig = Annotated[
     GrpoAdvantage
     | RlooAdvantage
@@ -196,6 +209,7 @@ AdvantageConfig = Annotated[
     | GpgAdvantage
     | GrpoPasskAdvantage
     | GdpoAdvantage
+    | FunctionAdvantage
     | GaeAdvantage
     | GrpoProcessAdvantage,
     Field(discriminator="kind"),

@@ -14,7 +14,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from megatron_rl.config.advantages import AdvantageConfig, CosineShaping, GrpoAdvantage, ShapingConfig
 from megatron_rl.config.correction import CorrectionConfig, MaskedWeight, Rejection
-from megatron_rl.config.losses import BEHAVIOUR_LOSSES, SEQUENCE_LOSSES, Aggregation, DualClipLoss, LossConfig, Share
+from megatron_rl.config.losses import Aggregation, DualClipLoss, LossConfig, Share
 from megatron_rl.config.section import Method, Section, default_kind
 
 
@@ -167,7 +167,7 @@ class AlgorithmConfig(Section):
             raise ValueError(
                 "loss_agg_tokens is the constant length of loss_agg_mode seq-mean-token-sum-norm: give both or neither"
             )
-        if isinstance(loss, SEQUENCE_LOSSES):
+        if loss.level == "sequence":
             masks: list[MaskedWeight | Rejection] = list(correction.reject) if correction else []
             if correction and isinstance(correction.weight, MaskedWeight):
                 masks.append(correction.weight)
@@ -188,7 +188,7 @@ class AlgorithmConfig(Section):
                 f"shaping changes the sum of the rewards, but adv_estimator {self.adv_estimator.kind} uses the "
                 "separate rewards; remove one of the two"
             )
-        if isinstance(loss, BEHAVIOUR_LOSSES) and correction:
+        if loss.corrects and correction:
             raise ValueError(
                 f"loss {loss.kind} contains the importance weight of the engine's policy, and a correction would apply "
                 "it twice; set algorithm.correction to null"

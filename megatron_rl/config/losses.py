@@ -21,7 +21,23 @@ Aggregation = Literal[
 ]
 
 
-class DualClipLoss(Method):
+class PolicyLoss(Method):
+    """The base class of the losses. What the rest of the code must know about a loss stands here."""
+
+    aggregation: ClassVar[Aggregation]
+    """The aggregation of the loss's paper."""
+    level: ClassVar[Literal["token", "sequence"]] = "token"
+    """sequence: a sample has one ratio, so only whole samples may be masked."""
+    corrects: ClassVar[bool] = False
+    """Whether the loss contains the importance weight of the engine's policy, so that no correction may be added."""
+
+    @property
+    def anchor(self) -> Literal["old", "engine"]:
+        """The policy in the denominator of the ratio: pi_old, or the engine's policy, which needs no forward pass."""
+        return "old"
+
+
+class DualClipLoss(PolicyLoss):
     """PPO's clipped objective (Schulman et al. 2017), with an upper bound of the loss for A < 0 (Ye et al. 2020)."""
 
     formula: ClassVar[str] = (
@@ -39,12 +55,13 @@ class DualClipLoss(Method):
     """The constant c: for A < 0 the loss of a token is at most c |A|. null means plain PPO, without this bound."""
 
 
-class GspoLoss(Method):
+class GspoLoss(PolicyLoss):
     """Group sequence policy optimisation (Zheng et al. 2025): a sample has one ratio, which is clipped as a whole."""
 
     formula: ClassVar[str] = "max(-A q, -A clip(q, 1 - eps_low, 1 + eps_high)), q = sg(s) pi / sg(pi)"
     source: ClassVar[str] = "arXiv:2507.18071 (GSPO-token)"
     aggregation: ClassVar[Aggregation] = "seq-mean-token-mean"
+    level: ClassVar[Literal["token", "sequence"]] = "sequence"
 
     kind: Literal["gspo"] = "gspo"
     clip_ratio_low: LowerClip = 3e-4
@@ -53,7 +70,7 @@ class GspoLoss(Method):
     """The sample's ratio is clipped from above at 1 + clip_ratio_high."""
 
 
-class GmpoLoss(Method):
+class GmpoLoss(PolicyLoss):
     """Geometric-mean policy optimisation (Zhao et al. 2025): log-ratios are clipped and averaged over the sample."""
 
     formula: ClassVar[str] = (
@@ -62,6 +79,7 @@ class GmpoLoss(Method):
     )
     source: ClassVar[str] = "arXiv:2507.20673"
     aggregation: ClassVar[Aggregation] = "seq-mean-token-mean"
+    level: ClassVar[Literal["token", "sequence"]] = "sequence"
 
     kind: Literal["gmpo"] = "gmpo"
     clip_ratio_low: PositiveFloat = 0.4
@@ -70,7 +88,7 @@ class GmpoLoss(Method):
     """The log-ratio is clipped from above at clip_ratio_high, that is, r at exp(clip_ratio_high)."""
 
 
-class CispoLoss(Method):
+class CispoLoss(PolicyLoss):
     """CISPO (MiniMax 2025): importance weights are clipped, and every token keeps its gradient."""
 
     formula: ClassVar[str] = "-sg(clip(r, 1 - eps_low, 1 + eps_high)) A log pi"
@@ -84,7 +102,7 @@ class CispoLoss(Method):
     """The weight is clipped from above at 1 + clip_ratio_high."""
 
 
-class SapoLoss(Method):
+class SapoLoss(PolicyLoss):
     """Soft adaptive policy optimisation (Gao et al. 2025): a sigmoid gate in place of the clip."""
 
     formula: ClassVar[str] = "-A (4 / tau) sigmoid(tau (r - 1)), with tau = tau_pos for A > 0, else tau = tau_neg"
@@ -98,7 +116,7 @@ class SapoLoss(Method):
     """The steepness of the gate for A <= 0. With a larger value the gradient vanishes closer to r = 1."""
 
 
-class ReinforceLoss(Method):
+class ReinforceLoss(PolicyLoss):
     """The policy gradient without a ratio (Williams 1992). It is correct only on policy, so use one update per step."""
 
     formula: ClassVar[str] = "-A log pi"
@@ -108,7 +126,7 @@ class ReinforceLoss(Method):
     kind: Literal["reinforce"] = "reinforce"
 
 
-class GpgLoss(Method):
+class GpgLoss(PolicyLoss):
     """Group policy gradient (Chu et al. 2025): REINFORCE's loss, to be used with the advantage estimator `gpg`."""
 
     formula: ClassVar[str] = "-A log pi"
@@ -118,7 +136,7 @@ class GpgLoss(Method):
     kind: Literal["gpg"] = "gpg"
 
 
-class ClipCovLoss(Method):
+class ClipCovLoss(PolicyLoss):
     """PPO's clipped loss without a few random tokens of high covariance (Cui et al. 2025)."""
 
     formula: ClassVar[str] = (
@@ -148,7 +166,7 @@ class ClipCovLoss(Method):
         return self
 
 
-class KlCovLoss(Method):
+class KlCovLoss(PolicyLoss):
     """The loss without a clip, plus a KL penalty for the tokens of highest covariance (Cui et al. 2025)."""
 
     formula: ClassVar[str] = "-A r, plus coef |log r| for the `share` of tokens with the largest cov (see clip_cov)"
@@ -163,7 +181,7 @@ class KlCovLoss(Method):
     """The factor of the penalty."""
 
 
-class DppoTvLoss(Method):
+class DppoTvLoss(PolicyLoss):
     """Divergence PPO (Qi et al. 2026): the trust region around the sampling policy bounds probabilities instead of
     ratios."""
 
@@ -173,6 +191,7 @@ class DppoTvLoss(Method):
     )
     source: ClassVar[str] = "arXiv:2602.04879"
     aggregation: ClassVar[Aggregation] = "token-mean"
+    corrects: ClassVar[bool] = True
 
     kind: Literal["dppo_tv"] = "dppo_tv"
     low: LowerClip = 0.15
@@ -182,8 +201,12 @@ class DppoTvLoss(Method):
     c: PositiveFloat = 20.0
     """The upper bound of the weight pi / mu."""
 
+    @property
+    def anchor(self) -> Literal["old", "engine"]:
+        return "engine"
 
-class DppoKlLoss(Method):
+
+class DppoKlLoss(PolicyLoss):
     """Like dppo_tv, but the trust region bounds the KL divergence of the binary distributions (this token, any other
     token)."""
 
@@ -192,6 +215,7 @@ class DppoKlLoss(Method):
     )
     source: ClassVar[str] = "arXiv:2602.04879"
     aggregation: ClassVar[Aggregation] = "token-mean"
+    corrects: ClassVar[bool] = True
 
     kind: Literal["dppo_kl"] = "dppo_kl"
     low: PositiveFloat = 0.05
@@ -201,14 +225,19 @@ class DppoKlLoss(Method):
     c: PositiveFloat = 20.0
     """The upper bound of the weight pi / mu."""
 
+    @property
+    def anchor(self) -> Literal["old", "engine"]:
+        return "engine"
 
-class DecoupledLoss(Method):
+
+class DecoupledLoss(PolicyLoss):
     """Decoupled PPO (Hilton et al. 2022): the ratio is clipped around a proximal policy p, and the loss is weighted by
     p over the behaviour policy mu, which is the engine's."""
 
     formula: ClassVar[str] = "dual_clip with r = pi / p, times sg(min(p / mu, cap)), where mu is the engine's policy"
     source: ClassVar[str] = "arXiv:2110.00641, arXiv:2505.24298"
     aggregation: ClassVar[Aggregation] = "token-mean"
+    corrects: ClassVar[bool] = True
 
     kind: Literal["decoupled"] = "decoupled"
     clip_ratio_low: LowerClip = 0.2
@@ -224,6 +253,22 @@ class DecoupledLoss(Method):
     cap: Annotated[float, Field(ge=1)] = 5.0
     """The upper bound of the weight p / mu."""
 
+    @property
+    def anchor(self) -> Literal["old", "engine"]:
+        return "engine" if self.proximal == "interpolated" else "old"
+
+
+class FunctionLoss(PolicyLoss):
+    """A loss of your own: any Python function with the form of `algorithms.losses.TokenLoss`."""
+
+    formula: ClassVar[str] = "f(terms), with the inputs of `algorithms/losses/terms.py`; the ratio is pi / pi_old"
+    source: ClassVar[str] = "yours"
+    aggregation: ClassVar[Aggregation] = "token-mean"
+
+    kind: Literal["function"] = "function"
+    path: str
+    """The import path of the function, `package.module:function`. The working folder is on the path."""
+
 
 LossConfig = Annotated[
     DualClipLoss
@@ -237,13 +282,10 @@ LossConfig = Annotated[
     | KlCovLoss
     | DppoTvLoss
     | DppoKlLoss
-    | DecoupledLoss,
+    | DecoupledLoss
+    | FunctionLoss,
     Field(discriminator="kind"),
 ]
-SEQUENCE_LOSSES = (GspoLoss, GmpoLoss)
-"""Losses with one ratio for each sample."""
-BEHAVIOUR_LOSSES = (DppoTvLoss, DppoKlLoss, DecoupledLoss)
-"""Losses that contain the importance weight of the engine's policy, so that no correction may be added."""
 
 AGGREGATIONS: dict[Aggregation, tuple[str, str]] = {
     "token-mean": ("1 / N, where N is the number of all action tokens", "DAPO, arXiv:2503.14476"),

@@ -23,7 +23,6 @@ from pydantic import (
 
 from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.config.balance import BalanceConfig
-from megatron_rl.config.losses import BEHAVIOUR_LOSSES
 from megatron_rl.config.observe import TrackerConfigs
 from megatron_rl.config.section import Section
 from megatron_rl.config.shipped import find_shipped
@@ -434,7 +433,7 @@ class GrpoRunConfig(BaseConfig):
                 "delimiter needs room too; raise it"
             )
         sampling = self.rollout.sampling
-        weighs = isinstance(self.algorithm.loss, BEHAVIOUR_LOSSES)
+        weighs = self.algorithm.loss.corrects
         if (self.algorithm.correction or weighs) and (sampling.top_p < 1 or sampling.top_k > 0):
             name = f"loss {self.algorithm.loss.kind}" if weighs else "correction"
             other = "another loss" if weighs else "algorithm.correction to null"

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def load_supervised(
     path: Path, tokenizer: PreTrainedTokenizerBase, max_tokens: int, on_bad_row: OnBadRow = "fail"
-) -> tuple[list[Tokens], int]:
+) -> tuple[list[tuple[str, Tokens]], int]:
     """Read a file whose rows have `prompt` and `completion` (plain text), or `messages` whose last turn is the
     assistant's.
 
@@ -30,7 +30,8 @@ def load_supervised(
     is unreadable, has another form, or is longer than `max_tokens`.
 
     Returns:
-        The rows, with `logp_rollout` 0 and `version` -1 everywhere, and the number of skipped rows.
+        The rows, each as its name (`rows.jsonl:17`) and its tokens, with `logp_rollout` 0 and `version` -1 everywhere;
+        and the number of skipped rows.
 
     Raises:
         ValueError: an error of `load_rows`, or the tokenizer has no end-of-sequence token, or there are chats but no
@@ -41,7 +42,7 @@ def load_supervised(
             "the tokenizer has no eos_token, so a completion could not end; set it in tokenizer_config.json"
         )
 
-    def make(uid: str, row: dict[str, Any]) -> Tokens:
+    def make(uid: str, row: dict[str, Any]) -> tuple[str, Tokens]:
         demonstration = demonstration_of(row)
         if isinstance(demonstration[0], str):
             prompt, completion = (plain_ids(tokenizer, text) for text in demonstration)
@@ -53,7 +54,7 @@ def load_supervised(
         length = len(prompt) + len(completion)
         if length > max_tokens:
             raise BadRow(f"the row has {length} tokens, but sft.max_tokens is {max_tokens}")
-        return Tokens(
+        return uid, Tokens(
             ids=np.array(prompt + completion, np.int32),
             action_mask=np.arange(length) >= len(prompt),
             logp_rollout=np.zeros(length, np.float32),

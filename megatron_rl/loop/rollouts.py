@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from statistics import fmean
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from megatron_rl.config.schema import GrpoRunConfig, RewardConfig
-from megatron_rl.ports import Sink
-from megatron_rl.types import Batch, Group, Metrics, Prompt, Verdict
-
-if TYPE_CHECKING:
-    from megatron_rl.loop.train import Ports
+from megatron_rl.ports import Ports, Sink
+from megatron_rl.types import Group, Metrics, Prompt, Scores, Verdict
 
 EVALUATION_SEED = 2**20
 """Evaluations use the seed before this one in every step, so that their accuracies can be compared. The steps have
@@ -40,13 +36,12 @@ def answer_and_verify(
         scoring = score(ports, groups)
     metrics = describe(groups) | describe_rewards(config.rewards, groups) | scoring
     if config.algorithm.shaping:  # reward/mean is the mean of the shaped rewards
-        scores = [sample.reward for group in groups for sample in group.samples if sample.reward is not None]
-        metrics["score/mean"] = fmean(scores)
+        metrics["score/mean"] = fmean(v.score for v in verdicts_of(groups) if v.score is not None)
     return groups, metrics | {"rollout/tokens_per_s": metrics["rollout/num_tokens"] / generate_s}
 
 
 def score(ports: Ports, groups: Sequence[Group]) -> Metrics:
-    """Fill in the rewards of all samples, and return the verifier's metrics.
+    """Give all samples their verdicts, and return the verifier's metrics.
 
     Raises:
         ValueError: every verdict is an abstention. The message has the most frequent reason.
@@ -54,8 +49,7 @@ def score(ports: Ports, groups: Sequence[Group]) -> Metrics:
     verdicts, metrics = ports.verifier.score(groups)
     for group, given in zip(groups, verdicts, strict=True):
         for sample, verdict in zip(group.samples, given, strict=True):
-            sample.reward, sample.reward_parts = verdict.score, verdict.parts
-            sample.shaped_reward = verdict.score if verdict.shaped is None else verdict.shaped
+            sample.verdict = verdict
     require_a_score([verdict for given in verdicts for verdict in given])
     return metrics
 
@@ -64,7 +58,7 @@ def describe_rewards(rewards: Sequence[RewardConfig], groups: Sequence[Group]) -
     """For each reward, by its name, the mean of its scores, not weighted, and the share of the answers on which it
     abstained."""
     metrics: Metrics = {}
-    rows = [sample.reward_parts for group in groups for sample in group.samples]
+    rows = [verdict.parts for verdict in verdicts_of(groups)]
     for reward, column in zip(rewards, zip(*rows, strict=True), strict=True):
         scores = [part for part in column if part is not None]
         metrics[f"reward/{reward.label}/abstained"] = 1 - len(scores) / len(column)
@@ -91,7 +85,7 @@ class SilentRewards:
         Raises:
             ValueError: a reward has been silent for its `max_silent_steps`.
         """
-        rows = [sample.reward_parts for group in groups for sample in group.samples]
+        rows = [verdict.parts for verdict in verdicts_of(groups)]
         for i, reward in enumerate(self._rewards):
             failed = metrics.get(f"reward/{reward.label}/failed", 0.0)
             if failed and reward.label not in self._told:
@@ -134,10 +128,10 @@ def evaluate_heldout(config: GrpoRunConfig, ports: Ports, prompts: Sequence[Prom
     """
     groups = ports.engine.generate(prompts, config.eval.samples_per_prompt, step, EVALUATION_SEED - 1)
     score(ports, groups)
-    samples = [sample for group in groups for sample in group.samples]
-    scores = [sample.reward for sample in samples if sample.reward is not None]
+    samples, verdicts = [sample for group in groups for sample in group.samples], verdicts_of(groups)
+    scores = [verdict.score for verdict in verdicts if verdict.score is not None]
     deciding = config.deciding_reward
-    judged = [] if deciding is None else [s.reward_parts[deciding] for s in samples]
+    judged = [] if deciding is None else [verdict.parts[deciding] for verdict in verdicts]
     right = [part >= 1 for part in judged if part is not None]
     return ({"eval/accuracy": fmean(right)} if right else {}) | {
         "eval/reward_mean": fmean(scores),
@@ -147,22 +141,43 @@ def evaluate_heldout(config: GrpoRunConfig, ports: Ports, prompts: Sequence[Prom
     }
 
 
-def as_batch(config: GrpoRunConfig, ports: Ports, groups: Sequence[Group], step: int, sink: Sink) -> Batch:
-    """The samples as arrays, together with the other inputs of the estimator: the weights of the rewards, or the reward
-    of each prompt's greedy answer, for which the engine generates another answer."""
-    batch = Batch.from_groups(groups, version=step)
-    needs = config.algorithm.adv_estimator.needs
-    if "reward_parts" in needs:
-        batch.reward_weights = np.array([reward.weight for reward in config.rewards])
+def verdicts_of(groups: Sequence[Group]) -> list[Verdict]:
+    """The verdicts of verified groups, one for each sample."""
+    verdicts = []
+    for group in groups:
+        for sample in group.samples:
+            assert sample.verdict is not None, "the group has not been verified"
+            verdicts.append(sample.verdict)
+    return verdicts
+
+
+def scores_of(config: GrpoRunConfig, ports: Ports, groups: Sequence[Group], step: int, sink: Sink) -> Scores:
+    """What the estimator needs of the groups. If it needs the reward of each prompt's greedy answer, the engine
+    generates another answer."""
+    needs, greedy_rewards = config.algorithm.adv_estimator.needs, None
+    sizes = [len(group.samples) for group in groups]
     if "greedy_reward" in needs:
         prompts = [group.prompt for group in groups]
         with sink.phase("generate"):
             greedy = ports.engine.generate(prompts, 1, step, config.run.seed * EVALUATION_SEED + step, greedy=True)
         with sink.phase("verify"):
             score(ports, greedy)
-        rewards = [group.samples[0].shaped_reward for group in greedy]
-        batch.greedy_rewards = np.array([np.nan if r is None else r for r in rewards])[batch.group_of]
-    return batch
+        greedy_rewards = np.repeat(_numbers(verdict.reward for verdict in verdicts_of(greedy)), sizes)
+    samples, verdicts = [sample for group in groups for sample in group.samples], verdicts_of(groups)
+    return Scores(
+        group_of=np.repeat(np.arange(len(groups)), sizes),
+        num_actions=np.array([sample.num_actions for sample in samples], np.int64),
+        is_cut=np.array([sample.finish == "length" for sample in samples], bool),
+        rewards=_numbers(verdict.reward for verdict in verdicts),
+        reward_parts=np.array([_numbers(verdict.parts) for verdict in verdicts]),
+        reward_weights=np.array([reward.weight for reward in config.rewards]),
+        greedy_rewards=greedy_rewards,
+    )
+
+
+def _numbers(values: Iterable[float | None]) -> np.ndarray:
+    """float64, with NaN for None."""
+    return np.array([np.nan if value is None else value for value in values], np.float64)
 
 
 def describe(groups: Sequence[Group]) -> Metrics:

@@ -3,8 +3,6 @@ reinforcement learning, with another objective."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from megatron_rl.algorithms import loss_weights
@@ -13,17 +11,18 @@ from megatron_rl.config.schema import SftRunConfig
 from megatron_rl.data import ShuffledStream
 from megatron_rl.loop.checkpoints import Checkpoints, WholeState, due
 from megatron_rl.loop.recovery import run_and_recover
+from megatron_rl.loop.shares import deal
 from megatron_rl.loop.stopping import NEVER, Stopping
 from megatron_rl.loop.stragglers import Stragglers
 from megatron_rl.ports import Policy, Sink
-from megatron_rl.types import Batch, Group, ModelShape, Prompt, Sample, Tokens
+from megatron_rl.types import Batch, ModelShape, Tokens
 
 
 def train_supervised(
     config: SftRunConfig,
     shape: ModelShape,
     policy: Policy,
-    rows: ShuffledStream[Tokens],
+    rows: ShuffledStream[tuple[str, Tokens]],
     records: tuple[Sink, Checkpoints],
     stopping: Stopping = NEVER,
 ) -> int:
@@ -36,13 +35,20 @@ def train_supervised(
         while step < config.run.steps:
             policy.mirror(step)
             with sink.phase("plan"):
-                batch = as_batch(rows.next(), step)
+                batch = Batch.of_rows(rows.next(), version=step)
                 plan = plan_microbatches(
-                    batch, shape, config.policy.parallel, config.balance, updates=1, recompute=config.model.recompute
+                    batch,
+                    np.ones(len(batch.names), bool),
+                    shape,
+                    config.policy.parallel,
+                    config.balance,
+                    updates=1,
+                    recompute=config.model.recompute,
                 )
-                batch.weights = loss_weights(batch, plan, "token-mean")
+                weights = loss_weights(batch, plan, "token-mean")
+                shares = deal(batch, plan, np.zeros(len(batch.names)), weights, policy.mesh.data)
             with sink.phase("update"):
-                metrics = {**plan.metrics, **policy.begin(batch, plan)}
+                metrics = {**plan.metrics, **policy.begin(shares)}
                 updated = policy.update(0, {})
             stragglers.count([updated], sink)
             metrics |= updated
@@ -64,18 +70,3 @@ def train_supervised(
         whole.mark(step)
         run_and_recover(train_from, step, policy, whole, sink)
     return whole.step
-
-
-def as_batch(rows: Sequence[Tokens], step: int) -> Batch:
-    """The rows as a batch. Each row is a group of one sample, whose actions are the tokens of its completion."""
-    groups = []
-    for position, row in enumerate(rows):
-        sample = Sample(
-            length=len(row.ids),
-            num_prompt_tokens=int(np.argmax(row.action_mask)),
-            num_actions=int(row.action_mask.sum()),
-            num_thought_tokens=0,
-            finish="stop",
-        )
-        groups.append(Group(Prompt(f"row {position} of the step", (), ""), [sample], [row], version=0))
-    return Batch.from_groups(groups, version=step)

@@ -13,27 +13,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from megatron_rl.algorithms import Coefficients, disagreement, estimate_advantages, loss_weights
-from megatron_rl.balance import plan_microbatches
+from megatron_rl.algorithms import Coefficients, disagreement
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.data import ShuffledStream
 from megatron_rl.loop.checkpoints import Checkpoints, Stateful, WholeState, due
 from megatron_rl.loop.recovery import run_and_recover
-from megatron_rl.loop.rollouts import SilentRewards, answer_and_verify, as_batch, evaluate_heldout
+from megatron_rl.loop.rollouts import evaluate_heldout
+from megatron_rl.loop.shares import plan_step
+from megatron_rl.loop.source import RolloutSource, SynchronousSource
 from megatron_rl.loop.stopping import NEVER, Stopping
 from megatron_rl.loop.stragglers import Stragglers
-from megatron_rl.ports import Bridge, Engine, Policy, Sink, Verifier
-from megatron_rl.types import Group, Metrics, ModelShape, Prompt
-
-
-@dataclass(frozen=True, slots=True)
-class Ports:
-    """The parts outside the loop that it works with."""
-
-    policy: Policy
-    engine: Engine
-    bridge: Bridge
-    verifier: Verifier
+from megatron_rl.ports import Ports, Sink
+from megatron_rl.types import Metrics, ModelShape, Prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +54,9 @@ def train(
     """
     sink, checkpoints = records
     algorithm, coefficients = config.algorithm, Coefficients(config.algorithm)
-    parts: dict[str, Stateful] = {"stream": prompts.train, "coefficients": coefficients}
-    silence, stragglers = SilentRewards(config.rewards), Stragglers()
-    answered: dict[int, tuple[list[Group], Metrics]] = {}
-    """The verified answers of the step that is being done, which outlive the policy."""
+    source: RolloutSource = SynchronousSource(config, ports, prompts.train, sink, stopping)
+    parts: dict[str, Stateful] = {"stream": source, "coefficients": coefficients}
+    stragglers = Stragglers()
 
     def train_from(step: int) -> None:
         while True:
@@ -76,33 +66,17 @@ def train(
             if step == config.run.steps:
                 return sink.log(step, metrics)
             ports.policy.mirror(step)
-            asked = prompts.train.next()
-            with stopping.promptly():
-                if step not in answered:
-                    answered.clear()
-                    answered[step] = answer_and_verify(config, ports, asked, step, sink)
-                    silence.count(*answered[step], sink)
-                groups, described = answered[step]
-                batch = as_batch(config, ports, groups, step, sink)
+            rollouts = source.next(step)
             with sink.phase("plan"):
-                metrics |= described | estimate_advantages(batch, algorithm)
-                plan = plan_microbatches(
-                    batch,
-                    shape,
-                    config.policy.parallel,
-                    config.balance,
-                    algorithm.updates_per_step,
-                    recompute=config.model.recompute,
-                )
-                batch.weights = loss_weights(batch, plan, algorithm.aggregation, algorithm.loss_agg_tokens)
-                metrics |= plan.metrics
-            if plan.minibatches:
+                shares, planned = plan_step(config, shape, rollouts, step)
+                metrics |= rollouts.metrics | planned
+            if shares[0].minibatches:
                 with sink.phase("logprobs"):
-                    metrics |= ports.policy.begin(batch, plan)
+                    metrics |= ports.policy.begin(shares)
                 check_agreement(metrics, algorithm.max_mismatch, step)
             updates = []
             with sink.phase("update"):
-                for minibatch in range(len(plan.minibatches)):
+                for minibatch in range(len(shares[0].minibatches)):
                     updates.append(ports.policy.update(minibatch, coefficients.values))
                     whole.spoil()
             if updates:
@@ -113,7 +87,8 @@ def train(
             step += 1
             whole.mark(step)
             # A step is logged before it is saved: if the save is interrupted, it is logged again, and else not missing.
-            sink.samples(step - 1, groups[:1], [ports.engine.tokens(group) for group in groups[:1]])
+            shown = rollouts.groups[:1]
+            sink.samples(step - 1, shown, [ports.engine.tokens(group) for group in shown])
             sink.log(step - 1, metrics)
             if step == config.run.steps or due(step, config.checkpoint.every) or stopping():
                 with sink.phase("checkpoint"):

@@ -187,7 +187,7 @@ class RunSink:
                     "thought": thought,
                     "answer": answer,
                     "ground_truth": prompt.columns.get("ground_truth"),
-                    "reward": sample.reward,
+                    "reward": sample.verdict.score if sample.verdict else None,
                     "finish": sample.finish,
                     "num_tokens": len(response),
                 },

@@ -7,7 +7,6 @@ ever the score 0.
 
 from __future__ import annotations
 
-import importlib
 import logging
 import math
 import traceback
@@ -15,32 +14,12 @@ from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any
 
+from megatron_rl.config.function import load_function
 from megatron_rl.config.schema import FunctionReward
-from megatron_rl.types import Prompt, RewardFunction, Verdict
+from megatron_rl.types import Prompt, Verdict
 from megatron_rl.verifiers.answer import Answer, Tokenizer
 
 log = logging.getLogger(__name__)
-
-
-def load_function(path: str) -> RewardFunction:
-    """Import `package.module:function`.
-
-    Raises:
-        ValueError: the path has another form, the module cannot be imported, or it has no such function.
-    """
-    module_name, colon, name = path.partition(":")
-    if not (module_name and colon and name):
-        raise ValueError(f"reward function path {path!r} must read `package.module:function`")
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        raise ValueError(f"reward function {path!r}: {error}; is its folder on PYTHONPATH?") from error
-    except SyntaxError as error:
-        raise ValueError(f"reward function {path!r}: {error}") from error
-    function = vars(module).get(name)
-    if not callable(function):
-        raise ValueError(f"reward function {path!r}: {module.__file__} has no function {name!r}")
-    return function
 
 
 class FunctionVerifier:

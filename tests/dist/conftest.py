@@ -9,7 +9,7 @@ import torch
 import trainers as worlds
 from sizes import VOCAB_SIZE
 
-from megatron_rl.actor.packing import TrainSample
+from shares import TrainSample
 from megatron_rl.types import Tokens
 
 

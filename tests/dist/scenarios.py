@@ -21,7 +21,8 @@ from megatron.core.utils import unwrap_model  # isort: skip
 from megatron_rl.actor.actor import MegatronActor
 from megatron_rl.actor.attention import packed_sequences
 from megatron_rl.actor.logprobs import output_weight, vocabulary_shard
-from megatron_rl.actor.packing import TrainSample, pack_row
+from shares import TrainSample, share_of
+from megatron_rl.actor.packing import pack
 from megatron_rl.actor.spec import ActorSpec
 from megatron_rl.actor.weights import export_hf, load_hf
 from megatron_rl.algorithms import PolicyObjective, SupervisedObjective
@@ -119,7 +120,7 @@ def mine(samples: list[TrainSample], actor: MegatronActor, num_microbatches: int
 def begin(actor: MegatronActor, samples: list[TrainSample], layout: Layout, num_updates: int) -> Metrics:
     """The same samples in every optimizer step: from the second on the ratio is not 1."""
     minibatches = [mine(samples, actor, layout.num_microbatches)] * num_updates
-    return actor.begin(minibatches, [denominators(samples)] * num_updates, layout.alignment)
+    return actor.begin(share_of(minibatches, [denominators(samples)] * num_updates, layout.alignment))
 
 
 COEFFICIENTS = {"kl": 0.3, "entropy": 0.05}
@@ -175,7 +176,7 @@ def disagree(rank, world_size, url, *, folder, samples, layout):
 def logits(rank, world_size, url, *, folder, samples, layout):
     """[T, vocabulary padded] of one packed row, with the row's lengths; TP only."""
     actor = build(rank, world_size, url, folder, layout)
-    batch = pack_row(samples, layout.alignment)
+    [[batch]] = pack(share_of([[samples]], alignment=layout.alignment))
     with platform.running(), torch.no_grad():
         hidden_1TH = actor.model(
             input_ids=batch.ids_T[None],
@@ -318,13 +319,13 @@ def _cut_mask(sample: TrainSample) -> TrainSample:
 
 def misalign(rank, world_size, url, *, folder, samples, layout):
     actor = build(rank, world_size, url, folder, layout)
-    error = _error(lambda: actor.begin([[samples]], [denominators(samples)], 1))
+    error = _error(lambda: actor.begin(share_of([[samples]], [denominators(samples)], 1)))
     actor.close()
     return error
 
 
 def _begin_plain(actor: MegatronActor, microbatches, layout: Layout) -> None:
-    actor.begin([microbatches], [Denominators(100, 10)], layout.alignment)
+    actor.begin(share_of([microbatches], [Denominators(100, 10)], layout.alignment))
 
 
 def _error(call) -> str:
@@ -344,7 +345,7 @@ def export(rank, world_size, url, *, folder, layout, target):
 def time_updates(rank, world_size, url, *, folder, minibatches, layout, repeats):
     """CPU seconds of each mini-batch's supervised update, the fastest of some: other processes take none of them."""
     actor = build(rank, world_size, url, folder, layout, algorithm=None)
-    actor.begin(minibatches, [denominators(sum(each, [])) for each in minibatches], layout.alignment)
+    actor.begin(share_of(minibatches, [denominators(sum(each, [])) for each in minibatches], layout.alignment))
     seconds = [[] for _ in minibatches]
     for _ in range(repeats):
         for i, times in enumerate(seconds):

@@ -19,7 +19,7 @@ from sizes import VOCAB_SIZE
 from test_actor_checkpoint import check_resumed
 from test_actor_layouts import check, plain_pytorch
 
-from megatron_rl.actor.packing import TrainSample
+from shares import TrainSample
 from megatron_rl.types import Mesh, Tokens
 
 COMMON = dict(

@@ -10,7 +10,7 @@ import pytest
 import torch
 from scenarios import Layout
 
-from megatron_rl.actor.packing import TrainSample
+from shares import TrainSample
 from megatron_rl.balance import fit_cost, plan_microbatches, sample_costs
 from megatron_rl.config.balance import BalanceConfig
 from megatron_rl.config.schema import ParallelConfig
@@ -56,9 +56,10 @@ def test_step_time_follows_the_predicted_cost(trainers, wide_model_folder):
         Group(Prompt(str(i), (), ""), [Sample(n, 1, n - 1, 0, "stop") for n in lengths], None, 0)
         for i, lengths in enumerate(STEPS)
     ]
-    batch = Batch.from_groups(groups, version=0)
+    batch = Batch.of_groups(groups, version=0)
     balance = BalanceConfig(max_tokens_per_microbatch=1536)
-    plan = plan_microbatches(batch, shape, ParallelConfig(), balance, updates=len(STEPS))
+    active = np.ones(len(batch.names), bool)
+    plan = plan_microbatches(batch, active, shape, ParallelConfig(), balance, updates=len(STEPS))
     minibatches = [
         [[random_sample(int(batch.lengths[s]), s) for s in microbatch] for microbatch in ranks[0]]
         for ranks in plan.minibatches

@@ -27,7 +27,7 @@ from scenarios import TEMPERATURE, Layout
 from sizes import VOCAB_SIZE
 from torch import Tensor
 
-from megatron_rl.actor.packing import TrainSample
+from shares import TrainSample
 from megatron_rl.bridge.join import host_store
 from megatron_rl.bridge.setup import BridgeSetup
 from megatron_rl.convert import Options, carry_out, open_checkpoint, to_hub, to_ranks

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from torch import Tensor
+
 from megatron_rl.algorithms.losses.cispo import cispo_loss
-from megatron_rl.algorithms.losses.covariance import clip_cov_loss, kl_cov_loss
+from megatron_rl.algorithms.losses.covariance import choose_clip_cov, choose_kl_cov, clip_cov_loss, kl_cov_loss
 from megatron_rl.algorithms.losses.decoupled import decoupled_loss
 from megatron_rl.algorithms.losses.dppo import dppo_loss
 from megatron_rl.algorithms.losses.dual_clip import dual_clip_loss
+from megatron_rl.algorithms.losses.function import function_loss
 from megatron_rl.algorithms.losses.gmpo import gmpo_loss
 from megatron_rl.algorithms.losses.gspo import gspo_loss
 from megatron_rl.algorithms.losses.reinforce import reinforce_loss
@@ -29,4 +32,11 @@ LOSSES: dict[type, Callable[..., TokenLoss]] = {
     config.DppoTvLoss: dppo_loss,
     config.DppoKlLoss: dppo_loss,
     config.DecoupledLoss: decoupled_loss,
+    config.FunctionLoss: function_loss,
 }
+
+SELECTIONS: dict[type, Callable[..., list[Tensor]]] = {
+    config.ClipCovLoss: choose_clip_cov,
+    config.KlCovLoss: choose_kl_cov,
+}
+"""How a loss that treats some tokens differently chooses them from the whole mini-batch, before the update."""

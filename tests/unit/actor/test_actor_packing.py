@@ -6,15 +6,21 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from shares import TrainSample, share_of
 
-from megatron_rl.actor.packing import TrainSample, pack_row
+from megatron_rl.actor.packing import Microbatch, pack
 from megatron_rl.types import Tokens
 
 
 def sample(name: str, ids, mask, advantage: float = 0.0) -> TrainSample:
     ids, mask = np.array(ids, np.int32), np.array(mask, bool)
     logp = np.where(mask, -ids / 10, 0).astype(np.float32)
-    return TrainSample(name, Tokens(ids, mask, logp, np.where(mask, 3, -1)), advantage, 0.5, index=7, version=5)
+    return TrainSample(name, Tokens(ids, mask, logp, np.where(mask, 3, -1)), advantage, 0.5, index=7)
+
+
+def pack_row(samples: list[TrainSample], alignment: int) -> Microbatch:
+    [[batch]] = pack(share_of([[samples]], alignment=alignment, version=5))
+    return batch
 
 
 def test_columns_belong_to_the_next_token():

@@ -25,6 +25,7 @@ from megatron_rl.algorithms.outcomes import (
 )
 from megatron_rl.config.advantages import (
     AdvantageConfig,
+    FunctionAdvantage,
     GaeAdvantage,
     GdpoAdvantage,
     GpgAdvantage,
@@ -38,20 +39,22 @@ from megatron_rl.config.advantages import (
     RlooAdvantage,
 )
 from megatron_rl.config.algorithm import AlgorithmConfig
-from megatron_rl.types import Batch, Group, Prompt, Sample
+from megatron_rl.types import Scores
 
 NAN = float("nan")
 EPS = 1e-6  # what is added to every standard deviation
 KINDS = get_args(get_args(AdvantageConfig)[0])
 
 
-def batch_of(*groups: list[float | None], num_actions: list[int] | None = None) -> Batch:
-    prompt = Prompt("p", (1,), "p")
-    samples = [[Sample(3, 1, 2, 0, "stop", reward=r, shaped_reward=r) for r in rewards] for rewards in groups]
-    batch = Batch.from_groups([Group(prompt, group, payload=None, version=0) for group in samples], version=0)
-    if num_actions:
-        batch.num_actions = np.array(num_actions)
-    return batch
+def scores_of(*groups: list[float | None], **more) -> Scores:
+    rewards = [NAN if r is None else r for group in groups for r in group]
+    facts = {
+        "group_of": np.repeat(np.arange(len(groups)), [len(group) for group in groups]),
+        "num_actions": np.full(len(rewards), 2),
+        "is_cut": np.zeros(len(rewards), bool),
+        "rewards": np.array(rewards, float),
+    }
+    return Scores(**facts | more)
 
 
 # Golden numbers, by hand.
@@ -316,10 +319,10 @@ def test_gdpo_leaves_out_who_has_no_score():
 
 
 def test_abstentions_leave_the_statistics_and_the_step():
-    batch = batch_of([1.0, None, 0.0], [None, None])
-    metrics = estimate_advantages(batch, AlgorithmConfig(adv_estimator=GrpoAdvantage(std="none")))
-    assert batch.advantages.tolist() == [0.5, 0, -0.5, 0, 0]
-    assert batch.active.tolist() == [True, False, True, False, False]
+    scores = scores_of([1.0, None, 0.0], [None, None])
+    credit, metrics = estimate_advantages(scores, AlgorithmConfig(adv_estimator=GrpoAdvantage(std="none")))
+    assert credit.advantages.tolist() == [0.5, 0, -0.5, 0, 0]
+    assert credit.active.tolist() == [True, False, True, False, False]
     assert metrics == {
         "reward/mean": 0.5,
         "reward/std": pytest.approx(0.5**0.5),
@@ -332,74 +335,59 @@ def test_abstentions_leave_the_statistics_and_the_step():
 
 @pytest.mark.parametrize("drop", [True, False])
 def test_zero_signal_groups_leave_when_asked(drop):
-    batch = batch_of([1.0, 1.0], [1.0, 0.0], [0.0])
-    metrics = estimate_advantages(batch, AlgorithmConfig(drop_zero_signal=drop))
-    assert batch.active.tolist() == ([False, False, True, True, False] if drop else [True] * 5)
+    credit, metrics = estimate_advantages(
+        scores_of([1.0, 1.0], [1.0, 0.0], [0.0]), AlgorithmConfig(drop_zero_signal=drop)
+    )
+    assert credit.active.tolist() == ([False, False, True, True, False] if drop else [True] * 5)
     assert metrics["groups/zero_signal"] == 2
 
 
-def test_an_inactive_sample_stays_out_but_counts_in_the_baseline():
-    batch = batch_of([1.0, 0.0])
-    batch.active[0] = False
-    estimate_advantages(batch, AlgorithmConfig(adv_estimator=GrpoAdvantage(std="none")))
-    assert batch.active.tolist() == [False, True]
-    assert batch.advantages[1] == -0.5
-
-
 def test_the_overlong_filter_takes_out_what_the_length_budget_cut_and_no_baseline():
-    def batch_with_cuts() -> Batch:
-        batch = batch_of([1.0, 0.0, 0.0, 1.0], [0.0, None])
-        cut, thought, *_ = batch.groups[0].samples
-        cut.finish = "length"
-        thought.thought_cut = True  # its answer ended by itself
-        batch.groups[1].samples[1].finish = "length"
-        return batch
-
-    plain, filtered = batch_with_cuts(), batch_with_cuts()
+    """The second group's cut answer has no score."""
+    scores = scores_of([1.0, 0.0, 0.0, 1.0], [0.0, None], is_cut=np.array([1, 0, 0, 0, 0, 1], bool))
     cfg = {"adv_estimator": GrpoAdvantage(std="none"), "drop_zero_signal": False}
-    assert estimate_advantages(plain, AlgorithmConfig(**cfg))["samples/overlong"] == 0
-    metrics = estimate_advantages(filtered, AlgorithmConfig(overlong_filter=True, **cfg))
+    plain, metrics = estimate_advantages(scores, AlgorithmConfig(**cfg))
+    assert metrics["samples/overlong"] == 0
+    filtered, metrics = estimate_advantages(scores, AlgorithmConfig(overlong_filter=True, **cfg))
     assert filtered.advantages.tolist() == plain.advantages.tolist() == [0.5, -0.5, -0.5, 0.5, 0, 0]
     assert plain.active.tolist() == [True] * 5 + [False]
     assert filtered.active.tolist() == [False] + [True] * 4 + [False]
-    # The second cut answer has no score: it is counted as an abstention alone.
     assert (metrics["samples/overlong"], metrics["samples/abstained"], metrics["samples/active"]) == (1, 1, 4)
 
 
 @pytest.mark.parametrize("groups", [[[None, None]], []])
 def test_nothing_scored(groups):
-    batch = batch_of(*groups)
-    metrics = estimate_advantages(batch, AlgorithmConfig())
+    _, metrics = estimate_advantages(scores_of(*groups), AlgorithmConfig())
     assert np.isnan(metrics["reward/mean"]) and metrics["samples/active"] == 0
     assert metrics["groups/zero_signal"] == 0
 
 
 def test_a_group_of_equal_rewards_has_signal_if_the_estimator_says_so():
     """REINFORCE++ compares with the batch, and ReMax with the greedy answer: such groups stay."""
-    batch = batch_of([1.0, 1.0], [0.0, 0.0])
-    metrics = estimate_advantages(batch, AlgorithmConfig(adv_estimator=ReinforcePlusPlusAdvantage()))
-    assert batch.active.all() and metrics["groups/zero_signal"] == 0
-    batch = batch_of([1.0, 1.0], [0.0, 0.0], [1.0])
-    batch.greedy_rewards = np.array([0.0, 0, 0, 0, NAN])
-    metrics = estimate_advantages(batch, AlgorithmConfig(adv_estimator=RemaxAdvantage()))
-    assert batch.active.tolist() == [True, True, False, False, False]
+    scores = scores_of([1.0, 1.0], [0.0, 0.0])
+    credit, metrics = estimate_advantages(scores, AlgorithmConfig(adv_estimator=ReinforcePlusPlusAdvantage()))
+    assert credit.active.all() and metrics["groups/zero_signal"] == 0
+    scores = scores_of([1.0, 1.0], [0.0, 0.0], [1.0], greedy_rewards=np.array([0.0, 0, 0, 0, NAN]))
+    credit, metrics = estimate_advantages(scores, AlgorithmConfig(adv_estimator=RemaxAdvantage()))
+    assert credit.active.tolist() == [True, True, False, False, False]
     assert metrics["groups/zero_signal"] == 1 and metrics["samples/abstained"] == 1
 
 
 def test_ties_of_the_best_are_zero_signal_for_pass_at_k():
-    batch = batch_of([1.0, 1.0, 0.0], [1.0, 0.0])
-    metrics = estimate_advantages(batch, AlgorithmConfig(adv_estimator=GrpoPasskAdvantage(std="none")))
-    assert batch.advantages.tolist() == [0, 0, 0, 1, 0] and batch.active.tolist() == [False] * 3 + [True] * 2
+    scores = scores_of([1.0, 1.0, 0.0], [1.0, 0.0])
+    credit, metrics = estimate_advantages(scores, AlgorithmConfig(adv_estimator=GrpoPasskAdvantage(std="none")))
+    assert credit.advantages.tolist() == [0, 0, 0, 1, 0] and credit.active.tolist() == [False] * 3 + [True] * 2
     assert metrics["groups/zero_signal"] == 1
 
 
 def test_gpg_counts_zero_signal_groups_once():
     """In the factor when they stay in the denominators, in the denominators when they leave: B / (B - M) over B is 1
     over what is left."""
-    kept, dropped = (batch_of([1.0, 0.0], [1.0, 1.0]) for _ in range(2))
-    estimate_advantages(kept, AlgorithmConfig(adv_estimator=GpgAdvantage(), drop_zero_signal=False))
-    estimate_advantages(dropped, AlgorithmConfig(adv_estimator=GpgAdvantage(), drop_zero_signal=True))
-    per_sample = [batch.advantages / batch.active.sum() for batch in (kept, dropped)]
+    scores, per_sample = scores_of([1.0, 0.0], [1.0, 1.0]), []
+    for drop in (False, True):
+        cfg = AlgorithmConfig(adv_estimator=GpgAdvantage(), drop_zero_signal=drop)
+        credit, _ = estimate_advantages(scores, cfg)
+        per_sample.append(credit.advantages / credit.active.sum())
     assert per_sample[0].tolist() == per_sample[1].tolist() == [0.25, -0.25, 0, 0]
 
 
@@ -423,33 +411,36 @@ def test_gpg_counts_zero_signal_groups_once():
     ],
 )
 def test_the_registry_gives_each_estimator_its_fields(estimator, function):
-    batch = batch_of([1.0, 0.0, 2.0], [3.0, None, 1.0], num_actions=[1, 4, 2, 5, 1, 3])
-    batch.greedy_rewards = np.array([0.5, 0.5, 0.5, 2, 2, 2])
-    batch.reward_parts = np.array([[1.0, 0], [0, 9], [2, 4], [3, 1], [NAN, NAN], [1, 8]])
-    batch.reward_weights = np.array([1.0, 0.5])
-    estimate_advantages(batch, AlgorithmConfig(adv_estimator=estimator))
-    assert batch.advantages.tolist() == function(batch).tolist() and np.count_nonzero(batch.advantages)
+    scores = scores_of(
+        [1.0, 0.0, 2.0],
+        [3.0, None, 1.0],
+        num_actions=np.array([1, 4, 2, 5, 1, 3]),
+        greedy_rewards=np.array([0.5, 0.5, 0.5, 2, 2, 2]),
+        reward_parts=np.array([[1.0, 0], [0, 9], [2, 4], [3, 1], [NAN, NAN], [1, 8]]),
+        reward_weights=np.array([1.0, 0.5]),
+    )
+    credit, _ = estimate_advantages(scores, AlgorithmConfig(adv_estimator=estimator))
+    assert credit.advantages.tolist() == function(scores).tolist() and np.count_nonzero(credit.advantages)
 
 
 def test_every_kind_is_registered_or_of_tokens():
     assert set(KINDS) == set(ESTIMATORS) | {GaeAdvantage, GrpoProcessAdvantage}
-    assert all(kind.formula and "arXiv" in kind.source and "arXiv" in kind.__doc__ for kind in KINDS)
+    published = set(KINDS) - {FunctionAdvantage}
+    assert all(kind.formula and "arXiv" in kind.source and "arXiv" in kind.__doc__ for kind in published)
 
 
 @pytest.mark.parametrize(
     ("estimator", "missing"),
     [
-        (RemaxAdvantage(), "remax needs greedy_reward, but the batch holds no greedy_rewards"),
-        (GdpoAdvantage(), "gdpo needs reward_parts, but the batch holds no reward_parts and no reward_weights"),
+        (RemaxAdvantage(), "remax needs greedy_reward, but there are no greedy_rewards"),
+        (GdpoAdvantage(), "gdpo needs reward_parts, but there are no reward_parts and no reward_weights"),
         (GaeAdvantage(), "gae gives one number for each token and needs values"),
         (GrpoProcessAdvantage(), "grpo_process gives one number for each token and needs group, step_rewards"),
     ],
 )
 def test_what_cannot_be_fed_is_refused(estimator, missing):
-    batch = batch_of([1.0, 0.0])
-    batch.reward_parts = None
     with pytest.raises(ValueError, match=missing):
-        estimate_advantages(batch, AlgorithmConfig(adv_estimator=estimator))
+        estimate_advantages(scores_of([1.0, 0.0]), AlgorithmConfig(adv_estimator=estimator))
 
 
 @pytest.mark.parametrize(
@@ -465,3 +456,37 @@ def test_what_cannot_be_fed_is_refused(estimator, missing):
 def test_the_configuration_refuses_what_means_nothing(bad, reason):
     with pytest.raises(ValidationError, match=reason):
         TypeAdapter(AdvantageConfig).validate_python(bad)
+
+
+def centred(scores: Scores) -> np.ndarray:
+    return scores.rewards - np.nanmean(scores.rewards)
+
+
+def too_few(scores: Scores) -> np.ndarray:
+    return np.zeros(1)
+
+
+def raises(scores: Scores) -> np.ndarray:
+    raise KeyError("x")
+
+
+def test_a_function_of_ones_own():
+    scores = scores_of([1.0, 0.0, None], [1.0, 1.0])
+    cfg = AlgorithmConfig(adv_estimator=FunctionAdvantage(path=f"{__name__}:centred"))
+    credit, metrics = estimate_advantages(scores, cfg)
+    assert credit.advantages.tolist() == [0.25, -0.75, 0.0, 0.25, 0.25]
+    assert credit.active.tolist() == [True, True, False, True, True] and metrics["groups/zero_signal"] == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("too_few", "must return one finite number for each of the 2 samples, but it returned .1,. numbers"),
+        ("raises", "raises raised KeyError: 'x'"),
+        ("absent", "has no function 'absent'"),
+    ],
+)
+def test_a_function_that_is_no_estimator_is_named(name, message):
+    cfg = AlgorithmConfig(adv_estimator=FunctionAdvantage(path=f"{__name__}:{name}"))
+    with pytest.raises(ValueError, match=message):
+        estimate_advantages(scores_of([1.0, 0.0]), cfg)

@@ -46,7 +46,7 @@ def test_each_mini_batch_has_its_own_denominators():
         Group(Prompt(str(g), (1,), "q"), [Sample(4, 1, n, 0, "stop") for n in counts], None, 0)
         for g, counts in enumerate([(1, 3), (2, 2), (5, 5)])
     ]
-    batch = Batch.from_groups(groups, version=0)
+    batch = Batch.of_groups(groups, version=0)
     # Samples 4 and 5 are in no mini-batch; each mini-batch lies on two ranks.
     plan = MicrobatchPlan((((((1,),), ((0,),))), (((2,), ()), ((3,), ()))), (Denominators(4, 2),) * 2, 8, 1)
     assert loss_weights(batch, plan, "token-mean").tolist() == [1 / 4] * 4 + [0, 0]

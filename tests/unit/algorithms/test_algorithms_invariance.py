@@ -12,10 +12,9 @@ from megatron_rl.algorithms.losses import LOSSES
 from megatron_rl.config.algorithm import AlgorithmConfig, FixedCoefficient, KlConfig
 from megatron_rl.config.losses import (
     AGGREGATIONS,
-    BEHAVIOUR_LOSSES,
-    SEQUENCE_LOSSES,
     ClipCovLoss,
     DecoupledLoss,
+    FunctionLoss,
     KlCovLoss,
 )
 
@@ -23,12 +22,13 @@ from megatron_rl.config.losses import (
 CHANGED = {
     ClipCovLoss: ClipCovLoss(share=0.1, cov_low=0.0, cov_high=5.0),
     KlCovLoss: KlCovLoss(share=0.1),
+    FunctionLoss: FunctionLoss(path="megatron_rl.recipes.tiny.losses:penalised"),
 }
 VARIANTS = [CHANGED.get(kind) or kind() for kind in LOSSES] + [DecoupledLoss(proximal="interpolated")]
 
 
 def config(loss, mode: str, **more) -> AlgorithmConfig:
-    own = isinstance(loss, BEHAVIOUR_LOSSES)
+    own = loss.corrects
     more = {"correction": None if own else {"weight": {"cap": 1.3}}} | more
     return AlgorithmConfig(
         loss=loss, loss_agg_mode=mode, loss_agg_tokens=9 if mode == "seq-mean-token-sum-norm" else None, **more
@@ -89,7 +89,7 @@ def test_every_correction(correction):
     check(AlgorithmConfig(correction=correction), toy_samples(seed=4))
 
 
-@pytest.mark.parametrize("loss", [kind() for kind in LOSSES if kind not in SEQUENCE_LOSSES], ids=lambda c: c.kind)
+@pytest.mark.parametrize("loss", [loss for loss in VARIANTS[:-1] if loss.level == "token"], ids=lambda c: c.kind)
 def test_kl_entropy_and_tokens_of_high_entropy(loss):
     coefficient = FixedCoefficient(value=0.1)
     more = {

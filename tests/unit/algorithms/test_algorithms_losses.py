@@ -18,6 +18,8 @@ from megatron_rl.config import losses as config
 
 BOUNDS = {"low": 0.2, "high": 0.28, "c": 3.0}
 
+OWN = config.FunctionLoss(path="megatron_rl.recipes.tiny.losses:penalised")
+
 
 def real(values) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float64)
@@ -211,11 +213,45 @@ def test_gradcheck(cfg):
     assert torch.autograd.gradcheck(total, given.logp_T.detach().requires_grad_())
 
 
-@pytest.mark.parametrize("cfg", [kind() for kind in LOSSES], ids=lambda cfg: cfg.kind)
+@pytest.mark.parametrize(
+    "cfg", [OWN if kind is config.FunctionLoss else kind() for kind in LOSSES], ids=lambda cfg: cfg.kind
+)
 @pytest.mark.parametrize("ratio", [1e9, 1e-9])
 @pytest.mark.parametrize("advantage", [1.0, 0.0, -1.0])
 def test_a_ratio_of_a_billion_stays_finite(cfg, ratio, advantage):
     loss, slope, _ = evaluate(cfg, terms([ratio], [advantage], selected=[True], old=-30.0))
     assert math.isfinite(loss[0]) and math.isfinite(slope[0])
     if advantage == 0:
-        assert (loss[0], slope[0]) == (0, 0) or cfg.kind == "kl_cov"
+        assert (loss[0], slope[0]) == (0, 0) or cfg.kind in ("kl_cov", "function")  # these have a penalty
+
+
+def no_tuple(given: Terms):
+    return given.logp_T
+
+
+def one_number(given: Terms):
+    return given.logp_T.sum(), {}
+
+
+def raises(given: Terms):
+    raise KeyError("x")
+
+
+def test_a_loss_of_ones_own():
+    loss, slope, shares = evaluate(OWN, terms([1.0, math.e], [2.0, -1.0]))
+    assert loss == pytest.approx([-2.0, math.e + 0.25]) and slope == pytest.approx([-2.0, math.e + 0.5])
+    assert shares["penalty"] == pytest.approx([0.0, 0.25])
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("no_tuple", "must return .loss_T, columns.: a tensor with one number for each of the 1 tokens"),
+        ("one_number", "must return .loss_T, columns."),
+        ("raises", "raises raised KeyError: 'x'"),
+        ("absent", "has no function 'absent'"),
+    ],
+)
+def test_a_function_that_is_no_loss_is_named(name, message):
+    with pytest.raises(ValueError, match=message):
+        evaluate(config.FunctionLoss(path=f"{__name__}:{name}"), terms([1.0], [1.0]))

@@ -58,6 +58,8 @@ def token_loss(cfg, token, sample, chosen) -> torch.Tensor:
             return 0.0 * logp if chosen else clipped_surrogate(ratio, a, cfg.clip_ratio_low, cfg.clip_ratio_high)
         case "kl_cov":
             return -a * ratio + (cfg.coef * (logp - old).abs() if chosen else 0.0)
+        case "function":  # that of recipes/tiny/losses.py
+            return -a * ratio + 0.25 * (logp - old) ** 2
         case "dppo_tv" | "dppo_kl":
             p, q = math.exp(number(logp)), math.exp(mu)
             distance = abs(p - q)

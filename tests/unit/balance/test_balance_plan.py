@@ -8,30 +8,40 @@ from hypothesis import strategies as st
 from megatron_rl.balance import plan_microbatches, training_flops
 from megatron_rl.config.balance import BalanceConfig
 from megatron_rl.config.schema import ParallelConfig
-from megatron_rl.types import Batch, Group, ModelShape, Prompt, Sample
+from megatron_rl.types import Batch, ModelShape
 
 SHAPE = ModelShape("qwen3", 2, 128, 4, 2, 32, 256, 64, 1e4, 1e-6, 512, False)
 
 
-def batch_of(lengths, active=None, group_of=None, num_actions=None) -> Batch:
+def batch_of(lengths, group_of=None, num_actions=None) -> Batch:
     """A batch in which the samples of a group need not be neighbours."""
-    num_samples = len(lengths)
-    group_of = np.arange(num_samples) if group_of is None else np.asarray(group_of)
-    groups = [Group(Prompt(f"row {i}", (), ""), [], None, 0) for i in range(int(max(group_of, default=0)) + 1)]
-    one_each = [Group(Prompt("", (), ""), [Sample(int(n), 1, 1, 0, "stop")], None, 0) for n in lengths]
-    batch = Batch.from_groups(one_each, version=0)
-    batch.groups, batch.group_of = groups, group_of
-    if num_actions is not None:
-        batch.num_actions = np.asarray(num_actions)
-    if active is not None:
-        batch.active = np.asarray(active, bool)
-    return batch
+    size = len(lengths)
+    return Batch(
+        names=[f"row {i}, answer 0" for i in range(size)],
+        group_of=np.arange(size) if group_of is None else np.asarray(group_of),
+        index_in_group=np.zeros(size, np.int64),
+        lengths=np.asarray(lengths, np.int64),
+        num_actions=np.ones(size, np.int64) if num_actions is None else np.asarray(num_actions),
+        payloads=[],
+        version=0,
+    )
 
 
-def plan_of(lengths, max_tokens=100, updates=1, multiple=1, recompute="none", balance=None, parallel=None, **columns):
+def plan_of(
+    lengths,
+    max_tokens=100,
+    updates=1,
+    multiple=1,
+    recompute="none",
+    balance=None,
+    parallel=None,
+    active=None,
+    **columns,
+):
     """A parallel configuration. With sequence parallelism its alignment is the tensor-parallel size."""
     return plan_microbatches(
         batch_of(lengths, **columns),
+        np.ones(len(lengths), bool) if active is None else np.asarray(active, bool),
         SHAPE,
         ParallelConfig(**parallel or {}),
         BalanceConfig(max_tokens_per_microbatch=max_tokens, **balance or {}),

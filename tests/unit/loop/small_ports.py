@@ -13,8 +13,8 @@ from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.data import ShuffledStream
 from megatron_rl.loop.checkpoints import Checkpoints
 from megatron_rl.loop.stopping import NEVER
-from megatron_rl.loop.train import Ports, Prompts, train
-from megatron_rl.ports import StopRequested, TooManyRestarts
+from megatron_rl.loop.train import Prompts, train
+from megatron_rl.ports import Ports, StopRequested, TooManyRestarts
 from megatron_rl.types import Group, Mesh, ModelShape, Prompt, Sample, Tokens, Verdict
 
 SHAPE = ModelShape("qwen3", 1, 8, 2, 2, 4, 8, 32, 1e4, 1e-6, 64, False)
@@ -35,9 +35,13 @@ class World:
         self.mirrors: dict[int, int] = {}
 
     # Policy
-    def begin(self, batch, plan):
+    def begin(self, shares):
         self.calls.append("begin")
-        self.batch, self.plan = batch, plan
+        [share] = shares
+        self.share, order = share, np.argsort(share.index)
+        # What the step trained on, in the order of the samples in the step.
+        self.names = [share.names[i] for i in order]
+        self.advantages, self.weights = share.advantages[order], share.weights[order]
         return {"mismatch/mean_abs": self.mismatch}
 
     def update(self, minibatch, coefficients):

@@ -40,7 +40,7 @@ def test_an_error_late_in_a_run_leaves_the_steps_that_were_done(tmp_path, where)
         run(broken, tmp_path / "c", config(checkpoint=RARELY))
     assert saved(tmp_path / "c") == ["step_000001"]
     assert run(resumed, tmp_path / "c", config(checkpoint=RARELY), resume="auto") == 3
-    assert [g.prompt.uid for g in resumed.batch.groups] == [g.prompt.uid for g in whole.batch.groups]
+    assert resumed.names == whole.names
     assert resumed.logged[-2][1]["loss"] == whole.logged[-2][1]["loss"] == 3.0
 
 
@@ -62,7 +62,7 @@ def test_an_error_between_two_updates_of_a_step_saves_nothing(tmp_path):
 def test_a_lost_policy_is_not_asked_to_save(tmp_path):
     world = World()
 
-    def fails(batch, plan):
+    def fails(shares):
         raise PolicyLost("trainer rank 1 died")
 
     run(world, tmp_path / "c", config(), stopping=StopAfter(world, 1))

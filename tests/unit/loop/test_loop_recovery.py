@@ -37,7 +37,7 @@ def test_the_steps_after_a_loss_have_the_numbers_of_an_undisturbed_run(tmp_path,
     broken.restarts_left, broken.keeps_mirrors = 1, mirrors
     assert run(broken, tmp_path / "broken", config(**changes)) == 4
     assert numbers(broken) == numbers(whole)
-    rows = [[group.prompt.uid for group in world.batch.groups] for world in (broken, whole)]
+    rows = [world.names for world in (broken, whole)]
     assert rows[0] == rows[1], "the stream of prompts goes back with the policy"
 
 

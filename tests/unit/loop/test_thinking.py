@@ -59,7 +59,7 @@ def test_join_golden():
     assert dtypes == (np.int32, np.bool_, np.float32, np.int32)
     assert (sample.length, sample.num_prompt_tokens) == (8, 3)
     assert (sample.num_actions, sample.num_thought_tokens) == (4, 2)
-    assert (sample.finish, sample.thought_cut, sample.reward) == ("stop", True, None)
+    assert (sample.finish, sample.thought_cut, sample.verdict) == ("stop", True, None)
 
 
 def test_a_kept_beginning_did_not_stop():

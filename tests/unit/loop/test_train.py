@@ -3,9 +3,11 @@ tests/e2e."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from small_ports import PROMPTS, StopAfter, World, config, open_checkpoints, run
 
+from megatron_rl.algorithms.outcomes import gdpo
 from megatron_rl.types import Verdict
 
 
@@ -34,7 +36,7 @@ def test_stop_and_resume_continue_where_the_run_stood(tmp_path):
     assert run(resumed, tmp_path / "c", config(), resume="auto") == 3
     assert resumed.updates == whole.updates == 3
     assert resumed.calls == whole.calls[whole.calls.index("push 2") :]
-    assert [g.prompt.uid for g in resumed.batch.groups] == [g.prompt.uid for g in whole.batch.groups]
+    assert resumed.names == whole.names
 
 
 def test_a_folder_with_checkpoints_is_not_overwritten(tmp_path):
@@ -59,9 +61,9 @@ def test_updates_per_step_are_mini_batches_of_whole_groups(tmp_path):
         0.75,
         0.0,
     )
-    for minibatch in world.plan.minibatches:
-        samples = [s for rank in minibatch for micro in rank for s in micro]
-        assert len(samples) == 4 and len(set(world.batch.group_of[samples])) == 2
+    for minibatch in world.share.minibatches:
+        samples = [s for micro in minibatch for s in micro]
+        assert len(samples) == 4 and len(set(world.share.payload_of[samples])) == 2
 
 
 def test_zero_signal_groups_leave_the_step_and_are_counted(tmp_path):
@@ -69,8 +71,8 @@ def test_zero_signal_groups_leave_the_step_and_are_counted(tmp_path):
     run(world, tmp_path / "c", config())
     metrics = world.logged[0][1]
     assert metrics["groups/zero_signal"] == 3 and metrics["samples/active"] == 2
-    assert [s for rank in world.plan.minibatches[0] for micro in rank for s in micro] == [6, 7]
-    assert world.plan.denominators[0].num_tokens == 4 and world.plan.denominators[0].num_samples == 2
+    assert sorted(world.share.index) == [6, 7]
+    assert world.share.denominators[0].num_tokens == 4 and world.share.denominators[0].num_samples == 2
 
 
 def test_a_step_without_signal_has_no_update(tmp_path):
@@ -99,7 +101,7 @@ def test_disagreement_of_engine_and_trainer_stops_before_the_update(tmp_path, se
 def test_the_weights_of_a_mini_batch_are_of_its_own_counts(tmp_path):
     world = World()
     run(world, tmp_path / "c", config(algorithm={"updates_per_step": 2, "loss_agg_mode": "seq-mean-token-mean"}))
-    assert world.batch.weights.tolist() == [1 / (4 * 2)] * 8  # four samples of two action tokens each
+    assert world.weights.tolist() == [1 / (4 * 2)] * 8  # four samples of two action tokens each
 
 
 def test_adaptive_coefficients_follow_the_metrics_and_survive_a_resume(tmp_path):
@@ -117,25 +119,24 @@ def test_adaptive_coefficients_follow_the_metrics_and_survive_a_resume(tmp_path)
 def test_shaping_reaches_the_estimator_and_not_the_evaluation(tmp_path):
     world = World(score=lambda group, i: Verdict(1.0, parts=(1.0,), shaped=1.0 - 0.5 * i))
     run(world, tmp_path / "c", config(), heldout=PROMPTS[:3])
-    assert world.batch.rewards.tolist() == [1.0, 0.5] * 4
+    assert (world.advantages[::2] > 0).all() and (world.advantages[1::2] < 0).all()
     assert world.logged[0][1]["eval/accuracy"] == 1.0 and world.logged[0][1]["reward/mean"] == 0.75
 
 
 def test_remax_asks_for_a_greedy_answer_to_each_prompt(tmp_path):
-    world = World(score=lambda group, i: float(group == 0))
+    world = World(score=lambda group, i: float(group == 0) + i)  # a greedy answer is answer 0 of its group
     run(world, tmp_path / "c", config(algorithm={"adv_estimator": {"kind": "remax"}, "drop_zero_signal": False}))
     assert world.calls[2] == "generate 4 x 1, greedy"
-    assert world.batch.greedy_rewards.tolist() == [1, 1, 0, 0, 0, 0, 0, 0]
-    assert world.batch.advantages.tolist() == [0.0] * 8
+    assert world.advantages.tolist() == [0.0, 1.0] * 4
 
 
 def test_gdpo_sees_the_rewards_apart(tmp_path):
     world = World(score=lambda group, i: Verdict(2.0 * i - 3.0, parts=(float(i), -1.0)))
     rewards = [{"kind": "function", "path": "a:b", "weight": 2.0}, {"kind": "function", "path": "a:c", "weight": 3.0}]
     run(world, tmp_path / "c", config(algorithm={"adv_estimator": {"kind": "gdpo"}}, rewards=rewards))
-    assert world.batch.reward_parts.tolist() == [[0.0, -1.0], [1.0, -1.0]] * 4
-    assert world.batch.reward_weights.tolist() == [2.0, 3.0]
-    assert (world.batch.advantages[1::2] > 0).all() and (world.batch.advantages[::2] < 0).all()
+    parts = np.array([[0.0, -1.0], [1.0, -1.0]] * 4)
+    expected = gdpo(parts, np.array([2.0, 3.0]), np.arange(8) // 2)
+    assert world.advantages.tolist() == expected.tolist() and expected.any()
 
 
 @pytest.mark.parametrize(

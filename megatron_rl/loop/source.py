@@ -1,0 +1,72 @@
+"""Where the verified rollouts of a step come from.
+
+Invariant (tests/unit/loop): the rollouts of a step that the trainer interrupted are handed out again, not generated
+again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from megatron_rl.config.schema import GrpoRunConfig
+from megatron_rl.data import ShuffledStream
+from megatron_rl.loop.rollouts import SilentRewards, answer_and_verify, scores_of
+from megatron_rl.loop.stopping import Stopping
+from megatron_rl.ports import Ports, Sink
+from megatron_rl.types import Group, Metrics, Prompt, Scores
+
+
+@dataclass(frozen=True, slots=True)
+class Rollouts:
+    """The verified groups of one step."""
+
+    groups: Sequence[Group]
+    scores: Scores
+    metrics: Metrics
+
+
+class RolloutSource(Protocol):
+    def next(self, step: int) -> Rollouts:
+        """The rollouts of a step, whose weights the engines hold.
+
+        Raises:
+            StopRequested: the run was asked to stop meanwhile.
+            ValueError: every verdict is an abstention, or a reward has been silent for too long.
+        """
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint holds of the source, in JSON's types."""
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from a `state`."""
+
+
+class SynchronousSource:
+    """Asks the next prompts when a step begins, and waits until all their answers are verified."""
+
+    def __init__(
+        self, config: GrpoRunConfig, ports: Ports, prompts: ShuffledStream[Prompt], sink: Sink, stopping: Stopping
+    ) -> None:
+        self._config, self._ports, self._prompts, self._sink, self._stopping = config, ports, prompts, sink, stopping
+        self._silence = SilentRewards(config.rewards)
+        self._verified: tuple[int, list[Group], Metrics] | None = None
+        """The newest step and its groups, which outlive a policy that is lost in this step."""
+
+    def next(self, step: int) -> Rollouts:
+        asked = self._prompts.next()
+        with self._stopping.promptly():
+            if self._verified is None or self._verified[0] != step:
+                self._verified = None
+                groups, metrics = answer_and_verify(self._config, self._ports, asked, step, self._sink)
+                self._verified = step, groups, metrics
+                self._silence.count(groups, metrics, self._sink)
+            _, groups, metrics = self._verified
+            return Rollouts(groups, scores_of(self._config, self._ports, groups, step, self._sink), dict(metrics))
+
+    def state(self) -> dict[str, Any]:
+        return self._prompts.state()
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self._prompts.restore(state)

@@ -1,0 +1,49 @@
+"""Shares from samples that are listed one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_rl.types import Denominators, Share, Tokens
+
+
+@dataclass(frozen=True, slots=True)
+class TrainSample:
+    """One sample of a share; see `Share` for its fields."""
+
+    name: str
+    tokens: Tokens
+    advantage: float
+    weight: float
+    index: int = 0
+
+
+def share_of(
+    minibatches: Sequence[Sequence[Sequence[TrainSample]]],
+    denominators: Sequence[Denominators] = (),
+    alignment: int = 1,
+    version: int = 0,
+) -> Share:
+    """The share with these samples, as `[mini-batch][micro-batch][sample]`; one may be in several mini-batches."""
+    samples, places = [], []
+    for minibatch in minibatches:
+        places.append([])
+        for micro in minibatch:
+            places[-1].append(tuple(range(len(samples), len(samples) + len(micro))))
+            samples += micro
+    return Share(
+        minibatches=tuple(map(tuple, places)),
+        denominators=tuple(denominators),
+        alignment=alignment,
+        version=version,
+        names=[sample.name for sample in samples],
+        index=np.array([sample.index for sample in samples], np.int64),
+        advantages=np.array([sample.advantage for sample in samples]),
+        weights=np.array([sample.weight for sample in samples]),
+        payloads=[[sample.tokens] for sample in samples],
+        payload_of=np.arange(len(samples)),
+        index_in_group=np.zeros(len(samples), np.int64),
+    )

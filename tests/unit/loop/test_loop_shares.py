@@ -1,0 +1,42 @@
+"""Each data-parallel rank gets its own samples, and the groups that they belong to."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from megatron_rl.balance import plan_microbatches
+from megatron_rl.config.balance import BalanceConfig
+from megatron_rl.config.schema import ParallelConfig
+from megatron_rl.loop.shares import deal
+from megatron_rl.types import Batch, Group, ModelShape, Prompt, Sample
+
+SHAPE = ModelShape("qwen3", 1, 8, 2, 2, 4, 8, 32, 1e4, 1e-6, 64, False)
+
+
+def test_every_active_sample_is_in_one_share_with_its_own_tokens_and_numbers():
+    rng = np.random.default_rng(0)
+    groups = []
+    for g in range(7):
+        samples = [Sample(int(n), 2, int(n) - 2, 0, "stop") for n in rng.integers(4, 40, size=3)]
+        groups.append(Group(Prompt(f"row {g}", (5, 6), ""), samples, [f"tokens {g}.{i}" for i in range(3)], version=0))
+    batch = Batch.of_groups(groups, version=3)
+    active = np.arange(21) // 3 != 1  # the second group has no signal
+    parallel = ParallelConfig(data=2)
+    plan = plan_microbatches(batch, active, SHAPE, parallel, BalanceConfig(max_tokens_per_microbatch=64), updates=2)
+
+    seen = {}
+    for rank, share in enumerate(deal(batch, plan, np.arange(21) / 10, np.arange(21) / 100, num_ranks=2)):
+        assert (share.version, share.denominators, share.alignment) == (3, plan.denominators, plan.alignment)
+        assert set(share.payload_of) == set(range(len(share.payloads))), "every group that a rank gets is used"
+        for mine, planned in zip(share.minibatches, plan.minibatches, strict=True):
+            assert tuple(tuple(share.index[list(micro)]) for micro in mine) == planned[rank]
+            for sample in (sample for micro in mine for sample in micro):
+                assert share.tokens(sample) not in seen, "each sample is in one share once"
+                numbers = (share.names[sample], share.index[sample], share.advantages[sample], share.weights[sample])
+                seen[share.tokens(sample)] = numbers
+    assert seen == {
+        f"tokens {g}.{i}": (f"row {g}, answer {i}", 3 * g + i, (3 * g + i) / 10, (3 * g + i) / 100)
+        for g in range(7)
+        if g != 1
+        for i in range(3)
+    }
