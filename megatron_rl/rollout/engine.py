@@ -36,8 +36,17 @@ from pydantic import ValidationError
 
 from megatron_rl.config.schema import ModelConfig, RolloutConfig
 from megatron_rl.layout import read_shape
-from megatron_rl.loop.thinking import Completion, Continuation, join, plan_second_call, truncate
 from megatron_rl.rollout.engine_thread import EngineThread
+from megatron_rl.rollout.program import (
+    Call,
+    Completion,
+    Force,
+    OneCall,
+    Program,
+    ThinkingBudget,
+    Transcript,
+    as_sample,
+)
 from megatron_rl.rollout.shared_memory import remove_leftovers, remove_own_names
 from megatron_rl.rollout.vocabulary import delimiter_ids, stop_ids
 from megatron_rl.types import Metrics, Prompt, Sample, Tokens
@@ -103,6 +112,9 @@ class VllmEngine:
                     f"thought_tokens + the delimiter's {len(self._delimiter)} tokens + response_tokens = "
                     f"{needed}; raise it"
                 )
+        self._program: Program = OneCall(rollout.max_response_tokens)
+        if thinking:
+            self._program = ThinkingBudget(self._delimiter, thinking.thought_tokens, thinking.response_tokens)
         self._thread = EngineThread()
         self._version: int | None = None
         self._failure = ""
@@ -180,25 +192,39 @@ class VllmEngine:
             RuntimeError: a push failed during the call, and the answers are lost.
         """
         self._check(prompts)
-        thinking = self._rollout.thinking
-        limit = thinking.thought_tokens if thinking else self._rollout.max_response_tokens
-        calls = await self._sample(
-            [(prompt.token_ids, limit) for prompt in prompts],
+        first = self._program.next(Transcript())
+        assert isinstance(first, Call), "a program begins with a call"
+        answers = await self._sample(
+            [(prompt.token_ids, first.max_tokens) for prompt in prompts],
             self._params(num_samples, greedy),
             (version, _sampler_seed(self._seed, seed)),
         )
-        first = [completion for completions in calls for completion in completions]
         prompt_ids = [prompt.token_ids for prompt in prompts for _ in range(num_samples)]
-        if thinking:
-            plans = [plan_second_call(call, self._delimiter, thinking.response_tokens) for call in first]
-        else:
-            plans = [Continuation(len(call.ids), (), 0) for call in first]
-        second = await self._continue(prompt_ids, first, plans, self._params(1, greedy))
-        samples = [
-            join(ids, (truncate(call, plan.num_kept), *rest), plan.forced, self._delimiter)
-            for ids, call, plan, rest in zip(prompt_ids, first, plans, second, strict=True)
-        ]
+        transcripts = [Transcript() for _ in prompt_ids]
+        for transcript, completion in zip(
+            transcripts, (one for of_prompt in answers for one in of_prompt), strict=True
+        ):
+            transcript.sampled(completion)
+        while calls := self._next_calls(transcripts):
+            # The prefix cache still holds the tokens of the earlier calls.
+            requests = [([*prompt_ids[i], *transcripts[i].ids], call.max_tokens) for i, call in calls.items()]
+            for i, [completion] in zip(calls, await self._sample(requests, self._params(1, greedy), None), strict=True):
+                transcripts[i].sampled(completion)
+        samples = [as_sample(ids, t, self._delimiter) for ids, t in zip(prompt_ids, transcripts, strict=True)]
         return [samples[i : i + num_samples] for i in range(0, len(samples), num_samples)]
+
+    def _next_calls(self, transcripts: Sequence[Transcript]) -> dict[int, Call]:
+        """Go on with every program until it wants a call or its answer is complete. Returns the calls by the index of
+        their transcript."""
+        calls = {}
+        for i, transcript in enumerate(transcripts):
+            while isinstance(step := self._program.next(transcript), Force):
+                transcript.force(step.ids)
+            if isinstance(step, Call):
+                calls[i] = step
+            else:
+                transcript.cut(step.num_tokens)
+        return calls
 
     async def init_transfer(self, info: dict[str, Any]) -> None:
         """Join the bridge. All trainer ranks and all engines must do so at the same time.
@@ -291,23 +317,6 @@ class VllmEngine:
                     f"prompt {prompt.uid} holds the id {alien}, outside the model's vocabulary of "
                     f"{self._vocab_size}: tokenise it with this model's tokenizer"
                 )
-
-    async def _continue(
-        self,
-        prompt_ids: Sequence[Sequence[int]],
-        first: Sequence[Completion],
-        plans: Sequence[Continuation],
-        params: dict[str, Any],
-    ) -> list[list[Completion]]:
-        """The answer of call 2 for each sample that needs one; an empty list for the others. The prefix cache still
-        holds the tokens of call 1."""
-        requests = [
-            ([*ids, *call.ids, *plan.forced], plan.max_tokens)
-            for ids, call, plan in zip(prompt_ids, first, plans, strict=True)
-            if plan.max_tokens
-        ]
-        answers = iter(await self._sample(requests, params, None) if requests else [])
-        return [next(answers) if plan.max_tokens else [] for plan in plans]
 
     async def _sample(
         self, requests: Sequence[tuple[Sequence[int], int]], params: dict[str, Any], begin: tuple[int, int] | None
