@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import itertools
 import logging
 import os
 import time
@@ -201,9 +202,7 @@ class VllmEngine:
         )
         prompt_ids = [prompt.token_ids for prompt in prompts for _ in range(num_samples)]
         transcripts = [Transcript() for _ in prompt_ids]
-        for transcript, completion in zip(
-            transcripts, (one for of_prompt in answers for one in of_prompt), strict=True
-        ):
+        for transcript, completion in zip(transcripts, itertools.chain(*answers), strict=True):
             transcript.sampled(completion)
         while calls := self._next_calls(transcripts):
             # The prefix cache still holds the tokens of the earlier calls.

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from megatron_rl.loop.thinking import find_delimiter
 from tiny_references import reference_logp
 from transformers import AutoModelForCausalLM
 
 from megatron_rl.config.schema import ModelConfig, RolloutConfig
 from megatron_rl.rollout.engine import VllmEngine
+from megatron_rl.rollout.program import find_delimiter
 from megatron_rl.types import Mesh, Prompt
 
 DELIMITER = (16, 18)
