@@ -76,8 +76,10 @@ class EngineThread:
             _resolve(self._answers.pop(request_id), error=RuntimeError(reason))
 
     def drain(self) -> None:
-        """Wait for the steps that are under way, and hand out their tokens. Only asynchronous scheduling has steps
-        under way between two steps. The caller runs in the thread."""
+        """Wait for the steps that are under way, and hand out their tokens. The caller runs in the thread.
+
+        Only asynchronous scheduling has steps under way between two steps. vLLM has none on a CPU, so the loop below
+        has not been run."""
         core = self.engine.engine_core.engine_core
         core.pause_scheduler(mode="keep", clear_cache=False)
         while core.batch_queue:
@@ -138,8 +140,9 @@ class EngineThread:
         self._failure = self._failure or cause
         waiting = [*self._answers.values(), *filter(None, [self._calling])]
         with suppress(queue.Empty):
-            while call := self._calls.get_nowait():
-                waiting.append(call[1])
+            while True:
+                if call := self._calls.get_nowait():  # None is that of `close`
+                    waiting.append(call[1])
         for future in waiting:
             _resolve(future, error=RuntimeError(self._failure))
 
