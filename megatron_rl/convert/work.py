@@ -246,8 +246,12 @@ def _identity(conversion: Conversion) -> str:
         digest.update(f"{path.resolve()} {status.st_size} {status.st_mtime_ns}\n".encode())
     for file in conversion.files:
         digest.update(f"{file.name} {file.num_bytes}\n".encode())
-        for segment in file.segments:
-            digest.update(segment if isinstance(segment, bytes) else f"{segment.name} {segment.dtype}\n".encode())
+        tensors = [segment for segment in file.segments if not isinstance(segment, bytes)]
+        for tensor in tensors:
+            digest.update(f"{tensor.name} {tensor.dtype} {tensor.extents}\n".encode())
+        if not tensors:  # the bytes beside tensors follow from the tensors, and torch.save does not repeat all of them
+            for segment in file.segments:
+                digest.update(segment)
     return digest.hexdigest()
 
 
