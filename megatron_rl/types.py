@@ -9,7 +9,7 @@ Shape letters: S samples, L the length of one sample, K reward functions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -265,10 +265,10 @@ class Verdict:
     """A score, or an abstention with its reason. A crash or a time-out is never the score 0."""
 
     score: float | None
-    """The weighted sum of the rewards; None means an abstention."""
+    """The score of one reward, or the weighted sum of all rewards; None means an abstention."""
     reason: str = ""
     parts: tuple[float | None, ...] = ()
-    """The score of each configured reward, not weighted; None where it abstained."""
+    """If `score` is the weighted sum, the score of each configured reward, not weighted; None where it abstained."""
     shaped: float | None = None
     """The score after algorithm.shaping; None if no shaping was applied."""
     failed: bool = False
@@ -456,5 +456,3 @@ class MicrobatchPlan:
 
 
 Metrics = dict[str, float]
-RewardFunction = Callable[..., list[float | None]]
-"""A reward function with TRL's signature: f(prompts, completions, completion_ids, **columns) -> list[float | None]."""

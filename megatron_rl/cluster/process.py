@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Where a process runs."""
+    """The place of a process."""
 
     pid: int
     host: str

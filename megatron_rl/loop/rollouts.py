@@ -55,8 +55,8 @@ def score(ports: Ports, groups: Sequence[Group]) -> Metrics:
 
 
 def describe_rewards(rewards: Sequence[RewardConfig], groups: Sequence[Group]) -> Metrics:
-    """For each reward, by its name, the mean of its scores, not weighted, and the share of the answers on which it
-    abstained."""
+    """The metrics of each reward, by its name: the mean of its scores, not weighted, and the share of the answers on
+    which it abstained."""
     metrics: Metrics = {}
     rows = [verdict.parts for verdict in verdicts_of(groups)]
     for reward, column in zip(rewards, zip(*rows, strict=True), strict=True):

@@ -1,4 +1,4 @@
-"""Where the verified rollouts of a step come from.
+"""The sources of a step's verified rollouts.
 
 Invariant (tests/unit/loop): the rollouts of a step that the trainer interrupted are handed out again, not generated
 again.

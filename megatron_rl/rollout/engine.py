@@ -16,7 +16,8 @@ two steps, and the requests continue with them. Invariants (tests/unit/rollout):
 The first invariant holds to the bit on a CPU; on a GPU, kernels may round differently from run to run.
 
 vLLM labels the tokens of a step with a version when it hands them out. Before weights change, all steps have been
-handed out, even with asynchronous scheduling, so no token gets the wrong version.
+handed out, so no token gets the wrong version. With asynchronous scheduling, which vLLM does on GPUs alone, this has
+not been run.
 """
 
 from __future__ import annotations
@@ -387,12 +388,10 @@ def _completion(answer: Any) -> Completion:
 
 
 def _cpu_options(rollout: RolloutConfig) -> dict[str, Any]:
-    """vLLM's options on a CPU. Asynchronous scheduling hides a GPU's latency; on a CPU it only costs time, and so does
-    a separate worker process. Prompts of up to 8192 tokens together fit into one step, which saves passes of the
-    scheduler's Python loop."""
+    """vLLM's options on a CPU. A single rank works in the engine's own process. Prompts of up to 8192 tokens together
+    fit into one step, which saves passes of the scheduler's Python loop."""
     options: dict[str, Any] = {
         "enforce_eager": True,
-        "async_scheduling": False,
         "max_num_batched_tokens": max(8192, rollout.max_model_tokens),
     }
     if rollout.tensor == 1:

@@ -46,7 +46,6 @@ class Transcript:
     num_calls: int = 0
     stopped: bool = False
     """Whether the model ended the last call."""
-    num_forced: int = 0
 
     def sampled(self, completion: Completion) -> None:
         self.ids += completion.ids
@@ -61,7 +60,6 @@ class Transcript:
         self.is_action += [False] * len(ids)
         self.logp += [0.0] * len(ids)
         self.version += [-1] * len(ids)
-        self.num_forced += len(ids)
 
     def cut(self, num_tokens: int) -> None:
         """Keep the first tokens. If tokens are cut off, the model did not end what remains."""
@@ -166,7 +164,7 @@ def as_sample(
         num_actions=sum(transcript.is_action),
         num_thought_tokens=thought or 0,
         finish="stop" if transcript.stopped else "length",
-        thought_cut=transcript.num_forced > 0,
+        thought_cut=not all(transcript.is_action),
     )
     return sample, Tokens(
         ids=np.array([*prompt_ids, *transcript.ids], np.int32),

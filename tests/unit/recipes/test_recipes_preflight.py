@@ -281,6 +281,19 @@ def test_a_reward_function_is_seen_in_its_source(home, source, path, message):
     assert found == [] if message is None else len(found) == 1 and message in found[0]
 
 
+def test_a_loss_and_an_estimator_of_ones_own_are_seen_in_their_source(home):
+    (home / "mine.py").write_text("raise SystemExit('this module must not be run')\ndef loss(terms): ...\n")
+
+    def algorithm(loss: str, estimator: str) -> dict:
+        paths = {"loss": f"mine:{loss}", "adv_estimator": estimator}
+        return {key: {"kind": "function", "path": path} for key, path in paths.items()}
+
+    assert faults(grpo(algorithm=algorithm("loss", "mine:loss"))) == []
+    absent, nowhere = faults(grpo(algorithm=algorithm("misspelt", "no_such_module:f")))
+    assert absent.startswith("algorithm.loss: mine:misspelt: ") and "has no function 'misspelt'" in absent
+    assert nowhere.startswith("algorithm.adv_estimator: no_such_module:f: there is no module 'no_such_module'")
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
