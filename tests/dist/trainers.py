@@ -1,13 +1,13 @@
 """Real trainer processes over gloo: one world after another.
 
-A scenario is a function of scenarios.py; it runs on `world_size` fresh processes, which meet on a free port.
+A scenario is a function of scenarios.py; it runs on `world_size` fresh processes, which meet in a file: a free port may be taken before rank 0 listens there.
 """
 
 from __future__ import annotations
 
 import importlib
 import os
-import socket
+import tempfile
 
 import warm
 from patience import deadline
@@ -16,10 +16,10 @@ from patience import deadline
 def run(scenario: str, world_size: int, **arguments) -> list:
     """What the scenario returned, by rank. The first rank that raises, dies or is late ends all, as the driver of a
     run would."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        url = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
-    return warm.together(_act, [(scenario, rank, world_size, url, arguments) for rank in range(world_size)], deadline(180))
+    with tempfile.TemporaryDirectory() as folder:
+        url = f"file://{folder}/store"
+        calls = [(scenario, rank, world_size, url, arguments) for rank in range(world_size)]
+        return warm.together(_act, calls, deadline(180))
 
 
 def _act(scenario: str, rank: int, world_size: int, url: str, arguments: dict):

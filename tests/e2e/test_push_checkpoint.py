@@ -37,9 +37,11 @@ ROWS = [[5, 60, 7, 8, 9, 33], [1, 2], list(range(40, 60))]
 
 class Server:
     def __init__(self, model: Path, log: Path) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.url = f"http://127.0.0.1:{probe.getsockname()[1]}"
+        # vLLM may take the port of this socket, which never listens. The kernel gives it to nobody else in the meantime.
+        self._port = socket.socket()
+        self._port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._port.bind(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._port.getsockname()[1]}"
         self.model, self.log = model, log
         settings = {
             "VLLM_SERVER_DEV_MODE": "1",
