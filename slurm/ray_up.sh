@@ -56,6 +56,8 @@ export RAY_health_check_initial_delay_ms=${RAY_health_check_initial_delay_ms:-50
 export RAY_health_check_period_ms=${RAY_health_check_period_ms:-2000}
 export RAY_health_check_timeout_ms=${RAY_health_check_timeout_ms:-5000}
 export RAY_health_check_failure_threshold=${RAY_health_check_failure_threshold:-3}
+# Ray would run trainers and engines at the lowest priority but four: any busy daemon of a node would starve them.
+export RAY_worker_niceness=${RAY_worker_niceness:-0}
 if [ -n "${MEGATRON_RL_INTERFACE:-}" ]; then
     export GLOO_SOCKET_IFNAME=$MEGATRON_RL_INTERFACE NCCL_SOCKET_IFNAME=$MEGATRON_RL_INTERFACE
 fi

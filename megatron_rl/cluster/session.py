@@ -91,6 +91,8 @@ def ray_session(
     if cluster.ray_address is None:
         num_cpus = ceil(num_trainers * cluster.cpus_per_trainer)
         local = {"num_cpus": num_cpus, "object_store_memory": OBJECT_STORE_BYTES, "include_dashboard": False}
+        # By Ray's own setting, 15, any other busy process of the machine would take 97 % of a core from a trainer.
+        os.environ.setdefault("RAY_worker_niceness", "0")
         if not AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True):
             os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)  # Ray would write one that all users can read
     else:

@@ -27,26 +27,26 @@ class ShuffledStream(Generic[T]):
         if not items or items_per_step < 1:
             raise ValueError(f"a stream needs items, but there are {len(items)} items and {items_per_step} for a step")
         self._items, self._items_per_step, self._seed = items, items_per_step, seed
-        self.epoch = 0
-        self._cursor = 0
-        self._order = self._shuffle()
+        self.position = 0
+        """The number of the next item. Items are numbered through all epochs."""
+        self._orders: dict[int, np.ndarray] = {}
 
     def next(self) -> list[T]:
-        taken: list[T] = []
-        while len(taken) < self._items_per_step:
-            if self._cursor == len(self._items):
-                self.epoch += 1
-                self._cursor = 0
-                self._order = self._shuffle()
-            end = min(self._cursor + self._items_per_step - len(taken), len(self._items))
-            taken += [self._items[i] for i in self._order[self._cursor : end]]
-            self._cursor = end
-        return taken
+        return [item for _, item in self.take(self._items_per_step)]
+
+    def take(self, count: int) -> list[tuple[int, T]]:
+        """The next items, with their numbers."""
+        first, self.position = self.position, self.position + count
+        return [(number, self.item(number)) for number in range(first, self.position)]
+
+    def item(self, number: int) -> T:
+        epoch, place = divmod(number, len(self._items))
+        return self._items[self._order(epoch)[place]]
 
     def state(self) -> dict[str, int]:
         """The position in the stream as plain numbers, for a checkpoint."""
-        position = {"epoch": self.epoch, "cursor": self._cursor}
-        return position | {"seed": self._seed, "num_items": len(self._items)}
+        epoch, cursor = divmod(self.position, len(self._items))
+        return {"epoch": epoch, "cursor": cursor, "seed": self._seed, "num_items": len(self._items)}
 
     def restore(self, state: dict[str, int]) -> None:
         """Continue from a `state`.
@@ -60,8 +60,11 @@ class ShuffledStream(Generic[T]):
                     f"the checkpoint's data stream has {name} {state[name]}, this run has {value}; resume with the "
                     f"same seed and data, or start a new run"
                 )
-        self.epoch, self._cursor = state["epoch"], state["cursor"]
-        self._order = self._shuffle()
+        self.position = state["epoch"] * len(self._items) + state["cursor"]
 
-    def _shuffle(self) -> np.ndarray:
-        return np.random.default_rng([self._seed, self.epoch]).permutation(len(self._items))
+    def _order(self, epoch: int) -> np.ndarray:
+        if epoch not in self._orders:
+            # The groups of an asynchronous run are of two epochs at most, unless an epoch is shorter than a batch.
+            self._orders = {e: order for e, order in self._orders.items() if e >= epoch - 1}
+            self._orders[epoch] = np.random.default_rng([self._seed, epoch]).permutation(len(self._items))
+        return self._orders[epoch]

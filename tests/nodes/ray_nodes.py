@@ -22,6 +22,7 @@ HEALTH_CHECKS = {
     "RAY_health_check_period_ms": "2000",
     "RAY_health_check_timeout_ms": "5000",
     "RAY_health_check_failure_threshold": "3",
+    "RAY_worker_niceness": "0",
 }
 """See megatron_rl/cluster/README.md: a node that cannot be reached is lost after 20 s or so."""
 TRAINER = ["--num-cpus=1"]

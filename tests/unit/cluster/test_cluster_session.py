@@ -88,6 +88,11 @@ def test_results_come_in_the_order_of_the_calls(ranks):
     assert gather(calls, processes, "to answer", 600) == [0, 1]
 
 
+def test_a_process_has_the_priority_of_its_driver(ranks):
+    [location] = wait(ranks(1), "locate")
+    assert psutil.Process(location.pid).nice() == psutil.Process().nice()
+
+
 def test_a_refusal_keeps_its_type_and_does_not_wait_for_the_others(ranks):
     with pytest.raises(ValueError, match="^rank 1: the disk is full$"):
         wait(ranks(2), "wait_for_ever", "refuse")
