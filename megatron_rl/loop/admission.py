@@ -1,0 +1,86 @@
+"""Which groups an asynchronous run asks for, and which ones a step trains on.
+
+A group is known by its number, which is the place of its prompt in the stream of prompts. It is *running* from its
+admission until it is generated and verified, then it is *ready*, and at last a step takes it. Its lag in step s is s
+minus the version of the weights at its admission, so it is at least the lag of each of its tokens.
+
+The bound on the lag is kept by admission, and not by throwing answers away: running and ready groups together never
+exceed max_lag + 1 batches, and a step does not take groups out of turn if the older ones could then not be trained on
+in time. AReaL (arXiv:2505.24298, section 5.1) bounds the number of admitted groups in the same way.
+
+Invariants (tests/unit/loop), for any order in which groups finish: a batch has always the same size; no group is taken
+twice; no group is taken with a lag above max_lag; every group is taken, or counted as useless or surplus; a step that
+waits always waits for a group that is running.
+"""
+
+from __future__ import annotations
+
+from math import ceil
+
+LEAST_SHARE = 1 / 32
+"""The recent share of useful groups counts as at least this much, which bounds the number of running groups."""
+WINDOW = 4
+"""The recent share of useful groups is that of about the last four batches."""
+
+
+class Admission:
+    """
+    Args:
+        batch: the number of groups in a training step.
+        max_lag: the largest lag of a group, in steps.
+    """
+
+    def __init__(self, batch: int, max_lag: int) -> None:
+        self._batch, self._max_lag = batch, max_lag
+        self.running: dict[int, int] = {}
+        """The version at its admission of every running group, by the group's number."""
+        self.ready: dict[int, int] = {}
+        """The same for the groups that wait for a step."""
+        self.share = 1.0
+        """The recent share of useful groups among those that finished."""
+        self.num_useless = 0
+        """The number of groups that finished without being useful."""
+        self.num_surplus = 0
+        """The number of useful groups that were dropped, because more were useful than expected: no step could take
+        them within the bound."""
+
+    def room(self) -> int:
+        """The number of groups to admit now. If only some groups are useful, more of them run, so that the expected
+        number of useful ones stays within the bound."""
+        free = (self._max_lag + 1) * self._batch - len(self.ready)
+        return max(0, ceil(free / self.share) - len(self.running))
+
+    def admit(self, number: int, version: int) -> None:
+        """Note that a group was asked for while the engines held `version`."""
+        assert number not in self.running and number not in self.ready, f"group {number} was admitted twice"
+        self.running[number] = version
+
+    def finish(self, number: int, useful: bool) -> None:
+        """Note that a running group is generated and verified."""
+        version = self.running.pop(number)
+        self.share = max(LEAST_SHARE, self.share + (useful - self.share) / (WINDOW * self._batch))
+        if useful:
+            self.ready[number] = version
+        else:
+            self.num_useless += 1
+
+    def take(self, step: int) -> list[int] | None:
+        """The numbers of the groups that a step trains on, the oldest first; None if the step must wait until more
+        groups are ready."""
+        order = sorted(self.ready, key=lambda number: (self.ready[number], number))
+        taken, left = order[: self._batch], order[self._batch :]
+        if len(taken) < self._batch:
+            return None
+        surplus: set[int] = set()
+        for version in sorted({*self.ready.values(), *self.running.values()}):
+            # The steps up to version + max_lag are the only ones that can take the groups of this version and older.
+            capacity = (version + self._max_lag - step) * self._batch
+            waiting = [number for number in left if self.ready[number] <= version and number not in surplus]
+            running = sum(admitted <= version for admitted in self.running.values())
+            if running and len(waiting) + running * self.share > capacity:
+                return None
+            surplus.update(waiting[max(0, capacity) :])
+        for number in (*taken, *surplus):
+            del self.ready[number]
+        self.num_surplus += len(surplus)
+        return taken
