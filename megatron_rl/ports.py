@@ -123,6 +123,40 @@ class Verifier(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Verified:
+    """Groups whose samples have their verdicts."""
+
+    groups: Mapping[int, Group]
+    """By the numbers with which they were asked for."""
+    metrics: Metrics
+    """Those of the scoring; see `Verifier.score`."""
+
+
+class Stream(Protocol):
+    """Engines and verifiers that work while the trainer does."""
+
+    def ask(self, number: int, prompt: Prompt, num_samples: int, version: int) -> None:
+        """Begin to generate and to verify a group, with whatever weights the engines hold. Returns at once.
+
+        Args:
+            number: names the group in `collect`, and seeds its answers.
+            version: the version that the engines hold now.
+        """
+
+    def collect(self, version: int) -> Verified:
+        """Wait until at least one group is generated and verified, and return those that are.
+
+        Args:
+            version: what an engine that is started anew gets.
+
+        Raises:
+            ValueError: a prompt does not fit the engine, or an answer cannot be scored and its reward's `on_error` is
+                stop.
+            RuntimeError: a group was lost with its engine too often.
+        """
+
+
+@dataclass(frozen=True, slots=True)
 class Ports:
     """The parts outside the loop of reinforcement learning that it works with."""
 
@@ -130,6 +164,7 @@ class Ports:
     engine: Engine
     bridge: Bridge
     verifier: Verifier
+    stream: Stream
 
 
 class Sink(Protocol):

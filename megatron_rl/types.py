@@ -295,6 +295,8 @@ class Sample:
     """`stop` if the model ended its answer, `length` if a budget cut it."""
     thought_cut: bool = False
     """Whether the thinking budget ended the thought."""
+    oldest_version: int = -1
+    """The oldest version of the weights that sampled one of its actions; -1 if it has none."""
     verdict: Verdict | None = None
     """The verifier's verdict; None before the verification."""
 

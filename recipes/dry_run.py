@@ -233,12 +233,12 @@ def describe_placement(config: BaseConfig, console: Console) -> None:
 
 
 def _on_node(plan: Placement, role: str, node: str) -> str:
-    """The trainer's ranks or the numbers of the engines on a node, with the ranks of an engine of which only a part is
-    there; for the verifier whether it is there."""
+    """The trainer's ranks or the numbers of the engines or verifiers on a node, with the ranks of an engine of which
+    only a part is there; for a single verifier whether it is there."""
     groups = [[i for i, rank in enumerate(group) if rank.node.id == node] for group in plan.groups[role]]
     if role == "trainer":
         return _ranges(groups[0])
-    if role == "verifier":
+    if role == "verifier" and len(groups) == 1:
         return "here" if groups[0] else ""
     whole = [i for i, ranks in enumerate(groups) if len(ranks) == len(plan.groups[role][i])]
     parts = [f"{i} (ranks {_ranges(ranks)})" for i, ranks in enumerate(groups) if ranks and i not in whole]

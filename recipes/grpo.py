@@ -45,7 +45,8 @@ def run(config: GrpoRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) -
     from megatron_rl.cluster.policy import PolicyGroup
     from megatron_rl.cluster.restarts import Restarts
     from megatron_rl.cluster.session import ray_session
-    from megatron_rl.cluster.verifier import RayVerifier
+    from megatron_rl.cluster.stream import RayStream
+    from megatron_rl.cluster.verifier import VerifierGroup
     from megatron_rl.cluster.visibility import check_nodes
     from megatron_rl.loop.train import train
     from megatron_rl.observe import RunSink, open_trackers, write_provenance
@@ -76,7 +77,7 @@ def run(config: GrpoRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) -
             engines = EngineGroup(config, logs, placement, restarts)
             cleaning.callback(engines.close)
             policy = PolicyGroup(spec, config.cluster, logs, placement, restarts)
-            verifier = RayVerifier(config, logs, placement, restarts)
+            verifier = VerifierGroup(config, logs, placement, restarts)
             # While all processes import their libraries, the driver imports its own and reads the rows.
             from transformers import AutoTokenizer
 
@@ -91,7 +92,7 @@ def run(config: GrpoRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) -
             verifier.wait()
             bridge = RayBridge(config, spec, policy, engines, logs)
         with sink, interrupt.training():
-            ports = Ports(policy, engines, bridge, verifier)
+            ports = Ports(policy, engines, bridge, verifier, RayStream(config, engines, verifier))
             done = train(config, shape, ports, prompts, (sink, checkpoints), interrupt)
         if done == config.run.steps:
             policy.export_hf(folder / "hf")

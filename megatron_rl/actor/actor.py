@@ -33,7 +33,7 @@ from megatron_rl.actor.packing import Microbatch, pack
 from megatron_rl.actor.spec import ActorSpec
 from megatron_rl.actor.step import Schedule
 from megatron_rl.algorithms.columns import PackedColumns
-from megatron_rl.algorithms.objective import FirstPass, Metric, NotFiniteError, mismatch
+from megatron_rl.algorithms.objective import FirstPass, Metric, NotFiniteError, mismatch, over_judged
 from megatron_rl.layout import check_parameters, megatron_shards
 from megatron_rl.types import Denominators, Metrics, Share
 
@@ -297,7 +297,7 @@ class MegatronActor:
         num_tokens = sum(denominators.num_tokens for denominators in self._denominators)
         columns = [batch.columns for minibatch in self._minibatches for batch in minibatch if batch.names]
         reports = [mismatch(c.logp_old_T, c, num_tokens) for c in columns] if self._reports_metrics else []
-        return self.agreement.reduce(reports)
+        return over_judged(self.agreement.reduce(reports))
 
     def _describe_gradients(self, grad_norm: float, microbatches: Sequence[Microbatch]) -> str:
         parameters = self.model.named_parameters()

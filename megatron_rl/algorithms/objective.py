@@ -259,6 +259,7 @@ class PolicyObjective:
         return loss, metrics
 
     def conclude(self, metrics: Metrics, on_policy: bool) -> Metrics:
+        metrics = over_judged(metrics)
         problem = disagreement(metrics, self.cfg.max_mismatch) if on_policy else None
         if problem:
             raise ValueError(problem)
@@ -355,22 +356,45 @@ def require_finite(columns: PackedColumns, given: Mapping[str, Tensor]) -> None:
     )
 
 
+DISTANCES = ("mismatch/mean_abs", "mismatch/max_abs", "mismatch/k3")
+
+
 def mismatch(logp_T: Tensor, columns: PackedColumns, num_tokens: int) -> dict[str, Metric]:
     """The distance between the engine's policy and the trainer's over the actions of one micro-batch: the mean and the
     largest |log pi - log pi_engine|, and the mean of k3 = r - 1 - log r with r = pi / pi_engine.
+
+    Only actions of lag 0 are judged, because the engine sampled the others with other weights. The means are over all
+    actions until `over_judged` has corrected them.
 
     Args:
         logp_T: the trainer's log-probs under the weights that the engine should have.
         num_tokens: the number of action tokens of all micro-batches and ranks.
     """
-    log_ratio_T = (logp_T - _floored(columns.logp_rollout_T))[columns.action_mask_T].double()
+    judged_T = columns.action_mask_T & (columns.lag_T == 0)
+    log_ratio_T = (logp_T - _floored(columns.logp_rollout_T))[judged_T].double()
     distance_T, num_tokens = log_ratio_T.abs(), max(num_tokens, 1)
     largest = distance_T.max() if len(distance_T) else distance_T.new_zeros(())
     return {
+        "mismatch/num_judged": Metric(judged_T.sum(), "sum"),
+        "mismatch/num_actions": Metric(columns.action_mask_T.sum(), "sum"),
         "mismatch/mean_abs": Metric(distance_T.sum() / num_tokens, "sum"),
         "mismatch/max_abs": Metric(largest, "max"),
         "mismatch/k3": Metric(_k3(log_ratio_T).sum() / num_tokens, "sum"),
     }
+
+
+def over_judged(metrics: Metrics) -> Metrics:
+    """The metrics with the means of `mismatch` over the judged actions. If some actions were not judged,
+    `mismatch/judged` is the share of those that were. If none was, no distance is known."""
+    rest = dict(metrics)
+    judged, actions = rest.pop("mismatch/num_judged", 0.0), rest.pop("mismatch/num_actions", 0.0)
+    if judged == actions:
+        return rest
+    rest["mismatch/judged"] = judged / actions
+    if not judged:
+        return {name: x for name, x in rest.items() if name not in DISTANCES}
+    means = {name: rest[name] * actions / judged for name in DISTANCES if not name.endswith("/max_abs")}
+    return rest | means
 
 
 def disagreement(metrics: Metrics, bound: float) -> str | None:

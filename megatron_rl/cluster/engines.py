@@ -24,12 +24,14 @@ from megatron_rl.cluster.restarts import Restarts
 from megatron_rl.cluster.waiting import explain, gather, locate_all, settle
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.rollout.engine import VllmEngine
-from megatron_rl.types import Group, Metrics, Prompt, Tokens
+from megatron_rl.types import Group, Metrics, Prompt, Sample, Tokens
 
 ALIVE_S = 30.0
 """An engine that does not answer within this time whether it is alive is replaced."""
 CLOSE_S = 30.0
 """The time that engines get to shut down before Ray kills them."""
+MAX_CALLS = 2**20
+"""Ray lets so many calls of an engine run at once. Weights must get through however many answers are under way."""
 ATTEMPTS = 3
 """How often a prompt is asked at most if its engine dies."""
 
@@ -81,6 +83,11 @@ class EngineRank:
         samples = [[sample for sample, _ in group] for group in answers]
         return samples, *([tokens for _, tokens in group] for group in answers)
 
+    async def answer(self, prompt: Prompt, num_samples: int, seed: int) -> tuple[list[Sample], list[Tokens]]:
+        """The samples of one group, and their tokens, which become separate objects in Ray's store."""
+        answers = await self.engine.answer(prompt, num_samples, seed)
+        return [sample for sample, _ in answers], [tokens for _, tokens in answers]
+
     async def close(self) -> None:
         """End vLLM's processes, so that they free their resources."""
         self.engine.close()
@@ -104,7 +111,7 @@ class EngineGroup:
         return [process.actor for process in self.processes]
 
     def _new(self, index: int) -> Any:
-        options = self._placement.group_options("engine", index)
+        options = self._placement.group_options("engine", index) | {"max_concurrency": MAX_CALLS}
         spans_nodes = self._placement.spans_nodes("engine", index)
         return ray.remote(EngineRank).options(**options).remote(self._config, index, str(self._logs), spans_nodes)
 
@@ -170,6 +177,10 @@ class EngineGroup:
             self.bring_weights(version)
         i, error = next(iter(failures.items()))
         raise explain(error, self.processes[i]) from error
+
+    def is_dead(self, index: int) -> bool:
+        """Whether an engine has died or does not answer."""
+        return settle([self.engines[index].alive.remote()], ALIVE_S) != [True]
 
     def _ask(
         self, parts: dict[int, list[Prompt]], answered: dict[int, list[Group]], options: tuple[int, int, int, bool]

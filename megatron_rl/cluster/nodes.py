@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -64,6 +65,8 @@ class RayPlacement:
         """
         self.plan: Placement = place(demands_of(config), read_nodes())
         self._spanning: dict[tuple[str, int], PlacementGroup] = {}
+        self._lock = threading.Lock()
+        """Verifiers are started again in their own threads."""
         for role, groups in self.plan.groups.items():
             for index in range(len(groups)):
                 self._tell(role, index)
@@ -122,9 +125,10 @@ class RayPlacement:
         """
         waiting = list(processes)
         while waiting:
-            for index in waiting:
-                self.place_again(role, index)
-                processes[index].actor, processes[index].location = create(index), None
+            with self._lock:
+                for index in waiting:
+                    self.place_again(role, index)
+                    processes[index].actor, processes[index].location = create(index), None
             outcomes = settle([processes[index].actor.locate.remote() for index in waiting], timeout_s)
             alive = {node.id for node in read_nodes()}
             homeless = []

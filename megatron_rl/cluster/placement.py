@@ -94,7 +94,7 @@ class Placement:
     demands: tuple[Demand, ...]
     groups: Mapping[str, tuple[Group, ...]]
     """The groups of each role, such as `groups["engine"][2]`. The trainer is one group, with its ranks in mesh order;
-    the verifier is one group of one rank."""
+    each verifier is a group of one rank."""
 
 
 class NoRoom(ValueError):
@@ -131,7 +131,7 @@ def demands_of(config: BaseConfig) -> tuple[Demand, ...]:
         pool=cluster.pools.get("engine"),
         can_span=True,
     )
-    verifier = Demand("verifier", 1, 1, 1, cpus=0, gpus=0, pool=cluster.pools.get("verifier"))
+    verifier = Demand("verifier", cluster.verifiers, 1, 1, cpus=0, gpus=0, pool=cluster.pools.get("verifier"))
     return (trainer, engine, verifier)
 
 

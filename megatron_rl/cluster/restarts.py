@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import deque
 
@@ -24,6 +25,8 @@ class Restarts:
 
     def __init__(self, per_hour: int) -> None:
         self._per_hour = per_hour
+        self._lock = threading.Lock()
+        """Verifiers spend in their own threads."""
         self._recent: deque[tuple[float, str]] = deque()
         """The times, by time.monotonic, and the causes of the restarts in the last hour."""
 
@@ -34,12 +37,13 @@ class Restarts:
             TooManyRestarts: it is one more than the run allows in an hour; the message has the causes of all of them.
         """
         now = time.monotonic()
-        while self._recent and self._recent[0][0] < now - HOUR_S:
-            self._recent.popleft()
-        before = len(self._recent)
-        if before >= self._per_hour:
-            raise TooManyRestarts(cause + self._history(now))
-        self._recent.append((now, cause))
+        with self._lock:
+            while self._recent and self._recent[0][0] < now - HOUR_S:
+                self._recent.popleft()
+            before = len(self._recent)
+            if before >= self._per_hour:
+                raise TooManyRestarts(cause + self._history(now))
+            self._recent.append((now, cause))
         log.warning("restart %d within an hour, of at most %d: %s", before + 1, self._per_hour, cause)
         if before:
             waiting.pause(min(2.0 ** (before - 1), LONGEST_PAUSE_S))

@@ -1,4 +1,4 @@
-"""Computes and shapes the rewards in a separate process; implements `ports.Verifier`.
+"""Computes and shapes the rewards in separate processes; implements `ports.Verifier`.
 
 Invariants (tests/e2e): if a reward function hangs or kills its process, only its own scores of that step are lost, and
 the process is replaced.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,12 @@ from megatron_rl.algorithms.shaping import shape_verdicts
 from megatron_rl.cluster.nodes import RayPlacement
 from megatron_rl.cluster.process import Location, Process, begin_process, locate
 from megatron_rl.cluster.restarts import Restarts
-from megatron_rl.cluster.waiting import ProcessLost, gather, locate_all
+from megatron_rl.cluster.waiting import TICK_S, ProcessLost, gather, locate_all, tick
 from megatron_rl.config.schema import GrpoRunConfig, RewardConfig
 from megatron_rl.types import Group, Metrics, Prompt, Tokens, Verdict
 from megatron_rl.verifiers import RewardSet, answers_of, weighted_sum
 from megatron_rl.verifiers.failures import FailureLog
+from megatron_rl.verifiers.metrics import merged
 
 log = logging.getLogger(__name__)
 
@@ -30,8 +32,8 @@ log = logging.getLogger(__name__)
 class VerifierRank:
     """The process of the reward functions. A slow or crashing function does not stop the driver."""
 
-    def __init__(self, config: GrpoRunConfig, logs: str) -> None:
-        begin_process(Path(logs) / "verifier.log", "verifier")
+    def __init__(self, config: GrpoRunConfig, path: str, name: str) -> None:
+        begin_process(Path(path), name)
         self.config = config
 
     def locate(self) -> Location:
@@ -66,17 +68,67 @@ class VerifierRank:
         return shape_verdicts(verdicts, prompts, ray.get(payloads), self.config.algorithm.shaping)
 
 
-class RayVerifier:
+class VerifierGroup:
+    """All verifiers. Each of them gets a contiguous part of the groups."""
+
     def __init__(self, config: GrpoRunConfig, logs: Path, placement: RayPlacement, restarts: Restarts) -> None:
-        self._config, self._logs, self._placement, self._restarts = config, logs, placement, restarts
-        self._failures = FailureLog(logs / "rewards.log")
-        self._num_restarts = 0
-        self._process = Process("verifier", self._logs / "verifier.log", self._new())
+        failures, num = FailureLog(logs / "rewards.log"), config.cluster.verifiers
+        self.verifiers = [RayVerifier(config, logs, placement, restarts, failures, i) for i in range(num)]
+        self._threads = ThreadPoolExecutor(num)
+
+    def wait(self) -> None:
+        """Wait until all rewards are loaded. They load while engines and policy start.
+
+        Raises:
+            ValueError: a reward function cannot be imported.
+        """
+        for verifier in self.verifiers:
+            verifier.wait()
+
+    def score(self, groups: Sequence[Group]) -> tuple[list[list[Verdict]], Metrics]:
+        """See `ports.Verifier`. The metrics also have `verifier/restarts`, the number since the run began.
+
+        Raises:
+            ValueError: an answer cannot be scored, and the reward's `on_error` is stop.
+        """
+        num = len(self.verifiers)
+        bounds = [len(groups) * i // num for i in range(num + 1)]
+        parts = [(v, groups[a:b]) for v, a, b in zip(self.verifiers, bounds, bounds[1:]) if b > a]
+        calls = [self._threads.submit(verifier.score, part) for verifier, part in parts]
+        while wait(calls, TICK_S).not_done:
+            tick()
+        scored = [call.result() for call in calls]
+        sizes = [sum(len(verdicts) for verdicts in given) for given, _ in scored]
+        metrics = merged([metrics for _, metrics in scored], sizes)
+        metrics["verifier/restarts"] = float(sum(verifier.num_restarts for verifier in self.verifiers))
+        return [verdicts for given, _ in scored for verdicts in given], metrics
+
+
+class RayVerifier:
+    """One verifier."""
+
+    def __init__(
+        self,
+        config: GrpoRunConfig,
+        logs: Path,
+        placement: RayPlacement,
+        restarts: Restarts,
+        failures: FailureLog,
+        index: int,
+    ) -> None:
+        self._config, self._placement, self._restarts = config, placement, restarts
+        self._failures, self._index = failures, index
+        self.num_restarts = 0
+        name = "verifier" if config.cluster.verifiers == 1 else f"verifier {index}"
+        log_path = logs / f"{name.replace(' ', '_')}.log"
+        self._process = Process(name, log_path, None)
+        self._process.actor = self._new(index)
         self._loading = self._process.actor.load.remote()
 
-    def _new(self, index: int = 0) -> Any:
+    def _new(self, index: int) -> Any:
         options = self._placement.rank_options("verifier", index, 0)
-        return ray.remote(VerifierRank).options(**options).remote(self._config, str(self._logs))
+        path, name = str(self._process.log), self._process.name
+        return ray.remote(VerifierRank).options(**options).remote(self._config, path, name)
 
     def wait(self) -> None:
         """Wait until the rewards are loaded. They load while engines and policy start.
@@ -92,8 +144,8 @@ class RayVerifier:
         """See `ports.Verifier`.
 
         Returns:
-            The verdicts, and the metrics `reward/<name>/seconds`, `reward/<name>/failed` (the share of answers that the
-            reward could not score) and `verifier/restarts` (since the run began).
+            The verdicts, and the metrics `reward/<name>/seconds` and `reward/<name>/failed`, the share of answers that
+            the reward could not score.
 
         Raises:
             ValueError: an answer cannot be scored, and the reward's `on_error` is stop.
@@ -106,7 +158,6 @@ class RayVerifier:
             self._failures.write(groups[0].version, reward.label, prompts, verdicts)
             metrics[f"reward/{reward.label}/failed"] = sum(v.failed for v in verdicts) / len(verdicts)
             columns.append(verdicts)
-        metrics["verifier/restarts"] = float(self._num_restarts)
         weights = [reward.weight for reward in rewards]
         flat = iter([weighted_sum(weights, verdicts) for verdicts in zip(*columns, strict=True)])
         verdicts = [[next(flat) for _ in group.samples] for group in groups]
@@ -159,8 +210,8 @@ class RayVerifier:
 
     def _restart(self) -> None:
         ray.kill(self._process.actor)
-        self._num_restarts += 1
+        self.num_restarts += 1
         timeout_s = self._config.cluster.start_timeout_s
-        self._placement.start_again("verifier", {0: self._process}, self._new, timeout_s)
+        self._placement.start_again("verifier", {self._index: self._process}, self._new, timeout_s)
         self._loading = self._process.actor.load.remote()
         self.wait()

@@ -8,6 +8,7 @@ the original traceback is attached as `__cause__`.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,6 +28,12 @@ def _nothing() -> None:
 
 on_tick: Callable[[], None] = _nothing
 """Called during every wait; see `session.ray_session`."""
+
+
+def tick() -> None:
+    """Call `on_tick`, unless this is not the main thread: what it raises is meant for the loop."""
+    if threading.current_thread() is threading.main_thread():
+        on_tick()
 
 
 class ProcessLost(RuntimeError):
@@ -73,22 +80,22 @@ def gather(
 def _wait(
     references: Sequence[ray.ObjectRef], num_returns: int, timeout_s: float
 ) -> tuple[list[ray.ObjectRef], list[ray.ObjectRef]]:
-    """`ray.wait`, with a call of `on_tick` every TICK_S."""
+    """`ray.wait`, with a `tick` every TICK_S."""
     end = time.monotonic() + timeout_s
     while True:
         left = max(0.0, end - time.monotonic())
         done, waiting = ray.wait(list(references), num_returns=num_returns, timeout=min(left, TICK_S))
         if len(done) >= num_returns or left == 0:
             return done, waiting
-        on_tick()
+        tick()
 
 
 def pause(seconds: float) -> None:
-    """Do nothing for so long, with a call of `on_tick` every TICK_S."""
+    """Do nothing for so long, with a `tick` every TICK_S."""
     end = time.monotonic() + seconds
     while (left := end - time.monotonic()) > 0:
         time.sleep(min(left, TICK_S))
-        on_tick()
+        tick()
 
 
 def settle(references: Sequence[ray.ObjectRef], timeout_s: float) -> list[Any | RayError]:

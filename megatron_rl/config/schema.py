@@ -146,6 +146,13 @@ class RolloutConfig(Section):
     """The largest length of a prompt, in tokens. `data.on_bad_row` decides what becomes of a longer one."""
     max_response_tokens: PositiveInt
     """The largest number of tokens after the prompt: thought, delimiter and answer together."""
+    max_lag: NonNegativeInt = 0
+    """The largest number of training steps between the weights that sampled a token and those that it trains. 0: the
+    engines and the trainer work in turns. Otherwise they work at the same time: answers go on while new weights arrive,
+    and up to max_lag + 1 batches of prompts are under way or wait for a step. Use it with `algorithm.correction`."""
+    active_sampling: bool = False
+    """Whether groups without a signal, in which all rewards are equal, are replaced by other prompts until the batch is
+    full."""
     delimiter: str = "</think>"
     """The text that ends the thought. It may be one or more of the model's tokens. An empty text means that the model
     does not think."""
@@ -334,6 +341,8 @@ class ClusterConfig(Section):
     pools: dict[Literal["trainer", "engine", "verifier"], str] = {}
     """The pool of nodes that a role uses, such as {trainer: train, engine: rollout}. A node is in the pool `train` if
     its Ray was started with `ray start --labels pool=train`. A role without an entry may use every node."""
+    verifiers: PositiveInt = 1
+    """The number of processes that compute rewards. Answers are divided among them."""
     gpus_per_node: PositiveInt | None = None
     """The number of GPUs of a node, for the dry run alone, which prints what runs on which node. A run reads from Ray
     what the nodes have. null prints no nodes."""

@@ -41,7 +41,7 @@ class ShuffledStream(Generic[T]):
 
     def item(self, number: int) -> T:
         epoch, place = divmod(number, len(self._items))
-        return self._items[self._order(epoch)[place]]
+        return self._items[int(self._order(epoch)[place])]
 
     def state(self) -> dict[str, int]:
         """The position in the stream as plain numbers, for a checkpoint."""

@@ -39,15 +39,19 @@ class Admission:
         self.share = 1.0
         """The recent share of useful groups among those that finished."""
         self.num_useless = 0
-        """The number of groups that finished without being useful."""
+        """The number of groups that finished without being useful, since somebody set it to 0."""
         self.num_surplus = 0
-        """The number of useful groups that were dropped, because more were useful than expected: no step could take
-        them within the bound."""
+        """The same for useful groups that were dropped: more groups were useful than expected, and no step could take
+        these within the bound."""
 
-    def room(self) -> int:
+    def room(self, num_steps: int) -> int:
         """The number of groups to admit now. If only some groups are useful, more of them run, so that the expected
-        number of useful ones stays within the bound."""
-        free = (self._max_lag + 1) * self._batch - len(self.ready)
+        number of useful ones stays within the bound.
+
+        Args:
+            num_steps: the number of steps that have not taken their groups yet.
+        """
+        free = min(self._max_lag + 1, num_steps) * self._batch - len(self.ready)
         return max(0, ceil(free / self.share) - len(self.running))
 
     def admit(self, number: int, version: int) -> None:
@@ -63,6 +67,10 @@ class Admission:
             self.ready[number] = version
         else:
             self.num_useless += 1
+
+    def put_back(self, number: int, version: int) -> None:
+        """Make a group ready again that a step has taken."""
+        self.ready[number] = version
 
     def take(self, step: int) -> list[int] | None:
         """The numbers of the groups that a step trains on, the oldest first; None if the step must wait until more

@@ -34,10 +34,16 @@ def answer_and_verify(
     generate_s = time.perf_counter() - start
     with sink.phase("verify"):
         scoring = score(ports, groups)
-    metrics = describe(groups) | describe_rewards(config.rewards, groups) | scoring
+    metrics = describe_verified(config, groups) | scoring
+    return groups, metrics | {"rollout/tokens_per_s": metrics["rollout/num_tokens"] / generate_s}
+
+
+def describe_verified(config: GrpoRunConfig, groups: Sequence[Group]) -> Metrics:
+    """The metrics of a step's answers and of their verdicts."""
+    metrics = describe(groups) | describe_rewards(config.rewards, groups)
     if config.algorithm.shaping:  # reward/mean is the mean of the shaped rewards
         metrics["score/mean"] = fmean(v.score for v in verdicts_of(groups) if v.score is not None)
-    return groups, metrics | {"rollout/tokens_per_s": metrics["rollout/num_tokens"] / generate_s}
+    return metrics
 
 
 def score(ports: Ports, groups: Sequence[Group]) -> Metrics:

@@ -36,6 +36,9 @@ class RolloutSource(Protocol):
             ValueError: every verdict is an abstention, or a reward has been silent for too long.
         """
 
+    def pushed(self, version: int) -> None:
+        """Note that the engines hold the weights that step `version` begins with."""
+
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds of the source, in JSON's types."""
 
@@ -65,8 +68,20 @@ class SynchronousSource:
             _, groups, metrics = self._verified
             return Rollouts(groups, scores_of(self._config, self._ports, groups, step, self._sink), dict(metrics))
 
+    def pushed(self, version: int) -> None:
+        pass
+
     def state(self) -> dict[str, Any]:
         return self._prompts.state()
 
     def restore(self, state: dict[str, Any]) -> None:
+        """
+        Raises:
+            ValueError: the state is that of an asynchronous run, or of other data.
+        """
+        if "waiting" in state:
+            raise ValueError(
+                "the checkpoint is that of a run with rollout.max_lag or rollout.active_sampling, whose groups under "
+                "way would be lost; resume with the same settings, or start a new run from its export"
+            )
         self._prompts.restore(state)

@@ -16,6 +16,7 @@ from statistics import fmean
 from megatron_rl.algorithms import Coefficients, disagreement
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.data import ShuffledStream
+from megatron_rl.loop.asynchronous import AsynchronousSource
 from megatron_rl.loop.checkpoints import Checkpoints, Stateful, WholeState, due
 from megatron_rl.loop.recovery import run_and_recover
 from megatron_rl.loop.rollouts import evaluate_heldout
@@ -54,7 +55,9 @@ def train(
     """
     sink, checkpoints = records
     algorithm, coefficients = config.algorithm, Coefficients(config.algorithm)
-    source: RolloutSource = SynchronousSource(config, ports, prompts.train, sink, stopping)
+    overlaps = config.rollout.max_lag > 0 or config.rollout.active_sampling
+    kind = AsynchronousSource if overlaps else SynchronousSource
+    source: RolloutSource = kind(config, ports, prompts.train, sink, stopping)
     parts: dict[str, Stateful] = {"stream": source, "coefficients": coefficients}
     stragglers = Stragglers()
 
@@ -65,6 +68,7 @@ def train(
             metrics = synchronise(config, ports, prompts, sink, step, stopping)
             if step == config.run.steps:
                 return sink.log(step, metrics)
+            source.pushed(step)
             ports.policy.mirror(step)
             rollouts = source.next(step)
             with sink.phase("plan"):

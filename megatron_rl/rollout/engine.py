@@ -205,7 +205,10 @@ class VllmEngine:
         transcripts = [Transcript() for _ in prompt_ids]
         for transcript, completion in zip(transcripts, itertools.chain(*answers), strict=True):
             transcript.sampled(completion)
-        while calls := self._next_calls(transcripts):
+        while True:
+            calls = {i: call for i, transcript in enumerate(transcripts) if (call := self._next_call(transcript))}
+            if not calls:
+                break
             # The prefix cache still holds the tokens of the earlier calls.
             requests = [([*prompt_ids[i], *transcripts[i].ids], call.max_tokens) for i, call in calls.items()]
             for i, [completion] in zip(calls, await self._sample(requests, self._params(1, greedy), None), strict=True):
@@ -213,18 +216,43 @@ class VllmEngine:
         samples = [as_sample(ids, t, self._delimiter) for ids, t in zip(prompt_ids, transcripts, strict=True)]
         return [samples[i : i + num_samples] for i in range(0, len(samples), num_samples)]
 
-    def _next_calls(self, transcripts: Sequence[Transcript]) -> dict[int, Call]:
-        """Go on with every program until it wants a call or its answer is complete. Returns the calls by the index of
-        their transcript."""
-        calls = {}
-        for i, transcript in enumerate(transcripts):
-            while isinstance(step := self._program.next(transcript), Force):
-                transcript.force(step.ids)
-            if isinstance(step, Call):
-                calls[i] = step
-            else:
-                transcript.cut(step.num_tokens)
-        return calls
+    async def answer(self, prompt: Prompt, num_samples: int, seed: int) -> list[tuple[Sample, Tokens]]:
+        """Answer one prompt while others are answered and pushes arrive, with the weights that the engine holds.
+
+        Each answer goes on as soon as its own call has ended. The random stream and the prefix cache are shared with
+        all other requests; an engine without requests begins a stream with `seed`.
+
+        Raises:
+            ValueError: the prompt is empty, too long or has tokens outside the vocabulary.
+            RuntimeError: the engine holds no weights, or a push failed meanwhile, and the answers are lost.
+        """
+        self._check([prompt])
+        first = self._program.next(Transcript())
+        assert isinstance(first, Call), "a program begins with a call"
+        requests = [(prompt.token_ids, first.max_tokens)] * num_samples
+        begin = (None, _sampler_seed(self._seed, seed))
+        begun = await self._thread.call(partial(self._begin, requests, self._params(1, False), begin))
+        return list(await asyncio.gather(*(self._complete(prompt.token_ids, answer) for answer in begun)))
+
+    async def _complete(self, prompt_ids: Sequence[int], answer: Future[RequestOutput]) -> tuple[Sample, Tokens]:
+        """Carry out the program of one answer, whose first call is under way."""
+        transcript = Transcript()
+        while True:
+            transcript.sampled(*_completions(await asyncio.wrap_future(answer)))
+            call = self._next_call(transcript)
+            if call is None:
+                return as_sample(prompt_ids, transcript, self._delimiter)
+            requests = [([*prompt_ids, *transcript.ids], call.max_tokens)]
+            [answer] = await self._thread.call(partial(self._begin, requests, self._params(1, False), None))
+
+    def _next_call(self, transcript: Transcript) -> Call | None:
+        """Go on with the program until it wants a call, or until the answer is complete, which is None."""
+        while isinstance(step := self._program.next(transcript), Force):
+            transcript.force(step.ids)
+        if isinstance(step, Call):
+            return step
+        transcript.cut(step.num_tokens)
+        return None
 
     async def init_transfer(self, info: dict[str, Any]) -> None:
         """Join the bridge. All trainer ranks and all engines must do so at the same time.
@@ -319,24 +347,31 @@ class VllmEngine:
                 )
 
     async def _sample(
-        self, requests: Sequence[tuple[Sequence[int], int]], params: dict[str, Any], begin: tuple[int, int] | None
+        self,
+        requests: Sequence[tuple[Sequence[int], int]],
+        params: dict[str, Any],
+        begin: tuple[int | None, int] | None,
     ) -> list[list[Completion]]:
         """Send all requests to vLLM and wait for their answers.
 
         Args:
             requests: the prompt ids and the token limit of each.
             params: the sampling parameters without the token limit.
-            begin: (version, seed): check that the engine holds this version, and, unless another call runs, seed the
-                random stream and empty the prefix cache. With None weights, stream and cache stay as they are.
+            begin: (version, seed): check that the engine holds this version (None: any), and, unless another call runs,
+                seed the random stream and empty the prefix cache. Without it weights, stream and cache stay as they
+                are.
         """
         answers = await self._thread.call(partial(self._begin, requests, params, begin))
         return [_completions(await asyncio.wrap_future(answer)) for answer in answers]
 
     def _begin(
-        self, requests: Sequence[tuple[Sequence[int], int]], params: dict[str, Any], begin: tuple[int, int] | None
+        self,
+        requests: Sequence[tuple[Sequence[int], int]],
+        params: dict[str, Any],
+        begin: tuple[int | None, int] | None,
     ) -> list[Future[RequestOutput]]:
         engine = self._thread.engine
-        if begin:
+        if begin and begin[0] is not None:
             self._check_version(begin[0])
         elif self._version is None:
             raise RuntimeError(self._lost)

@@ -165,6 +165,7 @@ def as_sample(
         num_thought_tokens=thought or 0,
         finish="stop" if transcript.stopped else "length",
         thought_cut=not all(transcript.is_action),
+        oldest_version=min((v for v in transcript.version if v >= 0), default=-1),
     )
     return sample, Tokens(
         ids=np.array([*prompt_ids, *transcript.ids], np.int32),

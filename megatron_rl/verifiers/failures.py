@@ -6,6 +6,7 @@ Invariant (tests/unit/verifiers): the file has the first failures of each reward
 from __future__ import annotations
 
 import json
+import threading
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +22,8 @@ class FailureLog:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._num_written: Counter[str] = Counter()
+        self._lock = threading.Lock()
+        """Several verifiers may write at the same time."""
 
     def write(self, step: int, reward: str, prompts: Sequence[Prompt], verdicts: Sequence[Verdict]) -> None:
         """Write the failed verdicts of one reward.
@@ -31,13 +34,14 @@ class FailureLog:
         failed = [(p, v) for p, v in zip(prompts, verdicts, strict=True) if v.failed]
         if not failed:
             return
-        room = max(0, NUM_KEPT - self._num_written[reward])
-        lines = [
-            {"step": step, "reward": reward, "row": prompt.uid, "error": verdict.reason}
-            for prompt, verdict in failed[:room]
-        ]
-        if len(failed) > room:
-            lines.append({"step": step, "reward": reward, "more_failures": len(failed) - room})
-        self._num_written[reward] += len(failed[:room])
-        with self._path.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+        with self._lock:
+            room = max(0, NUM_KEPT - self._num_written[reward])
+            lines = [
+                {"step": step, "reward": reward, "row": prompt.uid, "error": verdict.reason}
+                for prompt, verdict in failed[:room]
+            ]
+            if len(failed) > room:
+                lines.append({"step": step, "reward": reward, "more_failures": len(failed) - room})
+            self._num_written[reward] += len(failed[:room])
+            with self._path.open("a", encoding="utf-8") as file:
+                file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)

@@ -37,7 +37,7 @@ ROWS = [[5, 60, 7, 8, 9, 33], [1, 2], list(range(40, 60))]
 
 class Server:
     def __init__(self, model: Path, log: Path) -> None:
-        # vLLM may take the port of this socket, which never listens. The kernel gives it to nobody else in the meantime.
+        # vLLM may take the port of this socket, which never listens. The kernel gives it to nobody else until then.
         self._port = socket.socket()
         self._port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._port.bind(("127.0.0.1", 0))

@@ -158,6 +158,25 @@ def test_a_loss_around_the_engine_needs_no_old_log_probs_and_reports_the_mismatc
     assert metrics["mismatch/k3"] == pytest.approx((math.exp(-0.1) - 0.9 + math.exp(0.3) - 1.3) / 2)
 
 
+def test_only_tokens_of_the_steps_own_weights_are_judged():
+    objective = PolicyObjective(AlgorithmConfig(loss=DppoTvLoss(), correction=None, max_mismatch=0.25))
+    columns = replace(columns_of([1] * 3, [1.0] * 3, [0.0] * 3, [-1.0, -2.0, -3.0]), logp_old_T=None)
+
+    def judged(lag):
+        _, _, metrics = evaluate(
+            objective, [-1.1, -1.7, -9.0], replace(columns, lag_T=torch.tensor(lag)), Denominators(3, 1)
+        )
+        return objective.conclude(metrics, on_policy=True)
+
+    metrics = judged([0, 0, 1])
+    assert metrics["mismatch/mean_abs"] == pytest.approx(0.2) and metrics["mismatch/judged"] == pytest.approx(2 / 3)
+    assert metrics["mismatch/max_abs"] == pytest.approx(0.3)
+    assert metrics["mismatch/k3"] == pytest.approx((math.exp(-0.1) - 0.9 + math.exp(0.3) - 1.3) / 2)
+    with pytest.raises(ValueError, match="mean of .* is 2.13e"):
+        judged([0, 0, 0])
+    assert {name: x for name, x in judged([1, 1, 1]).items() if "mismatch" in name} == {"mismatch/judged": 0.0}
+
+
 def test_masking_leaves_the_denominator_alone():
     """CONTRACTS: rejection changes numerators only."""
     columns = columns_of([1, 1], [1.0, 1.0], [-1.0, -1.0], [-1.0, -9.0], weight=0.5)

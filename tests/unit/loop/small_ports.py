@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from megatron_rl.data import ShuffledStream
 from megatron_rl.loop.checkpoints import Checkpoints
 from megatron_rl.loop.stopping import NEVER
 from megatron_rl.loop.train import Prompts, train
-from megatron_rl.ports import Ports, StopRequested, TooManyRestarts
+from megatron_rl.ports import Ports, StopRequested, TooManyRestarts, Verified
 from megatron_rl.types import Group, Mesh, ModelShape, Prompt, Sample, Tokens, Verdict
 
 SHAPE = ModelShape("qwen3", 1, 8, 2, 2, 4, 8, 32, 1e4, 1e-6, 64, False)
@@ -33,6 +34,8 @@ class World:
         self.coefficients: list[dict[str, float]] = []
         self.restarts_left, self.keeps_mirrors = 0, False
         self.mirrors: dict[int, int] = {}
+        self.asked: dict[int, Group] = {}
+        self.random = random.Random(0)
 
     # Policy
     def begin(self, shares):
@@ -92,15 +95,34 @@ class World:
     def generate(self, prompts, num_samples, version, seed, greedy=False):
         assert version == self.version, "answers are of the weights that were pushed"
         self.calls.append(f"generate {len(prompts)} x {num_samples}, {'greedy' if greedy else f'seed {seed}'}")
+        return self.groups(prompts, num_samples, version)
+
+    def groups(self, prompts, num_samples, version):
         tokens = Tokens(*(np.zeros(4, t) for t in (np.int32, bool, np.float32, np.int32)))
 
         def answers():
             return [
-                Sample(length=4, num_prompt_tokens=2, num_actions=2, num_thought_tokens=0, finish="stop")
+                Sample(4, 2, num_actions=2, num_thought_tokens=0, finish="stop", oldest_version=version)
                 for _ in range(num_samples)
             ]
 
         return [Group(prompt, answers(), [tokens] * num_samples, version) for prompt in prompts]
+
+    def ask(self, number, prompt, num_samples, version):
+        assert version == self.version, "groups are asked for with the weights that were pushed"
+        self.calls.append(f"ask {number}: {prompt.uid}")
+        self.asked[number] = self.groups([prompt], num_samples, version)[0]
+
+    def collect(self, version):
+        """Some of the groups, in any order."""
+        assert version == self.version and self.asked, "the loop waits for a group that was asked for"
+        numbers = self.random.sample(sorted(self.asked), self.random.randint(1, len(self.asked)))
+        groups = {number: self.asked.pop(number) for number in numbers}
+        verdicts, metrics = self.score(list(groups.values()))
+        for group, given in zip(groups.values(), verdicts):
+            for sample, verdict in zip(group.samples, given):
+                sample.verdict = verdict
+        return Verified(groups, metrics)
 
     def tokens(self, group):
         return group.payload
@@ -168,5 +190,5 @@ def config(**changes) -> GrpoRunConfig:
 def run(world: World, folder: Path, cfg: GrpoRunConfig, *, resume=None, stopping=NEVER, heldout=()) -> int:
     stream = ShuffledStream(PROMPTS, cfg.rollout.prompts_per_step, seed=0)
     checkpoints = open_checkpoints(folder, cfg, resume)
-    ports = Ports(world, world, world, world)
+    ports = Ports(world, world, world, world, world)
     return train(cfg, SHAPE, ports, Prompts(stream, heldout), (world, checkpoints), stopping)

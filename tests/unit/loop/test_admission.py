@@ -23,7 +23,7 @@ class Play:
         self.lags: list[int] = []
 
     def refill(self, version: int) -> None:
-        for _ in range(self.admission.room()):
+        for _ in range(self.admission.room(10**6)):
             number = len(self.admitted)
             self.admitted[number] = version
             self.admission.admit(number, version)
@@ -78,7 +78,7 @@ def test_a_step_waits_for_the_groups_that_it_alone_can_take():
     for number in (2, 3):
         admission.finish(number, useful=True)
     assert admission.take(0) == [2, 3]
-    assert admission.room() == 2
+    assert admission.room(10**6) == 2
     for number in (4, 5):
         admission.admit(number, 1)
         admission.finish(number, useful=True)
@@ -92,7 +92,7 @@ def test_a_step_waits_for_the_groups_that_it_alone_can_take():
 def test_more_groups_run_if_few_are_useful_and_what_is_too_much_is_counted():
     admission = Admission(2, max_lag=0)
     admission.share = 0.5
-    assert admission.room() == 4
+    assert admission.room(10**6) == 4
     for number in range(4):
         admission.admit(number, 0)
     for number in (1, 2, 3):
@@ -106,7 +106,7 @@ def test_more_groups_run_if_few_are_useful_and_what_is_too_much_is_counted():
 def test_more_useful_groups_than_expected_never_make_a_lag_too_large():
     admission = Admission(2, max_lag=1)
     admission.share = 0.25
-    for number in range(admission.room()):
+    for number in range(admission.room(10**6)):
         admission.admit(number, 0)
     for number in list(admission.running):
         admission.finish(number, useful=True)
@@ -114,6 +114,11 @@ def test_more_useful_groups_than_expected_never_make_a_lag_too_large():
     assert admission.take(0) == [0, 1]
     assert admission.take(1) == [2, 3], "step 1 is the last one that may train on version 0"
     assert not admission.ready and admission.num_surplus == 12
+
+
+def test_no_group_is_admitted_that_no_step_will_take():
+    admission = Admission(2, max_lag=3)
+    assert [admission.room(num_steps) for num_steps in (0, 1, 3, 9)] == [0, 2, 6, 8]
 
 
 def test_long_answers_are_not_starved():
@@ -124,7 +129,7 @@ def test_long_answers_are_not_starved():
     admission, number, now, taken = Admission(32, max_lag=2), 0, 0.0, []
     ends: dict[int, float] = {}
     for step in range(500):
-        for _ in range(admission.room()):
+        for _ in range(admission.room(10**6)):
             admission.admit(number, step)
             ends[number] = now + length[number]
             number += 1

@@ -1,0 +1,162 @@
+"""Engines and verifiers that work while the trainer does; implements `ports.Stream`.
+
+A group is one call of an engine. When its answers are complete, a thread of a verifier takes it, and then it is handed
+out. Whatever happens to a group, the driver learns it in `collect`: all decisions are made there.
+
+Invariants (tests/e2e): a group whose engine died, or lost its answers in a failed push, is asked for again; no group is
+handed out twice; an engine that gives no answer in time is replaced.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from threading import Lock, Thread
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from megatron_rl.cluster.engines import ATTEMPTS, EngineGroup
+from megatron_rl.cluster.verifier import RayVerifier, VerifierGroup
+from megatron_rl.cluster.waiting import TICK_S, explain, tick
+from megatron_rl.config.schema import GrpoRunConfig
+from megatron_rl.ports import Verified
+from megatron_rl.types import Group, Prompt, Sample
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Asked:
+    """A group that an engine works on."""
+
+    prompt: Prompt
+    num_samples: int
+    version: int
+    engine: int = -1
+    """The index of the engine."""
+    actor: Any = None
+    """The engine's actor. If the engine has another one now, it was started anew."""
+    payload: Any = None
+    num_lost: int = 0
+    """How often its answers were lost."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    number: int
+    error: BaseException
+
+
+class RayStream:
+    def __init__(self, config: GrpoRunConfig, engines: EngineGroup, verifiers: VerifierGroup) -> None:
+        self._engines, self._timeout_s = engines, config.cluster.step_timeout_s
+        self._asked: dict[int, Asked] = {}
+        """The groups that engines work on, by their numbers."""
+        self._load = Counter({i: 0 for i in range(config.rollout.num_engines)})
+        """The number of groups that each engine works on."""
+        self._lock = Lock()
+        """Of both: the driver and the verifiers' threads write them."""
+        self._answered: SimpleQueue[tuple[int, Future[list[Sample]]]] = SimpleQueue()
+        self._events: SimpleQueue[Verified | Lost | BaseException] = SimpleQueue()
+        self._num_verifiers = len(verifiers.verifiers)
+        for verifier in verifiers.verifiers:
+            Thread(target=self._verify, args=(verifier,), name="verify", daemon=True).start()
+
+    def ask(self, number: int, prompt: Prompt, num_samples: int, version: int) -> None:
+        """See `ports.Stream`. The group goes to the engine that works on the fewest groups."""
+        with self._lock:
+            self._asked[number] = Asked(prompt, num_samples, version)
+        self._send(number)
+
+    def _send(self, number: int) -> None:
+        with self._lock:
+            asked = self._asked[number]
+            asked.engine = min(self._load, key=self._load.__getitem__)
+            asked.actor = self._engines.engines[asked.engine]
+            self._load[asked.engine] += 1
+        call = asked.actor.answer.options(num_returns=2)
+        samples, asked.payload = call.remote(asked.prompt, asked.num_samples, number)
+        samples.future().add_done_callback(lambda future: self._answered.put((number, future)))
+
+    def collect(self, version: int) -> Verified:
+        """See `ports.Stream`."""
+        end = time.monotonic() + self._timeout_s
+        while True:
+            try:
+                event = self._events.get(timeout=TICK_S)
+            except Empty:
+                tick()
+                if self._asked and time.monotonic() > end:
+                    self._end_silent()
+                    end = time.monotonic() + self._timeout_s
+                continue
+            if isinstance(event, Verified):
+                return event
+            if not isinstance(event, Lost):
+                raise event
+            self._ask_again(event, version)
+
+    def _ask_again(self, lost: Lost, version: int) -> None:
+        asked = self._asked[lost.number]
+        process = self._engines.processes[asked.engine]
+        error = explain(lost.error, process) if isinstance(lost.error, RayError) else lost.error
+        if isinstance(error, ValueError | OSError) or asked.num_lost + 1 == ATTEMPTS:
+            raise error from lost.error
+        if process.actor is asked.actor and self._engines.is_dead(asked.engine):
+            log.warning("version %d: %s", version, error)
+            assert self._engines.bring_weights is not None, "the bridge is created before the first group is asked for"
+            try:
+                self._engines.bring_weights(version)
+            except BaseException:
+                self._events.put(lost)  # if the policy is lost, the loop recovers and collects again
+                raise
+        asked.num_lost += 1
+        self._send(lost.number)
+
+    def _end_silent(self) -> None:
+        """Kill the engines that should have answered, so that they are replaced."""
+        with self._lock:
+            silent = {asked.engine for asked in self._asked.values()}
+        for index in silent:
+            log.warning("%s gave no answer in %g s", self._engines.processes[index], self._timeout_s)
+            ray.kill(self._engines.engines[index])
+
+    def _verify(self, verifier: RayVerifier) -> None:
+        """What the thread of a verifier does: score the groups that are complete, several at once if there are."""
+        while True:
+            answered = [self._answered.get()]
+            with suppress(Empty):
+                for _ in range(self._answered.qsize() // self._num_verifiers):
+                    answered.append(self._answered.get_nowait())
+            try:
+                groups = {number: group for number, future in answered if (group := self._group(number, future))}
+                if groups:
+                    self._events.put(_verified(verifier, groups))
+            except BaseException as error:  # the driver raises it
+                self._events.put(error)
+
+    def _group(self, number: int, future: Future[list[Sample]]) -> Group | None:
+        """The group of a complete call; None if its answers are lost."""
+        error = future.exception()
+        with self._lock:
+            asked = self._asked[number] if error else self._asked.pop(number)
+            self._load[asked.engine] -= 1
+        if error is not None:
+            self._events.put(Lost(number, error))
+            return None
+        return Group(asked.prompt, future.result(), asked.payload, asked.version)
+
+
+def _verified(verifier: RayVerifier, groups: dict[int, Group]) -> Verified:
+    verdicts, metrics = verifier.score(list(groups.values()))
+    for group, given in zip(groups.values(), verdicts, strict=True):
+        for sample, verdict in zip(group.samples, given, strict=True):
+            sample.verdict = verdict
+    return Verified(groups, metrics)

@@ -1,0 +1,162 @@
+"""The source of rollouts for engines that work while the trainer trains, and for active sampling.
+
+Whatever decides which groups run and which ones a step takes is in `admission.py`. This module asks for the prompts,
+holds the groups, and gives their state to a checkpoint.
+
+Invariants (tests/unit/loop, tests/e2e): a resumed run asks again for the groups that were under way or ready, with
+their own prompts; the groups of a step that the trainer interrupted are trained on again and not generated again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from typing import Any
+
+from megatron_rl.config.schema import GrpoRunConfig
+from megatron_rl.data import ShuffledStream
+from megatron_rl.loop.admission import Admission
+from megatron_rl.loop.rollouts import SilentRewards, describe_verified, require_a_score, scores_of, verdicts_of
+from megatron_rl.loop.source import Rollouts
+from megatron_rl.loop.stopping import Stopping
+from megatron_rl.ports import Ports, Sink
+from megatron_rl.types import Group, Metrics, Prompt
+from megatron_rl.verifiers.metrics import merged
+
+NUM_TRIES = 64
+"""A run with active sampling ends after so many batches of groups of which none had a signal."""
+NUM_HELD = 2
+"""The groups of so many steps are held after a step has taken them, because a policy that is lost may go back to the
+state before them."""
+
+
+class AsynchronousSource:
+    def __init__(
+        self, config: GrpoRunConfig, ports: Ports, prompts: ShuffledStream[Prompt], sink: Sink, stopping: Stopping
+    ) -> None:
+        self._config, self._ports, self._prompts, self._sink, self._stopping = config, ports, prompts, sink, stopping
+        rollout = config.rollout
+        self._admission = Admission(rollout.prompts_per_step, rollout.max_lag)
+        self._silence = SilentRewards(config.rewards)
+        self._groups: dict[int, Group] = {}
+        """The ready groups, and those that the last NUM_HELD steps have taken."""
+        self._taken: dict[int, list[int]] = {}
+        """The numbers of the groups that a step has taken."""
+        self._again: list[int] = []
+        """The groups of a checkpoint that are asked for again at the next push."""
+        self._scorings: list[tuple[Metrics, int]] = []
+        """The metrics and the number of answers of each scoring since the last step."""
+        self._useless: Counter[str] = Counter()
+        """The rewards of the groups without a signal, since the last group with one."""
+        self._version = 0
+        self._num_tokens = 0
+        """The number of tokens in the answers that were collected since the last step."""
+        self._since = time.perf_counter()
+        """When the last step got its rollouts."""
+
+    def pushed(self, version: int) -> None:
+        self._version = version
+        for number in self._again:
+            self._ask(number, self._prompts.item(number))
+        self._again.clear()
+        self._refill()
+
+    def next(self, step: int) -> Rollouts:
+        with self._stopping.promptly():
+            with self._sink.phase("generate"):
+                while (taken := self._admission.take(step)) is None:
+                    self._refill()
+                    self._collect()
+            groups = [self._groups[number] for number in taken]
+            self._hold(step, taken)
+            require_a_score(verdicts_of(groups))
+            metrics = self._describe(groups, step)
+            self._silence.count(groups, metrics, self._sink)
+            return Rollouts(groups, scores_of(self._config, self._ports, groups, step, self._sink), metrics)
+
+    def state(self) -> dict[str, Any]:
+        waiting = sorted([*self._admission.running, *self._admission.ready, *self._again])
+        return self._prompts.state() | {"waiting": waiting}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """
+        Raises:
+            ValueError: the state is that of a run whose engines did not work while it trained, or of other data.
+        """
+        if "waiting" not in state:
+            raise ValueError(
+                "the checkpoint is that of a run without rollout.max_lag and rollout.active_sampling; resume with the "
+                "same settings, or start a new run from its export"
+            )
+        position = self._prompts.position
+        self._prompts.restore(state)
+        # In a run that goes on after its policy was lost, the engines still work on groups that are younger than the
+        # state. They are kept, so the stream does not go back behind them.
+        self._prompts.position = max(position, self._prompts.position)
+        for number in state["waiting"]:
+            if number in self._admission.running or number in self._admission.ready or number in self._again:
+                continue
+            if number in self._groups:
+                self._admission.put_back(number, self._groups[number].version)
+            else:
+                self._again.append(number)
+
+    def _refill(self) -> None:
+        num_steps = self._config.run.steps - self._version
+        for number, prompt in self._prompts.take(self._admission.room(num_steps)):
+            self._ask(number, prompt)
+
+    def _ask(self, number: int, prompt: Prompt) -> None:
+        self._admission.admit(number, self._version)
+        self._ports.stream.ask(number, prompt, self._config.rollout.samples_per_prompt, self._version)
+
+    def _collect(self) -> None:
+        verified = self._ports.stream.collect(self._version)
+        samples = [sample for group in verified.groups.values() for sample in group.samples]
+        self._scorings.append((verified.metrics, len(samples)))
+        self._num_tokens += sum(sample.length - sample.num_prompt_tokens for sample in samples)
+        for number, group in verified.groups.items():
+            rewards = [verdict.reward for verdict in verdicts_of([group])]
+            useful = not self._config.rollout.active_sampling or len({r for r in rewards if r is not None}) > 1
+            self._admission.finish(number, useful)
+            if useful:
+                self._groups[number] = group
+                self._useless.clear()
+            else:
+                self._useless[", ".join(sorted({"none" if r is None else f"{r:g}" for r in rewards}))] += 1
+        self._require_a_signal()
+
+    def _require_a_signal(self) -> None:
+        total = self._useless.total()
+        if total >= NUM_TRIES * self._config.rollout.prompts_per_step:
+            seen = "; ".join(f"{rewards}: {count} groups" for rewards, count in self._useless.most_common(5))
+            raise ValueError(
+                f"active sampling found no group with a signal among the last {total}: all answers to a prompt had the "
+                f"same reward ({seen}). Check the reward on a few answers (samples.jsonl), choose prompts of another "
+                "difficulty, or raise rollout.samples_per_prompt"
+            )
+
+    def _hold(self, step: int, taken: list[int]) -> None:
+        self._taken = {s: numbers for s, numbers in self._taken.items() if step - NUM_HELD < s < step}
+        self._taken[step] = taken
+        kept = {*self._admission.ready, *(number for numbers in self._taken.values() for number in numbers)}
+        self._groups = {number: group for number, group in self._groups.items() if number in kept}
+
+    def _describe(self, groups: list[Group], step: int) -> Metrics:
+        scorings, self._scorings = self._scorings, []
+        metrics = describe_verified(self._config, groups)
+        metrics |= merged([part for part, _ in scorings], [size for _, size in scorings])
+        num_tokens, self._num_tokens = self._num_tokens, 0
+        before, self._since = self._since, time.perf_counter()
+        useless, surplus = self._admission.num_useless, self._admission.num_surplus
+        self._admission.num_useless = self._admission.num_surplus = 0
+        lags = [step - sample.oldest_version for group in groups for sample in group.samples if sample.num_actions]
+        return metrics | {
+            "rollout/tokens_per_s": num_tokens / (self._since - before),
+            "lag/mean": sum(lags) / max(1, len(lags)),
+            "lag/max": float(max(lags, default=0)),
+            "stream/running": float(len(self._admission.running)),
+            "stream/ready": float(len(self._admission.ready)),
+            "stream/useless": float(useless),
+            "stream/surplus": float(surplus),
+        }
