@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from megatron_rl.cluster.restarts import Restarts
 from megatron_rl.cluster.waiting import explain, gather, locate_all, settle
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.rollout.engine import VllmEngine
+from megatron_rl.rollout.progress import remove_records
 from megatron_rl.types import Group, Metrics, Prompt, Sample, Tokens
 
 ALIVE_S = 30.0
@@ -42,9 +44,9 @@ class EngineRank:
     """One engine, which is a TP group of vLLM workers, in an asyncio Ray actor: it can receive weights while it
     generates."""
 
-    def __init__(self, config: GrpoRunConfig, index: int, logs: str, spans_nodes: bool) -> None:
+    def __init__(self, config: GrpoRunConfig, index: int, logs: str, spans_nodes: bool, record: str) -> None:
         begin_process(Path(logs) / f"engine_{index}.log", f"engine {index}")
-        self.config, self.spans_nodes = config, spans_nodes
+        self.config, self.spans_nodes, self.record = config, spans_nodes, record
 
     async def locate(self) -> Location:
         return locate()
@@ -55,7 +57,11 @@ class EngineRank:
         if self.spans_nodes:  # otherwise vLLM sorts the bundles by the ids of their nodes
             os.environ["VLLM_RAY_BUNDLE_INDICES"] = ",".join(map(str, range(config.rollout.tensor)))
         self.engine = VllmEngine(
-            model=config.model, rollout=config.rollout, seed=config.run.seed, spans_nodes=self.spans_nodes
+            model=config.model,
+            rollout=config.rollout,
+            seed=config.run.seed,
+            spans_nodes=self.spans_nodes,
+            record=Path(self.record),
         )
         await self.engine.start()
         log.info("vLLM is ready")
@@ -83,9 +89,11 @@ class EngineRank:
         samples = [[sample for sample, _ in group] for group in answers]
         return samples, *([tokens for _, tokens in group] for group in answers)
 
-    async def answer(self, prompt: Prompt, num_samples: int, seed: int) -> tuple[list[Sample], list[Tokens]]:
+    async def answer(
+        self, number: int, prompt: Prompt, num_samples: int, earlier: list[str]
+    ) -> tuple[list[Sample], list[Tokens]]:
         """The samples of one group, and their tokens, which become separate objects in Ray's store."""
-        answers = await self.engine.answer(prompt, num_samples, seed)
+        answers = await self.engine.answer(number, prompt, num_samples, [Path(path) for path in earlier])
         return [sample for sample, _ in answers], [tokens for _, tokens in answers]
 
     async def close(self) -> None:
@@ -99,6 +107,10 @@ class EngineGroup:
     def __init__(self, config: GrpoRunConfig, logs: Path, placement: RayPlacement, restarts: Restarts) -> None:
         self._config, self._logs, self._placement, self._restarts = config, logs, placement, restarts
         num = config.rollout.num_engines
+        self._records = logs.parent / "unfinished"
+        remove_records(self._records)
+        self.record_of: dict[int, str] = {}
+        """The file in which each engine, by its index, records the tokens of its unfinished answers."""
         self.processes = [Process(f"engine {i}", logs / f"engine_{i}.log", self._new(i)) for i in range(num)]
         self.num_replaced = 0
         """The number of engines that were replaced since the run began."""
@@ -113,7 +125,9 @@ class EngineGroup:
     def _new(self, index: int) -> Any:
         options = self._placement.group_options("engine", index) | {"max_concurrency": MAX_CALLS}
         spans_nodes = self._placement.spans_nodes("engine", index)
-        return ray.remote(EngineRank).options(**options).remote(self._config, index, str(self._logs), spans_nodes)
+        self.record_of[index] = str(self._records / f"engine_{index}_{secrets.token_hex(4)}.tokens")
+        arguments = (self._config, index, str(self._logs), spans_nodes, self.record_of[index])
+        return ray.remote(EngineRank).options(**options).remote(*arguments)
 
     def wait(self) -> None:
         """Wait until every engine has started. They start while the policy starts.
@@ -214,6 +228,8 @@ class EngineGroup:
 
     def tokens(self, group: Group) -> list[Tokens]:
         """Fetch a group's tokens to the driver. Only the few answers that are shown to people need this."""
+        if isinstance(group.payload, list):  # a group of the journal
+            return group.payload
         return ray.get(group.payload, timeout=self._config.cluster.step_timeout_s)
 
     def close(self) -> None:
@@ -221,3 +237,4 @@ class EngineGroup:
         started, _ = ray.wait(self._starting, num_returns=len(self._starting), timeout=0)
         ready = [e for e, start in zip(self.engines, self._starting, strict=True) if start in started]
         settle([engine.close.remote() for engine in ready], CLOSE_S)
+        remove_records(self._records)

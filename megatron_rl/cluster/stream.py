@@ -1,10 +1,11 @@
 """Engines and verifiers that work while the trainer does; implements `ports.Stream`.
 
-A group is one call of an engine. When its answers are complete, a thread of a verifier takes it, and then it is handed
-out. Whatever happens to a group, the driver learns it in `collect`: all decisions are made there.
+A group is one call of an engine. When its answers are complete, a thread of a verifier takes it, has it scored and
+written into the journal, and then it is handed out. Whatever happens to a group, the driver learns it in `collect`: all
+decisions are made there.
 
-Invariants (tests/e2e): a group whose engine died, or lost its answers in a failed push, is asked for again; no group is
-handed out twice; an engine that gives no answer in time is replaced.
+Invariants (tests/e2e): a group whose engine died, or lost its answers in a failed push, is asked for again and goes on
+from the tokens that it had; no group is handed out twice; an engine that gives no answer in time is replaced.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import time
 from collections import Counter
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from threading import Lock, Thread
 from typing import Any
@@ -44,6 +45,8 @@ class Asked:
     actor: Any = None
     """The engine's actor. If the engine has another one now, it was started anew."""
     payload: Any = None
+    records: list[str] = field(default_factory=list)
+    """The files with the tokens that its engines have sampled so far, in the order of the engines."""
     num_lost: int = 0
     """How often its answers were lost."""
 
@@ -81,8 +84,11 @@ class RayStream:
             asked.engine = min(self._load, key=self._load.__getitem__)
             asked.actor = self._engines.engines[asked.engine]
             self._load[asked.engine] += 1
+            earlier, record = list(asked.records), self._engines.record_of[asked.engine]
+            if record not in earlier:
+                asked.records.append(record)
         call = asked.actor.answer.options(num_returns=2)
-        samples, asked.payload = call.remote(asked.prompt, asked.num_samples, number)
+        samples, asked.payload = call.remote(number, asked.prompt, asked.num_samples, earlier)
         samples.future().add_done_callback(lambda future: self._answered.put((number, future)))
 
     def collect(self, version: int) -> Verified:
@@ -159,4 +165,5 @@ def _verified(verifier: RayVerifier, groups: dict[int, Group]) -> Verified:
     for group, given in zip(groups.values(), verdicts, strict=True):
         for sample, verdict in zip(group.samples, given, strict=True):
             sample.verdict = verdict
+    verifier.write(groups)
     return Verified(groups, metrics)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from megatron_rl.cluster.process import Location, Process, begin_process, locate
 from megatron_rl.cluster.restarts import Restarts
 from megatron_rl.cluster.waiting import TICK_S, ProcessLost, gather, locate_all, tick
 from megatron_rl.config.schema import GrpoRunConfig, RewardConfig
+from megatron_rl.data.journal import Entry, JournalWriter
 from megatron_rl.types import Group, Metrics, Prompt, Tokens, Verdict
 from megatron_rl.verifiers import RewardSet, answers_of, weighted_sum
 from megatron_rl.verifiers.failures import FailureLog
@@ -50,6 +52,7 @@ class VerifierRank:
         log.info("loading the tokenizer and the rewards: %s", ", ".join(reward.label for reward in config.rewards))
         tokenizer = AutoTokenizer.from_pretrained(config.model.path)
         self.rewards = RewardSet(config.rewards, tokenizer, config.rollout.delimiter)
+        self.journal = JournalWriter(config.run_folder / "journal")
 
     def score(
         self, index: int, prompts: list[Prompt], payloads: list[Any], finishes: list[list[str]]
@@ -63,6 +66,15 @@ class VerifierRank:
         label = self.config.rewards[index].label
         log.info("%s scored %d of %d answers in %.3f s", label, num_scored, len(verdicts), seconds)
         return verdicts, seconds
+
+    def write(self, entries: list[Entry], payloads: list[Any]) -> None:
+        """Write groups into the run's journal.
+
+        Args:
+            entries: without the tokens, which are the payloads.
+        """
+        groups: list[list[Tokens]] = ray.get(payloads)
+        self.journal.write([replace(entry, tokens=tokens) for entry, tokens in zip(entries, groups, strict=True)])
 
     def shape(self, verdicts: list[list[Verdict]], prompts: list[Prompt], payloads: list[Any]) -> list[list[Verdict]]:
         return shape_verdicts(verdicts, prompts, ray.get(payloads), self.config.algorithm.shaping)
@@ -165,6 +177,16 @@ class RayVerifier:
             payloads, timeout_s = [g.payload for g in groups], self._config.cluster.step_timeout_s
             verdicts = self._ask("shape", "to shape rewards", timeout_s, verdicts, [g.prompt for g in groups], payloads)
         return verdicts, metrics
+
+    def write(self, groups: Mapping[int, Group]) -> None:
+        """Write verified groups, by their numbers, into the run's journal.
+
+        Raises:
+            OSError: the disk is full, or the folder cannot be written.
+        """
+        entries = [Entry(n, group.prompt.uid, group.version, group.samples, ()) for n, group in groups.items()]
+        payloads = [group.payload for group in groups.values()]
+        self._ask("write", "to write the journal", self._config.cluster.step_timeout_s, entries, payloads)
 
     def _score_with(self, index: int, reward: RewardConfig, groups: Sequence[Group]) -> tuple[list[Verdict], float]:
         """The verdicts of one reward, and the seconds that they took."""

@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+from megatron_rl.data.journal import JournalWriter, prune_journal, read_journal
 from megatron_rl.data.prompts import load_prompts
 from megatron_rl.data.stream import ShuffledStream
 from megatron_rl.data.supervised import load_supervised
 
-__all__ = ["ShuffledStream", "load_prompts", "load_supervised"]
+__all__ = [
+    "JournalWriter",
+    "ShuffledStream",
+    "load_prompts",
+    "load_supervised",
+    "prune_journal",
+    "read_journal",
+]

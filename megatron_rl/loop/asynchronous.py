@@ -3,19 +3,25 @@
 Whatever decides which groups run and which ones a step takes is in `admission.py`. This module asks for the prompts,
 holds the groups, and gives their state to a checkpoint.
 
-Invariants (tests/unit/loop, tests/e2e): a resumed run asks again for the groups that were under way or ready, with
-their own prompts; the groups of a step that the trainer interrupted are trained on again and not generated again.
+Invariants (tests/unit/loop, tests/e2e): a resumed run asks again for the groups that were under way, with their own
+prompts, and takes those that were ready, or that were trained on after the checkpoint, from the journal; the groups of
+a step that the trainer interrupted are trained on again and not generated again.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from megatron_rl.config.schema import GrpoRunConfig
-from megatron_rl.data import ShuffledStream
+from megatron_rl.data import ShuffledStream, prune_journal, read_journal
+from megatron_rl.data.journal import Entry
 from megatron_rl.loop.admission import Admission
+from megatron_rl.loop.checkpoints import find_checkpoints
 from megatron_rl.loop.rollouts import SilentRewards, describe_verified, require_a_score, scores_of, verdicts_of
 from megatron_rl.loop.source import Rollouts
 from megatron_rl.loop.stopping import Stopping
@@ -36,6 +42,8 @@ class AsynchronousSource:
     ) -> None:
         self._config, self._ports, self._prompts, self._sink, self._stopping = config, ports, prompts, sink, stopping
         rollout = config.rollout
+        self._max_lag = rollout.max_lag
+        self._checkpoints = config.run_folder / "checkpoints"
         self._admission = Admission(rollout.prompts_per_step, rollout.max_lag)
         self._silence = SilentRewards(config.rewards)
         self._groups: dict[int, Group] = {}
@@ -44,11 +52,14 @@ class AsynchronousSource:
         """The numbers of the groups that a step has taken."""
         self._again: list[int] = []
         """The groups of a checkpoint that are asked for again at the next push."""
+        self._journal = config.run_folder / "journal"
+        self._written: dict[int, Entry] | None = None
+        """The groups of the journal that are not in use yet; None before the first push or the first checkpoint."""
         self._scorings: list[tuple[Metrics, int]] = []
         """The metrics and the number of answers of each scoring since the last step."""
         self._useless: Counter[str] = Counter()
         """The rewards of the groups without a signal, since the last group with one."""
-        self._version = 0
+        self._version = self._step = self._resumed_at = 0
         self._num_tokens = 0
         """The number of tokens in the answers that were collected since the last step."""
         self._since = time.perf_counter()
@@ -56,6 +67,10 @@ class AsynchronousSource:
 
     def pushed(self, version: int) -> None:
         self._version = version
+        if self._written is None:  # the run begins, so a journal is that of an earlier beginning
+            self._written = {}
+            prune_journal(self._journal, version=2**62)
+        prune_journal(self._journal, max(find_checkpoints(self._checkpoints), default=0) - self._max_lag)
         for number in self._again:
             self._ask(number, self._prompts.item(number))
         self._again.clear()
@@ -65,9 +80,10 @@ class AsynchronousSource:
         with self._stopping.promptly():
             with self._sink.phase("generate"):
                 while (taken := self._admission.take(step)) is None:
-                    self._refill()
-                    self._collect()
+                    if not self._refill():
+                        self._collect()
             groups = [self._groups[number] for number in taken]
+            self._step = step + 1
             self._hold(step, taken)
             require_a_score(verdicts_of(groups))
             metrics = self._describe(groups, step)
@@ -76,7 +92,7 @@ class AsynchronousSource:
 
     def state(self) -> dict[str, Any]:
         waiting = sorted([*self._admission.running, *self._admission.ready, *self._again])
-        return self._prompts.state() | {"waiting": waiting}
+        return self._prompts.state() | {"waiting": waiting, "step": self._step}
 
     def restore(self, state: dict[str, Any]) -> None:
         """
@@ -93,6 +109,10 @@ class AsynchronousSource:
         # In a run that goes on after its policy was lost, the engines still work on groups that are younger than the
         # state. They are kept, so the stream does not go back behind them.
         self._prompts.position = max(position, self._prompts.position)
+        if self._written is None:
+            self._written = read_journal(self._journal)
+            self._resumed_at = state["step"]
+        self._step = state["step"]
         for number in state["waiting"]:
             if number in self._admission.running or number in self._admission.ready or number in self._again:
                 continue
@@ -101,14 +121,24 @@ class AsynchronousSource:
             else:
                 self._again.append(number)
 
-    def _refill(self) -> None:
-        num_steps = self._config.run.steps - self._version
-        for number, prompt in self._prompts.take(self._admission.room(num_steps)):
+    def _refill(self) -> bool:
+        """Ask for as many groups as there is room for. Returns whether there was any; groups of the journal are ready
+        at once."""
+        asked = self._prompts.take(self._admission.room(self._config.run.steps - self._version))
+        for number, prompt in asked:
             self._ask(number, prompt)
+        return bool(asked)
 
     def _ask(self, number: int, prompt: Prompt) -> None:
-        self._admission.admit(number, self._version)
-        self._ports.stream.ask(number, prompt, self._config.rollout.samples_per_prompt, self._version)
+        assert self._written is not None
+        entry = self._written.pop(number, None)
+        if entry is not None and entry.uid == prompt.uid:
+            group = _from_journal(entry, prompt, self._version, self._resumed_at)
+            self._admission.admit(number, group.version)
+            self._finish(number, group)
+        else:
+            self._admission.admit(number, self._version)
+            self._ports.stream.ask(number, prompt, self._config.rollout.samples_per_prompt, self._version)
 
     def _collect(self) -> None:
         verified = self._ports.stream.collect(self._version)
@@ -116,15 +146,18 @@ class AsynchronousSource:
         self._scorings.append((verified.metrics, len(samples)))
         self._num_tokens += sum(sample.length - sample.num_prompt_tokens for sample in samples)
         for number, group in verified.groups.items():
-            rewards = [verdict.reward for verdict in verdicts_of([group])]
-            useful = not self._config.rollout.active_sampling or len({r for r in rewards if r is not None}) > 1
-            self._admission.finish(number, useful)
-            if useful:
-                self._groups[number] = group
-                self._useless.clear()
-            else:
-                self._useless[", ".join(sorted({"none" if r is None else f"{r:g}" for r in rewards}))] += 1
+            self._finish(number, group)
         self._require_a_signal()
+
+    def _finish(self, number: int, group: Group) -> None:
+        rewards = [verdict.reward for verdict in verdicts_of([group])]
+        useful = not self._config.rollout.active_sampling or len({r for r in rewards if r is not None}) > 1
+        self._admission.finish(number, useful)
+        if useful:
+            self._groups[number] = group
+            self._useless.clear()
+        else:
+            self._useless[", ".join(sorted({"none" if r is None else f"{r:g}" for r in rewards}))] += 1
 
     def _require_a_signal(self) -> None:
         total = self._useless.total()
@@ -160,3 +193,18 @@ class AsynchronousSource:
             "stream/useless": float(useless),
             "stream/surplus": float(surplus),
         }
+
+
+def _from_journal(entry: Entry, prompt: Prompt, version: int, resumed_at: int) -> Group:
+    """The group of an entry.
+
+    The weights of the versions after the checkpoint are lost: the run trains them anew, with other answers. A group of
+    these versions counts as one of `version`. Its tokens get the version before the checkpoint, so that nobody expects
+    the trainer to give them the same log-probs.
+    """
+    tokens = [
+        replace(t, version=np.where(t.version >= resumed_at, resumed_at - 1, t.version).astype(np.int32))
+        for t in entry.tokens
+    ]
+    samples = [replace(sample, oldest_version=min(sample.oldest_version, resumed_at - 1)) for sample in entry.samples]
+    return Group(prompt, samples, tokens, entry.version if entry.version < resumed_at else version)

@@ -30,7 +30,9 @@ import os
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,19 +44,22 @@ from megatron_rl.rollout.engine_thread import EngineThread
 from megatron_rl.rollout.program import (
     Call,
     Completion,
-    Force,
     OneCall,
     Program,
     ThinkingBudget,
     Transcript,
     as_sample,
+    next_call,
+    replay,
 )
+from megatron_rl.rollout.progress import Progress, recorded
 from megatron_rl.rollout.shared_memory import remove_leftovers, remove_own_names
 from megatron_rl.rollout.vocabulary import delimiter_ids, stop_ids
 from megatron_rl.types import Metrics, Prompt, Sample, Tokens
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
+    from vllm.v1.engine import EngineCoreOutputs
     from vllm.v1.engine.llm_engine import LLMEngine
 
 log = logging.getLogger(__name__)
@@ -82,12 +87,59 @@ def set_cpu_environment() -> None:
         os.environ.setdefault(name, value)
 
 
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """What vLLM is asked for."""
+
+    ids: Sequence[int]
+    """The prompt, with what has been sampled after it."""
+    max_tokens: int
+    answer: tuple[int, int] | None = None
+    """The numbers of group and sample under which the tokens are recorded; None: they are not."""
+
+
+@dataclass(slots=True)
+class _Answer:
+    """An answer whose program goes on while others do."""
+
+    prompt_ids: Sequence[int]
+    name: tuple[int, int]
+    """The numbers of group and sample."""
+    transcript: Transcript
+    call: Call | None
+    """The call under way; None if the answer is complete."""
+    begun: Completion
+    """What an earlier engine has sampled of this call."""
+
+    @property
+    def request(self) -> _Request:
+        ids = [*self.prompt_ids, *self.transcript.ids, *self.begun.ids]
+        return _Request(ids, self.call.max_tokens - len(self.begun.ids), self.name)
+
+    def sampled(self, rest: Completion) -> None:
+        """Complete the call."""
+        parts = [(*a, *b) for a, b in ((self.begun.ids, rest.ids), (self.begun.logp, rest.logp))]
+        version = (*self.begun.version, *rest.version)
+        self.transcript.sampled(Completion(*parts, version, rest.stopped))
+        self.begun = Completion((), (), (), stopped=False)
+
+
 class VllmEngine:
     """One engine of `rollout.tensor` ranks. Call `start`, then `init_transfer` and `receive`, then `generate`."""
 
-    def __init__(self, *, model: ModelConfig, rollout: RolloutConfig, seed: int, spans_nodes: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        model: ModelConfig,
+        rollout: RolloutConfig,
+        seed: int,
+        spans_nodes: bool = False,
+        record: Path | None = None,
+    ) -> None:
         """
         Args:
+            record: the file that gets the tokens of the unfinished answers of `answer`, so that another engine can go
+                on with them.
             spans_nodes: whether the ranks are on several nodes. The process must then be a Ray actor whose placement
                 group has a bundle for each rank, because vLLM starts its ranks there as actors.
 
@@ -122,6 +174,7 @@ class VllmEngine:
         self._failure = ""
         """Why the engine holds no version; empty before the first push."""
         self._num_requests = 0
+        self._progress = Progress(record) if record else None
 
     async def start(self) -> None:
         """Start vLLM with dummy weights; the bridge brings the real ones.
@@ -169,6 +222,8 @@ class VllmEngine:
         config = arguments.create_engine_config()
         engine = LLMEngine(config, Executor.get_class(config), log_stats=False, multiprocess_mode=False)
         remove_own_names()
+        if self._progress is not None:
+            _record_steps(engine, self._progress)
         return engine
 
     async def generate(
@@ -197,7 +252,7 @@ class VllmEngine:
         first = self._program.next(Transcript())
         assert isinstance(first, Call), "a program begins with a call"
         answers = await self._sample(
-            [(prompt.token_ids, first.max_tokens) for prompt in prompts],
+            [_Request(prompt.token_ids, first.max_tokens) for prompt in prompts],
             self._params(num_samples, greedy),
             (version, _sampler_seed(self._seed, seed)),
         )
@@ -206,53 +261,70 @@ class VllmEngine:
         for transcript, completion in zip(transcripts, itertools.chain(*answers), strict=True):
             transcript.sampled(completion)
         while True:
-            calls = {i: call for i, transcript in enumerate(transcripts) if (call := self._next_call(transcript))}
+            calls = {
+                i: call for i, transcript in enumerate(transcripts) if (call := next_call(self._program, transcript))
+            }
             if not calls:
                 break
             # The prefix cache still holds the tokens of the earlier calls.
-            requests = [([*prompt_ids[i], *transcripts[i].ids], call.max_tokens) for i, call in calls.items()]
+            requests = [_Request([*prompt_ids[i], *transcripts[i].ids], call.max_tokens) for i, call in calls.items()]
             for i, [completion] in zip(calls, await self._sample(requests, self._params(1, greedy), None), strict=True):
                 transcripts[i].sampled(completion)
         samples = [as_sample(ids, t, self._delimiter) for ids, t in zip(prompt_ids, transcripts, strict=True)]
         return [samples[i : i + num_samples] for i in range(0, len(samples), num_samples)]
 
-    async def answer(self, prompt: Prompt, num_samples: int, seed: int) -> list[tuple[Sample, Tokens]]:
+    async def answer(
+        self, number: int, prompt: Prompt, num_samples: int, earlier: Sequence[Path] = ()
+    ) -> list[tuple[Sample, Tokens]]:
         """Answer one prompt while others are answered and pushes arrive, with the weights that the engine holds.
 
         Each answer goes on as soon as its own call has ended. The random stream and the prefix cache are shared with
-        all other requests; an engine without requests begins a stream with `seed`.
+        all other requests; an engine without requests begins a stream with `number`.
+
+        Args:
+            number: the number of the group.
+            earlier: the records of the engines that have begun this group and lost it, in order. The answers go on
+                from the tokens in these records.
 
         Raises:
             ValueError: the prompt is empty, too long or has tokens outside the vocabulary.
             RuntimeError: the engine holds no weights, or a push failed meanwhile, and the answers are lost.
         """
         self._check([prompt])
-        first = self._program.next(Transcript())
-        assert isinstance(first, Call), "a program begins with a call"
-        requests = [(prompt.token_ids, first.max_tokens)] * num_samples
-        begin = (None, _sampler_seed(self._seed, seed))
-        begun = await self._thread.call(partial(self._begin, requests, self._params(1, False), begin))
-        return list(await asyncio.gather(*(self._complete(prompt.token_ids, answer) for answer in begun)))
+        answers = [self._begun(prompt, number, sample, earlier) for sample in range(num_samples)]
+        requests = [answer.request for answer in answers if answer.call is not None]
+        begin = (None, _sampler_seed(self._seed, number))
+        futures = iter(await self._thread.call(partial(self._begin, requests, self._params(1, False), begin)))
+        calls = [self._complete(answer, next(futures) if answer.call else None) for answer in answers]
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                raise outcome
+        if self._progress is not None:
+            self._progress.done(number)
+        return outcomes
 
-    async def _complete(self, prompt_ids: Sequence[int], answer: Future[RequestOutput]) -> tuple[Sample, Tokens]:
-        """Carry out the program of one answer, whose first call is under way."""
-        transcript = Transcript()
-        while True:
-            transcript.sampled(*_completions(await asyncio.wrap_future(answer)))
-            call = self._next_call(transcript)
-            if call is None:
-                return as_sample(prompt_ids, transcript, self._delimiter)
-            requests = [([*prompt_ids, *transcript.ids], call.max_tokens)]
-            [answer] = await self._thread.call(partial(self._begin, requests, self._params(1, False), None))
+    def _begun(self, prompt: Prompt, number: int, sample: int, earlier: Sequence[Path]) -> _Answer:
+        rows = recorded(earlier, number, sample)
+        sampled = Completion(rows["token"].tolist(), rows["logp"].tolist(), rows["version"].tolist(), stopped=False)
+        transcript, call, used = replay(self._program, sampled, self._stop_ids)
+        rest = Completion(sampled.ids[used:], sampled.logp[used:], sampled.version[used:], stopped=False)
+        return _Answer(prompt.token_ids, (number, sample), transcript, call, rest)
 
-    def _next_call(self, transcript: Transcript) -> Call | None:
-        """Go on with the program until it wants a call, or until the answer is complete, which is None."""
-        while isinstance(step := self._program.next(transcript), Force):
-            transcript.force(step.ids)
-        if isinstance(step, Call):
-            return step
-        transcript.cut(step.num_tokens)
-        return None
+    async def _complete(self, answer: _Answer, future: Future[RequestOutput] | None) -> tuple[Sample, Tokens]:
+        """Carry out the program of one answer.
+
+        Args:
+            future: the call that is under way; None if the answer is complete.
+        """
+        while future is not None:
+            [completion] = _completions(await asyncio.wrap_future(future))
+            answer.sampled(completion)
+            answer.call, future = next_call(self._program, answer.transcript), None
+            if answer.call is not None:
+                params = self._params(1, False)
+                [future] = await self._thread.call(partial(self._begin, [answer.request], params, None))
+        return as_sample(answer.prompt_ids, answer.transcript, self._delimiter)
 
     async def init_transfer(self, info: dict[str, Any]) -> None:
         """Join the bridge. All trainer ranks and all engines must do so at the same time.
@@ -298,6 +370,8 @@ class VllmEngine:
         except Exception as error:
             self._failure += f": {error}"
             self._thread.abort(self._lost)
+            if self._progress is not None:
+                self._progress.forget()
             raise
         return time.perf_counter() - start if running else 0.0
 
@@ -348,14 +422,13 @@ class VllmEngine:
 
     async def _sample(
         self,
-        requests: Sequence[tuple[Sequence[int], int]],
+        requests: Sequence[_Request],
         params: dict[str, Any],
         begin: tuple[int | None, int] | None,
     ) -> list[list[Completion]]:
         """Send all requests to vLLM and wait for their answers.
 
         Args:
-            requests: the prompt ids and the token limit of each.
             params: the sampling parameters without the token limit.
             begin: (version, seed): check that the engine holds this version (None: any), and, unless another call runs,
                 seed the random stream and empty the prefix cache. Without it weights, stream and cache stay as they
@@ -366,7 +439,7 @@ class VllmEngine:
 
     def _begin(
         self,
-        requests: Sequence[tuple[Sequence[int], int]],
+        requests: Sequence[_Request],
         params: dict[str, Any],
         begin: tuple[int | None, int] | None,
     ) -> list[Future[RequestOutput]]:
@@ -378,18 +451,21 @@ class VllmEngine:
         if begin and not engine.has_unfinished_requests():
             engine.reset_prefix_cache()
             engine.collective_rpc("seed_sampling", args=(begin[1],))
-        return [self._add(ids, limit, params) for ids, limit in requests]
+        return [self._add(request, params) for request in requests]
 
-    def _add(self, ids: Sequence[int], limit: int, params: dict[str, Any]) -> Future[RequestOutput]:
+    def _add(self, request: _Request, params: dict[str, Any]) -> Future[RequestOutput]:
         """Add one request to the engine and return its future answer."""
         from vllm import SamplingParams
 
-        prompt: dict[str, Any] = {"prompt_token_ids": list(ids)}
+        prompt: dict[str, Any] = {"prompt_token_ids": list(request.ids)}
         if self._rollout.prefix_cache == "salted":
             prompt["cache_salt"] = str(self._version)
         self._num_requests += 1
         name = str(self._num_requests)
-        self._thread.engine.add_request(name, prompt, SamplingParams(**params, max_tokens=limit))
+        parameters = SamplingParams(**params, max_tokens=request.max_tokens)
+        internal_name = self._thread.engine.add_request(name, prompt, parameters)
+        if self._progress is not None and request.answer is not None:
+            self._progress.begin(internal_name, *request.answer)
         return self._thread.expect(name)
 
     def _params(self, num_samples: int, greedy: bool) -> dict[str, Any]:
@@ -408,6 +484,19 @@ class VllmEngine:
             "detokenize": False,
             "output_kind": RequestOutputKind.FINAL_ONLY,
         }
+
+
+def _record_steps(engine: LLMEngine, progress: Progress) -> None:
+    """Record the tokens of every step, of which vLLM hands out only those of finished requests."""
+    core = engine.engine_core
+    get_output = core.get_output
+
+    def get_and_record() -> EngineCoreOutputs:
+        outputs = get_output()
+        progress.write(outputs)
+        return outputs
+
+    core.get_output = get_and_record
 
 
 def _completions(output: RequestOutput) -> list[Completion]:

@@ -11,7 +11,7 @@ beginning of a delimiter, only its rest is appended; forced tokens are no action
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -138,6 +138,42 @@ class ThinkingBudget:
             if list(ids[-size:]) == list(self._delimiter[:size]):
                 return size
         return 0
+
+
+def next_call(program: Program, transcript: Transcript) -> Call | None:
+    """Go on with a program until it wants a call, or until the answer is complete, which is None."""
+    while isinstance(step := program.next(transcript), Force):
+        transcript.force(step.ids)
+    if isinstance(step, Call):
+        return step
+    transcript.cut(step.num_tokens)
+    return None
+
+
+def replay(program: Program, sampled: Completion, stop_ids: Collection[int]) -> tuple[Transcript, Call | None, int]:
+    """Go on with an answer of which only the sampled tokens are known.
+
+    Args:
+        sampled: the tokens of all calls, one after the other; `stopped` has no meaning.
+        stop_ids: the tokens that end a call.
+
+    Returns:
+        The transcript of the calls that are complete, the call under way (None if the answer is complete), and the
+        number of sampled tokens that belong to the complete calls.
+
+    Example: if the first call is for 3 tokens and the second one for 4, five tokens are the first call and two tokens
+    of the second.
+    """
+    transcript, used = Transcript(), 0
+    while (call := next_call(program, transcript)) is not None:
+        ids = sampled.ids[used : used + call.max_tokens]
+        stop = next((i for i, token in enumerate(ids) if token in stop_ids), None)
+        if stop is None and len(ids) < call.max_tokens:
+            return transcript, call, used
+        part = slice(used, used + (len(ids) if stop is None else stop + 1))
+        transcript.sampled(Completion(sampled.ids[part], sampled.logp[part], sampled.version[part], stop is not None))
+        used = part.stop
+    return transcript, None, used
 
 
 def find_delimiter(ids: Sequence[int], delimiter: Sequence[int]) -> int | None:

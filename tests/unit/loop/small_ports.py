@@ -12,6 +12,7 @@ import numpy as np
 from megatron_rl.config.load import validate
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.data import ShuffledStream
+from megatron_rl.data.journal import Entry, JournalWriter
 from megatron_rl.loop.checkpoints import Checkpoints
 from megatron_rl.loop.stopping import NEVER
 from megatron_rl.loop.train import Prompts, train
@@ -35,6 +36,7 @@ class World:
         self.restarts_left, self.keeps_mirrors = 0, False
         self.mirrors: dict[int, int] = {}
         self.asked: dict[int, Group] = {}
+        self.journal: JournalWriter | None = None
         self.random = random.Random(0)
 
     # Policy
@@ -122,6 +124,9 @@ class World:
         for group, given in zip(groups.values(), verdicts):
             for sample, verdict in zip(group.samples, given):
                 sample.verdict = verdict
+        if self.journal:
+            entries = [Entry(n, g.prompt.uid, g.version, g.samples, g.payload) for n, g in groups.items()]
+            self.journal.write(entries)
         return Verified(groups, metrics)
 
     def tokens(self, group):
@@ -187,8 +192,10 @@ def config(**changes) -> GrpoRunConfig:
     return validate(GrpoRunConfig, merged | changes)
 
 
-def run(world: World, folder: Path, cfg: GrpoRunConfig, *, resume=None, stopping=NEVER, heldout=()) -> int:
-    stream = ShuffledStream(PROMPTS, cfg.rollout.prompts_per_step, seed=0)
+def run(
+    world: World, folder: Path, cfg: GrpoRunConfig, *, resume=None, stopping=NEVER, heldout=(), train_on=PROMPTS
+) -> int:
+    stream = ShuffledStream(train_on, cfg.rollout.prompts_per_step, seed=0)
     checkpoints = open_checkpoints(folder, cfg, resume)
     ports = Ports(world, world, world, world, world)
     return train(cfg, SHAPE, ports, Prompts(stream, heldout), (world, checkpoints), stopping)

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import os
 
+import numpy as np
 import pytest
-from small_ports import PROMPTS, StopAfter, World, config, run
+from small_ports import StopAfter, World, config
+from small_ports import run as run_on
 
-from megatron_rl.data import ShuffledStream
+from megatron_rl.data import JournalWriter, ShuffledStream
+from megatron_rl.data.journal import Entry
 from megatron_rl.loop.asynchronous import AsynchronousSource
 from megatron_rl.loop.source import SynchronousSource
 from megatron_rl.loop.stopping import NEVER
 from megatron_rl.ports import PolicyLost, Ports
+from megatron_rl.types import Prompt, Sample, Tokens, Verdict
 
+ROWS = [Prompt(f"row {i}", (5, 6), "") for i in range(64)]
+NUMBER_OF = {prompt.uid: number for number, prompt in ShuffledStream(ROWS, 1, seed=0).take(64)}
 ROLLOUT = {"prompts_per_step": 4, "samples_per_prompt": 2, "max_prompt_tokens": 8, "max_response_tokens": 8}
 
 
@@ -26,11 +32,11 @@ class Recording(World):
 
     def ask(self, number, prompt, num_samples, version):
         self.asked_for.append((number, prompt.uid))
-        super().ask(number, replace(prompt, uid=str(number)), num_samples, version)
+        super().ask(number, prompt, num_samples, version)
 
     @property
     def in_step(self) -> list[int]:
-        return sorted({int(name.split(",")[0]) for name in self.names})
+        return sorted({NUMBER_OF[name.split(",")[0]] for name in self.names})
 
     def log(self, step, metrics):
         super().log(step, metrics)
@@ -38,8 +44,13 @@ class Recording(World):
             self.steps[step] = self.in_step
 
 
-def asynchronous(max_lag: int, **rollout):
-    return config(rollout=ROLLOUT | {"max_lag": max_lag} | rollout, run={"name": "x", "steps": 8})
+def asynchronous(max_lag: int, folder="nowhere", every=1, **rollout):
+    run_section = {"name": "x", "folder": str(folder), "steps": 8}
+    return config(rollout=ROLLOUT | {"max_lag": max_lag} | rollout, run=run_section, checkpoint={"every": every})
+
+
+def run(world, folder, cfg, **options) -> int:
+    return run_on(world, folder, cfg, train_on=ROWS, **options)
 
 
 @pytest.mark.parametrize("max_lag", [1, 3])
@@ -50,7 +61,7 @@ def test_engines_are_ahead_by_no_more_than_the_lag(tmp_path, max_lag):
     assert sum(call.startswith("ask") for call in before_first_step) == 4 * (max_lag + 1)
     assert all(metrics["lag/max"] <= max_lag for _, metrics in world.logged[:-1])
     assert any(metrics["lag/mean"] > 0 for _, metrics in world.logged[:-1])
-    stream = ShuffledStream(PROMPTS, 1, seed=0)
+    stream = ShuffledStream(ROWS, 1, seed=0)
     assert world.asked_for == [(n, stream.item(n).uid) for n in range(32)], "and none that no step will take"
     first = world.logged[0][1]
     assert first["stream/ready"] + first["stream/running"] == 4 * max_lag
@@ -66,6 +77,48 @@ def test_a_resumed_run_asks_again_for_what_was_under_way(tmp_path):
     assert [number for number, _ in new] == list(range(20, 32))
     trained = [number for world in (broken, resumed) for numbers in world.steps.values() for number in numbers]
     assert len(trained) == len(set(trained)) == 32
+
+
+def test_no_group_that_was_verified_before_a_kill_is_generated_again(tmp_path, monkeypatch):
+    """The run is killed in step 5, and the newest checkpoint is that of step 3: the groups of the steps since then,
+    and those that were ready, come from the journal."""
+
+    class Killed(BaseException):
+        pass
+
+    class Dying(Recording):
+        def update(self, minibatch, coefficients):
+            if self.updates == 5:
+                raise Killed
+            return super().update(minibatch, coefficients)
+
+    cfg = asynchronous(2, folder=tmp_path, every=3)
+    broken, resumed = Dying(), Recording()
+    broken.journal, resumed.journal = (JournalWriter(cfg.run_folder / "journal") for _ in range(2))
+    with pytest.raises(Killed):
+        run(broken, cfg.run_folder / "checkpoints", cfg)
+    verified = {number for number, _ in broken.asked_for} - broken.asked.keys()
+    assert run(resumed, cfg.run_folder / "checkpoints", cfg, resume="auto") == 8
+    asked_again = {number for number, _ in resumed.asked_for}
+    assert len(verified) > 20 and not asked_again & verified
+    old = {number for step in (0, 1, 2) for number in broken.steps[step]}
+    assert asked_again == set(range(32)) - verified and not old & {n for s in resumed.steps.values() for n in s}
+    lags = [metrics["lag/max"] for _, metrics in resumed.logged[:-1]]
+    assert 1 <= lags[0] and max(lags) <= 3, "tokens of lost weights count as one version older than the checkpoint"
+    assert [step for step, _ in resumed.logged] == [3, 4, 5, 6, 7, 8]
+    versions = {int(name[:6]) for name in os.listdir(cfg.run_folder / "journal")}
+    assert min(versions) == 6 - 2, "the files before the newest checkpoint are removed"
+
+
+def test_a_run_that_begins_anew_does_not_read_an_old_journal(tmp_path):
+    cfg, world = asynchronous(1, folder=tmp_path), Recording()
+    tokens = Tokens(*(np.zeros(4, t) for t in (np.int32, bool, np.float32, np.int32)))
+    stream = ShuffledStream(ROWS, 1, seed=0)
+    old = Entry(0, stream.item(0).uid, 0, [Sample(4, 2, 2, 0, "stop", verdict=Verdict(1.0))], [tokens])
+    JournalWriter(cfg.run_folder / "journal").write([old])
+    run(world, cfg.run_folder / "checkpoints", cfg)
+    assert [number for number, _ in world.asked_for] == list(range(32))
+    assert not os.listdir(cfg.run_folder / "journal")
 
 
 def test_groups_of_a_step_whose_policy_was_lost_are_trained_on_again(tmp_path):
@@ -110,7 +163,7 @@ def test_data_without_any_signal_end_the_run_with_the_rewards(tmp_path):
 
 
 def test_a_state_of_the_other_kind_is_refused():
-    world, stream = World(), ShuffledStream(PROMPTS, 4, seed=0)
+    world, stream = World(), ShuffledStream(ROWS, 4, seed=0)
     ports = Ports(world, world, world, world, world)
     sources = [kind(asynchronous(1), ports, stream, world, NEVER) for kind in (SynchronousSource, AsynchronousSource)]
     for one, other in (sources, sources[::-1]):

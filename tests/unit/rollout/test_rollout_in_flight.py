@@ -15,6 +15,7 @@ import torch
 from tiny_references import reference_logp, reference_logp_across
 from transformers import AutoModelForCausalLM
 
+from megatron_rl.rollout.progress import recorded
 from megatron_rl.types import Mesh, Prompt
 
 TEMPERATURE = 0.7
@@ -149,6 +150,69 @@ def test_a_push_in_the_middle(cleared, folders, references, reached, least):
         expected = np.take_along_axis(expected, tokens.version[None].clip(0), 0)[0]
         worst = max(worst, np.abs(expected - tokens.logp_rollout)[tokens.action_mask].max())
     assert num_crossed >= least and worst < TOLERANCE
+
+
+@pytest.fixture(scope="module")
+def recording(make_stage, folders, tmp_path_factory):
+    stage = endless(
+        make_stage(
+            folders[0],
+            Mesh(),
+            record=tmp_path_factory.mktemp("record") / "engine.tokens",
+            max_prompt_tokens=8,
+            max_response_tokens=THOUGHT + RESPONSE + 2,
+            delimiter="=?",
+            thinking={"thought_tokens": THOUGHT, "response_tokens": RESPONSE},
+            sampling={"temperature": TEMPERATURE},
+        )
+    )
+    stage.engine._stop_ids = ()
+    return stage
+
+
+@pytest.mark.parametrize(("reached", "least"), [(sampled(6), 64), (in_call_two, 32)], ids=["in call 1", "in call 2"])
+def test_answers_go_on_from_the_tokens_of_an_engine_that_lost_them(recording, folders, references, reached, least):
+    """No token is sampled twice: what the record has is the beginning of the answers that another call completes, with
+    other weights."""
+    stage, asked, path = recording, prompts(16, 5), recording.engine._progress.path
+
+    async def answer(earlier=()):
+        calls = [stage.engine.answer(100 * least + i, prompt, 4, earlier) for i, prompt in enumerate(asked)]
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    async def interrupted():
+        event = moment(stage.engine, reached)
+        answers = asyncio.create_task(answer())
+        await event.wait()
+        with pytest.raises(RuntimeError, match="must name the same version"):
+            await stage.engine.receive(9)  # the trainer pushes another version
+        return await answers
+
+    stage.push(folders[0], 0)
+    stage.trainers.begin_push(folders[1], 1)
+    assert all("are lost" in str(error) for error in stage.run(interrupted()))
+    [failure] = stage.trainers.end_push()
+    assert isinstance(failure, RuntimeError)
+    stage.rejoin()
+    stage.push(folders[1], 1)
+    rows = [recorded([path], 100 * least + i, sample) for i in range(16) for sample in range(4)]
+    assert sum(0 < len(row) < THOUGHT + RESPONSE for row in rows) >= least
+
+    worst = 0.0
+    for row, (sample, tokens) in zip(rows, flat(stage.run(answer([path]))), strict=True):
+        ids, versions = actions(tokens)
+        logp = tokens.logp_rollout[tokens.action_mask]
+        num, thought = len(row), sample.num_thought_tokens
+        assert thought <= THOUGHT and sample.length == 5 + thought + len(stage.engine._delimiter) + RESPONSE
+        assert sample.oldest_version == min(versions)
+        assert (ids[:num], versions[:num].tolist()) == (row["token"].tolist(), [0] * num) and (
+            versions[num:] == 1
+        ).all()
+        assert (logp[:num] == row["logp"]).all()
+        expected = np.stack([reference_logp(model, tokens.ids, TEMPERATURE) for model in references])
+        expected = np.take_along_axis(expected, tokens.version[None].clip(0), 0)[0]
+        worst = max(worst, np.abs(expected - tokens.logp_rollout)[tokens.action_mask].max())
+    assert worst < TOLERANCE
 
 
 def test_without_running_requests_nothing_is_paused(cleared, folders):

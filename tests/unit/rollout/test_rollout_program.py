@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.rollout.program import (
@@ -17,6 +17,8 @@ from megatron_rl.rollout.program import (
     Transcript,
     as_sample,
     find_delimiter,
+    next_call,
+    replay,
 )
 
 EOS = 9
@@ -160,3 +162,30 @@ def test_budgets_hold_for_every_cut(thought, stopped, delimiter, budget, data):
     assert not tokens.action_mask[:2].any() and (tokens.version[:2] == -1).all()
     assert sample.num_actions == tokens.action_mask.sum() and sample.length == len(tokens.ids)
     assert (sample.finish == "stop") == (calls[-1].stopped and len(response) == whole)
+
+
+@settings(max_examples=300)
+@given(st.sampled_from([OneCall(7), ThinkingBudget((3,), 4, 3), ThinkingBudget((3, 4), 4, 3)]), st.data())
+def test_an_answer_goes_on_from_any_of_its_tokens(program, data):
+    """The engine samples from a list. It is interrupted after any number of tokens, and another one goes on."""
+    sampled = data.draw(st.lists(st.sampled_from([3, 4, 7, EOS]), min_size=7, max_size=7))
+
+    def go_on(transcript: Transcript, call: Call | None, begun: int, used: int) -> Transcript:
+        while call is not None:
+            ids = sampled[used : used + call.max_tokens]
+            ids = ids[: ids.index(EOS) + 1] if EOS in ids else ids
+            assert begun <= len(ids), "what was sampled before belongs to the call"
+            versions = range(used, used + len(ids))
+            transcript.sampled(Completion(ids, [-float(v) for v in versions], list(versions), EOS in ids))
+            used, begun = used + len(ids), 0
+            call = next_call(program, transcript)
+        return transcript
+
+    first = Transcript()
+    whole = go_on(first, next_call(program, first), 0, 0)
+    num_sampled = max(whole.version, default=-1) + 1
+    cut = data.draw(st.integers(0, num_sampled))
+    before = Completion(sampled[:cut], [-float(v) for v in range(cut)], list(range(cut)), stopped=False)
+    transcript, call, used = replay(program, before, {EOS})
+    assert used <= cut and (call is not None or used == cut)
+    assert go_on(transcript, call, cut - used, used) == whole

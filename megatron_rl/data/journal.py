@@ -1,0 +1,139 @@
+"""The journal of an asynchronous run: every group that is generated and verified, so that a kill loses none.
+
+A folder has one file for each version of the weights and each writer. A file is a sequence of records: the number of
+bytes and the CRC-32 of the record (8 bytes each, little-endian), then the record, which is a safetensors blob of the
+tokens with the rest as JSON in its metadata. A record at the end of a file that was cut off by a kill is not read.
+
+The files are not flushed to the disk record by record: a killed process loses nothing, a machine that loses its power
+may lose the last seconds.
+
+Invariants (tests/unit/data): what is read equals what was written; a file that was cut at any byte gives its whole
+records.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import struct
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import load, save
+
+from megatron_rl.types import Sample, Tokens, Verdict
+
+HEAD = struct.Struct("<QQ")
+NAME = re.compile(r"(\d{6,})_\w+\.groups")
+COLUMNS = ("ids", "action_mask", "logp_rollout", "version")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One group of the journal."""
+
+    number: int
+    """The number of the group's prompt in the stream of prompts."""
+    uid: str
+    """The name of the prompt's row."""
+    version: int
+    """The version of the weights with which the generation began."""
+    samples: Sequence[Sample]
+    """With their verdicts."""
+    tokens: Sequence[Tokens]
+    """The tokens of each sample."""
+
+
+class JournalWriter:
+    """Writes entries into files of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._name = folder, secrets.token_hex(4)
+
+    def write(self, entries: Sequence[Entry]) -> None:
+        """Append each entry to the file of its version.
+
+        Raises:
+            OSError: the disk is full, or the folder cannot be written.
+        """
+        self._folder.mkdir(parents=True, exist_ok=True)
+        records: dict[int, list[bytes]] = {}
+        for entry in entries:
+            blob = _encode(entry)
+            records.setdefault(entry.version, []).extend([HEAD.pack(len(blob), zlib.crc32(blob)), blob])
+        for version, parts in records.items():
+            with (self._folder / f"{version:06d}_{self._name}.groups").open("ab") as file:
+                file.write(b"".join(parts))
+
+
+def read_journal(folder: Path) -> dict[int, Entry]:
+    """All entries by their numbers. Of entries with the same number, that of the latest version wins."""
+    return {entry.number: entry for _, path in _files(folder) for entry in _read(path)}
+
+
+def prune_journal(folder: Path, version: int) -> None:
+    """Remove the files of older versions."""
+    for written, path in _files(folder):
+        if written < version:
+            path.unlink()
+
+
+def _files(folder: Path) -> list[tuple[int, Path]]:
+    """The files with their versions, the oldest version first."""
+    if not folder.is_dir():
+        return []
+    found = [(match, path) for path in folder.iterdir() if (match := NAME.fullmatch(path.name))]
+    return sorted((int(match[1]), path) for match, path in found)
+
+
+def _encode(entry: Entry) -> bytes:
+    columns = {
+        name: np.concatenate([getattr(tokens, name) for tokens in entry.tokens]) if entry.tokens else np.zeros(0)
+        for name in COLUMNS
+    }
+    rest = {
+        "number": entry.number,
+        "uid": entry.uid,
+        "version": entry.version,
+        "samples": [asdict(sample) for sample in entry.samples],
+        "lengths": [len(tokens.ids) for tokens in entry.tokens],
+    }
+    blob: bytes = save(columns, metadata={"group": json.dumps(rest)})
+    return blob
+
+
+def _read(path: Path) -> Iterator[Entry]:
+    data, start = path.read_bytes(), 0
+    while start + HEAD.size <= len(data):
+        size, checksum = HEAD.unpack_from(data, start)
+        blob = data[start + HEAD.size : start + HEAD.size + size]
+        if len(blob) < size or zlib.crc32(blob) != checksum:
+            return
+        yield _decode(blob)
+        start += HEAD.size + size
+
+
+def _decode(blob: bytes) -> Entry:
+    size = int.from_bytes(blob[:8], "little")
+    rest: dict[str, Any] = json.loads(json.loads(blob[8 : 8 + size])["__metadata__"]["group"])
+    columns = load(blob)
+    cuts = np.cumsum(rest["lengths"])[:-1]
+    rows = zip(*(np.split(columns[name], cuts) for name in COLUMNS), strict=True)
+    return Entry(
+        number=rest["number"],
+        uid=rest["uid"],
+        version=rest["version"],
+        samples=[_sample(values) for values in rest["samples"]],
+        tokens=[Tokens(*row) for row in rows],
+    )
+
+
+def _sample(values: dict[str, Any]) -> Sample:
+    verdict = values.pop("verdict")
+    given = Verdict(**verdict | {"parts": tuple(verdict["parts"])}) if verdict else None
+    return Sample(**values, verdict=given)

@@ -1,0 +1,81 @@
+"""The journal of verified groups: round trips, cuts, and what is removed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_rl.data.journal import Entry, JournalWriter, prune_journal, read_journal
+from megatron_rl.types import Sample, Tokens, Verdict
+
+
+def entry(number: int, num_samples: int = 2, score: float | None = 0.5) -> Entry:
+    rng = np.random.default_rng(number)
+    samples, tokens = [], []
+    for i in range(num_samples):
+        length = 3 + int(rng.integers(5))
+        verdict = Verdict(score, "" if score is not None else "away", (score, None), shaped=0.25, failed=score is None)
+        samples.append(Sample(length, 2, length - 2, i, "stop", i == 1, oldest_version=number, verdict=verdict))
+        tokens.append(
+            Tokens(
+                rng.integers(0, 99, length).astype(np.int32),
+                rng.integers(0, 2, length).astype(bool),
+                rng.normal(size=length).astype(np.float32),
+                rng.integers(-1, 9, length).astype(np.int32),
+            )
+        )
+    return Entry(number, f"rows.jsonl:{number} é", number, samples, tokens)
+
+
+def same(a: Entry, b: Entry) -> bool:
+    columns = [
+        (getattr(x, name), getattr(y, name))
+        for x, y in zip(a.tokens, b.tokens, strict=True)
+        for name in ("ids", "action_mask", "logp_rollout", "version")
+    ]
+    numbers = (a.number, a.uid, a.version, list(a.samples)) == (b.number, b.uid, b.version, list(b.samples))
+    return numbers and all(x.dtype == y.dtype and x.tolist() == y.tolist() for x, y in columns)
+
+
+def test_what_is_read_is_what_was_written(tmp_path):
+    first, second = JournalWriter(tmp_path / "j"), JournalWriter(tmp_path / "j")
+    first.write([entry(0), entry(1, score=None)])
+    second.write([entry(2, num_samples=1)])
+    first.write([entry(7), entry(1, score=None)])
+    found = read_journal(tmp_path / "j")
+    assert sorted(found) == [0, 1, 2, 7]
+    written = [entry(0), entry(1, score=None), entry(2, num_samples=1), entry(7)]
+    assert all(same(found[one.number], one) for one in written)
+    prune_journal(tmp_path / "j", 2)
+    assert sorted(read_journal(tmp_path / "j")) == [2, 7]
+    assert read_journal(tmp_path / "none") == {}
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_a_file_that_was_cut_anywhere_gives_its_whole_records(tmp_path_factory, data):
+    folder = tmp_path_factory.mktemp("cut")
+    sizes = []
+    writer = JournalWriter(folder)
+    for number in range(3):
+        writer.write([replace(entry(number), version=0)])
+        [path] = folder.iterdir()
+        sizes.append(path.stat().st_size)
+    cut = data.draw(st.integers(0, sizes[-1]))
+    path.write_bytes(path.read_bytes()[:cut])
+    assert sorted(read_journal(folder)) == [number for number, size in enumerate(sizes) if size <= cut]
+
+
+def test_a_damaged_record_and_what_follows_it_are_not_read(tmp_path):
+    writer = JournalWriter(tmp_path)
+    writer.write([entry(0)])
+    [path] = tmp_path.iterdir()
+    start = path.stat().st_size
+    writer.write([replace(entry(number), version=0) for number in (1, 2)])
+    data = bytearray(path.read_bytes())
+    data[start + 100] ^= 1
+    path.write_bytes(data)
+    assert sorted(read_journal(tmp_path)) == [0]
