@@ -166,6 +166,9 @@ def describe_rollout(config: GrpoRunConfig, shape: ModelShape, console: Console)
     layout = f"TP{rollout.tensor}" + (", expert-parallel" if rollout.expert_parallel else "")
     table.add_row("engines", f"{rollout.num_engines} x {layout}")
     table.add_row("samples", f"{rollout.prompts_per_step} prompts x {rollout.samples_per_prompt} = {num_samples:,}")
+    if rollout.max_lag:
+        asked = (rollout.max_lag + 1) * num_samples
+        table.add_row("answers under way or ready", f"{rollout.max_lag + 1} batches = {asked:,}")
     table.add_row("tokens", f"at most {num_samples} x {longest:,} = {num_samples * longest:,}")
     table.add_row("optimizer steps", f"{len(counts)}, of at most {max(counts)} micro-batches a rank")
     table.add_row("bridge", f"{transfer.num_routes} routes, plan {transfer.digest}")

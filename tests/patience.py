@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
+from typing import TypeVar
+
+T = TypeVar("T")
 
 REFERENCE_S = 0.45
 """What `_work` takes on one quiet core of the machine on which the deadlines of the tests were chosen."""
@@ -24,3 +29,11 @@ def patience() -> float:
 
 def _work() -> int:
     return sum(i * i % 7 for i in range(10_000_000))
+
+
+def patiently(start: Callable[[], T]) -> T:
+    """Start Ray's nodes. Ray itself gives a node 30 s, which a busy machine may exceed."""
+    for _ in range(4):
+        with suppress(Exception):
+            return start()
+    return start()

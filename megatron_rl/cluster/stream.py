@@ -32,6 +32,9 @@ from megatron_rl.types import Group, Prompt, Sample
 
 log = logging.getLogger(__name__)
 
+LINGER_S = 0.1
+"""A verifier waits so long for more groups, because a call of its process costs much more than another group in it."""
+
 
 @dataclass(slots=True)
 class Asked:
@@ -138,6 +141,7 @@ class RayStream:
         """What the thread of a verifier does: score the groups that are complete, several at once if there are."""
         while True:
             answered = [self._answered.get()]
+            time.sleep(LINGER_S)
             with suppress(Empty):
                 for _ in range(self._answered.qsize() // self._num_verifiers):
                     answered.append(self._answered.get_nowait())

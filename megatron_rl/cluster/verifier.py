@@ -133,13 +133,13 @@ class RayVerifier:
         self.num_restarts = 0
         name = "verifier" if config.cluster.verifiers == 1 else f"verifier {index}"
         log_path = logs / f"{name.replace(' ', '_')}.log"
-        self._process = Process(name, log_path, None)
-        self._process.actor = self._new(index)
-        self._loading = self._process.actor.load.remote()
+        self.process = Process(name, log_path, None)
+        self.process.actor = self._new(index)
+        self._loading = self.process.actor.load.remote()
 
     def _new(self, index: int) -> Any:
         options = self._placement.rank_options("verifier", index, 0)
-        path, name = str(self._process.log), self._process.name
+        path, name = str(self.process.log), self.process.name
         return ray.remote(VerifierRank).options(**options).remote(self._config, path, name)
 
     def wait(self) -> None:
@@ -149,8 +149,8 @@ class RayVerifier:
             ValueError: a reward function cannot be imported.
         """
         timeout_s = self._config.cluster.start_timeout_s
-        locate_all([self._process], timeout_s, "no resources")
-        gather([self._loading], [self._process], "to load the rewards", timeout_s)
+        locate_all([self.process], timeout_s, "no resources")
+        gather([self._loading], [self.process], "to load the rewards", timeout_s)
 
     def score(self, groups: Sequence[Group]) -> tuple[list[list[Verdict]], Metrics]:
         """See `ports.Verifier`.
@@ -218,9 +218,9 @@ class RayVerifier:
         return self._ask_once(method, doing, timeout_s, *arguments)
 
     def _ask_once(self, method: str, doing: str, timeout_s: float, *arguments: Any) -> Any:
-        call = getattr(self._process.actor, method).remote(*arguments)
+        call = getattr(self.process.actor, method).remote(*arguments)
         try:
-            return gather([call], [self._process], doing, timeout_s)[0]
+            return gather([call], [self.process], doing, timeout_s)[0]
         except ProcessLost as error:
             log.warning("%s", error)
             if (
@@ -231,9 +231,9 @@ class RayVerifier:
             raise
 
     def _restart(self) -> None:
-        ray.kill(self._process.actor)
+        ray.kill(self.process.actor)
         self.num_restarts += 1
         timeout_s = self._config.cluster.start_timeout_s
-        self._placement.start_again("verifier", {self._index: self._process}, self._new, timeout_s)
-        self._loading = self._process.actor.load.remote()
+        self._placement.start_again("verifier", {self._index: self.process}, self._new, timeout_s)
+        self._loading = self.process.actor.load.remote()
         self.wait()

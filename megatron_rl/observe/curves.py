@@ -39,6 +39,7 @@ def draw_curves(metrics: Records) -> Figure:
         ("Time of a step, seconds", "time/total_s", _draw_time),
         ("Rollout, tokens a second", "rollout/tokens_per_s", _line("rollout/tokens_per_s", GREEN)),
         ("Mismatch, mean |logp_old \N{MINUS SIGN} logp_rollout|", "mismatch/mean_abs", _draw_mismatch),
+        ("Lag of the answers, steps", "lag/mean", _line("lag/mean", ORANGE)),
         ("Gradient norm", "grad_norm", _line("grad_norm", BLUE)),
         ("Entropy, nats a token", "entropy", _line("entropy", GREEN)),
         ("Share of tokens that the clip flattens", "pg_clipfrac", _line("pg_clipfrac", ORANGE)),
@@ -227,6 +228,7 @@ def draw_comparison(runs: Mapping[str, Records]) -> Figure:
         ("KL to the reference", "kl"),
         ("Mismatch, mean |logp_old \N{MINUS SIGN} logp_rollout|", "mismatch/mean_abs"),
         ("Rollout, tokens a second", "rollout/tokens_per_s"),
+        ("Lag of the answers, steps", "lag/mean"),
         ("Time of a step, seconds", "time/total_s"),
     ]
     logged = {name for metrics in runs.values() for record in metrics for name in record}

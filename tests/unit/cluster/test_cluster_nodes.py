@@ -8,7 +8,7 @@ import time
 
 import pytest
 import ray
-from patience import deadline
+from patience import deadline, patiently
 from ray.cluster_utils import Cluster
 
 from megatron_rl.cluster.nodes import RayPlacement, read_nodes
@@ -29,7 +29,8 @@ class Nodes:
         self.added = [self.add(0, include_dashboard=False, _system_config=HEALTH)]
 
     def add(self, num_gpus: int, **options):
-        return self.cluster.add_node(num_cpus=8, num_gpus=num_gpus, object_store_memory=OBJECT_STORE_BYTES, **options)
+        resources = {"num_cpus": 8, "num_gpus": num_gpus, "object_store_memory": OBJECT_STORE_BYTES}
+        return patiently(lambda: self.cluster.add_node(**resources, **options))
 
 
 @pytest.fixture
