@@ -82,12 +82,14 @@ class BenchRank(EngineRank):
         await self.engine.start()
         vllm = self.engine._thread.engine
         core, self.in_use_s, self.since = vllm.engine_core, 0.0, None
+        self.steps: list[tuple[int, float]] = []
         get_output = core.get_output
 
         def measured() -> Any:
             outputs, now = get_output(), time.perf_counter()
             if self.since is not None:
                 self.in_use_s += len(outputs.outputs) * (now - self.since)
+                self.steps.append((len(outputs.outputs), now - self.since))
             # With requests left, the slots are in use until the next step has ended, and otherwise idle.
             self.since = now if core.engine_core.scheduler.has_unfinished_requests() else None
             return outputs
@@ -107,6 +109,14 @@ class BenchRank(EngineRank):
     async def slot_seconds(self) -> float:
         """The seconds that all slots together were in use."""
         return self.in_use_s
+
+    async def step_costs(self) -> tuple[float, float]:
+        """The seconds of a decode step, and those that each answer adds to it: a line through the median step of each
+        number of answers."""
+        answers, seconds = np.array(self.steps).T
+        numbers = [n for n in range(1, SLOTS + 1) if (answers == n).sum() >= 20]
+        slope, fixed = np.polyfit(numbers, [np.median(seconds[answers == n]) for n in numbers], 1)
+        return float(fixed), float(slope)
 
 
 class BenchGroup(EngineGroup):
@@ -168,7 +178,8 @@ def configuration(model: Path, folder: Path, max_lag: int, num_steps: int) -> Gr
 
 
 def measure(num_steps: int, trainer_s: float, modes: Sequence[str]) -> dict[str, Any]:
-    """The numbers of each mode. The engine and the verifier are the same processes for all modes."""
+    """The numbers of each mode, and the costs of the engine's steps. Engine and verifier are the same processes for all
+    modes."""
     rows = [Prompt(f"row {i}", (5, 6, 7), "", {"ground_truth": ""}) for i in range(1000)]
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name:
@@ -194,8 +205,10 @@ def measure(num_steps: int, trainer_s: float, modes: Sequence[str]) -> dict[str,
                     ports = Ports(None, engines, None, verifiers, stream)  # type: ignore[arg-type]
                     source = AsynchronousSource(config, ports, prompts, Quiet(), NEVER)  # type: ignore[arg-type]
                 results[mode] = run(source, engines, verifiers, config, trainer_s)
+            fixed_s, per_answer_s = ray.get(engines.engines[0].step_costs.remote())
             engines.close()
-    return results
+    engine = {"fixed_s": fixed_s, "per_answer_s": per_answer_s}
+    return {"modes": results, "engine": engine, "trainer_s": trainer_s}
 
 
 def run(
@@ -246,13 +259,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.json:
         print(json.dumps(results))
         return 0
-    slowest = results[args.modes[0]]["tokens_per_s"]
+    slowest = results["modes"][args.modes[0]]["tokens_per_s"]
     print("              tokens/s   times  slots in use  step    driver  verifier (of a core)")
-    for mode, row in results.items():
+    for mode, row in results["modes"].items():
         print(
             f"{mode:12}  {row['tokens_per_s']:8,.0f}  {row['tokens_per_s'] / slowest:6.2f}  {row['occupancy']:12.1%}"
             f"  {row['seconds_per_step']:.2f} s  {row['driver_cpu']:6.1%}  {row['verifier_cpu']:8.1%}"
         )
+    engine = results["engine"]
+    print(f"a step of n answers takes {engine['fixed_s'] * 1e3:.2f} ms + n x {engine['per_answer_s'] * 1e6:.0f} us")
     return 0
 
 

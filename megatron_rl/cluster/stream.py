@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from queue import Empty, SimpleQueue
 from threading import Lock, Thread
 from typing import Any
@@ -71,6 +71,8 @@ class RayStream:
         """Of both: the driver and the verifiers' threads write them."""
         self._answered: SimpleQueue[tuple[int, Future[list[Sample]]]] = SimpleQueue()
         self._events: SimpleQueue[Verified | Lost | BaseException] = SimpleQueue()
+        self._num_again = 0
+        """The number of groups that were asked for again since the last `collect`."""
         self._num_verifiers = len(verifiers.verifiers)
         for verifier in verifiers.verifiers:
             Thread(target=self._verify, args=(verifier,), name="verify", daemon=True).start()
@@ -95,7 +97,7 @@ class RayStream:
         samples.future().add_done_callback(lambda future: self._answered.put((number, future)))
 
     def collect(self, version: int) -> Verified:
-        """See `ports.Stream`."""
+        """See `ports.Stream`. The metric `stream/asked_again` is the number of groups whose answers were lost."""
         end = time.monotonic() + self._timeout_s
         while True:
             try:
@@ -107,7 +109,8 @@ class RayStream:
                     end = time.monotonic() + self._timeout_s
                 continue
             if isinstance(event, Verified):
-                return event
+                again, self._num_again = self._num_again, 0
+                return replace(event, metrics=event.metrics | {"stream/asked_again": float(again)})
             if not isinstance(event, Lost):
                 raise event
             self._ask_again(event, version)
@@ -127,6 +130,7 @@ class RayStream:
                 self._events.put(lost)  # if the policy is lost, the loop recovers and collects again
                 raise
         asked.num_lost += 1
+        self._num_again += 1
         self._send(lost.number)
 
     def _end_silent(self) -> None:

@@ -455,6 +455,11 @@ class GrpoRunConfig(BaseConfig):
             raise ValueError(
                 f"rollout.samples_per_prompt is 1, so every {estimator.kind} advantage would be 0; use 2 or more"
             )
+        if self.rollout.max_lag and self.rollout.prefix_cache == "salted":
+            raise ValueError(
+                "rollout.prefix_cache: salted lets running answers keep the keys and values of older weights, so with "
+                "rollout.max_lag no token could show whether engine and trainer agree; set prefix_cache to cleared"
+            )
         self._refuse_missing_inputs()
         labels = [reward.label for reward in self.rewards]
         if len(set(labels)) < len(labels):
