@@ -12,17 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_rl.balance.flops import forward_flops, training_flops
+from megatron_rl.balance.hardware import BANDWIDTH, DECODING_SHARE, PEAK_FLOPS, TRAINING_SHARE
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.types import Mesh, ModelShape
 
-PEAK_FLOPS = 989e12
-"""Dense bf16 operations per second of an H100 SXM (NVIDIA's data sheet)."""
-TRAINING_SHARE = 0.4
-"""The share of the peak that training is taken to reach."""
-BANDWIDTH = 3.35e12
-"""Bytes per second of the memory of an H100 SXM (NVIDIA's data sheet)."""
-DECODING_SHARE = 0.6
-"""The share of the bandwidth that decoding is taken to reach."""
 LOGIT_CHUNKS = 3 * 256 * 2**20
 """The bytes of the output layer's chunks (algorithms/logprobs.py): logits, their gradient, and one for the entropy."""
 

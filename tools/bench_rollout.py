@@ -19,6 +19,8 @@ import argparse
 import json
 import logging
 import os
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -46,7 +48,6 @@ from megatron_rl.loop.asynchronous import AsynchronousSource
 from megatron_rl.loop.source import Rollouts
 from megatron_rl.loop.stopping import NEVER
 from megatron_rl.ports import Ports
-from megatron_rl.recipes.tiny.task import write_task
 from megatron_rl.types import Group, Prompt
 
 MEDIAN, LARGEST, SIGMA = 64, 30, 1.0
@@ -184,7 +185,7 @@ def measure(num_steps: int, trainer_s: float, modes: Sequence[str]) -> dict[str,
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        write_task(folder)
+        subprocess.run([sys.executable, "-m", "megatron_rl.recipes.tiny.task", name], check=True, capture_output=True)
         description = folder / "model" / "config.json"
         description.write_text(
             json.dumps(json.loads(description.read_text()) | {"max_position_embeddings": MEDIAN * LARGEST + 3})

@@ -7,7 +7,7 @@ measured, so the results are as good as the costs that go in.
     python tools/simulate_async.py                   Qwen3-32B on 8 to 128 nodes of 8 H100, and the best split of each
     python tools/simulate_async.py --against FILE    the modes of bench_rollout.py, beside what it measured (its --json)
 
-Of Qwen3-32B the costs are those of a dry run (recipes/estimates.py): bytes of weights and cache through the memory of
+Of Qwen3-32B the costs are those of a dry run: bytes of weights and cache through the memory of
 an H100, operations at a share of its peak. A batch is 128 prompts x 16 answers, lognormal around 6,000 tokens and cut
 at 32,768; engines are TP4, trainers TP4 x PP4.
 """
@@ -26,10 +26,10 @@ from typing import Any
 import numpy as np
 
 from megatron_rl.balance import training_flops
+from megatron_rl.balance.hardware import BANDWIDTH, DECODING_SHARE, PEAK_FLOPS, TRAINING_SHARE
 from megatron_rl.layout import read_shape
 from megatron_rl.layout.families import FAMILIES
 from megatron_rl.loop.admission import Admission
-from megatron_rl.recipes.estimates import BANDWIDTH, DECODING_SHARE, PEAK_FLOPS, TRAINING_SHARE
 
 MODEL = Path(__file__).parent.parent / "configs" / "model" / "Qwen3-32B.json"
 NODES = (8, 16, 32, 64, 128)
