@@ -117,10 +117,12 @@ def mine(samples: list[TrainSample], actor: MegatronActor, num_microbatches: int
     return [samples[m::num_microbatches] for m in range(num_microbatches)]
 
 
-def begin(actor: MegatronActor, samples: list[TrainSample], layout: Layout, num_updates: int) -> Metrics:
+def begin(
+    actor: MegatronActor, samples: list[TrainSample], layout: Layout, num_updates: int, version: int = 0
+) -> Metrics:
     """The same samples in every optimizer step: from the second on the ratio is not 1."""
     minibatches = [mine(samples, actor, layout.num_microbatches)] * num_updates
-    return actor.begin(share_of(minibatches, [denominators(samples)] * num_updates, layout.alignment))
+    return actor.begin(share_of(minibatches, [denominators(samples)] * num_updates, layout.alignment, version))
 
 
 COEFFICIENTS = {"kl": 0.3, "entropy": 0.05}
@@ -376,7 +378,7 @@ def push_weights(rank, world_size, url, *, folder, layout, setup, version):
     sender.close()
     store = dist.TCPStore(setup.host, setup.port)
     samples = pickle.loads(store.get(f"samples {version}"))
-    mismatch = begin(actor, samples, layout, 2)  # a step of one update would not compute it here
+    mismatch = begin(actor, samples, layout, 2, version)  # a step of one update would not compute it here
     live = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     actor.close()
     return live, pushed, mismatch
