@@ -5,8 +5,9 @@ admission until it is generated and verified, then it is *ready*, and at last a 
 minus the version of the weights at its admission, so it is at least the lag of each of its tokens.
 
 The bound on the lag is kept by admission, and not by throwing answers away: running and ready groups together never
-exceed max_lag + 1 batches, and a step does not take groups out of turn if the older ones could then not be trained on
-in time. AReaL (arXiv:2505.24298, section 5.1) bounds the number of admitted groups in the same way.
+exceed max_lag + 1 batches, where a running group counts by the recent share of useful groups; and a step does not take
+groups out of turn if the older ones could then not be trained on in time. AReaL (arXiv:2505.24298) bounds the number of
+admitted groups in the same way.
 
 Invariants (tests/unit/loop), for any order in which groups finish: a batch has always the same size; no group is taken
 twice; no group is taken with a lag above max_lag; every group is taken, or counted as useless or surplus; a step that
