@@ -97,8 +97,11 @@ def build(
 
 
 def meet(rank: int, world_size: int, url: str) -> dist.Store:
-    """The store at `url`."""
-    return next(dist.rendezvous(url, rank, world_size))[0]
+    """The store at `url`: a file of its own, or one that another process serves."""
+    if url.startswith("file:"):
+        return next(dist.rendezvous(url, rank, world_size))[0]
+    host, port = url.removeprefix("tcp://").split(":")
+    return dist.TCPStore(host, int(port), is_master=False)
 
 
 def denominators(samples: list[TrainSample]) -> Denominators:
