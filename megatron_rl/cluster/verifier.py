@@ -106,10 +106,13 @@ class VerifierGroup:
         num = len(self.verifiers)
         bounds = [len(groups) * i // num for i in range(num + 1)]
         parts = [(v, groups[a:b]) for v, a, b in zip(self.verifiers, bounds, bounds[1:]) if b > a]
-        calls = [self._threads.submit(verifier.score, part) for verifier, part in parts]
-        while wait(calls, TICK_S).not_done:
-            tick()
-        scored = [call.result() for call in calls]
+        if len(parts) == 1:  # a request to stop must not leave a thread inside Ray when Ray is shut down
+            scored = [verifier.score(part) for verifier, part in parts]
+        else:
+            calls = [self._threads.submit(verifier.score, part) for verifier, part in parts]
+            while wait(calls, TICK_S).not_done:
+                tick()
+            scored = [call.result() for call in calls]
         sizes = [sum(len(verdicts) for verdicts in given) for given, _ in scored]
         metrics = merged([metrics for _, metrics in scored], sizes)
         metrics["verifier/restarts"] = float(sum(verifier.num_restarts for verifier in self.verifiers))
