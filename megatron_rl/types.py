@@ -9,7 +9,7 @@ Shape letters: S samples, L the length of one sample, K reward functions.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -312,6 +312,17 @@ class Group:
     verifier resolve. Tokens do not pass through the driver."""
     version: int
     """The version of the weights with which the generation began; `Tokens.version` gives the one of each token."""
+
+
+def give_verdicts(groups: Iterable[Group], verdicts: Iterable[Sequence[Verdict]]) -> None:
+    """Set the verdict of every sample.
+
+    Args:
+        verdicts: those of each group's samples.
+    """
+    for group, given in zip(groups, verdicts, strict=True):
+        for sample, verdict in zip(group.samples, given, strict=True):
+            sample.verdict = verdict
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,10 +42,11 @@ console = Console(highlight=False)
 class Interrupt:
     """Requests to stop, as an implementation of `loop.stopping.Stopping`.
 
-    Before Ray starts, the signal handler raises. From then on it only records the request, because it might interrupt
-    Ray anywhere. Code that waits calls `check` several times a second, and `check` raises: before training at the first
-    request, and in training only inside `promptly`. Elsewhere the loop stops after the step. A second Ctrl-C stops at
-    once. A second SIGTERM has no effect, because a cluster may send several.
+    Until `check` is called, the signal handler raises. From then on it only records the request, because it might
+    interrupt Ray, or the import of a library, anywhere. Code that waits calls `check` several times a second, and
+    `check` raises: before training at the first request, and in training only inside `promptly`. Elsewhere the loop
+    stops after the step. A second Ctrl-C stops at once. A second SIGTERM has no effect, because a cluster may send
+    several.
     """
 
     def __init__(self) -> None:
@@ -185,6 +186,7 @@ def launch(
                 has_begun = True
                 log_to_file(config.run_folder / "logs")
                 interrupt.on_loss = partial(tell_loss, config, again)
+                interrupt.check()  # from here on libraries are imported
                 done = run(config, open_checkpoints(config, resume), interrupt)
         if done == config.run.steps:
             return 0

@@ -114,7 +114,7 @@ class EngineGroup:
         self.processes = [Process(f"engine {i}", logs / f"engine_{i}.log", self._new(i)) for i in range(num)]
         self.num_replaced = 0
         """The number of engines that were replaced since the run began."""
-        self.bring_weights: Callable[[int], object] | None = None
+        self.bring_weights: Callable[[int], object] = _no_bridge
         """Replaces dead engines and pushes a version into all engines; the bridge sets it."""
         self._starting: list[ray.ObjectRef] = [engine.start.remote() for engine in self.engines]
 
@@ -187,7 +187,6 @@ class EngineGroup:
             self._raise_errors_of_live_engines(failures)
             for i, error in failures.items():
                 log.warning("version %d: %s", version, explain(error, self.processes[i]))
-            assert self.bring_weights is not None, "the bridge is created before the first call of generate"
             self.bring_weights(version)
         i, error = next(iter(failures.items()))
         raise explain(error, self.processes[i]) from error
@@ -238,3 +237,7 @@ class EngineGroup:
         ready = [e for e, start in zip(self.engines, self._starting, strict=True) if start in started]
         settle([engine.close.remote() for engine in ready], CLOSE_S)
         remove_records(self._records)
+
+
+def _no_bridge(version: int) -> None:
+    raise RuntimeError("answers are asked for after the bridge was created")

@@ -40,7 +40,7 @@ OBJECT_STORE_BYTES = 256 * 2**20
 setting."""
 
 END_S = 10.0
-"""The time limit for killed processes to disappear."""
+"""The time limit for killed processes to disappear, and for a thread to leave Ray."""
 CONNECT_S = 10.0
 """The time limit for connecting to the port of a running Ray."""
 
@@ -137,6 +137,7 @@ def ray_session(
                 process.resume()  # Ray's shutdown would wait for ever for a process that somebody has stopped
         family = [member for process in own for member in [process, *descendants(process)]]
         session = ray_worker._global_node.get_session_dir_path()
+        waiting.leave(END_S)
         ray.shutdown()
         _kill(family)
         if cluster.ray_address is None:

@@ -16,8 +16,9 @@ from collections import Counter
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from queue import Empty, SimpleQueue
-from threading import Lock, Thread
+from threading import Lock
 from typing import Any
 
 import ray
@@ -25,10 +26,10 @@ from ray.exceptions import RayError
 
 from megatron_rl.cluster.engines import ATTEMPTS, EngineGroup
 from megatron_rl.cluster.verifier import RayVerifier, VerifierGroup
-from megatron_rl.cluster.waiting import TICK_S, explain, tick
+from megatron_rl.cluster.waiting import TICK_S, explain, in_thread, tick
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.ports import Verified
-from megatron_rl.types import Group, Prompt, Sample
+from megatron_rl.types import Group, Prompt, Sample, give_verdicts
 
 log = logging.getLogger(__name__)
 
@@ -68,14 +69,14 @@ class RayStream:
         self._load = Counter({i: 0 for i in range(config.rollout.num_engines)})
         """The number of groups that each engine works on."""
         self._lock = Lock()
-        """Of both: the driver and the verifiers' threads write them."""
+        """Protects `_asked` and `_load`, which the driver and the verifiers' threads write."""
         self._answered: SimpleQueue[tuple[int, Future[list[Sample]]]] = SimpleQueue()
-        self._events: SimpleQueue[Verified | Lost | BaseException] = SimpleQueue()
+        self._events: SimpleQueue[Verified | Lost | Exception] = SimpleQueue()
         self._num_again = 0
         """The number of groups that were asked for again since the last `collect`."""
         self._num_verifiers = len(verifiers.verifiers)
         for verifier in verifiers.verifiers:
-            Thread(target=self._verify, args=(verifier,), name="verify", daemon=True).start()
+            in_thread(partial(self._verify, verifier), "verify")
 
     def ask(self, number: int, prompt: Prompt, num_samples: int, version: int) -> None:
         """See `ports.Stream`. The group goes to the engine that works on the fewest groups."""
@@ -123,7 +124,6 @@ class RayStream:
             raise error from lost.error
         if process.actor is asked.actor and self._engines.is_dead(asked.engine):
             log.warning("version %d: %s", version, error)
-            assert self._engines.bring_weights is not None, "the bridge is created before the first group is asked for"
             try:
                 self._engines.bring_weights(version)
             except BaseException:
@@ -144,7 +144,7 @@ class RayStream:
     def _verify(self, verifier: RayVerifier) -> None:
         """What the thread of a verifier does: score the groups that are complete, several at once if there are."""
         while True:
-            answered = [self._answered.get()]
+            answered = [self._wait_for_answers()]
             time.sleep(LINGER_S)
             with suppress(Empty):
                 for _ in range(self._answered.qsize() // self._num_verifiers):
@@ -153,8 +153,15 @@ class RayStream:
                 groups = {number: group for number, future in answered if (group := self._group(number, future))}
                 if groups:
                     self._events.put(_verified(verifier, groups))
-            except BaseException as error:  # the driver raises it
+            except Exception as error:  # the driver raises it
                 self._events.put(error)
+
+    def _wait_for_answers(self) -> tuple[int, Future[list[Sample]]]:
+        while True:
+            try:
+                return self._answered.get(timeout=TICK_S)
+            except Empty:
+                tick()
 
     def _group(self, number: int, future: Future[list[Sample]]) -> Group | None:
         """The group of a complete call; None if its answers are lost."""
@@ -170,8 +177,6 @@ class RayStream:
 
 def _verified(verifier: RayVerifier, groups: dict[int, Group]) -> Verified:
     verdicts, metrics = verifier.score(list(groups.values()))
-    for group, given in zip(groups.values(), verdicts, strict=True):
-        for sample, verdict in zip(group.samples, given, strict=True):
-            sample.verdict = verdict
+    give_verdicts(groups.values(), verdicts)
     verifier.write(groups)
     return Verified(groups, metrics)

@@ -9,9 +9,11 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import wait
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import ray
@@ -20,7 +22,7 @@ from megatron_rl.algorithms.shaping import shape_verdicts
 from megatron_rl.cluster.nodes import RayPlacement
 from megatron_rl.cluster.process import Location, Process, begin_process, locate
 from megatron_rl.cluster.restarts import Restarts
-from megatron_rl.cluster.waiting import TICK_S, ProcessLost, gather, locate_all, tick
+from megatron_rl.cluster.waiting import TICK_S, ProcessLost, gather, in_thread, locate_all, tick
 from megatron_rl.config.schema import GrpoRunConfig, RewardConfig
 from megatron_rl.data.journal import Entry, JournalWriter
 from megatron_rl.types import Group, Metrics, Prompt, Tokens, Verdict
@@ -86,7 +88,6 @@ class VerifierGroup:
     def __init__(self, config: GrpoRunConfig, logs: Path, placement: RayPlacement, restarts: Restarts) -> None:
         failures, num = FailureLog(logs / "rewards.log"), config.cluster.verifiers
         self.verifiers = [RayVerifier(config, logs, placement, restarts, failures, i) for i in range(num)]
-        self._threads = ThreadPoolExecutor(num)
 
     def wait(self) -> None:
         """Wait until all rewards are loaded. They load while engines and policy start.
@@ -106,13 +107,10 @@ class VerifierGroup:
         num = len(self.verifiers)
         bounds = [len(groups) * i // num for i in range(num + 1)]
         parts = [(v, groups[a:b]) for v, a, b in zip(self.verifiers, bounds, bounds[1:]) if b > a]
-        if len(parts) == 1:  # a request to stop must not leave a thread inside Ray when Ray is shut down
-            scored = [verifier.score(part) for verifier, part in parts]
-        else:
-            calls = [self._threads.submit(verifier.score, part) for verifier, part in parts]
-            while wait(calls, TICK_S).not_done:
-                tick()
-            scored = [call.result() for call in calls]
+        calls = [in_thread(partial(verifier.score, part), "score") for verifier, part in parts]
+        while wait(calls, TICK_S).not_done:
+            tick()
+        scored = [call.result() for call in calls]
         sizes = [sum(len(verdicts) for verdicts in given) for given, _ in scored]
         metrics = merged([metrics for _, metrics in scored], sizes)
         metrics["verifier/restarts"] = float(sum(verifier.num_restarts for verifier in self.verifiers))
@@ -134,6 +132,8 @@ class RayVerifier:
         self._config, self._placement, self._restarts = config, placement, restarts
         self._failures, self._index = failures, index
         self.num_restarts = 0
+        self._lock = Lock()
+        """Held while the process works: a time limit is that of one call, and the process is replaced once."""
         name = "verifier" if config.cluster.verifiers == 1 else f"verifier {index}"
         log_path = logs / f"{name.replace(' ', '_')}.log"
         self.process = Process(name, log_path, None)
@@ -213,12 +213,13 @@ class RayVerifier:
         Raises:
             ProcessLost: there is no answer. The process has been replaced.
         """
-        try:
+        with self._lock:
+            try:
+                return self._ask_once(method, doing, timeout_s, *arguments)
+            except ProcessLost as error:
+                if error.silent and not error.stopped:
+                    raise
             return self._ask_once(method, doing, timeout_s, *arguments)
-        except ProcessLost as error:
-            if error.silent and not error.stopped:
-                raise
-        return self._ask_once(method, doing, timeout_s, *arguments)
 
     def _ask_once(self, method: str, doing: str, timeout_s: float, *arguments: Any) -> Any:
         call = getattr(self.process.actor, method).remote(*arguments)

@@ -11,7 +11,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
@@ -30,10 +31,54 @@ on_tick: Callable[[], None] = _nothing
 """Called during every wait; see `session.ray_session`."""
 
 
+Result = TypeVar("Result")
+
+_threads: set[threading.Thread] = set()
+_is_leaving = threading.Event()
+
+
+class Leaving(BaseException):
+    """Raised in a thread that must leave Ray. It is no `Exception`, so that `except Exception` does not catch it."""
+
+
 def tick() -> None:
-    """Call `on_tick`, unless this is not the main thread: what it raises is meant for the loop."""
+    """Call `on_tick` in the main thread: what it raises is meant for the loop.
+
+    Raises:
+        Leaving: in another thread, if it must leave Ray.
+    """
     if threading.current_thread() is threading.main_thread():
         on_tick()
+    elif _is_leaving.is_set():
+        raise Leaving
+
+
+def in_thread(work: Callable[[], Result], name: str) -> Future[Result]:
+    """Run `work`, which may call Ray, in a thread of its own. Whatever waits in it must call `tick`."""
+    future: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except Leaving:
+            future.cancel()
+        except BaseException as error:
+            future.set_exception(error)
+        finally:
+            _threads.discard(threading.current_thread())
+
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    _threads.add(thread)
+    thread.start()
+    return future
+
+
+def leave(timeout_s: float) -> None:
+    """End the threads of `in_thread`. While Ray is shut down, a thread inside Ray would be a segmentation fault."""
+    _is_leaving.set()
+    for thread in list(_threads):
+        thread.join(timeout_s)
+    _is_leaving.clear()
 
 
 class ProcessLost(RuntimeError):

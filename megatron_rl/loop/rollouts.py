@@ -11,7 +11,7 @@ import numpy as np
 
 from megatron_rl.config.schema import GrpoRunConfig, RewardConfig
 from megatron_rl.ports import Ports, Sink
-from megatron_rl.types import Group, Metrics, Prompt, Scores, Verdict
+from megatron_rl.types import Group, Metrics, Prompt, Scores, Verdict, give_verdicts
 
 EVALUATION_SEED = 2**20
 """Evaluations use the seed before this one in every step, so that their accuracies can be compared. The steps have
@@ -53,9 +53,7 @@ def score(ports: Ports, groups: Sequence[Group]) -> Metrics:
         ValueError: every verdict is an abstention. The message has the most frequent reason.
     """
     verdicts, metrics = ports.verifier.score(groups)
-    for group, given in zip(groups, verdicts, strict=True):
-        for sample, verdict in zip(group.samples, given, strict=True):
-            sample.verdict = verdict
+    give_verdicts(groups, verdicts)
     require_a_score([verdict for given in verdicts for verdict in given])
     return metrics
 

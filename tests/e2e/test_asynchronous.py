@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from contextlib import suppress
 from pathlib import Path
 
@@ -101,3 +102,14 @@ def test_kills_cost_no_token_and_no_group(recipe, task):
         same = zip(before[number].tokens, after[number].tokens, strict=True)
         assert all(a.ids.tolist() == b.ids.tolist() for a, b in same), "what was verified is not generated again"
     assert not (folder / "unfinished").exists()
+
+
+def test_a_stop_while_rewards_are_computed_saves_and_ends(recipe, task):
+    """Threads of the driver wait inside Ray for the rewards. Ray's end under such a thread is a segmentation fault."""
+    (recipe.folder / "gate").touch()
+    run = recipe.start(*arguments(task, steps=1000))
+    recipe.wait_until(run, (recipe.folder / "waiting").exists)
+    run.send_signal(signal.SIGTERM)
+    said = recipe.folder / "out.txt"
+    assert run.wait(recipe.deadline_s) == 143, said.read_text()
+    assert "Traceback" not in said.read_text()
