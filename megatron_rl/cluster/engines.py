@@ -78,12 +78,12 @@ class EngineRank:
         return metrics
 
     async def generate(
-        self, prompts: list[Prompt], num_samples: int, version: int, seed: int, greedy: bool
+        self, prompts: list[Prompt], num_samples: int, version: int, seed: int, greedy: bool, first: int
     ) -> tuple[Any, ...]:
         """The samples of all groups, and after them the tokens of each group, which become separate objects in Ray's
         store."""
         log.info("version %d: answering %d prompts, %d times each", version, len(prompts), num_samples)
-        answers = await self.engine.generate(prompts, num_samples, version, seed, greedy)
+        answers = await self.engine.generate(prompts, num_samples, version, seed, greedy, first)
         num_tokens = sum(sample.length - sample.num_prompt_tokens for group in answers for sample, _ in group)
         log.info("version %d: answered with %d tokens", version, num_tokens)
         samples = [[sample for sample, _ in group] for group in answers]
@@ -177,11 +177,11 @@ class EngineGroup:
         """
         num = len(self.processes)
         bounds = [len(prompts) * i // num for i in range(num + 1)]
-        parts = {i: list(prompts[a:b]) for i, (a, b) in enumerate(zip(bounds, bounds[1:])) if b > a}
+        parts = {i: range(a, b) for i, (a, b) in enumerate(zip(bounds, bounds[1:])) if b > a}
         answered: dict[int, list[Group]] = {}
         for attempt in range(ATTEMPTS):
             asked = {i: part for i, part in parts.items() if i not in answered}
-            failures = self._ask(asked, answered, (num_samples, version, seed, greedy))
+            failures = self._ask(asked, prompts, answered, (num_samples, version, seed, greedy))
             if not failures:
                 return [group for i in parts for group in answered[i]]
             self._raise_errors_of_live_engines(failures)
@@ -196,14 +196,18 @@ class EngineGroup:
         return settle([self.engines[index].alive.remote()], ALIVE_S) != [True]
 
     def _ask(
-        self, parts: dict[int, list[Prompt]], answered: dict[int, list[Group]], options: tuple[int, int, int, bool]
+        self,
+        parts: dict[int, range],
+        prompts: Sequence[Prompt],
+        answered: dict[int, list[Group]],
+        options: tuple[int, int, int, bool],
     ) -> dict[int, RayError]:
         """Ask the engines of `parts`. Write the answers into `answered`, and return the errors, both by engine."""
-        num_samples, version, seed, greedy = options
+        version = options[1]
         calls = {
             i: self.processes[i]
             .actor.generate.options(num_returns=1 + len(part))
-            .remote(part, num_samples, version, seed * len(self.processes) + i, greedy)
+            .remote([prompts[k] for k in part], *options, part.start)
             for i, part in parts.items()
         }
         outcomes = settle([first for first, *_ in calls.values()], self._config.cluster.step_timeout_s)
@@ -212,7 +216,8 @@ class EngineGroup:
             if isinstance(samples, RayError):
                 failures[i] = samples
             else:
-                answered[i] = [Group(*each, version) for each in zip(parts[i], samples, payloads, strict=True)]
+                asked = [prompts[k] for k in parts[i]]
+                answered[i] = [Group(*each, version) for each in zip(asked, samples, payloads, strict=True)]
         return failures
 
     def _raise_errors_of_live_engines(self, failures: dict[int, RayError]) -> None:

@@ -2,8 +2,10 @@
 
 The requests of a call start together and in a fixed order. Weights may arrive while requests run: they arrive between
 two steps, and the requests continue with them. Invariants (tests/unit/rollout):
-- `generate` is a pure function of (weights, prompts, seed) if no push and no other call happens during it. A call
-  restarts the sampler's random stream and empties the prefix cache, so a resumed run repeats the uninterrupted one.
+- Each answer has a seed, and its noise belongs to (seed, position). So it is the same whatever else the engine does, on
+  whichever engine it begins or goes on, up to the rounding of batches of other sizes. If no push and no other call
+  happens during `generate`, it is the same to the bit, because the call empties the prefix cache: a resumed run repeats
+  the uninterrupted one.
 - A push during a call changes no token that was sampled before it.
 - Each token carries exactly the version that sampled it.
 - A request never reads a cached prefix that other weights computed. With `cleared` a push empties the cache and the
@@ -13,7 +15,7 @@ two steps, and the requests continue with them. Invariants (tests/unit/rollout):
 - An engine without weights, with another version than the caller asks for, or with a part of an update refuses to
   answer. A call during which a push fails raises an error.
 
-The first invariant holds to the bit on a CPU; on a GPU, kernels may round differently from run to run.
+On a GPU, kernels may round differently from run to run.
 
 vLLM labels the tokens of a step with a version when it hands them out. Before weights change, all steps have been
 handed out, so no token gets the wrong version. With asynchronous scheduling, which vLLM does on GPUs alone, this has
@@ -94,6 +96,8 @@ class _Request:
     ids: Sequence[int]
     """The prompt, with what has been sampled after it."""
     max_tokens: int
+    seed: int
+    """Of its first sample; vLLM gives the others the numbers after it."""
     answer: tuple[int, int] | None = None
     """The numbers of group and sample under which the tokens are recorded; None: they are not."""
 
@@ -110,11 +114,12 @@ class _Answer:
     """The call under way; None if the answer is complete."""
     begun: Completion
     """What an earlier engine has sampled of this call."""
+    seed: int
 
     @property
     def request(self) -> _Request:
         ids = [*self.prompt_ids, *self.transcript.ids, *self.begun.ids]
-        return _Request(ids, self.call.max_tokens - len(self.begun.ids), self.name)
+        return _Request(ids, self.call.max_tokens - len(self.begun.ids), self.seed, self.name)
 
     def sampled(self, rest: Completion) -> None:
         """Complete the call."""
@@ -222,22 +227,31 @@ class VllmEngine:
         config = arguments.create_engine_config()
         engine = LLMEngine(config, Executor.get_class(config), log_stats=False, multiprocess_mode=False)
         remove_own_names()
+        if not on_gpu:
+            engine.collective_rpc("sample_by_seed")
         if self._progress is not None:
             _record_steps(engine, self._progress)
         return engine
 
     async def generate(
-        self, prompts: Sequence[Prompt], num_samples: int, version: int, seed: int, greedy: bool = False
+        self,
+        prompts: Sequence[Prompt],
+        num_samples: int,
+        version: int,
+        seed: int,
+        greedy: bool = False,
+        first: int = 0,
     ) -> list[list[tuple[Sample, Tokens]]]:
         """Answer every prompt `num_samples` times.
 
-        Several calls may run at once, and pushes may arrive during a call. A call that begins while another one runs
-        shares its random stream and its prefix cache. After a push the answers continue with the new weights, and
-        `Tokens.version` gives the version of each token.
+        Several calls may run at once, and pushes may arrive during a call. After a push the answers continue with the
+        new weights, and `Tokens.version` gives the version of each token.
 
         Args:
             version: the version of the weights that generation begins with. If a push is under way, the call waits
                 until it ends.
+            first: the number of prompts that other engines answer before these ones. The seed of an answer comes from
+                `seed` and the number of its prompt, so it does not depend on the number of engines.
             greedy: always take the most probable token.
 
         Returns:
@@ -249,14 +263,15 @@ class VllmEngine:
             RuntimeError: a push failed during the call, and the answers are lost.
         """
         self._check(prompts)
-        first = self._program.next(Transcript())
-        assert isinstance(first, Call), "a program begins with a call"
-        answers = await self._sample(
-            [_Request(prompt.token_ids, first.max_tokens) for prompt in prompts],
-            self._params(num_samples, greedy),
-            (version, _sampler_seed(self._seed, seed)),
-        )
+        call = self._program.next(Transcript())
+        assert isinstance(call, Call), "a program begins with a call"
+        seeds = [request_seed(self._seed, seed, number) for number in range(first, first + len(prompts))]
+        requests = [
+            _Request(prompt.token_ids, call.max_tokens, own) for prompt, own in zip(prompts, seeds, strict=True)
+        ]
+        answers = await self._sample(requests, self._params(num_samples, greedy), version, is_first=True)
         prompt_ids = [prompt.token_ids for prompt in prompts for _ in range(num_samples)]
+        own_seeds = [seed + sample for seed in seeds for sample in range(num_samples)]
         transcripts = [Transcript() for _ in prompt_ids]
         for transcript, completion in zip(transcripts, itertools.chain(*answers), strict=True):
             transcript.sampled(completion)
@@ -267,8 +282,11 @@ class VllmEngine:
             if not calls:
                 break
             # The prefix cache still holds the tokens of the earlier calls.
-            requests = [_Request([*prompt_ids[i], *transcripts[i].ids], call.max_tokens) for i, call in calls.items()]
-            for i, [completion] in zip(calls, await self._sample(requests, self._params(1, greedy), None), strict=True):
+            requests = [
+                _Request([*prompt_ids[i], *transcripts[i].ids], call.max_tokens, own_seeds[i])
+                for i, call in calls.items()
+            ]
+            for i, [completion] in zip(calls, await self._sample(requests, self._params(1, greedy)), strict=True):
                 transcripts[i].sampled(completion)
         samples = [as_sample(ids, t, self._delimiter) for ids, t in zip(prompt_ids, transcripts, strict=True)]
         return [samples[i : i + num_samples] for i in range(0, len(samples), num_samples)]
@@ -278,11 +296,10 @@ class VllmEngine:
     ) -> list[tuple[Sample, Tokens]]:
         """Answer one prompt while others are answered and pushes arrive, with the weights that the engine holds.
 
-        Each answer goes on as soon as its own call has ended. The random stream and the prefix cache are shared with
-        all other requests; an engine without requests begins a stream with `number`.
+        Each answer goes on as soon as its own call has ended.
 
         Args:
-            number: the number of the group.
+            number: the number of the group, which seeds its answers.
             earlier: the records of the engines that have begun this group and lost it, in order. The answers go on
                 from the tokens in these records.
 
@@ -293,8 +310,8 @@ class VllmEngine:
         self._check([prompt])
         answers = [self._begun(prompt, number, sample, earlier) for sample in range(num_samples)]
         requests = [answer.request for answer in answers if answer.call is not None]
-        begin = (None, _sampler_seed(self._seed, number))
-        futures = iter(await self._thread.call(partial(self._begin, requests, self._params(1, False), begin)))
+        begin = partial(self._begin, requests, self._params(1, False), is_first=True)
+        futures = iter(await self._thread.call(begin))
         calls = [self._complete(answer, next(futures) if answer.call else None) for answer in answers]
         outcomes = await asyncio.gather(*calls, return_exceptions=True)
         for outcome in outcomes:
@@ -309,7 +326,8 @@ class VllmEngine:
         sampled = Completion(rows["token"].tolist(), rows["logp"].tolist(), rows["version"].tolist(), stopped=False)
         transcript, call, used = replay(self._program, sampled, self._stop_ids)
         rest = Completion(sampled.ids[used:], sampled.logp[used:], sampled.version[used:], stopped=False)
-        return _Answer(prompt.token_ids, (number, sample), transcript, call, rest)
+        seed = request_seed(self._seed, number) + sample
+        return _Answer(prompt.token_ids, (number, sample), transcript, call, rest, seed)
 
     async def _complete(self, answer: _Answer, future: Future[RequestOutput] | None) -> tuple[Sample, Tokens]:
         """Carry out the program of one answer.
@@ -323,7 +341,7 @@ class VllmEngine:
             answer.call, future = next_call(self._program, answer.transcript), None
             if answer.call is not None:
                 params = self._params(1, False)
-                [future] = await self._thread.call(partial(self._begin, [answer.request], params, None))
+                [future] = await self._thread.call(partial(self._begin, [answer.request], params))
         return as_sample(answer.prompt_ids, answer.transcript, self._delimiter)
 
     async def init_transfer(self, info: dict[str, Any]) -> None:
@@ -424,37 +442,37 @@ class VllmEngine:
         self,
         requests: Sequence[_Request],
         params: dict[str, Any],
-        begin: tuple[int | None, int] | None,
+        version: int | None = None,
+        is_first: bool = False,
     ) -> list[list[Completion]]:
-        """Send all requests to vLLM and wait for their answers.
-
-        Args:
-            params: the sampling parameters without the token limit.
-            begin: (version, seed): check that the engine holds this version (None: any), and, unless another call runs,
-                seed the random stream and empty the prefix cache. Without it weights, stream and cache stay as they
-                are.
-        """
-        answers = await self._thread.call(partial(self._begin, requests, params, begin))
+        """Send all requests to vLLM and wait for their answers; see `_begin`."""
+        answers = await self._thread.call(partial(self._begin, requests, params, version, is_first))
         return [_completions(await asyncio.wrap_future(answer)) for answer in answers]
 
     def _begin(
         self,
         requests: Sequence[_Request],
         params: dict[str, Any],
-        begin: tuple[int | None, int] | None,
+        version: int | None = None,
+        is_first: bool = False,
     ) -> list[Future[RequestOutput]]:
+        """Add requests to the engine and return their future answers.
+
+        Args:
+            params: the sampling parameters without the token limit and the seed.
+            version: the version that the engine must hold; None: any.
+            is_first: whether answers begin with these requests. If no others run, the prefix cache is emptied.
+        """
         engine = self._thread.engine
-        if begin and begin[0] is not None:
-            self._check_version(begin[0])
+        if version is not None:
+            self._check_version(version)
         elif self._version is None:
             raise RuntimeError(self._lost)
-        if begin and not engine.has_unfinished_requests():
+        if is_first and not engine.has_unfinished_requests():
             engine.reset_prefix_cache()
-            engine.collective_rpc("seed_sampling", args=(begin[1],))
         return [self._add(request, params) for request in requests]
 
     def _add(self, request: _Request, params: dict[str, Any]) -> Future[RequestOutput]:
-        """Add one request to the engine and return its future answer."""
         from vllm import SamplingParams
 
         prompt: dict[str, Any] = {"prompt_token_ids": list(request.ids)}
@@ -462,14 +480,14 @@ class VllmEngine:
             prompt["cache_salt"] = str(self._version)
         self._num_requests += 1
         name = str(self._num_requests)
-        parameters = SamplingParams(**params, max_tokens=request.max_tokens)
+        parameters = SamplingParams(**params, max_tokens=request.max_tokens, seed=request.seed)
         internal_name = self._thread.engine.add_request(name, prompt, parameters)
         if self._progress is not None and request.answer is not None:
             self._progress.begin(internal_name, *request.answer)
         return self._thread.expect(name)
 
     def _params(self, num_samples: int, greedy: bool) -> dict[str, Any]:
-        """The fields of vLLM's SamplingParams, without the token limit."""
+        """The fields of vLLM's SamplingParams, without the token limit and the seed."""
         from vllm.sampling_params import RequestOutputKind
 
         sampling = self._rollout.sampling
@@ -530,6 +548,6 @@ def _gpu_options(rollout: RolloutConfig) -> dict[str, Any]:
     return {"gpu_memory_utilization": rollout.gpu_memory_utilization}
 
 
-def _sampler_seed(*parts: int) -> int:
-    """A seed that makes the random streams of different engines and calls independent."""
-    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:4], "little")
+def request_seed(*parts: int) -> int:
+    """The seed of the first sample of a request, of 62 bits, so that vLLM can add the numbers of the others."""
+    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "little") >> 2

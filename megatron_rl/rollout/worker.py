@@ -12,6 +12,9 @@ import multiprocessing
 import signal
 import sys
 
+import numpy as np
+import torch
+
 from megatron_rl.processes import STACKS
 
 PR_SET_PDEATHSIG = 1
@@ -21,11 +24,31 @@ PR_SET_PDEATHSIG = 1
 class RolloutWorker:
     """Methods that every vLLM worker gets. Each is called on all ranks of an engine together."""
 
-    def seed_sampling(self, seed: int) -> None:
-        """Restart the sampler's random stream, in the same way on every rank."""
-        from vllm.utils.torch_utils import set_random_seed
+    def sample_by_seed(self) -> None:
+        """Draw the noise of a token from its request's seed and its position, as vLLM does on GPUs (its model runner
+        V2). On a CPU vLLM would ask a generator for each request and step: it costs 3 us, its state is where chance
+        puts it after an engine's death, and for a prompt that is computed in parts vLLM sets it back, which a CPU's
+        generator cannot do."""
+        runner = self.model_runner
+        sampler = runner.sampler.topk_topp_sampler
 
-        set_random_seed(seed)
+        def sample(
+            logits: torch.Tensor,
+            generators: dict[int, torch.Generator],
+            k: torch.Tensor | None,
+            p: torch.Tensor | None,
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            generators.clear()
+            batch = runner.input_batch
+            seeds = [runner.requests[name].sampling_params.seed for name in batch.req_ids]
+            noise = noise_seeds(np.array(seeds), batch.num_tokens_no_spec[: len(seeds)])
+            logits = apply_top_k_top_p(logits, k, p).float()
+            tokens = torch.ops._C.fused_gumbel_argmax(logits, torch.from_numpy(noise))
+            return tokens, logits.log_softmax(-1)
+
+        from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+
+        sampler.forward = sample
 
     def take_weights(self, version: int) -> str | None:
         """Receive all weights through vLLM's weight transfer engine. Returns None, or the message of an error.
@@ -40,6 +63,15 @@ class RolloutWorker:
         except Exception as error:
             self._weight_update_active = False  # otherwise vLLM refuses the next update
             return str(error) or repr(error)
+
+
+def noise_seeds(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """int64 [B], not negative: a hash of each request's seed and of the number of tokens before the one that is sampled
+    (SplitMix64: Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014)."""
+    x = seeds.astype(np.uint64) + positions.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)
+    return ((x ^ (x >> np.uint64(31))) >> np.uint64(1)).astype(np.int64)
 
 
 def die_with_parent() -> None:

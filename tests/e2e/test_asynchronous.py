@@ -107,7 +107,7 @@ def test_kills_cost_no_token_and_no_group(recipe, task):
 def test_a_stop_while_rewards_are_computed_saves_and_ends(recipe, task):
     """Threads of the driver wait inside Ray for the rewards. Ray's end under such a thread is a segmentation fault."""
     (recipe.folder / "gate").touch()
-    run = recipe.start(*arguments(task, steps=1000))
+    run = recipe.start(*arguments(task, steps=1000), "rollout.num_engines=1")
     recipe.wait_until(run, (recipe.folder / "waiting").exists)
     run.send_signal(signal.SIGTERM)
     said = recipe.folder / "out.txt"
