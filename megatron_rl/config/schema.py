@@ -152,7 +152,8 @@ class RolloutConfig(Section):
     and up to max_lag + 1 batches of prompts are under way or wait for a step. Use it with `algorithm.correction`."""
     active_sampling: bool = False
     """Whether groups without a signal, in which all rewards are equal, are replaced by other prompts until the batch is
-    full."""
+    full. A prompt whose answers were all right (see `eval.verifier`) then rests for one epoch, and for up to eight if
+    it stays easy."""
     delimiter: str = "</think>"
     """The text that ends the thought. It may be one or more of the model's tokens. An empty text means that the model
     does not think."""

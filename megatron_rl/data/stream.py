@@ -39,6 +39,14 @@ class ShuffledStream(Generic[T]):
         first, self.position = self.position, self.position + count
         return [(number, self.item(number)) for number in range(first, self.position)]
 
+    def __len__(self) -> int:
+        """The number of items in an epoch."""
+        return len(self._items)
+
+    def epoch(self, number: int) -> int:
+        """The epoch in which an item of the stream comes."""
+        return number // len(self._items)
+
     def item(self, number: int) -> T:
         epoch, place = divmod(number, len(self._items))
         return self._items[int(self._order(epoch)[place])]

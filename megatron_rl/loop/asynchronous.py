@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from dataclasses import replace
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,15 @@ from megatron_rl.data import ShuffledStream, prune_journal, read_journal
 from megatron_rl.data.journal import Entry
 from megatron_rl.loop.admission import Admission
 from megatron_rl.loop.checkpoints import find_checkpoints
-from megatron_rl.loop.rollouts import SilentRewards, describe_verified, require_a_score, scores_of, verdicts_of
+from megatron_rl.loop.pass_rates import PassRates
+from megatron_rl.loop.rollouts import (
+    SilentRewards,
+    describe_verified,
+    require_a_score,
+    right_answers,
+    scores_of,
+    verdicts_of,
+)
 from megatron_rl.loop.source import Rollouts
 from megatron_rl.loop.stopping import Stopping
 from megatron_rl.ports import Ports, Sink
@@ -46,6 +55,9 @@ class AsynchronousSource:
         self._checkpoints = config.run_folder / "checkpoints"
         self._admission = Admission(rollout.prompts_per_step, rollout.max_lag)
         self._silence = SilentRewards(config.rewards)
+        self._pass_rates = PassRates()
+        self._num_resting = 0
+        """The number of prompts that rested when their turn came, since the last step."""
         self._groups: dict[int, Group] = {}
         """The ready groups, and those that the last NUM_HELD steps have taken."""
         self._taken: dict[int, list[int]] = {}
@@ -92,7 +104,11 @@ class AsynchronousSource:
 
     def state(self) -> dict[str, Any]:
         waiting = sorted([*self._admission.running, *self._admission.ready, *self._again])
-        return self._prompts.state() | {"waiting": waiting, "step": self._step}
+        return self._prompts.state() | {
+            "waiting": waiting,
+            "step": self._step,
+            "pass_rates": self._pass_rates.state(),
+        }
 
     def restore(self, state: dict[str, Any]) -> None:
         """
@@ -113,6 +129,7 @@ class AsynchronousSource:
             self._written = read_journal(self._journal)
             self._resumed_at = state["step"]
         self._step = state["step"]
+        self._pass_rates.restore(state.get("pass_rates", {}))
         for number in state["waiting"]:
             if number in self._admission.running or number in self._admission.ready or number in self._again:
                 continue
@@ -124,10 +141,25 @@ class AsynchronousSource:
     def _refill(self) -> bool:
         """Ask for as many groups as there is room for. Returns whether there was any; groups of the journal are ready
         at once."""
-        asked = self._prompts.take(self._admission.room(self._config.run.steps - self._version))
+        asked = self._draw(self._admission.room(self._config.run.steps - self._version))
         for number, prompt in asked:
             self._ask(number, prompt)
         return bool(asked)
+
+    def _draw(self, count: int) -> list[tuple[int, Prompt]]:
+        """The next prompts that do not rest, with their numbers. If all prompts of an epoch rest, they are drawn
+        nevertheless."""
+        drawn: list[tuple[int, Prompt]] = []
+        num_passed = 0
+        while len(drawn) < count:
+            [(number, prompt)] = self._prompts.take(1)
+            rests = self._pass_rates.rests(prompt.uid, self._prompts.epoch(number))
+            if rests and number not in (self._written or {}) and num_passed < len(self._prompts):
+                num_passed += 1
+            else:
+                drawn.append((number, prompt))
+        self._num_resting += num_passed
+        return drawn
 
     def _ask(self, number: int, prompt: Prompt) -> None:
         assert self._written is not None
@@ -151,7 +183,12 @@ class AsynchronousSource:
 
     def _finish(self, number: int, group: Group) -> None:
         rewards = [verdict.reward for verdict in verdicts_of([group])]
-        useful = not self._config.rollout.active_sampling or len({r for r in rewards if r is not None}) > 1
+        useful = True
+        if self._config.rollout.active_sampling:
+            useful = len({r for r in rewards if r is not None}) > 1
+            right = right_answers(self._config, verdicts_of([group]))
+            if right:
+                self._pass_rates.record(group.prompt.uid, fmean(right), self._prompts.epoch(number))
         self._admission.finish(number, useful)
         if useful:
             self._groups[number] = group
@@ -181,6 +218,7 @@ class AsynchronousSource:
         metrics |= merged([part for part, _ in scorings], [size for _, size in scorings])
         num_tokens, self._num_tokens = self._num_tokens, 0
         before, self._since = self._since, time.perf_counter()
+        resting, self._num_resting = self._num_resting, 0
         useless, surplus = self._admission.num_useless, self._admission.num_surplus
         self._admission.num_useless = self._admission.num_surplus = 0
         lags = [step - sample.oldest_version for group in groups for sample in group.samples if sample.num_actions]
@@ -192,6 +230,7 @@ class AsynchronousSource:
             "stream/ready": float(len(self._admission.ready)),
             "stream/useless": float(useless),
             "stream/surplus": float(surplus),
+            "stream/resting": float(resting),
         }
 
 

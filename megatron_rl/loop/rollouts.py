@@ -125,24 +125,27 @@ def require_a_score(verdicts: Sequence[Verdict]) -> None:
 
 
 def evaluate_heldout(config: GrpoRunConfig, ports: Ports, prompts: Sequence[Prompt], step: int) -> Metrics:
-    """The mean reward and the share of right answers over the held-out prompts, sampled as in training.
-
-    An answer is right if the reward `eval.verifier` gave it 1 or more. Answers on which this reward abstained are not
-    counted.
-    """
+    """The mean reward and the share of right answers over the held-out prompts, sampled as in training."""
     groups = ports.engine.generate(prompts, config.eval.samples_per_prompt, step, EVALUATION_SEED - 1)
     score(ports, groups)
     samples, verdicts = [sample for group in groups for sample in group.samples], verdicts_of(groups)
     scores = [verdict.score for verdict in verdicts if verdict.score is not None]
-    deciding = config.deciding_reward
-    judged = [] if deciding is None else [verdict.parts[deciding] for verdict in verdicts]
-    right = [part >= 1 for part in judged if part is not None]
+    right = right_answers(config, verdicts)
     return ({"eval/accuracy": fmean(right)} if right else {}) | {
         "eval/reward_mean": fmean(scores),
         "eval/num_samples": float(len(samples)),
         "eval/abstained": float(len(samples) - len(scores)),
         "eval/response_mean": fmean(sample.length - sample.num_prompt_tokens for sample in samples),
     }
+
+
+def right_answers(config: GrpoRunConfig, verdicts: Sequence[Verdict]) -> list[bool]:
+    """Whether each answer is right: the deciding reward (`eval.verifier`) gave it 1 or more. Answers on which this
+    reward abstained are left out, and all answers if no reward decides."""
+    if config.deciding_reward is None:
+        return []
+    parts = [verdict.parts[config.deciding_reward] for verdict in verdicts]
+    return [part >= 1 for part in parts if part is not None]
 
 
 def verdicts_of(groups: Sequence[Group]) -> list[Verdict]:

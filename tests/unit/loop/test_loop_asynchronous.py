@@ -44,8 +44,8 @@ class Recording(World):
             self.steps[step] = self.in_step
 
 
-def asynchronous(max_lag: int, folder="nowhere", every=1, **rollout):
-    run_section = {"name": "x", "folder": str(folder), "steps": 8}
+def asynchronous(max_lag: int, folder="nowhere", every=1, steps=8, **rollout):
+    run_section = {"name": "x", "folder": str(folder), "steps": steps}
     return config(rollout=ROLLOUT | {"max_lag": max_lag} | rollout, run=run_section, checkpoint={"every": every})
 
 
@@ -169,3 +169,29 @@ def test_a_state_of_the_other_kind_is_refused():
     for one, other in (sources, sources[::-1]):
         with pytest.raises(ValueError, match="resume with the same settings"):
             one.restore(other.state())
+
+
+def test_prompts_that_became_easy_rest_and_come_back(tmp_path):
+    """Half of the prompts are easy from the first epoch on. One that is drawn again before its answers are verified,
+    at the seam of two epochs, is drawn once too often. The run is resumed in between."""
+    easy = {f"row {i}" for i in range(16)}
+
+    class SomeEasy(Recording):
+        def score(self, groups):
+            self.score_of = lambda g, i: 1.0 if groups[g].prompt.uid in easy else float(i % 2)
+            return super().score(groups)
+
+    rows = ROWS[:32]
+    cfg = asynchronous(0, steps=45, active_sampling=True)
+    broken, resumed = SomeEasy(), SomeEasy()
+    assert run_on(broken, tmp_path / "c", cfg, train_on=rows, stopping=StopAfter(broken, 15)) == 15
+    assert run_on(resumed, tmp_path / "c", cfg, train_on=rows, resume="auto") == 45
+    asked = dict(broken.asked_for + resumed.asked_for)  # those under way at the stop are asked for again
+    epochs = {row.uid: sorted(number // 32 for number, uid in asked.items() if uid == row.uid) for row in rows}
+    for uid, drawn in epochs.items():
+        early = [epoch for epoch in drawn if epoch <= 9]
+        assert len(early) <= 5 if uid in easy else early == list(range(10)), (uid, drawn)
+        assert early[0] == 0 and len(early) >= 3
+    steps = [metrics for _, metrics in broken.logged + resumed.logged if "loss" in metrics]
+    assert all(metrics["samples/active"] == 8 for metrics in steps)
+    assert sum(metrics["stream/resting"] for metrics in steps) > 16 * 5
