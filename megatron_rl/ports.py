@@ -129,7 +129,8 @@ class Verified:
     groups: Mapping[int, Group]
     """By the numbers with which they were asked for."""
     metrics: Metrics
-    """Those of the scoring; see `Verifier.score`."""
+    """Those of the scoring, see `Verifier.score`, and `stream/idle_s`: the seconds in which engines had nothing to do,
+    of all engines together, since the last `Stream.collect`."""
 
 
 class Stream(Protocol):
@@ -139,7 +140,8 @@ class Stream(Protocol):
         """Begin to generate and to verify a group, with whatever weights the engines hold. Returns at once.
 
         Args:
-            number: names the group in `collect`, and seeds its answers.
+            number: names the group in `collect`, and seeds its answers. Only groups with numbers of 0 and above are
+                written into the run's journal.
             version: the version that the engines hold now.
         """
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
+from collections.abc import Iterable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -61,6 +62,27 @@ class Lost:
     error: BaseException
 
 
+class IdleTime:
+    """How long engines have nothing to do. All times are in seconds of one clock."""
+
+    def __init__(self, engines: Iterable[int], now: float) -> None:
+        self._since = dict.fromkeys(engines, now)
+        """Since when an engine is idle, for those that are."""
+        self._total = 0.0
+
+    def begin_work(self, engine: int, now: float) -> None:
+        self._total += now - self._since.pop(engine, now)
+
+    def end_work(self, engine: int, now: float) -> None:
+        self._since[engine] = now
+
+    def take(self, now: float) -> float:
+        """The idle time of all engines together since the last call."""
+        total = self._total + sum(now - since for since in self._since.values())
+        self._total, self._since = 0.0, dict.fromkeys(self._since, now)
+        return total
+
+
 class RayStream:
     def __init__(self, config: GrpoRunConfig, engines: EngineGroup, verifiers: VerifierGroup) -> None:
         self._engines, self._timeout_s = engines, config.cluster.step_timeout_s
@@ -68,8 +90,9 @@ class RayStream:
         """The groups that engines work on, by their numbers."""
         self._load = Counter({i: 0 for i in range(config.rollout.num_engines)})
         """The number of groups that each engine works on."""
+        self._idle = IdleTime(self._load, time.perf_counter())
         self._lock = Lock()
-        """Protects `_asked` and `_load`, which the driver and the verifiers' threads write."""
+        """Protects `_asked`, `_load` and `_idle`, which the driver and the verifiers' threads write."""
         self._answered: SimpleQueue[tuple[int, Future[list[Sample]]]] = SimpleQueue()
         self._events: SimpleQueue[Verified | Lost | Exception] = SimpleQueue()
         self._num_again = 0
@@ -90,6 +113,7 @@ class RayStream:
             asked.engine = min(self._load, key=self._load.__getitem__)
             asked.actor = self._engines.engines[asked.engine]
             self._load[asked.engine] += 1
+            self._idle.begin_work(asked.engine, time.perf_counter())
             earlier, record = list(asked.records), self._engines.record_of[asked.engine]
             if record not in earlier:
                 asked.records.append(record)
@@ -98,7 +122,8 @@ class RayStream:
         samples.future().add_done_callback(lambda future: self._answered.put((number, future)))
 
     def collect(self, version: int) -> Verified:
-        """See `ports.Stream`. The metric `stream/asked_again` is the number of groups whose answers were lost."""
+        """See `ports.Stream`. The metric `stream/asked_again` is the number of groups whose answers were lost, and
+        `stream/idle_s` the time in which engines had nothing to do, of all engines together."""
         end = time.monotonic() + self._timeout_s
         while True:
             try:
@@ -111,7 +136,10 @@ class RayStream:
                 continue
             if isinstance(event, Verified):
                 again, self._num_again = self._num_again, 0
-                return replace(event, metrics=event.metrics | {"stream/asked_again": float(again)})
+                with self._lock:
+                    idle_s = self._idle.take(time.perf_counter())
+                counted = {"stream/asked_again": float(again), "stream/idle_s": idle_s}
+                return replace(event, metrics=event.metrics | counted)
             if not isinstance(event, Lost):
                 raise event
             self._ask_again(event, version)
@@ -169,6 +197,8 @@ class RayStream:
         with self._lock:
             asked = self._asked[number] if error else self._asked.pop(number)
             self._load[asked.engine] -= 1
+            if not self._load[asked.engine]:
+                self._idle.end_work(asked.engine, time.perf_counter())
         if error is not None:
             self._events.put(Lost(number, error))
             return None
@@ -178,5 +208,7 @@ class RayStream:
 def _verified(verifier: RayVerifier, groups: dict[int, Group]) -> Verified:
     verdicts, metrics = verifier.score(list(groups.values()))
     give_verdicts(groups.values(), verdicts)
-    verifier.write(groups)
+    to_train_on = {number: group for number, group in groups.items() if number >= 0}
+    if to_train_on:
+        verifier.write(to_train_on)
     return Verified(groups, metrics)

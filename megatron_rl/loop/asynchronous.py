@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from statistics import fmean
 from typing import Any
@@ -26,6 +27,7 @@ from megatron_rl.loop.checkpoints import find_checkpoints
 from megatron_rl.loop.pass_rates import PassRates
 from megatron_rl.loop.rollouts import (
     SilentRewards,
+    describe_heldout,
     describe_verified,
     require_a_score,
     right_answers,
@@ -67,6 +69,8 @@ class AsynchronousSource:
         self._journal = config.run_folder / "journal"
         self._written: dict[int, Entry] | None = None
         """The groups of the journal that are not in use yet; None before the first push or the first checkpoint."""
+        self._evaluating: dict[int, Group | None] = {}
+        """The groups of an evaluation, by their numbers; None: it is under way."""
         self._scorings: list[tuple[Metrics, int]] = []
         """The metrics and the number of answers of each scoring since the last step."""
         self._useless: Counter[str] = Counter()
@@ -101,6 +105,34 @@ class AsynchronousSource:
             metrics = self._describe(groups, step)
             self._silence.count(groups, metrics, self._sink)
             return Rollouts(groups, scores_of(self._config, self._ports, groups, step, self._sink), metrics)
+
+    def evaluate(self, prompts: Sequence[Prompt], version: int) -> None:
+        """See `RolloutSource`. The answers are generated beside those of the training prompts, and beside the update of
+        the step."""
+        self._version = version
+        with self._sink.phase("evaluate"):
+            while None in self._evaluating.values():  # the policy was lost during an evaluation
+                self._collect()
+        for number, prompt in enumerate(prompts, start=1):
+            self._evaluating[-number] = None  # training prompts have the other numbers
+            self._ports.stream.ask(-number, prompt, self._config.eval.samples_per_prompt, version)
+
+    def evaluated(self) -> Metrics:
+        """See `RolloutSource`. If the run is asked to stop, the evaluation is given up, with a warning."""
+        with self._sink.phase("evaluate"):
+            while None in self._evaluating.values() and not self._stopping():
+                self._collect()
+        groups, self._evaluating = self._evaluating, {}
+        finished = [group for group in groups.values() if group is not None]
+        if len(finished) < len(groups):
+            self._sink.warn(
+                f"the run stops, and of the evaluation only {len(finished)} of {len(groups)} prompts are done"
+            )
+            return {}
+        if not finished:
+            return {}
+        require_a_score(verdicts_of(finished))
+        return describe_heldout(self._config, finished)
 
     def state(self) -> dict[str, Any]:
         waiting = sorted([*self._admission.running, *self._admission.ready, *self._again])
@@ -178,7 +210,10 @@ class AsynchronousSource:
         self._scorings.append((verified.metrics, len(samples)))
         self._num_tokens += sum(sample.length - sample.num_prompt_tokens for sample in samples)
         for number, group in verified.groups.items():
-            self._finish(number, group)
+            if number < 0:
+                self._evaluating[number] = group
+            else:
+                self._finish(number, group)
         self._require_a_signal()
 
     def _finish(self, number: int, group: Group) -> None:
@@ -218,12 +253,15 @@ class AsynchronousSource:
         metrics |= merged([part for part, _ in scorings], [size for _, size in scorings])
         num_tokens, self._num_tokens = self._num_tokens, 0
         before, self._since = self._since, time.perf_counter()
+        seconds = self._since - before
+        idle_s = metrics.pop("stream/idle_s", 0.0)
         resting, self._num_resting = self._num_resting, 0
         useless, surplus = self._admission.num_useless, self._admission.num_surplus
         self._admission.num_useless = self._admission.num_surplus = 0
         lags = [step - sample.oldest_version for group in groups for sample in group.samples if sample.num_actions]
         return metrics | {
-            "rollout/tokens_per_s": num_tokens / (self._since - before),
+            "rollout/tokens_per_s": num_tokens / seconds,
+            "rollout/idle": idle_s / (seconds * self._config.rollout.num_engines),
             "lag/mean": sum(lags) / max(1, len(lags)),
             "lag/max": float(max(lags, default=0)),
             "stream/running": float(len(self._admission.running)),

@@ -124,10 +124,8 @@ def require_a_score(verdicts: Sequence[Verdict]) -> None:
         )
 
 
-def evaluate_heldout(config: GrpoRunConfig, ports: Ports, prompts: Sequence[Prompt], step: int) -> Metrics:
-    """The mean reward and the share of right answers over the held-out prompts, sampled as in training."""
-    groups = ports.engine.generate(prompts, config.eval.samples_per_prompt, step, EVALUATION_SEED - 1)
-    score(ports, groups)
+def describe_heldout(config: GrpoRunConfig, groups: Sequence[Group]) -> Metrics:
+    """The mean reward and the share of right answers over the verified groups of the held-out prompts."""
     samples, verdicts = [sample for group in groups for sample in group.samples], verdicts_of(groups)
     scores = [verdict.score for verdict in verdicts if verdict.score is not None]
     right = right_answers(config, verdicts)

@@ -12,7 +12,14 @@ from typing import Any, Protocol
 
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.data import ShuffledStream
-from megatron_rl.loop.rollouts import SilentRewards, answer_and_verify, scores_of
+from megatron_rl.loop.rollouts import (
+    EVALUATION_SEED,
+    SilentRewards,
+    answer_and_verify,
+    describe_heldout,
+    score,
+    scores_of,
+)
 from megatron_rl.loop.stopping import Stopping
 from megatron_rl.ports import Ports, Sink
 from megatron_rl.types import Group, Metrics, Prompt, Scores
@@ -39,6 +46,21 @@ class RolloutSource(Protocol):
     def pushed(self, version: int) -> None:
         """Note that the engines hold the weights that step `version` begins with."""
 
+    def evaluate(self, prompts: Sequence[Prompt], version: int) -> None:
+        """Begin an evaluation of the weights that the engines hold, with answers that are sampled as in training.
+
+        Raises:
+            StopRequested: the run was asked to stop meanwhile.
+        """
+
+    def evaluated(self) -> Metrics:
+        """Wait for the evaluation, and return its metrics; none if no evaluation was begun. It must be called before
+        the next push.
+
+        Raises:
+            ValueError: every verdict is an abstention.
+        """
+
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds of the source, in JSON's types."""
 
@@ -56,6 +78,7 @@ class SynchronousSource:
         self._silence = SilentRewards(config.rewards)
         self._verified: tuple[int, list[Group], Metrics] | None = None
         """The newest step and its groups, which outlive a policy that is lost in this step."""
+        self._evaluation: Metrics = {}
 
     def next(self, step: int) -> Rollouts:
         asked = self._prompts.next()
@@ -70,6 +93,17 @@ class SynchronousSource:
 
     def pushed(self, version: int) -> None:
         pass
+
+    def evaluate(self, prompts: Sequence[Prompt], version: int) -> None:
+        with self._sink.phase("evaluate"), self._stopping.promptly():
+            num_samples = self._config.eval.samples_per_prompt
+            groups = self._ports.engine.generate(prompts, num_samples, version, EVALUATION_SEED - 1)
+            score(self._ports, groups)
+            self._evaluation = describe_heldout(self._config, groups)
+
+    def evaluated(self) -> Metrics:
+        metrics, self._evaluation = self._evaluation, {}
+        return metrics
 
     def state(self) -> dict[str, Any]:
         return self._prompts.state()

@@ -19,7 +19,6 @@ from megatron_rl.data import ShuffledStream
 from megatron_rl.loop.asynchronous import AsynchronousSource
 from megatron_rl.loop.checkpoints import Checkpoints, Stateful, WholeState, due
 from megatron_rl.loop.recovery import run_and_recover
-from megatron_rl.loop.rollouts import evaluate_heldout
 from megatron_rl.loop.shares import plan_step
 from megatron_rl.loop.source import RolloutSource, SynchronousSource
 from megatron_rl.loop.stopping import NEVER, Stopping
@@ -65,9 +64,12 @@ def train(
         while True:
             if stopping() and step < config.run.steps:
                 return whole.save()
-            metrics = synchronise(config, ports, prompts, sink, step, stopping)
+            with sink.phase("sync"):
+                metrics = ports.bridge.push(version=step)
+            if prompts.heldout and (step in (0, config.run.steps) or due(step, config.eval.every)):
+                source.evaluate(prompts.heldout, step)
             if step == config.run.steps:
-                return sink.log(step, metrics)
+                return sink.log(step, metrics | source.evaluated())
             source.pushed(step)
             ports.policy.mirror(step)
             rollouts = source.next(step)
@@ -90,6 +92,7 @@ def train(
                 coefficients.adapt(metrics, int(metrics["samples/active"]))
             step += 1
             whole.mark(step)
+            metrics |= source.evaluated()
             # A step is logged before it is saved: if the save is interrupted, it is logged again, and else not missing.
             shown = rollouts.groups[:1]
             sink.samples(step - 1, shown, [ports.engine.tokens(group) for group in shown])
@@ -106,18 +109,6 @@ def train(
         whole.mark(step)
         run_and_recover(train_from, step, ports.policy, whole, sink, ports.bridge.rejoin)
     return whole.step
-
-
-def synchronise(
-    config: GrpoRunConfig, ports: Ports, prompts: Prompts, sink: Sink, step: int, stopping: Stopping
-) -> Metrics:
-    """Push the weights that `step` begins with, and evaluate them if an evaluation is due."""
-    with sink.phase("sync"):
-        metrics = ports.bridge.push(version=step)
-    if prompts.heldout and (step in (0, config.run.steps) or due(step, config.eval.every)):
-        with sink.phase("evaluate"), stopping.promptly():
-            metrics |= evaluate_heldout(config, ports, prompts.heldout, step)
-    return metrics
 
 
 def describe_updates(updates: Sequence[Metrics], coefficients: Coefficients) -> Metrics:

@@ -44,6 +44,7 @@ def figures(record: Mapping[str, float]) -> dict[str, str]:
         "thought": ("length/thought_mean", "{:,.1f} tokens"),
         "answer": ("length/answer_mean", "{:,.1f} tokens"),
         "speed": ("rollout/tokens_per_s", "{:,.0f} tokens/s"),
+        "engines idle": ("rollout/idle", "{:.0%}"),
         "lag": ("lag/mean", "{:.2f} steps"),
         "groups under way": ("stream/running", "{:.0f}"),
         "ready": ("stream/ready", "{:.0f}"),

@@ -125,7 +125,7 @@ class World:
             for sample, verdict in zip(group.samples, given):
                 sample.verdict = verdict
         if self.journal:
-            entries = [Entry(n, g.prompt.uid, g.version, g.samples, g.payload) for n, g in groups.items()]
+            entries = [Entry(n, g.prompt.uid, g.version, g.samples, g.payload) for n, g in groups.items() if n >= 0]
             self.journal.write(entries)
         return Verified(groups, metrics)
 

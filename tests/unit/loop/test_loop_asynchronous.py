@@ -139,6 +139,56 @@ def test_groups_of_a_step_whose_policy_was_lost_are_trained_on_again(tmp_path):
     assert len({number for numbers in world.steps.values() for number in numbers}) == 32
 
 
+HELDOUT = [Prompt(f"heldout {i}", (7, 8), "") for i in range(5)]
+
+
+def test_an_evaluation_runs_beside_its_step_and_ends_before_the_next_push(tmp_path):
+    world = Recording(score=lambda group, i: float(i % 2))
+    cfg = asynchronous(2).model_copy(update={"eval": config(eval={"every": 3, "samples_per_prompt": 2}).eval})
+    assert run(world, tmp_path / "c", cfg, heldout=HELDOUT) == 8
+    evaluations = {step: metrics for step, metrics in world.logged if "eval/accuracy" in metrics}
+    assert list(evaluations) == [0, 3, 6, 8]
+    assert all(m["eval/accuracy"] == 0.5 and m["eval/num_samples"] == 10 for m in evaluations.values())
+    assert [number for number, _ in world.asked_for if number < 0] == [-1, -2, -3, -4, -5] * 4
+    assert all(m["rollout/num_samples"] == 8 and m["lag/max"] <= 2 for _, m in world.logged[:-1])
+    pushed = [i for i, call in enumerate(world.calls) if call.startswith("push")]
+    for version, (start, end) in enumerate(zip(pushed, [*pushed[1:], None])):
+        calls = world.calls[start:end]
+        assert ("ask -5: heldout 4" in calls) == (version in evaluations)
+    assert not any(number < 0 for number in world.asked), "no answer is under way when its weights go"
+
+
+def test_an_evaluation_outlives_the_loss_of_the_policy_and_a_stop_gives_it_up(tmp_path):
+    class Losing(Recording):
+        def update(self, minibatch, coefficients):
+            if self.restarts_left and self.updates == 3:
+                raise PolicyLost("a rank died")
+            return super().update(minibatch, coefficients)
+
+    world = Losing()
+    world.restarts_left, world.keeps_mirrors = 1, True
+    cfg = asynchronous(1).model_copy(update={"eval": config(eval={"every": 3, "samples_per_prompt": 2}).eval})
+    assert run(world, tmp_path / "a", cfg, heldout=HELDOUT) == 8
+    assert [step for step, metrics in world.logged if "eval/accuracy" in metrics] == [0, 3, 6, 8]
+
+    class Slow(Recording):
+        def collect(self, version):
+            held = {n: self.asked.pop(n) for n in list(self.asked) if n < 0} if self.updates >= 3 else {}
+            verified = super().collect(version)
+            self.asked |= held
+            return verified
+
+    world = Slow()
+    assert run(world, tmp_path / "b", cfg, heldout=HELDOUT, stopping=StopAfter(world, 4)) == 4
+    assert world.warnings[-1:] == ["the run stops, and of the evaluation only 0 of 5 prompts are done"]
+    assert [(step, "eval/accuracy" in metrics) for step, metrics in world.logged] == [
+        (0, True),
+        (1, False),
+        (2, False),
+        (3, False),
+    ]
+
+
 @pytest.mark.parametrize("max_lag", [0, 2])
 @pytest.mark.parametrize("useless", [0.0, 0.5, 0.9])
 def test_the_batch_is_full_of_groups_with_a_signal(tmp_path, max_lag, useless):
