@@ -34,7 +34,6 @@ import numpy as np
 import psutil
 import ray
 
-import megatron_rl.rollout.engine as rollout_engine
 from megatron_rl.cluster.engines import EngineGroup, EngineRank
 from megatron_rl.cluster.nodes import RayPlacement
 from megatron_rl.cluster.restarts import Restarts
@@ -48,6 +47,7 @@ from megatron_rl.loop.asynchronous import AsynchronousSource
 from megatron_rl.loop.source import Rollouts
 from megatron_rl.loop.stopping import NEVER
 from megatron_rl.ports import Ports
+from megatron_rl.rollout.engine import VllmEngine
 from megatron_rl.types import Group, Prompt
 
 MEDIAN, LARGEST, SIGMA = 64, 30, 1.0
@@ -62,7 +62,7 @@ WARM_UP = 2
 LENGTHS = np.random.default_rng(0).lognormal(np.log(MEDIAN), SIGMA, 2**16).clip(1, MEDIAN * LARGEST).astype(int)
 
 
-class DrawnLengths(rollout_engine.VllmEngine):
+class DrawnLengths(VllmEngine):
     """An engine whose answers have drawn lengths: an answer's numbers choose its length."""
 
     def _add(self, request: Any, params: dict[str, Any]) -> Any:
@@ -75,7 +75,6 @@ class BenchRank(EngineRank):
     """An engine that receives versions without weights, and measures how many of its slots are in use."""
 
     async def start(self) -> None:
-        rollout_engine.MAX_SEQUENCES = SLOTS
         config = self.config
         self.engine = DrawnLengths(
             model=config.model, rollout=config.rollout, seed=config.run.seed, record=Path(self.record)
@@ -168,6 +167,7 @@ def configuration(model: Path, folder: Path, max_lag: int, num_steps: int) -> Gr
         "rewards": [{"kind": "exact_answer"}],
         "rollout": {
             "prompts_per_step": PROMPTS,
+            "max_sequences": SLOTS,
             "samples_per_prompt": SAMPLES,
             "max_prompt_tokens": 3,
             "max_response_tokens": MEDIAN * LARGEST,

@@ -169,6 +169,10 @@ class RolloutConfig(Section):
     """The name of one of vLLM's online quantisations (`fp8`, `fp8_per_channel`), which the engine applies to the
     weights of each push; null means none. The engine's policy then differs from the trainer's by more than rounding:
     see `algorithm.correction` and `algorithm.max_mismatch`."""
+    max_sequences: PositiveInt = 1024
+    """The largest number of answers that an engine decodes at the same time; more of them wait, the oldest first. On a
+    GPU vLLM chooses the sizes of its CUDA graphs by it. In an asynchronous run, choose the number at which the engine's
+    throughput stops growing: with more, batches are decoded side by side, and all of them end late."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.85
     """The share of each GPU's memory that vLLM may use. Without a GPU this key has no effect, and the KV cache has
     1 GiB."""

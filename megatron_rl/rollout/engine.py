@@ -66,9 +66,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MAX_SEQUENCES = 1024
-"""The number of answers that are decoded at the same time; more of them wait. On a GPU vLLM chooses the sizes of its
-CUDA graphs by it."""
 CLOSE_S = 20.0
 """The time limit for vLLM's end."""
 
@@ -218,7 +215,7 @@ class VllmEngine:
             tensor_parallel_size=self._rollout.tensor,
             enable_expert_parallel=self._rollout.expert_parallel,
             max_model_len=self._rollout.max_model_tokens,
-            max_num_seqs=MAX_SEQUENCES,
+            max_num_seqs=self._rollout.max_sequences,
             logprobs_mode="processed_logprobs",
             weight_transfer_config=WeightTransferConfig(backend="megatron_rl"),
             worker_extension_cls="megatron_rl.rollout.worker.RolloutWorker",
