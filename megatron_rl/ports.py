@@ -127,10 +127,10 @@ class Verified:
     """Groups whose samples have their verdicts."""
 
     groups: Mapping[int, Group]
-    """By the numbers with which they were asked for."""
+    """The groups, by the numbers with which they were asked for."""
     metrics: Metrics
-    """Those of the scoring, see `Verifier.score`, and `stream/idle_s`: the seconds in which engines had nothing to do,
-    of all engines together, since the last `Stream.collect`."""
+    """The metrics of the scoring (see `Verifier.score`), and `stream/idle_s`: the seconds in which engines were idle
+    since the last `Stream.collect`, of all engines together."""
 
 
 class Stream(Protocol):

@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any
 
-from megatron_rl.rollout.engine import set_cpu_environment
+from megatron_rl.rollout.start import set_cpu_environment
 
 IMPORTS = [
     "megatron_rl.actor.actor",

@@ -49,7 +49,7 @@ class Costs:
     fixed_s: float
     per_answer_s: float
     per_token_s: float = 0.0
-    """For each token of context of all answers together."""
+    """The seconds for each token of context of all answers together."""
 
 
 class Engine:

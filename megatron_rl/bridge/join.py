@@ -2,7 +2,8 @@
 
 Only two ranks that exchange messages open a line, so a thousand ranks do not make a million connections. The default
 process group is not touched. Invariants (tests/unit/bridge): if ranks disagree about the plan, all of them refuse to
-join with the same error; a rank that is missing is named within the deadline.
+join with the same error; a rank that is missing is named within the deadline; once joining has been given up, every
+rank that waits, or comes later, ends with an error.
 """
 
 from __future__ import annotations
@@ -27,8 +28,6 @@ CONNECT_S = 60.0
 """A connection may take at least this long, however short the deadline of a push is: a loaded machine takes seconds."""
 BACKLOG = 2048
 """How many ranks may connect to the store at the same time."""
-GRACE_S = 5.0
-"""The other ranks wait so much longer than rank 0, which names the ranks that are missing."""
 
 
 def host_store(host: str, timeout_s: float = 300.0) -> TCPStore:
@@ -75,18 +74,18 @@ class Joining:
         except DistStoreError as error:
             raise RuntimeError(f"no process serves the bridge's store at {setup.host}:{setup.port}: {error}") from error
         self._tcp.set_timeout(timeout)
-        self._store = PrefixStore(f"megatron_rl/{setup.secret}/bridge/{setup.epoch}", self._tcp)
+        self._store = _part_of(self._tcp, setup)
         self._share_memory, self._probe = setup.share_memory, Probe(device)
         said = {"says": setup.agreement, "probe": self._probe.says, "device": device.type}
         self._store.set(f"rank/{rank}", json.dumps(said))
-        if rank == 0:
-            self._store.set("verdict", _judge(self._store, setup))
+        if self._store.add("joined", 1) == setup.world_size:
+            self._store.compare_set("verdict", "", _judge(self._store, setup))
         try:
-            self._store.wait(["verdict"], timeout + timedelta(seconds=GRACE_S))
+            self._store.wait(["verdict"], timeout)
         except DistStoreError as error:
-            raise RuntimeError(f"trainer rank 0 {ABSENT} within {setup.timeout_s:g} s") from error
+            raise RuntimeError(_absent(self._store, setup)) from error
         kind, _, text = self._store.get("verdict").decode().partition(":")
-        if kind:
+        if kind != "agree":
             raise {"disagree": ValueError, "absent": RuntimeError}[kind](text)
 
     def readable(self, sources: Iterable[int]) -> set[int]:
@@ -136,24 +135,35 @@ class Joining:
         return f"trainer rank {rank}" if rank < self._num_trainers else f"engine rank {rank - self._num_trainers}"
 
 
+def give_up(store: Store, setup: BridgeSetup, reason: str) -> None:
+    """End the wait of all ranks that join, with an error."""
+    _part_of(store, setup).compare_set("verdict", "", f"absent:{reason}: a rank {ABSENT}")
+
+
+def _part_of(store: Store, setup: BridgeSetup) -> Store:
+    """The part of the store that belongs to one joining."""
+    return PrefixStore(f"megatron_rl/{setup.secret}/bridge/{setup.epoch}", store)
+
+
 def _judge(store: Store, setup: BridgeSetup) -> str:
-    """The verdict of rank 0: an empty text, or the kind of the error and its message."""
+    """The verdict on what all ranks have said: that of the agreement is "agree:", or else "disagree:" and a message."""
     keys = [f"rank/{rank}" for rank in range(setup.world_size)]
-    try:
-        said = [json.loads(text)["says"] for text in store.multi_get(keys)]
-    except DistStoreError:
-        absent = [rank for rank, key in enumerate(keys) if not store.check([key])]
-        return (
-            f"absent:ranks {absent} of {setup.world_size} {ABSENT} within {setup.timeout_s:g} s "
-            f"(trainers come first, from rank {setup.mesh.world_size} on they are engine workers)"
-        )
+    said = [json.loads(text)["says"] for text in store.multi_get(keys)]
     others = {text: rank for rank, text in enumerate(said) if text != said[0]}
     if not others:
-        return ""
+        return "agree:"
     return (
         f"disagree:the bridge's ranks do not agree: rank 0 says {said[0]!r}, "
         + ", ".join(f"rank {rank} says {text!r}" for text, rank in others.items())
         + "; give trainer and engines the same model, meshes and dtype"
+    )
+
+
+def _absent(store: Store, setup: BridgeSetup) -> str:
+    absent = [rank for rank in range(setup.world_size) if not store.check([f"rank/{rank}"])]
+    return (
+        f"ranks {absent} of {setup.world_size} {ABSENT} within {setup.timeout_s:g} s "
+        f"(trainers come first, from rank {setup.mesh.world_size} on they are engine workers)"
     )
 
 

@@ -19,7 +19,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from megatron_rl.actor.spec import ActorSpec
-from megatron_rl.bridge.join import ABSENT, host_store
+from megatron_rl.bridge.join import ABSENT, give_up, host_store
 from megatron_rl.bridge.line import PEER_LOST
 from megatron_rl.bridge.setup import BridgeSetup
 from megatron_rl.cluster.engines import EngineGroup
@@ -94,25 +94,35 @@ class RayBridge:
         processes = [*self._policy.processes, *self._engines.processes]
         try:
             gather(calls, processes, "to join the bridge", self._config.cluster.start_timeout_s)
-        except (ValueError, RuntimeError) as error:  # vLLM's processes report every error as a ValueError
-            if isinstance(error, ValueError) and ABSENT not in str(error):
+        except (ValueError, RuntimeError) as error:
+            give_up(self._store, setup, "the driver gave up")
+            lost = self._end_silent(calls, processes)
+            # vLLM's processes report every error as a ValueError, that of a lost neighbour too.
+            if isinstance(error, ValueError) and not lost and ABSENT not in str(error):
                 raise
-            self._end_silent(calls, processes)
             raise RuntimeError(str(error)) from error
 
-    def _end_silent(self, calls: Sequence[ray.ObjectRef], processes: Sequence[Process]) -> None:
+    def _end_silent(self, calls: Sequence[ray.ObjectRef], processes: Sequence[Process]) -> bool:
         """After a failure to join, end the engines that still do not answer, so that they are replaced: a vLLM that is
-        stopped looks alive, and the others only know that it did not come.
+        stopped looks alive, and the others only know that it did not come. Returns whether an engine is lost.
 
         Raises:
             PolicyLost: a trainer rank has died or does not answer.
         """
-        for process, outcome in zip(processes, settle(calls, ANSWER_S), strict=True):
+        outcomes = settle(calls, ANSWER_S)
+        if any(isinstance(outcome, GetTimeoutError) for outcome in outcomes):
+            # Some wait for the lines of a rank that is lost. The end of the store ends this too.
+            self._store = host_store(self._host)
+            outcomes = settle(calls, ANSWER_S)
+        lost = False
+        for process, outcome in zip(processes, outcomes, strict=True):
             if not isinstance(outcome, RayActorError | GetTimeoutError):
                 continue
             if process in self._policy.processes:
                 raise PolicyLost(str(explain(outcome, process))) from outcome
             ray.kill(process.actor)
+            lost = True
+        return lost
 
     def _join_again(self) -> None:
         """Replace the engines that died, and join all processes anew; once more if an engine is lost meanwhile."""

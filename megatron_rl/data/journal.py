@@ -44,7 +44,7 @@ class Entry:
     version: int
     """The version of the weights with which the generation began."""
     samples: Sequence[Sample]
-    """With their verdicts."""
+    """The samples, with their verdicts."""
     tokens: Sequence[Tokens]
     """The tokens of each sample."""
 

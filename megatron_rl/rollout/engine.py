@@ -28,7 +28,6 @@ import asyncio
 import hashlib
 import itertools
 import logging
-import os
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -37,7 +36,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from pydantic import ValidationError
 
 from megatron_rl.config.schema import ModelConfig, RolloutConfig
@@ -55,35 +53,17 @@ from megatron_rl.rollout.program import (
     replay,
 )
 from megatron_rl.rollout.progress import Progress, recorded
-from megatron_rl.rollout.shared_memory import remove_leftovers, remove_own_names
+from megatron_rl.rollout.start import make_engine
 from megatron_rl.rollout.vocabulary import delimiter_ids, stop_ids
 from megatron_rl.types import Metrics, Prompt, Sample, Tokens
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
-    from vllm.v1.engine import EngineCoreOutputs
-    from vllm.v1.engine.llm_engine import LLMEngine
 
 log = logging.getLogger(__name__)
 
 CLOSE_S = 20.0
 """The time limit for vLLM's end."""
-
-
-def set_cpu_environment() -> None:
-    """Set the environment variables that vLLM reads at import, for a machine without a GPU. Variables that are already
-    set keep their values.
-
-    An engine uses one thread, because the decode steps of small models are too short to split. Dynamo is off, because
-    it would spend seconds on compiling a two-line function.
-    """
-    for name, value in {
-        "OMP_NUM_THREADS": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "TORCHDYNAMO_DISABLE": "1",
-    }.items():
-        os.environ.setdefault(name, value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,50 +165,12 @@ class VllmEngine:
             ValueError: vLLM refuses the configuration.
         """
         try:
-            await self._thread.start(self._make)
+            make = partial(make_engine, self._model, self._rollout, self._seed, self._spans_nodes, self._progress)
+            await self._thread.start(make)
         except ValidationError as error:  # it cannot be pickled, and it names vLLM's internals
             reasons = "; ".join(fault["msg"].removeprefix("Value error, ") for fault in error.errors())
             log.exception("vLLM refuses its configuration")
             raise ValueError(f"vLLM refuses the configuration: {reasons}") from None
-
-    def _make(self) -> LLMEngine:
-        on_gpu = torch.cuda.is_available()
-        if not on_gpu:
-            set_cpu_environment()
-        remove_leftovers()
-        options = _gpu_options(self._rollout) if on_gpu else _cpu_options(self._rollout)
-        if self._spans_nodes:
-            options["distributed_executor_backend"] = "ray"
-        from vllm.config import WeightTransferConfig
-        from vllm.engine.arg_utils import EngineArgs
-        from vllm.v1.engine.llm_engine import LLMEngine
-        from vllm.v1.executor import Executor
-
-        arguments = EngineArgs(
-            model=str(self._model.path),
-            load_format="dummy",
-            dtype=self._model.dtype,
-            quantization=self._rollout.quantization,
-            skip_tokenizer_init=True,
-            generation_config="vllm",  # ignore the folder's sampling defaults (top_k, temperature)
-            seed=self._seed,
-            tensor_parallel_size=self._rollout.tensor,
-            enable_expert_parallel=self._rollout.expert_parallel,
-            max_model_len=self._rollout.max_model_tokens,
-            max_num_seqs=self._rollout.max_sequences,
-            logprobs_mode="processed_logprobs",
-            weight_transfer_config=WeightTransferConfig(backend="megatron_rl"),
-            worker_extension_cls="megatron_rl.rollout.worker.RolloutWorker",
-            **options,
-        )
-        config = arguments.create_engine_config()
-        engine = LLMEngine(config, Executor.get_class(config), log_stats=False, multiprocess_mode=False)
-        remove_own_names()
-        if not on_gpu:
-            engine.collective_rpc("sample_by_seed")
-        if self._progress is not None:
-            _record_steps(engine, self._progress)
-        return engine
 
     async def generate(
         self,
@@ -501,19 +443,6 @@ class VllmEngine:
         }
 
 
-def _record_steps(engine: LLMEngine, progress: Progress) -> None:
-    """Record the tokens of every step, of which vLLM hands out only those of finished requests."""
-    core = engine.engine_core
-    get_output = core.get_output
-
-    def get_and_record() -> EngineCoreOutputs:
-        outputs = get_output()
-        progress.write(outputs)
-        return outputs
-
-    core.get_output = get_and_record
-
-
 def _completions(output: RequestOutput) -> list[Completion]:
     """The answers to one request, by their index."""
     return [_completion(answer) for answer in sorted(output.outputs, key=lambda answer: answer.index)]
@@ -524,25 +453,6 @@ def _completion(answer: Any) -> Completion:
     versions = [int(span.version) for span in answer.weight_versions for _ in range(span.start, span.end)]
     assert len(logp) == len(versions) == len(answer.token_ids)
     return Completion(answer.token_ids, logp, versions, stopped=answer.finish_reason == "stop")
-
-
-def _cpu_options(rollout: RolloutConfig) -> dict[str, Any]:
-    """vLLM's options on a CPU. A single rank works in the engine's own process. Prompts of up to 8192 tokens together
-    fit into one step, which saves passes of the scheduler's Python loop."""
-    options: dict[str, Any] = {
-        "enforce_eager": True,
-        "max_num_batched_tokens": max(8192, rollout.max_model_tokens),
-    }
-    if rollout.tensor == 1:
-        from vllm.v1.executor.uniproc_executor import UniProcExecutor
-
-        options["distributed_executor_backend"] = UniProcExecutor
-    return options
-
-
-def _gpu_options(rollout: RolloutConfig) -> dict[str, Any]:
-    """vLLM's options on a GPU. They have not been run; the CPU tests cover everything but these and the environment."""
-    return {"gpu_memory_utilization": rollout.gpu_memory_utilization}
 
 
 def request_seed(*parts: int) -> int:

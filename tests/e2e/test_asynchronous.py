@@ -7,10 +7,12 @@ import signal
 from contextlib import suppress
 from pathlib import Path
 
+import cover
 import numpy as np
 import psutil
+import pytest
 
-from megatron_rl.data.journal import Entry, read_journal
+from megatron_rl.data.journal import read_journal
 from megatron_rl.loop.checkpoints import find_checkpoints
 from megatron_rl.processes import descendants
 from megatron_rl.rollout.progress import MAX_SAMPLES, ROW
@@ -48,29 +50,43 @@ def writes(process: psutil.Process, path: Path) -> bool:
     return False
 
 
-def kill_an_engine_in_a_generation(recipe, run, folder: Path) -> np.ndarray:
-    """Returns what its record holds at that moment."""
+class Killer:
+    """Kills engines while they generate, and keeps what their records held at that moment."""
 
-    def busy() -> list[Path]:
-        records = (folder / "unfinished").glob("engine_1_*.tokens")
-        return [path for path in records if path.stat().st_size > 100 * ROW.itemsize]
+    def __init__(self, recipe, run, folder: Path) -> None:
+        self.recipe, self.run, self.folder = recipe, run, folder
+        self.rows: dict[int, list[np.ndarray]] = {}
+        """The rows of each answer, in the order in which engines have written them."""
+        self.killed: set[Path] = set()
 
-    recipe.wait_until(run, busy)
-    [record] = busy()
-    engine = next(process for process in descendants(psutil.Process(run.pid)) if writes(process, record))
-    engine.suspend()
-    rows = np.fromfile(record, ROW)
-    engine.kill()
-    return rows
+    def kill(self, index: int, num_rows: int) -> None:
+        """Kill an engine once it has recorded so many tokens."""
+
+        def busy() -> list[Path]:
+            records = set((self.folder / "unfinished").glob(f"engine_{index}_*.tokens")) - self.killed
+            return [path for path in records if path.stat().st_size > num_rows * ROW.itemsize]
+
+        self.recipe.wait_until(self.run, busy)
+        [record] = busy()
+        engine = next(process for process in descendants(psutil.Process(self.run.pid)) if writes(process, record))
+        engine.suspend()
+        rows = np.fromfile(record, ROW)
+        engine.kill()
+        self.killed.add(record)
+        for answer in np.unique(rows["answer"]):
+            self.rows.setdefault(int(answer), []).append(rows[rows["answer"] == answer])
 
 
-def test_kills_cost_no_token_and_no_group(recipe, task):
-    folder = recipe.folder / "runs" / "stream"
-    run = recipe.start(*arguments(task, steps=1000))
-    rows = kill_an_engine_in_a_generation(recipe, run, folder)
-    begun = {int(answer) for answer in np.unique(rows["answer"])}
-    groups = {answer // MAX_SAMPLES for answer in begun}
-    seen: dict[int, Entry] = {}
+@pytest.mark.parametrize("num_kills", [1, 20] if cover.everything else [1])
+def test_kills_cost_no_token_and_no_group(recipe, task, num_kills):
+    folder, random = recipe.folder / "runs" / "stream", np.random.default_rng()
+    run = recipe.start(*arguments(task, steps=1000), "cluster.restarts_per_hour=100")
+    killer, seen = Killer(recipe, run, folder), {}
+    for _ in range(num_kills):
+        killer.kill(int(random.integers(2)), int(random.integers(1, 2000)))
+        with suppress(FileNotFoundError):
+            seen.update(read_journal(folder / "journal"))
+    groups = {answer // MAX_SAMPLES for answer in killer.rows}
 
     def verified() -> bool:
         with suppress(FileNotFoundError):  # the run removes files that it does not need any more
@@ -82,10 +98,10 @@ def test_kills_cost_no_token_and_no_group(recipe, task):
         process.kill()
     run.wait()
     seen.update(before := read_journal(folder / "journal"))
-    assert (folder / "logs" / "driver.log").read_text().count("is replaced") == 1
-    for answer in begun:
-        tokens = seen[answer // MAX_SAMPLES].tokens[answer % MAX_SAMPLES]
-        actions, mine = tokens.action_mask, rows[rows["answer"] == answer]
+    assert (folder / "logs" / "driver.log").read_text().count("is replaced") == num_kills
+    for answer, parts in killer.rows.items():
+        tokens, mine = seen[answer // MAX_SAMPLES].tokens[answer % MAX_SAMPLES], np.concatenate(parts)
+        actions = tokens.action_mask
         for name, column in (("token", tokens.ids), ("version", tokens.version), ("logp", tokens.logp_rollout)):
             assert column[actions][: len(mine)].tolist() == mine[name].tolist(), "no token was sampled again"
 

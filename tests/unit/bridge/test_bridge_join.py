@@ -1,12 +1,21 @@
-"""How a rank joins: what it does to the connections of its process."""
+"""How a rank joins: what it does to the connections of its process, and how it ends when another rank is lost."""
 
 from __future__ import annotations
 
 import os
 import socket
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from threading import Event, Thread
 
+import pytest
+import torch
+from bridge_models import SHAPES
+
 from megatron_rl.bridge import join
+from megatron_rl.bridge.setup import BridgeSetup
+from megatron_rl.layout import Engines
+from megatron_rl.types import Mesh
 
 
 def test_sockets_of_other_threads_may_come_and_go():
@@ -43,3 +52,21 @@ def test_only_new_connections_are_asked_for_silence():
         with old, new:
             alive = [end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) for end in (old, new)]
     assert alive == [0, 1]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_that_wait_and_those_that_come_later_end_when_joining_is_given_up(rank):
+    """With the next epoch they meet anew. A deadline of ten minutes would end the test."""
+    store = join.host_store("127.0.0.1")
+    setup = BridgeSetup(SHAPES["qwen3"], Mesh(), False, Engines(), "float32", "127.0.0.1", store.port, timeout_s=600.0)
+    cpu = torch.device("cpu")
+    with ThreadPoolExecutor(2) as pool:
+        waiting = pool.submit(join.Joining, setup, rank, cpu)
+        join._part_of(store, setup).wait([f"rank/{rank}"])
+        join.give_up(store, setup, "engine 0 died")
+        for joining in (waiting, pool.submit(join.Joining, setup, 1 - rank, cpu)):
+            with pytest.raises(RuntimeError, match="engine 0 died: a rank did not join the bridge"):
+                joining.result()
+        again = replace(setup, epoch=1)
+        for joining in [pool.submit(join.Joining, again, r, cpu) for r in (0, 1)]:
+            joining.result()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from megatron_rl.rollout.engine import set_cpu_environment
+from megatron_rl.rollout.start import set_cpu_environment
 
 
 def checksums(folder: Path, quantization: str, tensor: int) -> list[dict[str, str]]:

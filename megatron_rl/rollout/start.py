@@ -1,0 +1,112 @@
+"""How an engine configures and starts vLLM."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megatron_rl.config.schema import ModelConfig, RolloutConfig
+from megatron_rl.rollout.progress import Progress
+from megatron_rl.rollout.shared_memory import remove_leftovers, remove_own_names
+
+if TYPE_CHECKING:
+    from vllm.v1.engine import EngineCoreOutputs
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+
+def set_cpu_environment() -> None:
+    """Set the environment variables that vLLM reads at import, for a machine without a GPU. Variables that are already
+    set keep their values.
+
+    An engine uses one thread, because the decode steps of small models are too short to split. Dynamo is off, because
+    it would spend seconds on compiling a two-line function.
+    """
+    for name, value in {
+        "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "TORCHDYNAMO_DISABLE": "1",
+    }.items():
+        os.environ.setdefault(name, value)
+
+
+def make_engine(
+    model: ModelConfig, rollout: RolloutConfig, seed: int, spans_nodes: bool, progress: Progress | None
+) -> LLMEngine:
+    """Start vLLM with dummy weights, in the process and the thread that call.
+
+    Args:
+        spans_nodes: whether the ranks are on several nodes; see `VllmEngine`.
+        progress: what records the tokens of every step; None if nobody does.
+    """
+    on_gpu = torch.cuda.is_available()
+    if not on_gpu:
+        set_cpu_environment()
+    remove_leftovers()
+    options = _gpu_options(rollout) if on_gpu else _cpu_options(rollout)
+    if spans_nodes:
+        options["distributed_executor_backend"] = "ray"
+    from vllm.config import WeightTransferConfig
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.engine.llm_engine import LLMEngine
+    from vllm.v1.executor import Executor
+
+    arguments = EngineArgs(
+        model=str(model.path),
+        load_format="dummy",
+        dtype=model.dtype,
+        quantization=rollout.quantization,
+        skip_tokenizer_init=True,
+        generation_config="vllm",  # ignore the folder's sampling defaults (top_k, temperature)
+        seed=seed,
+        tensor_parallel_size=rollout.tensor,
+        enable_expert_parallel=rollout.expert_parallel,
+        max_model_len=rollout.max_model_tokens,
+        max_num_seqs=rollout.max_sequences,
+        logprobs_mode="processed_logprobs",
+        weight_transfer_config=WeightTransferConfig(backend="megatron_rl"),
+        worker_extension_cls="megatron_rl.rollout.worker.RolloutWorker",
+        **options,
+    )
+    config = arguments.create_engine_config()
+    engine = LLMEngine(config, Executor.get_class(config), log_stats=False, multiprocess_mode=False)
+    remove_own_names()
+    if not on_gpu:
+        engine.collective_rpc("sample_by_seed")
+    if progress is not None:
+        _record_steps(engine, progress)
+    return engine
+
+
+def _cpu_options(rollout: RolloutConfig) -> dict[str, Any]:
+    """vLLM's options on a CPU. A single rank works in the engine's own process. Prompts of up to 8192 tokens together
+    fit into one step, which saves passes of the scheduler's Python loop."""
+    options: dict[str, Any] = {
+        "enforce_eager": True,
+        "max_num_batched_tokens": max(8192, rollout.max_model_tokens),
+    }
+    if rollout.tensor == 1:
+        from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+        options["distributed_executor_backend"] = UniProcExecutor
+    return options
+
+
+def _gpu_options(rollout: RolloutConfig) -> dict[str, Any]:
+    """vLLM's options on a GPU. They have not been run; the CPU tests cover everything but these and the environment."""
+    return {"gpu_memory_utilization": rollout.gpu_memory_utilization}
+
+
+def _record_steps(engine: LLMEngine, progress: Progress) -> None:
+    """Record the tokens of every step, of which vLLM hands out only those of finished requests."""
+    core = engine.engine_core
+    get_output = core.get_output
+
+    def get_and_record() -> EngineCoreOutputs:
+        outputs = get_output()
+        progress.write(outputs)
+        return outputs
+
+    core.get_output = get_and_record
