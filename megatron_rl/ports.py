@@ -154,7 +154,8 @@ class Stream(Protocol):
         Raises:
             ValueError: a prompt does not fit the engine, or an answer cannot be scored and its reward's `on_error` is
                 stop.
-            RuntimeError: a group was lost with its engine too often.
+            RuntimeError: engines that live lost the answers of a group too often.
+            TooManyRestarts: an engine died once more than the run allows.
         """
 
 

@@ -52,8 +52,8 @@ class Asked:
     payload: Any = None
     records: list[str] = field(default_factory=list)
     """The files with the tokens that its engines have sampled so far, in the order of the engines."""
-    num_lost: int = 0
-    """How often its answers were lost."""
+    num_failed: int = 0
+    """How often its answers were lost although the engine lives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,16 +148,19 @@ class RayStream:
         asked = self._asked[lost.number]
         process = self._engines.processes[asked.engine]
         error = explain(lost.error, process) if isinstance(lost.error, RayError) else lost.error
-        if isinstance(error, ValueError | OSError) or asked.num_lost + 1 == ATTEMPTS:
+        has_new_engine = process.actor is not asked.actor
+        is_dead = not has_new_engine and self._engines.is_dead(asked.engine)
+        # The run's budget of restarts bounds the number of deaths.
+        asked.num_failed += not (has_new_engine or is_dead)
+        if isinstance(error, ValueError | OSError) or asked.num_failed == ATTEMPTS:
             raise error from lost.error
-        if process.actor is asked.actor and self._engines.is_dead(asked.engine):
+        if is_dead:
             log.warning("version %d: %s", version, error)
             try:
                 self._engines.bring_weights(version)
             except BaseException:
                 self._events.put(lost)  # if the policy is lost, the loop recovers and collects again
                 raise
-        asked.num_lost += 1
         self._num_again += 1
         self._send(lost.number)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -12,12 +13,14 @@ import numpy as np
 import psutil
 import pytest
 
-from megatron_rl.data.journal import read_journal
+from megatron_rl.data.journal import Entry, read_journal
 from megatron_rl.loop.checkpoints import find_checkpoints
 from megatron_rl.processes import descendants
 from megatron_rl.rollout.progress import MAX_SAMPLES, ROW
 
 MAX_LAG = 4
+LOOK_S = 0.3
+"""A group is in the journal for at least six steps of 0.2 s."""
 
 
 def arguments(task: Path, steps: int) -> list[str]:
@@ -58,11 +61,21 @@ class Killer:
         self.rows: dict[int, list[np.ndarray]] = {}
         """The rows of each answer, in the order in which engines have written them."""
         self.killed: set[Path] = set()
+        self.seen: dict[int, Entry] = {}
+        """All groups that the journal has had. The run removes the files that it does not need any more."""
+        self.looked = 0.0
+
+    def look(self) -> None:
+        if time.monotonic() > self.looked + LOOK_S:
+            with suppress(FileNotFoundError):
+                self.seen.update(read_journal(self.folder / "journal"))
+            self.looked = time.monotonic()
 
     def kill(self, index: int, num_rows: int) -> None:
         """Kill an engine once it has recorded so many tokens."""
 
         def busy() -> list[Path]:
+            self.look()
             records = set((self.folder / "unfinished").glob(f"engine_{index}_*.tokens")) - self.killed
             return [path for path in records if path.stat().st_size > num_rows * ROW.itemsize]
 
@@ -81,23 +94,20 @@ class Killer:
 def test_kills_cost_no_token_and_no_group(recipe, task, num_kills):
     folder, random = recipe.folder / "runs" / "stream", np.random.default_rng()
     run = recipe.start(*arguments(task, steps=1000), "cluster.restarts_per_hour=100")
-    killer, seen = Killer(recipe, run, folder), {}
+    killer = Killer(recipe, run, folder)
     for _ in range(num_kills):
         killer.kill(int(random.integers(2)), int(random.integers(1, 2000)))
-        with suppress(FileNotFoundError):
-            seen.update(read_journal(folder / "journal"))
     groups = {answer // MAX_SAMPLES for answer in killer.rows}
 
     def verified() -> bool:
-        with suppress(FileNotFoundError):  # the run removes files that it does not need any more
-            seen.update(read_journal(folder / "journal"))
-        return groups <= seen.keys() and len(metrics(folder)) >= 3
+        killer.look()
+        return groups <= killer.seen.keys() and len(metrics(folder)) >= 3
 
     recipe.wait_until(run, verified)
     for process in [psutil.Process(run.pid), *descendants(psutil.Process(run.pid))]:
         process.kill()
     run.wait()
-    seen.update(before := read_journal(folder / "journal"))
+    seen = killer.seen | (before := read_journal(folder / "journal"))
     assert (folder / "logs" / "driver.log").read_text().count("is replaced") == num_kills
     for answer, parts in killer.rows.items():
         tokens, mine = seen[answer // MAX_SAMPLES].tokens[answer % MAX_SAMPLES], np.concatenate(parts)
