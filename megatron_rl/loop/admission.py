@@ -7,11 +7,11 @@ minus the version of the weights at its admission, so it is at least the lag of 
 The bound on the lag is kept by admission, and not by throwing answers away: running and ready groups together never
 exceed max_lag + 1 batches, where a running group counts by the recent share of useful groups; and a step does not take
 groups out of turn if the older ones could then not be trained on in time. AReaL (arXiv:2505.24298) bounds the number of
-admitted groups in the same way.
+admitted groups in the same way. By choice, a step does not wait for such older groups and drops them.
 
 Invariants (tests/unit/loop), for any order in which groups finish: a batch has always the same size; no group is taken
-twice; no group is taken with a lag above max_lag; every group is taken, or counted as useless or surplus; a step that
-waits always waits for a group that is running.
+twice; no group is taken with a lag above max_lag; every group is taken, or counted as useless, surplus or late; a step
+that waits always waits for a group that is running.
 """
 
 from __future__ import annotations
@@ -29,14 +29,18 @@ class Admission:
     Args:
         batch: the number of groups in a training step.
         max_lag: the largest lag of a group, in steps.
+        drops_late: whether a step drops the running groups that no step could take in time, once it has a full batch.
+            Otherwise it waits for them.
     """
 
-    def __init__(self, batch: int, max_lag: int) -> None:
-        self._batch, self._max_lag = batch, max_lag
+    def __init__(self, batch: int, max_lag: int, drops_late: bool = False) -> None:
+        self._batch, self._max_lag, self._drops_late = batch, max_lag, drops_late
         self.running: dict[int, int] = {}
         """The version at its admission of every running group, by the group's number."""
         self.ready: dict[int, int] = {}
         """The same for the groups that wait for a step."""
+        self.late: set[int] = set()
+        """The groups that were dropped while they ran, and have not finished yet."""
         self.share = 1.0
         """The recent share of useful groups among those that finished."""
         self.num_useless = 0
@@ -44,6 +48,8 @@ class Admission:
         self.num_surplus = 0
         """The same for useful groups that were dropped: more groups were useful than expected, and no step could take
         these within the bound."""
+        self.num_late = 0
+        """The number of groups that were dropped while they ran, since somebody set it to 0."""
 
     def room(self, num_steps: int) -> int:
         """The number of groups to admit now. If only some groups are useful, more of them run, so that the expected
@@ -60,14 +66,18 @@ class Admission:
         assert number not in self.running and number not in self.ready, f"group {number} was admitted twice"
         self.running[number] = version
 
-    def finish(self, number: int, useful: bool) -> None:
-        """Note that a running group is generated and verified."""
+    def finish(self, number: int, useful: bool) -> bool:
+        """Note that a group is generated and verified. Returns whether it waits for a step now."""
+        if number in self.late:
+            self.late.remove(number)
+            return False
         version = self.running.pop(number)
         self.share = max(LEAST_SHARE, self.share + (useful - self.share) / (WINDOW * self._batch))
         if useful:
             self.ready[number] = version
         else:
             self.num_useless += 1
+        return useful
 
     def put_back(self, number: int, version: int) -> None:
         """Make a group ready again that a step has taken."""
@@ -85,11 +95,20 @@ class Admission:
             # The steps up to version + max_lag are the only ones that can take the groups of this version and older.
             capacity = (version + self._max_lag - step) * self._batch
             waiting = [number for number in left if self.ready[number] <= version and number not in surplus]
-            running = sum(admitted <= version for admitted in self.running.values())
-            if running and len(waiting) + running * self.share > capacity:
-                return None
+            running = [number for number, admitted in self.running.items() if admitted <= version]
+            excess = len(waiting) + len(running) * self.share - capacity
+            if running and excess > 0:
+                if not self._drops_late:
+                    return None
+                self._drop(sorted(running)[: ceil(excess / self.share)])
             surplus.update(waiting[max(0, capacity) :])
         for number in (*taken, *surplus):
             del self.ready[number]
         self.num_surplus += len(surplus)
         return taken
+
+    def _drop(self, late: list[int]) -> None:
+        for number in late:
+            del self.running[number]
+        self.late.update(late)
+        self.num_late += len(late)

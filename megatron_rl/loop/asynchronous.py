@@ -55,7 +55,7 @@ class AsynchronousSource:
         rollout = config.rollout
         self._max_lag = rollout.max_lag
         self._checkpoints = config.run_folder / "checkpoints"
-        self._admission = Admission(rollout.prompts_per_step, rollout.max_lag)
+        self._admission = Admission(rollout.prompts_per_step, rollout.max_lag, rollout.late == "drop")
         self._silence = SilentRewards(config.rewards)
         self._pass_rates = PassRates()
         self._num_resting = 0
@@ -163,7 +163,8 @@ class AsynchronousSource:
         self._step = state["step"]
         self._pass_rates.restore(state.get("pass_rates", {}))
         for number in state["waiting"]:
-            if number in self._admission.running or number in self._admission.ready or number in self._again:
+            admission = self._admission
+            if any(number in known for known in (admission.running, admission.ready, admission.late, self._again)):
                 continue
             if number in self._groups:
                 self._admission.put_back(number, self._groups[number].version)
@@ -224,9 +225,9 @@ class AsynchronousSource:
             right = right_answers(self._config, verdicts_of([group]))
             if right:
                 self._pass_rates.record(group.prompt.uid, fmean(right), self._prompts.epoch(number))
-        self._admission.finish(number, useful)
-        if useful:
+        if self._admission.finish(number, useful):
             self._groups[number] = group
+        if useful:
             self._useless.clear()
         else:
             self._useless[", ".join(sorted({"none" if r is None else f"{r:g}" for r in rewards}))] += 1
@@ -256,8 +257,9 @@ class AsynchronousSource:
         seconds = self._since - before
         idle_s = metrics.pop("stream/idle_s", 0.0)
         resting, self._num_resting = self._num_resting, 0
-        useless, surplus = self._admission.num_useless, self._admission.num_surplus
-        self._admission.num_useless = self._admission.num_surplus = 0
+        admission = self._admission
+        useless, surplus, late = admission.num_useless, admission.num_surplus, admission.num_late
+        admission.num_useless = admission.num_surplus = admission.num_late = 0
         lags = [step - sample.oldest_version for group in groups for sample in group.samples if sample.num_actions]
         return metrics | {
             "rollout/tokens_per_s": num_tokens / seconds,
@@ -268,6 +270,7 @@ class AsynchronousSource:
             "stream/ready": float(len(self._admission.ready)),
             "stream/useless": float(useless),
             "stream/surplus": float(surplus),
+            "stream/late": float(late),
             "stream/resting": float(resting),
         }
 

@@ -15,8 +15,8 @@ from megatron_rl.loop.admission import Admission
 class Play:
     """A run of steps in which a random generator decides which groups finish, and which ones are useful."""
 
-    def __init__(self, batch: int, max_lag: int, seed: int, useful: float = 1.0):
-        self.admission = Admission(batch, max_lag)
+    def __init__(self, batch: int, max_lag: int, seed: int, useful: float = 1.0, drops_late: bool = False):
+        self.admission = Admission(batch, max_lag, drops_late)
         self.random, self.useful = random.Random(seed), useful
         self.admitted: dict[int, int] = {}
         self.taken: list[int] = []
@@ -29,9 +29,10 @@ class Play:
             self.admission.admit(number, version)
 
     def finish_some(self, at_most: int | None = None) -> None:
-        running = list(self.admission.running)
+        running = [*self.admission.running, *self.admission.late]
         for number in self.random.sample(running, self.random.randint(0, min(len(running), at_most or len(running)))):
-            self.admission.finish(number, useful=self.random.random() < self.useful)
+            is_ready = self.admission.finish(number, useful=self.random.random() < self.useful)
+            assert is_ready == (number in self.admission.ready)
 
     def step(self, step: int) -> list[int]:
         self.refill(step)
@@ -69,6 +70,44 @@ def test_the_batch_is_full_however_few_groups_are_useful(batch, max_lag, useful,
     counted = [*play.taken, *play.admission.running, *play.admission.ready]
     assert len(set(counted)) == len(counted)
     assert len(counted) + play.admission.num_useless + play.admission.num_surplus == len(play.admitted)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 6), st.integers(0, 4), st.sampled_from([0.1, 0.5, 1.0]), st.integers(0, 10**6))
+def test_a_step_with_a_full_batch_never_waits_if_late_groups_are_dropped(batch, max_lag, useful, seed):
+    play = Play(batch, max_lag, seed, useful, drops_late=True)
+    for step in range(12):
+        play.refill(step)
+        play.finish_some()
+        has_batch = len(play.admission.ready) >= batch
+        taken = play.admission.take(step)
+        assert (taken is not None) == has_batch
+        if taken is None:
+            play.step(step)
+        else:
+            play.lags += [step - play.admitted[number] for number in taken]
+            play.taken += taken
+    assert max(play.lags) <= max_lag and len(play.taken) == 12 * batch
+    admission = play.admission
+    counted = [*play.taken, *admission.running, *admission.ready]
+    assert len(set(counted)) == len(counted) and not admission.late & set(counted)
+    gone = admission.num_useless + admission.num_surplus + admission.num_late
+    assert len(counted) + gone == len(play.admitted)
+
+
+def test_only_the_groups_that_are_too_many_are_dropped_and_the_oldest_first():
+    admission = Admission(2, max_lag=1, drops_late=True)
+    for number in range(4):
+        admission.admit(number, 0)
+    for number in (2, 3):
+        admission.finish(number, useful=True)
+    assert admission.take(0) == [2, 3]
+    for number in (4, 5):
+        admission.admit(number, 1)
+        admission.finish(number, useful=True)
+    assert admission.take(1) == [4, 5] and admission.late == {0, 1} and admission.num_late == 2
+    assert admission.room(10**6) == 4, "others run in their places"
+    assert not admission.finish(0, useful=True) and not admission.ready and admission.late == {1}
 
 
 def test_a_step_waits_for_the_groups_that_it_alone_can_take():

@@ -139,6 +139,28 @@ def test_groups_of_a_step_whose_policy_was_lost_are_trained_on_again(tmp_path):
     assert len({number for numbers in world.steps.values() for number in numbers}) == 32
 
 
+@pytest.mark.parametrize("late", ["wait", "drop"])
+def test_a_late_group_is_waited_for_or_dropped_and_counted(tmp_path, late):
+    class OneSlow(Recording):
+        """Group 3 is handed out when nothing else is under way, or late in the run."""
+
+        def collect(self, version):
+            held = {3: self.asked.pop(3)} if 3 in self.asked and (len(self.asked) > 1 or late == "drop") else {}
+            if held and self.updates >= 5:
+                self.asked, held = held, self.asked
+            verified = super().collect(version)
+            self.asked |= held
+            return verified
+
+    world = OneSlow()
+    assert run(world, tmp_path / "c", asynchronous(2, late=late)) == 8
+    trained = [number for numbers in world.steps.values() for number in numbers]
+    counted = sum(metrics["stream/late"] for _, metrics in world.logged[:-1])
+    assert (trained.count(3), counted > 0) == ((1, False) if late == "wait" else (0, True))
+    assert len(trained) == len(set(trained)) == 32
+    assert all(metrics["lag/max"] <= 2 for _, metrics in world.logged[:-1])
+
+
 HELDOUT = [Prompt(f"heldout {i}", (7, 8), "") for i in range(5)]
 
 
