@@ -70,7 +70,9 @@ class AsynchronousSource:
         self._written: dict[int, Entry] | None = None
         """The groups of the journal that are not in use yet; None before the first push or the first checkpoint."""
         self._evaluating: dict[int, Group | None] = {}
-        """The groups of an evaluation, by their numbers; None: it is under way."""
+        """The groups of the evaluation, by their numbers; None: it is under way."""
+        self._num_evaluated = 0
+        """The number of prompts that were asked for evaluations. Their groups have the numbers -1, -2, ..."""
         self._scorings: list[tuple[Metrics, int]] = []
         """The metrics and the number of answers of each scoring since the last step."""
         self._useless: Counter[str] = Counter()
@@ -110,12 +112,10 @@ class AsynchronousSource:
         """See `RolloutSource`. The answers are generated beside those of the training prompts, and beside the update of
         the step."""
         self._version = version
-        with self._sink.phase("evaluate"):
-            while None in self._evaluating.values():  # the policy was lost during an evaluation
-                self._collect()
-        for number, prompt in enumerate(prompts, start=1):
-            self._evaluating[-number] = None  # training prompts have the other numbers
-            self._ports.stream.ask(-number, prompt, self._config.eval.samples_per_prompt, version)
+        for prompt in prompts:
+            self._num_evaluated += 1
+            self._evaluating[-self._num_evaluated] = None
+            self._ports.stream.ask(-self._num_evaluated, prompt, self._config.eval.samples_per_prompt, version)
 
     def evaluated(self) -> Metrics:
         """See `RolloutSource`. If the run is asked to stop, the evaluation is given up, with a warning."""
@@ -161,6 +161,7 @@ class AsynchronousSource:
             self._written = read_journal(self._journal)
             self._resumed_at = state["step"]
         self._step = state["step"]
+        self._evaluating = {}
         self._pass_rates.restore(state.get("pass_rates", {}))
         for number in state["waiting"]:
             admission = self._admission
@@ -211,8 +212,10 @@ class AsynchronousSource:
         self._scorings.append((verified.metrics, len(samples)))
         self._num_tokens += sum(sample.length - sample.num_prompt_tokens for sample in samples)
         for number, group in verified.groups.items():
-            if number < 0:
+            if number in self._evaluating:
                 self._evaluating[number] = group
+            elif number < 0:
+                pass  # its evaluation was given up when the policy was lost
             else:
                 self._finish(number, group)
         self._require_a_signal()

@@ -171,12 +171,12 @@ def test_an_evaluation_runs_beside_its_step_and_ends_before_the_next_push(tmp_pa
     evaluations = {step: metrics for step, metrics in world.logged if "eval/accuracy" in metrics}
     assert list(evaluations) == [0, 3, 6, 8]
     assert all(m["eval/accuracy"] == 0.5 and m["eval/num_samples"] == 10 for m in evaluations.values())
-    assert [number for number, _ in world.asked_for if number < 0] == [-1, -2, -3, -4, -5] * 4
+    assert [number for number, _ in world.asked_for if number < 0] == list(range(-1, -21, -1))
     assert all(m["rollout/num_samples"] == 8 and m["lag/max"] <= 2 for _, m in world.logged[:-1])
     pushed = [i for i, call in enumerate(world.calls) if call.startswith("push")]
     for version, (start, end) in enumerate(zip(pushed, [*pushed[1:], None])):
         calls = world.calls[start:end]
-        assert ("ask -5: heldout 4" in calls) == (version in evaluations)
+        assert any(call.endswith("heldout 4") for call in calls) == (version in evaluations)
     assert not any(number < 0 for number in world.asked), "no answer is under way when its weights go"
 
 
@@ -187,11 +187,12 @@ def test_an_evaluation_outlives_the_loss_of_the_policy_and_a_stop_gives_it_up(tm
                 raise PolicyLost("a rank died")
             return super().update(minibatch, coefficients)
 
-    world = Losing()
-    world.restarts_left, world.keeps_mirrors = 1, True
     cfg = asynchronous(1).model_copy(update={"eval": config(eval={"every": 3, "samples_per_prompt": 2}).eval})
-    assert run(world, tmp_path / "a", cfg, heldout=HELDOUT) == 8
-    assert [step for step, metrics in world.logged if "eval/accuracy" in metrics] == [0, 3, 6, 8]
+    for name, keeps_mirrors in (("same step", True), ("step before", False)):
+        world = Losing()
+        world.restarts_left, world.keeps_mirrors = 1, keeps_mirrors
+        assert run(world, tmp_path / name, cfg, heldout=HELDOUT) == 8
+        assert [step for step, metrics in world.logged if "eval/accuracy" in metrics] == [0, 3, 6, 8]
 
     class Slow(Recording):
         def collect(self, version):
