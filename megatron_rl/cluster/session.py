@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,11 @@ END_S = 10.0
 CONNECT_S = 10.0
 """The time limit for connecting to the port of a running Ray."""
 
+
+SLOW = "timed out during startup"
+"""Part of Ray's error if a node does not start within 30 s, which no setting changes: a busy machine takes longer."""
+ATTEMPTS = 3
+"""How often a Ray that was too slow is started."""
 
 VITAL = ("gcs_server", "raylet")
 """The names of the processes of a local Ray without which no call is answered."""
@@ -105,15 +111,26 @@ def ray_session(
     driver = psutil.Process()
     others = set(descendants(driver))
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    start = partial(
+        ray.init,
+        address=cluster.ray_address or "local",
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+        configure_logging=False,
+        runtime_env={"env_vars": environment},
+        **local,
+    )
     try:
-        ray.init(
-            address=cluster.ray_address or "local",
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            configure_logging=False,
-            runtime_env={"env_vars": environment},
-            **local,
-        )
+        for attempts_left in reversed(range(ATTEMPTS)):
+            try:
+                start()
+                break
+            except Exception as error:
+                if SLOW not in str(error) or not attempts_left:
+                    raise
+                log.warning("Ray has not started in its time, so it is started again: %s", error)
+                ray.shutdown()
+                _kill([process for process in descendants(driver) if process not in others])
     except SystemExit as error:  # Ray's answer to SIGTERM while it starts; the handler before Ray's has not seen it
         handler = handlers[signal.SIGTERM]
         if callable(handler):

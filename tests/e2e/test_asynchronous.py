@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -13,14 +12,12 @@ import numpy as np
 import psutil
 import pytest
 
-from megatron_rl.data.journal import Entry, read_journal
+from megatron_rl.data.journal import read_journal
 from megatron_rl.loop.checkpoints import find_checkpoints
 from megatron_rl.processes import descendants
 from megatron_rl.rollout.progress import MAX_SAMPLES, ROW
 
 MAX_LAG = 4
-LOOK_S = 0.3
-"""A group is in the journal for at least six steps of 0.2 s."""
 
 
 def arguments(task: Path, steps: int) -> list[str]:
@@ -61,21 +58,21 @@ class Killer:
         self.rows: dict[int, list[np.ndarray]] = {}
         """The rows of each answer, in the order in which engines have written them."""
         self.killed: set[Path] = set()
-        self.seen: dict[int, Entry] = {}
-        """All groups that the journal has had. The run removes the files that it does not need any more."""
-        self.looked = 0.0
+        self.kept = folder / "kept"
+        """Links to all files that the journal has had. The run removes those that it does not need any more, but not
+        before five steps are done."""
+        self.kept.mkdir(parents=True)
 
-    def look(self) -> None:
-        if time.monotonic() > self.looked + LOOK_S:
-            with suppress(FileNotFoundError):
-                self.seen.update(read_journal(self.folder / "journal"))
-            self.looked = time.monotonic()
+    def keep(self) -> None:
+        for path in (self.folder / "journal").glob("*.groups"):
+            with suppress(FileExistsError, FileNotFoundError):
+                (self.kept / path.name).hardlink_to(path)
 
     def kill(self, index: int, num_rows: int) -> None:
         """Kill an engine once it has recorded so many tokens."""
 
         def busy() -> list[Path]:
-            self.look()
+            self.keep()
             records = set((self.folder / "unfinished").glob(f"engine_{index}_*.tokens")) - self.killed
             return [path for path in records if path.stat().st_size > num_rows * ROW.itemsize]
 
@@ -99,15 +96,18 @@ def test_kills_cost_no_token_and_no_group(recipe, task, num_kills):
         killer.kill(int(random.integers(2)), int(random.integers(1, 2000)))
     groups = {answer // MAX_SAMPLES for answer in killer.rows}
 
+    steps: list[dict] = []
+
     def verified() -> bool:
-        killer.look()
-        return groups <= killer.seen.keys() and len(metrics(folder)) >= 3
+        killer.keep()
+        before, steps[:] = len(steps), metrics(folder)
+        return len(steps) > max(before, 2) and groups <= read_journal(killer.kept).keys()
 
     recipe.wait_until(run, verified)
     for process in [psutil.Process(run.pid), *descendants(psutil.Process(run.pid))]:
         process.kill()
     run.wait()
-    seen = killer.seen | (before := read_journal(folder / "journal"))
+    seen, before = read_journal(killer.kept), read_journal(folder / "journal")
     assert (folder / "logs" / "driver.log").read_text().count("is replaced") == num_kills
     for answer, parts in killer.rows.items():
         tokens, mine = seen[answer // MAX_SAMPLES].tokens[answer % MAX_SAMPLES], np.concatenate(parts)
