@@ -245,4 +245,4 @@ class EngineGroup:
 
 
 def _no_bridge(version: int) -> None:
-    raise RuntimeError("answers are asked for after the bridge was created")
+    raise RuntimeError("the bridge must be created before answers are asked for")

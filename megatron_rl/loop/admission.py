@@ -1,4 +1,4 @@
-"""Which groups an asynchronous run asks for, and which ones a step trains on.
+"""The decisions of an asynchronous run: which groups it asks for, and which ones a step trains on.
 
 A group is known by its number, which is the place of its prompt in the stream of prompts. It is *running* from its
 admission until it is generated and verified, then it is *ready*, and at last a step takes it. Its lag in step s is s

@@ -1,4 +1,4 @@
-"""Which keys of the configuration may change when a run is resumed from a checkpoint.
+"""The keys of the configuration that may change when a run is resumed from a checkpoint.
 
 These are paths, durations and intervals, the placement on machines, and the settings of the optimizer. They take effect
 at once. All other keys define the objective or are part of the saved state. To change one of them, start a new run from

@@ -14,8 +14,8 @@ from megatron_rl.ports import Ports, Sink
 from megatron_rl.types import Group, Metrics, Prompt, Scores, Verdict, give_verdicts
 
 EVALUATION_SEED = 2**20
-"""Evaluations use the seed before this one in every step, so that their accuracies can be compared. The steps have
-other seeds."""
+"""Evaluations of a run in turns use the seed before this one in every step, so that their accuracies can be compared.
+The steps have other seeds. In an asynchronous run each evaluation has seeds of its own."""
 
 
 def answer_and_verify(

@@ -79,6 +79,7 @@ class SynchronousSource:
         self._verified: tuple[int, list[Group], Metrics] | None = None
         """The newest step and its groups, which outlive a policy that is lost in this step."""
         self._evaluation: Metrics = {}
+        """The metrics of the evaluation that `evaluated` has not returned yet."""
 
     def next(self, step: int) -> Rollouts:
         asked = self._prompts.next()
@@ -119,3 +120,4 @@ class SynchronousSource:
                 "way would be lost; resume with the same settings, or start a new run from its export"
             )
         self._prompts.restore(state)
+        self._evaluation = {}  # it may be that of a later step, in which the policy was lost

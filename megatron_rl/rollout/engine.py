@@ -74,7 +74,7 @@ class _Request:
     """The prompt, with what has been sampled after it."""
     max_tokens: int
     seed: int
-    """Of its first sample; vLLM gives the others the numbers after it."""
+    """The seed of its first sample; vLLM gives the others the numbers after it."""
     answer: tuple[int, int] | None = None
     """The numbers of group and sample under which the tokens are recorded; None: they are not."""
 

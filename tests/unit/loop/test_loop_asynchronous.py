@@ -187,12 +187,15 @@ def test_an_evaluation_outlives_the_loss_of_the_policy_and_a_stop_gives_it_up(tm
                 raise PolicyLost("a rank died")
             return super().update(minibatch, coefficients)
 
-    cfg = asynchronous(1).model_copy(update={"eval": config(eval={"every": 3, "samples_per_prompt": 2}).eval})
-    for name, keeps_mirrors in (("same step", True), ("step before", False)):
-        world = Losing()
-        world.restarts_left, world.keeps_mirrors = 1, keeps_mirrors
-        assert run(world, tmp_path / name, cfg, heldout=HELDOUT) == 8
-        assert [step for step, metrics in world.logged if "eval/accuracy" in metrics] == [0, 3, 6, 8]
+    evaluation = config(eval={"every": 3, "samples_per_prompt": 2}).eval
+    for max_lag in (0, 1):
+        cfg = asynchronous(max_lag, every=2).model_copy(update={"eval": evaluation})
+        for keeps_mirrors in (True, False):  # without mirrors it goes back to the checkpoint of step 2
+            world = Losing()
+            world.restarts_left, world.keeps_mirrors = 1, keeps_mirrors
+            assert run(world, tmp_path / f"{max_lag} {keeps_mirrors}", cfg, heldout=HELDOUT) == 8
+            assert [step for step, metrics in world.logged if "eval/accuracy" in metrics] == [0, 3, 6, 8]
+    cfg = asynchronous(1).model_copy(update={"eval": evaluation})
 
     class Slow(Recording):
         def collect(self, version):
