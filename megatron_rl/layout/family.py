@@ -61,9 +61,9 @@ class Rule:
     hf: tuple[HfTensor, ...]
     megatron: str
     """Megatron's name. `{}` stands for the expert, counted from 0 on each rank."""
-    vllm: str | None
+    vllm: str
     """vLLM's name. A row of experts without `{}` is one parameter that stacks the experts of the rank along a new first
-    dim. None: vLLM has no such parameter."""
+    dim."""
     fused: str | None = None
     """Megatron's name with Transformer Engine's layers, if it differs: these fuse a norm into the linear layer after
     it, and put the experts into one grouped layer."""
@@ -141,9 +141,8 @@ class Family:
     """`model_type` of the HF config.json."""
     forward: bool
     """Whether the actor can train this family. If not, the family can only be converted and sent over the bridge."""
-    vllm_model: str | None
-    """The class in vllm.model_executor.models. None: vLLM has no class for this family, so the layout in vLLM is
-    unknown."""
+    vllm_model: str
+    """The class in vllm.model_executor.models that vLLM runs the family with."""
     embedding: Rule
     attention: tuple[Rule, ...]
     """The rows of norms and attention, which every layer has."""
@@ -317,18 +316,12 @@ class Family:
                 the tensor-parallel ranks.
 
         Raises:
-            ValueError: vLLM has no class for the family, or the ranks do not divide heads, FFN or vocabulary.
+            ValueError: the ranks do not divide heads, FFN or vocabulary, or vLLM cannot split the family so widely.
         """
-        if self.vllm_model is None:
-            raise ValueError(
-                f"vLLM has no class for the family {self.name}: it uses transformers' modules, whose layout is not "
-                f"described here"
-            )
         tensor_rank, stage = rank % tensor, rank // tensor
         first, last = stage == 0, stage == pipeline - 1
 
         def place(rule: Rule) -> Placement:
-            assert rule.vllm is not None, f"{self.name}: the row {rule.megatron} has no name in vLLM"
             if not rule.per_expert:
                 return _place(rule, rule.split.vllm, shape, (tensor, tensor_rank), rule.vllm)
             if expert_parallel:

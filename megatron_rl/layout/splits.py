@@ -139,14 +139,27 @@ def _vllm_qkv(shape: ModelShape, lengths: tuple[int, ...], ways: int, rank: int)
     return pieces
 
 
+def _gathered_heads(shape: ModelShape, lengths: tuple[int, ...], ways: int, rank: int) -> list[Piece]:
+    """Every rank gathers the heads of all ranks, normalises them with the whole weight, and keeps its own heads
+    (TPAwareNormMixin in vllm.model_executor.models.transformers.fusers.rms_norm). A KV head that several ranks hold
+    would be gathered several times, and vLLM raises an error."""
+    if ways > shape.num_kv_heads:
+        raise ValueError(
+            f"an engine's {ways} tensor-parallel ranks are more than the {shape.num_kv_heads} KV heads, and vLLM cannot "
+            f"normalise heads together that several ranks hold; set rollout.tensor to {shape.num_kv_heads} or less"
+        )
+    return [Piece(0, 0, 0, lengths[0], 0)]
+
+
 ROWS = SplitKind(_stacked(0), _stacked(0))
-"""The split of layers that Megatron calls column-parallel: their outputs are split. Norms over all heads together are
-split in the same way."""
+"""The split of layers that Megatron calls column-parallel: their outputs are split."""
 COLUMNS = SplitKind(_stacked(1), _stacked(1), dim=1)
 """The split of layers that Megatron calls row-parallel: their inputs are split."""
 REPLICATED = SplitKind(_replicated(), _replicated())
 QKV = SplitKind(_megatron_qkv, _vllm_qkv)
 """The split of weights and biases of the projection to q, k and v."""
+WIDE_NORM = SplitKind(_stacked(0), _gathered_heads)
+"""The split of a norm of q or k over all heads together. Megatron's ranks hold the weights of their own heads."""
 VOCABULARY = SplitKind(
     _vocabulary(lambda ways: VOCABULARY_MULTIPLE * ways), _vocabulary(lambda ways: VLLM_VOCABULARY_MULTIPLE)
 )

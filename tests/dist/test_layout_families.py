@@ -1,7 +1,7 @@
 """The families' tables against the truth: what transformers saves, what Megatron-Core and vLLM build.
 
 Not seen here, for want of the library: the names with Transformer Engine's layers. OLMo's two tables have rows that
-Megatron-Core does not build (post-norms, wide q and k norms), and no model in vLLM.
+Megatron-Core does not build (post-norms, wide q and k norms).
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ MODELS = {
     "mixtral": ("Mixtral", {"num_local_experts": 4}),
     "olmo2": ("Olmo2", {}),
     "olmo3": ("Olmo3", {"sliding_window": 8}),
+    "olmo3_tied": ("Olmo3", {"sliding_window": 8, "tie_word_embeddings": True, "head_dim": 12}),
     "deepseek_v3": ("DeepseekV3", LATENT | {"q_lora_rank": 20}),
     "deepseek_v3_direct": ("DeepseekV3", LATENT | {"q_lora_rank": None}),
 }
@@ -135,20 +136,26 @@ ENGINES = [
     ("qwen3_moe", 2, 1, True),
     ("mixtral", 2, 1, False),
     ("mixtral", 1, 2, False),
+    ("olmo2", 1, 2, False),
+    ("olmo3", 2, 1, False),
+    ("olmo3_tied", 1, 2, False),
     ("deepseek_v3", 2, 1, True),
     ("deepseek_v3", 1, 2, False),
     ("deepseek_v3_direct", 2, 1, False),
 ]
 
 
-def test_names_and_extents_are_those_that_vllm_builds(folders, tmp_path):
+def test_class_names_and_extents_are_those_that_vllm_builds(folders, tmp_path):
     asked = [(str(folders[name]), *ways) for name, *ways in ENGINES]
     calls = [("vllm_models", "rank_parameters", f"file://{tmp_path}/meeting", rank, asked) for rank in range(2)]
     ranks = warm.together(in_process, calls, deadline(240))
     for i, (name, tensor, pipeline, expert_parallel) in enumerate(ENGINES):
+        shape = read_shape(folders[name])
         for rank in range(tensor * pipeline):
-            shards = vllm_shards(read_shape(folders[name]), tensor, rank, expert_parallel, pipeline)
-            check_parameters(shards, live(ranks[rank][i]), f"{name}, rank {rank} of TP{tensor} PP{pipeline}")
+            model, parameters = ranks[rank][i]
+            assert model == FAMILIES[shape.family].vllm_model
+            shards = vllm_shards(shape, tensor, rank, expert_parallel, pipeline)
+            check_parameters(shards, parameters, f"{name}, rank {rank} of TP{tensor} PP{pipeline}")
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""Names and extents of the parameters that vLLM builds, in a process for each rank over gloo. No weight is loaded."""
+"""The models that vLLM builds: class, and names and extents of the parameters, in a process for each rank over gloo. No
+weight is loaded."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from vllm.model_executor.model_loader.utils import initialize_model
 
 def parameters(
     folder: str, tensor: int, pipeline: int, expert_parallel: bool, rank: int, url: str
-) -> dict[str, tuple[int, ...]]:
+) -> tuple[str, dict[str, tuple[int, ...]]]:
+    """The name of the model's class, and the extents of its parameters."""
     config = EngineArgs(
         model=folder,
         skip_tokenizer_init=True,
@@ -29,14 +31,15 @@ def parameters(
     with set_current_vllm_config(config):
         parallel_state.init_distributed_environment(tensor * pipeline, rank, url, local_rank=rank, backend="gloo")
         parallel_state.initialize_model_parallel(tensor, pipeline, backend="gloo")
-        found = {name: tuple(tensor.shape) for name, tensor in initialize_model(config).named_parameters()}
+        model = initialize_model(config)
+        found = {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}
     dist.barrier()
     parallel_state.destroy_model_parallel()
     parallel_state.destroy_distributed_environment()
-    return found
+    return type(model).__name__, found
 
 
-def rank_parameters(url: str, rank: int, cases: Sequence[tuple[str, int, int, bool]]) -> list[dict | None]:
+def rank_parameters(url: str, rank: int, cases: Sequence[tuple[str, int, int, bool]]) -> list[tuple | None]:
     """Of each case (folder, tensor, pipeline, expert_parallel); None where the engine has no such rank."""
     os.environ |= {"TORCHDYNAMO_DISABLE": "1", "VLLM_DIST_IDENT": "layout"}
     return [

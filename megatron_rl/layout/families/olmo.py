@@ -1,9 +1,9 @@
 """OLMo 2 and OLMo 3 have norms after attention and MLP, and q and k norms over all heads together (arXiv:2501.00656).
 
 Megatron-Core 0.16 has neither: its q and k norms are per head, and its layer has no norm after attention or MLP. This
-project chose the Megatron names of these rows. The wide norms are split over TP like the heads that they scale. OLMo 3
-has sliding windows in three of four layers, and scales the rotary frequencies only in the others. vLLM has no class for
-these families and runs them through transformers' modules.
+project chose the Megatron names of these rows. OLMo 3 has sliding windows in three of four layers, and scales the rotary
+frequencies only in the others. vLLM runs both families with its Transformers backend: it replaces the linear layers and
+the norms of transformers' modules by its own, and fuses q, k, v and gate, up as it does in its own models.
 """
 
 from __future__ import annotations
@@ -14,34 +14,34 @@ from typing import Any
 from megatron_rl.layout.families.rows import ATTENTION_OUTPUT, ENDS, GATED_MLP, QKV_WEIGHT
 from megatron_rl.layout.families.windows import window
 from megatron_rl.layout.family import Family, HfTensor, Rule
-from megatron_rl.layout.splits import REPLICATED, ROWS
+from megatron_rl.layout.splits import REPLICATED, WIDE_NORM
 
 _ATTENTION = (
     QKV_WEIGHT,
     Rule(
-        ROWS,
+        WIDE_NORM,
         hf=(HfTensor("self_attn.q_norm.weight", ("q",)),),
         megatron="self_attention.q_layernorm.weight",
-        vllm=None,
+        vllm="self_attn.q_norm.weight",
     ),
     Rule(
-        ROWS,
+        WIDE_NORM,
         hf=(HfTensor("self_attn.k_norm.weight", ("kv",)),),
         megatron="self_attention.k_layernorm.weight",
-        vllm=None,
+        vllm="self_attn.k_norm.weight",
     ),
     ATTENTION_OUTPUT,
     Rule(
         REPLICATED,
         hf=(HfTensor("post_attention_layernorm.weight", ("hidden",)),),
         megatron="post_self_attn_layernorm.weight",
-        vllm=None,
+        vllm="post_attention_layernorm.weight",
     ),
     Rule(
         REPLICATED,
         hf=(HfTensor("post_feedforward_layernorm.weight", ("hidden",)),),
         megatron="post_mlp_layernorm.weight",
-        vllm=None,
+        vllm="post_feedforward_layernorm.weight",
     ),
 )
 
@@ -50,11 +50,18 @@ def _three_of_four(config: Mapping[str, Any]) -> dict[str, Any]:
     return window(config, [layer for layer in range(config["num_hidden_layers"]) if (layer + 1) % 4])
 
 
-OLMO2 = Family(name="olmo2", forward=True, vllm_model=None, attention=_ATTENTION, dense=GATED_MLP, **ENDS)
+OLMO2 = Family(
+    name="olmo2",
+    forward=True,
+    vllm_model="TransformersForCausalLM",
+    attention=_ATTENTION,
+    dense=GATED_MLP,
+    **ENDS,
+)
 OLMO3 = Family(
     name="olmo3",
     forward=True,
-    vllm_model=None,
+    vllm_model="TransformersForCausalLM",
     attention=_ATTENTION,
     dense=GATED_MLP,
     read_config=_three_of_four,

@@ -11,14 +11,13 @@ from megatron_rl.layout import FAMILIES, Engines, Links
 from megatron_rl.types import LatentAttention, Mesh, ModelShape
 
 FAMILY_SHAPES = [SHAPES[name] for name in sorted(SHAPES)]
-SERVED = [shape for shape in FAMILY_SHAPES if FAMILIES[shape.family].vllm_model]
 
 
 @st.composite
-def shapes(draw, among: list[ModelShape] = FAMILY_SHAPES) -> ModelShape:
+def shapes(draw) -> ModelShape:
     """Models with other sizes. Heads, FFNs and experts divide by 8, the number of KV heads divides 8, and the other
     sizes need not divide by anything."""
-    shape = draw(st.sampled_from(among))
+    shape = draw(st.sampled_from(FAMILY_SHAPES))
     kv = draw(st.sampled_from([1, 2, 4, 8]))
     changes = dict(
         num_layers=draw(st.integers(4, 6)),
@@ -34,6 +33,15 @@ def shapes(draw, among: list[ModelShape] = FAMILY_SHAPES) -> ModelShape:
         num_experts, ffn_size = 4 * draw(st.integers(2, 3)), 8 * draw(st.integers(1, 2))
         changes["experts"] = replace(shape.experts, num_experts=num_experts, ffn_size=ffn_size)
     return replace(shape, **changes)
+
+
+@st.composite
+def served(draw, engines: Engines) -> ModelShape:
+    """Models that the engines can hold: where q and k are normalised over all heads, every rank has a KV head."""
+    shape = draw(shapes())
+    if FAMILIES[shape.family].qk_norm == "full":
+        return replace(shape, num_kv_heads=max(shape.num_kv_heads, engines.tensor))
+    return shape
 
 
 def enlarged(shape: ModelShape) -> ModelShape:

@@ -27,7 +27,7 @@ from megatron_rl.types import Mesh, ModelShape
 @given(st.data(), st.booleans(), st.booleans())
 @settings(max_examples=examples(100))
 def test_every_element_moves_from_mesh_to_mesh(data, fused, other_fused):
-    """Elements of all families, also those that vLLM lacks, move from any mesh to any other."""
+    """Elements of all families move from any mesh to any other."""
     shape = data.draw(shapes())
     one, other, hf = data.draw(meshes(shape)), data.draw(meshes(shape)), numbered(shape)
     sources = [megatron_shards(shape, one, rank, fused) for rank in range(one.world_size)]

@@ -16,7 +16,7 @@ from cover import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numbered import SHAPES, carry_out, cut, numbered
-from random_layouts import SERVED, engines, enlarged, links, meshes, shapes
+from random_layouts import engines, enlarged, links, meshes, served
 
 from megatron_rl.layout import (
     FAMILIES,
@@ -41,7 +41,7 @@ def engine_shards(shape: ModelShape, engines: Engines, rank: int):
 @settings(max_examples=examples(200))
 def test_every_element_of_every_engine_is_written_once_from_its_own_source(data, engines, links, fused, max_bytes):
     """Each side reads the plan by itself, and both get the same pieces for any bound on their size."""
-    shape = data.draw(shapes(SERVED))
+    shape = data.draw(served(engines))
     mesh, hf = data.draw(meshes(shape)), numbered(shape)
     plan = plan_weights(shape, mesh, engines, fused_norms=fused, links=links)
     sources = [cut(megatron_shards(shape, mesh, rank, fused), hf) for rank in range(mesh.world_size)]
@@ -52,7 +52,7 @@ def test_every_element_of_every_engine_is_written_once_from_its_own_source(data,
 @given(st.data(), engines(), links, st.sampled_from(["bfloat16", "float32"]))
 @settings(max_examples=50, deadline=None)
 def test_sums_of_bytes_are_those_of_the_copies(data, engines, links, dtype):
-    shape = data.draw(shapes(SERVED))
+    shape = data.draw(served(engines))
     mesh = data.draw(meshes(shape))
     plan = plan_weights(shape, mesh, engines, links=links, dtype=dtype)
     assert len(plan.routes) == plan.num_routes
@@ -109,7 +109,8 @@ def test_without_replicas_it_is_the_slow_reference_copy_by_copy(name, pipeline, 
 @given(st.data(), links)
 @settings(max_examples=40, deadline=None)
 def test_with_replicas_every_copy_is_a_part_of_the_slow_reference(data, links):
-    shape, engines = data.draw(shapes(SERVED)), Engines(2, 2)
+    engines = Engines(2, 2)
+    shape = data.draw(served(engines))
     mesh = data.draw(meshes(shape))
     overlaps: dict[tuple[int, str], list[Overlap]] = {}
     for overlap in direct(shape, mesh, engines):
@@ -134,7 +135,7 @@ def test_with_replicas_every_copy_is_a_part_of_the_slow_reference(data, links):
 def test_replicas_share_the_load(data, engines):
     """Ranks that hold the same parameters outside the experts send amounts within 5 % of each other, whichever experts
     they hold. A cut is at most one row off, and 5 % of these sizes are many rows."""
-    shape = data.draw(shapes(SERVED))
+    shape = data.draw(served(engines))
     mesh, shape = data.draw(meshes(shape)), enlarged(shape)
     replicas: dict[object, list[float]] = {}
     for rank, sent in enumerate(plan_weights(shape, mesh, engines).sent_bytes):
@@ -306,7 +307,10 @@ def test_a_plan_is_kept():
         (lambda: Engines(2, num_chains=3), "between 1 and the 2 engines"),
         (lambda: Links(8, 3), "3 NICs per node do not divide 8 GPUs"),
         (lambda: Links(nic_gbps=0), "above 0"),
-        (lambda: plan_weights(SHAPES["olmo2"], Mesh(), Engines()), "the family olmo2"),
+        (
+            lambda: plan_weights(SHAPES["olmo3"], Mesh(), Engines(tensor=8)),
+            "q_norm.weight: .* 8 tensor-parallel ranks .* 4 KV heads.* set rollout.tensor to 4",
+        ),
     ],
 )
 def test_what_makes_no_sense_is_refused(wrong, message):
