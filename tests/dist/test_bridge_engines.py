@@ -1,7 +1,8 @@
 """Megatron ranks push into running vLLM engines: what the engines then hold, and what they say, in every layout.
 
 The expected weights are those that the tools for checkpoints make of the trainers' parameters: bridge and tools have
-the family's tables in common, and nothing else. Not seen here: GPUs, and with them NCCL and CUDA IPC.
+the family's tables in common, and nothing else. The expected log-probs are those of trainers and transformers. Not seen
+here: GPUs, and with them NCCL and CUDA IPC.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from megatron_rl.bridge.join import host_store
 from megatron_rl.bridge.setup import BridgeSetup
 from megatron_rl.convert import Options, carry_out, open_checkpoint, to_hub, to_ranks
 from megatron_rl.layout import Engines, read_shape, slices, vllm_shards
-from megatron_rl.types import Mesh, ModelShape, Prompt
+from megatron_rl.types import Mesh, ModelShape, Prompt, Tokens
 
 SIZES = dict(
     hidden_size=32,
@@ -47,20 +48,38 @@ SIZES = dict(
     initializer_range=0.2,
     eos_token_id=1,
 )
+WINDOWS = dict(
+    sliding_window=6,
+    pad_token_id=0,
+    rope_parameters={
+        "full_attention": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "beta_fast": 8.0,
+            "beta_slow": 1.0,
+            "original_max_position_embeddings": 32,
+        },
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+)
 EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, norm_topk_prob=True, mlp_only_layers=[0])
 MODELS = {
     "dense": ("Qwen3", dict(tie_word_embeddings=False)),
     "tied": ("Qwen3", dict(tie_word_embeddings=True)),
     "moe": ("Qwen3Moe", EXPERTS),
+    "windows": ("Olmo3", WINDOWS),
 }
-"""Both have norms of q and k. An expert's 48, or 24 on each of two ranks, are no multiple of what vLLM's kernel asks
-for on a CPU."""
+"""All have norms of q and k. An expert's 48, or 24 on each of two ranks, are no multiple of what vLLM's kernel asks for
+on a CPU. The answers are longer than the window."""
 
 FLEETS = {
     "dense, two TP1": ("dense", Engines(2, 1)),
     "tied, TP2": ("tied", Engines(1, 2)),
     "moe, TP2": ("moe", Engines(1, 2)),
     "moe, TP2 and expert parallel": ("moe", Engines(1, 2, expert_parallel=True)),
+    "windows, TP1": ("windows", Engines(1, 1)),
+    "windows, TP2": ("windows", Engines(1, 2)),
 }
 TP2_PP2, TP4, PP4 = Mesh(tensor=2, pipeline=2), Mesh(tensor=4), Mesh(pipeline=4)
 EP2_TP2 = Mesh(tensor=2, data=2, expert=2)
@@ -78,6 +97,8 @@ CASES = [
     ("moe, TP2", EP2_TP2_WHOLE, 1),
     ("moe, TP2 and expert parallel", EP2_TP2, 1),
     ("moe, TP2 and expert parallel", EP2_TP2_WHOLE, 1),
+    ("windows, TP1", TP2_PP2, 1),
+    ("windows, TP2", TP4, 1),
 ]
 """(fleet, trainer, engines of the fleet that join), fleet by fleet: starting one is what takes long."""
 
@@ -157,6 +178,19 @@ def as_checkpoint(folder: Path, base: Path, mesh: Mesh, live: list[dict[str, Ten
     return folder
 
 
+@torch.no_grad()
+def largest_mismatch(folder: Path, answers: list[Tokens]) -> float:
+    """The largest difference between an engine's log-prob of a token and that of transformers."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    largest = 0.0
+    for tokens in answers:
+        ids_T = torch.from_numpy(tokens.ids).long()
+        logp_TV = (model(ids_T[None]).logits[0] / TEMPERATURE).log_softmax(-1)
+        logp_T = logp_TV[:-1].gather(1, ids_T[1:, None])[:, 0].numpy()
+        largest = max(largest, np.abs(logp_T - tokens.logp_rollout[1:])[tokens.action_mask[1:]].max())
+    return largest
+
+
 def named(case: tuple[str, Mesh, int]) -> str:
     name, mesh, num = case
     axes = [f"{axis}{getattr(mesh, axis)}" for axis in ("tensor", "pipeline", "expert") if getattr(mesh, axis) > 1]
@@ -196,3 +230,4 @@ def test_engines_hold_and_say_what_the_trainers_do(trainers, store, fleet_of, ve
     assert sum(tokens.action_mask.sum() for tokens in answers) > 60 * num
     assert 0 < np.mean([np.exp(tokens.logp_rollout[tokens.action_mask]).mean() for tokens in answers]) < 0.9
     assert max(ranks["mismatch/max_abs"] for ranks in mismatch) < 1e-5  # fp32; partial sums in another order
+    assert largest_mismatch(tmp_path / "hub", answers) < 1e-5
