@@ -141,12 +141,13 @@ def _vllm_qkv(shape: ModelShape, lengths: tuple[int, ...], ways: int, rank: int)
 
 def _gathered_heads(shape: ModelShape, lengths: tuple[int, ...], ways: int, rank: int) -> list[Piece]:
     """Every rank gathers the heads of all ranks, normalises them with the whole weight, and keeps its own heads
-    (TPAwareNormMixin in vllm.model_executor.models.transformers.fusers.rms_norm). A KV head that several ranks hold
-    would be gathered several times, and vLLM raises an error."""
-    if ways > shape.num_kv_heads:
+    (TPAwareNormMixin in vllm.model_executor.models.transformers.fusers.rms_norm). vLLM cannot gather KV heads of which
+    each is on several ranks. A single KV head is whole on every rank, so it needs no gathering."""
+    if ways > shape.num_kv_heads > 1:
         raise ValueError(
-            f"an engine's {ways} tensor-parallel ranks are more than the {shape.num_kv_heads} KV heads, and vLLM cannot "
-            f"normalise heads together that several ranks hold; set rollout.tensor to {shape.num_kv_heads} or less"
+            f"the engine has {ways} tensor-parallel ranks, the model {shape.num_kv_heads} KV heads, and vLLM cannot "
+            f"normalise heads together if several ranks hold the same one; set rollout.tensor to {shape.num_kv_heads} "
+            f"or less"
         )
     return [Piece(0, 0, 0, lengths[0], 0)]
 

@@ -228,7 +228,7 @@ def plan_weights(
         dtype: the dtype in which the bytes are sent.
 
     Raises:
-        ValueError: the mesh does not divide heads, FFNs, experts or layers, or vLLM has no class for the family.
+        ValueError: the mesh does not divide heads, FFNs, experts or layers, or vLLM cannot split the family so widely.
     """
     family = FAMILIES[shape.family]
     tensor, pipeline = engines.tensor, engines.pipeline

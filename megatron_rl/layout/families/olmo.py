@@ -1,9 +1,9 @@
 """OLMo 2 and OLMo 3 have norms after attention and MLP, and q and k norms over all heads together (arXiv:2501.00656).
 
 Megatron-Core 0.16 has neither: its q and k norms are per head, and its layer has no norm after attention or MLP. This
-project chose the Megatron names of these rows. OLMo 3 has sliding windows in three of four layers, and scales the rotary
-frequencies only in the others. vLLM runs both families with its Transformers backend: it replaces the linear layers and
-the norms of transformers' modules by its own, and fuses q, k, v and gate, up as it does in its own models.
+project chose the Megatron names of these rows. OLMo 3 has sliding windows in three of four layers, and scales the
+rotary frequencies only in the others. vLLM runs both families with its Transformers backend, which puts vLLM's linear
+layers and norms into transformers' modules and fuses q, k, v and gate, up as vLLM's own models do.
 """
 
 from __future__ import annotations

@@ -37,9 +37,10 @@ def shapes(draw) -> ModelShape:
 
 @st.composite
 def served(draw, engines: Engines) -> ModelShape:
-    """Models that the engines can hold: where q and k are normalised over all heads, every rank has a KV head."""
+    """Models that the engines can hold: where q and k are normalised over all heads, a KV head is on one rank or on
+    all."""
     shape = draw(shapes())
-    if FAMILIES[shape.family].qk_norm == "full":
+    if FAMILIES[shape.family].qk_norm == "full" and shape.num_kv_heads > 1:
         return replace(shape, num_kv_heads=max(shape.num_kv_heads, engines.tensor))
     return shape
 

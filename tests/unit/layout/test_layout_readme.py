@@ -13,6 +13,4 @@ def test_the_table_of_families_is_the_codes():
     text = (Path(megatron_rl.layout.__file__).parent / "README.md").read_text()
     rows = re.findall(r"^\| (`[a-z0-9_`, ]+`) \|[^|]+\| (yes|no) \| `(\w+)` \|$", text, flags=re.MULTILINE)
     told = {name: (trained, vllm) for names, trained, vllm in rows for name in re.findall(r"`(\w+)`", names)}
-    assert told == {
-        name: ("yes" if family.forward else "no", family.vllm_model) for name, family in FAMILIES.items()
-    }
+    assert told == {name: ("yes" if family.forward else "no", family.vllm_model) for name, family in FAMILIES.items()}
