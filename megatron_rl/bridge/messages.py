@@ -8,7 +8,7 @@ bucket only if it is a single row; the messages that two ranks have in common st
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -98,3 +98,10 @@ def _fill(copies: Iterable[Copy], bucket_bytes: int) -> Iterator[list[Copy]]:
 def schedule(messages: Iterable[Message], num_destinations: int) -> list[Message]:
     """The global order: in each turn all trainer ranks send to different engine ranks, if there are enough of them."""
     return sorted(messages, key=lambda m: (m.number, (m.destination - m.source) % num_destinations, m.source))
+
+
+def late_last(messages: Iterable[Message], late: Collection[int]) -> list[Message]:
+    """The order of a push for which some engine ranks are late: they get their messages after all others. All trainer
+    ranks must have the same `late`. The order of what one engine rank gets is that of `messages`, so the engines need
+    not know."""
+    return sorted(messages, key=lambda message: message.destination in late)

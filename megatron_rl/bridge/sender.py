@@ -9,7 +9,7 @@ written all of it.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from megatron_rl.bridge.files import FileOutlet
 from megatron_rl.bridge.join import Joining
 from megatron_rl.bridge.line import CORRUPTED, NOT_EXPECTED, SLOTS, Deadline, Header, Outlet
 from megatron_rl.bridge.memory import Slots, synchronize
-from megatron_rl.bridge.messages import Message, in_place, schedule, split_messages
+from megatron_rl.bridge.messages import Message, in_place, late_last, schedule, split_messages
 from megatron_rl.bridge.setup import BridgeSetup
 from megatron_rl.layout import check_parameters, megatron_shards
 from megatron_rl.types import Metrics
@@ -43,6 +43,7 @@ class BridgeSender:
         live = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
         check_parameters(shards, live, f"trainer rank {rank}")
         self._parameters, self._rank, self._timeout_s = parameters, rank, setup.timeout_s
+        self._engines = setup.engines
         self._device = next((parameter.device for parameter in parameters.values()), torch.device("cpu"))
         routes = setup.transfer_plan.sent_by(rank)
         messages = [m for to, copies in routes.items() for m in split_messages(rank, to, copies, setup.bucket_bytes)]
@@ -77,12 +78,14 @@ class BridgeSender:
         return sum(message.num_bytes for message in self._schedule)
 
     @torch.no_grad()
-    def push(self, version: int, verify: bool = False) -> Metrics:
+    def push(self, version: int, verify: bool = False, late: Collection[int] = ()) -> Metrics:
         """Send the weights as `version`, and return when every engine rank that this rank serves has written them.
 
         Args:
             verify: the receivers read back what they wrote and compare its checksums with those of this side. The
                 first push is always verified.
+            late: the engines, by their indices, that get their weights after all others, because they are not ready
+                yet. All trainer ranks must have the same.
 
         Returns:
             `bytes` that this rank sent, and `seconds` that this took.
@@ -95,28 +98,39 @@ class BridgeSender:
             raise RuntimeError(f"trainer rank {self._rank}: an earlier push broke off; join the bridge anew")
         start, deadline = time.perf_counter(), Deadline(self._timeout_s)
         try:
-            self._push(version, verify or not self._verified, deadline)
+            self._push(version, verify or not self._verified, late_last(self._schedule, self._ranks(late)), deadline)
         except BaseException:
             self.close()  # the other ends fail at once, not at their deadlines
             raise
         self._verified = True
         return {"seconds": time.perf_counter() - start, "bytes": self.num_bytes}
 
-    def _push(self, version: int, verify: bool, deadline: Deadline) -> None:
+    def _ranks(self, late: Collection[int]) -> set[int]:
+        """The engine ranks that the trainers feed, and that are late or feed engines that are."""
+        engines = self._engines
+        chains = [chain for chain in engines.chains if not set(late).isdisjoint(chain)]
+        return {chain[0] * engines.world_size + rank for chain in chains for rank in range(engines.world_size)}
+
+    def _push(self, version: int, verify: bool, messages: Sequence[Message], deadline: Deadline) -> None:
         for line in self._lines.values():
             line.begin(version, deadline)
-        for index, message in enumerate(self._schedule):
+        last = {message.destination: message for message in messages}
+
+        def settle(message: Message) -> None:
+            self._settle(message, version, deadline)
+            if message is last[message.destination]:
+                self._lines[message.destination].finish(version, deadline)
+
+        for index, message in enumerate(messages):
             if index >= SLOTS:
-                self._settle(self._schedule[index - SLOTS], version, deadline)
+                settle(messages[index - SLOTS])
             content = self._content(message, index % SLOTS)
             sums = checksum(content) if verify else None
             self._lines[message.destination].post(
                 message, Header(version, message.number, index % SLOTS, sums), content
             )
-        for message in self._schedule[-SLOTS:]:
-            self._settle(message, version, deadline)
-        for line in self._lines.values():
-            line.finish(version, deadline)
+        for message in messages[-SLOTS:]:
+            settle(message)
 
     def _content(self, message: Message, slot: int) -> Tensor:
         """The message's bytes (uint8), where they lie or packed."""

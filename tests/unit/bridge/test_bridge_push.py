@@ -63,8 +63,11 @@ class Joined:
 
     def push(self, version: int, verify: bool = False):
         """Start all; futures of senders and of receivers."""
-        sent = [self.pool.submit(sender.push, version, verify) for sender in self.senders]
+        sent = self.send(version, verify)
         return sent, [self.pool.submit(intake.receive, version) for intake in self.intakes]
+
+    def send(self, version: int, *options):
+        return [self.pool.submit(sender.push, version, *options) for sender in self.senders]
 
     def learn(self, seed: int):
         """Other weights, in place."""
@@ -124,6 +127,22 @@ def test_every_engine_rank_holds_its_shards(mesh, engines, bucket_bytes, share_m
         each = sum(t.nbytes for rank in ranks.engines[: engines.world_size] for t in rank.values())
         assert sum(m["bytes"] for m in metrics) == engines.heads * each
         assert [i.num_bytes for i in ranks.intakes] == [sum(t.nbytes for t in p.values()) for p in ranks.engines]
+
+
+@pytest.mark.parametrize("share_memory", [True, False], ids=["shared memory", "gloo"])
+@pytest.mark.parametrize(("engines", "late"), [(Engines(3, 2), [0]), (Engines(3, 2, num_chains=2), [2])], ids=str)
+def test_a_late_engine_does_not_hold_the_others(engines, late, share_memory):
+    """It begins to receive only when the others have all weights. In a chain it holds only the engines behind it."""
+    with joined(Mesh(tensor=2, pipeline=2), engines, share_memory=share_memory, bucket_bytes=5000) as ranks:
+        for version in (0, 1):
+            ranks.learn(version)
+            sent = ranks.send(version, False, late)
+            held = {engine for e in late for engine in engines.chain_of(e)}
+            for wanted in (set(range(3)) - held, held):
+                receivers = [i for engine in wanted for i in ranks.intakes[2 * engine : 2 * engine + 2]]
+                [r.result() for r in [ranks.pool.submit(intake.receive, version) for intake in receivers]]
+            [s.result() for s in sent]
+            ranks.check(version)
 
 
 @pytest.mark.parametrize("family", SHAPES)
