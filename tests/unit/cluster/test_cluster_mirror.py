@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import ray
+from patience import deadline
 from ray.exceptions import RayActorError
 
 from megatron_rl.cluster import mirror
@@ -45,6 +46,7 @@ def test_only_steps_that_all_ranks_have_are_whole():
 def test_states_survive_the_death_of_a_holder(tmp_path, monkeypatch):
     """Two nodes that are one here, so that each rank has two holders; pieces are small, so that a state has many."""
     monkeypatch.setattr(mirror, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(mirror, "ANSWER_S", deadline(mirror.ANSWER_S))
     with ray_session(ClusterConfig(), num_trainers=1, logs=tmp_path):
         node = ray.get_runtime_context().get_node_id()
         mirrors = Mirrors(tmp_path)
