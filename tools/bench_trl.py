@@ -1,0 +1,186 @@
+"""Measure a training step beside TRL's GRPOTrainer on the same machine: the same model, prompts, number of answers and
+largest length, in turn.
+
+There are two jobs. `demo` is the demo's: answers of about 30 tokens, at most 64, by its warm-started model; the reward
+is 1 for a right answer. `long` has answers with a long tail: the demo's model with its first weights ends an answer
+with a probability of 1/64 at each token, so the longest of 256 answers has about 6 times the mean length. Its reward is
+the share of digits in the answer, because no answer is right. TRL generates with its own engine (Hugging Face) and uses
+as many threads as there are cores; here two engines generate, and one or two trainer ranks train.
+
+TRL is not among this project's packages, so it needs a Python of its own (`pip install trl==1.16.0 accelerate`):
+
+    python tools/bench_trl.py --trl-python TRL_ENVIRONMENT/bin/python
+    python tools/bench_trl.py --trl-python TRL_ENVIRONMENT/bin/python --jobs long --rounds 1 --json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+PROMPTS, SAMPLES, WARM_UP = 32, 8, 5
+"""The number of prompts in a step, of answers to each, and of steps before the measurement."""
+MODES = {
+    "max_lag 0": ["rollout.max_lag=0", "policy.parallel.data=2"],
+    "max_lag 1": ["rollout.max_lag=1", "policy.parallel.data=1"],
+}
+"""In turns, both cores generate and then both train. Otherwise one rank trains while the engines answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    model: Path
+    train: Path
+    max_tokens: int
+    reward: str
+    """The name of the reward function in this module."""
+
+
+def right_answer(prompts: list[str], completions: list[str], ground_truth: list[str], **columns: Any) -> list[float]:
+    answers = [text.rpartition("</think>")[2].strip() for text in completions]
+    return [float(answer == right) for answer, right in zip(answers, ground_truth, strict=True)]
+
+
+def share_of_digits(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+    return [sum(character.isdigit() for character in text) / max(len(text), 1) for text in completions]
+
+
+def prepare(folder: Path, names: Sequence[str]) -> dict[str, Job]:
+    """Write the task, train the warm start, and write the model of the long answers."""
+    task, run = folder / "task", [sys.executable, str(ROOT / "recipes/sft.py")]
+    subprocess.run([sys.executable, "-m", "megatron_rl.recipes.tiny.task", str(task)], check=True, cwd=ROOT)
+    jobs = {}
+    if "demo" in names:
+        rows, model = f"sft.rows={task}/demonstrations.jsonl", f"model.path={task}/model"
+        warm_start = [str(ROOT / "configs/run/tiny_sft.yaml"), rows, model, f"run.folder={folder}/runs"]
+        subprocess.run([*run, *warm_start], check=True, stdout=subprocess.DEVNULL, cwd=folder)
+        [exported] = (folder / "runs").rglob("hf")
+        jobs["demo"] = Job(exported, task / "train.jsonl", 64, "right_answer")
+    if "long" in names:
+        config = json.loads((task / "model/config.json").read_text()) | {"max_position_embeddings": 1024}
+        (task / "model/config.json").write_text(json.dumps(config))
+        jobs["long"] = Job(task / "model", task / "train.jsonl", 640, "share_of_digits")
+    return jobs
+
+
+def ours(job: Job, steps: int, folder: Path, options: Sequence[str]) -> list[float]:
+    """The seconds of each step after the first ones."""
+    command = [
+        *(sys.executable, str(ROOT / "recipes/grpo.py"), str(ROOT / "configs/run/tiny_grpo.yaml")),
+        *("run.name=ours", f"run.folder={folder}", f"run.steps={steps}", "checkpoint.every=0", "data.eval=null"),
+        *(f"model.path={job.model}", f"data.train={job.train}", f"rollout.max_response_tokens={job.max_tokens}"),
+        *("rollout.num_engines=2", "policy.parallel.tensor=1", *options),
+        f"rewards=[{{kind: function, path: 'megatron_rl.tools.bench_trl:{job.reward}'}}]",
+    ]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=folder)
+    records = [json.loads(line) for line in (folder / "ours/metrics.jsonl").read_text().splitlines()]
+    return [record["time/total_s"] for record in records[WARM_UP:steps]]
+
+
+def trl(job: Job, steps: int, folder: Path, python: str) -> list[float]:
+    """The seconds of each step after the first ones."""
+    inputs = json.dumps(
+        {"model": str(job.model), "train": str(job.train), "max_tokens": job.max_tokens, "reward": job.reward}
+    )
+    command = [python, __file__, "--trl-job", inputs, "--steps", str(steps)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=folder)
+    return json.loads(done.stdout.splitlines()[-1])[WARM_UP:]
+
+
+def run_trl(model: str, train: str, max_tokens: int, reward: str, steps: int) -> None:
+    """What TRL's Python runs: train, and print the seconds of each step."""
+    import torch
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    torch.set_num_threads(os.cpu_count() or 1)
+    ends: list[float] = []
+
+    class Clock(TrainerCallback):
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            ends.append(time.perf_counter())
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            ends.append(time.perf_counter())
+
+    rows = [json.loads(line) for line in Path(train).read_text().splitlines()]
+    trainer = GRPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
+        processing_class=AutoTokenizer.from_pretrained(model, padding_side="left"),
+        reward_funcs=globals()[reward],
+        train_dataset=Dataset.from_list(rows),
+        callbacks=[Clock()],
+        args=GRPOConfig(
+            output_dir="trl",
+            use_cpu=True,
+            bf16=False,
+            gradient_checkpointing=False,
+            per_device_train_batch_size=PROMPTS * SAMPLES,
+            num_generations=SAMPLES,
+            max_completion_length=max_tokens,
+            learning_rate=2e-4,
+            warmup_steps=5,
+            max_steps=steps,
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+        ),
+    )
+    trainer.train()
+    print(json.dumps([b - a for a, b in zip(ends, ends[1:])]))
+
+
+def measure(python: str, names: Sequence[str], rounds: int, steps: int) -> dict[str, dict[str, list[float]]]:
+    """The mean seconds of a step in each round, by job and by trainer."""
+    with tempfile.TemporaryDirectory() as name:
+        jobs = prepare(Path(name), names)
+        seconds: dict[str, dict[str, list[float]]] = {job: {who: [] for who in ("TRL", *MODES)} for job in jobs}
+        for job in jobs:
+            for _ in range(rounds):
+                for who, found in seconds[job].items():
+                    with tempfile.TemporaryDirectory(dir=name) as folder:
+                        path = Path(folder)
+                        given = jobs[job], steps, path
+                        found.append(fmean(ours(*given, MODES[who]) if who in MODES else trl(*given, python)))
+    return seconds
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trl-python", help="a Python that can import trl")
+    parser.add_argument("--jobs", nargs="+", default=["demo", "long"], choices=["demo", "long"])
+    parser.add_argument("--rounds", type=int, default=3, help="how often each of them runs, in turn")
+    parser.add_argument("--steps", type=int, default=25, help=f"of each run; the first {WARM_UP} are not measured")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    parser.add_argument("--trl-job", help=argparse.SUPPRESS)
+    args = parser.parse_args(arguments)
+    if args.trl_job:
+        run_trl(**json.loads(args.trl_job), steps=args.steps)
+        return 0
+    if args.trl_python is None:
+        parser.error("give --trl-python, a Python that can import trl")
+    results = measure(args.trl_python, args.jobs, args.rounds, args.steps)
+    if args.json:
+        print(json.dumps(results))
+        return 0
+    for job, rows in results.items():
+        for who, seconds in rows.items():
+            ratios = " ".join(f"{ours / theirs:.2f}" for ours, theirs in zip(seconds, rows["TRL"], strict=True))
+            print(f"{job:5} {who:10} {' '.join(f'{s:.2f}' for s in seconds)} s a step, {ratios} of TRL's time")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
