@@ -145,6 +145,9 @@ class Stream(Protocol):
             version: the version that the engines hold now.
         """
 
+    def cancel(self, number: int) -> None:
+        """Stop generating and verifying a group. `collect` will not return it, unless it is asked for again."""
+
     def collect(self, version: int) -> Verified:
         """Wait until at least one group is generated and verified, and return those that are.
 

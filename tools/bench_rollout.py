@@ -48,6 +48,7 @@ from megatron_rl.loop.source import Rollouts
 from megatron_rl.loop.stopping import NEVER
 from megatron_rl.ports import Ports
 from megatron_rl.rollout.engine import VllmEngine
+from megatron_rl.rollout.request_queue import Request
 from megatron_rl.types import Group, Prompt
 
 MEDIAN, LARGEST, SIGMA = 64, 30, 1.0
@@ -65,10 +66,14 @@ LENGTHS = np.random.default_rng(0).lognormal(np.log(MEDIAN), SIGMA, 2**16).clip(
 class DrawnLengths(VllmEngine):
     """An engine whose answers have drawn lengths: an answer's numbers choose its length."""
 
-    def _add(self, request: Any, params: dict[str, Any]) -> Any:
-        group, sample = request.answer
-        request = replace(request, max_tokens=int(LENGTHS[(group * SAMPLES + sample) % len(LENGTHS)]))
-        return super()._add(request, params | {"ignore_eos": True, "stop_token_ids": []})
+    def _give(self, request: Request) -> str:
+        assert request.answer is not None
+        ticket, sample = request.answer
+        drawn = int(LENGTHS[(ticket * SAMPLES + sample) % len(LENGTHS)])
+        return super()._give(replace(request, max_tokens=drawn))
+
+    def _params(self, greedy: bool) -> dict[str, Any]:
+        return super()._params(greedy) | {"ignore_eos": True, "stop_token_ids": []}
 
 
 class BenchRank(EngineRank):

@@ -37,6 +37,8 @@ log = logging.getLogger(__name__)
 ATTEMPTS = 2
 ANSWER_S = 5.0
 """The time in which a process must have answered after the others failed to join."""
+READY_S = 0.25
+"""The engines that do not stop their decode steps within this time get the weights after the others."""
 GRACE_S = 30.0
 """The time after a push's deadline in which a process may still report; then it counts as lost."""
 
@@ -142,7 +144,8 @@ class RayBridge:
 
         Returns:
             `sync/bytes`: the bytes that were sent; `sync/paused_s`: the longest time for which an engine's requests
-            were paused; `sync/repeated`: 1 if a second attempt was needed; `sync/replaced_engines`: the number of
+            were paused; `rollout/preempted`: the answers that vLLM preempted since the last push, because its KV cache
+            was full; `sync/repeated`: 1 if a second attempt was needed; `sync/replaced_engines`: the number of
             engines replaced since the last push.
 
         Raises:
@@ -180,6 +183,7 @@ class RayBridge:
                 return {
                     "sync/bytes": sum(outcomes[name]["bytes"] for name in trainers),
                     "sync/paused_s": max(outcomes[name]["paused_s"] for name in engines),
+                    "rollout/preempted": sum(outcomes[name]["preempted"] for name in engines),
                     "sync/repeated": repeated,
                 }
             error, name = _cause(failures)
@@ -196,8 +200,12 @@ class RayBridge:
 
     def _attempt(self, version: int) -> dict[str, Any]:
         """The result or the error of each process, by its name."""
-        calls = [engine.receive.remote(version) for engine in self._engines.engines]
-        calls += [rank.push.remote(version, self._config.bridge.verify) for rank in self._policy.ranks]
+        engines = self._engines.engines
+        ready = [engine.ready.remote() for engine in engines]
+        calls = [engine.receive.remote(version) for engine in engines]
+        in_time, _ = ray.wait(ready, num_returns=len(ready), timeout=READY_S)
+        late = [index for index, engine in enumerate(ready) if engine not in in_time]
+        calls += [rank.push.remote(version, self._config.bridge.verify, late) for rank in self._policy.ranks]
         outcomes = settle(calls, self._config.bridge.timeout_s + GRACE_S)
         processes = [*self._engines.processes, *self._policy.processes]
         return {process.name: outcome for process, outcome in zip(processes, outcomes, strict=True)}

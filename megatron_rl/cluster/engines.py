@@ -20,6 +20,7 @@ import ray
 from ray.exceptions import RayError
 
 from megatron_rl.cluster.nodes import RayPlacement
+from megatron_rl.cluster.payloads import StoredTokens, fetch
 from megatron_rl.cluster.process import Location, Process, begin_process, locate
 from megatron_rl.cluster.restarts import Restarts
 from megatron_rl.cluster.waiting import explain, gather, locate_all, settle
@@ -72,6 +73,9 @@ class EngineRank:
     async def connect(self, info: dict[str, Any]) -> None:
         await self.engine.init_transfer(info)
 
+    async def ready(self) -> None:
+        await self.engine.ready()
+
     async def receive(self, version: int) -> Metrics:
         metrics = await self.engine.receive(version)
         log.info("holds version %d, received in %.3f s", version, metrics["seconds"])
@@ -90,11 +94,14 @@ class EngineRank:
         return samples, *([tokens for _, tokens in group] for group in answers)
 
     async def answer(
-        self, number: int, prompt: Prompt, num_samples: int, earlier: list[str]
+        self, ticket: int, number: int, prompt: Prompt, samples: range, earlier: list[str]
     ) -> tuple[list[Sample], list[Tokens]]:
-        """The samples of one group, and their tokens, which become separate objects in Ray's store."""
-        answers = await self.engine.answer(number, prompt, num_samples, [Path(path) for path in earlier])
+        """Some of the samples of a group, and their tokens, which become a separate object in Ray's store."""
+        answers = await self.engine.answer(ticket, number, prompt, samples, [Path(path) for path in earlier])
         return [sample for sample, _ in answers], [tokens for _, tokens in answers]
+
+    async def cancel(self, ticket: int) -> None:
+        await self.engine.cancel(ticket)
 
     async def close(self) -> None:
         """End vLLM's processes, so that they free their resources."""
@@ -217,7 +224,8 @@ class EngineGroup:
                 failures[i] = samples
             else:
                 asked = [prompts[k] for k in parts[i]]
-                answered[i] = [Group(*each, version) for each in zip(asked, samples, payloads, strict=True)]
+                stored = [StoredTokens((payload,)) for payload in payloads]
+                answered[i] = [Group(*each, version) for each in zip(asked, samples, stored, strict=True)]
         return failures
 
     def _raise_errors_of_live_engines(self, failures: dict[int, RayError]) -> None:
@@ -232,9 +240,7 @@ class EngineGroup:
 
     def tokens(self, group: Group) -> list[Tokens]:
         """Fetch a group's tokens to the driver. Only the few answers that are shown to people need this."""
-        if isinstance(group.payload, list):  # a group of the journal
-            return group.payload
-        return ray.get(group.payload, timeout=self._config.cluster.step_timeout_s)
+        return fetch([group.payload], self._config.cluster.step_timeout_s)[0]
 
     def close(self) -> None:
         """End all engines that have started. Ray ends the others, and those that do not end in time."""

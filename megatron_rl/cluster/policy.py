@@ -27,6 +27,7 @@ from megatron_rl.bridge.setup import BridgeSetup
 from megatron_rl.cluster.mirror import Mirrors, fetch_state, send_state, whole_steps
 from megatron_rl.cluster.network import find_interface
 from megatron_rl.cluster.nodes import RayPlacement
+from megatron_rl.cluster.payloads import fetch
 from megatron_rl.cluster.process import Location, Process, begin_process, locate
 from megatron_rl.cluster.restarts import Restarts
 from megatron_rl.cluster.waiting import ProcessLost, explain, gather, locate_all, settle
@@ -86,9 +87,7 @@ class TrainerRank:
         return self.actor.fused_norms
 
     def begin(self, share: Share) -> Metrics:
-        references = [p for p in share.payloads if isinstance(p, ray.ObjectRef)]
-        fetched = dict(zip(references, ray.get(references), strict=True))
-        payloads = [fetched[p] if isinstance(p, ray.ObjectRef) else p for p in share.payloads]
+        payloads = fetch(share.payloads)
         start = time.perf_counter()
         metrics = self.actor.begin(replace(share, payloads=payloads))
         log.info("took %d samples of a step in %.2f s", len(share.names), time.perf_counter() - start)
@@ -139,8 +138,8 @@ class TrainerRank:
             self.sender.close()
         self.sender = BridgeSender(setup, self.rank, self.actor.parameters())
 
-    def push(self, version: int, verify: bool) -> Metrics:
-        return self.sender.push(version, verify)
+    def push(self, version: int, verify: bool, late: list[int]) -> Metrics:
+        return self.sender.push(version, verify, late)
 
 
 class PolicyGroup:

@@ -1,11 +1,12 @@
 """Engines and verifiers that work while the trainer does; implements `ports.Stream`.
 
-A group is one call of an engine. When its answers are complete, a thread of a verifier takes it, has it scored and
-written into the journal, and then it is handed out. Whatever happens to a group, the driver learns it in `collect`: all
-decisions are made there.
+A group is dealt to the engines in parts, each of which is one call. When all its answers are complete, a thread of a
+verifier takes it, has it scored and written into the journal, and then it is handed out. Whatever happens to a group,
+the driver learns it in `collect`: all decisions are made there.
 
-Invariants (tests/e2e): a group whose engine died, or lost its answers in a failed push, is asked for again and goes on
-from the tokens that it had; no group is handed out twice; an engine that gives no answer in time is replaced.
+Invariants (tests/unit/cluster, tests/e2e): a part whose engine died, or lost its answers in a failed push, is asked for
+again and goes on from the tokens that it had; no group is handed out twice, and none that was cancelled; an engine that
+gives no answer in time is replaced.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import count, pairwise
 from queue import Empty, SimpleQueue
 from threading import Lock
 from typing import Any
@@ -26,11 +28,12 @@ import ray
 from ray.exceptions import RayError
 
 from megatron_rl.cluster.engines import ATTEMPTS, EngineGroup
+from megatron_rl.cluster.payloads import StoredTokens
 from megatron_rl.cluster.verifier import RayVerifier, VerifierGroup
 from megatron_rl.cluster.waiting import TICK_S, explain, in_thread, tick
-from megatron_rl.config.schema import GrpoRunConfig
+from megatron_rl.config.schema import GrpoRunConfig, RolloutConfig
 from megatron_rl.ports import Verified
-from megatron_rl.types import Group, Prompt, Sample, give_verdicts
+from megatron_rl.types import Group, Metrics, Prompt, Sample, give_verdicts
 
 log = logging.getLogger(__name__)
 
@@ -38,28 +41,70 @@ LINGER_S = 0.1
 """A verifier waits so long for more groups, because a call of its process costs much more than another group in it."""
 
 
-@dataclass(slots=True)
-class Asked:
-    """A group that an engine works on."""
+PARTS = 4
+"""If groups are large and engines are many, an engine works on at least about so many parts of groups."""
 
+
+@dataclass(slots=True, eq=False)
+class Asked:
+    """A group that engines work on, or a verifier."""
+
+    ticket: int
+    """Names this asking of the group. The group's number would not do: it may be asked for again."""
+    number: int
     prompt: Prompt
-    num_samples: int
     version: int
+    parts: list[Part] = field(default_factory=list)
+
+    @property
+    def group(self) -> Group:
+        samples = [sample for part in self.parts for sample in part.answers or ()]
+        return Group(self.prompt, samples, StoredTokens(tuple(part.tokens for part in self.parts)), self.version)
+
+
+@dataclass(slots=True, eq=False)
+class Part:
+    """The samples of a group that one engine answers."""
+
+    asked: Asked
+    samples: range
     engine: int = -1
     """The index of the engine."""
     actor: Any = None
     """The engine's actor. If the engine has another one now, it was started anew."""
-    payload: Any = None
     records: list[str] = field(default_factory=list)
     """The files with the tokens that its engines have sampled so far, in the order of the engines."""
     num_failed: int = 0
     """How often its answers were lost although the engine lives."""
+    answers: list[Sample] | None = None
+    """None until they are complete."""
+    tokens: ray.ObjectRef | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    number: int
+    part: Part
     error: BaseException
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    groups: list[tuple[Asked, Group]]
+    metrics: Metrics
+
+
+def largest_part(rollout: RolloutConfig) -> int:
+    """The largest number of a group's answers that one engine gets, so that the engines have equal work. The answers of
+    a part share the keys and values of their prompt."""
+    under_way = (rollout.max_lag + 1) * rollout.prompts_per_step * rollout.samples_per_prompt
+    return max(1, under_way // (PARTS * rollout.num_engines))
+
+
+def deal(num_samples: int, largest: int) -> list[range]:
+    """The fewest parts of at most `largest` samples; their sizes differ by 1 at most."""
+    num = -(-num_samples // largest)
+    bounds = [num_samples * i // num for i in range(num + 1)]
+    return [range(a, b) for a, b in pairwise(bounds)]
 
 
 class IdleTime:
@@ -86,43 +131,55 @@ class IdleTime:
 class RayStream:
     def __init__(self, config: GrpoRunConfig, engines: EngineGroup, verifiers: VerifierGroup) -> None:
         self._engines, self._timeout_s = engines, config.cluster.step_timeout_s
+        self._largest_part = largest_part(config.rollout)
+        self._tickets = count()
         self._asked: dict[int, Asked] = {}
-        """The groups that engines work on, by their numbers."""
+        """The groups that were asked for and neither handed out nor cancelled, by their numbers."""
         self._load = Counter({i: 0 for i in range(config.rollout.num_engines)})
-        """The number of groups that each engine works on."""
+        """The number of answers that each engine works on."""
         self._idle = IdleTime(self._load, time.perf_counter())
         self._lock = Lock()
         """Protects `_asked`, `_load` and `_idle`, which the driver and the verifiers' threads write."""
-        self._answered: SimpleQueue[tuple[int, Future[list[Sample]]]] = SimpleQueue()
-        self._events: SimpleQueue[Verified | Lost | Exception] = SimpleQueue()
+        self._answered: SimpleQueue[tuple[Part, Future[list[Sample]]]] = SimpleQueue()
+        self._events: SimpleQueue[Scored | Lost | Exception] = SimpleQueue()
         self._num_again = 0
-        """The number of groups that were asked for again since the last `collect`."""
+        """The number of parts that were asked for again since the last `collect`."""
         self._num_verifiers = len(verifiers.verifiers)
         for verifier in verifiers.verifiers:
             in_thread(partial(self._verify, verifier), "verify")
 
     def ask(self, number: int, prompt: Prompt, num_samples: int, version: int) -> None:
-        """See `ports.Stream`. The group goes to the engine that works on the fewest groups."""
+        """See `ports.Stream`. Each part goes to the engine that works on the fewest answers."""
+        asked = Asked(next(self._tickets), number, prompt, version)
+        asked.parts += [Part(asked, samples) for samples in deal(num_samples, self._largest_part)]
         with self._lock:
-            self._asked[number] = Asked(prompt, num_samples, version)
-        self._send(number)
+            self._asked[number] = asked
+        for part in asked.parts:
+            self._send(part)
 
-    def _send(self, number: int) -> None:
+    def _send(self, part: Part) -> None:
         with self._lock:
-            asked = self._asked[number]
-            asked.engine = min(self._load, key=self._load.__getitem__)
-            asked.actor = self._engines.engines[asked.engine]
-            self._load[asked.engine] += 1
-            self._idle.begin_work(asked.engine, time.perf_counter())
-            earlier, record = list(asked.records), self._engines.record_of[asked.engine]
+            part.engine = min(self._load, key=self._load.__getitem__)
+            part.actor = self._engines.engines[part.engine]
+            self._load[part.engine] += len(part.samples)
+            self._idle.begin_work(part.engine, time.perf_counter())
+            earlier, record = list(part.records), self._engines.record_of[part.engine]
             if record not in earlier:
-                asked.records.append(record)
-        call = asked.actor.answer.options(num_returns=2)
-        samples, asked.payload = call.remote(number, asked.prompt, asked.num_samples, earlier)
-        samples.future().add_done_callback(lambda future: self._answered.put((number, future)))
+                part.records.append(record)
+        asked, call = part.asked, part.actor.answer.options(num_returns=2)
+        samples, part.tokens = call.remote(asked.ticket, asked.number, asked.prompt, part.samples, earlier)
+        samples.future().add_done_callback(lambda future: self._answered.put((part, future)))
+
+    def cancel(self, number: int) -> None:
+        """See `ports.Stream`."""
+        with self._lock:
+            asked = self._asked.pop(number)
+            actors = {part.engine: part.actor for part in asked.parts}
+        for actor in actors.values():
+            actor.cancel.remote(asked.ticket)
 
     def collect(self, version: int) -> Verified:
-        """See `ports.Stream`. The metric `stream/asked_again` is the number of groups whose answers were lost, and
+        """See `ports.Stream`. The metric `stream/asked_again` is the number of calls whose answers were lost, and
         `stream/idle_s` the time in which engines had nothing to do, of all engines together."""
         end = time.monotonic() + self._timeout_s
         while True:
@@ -134,25 +191,33 @@ class RayStream:
                     self._end_silent()
                     end = time.monotonic() + self._timeout_s
                 continue
-            if isinstance(event, Verified):
-                again, self._num_again = self._num_again, 0
-                with self._lock:
-                    idle_s = self._idle.take(time.perf_counter())
-                counted = {"stream/asked_again": float(again), "stream/idle_s": idle_s}
-                return replace(event, metrics=event.metrics | counted)
-            if not isinstance(event, Lost):
+            if isinstance(event, Exception):
                 raise event
-            self._ask_again(event, version)
+            if isinstance(event, Lost):
+                self._ask_again(event, version)
+                continue
+            with self._lock:
+                groups = {asked.number: group for asked, group in event.groups if self._is_wanted(asked)}
+                for number in groups:
+                    del self._asked[number]
+                if not groups:
+                    continue
+                idle_s = self._idle.take(time.perf_counter())
+            again, self._num_again = self._num_again, 0
+            return Verified(groups, event.metrics | {"stream/asked_again": float(again), "stream/idle_s": idle_s})
+
+    def _is_wanted(self, asked: Asked) -> bool:
+        return self._asked.get(asked.number) is asked
 
     def _ask_again(self, lost: Lost, version: int) -> None:
-        asked = self._asked[lost.number]
-        process = self._engines.processes[asked.engine]
+        part = lost.part
+        process = self._engines.processes[part.engine]
         error = explain(lost.error, process) if isinstance(lost.error, RayError) else lost.error
-        has_new_engine = process.actor is not asked.actor
-        is_dead = not has_new_engine and self._engines.is_dead(asked.engine)
+        has_new_engine = process.actor is not part.actor
+        is_dead = not has_new_engine and self._engines.is_dead(part.engine)
         # The run's budget of restarts bounds the number of deaths.
-        asked.num_failed += not (has_new_engine or is_dead)
-        if isinstance(error, ValueError | OSError) or asked.num_failed == ATTEMPTS:
+        part.num_failed += not (has_new_engine or is_dead)
+        if isinstance(error, ValueError | OSError) or part.num_failed == ATTEMPTS:
             raise error from lost.error
         if is_dead:
             log.warning("version %d: %s", version, error)
@@ -161,13 +226,14 @@ class RayStream:
             except BaseException:
                 self._events.put(lost)  # if the policy is lost, the loop recovers and collects again
                 raise
-        self._num_again += 1
-        self._send(lost.number)
+        if self._is_wanted(part.asked):
+            self._num_again += 1
+            self._send(part)
 
     def _end_silent(self) -> None:
         """Kill the engines that should have answered, so that they are replaced."""
         with self._lock:
-            silent = {asked.engine for asked in self._asked.values()}
+            silent = {part.engine for asked in self._asked.values() for part in asked.parts if part.answers is None}
         for index in silent:
             log.warning("%s gave no answer in %g s", self._engines.processes[index], self._timeout_s)
             ray.kill(self._engines.engines[index])
@@ -181,37 +247,40 @@ class RayStream:
                 for _ in range(self._answered.qsize() // self._num_verifiers):
                     answered.append(self._answered.get_nowait())
             try:
-                groups = {number: group for number, future in answered if (group := self._group(number, future))}
-                if groups:
-                    self._events.put(_verified(verifier, groups))
+                complete = [asked for part, future in answered if (asked := self._completed(part, future))]
+                if complete:
+                    self._events.put(_scored(verifier, complete))
             except Exception as error:  # the driver raises it
                 self._events.put(error)
 
-    def _wait_for_answers(self) -> tuple[int, Future[list[Sample]]]:
+    def _wait_for_answers(self) -> tuple[Part, Future[list[Sample]]]:
         while True:
             try:
                 return self._answered.get(timeout=TICK_S)
             except Empty:
                 tick()
 
-    def _group(self, number: int, future: Future[list[Sample]]) -> Group | None:
-        """The group of a complete call; None if its answers are lost."""
-        error = future.exception()
+    def _completed(self, part: Part, future: Future[list[Sample]]) -> Asked | None:
+        """The group of a call that has ended, if now all its answers are complete."""
+        error, asked = future.exception(), part.asked
         with self._lock:
-            asked = self._asked[number] if error else self._asked.pop(number)
-            self._load[asked.engine] -= 1
-            if not self._load[asked.engine]:
-                self._idle.end_work(asked.engine, time.perf_counter())
-        if error is not None:
-            self._events.put(Lost(number, error))
-            return None
-        return Group(asked.prompt, future.result(), asked.payload, asked.version)
+            self._load[part.engine] -= len(part.samples)
+            if not self._load[part.engine]:
+                self._idle.end_work(part.engine, time.perf_counter())
+            if not self._is_wanted(asked):
+                return None
+            if error is None:
+                part.answers = future.result()
+                return asked if all(part.answers is not None for part in asked.parts) else None
+        self._events.put(Lost(part, error))
+        return None
 
 
-def _verified(verifier: RayVerifier, groups: dict[int, Group]) -> Verified:
-    verdicts, metrics = verifier.score(list(groups.values()))
-    give_verdicts(groups.values(), verdicts)
-    to_train_on = {number: group for number, group in groups.items() if number >= 0}
+def _scored(verifier: RayVerifier, complete: list[Asked]) -> Scored:
+    groups = [(asked, asked.group) for asked in complete]
+    verdicts, metrics = verifier.score([group for _, group in groups])
+    give_verdicts([group for _, group in groups], verdicts)
+    to_train_on = {asked.number: group for asked, group in groups if asked.number >= 0}
     if to_train_on:
         verifier.write(to_train_on)
-    return Verified(groups, metrics)
+    return Scored(groups, metrics)

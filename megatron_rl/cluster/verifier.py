@@ -20,12 +20,13 @@ import ray
 
 from megatron_rl.algorithms.shaping import shape_verdicts
 from megatron_rl.cluster.nodes import RayPlacement
+from megatron_rl.cluster.payloads import fetch
 from megatron_rl.cluster.process import Location, Process, begin_process, locate
 from megatron_rl.cluster.restarts import Restarts
 from megatron_rl.cluster.waiting import TICK_S, ProcessLost, gather, in_thread, locate_all, tick
 from megatron_rl.config.schema import GrpoRunConfig, RewardConfig
 from megatron_rl.data.journal import Entry, JournalWriter
-from megatron_rl.types import Group, Metrics, Prompt, Tokens, Verdict
+from megatron_rl.types import Group, Metrics, Prompt, Verdict
 from megatron_rl.verifiers import RewardSet, answers_of, weighted_sum
 from megatron_rl.verifiers.failures import FailureLog
 from megatron_rl.verifiers.metrics import merged
@@ -60,7 +61,7 @@ class VerifierRank:
         self, index: int, prompts: list[Prompt], payloads: list[Any], finishes: list[list[str]]
     ) -> tuple[list[Verdict], float]:
         """The verdicts of one reward on all answers, in the answers' order, and the seconds that the scoring took."""
-        groups: list[list[Tokens]] = ray.get(payloads)
+        groups = fetch(payloads)
         start = time.perf_counter()
         verdicts = self.rewards.score(index, answers_of(prompts, groups, finishes))
         seconds = time.perf_counter() - start
@@ -75,11 +76,11 @@ class VerifierRank:
         Args:
             entries: without the tokens, which are the payloads.
         """
-        groups: list[list[Tokens]] = ray.get(payloads)
+        groups = fetch(payloads)
         self.journal.write([replace(entry, tokens=tokens) for entry, tokens in zip(entries, groups, strict=True)])
 
     def shape(self, verdicts: list[list[Verdict]], prompts: list[Prompt], payloads: list[Any]) -> list[list[Verdict]]:
-        return shape_verdicts(verdicts, prompts, ray.get(payloads), self.config.algorithm.shaping)
+        return shape_verdicts(verdicts, prompts, fetch(payloads), self.config.algorithm.shaping)
 
 
 class VerifierGroup:

@@ -150,10 +150,11 @@ class RolloutConfig(Section):
     """The largest number of training steps between the weights that sampled a token and those that it trains. 0: the
     engines and the trainer work in turns. Otherwise they work at the same time: answers go on while new weights arrive,
     and up to max_lag + 1 batches of prompts are under way or wait for a step. Use it with `algorithm.correction`."""
-    late: Literal["wait", "drop"] = "wait"
+    late: Literal["wait", "requeue", "drop"] = "wait"
     """What a step does, once it has a full batch, about groups that are still running and would be too old for the next
-    step. `wait`: it waits for them. `drop`: it begins, and they are not trained on. Long answers are dropped more often
-    than short ones, so the policy sees fewer of them; `stream/late` counts them."""
+    step. `wait`: it waits for them. `requeue`: it begins, and their prompts are asked again, from the start, with the
+    next weights. `drop`: it begins, and nobody trains on them. With the last two the policy sees fewer long answers
+    than it gives, because these are late more often; `stream/late` counts the groups."""
     active_sampling: bool = False
     """Whether groups without a signal, in which all rewards are equal, are replaced by other prompts until the batch is
     full. A prompt whose answers were all right (see `eval.verifier`) then rests for one epoch, and for up to eight if
@@ -469,10 +470,10 @@ class GrpoRunConfig(BaseConfig):
                 "rollout.prefix_cache: salted lets running answers keep the keys and values of older weights, so with "
                 "rollout.max_lag no token could show whether engine and trainer agree; set prefix_cache to cleared"
             )
-        if self.rollout.late == "drop" and not (self.rollout.max_lag or self.rollout.active_sampling):
+        if self.rollout.late != "wait" and not (self.rollout.max_lag or self.rollout.active_sampling):
             raise ValueError(
-                "rollout.late: drop has no effect without rollout.max_lag and rollout.active_sampling, because every "
-                "group is then of the step that waits for it; remove it"
+                f"rollout.late: {self.rollout.late} has no effect without rollout.max_lag and rollout.active_sampling, "
+                "because every group is then of the step that waits for it; remove it"
             )
         self._refuse_missing_inputs()
         labels = [reward.label for reward in self.rewards]

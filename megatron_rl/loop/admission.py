@@ -7,7 +7,7 @@ minus the version of the weights at its admission, so it is at least the lag of 
 The bound on the lag is kept by admission, and not by throwing answers away: running and ready groups together never
 exceed max_lag + 1 batches, where a running group counts by the recent share of useful groups; and a step does not take
 groups out of turn if the older ones could then not be trained on in time. AReaL (arXiv:2505.24298) bounds the number of
-admitted groups in the same way. By choice, a step does not wait for such older groups and drops them.
+admitted groups in the same way. By choice, a step does not wait for such older groups but gives them up.
 
 Invariants (tests/unit/loop), for any order in which groups finish: a batch has always the same size; no group is taken
 twice; no group is taken with a lag above max_lag; every group is taken, or counted as useless, surplus or late; a step
@@ -16,6 +16,8 @@ that waits always waits for a group that is running.
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections import Counter
 from math import ceil
 
 LEAST_SHARE = 1 / 32
@@ -29,18 +31,18 @@ class Admission:
     Args:
         batch: the number of groups in a training step.
         max_lag: the largest lag of a group, in steps.
-        drops_late: whether a step drops the running groups that no step could take in time, once it has a full batch.
-            Otherwise it waits for them.
+        waits: whether a step waits for the running groups that no later step could take in time. Otherwise it gives
+            them up, once it has a full batch.
     """
 
-    def __init__(self, batch: int, max_lag: int, drops_late: bool = False) -> None:
-        self._batch, self._max_lag, self._drops_late = batch, max_lag, drops_late
+    def __init__(self, batch: int, max_lag: int, waits: bool = True) -> None:
+        self._batch, self._max_lag, self._waits = batch, max_lag, waits
         self.running: dict[int, int] = {}
         """The version at its admission of every running group, by the group's number."""
         self.ready: dict[int, int] = {}
         """The same for the groups that wait for a step."""
-        self.late: set[int] = set()
-        """The groups that were dropped while they ran, and have not finished yet."""
+        self.late: list[int] = []
+        """The groups that were given up while they ran, since somebody emptied the list."""
         self.share = 1.0
         """The recent share of useful groups among those that finished."""
         self.num_useless = 0
@@ -48,8 +50,6 @@ class Admission:
         self.num_surplus = 0
         """The same for useful groups that were dropped: more groups were useful than expected, and no step could take
         these within the bound."""
-        self.num_late = 0
-        """The number of groups that were dropped while they ran, since somebody set it to 0."""
 
     def room(self, num_steps: int) -> int:
         """The number of groups to admit now. If only some groups are useful, more of them run, so that the expected
@@ -68,9 +68,6 @@ class Admission:
 
     def finish(self, number: int, useful: bool) -> bool:
         """Note that a group is generated and verified. Returns whether it waits for a step now."""
-        if number in self.late:
-            self.late.remove(number)
-            return False
         version = self.running.pop(number)
         self.share = max(LEAST_SHARE, self.share + (useful - self.share) / (WINDOW * self._batch))
         if useful:
@@ -86,29 +83,34 @@ class Admission:
     def take(self, step: int) -> list[int] | None:
         """The numbers of the groups that a step trains on, the oldest first; None if the step must wait until more
         groups are ready."""
+        if len(self.ready) < self._batch:
+            return None
         order = sorted(self.ready, key=lambda number: (self.ready[number], number))
         taken, left = order[: self._batch], order[self._batch :]
-        if len(taken) < self._batch:
-            return None
+        versions_left = [self.ready[number] for number in left]
+        num_running = Counter(self.running.values())
+        num_older = 0
         surplus: set[int] = set()
-        for version in sorted({*self.ready.values(), *self.running.values()}):
+        for version in sorted({*self.ready.values(), *num_running}):
             # The steps up to version + max_lag are the only ones that can take the groups of this version and older.
             capacity = (version + self._max_lag - step) * self._batch
-            waiting = [number for number in left if self.ready[number] <= version and number not in surplus]
-            running = [number for number, admitted in self.running.items() if admitted <= version]
-            excess = len(waiting) + len(running) * self.share - capacity
-            if running and excess > 0:
-                if not self._drops_late:
+            waiting = [number for number in left[: bisect_right(versions_left, version)] if number not in surplus]
+            num_older += num_running[version]
+            excess = len(waiting) + num_older * self.share - capacity
+            if num_older and excess > 0:
+                if self._waits:
                     return None
-                self._drop(sorted(running)[: ceil(excess / self.share)])
+                num_older -= self._give_up(version, ceil(excess / self.share))
             surplus.update(waiting[max(0, capacity) :])
         for number in (*taken, *surplus):
             del self.ready[number]
         self.num_surplus += len(surplus)
         return taken
 
-    def _drop(self, late: list[int]) -> None:
+    def _give_up(self, version: int, count: int) -> int:
+        """Give up running groups of this version and older ones, `count` if there are so many. Returns their number."""
+        late = sorted(number for number, admitted in self.running.items() if admitted <= version)[:count]
         for number in late:
             del self.running[number]
-        self.late.update(late)
-        self.num_late += len(late)
+        self.late += late
+        return len(late)

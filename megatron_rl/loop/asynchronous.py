@@ -55,7 +55,7 @@ class AsynchronousSource:
         rollout = config.rollout
         self._max_lag = rollout.max_lag
         self._checkpoints = config.run_folder / "checkpoints"
-        self._admission = Admission(rollout.prompts_per_step, rollout.max_lag, rollout.late == "drop")
+        self._admission = Admission(rollout.prompts_per_step, rollout.max_lag, rollout.late == "wait")
         self._silence = SilentRewards(config.rewards)
         self._pass_rates = PassRates()
         self._num_resting = 0
@@ -65,7 +65,7 @@ class AsynchronousSource:
         self._taken: dict[int, list[int]] = {}
         """The numbers of the groups that a step has taken."""
         self._again: list[int] = []
-        """The groups of a checkpoint that are asked for again at the next push."""
+        """The groups that are asked for again at the next push: those of a checkpoint, and late ones."""
         self._journal = config.run_folder / "journal"
         self._written: dict[int, Entry] | None = None
         """The groups of the journal that are not in use yet; None before the first push or the first checkpoint."""
@@ -89,9 +89,9 @@ class AsynchronousSource:
             self._written = {}
             prune_journal(self._journal, version=2**62)
         prune_journal(self._journal, max(find_checkpoints(self._checkpoints), default=0) - self._max_lag)
-        for number in self._again:
+        again, self._again = self._again, []
+        for number in again:
             self._ask(number, self._prompts.item(number))
-        self._again.clear()
         self._refill()
 
     def next(self, step: int) -> Rollouts:
@@ -103,8 +103,9 @@ class AsynchronousSource:
             groups = [self._groups[number] for number in taken]
             self._step = step + 1
             self._hold(step, taken)
+            num_late = self._give_up_late(step)
             require_a_score(verdicts_of(groups))
-            metrics = self._describe(groups, step)
+            metrics = self._describe(groups, step) | {"stream/late": float(num_late)}
             self._silence.count(groups, metrics, self._sink)
             return Rollouts(groups, scores_of(self._config, self._ports, groups, step, self._sink), metrics)
 
@@ -161,11 +162,14 @@ class AsynchronousSource:
             self._written = read_journal(self._journal)
             self._resumed_at = state["step"]
         self._step = state["step"]
+        for number, group in self._evaluating.items():
+            if group is None:
+                self._ports.stream.cancel(number)
         self._evaluating = {}
         self._pass_rates.restore(state.get("pass_rates", {}))
         for number in state["waiting"]:
             admission = self._admission
-            if any(number in known for known in (admission.running, admission.ready, admission.late, self._again)):
+            if any(number in known for known in (admission.running, admission.ready, self._again)):
                 continue
             if number in self._groups:
                 self._admission.put_back(number, self._groups[number].version)
@@ -198,7 +202,8 @@ class AsynchronousSource:
     def _ask(self, number: int, prompt: Prompt) -> None:
         assert self._written is not None
         entry = self._written.pop(number, None)
-        if entry is not None and entry.uid == prompt.uid:
+        # An older entry is that of a late group which was asked for again, and had not finished by then.
+        if entry is not None and entry.uid == prompt.uid and entry.version >= self._version - self._max_lag:
             group = _from_journal(entry, prompt, self._version, self._resumed_at)
             self._admission.admit(number, group.version)
             self._finish(number, group)
@@ -214,8 +219,6 @@ class AsynchronousSource:
         for number, group in verified.groups.items():
             if number in self._evaluating:
                 self._evaluating[number] = group
-            elif number < 0:
-                pass  # its evaluation was given up when the policy was lost
             else:
                 self._finish(number, group)
         self._require_a_signal()
@@ -245,6 +248,15 @@ class AsynchronousSource:
                 "difficulty, or raise rollout.samples_per_prompt"
             )
 
+    def _give_up_late(self, step: int) -> int:
+        """Stop the generation of the groups that this step has given up. Returns their number."""
+        late, self._admission.late = self._admission.late, []
+        for number in late:
+            self._ports.stream.cancel(number)
+        if self._config.rollout.late == "requeue" and step + 1 < self._config.run.steps:
+            self._again += late
+        return len(late)
+
     def _hold(self, step: int, taken: list[int]) -> None:
         self._taken = {s: numbers for s, numbers in self._taken.items() if step - NUM_HELD < s < step}
         self._taken[step] = taken
@@ -261,8 +273,8 @@ class AsynchronousSource:
         idle_s = metrics.pop("stream/idle_s", 0.0)
         resting, self._num_resting = self._num_resting, 0
         admission = self._admission
-        useless, surplus, late = admission.num_useless, admission.num_surplus, admission.num_late
-        admission.num_useless = admission.num_surplus = admission.num_late = 0
+        useless, surplus = admission.num_useless, admission.num_surplus
+        admission.num_useless = admission.num_surplus = 0
         lags = [step - sample.oldest_version for group in groups for sample in group.samples if sample.num_actions]
         return metrics | {
             "rollout/tokens_per_s": num_tokens / seconds,
@@ -273,7 +285,6 @@ class AsynchronousSource:
             "stream/ready": float(len(self._admission.ready)),
             "stream/useless": float(useless),
             "stream/surplus": float(surplus),
-            "stream/late": float(late),
             "stream/resting": float(resting),
         }
 

@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import itertools
 import logging
 import time
 from collections.abc import Sequence
@@ -53,6 +52,7 @@ from megatron_rl.rollout.program import (
     replay,
 )
 from megatron_rl.rollout.progress import Progress, recorded
+from megatron_rl.rollout.request_queue import Request, RequestQueue
 from megatron_rl.rollout.start import make_engine
 from megatron_rl.rollout.vocabulary import delimiter_ids, stop_ids
 from megatron_rl.types import Metrics, Prompt, Sample, Tokens
@@ -66,26 +66,13 @@ CLOSE_S = 20.0
 """The time limit for vLLM's end."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Request:
-    """What vLLM is asked for."""
-
-    ids: Sequence[int]
-    """The prompt, with what has been sampled after it."""
-    max_tokens: int
-    seed: int
-    """The seed of its first sample; vLLM gives the others the numbers after it."""
-    answer: tuple[int, int] | None = None
-    """The numbers of group and sample under which the tokens are recorded; None: they are not."""
-
-
 @dataclass(slots=True)
 class _Answer:
     """An answer whose program goes on while others do."""
 
     prompt_ids: Sequence[int]
     name: tuple[int, int]
-    """The numbers of group and sample."""
+    """The ticket of the group and the number of the sample."""
     transcript: Transcript
     call: Call | None
     """The call under way; None if the answer is complete."""
@@ -94,9 +81,10 @@ class _Answer:
     seed: int
 
     @property
-    def request(self) -> _Request:
-        ids = [*self.prompt_ids, *self.transcript.ids, *self.begun.ids]
-        return _Request(ids, self.call.max_tokens - len(self.begun.ids), self.seed, self.name)
+    def request(self) -> Request:
+        sampled = [*self.transcript.ids, *self.begun.ids]
+        max_tokens = self.call.max_tokens - len(self.begun.ids)
+        return Request([*self.prompt_ids, *sampled], max_tokens, self.seed, answer=self.name, goes_on=len(sampled) > 0)
 
     def sampled(self, rest: Completion) -> None:
         """Complete the call."""
@@ -151,7 +139,7 @@ class VllmEngine:
         self._program: Program = OneCall(rollout.max_response_tokens)
         if thinking:
             self._program = ThinkingBudget(self._delimiter, thinking.thought_tokens, thinking.response_tokens)
-        self._thread = EngineThread()
+        self._thread = EngineThread(RequestQueue(self._give))
         self._version: int | None = None
         self._failure = ""
         """Why the engine holds no version; empty before the first push."""
@@ -167,6 +155,8 @@ class VllmEngine:
         try:
             make = partial(make_engine, self._model, self._rollout, self._seed, self._spans_nodes, self._progress)
             await self._thread.start(make)
+            longest = self._rollout.max_response_tokens
+            await self._thread.call(lambda: self._thread.requests.attach(self._thread.engine, longest))
         except ValidationError as error:  # it cannot be pickled, and it names vLLM's internals
             reasons = "; ".join(fault["msg"].removeprefix("Value error, ") for fault in error.errors())
             log.exception("vLLM refuses its configuration")
@@ -204,52 +194,52 @@ class VllmEngine:
         self._check(prompts)
         call = self._program.next(Transcript())
         assert isinstance(call, Call), "a program begins with a call"
-        seeds = [request_seed(self._seed, seed, number) for number in range(first, first + len(prompts))]
-        requests = [
-            _Request(prompt.token_ids, call.max_tokens, own) for prompt, own in zip(prompts, seeds, strict=True)
-        ]
-        answers = await self._sample(requests, self._params(num_samples, greedy), version, is_first=True)
         prompt_ids = [prompt.token_ids for prompt in prompts for _ in range(num_samples)]
-        own_seeds = [seed + sample for seed in seeds for sample in range(num_samples)]
+        seeds = [
+            request_seed(self._seed, seed, number) + sample
+            for number in range(first, first + len(prompts))
+            for sample in range(num_samples)
+        ]
         transcripts = [Transcript() for _ in prompt_ids]
-        for transcript, completion in zip(transcripts, itertools.chain(*answers), strict=True):
-            transcript.sampled(completion)
-        while True:
-            calls = {
-                i: call for i, transcript in enumerate(transcripts) if (call := next_call(self._program, transcript))
-            }
-            if not calls:
-                break
-            # The prefix cache still holds the tokens of the earlier calls.
+        calls: dict[int, Call] = dict.fromkeys(range(len(transcripts)), call)
+        begins_with: int | None = version
+        while calls:
+            # In later rounds the prefix cache still holds the tokens of the earlier ones.
             requests = [
-                _Request([*prompt_ids[i], *transcripts[i].ids], call.max_tokens, own_seeds[i])
+                Request([*prompt_ids[i], *transcripts[i].ids], call.max_tokens, seeds[i], greedy)
                 for i, call in calls.items()
             ]
-            for i, [completion] in zip(calls, await self._sample(requests, self._params(1, greedy)), strict=True):
+            for i, completion in zip(calls, await self._sample(requests, begins_with), strict=True):
                 transcripts[i].sampled(completion)
+            calls = {i: call for i in calls if (call := next_call(self._program, transcripts[i]))}
+            begins_with = None
         samples = [as_sample(ids, t, self._delimiter) for ids, t in zip(prompt_ids, transcripts, strict=True)]
         return [samples[i : i + num_samples] for i in range(0, len(samples), num_samples)]
 
     async def answer(
-        self, number: int, prompt: Prompt, num_samples: int, earlier: Sequence[Path] = ()
+        self, ticket: int, number: int, prompt: Prompt, samples: range, earlier: Sequence[Path] = ()
     ) -> list[tuple[Sample, Tokens]]:
-        """Answer one prompt while others are answered and pushes arrive, with the weights that the engine holds.
+        """Give some of the answers of a group while others are given and pushes arrive, with the weights that the
+        engine holds.
 
         Each answer goes on as soon as its own call has ended.
 
         Args:
+            ticket: names this asking of the group in `cancel` and in the records. All engines have the same.
             number: the number of the group, which seeds its answers.
+            samples: the numbers of the answers within the group.
             earlier: the records of the engines that have begun this group and lost it, in order. The answers go on
                 from the tokens in these records.
 
         Raises:
             ValueError: the prompt is empty, too long or has tokens outside the vocabulary.
-            RuntimeError: the engine holds no weights, or a push failed meanwhile, and the answers are lost.
+            RuntimeError: the engine holds no weights, the group was cancelled, or a push failed meanwhile, and the
+                answers are lost.
         """
         self._check([prompt])
-        answers = [self._begun(prompt, number, sample, earlier) for sample in range(num_samples)]
+        answers = [self._begun(prompt, (ticket, sample), number, earlier) for sample in samples]
         requests = [answer.request for answer in answers if answer.call is not None]
-        begin = partial(self._begin, requests, self._params(1, False), is_first=True)
+        begin = partial(self._begin, requests, is_first=True)
         futures = iter(await self._thread.call(begin))
         calls = [self._complete(answer, next(futures) if answer.call else None) for answer in answers]
         outcomes = await asyncio.gather(*calls, return_exceptions=True)
@@ -257,16 +247,26 @@ class VllmEngine:
             if isinstance(outcome, BaseException):
                 raise outcome
         if self._progress is not None:
-            self._progress.done(number)
+            self._progress.done(ticket)
         return outcomes
 
-    def _begun(self, prompt: Prompt, number: int, sample: int, earlier: Sequence[Path]) -> _Answer:
-        rows = recorded(earlier, number, sample)
+    async def cancel(self, ticket: int) -> None:
+        """End the answers of a group. Its call of `answer`, if it is under way, ends with an error."""
+
+        def end() -> None:
+            self._thread.requests.cancel(self._thread.engine, ticket)
+            if self._progress is not None:
+                self._progress.forget(ticket)
+
+        await self._thread.call(end)
+
+    def _begun(self, prompt: Prompt, name: tuple[int, int], number: int, earlier: Sequence[Path]) -> _Answer:
+        rows = recorded(earlier, *name)
         sampled = Completion(rows["token"].tolist(), rows["logp"].tolist(), rows["version"].tolist(), stopped=False)
         transcript, call, used = replay(self._program, sampled, self._stop_ids)
         rest = Completion(sampled.ids[used:], sampled.logp[used:], sampled.version[used:], stopped=False)
-        seed = request_seed(self._seed, number) + sample
-        return _Answer(prompt.token_ids, (number, sample), transcript, call, rest, seed)
+        seed = request_seed(self._seed, number) + name[1]
+        return _Answer(prompt.token_ids, name, transcript, call, rest, seed)
 
     async def _complete(self, answer: _Answer, future: Future[RequestOutput] | None) -> tuple[Sample, Tokens]:
         """Carry out the program of one answer.
@@ -275,12 +275,10 @@ class VllmEngine:
             future: the call that is under way; None if the answer is complete.
         """
         while future is not None:
-            [completion] = _completions(await asyncio.wrap_future(future))
-            answer.sampled(completion)
+            answer.sampled(_completion(await asyncio.wrap_future(future)))
             answer.call, future = next_call(self._program, answer.transcript), None
             if answer.call is not None:
-                params = self._params(1, False)
-                [future] = await self._thread.call(partial(self._begin, [answer.request], params))
+                [future] = await self._thread.call(partial(self._begin, [answer.request]))
         return as_sample(answer.prompt_ids, answer.transcript, self._delimiter)
 
     async def init_transfer(self, info: dict[str, Any]) -> None:
@@ -299,23 +297,30 @@ class VllmEngine:
 
         await self._thread.call(join_bridge)
 
+    async def ready(self) -> None:
+        """Wait until the engine is between two decode steps. If a call of `receive` follows this one, it begins
+        then."""
+        await self._thread.call(lambda: None)
+
     async def receive(self, version: int) -> Metrics:
         """Receive the weights that the trainer pushes as `version`. Call this while the trainer pushes; requests may
         run.
 
         Returns:
-            `seconds`: the duration of the call; `paused_s`: the seconds for which requests were paused, 0 if none ran.
+            `seconds`: the duration of the call; `paused_s`: the seconds for which requests were paused, 0 if none ran;
+            `preempted`: the number of requests that vLLM preempted since the last push.
 
         Raises:
             RuntimeError: the push stalled, broke off or had another version. Running requests end with an error, and
                 the engine refuses calls until a complete push.
         """
         start = time.perf_counter()
-        paused_s = await self._thread.call(partial(self._receive, version))
-        return {"seconds": time.perf_counter() - start, "paused_s": paused_s}
+        paused_s, num_preempted = await self._thread.call(partial(self._receive, version))
+        return {"seconds": time.perf_counter() - start, "paused_s": paused_s, "preempted": float(num_preempted)}
 
-    def _receive(self, version: int) -> float:
-        """Receive weights between two steps. Returns the seconds for which requests were paused."""
+    def _receive(self, version: int) -> tuple[float, int]:
+        """Receive weights between two steps. Returns the seconds for which requests were paused, and the number of
+        requests that were preempted since the last call."""
         start = time.perf_counter()
         self._thread.drain()
         running = self._thread.engine.has_unfinished_requests()
@@ -326,11 +331,13 @@ class VllmEngine:
             self._take_weights(version)
         except Exception as error:
             self._failure += f": {error}"
-            self._thread.abort(self._lost)
+            self._thread.requests.abort(self._thread.engine, self._lost)
             if self._progress is not None:
                 self._progress.forget()
             raise
-        return time.perf_counter() - start if running else 0.0
+        requests = self._thread.requests
+        num_preempted, requests.num_preempted = requests.num_preempted, 0
+        return time.perf_counter() - start if running else 0.0, num_preempted
 
     @property
     def alive(self) -> bool:
@@ -377,41 +384,32 @@ class VllmEngine:
                     f"{self._vocab_size}: tokenise it with this model's tokenizer"
                 )
 
-    async def _sample(
-        self,
-        requests: Sequence[_Request],
-        params: dict[str, Any],
-        version: int | None = None,
-        is_first: bool = False,
-    ) -> list[list[Completion]]:
-        """Send all requests to vLLM and wait for their answers; see `_begin`."""
-        answers = await self._thread.call(partial(self._begin, requests, params, version, is_first))
-        return [_completions(await asyncio.wrap_future(answer)) for answer in answers]
+    async def _sample(self, requests: Sequence[Request], version: int | None) -> list[Completion]:
+        """Begin requests and wait for their answers. If `version` is given, answers begin with them."""
+        begin = partial(self._begin, requests, version, is_first=version is not None)
+        answers = await self._thread.call(begin)
+        return [_completion(await asyncio.wrap_future(answer)) for answer in answers]
 
     def _begin(
-        self,
-        requests: Sequence[_Request],
-        params: dict[str, Any],
-        version: int | None = None,
-        is_first: bool = False,
+        self, requests: Sequence[Request], version: int | None = None, is_first: bool = False
     ) -> list[Future[RequestOutput]]:
-        """Add requests to the engine and return their future answers.
+        """Queue requests and return their future outputs.
 
         Args:
-            params: the sampling parameters without the token limit and the seed.
             version: the version that the engine must hold; None: any.
-            is_first: whether answers begin with these requests. If no others run, the prefix cache is emptied.
+            is_first: whether answers begin with these requests. If there are no others, the prefix cache is emptied.
         """
-        engine = self._thread.engine
+        engine, queue = self._thread.engine, self._thread.requests
         if version is not None:
             self._check_version(version)
         elif self._version is None:
             raise RuntimeError(self._lost)
-        if is_first and not engine.has_unfinished_requests():
+        if is_first and not len(queue):
             engine.reset_prefix_cache()
-        return [self._add(request, params) for request in requests]
+            queue.forget_lengths()
+        return queue.add(requests)
 
-    def _add(self, request: _Request, params: dict[str, Any]) -> Future[RequestOutput]:
+    def _give(self, request: Request) -> str:
         from vllm import SamplingParams
 
         prompt: dict[str, Any] = {"prompt_token_ids": list(request.ids)}
@@ -419,19 +417,18 @@ class VllmEngine:
             prompt["cache_salt"] = str(self._version)
         self._num_requests += 1
         name = str(self._num_requests)
-        parameters = SamplingParams(**params, max_tokens=request.max_tokens, seed=request.seed)
-        internal_name = self._thread.engine.add_request(name, prompt, parameters)
+        params = self._params(request.is_greedy) | {"max_tokens": request.max_tokens, "seed": request.seed}
+        internal_name = self._thread.engine.add_request(name, prompt, SamplingParams(**params))
         if self._progress is not None and request.answer is not None:
             self._progress.begin(internal_name, *request.answer)
-        return self._thread.expect(name)
+        return name
 
-    def _params(self, num_samples: int, greedy: bool) -> dict[str, Any]:
+    def _params(self, greedy: bool) -> dict[str, Any]:
         """The fields of vLLM's SamplingParams, without the token limit and the seed."""
         from vllm.sampling_params import RequestOutputKind
 
         sampling = self._rollout.sampling
         return {
-            "n": num_samples,
             "temperature": 0.0 if greedy else sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k,
@@ -443,12 +440,8 @@ class VllmEngine:
         }
 
 
-def _completions(output: RequestOutput) -> list[Completion]:
-    """The answers to one request, by their index."""
-    return [_completion(answer) for answer in sorted(output.outputs, key=lambda answer: answer.index)]
-
-
-def _completion(answer: Any) -> Completion:
+def _completion(output: RequestOutput) -> Completion:
+    [answer] = output.outputs
     logp = answer.logprobs.logprobs
     versions = [int(span.version) for span in answer.weight_versions for _ in range(span.start, span.end)]
     assert len(logp) == len(versions) == len(answer.token_ids)
@@ -456,5 +449,5 @@ def _completion(answer: Any) -> Completion:
 
 
 def request_seed(*parts: int) -> int:
-    """The seed of the first sample of a request, of 62 bits, so that vLLM can add the numbers of the others."""
+    """The seed of the first answer to a prompt, of 62 bits; that of another one is larger by its number."""
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "little") >> 2

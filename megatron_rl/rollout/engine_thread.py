@@ -15,13 +15,14 @@ import asyncio
 import logging
 import queue
 import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, InvalidStateError
+from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from megatron_rl.rollout.request_queue import RequestQueue, resolve
+
 if TYPE_CHECKING:
-    from vllm.outputs import RequestOutput
     from vllm.v1.engine.llm_engine import LLMEngine
 
 log = logging.getLogger(__name__)
@@ -33,11 +34,12 @@ WORKER_DIED = "a worker of vLLM has died"
 class EngineThread:
     """Call `start`, then `call` from any event loop, then `close`."""
 
-    def __init__(self) -> None:
+    def __init__(self, requests: RequestQueue) -> None:
+        self.requests = requests
+        """Only functions that are given to `call` use it."""
         self.engine: LLMEngine | None = None
         """Only functions that are given to `call` use it."""
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
-        self._answers: dict[str, Future[RequestOutput]] = {}
         self._calling: Future[Any] | None = None
         self._failure: str | None = None
         self._thread = threading.Thread(target=self._run, name="vLLM", daemon=True)
@@ -61,19 +63,8 @@ class EngineThread:
         future: Future[Result] = Future()
         self._calls.put((function, future))
         if self._failure is not None:  # the thread may have taken its last call
-            _resolve(future, error=RuntimeError(self._failure))
+            resolve(future, error=RuntimeError(self._failure))
         return await asyncio.wrap_future(future)
-
-    def expect(self, request_id: str) -> Future[RequestOutput]:
-        """The answer of a request that the caller, which runs in the thread, adds to the engine."""
-        future = self._answers[request_id] = Future()
-        return future
-
-    def abort(self, reason: str) -> None:
-        """End all requests. Their answers are the error `reason`. The caller runs in the thread."""
-        self.engine.abort_request(list(self._answers))
-        for request_id in list(self._answers):
-            _resolve(self._answers.pop(request_id), error=RuntimeError(reason))
 
     def drain(self) -> None:
         """Wait for the steps that are under way, and hand out their tokens. The caller runs in the thread.
@@ -83,7 +74,7 @@ class EngineThread:
         core = self.engine.engine_core.engine_core
         core.pause_scheduler(mode="keep", clear_cache=False)
         while core.batch_queue:
-            self._hand_out(self.engine.step())
+            self.requests.hand_out(self.engine.step())
         core.resume_scheduler()
 
     @property
@@ -99,7 +90,7 @@ class EngineThread:
     def _run(self) -> None:
         while self._failure is None:
             try:
-                call = self._calls.get(block=not self._answers)
+                call = self._calls.get(block=not len(self.requests))
             except queue.Empty:
                 self._step()
                 continue
@@ -109,9 +100,9 @@ class EngineThread:
             try:
                 result = function()
             except Exception as error:  # it belongs to the caller
-                _resolve(self._calling, error=RuntimeError(WORKER_DIED) if self._lost_a_worker else error)
+                resolve(self._calling, error=RuntimeError(WORKER_DIED) if self._lost_a_worker else error)
             else:
-                _resolve(self._calling, result)
+                resolve(self._calling, result)
             self._calling = None
         self._fail("the engine is closed")
         if self.engine is not None:
@@ -119,7 +110,8 @@ class EngineThread:
 
     def _step(self) -> None:
         try:
-            self._hand_out(self.engine.step())
+            self.requests.start_fitting(self.engine)
+            self.requests.hand_out(self.engine.step())
         except Exception as error:
             log.exception("a step of vLLM failed")
             self._fail(WORKER_DIED if self._lost_a_worker else f"a step of vLLM failed: {error}")
@@ -129,28 +121,15 @@ class EngineThread:
         """Whether a worker has died. The error of a call or of a step is then only "cancelled"."""
         return self.engine is not None and getattr(self.engine.model_executor, "is_failed", False)
 
-    def _hand_out(self, outputs: Sequence[RequestOutput]) -> None:
-        for output in outputs:
-            if output.finished:
-                _resolve(self._answers.pop(output.request_id), output)
-
     def _fail(self, cause: str) -> None:
         """End all that is waited for. vLLM notices a lost worker in a thread of its own, and calls this there: the
         thread of the engine may wait for this worker for ever."""
         self._failure = self._failure or cause
-        waiting = [*self._answers.values(), *filter(None, [self._calling])]
+        self.requests.fail(self._failure)
+        waiting = [*filter(None, [self._calling])]
         with suppress(queue.Empty):
             while True:
                 if call := self._calls.get_nowait():  # None is that of `close`
                     waiting.append(call[1])
         for future in waiting:
-            _resolve(future, error=RuntimeError(self._failure))
-
-
-def _resolve(future: Future[Any], result: Any = None, error: Exception | None = None) -> None:
-    """Set a future's result or error, unless it has one or nobody waits for it any more."""
-    with suppress(InvalidStateError):
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(result)
+            resolve(future, error=RuntimeError(self._failure))

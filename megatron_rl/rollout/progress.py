@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 ROW = np.dtype([("answer", "<i8"), ("token", "<i4"), ("version", "<i4"), ("logp", "<f4")])
 MAX_SAMPLES = 2**20
-"""The most samples of one group; the number of an answer is that of its group times this, plus its own."""
+"""The most samples of one group. The number of an answer is the ticket of its group times this, plus its own."""
 MAX_BYTES = 2**26
 """A larger file is written anew, without the groups that are complete."""
 
@@ -38,15 +38,16 @@ class Progress:
         self._answer_of: dict[str, int] = {}
         """The number of the answer of every request that is recorded, by vLLM's name of the request."""
         self._done: set[int] = set()
-        """The groups that were completed since the file was last written anew."""
+        """The tickets of the groups that were completed since the file was last written anew."""
 
-    def begin(self, request: str, group: int, sample: int) -> None:
+    def begin(self, request: str, ticket: int, sample: int) -> None:
         """Record the tokens of a request from now on.
 
         Args:
             request: vLLM's internal name of the request.
+            ticket: names the group; see `VllmEngine.answer`.
         """
-        self._answer_of[request] = group * MAX_SAMPLES + sample
+        self._answer_of[request] = ticket * MAX_SAMPLES + sample
 
     def write(self, outputs: EngineCoreOutputs) -> None:
         """Record the tokens of one step."""
@@ -65,13 +66,14 @@ class Progress:
         if self._size > self._max_bytes:
             self._write_anew()
 
-    def forget(self) -> None:
-        """Forget the requests, which were aborted; their rows stay."""
-        self._answer_of.clear()
+    def forget(self, ticket: int | None = None) -> None:
+        """Forget the requests of a group, or of all groups, because they were aborted. Their rows stay."""
+        kept = {} if ticket is None else {r: a for r, a in self._answer_of.items() if a // MAX_SAMPLES != ticket}
+        self._answer_of = kept
 
-    def done(self, group: int) -> None:
+    def done(self, ticket: int) -> None:
         """Note that a group is complete: the driver has its answers."""
-        self._done.add(group)
+        self._done.add(ticket)
 
     def _write_anew(self) -> None:
         done, self._done = self._done, set()
@@ -86,10 +88,10 @@ class Progress:
         self._max_bytes = max(self._max_bytes, 2 * self._size)
 
 
-def recorded(paths: Sequence[Path], group: int, sample: int) -> np.ndarray:
+def recorded(paths: Sequence[Path], ticket: int, sample: int) -> np.ndarray:
     """ROW [N]: the tokens of an answer in the records of the engines that have worked on it, in the order of these
     engines."""
-    answer = group * MAX_SAMPLES + sample
+    answer = ticket * MAX_SAMPLES + sample
     found = [_by_answer(path, path.stat().st_size).get(answer) for path in paths if path.exists()]
     return np.concatenate([np.zeros(0, ROW), *(rows for rows in found if rows is not None)])
 

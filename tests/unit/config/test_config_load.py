@@ -71,7 +71,7 @@ def test_override_values(text, value):
         ({"cluster": {"world_size": 3}}, "cluster.world_size is 3, but policy.parallel needs 1 x 1 x 1 = 1"),
         ({"rollout": {"sampling": {"top_p": 0.9}}}, "set rollout.sampling.top_p to 1"),
         ({"rollout": {"max_lag": 1, "prefix_cache": "salted"}}, "set prefix_cache to cleared"),
-        ({"rollout": {"late": "drop"}}, "rollout.late: drop has no effect"),
+        ({"rollout": {"late": "requeue"}}, "rollout.late: requeue has no effect"),
         ({"rollout": {"thinking": {"thought_tokens": 20, "response_tokens": 4}}}, "the delimiter needs room"),
         ({"rollout": {"samples_per_prompt": 1}}, "every grpo advantage would be 0"),
     ],

@@ -115,6 +115,10 @@ class World:
         self.calls.append(f"ask {number}: {prompt.uid}")
         self.asked[number] = self.groups([prompt], num_samples, version)[0]
 
+    def cancel(self, number):
+        self.calls.append(f"cancel {number}")
+        del self.asked[number]
+
     def collect(self, version):
         """Some of the groups, in any order."""
         assert version == self.version and self.asked, "the loop waits for a group that was asked for"

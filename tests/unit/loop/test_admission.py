@@ -15,8 +15,8 @@ from megatron_rl.loop.admission import Admission
 class Play:
     """A run of steps in which a random generator decides which groups finish, and which ones are useful."""
 
-    def __init__(self, batch: int, max_lag: int, seed: int, useful: float = 1.0, drops_late: bool = False):
-        self.admission = Admission(batch, max_lag, drops_late)
+    def __init__(self, batch: int, max_lag: int, seed: int, useful: float = 1.0, waits: bool = True):
+        self.admission = Admission(batch, max_lag, waits)
         self.random, self.useful = random.Random(seed), useful
         self.admitted: dict[int, int] = {}
         self.taken: list[int] = []
@@ -29,7 +29,7 @@ class Play:
             self.admission.admit(number, version)
 
     def finish_some(self, at_most: int | None = None) -> None:
-        running = [*self.admission.running, *self.admission.late]
+        running = list(self.admission.running)
         for number in self.random.sample(running, self.random.randint(0, min(len(running), at_most or len(running)))):
             is_ready = self.admission.finish(number, useful=self.random.random() < self.useful)
             assert is_ready == (number in self.admission.ready)
@@ -74,8 +74,8 @@ def test_the_batch_is_full_however_few_groups_are_useful(batch, max_lag, useful,
 
 @settings(max_examples=200, deadline=None)
 @given(st.integers(1, 6), st.integers(0, 4), st.sampled_from([0.1, 0.5, 1.0]), st.integers(0, 10**6))
-def test_a_step_with_a_full_batch_never_waits_if_late_groups_are_dropped(batch, max_lag, useful, seed):
-    play = Play(batch, max_lag, seed, useful, drops_late=True)
+def test_a_step_with_a_full_batch_never_waits_if_late_groups_are_given_up(batch, max_lag, useful, seed):
+    play = Play(batch, max_lag, seed, useful, waits=False)
     for step in range(12):
         play.refill(step)
         play.finish_some()
@@ -90,13 +90,13 @@ def test_a_step_with_a_full_batch_never_waits_if_late_groups_are_dropped(batch, 
     assert max(play.lags) <= max_lag and len(play.taken) == 12 * batch
     admission = play.admission
     counted = [*play.taken, *admission.running, *admission.ready]
-    assert len(set(counted)) == len(counted) and not admission.late & set(counted)
-    gone = admission.num_useless + admission.num_surplus + admission.num_late
+    assert len(set(counted)) == len(counted) and not set(admission.late) & set(counted)
+    gone = admission.num_useless + admission.num_surplus + len(admission.late)
     assert len(counted) + gone == len(play.admitted)
 
 
-def test_only_the_groups_that_are_too_many_are_dropped_and_the_oldest_first():
-    admission = Admission(2, max_lag=1, drops_late=True)
+def test_only_the_groups_that_are_too_many_are_given_up_and_the_oldest_first():
+    admission = Admission(2, max_lag=1, waits=False)
     for number in range(4):
         admission.admit(number, 0)
     for number in (2, 3):
@@ -105,9 +105,8 @@ def test_only_the_groups_that_are_too_many_are_dropped_and_the_oldest_first():
     for number in (4, 5):
         admission.admit(number, 1)
         admission.finish(number, useful=True)
-    assert admission.take(1) == [4, 5] and admission.late == {0, 1} and admission.num_late == 2
+    assert admission.take(1) == [4, 5] and admission.late == [0, 1]
     assert admission.room(10**6) == 4, "others run in their places"
-    assert not admission.finish(0, useful=True) and not admission.ready and admission.late == {1}
 
 
 def test_a_step_waits_for_the_groups_that_it_alone_can_take():

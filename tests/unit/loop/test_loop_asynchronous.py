@@ -19,6 +19,7 @@ from megatron_rl.types import Prompt, Sample, Tokens, Verdict
 
 ROWS = [Prompt(f"row {i}", (5, 6), "") for i in range(64)]
 NUMBER_OF = {prompt.uid: number for number, prompt in ShuffledStream(ROWS, 1, seed=0).take(64)}
+PROMPT_OF = {number: uid for uid, number in NUMBER_OF.items()}
 ROLLOUT = {"prompts_per_step": 4, "samples_per_prompt": 2, "max_prompt_tokens": 8, "max_response_tokens": 8}
 
 
@@ -139,15 +140,14 @@ def test_groups_of_a_step_whose_policy_was_lost_are_trained_on_again(tmp_path):
     assert len({number for numbers in world.steps.values() for number in numbers}) == 32
 
 
-@pytest.mark.parametrize("late", ["wait", "drop"])
-def test_a_late_group_is_waited_for_or_dropped_and_counted(tmp_path, late):
+@pytest.mark.parametrize("late", ["wait", "requeue", "drop"])
+def test_a_late_group_is_waited_for_or_asked_again_or_dropped(tmp_path, late):
     class OneSlow(Recording):
-        """Group 3 is handed out when nothing else is under way, or late in the run."""
+        """Group 3 is handed out when nothing else is under way, and without a wait only after step 4."""
 
         def collect(self, version):
-            held = {3: self.asked.pop(3)} if 3 in self.asked and (len(self.asked) > 1 or late == "drop") else {}
-            if held and self.updates >= 5:
-                self.asked, held = held, self.asked
+            too_slow = len(self.asked) > 1 if late == "wait" else self.updates < 5
+            held = {3: self.asked.pop(3)} if 3 in self.asked and too_slow else {}
             verified = super().collect(version)
             self.asked |= held
             return verified
@@ -155,10 +155,27 @@ def test_a_late_group_is_waited_for_or_dropped_and_counted(tmp_path, late):
     world = OneSlow()
     assert run(world, tmp_path / "c", asynchronous(2, late=late)) == 8
     trained = [number for numbers in world.steps.values() for number in numbers]
-    counted = sum(metrics["stream/late"] for _, metrics in world.logged[:-1])
-    assert (trained.count(3), counted > 0) == ((1, False) if late == "wait" else (0, True))
+    num_late = sum(metrics["stream/late"] for _, metrics in world.logged[:-1])
+    cancelled = [call for call in world.calls if call.startswith("cancel")]
+    assert num_late == len(cancelled) and cancelled.count("cancel 3") == (late != "wait")
+    assert world.asked_for.count((3, PROMPT_OF[3])) == (2 if late == "requeue" else 1)
+    assert trained.count(3) == (late != "drop")
     assert len(trained) == len(set(trained)) == 32
     assert all(metrics["lag/max"] <= 2 for _, metrics in world.logged[:-1])
+
+
+def test_a_late_group_that_was_verified_before_it_was_asked_again_is_not_taken_from_the_journal(tmp_path):
+    """A verifier had written it when it was given up. The run is resumed when the group is too old for every step."""
+    cfg = asynchronous(1, folder=tmp_path, every=3)
+    broken, resumed = Recording(), Recording()
+    assert run(broken, cfg.run_folder / "checkpoints", cfg, stopping=StopAfter(broken, 3)) == 3
+    [again, *_] = broken.asked
+    tokens = Tokens(*(np.zeros(4, t) for t in (np.int32, bool, np.float32, np.int32)))
+    old = Entry(again, PROMPT_OF[again], 1, [Sample(4, 2, 2, 0, "stop", verdict=Verdict(1.0))], [tokens])
+    JournalWriter(cfg.run_folder / "journal").write([old])
+    assert run(resumed, cfg.run_folder / "checkpoints", cfg, resume="auto") == 8
+    assert (again, PROMPT_OF[again]) in resumed.asked_for
+    assert all(metrics["stream/surplus"] == 0 for _, metrics in resumed.logged[:-1])
 
 
 HELDOUT = [Prompt(f"heldout {i}", (7, 8), "") for i in range(5)]

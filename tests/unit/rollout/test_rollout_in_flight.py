@@ -125,6 +125,11 @@ def actions(tokens) -> tuple[list[int], np.ndarray]:
     return tokens.ids[tokens.action_mask].tolist(), tokens.version[tokens.action_mask]
 
 
+def answer_group(stage, number, prompt, earlier=()):
+    """The four answers of a group that is asked for once."""
+    return stage.engine.answer(number, number, prompt, range(4), earlier)
+
+
 @pytest.mark.parametrize(("reached", "least"), [(sampled(6), 64), (in_call_two, 32)], ids=["in call 1", "in call 2"])
 def test_a_push_in_the_middle(cleared, folders, references, reached, least):
     """No request is lost or started again, each token's version is right, and the new weights compute the whole context
@@ -177,7 +182,7 @@ def test_answers_go_on_from_the_tokens_of_an_engine_that_lost_them(recording, fo
     stage, asked, path = recording, prompts(16, 5), recording.engine._progress.path
 
     async def answer(earlier=()):
-        calls = [stage.engine.answer(100 * least + i, prompt, 4, earlier) for i, prompt in enumerate(asked)]
+        calls = [answer_group(stage, 100 * least + i, prompt, earlier) for i, prompt in enumerate(asked)]
         return await asyncio.gather(*calls, return_exceptions=True)
 
     async def interrupted():
@@ -225,7 +230,7 @@ def test_an_answer_is_the_same_in_any_company_and_when_it_goes_on(recording, fol
 
     def answered(groups, earlier=()) -> list[list[int]]:
         async def answer():
-            return await asyncio.gather(*(stage.engine.answer(900 + i, asked[i], 4, earlier) for i in groups))
+            return await asyncio.gather(*(answer_group(stage, 900 + i, asked[i], earlier) for i in groups))
 
         return [actions(tokens)[0] for _, tokens in flat(stage.run(answer()))]
 

@@ -1,0 +1,164 @@
+"""The requests of an engine: those that wait until its KV cache has room, and those that vLLM works on.
+
+vLLM would start every request at once and preempt some when its cache is full. The queue gives it only what fits; see
+`kv_budget.py`. Requests start in the order in which they came, but an answer that goes on with its next call comes
+before answers that have not begun, because the cache still holds its tokens. Only the engine's thread uses the queue,
+except for `fail`.
+
+Invariants (tests/unit/rollout): every future of `add` ends, with the output of vLLM or with an error; vLLM spends no
+step on a request after it was cancelled.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from megatron_rl.rollout.kv_budget import KvBudget
+
+if TYPE_CHECKING:
+    from vllm.outputs import RequestOutput
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What vLLM is asked for: one sample."""
+
+    ids: Sequence[int]
+    """The prompt, with what has been sampled after it."""
+    max_tokens: int
+    seed: int
+    is_greedy: bool = False
+    answer: tuple[int, int] | None = None
+    """The ticket of the group and the number of the sample under which the tokens are recorded; None: they are not."""
+    goes_on: bool = False
+    """Whether the answer has begun with an earlier request."""
+
+
+class RequestQueue:
+    """
+    Args:
+        give: gives a request to vLLM, and returns its name there.
+    """
+
+    def __init__(self, give: Callable[[Request], str]) -> None:
+        self._give = give
+        self._waiting: deque[tuple[Request, Future[RequestOutput]]] = deque()
+        self._running: dict[str, tuple[Request, Future[RequestOutput]]] = {}
+        """What vLLM works on, by its names."""
+        self._unresolved: set[Future[RequestOutput]] = set()
+        """The futures of all of these. `fail` reads it at any moment, also while a request moves from waiting to
+        running."""
+        self._budget: KvBudget | None = None
+        self._has_changed = False
+        """Whether requests have come or gone since the queue last looked for room."""
+        self.num_preempted = 0
+        """The number of requests that vLLM preempted because its cache was full."""
+
+    def __len__(self) -> int:
+        return len(self._waiting) + len(self._running)
+
+    def attach(self, engine: LLMEngine, longest: int) -> None:
+        """Take the sizes of an engine, and count what it preempts.
+
+        Args:
+            longest: the largest number of tokens that are sampled for an answer.
+        """
+        from vllm.v1.core.kv_cache_utils import get_max_concurrency_for_kv_cache_config
+
+        scheduler = engine.engine_core.engine_core.scheduler
+        num_largest = get_max_concurrency_for_kv_cache_config(engine.vllm_config, scheduler.kv_cache_config)
+        capacity = int(num_largest * engine.vllm_config.model_config.max_model_len)
+        self._budget = KvBudget(capacity, longest, scheduler.block_size)
+        preempt = scheduler._preempt_request
+
+        def count_and_preempt(request: Any, timestamp: float, drop_stale_output: bool = False) -> None:
+            self.num_preempted += not drop_stale_output  # otherwise a push computes its cache anew
+            preempt(request, timestamp, drop_stale_output)
+
+        scheduler._preempt_request = count_and_preempt
+
+    def add(self, requests: Sequence[Request]) -> list[Future[RequestOutput]]:
+        """Queue requests and return their future outputs."""
+        futures: list[Future[RequestOutput]] = [Future() for _ in requests]
+        self._unresolved.update(futures)
+        items = list(zip(requests, futures, strict=True))
+        self._waiting.extendleft(reversed([item for item in items if item[0].goes_on]))
+        self._waiting.extend(item for item in items if not item[0].goes_on)
+        self._has_changed = True
+        return futures
+
+    def start_fitting(self, engine: LLMEngine) -> None:
+        """Give vLLM the waiting requests for which there is room."""
+        if not self._waiting or not self._has_changed:
+            return
+        assert self._budget is not None, "the engine has been attached"
+        self._has_changed = False
+        scheduler = engine.engine_core.engine_core.scheduler
+        running = [(request.num_tokens, request.num_output_tokens) for request in scheduler.requests.values()]
+        num_free = scheduler.max_num_running_reqs - len(running)
+        first = [len(request.ids) for request, _ in islice(self._waiting, num_free)]
+        for _ in range(self._budget.num_fitting(running, first)):
+            request, future = self._waiting.popleft()
+            try:
+                self._running[self._give(request)] = request, future
+            except ValueError as error:  # vLLM refuses this request
+                self._unresolved.remove(future)
+                resolve(future, error=error)
+
+    def hand_out(self, outputs: Sequence[RequestOutput]) -> None:
+        """Give the outputs of vLLM to those who wait for them."""
+        for output in outputs:
+            if output.finished:
+                _, future = self._running.pop(output.request_id)
+                self._budget.finished(len(output.outputs[0].token_ids))
+                self._has_changed = True
+                self._unresolved.remove(future)
+                resolve(future, output)
+
+    def forget_lengths(self) -> None:
+        """Forget the lengths of earlier answers, so that the next requests start when they would in a new engine."""
+        self._budget.forget()
+
+    def cancel(self, engine: LLMEngine, ticket: int) -> None:
+        """End the requests of a group with an error."""
+
+        def is_cancelled(request: Request) -> bool:
+            return request.answer is not None and request.answer[0] == ticket
+
+        self._end(engine, is_cancelled, "the group was cancelled")
+
+    def abort(self, engine: LLMEngine, reason: str) -> None:
+        """End all requests with an error."""
+        self._end(engine, lambda _: True, reason)
+
+    def _end(self, engine: LLMEngine, ends: Callable[[Request], bool], reason: str) -> None:
+        names = [name for name, (request, _) in self._running.items() if ends(request)]
+        engine.abort_request(names)
+        ended = [self._running.pop(name)[1] for name in names]
+        ended += [future for request, future in self._waiting if ends(request)]
+        self._waiting = deque(item for item in self._waiting if not ends(item[0]))
+        self._has_changed = True
+        self._unresolved.difference_update(ended)
+        for future in ended:
+            resolve(future, error=RuntimeError(reason))
+
+    def fail(self, reason: str) -> None:
+        """End all that is waited for, because vLLM has failed. Any thread may call this, at any time."""
+        for future in list(self._unresolved):
+            resolve(future, error=RuntimeError(reason))
+
+
+def resolve(future: Future[Any], result: Any = None, error: Exception | None = None) -> None:
+    """Set a future's result or error, unless it has one or nobody waits for it any more."""
+    with suppress(InvalidStateError):
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)

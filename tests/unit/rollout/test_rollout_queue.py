@@ -1,0 +1,82 @@
+"""The queue before a real vLLM whose KV cache is small: 90 blocks of 32 tokens, where 256 answers may have 200
+tokens each."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from megatron_rl.rollout import start
+from megatron_rl.rollout.progress import recorded
+from megatron_rl.types import Mesh, Prompt
+
+LONGEST, BLOCK, CAPACITY = 200, 32, 2880
+PROMPTS = [Prompt(f"row {i}", (5, 6, 7 + i), "") for i in range(16)]
+
+
+@pytest.fixture(scope="module")
+def stage(make_stage, folders, tmp_path_factory):
+    options, original = {"num_gpu_blocks_override": CAPACITY // BLOCK, "block_size": BLOCK}, start._cpu_options
+    start._cpu_options = lambda rollout: original(rollout) | options
+    record = tmp_path_factory.mktemp("record") / "engine.tokens"
+    made = make_stage(folders[0], Mesh(), max_prompt_tokens=8, max_response_tokens=LONGEST, record=record)
+    start._cpu_options = original
+    made.push(folders[0], 0)
+    return made
+
+
+@pytest.fixture
+def requests(stage):
+    stage.engine._thread.requests.num_preempted = 0
+    return stage.engine._thread.requests
+
+
+def lengths(answers) -> list[int]:
+    return [sample.length for group in answers for sample, _ in group]
+
+
+def test_nothing_is_preempted_and_more_answers_run_than_with_their_largest_lengths(stage, requests, monkeypatch):
+    most_running, start_fitting = 0, requests.start_fitting
+
+    def watch(engine):
+        nonlocal most_running
+        start_fitting(engine)
+        most_running = max(most_running, engine.get_num_unfinished_requests())
+
+    monkeypatch.setattr(requests, "start_fitting", watch)
+    answers = stage.run(stage.engine.generate(PROMPTS, 16, 0, seed=1))
+    assert len(lengths(answers)) == 256 and requests.num_preempted == 0 and len(requests) == 0
+    assert sum(lengths(answers)) > 3 * CAPACITY, "the cache was filled several times"
+    assert most_running > 2 * CAPACITY // (LONGEST + 8)
+
+    monkeypatch.setattr(requests._budget, "num_fitting", lambda running, waiting: len(waiting))
+    stage.run(stage.engine.generate(PROMPTS, 16, 0, seed=1))
+    assert requests.num_preempted > 0, "without the queue vLLM preempts"
+
+
+def test_a_cancelled_group_ends_whether_it_runs_or_waits(stage, requests):
+    """The others go on, and the group can be asked for again from its start."""
+
+    async def answer(ticket):
+        return await stage.engine.answer(ticket, ticket % 100, PROMPTS[ticket % 100], range(16))
+
+    async def cancel_two():
+        tasks = [asyncio.create_task(answer(ticket)) for ticket in range(4)]
+        await asyncio.sleep(0)
+        while not recorded([stage.engine._progress.path], 0, 0).size:
+            await stage.engine._thread.call(lambda: None)
+        waiting = {request.answer[0] for request, _ in requests._waiting}
+        assert waiting == {1, 2, 3}
+        for ticket in (0, 3):
+            await stage.engine.cancel(ticket)
+        assert {request.answer[0] for request, _ in [*requests._running.values(), *requests._waiting]} <= {1, 2}
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    ended = stage.run(cancel_two())
+    assert [str(ended[ticket]) for ticket in (0, 3)] == ["the group was cancelled"] * 2
+    assert [len(ended[ticket]) for ticket in (1, 2)] == [16, 16] and not len(requests)
+    stage.run(stage.engine.cancel(0))  # a second time, when nothing is left of it
+    begun = stage.run(answer(100))
+    assert [tokens.ids.tolist() for _, tokens in begun] == [tokens.ids.tolist() for _, tokens in stage.run(answer(200))]
+    assert not len(recorded([stage.engine._progress.path], 3, 15)), "it waited when it was cancelled"
