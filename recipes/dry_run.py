@@ -68,10 +68,11 @@ def optimizer_ways(mesh: Mesh) -> tuple[int, int]:
     expert).
 
     These are the ranks that hold the same parameter: the data x context ranks for a dense parameter, and the
-    expert-data-parallel ranks for a parameter of an expert. Without data parallelism the actor uses the plain
-    optimizer, which splits nothing.
+    expert-data-parallel ranks for a parameter of an expert. Without data and context parallelism the actor uses the
+    plain optimizer, which splits nothing.
     """
-    return (mesh.data * mesh.context, expert_data_ways(mesh)) if mesh.data > 1 else (1, 1)
+    dense = mesh.data * mesh.context
+    return (dense, expert_data_ways(mesh)) if dense > 1 else (1, 1)
 
 
 def expert_data_ways(mesh: Mesh) -> int:
@@ -105,7 +106,8 @@ def describe_policy(config: BaseConfig, console: Console) -> ModelShape:
     stages = [rank_parameters(shape, mesh, stage * mesh.stage_size) for stage in range(mesh.pipeline)]
     largest = max(stages, key=lambda held: held.total * (width + 4) + held.state_bytes(mesh, dtype))
     split = "dense over DP, experts over expert-DP" if largest.expert else "split over DP"
-    trainer = f"TP{mesh.tensor} x PP{mesh.pipeline} x DP{mesh.data} = {mesh.world_size} ranks, {dtype}"
+    context = f"CP{mesh.context} x " if mesh.context > 1 else ""
+    trainer = f"TP{mesh.tensor} x {context}PP{mesh.pipeline} x DP{mesh.data} = {mesh.world_size} ranks, {dtype}"
     if shape.experts and (mesh.expert > 1 or mesh.expert_tensor is not None):
         trainer += f"; experts: EP{mesh.expert} x ETP{mesh.expert_ways} x expert-DP{expert_data_ways(mesh)}"
 

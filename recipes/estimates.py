@@ -49,13 +49,14 @@ def update_memory(shape: ModelShape, mesh: Mesh, stage: int, num_tokens: int, *,
     """The activations of an update on a rank of a stage.
 
     Args:
-        num_tokens: the tokens of a micro-batch.
+        num_tokens: the tokens of a micro-batch, of all context-parallel ranks together.
         full: whether the layers run forward a second time, so that only their inputs are kept.
     """
     layers = -(-shape.num_layers // mesh.pipeline)
     in_flight = mesh.pipeline - stage  # of the schedule one-forward-one-backward
-    layer = layer_bytes_per_token(shape, mesh, width) * num_tokens
-    inputs = shape.hidden_size * num_tokens * width / mesh.tensor
+    num_own = num_tokens / mesh.context
+    layer = layer_bytes_per_token(shape, mesh, width) * num_own
+    inputs = shape.hidden_size * num_own * width / mesh.tensor
     last = LOGIT_CHUNKS + 2 * inputs * mesh.tensor if stage == mesh.pipeline - 1 else 0.0
     return StageMemory(in_flight * layers * (inputs if full else layer), max(2 * layer if full else layer, last))
 

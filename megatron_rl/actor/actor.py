@@ -27,6 +27,7 @@ from torch import Tensor
 
 from megatron_rl.actor import checkpoint, platform, state
 from megatron_rl.actor.agreement import Agreement
+from megatron_rl.actor.context import ContextRank
 from megatron_rl.actor.model import build_model, uses_fused_layers
 from megatron_rl.actor.optimizer import apply_gradients, build_optimizer, gradient_norm
 from megatron_rl.actor.packing import Microbatch, pack
@@ -57,7 +58,8 @@ class MegatronActor:
         parameters have other names."""
         self.shards = megatron_shards(spec.shape, self.mesh, rank, self.fused_norms)
         tensor, stage, _ = self.mesh.coordinates(rank)
-        self._reports_metrics = tensor == 0 and stage == self.mesh.pipeline - 1
+        is_first = tensor == 0 and self.mesh.context_rank(rank) == 0
+        self._reports_metrics = is_first and stage == self.mesh.pipeline - 1
         """One rank of each data-parallel replica reports its metrics."""
         self._minibatches: list[list[Microbatch]] = []
         self._denominators: Sequence[Denominators] = ()
@@ -73,6 +75,7 @@ class MegatronActor:
             parallel_state.initialize_model_parallel(
                 tensor_model_parallel_size=parallel.tensor,
                 pipeline_model_parallel_size=parallel.pipeline,
+                context_parallel_size=parallel.context,
                 expert_model_parallel_size=self.mesh.expert,
                 expert_tensor_parallel_size=self.mesh.expert_ways,
                 distributed_timeout_minutes=int(platform.TIMEOUT.total_seconds() // 60),
@@ -82,7 +85,12 @@ class MegatronActor:
             self.model = build_model(spec.shape, spec.model, parallel, stage)
             optimizer = spec.policy.optimizer
             self.optimizer, self.scheduler = build_optimizer(self.model, optimizer, spec.total_steps)
-            self._schedule = Schedule(self.model, spec.shape, spec.temperature, spec.objective.needs.entropy)
+            context = None
+            if parallel.context > 1:
+                group = parallel_state.get_context_parallel_group()
+                context = ContextRank(group, self.mesh.context_rank(rank), parallel.context)
+            entropy = spec.objective.needs.entropy
+            self._schedule = Schedule(self.model, spec.shape, spec.temperature, entropy, context)
         live = {name: tuple(parameter.shape) for name, parameter in self.parameters().items()}
         check_parameters(self.shards, live, "Megatron")
         layers = self._identity()["layers"]
@@ -106,15 +114,15 @@ class MegatronActor:
 
         Args:
             share: its payloads are lists of tokens. Every rank has the same number of micro-batches in a mini-batch;
-                some may be empty. With sequence parallelism, TP must divide its alignment.
+                some may be empty. Its alignment must be a multiple of that of `policy.parallel`.
 
         Returns:
             The mismatch of trainer and engine over all ranks' action tokens (`objective.mismatch`), if logp_old is
             computed here. Otherwise the dictionary is empty, and the first update reports the mismatch.
 
         Raises:
-            ValueError: a sample is malformed or holds a token outside the vocabulary (the error names it), or
-                sequence parallelism does not allow the alignment.
+            ValueError: a sample is malformed or holds a token outside the vocabulary (the error names it), or the
+                alignment does not suit the layout.
         """
         with self.agreement.on_errors():
             self._check_alignment(share.alignment)
@@ -218,11 +226,12 @@ class MegatronActor:
         dist.destroy_process_group()
 
     def _check_alignment(self, alignment: int) -> None:
-        tensor = self.mesh.tensor
-        if self.model.config.sequence_parallel and alignment % tensor:
+        needed = self.spec.policy.parallel.alignment
+        if alignment % needed:
             raise ValueError(
-                f"alignment {alignment} is not a multiple of policy.parallel.tensor ({tensor}), which sequence "
-                f"parallelism requires; plan the micro-batches with alignment {tensor}"
+                f"alignment {alignment} is not a multiple of {needed}, which policy.parallel requires: it splits every "
+                f"sequence over the tensor-parallel and context-parallel ranks; plan the micro-batches with alignment "
+                f"{needed}"
             )
 
     def _check_vocabulary(self, batch: Microbatch) -> None:

@@ -8,6 +8,8 @@ here too, with positions that restart at each sequence, because Megatron's own c
 sequences. Whatever depends only on the lengths is computed once per micro-batch (`PackedSequences`) and shared by all
 layers.
 
+With context parallelism a rank has a part of each sequence, and `context.py` computes the attention.
+
 Invariants (tests/unit/actor): output and gradients equal those of plain attention, sequence by sequence.
 
 Shape letters: T packed tokens, S sequences, P blocks of a row (a block is a whole sequence or a part of one), B blocks
@@ -26,6 +28,7 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from megatron_rl.actor import platform
+from megatron_rl.actor.context import ContextRank, RingPlan, plan_ring, ring_attention
 from megatron_rl.actor.rotary import rotation
 from megatron_rl.types import Llama3Rope, ModelShape, YarnRope
 
@@ -48,12 +51,14 @@ class AttentionBlocks:
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    calls: tuple[AttentionBlocks, ...]
-    unpad_T: Tensor
-    """int64: the index of each packed position among the queries of all calls, padding included."""
     cos_T: Tensor
     """float32, [T, 1, D]; `sin_T` too."""
     sin_T: Tensor
+    calls: tuple[AttentionBlocks, ...] = ()
+    unpad_T: Tensor | None = None
+    """int64: the index of each packed position among the queries of all calls, padding included."""
+    ring: RingPlan | None = None
+    """With context parallelism, this takes the place of `calls`."""
 
 
 @dataclass
@@ -65,20 +70,27 @@ class PackedSequences(PackedSeqParams):
     """The plan of the layers with a sliding window, if the model has any."""
 
 
-def packed_sequences(lengths_S: Tensor, shape: ModelShape, fused: bool) -> PackedSeqParams:
+def packed_sequences(
+    lengths_S: Tensor, shape: ModelShape, fused: bool, context: ContextRank | None = None
+) -> PackedSeqParams:
     """What attention needs to know about a packed row.
 
     Args:
         lengths_S: the lengths of the sequences in their order, on the CPU.
         fused: whether the layers are Transformer Engine's.
+        context: the rank's place in its context group; None: it has all tokens of the row.
     """
     if not fused:
+
+        def plan(scaling: Llama3Rope | YarnRope | None, window: int | None) -> AttentionPlan:
+            return plan_attention(
+                lengths_S, shape.head_dim, shape.rope_theta, scaling=scaling, window=window, context=context
+            )
+
         return PackedSequences(
             qkv_format="thd",
-            full=plan_attention(lengths_S, shape.head_dim, shape.rope_theta, scaling=shape.rope_scaling),
-            sliding=plan_attention(lengths_S, shape.head_dim, shape.rope_theta, window=shape.sliding_window)
-            if shape.sliding_layers
-            else None,
+            full=plan(shape.rope_scaling, None),
+            sliding=plan(None, shape.sliding_window) if shape.sliding_layers else None,
         )
     starts = F.pad(lengths_S.cumsum(0), (1, 0)).to(device=platform.device(), dtype=torch.int32)
     longest = int(lengths_S.max())
@@ -98,15 +110,23 @@ def plan_attention(
     *,
     scaling: Llama3Rope | YarnRope | None = None,
     window: int | None = None,
+    context: ContextRank | None = None,
 ) -> AttentionPlan:
     """The plan of `PackedAttention` for one row.
 
     Args:
         window: the number of tokens that a token sees, itself included; None means all before it.
+        context: see `packed_sequences`.
     """
     device = platform.device()
     starts_S = F.pad(lengths_S.cumsum(0), (1, 0))
     num_tokens = int(starts_S[-1])
+    position_T = torch.arange(num_tokens) - torch.repeat_interleave(starts_S[:-1], lengths_S)
+    if context is not None:
+        position_T = position_T[context.part(lengths_S)]
+    cos_T, sin_T = (x_T.to(device) for x_T in rotation(position_T, head_dim, theta, scaling))
+    if context is not None:
+        return AttentionPlan(cos_T, sin_T, ring=plan_ring(lengths_S, context, window))
     heads = (starts_S[:-1], lengths_S if window is None else lengths_S.clamp(max=window), None)
     tails = [] if window is None else [(*_tails(lengths_S, window), window)]
     calls, unpad_T, offset = [], torch.empty(num_tokens, dtype=torch.int64), 0
@@ -125,9 +145,7 @@ def plan_attention(
                 back_LK = column_L[:, None] - column_K
                 mask_LK = ((back_LK >= 0) & (back_LK < reach)).to(device)
             calls.append(AttentionBlocks(query_BL.to(device), key_BK.to(device), mask_LK))
-    position_T = torch.arange(num_tokens) - torch.repeat_interleave(starts_S[:-1], lengths_S)
-    cos_T, sin_T = rotation(position_T, head_dim, theta, scaling)
-    return AttentionPlan(tuple(calls), unpad_T.to(device), cos_T.to(device), sin_T.to(device))
+    return AttentionPlan(cos_T, sin_T, tuple(calls), unpad_T.to(device))
 
 
 def _tails(lengths_S: Tensor, window: int) -> tuple[Tensor, Tensor]:
@@ -188,6 +206,8 @@ class PackedAttention(torch.nn.Module):
         num_heads, num_groups, head_dim = query.shape[1], key.shape[1], query.shape[2]
         cos_T, sin_T = plan.cos_T.to(query.dtype), plan.sin_T.to(query.dtype)
         rotated_T = _rotate(torch.cat((query, key), 1), cos_T, sin_T)
+        if plan.ring is not None:
+            return ring_attention(rotated_T[:, :num_heads], rotated_T[:, num_heads:], value, plan.ring)
         qkv_T = torch.cat((rotated_T, value), 1)
         outputs = []
         for blocks in plan.calls:

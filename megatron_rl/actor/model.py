@@ -76,6 +76,7 @@ def transformer_config(shape: ModelShape, model: ModelConfig, parallel: Parallel
         pipeline_model_parallel_size=mesh.pipeline,
         expert_model_parallel_size=mesh.expert,
         expert_tensor_parallel_size=mesh.expert_ways,
+        context_parallel_size=mesh.context,
         sequence_parallel=parallel.sequence_parallel,
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",  # variable_seq_lengths requires it, even for dense models
@@ -125,6 +126,11 @@ def build_model(shape: ModelShape, model: ModelConfig, parallel: ParallelConfig,
     fused = uses_fused_layers(model)
     if fused:
         check_fused_layers(shape)
+    elif parallel.context > 1 and platform.device().type != "cpu":
+        raise ValueError(
+            "policy.parallel.context above 1 needs Transformer Engine's layers on GPUs, because context.py has kernels "
+            "for CPUs only; install Transformer Engine and set model.dtype to bfloat16, or set context to 1"
+        )
     scaling = shape.rope_scaling if fused else None
     gpt = GPTModel(
         config=config,
@@ -145,7 +151,7 @@ def build_model(shape: ModelShape, model: ModelConfig, parallel: ParallelConfig,
     wrapped = Float16Module(config, gpt) if config.bf16 else gpt
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
-        use_distributed_optimizer=parallel.data > 1,
+        use_distributed_optimizer=parallel.data * parallel.context > 1,
     )
     return DistributedDataParallel(config, ddp, wrapped)
 

@@ -3,7 +3,9 @@
 Megatron scales gradients in three places: the schedule divides by the number of micro-batches, DDP by DP, and
 finalisation by a token count. With `calculate_per_token_loss` and a loss function that returns three values the first
 two are off, and `finalize` below leaves out the third. The gradient is then exactly the sum over micro-batches and
-data-parallel ranks. Invariant (tests/dist): it depends neither on the layout nor on the number of micro-batches.
+data-parallel ranks. With context parallelism every rank of a group computes the loss of the whole row from the
+log-probs of all its tokens, and takes the gradients of its own. Invariant (tests/dist): the gradient depends neither on
+the layout nor on the number of micro-batches.
 
 Shape letters: T packed tokens, V this rank's rows of the output layer, H hidden size.
 """
@@ -22,6 +24,7 @@ from torch import Tensor
 
 from megatron_rl.actor import platform
 from megatron_rl.actor.attention import packed_sequences
+from megatron_rl.actor.context import ContextRank
 from megatron_rl.actor.logprobs import output_weight, vocabulary_shard
 from megatron_rl.actor.packing import Microbatch
 from megatron_rl.algorithms.logprobs import token_logprobs
@@ -38,8 +41,20 @@ def finalize(model: list, num_tokens: Tensor | None = None, **groups) -> None:
 
 
 class Schedule:
-    def __init__(self, model: DistributedDataParallel, shape: ModelShape, temperature: float, entropy: bool):
+    def __init__(
+        self,
+        model: DistributedDataParallel,
+        shape: ModelShape,
+        temperature: float,
+        entropy: bool,
+        context: ContextRank | None = None,
+    ):
+        """
+        Args:
+            context: the rank's place in its context group; None without context parallelism.
+        """
         self.model, self.shape, self.temperature, self.entropy = model, shape, temperature, entropy
+        self.context = context
         self.gpt = unwrap_model(model)
         model.config.finalize_model_grads_func = finalize
         model.config.no_sync_func = model.no_sync
@@ -61,10 +76,10 @@ class Schedule:
             # Hidden states stay in bf16, because the products with the output layer's rows run in bf16.
             extra = {"fp32_output": False} if model.config.bf16 else {}
             output = model(
-                input_ids=batch.ids_T[None],
+                input_ids=self._part(batch.ids_T, batch)[None],
                 position_ids=None,
                 attention_mask=None,
-                packed_seq_params=packed_sequences(batch.lengths_S, self.shape, self.fused),
+                packed_seq_params=packed_sequences(batch.lengths_S, self.shape, self.fused, self.context),
                 **extra,
             )
             return output, lambda hidden_1TH: self._calculate(i, hidden_1TH, batch, loss)
@@ -85,11 +100,18 @@ class Schedule:
         logp_T, entropy_T = token_logprobs(
             hidden_1TH[0],
             weight_VH,
-            batch.target_T,
+            self._part(batch.target_T, batch),
             vocabulary_shard(len(weight_VH), self.shape.vocab_size, group),
             temperature=self.temperature,
-            mask_T=batch.columns.action_mask_T,
+            mask_T=self._part(batch.columns.action_mask_T, batch),
             entropy=self.entropy,
         )
+        if self.context is not None:
+            logp_T = self.context.whole(logp_T, batch.lengths_S)
+            entropy_T = None if entropy_T is None else self.context.whole(entropy_T, batch.lengths_S)
         value, result = loss(i, logp_T, entropy_T)
         return value, torch.ones((), dtype=torch.int, device=platform.device()), result
+
+    def _part(self, x_T: Tensor, batch: Microbatch) -> Tensor:
+        """The values of this rank's tokens."""
+        return x_T if self.context is None else x_T[self.context.part(batch.lengths_S).to(x_T.device)]

@@ -44,7 +44,8 @@ CostConfig = Annotated[FlopsCost | TokensCost | MeasuredCost, Field(discriminato
 
 class BalanceConfig(Section):
     max_tokens_per_microbatch: PositiveInt
-    """The largest number of tokens in a micro-batch, alignment padding included. Only `oversize: alone` exceeds it."""
+    """The largest number of tokens in a micro-batch, of all context-parallel ranks together, alignment padding
+    included. Only `oversize: alone` exceeds it."""
     cost: CostConfig = FlopsCost()
     """The cost of a sample, which is balanced over ranks and micro-batches."""
     oversize: Literal["refuse", "alone"] = "refuse"

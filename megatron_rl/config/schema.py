@@ -7,6 +7,7 @@ never keys. Importing this module loads neither torch nor any vendor's package.
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import Annotated, Literal, Self
@@ -34,18 +35,20 @@ InputPath = Annotated[Path, AfterValidator(find_shipped)]
 
 
 class ParallelConfig(Section):
-    """How the trainer is split over ranks. The world size is tensor x pipeline x data."""
+    """How the trainer is split over ranks. The world size is tensor x context x pipeline x data."""
 
     tensor: PositiveInt = 1
     """Tensor parallelism (TP): the number of ranks over which the matrices of each layer are split."""
     pipeline: PositiveInt = 1
     """Pipeline parallelism (PP): the number of stages into which the layers are split."""
+    context: PositiveInt = 1
+    """Context parallelism (CP): the number of ranks over which the tokens of each sequence are split."""
     data: PositiveInt = 1
     """Data parallelism (DP): the number of replicas that share the samples. The optimizer's state is split over
     them."""
     expert: PositiveInt = 1
-    """Expert parallelism (EP): the number of ranks, out of tensor x data, over which the experts of a layer are
-    distributed."""
+    """Expert parallelism (EP): the number of ranks, out of tensor x context x data, over which the experts of a layer
+    are distributed."""
     expert_tensor: PositiveInt | None = None
     """The number of ranks over which each expert's matrices are split; null means the same number as `tensor`."""
     sequence: bool = True
@@ -58,6 +61,7 @@ class ParallelConfig(Section):
             tensor=self.tensor,
             pipeline=self.pipeline,
             data=self.data,
+            context=self.context,
             expert=self.expert,
             expert_tensor=self.expert_tensor,
         )
@@ -68,9 +72,10 @@ class ParallelConfig(Section):
 
     @property
     def alignment(self) -> int:
-        """Every packed sequence is padded to a multiple of this number of tokens, so that sequence parallelism can
-        split it evenly."""
-        return self.tensor if self.sequence_parallel else 1
+        """Every packed sequence is padded to a multiple of this number of tokens. Then context parallelism can cut it
+        into 2 x context equal chunks, and sequence parallelism can split the tokens of a row evenly."""
+        chunks = 2 if self.context > 1 else 1
+        return self.context * math.lcm(chunks, self.tensor if self.sequence_parallel else 1)
 
 
 class OptimizerConfig(Section):

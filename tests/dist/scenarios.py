@@ -59,7 +59,8 @@ class Layout:
 
     @property
     def alignment(self) -> int:
-        return self.mesh.tensor if self.sequence else 1
+        tensor = self.mesh.tensor if self.sequence else 1
+        return tensor if self.mesh.context == 1 else 2 * self.mesh.context * tensor
 
 
 def build(
@@ -77,6 +78,7 @@ def build(
         tensor=mesh.tensor,
         pipeline=mesh.pipeline,
         data=mesh.data,
+        context=mesh.context,
         expert=mesh.expert,
         expert_tensor=mesh.expert_tensor,
         sequence=layout.sequence,

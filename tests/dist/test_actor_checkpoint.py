@@ -18,8 +18,9 @@ from megatron_rl.types import Mesh
         Layout(Mesh(data=2), num_microbatches=2),  # the distributed optimizer
         Layout(Mesh(data=2), num_microbatches=2, dtype="bfloat16"),  # fp32 copies of split weights
         Layout(Mesh(pipeline=2), num_microbatches=2, dtype="bfloat16"),
+        Layout(Mesh(context=2), num_microbatches=2, dtype="bfloat16"),
     ],
-    ids=["tp2", "dp2", "dp2_bf16", "pp2_bf16"],
+    ids=["tp2", "dp2", "dp2_bf16", "pp2_bf16", "cp2_bf16"],
 )
 def test_resume_is_bitwise(trainers, model_folder, samples, tmp_path, layout):
     arguments = dict(folder=model_folder, samples=samples, layout=layout, checkpoint=tmp_path / "step2")
@@ -123,4 +124,4 @@ def test_broken_input_on_one_rank_is_refused_by_all(trainers, model_folder, samp
 def test_sequence_parallelism_refuses_an_alignment_that_is_no_multiple_of_tp(trainers, model_folder, samples):
     errors = trainers.run("misalign", 2, folder=model_folder, samples=samples, layout=Layout(Mesh(tensor=2)))
     assert errors[0] == errors[1]
-    assert "alignment 1 is not a multiple of policy.parallel.tensor (2)" in errors[0]
+    assert "alignment 1 is not a multiple of 2, which policy.parallel requires" in errors[0]

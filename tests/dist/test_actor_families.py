@@ -108,6 +108,9 @@ LAYOUTS = {
     "tp2": Layout(Mesh(tensor=2), num_microbatches=2, recompute="full"),
     "tp2_no_sequence": Layout(Mesh(tensor=2), sequence=False),
     "pp2": Layout(Mesh(pipeline=2), num_microbatches=3),
+    "cp2": Layout(Mesh(context=2), num_microbatches=2, recompute="full"),
+    "tp2_cp2": Layout(Mesh(tensor=2, context=2), num_microbatches=2),
+    "cp2_ep2": Layout(Mesh(context=2, expert=2), num_microbatches=2),
     "dp2": Layout(Mesh(data=2), num_microbatches=2),
     "dp2_ep2": Layout(Mesh(data=2, expert=2), num_microbatches=2),
     "tp2_ep2_whole": Layout(Mesh(tensor=2, expert=2, expert_tensor=1), num_microbatches=2),
@@ -116,13 +119,13 @@ LAYOUTS = {
     "pp2_dp2_ep2": Layout(Mesh(pipeline=2, data=2, expert=2), num_microbatches=2),
 }
 """`whole`: experts are not split over TP, so that the ranks of TP hold different ones or replicas."""
-OF_DENSE = ("one", "tp2", "tp2_no_sequence", "pp2")
-OF_MIXTURES = tuple(name for name in LAYOUTS if name != "tp2_no_sequence")
+OF_DENSE = ("one", "tp2", "tp2_no_sequence", "pp2", "cp2")
+OF_MIXTURES = tuple(name for name in LAYOUTS if name not in ("tp2_no_sequence", "cp2", "tp2_cp2"))
 
 
 def layouts_of(name: str) -> tuple[str, ...]:
     if name in ("qwen2_windows", "qwen3_moe_not_normalised"):
-        return ("one", "tp2")
+        return ("one", "tp2", "tp2_cp2")
     return OF_MIXTURES if name in MIXTURES else OF_DENSE
 
 

@@ -35,6 +35,11 @@ LAYOUTS = {
     "dp2_empty_microbatch": Layout(Mesh(data=2), num_microbatches=3),
     "tp2_pp2": Layout(Mesh(tensor=2, pipeline=2), num_microbatches=3),
     "tp2_dp2_empty_microbatch": Layout(Mesh(tensor=2, data=2), num_microbatches=2),
+    "cp2": Layout(Mesh(context=2), num_microbatches=2),
+    "cp4_recompute": Layout(Mesh(context=4), recompute="full"),
+    "tp2_cp2": Layout(Mesh(tensor=2, context=2), num_microbatches=2),
+    "pp2_cp2": Layout(Mesh(pipeline=2, context=2), num_microbatches=3),
+    "cp2_dp2_empty_microbatch": Layout(Mesh(context=2, data=2), num_microbatches=2),
     "pp2_dp2_empty_microbatch": Layout(Mesh(pipeline=2, data=2), num_microbatches=2),
 }
 
