@@ -1,91 +1,42 @@
 """The numbers of a run before anything starts: sizes, memory, micro-batches, the bridge's transfer plan, and the nodes.
 
 It needs neither torch nor a GPU nor the model's weights, and it takes a second on a laptop. Invariant
-(tests/unit/recipes): the parameters of all ranks add up to the whole model, counted once for each replica.
+(tests/unit/recipes): a run that does not fit into its GPUs is refused with the phase, the bytes, and what to change.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from megatron_rl.balance import plan_microbatches
+from megatron_rl.balance.hardware import DECODING_SHARE, MEMORY_BYTES, TRAINING_SHARE
 from megatron_rl.cluster.placement import Placement, demands_of, smallest_cluster
 from megatron_rl.config.schema import BaseConfig, GrpoRunConfig, SftRunConfig
 from megatron_rl.config.shipped import find_shipped
-from megatron_rl.layout import FAMILIES, Engines, plan_weights, read_shape, volume
+from megatron_rl.layout import FAMILIES, read_shape
 from megatron_rl.recipes.estimates import (
-    DECODING_SHARE,
-    TRAINING_SHARE,
-    StageMemory,
     generation_seconds,
+    largest_plan,
+    largest_work,
+    num_microbatches,
     training_seconds,
-    update_memory,
 )
-from megatron_rl.types import Batch, Mesh, ModelShape
+from megatron_rl.recipes.memory import (
+    BYTES,
+    PHASES,
+    RunMemory,
+    expert_data_ways,
+    planned_transfer,
+    rank_parameters,
+    run_memory,
+)
+from megatron_rl.types import ModelShape
 
-BYTES = {"float32": 4, "bfloat16": 2}
 COLUMNS = {"trainer": "trainer ranks", "engine": "engines", "verifier": "verifier"}
 """The title of each role's column in the table of nodes."""
-
-
-@dataclass(frozen=True, slots=True)
-class RankParameters:
-    """The numbers of parameters that one trainer rank holds, without the padding of the vocabulary."""
-
-    dense: int
-    """The parameters outside the routed experts: attention, norms, router, shared experts, embedding and output."""
-    expert: int
-    """The parameters of the rank's routed experts."""
-
-    @property
-    def total(self) -> int:
-        return self.dense + self.expert
-
-    def state_bytes(self, mesh: Mesh, dtype: str) -> float:
-        """The bytes of the optimizer's state on this rank: two fp32 moments, and an fp32 copy of bf16 weights."""
-        dense_ways, expert_ways = optimizer_ways(mesh)
-        return (self.dense / dense_ways + self.expert / expert_ways) * (8 if dtype == "float32" else 12)
-
-
-def rank_parameters(shape: ModelShape, mesh: Mesh, rank: int) -> RankParameters:
-    """The parameters of a rank, counted from the rows of the family's table."""
-    counts = {False: 0, True: 0}
-    for placement, _, _ in FAMILIES[shape.family].megatron_placed(shape, mesh, rank):
-        elements = sum(volume(local_box) for _, _, local_box in placement.pieces)
-        of_experts = placement.experts is not None
-        counts[of_experts] += elements * (len(placement.experts) if of_experts else 1)
-    return RankParameters(dense=counts[False], expert=counts[True])
-
-
-def optimizer_ways(mesh: Mesh) -> tuple[int, int]:
-    """The number of ranks over which Megatron's distributed optimizer splits the state of a parameter, as (dense,
-    expert).
-
-    These are the ranks that hold the same parameter: the data x context ranks for a dense parameter, and the
-    expert-data-parallel ranks for a parameter of an expert. Without data and context parallelism the actor uses the
-    plain optimizer, which splits nothing.
-    """
-    dense = mesh.data * mesh.context
-    return (dense, expert_data_ways(mesh)) if dense > 1 else (1, 1)
-
-
-def expert_data_ways(mesh: Mesh) -> int:
-    """Expert data parallelism: the number of ranks of a stage that hold the same part of the same experts."""
-    return mesh.stage_size // (mesh.expert * mesh.expert_ways)
-
-
-def checkpoint_bytes(shape: ModelShape, mesh: Mesh, dtype: str) -> float:
-    """The bytes of one checkpoint. Every rank writes its weights, even if it is a replica of another rank, and its part
-    of the optimizer's state."""
-    stages = [rank_parameters(shape, mesh, stage * mesh.stage_size) for stage in range(mesh.pipeline)]
-    ranks = [held.total * BYTES[dtype] + held.state_bytes(mesh, dtype) for held in stages]
-    return sum(ranks) * mesh.stage_size
 
 
 def planned_shape(config: BaseConfig) -> ModelShape:
@@ -101,10 +52,11 @@ def describe_policy(config: BaseConfig, console: Console) -> ModelShape:
     shape = planned_shape(config)
     mesh, cap = config.policy.parallel.mesh, config.balance.max_tokens_per_microbatch
     dtype = config.model.dtype
-    width = BYTES[dtype]
     # All ranks of a stage hold the same number of parameters, so the first one stands for all of them.
     stages = [rank_parameters(shape, mesh, stage * mesh.stage_size) for stage in range(mesh.pipeline)]
-    largest = max(stages, key=lambda held: held.total * (width + 4) + held.state_bytes(mesh, dtype))
+    largest = max(
+        stages, key=lambda held: held.weight_bytes(dtype) + held.gradient_bytes + held.state_bytes(mesh, dtype)
+    )
     split = "dense over DP, experts over expert-DP" if largest.expert else "split over DP"
     context = f"CP{mesh.context} x " if mesh.context > 1 else ""
     trainer = f"TP{mesh.tensor} x {context}PP{mesh.pipeline} x DP{mesh.data} = {mesh.world_size} ranks, {dtype}"
@@ -116,8 +68,8 @@ def describe_policy(config: BaseConfig, console: Console) -> ModelShape:
     table = Table(title=title, show_header=False, title_justify="left")
     table.add_row("trainer", trainer)
     table.add_row("parameters of the largest rank", f"{largest.total:,}")
-    table.add_row("  weights", gigabytes(largest.total * width))
-    table.add_row("  gradients (fp32)", gigabytes(largest.total * 4))
+    table.add_row("  weights", gigabytes(largest.weight_bytes(dtype)))
+    table.add_row("  gradients (fp32)", gigabytes(largest.gradient_bytes))
     table.add_row(f"  optimizer state, {split}", gigabytes(largest.state_bytes(mesh, dtype)))
     table.add_row(
         "tokens of a micro-batch",
@@ -134,35 +86,10 @@ def describe_rollout(config: GrpoRunConfig, shape: ModelShape, console: Console)
     rollout, parallel = config.rollout, config.policy.parallel
     num_samples = rollout.prompts_per_step * rollout.samples_per_prompt
     longest = rollout.max_model_tokens
-    longest_answers = Batch(
-        names=[f"answer {i}" for i in range(num_samples)],
-        group_of=np.repeat(np.arange(rollout.prompts_per_step), rollout.samples_per_prompt),
-        index_in_group=np.tile(np.arange(rollout.samples_per_prompt), rollout.prompts_per_step),
-        lengths=np.full(num_samples, longest),
-        num_actions=np.full(num_samples, rollout.max_response_tokens),
-        payloads=[None] * rollout.prompts_per_step,
-        version=0,
-    )
-    plan = plan_microbatches(
-        longest_answers,
-        np.ones(num_samples, bool),
-        shape,
-        parallel,
-        config.balance,
-        config.algorithm.updates_per_step,
-        recompute=config.model.recompute,
-    )
-    counts = [len(minibatch[0]) for minibatch in plan.minibatches]
-    width = BYTES[config.model.dtype]
-    engines = Engines(
-        rollout.num_engines,
-        rollout.tensor,
-        expert_parallel=rollout.expert_parallel,
-        num_chains=config.bridge.chains,
-    )
-    transfer = plan_weights(shape, parallel.mesh, engines, dtype=config.model.dtype)
+    plan = largest_plan(config, shape, parallel)
+    transfer = planned_transfer(config, shape, parallel.mesh)
     received, sent = transfer.engine_bytes, transfer.sent_bytes
-    whole = width * FAMILIES[shape.family].num_parameters(shape)
+    whole = BYTES[config.model.dtype] * FAMILIES[shape.family].num_parameters(shape)
 
     table = Table(title="a step", show_header=False, title_justify="left")
     layout = f"TP{rollout.tensor}" + (", expert-parallel" if rollout.expert_parallel else "")
@@ -172,7 +99,8 @@ def describe_rollout(config: GrpoRunConfig, shape: ModelShape, console: Console)
         asked = (rollout.max_lag + 1) * num_samples
         table.add_row("answers under way or ready", f"{rollout.max_lag + 1} batches = {asked:,}")
     table.add_row("tokens", f"at most {num_samples} x {longest:,} = {num_samples * longest:,}")
-    table.add_row("optimizer steps", f"{len(counts)}, of at most {max(counts)} micro-batches a rank")
+    steps = f"{len(plan.minibatches)}, of at most {num_microbatches(plan)} micro-batches a rank"
+    table.add_row("optimizer steps", steps)
     table.add_row("bridge", f"{transfer.num_routes} routes, plan {transfer.digest}")
     table.add_row(
         "  bytes into the fullest engine rank",
@@ -182,33 +110,64 @@ def describe_rollout(config: GrpoRunConfig, shape: ModelShape, console: Console)
     console.print(table)
 
 
-def describe_gpu_needs(config: GrpoRunConfig, shape: ModelShape, console: Console) -> None:
-    """Print the estimated memory of the fullest trainer rank by phase, and the hours of the run's GPUs."""
-    mesh, dtype, cap = config.policy.parallel.mesh, config.model.dtype, config.balance.max_tokens_per_microbatch
-    width, full = BYTES[dtype], config.model.recompute == "full"
+def describe_memory(config: BaseConfig, shape: ModelShape, console: Console) -> RunMemory:
+    """Print the memory of the fullest GPU of trainer and engines by phase."""
+    memory = run_memory(config, shape)
+    size = f", of {MEMORY_BYTES / 1e9:.0f} GB each" if memory.on_gpus else ""
+    table = Table(title=f"memory of the fullest ranks{size}, in GB: estimates, not measured", title_justify="left")
+    table.add_column("")
+    for phase in PHASES:
+        table.add_column(phase, justify="right")
+    for gpu in memory.gpus:
+        table.add_row(gpu.name, *(f"{total / 1e9:.2f}" for total in gpu.totals), style="bold")
+        for part, values in gpu.parts.items():
+            table.add_row(f"  {part}", *(f"{value / 1e9:.2f}" if value else "" for value in values))
+    console.print(table)
 
-    def stage_bytes(stage: int) -> tuple[float, StageMemory]:
-        held = rank_parameters(shape, mesh, stage * mesh.stage_size)
-        fixed = held.total * (width + 4) + held.state_bytes(mesh, dtype)
-        return fixed, update_memory(shape, mesh, stage, cap, width=width, full=full)
+    more = Table(show_header=False)
+    more.add_row("layers", "Transformer Engine's" if memory.fused else "Megatron's local layers")
+    modes = [f"{total / 1e9:.2f} GB with {mode}" for mode, total in memory.training_bytes.items()]
+    more.add_row("trainer in training, by model.recompute", ", ".join(modes))
+    if memory.reference_bytes:
+        more.add_row("reference policy, in the node's memory", f"{gigabytes(memory.reference_bytes)} a trainer rank")
+    if memory.engine is not None:
+        longest = config.rollout.max_model_tokens
+        held = f"{memory.engine.longest:,} sequences of {longest:,} tokens, {memory.engine.half:,} of half as many"
+        more.add_row("KV cache of an engine", held)
+    console.print(more)
+    return memory
 
-    stages = [stage_bytes(stage) for stage in range(mesh.pipeline)]
-    number = max(range(mesh.pipeline), key=lambda stage: stages[stage][0] + stages[stage][1].total)
-    fixed, update = stages[number]
-    table = Table(title="estimates for H100 GPUs, not measured", show_header=False, title_justify="left")
-    table.add_row("memory of a trainer rank, fullest stage", f"stage {number}")
-    table.add_row("  always: weights, gradients, optimizer", gigabytes(fixed))
-    table.add_row("  update: kept for the backward passes", gigabytes(update.kept))
-    table.add_row("  update: the layer being computed", gigabytes(update.working))
-    table.add_row("  push: two buffers", gigabytes(2 * config.bridge.bucket_mib * 2**20))
-    table.add_row("  most at once", f"{gigabytes(fixed + update.total)}, and what CUDA and NCCL take")
-    rollout = config.rollout
+
+def check_memory(memory: RunMemory) -> None:
+    """
+    Raises:
+        ValueError: the run does not fit into the memory of its GPUs.
+    """
+    if problems := memory.problems:
+        raise ValueError(
+            "by the estimates the run does not fit into its GPUs:\n"
+            + "\n".join(f"  - {problem}" for problem in problems)
+            + "\ntools/size_run.py with the same arguments prints the trainer's layouts that fit"
+        )
+
+
+def describe_hours(config: GrpoRunConfig, shape: ModelShape, console: Console) -> None:
+    """Print the estimated seconds of a step and the hours of the run's GPUs."""
+    rollout, parallel = config.rollout, config.policy.parallel
+    training_s = training_seconds(
+        largest_work(config),
+        shape,
+        parallel,
+        num_microbatches(largest_plan(config, shape, parallel)),
+        dtype=config.model.dtype,
+        recompute=config.model.recompute,
+        gpus_per_node=config.cluster.gpus_per_node or 8,
+    )
     num_parameters = FAMILIES[shape.family].num_parameters(shape)
-    lengths = np.full(rollout.prompts_per_step * rollout.samples_per_prompt, rollout.max_model_tokens)
-    training_s = training_seconds(config, shape, lengths)
-    generation_s = generation_seconds(config, shape, num_parameters, width)
-    num_gpus = mesh.world_size + rollout.num_engines * rollout.tensor
+    generation_s = generation_seconds(config, shape, num_parameters, BYTES[config.model.dtype])
+    num_gpus = parallel.mesh.world_size + rollout.num_engines * rollout.tensor
     hours = (training_s + generation_s) * num_gpus / 3600
+    table = Table(title="estimates for H100 GPUs, not measured", show_header=False, title_justify="left")
     table.add_row("a step in which every answer has the longest length", "")
     table.add_row(f"  generation, at {DECODING_SHARE:.0%} of the memory bandwidth", f"{generation_s:,.0f} s")
     table.add_row(f"  passes and update, at {TRAINING_SHARE:.0%} of the peak", f"{training_s:,.0f} s")

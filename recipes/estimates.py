@@ -1,8 +1,7 @@
-"""What a step needs on GPUs, estimated from the model's sizes: memory by phase, and hours.
+"""The seconds of a step on H100 GPUs, estimated from the model's sizes.
 
-These are sums of the tensors that must exist and of the bytes and operations that must happen, not measurements. The
-memory of CUDA, of the collectives' buffers and of the allocator's gaps comes on top. Invariant (tests/unit/recipes):
-the sums are those of a calculation by hand for Qwen3-32B.
+These are sums of the operations and bytes that must happen, divided by the rates of `balance/hardware.py` and
+`layout.Links`, not measurements. Invariant (tests/unit/recipes): they are those of calculations by hand.
 """
 
 from __future__ import annotations
@@ -11,62 +10,130 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_rl.balance import plan_microbatches
 from megatron_rl.balance.flops import forward_flops, training_flops
 from megatron_rl.balance.hardware import BANDWIDTH, DECODING_SHARE, PEAK_FLOPS, TRAINING_SHARE
-from megatron_rl.config.schema import GrpoRunConfig
-from megatron_rl.types import Mesh, ModelShape
-
-LOGIT_CHUNKS = 3 * 256 * 2**20
-"""The bytes of the output layer's chunks (algorithms/logprobs.py): logits, their gradient, and one for the entropy."""
+from megatron_rl.config.schema import BaseConfig, GrpoRunConfig, ParallelConfig, SftRunConfig
+from megatron_rl.layout import Links
+from megatron_rl.recipes.memory import BYTES, expert_data_ways, rank_parameters
+from megatron_rl.types import Batch, MicrobatchPlan, ModelShape
 
 
 @dataclass(frozen=True, slots=True)
-class StageMemory:
-    """The bytes of activations on one rank of a pipeline stage."""
+class Work:
+    """What the trainers do in a step in which every sample has the largest length."""
 
-    kept: float
-    """What the backward passes of the micro-batches in flight need."""
-    working: float
-    """What the layer or output layer that is computed now needs."""
-
-    @property
-    def total(self) -> float:
-        return self.kept + self.working
+    lengths: np.ndarray
+    """int64 [S]: the lengths of the samples, in tokens."""
+    num_updates: int
+    num_passes: int
+    """The number of forward passes over all samples before the updates: for logp_old, and for the reference."""
 
 
-def layer_bytes_per_token(shape: ModelShape, mesh: Mesh, width: int) -> float:
-    """The bytes that the backward pass of one layer needs for each token on one rank, with sequence parallelism and an
-    attention kernel that keeps no scores: the inputs of norms, matrix products, rotary embedding, attention and
-    activation (Korthikanti et al. 2022, arXiv:2205.05198, section 4, with gated MLPs)."""
-    query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    experts = shape.experts
-    ffn = experts.num_active * experts.ffn_size + experts.shared_ffn_size if experts else shape.ffn_size
-    elements = 5 * shape.hidden_size + (query + 2 * key) + 2 * (query + key) + query + 3 * ffn
-    return elements * width / mesh.tensor
+def largest_work(config: BaseConfig) -> Work:
+    if isinstance(config, GrpoRunConfig):
+        rollout, algorithm = config.rollout, config.algorithm
+        num_samples = rollout.prompts_per_step * rollout.samples_per_prompt
+        passes = (algorithm.updates_per_step > 1) + (algorithm.kl is not None)
+        return Work(np.full(num_samples, rollout.max_model_tokens), algorithm.updates_per_step, passes)
+    assert isinstance(config, SftRunConfig)
+    return Work(np.full(config.sft.rows_per_step, config.sft.max_tokens), 1, 0)
 
 
-def update_memory(shape: ModelShape, mesh: Mesh, stage: int, num_tokens: int, *, width: int, full: bool) -> StageMemory:
-    """The activations of an update on a rank of a stage.
+def largest_plan(config: BaseConfig, shape: ModelShape, parallel: ParallelConfig) -> MicrobatchPlan:
+    """The plan of a step in which every sample has the largest length.
+
+    Raises:
+        ValueError: see `plan_microbatches`.
+    """
+    work = largest_work(config)
+    num_samples = len(work.lengths)
+    per_group = config.rollout.samples_per_prompt if isinstance(config, GrpoRunConfig) else 1
+    batch = Batch(
+        names=[f"sample {i}" for i in range(num_samples)],
+        group_of=np.arange(num_samples) // per_group,
+        index_in_group=np.arange(num_samples) % per_group,
+        lengths=work.lengths,
+        num_actions=np.ones(num_samples, np.int64),
+        payloads=[None] * (num_samples // per_group),
+        version=0,
+    )
+    active = np.ones(num_samples, bool)
+    recompute = config.model.recompute
+    return plan_microbatches(batch, active, shape, parallel, config.balance, work.num_updates, recompute=recompute)
+
+
+def num_microbatches(plan: MicrobatchPlan) -> int:
+    """The number of micro-batches of a rank in the longest optimizer step."""
+    return max(len(minibatch[0]) for minibatch in plan.minibatches)
+
+
+def training_seconds(
+    work: Work,
+    shape: ModelShape,
+    parallel: ParallelConfig,
+    num_micro: int,
+    *,
+    dtype: str,
+    recompute: str,
+    gpus_per_node: int,
+) -> float:
+    """The seconds of a step's forward passes and updates:
+
+        C (1 + (p - 1) / (m v)) + (T + E + X) + D
+
+    C is the time of the FLOPs at TRAINING_SHARE of the peak. The factor is that of a pipeline of p stages of v chunks
+    with m micro-batches, whose stages are idle for the share (p - 1) / (m v + p - 1) of the time (Narayanan et al.
+    2021, arXiv:2104.04473). T, E, X and D are the times in which tensor, expert, context and data parallelism send
+    bytes. Nothing is taken to overlap, because the actor overlaps nothing. With N tokens of a step on a data- and
+    context-parallel rank, L layers of a stage, H hidden, w bytes of an element, and groups of t, e, c and d ranks:
+
+        T: attention and a dense MLP each gather and scatter N H w (t - 1) / t bytes in a pass of a layer.
+        E: a mixture sends its active tokens to their experts and back: 2 N/t k H w (e - 1) / e bytes in a pass of a
+           layer, and each split expert gathers and scatters N/t k H w (g - 1) over its g ranks.
+        X: the ring passes keys and values on: N K w (c - 1) bytes in a pass of a layer, with K elements of k and v.
+        D: an update scatters gradients of 4 bytes and gathers weights of w bytes, each (d - 1) / d of the rank's; those
+           of experts over their own group.
+
+    A forward pass counts once, the backward pass of T and E once more, that of X twice, and a recomputation once. A
+    group that is larger than a node sends at the rate of a NIC, any other at that of NVLink.
 
     Args:
-        num_tokens: the tokens of a micro-batch, of all context-parallel ranks together.
-        full: whether the layers run forward a second time, so that only their inputs are kept.
+        num_micro: the number of micro-batches of a rank in an update.
     """
-    layers = -(-shape.num_layers // mesh.pipeline)
-    in_flight = mesh.pipeline - stage  # of the schedule one-forward-one-backward
-    num_own = num_tokens / mesh.context
-    layer = layer_bytes_per_token(shape, mesh, width) * num_own
-    inputs = shape.hidden_size * num_own * width / mesh.tensor
-    last = LOGIT_CHUNKS + 2 * inputs * mesh.tensor if stage == mesh.pipeline - 1 else 0.0
-    return StageMemory(in_flight * layers * (inputs if full else layer), max(2 * layer if full else layer, last))
+    mesh, links, width = parallel.mesh, Links(gpus_per_node), BYTES[dtype]
+    flops = work.num_passes * forward_flops(work.lengths, shape).sum()
+    flops += training_flops(work.lengths, shape, recompute).sum()
+    compute_s = flops / (mesh.world_size * PEAK_FLOPS * TRAINING_SHARE)
+    compute_s *= 1 + (mesh.pipeline - 1) / (num_micro * mesh.virtual)
 
+    def rate(span: int) -> float:
+        """The bytes per second of a group whose ranks lie within `span` neighbouring ranks."""
+        return links.nvlink_bytes_per_s if span <= gpus_per_node else links.nic_bytes_per_s
 
-def training_seconds(config: GrpoRunConfig, shape: ModelShape, lengths: np.ndarray) -> float:
-    """The seconds of the forward passes and the update of a step at TRAINING_SHARE of the peak."""
-    flops = training_flops(lengths, shape, config.model.recompute).sum()
-    passes = (config.algorithm.updates_per_step > 1) + (config.algorithm.kl is not None)
-    flops += passes * forward_flops(lengths, shape).sum()
-    return float(flops / (config.policy.parallel.mesh.world_size * PEAK_FLOPS * TRAINING_SHARE))
+    tokens = work.lengths.sum() / (mesh.data * mesh.context)
+    hidden, experts = shape.hidden_size, shape.experts
+    forward = work.num_passes + 1 + (recompute == "full")
+    mixtures = sum(shape.has_experts(layer) for layer in range(shape.num_layers)) / mesh.pipeline
+    layers = shape.num_layers / mesh.pipeline
+    of_blocks = 2 * (layers - mixtures) + mixtures  # attention in each layer, the MLP in layers without a mixture
+    tensor_bytes = 2 * of_blocks * tokens * hidden * width * (mesh.tensor - 1) / mesh.tensor
+    sent_s = (forward + 1) * tensor_bytes / rate(mesh.tensor)
+    if experts:
+        routed = mixtures * tokens / mesh.tensor * experts.num_active * hidden * width
+        split = mesh.expert_ways
+        sent_s += (forward + 1) * 2 * routed * (mesh.expert - 1) / mesh.expert / rate(mesh.expert * split)
+        sent_s += (forward + 1) * 2 * routed * (split - 1) / rate(split)
+    ring = layers * tokens * 2 * shape.num_kv_heads * shape.head_dim / mesh.tensor * width * (mesh.context - 1)
+    sent_s += (forward + 2) * ring / rate(mesh.tensor * mesh.context)
+
+    held = [rank_parameters(shape, mesh, stage * mesh.stage_size) for stage in range(mesh.pipeline)]
+    dense_ways, expert_ways = mesh.data * mesh.context, expert_data_ways(mesh)
+    reduced = max(
+        one.dense * (dense_ways - 1) / dense_ways + one.expert * (expert_ways - 1) / expert_ways for one in held
+    )
+    sent_s += work.num_updates * reduced * (4 + width) / rate(mesh.stage_size if dense_ways > 1 else 1)
+    return float(compute_s + sent_s)
 
 
 def generation_seconds(config: GrpoRunConfig, shape: ModelShape, num_parameters: int, width: int) -> float:

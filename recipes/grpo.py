@@ -22,7 +22,14 @@ from megatron_rl.config.schema import GrpoRunConfig  # noqa: E402
 from megatron_rl.layout import check_model, read_shape  # noqa: E402
 from megatron_rl.loop.checkpoints import Checkpoints  # noqa: E402
 from megatron_rl.ports import Ports  # noqa: E402
-from megatron_rl.recipes.dry_run import describe_gpu_needs, describe_placement, describe_policy, describe_rollout  # noqa: E402
+from megatron_rl.recipes.dry_run import (  # noqa: E402
+    check_memory,
+    describe_hours,
+    describe_memory,
+    describe_placement,
+    describe_policy,
+    describe_rollout,
+)
 from megatron_rl.types import Prompt  # noqa: E402
 
 if TYPE_CHECKING:
@@ -125,7 +132,9 @@ def describe(config: GrpoRunConfig, console: Console) -> None:
     describe_rollout(config, shape, console)
     describe_placement(config, console)
     if config.cluster.gpus_per_trainer:
-        describe_gpu_needs(config, shape, console)
+        memory = describe_memory(config, shape, console)
+        describe_hours(config, shape, console)
+        check_memory(memory)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -17,7 +17,12 @@ quiet_environment()
 from megatron_rl.config.schema import SftRunConfig  # noqa: E402
 from megatron_rl.layout import check_model, read_shape  # noqa: E402
 from megatron_rl.loop.checkpoints import Checkpoints  # noqa: E402
-from megatron_rl.recipes.dry_run import describe_placement, describe_policy  # noqa: E402
+from megatron_rl.recipes.dry_run import (  # noqa: E402
+    check_memory,
+    describe_memory,
+    describe_placement,
+    describe_policy,
+)
 
 
 def run(config: SftRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) -> int:
@@ -76,8 +81,10 @@ def run(config: SftRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) ->
 
 
 def describe(config: SftRunConfig, console: Console) -> None:
-    describe_policy(config, console)
+    shape = describe_policy(config, console)
     describe_placement(config, console)
+    if config.cluster.gpus_per_trainer:
+        check_memory(describe_memory(config, shape, console))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

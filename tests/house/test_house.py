@@ -24,8 +24,8 @@ LAYERS = {
     **dict.fromkeys(["loop", "convert"], 2),
     **dict.fromkeys(["actor", "rollout", "bridge"], 3),
     "cluster": 4,
-    **dict.fromkeys(["recipes", "tools"], 5),
-    "slurm": 6,
+    "recipes": 5,
+    **dict.fromkeys(["tools", "slurm"], 6),
     "__main__": 7,
 }
 VENDOR_ROOMS = {

@@ -1,0 +1,119 @@
+"""The layouts of a trainer that fit into the memory of its GPUs, in order of the estimated time of a step.
+
+Invariants (tests/unit/recipes): every layout has the GPUs of the configuration, divides the model, and fits; the
+configured layout is among the candidates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron_rl.config.schema import BaseConfig, GrpoRunConfig, ParallelConfig
+from megatron_rl.layout import FAMILIES
+from megatron_rl.recipes.estimates import largest_plan, largest_work, num_microbatches, training_seconds
+from megatron_rl.recipes.memory import GpuMemory, bridge_lines, planned_transfer, trainer_limit, trainer_memory
+from megatron_rl.types import ModelShape
+
+MAX_SHOWN = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    parallel: ParallelConfig
+    recompute: str
+    seconds: float
+    """The trainer's time of a step in which every sample has the largest length."""
+    memory: GpuMemory
+
+    @property
+    def overrides(self) -> list[str]:
+        """The keys of the configuration that differ from the defaults, as arguments of a command."""
+        chosen = self.parallel.model_dump(exclude_defaults=True)
+        keys = [f"policy.parallel.{name}={str(value).lower()}" for name, value in chosen.items()]
+        return [*keys, f"model.recompute={self.recompute}"]
+
+
+def fitting_layouts(config: BaseConfig, shape: ModelShape) -> list[Layout]:
+    """The fastest layouts of the trainer that fit, MAX_SHOWN at most, with as many GPUs as the configuration has. The
+    engines stay as they are, and stages have equal numbers of layers.
+
+    The bridge's communicators depend on the layout, and planning a transfer takes longer than everything else. So the
+    layouts are ordered without them, and only the fastest ones are planned.
+    """
+    gpus_per_node = config.cluster.gpus_per_node or 8
+    work, limit = largest_work(config), trainer_limit(config)
+    num_tokens = config.balance.max_tokens_per_microbatch
+    bucket_bytes = config.bridge.bucket_mib * 2**20 if isinstance(config, GrpoRunConfig) else 0.0
+    planned: dict[tuple[int, int], int] = {}
+    """The number of micro-batches by what it depends on: data-parallel ranks and alignment."""
+    candidates = []
+    for parallel in parallel_sizes(config.policy.parallel, shape, gpus_per_node):
+        if parallel.alignment > num_tokens:
+            continue
+        for recompute in ("none", "full"):
+            model = config.model.model_copy(update={"recompute": recompute})
+            memory = trainer_memory(shape, model, parallel, num_tokens, bucket_bytes, lines=0)
+            if max(memory.totals) > limit:
+                continue
+            key = (parallel.data, parallel.alignment)
+            if key not in planned:
+                planned[key] = num_microbatches(largest_plan(config, shape, parallel))
+            seconds = training_seconds(
+                work,
+                shape,
+                parallel,
+                planned[key],
+                dtype=config.model.dtype,
+                recompute=recompute,
+                gpus_per_node=gpus_per_node,
+            )
+            candidates.append(Layout(parallel, recompute, seconds, memory))
+    candidates.sort(key=lambda layout: layout.seconds)
+    if not isinstance(config, GrpoRunConfig):
+        return candidates[:MAX_SHOWN]
+    found: list[Layout] = []
+    for layout in candidates:
+        lines = bridge_lines(planned_transfer(config, shape, layout.parallel.mesh), gpus_per_node).trainer
+        model = config.model.model_copy(update={"recompute": layout.recompute})
+        memory = trainer_memory(shape, model, layout.parallel, num_tokens, bucket_bytes, lines)
+        if max(memory.totals) <= limit:
+            found.append(Layout(layout.parallel, layout.recompute, layout.seconds, memory))
+        if len(found) == MAX_SHOWN:
+            break
+    return found
+
+
+def parallel_sizes(present: ParallelConfig, shape: ModelShape, gpus_per_node: int) -> Iterator[ParallelConfig]:
+    """All ways to split the model over as many ranks as `present` has, with tensor parallelism inside a node. Experts
+    are split like the other matrices, or not at all."""
+    world_size, family = present.mesh.world_size, FAMILIES[shape.family]
+    for tensor in _divisors(world_size):
+        if tensor > gpus_per_node:
+            break
+        for pipeline in _divisors(world_size // tensor):
+            for context in _divisors(world_size // tensor // pipeline):
+                data = world_size // tensor // pipeline // context
+                sizes = {"tensor": tensor, "pipeline": pipeline, "context": context, "data": data}
+                for experts in _expert_sizes(shape, tensor, tensor * context * data):
+                    parallel = ParallelConfig(**sizes, **experts, sequence=present.sequence)
+                    try:
+                        family.check_mesh(shape, parallel.mesh)
+                    except ValueError:  # the mesh does not divide the model
+                        continue
+                    yield parallel
+
+
+def _expert_sizes(shape: ModelShape, tensor: int, stage_size: int) -> Iterator[dict[str, int]]:
+    """The ways to split the experts over the ranks of a stage."""
+    yield {}
+    if shape.experts is None:
+        return
+    for expert in _divisors(stage_size)[1:]:
+        for split in sorted({1, tensor}):
+            if stage_size % (expert * split) == 0:
+                yield {"expert": expert, "expert_tensor": split}
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

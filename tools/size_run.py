@@ -1,0 +1,104 @@
+"""Print what a run needs before it is started: the memory of its GPUs by phase, and the trainer's layouts that fit.
+
+The arguments are those of the recipes: YAML files and overrides, merged from left to right. The first table is that of
+the dry run (recipes/memory.py has what it counts). The second one has at most 10 layouts of the trainer on the same
+number of GPUs that fit into their memory, the fastest one first; the times are those of recipes/estimates.py for a step
+in which every sample has the largest length. Neither weights nor GPUs are needed. The exit status is 0 if the run fits,
+and 1 if it does not or if the configuration is wrong.
+
+    python tools/size_run.py recipes/qwen3_32b/qwen3_32b-dapo-4n8g-tp4pp4.yaml
+    python tools/size_run.py recipes/qwen3_32b/qwen3_32b-dapo-4n8g-tp4pp4.yaml model.recompute=none --json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from megatron_rl.config.load import merge_arguments, validate
+from megatron_rl.config.schema import BaseConfig, GrpoRunConfig, SftRunConfig
+from megatron_rl.recipes.dry_run import describe_memory, describe_policy, planned_shape
+from megatron_rl.recipes.layouts import Layout, fitting_layouts
+from megatron_rl.recipes.memory import PHASES, RunMemory, run_memory
+
+
+def read(arguments: Sequence[str]) -> BaseConfig:
+    """The configuration of a supervised run if there is a section `sft`, otherwise that of reinforcement learning."""
+    merged = merge_arguments(arguments)
+    return validate(SftRunConfig if "sft" in merged else GrpoRunConfig, merged)
+
+
+def as_dict(memory: RunMemory, layouts: Sequence[Layout]) -> dict[str, object]:
+    engine = memory.engine
+    return {
+        "fits": not memory.problems,
+        "problems": memory.problems,
+        "gpu_bytes": memory.trainer_limit if memory.on_gpus else None,
+        "phases": list(PHASES),
+        "ranks": [{"name": gpu.name, "bytes": gpu.parts, "total_bytes": gpu.totals} for gpu in memory.gpus],
+        "training_bytes": memory.training_bytes,
+        "layers": "transformer_engine" if memory.fused else "local",
+        "reference_bytes": memory.reference_bytes,
+        "kv_sequences": None if engine is None else {"longest": engine.longest, "half": engine.half},
+        "layouts": [
+            {"overrides": layout.overrides, "seconds": layout.seconds, "bytes": max(layout.memory.totals)}
+            for layout in layouts
+        ],
+    }
+
+
+def shown(layouts: Sequence[Layout], config: BaseConfig) -> Table:
+    table = Table(title="the trainer's layouts that fit, fastest first: estimates for H100 GPUs", title_justify="left")
+    table.add_column("policy.parallel and model.recompute")
+    table.add_column("a step, s", justify="right")
+    table.add_column("GB", justify="right")
+    for layout in layouts:
+        is_present = layout.parallel.mesh == config.policy.parallel.mesh and layout.recompute == config.model.recompute
+        table.add_row(
+            " ".join(layout.overrides).replace("policy.parallel.", "").replace("model.", "")
+            + (" (configured)" if is_present else ""),
+            f"{layout.seconds:,.0f}",
+            f"{max(layout.memory.totals) / 1e9:.1f}",
+        )
+    return table
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("configuration", nargs="+", metavar="FILE.yaml | section.key=value")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    options = parser.parse_intermixed_args(arguments)
+    console = Console(highlight=False)
+    try:
+        config = read(options.configuration)
+        shape = planned_shape(config)
+        memory = run_memory(config, shape)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    layouts = fitting_layouts(config, shape) if memory.on_gpus else []
+    if options.json:
+        print(json.dumps(as_dict(memory, layouts)))
+        return 1 if memory.problems else 0
+    describe_policy(config, console)
+    describe_memory(config, shape, console)
+    for problem in memory.problems:
+        console.print(f"does not fit: {problem}", style="red", soft_wrap=True, markup=False)
+    if layouts:
+        console.print(shown(layouts, config))
+    elif memory.on_gpus:
+        console.print(
+            f"No layout of the trainer fits on {config.policy.parallel.mesh.world_size} GPUs. Use more GPUs, or lower "
+            f"balance.max_tokens_per_microbatch.",
+            soft_wrap=True,
+        )
+    return 1 if memory.problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
