@@ -14,6 +14,8 @@ COMMANDS = {
     "sft": ("recipes.sft", "train on rows with completions"),
     "demo": ("recipes.tiny.demo", "teach a tiny model to add, on two CPU cores"),
     "export": ("tools.export_checkpoint", "write any checkpoint of a run as a Hugging Face folder"),
+    "size-run": ("tools.size_run", "print a run's memory by phase, and the trainer's layouts that fit"),
+    "doctor": ("tools.doctor", "print what is installed, what a run will use, and what is slower for it"),
     "report": ("tools.report", "make the report of a run, or compare several runs"),
     "convert to-megatron": ("tools.hf_to_megatron", "Hugging Face folder to Megatron-Core checkpoint"),
     "convert to-hf": ("tools.megatron_to_hf", "Megatron-Core checkpoint to Hugging Face folder"),

@@ -1,12 +1,14 @@
-"""What all processes of a run have in common: their logs, a signal that makes them write their stacks, and their
-descendants."""
+"""What all processes of a run have in common: their logs, a signal that makes them write their stacks, their memory,
+and their descendants."""
 
 from __future__ import annotations
 
 import logging
+import re
 import signal
 from collections import defaultdict
 from contextlib import suppress
+from pathlib import Path
 
 import psutil
 
@@ -22,6 +24,13 @@ def log_to(handler: logging.Handler) -> None:
     ours.setLevel(logging.INFO)
     ours.handlers[:] = [handler]
     ours.propagate = False
+
+
+def peak_memory_bytes() -> int:
+    """The peak memory of this process (VmHWM). Unlike ru_maxrss it does not begin with the parent process's memory."""
+    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None, "Linux tells every process its peak memory"
+    return int(found[1]) * 1024
 
 
 def descendants(process: psutil.Process) -> list[psutil.Process]:

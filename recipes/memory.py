@@ -50,15 +50,15 @@ class RankParameters:
     """In the rank's routed experts."""
     padding: int = 0
     """The elements with which Megatron's distributed optimizer pads its buffers of weights and of gradients."""
-    fixed: int = 0
+    constant: int = 0
     """The elements of fp32 parameters that have no gradient, such as the bias of a router."""
 
     @property
     def total(self) -> int:
-        return self.dense + self.expert + self.fixed
+        return self.dense + self.expert + self.constant
 
     def weight_bytes(self, dtype: str) -> int:
-        return (self.dense + self.expert + self.padding) * BYTES[dtype] + self.fixed * 4
+        return (self.dense + self.expert + self.padding) * BYTES[dtype] + self.constant * 4
 
     @property
     def gradient_bytes(self) -> int:
@@ -74,6 +74,10 @@ class RankParameters:
         dense_ways, expert_ways = optimizer_ways(mesh)
         return (self.dense / dense_ways + self.expert / expert_ways) * (8 if dtype == "float32" else 12)
 
+    def held_bytes(self, mesh: Mesh, dtype: str) -> float:
+        """The bytes of weights, gradients and optimizer state."""
+        return self.weight_bytes(dtype) + self.gradient_bytes + self.state_bytes(mesh, dtype)
+
 
 @lru_cache(maxsize=4096)
 def rank_parameters(shape: ModelShape, mesh: Mesh, rank: int) -> RankParameters:
@@ -86,14 +90,14 @@ def rank_parameters(shape: ModelShape, mesh: Mesh, rank: int) -> RankParameters:
     """
     dense_ways, expert_ways = optimizer_ways(mesh)
     rows = padded_vocabulary(shape, mesh.tensor) // mesh.tensor
-    totals, fixed = {False: 0, True: 0}, 0
+    totals, constant = {False: 0, True: 0}, 0
     buckets: dict[tuple[str, bool, bool], int] = {}
     for placement, _, prefix in FAMILIES[shape.family].megatron_placed(shape, mesh, rank):
         in_vocabulary = is_vocabulary(placement.local_name)
         elements = rows * shape.hidden_size if in_vocabulary else sum(volume(local) for _, _, local in placement.pieces)
         number = 1 if placement.experts is None else len(placement.experts)
         if placement.float32:
-            fixed += elements * number
+            constant += elements * number
             continue
         of_experts = placement.experts is not None
         totals[of_experts] += elements * number
@@ -107,7 +111,7 @@ def rank_parameters(shape: ModelShape, mesh: Mesh, rank: int) -> RankParameters:
         ways = {False: dense_ways, True: expert_ways}
         buffers = sum(_rounded(size, math.lcm(ways[expert], 128)) for (_, expert, _), size in buckets.items())
         padding = buffers - sum(totals.values())
-    return RankParameters(totals[False], totals[True], padding, fixed)
+    return RankParameters(totals[False], totals[True], padding, constant)
 
 
 def _rounded(number: int, multiple: int) -> int:
@@ -466,10 +470,10 @@ class RunMemory:
             needed = max(gpu.totals)
             if needed > limit:
                 phase = gpu.totals.index(needed)
-                largest = max(gpu.parts, key=lambda part: gpu.parts[part][phase])
+                size, largest = max((values[phase], part) for part, values in gpu.parts.items())
                 found.append(
                     f"{PHASES[phase]} needs {needed / 1e9:.1f} GB on a GPU of {limit / 1e9:.0f} GB ({gpu.name}), of "
-                    f"which the largest part, {gpu.parts[largest][phase] / 1e9:.1f} GB, is {largest}; {_advice(largest)}"
+                    f"which {size / 1e9:.1f} GB are {largest}; {_advice(largest)}"
                 )
         if self.engine is not None and not self.engine.longest:
             cache = self.engine.gpu.parts.get("KV cache", _always(0.0))[0]

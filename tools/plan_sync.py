@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 import time
 from collections.abc import Sequence
@@ -36,6 +35,7 @@ from megatron_rl.config.shipped import PACKAGE
 from megatron_rl.layout import FAMILIES, Engines, Links, plan_weights, read_shape
 from megatron_rl.layout.copies import WIDTHS
 from megatron_rl.layout.traffic import choose_chains, traffic
+from megatron_rl.processes import peak_memory_bytes
 from megatron_rl.types import Mesh
 
 MODELS = PACKAGE / "configs" / "model"
@@ -175,11 +175,6 @@ def shown(rows: list[dict[str, object]]) -> Table:
             f"{row['plan_s']:.2f}",
         )
     return table
-
-
-def peak_memory_bytes() -> int:
-    """The peak memory of this process (VmHWM). Unlike ru_maxrss it does not begin with the parent process's memory."""
-    return int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -29,7 +29,7 @@ from megatron_rl.actor import checkpoint, platform, state
 from megatron_rl.actor.agreement import Agreement
 from megatron_rl.actor.context import ContextRank
 from megatron_rl.actor.model import build_model, uses_fused_layers
-from megatron_rl.actor.optimizer import apply_gradients, build_optimizer, gradient_norm
+from megatron_rl.actor.optimizer import apply_gradients, build_optimizer, gradient_norm, parameter_norms
 from megatron_rl.actor.packing import Microbatch, pack
 from megatron_rl.actor.spec import ActorSpec
 from megatron_rl.actor.step import Schedule
@@ -155,7 +155,8 @@ class MegatronActor:
             coefficients: the factors of the objective's terms; they are the same on all ranks.
 
         Returns:
-            The objective's metrics, `loss`, `grad_norm` (before clipping) and `lr`.
+            The objective's metrics, `loss`, `grad_norm` (before clipping), `param_norm` (after the update),
+            `update_ratio` (the norm of the update divided by that of the parameters) and `lr`.
 
         Raises:
             ValueError: a log-prob, the loss or the gradient is not finite (the error names samples), or trainer and
@@ -189,7 +190,9 @@ class MegatronActor:
                 self.agreement.require_none([self._describe_gradients(grad_norm, microbatches)])
             self.scheduler.step(1)
             apply_gradients(self.optimizer, grad_norm)
-        return {**metrics, "grad_norm": grad_norm, "lr": self.optimizer.param_groups[0]["lr"]}
+            param_norm, update_norm = parameter_norms(self.optimizer)
+        norms = {"grad_norm": grad_norm, "param_norm": param_norm, "update_ratio": update_norm / param_norm}
+        return {**metrics, **norms, "lr": self.optimizer.param_groups[0]["lr"]}
 
     def save(self, folder: Path, extra: dict[str, Any]) -> None:
         """Write the training state and rank 0's `extra`. The folder is complete or absent.

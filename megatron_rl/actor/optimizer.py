@@ -3,7 +3,8 @@
 With DP > 1 this is Megatron's distributed optimizer, whose state is split over the data-parallel ranks. As in all of
 Megatron, one-dimensional parameters (norms, biases) are not decayed. The n-th update, counted from 1, uses the
 schedule's n-th value: a warm-up of w steps begins with lr / w and reaches lr at step w, and the run's last step uses
-lr * min_lr_ratio. Invariant (tests/dist): an update equals that of torch.optim.AdamW on the whole model.
+lr * min_lr_ratio. Invariants (tests/dist): an update equals that of torch.optim.AdamW on the whole model; the norms of
+parameters and update are those of the whole model in every layout.
 """
 
 from __future__ import annotations
@@ -11,13 +12,17 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+from megatron.core.transformer.module import param_is_not_shared
 
+from megatron_rl.actor import platform
 from megatron_rl.config.schema import OptimizerConfig
 
 
@@ -77,3 +82,41 @@ def apply_gradients(optimizer: MegatronOptimizer, grad_norm: float) -> None:
         clip_grad_by_total_norm_fp32(parameters, max_norm=clip, total_norm=grad_norm)
     succeeded = optimizer.step_with_ready_grads()
     assert succeeded, "Megatron skips a step only because of loss scaling, which is not used"
+
+
+@torch.no_grad()
+def parameter_norms(optimizer: MegatronOptimizer) -> tuple[float, float]:
+    """The global L2 norms of the parameters and of the last update, which are equal on every rank.
+
+    No copy of the weights is needed, because Adam's moments m and v give the update again. The n-th update with the
+    learning rate a and the decay w changed the parameters p into q (Loshchilov and Hutter 2019, arXiv:1711.05101):
+
+        q = p - a w p - s  with  s = a / (1 - b1^n) m / (sqrt(v / (1 - b2^n)) + eps),
+
+    so that p = (q + s) / (1 - a w). Each rank adds up the parameters whose state it has.
+    """
+    totals = [0.0, 0.0]
+    for chained in optimizer.chained_optimizers:
+        inner, tensor_group = chained.optimizer, getattr(chained, "tp_group", None)
+        sums = torch.zeros(2, dtype=torch.float64, device=platform.device())
+        for group in inner.param_groups:
+            rate, (beta1, beta2) = group["lr"], group["betas"]
+            for parameter in group["params"]:
+                state = inner.state[parameter]
+                # Tied embeddings, and what the tensor-parallel ranks all hold, count once.
+                counts = param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(
+                    parameter, tensor_group
+                )
+                if not counts or not state:
+                    continue
+                number = float(state.get("step", group.get("step")))  # Apex counts the updates of a group
+                deviation = (state["exp_avg_sq"] / (1 - beta2**number)).sqrt_().add_(group["eps"])
+                step = (state["exp_avg"] / deviation).mul_(rate / (1 - beta1**number))
+                decay = rate * group["weight_decay"]
+                if decay:
+                    step.add_((parameter + step).mul_(decay / (1 - decay)))
+                for i, tensor in enumerate((parameter, step)):
+                    sums[i] += torch.linalg.vector_norm(tensor, dtype=torch.float32).double() ** 2
+        dist.all_reduce(sums, group=chained.get_grad_stats_parallel_group())
+        totals = [total + more for total, more in zip(totals, sums.tolist(), strict=True)]
+    return math.sqrt(totals[0]), math.sqrt(totals[1])

@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
+from megatron_rl import processes
+
 HAS_CUDA = torch.cuda.is_available()
 HAS_TRANSFORMER_ENGINE = HAS_CUDA and importlib.util.find_spec("transformer_engine") is not None
 """Transformer Engine's layers run in bf16; an fp32 model uses Megatron's own layers (model.py)."""
@@ -136,3 +138,8 @@ def _splits_to_numpy(dispatcher, point: str, tokens_per_expert: torch.Tensor | N
 
 def device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if HAS_CUDA else torch.device("cpu")
+
+
+def peak_memory_bytes() -> int:
+    """The largest memory that this process has had: what torch has allocated on the GPU, or, on a CPU, the process."""
+    return torch.cuda.max_memory_allocated() if HAS_CUDA else processes.peak_memory_bytes()

@@ -57,6 +57,7 @@ def plan_microbatches(
         The plan. Its metrics are those of the whole step:
             balance/tokens             tokens without padding
             balance/flops              FLOPs of the optimizer steps on all ranks
+            balance/model_flops        the same without recomputation
             balance/num_microbatches   number of micro-batches of a rank
             balance/imbalance          (max - mean) / mean of the ranks' costs, in the worst mini-batch
             balance/lockstep           lockstep cost divided by a lower bound of every plan's
@@ -89,7 +90,8 @@ def plan_microbatches(
         flops=tuple(plan.flops),
         max_tokens=cap,
         alignment=parallel.alignment,
-        metrics=plan.metrics(int(batch.lengths[active].sum()), int((sizes_S[active] > cap).sum())),
+        metrics=plan.metrics(int(batch.lengths[active].sum()), int((sizes_S[active] > cap).sum()))
+        | {"balance/model_flops": float(training_flops(batch.lengths[active], shape).sum())},
     )
 
 

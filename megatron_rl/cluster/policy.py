@@ -39,6 +39,8 @@ log = logging.getLogger(__name__)
 
 DEATH_S = 3.0
 """The time that Ray gets to notice the death of a rank after another rank's error."""
+PEAK = "memory/trainer_bytes/max"
+"""The metric of the largest memory that any rank has had: what torch has allocated on a GPU, or a process on a CPU."""
 
 
 class TrainerRank:
@@ -94,14 +96,16 @@ class TrainerRank:
         return metrics
 
     def update(self, minibatch: int, coefficients: Mapping[str, float]) -> tuple[Metrics, float]:
-        """One optimizer step; returns its metrics, and the seconds of this rank's speed probe."""
+        """One optimizer step; returns its metrics with PEAK, and the seconds of this rank's speed probe."""
+        from megatron_rl.actor.platform import peak_memory_bytes
+
         probe_s = self.probe.seconds()
         start = time.perf_counter()
         metrics = self.actor.update(minibatch, coefficients)
         seconds = time.perf_counter() - start
         norm = metrics["grad_norm"]
         log.info("update %d: loss %.6g, gradient norm %.6g, %.2f s", minibatch, metrics["loss"], norm, seconds)
-        return metrics, probe_s
+        return metrics | {PEAK: float(peak_memory_bytes())}, probe_s
 
     def save(self, folder: str, extra: dict[str, Any]) -> None:
         log.info("writing the checkpoint %s", folder)
@@ -233,12 +237,13 @@ class PolicyGroup:
 
         Returns:
             The metrics of the update, and `slowest_rank/number` and `slowest_rank/ratio`: the rank whose speed probe
-            took longest, and how many times as long as that of the median rank.
+            took longest, and how many times as long as that of the median rank; and PEAK.
         """
         calls = [rank.update.remote(minibatch, coefficients) for rank in self.ranks]
         answers = self._gather_all(calls, "to update")
         number, ratio = slowest([seconds for _, seconds in answers])
-        return answers[0][0] | {"slowest_rank/number": float(number), "slowest_rank/ratio": ratio}
+        peak = max(metrics[PEAK] for metrics, _ in answers)
+        return answers[0][0] | {PEAK: peak, "slowest_rank/number": float(number), "slowest_rank/ratio": ratio}
 
     def save(self, folder: Path, extra: dict[str, Any]) -> None:
         self._all("save", "to write a checkpoint", str(folder.absolute()), extra)

@@ -3,6 +3,8 @@ reinforcement learning, with another objective."""
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 
 from megatron_rl.algorithms import loss_weights
@@ -10,6 +12,7 @@ from megatron_rl.balance import plan_microbatches
 from megatron_rl.config.schema import SftRunConfig
 from megatron_rl.data import ShuffledStream
 from megatron_rl.loop.checkpoints import Checkpoints, WholeState, due
+from megatron_rl.loop.performance import performance
 from megatron_rl.loop.recovery import run_and_recover
 from megatron_rl.loop.shares import deal
 from megatron_rl.loop.stopping import NEVER, Stopping
@@ -47,9 +50,11 @@ def train_supervised(
                 )
                 weights = loss_weights(batch, plan, "token-mean")
                 shares = deal(batch, plan, np.zeros(len(batch.names)), weights, policy.mesh.data)
+            start = time.perf_counter()
             with sink.phase("update"):
                 metrics = {**plan.metrics, **policy.begin(shares)}
                 updated = policy.update(0, {})
+            metrics |= performance(config, metrics, time.perf_counter() - start)
             stragglers.count([updated], sink)
             metrics |= updated
             step += 1

@@ -9,6 +9,7 @@ give different log-probs to the same tokens; a run that ends early, for any reas
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -18,6 +19,7 @@ from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.data import ShuffledStream
 from megatron_rl.loop.asynchronous import AsynchronousSource
 from megatron_rl.loop.checkpoints import Checkpoints, Stateful, WholeState, due
+from megatron_rl.loop.performance import performance
 from megatron_rl.loop.recovery import run_and_recover
 from megatron_rl.loop.shares import plan_step
 from megatron_rl.loop.source import RolloutSource, SynchronousSource
@@ -81,11 +83,13 @@ def train(
                     metrics |= ports.policy.begin(shares)
                 check_agreement(metrics, algorithm.max_mismatch, step)
             updates = []
+            start = time.perf_counter()
             with sink.phase("update"):
                 for minibatch in range(len(shares[0].minibatches)):
                     updates.append(ports.policy.update(minibatch, coefficients.values))
                     whole.spoil()
             if updates:
+                metrics |= performance(config, planned, time.perf_counter() - start)
                 stragglers.count(updates, sink)
             metrics |= describe_updates(updates, coefficients)
             if updates:
