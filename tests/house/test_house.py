@@ -196,17 +196,24 @@ def test_every_yaml_dry_runs_with_the_command_at_its_head(path, run_here):
 def test_the_record_of_a_recipe_has_the_numbers_of_its_dry_run(path, run_here, monkeypatch):
     monkeypatch.setattr(console, "width", 160)
     [words] = commands(path)
-    cells = {key.strip(): value.strip() for key, value in re.findall(r"│(.*?)│(.*?)│", run_here(words))}
+    text = run_here(words)
+    cells = {key.strip(): value.strip() for key, value in re.findall(r"│(.*?)│(.*?)│", text)}
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if line.startswith("│")]
     [row] = [
         line for line in (path.parent / "RECORD.md").read_text().splitlines() if line.startswith(f"| `{path.name}`")
     ]
     total = next(value for key, value in cells.items() if key.endswith("such steps, at most"))
-    fixed, most = cells["always: weights, gradients, optimizer"], cells["most at once"].partition(",")[0]
+    of_trainer, of_engine = (
+        max(phases, key=float)
+        for name in ("trainer, stage", "engine")
+        for first, *phases in rows
+        if len(phases) == 3 and first.startswith(name)
+    )
     received = cells["bytes into the fullest engine rank"].partition(" (")[0]
     assert row.split(" | ")[1:] == [
         cells["trainer"],
         cells["engines"],
-        f"{fixed}, {most} at most",
+        f"{of_trainer} GB a trainer, {of_engine} GB an engine",
         received,
         f"{cells['GPU-hours']}, {total} |",
     ]

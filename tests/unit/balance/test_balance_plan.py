@@ -71,6 +71,7 @@ def test_golden():
     expected = {
         "tokens": 120,
         "flops": heavy + 2 * light,
+        "model_flops": heavy + 2 * light,
         "num_microbatches": 1,
         "imbalance": heavy / mean - 1,
         "lockstep": 1.0,  # the sample of 60 tokens makes any lower cost impossible
@@ -175,6 +176,9 @@ def test_recomputation_counts_in_the_flops():
     lengths = np.array([50, 60])
     assert plain.metrics["balance/flops"] == pytest.approx(training_flops(lengths, SHAPE).sum())
     assert again.metrics["balance/flops"] == pytest.approx(training_flops(lengths, SHAPE, "full").sum())
+    assert (
+        again.metrics["balance/model_flops"] == plain.metrics["balance/model_flops"] == plain.metrics["balance/flops"]
+    )
 
 
 @st.composite

@@ -1,49 +1,89 @@
-"""The estimates for GPUs, against a calculation by hand for Qwen3-32B on TP4 x PP4."""
+"""The estimates of times, against calculations by hand for Qwen3-32B and for Qwen3-30B-A3B."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from megatron_rl.balance.flops import forward_flops, training_flops
 from megatron_rl.config.load import validate
-from megatron_rl.config.schema import GrpoRunConfig
+from megatron_rl.config.schema import GrpoRunConfig, ParallelConfig, SftRunConfig
 from megatron_rl.layout import read_shape
 from megatron_rl.recipes.estimates import (
+    Work,
     generation_seconds,
-    layer_bytes_per_token,
+    largest_plan,
+    largest_work,
+    num_microbatches,
     training_seconds,
-    update_memory,
 )
-from megatron_rl.types import Mesh
+from megatron_rl.recipes.memory import rank_parameters
 
 CONFIGS = Path(__file__).parents[3] / "configs" / "model"
 SHAPE = read_shape(CONFIGS / "Qwen3-32B.json")
-MESH = Mesh(tensor=4, pipeline=4)
+MIXTURE = read_shape(CONFIGS / "Qwen3-30B-A3B.json")
+WORK = Work(np.full(8, 1000), num_updates=1, num_passes=0)
+RATE = 989e12 * 0.4
+"""The FLOPs per second that one GPU is taken to reach."""
 
 
-def test_a_layer_by_hand():
-    """Inputs of two norms and two blocks and the residual: 5 x 5120; q, k, v: 8192 + 2 x 1024; q and k before and after
-    their norm's rotation: 2 x 9216; attention's output: 8192; gate, up and their product: 3 x 25600."""
-    elements = 25_600 + 10_240 + 18_432 + 8_192 + 76_800
-    assert layer_bytes_per_token(SHAPE, MESH, 2) == elements * 2 / 4 == 69_632
+def seconds(shape, work=WORK, micro=4, recompute="none", **parallel) -> float:
+    return training_seconds(
+        work, shape, ParallelConfig(**parallel), micro, dtype="bfloat16", recompute=recompute, gpus_per_node=8
+    )
 
 
-def test_stages_hold_as_many_micro_batches_as_are_in_flight():
-    first = update_memory(SHAPE, MESH, 0, 16_384, width=2, full=True)
-    assert first.kept == 4 * 16 * 5120 * 16_384 * 2 / 4  # four micro-batches, 16 layers, one input each
-    assert first.working == 2 * 69_632 * 16_384
-    last = update_memory(SHAPE, MESH, 3, 16_384, width=2, full=True)
-    assert last.kept == first.kept / 4
-    whole = update_memory(SHAPE, MESH, 0, 16_384, width=2, full=False)
-    assert whole.kept == 4 * 16 * 69_632 * 16_384
+def test_one_gpu_only_computes():
+    assert seconds(SHAPE) == pytest.approx(training_flops(WORK.lengths, SHAPE).sum() / RATE)
 
 
-def test_a_mixture_has_the_activations_of_its_active_experts():
-    shape = read_shape(CONFIGS / "Qwen3-30B-A3B.json")
-    elements = 5 * 2048 + (4096 + 2 * 512) + 2 * 4608 + 4096 + 3 * 8 * 768
-    assert layer_bytes_per_token(shape, Mesh(), 2) == 2 * elements
+def test_forward_passes_before_the_updates_are_added():
+    work = replace(WORK, num_updates=2, num_passes=2)
+    flops = training_flops(WORK.lengths, SHAPE).sum() + 2 * forward_flops(WORK.lengths, SHAPE).sum()
+    assert seconds(SHAPE, work) == pytest.approx(flops / RATE)
+
+
+def test_a_pipeline_waits_while_it_fills_and_drains():
+    """Four stages and 12 micro-batches: 15 of 12 turns."""
+    assert seconds(SHAPE, micro=12, pipeline=4) == pytest.approx(seconds(SHAPE) / 4 * 15 / 12)
+
+
+def test_tensor_parallelism_gathers_and_scatters_inside_the_node():
+    """A forward and a backward pass of 64 layers, in each of which attention and MLP gather and scatter 8,000 tokens x
+    5,120 x 2 bytes, three quarters of which are of other ranks, at 450 GB/s."""
+    sent = 2 * 64 * 2 * 2 * 8000 * 5120 * 2 * 3 / 4
+    assert seconds(SHAPE, tensor=4) == pytest.approx(seconds(SHAPE) / 4 + sent / 450e9)
+    again = training_flops(WORK.lengths, SHAPE, "full").sum() / RATE / 4 + 1.5 * sent / 450e9
+    assert seconds(SHAPE, tensor=4, recompute="full") == pytest.approx(again)
+
+
+def test_data_parallelism_reduces_gradients_and_gathers_weights_in_every_update():
+    """Of all parameters, 4 bytes of gradients and 2 of weights; half of them are of the other rank. Two ranks are in
+    one node; sixteen are not, so that their bytes take a NIC's 50 GB/s."""
+    held = rank_parameters(SHAPE, ParallelConfig().mesh, 0).total
+    work = replace(WORK, num_updates=3)
+    assert seconds(SHAPE, work, data=2) == pytest.approx(seconds(SHAPE) / 2 + 3 * held / 2 * 6 / 450e9)
+    assert seconds(SHAPE, work, data=16) == pytest.approx(seconds(SHAPE) / 16 + 3 * held * 15 / 16 * 6 / 50e9)
+
+
+def test_the_ring_of_context_parallelism_passes_keys_and_values_on():
+    """Each of two ranks has 4,000 tokens, whose 2 x 8 x 128 numbers of 2 bytes travel once in the forward pass and
+    twice in the backward pass, in 64 layers. The two ranks share the optimizer's state, as data-parallel ones do."""
+    ring = 3 * 64 * 4000 * 2 * 8 * 128 * 2
+    shared = seconds(SHAPE, data=2)
+    assert seconds(SHAPE, context=2) == pytest.approx(shared + ring / 450e9)
+
+
+def test_experts_get_their_tokens_and_send_them_back():
+    """48 mixtures, 8 active experts, hidden 2048: each of 8 ranks has 1,000 tokens and sends 7/8 of their copies, out
+    and back, in a forward and a backward pass. All experts' gradients stay, because nobody shares an expert."""
+    held = rank_parameters(MIXTURE, ParallelConfig(data=8, expert=8).mesh, 0)
+    sent = 2 * 2 * 48 * 1000 * 8 * 2048 * 2 * 7 / 8
+    expected = seconds(MIXTURE) / 8 + sent / 450e9 + held.dense * 7 / 8 * 6 / 450e9
+    assert seconds(MIXTURE, data=8, expert=8) == pytest.approx(expected)
 
 
 def config(**algorithm) -> GrpoRunConfig:
@@ -62,10 +102,34 @@ def config(**algorithm) -> GrpoRunConfig:
                 "max_prompt_tokens": 10,
                 "max_response_tokens": 3,
             },
-            "balance": {"max_tokens_per_microbatch": 16},
+            "balance": {"max_tokens_per_microbatch": 32},
             "algorithm": algorithm,
         },
     )
+
+
+def test_the_work_of_a_step_is_that_of_its_longest_samples():
+    work = largest_work(config(updates_per_step=2, kl={}))
+    assert work.lengths.tolist() == [13] * 8 and (work.num_updates, work.num_passes) == (2, 2)
+    assert largest_work(config()).num_passes == 0
+    plan = largest_plan(config(updates_per_step=2), SHAPE, ParallelConfig(tensor=4))
+    # 13 tokens are padded to 16, so two samples fill a micro-batch of 32; an update has four samples.
+    assert len(plan.minibatches) == 2 and num_microbatches(plan) == 2
+
+
+def test_the_work_of_a_supervised_step():
+    supervised = validate(
+        SftRunConfig,
+        {
+            "run": {"name": "x", "steps": 1},
+            "model": {"path": "nowhere"},
+            "sft": {"rows": "rows", "rows_per_step": 6, "max_tokens": 16},
+            "balance": {"max_tokens_per_microbatch": 32},
+        },
+    )
+    work = largest_work(supervised)
+    assert work.lengths.tolist() == [16] * 6 and (work.num_updates, work.num_passes) == (1, 0)
+    assert num_microbatches(largest_plan(supervised, SHAPE, ParallelConfig())) == 3
 
 
 def test_generation_by_hand():
@@ -76,16 +140,6 @@ def test_generation_by_hand():
 
 
 def test_a_window_bounds_what_is_read():
-    from dataclasses import replace
-
     windowed = replace(SHAPE, sliding_window=11, sliding_layers=tuple(range(32)))
     whole, half = generation_seconds(config(), SHAPE, 0, 2), generation_seconds(config(), windowed, 0, 2)
     assert half / whole == pytest.approx((33 + 32) / 66)  # in half of the layers 10, 11 and 11 tokens
-
-
-def test_more_than_one_update_needs_a_forward_pass_before_them():
-    lengths = np.full(8, 100)
-    one, two = (training_seconds(config(updates_per_step=n), SHAPE, lengths) for n in (1, 2))
-    assert two / one == pytest.approx(4 / 3)
-    penalised = training_seconds(config(updates_per_step=2, kl={}), SHAPE, lengths)
-    assert penalised / one == pytest.approx(5 / 3)

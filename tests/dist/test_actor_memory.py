@@ -1,0 +1,151 @@
+"""The estimates of recipes/memory.py against what the actor allocates and what autograd saves."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import numpy as np
+import pytest
+from scenarios import Layout
+from sizes import VOCAB_SIZE
+from test_actor_families import LAYOUTS as FAMILY_LAYOUTS
+from test_actor_families import folders  # noqa: F401  # a fixture
+from test_actor_layouts import LAYOUTS
+
+from megatron_rl.config.schema import ParallelConfig
+from megatron_rl.layout import read_shape
+from megatron_rl.recipes.memory import activations, rank_parameters
+from megatron_rl.types import Mesh, Tokens
+from shares import TrainSample
+
+ALL = {name: Layout(layout.mesh, layout.sequence, layout.num_microbatches) for name, layout in LAYOUTS.items()}
+ALL |= {f"{name}_bf16": Layout(ALL[name].mesh, dtype="bfloat16") for name in ("one", "tp2", "tp2_dp2_empty_microbatch")}
+MIXTURES = {name: layout for name, layout in FAMILY_LAYOUTS.items() if "ep" in name or name in ("one", "tp2")}
+
+
+def check_allocated(results, folder, layout: Layout) -> None:
+    """Weights and gradients are exact on each rank, and the optimizer's state over the ranks of a stage. A single rank
+    may have more or less state than the others, by what the padding of the buffers shifts."""
+    shape, mesh = read_shape(folder), layout.mesh
+    states, expected_states = defaultdict(float), defaultdict(float)
+    for rank, (weights, gradients, state) in enumerate(results):
+        held = rank_parameters(shape, mesh, rank)
+        assert weights == held.weight_bytes(layout.dtype)
+        assert gradients == held.gradient_bytes
+        expected = held.state_bytes(mesh, layout.dtype)
+        assert abs(state - expected) <= 12 * held.padding
+        states[mesh.coordinates(rank)[1]] += state
+        expected_states[mesh.coordinates(rank)[1]] += expected
+    for stage, state in states.items():
+        assert state == pytest.approx(expected_states[stage], rel=1e-12)  # sums of thirds and halves in float64
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_weights_gradients_and_state_are_those_that_the_actor_allocates(trainers, model_folder, samples, name):
+    layout = ALL[name]
+    results = trainers.run("allocated", layout.mesh.world_size, folder=model_folder, samples=samples, layout=layout)
+    check_allocated(results, model_folder, layout)
+
+
+@pytest.mark.parametrize("mesh", [Mesh(), Mesh(data=2), Mesh(pipeline=2), Mesh(pipeline=2, data=2)], ids=str)
+def test_tied_embeddings_are_allocated_where_they_are_counted(trainers, tied_model_folder, samples, mesh):
+    layout = Layout(mesh)
+    results = trainers.run("allocated", mesh.world_size, folder=tied_model_folder, samples=samples, layout=layout)
+    check_allocated(results, tied_model_folder, layout)
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_experts_are_allocated_where_they_are_counted(trainers, folders, samples, name):  # noqa: F811
+    layout = MIXTURES[name]
+    results = trainers.run(
+        "allocated", layout.mesh.world_size, folder=folders["qwen3_moe"], samples=samples, layout=layout
+    )
+    check_allocated(results, folders["qwen3_moe"], layout)
+
+
+@pytest.fixture(scope="module")
+def equal_samples() -> list[TrainSample]:
+    """8 samples of 48 tokens: attention pads nothing, and nearly all tokens are actions, as the estimate assumes."""
+    rng = np.random.default_rng(5)
+    tokens = [
+        Tokens(
+            ids=rng.integers(0, VOCAB_SIZE, 48).astype(np.int32),
+            action_mask=np.arange(48) > 0,
+            logp_rollout=np.zeros(48, np.float32),
+            version=np.zeros(48, np.int32),
+        )
+        for _ in range(8)
+    ]
+    return [TrainSample(f"prompt{i}#0", one, 1.0, 1 / 376, index=i) for i, one in enumerate(tokens)]
+
+
+ACTIVATIONS = {
+    "one": Layout(),
+    "one_bf16": Layout(dtype="bfloat16"),
+    "tp2": Layout(Mesh(tensor=2)),
+    "tp2_no_sequence": Layout(Mesh(tensor=2), sequence=False),
+    "cp2": Layout(Mesh(context=2)),
+    "pp2": Layout(Mesh(pipeline=2)),
+}
+
+
+def check_saved(results, folder, layout: Layout) -> None:
+    """Within 10 %, the accuracy that is promised: small tensors (indices, cosines, numbers of the loss) are left out of
+    the estimate. A mixture's tokens go to the ranks unevenly, so the ranks of a stage are summed."""
+    mesh = layout.mesh
+    parallel = ParallelConfig(
+        tensor=mesh.tensor,
+        pipeline=mesh.pipeline,
+        data=mesh.data,
+        context=mesh.context,
+        expert=mesh.expert,
+        expert_tensor=mesh.expert_tensor,
+        sequence=layout.sequence,
+    )
+    for stage in range(mesh.pipeline):
+        ranks = [rank for rank in range(mesh.world_size) if mesh.coordinates(rank)[1] == stage]
+        saved, num_tokens = sum(results[rank][0] for rank in ranks), results[ranks[0]][1]
+        estimate = activations(
+            read_shape(folder),
+            parallel,
+            stage,
+            num_tokens,
+            width={"float32": 4, "bfloat16": 2}[layout.dtype],
+            recompute=layout.recompute,
+            fused=False,
+        )
+        in_flight = mesh.pipeline - stage
+        assert estimate.kept / in_flight * len(ranks) == pytest.approx(saved, rel=0.1)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations_of_a_dense_model_are_what_autograd_saves(trainers, model_folder, equal_samples, name, recompute):
+    layout = ACTIVATIONS[name]
+    layout = Layout(layout.mesh, layout.sequence, dtype=layout.dtype, recompute=recompute)
+    results = trainers.run(
+        "saved_activations", layout.mesh.world_size, folder=model_folder, samples=equal_samples, layout=layout
+    )
+    check_saved(results, model_folder, layout)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("family", ["llama", "olmo2", "mixtral", "qwen3_moe"])
+def test_activations_of_other_layers_are_what_autograd_saves(
+    trainers, folders, equal_samples, family, recompute
+):
+    """Without norms of q and k; with norms after the blocks; all layers mixtures; a dense layer before mixtures."""
+    layout = Layout(recompute=recompute)
+    results = trainers.run(
+        "saved_activations", 1, folder=folders[family], samples=equal_samples, layout=layout
+    )
+    check_saved(results, folders[family], layout)
+
+
+@pytest.mark.parametrize("mesh", [Mesh(tensor=2), Mesh(data=2, expert=2)], ids=str)
+def test_activations_of_a_mixture_on_several_ranks(trainers, folders, equal_samples, mesh):  # noqa: F811
+    layout = Layout(mesh)
+    results = trainers.run(
+        "saved_activations", 2, folder=folders["qwen3_moe"], samples=equal_samples, layout=layout
+    )
+    check_saved(results, folders["qwen3_moe"], layout)

@@ -1,0 +1,299 @@
+"""The memory of GPUs by hand: layers, stages, buffers, communicators, engines; what does not fit is refused.
+
+tests/dist/test_actor_memory.py compares the same functions with what the actor allocates.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from megatron_rl.balance.hardware import MEMORY_BYTES
+from megatron_rl.config.load import validate
+from megatron_rl.config.schema import GrpoRunConfig, ModelConfig, ParallelConfig
+from megatron_rl.layout import FAMILIES, read_shape
+from megatron_rl.recipes.dry_run import check_memory, describe_memory
+from megatron_rl.recipes.layouts import MAX_SHOWN, fitting_layouts, parallel_sizes
+from megatron_rl.recipes.memory import (
+    COMMUNICATOR_BYTES,
+    ENGINE_WORK_BYTES,
+    PHASES,
+    activations,
+    bridge_lines,
+    layer_bytes,
+    num_communicators,
+    planned_transfer,
+    rank_parameters,
+    run_memory,
+    sequence_bytes,
+    trainer_memory,
+)
+from megatron_rl.tools import size_run
+from megatron_rl.types import Mesh
+
+ROOT = Path(__file__).parents[3]
+CONFIGS = ROOT / "configs" / "model"
+SHAPE = read_shape(CONFIGS / "Qwen3-32B.json")
+MIXTURE = read_shape(CONFIGS / "Qwen3-30B-A3B.json")
+PARALLEL = ParallelConfig(tensor=4, pipeline=4)
+
+
+def test_a_fused_layer_by_hand():
+    """Inputs of two norms and two blocks and the residual: 5 x 5120; q, k, v: 8192 + 2 x 1024; q and k before and after
+    their norm's rotation: 2 x 9216; attention's output: 8192; gate, up and their product: 3 x 25600."""
+    elements = 25_600 + 10_240 + 18_432 + 8_192 + 76_800
+    assert layer_bytes(SHAPE, PARALLEL, 0, 2, fused=True) == elements * 2 / 4 == 69_632
+
+
+def test_without_sequence_parallelism_norms_are_whole():
+    parallel = ParallelConfig(tensor=4, sequence=False)
+    assert layer_bytes(SHAPE, parallel, 0, 2, fused=True) == 69_632 + 25_600 * 2 * 3 / 4
+
+
+def test_a_fused_mixture_keeps_the_tokens_that_its_experts_get():
+    """Eight active experts: each gets a copy of the token, and keeps gate, up and their product. The router's 128
+    scores are kept twice in fp32, and four numbers for each active expert."""
+    elements = 5 * 2048 + (4096 + 2 * 512) + 2 * 4608 + 4096 + 8 * (2048 + 3 * 768)
+    assert layer_bytes(MIXTURE, ParallelConfig(), 0, 2, fused=True) == 2 * elements + 4 * (2 * 128 + 4 * 8)
+
+
+def of_stage(stage: int, parallel=PARALLEL, recompute: str = "full", num_tokens: int = 16_384):
+    return activations(SHAPE, parallel, stage, num_tokens, width=2, recompute=recompute, fused=True)
+
+
+def test_stages_hold_as_many_micro_batches_as_are_in_flight():
+    first = of_stage(0)
+    assert first.kept == 4 * 16 * 5120 * 16_384 * 2 / 4  # four micro-batches, 16 layers, one input each
+    assert first.layer == 2 * 69_632 * 16_384 and first.output == 0
+    assert of_stage(2).kept == first.kept / 2
+    assert of_stage(0, recompute="none").kept == 4 * 16 * 69_632 * 16_384
+
+
+def test_the_last_stage_also_has_the_output_layer():
+    """The input of the last norm, and hidden states of all tokens, which are not split over the ranks."""
+    hidden = 5120 * 16_384 * 2
+    last = of_stage(3)
+    assert last.kept == of_stage(0).kept / 4 + hidden / 4 + hidden
+    # Three chunks of 256 MiB, the gradient of the hidden states, and that of the weight in fp32 and in bf16.
+    assert last.output == 3 * 2**28 + hidden + 151_936 / 4 * 5120 * 6
+    assert of_stage(3, num_tokens=64).output == 3 * 64 * 151_936 / 4 * 4 + 5120 * 64 * 2 + 151_936 / 4 * 5120 * 6
+
+
+class Chunked(ParallelConfig):
+    """Stages of several chunks, and of different sizes."""
+
+    virtual: int = 1
+    layers: tuple[int, ...] | None = None
+
+    @property
+    def mesh(self) -> Mesh:
+        return replace(super().mesh, virtual=self.virtual, layers=self.layers)
+
+
+def test_uneven_stages_keep_what_their_own_layers_need():
+    parallel = Chunked(tensor=4, pipeline=4, layers=(13, 17, 17, 17))
+    one = 5120 * 16_384 * 2 / 4
+    assert of_stage(0, parallel).kept == 4 * 13 * one and of_stage(1, parallel).kept == 3 * 17 * one
+    model = ModelConfig(path=Path("nowhere"), recompute="full")
+    assert trainer_memory(SHAPE, model, parallel, 16_384, lines=0).name == "trainer, stage 1"
+
+
+def test_the_interleaved_schedule_has_more_chunks_in_flight():
+    """Two chunks of 8 layers in each of 4 stages: 2 x 3 + 4 + 1 = 11 passes in flight on the first stage; the first
+    four and the last three are of chunk 0, the others of chunk 1. Chunk 0 of stage 0 has 6 layers, chunk 1 has 10."""
+    layers = (6, 8, 8, 8, 10, 8, 8, 8)
+    parallel = Chunked(tensor=4, pipeline=4, virtual=2, layers=layers)
+    one = 5120 * 16_384 * 2 / 4
+    assert of_stage(0, parallel).kept == (4 * 6 + 4 * 10 + 3 * 6) * one
+
+
+def test_the_buffers_of_the_distributed_optimizer_are_padded():
+    """Every parameter begins at a multiple of 64, and the buffer ends at a multiple of 128 and of the ranks. With TP8
+    the norms of q and k have 128, all others many times 64; so only the end is padded: for three ranks to 384."""
+    shape = replace(SHAPE, num_layers=2)
+    alone, shared = (rank_parameters(shape, Mesh(tensor=8, data=data), 0) for data in (1, 3))
+    assert alone.padding == 0 and alone.total == shared.total
+    assert (shared.total + shared.padding) % 384 == 0 and 0 <= shared.padding < 384
+    odd = rank_parameters(replace(shape, head_dim=100), Mesh(tensor=8, data=2), 0)
+    # Two norms of 100 in each of two layers begin 28 elements later than without padding.
+    assert odd.padding >= 4 * 28 and odd.gradient_bytes == 4 * (odd.total + odd.padding)
+    assert odd.weight_bytes("bfloat16") == 2 * (odd.total + odd.padding)
+
+
+def test_the_padding_of_the_vocabulary_is_held():
+    """OLMo's 100,278 tokens on 8 ranks are 100,352 rows, 12,544 on each rank."""
+    shape = read_shape(CONFIGS / "Olmo-3-32B-Think-DPO.json")
+    with_ends, whole = rank_parameters(shape, Mesh(tensor=8), 7), rank_parameters(shape, Mesh(tensor=8), 0)
+    assert with_ends.total == whole.total
+    layers = rank_parameters(replace(shape, vocab_size=0), Mesh(tensor=8), 0)
+    assert whole.total - layers.total == 2 * 12_544 * 5120
+
+
+def test_communicators_are_those_of_groups_of_several_ranks():
+    assert num_communicators(Mesh()) == 0
+    assert num_communicators(Mesh(data=2)) == 2  # all ranks, data parallelism
+    assert num_communicators(Mesh(tensor=4, pipeline=4, data=2)) == 5  # and TP, PP, both together
+    assert num_communicators(Mesh(tensor=2, data=4, expert=4, expert_tensor=1)) == 6  # TP twice, EP, expert-DP
+
+
+def config(parallel=None, **sections) -> GrpoRunConfig:
+    given = {
+        "run": {"name": "x", "steps": 1},
+        "model": {"path": "models/Qwen3-32B", "recompute": "full"},
+        "data": {"train": "rows"},
+        "policy": {"parallel": parallel or {"tensor": 4, "pipeline": 4, "data": 2}},
+        "rollout": {
+            "num_engines": 8,
+            "tensor": 4,
+            "prompts_per_step": 16,
+            "samples_per_prompt": 4,
+            "max_prompt_tokens": 1024,
+            "max_response_tokens": 8192,
+        },
+        "balance": {"max_tokens_per_microbatch": 16384},
+        "cluster": {"gpus_per_trainer": 1, "gpus_per_engine_rank": 1, "gpus_per_node": 8},
+    }
+    for name, section in sections.items():
+        given[name] = given.get(name, {}) | section
+    return validate(GrpoRunConfig, given)
+
+
+def test_lines_of_the_bridge_are_counted_between_nodes():
+    """TP4 x PP4 x DP2 feeds 8 engines of TP4. Each engine rank needs its quarter from all four stages. Of a stage's two
+    replicas each sends half of the bytes; together 224 of the 32 x 32 pairs talk, none of them inside a node."""
+    plan = planned_transfer(config(), SHAPE, Mesh(tensor=4, pipeline=4, data=2))
+    lines = bridge_lines(plan, 8)
+    assert plan.num_routes == 224 and lines == (8, 8)
+    assert bridge_lines(plan, 64) == (0, 0)
+
+
+def test_the_phases_of_a_run_by_hand():
+    memory = run_memory(config(algorithm={"kl": {}}), SHAPE)
+    trainer, engine = memory.trainer, memory.engine
+    held = rank_parameters(SHAPE, Mesh(tensor=4, pipeline=4, data=2), 0)
+    assert memory.reference_bytes == held.total * 2
+    always = held.total * (2 + 4) + held.total / 2 * 12 + 13 * COMMUNICATOR_BYTES + 2 * 64 * 2**20
+    used = of_stage(0)
+    assert trainer.name == "trainer, stage 0"
+    assert trainer.totals == pytest.approx((always + used.kept + used.layer, always, always), rel=1e-6)
+    cache = 0.85 * MEMORY_BYTES - engine.gpu.parts["weights"][0] - ENGINE_WORK_BYTES
+    assert engine.gpu.parts["KV cache"][0] == pytest.approx(cache)
+    # Two of eight KV heads on each rank, 64 layers, 2 x 128 numbers of 2 bytes: 65,536 bytes a token.
+    assert sequence_bytes(SHAPE, 4, 9216, 2) == 9216 * 65_536
+    assert engine.longest == int(cache // (9216 * 65_536)) and engine.half == int(cache // (4608 * 65_536))
+    assert memory.problems == []
+
+
+def test_a_window_and_shared_heads_bound_the_cache():
+    windowed = replace(SHAPE, sliding_window=1000, sliding_layers=tuple(range(48)))
+    assert sequence_bytes(windowed, 8, 4000, 2) == (16 * 4000 + 48 * 1000) * 2 * 128 * 2
+    assert sequence_bytes(windowed, 16, 4000, 2) == sequence_bytes(windowed, 8, 4000, 2)  # at least one head
+
+
+def test_an_engine_of_several_ranks_holds_its_experts_twice_in_a_push():
+    run = config({"tensor": 2, "data": 8, "expert": 8, "expert_tensor": 1}, model={"path": "models/Qwen3-30B-A3B"})
+    memory = run_memory(run, MIXTURE)
+    experts = 48 * 128 * 3 * 768 * 2048 * 2 / 4
+    assert memory.engine.gpu.parts["experts before vLLM repacks them"] == (0, experts, 0)
+    alone = config(
+        {"tensor": 2, "data": 8, "expert": 8, "expert_tensor": 1},
+        model={"path": "models/Qwen3-30B-A3B"},
+        rollout={"tensor": 1},
+    )
+    of_one_layer = run_memory(alone, MIXTURE).engine.gpu.parts["experts before vLLM repacks them"][1]
+    assert of_one_layer == pytest.approx(experts * 4 / 48)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {"model": {"recompute": "none"}},
+            ["training needs 106", "trainer, stage 0", "activations kept for the backward passes", "recompute to full"],
+        ),
+        ({"parallel": {"tensor": 4}}, ["optimizer state", "raise policy.parallel.data"]),
+        ({"rollout": {"gpu_memory_utilization": 1.0}}, ["(engine)", "lower rollout.gpu_memory_utilization"]),
+        ({"rollout": {"tensor": 1}}, ["KV cache", "holds no sequence of the largest length", "raise rollout.tensor"]),
+        (
+            {"bridge": {"bucket_mib": 40_000}},
+            ["training needs", "are two buffers of the bridge", "lower bridge.bucket_mib"],
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_phase_size_and_advice(changes, said):
+    memory = run_memory(config(**changes), SHAPE)
+    with pytest.raises(ValueError) as refused:
+        check_memory(memory)
+    assert all(words in str(refused.value) for words in said), str(refused.value)
+
+
+def test_a_cpu_has_no_limit_and_no_communicator():
+    run = config(cluster={"gpus_per_trainer": 0, "gpus_per_engine_rank": 0}, model={"recompute": "none"})
+    memory = run_memory(run, SHAPE)
+    assert memory.problems == [] and memory.engine is None and not memory.fused
+    assert not any("NCCL" in part for part in memory.trainer.parts)
+
+
+def test_ranks_that_share_a_gpu_share_its_memory():
+    run = config(cluster={"gpus_per_trainer": 0.25, "gpus_per_engine_rank": 1})
+    memory = run_memory(run, SHAPE)
+    assert memory.trainer_limit == MEMORY_BYTES / 4
+    assert any("on a GPU of 20 GB (trainer" in problem for problem in memory.problems)
+
+
+def test_the_table_adds_up():
+    screen = io.StringIO()
+    memory = describe_memory(config(), SHAPE, Console(file=screen, width=100, color_system=None))
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in screen.getvalue().splitlines() if "│" in line]
+    totals = [float(cell) for cell in next(row for row in rows if row[0] == memory.trainer.name)[1:]]
+    first = next(i for i, row in enumerate(rows) if row[0] == memory.trainer.name) + 1
+    parts = rows[first : first + len(memory.trainer.parts)]
+    for phase in range(len(PHASES)):
+        # Each of the cells is rounded to 0.01 GB.
+        assert sum(float(row[phase + 1] or 0) for row in parts) == pytest.approx(totals[phase], abs=0.005 * 9)
+
+
+@pytest.mark.parametrize("shape", [SHAPE, MIXTURE], ids=["dense", "mixture"])
+def test_all_ways_to_split_a_model_divide_it_and_have_its_ranks(shape):
+    found = list(parallel_sizes(ParallelConfig(tensor=4, data=4), shape, 8))
+    keys = {tuple(parallel.model_dump().items()) for parallel in found}
+    assert len(keys) == len(found) > 10
+    for parallel in found:
+        assert parallel.mesh.world_size == 16 and parallel.tensor <= 8
+        FAMILIES[shape.family].check_mesh(shape, parallel.mesh)
+    assert ParallelConfig(tensor=4, data=4) in found
+    if shape.experts:
+        assert ParallelConfig(tensor=2, data=8, expert=8, expert_tensor=1) in found
+
+
+def test_layouts_that_fit_come_fastest_first():
+    run = config(model={"recompute": "none"})
+    layouts = fitting_layouts(run, SHAPE)
+    assert 0 < len(layouts) <= MAX_SHOWN
+    seconds = [layout.seconds for layout in layouts]
+    assert seconds == sorted(seconds)
+    for layout in layouts:
+        assert layout.parallel.mesh.world_size == 32
+        changed = config(layout.parallel.model_dump(exclude_defaults=True), model={"recompute": layout.recompute})
+        assert run_memory(changed, SHAPE).trainer == layout.memory and max(layout.memory.totals) <= MEMORY_BYTES
+
+
+def test_the_command_prints_tables_or_json(capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    recipe = "recipes/qwen3_32b/qwen3_32b-dapo-4n8g-tp4pp4.yaml"
+    assert size_run.main([recipe]) == 0
+    shown = capsys.readouterr().out
+    assert "the trainer's layouts that fit" in shown and "tensor=8 pipeline=2 recompute=full" in shown
+    assert size_run.main([recipe, "model.recompute=none", "--json"]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert not told["fits"] and "training needs" in told["problems"][0]
+    assert told["training_bytes"]["full"] < MEMORY_BYTES < told["training_bytes"]["none"]
+    overrides = told["layouts"][0]["overrides"]
+    assert size_run.main([recipe, "policy.parallel.pipeline=1", "policy.parallel.tensor=1", *overrides]) == 0
+    assert size_run.main([recipe, "rollout.tensors=3"]) == 1
+    assert "did you mean rollout.tensor" in capsys.readouterr().err
