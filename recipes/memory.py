@@ -179,7 +179,7 @@ def layer_bytes(shape: ModelShape, parallel: ParallelConfig, layer: int, width: 
         # The inputs and outputs of two norms; q, k, v for the kernel; its output, packed and padded; the same unpadded.
         elements = 4 * hidden * rows + (query + key + value + 2 * query) * split
         numbers = 2 * rows + shape.num_heads * split
-        mlp = 4  # gate and up, silu of gate, and the product
+        mlp = 5  # gate and up, silu of gate, up once more, and the product
         norm = FAMILIES[shape.family].qk_norm
         if norm == "head":  # the input of k's norm is a view of q, k and v together
             elements += (query + query + key + value) * split
@@ -196,19 +196,17 @@ def layer_bytes(shape: ModelShape, parallel: ParallelConfig, layer: int, width: 
         elements += mlp * shape.ffn_size * split
     else:
         elements += mixture.shared_ffn_size * mlp * split
-        of_mixture, more = _mixture_bytes(mixture, mesh, hidden, mlp)
+        # The local experts also keep the product multiplied by the router's weight.
+        of_mixture, more = _mixture_widths(mixture, mesh, hidden, mlp if fused else mlp + 1)
         elements, numbers = elements + of_mixture * rows, numbers + more * rows
     return elements * width + numbers * 4
 
 
-def _mixture_bytes(experts: Experts, mesh: Mesh, hidden: int, mlp: int) -> tuple[float, float]:
+def _mixture_widths(experts: Experts, mesh: Mesh, hidden: int, mlp: int) -> tuple[float, float]:
     """(elements, fp32 numbers) that the routed experts keep for each token of one tensor-parallel rank: the tokens that
-    are sent to the rank, what the experts' MLPs keep of them, and the router's scores."""
+    are sent to the rank, `mlp` times an expert's width of each of them, and the router's scores."""
     tokens = experts.num_active * mesh.expert_ways  # a token goes to all ranks that share an expert
-    local = mlp == 4
-    ffn = experts.ffn_size / mesh.expert_ways
-    # The local experts also keep the product before it is multiplied by the router's weight.
-    elements = tokens * (hidden + (mlp + local) * ffn)
+    elements = tokens * (hidden + mlp * experts.ffn_size / mesh.expert_ways)
     return elements, 2.0 * experts.num_experts + 4.0 * experts.num_active
 
 

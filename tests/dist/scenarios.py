@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import time
+import weakref
 import zlib
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -410,24 +411,33 @@ def _storages(tensors) -> dict[int, int]:
     return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
 
 
+class Saved:
+    """A tensor that autograd holds until it frees the graph."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+
 def saved_activations(rank, world_size, url, *, folder, samples, layout):
-    """What autograd saves on this rank in one forward pass over one micro-batch: the bytes of all storages but those of
-    the parameters, and the number of tokens of the row."""
+    """What autograd holds on this rank after one forward pass over one micro-batch: the bytes of all storages but those
+    of the parameters, and the number of tokens of the row."""
     actor = build(rank, world_size, url, folder, layout)
     [[batch]] = pack(share_of([[samples]], alignment=layout.alignment))
     parameters = _storages(p.data for p in actor.model.parameters())
-    saved = []  # alive until they are counted, so that no address is used twice
+    saved, outputs = weakref.WeakSet(), []
 
     def keep(tensor):
-        saved.append(tensor)
-        return tensor
+        held = Saved(tensor)
+        saved.add(held)
+        return held
 
     def loss(i, logp_T, entropy_T):
         return logp_T.sum(), logp_T
 
-    with platform.running(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        kept = actor._schedule.run([batch], loss, forward_only=True)
-    counted = {key: size for key, size in _storages(saved).items() if key not in parameters}
-    assert all(logp_T.requires_grad for logp_T in kept)
+    actor.model.register_forward_hook(lambda module, arguments, output: outputs.append(output))  # they hold the graph
+    with platform.running(), torch.autograd.graph.saved_tensors_hooks(keep, lambda held: held.tensor):
+        logps = actor._schedule.run([batch], loss, forward_only=True)
+    assert all(tensor.requires_grad for tensor in (*outputs, *logps))
+    counted = _storages(held.tensor for held in saved)
     actor.close()
-    return sum(counted.values()), len(batch.ids_T)
+    return sum(size for key, size in counted.items() if key not in parameters), len(batch.ids_T)
