@@ -132,7 +132,7 @@ def describe_memory(config: BaseConfig, shape: ModelShape, console: Console) -> 
         more.add_row("reference policy, in the node's memory", f"{gigabytes(memory.reference_bytes)} a trainer rank")
     if memory.engine is not None:
         longest = config.rollout.max_model_tokens
-        held = f"{memory.engine.longest:,} sequences of {longest:,} tokens, {memory.engine.half:,} of half as many"
+        held = f"{memory.engine.longest:,} sequences of {longest:,} tokens, {memory.engine.half:,} of {longest // 2:,}"
         more.add_row("KV cache of an engine", held)
     console.print(more)
     return memory
