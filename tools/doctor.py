@@ -126,7 +126,7 @@ def judge(machine: Machine) -> Judgement:
             "keep more activations."
         )
     if on_gpus and adam is None:
-        slower.append("Neither Transformer Engine nor Apex is installed: PyTorch's Adam updates without a fused kernel.")
+        slower.append("Transformer Engine and Apex are not installed: PyTorch's Adam updates without a fused kernel.")
     if on_gpus and for_cpu:
         slower.append("vLLM is a CPU build: engines answer on the CPU although there are GPUs.")
     if len(machine.gpus) == 1:
