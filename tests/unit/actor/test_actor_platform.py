@@ -29,3 +29,14 @@ def test_importing_the_actor_is_quiet():
         [sys.executable, "-c", "import megatron_rl.actor.actor"], capture_output=True, text=True, timeout=120
     )
     assert (process.returncode, process.stdout, process.stderr) == (0, "", "")
+
+
+def test_peak_memory_stays_after_the_memory_is_freed():
+    """In a process of its own, which is small before."""
+    code = (
+        "from megatron_rl.processes import peak_memory_bytes\n"
+        "before = peak_memory_bytes()\nheld = b'x' * 100_000_000\ndel held\nprint(before, peak_memory_bytes())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    before, after = map(int, done.stdout.split())
+    assert 1e6 < before < after and after >= 100_000_000

@@ -134,6 +134,18 @@ def test_the_padding_of_the_vocabulary_is_held():
     assert whole.total - layers.total == 2 * 12_544 * 5120
 
 
+def test_the_ranks_of_671b_hold_every_parameter_once():
+    """16 uneven stages of 64 ranks, which share all experts: 671 billion parameters, of which the routers' biases have
+    no gradient and stay fp32."""
+    shape = read_shape(CONFIGS / "DeepSeek-V3.json")
+    mesh = Mesh(pipeline=16, data=64, expert=64, layers=(3, *[4] * 14, 2))
+    stages = [rank_parameters(shape, mesh, stage * 64) for stage in range(16)]
+    assert sum(held.dense + held.constant + 64 * held.expert for held in stages) == 671_026_419_200
+    assert FAMILIES[shape.family].num_parameters(shape) == 671_026_419_200
+    assert stages[0].constant == 0 and stages[1].constant == 4 * 256
+    assert stages[1].weight_bytes("bfloat16") == 2 * (stages[1].dense + stages[1].expert + stages[1].padding) + 4 * 1024
+
+
 def test_communicators_are_those_of_groups_of_several_ranks():
     assert num_communicators(Mesh()) == 0
     assert num_communicators(Mesh(data=2)) == 2  # all ranks, data parallelism
@@ -295,5 +307,9 @@ def test_the_command_prints_tables_or_json(capsys, monkeypatch):
     assert told["training_bytes"]["full"] < MEMORY_BYTES < told["training_bytes"]["none"]
     overrides = told["layouts"][0]["overrides"]
     assert size_run.main([recipe, "policy.parallel.pipeline=1", "policy.parallel.tensor=1", *overrides]) == 0
+    capsys.readouterr()
+    assert size_run.main([recipe, "cluster.gpus_per_trainer=0", "cluster.gpus_per_engine_rank=0"]) == 0
+    shown = capsys.readouterr().out
+    assert "Megatron's local layers" in shown and "NCCL" not in shown and "that fit" not in shown
     assert size_run.main([recipe, "rollout.tensors=3"]) == 1
     assert "did you mean rollout.tensor" in capsys.readouterr().err
