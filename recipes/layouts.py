@@ -27,6 +27,14 @@ class Layout:
     memory: GpuMemory
 
     @property
+    def label(self) -> str:
+        mesh = self.parallel.mesh
+        sizes = {"TP": mesh.tensor, "CP": mesh.context, "PP": mesh.pipeline, "DP": mesh.data}
+        text = " x ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "one rank"
+        experts = f", EP{mesh.expert} x ETP{mesh.expert_ways}" if mesh.expert > 1 else ""
+        return f"{text}{experts}, recompute {self.recompute}"
+
+    @property
     def overrides(self) -> list[str]:
         """The keys of the configuration that differ from the defaults, as arguments of a command."""
         chosen = self.parallel.model_dump(exclude_defaults=True)

@@ -3,8 +3,8 @@
 The arguments are those of the recipes: YAML files and overrides, merged from left to right. The first table is that of
 the dry run (recipes/memory.py has what it counts). The second one has at most 10 layouts of the trainer on the same
 number of GPUs that fit into their memory, the fastest one first; the times are those of recipes/estimates.py for a step
-in which every sample has the largest length. Neither weights nor GPUs are needed. The exit status is 0 if the run fits,
-and 1 if it does not or if the configuration is wrong.
+in which every sample has the largest length. With --json each layout also has its overrides. Neither weights nor GPUs
+are needed. The exit status is 0 if the run fits, and 1 if it does not or if the configuration is wrong.
 
     python tools/size_run.py recipes/qwen3_32b/qwen3_32b-dapo-4n8g-tp4pp4.yaml
     python tools/size_run.py recipes/qwen3_32b/qwen3_32b-dapo-4n8g-tp4pp4.yaml model.recompute=none --json
@@ -46,7 +46,12 @@ def as_dict(memory: RunMemory, layouts: Sequence[Layout]) -> dict[str, object]:
         "reference_bytes": memory.reference_bytes,
         "kv_sequences": None if engine is None else {"longest": engine.longest, "half": engine.half},
         "layouts": [
-            {"overrides": layout.overrides, "seconds": layout.seconds, "bytes": max(layout.memory.totals)}
+            {
+                "layout": layout.label,
+                "overrides": layout.overrides,
+                "seconds": layout.seconds,
+                "bytes": max(layout.memory.totals),
+            }
             for layout in layouts
         ],
     }
@@ -54,17 +59,13 @@ def as_dict(memory: RunMemory, layouts: Sequence[Layout]) -> dict[str, object]:
 
 def shown(layouts: Sequence[Layout], config: BaseConfig) -> Table:
     table = Table(title="the trainer's layouts that fit, fastest first: estimates for H100 GPUs", title_justify="left")
-    table.add_column("policy.parallel and model.recompute")
+    table.add_column("")
     table.add_column("a step, s", justify="right")
     table.add_column("GB", justify="right")
     for layout in layouts:
         is_present = layout.parallel.mesh == config.policy.parallel.mesh and layout.recompute == config.model.recompute
-        table.add_row(
-            " ".join(layout.overrides).replace("policy.parallel.", "").replace("model.", "")
-            + (" (configured)" if is_present else ""),
-            f"{layout.seconds:,.0f}",
-            f"{max(layout.memory.totals) / 1e9:.1f}",
-        )
+        name = layout.label + (" (configured)" if is_present else "")
+        table.add_row(name, f"{layout.seconds:,.0f}", f"{max(layout.memory.totals) / 1e9:.1f}")
     return table
 
 

@@ -20,6 +20,7 @@ from megatron_rl.layout import FAMILIES, read_shape
 from megatron_rl.recipes.dry_run import check_memory, describe_memory
 from megatron_rl.recipes.layouts import MAX_SHOWN, fitting_layouts, parallel_sizes
 from megatron_rl.recipes.memory import (
+    CHUNK_BYTES,
     COMMUNICATOR_BYTES,
     ENGINE_WORK_BYTES,
     PHASES,
@@ -144,6 +145,13 @@ def test_the_ranks_of_671b_hold_every_parameter_once():
     assert FAMILIES[shape.family].num_parameters(shape) == 671_026_419_200
     assert stages[0].constant == 0 and stages[1].constant == 4 * 256
     assert stages[1].weight_bytes("bfloat16") == 2 * (stages[1].dense + stages[1].expert + stages[1].padding) + 4 * 1024
+
+
+def test_the_constants_are_those_of_the_rooms_that_need_torch():
+    from megatron_rl.algorithms import logprobs
+    from megatron_rl.bridge.line import SLOTS
+
+    assert CHUNK_BYTES == logprobs.CHUNK_BYTES and SLOTS == 2
 
 
 def test_communicators_are_those_of_groups_of_several_ranks():
@@ -300,7 +308,7 @@ def test_the_command_prints_tables_or_json(capsys, monkeypatch):
     recipe = "recipes/qwen3_32b/qwen3_32b-dapo-4n8g-tp4pp4.yaml"
     assert size_run.main([recipe]) == 0
     shown = capsys.readouterr().out
-    assert "the trainer's layouts that fit" in shown and "(configured)" in shown
+    assert "the trainer's layouts that fit" in shown and "TP4 x PP4, recompute full (configured)" in shown
     assert size_run.main([recipe, "model.recompute=none", "--json"]) == 1
     told = json.loads(capsys.readouterr().out)
     assert not told["fits"] and "training needs" in told["problems"][0]
