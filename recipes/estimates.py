@@ -10,13 +10,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_rl.balance import plan_microbatches
-from megatron_rl.balance.flops import forward_flops, training_flops
+from megatron_rl.balance import flops_by_layer, forward_flops, plan_microbatches, training_flops
 from megatron_rl.balance.hardware import BANDWIDTH, DECODING_SHARE, PEAK_FLOPS, TRAINING_SHARE
 from megatron_rl.config.schema import BaseConfig, GrpoRunConfig, ParallelConfig, SftRunConfig
 from megatron_rl.layout import Links
 from megatron_rl.recipes.memory import BYTES, expert_data_ways, rank_parameters
-from megatron_rl.types import Batch, MicrobatchPlan, ModelShape
+from megatron_rl.types import Batch, Mesh, MicrobatchPlan, ModelShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +81,8 @@ def training_seconds(
 
         C (1 + (p - 1) / (m v)) + (T + E + X) + D
 
-    C is the time of the FLOPs at TRAINING_SHARE of the peak. The factor is that of a pipeline of p stages of v chunks
+    C is the time of the FLOPs of the slowest stage at TRAINING_SHARE of the peak; the last stage has the output layer
+    beside its layers. The factor is that of a pipeline of p stages of v chunks
     with m micro-batches, whose stages are idle for the share (p - 1) / (m v + p - 1) of the time (Narayanan et al.
     2021, arXiv:2104.04473). T, E, X and D are the times in which tensor, expert, context and data parallelism send
     bytes. Nothing is taken to overlap, because the actor overlaps nothing. With N tokens of a step on a data- and
@@ -105,6 +105,7 @@ def training_seconds(
     flops = work.num_passes * forward_flops(work.lengths, shape).sum()
     flops += training_flops(work.lengths, shape, recompute).sum()
     compute_s = flops / (mesh.world_size * PEAK_FLOPS * TRAINING_SHARE)
+    compute_s *= _slowest_stage(int(work.lengths.max()), shape, mesh)
     compute_s *= 1 + (mesh.pipeline - 1) / (num_micro * mesh.virtual)
 
     def rate(span: int) -> float:
@@ -134,6 +135,18 @@ def training_seconds(
     )
     sent_s += work.num_updates * reduced * (4 + width) / rate(mesh.stage_size if dense_ways > 1 else 1)
     return float(compute_s + sent_s)
+
+
+def _slowest_stage(length: int, shape: ModelShape, mesh: Mesh) -> float:
+    """The forward FLOPs of the slowest stage, divided by the mean of the stages, for samples of one length."""
+    of_layer = flops_by_layer(length, shape)
+    total = float(forward_flops(np.array([length]), shape)[0])
+    stages = [
+        sum(of_layer[n] for chunk in range(mesh.virtual) for n in mesh.layer_range(shape.num_layers, stage, chunk))
+        for stage in range(mesh.pipeline)
+    ]
+    stages[-1] += total - sum(of_layer)
+    return float(max(stages) / total * mesh.pipeline)
 
 
 def generation_seconds(config: GrpoRunConfig, shape: ModelShape, num_parameters: int, width: int) -> float:

@@ -13,6 +13,7 @@ from megatron_rl.config.schema import BaseConfig, GrpoRunConfig, ParallelConfig
 from megatron_rl.layout import FAMILIES
 from megatron_rl.recipes.estimates import largest_plan, largest_work, num_microbatches, training_seconds
 from megatron_rl.recipes.memory import GpuMemory, bridge_lines, planned_transfer, trainer_limit, trainer_memory
+from megatron_rl.recipes.stages import with_layers
 from megatron_rl.types import ModelShape
 
 MAX_SHOWN = 10
@@ -32,19 +33,23 @@ class Layout:
         sizes = {"TP": mesh.tensor, "CP": mesh.context, "PP": mesh.pipeline, "DP": mesh.data}
         text = " x ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "one rank"
         experts = f", EP{mesh.expert} x ETP{mesh.expert_ways}" if mesh.expert > 1 else ""
-        return f"{text}{experts}, recompute {self.recompute}"
+        stages = f" of {' '.join(map(str, self.parallel.layers))} layers" if self.parallel.layers else ""
+        parts = f" x VPP{mesh.virtual}" if mesh.virtual > 1 else ""
+        return f"{text}{parts}{experts}{stages}, recompute {self.recompute}"
 
     @property
     def overrides(self) -> list[str]:
         """The keys of the configuration that differ from the defaults, as arguments of a command."""
         chosen = self.parallel.model_dump(exclude_defaults=True)
-        keys = [f"policy.parallel.{name}={str(value).lower()}" for name, value in chosen.items()]
+        if self.parallel.layers is not None:
+            chosen["layers"] = list(self.parallel.layers)
+        keys = [f"policy.parallel.{name}={str(value).lower().replace(' ', '')}" for name, value in chosen.items()]
         return [*keys, f"model.recompute={self.recompute}"]
 
 
 def fitting_layouts(config: BaseConfig, shape: ModelShape) -> list[Layout]:
     """The fastest layouts of the trainer that fit, MAX_SHOWN at most, with as many GPUs as the configuration has. The
-    engines stay as they are, and stages have equal numbers of layers.
+    engines stay as they are. Stages whose number does not divide the layers get those of `layers: auto`.
 
     The bridge's communicators depend on the layout, and planning a transfer takes longer than everything else. So the
     layouts are ordered without them, and only the fastest ones are planned.
@@ -53,10 +58,10 @@ def fitting_layouts(config: BaseConfig, shape: ModelShape) -> list[Layout]:
     work, limit = largest_work(config), trainer_limit(config)
     num_tokens = config.balance.max_tokens_per_microbatch
     bucket_bytes = config.bridge.bucket_mib * 2**20 if isinstance(config, GrpoRunConfig) else 0.0
-    planned: dict[tuple[int, int], int] = {}
-    """The number of micro-batches by what it depends on: data-parallel ranks and alignment."""
+    planned: dict[tuple[int, ...], int] = {}
+    """The number of micro-batches by what it depends on: data-parallel ranks, alignment, and what divides it."""
     candidates = []
-    for parallel in parallel_sizes(config.policy.parallel, shape, gpus_per_node):
+    for parallel in parallel_sizes(config, shape, gpus_per_node):
         if parallel.alignment > num_tokens:
             continue
         for recompute in ("none", "full"):
@@ -64,7 +69,7 @@ def fitting_layouts(config: BaseConfig, shape: ModelShape) -> list[Layout]:
             memory = trainer_memory(shape, model, parallel, num_tokens, bucket_bytes, lines=0)
             if max(memory.totals) > limit:
                 continue
-            key = (parallel.data, parallel.alignment)
+            key = (parallel.data, parallel.alignment, parallel.microbatch_multiple)
             if key not in planned:
                 planned[key] = num_microbatches(largest_plan(config, shape, parallel))
             seconds = training_seconds(
@@ -92,10 +97,12 @@ def fitting_layouts(config: BaseConfig, shape: ModelShape) -> list[Layout]:
     return found
 
 
-def parallel_sizes(present: ParallelConfig, shape: ModelShape, gpus_per_node: int) -> Iterator[ParallelConfig]:
-    """All ways to split the model over as many ranks as `present` has, with tensor parallelism inside a node. Experts
-    are split like the other matrices, or not at all."""
-    world_size, family = present.mesh.world_size, FAMILIES[shape.family]
+def parallel_sizes(config: BaseConfig, shape: ModelShape, gpus_per_node: int) -> Iterator[ParallelConfig]:
+    """The configured layout, and all ways to split the model over as many ranks without virtual stages, with tensor
+    parallelism inside a node. Experts are split like the other matrices, or not at all."""
+    present = config.policy.parallel
+    yield present
+    world_size = present.mesh.world_size
     for tensor in _divisors(world_size):
         if tensor > gpus_per_node:
             break
@@ -103,13 +110,18 @@ def parallel_sizes(present: ParallelConfig, shape: ModelShape, gpus_per_node: in
             for context in _divisors(world_size // tensor // pipeline):
                 data = world_size // tensor // pipeline // context
                 sizes = {"tensor": tensor, "pipeline": pipeline, "context": context, "data": data}
+                if shape.num_layers % pipeline:
+                    sizes["layers"] = "auto"
                 for experts in _expert_sizes(shape, tensor, tensor * context * data):
                     parallel = ParallelConfig(**sizes, **experts, sequence=present.sequence)
                     try:
-                        family.check_mesh(shape, parallel.mesh)
+                        policy = config.policy.model_copy(update={"parallel": parallel})
+                        parallel = with_layers(config.model_copy(update={"policy": policy})).policy.parallel
+                        FAMILIES[shape.family].check_mesh(shape, parallel.mesh)
                     except ValueError:  # the mesh does not divide the model
                         continue
-                    yield parallel
+                    if parallel != present:
+                        yield parallel
 
 
 def _expert_sizes(shape: ModelShape, tensor: int, stage_size: int) -> Iterator[dict[str, int]]:

@@ -23,7 +23,7 @@ from megatron_rl.balance.hardware import MEMORY_BYTES
 from megatron_rl.config.schema import BaseConfig, GrpoRunConfig, ModelConfig, ParallelConfig, RolloutConfig
 from megatron_rl.layout import FAMILIES, Engines, Links, TransferPlan, padded_vocabulary, plan_weights, volume
 from megatron_rl.layout.shards import is_vocabulary
-from megatron_rl.types import Experts, Mesh, ModelShape
+from megatron_rl.types import Experts, Llama3Rope, Mesh, ModelShape
 
 BYTES = {"float32": 4, "bfloat16": 2}
 """The bytes of a parameter of each dtype."""
@@ -143,10 +143,13 @@ def checkpoint_bytes(shape: ModelShape, mesh: Mesh, dtype: str) -> float:
     return sum(ranks) * mesh.stage_size
 
 
-def has_fused_layers(shape: ModelShape, dtype: str) -> bool:
-    """Whether the layers on GPUs are Transformer Engine's, if it is installed. It runs bf16 models without norms after
-    their blocks; other models have Megatron's local layers."""
-    return dtype == "bfloat16" and not FAMILIES[shape.family].post_norm
+def has_fused_layers(shape: ModelShape, model: ModelConfig) -> bool:
+    """Whether the layers on GPUs are Transformer Engine's, if it is installed (`actor.model.uses_fused_layers`)."""
+    if model.layers != "auto":
+        return model.layers == "transformer_engine"
+    rope = shape.rope_scaling
+    is_known_rope = rope is None or rope == Llama3Rope(rope.factor, 1.0, 4.0, 8192)
+    return model.dtype == "bfloat16" and not FAMILIES[shape.family].post_norm and is_known_rope
 
 
 def layer_bytes(shape: ModelShape, parallel: ParallelConfig, layer: int, width: int, *, fused: bool) -> float:
@@ -351,7 +354,7 @@ def trainer_memory(
             layers and without NCCL.
     """
     mesh, width = parallel.mesh, BYTES[model.dtype]
-    fused = lines is not None and has_fused_layers(shape, model.dtype)
+    fused = lines is not None and has_fused_layers(shape, model)
     number = 0 if lines is None else num_communicators(mesh) + lines
 
     def of_stage(stage: int) -> GpuMemory:
@@ -537,7 +540,7 @@ def run_memory(config: BaseConfig, shape: ModelShape) -> RunMemory:
         trainer_limit=trainer_limit(config),
         engine=engine,
         reference_bytes=reference,
-        fused=on_gpus and has_fused_layers(shape, model.dtype),
+        fused=on_gpus and has_fused_layers(shape, model),
     )
 
 

@@ -25,12 +25,13 @@ from megatron_rl.config.schema import BaseConfig, GrpoRunConfig, SftRunConfig
 from megatron_rl.recipes.dry_run import describe_memory, describe_policy, planned_shape
 from megatron_rl.recipes.layouts import Layout, fitting_layouts
 from megatron_rl.recipes.memory import PHASES, RunMemory, run_memory
+from megatron_rl.recipes.stages import with_layers
 
 
 def read(arguments: Sequence[str]) -> BaseConfig:
     """The configuration of a supervised run if there is a section `sft`, otherwise that of reinforcement learning."""
     merged = merge_arguments(arguments)
-    return validate(SftRunConfig if "sft" in merged else GrpoRunConfig, merged)
+    return with_layers(validate(SftRunConfig if "sft" in merged else GrpoRunConfig, merged))
 
 
 def as_dict(memory: RunMemory, layouts: Sequence[Layout]) -> dict[str, object]:

@@ -37,6 +37,7 @@ from megatron_rl.config.schema import (
     PolicyConfig,
 )
 from megatron_rl.layout import FAMILIES, read_shape, slices
+from megatron_rl.tools.compare_layouts import train_once
 from megatron_rl.types import Denominators, Mesh, Metrics
 
 OPTIMIZER = OptimizerConfig(
@@ -82,6 +83,8 @@ def build(
         context=mesh.context,
         expert=mesh.expert,
         expert_tensor=mesh.expert_tensor,
+        virtual=mesh.virtual,
+        layers=mesh.layers,
         sequence=layout.sequence,
     )
     spec = ActorSpec(
@@ -134,6 +137,10 @@ def begin(
 COEFFICIENTS = {"kl": 0.3, "entropy": 0.05}
 
 
+def one_update(rank, world_size, url, **arguments):
+    return train_once(rank, meet(rank, world_size, url), **arguments)
+
+
 def train(rank, world_size, url, *, folder, samples, layout, num_updates=3, algorithm=ALGORITHM):
     """(mismatch, metrics of each update)"""
     actor = build(rank, world_size, url, folder, layout, algorithm)
@@ -160,7 +167,7 @@ def train_steps(rank, world_size, url, *, folder, samples, layout, algorithm, pa
         nonlocal passes
         passes += 1
 
-    actor.model.register_forward_hook(count)
+    actor.chunks[-1].register_forward_hook(count)
     steps = []
     for _ in range(num_steps):
         metrics = begin(actor, samples, layout, 1)
@@ -186,13 +193,13 @@ def logits(rank, world_size, url, *, folder, samples, layout):
     actor = build(rank, world_size, url, folder, layout)
     [[batch]] = pack(share_of([[samples]], alignment=layout.alignment))
     with platform.running(), torch.no_grad():
-        hidden_1TH = actor.model(
+        hidden_1TH = actor.chunks[0](
             input_ids=batch.ids_T[None],
             position_ids=None,
             attention_mask=None,
             packed_seq_params=packed_sequences(batch.lengths_S, actor.spec.shape, fused=False),
         )
-        part_1TV = hidden_1TH @ output_weight(unwrap_model(actor.model)).T
+        part_1TV = hidden_1TH @ output_weight(unwrap_model(actor.chunks[-1])).T
     parts = [torch.empty_like(part_1TV) for _ in range(layout.mesh.tensor)]
     dist.all_gather(parts, part_1TV.contiguous(), group=parallel_state.get_tensor_model_parallel_group())
     actor.close()
@@ -395,7 +402,7 @@ def allocated(rank, world_size, url, *, folder, samples, layout):
     actor = build(rank, world_size, url, folder, layout)
     begin(actor, samples, layout, 1)
     actor.update(0, COEFFICIENTS)
-    parameters = list(actor.model.parameters())
+    parameters = [p for chunk in actor.chunks for p in chunk.parameters()]
     inner = [chained.optimizer for chained in actor.optimizer.chained_optimizers]
     owned = [p for optimizer in inner for group in optimizer.param_groups for p in group["params"]]
     weights = _storages(p.data for p in parameters)
@@ -423,7 +430,7 @@ def saved_activations(rank, world_size, url, *, folder, samples, layout):
     of the parameters, and the number of tokens of the row."""
     actor = build(rank, world_size, url, folder, layout)
     [[batch]] = pack(share_of([[samples]], alignment=layout.alignment))
-    parameters = _storages(p.data for p in actor.model.parameters())
+    parameters = _storages(p.data for chunk in actor.chunks for p in chunk.parameters())
     saved, outputs = weakref.WeakSet(), []
 
     def keep(tensor):
@@ -434,7 +441,8 @@ def saved_activations(rank, world_size, url, *, folder, samples, layout):
     def loss(i, logp_T, entropy_T):
         return logp_T.sum(), logp_T
 
-    actor.model.register_forward_hook(lambda module, arguments, output: outputs.append(output))  # they hold the graph
+    for chunk in actor.chunks:  # the outputs hold the graph
+        chunk.register_forward_hook(lambda module, arguments, output: outputs.append(output))
     with platform.running(), torch.autograd.graph.saved_tensors_hooks(keep, lambda held: held.tensor):
         logps = actor._schedule.run([batch], loss, forward_only=True)
     assert all(tensor.requires_grad for tensor in (*outputs, *logps))

@@ -70,9 +70,7 @@ MODELS = {
 MIXTURES = ("mixtral", "qwen3_moe", "qwen3_moe_not_normalised")
 
 
-@pytest.fixture(scope="session")
-def folders(tmp_path_factory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("families")
+def write_models(root: Path) -> dict[str, Path]:
     for name, (family, more) in MODELS.items():
         torch.manual_seed(0)
         config = getattr(transformers, f"{family}Config")(**(COMMON | more))

@@ -86,6 +86,8 @@ ACTIVATIONS = {
     "tp2_no_sequence": Layout(Mesh(tensor=2), sequence=False),
     "cp2": Layout(Mesh(context=2)),
     "pp2": Layout(Mesh(pipeline=2)),
+    "pp2_uneven": Layout(Mesh(pipeline=2, layers=(3, 1))),
+    "tp4_two_kv_heads": Layout(Mesh(tensor=4)),
 }
 
 
@@ -100,6 +102,7 @@ def check_saved(results, folder, layout: Layout) -> None:
         context=mesh.context,
         expert=mesh.expert,
         expert_tensor=mesh.expert_tensor,
+        layers=mesh.layers,
         sequence=layout.sequence,
     )
     for stage in range(mesh.pipeline):

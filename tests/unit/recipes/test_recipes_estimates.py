@@ -47,8 +47,17 @@ def test_forward_passes_before_the_updates_are_added():
 
 
 def test_a_pipeline_waits_while_it_fills_and_drains():
-    """Four stages and 12 micro-batches: 15 of 12 turns."""
-    assert seconds(SHAPE, micro=12, pipeline=4) == pytest.approx(seconds(SHAPE) / 4 * 15 / 12)
+    """Four stages and 12 micro-batches: 15 of 12 turns. The last of four stages has 16 of 64 layers and the output
+    layer, and the others wait for it. With two chunks a stage half of the turns are lost."""
+    output = 2 * 5120 * 151_936 * 1000
+    whole = forward_flops(np.array([1000]), SHAPE)[0]
+    slowest = (whole - output) / 4 + output
+    expected = seconds(SHAPE) * slowest / whole * 15 / 12
+    assert seconds(SHAPE, micro=12, pipeline=4) == pytest.approx(expected)
+    assert seconds(SHAPE, micro=12, pipeline=4, virtual=2) == pytest.approx(expected * 13.5 / 15)
+    fewer = (whole - output) * 13 / 64 + output
+    uneven = seconds(SHAPE, micro=12, pipeline=4, layers=(17, 17, 17, 13))
+    assert uneven == pytest.approx(seconds(SHAPE) * max(fewer, (whole - output) * 17 / 64) / whole * 15 / 12)
 
 
 def test_tensor_parallelism_gathers_and_scatters_inside_the_node():

@@ -6,6 +6,7 @@ tests/dist/test_actor_memory.py compares the same functions with what the actor 
 from __future__ import annotations
 
 import io
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +27,7 @@ from megatron_rl.recipes.memory import (
     PHASES,
     activations,
     bridge_lines,
+    has_fused_layers,
     layer_bytes,
     num_communicators,
     planned_transfer,
@@ -85,19 +87,8 @@ def test_the_last_stage_also_has_the_output_layer():
     assert of_stage(3, num_tokens=64).output == 3 * 64 * 151_936 / 4 * 4 + 5120 * 64 * 2 + 151_936 / 4 * 5120 * 6
 
 
-class Chunked(ParallelConfig):
-    """Stages of several chunks, and of different sizes."""
-
-    virtual: int = 1
-    layers: tuple[int, ...] | None = None
-
-    @property
-    def mesh(self) -> Mesh:
-        return replace(super().mesh, virtual=self.virtual, layers=self.layers)
-
-
 def test_uneven_stages_keep_what_their_own_layers_need():
-    parallel = Chunked(tensor=4, pipeline=4, layers=(10, 22, 16, 16))
+    parallel = ParallelConfig(tensor=4, pipeline=4, layers=(10, 22, 16, 16))
     one = 5120 * 16_384 * 2 / 4
     assert of_stage(0, parallel).kept == 4 * 10 * one and of_stage(1, parallel).kept == 3 * 22 * one
     model = ModelConfig(path=Path("nowhere"), recompute="full")
@@ -108,7 +99,7 @@ def test_the_interleaved_schedule_has_more_chunks_in_flight():
     """Two chunks of 8 layers in each of 4 stages: 2 x 3 + 4 + 1 = 11 passes in flight on the first stage; the first
     four and the last three are of chunk 0, the others of chunk 1. Chunk 0 of stage 0 has 6 layers, chunk 1 has 10."""
     layers = (6, 8, 8, 8, 10, 8, 8, 8)
-    parallel = Chunked(tensor=4, pipeline=4, virtual=2, layers=layers)
+    parallel = ParallelConfig(tensor=4, pipeline=4, virtual=2, layers=layers)
     one = 5120 * 16_384 * 2 / 4
     assert of_stage(0, parallel).kept == (4 * 6 + 4 * 10 + 3 * 6) * one
 
@@ -280,7 +271,10 @@ def test_the_table_adds_up():
 
 @pytest.mark.parametrize("shape", [SHAPE, MIXTURE], ids=["dense", "mixture"])
 def test_all_ways_to_split_a_model_divide_it_and_have_its_ranks(shape):
-    found = list(parallel_sizes(ParallelConfig(tensor=4, data=4), shape, 8))
+    run = config(
+        {"tensor": 4, "data": 4}, model={"path": "models/Qwen3-30B-A3B" if shape.experts else "models/Qwen3-32B"}
+    )
+    found = list(parallel_sizes(run, shape, 8))
     keys = {tuple(parallel.model_dump().items()) for parallel in found}
     assert len(keys) == len(found) > 10
     for parallel in found:
@@ -289,6 +283,26 @@ def test_all_ways_to_split_a_model_divide_it_and_have_its_ranks(shape):
     assert ParallelConfig(tensor=4, data=4) in found
     if shape.experts:
         assert ParallelConfig(tensor=2, data=8, expert=8, expert_tensor=1) in found
+
+
+def test_stages_that_do_not_divide_the_layers_are_balanced():
+    """94 layers on 4 or 8 stages."""
+    run = config({"pipeline": 2, "data": 4}, model={"path": "models/Qwen3-235B-A22B"})
+    found = list(parallel_sizes(run, read_shape(CONFIGS / "Qwen3-235B-A22B.json"), 8))
+    uneven = {parallel.pipeline: parallel.layers for parallel in found if parallel.layers}
+    assert set(uneven) == {4, 8} and all(sum(layers) == 94 for layers in uneven.values())
+    assert uneven[4][-1] < uneven[4][0]  # the last stage has the output layer
+
+
+def test_the_kind_of_layers_is_the_actors(monkeypatch):
+    from megatron_rl.actor import model as actor_model
+
+    monkeypatch.setattr(actor_model.platform, "HAS_TRANSFORMER_ENGINE", True)
+    for path in CONFIGS.glob("*.json"):
+        shape = read_shape(path)
+        for dtype, layers in itertools.product(("float32", "bfloat16"), ("auto", "local")):
+            model = ModelConfig(path=path, dtype=dtype, layers=layers)
+            assert has_fused_layers(shape, model) == actor_model.uses_fused_layers(model, shape), path
 
 
 def test_layouts_that_fit_come_fastest_first():
