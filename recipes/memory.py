@@ -34,6 +34,8 @@ ENGINE_WORK_BYTES = 4e9
 """What an engine's rank needs for its activations, its CUDA graphs and its NCCL communicator. This is an estimate."""
 CHUNK_BYTES = 256 * 2**20
 """The logits of one chunk of the output layer in fp32, as `algorithms.logprobs.CHUNK_BYTES` (which needs torch)."""
+TOKEN_BYTES = 2 * 8 + 4 * 4
+"""What the log-prob of a token keeps beside its hidden state: two indices, and four fp32 numbers."""
 CHUNKS = 3
 """The output layer holds the logits of a chunk, their exponentials (for the entropy), and their gradient."""
 
@@ -169,29 +171,34 @@ def layer_bytes(shape: ModelShape, parallel: ParallelConfig, layer: int, width: 
     split = 1 / mesh.tensor
     rows = split if parallel.sequence_parallel else 1.0  # of the tokens, between attention and MLP
     hidden, experts = shape.hidden_size, shape.experts
-    query, key, value, extra = _attention_widths(shape)
+    widths, extra = _attention_widths(shape)
+    query, key, value = (width_of_all * split for width_of_all in widths)
+    projected = query + key + value
+    if shape.latent is None and mesh.tensor > shape.num_kv_heads:  # ranks share KV heads, and gather q, k and v of all
+        key = value = shape.head_dim
+        projected = sum(widths)
     mixture = experts if shape.has_experts(layer) else None
     numbers = 0.0
     """The fp32 numbers for each token."""
     if fused:
         # The inputs of two norms, of two blocks, and the residual; q, k, v; q and k before and after their rotation;
         # the output of attention.
-        elements = 5 * hidden * rows + (query + key + value + 2 * (query + key) + query) * split
+        elements = 5 * hidden * rows + projected + 2 * (query + key) + query
         mlp = 3  # gate and up, and their product
     else:
         # The inputs and outputs of two norms; q, k, v for the kernel; its output, packed and padded; the same unpadded.
-        elements = 4 * hidden * rows + (query + key + value + 2 * query) * split
+        elements = 4 * hidden * rows + query + key + value + 2 * query
         numbers = 2 * rows + shape.num_heads * split
         mlp = 5  # gate and up, silu of gate, up once more, and the product
         norm = FAMILIES[shape.family].qk_norm
         if norm == "head":  # the input of k's norm is a view of q, k and v together
-            elements += (query + query + key + value) * split
-            numbers += (shape.num_heads + shape.num_kv_heads) * split
+            elements += query + projected
+            numbers += (query + key) / shape.head_dim
         elif norm == "full":
-            elements += (query + key) * split
+            elements += query + key
             numbers += 2
         if mesh.context > 1:  # the ring keeps k and v beside the rotated q and k
-            elements += key * split
+            elements += key
         if width == 2:  # cosine and sine are rounded in each layer
             elements += 2 * shape.head_dim
     elements += extra * rows
@@ -213,15 +220,15 @@ def _mixture_widths(experts: Experts, mesh: Mesh, hidden: int, mlp: int) -> tupl
     return elements, 2.0 * experts.num_experts + 4.0 * experts.num_active
 
 
-def _attention_widths(shape: ModelShape) -> tuple[int, int, int, int]:
-    """The elements of q, k and v of one token over all heads, and of latent attention's low-rank projections."""
+def _attention_widths(shape: ModelShape) -> tuple[tuple[int, int, int], int]:
+    """The elements of q, k and v of one token over all heads; and those of latent attention's low-rank projections."""
     latent = shape.latent
     if latent is None:
-        query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-        return query, key, key, 0
+        key = shape.num_kv_heads * shape.head_dim
+        return (shape.num_heads * shape.head_dim, key, key), 0
     per_head = latent.nope_dim + latent.rope_dim
     low = 2 * (latent.query_rank + latent.kv_rank) + latent.rope_dim
-    return shape.num_heads * per_head, shape.num_heads * per_head, shape.num_heads * latent.value_dim, low
+    return (shape.num_heads * per_head, shape.num_heads * per_head, shape.num_heads * latent.value_dim), low
 
 
 class Activations(NamedTuple):
@@ -272,9 +279,9 @@ def activations(
         rows = padded_vocabulary(shape, mesh.tensor) // mesh.tensor
         chunk_bytes = min(CHUNK_BYTES, num_own * rows * 4)
         hidden = shape.hidden_size * num_own * width
-        # The input of the last norm; hidden states of all tokens, and their gradient; the gradient of the weight,
-        # which is summed in fp32 and then rounded.
-        kept += inputs + hidden
+        # The input of the last norm; hidden states of all tokens; two indices and four numbers of each token.
+        kept += inputs + hidden + TOKEN_BYTES * num_own
+        # The gradient of the weight is summed in fp32 and then rounded.
         output = CHUNKS * chunk_bytes + hidden + rows * shape.hidden_size * (4 + (width if width < 4 else 0))
     return Activations(kept, (2 if recompute == "full" else 1) * largest, output)
 

@@ -9,7 +9,6 @@ import pytest
 from scenarios import Layout
 from sizes import VOCAB_SIZE
 from test_actor_families import LAYOUTS as FAMILY_LAYOUTS
-from test_actor_families import folders  # noqa: F401  # a fixture
 from test_actor_layouts import LAYOUTS
 
 from megatron_rl.config.schema import ParallelConfig
@@ -55,7 +54,7 @@ def test_tied_embeddings_are_allocated_where_they_are_counted(trainers, tied_mod
 
 
 @pytest.mark.parametrize("name", MIXTURES)
-def test_experts_are_allocated_where_they_are_counted(trainers, folders, samples, name):  # noqa: F811
+def test_experts_are_allocated_where_they_are_counted(trainers, folders, samples, name):
     layout = MIXTURES[name]
     results = trainers.run(
         "allocated", layout.mesh.world_size, folder=folders["qwen3_moe"], samples=samples, layout=layout
@@ -146,7 +145,7 @@ def test_activations_of_other_layers_are_what_autograd_saves(
 
 
 @pytest.mark.parametrize("mesh", [Mesh(tensor=2), Mesh(data=2, expert=2)], ids=str)
-def test_activations_of_a_mixture_on_several_ranks(trainers, folders, equal_samples, mesh):  # noqa: F811
+def test_activations_of_a_mixture_on_several_ranks(trainers, folders, equal_samples, mesh):
     layout = Layout(mesh)
     results = trainers.run(
         "saved_activations", 2, folder=folders["qwen3_moe"], samples=equal_samples, layout=layout

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from scenarios import Layout
-from test_actor_families import folders  # noqa: F401  # a fixture
 from test_actor_layouts import ONE_UPDATE, RELATIVE
 
 from megatron_rl.types import Mesh
@@ -78,7 +77,7 @@ def test_a_tied_embedding_counts_once(trainers, tied_model_folder, samples, mesh
 
 
 @pytest.mark.parametrize("mesh", [Mesh(), Mesh(data=2, expert=2), Mesh(tensor=2, data=2, expert=2)], ids=str)
-def test_experts_are_counted_once(trainers, folders, samples, mesh):  # noqa: F811
+def test_experts_are_counted_once(trainers, folders, samples, mesh):
     alone = steps_of(trainers, folders["qwen3_moe"], samples, Layout())
     check_norms(alone)
     for (metrics, _), (expected, _) in zip(

@@ -78,10 +78,11 @@ def test_stages_hold_as_many_micro_batches_as_are_in_flight():
 
 
 def test_the_last_stage_also_has_the_output_layer():
-    """The input of the last norm, and hidden states of all tokens, which are not split over the ranks."""
+    """The input of the last norm; hidden states of all tokens, which are not split over the ranks; and two indices and
+    four numbers of each token."""
     hidden = 5120 * 16_384 * 2
     last = of_stage(3)
-    assert last.kept == of_stage(0).kept / 4 + hidden / 4 + hidden
+    assert last.kept == of_stage(0).kept / 4 + hidden / 4 + hidden + 32 * 16_384
     # Three chunks of 256 MiB, the gradient of the hidden states, and that of the weight in fp32 and in bf16.
     assert last.output == 3 * 2**28 + hidden + 151_936 / 4 * 5120 * 6
     assert of_stage(3, num_tokens=64).output == 3 * 64 * 151_936 / 4 * 4 + 5120 * 64 * 2 + 151_936 / 4 * 5120 * 6
