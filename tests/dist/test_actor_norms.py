@@ -52,6 +52,7 @@ LAYOUTS = {
     "recompute": Layout(num_microbatches=3, recompute="full"),
     "tp2": Layout(Mesh(tensor=2)),
     "pp2": Layout(Mesh(pipeline=2)),
+    "pp2_vpp2": Layout(Mesh(pipeline=2, virtual=2), num_microbatches=2),
     "dp2": Layout(Mesh(data=2)),
     "cp2": Layout(Mesh(context=2)),
     "tp2_dp2": Layout(Mesh(tensor=2, data=2)),
