@@ -481,7 +481,7 @@ class RunMemory:
                 size, largest = max((values[phase], part) for part, values in gpu.parts.items())
                 found.append(
                     f"{PHASES[phase]} needs {needed / 1e9:.1f} GB on a GPU of {limit / 1e9:.0f} GB ({gpu.name}), of "
-                    f"which {size / 1e9:.1f} GB are {largest}; {_advice(largest)}"
+                    f"which {size / 1e9:.1f} GB are {largest}; {_advice(largest, gpu is not self.trainer)}"
                 )
         if self.engine is not None and not self.engine.longest:
             cache = self.engine.gpu.parts.get("KV cache", _always(0.0))[0]
@@ -492,12 +492,14 @@ class RunMemory:
         return found
 
 
-def _advice(part: str) -> str:
-    """What makes a part smaller."""
-    if part == "KV cache":
-        return "lower rollout.gpu_memory_utilization"
-    if part == "experts before vLLM repacks them":
-        return "raise rollout.tensor, or lower rollout.gpu_memory_utilization"
+def _advice(part: str, of_engine: bool) -> str:
+    """What makes the rank smaller whose largest part is this one."""
+    if "communicators" in part:
+        return "set bridge.chains, so that trainers send to fewer engines"
+    if part == "two buffers of the bridge":
+        return "lower bridge.bucket_mib"
+    if of_engine:
+        return "lower rollout.gpu_memory_utilization, which makes the KV cache smaller, or raise rollout.tensor"
     if part == "activations kept for the backward passes":
         return (
             "set model.recompute to full, lower balance.max_tokens_per_microbatch, or raise policy.parallel.tensor or "
@@ -505,13 +507,9 @@ def _advice(part: str) -> str:
         )
     if part.endswith("being computed"):
         return "lower balance.max_tokens_per_microbatch, or raise policy.parallel.tensor or policy.parallel.context"
-    if "communicators" in part:
-        return "set bridge.chains, so that trainers send to fewer engines"
-    if part == "two buffers of the bridge":
-        return "lower bridge.bucket_mib"
     if part == "optimizer state":
         return "raise policy.parallel.data, policy.parallel.tensor or policy.parallel.pipeline"
-    return "raise the parallel sizes, policy.parallel of a trainer and rollout.tensor of an engine"
+    return "raise policy.parallel.tensor or policy.parallel.pipeline, or for a mixture policy.parallel.expert"
 
 
 def run_memory(config: BaseConfig, shape: ModelShape) -> RunMemory:
