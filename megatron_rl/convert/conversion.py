@@ -11,6 +11,7 @@ from megatron_rl.convert import forms, hub, manifest, torch_dist
 from megatron_rl.convert.source import Source
 from megatron_rl.convert.stored import safetensors_header
 from megatron_rl.convert.target import TargetFile, TargetTensor
+from megatron_rl.layout.shards import extents
 from megatron_rl.types import Mesh, ModelShape
 
 
@@ -80,22 +81,22 @@ def to_open(source: Source, options: Options = Options()) -> Conversion:
     chunks = forms.open_chunks(source.shape)
     tensors = [source.tensor(chunk.tensor, options.torch_dtype) for chunk in chunks]
     groups = forms.split_into_files(((i, tensor.num_bytes) for i, tensor in enumerate(tensors)), options.max_file_bytes)
-    files, places = [], {}
+    files, entries = [], []
     for number, group in enumerate(groups):
         name, position, segments = f"__0_{number}.distcp", 0, []
         for i in group:
-            before, after = torch_dist.archive_frame(tensors[i].dtype, torch_dist.stored_extents(chunks[i]))
+            size, box = torch_dist.place_of(chunks[i])
+            before, after = torch_dist.archive_frame(tensors[i].dtype, extents(box))
             length = len(before) + tensors[i].num_bytes + len(after)
-            places[i] = name, position, length
+            entries.append(torch_dist.Entry(chunks[i].key, size, box, tensors[i].dtype, (name, position, length)))
             position += length
             segments += [before, tensors[i], after]
         files.append(TargetFile(name, tuple(segments)))
     keys, size = torch_dist.empty_states(chunks), len(torch_dist.EMPTY_STATE)
     states = {key: (f"__0_{len(groups)}.distcp", i * size, size) for i, key in enumerate(keys)}
     files.append(TargetFile(f"__0_{len(groups)}.distcp", (torch_dist.EMPTY_STATE * len(keys),)))
-    typed = [(chunk, tensor.dtype) for chunk, tensor in zip(chunks, tensors, strict=True)]
     small = torch_dist.small_files(forms.are_layers_alike(source.shape))
-    small[".metadata"] = torch_dist.metadata(places, typed, states)
+    small[".metadata"] = torch_dist.metadata(entries, states)
     files += [*_literal(small), *_companions(source, options)]
     return Conversion(source, manifest.OPEN, None, True, tuple(files))
 

@@ -86,13 +86,13 @@ def rank_tensors(shape: ModelShape, mesh: Mesh, fused_norms: bool) -> dict[str, 
         for tensor in range(mesh.tensor):
             shards = megatron_shards(shape, mesh, first + tensor, fused_norms)
             rows = padded_vocabulary(shape, mesh.tensor) // mesh.tensor
-            dense = [shard for shard in shards if not _is_expert(shard.local_name)]
+            dense = [shard for shard in shards if not is_expert(shard.local_name)]
             files[f"tensor{tensor}_pipeline{stage}"] = list(_parameters(dense, rows))
         if shape.experts is None:
             continue
         for rank in range(mesh.expert * mesh.expert_ways):
             shards = megatron_shards(shape, mesh, first + rank, fused_norms)
-            routed = [shard for shard in shards if _is_expert(shard.local_name)]
+            routed = [shard for shard in shards if is_expert(shard.local_name)]
             name = f"expert{rank // mesh.expert_ways}_tensor{rank % mesh.expert_ways}_pipeline{stage}"
             files[name] = list(_parameters(routed))
     return files
@@ -105,7 +105,7 @@ def smallest_mesh(tensor: int, expert: int, expert_tensor: int | None, **sizes) 
     return Mesh(tensor=tensor, expert=expert, expert_tensor=expert_tensor, data=wanted // gcd(wanted, tensor), **sizes)
 
 
-def _is_expert(local_name: str) -> bool:
+def is_expert(local_name: str) -> bool:
     return ".mlp.experts." in local_name
 
 

@@ -7,7 +7,8 @@ has one is complete.
             {"dtype": "bfloat16", "start": 512, "bytes": 4096, "crc32": ".."}}}, ..}}
 
 Each tensor has its own checksum, so that an error can name the damaged tensor. A file's checksum covers the bytes
-outside its tensors.
+outside its tensors. In a trainer's checkpoint an entry of a tensor also has `tensor` and `box`, the rectangle of the
+open form's tensor that it is, and `kind`; and the manifest has `training`, what a resumed run must know.
 """
 
 from __future__ import annotations
@@ -22,13 +23,20 @@ from megatron_rl.types import Mesh, ModelShape
 FORMAT = 1
 NAME = "manifest.json"
 HUB, OPEN, RANKS = "hub", "open", "ranks"
+WEIGHTS = "weights"
+KINDS = ("fp32_param", "exp_avg", "exp_avg_sq")
+"""The parts of the optimizer's state for each parameter, by Megatron-Core's names: the fp32 copy of a bf16 weight, and
+Adam's two moments."""
 
 
-def describe(form: str, shape: ModelShape, mesh: Mesh | None, fused_norms: bool, files: dict[str, Any]) -> bytes:
+def describe(
+    form: str, shape: ModelShape, mesh: Mesh | None, fused_norms: bool, files: dict[str, Any], **more: Any
+) -> bytes:
     """The content of manifest.json.
 
     Args:
         files: each file's entry, by file name.
+        more: further fields.
     """
     dtypes = {tensor["dtype"] for entry in files.values() for tensor in entry.get("tensors", {}).values()}
     fields = {
@@ -39,6 +47,7 @@ def describe(form: str, shape: ModelShape, mesh: Mesh | None, fused_norms: bool,
         "mesh": asdict(mesh) if mesh else None,
         "fused_norms": fused_norms,
         "dtypes": sorted(dtypes),
+        **more,
         "files": files,
     }
     return json.dumps(fields, indent=1).encode()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from megatron_rl.convert.forms import Described
 from megatron_rl.convert.stored import Maps, Stored, read_safetensors
 from megatron_rl.convert.target import StoredPart, TargetTensor, Tick, check_file
 from megatron_rl.layout import FAMILIES, Box, Shard, read_shape, scan, slices, volume
-from megatron_rl.layout.shards import intersect, translate
+from megatron_rl.layout.shards import extents, intersect, translate
 from megatron_rl.types import Mesh, ModelShape
 
 
@@ -92,8 +93,12 @@ class Source:
                 known.append(region)
 
 
-def open_checkpoint(folder: Path) -> Source:
+def open_checkpoint(folder: Path, kind: str = manifest.WEIGHTS) -> Source:
     """Open a checkpoint of any form.
+
+    Args:
+        kind: what to open of a trainer's checkpoint: the weights, or a part of the optimizer's state
+            (`manifest.KINDS`). The regions are then those of this kind.
 
     Raises:
         ValueError: the folder has none of the three forms, or it is damaged or incomplete.
@@ -118,13 +123,16 @@ def open_checkpoint(folder: Path) -> Source:
     if form == manifest.HUB:
         _open_hub(source)
     elif form == manifest.OPEN:
-        _open_chunks(source)
+        _open_chunks(source, kind)
     else:
         source.mesh = manifest.read_mesh(fields)
         _open_ranks(source)
-    for name, extents in FAMILIES[shape.family].hf_tensors(shape).items():
+    for name, sizes in FAMILIES[shape.family].hf_tensors(shape).items():
+        if kind != manifest.WEIGHTS and name.endswith("e_score_correction_bias"):
+            continue  # it has no gradient, and so no optimizer state
         covered = sum(volume(region.hf_box) for region in source.regions.get(name, ()))
-        assert covered == volume(tuple((0, length) for length in extents)), f"{name}: {covered} of {extents}"
+        if covered != prod(sizes):
+            raise ValueError(f"{folder}: only {covered} elements of {name} {list(sizes)} are there ({kind})")
     return source
 
 
@@ -158,28 +166,45 @@ def _open_hub(source: Source) -> None:
                 source._add(Described(output, stored.extents, (Shard(embedding, box, output, box),)), stored)
 
 
-def _open_chunks(source: Source) -> None:
-    """The manifest says where each chunk begins."""
-    stored = {}
-    for name, entry in source.manifest["files"].items():
-        for tensor, values in entry.get("tensors", {}).items():
-            stored[tensor] = name, values
+def _open_chunks(source: Source, kind: str) -> None:
+    """The manifest says where each chunk begins. The converter writes a chunk whole, the ranks of a trainer in
+    pieces."""
+    stored: dict[str, list[tuple[str, str, dict[str, Any]]]] = {}
+    for file, entry in source.manifest["files"].items():
+        for name, values in entry.get("tensors", {}).items():
+            if values.get("kind", manifest.WEIGHTS) == kind:
+                stored.setdefault(values.get("tensor", name), []).append((file, name, values))
     for chunk in forms.open_chunks(source.shape):
         described = chunk.tensor
+        if kind != manifest.WEIGHTS and described.name.endswith(".router.expert_bias"):
+            continue
         if described.name not in stored:
             raise ValueError(f"{source.folder}: tensor {described.name} is missing: {_rule(source.shape, described)}")
-        name, values = stored.pop(described.name)
-        dtype, path = getattr(torch, values["dtype"]), source.folder / name
-        tensor = Stored(path, described.name, dtype, described.extents, values["start"])
-        if tensor.num_bytes != values["bytes"]:
-            raise ValueError(
-                f"{path}: tensor {described.name} has {values['bytes']} bytes, but config.json asks for "
-                f"{list(described.extents)}: {_rule(source.shape, described)}"
-            )
-        source._add(described, tensor)
+        for file, name, values in stored.pop(described.name):
+            whole = [(0, length) for length in described.extents]
+            box = tuple((start, stop) for start, stop in values.get("box", whole))
+            dtype, path = getattr(torch, values["dtype"]), source.folder / file
+            tensor = Stored(path, name, dtype, extents(box), values["start"])
+            if tensor.num_bytes != values["bytes"]:
+                raise ValueError(
+                    f"{path}: tensor {name} has {values['bytes']} bytes, but config.json asks for "
+                    f"{list(tensor.extents)}: {_rule(source.shape, described)}"
+                )
+            source._add(_piece(described, name, box), tensor)
     if stored:
-        name, (file, _) = next(iter(stored.items()))
-        raise ValueError(f"{source.folder / file}: tensor {name} is unknown to the family {source.shape.family}")
+        tensor, ((file, *_), *_) = next(iter(stored.items()))
+        raise ValueError(f"{source.folder / file}: tensor {tensor} is unknown to the family {source.shape.family}")
+
+
+def _piece(described: Described, name: str, box: Box) -> Described:
+    """A rectangle of a tensor, as a tensor of its own."""
+    at_zero = tuple((0, length) for length in extents(box))
+    shards = []
+    for shard in described.shards:
+        if common := intersect(shard.local_box, box):
+            hf_box = translate(common, shard.local_box, shard.hf_box)
+            shards.append(Shard(shard.hf_name, hf_box, name, translate(common, box, at_zero)))
+    return Described(name, extents(box), tuple(shards))
 
 
 def _open_ranks(source: Source) -> None:

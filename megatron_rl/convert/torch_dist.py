@@ -13,7 +13,7 @@ import json
 import pickle
 from collections.abc import Iterable
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,6 +28,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megatron_rl.convert.forms import Chunk
+from megatron_rl.layout import Box
+from megatron_rl.layout.shards import extents
 
 BACKEND = {
     "sharded_backend": "torch_dist",
@@ -81,8 +83,26 @@ def archive(value: Any) -> bytes:
     return stream.getvalue()
 
 
-def stored_extents(chunk: Chunk) -> tuple[int, ...]:
-    return (1,) * len(chunk.index) + chunk.tensor.extents
+class Entry(NamedTuple):
+    """A rectangle of a key's tensor, and where its archive is."""
+
+    key: str
+    size: tuple[int, ...]
+    """The extents of the key's whole tensor."""
+    box: Box
+    dtype: torch.dtype
+    place: tuple[str, int, int]
+    """(file, offset of the first byte, number of bytes) of the archive."""
+
+
+def place_of(chunk: Chunk, box: Box | None = None) -> tuple[tuple[int, ...], Box]:
+    """The extents of the tensor of a chunk's key, and a rectangle in it.
+
+    Args:
+        box: the rectangle in the chunk's tensor; None means the whole chunk.
+    """
+    own = tuple((0, length) for length in chunk.tensor.extents) if box is None else box
+    return (*chunk.axes, *chunk.tensor.extents), (*((i, i + 1) for i in chunk.index), *own)
 
 
 def empty_states(chunks: Iterable[Chunk]) -> list[str]:
@@ -100,22 +120,20 @@ def empty_states(chunks: Iterable[Chunk]) -> list[str]:
 EMPTY_STATE = archive([None])
 
 
-def metadata(places: dict[int, tuple[str, int, int]], chunks: list[tuple[Chunk, torch.dtype]], states: dict) -> bytes:
+def metadata(entries: Iterable[Entry], states: dict[str, tuple[str, int, int]]) -> bytes:
     """The content of the file `.metadata`.
 
     Args:
-        places: chunk i -> (file, offset of the first byte, number of bytes) of its archive.
-        states: the same for each empty state, by key.
+        states: the place of each empty state, by key.
     """
     tensors: dict[str, Any] = {}
     storage: dict[MetadataIndex, _StorageInfo] = {}
-    for i, (chunk, dtype) in enumerate(chunks):
-        offset = torch.Size((*chunk.index, *(0 for _ in chunk.tensor.extents)))
-        if chunk.key not in tensors:
-            size = torch.Size((*chunk.axes, *chunk.tensor.extents))
-            tensors[chunk.key] = TensorStorageMetadata(TensorProperties(dtype=dtype), size, [])
-        tensors[chunk.key].chunks.append(ChunkStorageMetadata(offset, torch.Size(stored_extents(chunk))))
-        storage[MetadataIndex(chunk.key, offset)] = _StorageInfo(*places[i])
+    for key, size, box, dtype, place in entries:
+        offset = torch.Size(start for start, _ in box)
+        if key not in tensors:
+            tensors[key] = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(size), [])
+        tensors[key].chunks.append(ChunkStorageMetadata(offset, torch.Size(extents(box))))
+        storage[MetadataIndex(key, offset)] = _StorageInfo(*place)
     for key, place in states.items():
         tensors[key] = BytesStorageMetadata()
         storage[MetadataIndex(key)] = _StorageInfo(*place)
