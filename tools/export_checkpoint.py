@@ -1,6 +1,7 @@
 """Export a checkpoint of a run as a Hugging Face folder that transformers and vLLM load, on one machine without a GPU.
 
-This needs neither the ranks that wrote the checkpoint nor Megatron-Core. Every byte is checked against its checksum.
+This needs neither the ranks that wrote the checkpoint nor Megatron-Core nor the model that the run began with. Every
+byte is checked against its checksum. `megatron_to_hf.py` does the same for the folder of one checkpoint.
 
     python tools/export_checkpoint.py runs/gsm8k_32b models/after_the_newest_step
     python tools/export_checkpoint.py runs/gsm8k_32b models/after_step_40 --step 40
@@ -13,8 +14,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_rl.actor.saved import export_saved
-from megatron_rl.loop.checkpoints import PATTERN, find_checkpoints, read_extra
+from megatron_rl.convert.command import num_cores
+from megatron_rl.convert.conversion import Options, to_hub
+from megatron_rl.convert.source import open_checkpoint
+from megatron_rl.convert.work import carry_out
+from megatron_rl.loop.checkpoints import PATTERN, find_checkpoints
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -22,22 +26,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("run", type=Path, help="a run's folder or one of its checkpoints")
     parser.add_argument("target", type=Path, help="a folder that does not exist yet")
     parser.add_argument("--step", type=int, help="the step of the checkpoint; default: the newest one")
-    parser.add_argument(
-        "--model",
-        type=Path,
-        help="the model that the run began with, for tokenizer and configuration; default: the path that the run used",
-    )
     given = parser.parse_args(arguments)
     try:
         checkpoint = find_checkpoint(given.run, given.step)
-        model = given.model or Path(read_extra(checkpoint)["config"]["model"]["path"])
-        if not (model / "config.json").is_file():
-            raise ValueError(f"the model that the run began with, {model}, is missing; give its folder with --model")
-        num_bytes = export_saved(checkpoint, given.target, model)
+        source = open_checkpoint(checkpoint)
+        if source.manifest is None or "training" not in source.manifest:
+            raise ValueError(f"{checkpoint} is not a checkpoint of a run")
+        conversion = to_hub(source, Options(source.manifest["training"]["dtype"]))
+        outcome = carry_out(conversion, given.target, num_cores(), lambda num_bytes: None)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    print(f"{checkpoint}: {num_bytes:,} bytes of weights written to {given.target}")
+    print(f"{checkpoint}: {outcome.num_bytes:,} bytes written to {given.target}")
     return 0
 
 

@@ -14,7 +14,7 @@ import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,9 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch import Tensor
 
 from megatron_rl.actor import checkpoint, platform, state
+from megatron_rl.actor.adam import AdamState, adam_states, set_num_updates
 from megatron_rl.actor.agreement import Agreement
+from megatron_rl.actor.checkpoint import Identity, Part, Target
 from megatron_rl.actor.context import ContextRank
 from megatron_rl.actor.model import build_model, uses_fused_layers
 from megatron_rl.actor.optimizer import apply_gradients, build_optimizer, gradient_norm, parameter_norms
@@ -35,7 +37,10 @@ from megatron_rl.actor.spec import ActorSpec
 from megatron_rl.actor.step import Schedule
 from megatron_rl.algorithms.columns import PackedColumns
 from megatron_rl.algorithms.objective import FirstPass, Metric, NotFiniteError, mismatch, over_judged
-from megatron_rl.layout import check_parameters, megatron_shards
+from megatron_rl.convert.forms import open_chunks
+from megatron_rl.convert.manifest import WEIGHTS
+from megatron_rl.convert.pieces import clip, interval_view, pieces_of, written_shards
+from megatron_rl.layout import check_parameters, megatron_shards, slices
 from megatron_rl.types import Denominators, Metrics, Share
 
 log = logging.getLogger(__name__)
@@ -95,7 +100,7 @@ class MegatronActor:
             self._schedule = Schedule(self.chunks, spec.shape, spec.temperature, entropy, context)
         live = {name: tuple(parameter.shape) for name, parameter in self.parameters().items()}
         check_parameters(self.shards, live, "Megatron")
-        layers = self._identity()["layers"]
+        layers = "Transformer Engine's" if self.fused_norms else "local"
         log.info("trainer rank %d of %d: %s layers on %s", rank, world_size, layers, platform.device())
 
     def parameters(self) -> dict[str, Tensor]:
@@ -198,23 +203,53 @@ class MegatronActor:
         return {**metrics, **norms, "lr": self.optimizer.param_groups[0]["lr"]}
 
     def save(self, folder: Path, extra: dict[str, Any]) -> None:
-        """Write the training state and rank 0's `extra`. The folder is complete or absent.
+        """Write the training state and rank 0's `extra`, which must consist of JSON's types. The folder is complete or
+        absent.
 
         Raises:
             ValueError: a rank could not write, for example because the disk is full. An older folder is kept.
         """
-        now = state.training_state(self.chunks, self.optimizer, self.scheduler)
-        checkpoint.save(Path(folder), self._identity(), now, extra, self.agreement)
+        now = checkpoint.State(self.scheduler.num_steps, state.random_state(), extra)
+        model = Path(self.spec.model.path)
+        checkpoint.save(Path(folder), self._identity(), self._parts(), now, model, self.agreement)
 
     def load(self, folder: Path) -> dict[str, Any]:
-        """Restore what `save` wrote and return its `extra`. The run then continues bit for bit (on a CPU).
+        """Restore what `save` wrote, on any mesh, and return its `extra`. On the same mesh the run then continues bit
+        for bit (on a CPU).
 
         Raises:
-            ValueError: the folder is missing or damaged, or another mesh or model wrote it.
+            ValueError: the folder is missing or damaged, or another model wrote it.
         """
-        saved, extra = checkpoint.load(Path(folder), self._identity(), self.agreement)
-        state.restore(saved, self.chunks, self.optimizer, self.scheduler)
-        return extra
+        parameters = self.parameters()
+        targets = [Target(WEIGHTS, name, tuple(p.shape), 0, p.view(-1)) for name, p in parameters.items()]
+        for held in adam_states(self.chunks, self.optimizer):
+            extents = tuple(parameters[held.name].shape)
+            targets += [Target(kind, held.name, extents, held.start, flat) for kind, flat in held.tensors.items()]
+        saved = checkpoint.load(Path(folder), self._identity(), targets, self.shards, self.agreement)
+        set_num_updates(self.optimizer, saved.num_updates)
+        state.restore_schedule(self.scheduler, saved.num_updates)
+        if saved.random is not None:
+            state.restore_random(saved.random)
+        return saved.extra
+
+    def _parts(self) -> Iterator[Part]:
+        """What this rank writes of the weights and of the optimizer's state: of each parameter the interval whose state
+        it has. A buffer has no such state; the first of its data-parallel ranks writes it."""
+        parameters, trained = self.parameters(), {name for name, _ in state.named_parameters(self.chunks)}
+        intervals = {held.name: held for held in adam_states(self.chunks, self.optimizer)}
+        if self.mesh.coordinates(self.rank)[2] == 0 and self.mesh.context_rank(self.rank) == 0:
+            buffers = parameters.keys() - trained
+            intervals |= {name: AdamState(name, 0, parameters[name].numel(), {}) for name in buffers}
+        written = written_shards(self.spec.shape, self.mesh, self.rank, self.fused_norms)
+        for name, pieces in pieces_of(written, open_chunks(self.spec.shape)).items():
+            if name not in intervals:
+                continue
+            held, parameter = intervals[name], parameters[name]
+            extents = tuple(parameter.shape)
+            for piece in (part for whole in pieces for part in clip(whole, extents, held.start, held.stop)):
+                yield Part(WEIGHTS, piece, parameter[slices(piece.local_box)])
+                for kind, flat in held.tensors.items():
+                    yield Part(kind, piece, interval_view(flat, held.start, extents, piece.local_box))
 
     def snapshot(self) -> np.ndarray:
         """This rank's training state as bytes, which `restore` takes. It is no collective."""
@@ -325,11 +360,5 @@ class MegatronActor:
             f"weight was changed"
         )
 
-    def _identity(self) -> dict[str, Any]:
-        """What a checkpoint and the actor that loads it must have in common."""
-        return {
-            "mesh": asdict(self.mesh),
-            "shape": asdict(self.spec.shape),
-            "dtype": self.spec.model.dtype,
-            "layers": "Transformer Engine" if self.fused_norms else "local",
-        }
+    def _identity(self) -> Identity:
+        return Identity(self.spec.shape, self.spec.model.dtype, self.mesh)

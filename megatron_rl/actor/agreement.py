@@ -25,11 +25,11 @@ class Agreement:
         self.group = dist.group.WORLD
         if dist.get_backend() != "gloo":
             self.group = dist.new_group(backend="gloo", timeout=platform.TIMEOUT)
-        self.rank = dist.get_rank()
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
 
     def gather(self, value: Any) -> list[Any]:
         """The values of all ranks, in rank order."""
-        values = [None] * dist.get_world_size()
+        values = [None] * self.size
         dist.all_gather_object(values, value, group=self.group)
         return values
 

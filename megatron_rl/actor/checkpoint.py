@@ -1,12 +1,14 @@
-"""Checkpoints of the trainer: two files per rank and a manifest, in a folder that gets its name when it is complete.
+"""Checkpoints of the trainer, which any mesh can resume: Megatron-Core's distributed checkpoint, the converter's open
+form.
 
-A checkpoint holds each rank's tensors as they are in memory, so that a resumed run continues bit for bit. It therefore
-loads only on the mesh that wrote it. The portable form of the weights is the Hugging Face export (weights.py;
-tools/export_checkpoint.py makes it from any checkpoint). All ranks must see the same file system. Reading
-a file runs no code from it.
+Each rank writes one file, with what no other rank writes: its share of the weights, of their fp32 copies and of Adam's
+moments, as rectangles of the open form's tensors (`convert/pieces.py`). A rank that resumes reads the rectangles that
+its own parameters need. Beside them are the states of the random generators, which only the same mesh restores, and
+`extra.json`. All ranks must see the same file system. Reading a file runs no code from it.
 
 Invariants (tests/dist): the folder is complete or absent, whatever fails and whenever the process is killed; if one
-rank raises, all do; a changed byte is an error that names the file.
+rank raises, all do; a changed byte is an error that names the file; a run resumes bit for bit on the same mesh, and on
+another mesh with the same weights and moments.
 """
 
 from __future__ import annotations
@@ -19,63 +21,231 @@ import pickle
 import shutil
 import uuid
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from megatron_rl.actor.agreement import Agreement
+from megatron_rl.convert import forms, hub, manifest, torch_dist
+from megatron_rl.convert.forms import Chunk
+from megatron_rl.convert.manifest import WEIGHTS
+from megatron_rl.convert.pieces import Piece, interval_boxes, interval_view
+from megatron_rl.convert.source import Source, open_checkpoint
+from megatron_rl.convert.stored import Maps
+from megatron_rl.convert.target import check_frame
 from megatron_rl.convert.work import sync
+from megatron_rl.layout import Shard, slices
+from megatron_rl.layout.shards import extents, intersect, translate
 from megatron_rl.loop.checkpoints import EXTRA
+from megatron_rl.types import Mesh, ModelShape
 
-FORMAT = 4
-MANIFEST = "manifest.json"
-WEIGHTS, STATE = "rank{}.weights.pt", "rank{}.state.pt"
-"""The two files of a rank: the weights by Megatron's names, and everything else that the next step depends on."""
-CHUNK_BYTES = 2**24
+FORMAT = 5
+CHECKSUM = "manifest.crc32"
+"""The file with the crc32 of the manifest, as hexadecimal digits."""
+TENSORS, RANDOM = "__{}_0.distcp", "rank{}.random.pt"
+"""The files of a rank."""
 AT_FDCWD, RENAME_EXCHANGE = -100, 2
 """Constants of linux/fcntl.h and linux/fs.h."""
 
 
-def save(folder: Path, identity: dict, state: dict, extra: dict, agreement: Agreement) -> None:
-    """Write this rank's `state`. Rank 0 adds `extra`, which must consist of JSON's types, and the manifest with every
-    file's crc32."""
+class Part(NamedTuple):
+    """A rectangle that a rank writes."""
+
+    kind: str
+    """`weights`, or a part of the optimizer's state (manifest.KINDS)."""
+    piece: Piece
+    value: Tensor
+
+
+class Identity(NamedTuple):
+    """What a checkpoint and the actor that loads it must have in common, except for the mesh."""
+
+    shape: ModelShape
+    dtype: str
+    mesh: Mesh
+
+
+class State(NamedTuple):
+    """What belongs to no parameter."""
+
+    num_updates: int
+    random: dict[str, Any] | None
+    """The states of this rank's random generators; None if another mesh wrote the checkpoint."""
+    extra: dict[str, Any]
+    """JSON's types; of rank 0."""
+
+
+def save(
+    folder: Path, identity: Identity, parts: Iterable[Part], state: State, model: Path, agreement: Agreement
+) -> None:
+    """Write this rank's parts. Rank 0 adds everything else.
+
+    Args:
+        model: the Hugging Face folder that gives configuration and tokenizer.
+    """
+    chunks = {chunk.tensor.name: chunk for chunk in forms.open_chunks(identity.shape)}
     with atomic_folder(folder, agreement) as temporary:
-        files: dict[str, dict[str, int]] = {}
+        files: dict[str, Any] = {}
+        entries: list[torch_dist.Entry] = []
         with agreement.on_errors():
-            parts = {WEIGHTS: state["model"], STATE: {key: value for key, value in state.items() if key != "model"}}
-            for pattern, part in parts.items():
-                name = pattern.format(agreement.rank)
-                files[name] = _write(temporary / name, part)
-            if agreement.rank == 0:
-                write_text(temporary / EXTRA, json.dumps(extra, indent=1))
-                files[EXTRA] = checksum(temporary / EXTRA)
-        every = {name: entry for of_rank in agreement.gather(files) for name, entry in of_rank.items()}
+            name = TENSORS.format(agreement.rank)
+            files[name], entries = _write_parts(temporary / name, parts, chunks)
+            name = RANDOM.format(agreement.rank)
+            files[name] = _write(temporary / name, torch_dist.archive(state.random))
+        gathered = agreement.gather((files, entries))
         with agreement.on_errors():
             if agreement.rank == 0:
-                versions = {name: version(name) for name in ("torch", "megatron-core")}
-                manifest = {"format": FORMAT, **identity, "versions": versions, "files": every}
-                write_text(temporary / MANIFEST, json.dumps(manifest, indent=2))
+                files = {name: entry for of_rank, _ in gathered for name, entry in of_rank.items()}
+                entries = [entry for _, of_rank in gathered for entry in of_rank]
+                extra = json.dumps(state.extra, indent=1).encode()
+                small = {EXTRA: extra, **_companions(model, identity)}
+                number = len(gathered)
+                small |= _torch_dist_files(identity.shape, entries, list(chunks.values()), TENSORS.format(number))
+                files |= {name: _write(temporary / name, content) for name, content in small.items()}
+                _write_manifest(temporary, identity, state.num_updates, files)
 
 
-def load(folder: Path, identity: dict, agreement: Agreement) -> tuple[dict, dict]:
-    """Read this rank's state and rank 0's extra.
+def _write_parts(
+    path: Path, parts: Iterable[Part], chunks: Mapping[str, Chunk]
+) -> tuple[dict[str, Any], list[torch_dist.Entry]]:
+    """Write the archives of a rank's parts; returns the file's entry in the manifest, and those of `.metadata`."""
+    frame, position, tensors, entries = 0, 0, {}, []
+    with _writing(path), path.open("wb") as file:
+        for kind, piece, value in parts:
+            chunk = chunks[piece.tensor]
+            size, box = torch_dist.place_of(chunk, piece.box)
+            before, after = torch_dist.archive_frame(value.dtype, extents(box))
+            data = memoryview(value.detach().contiguous().cpu().view(-1).view(torch.uint8).numpy())
+            for content in (before, data, after):
+                file.write(content)
+            frame = zlib.crc32(after, zlib.crc32(before, frame))
+            dtype = str(value.dtype).removeprefix("torch.")
+            tensors[f"{kind} {piece.tensor} {list(map(list, piece.box))}"] = {
+                "kind": kind,
+                "tensor": piece.tensor,
+                "box": piece.box,
+                "dtype": dtype,
+                "start": position + len(before),
+                "bytes": data.nbytes,
+                "crc32": f"{zlib.crc32(data):08x}",
+            }
+            length = len(before) + data.nbytes + len(after)
+            key = chunk.key if kind == WEIGHTS else f"optimizer.state.{kind}.{chunk.key}"
+            entries.append(torch_dist.Entry(key, size, box, value.dtype, (path.name, position, length)))
+            position += length
+    with _writing(path):
+        sync(path)
+    return {"bytes": position, "crc32": f"{frame:08x}", "tensors": tensors}, entries
+
+
+def _torch_dist_files(
+    shape: ModelShape, entries: Sequence[torch_dist.Entry], chunks: Sequence[Chunk], states_file: str
+) -> dict[str, bytes]:
+    """The files that Megatron-Core wants beside the tensors."""
+    keys, size = torch_dist.empty_states(chunks), len(torch_dist.EMPTY_STATE)
+    states = {key: (states_file, i * size, size) for i, key in enumerate(keys)}
+    files = torch_dist.small_files(forms.are_layers_alike(shape))
+    return files | {
+        states_file: torch_dist.EMPTY_STATE * len(keys),
+        ".metadata": torch_dist.metadata(entries, states),
+    }
+
+
+def _companions(model: Path, identity: Identity) -> dict[str, bytes]:
+    return {f"hf/{name}": content for name, content in hub.companions(model, identity.dtype).items()}
+
+
+def _write_manifest(folder: Path, identity: Identity, num_updates: int, files: dict[str, Any]) -> None:
+    training = {
+        "format": FORMAT,
+        "dtype": identity.dtype,
+        "mesh": asdict(identity.mesh),
+        "num_updates": num_updates,
+        "versions": {name: version(name) for name in ("torch", "megatron-core")},
+    }
+    text = manifest.describe(manifest.OPEN, identity.shape, None, True, files, training=training)
+    _write(folder / manifest.NAME, text)
+    _write(folder / CHECKSUM, f"{zlib.crc32(text):08x}".encode())
+    sync(folder / "hf")
+
+
+class Target(NamedTuple):
+    """What a rank reads: the flat interval of a parameter, of its fp32 copy or of one of its moments."""
+
+    kind: str
+    local_name: str
+    extents: tuple[int, ...]
+    """Those of the whole parameter."""
+    start: int
+    """The index of the interval's first element in the parameter."""
+    flat: Tensor
+
+
+@torch.no_grad()
+def load(
+    folder: Path, identity: Identity, targets: Sequence[Target], shards: Iterable[Shard], agreement: Agreement
+) -> State:
+    """Fill the targets with what a checkpoint holds of them. Padding rows become zeros.
+
+    Args:
+        shards: those of the rank's parameters.
 
     Raises:
-        ValueError: the folder is not a checkpoint or is damaged, or another mesh, model or format wrote it.
+        ValueError: the folder is not a checkpoint or is damaged, or it is one of another model, dtype or format.
     """
-    state, extra = {}, {}
+    state = State(0, None, {})
     with agreement.on_errors():
-        manifest = read_manifest(folder)
-        _check_identity(folder, manifest, identity)
-        state = {"model": read_part(folder, manifest, WEIGHTS.format(agreement.rank))}
-        state |= read_part(folder, manifest, STATE.format(agreement.rank))
-        _check_bytes(folder / EXTRA, manifest)
-        extra = json.loads((folder / EXTRA).read_text())
-    return state, extra
+        fields = read_manifest(folder)
+        _check_identity(folder, fields, identity)
+        by_name: dict[str, list[Shard]] = {}
+        for shard in shards:
+            by_name.setdefault(shard.local_name, []).append(shard)
+        try:
+            for kind in dict.fromkeys(target.kind for target in targets):
+                source = open_checkpoint(folder, kind, fields)
+                maps = Maps(source.checksums)
+                for target in targets:
+                    if target.kind == kind:
+                        _fill(target, by_name[target.local_name], source, maps)
+            tensors = [(name, entry) for name, entry in fields["files"].items() if "tensors" in entry]
+            for name, entry in tensors[agreement.rank :: agreement.size]:
+                check_frame(folder / name, entry)
+            state = _read_state(folder, fields, identity, agreement.rank)
+        except (ValueError, OSError) as error:
+            raise ValueError(f"{error}; or resume from another checkpoint: --resume STEP") from error
+    return state
+
+
+def _fill(target: Target, shards: Iterable[Shard], source: Source, maps: Maps) -> None:
+    target.flat.zero_()
+    boxes = interval_boxes(target.extents, target.start, target.start + len(target.flat))
+    for shard in shards:
+        for local_box in (common for box in boxes if (common := intersect(shard.local_box, box))):
+            hf_box = translate(local_box, shard.local_box, shard.hf_box)
+            for region in source.regions[shard.hf_name]:
+                if common := intersect(hf_box, region.hf_box):
+                    here = interval_view(
+                        target.flat, target.start, target.extents, translate(common, hf_box, local_box)
+                    )
+                    stored = maps.tensor(region.stored)
+                    here.copy_(stored[slices(translate(common, region.hf_box, region.box))])
+
+
+def _read_state(folder: Path, fields: dict[str, Any], identity: Identity, rank: int) -> State:
+    training, random = fields["training"], None
+    if training["mesh"] == _as_json(identity.mesh):
+        path = folder / RANDOM.format(rank)
+        try:
+            random = torch.load(path, map_location="cpu", weights_only=True)
+        except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+            raise ValueError(f"{path} is damaged: {_first_line(error)}") from error
+    return State(training["num_updates"], random, json.loads((folder / EXTRA).read_text()))
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -83,67 +253,38 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     Raises:
         ValueError: the folder is not a checkpoint or is damaged, or it has another format.
     """
-    path = folder / MANIFEST
+    path, checksum = folder / manifest.NAME, folder / CHECKSUM
     if not path.is_file():
-        raise ValueError(f"{folder} is not a checkpoint: it has no {MANIFEST}")
+        raise ValueError(f"{folder} is not a checkpoint: it has no {manifest.NAME}")
+    content = path.read_bytes()
     try:
-        manifest = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged ({error}); resume from another checkpoint: --resume STEP") from error
-    if manifest.get("format") != FORMAT:
-        found = manifest.get("format")
+        is_whole = int(checksum.read_text(), 16) == zlib.crc32(content)
+        found = json.loads(content).get("training", json.loads(content)).get("format")
+    except (OSError, ValueError, AttributeError):
+        is_whole, found = False, None
+    if found is not None and found != FORMAT:
         raise ValueError(f"{folder} has the checkpoint format {found}, but this version reads format {FORMAT}")
-    return manifest
-
-
-def read_part(folder: Path, manifest: dict[str, Any], name: str, *, mapped: bool = False) -> dict[str, Any]:
-    """Read one file of one rank to the CPU.
-
-    Args:
-        mapped: map the file instead, so that tensors are read when they are used. The file must outlive them.
-
-    Raises:
-        ValueError: the file is missing or damaged.
-    """
-    path = folder / name
-    _check_bytes(path, manifest)
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise ValueError(f"cannot read {path}: {_first_line(error)}; resume from another checkpoint") from error
-
-
-def checksum(path: Path) -> dict[str, int]:
-    """A file's size and crc32."""
-    crc = size = 0
-    with path.open("rb") as file:
-        while chunk := file.read(CHUNK_BYTES):
-            crc, size = zlib.crc32(chunk, crc), size + len(chunk)
-    return {"bytes": size, "crc32": crc}
-
-
-def _check_bytes(path: Path, manifest: dict[str, Any]) -> None:
-    wanted = manifest["files"].get(path.name)
-    if wanted is None:
-        raise ValueError(f"{path.parent / MANIFEST} is damaged: it does not name {path.name}")
-    try:
-        found = checksum(path)
-    except OSError as error:
-        raise ValueError(f"cannot read {path}: {error}; resume from another checkpoint: --resume STEP") from error
-    if found != wanted:
+    if not is_whole:
         raise ValueError(
-            f"{path} is damaged: it has {found['bytes']} bytes with the crc32 {found['crc32']:08x}, but the run wrote "
-            f"{wanted['bytes']} bytes with {wanted['crc32']:08x}; resume from another checkpoint: --resume STEP"
+            f"{path} or {CHECKSUM} beside it is damaged or was changed; resume from another checkpoint: --resume STEP"
         )
+    fields: dict[str, Any] = json.loads(content)
+    return fields
 
 
-def _check_identity(folder: Path, manifest: dict[str, Any], identity: dict) -> None:
-    for key, mine in json.loads(json.dumps(identity)).items():  # JSON has no tuples
-        if manifest.get(key) != mine:
+def _check_identity(folder: Path, fields: dict[str, Any], identity: Identity) -> None:
+    mine = {"shape": _as_json(identity.shape), "dtype": identity.dtype}
+    saved = {"shape": fields["shape"], "dtype": fields["training"]["dtype"]}
+    for key, value in mine.items():
+        if saved[key] != value:
             raise ValueError(
-                f"{folder} was written with {key} {manifest.get(key)}, but this run has {mine}. A checkpoint can only "
-                f"resume with the same {key}; to change it, start from the checkpoint's Hugging Face export"
+                f"{folder} was written with {key} {saved[key]}, but this run has {value}. A checkpoint can only resume "
+                f"with the same {key}; to change it, start from the checkpoint's Hugging Face export"
             )
+
+
+def _as_json(value: Any) -> Any:
+    return json.loads(json.dumps(asdict(value)))  # JSON has no tuples
 
 
 @contextmanager
@@ -197,34 +338,24 @@ def _exchange(a: Path, b: Path) -> None:
     old.rename(a)
 
 
-class _Checksummed:
-    """A file that computes the crc32 while it is written, so that it need not be read again."""
-
-    def __init__(self, file: Any) -> None:
-        self._file = file
-        self.crc = self.size = 0
-
-    def write(self, data: Any) -> int:
-        self.crc = zlib.crc32(data, self.crc)
-        self.size += memoryview(data).nbytes
-        return self._file.write(data)
-
-    def flush(self) -> None:
-        self._file.flush()
-
-
-def _write(path: Path, value: Any) -> dict[str, int]:
-    """Write a file and return its size and crc32."""
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Errors of the file system inside the block, such as a full disk, name the file."""
     try:
-        with path.open("wb") as file:
-            written = _Checksummed(file)
-            torch.save(value, written)
-        sync(path)
-    except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
+        yield
+    except OSError as error:
         raise ValueError(
             f"cannot write {path}: {_first_line(error)}; is the disk full? The last checkpoint is untouched"
         ) from error
-    return {"bytes": written.size, "crc32": written.crc}
+
+
+def _write(path: Path, content: bytes) -> dict[str, Any]:
+    """Write a file without tensors and return its entry in the manifest."""
+    with _writing(path):
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(content)
+        sync(path)
+    return {"bytes": len(content), "crc32": f"{zlib.crc32(content):08x}"}
 
 
 def _first_line(error: Exception) -> str:

@@ -29,7 +29,7 @@ Chunks = Sequence[DistributedDataParallel]
 def local_parameters(chunks: Chunks) -> dict[str, Tensor]:
     """The live parameters by GPTModel's names, without the prefixes of its wrappers (DDP, bf16). With virtual stages
     the number of the stage is in front."""
-    return {name: parameter.data for name, parameter in _named_parameters(chunks)}
+    return {name: parameter.data for name, parameter in named_parameters(chunks)}
 
 
 def local_gradients(chunks: Chunks) -> dict[str, Tensor]:
@@ -42,10 +42,11 @@ def local_gradients(chunks: Chunks) -> dict[str, Tensor]:
                     parts = list(bucket.grad_data.chunk(buffer.data_parallel_world_size))
                     mine = parts[buffer.data_parallel_group.rank()].clone()
                     dist.all_gather(parts, mine, group=buffer.data_parallel_group)
-    return {name: parameter.main_grad for name, parameter in _named_parameters(chunks)}
+    return {name: parameter.main_grad for name, parameter in named_parameters(chunks)}
 
 
-def _named_parameters(chunks: Chunks) -> Iterator[tuple[str, Parameter]]:
+def named_parameters(chunks: Chunks) -> Iterator[tuple[str, Parameter]]:
+    """The parameters with the names of `local_parameters`."""
     prefixes = [f"chunk{number}." for number in range(len(chunks))] if len(chunks) > 1 else [""]
     for prefix, chunk in zip(prefixes, chunks, strict=True):
         for name, parameter in chunk.named_parameters():
@@ -58,13 +59,18 @@ def training_state(chunks: Chunks, optimizer: MegatronOptimizer, scheduler: Opti
         "optimizer": [inner.state_dict() for inner in _inner(optimizer)],
         "main_parameters": [parameter.detach() for parameter in _main_parameters(chunks, optimizer)],
         "num_updates": scheduler.num_steps,
-        "random": {
-            "python": random.getstate(),
-            "numpy": _numpy_state(),
-            "torch": torch.get_rng_state(),
-            "cuda": torch.cuda.get_rng_state() if platform.HAS_CUDA else None,
-            "megatron": get_cuda_rng_tracker().get_states(),
-        },
+        "random": random_state(),
+    }
+
+
+def random_state() -> dict[str, Any]:
+    """The states of all random generators."""
+    return {
+        "python": random.getstate(),
+        "numpy": _numpy_state(),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if platform.HAS_CUDA else None,
+        "megatron": get_cuda_rng_tracker().get_states(),
     }
 
 
@@ -90,9 +96,16 @@ def restore(
             group.update(settings)  # keep this run's learning rate, betas and decay, and only restore the moments
     for parameter, saved in zip(_main_parameters(chunks, optimizer), state["main_parameters"], strict=True):
         parameter.copy_(saved)
-    scheduler.num_steps = state["num_updates"]
+    restore_schedule(scheduler, state["num_updates"])
+    restore_random(state["random"])
+
+
+def restore_schedule(scheduler: OptimizerParamScheduler, num_updates: int) -> None:
+    scheduler.num_steps = num_updates
     scheduler.step(0)  # sets the learning rate and decay that this run's configuration has at that step
-    generators = state["random"]
+
+
+def restore_random(generators: dict[str, Any]) -> None:
     random.setstate(generators["python"])
     np.random.set_state(generators["numpy"])
     torch.set_rng_state(generators["torch"])

@@ -93,27 +93,29 @@ class Source:
                 known.append(region)
 
 
-def open_checkpoint(folder: Path, kind: str = manifest.WEIGHTS) -> Source:
+def open_checkpoint(folder: Path, kind: str = manifest.WEIGHTS, fields: dict[str, Any] | None = None) -> Source:
     """Open a checkpoint of any form.
 
     Args:
         kind: what to open of a trainer's checkpoint: the weights, or a part of the optimizer's state
             (`manifest.KINDS`). The regions are then those of this kind.
+        fields: the folder's manifest, if it has been read already.
 
     Raises:
         ValueError: the folder has none of the three forms, or it is damaged or incomplete.
     """
-    fields = manifest.read(folder)
+    fields = fields or manifest.read(folder)
     form = fields["form"] if fields else manifest.HUB
     if fields is None and not (folder / "config.json").is_file():
         raise ValueError(
             f"{folder} has neither config.json nor {manifest.NAME}, so it is not a checkpoint of a known form"
         )
+    if fields:
+        _check_files(folder, fields)
     shape = read_shape(folder if form == manifest.HUB else folder / "hf")
     source = Source(folder, form, shape, None, True, fields)
     if fields:
         manifest.check_shape(folder, fields, shape)
-        _check_files(folder, fields)
         source.fused_norms = fields["fused_norms"]
         source.checksums = {
             (folder / name, tensor): int(values["crc32"], 16)

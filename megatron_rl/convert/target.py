@@ -7,6 +7,7 @@ Invariant (tests/unit/convert): every element of a target comes from exactly one
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -221,6 +222,19 @@ def check_file(path: Path, entry: dict[str, Any], tick: Tick) -> None:
     Raises:
         ValueError: the file is missing, has another size, or has changed bytes inside or between its tensors.
     """
+    _check(path, entry, tick, with_tensors=True)
+
+
+def check_frame(path: Path, entry: dict[str, Any]) -> None:
+    """Check the bytes before, between and after the tensors of a file.
+
+    Raises:
+        ValueError: the file is missing, has another size, or has changed bytes there.
+    """
+    _check(path, entry, lambda num_bytes: None, with_tensors=False)
+
+
+def _check(path: Path, entry: dict[str, Any], tick: Tick, *, with_tensors: bool) -> None:
     if not path.is_file():
         raise ValueError(f"{path} is missing, but the manifest names it; copy it again")
     if (size := path.stat().st_size) != entry["bytes"]:
@@ -229,6 +243,9 @@ def check_file(path: Path, entry: dict[str, Any], tick: Tick) -> None:
     with path.open("rb", buffering=0) as stream:
         for name, tensor in entry.get("tensors", {}).items():
             frame = _checksum(stream, tensor["start"] - stream.tell(), frame, tick)
+            if not with_tensors:
+                stream.seek(tensor["bytes"], os.SEEK_CUR)
+                continue
             found = _checksum(stream, tensor["bytes"], 0, tick)
             if found != int(tensor["crc32"], 16):
                 raise ValueError(damaged(path, name, found, int(tensor["crc32"], 16)))

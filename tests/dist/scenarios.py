@@ -242,6 +242,13 @@ def resume(rank, world_size, url, *, folder, samples, layout, checkpoint):
     return (*_two_more(actor, samples, layout), extra)
 
 
+def load_and_save(rank, world_size, url, *, folder, layout, checkpoint, target):
+    """On this layout, which may be another than that of the checkpoint."""
+    actor = build(rank, world_size, url, folder, layout)
+    actor.save(target, actor.load(checkpoint))
+    actor.close()
+
+
 def _two_more(actor: MegatronActor, samples, layout):
     mismatch = begin(actor, samples, layout, 2)
     metrics = [actor.update(i, {}) for i in range(2)]
@@ -295,7 +302,7 @@ def save_on_a_full_disk(rank, world_size, url, *, folder, samples, layout, check
 def die_while_saving(rank, world_size, url, *, folder, samples, layout, checkpoint):
     """Rank 0 dies between its own files and the manifest."""
     actor = build(rank, world_size, url, folder, layout)
-    checkpoint_room.write_text = lambda path, text: os._exit(1)
+    checkpoint_room._write_manifest = lambda *arguments: os._exit(1)
     actor.save(checkpoint, {})
 
 
@@ -351,8 +358,10 @@ def _error(call) -> str:
     return "no error"
 
 
-def export(rank, world_size, url, *, folder, layout, target):
+def export(rank, world_size, url, *, folder, layout, target, checkpoint=None):
     actor = build(rank, world_size, url, folder, layout)
+    if checkpoint is not None:
+        actor.load(checkpoint)
     export_hf(actor, target)
     actor.close()
 

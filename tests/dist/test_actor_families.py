@@ -83,24 +83,6 @@ def write_models(root: Path) -> dict[str, Path]:
     return {name: root / name for name in MODELS}
 
 
-@pytest.fixture(scope="session")
-def long_samples() -> list[TrainSample]:
-    """7 samples of 1 to 64 tokens; windows and original contexts end inside the longer ones."""
-    rng = np.random.default_rng(3)
-    lengths = [64, 5, 33, 1, 64, 13, 25]
-    result, num_actions = [], sum(lengths) - len(lengths)
-    for i, length in enumerate(lengths):
-        mask = np.arange(length) > 0
-        tokens = Tokens(
-            ids=rng.integers(0, VOCAB_SIZE, length).astype(np.int32),
-            action_mask=mask,
-            logp_rollout=np.where(mask, -4.0 + 0.5 * rng.standard_normal(length), 0).astype(np.float32),
-            version=np.where(mask, 0, -1).astype(np.int32),
-        )
-        result.append(TrainSample(f"prompt{i}#0", tokens, float(rng.standard_normal()), 1 / num_actions, index=i))
-    return result
-
-
 LAYOUTS = {
     "one": Layout(num_microbatches=2),
     "tp2": Layout(Mesh(tensor=2), num_microbatches=2, recompute="full"),
