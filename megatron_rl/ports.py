@@ -50,12 +50,23 @@ class Policy(Protocol):
         """
 
     def save(self, folder: Path, extra: dict[str, Any]) -> None:
-        """Write model, optimizer, learning-rate schedule, random state and `extra`. The folder appears only when it is
-        complete.
+        """Begin to write model, optimizer, learning-rate schedule, random state and `extra`. The state is copied when
+        this returns; `finish_save` must be called before the next `save`.
 
         Args:
             extra: what the loop needs to continue, in JSON's types. The folder has it as `extra.json`.
         """
+
+    def finish_save(self, wait: bool) -> bool:
+        """Give the folder that `save` began its name, once it is complete, and return True.
+
+        Args:
+            wait: wait until it is complete. Otherwise return False if it is still being written.
+
+        Raises:
+            ValueError: it could not be written, for example because the disk is full.
+        """
+        ...
 
     def load(self, folder: Path) -> dict[str, Any]:
         """Restore what `save` wrote, and return its `extra`."""

@@ -227,7 +227,7 @@ def open_checkpoints(config: BaseConfig, resume: Resume) -> Checkpoints:
     """The run's checkpoints. Prints how the configuration of a resumed run differs from the one before."""
     checkpoints = Checkpoints(
         config.run_folder / "checkpoints",
-        keep=config.checkpoint.keep,
+        config.checkpoint,
         resume=resume,
         config=config.model_dump(mode="json"),
     )

@@ -388,7 +388,7 @@ def _check_folder(config: BaseConfig, resume: bool) -> bool:
         ) from error
     if not resume:
         check_unused(folder)
-        Checkpoints(folder / "checkpoints", keep=config.checkpoint.keep, resume=None, config={})
+        Checkpoints(folder / "checkpoints", config.checkpoint, resume=None, config={})
     return True
 
 

@@ -28,7 +28,7 @@ from torch import Tensor
 from megatron_rl.actor import checkpoint, platform, state
 from megatron_rl.actor.adam import AdamState, adam_states, set_num_updates
 from megatron_rl.actor.agreement import Agreement
-from megatron_rl.actor.checkpoint import Identity, Part, Target
+from megatron_rl.actor.checkpoint import Identity, Part, Saving, Target
 from megatron_rl.actor.context import ContextRank
 from megatron_rl.actor.model import build_model, uses_fused_layers
 from megatron_rl.actor.optimizer import apply_gradients, build_optimizer, gradient_norm, parameter_norms
@@ -72,6 +72,8 @@ class MegatronActor:
         self._at_start: list[FirstPass] = []
         """The results of the pass for logp_old for each micro-batch of the first mini-batch; only the last pipeline
         stage has them."""
+        self._saving: Saving | None = None
+        """The checkpoint that is being written."""
         self._reference: dict[str, Tensor] = {}
         """The reference policy's weights, on the CPU; empty if the objective needs no reference."""
 
@@ -203,15 +205,32 @@ class MegatronActor:
         return {**metrics, **norms, "lr": self.optimizer.param_groups[0]["lr"]}
 
     def save(self, folder: Path, extra: dict[str, Any]) -> None:
-        """Write the training state and rank 0's `extra`, which must consist of JSON's types. The folder is complete or
+        """Begin to write the training state and rank 0's `extra`, which must consist of JSON's types. The state is
+        copied when this returns, so that training can go on; `finish_save` gives the folder its name.
+
+        Raises:
+            ValueError: the disk has too little space.
+        """
+        assert self._saving is None, "finish_save comes first"
+        now = checkpoint.State(self.scheduler.num_steps, state.random_state(), extra)
+        model = Path(self.spec.model.path)
+        self._saving = Saving(Path(folder), self._identity(), self._parts(), now, model, self.agreement)
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether this rank has written what `save` began. It is no collective."""
+        return self._saving is None or self._saving.is_written
+
+    def finish_save(self) -> None:
+        """Wait for the files of all ranks, and give the folder that `save` began its name. The folder is complete or
         absent.
 
         Raises:
             ValueError: a rank could not write, for example because the disk is full. An older folder is kept.
         """
-        now = checkpoint.State(self.scheduler.num_steps, state.random_state(), extra)
-        model = Path(self.spec.model.path)
-        checkpoint.save(Path(folder), self._identity(), self._parts(), now, model, self.agreement)
+        saving, self._saving = self._saving, None
+        assert saving is not None
+        saving.finish()
 
     def load(self, folder: Path) -> dict[str, Any]:
         """Restore what `save` wrote, on any mesh, and return its `extra`. On the same mesh the run then continues bit

@@ -1,10 +1,11 @@
 """Checkpoints of the trainer, which any mesh can resume: Megatron-Core's distributed checkpoint, the converter's open
 form.
 
-Each rank writes one file, with what no other rank writes: its share of the weights, of their fp32 copies and of Adam's
-moments, as rectangles of the open form's tensors (`convert/pieces.py`). A rank that resumes reads the rectangles that
-its own parameters need. Beside them are the states of the random generators, which only the same mesh restores, and
-`extra.json`. All ranks must see the same file system. Reading a file runs no code from it.
+A checkpoint is written beside training (`Saving`). Each rank writes one file, with what no other rank writes: its share
+of the weights, of their fp32 copies and of Adam's moments, as rectangles of the open form's tensors
+(`convert/pieces.py`). A rank that resumes reads the rectangles that its own parameters need. Beside them are the states
+of the random generators, which only the same mesh restores, and `extra.json`. All ranks must see the same file system.
+Reading a file runs no code from it.
 
 Invariants (tests/dist): the folder is complete or absent, whatever fails and whenever the process is killed; if one
 rank raises, all do; a changed byte is an error that names the file; a run resumes bit for bit on the same mesh, and on
@@ -19,9 +20,10 @@ import json
 import os
 import pickle
 import shutil
+import threading
 import uuid
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from importlib.metadata import version
@@ -40,7 +42,7 @@ from megatron_rl.convert.source import Source, open_checkpoint
 from megatron_rl.convert.stored import Maps
 from megatron_rl.convert.target import check_frame
 from megatron_rl.convert.work import sync
-from megatron_rl.layout import Shard, slices
+from megatron_rl.layout import Box, Shard, slices
 from megatron_rl.layout.shards import extents, intersect, translate
 from megatron_rl.loop.checkpoints import EXTRA
 from megatron_rl.types import Mesh, ModelShape
@@ -81,66 +83,155 @@ class State(NamedTuple):
     """JSON's types; of rank 0."""
 
 
-def save(
-    folder: Path, identity: Identity, parts: Iterable[Part], state: State, model: Path, agreement: Agreement
-) -> None:
-    """Write this rank's parts. Rank 0 adds everything else.
+class Saving:
+    """A checkpoint that is being written. All ranks must make it and finish it together.
 
-    Args:
-        model: the Hugging Face folder that gives configuration and tokenizer.
+    The state is copied to CPU memory before the constructor returns. A thread writes the copies, so the rank can go on
+    training. The folder has its name once `finish` has returned.
     """
-    chunks = {chunk.tensor.name: chunk for chunk in forms.open_chunks(identity.shape)}
-    with atomic_folder(folder, agreement) as temporary:
-        files: dict[str, Any] = {}
-        entries: list[torch_dist.Entry] = []
-        with agreement.on_errors():
-            name = TENSORS.format(agreement.rank)
-            files[name], entries = _write_parts(temporary / name, parts, chunks)
-            name = RANDOM.format(agreement.rank)
-            files[name] = _write(temporary / name, torch_dist.archive(state.random))
-        gathered = agreement.gather((files, entries))
-        with agreement.on_errors():
-            if agreement.rank == 0:
-                files = {name: entry for of_rank, _ in gathered for name, entry in of_rank.items()}
-                entries = [entry for _, of_rank in gathered for entry in of_rank]
-                extra = json.dumps(state.extra, indent=1).encode()
-                small = {EXTRA: extra, **_companions(model, identity)}
-                number = len(gathered)
-                small |= _torch_dist_files(identity.shape, entries, list(chunks.values()), TENSORS.format(number))
-                files |= {name: _write(temporary / name, content) for name, content in small.items()}
-                _write_manifest(temporary, identity, state.num_updates, files)
+
+    def __init__(
+        self, folder: Path, identity: Identity, parts: Iterable[Part], state: State, model: Path, agreement: Agreement
+    ) -> None:
+        """
+        Args:
+            parts: what this rank writes.
+            state: everything else; its `extra` is that of rank 0.
+            model: the Hugging Face folder that gives configuration and tokenizer.
+
+        Raises:
+            ValueError: the folder cannot be made, or the disk has too little space.
+        """
+        self._folder, self._identity, self._state, self._model = folder, identity, state, model
+        self._agreement = agreement
+        self._chunks = {chunk.tensor.name: chunk for chunk in forms.open_chunks(identity.shape)}
+        copies = [_copy(part, self._chunks[part.piece.tensor]) for part in parts]
+        self._random = torch_dist.archive(state.random)
+        self._temporary = _begin_folder(folder, agreement)
+        needed = sum(agreement.gather(sum(copy.data.nbytes for copy in copies)))
+        try:
+            with agreement.on_errors():
+                free = shutil.disk_usage(folder.parent).free
+                if agreement.rank == 0 and free < needed:
+                    raise ValueError(
+                        f"the checkpoint {folder} has {needed:,} bytes, and its disk has {free:,} free; is the disk "
+                        f"full? The last checkpoint is untouched"
+                    )
+        except ValueError:
+            self._remove()
+            raise
+        self._files: dict[str, Any] = {}
+        self._entries: list[torch_dist.Entry] = []
+        self._failure: ValueError | None = None
+        self._thread = threading.Thread(target=self._write, args=(copies,), name="checkpoint", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_written(self) -> bool:
+        """Whether this rank has written its files, or failed to."""
+        return not self._thread.is_alive()
+
+    def finish(self) -> None:
+        """Wait until all ranks have written their files, and give the folder its name.
+
+        Raises:
+            ValueError: a rank could not write, for example because the disk is full. An older folder is kept.
+        """
+        self._thread.join()
+        agreement = self._agreement
+        try:
+            with agreement.on_errors():
+                if self._failure:
+                    raise self._failure
+            gathered = agreement.gather((self._files, self._entries))
+            with agreement.on_errors():
+                if agreement.rank == 0:
+                    self._write_rest(gathered)
+                    _publish(self._temporary, self._folder)
+        finally:
+            self._remove()
+
+    def _write(self, copies: Sequence[_Copy]) -> None:
+        name = TENSORS.format(self._agreement.rank)
+        try:
+            self._files[name], self._entries = _write_copies(self._temporary / name, copies)
+            name = RANDOM.format(self._agreement.rank)
+            self._files[name] = _write(self._temporary / name, self._random)
+        except ValueError as error:
+            self._failure = error
+
+    def _write_rest(self, gathered: Sequence[tuple[dict[str, Any], list[torch_dist.Entry]]]) -> None:
+        """Write what rank 0 writes for all."""
+        files = {name: entry for of_rank, _ in gathered for name, entry in of_rank.items()}
+        entries = [entry for _, of_rank in gathered for entry in of_rank]
+        small = {EXTRA: json.dumps(self._state.extra, indent=1).encode()}
+        companions = hub.companions(self._model, self._identity.dtype)
+        small |= {f"hf/{name}": content for name, content in companions.items()}
+        states_file = TENSORS.format(len(gathered))
+        small |= _torch_dist_files(self._identity.shape, entries, list(self._chunks.values()), states_file)
+        files |= {name: _write(self._temporary / name, content) for name, content in small.items()}
+        _write_manifest(self._temporary, self._identity, self._state.num_updates, files)
+
+    def _remove(self) -> None:
+        if self._agreement.rank == 0:
+            shutil.rmtree(self._temporary, ignore_errors=True)
 
 
-def _write_parts(
-    path: Path, parts: Iterable[Part], chunks: Mapping[str, Chunk]
-) -> tuple[dict[str, Any], list[torch_dist.Entry]]:
+class _Copy(NamedTuple):
+    """The archive of a part, and what manifest and `.metadata` say about it."""
+
+    before: bytes
+    data: memoryview
+    after: bytes
+    name: str
+    described: dict[str, Any]
+    key: str
+    size: tuple[int, ...]
+    box: Box
+    dtype: torch.dtype
+
+
+def _copy(part: Part, chunk: Chunk) -> _Copy:
+    kind, piece, value = part
+    size, box = torch_dist.place_of(chunk, piece.box)
+    before, after = torch_dist.archive_frame(value.dtype, extents(box))
+    copied = torch.empty(value.shape, dtype=value.dtype)
+    copied.copy_(value)
+    described = {
+        "kind": kind,
+        "tensor": piece.tensor,
+        "box": piece.box,
+        "dtype": str(value.dtype).removeprefix("torch."),
+    }
+    return _Copy(
+        before,
+        memoryview(copied.view(-1).view(torch.uint8).numpy()),
+        after,
+        f"{kind} {piece.tensor} {list(map(list, piece.box))}",
+        described,
+        chunk.key if kind == WEIGHTS else f"optimizer.state.{kind}.{chunk.key}",
+        size,
+        box,
+        value.dtype,
+    )
+
+
+def _write_copies(path: Path, copies: Sequence[_Copy]) -> tuple[dict[str, Any], list[torch_dist.Entry]]:
     """Write the archives of a rank's parts; returns the file's entry in the manifest, and those of `.metadata`."""
     frame, position, tensors, entries = 0, 0, {}, []
     with _writing(path), path.open("wb") as file:
-        for kind, piece, value in parts:
-            chunk = chunks[piece.tensor]
-            size, box = torch_dist.place_of(chunk, piece.box)
-            before, after = torch_dist.archive_frame(value.dtype, extents(box))
-            data = memoryview(value.detach().contiguous().cpu().view(-1).view(torch.uint8).numpy())
-            for content in (before, data, after):
+        for copy in copies:
+            for content in (copy.before, copy.data, copy.after):
                 file.write(content)
-            frame = zlib.crc32(after, zlib.crc32(before, frame))
-            dtype = str(value.dtype).removeprefix("torch.")
-            tensors[f"{kind} {piece.tensor} {list(map(list, piece.box))}"] = {
-                "kind": kind,
-                "tensor": piece.tensor,
-                "box": piece.box,
-                "dtype": dtype,
-                "start": position + len(before),
-                "bytes": data.nbytes,
-                "crc32": f"{zlib.crc32(data):08x}",
-            }
-            length = len(before) + data.nbytes + len(after)
-            key = chunk.key if kind == WEIGHTS else f"optimizer.state.{kind}.{chunk.key}"
-            entries.append(torch_dist.Entry(key, size, box, value.dtype, (path.name, position, length)))
+            frame = zlib.crc32(copy.after, zlib.crc32(copy.before, frame))
+            start, length = position + len(copy.before), len(copy.before) + copy.data.nbytes + len(copy.after)
+            sums = {"start": start, "bytes": copy.data.nbytes, "crc32": f"{zlib.crc32(copy.data):08x}"}
+            tensors[copy.name] = copy.described | sums
+            place = (path.name, position, length)
+            entries.append(torch_dist.Entry(copy.key, copy.size, copy.box, copy.dtype, place))
             position += length
-    with _writing(path):
-        sync(path)
+        file.flush()
+        os.fsync(file.fileno())
     return {"bytes": position, "crc32": f"{frame:08x}", "tensors": tensors}, entries
 
 
@@ -155,10 +246,6 @@ def _torch_dist_files(
         states_file: torch_dist.EMPTY_STATE * len(keys),
         ".metadata": torch_dist.metadata(entries, states),
     }
-
-
-def _companions(model: Path, identity: Identity) -> dict[str, bytes]:
-    return {f"hf/{name}": content for name, content in hub.companions(model, identity.dtype).items()}
 
 
 def _write_manifest(folder: Path, identity: Identity, num_updates: int, files: dict[str, Any]) -> None:
@@ -291,22 +378,27 @@ def _as_json(value: Any) -> Any:
 def atomic_folder(folder: Path, agreement: Agreement) -> Iterator[Path]:
     """A temporary folder beside `folder`. It is renamed to `folder` when all ranks have left the block without an
     error, and removed otherwise. It replaces an older folder of that name."""
-    token = agreement.gather(uuid.uuid4().hex[:8])[0]
-    temporary = folder.with_name(f"{folder.name}.tmp-{token}")
-    is_first = agreement.rank == 0
+    temporary = _begin_folder(folder, agreement)
     try:
-        with agreement.on_errors():
-            if is_first:
-                for stale in folder.parent.glob(f"{folder.name}.tmp-*"):  # a process that was killed left it
-                    shutil.rmtree(stale)
-                temporary.mkdir(parents=True)
         yield temporary
         with agreement.on_errors():
-            if is_first:
+            if agreement.rank == 0:
                 _publish(temporary, folder)
     finally:
-        if is_first:
+        if agreement.rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _begin_folder(folder: Path, agreement: Agreement) -> Path:
+    """Make a temporary folder beside `folder`."""
+    token = agreement.gather(uuid.uuid4().hex[:8])[0]
+    temporary = folder.with_name(f"{folder.name}.tmp-{token}")
+    with agreement.on_errors():
+        if agreement.rank == 0:
+            for stale in folder.parent.glob(f"{folder.name}.tmp-*"):  # a process that was killed left it
+                shutil.rmtree(stale)
+            temporary.mkdir(parents=True)
+    return temporary
 
 
 def _publish(temporary: Path, folder: Path) -> None:

@@ -111,6 +111,12 @@ class TrainerRank:
         log.info("writing the checkpoint %s", folder)
         self.actor.save(Path(folder), extra)
 
+    def is_saved(self) -> bool:
+        return self.actor.is_saved
+
+    def finish_save(self) -> None:
+        self.actor.finish_save()
+
     def load(self, folder: str) -> dict[str, Any]:
         log.info("reading the checkpoint %s", folder)
         return self.actor.load(Path(folder))
@@ -246,7 +252,14 @@ class PolicyGroup:
         return answers[0][0] | {PEAK: peak, "slowest_rank/number": float(number), "slowest_rank/ratio": ratio}
 
     def save(self, folder: Path, extra: dict[str, Any]) -> None:
-        self._all("save", "to write a checkpoint", str(folder.absolute()), extra)
+        self._all("save", "to copy its state for a checkpoint", str(folder.absolute()), extra)
+
+    def finish_save(self, wait: bool) -> bool:
+        """See `ports.Policy`."""
+        if not wait and not all(self._gather_all([rank.is_saved.remote() for rank in self.ranks], "to answer")):
+            return False
+        self._all("finish_save", "to write a checkpoint")
+        return True
 
     def load(self, folder: Path) -> dict[str, Any]:
         return self._all("load", "to read a checkpoint", str(folder.absolute()))

@@ -301,8 +301,17 @@ class CheckpointConfig(Section):
     every: Annotated[int, Field(ge=0)] = 0
     """The number of steps between checkpoints; 0 writes one only when the run ends, unless it ends because a trainer
     died."""
+    asynchronous: bool = True
+    """Whether training goes on while a checkpoint is written. Each rank then copies its state to CPU memory first, and
+    a thread writes the copy."""
     keep: PositiveInt = 2
     """The number of newest checkpoints that are kept. Older ones are deleted once a new checkpoint is complete."""
+    keep_every: Annotated[int, Field(ge=0)] = 0
+    """The checkpoints of steps that are multiples of this number are never deleted; 0 means none."""
+    keep_best: str | None = None
+    """The name of a metric of evaluations, such as `eval/accuracy`: of all checkpoints that were evaluated, the one
+    with the largest value is kept. A checkpoint is evaluated if its step is a multiple of `eval.every`. null means that
+    none is kept for its value."""
     export_every: Annotated[int, Field(ge=0)] = 0
     """The number of steps between exports of the model as a Hugging Face folder, `exports/step_000010`, all of which
     are kept; 0 exports only the final model, as `hf`. tools/export_checkpoint.py exports any checkpoint later."""

@@ -17,10 +17,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Protocol
 
+from megatron_rl.config.schema import CheckpointConfig
 from megatron_rl.loop.changes import Change, compare
 from megatron_rl.ports import Policy, PolicyLost, StopRequested
 
 PATTERN = re.compile(r"step_(\d{6,})")
+SCORES = "scores.json"
+"""The file beside the checkpoints with the values of `checkpoint.keep_best`."""
 EXTRA = "extra.json"
 """The file of a checkpoint that holds the loop's own state."""
 
@@ -58,6 +61,13 @@ def read_extra(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{path} cannot be read: {error}; resume from another checkpoint: --resume STEP") from error
 
 
+def _read_scores(path: Path) -> dict[int, float]:
+    try:
+        return {int(step): float(score) for step, score in json.loads(path.read_text()).items()}
+    except (OSError, ValueError, AttributeError):  # nobody was evaluated yet, or a crash cut the file
+        return {}
+
+
 def find_checkpoints(folder: Path) -> dict[int, Path]:
     """The complete checkpoints by step, the oldest first. Folders that a crash left incomplete are not among them."""
     if not folder.is_dir():
@@ -67,16 +77,21 @@ def find_checkpoints(folder: Path) -> dict[int, Path]:
 
 
 class Checkpoints:
-    def __init__(self, folder: Path, *, keep: int, resume: Resume, config: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path, kept: CheckpointConfig, *, resume: Resume, config: Mapping[str, Any]) -> None:
         """
         Args:
+            kept: says which checkpoints are kept, and whether training goes on while one is written.
             config: the run's configuration, in JSON's types.
 
         Raises:
             ValueError: the folder holds checkpoints, but the run is a new one; or there is no checkpoint of the step
                 to resume from; or a key differs from the configuration of the checkpoint that may not change.
         """
-        self.folder, self.keep, self.resume, self._config = folder, keep, resume, dict(config)
+        self.folder, self.kept, self.resume, self._config = folder, kept, resume, dict(config)
+        self._is_writing = False
+        """Whether the policy is writing a checkpoint."""
+        self._scores: dict[int, float] = _read_scores(folder / SCORES)
+        """The value of `keep_best` by step."""
         steps = self.steps()
         if resume is None and steps:
             raise ValueError(
@@ -122,18 +137,54 @@ class Checkpoints:
         return step
 
     def save(self, policy: Policy, step: int, state: Mapping[str, Any]) -> None:
-        """Write a checkpoint, and then delete the oldest ones that exceed `keep`, so that there is always a complete
-        one.
+        """Begin to write a checkpoint, after the one before it is complete.
 
         Args:
             state: the state of each part by its name, as returned by `Stateful.state`.
         """
+        self.finish(policy)
         if step in self.steps():
             return
         self.folder.mkdir(parents=True, exist_ok=True)
         policy.save(self.path(step), {"step": step, "config": self._config, **state})
-        for old in self.steps()[: -self.keep]:
-            shutil.rmtree(self.path(old))
+        self._is_writing = True
+        if not self.kept.asynchronous:
+            self.finish(policy)
+
+    def finish(self, policy: Policy, *, wait: bool = True) -> None:
+        """Wait until the checkpoint that is being written is complete, and then delete the oldest ones that are not
+        kept, so that there is always a complete one.
+
+        Args:
+            wait: False: do nothing if it is not complete yet.
+        """
+        if not self._is_writing:
+            return
+        self._is_writing = False  # if it fails, it is given up
+        if not policy.finish_save(wait):
+            self._is_writing = True
+            return
+        self._delete_old()
+
+    def forget(self) -> None:
+        """The policy that was writing a checkpoint is lost."""
+        self._is_writing = False
+
+    def judge(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Note the value by which the best checkpoint is kept, if the weights of this step were evaluated."""
+        name = self.kept.keep_best
+        if name is not None and name in metrics and self.folder.is_dir():
+            self._scores[step] = metrics[name]
+            (self.folder / SCORES).write_text(json.dumps(self._scores))
+
+    def _delete_old(self) -> None:
+        steps = self.steps()
+        kept = set(steps[-self.kept.keep :])
+        kept |= {step for step in steps if due(step, self.kept.keep_every)}
+        kept |= set(sorted(self._scores.keys() & steps, key=lambda step: (self._scores[step], step))[-1:])
+        for step in steps:
+            if step not in kept:
+                shutil.rmtree(self.path(step))
 
 
 class WholeState:
@@ -155,6 +206,7 @@ class WholeState:
     def mark(self, step: int) -> None:
         """Note that the state is complete: `step` steps are done, and the next one has changed nothing yet."""
         self.step, self._is_complete = step, True
+        self._checkpoints.finish(self._policy, wait=False)
         # The policy's mirrors hold two steps, and a policy that is started anew has the weights of step 0.
         self._held = {s: state for s, state in self._held.items() if s in (0, step - 1)}
         self._held[step] = {name: part.state() for name, part in self._parts.items()}
@@ -177,6 +229,7 @@ class WholeState:
         Raises:
             ValueError: the newest checkpoint cannot be read.
         """
+        self._checkpoints.forget()
         in_mirrors = max((step for step in self._held if step in mirrored), default=0)
         saved = max(self._checkpoints.steps(), default=0)
         step = max(in_mirrors, saved)
@@ -197,12 +250,16 @@ class WholeState:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
+        if error is None:
+            self._checkpoints.finish(self._policy)
         if isinstance(error, StopRequested):
             self.save()
+            self._checkpoints.finish(self._policy)
             return True
         if isinstance(error, Exception) and not isinstance(error, PolicyLost):
             try:
                 self.save()
+                self._checkpoints.finish(self._policy)
             except (ValueError, OSError, RuntimeError) as failure:
                 error.add_note(f"No checkpoint could be written after this error: {failure}")
         return False

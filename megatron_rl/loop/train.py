@@ -71,7 +71,9 @@ def train(
             if prompts.heldout and (step in (0, config.run.steps) or due(step, config.eval.every)):
                 source.evaluate(prompts.heldout, step)
             if step == config.run.steps:
-                return sink.log(step, metrics | source.evaluated())
+                metrics |= source.evaluated()
+                checkpoints.judge(step, metrics)
+                return sink.log(step, metrics)
             source.pushed(step)
             ports.policy.mirror(step)
             rollouts = source.next(step)
@@ -97,6 +99,7 @@ def train(
             step += 1
             whole.mark(step)
             metrics |= source.evaluated()
+            checkpoints.judge(step - 1, metrics)
             # A step is logged before it is saved: if the save is interrupted, it is logged again, and else not missing.
             shown = rollouts.groups[:1]
             sink.samples(step - 1, shown, [ports.engine.tokens(group) for group in shown])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import threading
 import time
 import weakref
 import zlib
@@ -232,7 +233,7 @@ def save_and_go_on(rank, world_size, url, *, folder, samples, layout, checkpoint
     begin(actor, samples, layout, 2)
     for i in range(2):
         actor.update(i, {})
-    actor.save(checkpoint, {"step": 2})
+    save(actor, checkpoint, {"step": 2})
     return _two_more(actor, samples, layout)
 
 
@@ -242,11 +243,39 @@ def resume(rank, world_size, url, *, folder, samples, layout, checkpoint):
     return (*_two_more(actor, samples, layout), extra)
 
 
+def save(actor: MegatronActor, folder: Path, extra: dict) -> None:
+    actor.save(folder, extra)
+    actor.finish_save()
+
+
 def load_and_save(rank, world_size, url, *, folder, layout, checkpoint, target):
     """On this layout, which may be another than that of the checkpoint."""
     actor = build(rank, world_size, url, folder, layout)
-    actor.save(target, actor.load(checkpoint))
+    save(actor, target, actor.load(checkpoint))
     actor.close()
+
+
+def save_each_update(
+    rank, world_size, url, *, folder, samples, layout, checkpoints, updates, dies_after_s=None, resume_at=0
+):
+    """Updates, each of which begins a checkpoint that is finished after the next one. Returns their metrics. The
+    process of rank 1 ends after `dies_after_s` seconds."""
+    actor = build(rank, world_size, url, folder, layout)
+    checkpoints.mkdir(exist_ok=True)
+    if resume_at:
+        actor.load(checkpoints / str(resume_at))
+    if dies_after_s is not None and rank == 1:
+        threading.Timer(dies_after_s, os._exit, (9,)).start()
+    metrics = []
+    for update in range(resume_at + 1, resume_at + updates + 1):
+        begin(actor, samples, layout, 1)
+        metrics.append(actor.update(0, {}))
+        if len(metrics) > 1:
+            actor.finish_save()
+        actor.save(checkpoints / str(update), {"step": update})
+    actor.finish_save()
+    actor.close()
+    return metrics
 
 
 def _two_more(actor: MegatronActor, samples, layout):
@@ -283,17 +312,17 @@ def save_on_a_full_disk(rank, world_size, url, *, folder, samples, layout, check
     import signal
 
     actor = build(rank, world_size, url, folder, layout)
-    actor.save(checkpoint, {"step": 1})
+    save(actor, checkpoint, {"step": 1})
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     if rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
-    error = _error(lambda: actor.save(checkpoint, {"step": 2}))
+    error = _error(lambda: save(actor, checkpoint, {"step": 2}))
     actor.agreement.gather(None)  # rank 0 has cleaned up
     left = sorted(path.name for path in checkpoint.parent.iterdir())
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     survivor = actor.load(checkpoint)
-    actor.save(checkpoint, {"step": 3})
+    save(actor, checkpoint, {"step": 3})
     replaced = actor.load(checkpoint)
     actor.close()
     return error, left, survivor, replaced
@@ -303,7 +332,7 @@ def die_while_saving(rank, world_size, url, *, folder, samples, layout, checkpoi
     """Rank 0 dies between its own files and the manifest."""
     actor = build(rank, world_size, url, folder, layout)
     checkpoint_room._write_manifest = lambda *arguments: os._exit(1)
-    actor.save(checkpoint, {})
+    save(actor, checkpoint, {})
 
 
 def refuse(rank, world_size, url, *, folder, samples, layout):

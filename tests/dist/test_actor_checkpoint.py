@@ -6,6 +6,7 @@ import json
 import shutil
 from pathlib import Path
 
+import cover
 import numpy as np
 import pytest
 import torch
@@ -69,6 +70,40 @@ def check_resumed(pool, unbroken, arguments) -> None:
         assert parameters.keys() == parameters2.keys()
         for name, parameter in parameters.items():
             assert np.array_equal(parameter, parameters2[name]), name
+
+
+KILLED = Layout(Mesh(data=2), num_microbatches=2)
+
+
+@pytest.fixture(scope="module")
+def each_update(trainers, model_folder, samples, tmp_path_factory):
+    """Run updates that save after every one, while they train; returns the metrics of rank 0."""
+
+    def run(checkpoints: Path, updates: int, **more) -> list:
+        arguments = dict(folder=model_folder, samples=samples, layout=KILLED, checkpoints=checkpoints)
+        return trainers.run("save_each_update", 2, **arguments, updates=updates, **more)[0]
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def without_a_kill(each_update, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole")
+    metrics = each_update(folder, 80)
+    assert {path.name for path in folder.iterdir()} == {str(update) for update in range(1, 81)}
+    return metrics
+
+
+@pytest.mark.parametrize("kill", range(20) if cover.everything else (3, 9, 15))
+def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(each_update, without_a_kill, tmp_path, kill):
+    """The newest checkpoint resumes bit for bit, and at most one more was begun."""
+    with pytest.raises(AssertionError, match="it died|onnection|losed"):
+        each_update(tmp_path, 10_000, dies_after_s=0.05 + 0.05 * kill)
+    steps = sorted(int(path.name) for path in tmp_path.iterdir() if path.name.isdigit())
+    assert len(list(tmp_path.iterdir())) <= len(steps) + 1
+    newest = steps[-1] if steps else 0
+    if newest <= 78:  # on a much faster machine there are more
+        assert each_update(tmp_path, 2, resume_at=newest) == without_a_kill[newest : newest + 2]
 
 
 CHANGES = [

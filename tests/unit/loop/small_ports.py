@@ -62,6 +62,9 @@ class World:
         (folder / "state").write_text(json.dumps(self.updates))
         (folder / "extra.json").write_text(json.dumps(extra))
 
+    def finish_save(self, wait):
+        return True
+
     def load(self, folder: Path):
         self.updates = json.loads((folder / "state").read_text())
         return json.loads((folder / "extra.json").read_text())
@@ -181,7 +184,7 @@ class StopAfter:
 
 
 def open_checkpoints(folder: Path, cfg: GrpoRunConfig, resume) -> Checkpoints:
-    return Checkpoints(folder, keep=cfg.checkpoint.keep, resume=resume, config=cfg.model_dump(mode="json"))
+    return Checkpoints(folder, cfg.checkpoint, resume=resume, config=cfg.model_dump(mode="json"))
 
 
 def config(**changes) -> GrpoRunConfig:
