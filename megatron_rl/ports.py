@@ -58,7 +58,8 @@ class Policy(Protocol):
         """
 
     def finish_save(self, wait: bool) -> bool:
-        """Give the folder that `save` began its name, once it is complete, and return True.
+        """Conclude the checkpoint that `save` began, and return True. Its folder appears as soon as it is complete,
+        which may be before this call.
 
         Args:
             wait: wait until it is complete. Otherwise return False if it is still being written.

@@ -206,7 +206,7 @@ class MegatronActor:
 
     def save(self, folder: Path, extra: dict[str, Any]) -> None:
         """Begin to write the training state and rank 0's `extra`, which must consist of JSON's types. The state is
-        copied when this returns, so that training can go on; `finish_save` gives the folder its name.
+        copied when this returns, so that training can go on; `finish_save` waits for the files.
 
         Raises:
             ValueError: the disk has too little space.
@@ -218,12 +218,11 @@ class MegatronActor:
 
     @property
     def is_saved(self) -> bool:
-        """Whether this rank has written what `save` began. It is no collective."""
-        return self._saving is None or self._saving.is_written
+        """Whether `finish_save` need not wait for this rank. It is no collective."""
+        return self._saving is None or self._saving.is_done
 
     def finish_save(self) -> None:
-        """Wait for the files of all ranks, and give the folder that `save` began its name. The folder is complete or
-        absent.
+        """Wait until the folder that `save` began is complete and has its name. It is complete or absent.
 
         Raises:
             ValueError: a rank could not write, for example because the disk is full. An older folder is kept.

@@ -23,7 +23,7 @@ import shutil
 import threading
 import uuid
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from importlib.metadata import version
@@ -42,7 +42,7 @@ from megatron_rl.convert.source import Source, open_checkpoint
 from megatron_rl.convert.stored import Maps
 from megatron_rl.convert.target import check_frame
 from megatron_rl.convert.work import sync
-from megatron_rl.layout import Box, Shard, slices
+from megatron_rl.layout import Shard, slices
 from megatron_rl.layout.shards import extents, intersect, translate
 from megatron_rl.loop.checkpoints import EXTRA
 from megatron_rl.types import Mesh, ModelShape
@@ -52,6 +52,8 @@ CHECKSUM = "manifest.crc32"
 """The file with the crc32 of the manifest, as hexadecimal digits."""
 TENSORS, RANDOM = "__{}_0.distcp", "rank{}.random.pt"
 """The files of a rank."""
+WRITTEN = "rank{}.written"
+"""The file that says that a rank has written its files, with their entries in the manifest. It is not published."""
 AT_FDCWD, RENAME_EXCHANGE = -100, 2
 """Constants of linux/fcntl.h and linux/fs.h."""
 
@@ -87,7 +89,8 @@ class Saving:
     """A checkpoint that is being written. All ranks must make it and finish it together.
 
     The state is copied to CPU memory before the constructor returns. A thread writes the copies, so the rank can go on
-    training. The folder has its name once `finish` has returned.
+    training. When the files of all ranks are there, the thread of rank 0 writes the manifest and gives the folder its
+    name. The ranks find each other's files in the folder, because only one thread of a rank may use its process groups.
     """
 
     def __init__(
@@ -106,7 +109,7 @@ class Saving:
         self._agreement = agreement
         self._chunks = {chunk.tensor.name: chunk for chunk in forms.open_chunks(identity.shape)}
         copies = [_copy(part, self._chunks[part.piece.tensor]) for part in parts]
-        self._random = torch_dist.archive(state.random)
+        random = torch_dist.archive(state.random)
         self._temporary = _begin_folder(folder, agreement)
         needed = sum(agreement.gather(sum(copy.data.nbytes for copy in copies)))
         try:
@@ -120,55 +123,79 @@ class Saving:
         except ValueError:
             self._remove()
             raise
-        self._files: dict[str, Any] = {}
-        self._entries: list[torch_dist.Entry] = []
         self._failure: ValueError | None = None
-        self._thread = threading.Thread(target=self._write, args=(copies,), name="checkpoint", daemon=True)
+        self._is_given_up = threading.Event()
+        self._has_written = threading.Event()
+        """This rank has written its own files, or failed to."""
+        self._thread = threading.Thread(target=self._work, args=(copies, random), name="checkpoint", daemon=True)
         self._thread.start()
 
     @property
-    def is_written(self) -> bool:
-        """Whether this rank has written its files, or failed to."""
+    def is_done(self) -> bool:
+        """Whether this rank has nothing more to do; on rank 0, whether the folder has its name. Also true after a
+        failure."""
         return not self._thread.is_alive()
 
     def finish(self) -> None:
-        """Wait until all ranks have written their files, and give the folder its name.
+        """Wait until the folder has its name.
 
         Raises:
             ValueError: a rank could not write, for example because the disk is full. An older folder is kept.
         """
-        self._thread.join()
-        agreement = self._agreement
+        self._has_written.wait()
         try:
-            with agreement.on_errors():
-                if self._failure:
-                    raise self._failure
-            gathered = agreement.gather((self._files, self._entries))
-            with agreement.on_errors():
-                if agreement.rank == 0:
-                    self._write_rest(gathered)
-                    _publish(self._temporary, self._folder)
+            self._raise_failure()
+            self._thread.join()
+            self._raise_failure()
         finally:
+            self._is_given_up.set()
+            self._thread.join()
             self._remove()
 
-    def _write(self, copies: Sequence[_Copy]) -> None:
-        name = TENSORS.format(self._agreement.rank)
-        try:
-            self._files[name], self._entries = _write_copies(self._temporary / name, copies)
-            name = RANDOM.format(self._agreement.rank)
-            self._files[name] = _write(self._temporary / name, self._random)
-        except ValueError as error:
-            self._failure = error
+    def _raise_failure(self) -> None:
+        with self._agreement.on_errors():
+            if self._failure:
+                raise self._failure
 
-    def _write_rest(self, gathered: Sequence[tuple[dict[str, Any], list[torch_dist.Entry]]]) -> None:
+    def _work(self, copies: Sequence[_Copy], random: bytes) -> None:
+        rank = self._agreement.rank
+        try:
+            name, files = TENSORS.format(rank), {}
+            files[name] = _write_copies(self._temporary / name, copies)
+            name = RANDOM.format(rank)
+            files[name] = _write(self._temporary / name, random)
+            # The others must not find the file before it is whole.
+            unfinished = self._temporary / f"{WRITTEN.format(rank)}.unfinished"
+            _write(unfinished, json.dumps(files).encode())
+            unfinished.rename(self._temporary / WRITTEN.format(rank))
+            self._has_written.set()
+            if rank == 0 and (files := self._wait_for_all()):
+                self._write_rest(files)
+                _publish(self._temporary, self._folder)
+        except (ValueError, OSError) as error:
+            self._failure = ValueError(str(error))
+        finally:
+            self._has_written.set()
+
+    def _wait_for_all(self) -> dict[str, Any] | None:
+        """The entries of all ranks' files, or None if the checkpoint was given up."""
+        files: dict[str, Any] = {}
+        for rank in range(self._agreement.size):
+            path, pause_s = self._temporary / WRITTEN.format(rank), 0.01
+            while not path.exists():
+                if self._is_given_up.wait(pause_s):
+                    return None
+                pause_s = min(1.5 * pause_s, 0.5)
+            files |= json.loads(path.read_text())
+            path.unlink()
+        return files
+
+    def _write_rest(self, files: dict[str, Any]) -> None:
         """Write what rank 0 writes for all."""
-        files = {name: entry for of_rank, _ in gathered for name, entry in of_rank.items()}
-        entries = [entry for _, of_rank in gathered for entry in of_rank]
         small = {EXTRA: json.dumps(self._state.extra, indent=1).encode()}
         companions = hub.companions(self._model, self._identity.dtype)
         small |= {f"hf/{name}": content for name, content in companions.items()}
-        states_file = TENSORS.format(len(gathered))
-        small |= _torch_dist_files(self._identity.shape, entries, list(self._chunks.values()), states_file)
+        small |= _torch_dist_files(self._identity.shape, files, self._chunks, TENSORS.format(self._agreement.size))
         files |= {name: _write(self._temporary / name, content) for name, content in small.items()}
         _write_manifest(self._temporary, self._identity, self._state.num_updates, files)
 
@@ -178,71 +205,57 @@ class Saving:
 
 
 class _Copy(NamedTuple):
-    """The archive of a part, and what manifest and `.metadata` say about it."""
+    """The archive of a part, and what the manifest says about it."""
 
     before: bytes
     data: memoryview
     after: bytes
-    name: str
     described: dict[str, Any]
-    key: str
-    size: tuple[int, ...]
-    box: Box
-    dtype: torch.dtype
 
 
 def _copy(part: Part, chunk: Chunk) -> _Copy:
     kind, piece, value = part
-    size, box = torch_dist.place_of(chunk, piece.box)
-    before, after = torch_dist.archive_frame(value.dtype, extents(box))
+    before, after = torch_dist.archive_frame(value.dtype, extents(torch_dist.place_of(chunk, piece.box)[1]))
     copied = torch.empty(value.shape, dtype=value.dtype)
     copied.copy_(value)
-    described = {
-        "kind": kind,
-        "tensor": piece.tensor,
-        "box": piece.box,
-        "dtype": str(value.dtype).removeprefix("torch."),
-    }
-    return _Copy(
-        before,
-        memoryview(copied.view(-1).view(torch.uint8).numpy()),
-        after,
-        f"{kind} {piece.tensor} {list(map(list, piece.box))}",
-        described,
-        chunk.key if kind == WEIGHTS else f"optimizer.state.{kind}.{chunk.key}",
-        size,
-        box,
-        value.dtype,
-    )
+    dtype = str(value.dtype).removeprefix("torch.")
+    described = {"kind": kind, "tensor": piece.tensor, "box": piece.box, "dtype": dtype}
+    return _Copy(before, memoryview(copied.view(-1).view(torch.uint8).numpy()), after, described)
 
 
-def _write_copies(path: Path, copies: Sequence[_Copy]) -> tuple[dict[str, Any], list[torch_dist.Entry]]:
-    """Write the archives of a rank's parts; returns the file's entry in the manifest, and those of `.metadata`."""
-    frame, position, tensors, entries = 0, 0, {}, []
+def _write_copies(path: Path, copies: Sequence[_Copy]) -> dict[str, Any]:
+    """Write the archives of a rank's parts; returns the file's entry in the manifest."""
+    frame, position, tensors = 0, 0, {}
     with _writing(path), path.open("wb") as file:
-        for copy in copies:
-            for content in (copy.before, copy.data, copy.after):
+        for before, data, after, described in copies:
+            for content in (before, data, after):
                 file.write(content)
-            frame = zlib.crc32(copy.after, zlib.crc32(copy.before, frame))
-            start, length = position + len(copy.before), len(copy.before) + copy.data.nbytes + len(copy.after)
-            sums = {"start": start, "bytes": copy.data.nbytes, "crc32": f"{zlib.crc32(copy.data):08x}"}
-            tensors[copy.name] = copy.described | sums
-            place = (path.name, position, length)
-            entries.append(torch_dist.Entry(copy.key, copy.size, copy.box, copy.dtype, place))
-            position += length
+            frame = zlib.crc32(after, zlib.crc32(before, frame))
+            sums = {"start": position + len(before), "bytes": data.nbytes, "crc32": f"{zlib.crc32(data):08x}"}
+            tensors[f"{described['kind']} {described['tensor']} {described['box']}"] = described | sums
+            position += len(before) + data.nbytes + len(after)
         file.flush()
         os.fsync(file.fileno())
-    return {"bytes": position, "crc32": f"{frame:08x}", "tensors": tensors}, entries
+    return {"bytes": position, "crc32": f"{frame:08x}", "tensors": tensors}
 
 
 def _torch_dist_files(
-    shape: ModelShape, entries: Sequence[torch_dist.Entry], chunks: Sequence[Chunk], states_file: str
+    shape: ModelShape, files: Mapping[str, Any], chunks: Mapping[str, Chunk], states_file: str
 ) -> dict[str, bytes]:
     """The files that Megatron-Core wants beside the tensors."""
-    keys, size = torch_dist.empty_states(chunks), len(torch_dist.EMPTY_STATE)
-    states = {key: (states_file, i * size, size) for i, key in enumerate(keys)}
-    files = torch_dist.small_files(forms.are_layers_alike(shape))
-    return files | {
+    entries = []
+    for file, described in files.items():
+        for values in described.get("tensors", {}).values():
+            chunk, dtype = chunks[values["tensor"]], getattr(torch, values["dtype"])
+            size, box = torch_dist.place_of(chunk, tuple(map(tuple, values["box"])))
+            before, after = torch_dist.archive_frame(dtype, extents(box))
+            place = file, values["start"] - len(before), len(before) + values["bytes"] + len(after)
+            key = chunk.key if values["kind"] == WEIGHTS else f"optimizer.state.{values['kind']}.{chunk.key}"
+            entries.append(torch_dist.Entry(key, size, box, dtype, place))
+    keys, length = torch_dist.empty_states(chunks.values()), len(torch_dist.EMPTY_STATE)
+    states = {key: (states_file, i * length, length) for i, key in enumerate(keys)}
+    small = torch_dist.small_files(forms.are_layers_alike(shape))
+    return small | {
         states_file: torch_dist.EMPTY_STATE * len(keys),
         ".metadata": torch_dist.metadata(entries, states),
     }

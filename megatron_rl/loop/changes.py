@@ -1,8 +1,8 @@
 """The keys of the configuration that may change when a run is resumed from a checkpoint.
 
-These are paths, durations and intervals, the placement on machines, and the settings of the optimizer. They take effect
-at once. All other keys define the objective or are part of the saved state. To change one of them, start a new run from
-the Hugging Face export of the checkpoint.
+These are paths, durations and intervals, the layout of the trainer, the placement on machines, and the settings of the
+optimizer. They take effect at once. All other keys define the objective or are part of the saved state. To change one
+of them, start a new run from the Hugging Face export of the checkpoint.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ MAY_CHANGE = re.compile(
     "|".join(
         [
             r"run\.(name|folder|steps)",
-            r"model\.(path|recompute)",
-            r"policy\.optimizer\..*",
+            r"model\.(path|recompute|layers)",
+            r"policy\.(optimizer|parallel)\..*",
             r"data\..*",
             r"sft\.(rows|on_bad_row)",
             r"rollout\.(num_engines|tensor|expert_parallel|prefix_cache|max_sequences|gpu_memory_utilization)",

@@ -124,6 +124,8 @@ class Checkpoints:
 
         Checkpoints of later steps are renamed to `superseded_step_...`, because the resumed run will write its own.
         """
+        for unfinished in self.folder.glob("step_*.tmp-*"):  # a killed run left it
+            shutil.rmtree(unfinished)
         step = self.first_step
         if step:
             extra = policy.load(self.path(step))
@@ -206,10 +208,10 @@ class WholeState:
     def mark(self, step: int) -> None:
         """Note that the state is complete: `step` steps are done, and the next one has changed nothing yet."""
         self.step, self._is_complete = step, True
-        self._checkpoints.finish(self._policy, wait=False)
         # The policy's mirrors hold two steps, and a policy that is started anew has the weights of step 0.
         self._held = {s: state for s, state in self._held.items() if s in (0, step - 1)}
         self._held[step] = {name: part.state() for name, part in self._parts.items()}
+        self._checkpoints.finish(self._policy, wait=False)
 
     def spoil(self) -> None:
         """Note that the state is not complete: an update has changed the policy, but its step is not done."""

@@ -43,6 +43,21 @@ def load_into_actor(rank: int, world_size: int, url: str, cases: list[tuple[Path
         actor.close()
 
 
+def load_what_was_saved(rank: int, world_size: int, url: str, cases: list[tuple[Path, Path, Mesh]]) -> None:
+    """(HF folder, folder for a checkpoint, mesh): Megatron-Core loads what the actor saves, on another mesh, too."""
+    for i, (folder, checkpoint, mesh) in enumerate(cases):
+        actor = build(rank, world_size, f"{url}{i}", folder, Layout(mesh))
+        if not checkpoint.exists():
+            actor.save(checkpoint, {})
+            actor.finish_save()
+        expected = {name: parameter.detach().clone() for name, parameter in actor.parameters().items()}
+        with platform.running():
+            _load(unwrap_model(actor.chunks[-1]), checkpoint)
+        for name, parameter in actor.parameters().items():
+            assert torch.equal(parameter, expected[name]), (mesh, rank, name)
+        actor.close()
+
+
 def load_into_gpt(rank: int, world_size: int, url: str, cases: list[tuple[Path, Path, Mesh]]) -> None:
     """(HF folder, checkpoint, mesh): what Megatron-Core loads into its own GPTModel is what the family's table says."""
     for i, (folder, checkpoint, mesh) in enumerate(cases):

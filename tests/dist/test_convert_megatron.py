@@ -73,6 +73,16 @@ def test_megatron_loads_what_the_actor_loads_from_the_folder(model_folder, tied_
     run(convert_ranks.load_into_actor, cases, tmp_path)
 
 
+def test_megatron_loads_what_the_actor_saves(model_folder, tied_model_folder, tmp_path):
+    """Saved on the first mesh, loaded on all of them."""
+    cases = [
+        (folder, tmp_path / folder.name, mesh)
+        for folder in (model_folder, tied_model_folder)
+        for mesh in (Mesh(data=2), Mesh(tensor=2), Mesh(pipeline=2))
+    ]
+    run(convert_ranks.load_what_was_saved, cases, tmp_path)
+
+
 def test_megatrons_own_models_load_it_in_any_layout(tmp_path):
     cases = []
     for name, (family, more) in MODELS.items():

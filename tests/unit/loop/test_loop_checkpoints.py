@@ -1,0 +1,123 @@
+"""Which checkpoints are kept, and when a checkpoint that is written beside training is concluded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.config.schema import CheckpointConfig
+from megatron_rl.loop.checkpoints import SCORES, Checkpoints, WholeState
+
+
+class Policy:
+    """A policy whose checkpoints are complete when the test says so."""
+
+    def __init__(self) -> None:
+        self.writing: Path | None = None
+        self.is_full = False
+
+    def save(self, folder: Path, extra) -> None:
+        assert self.writing is None, "the one before is concluded first"
+        self.writing, self.extra = folder, extra
+
+    def write(self) -> None:
+        self.writing.mkdir(exist_ok=True)
+        (self.writing / "extra.json").write_text(json.dumps(self.extra))
+
+    def finish_save(self, wait: bool) -> bool:
+        if self.is_full:
+            self.writing = None
+            raise ValueError("the disk is full")
+        if wait:
+            self.write()
+        if not self.writing.exists():
+            return False
+        self.writing = None
+        return True
+
+
+def make(folder: Path, resume=None, **kept) -> Checkpoints:
+    return Checkpoints(folder, CheckpointConfig(**kept), resume=resume, config={})
+
+
+def save_all(checkpoints: Checkpoints, policy: Policy, steps, scores=None) -> None:
+    for step in steps:
+        checkpoints.save(policy, step, {})
+        policy.write()
+        checkpoints.finish(policy, wait=False)
+        if scores:
+            checkpoints.judge(step, {"eval/accuracy": scores[step]})
+
+
+def test_the_newest_every_nth_and_the_best_are_kept(tmp_path):
+    kept = dict(keep=2, keep_every=4, keep_best="eval/accuracy")
+    scores = {1: 0.1, 2: 0.7, 3: 0.9, 4: 0.2, 5: 0.3, 6: 0.9, 7: 0.5, 8: 0.4, 9: 0.6, 10: 0.1}
+    checkpoints, policy = make(tmp_path, **kept), Policy()
+    save_all(checkpoints, policy, range(1, 6), scores)
+    assert checkpoints.steps() == [3, 4, 5], "4 is a multiple of 4, and 3 the best so far"
+    save_all(checkpoints, policy, range(6, 11), scores)
+    assert checkpoints.steps() == [4, 6, 8, 9, 10], "of equal ones the later is kept"
+    again = make(tmp_path, resume="auto", **kept)
+    save_all(again, policy, (11, 12, 13), {11: 0.0, 12: 0.0, 13: 0.95})
+    assert again.steps() == [4, 6, 8, 12, 13], "a resumed run knows the earlier values"
+    save_all(again, policy, (14,), {14: 0.0})
+    assert again.steps() == [4, 8, 12, 13, 14]
+
+
+def test_a_step_that_was_not_evaluated_is_not_the_best(tmp_path):
+    checkpoints, policy = make(tmp_path, keep=1, keep_best="eval/accuracy"), Policy()
+    save_all(checkpoints, policy, (1, 2))
+    checkpoints.judge(2, {"loss": 3.0})
+    save_all(checkpoints, policy, (3,))
+    assert checkpoints.steps() == [3] and not (tmp_path / SCORES).exists()
+
+
+@pytest.mark.parametrize("content", ["", "[1]", '{"1": '])
+def test_a_file_of_values_that_a_crash_cut_is_as_none(tmp_path, content):
+    (tmp_path / SCORES).write_text(content)
+    save_all(make(tmp_path, keep=1, keep_best="eval/accuracy"), Policy(), (1, 2), {1: 0.5, 2: 0.4})
+
+
+def test_the_older_checkpoint_stays_until_the_new_one_is_complete(tmp_path):
+    checkpoints, policy = make(tmp_path, keep=1), Policy()
+    save_all(checkpoints, policy, (1,))
+    checkpoints.save(policy, 2, {})
+    checkpoints.finish(policy, wait=False)
+    assert checkpoints.steps() == [1] and policy.writing is not None
+    policy.write()
+    assert checkpoints.steps() == [1, 2]
+    checkpoints.finish(policy, wait=False)
+    assert checkpoints.steps() == [2]
+
+
+def test_a_synchronous_checkpoint_is_complete_at_once(tmp_path):
+    checkpoints, policy = make(tmp_path, asynchronous=False), Policy()
+    checkpoints.save(policy, 1, {})
+    assert checkpoints.steps() == [1] and policy.writing is None
+
+
+def test_the_end_of_a_run_waits_for_its_checkpoint(tmp_path):
+    checkpoints, policy = make(tmp_path), Policy()
+    with WholeState(checkpoints, policy, {}) as whole:
+        whole.mark(1)
+        whole.save()
+        assert checkpoints.steps() == []
+    assert checkpoints.steps() == [1]
+
+
+def test_a_checkpoint_that_could_not_be_written_ends_the_run_and_is_not_asked_for_again(tmp_path):
+    checkpoints, policy = make(tmp_path), Policy()
+    with pytest.raises(ValueError, match="the disk is full") as caught, WholeState(checkpoints, policy, {}) as whole:
+        whole.mark(1)
+        whole.save()
+        policy.is_full = True
+        whole.mark(2)
+    assert "No checkpoint could be written after this error: the disk is full" in caught.value.__notes__
+
+
+def test_what_a_killed_run_left_unfinished_is_removed(tmp_path):
+    (tmp_path / "step_000003.tmp-abcd").mkdir()
+    assert make(tmp_path).restore(Policy(), {}) == 0
+    assert list(tmp_path.iterdir()) == []
