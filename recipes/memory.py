@@ -137,12 +137,11 @@ def expert_data_ways(mesh: Mesh) -> int:
     return mesh.stage_size // (mesh.expert * mesh.expert_ways)
 
 
-def checkpoint_bytes(shape: ModelShape, mesh: Mesh, dtype: str) -> float:
-    """The bytes of one checkpoint. Every rank writes its weights, even if it is a replica of another rank, and its part
-    of the optimizer's state."""
-    stages = [rank_parameters(shape, mesh, stage * mesh.stage_size) for stage in range(mesh.pipeline)]
-    ranks = [held.total * BYTES[dtype] + held.state_bytes(mesh, dtype) for held in stages]
-    return sum(ranks) * mesh.stage_size
+def checkpoint_bytes(shape: ModelShape, dtype: str) -> int:
+    """The bytes of one checkpoint: the weights and the optimizer's state, once, whatever the layout. Adam's moments are
+    fp32, and so is the copy of a bf16 weight."""
+    state = 8 if dtype == "float32" else 12
+    return FAMILIES[shape.family].num_parameters(shape) * (BYTES[dtype] + state)
 
 
 def has_fused_layers(shape: ModelShape, model: ModelConfig) -> bool:
