@@ -94,7 +94,7 @@ def run(config: GrpoRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) -
                 folder, config.run.steps, console, tokenizer, config.rollout.delimiter, checkpoints.resume_at
             )
             sink.feed(open_trackers(config, checkpoints.resume_at))
-            policy.start()
+            policy.start(is_resumed=checkpoints.first_step > 0)
             engines.wait()
             verifier.wait()
             bridge = RayBridge(config, spec, policy, engines, logs)

@@ -70,7 +70,7 @@ def run(config: SftRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) ->
             if config.cluster.ray_address is not None:  # the preflight has looked at this machine
                 check_nodes(config, placement.plan)
             policy = PolicyGroup(spec, config.cluster, logs, placement, restarts)
-            policy.start()
+            policy.start(is_resumed=checkpoints.first_step > 0)
         with sink, interrupt.training():
             done = train_supervised(config, shape, policy, stream, (sink, checkpoints), interrupt)
         if done == config.run.steps:

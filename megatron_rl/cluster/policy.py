@@ -60,13 +60,14 @@ class TrainerRank:
         self.store = host_store(address)
         return address, self.store.port
 
-    def start(self, address: str, port: int, secret: str) -> bool:
-        """Build and load this rank's part of the model.
+    def start(self, address: str, port: int, secret: str, load_model: bool) -> bool:
+        """Build this rank's part of the model.
 
         Args:
             address, port: those of the store that rank 0 serves.
             secret: a part of the names of all keys in the store, so that no process of another run reads or changes
                 them.
+            load_model: load the weights of the model's folder. Otherwise `load` must follow.
 
         Returns:
             Whether it has Transformer Engine's fused norms.
@@ -81,11 +82,12 @@ class TrainerRank:
             self.spec, rank=self.rank, world_size=self.spec.policy.parallel.mesh.world_size, store=store
         )
         self.probe = SpeedProbe()
-        log.info("loading its part of %s", self.spec.model.path)
-        start = time.perf_counter()
-        load_hf(self.actor, self.spec.model.path)
-        self.actor.keep_reference()
-        log.info("loaded in %.1f s", time.perf_counter() - start)
+        if load_model:
+            log.info("loading its part of %s", self.spec.model.path)
+            start = time.perf_counter()
+            load_hf(self.actor, self.spec.model.path)
+            self.actor.keep_reference()
+            log.info("loaded in %.1f s", time.perf_counter() - start)
         return self.actor.fused_norms
 
     def begin(self, share: Share) -> Metrics:
@@ -176,15 +178,20 @@ class PolicyGroup:
             for rank, actor in enumerate(self.ranks)
         ]
 
-    def start(self) -> None:
+    def start(self, *, is_resumed: bool = False) -> None:
         """Connect the ranks and load the model. It is not part of the constructor, so that the engines can start at the
-        same time."""
+        same time.
+
+        Args:
+            is_resumed: `load` follows, so the model's folder is read only if a reference policy needs its weights.
+        """
+        load_model = not is_resumed or self._spec.objective.needs.logp_ref
         timeout_s = self._cluster.start_timeout_s
         needs = f"{self._cluster.cpus_per_trainer:g} CPU and {self._cluster.gpus_per_trainer:g} GPU"
         locate_all(self.processes, timeout_s, needs)
         store = gather([self.ranks[0].serve.remote()], self.processes[:1], "to serve a store", timeout_s)[0]
         secret = secrets.token_hex(16)
-        calls = [rank.start.remote(*store, secret) for rank in self.ranks]
+        calls = [rank.start.remote(*store, secret, load_model) for rank in self.ranks]
         self.fused_norms: bool = gather(calls, self.processes, "to load the model", timeout_s)[0]
 
     def restart(self, cause: PolicyLost) -> Collection[int]:
