@@ -31,6 +31,7 @@ from megatron_rl.actor.context import ContextRank
 from megatron_rl.actor.model import build_model, uses_fused_layers
 from megatron_rl.actor.optimizer import apply_gradients, build_optimizer, gradient_norm
 from megatron_rl.actor.packing import Microbatch, pack
+from megatron_rl.actor.router import start_counting, update_biases
 from megatron_rl.actor.spec import ActorSpec
 from megatron_rl.actor.step import Schedule
 from megatron_rl.algorithms.columns import PackedColumns
@@ -181,6 +182,7 @@ class MegatronActor:
         with platform.running():
             self.model.zero_grad_buffer()
             self.optimizer.zero_grad()
+            start_counting(self.model)
             reports = self._schedule.run(microbatches, loss)
             metrics = self.agreement.reduce(reports if self._reports_metrics else [], problems)
             metrics = self.spec.objective.conclude(metrics, on_policy=minibatch == 0)  # raises on all ranks or none
@@ -189,6 +191,8 @@ class MegatronActor:
                 self.agreement.require_none([self._describe_gradients(grad_norm, microbatches)])
             self.scheduler.step(1)
             apply_gradients(self.optimizer, grad_norm)
+            if self.spec.policy.router_bias_update_rate:
+                update_biases(self.model, self.spec.policy.router_bias_update_rate)
         return {**metrics, "grad_norm": grad_norm, "lr": self.optimizer.param_groups[0]["lr"]}
 
     def save(self, folder: Path, extra: dict[str, Any]) -> None:

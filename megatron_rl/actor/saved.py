@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.actor.checkpoint import WEIGHTS, read_manifest, read_part
-from megatron_rl.actor.weights import find_holders, hub_files, write_companions, write_tensors
+from megatron_rl.actor.weights import HubTensor, find_holders, hub_files, write_companions, write_tensors
 from megatron_rl.convert.hub import file_name
 from megatron_rl.layout import slices
 from megatron_rl.types import Mesh, ModelShape
@@ -47,7 +47,7 @@ def export_saved(checkpoint: Path, target: Path, source: Path) -> int:
     partial.mkdir(parents=True)
     try:
         for i, tensors in enumerate(files):
-            joined = {name: _join(name, extents, holders, weights, dtype) for name, extents in tensors.items()}
+            joined = {name: _join(name, tensor, holders, weights) for name, tensor in tensors.items()}
             write_tensors(partial / file_name("model", i, len(files)), joined)
         write_companions(partial, source, files, dtype)
         partial.rename(target)
@@ -56,8 +56,8 @@ def export_saved(checkpoint: Path, target: Path, source: Path) -> int:
     return sum(path.stat().st_size for path in target.glob("*.safetensors"))
 
 
-def _join(name: str, extents: tuple[int, ...], holders: Any, weights: Any, dtype: torch.dtype) -> Tensor:
-    whole = torch.empty(extents, dtype=dtype)
+def _join(name: str, tensor: HubTensor, holders: Any, weights: Any) -> Tensor:
+    whole = torch.empty(tensor.extents, dtype=tensor.dtype)
     for rank, shard in holders[name]:
         whole[slices(shard.hf_box)] = weights[rank][shard.local_name][slices(shard.local_box)]
     return whole

@@ -21,8 +21,10 @@ from megatron_rl.actor import platform
 
 
 def local_parameters(model: DistributedDataParallel) -> dict[str, Tensor]:
-    """The live parameters by GPTModel's names, without the prefixes of its wrappers (DDP, bf16)."""
-    return {name.replace("module.", ""): parameter.data for name, parameter in model.named_parameters()}
+    """The live parameters by GPTModel's names, without the prefixes of its wrappers (DDP, bf16). The bias of a router
+    is a buffer of Megatron, and counts as a parameter here."""
+    biases = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith("router.expert_bias")]
+    return {name.replace("module.", ""): tensor.data for name, tensor in [*model.named_parameters(), *biases]}
 
 
 def training_state(

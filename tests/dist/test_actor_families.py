@@ -52,6 +52,21 @@ YARN = {
     "original_max_position_embeddings": 32,
 }
 PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
+LATENT = dict(
+    num_key_value_heads=4,
+    kv_lora_rank=12,
+    qk_nope_head_dim=6,
+    qk_rope_head_dim=8,
+    v_head_dim=10,
+    n_routed_experts=8,
+    num_experts_per_tok=4,
+    n_group=4,
+    topk_group=2,
+    moe_intermediate_size=24,
+    n_shared_experts=2,
+    first_k_dense_replace=1,
+    routed_scaling_factor=1.5,
+)
 QWEN3_MOE = dict(head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
 MODELS = {
     "llama": ("Llama", dict(rope_parameters=LLAMA3)),
@@ -65,9 +80,14 @@ MODELS = {
     "mixtral": ("Mixtral", dict(num_local_experts=4, sliding_window=None)),
     "qwen3_moe": ("Qwen3Moe", dict(**QWEN3_MOE, norm_topk_prob=True, mlp_only_layers=[0])),
     "qwen3_moe_not_normalised": ("Qwen3Moe", dict(**QWEN3_MOE, norm_topk_prob=False)),
+    "deepseek_v3": (
+        "DeepseekV3",
+        dict(**LATENT, q_lora_rank=20, rope_parameters=YARN | {"mscale": 0.7, "mscale_all_dim": 1.2}),
+    ),
+    "deepseek_v3_direct": ("DeepseekV3", dict(**LATENT | {"n_group": 1, "topk_group": 1}, q_lora_rank=None)),
 }
 """Scalings whose original context and windows that are shorter than the samples."""
-MIXTURES = ("mixtral", "qwen3_moe", "qwen3_moe_not_normalised")
+MIXTURES = ("mixtral", "qwen3_moe", "qwen3_moe_not_normalised", "deepseek_v3", "deepseek_v3_direct")
 
 
 @pytest.fixture(scope="session")
@@ -80,6 +100,9 @@ def folders(tmp_path_factory) -> dict[str, Path]:
         for parameter_name, parameter in model.named_parameters():
             if "norm" in parameter_name or parameter_name.endswith("bias"):  # ones and zeros would hide what is lost
                 parameter.data.uniform_(0.5, 1.5)
+        for buffer_name, buffer in model.named_buffers():
+            if buffer_name.endswith("e_score_correction_bias"):
+                buffer.uniform_(-0.2, 0.2)
         model.save_pretrained(root / name)
         (root / name / "tokenizer.json").write_text("{}")
     return {name: root / name for name in MODELS}
@@ -124,8 +147,10 @@ OF_MIXTURES = tuple(name for name in LAYOUTS if name not in ("tp2_no_sequence", 
 
 
 def layouts_of(name: str) -> tuple[str, ...]:
-    if name in ("qwen2_windows", "qwen3_moe_not_normalised"):
+    if name in ("qwen2_windows", "qwen3_moe_not_normalised", "deepseek_v3_direct"):
         return ("one", "tp2", "tp2_cp2")
+    if name == "deepseek_v3":
+        return (*OF_MIXTURES, "cp2", "tp2_cp2")
     return OF_MIXTURES if name in MIXTURES else OF_DENSE
 
 
@@ -182,15 +207,83 @@ def test_export_after_load_gives_the_same_bits(trainers, folders, tmp_path, name
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_resume_of_a_mixture_is_bitwise(trainers, folders, long_samples, tmp_path, dtype):
+@pytest.mark.parametrize("name, rate", [("qwen3_moe", 0.0), ("deepseek_v3", 0.01)])
+def test_resume_of_a_mixture_is_bitwise(trainers, folders, long_samples, tmp_path, name, rate, dtype):
     layout = Layout(Mesh(data=2, expert=2), num_microbatches=2, dtype=dtype)
-    arguments = dict(folder=folders["qwen3_moe"], samples=long_samples, layout=layout, checkpoint=tmp_path / "step2")
+    arguments = dict(
+        folder=folders[name],
+        samples=long_samples,
+        layout=layout,
+        checkpoint=tmp_path / "step2",
+        router_bias_update_rate=rate,
+    )
     unbroken = trainers.run("save_and_go_on", 2, **arguments)
     check_resumed(trainers, unbroken, arguments)
 
 
+def test_a_bf16_export_has_the_routers_biases_in_float32(trainers, folders, tmp_path):
+    layout = Layout(Mesh(tensor=2, pipeline=2), dtype="bfloat16")
+    target = tmp_path / "export"
+    trainers.run("export", 4, folder=folders["deepseek_v3"], layout=layout, target=target)
+    before, after = load_file(folders["deepseek_v3"] / "model.safetensors"), load_file(target / "model.safetensors")
+    assert before.keys() == after.keys()
+    for name, weight in before.items():
+        expected = weight if name.endswith("e_score_correction_bias") else weight.bfloat16()
+        assert after[name].dtype == expected.dtype and torch.equal(after[name], expected), name
+
+
+RATE = 0.3
+"""So large that the second update's load depends on the first one's biases."""
+
+
+def balanced_biases(folder: Path, samples: list[TrainSample], num_updates: int) -> dict[str, torch.Tensor]:
+    """The routers' biases after updates with weights that stay: algorithm 1 of arXiv:2408.15664, on transformers."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    routers = {f"{name}.gate": module.gate for name, module in model.named_modules() if hasattr(module, "gate")}
+    load = {name: torch.zeros(8) for name in routers}
+    for name, router in routers.items():
+        router.register_forward_hook(
+            lambda module, arguments, output, name=name: load[name].add_(output[2].flatten().bincount(minlength=8))
+        )
+    for _ in range(num_updates):
+        for sample in samples:
+            with torch.no_grad():
+                model(torch.from_numpy(sample.tokens.ids.astype(np.int64))[None])
+        for name, router in routers.items():
+            assert load[name].sum() == 4 * sum(len(sample.tokens.ids) for sample in samples)
+            router.e_score_correction_bias += RATE * (load[name].mean() - load[name]).sign()
+            load[name].zero_()
+    return {f"{name}.e_score_correction_bias": router.e_score_correction_bias for name, router in routers.items()}
+
+
+BALANCED = ("one", "tp2", "pp2", "cp2", "cp2_ep2", "tp2_cp2", "tp2_dp2_ep2", "tp2_dp2_ep2_whole", "pp2_dp2_ep2")
+
+
+@pytest.mark.parametrize("layout_name", [*BALANCED, "tp2_pp2"])
+def test_the_routers_biases_balance_the_load_in_every_layout(trainers, folders, long_samples, layout_name):
+    """Padding, passes for log-probs, recomputation and a refused update add no tokens."""
+    layout = LAYOUTS.get(layout_name) or Layout(Mesh(tensor=2, pipeline=2), num_microbatches=3, recompute="full")
+    results = trainers.run(
+        "balance_routers",
+        layout.mesh.world_size,
+        folder=folders["deepseek_v3"],
+        samples=long_samples,
+        layout=layout,
+        router_bias_update_rate=RATE,
+    )
+    expected = balanced_biases(folders["deepseek_v3"], long_samples, 2)
+    found = set()
+    for error, unchanged, biases in results:
+        assert "gradient norm" in error and unchanged
+        for name, bias in biases.items():
+            np.testing.assert_allclose(bias, expected[name].numpy(), atol=1e-6)  # a few roundings of numbers below 1
+            found.add(name)
+    assert found == expected.keys()
+
+
 @pytest.mark.parametrize(
-    "name, layout_name", [("olmo3", "tp2"), ("mixtral", "tp2_dp2_ep2"), ("qwen3_moe", "pp2_dp2_ep2")]
+    "name, layout_name",
+    [("olmo3", "tp2"), ("mixtral", "tp2_dp2_ep2"), ("qwen3_moe", "pp2_dp2_ep2"), ("deepseek_v3", "tp2_cp2")],
 )
 def test_bf16_is_near_fp32(trainers, folders, long_samples, references, name, layout_name):
     layout = replace(LAYOUTS[layout_name], dtype="bfloat16")
