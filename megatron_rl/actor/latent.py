@@ -34,11 +34,17 @@ from megatron_rl.actor.attention import PackedSequences, attend, rotate
 
 class LatentAttention(MLASelfAttention):
     def get_query_key_value_tensors(
-        self, hidden_states: Tensor, *unused, packed_seq_params: PackedSequences | None = None, **also_unused
+        self,
+        hidden_states: Tensor,
+        key_value_states: None = None,
+        position_ids: None = None,
+        packed_seq_params: PackedSequences | None = None,
+        inference_context: None = None,
     ) -> tuple[Tensor, Tensor, Tensor, None, None]:
         """
         Args:
             hidden_states: [t, 1, hidden size].
+            packed_seq_params: the plan of the row; the other arguments are Megatron's and not used here.
 
         Returns:
             Query and key, [T, N, nope_dim + rope_dim], rotated; value, [T, N, value_dim]; and nothing in the place of
