@@ -192,7 +192,8 @@ def test_logits_equal_those_of_transformers(trainers, folders, long_samples, nam
         with torch.no_grad():
             expected = model(ids[None]).logits[0].numpy()
         got = logits[start : start + len(ids), : expected.shape[1]]
-        np.testing.assert_allclose(got, expected, atol=1e-5)  # fp32 rounding of logits of order 1
+        # fp32 rounding of logits of order 1; those of transformers' DeepSeek-V3 are 1.1e-5 from their values in float64.
+        np.testing.assert_allclose(got, expected, atol=2e-5 if "deepseek" in name else 1e-5)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -242,9 +243,11 @@ def balanced_biases(folder: Path, samples: list[TrainSample], num_updates: int) 
     routers = {f"{name}.gate": module.gate for name, module in model.named_modules() if hasattr(module, "gate")}
     load = {name: torch.zeros(8) for name in routers}
     for name, router in routers.items():
-        router.register_forward_hook(
-            lambda module, arguments, output, name=name: load[name].add_(output[2].flatten().bincount(minlength=8))
-        )
+
+        def count(module, arguments, output, name=name) -> None:
+            load[name].add_(output[2].flatten().bincount(minlength=8))
+
+        router.register_forward_hook(count)
     for _ in range(num_updates):
         for sample in samples:
             with torch.no_grad():
@@ -274,7 +277,7 @@ def test_the_routers_biases_balance_the_load_in_every_layout(trainers, folders, 
     expected = balanced_biases(folders["deepseek_v3"], long_samples, 2)
     found = set()
     for error, unchanged, biases in results:
-        assert "gradient norm" in error and unchanged
+        assert "not finite" in error and unchanged
         for name, bias in biases.items():
             np.testing.assert_allclose(bias, expected[name].numpy(), atol=1e-6)  # a few roundings of numbers below 1
             found.add(name)
