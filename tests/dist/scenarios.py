@@ -223,7 +223,8 @@ def balance_routers(rank, world_size, url, *, folder, samples, layout, router_bi
     """Two updates of the routers' biases with weights that stay, after one that is refused.
 
     Returns:
-        (the error of the refused update, whether it changed no bias, this rank's biases by their HF names)
+        (the error of the refused update, whether it changed no bias, this rank's biases by their HF names, and how many
+        of its tokens each expert got in the last update)
     """
     still = OptimizerConfig(lr=1e-30)
     actor = build(
@@ -241,9 +242,15 @@ def balance_routers(rank, world_size, url, *, folder, samples, layout, router_bi
     begin(actor, samples, layout, 2)
     for i in range(2):
         actor.update(i, {})
+    routers = {name.replace("module.", ""): module for name, module in actor.model.named_modules()}
+    load = {
+        shard.hf_name: routers[shard.local_name.removesuffix(".expert_bias")].load_E.numpy()
+        for shard in actor.shards
+        if shard.hf_name in biases
+    }
     result = {name: bias.numpy().copy() for name, bias in biases.items()}
     actor.close()
-    return error, unchanged, result
+    return error, unchanged, result, load
 
 
 def save_and_go_on(rank, world_size, url, *, folder, samples, layout, checkpoint, router_bias_update_rate=0.0):
