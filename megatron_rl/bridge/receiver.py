@@ -152,7 +152,7 @@ class ModelParameters(Parameters):
     and their messages arrive in different orders.
 
     Latent attention decodes with matrices that vLLM makes of kv_b_proj's weight. They are parameters, but no checkpoint
-    has them; vLLM makes them anew at the end of the push.
+    has them. If the weight is quantised they are copies, so vLLM makes them anew at the end of the push.
     """
 
     def __init__(self, model: nn.Module, model_config: Any, device: torch.device, num_ranks: int) -> None:
