@@ -39,7 +39,7 @@ def test_pushed_weights_are_quantised_as_loaded_ones(make_stage, tmp_path, tenso
 
 
 def write_latent_model(folder: Path, seed: int) -> Path:
-    """DeepSeek-V3 with dense layers alone, because vLLM has no quantised experts for a CPU."""
+    """DeepSeek-V3 with dense layers alone, because the test is about attention."""
     torch.manual_seed(seed)
     config = transformers.DeepseekV3Config(
         vocab_size=64,
