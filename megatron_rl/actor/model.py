@@ -28,7 +28,7 @@ from megatron_rl.actor.attention import PackedAttention
 from megatron_rl.actor.latent import LatentAttention, LatentCoreAttention
 from megatron_rl.actor.logprobs import OutputLayer
 from megatron_rl.actor.norm import Norm, PostNormLayer, WideNorm
-from megatron_rl.actor.router import BiasedRouter
+from megatron_rl.actor.router import BiasedRouter, keep_biases_in_float32
 from megatron_rl.config.schema import ModelConfig, ParallelConfig
 from megatron_rl.layout import FAMILIES, padded_vocabulary
 from megatron_rl.types import Llama3Rope, ModelShape, YarnRope
@@ -181,9 +181,7 @@ def build_model(shape: ModelShape, model: ModelConfig, parallel: ParallelConfig,
         gpt.output_layer.__class__ = OutputLayer  # GPTModel has no option for this class; only `forward` differs
     gpt.to(platform.device())
     wrapped = Float16Module(config, gpt) if config.bf16 else gpt
-    for module in gpt.modules():
-        if isinstance(module, BiasedRouter):
-            module._maintain_float32_expert_bias()  # Float16Module converts buffers too
+    keep_biases_in_float32(gpt)
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=parallel.data * parallel.context > 1,

@@ -55,6 +55,12 @@ def padding_mask(padding_T: Tensor, gpt: GPTModel) -> Tensor | None:
     return padding_T[None]
 
 
+def keep_biases_in_float32(model: torch.nn.Module) -> None:
+    """Undo what Megatron's wrapper for bf16 does to buffers, before weights are loaded."""
+    for router in _routers(model):
+        router._maintain_float32_expert_bias()
+
+
 def start_counting(model: torch.nn.Module) -> None:
     for router in _routers(model):
         router.load_E.zero_()

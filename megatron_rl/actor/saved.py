@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor
 
 from megatron_rl.actor.checkpoint import WEIGHTS, read_manifest, read_part
@@ -35,7 +36,8 @@ def export_saved(checkpoint: Path, target: Path, source: Path) -> int:
         ValueError: the checkpoint is damaged, or the target exists.
     """
     manifest = read_manifest(checkpoint)
-    shape, mesh = ModelShape(**_tuples(manifest["shape"])), Mesh(**_tuples(manifest["mesh"]))
+    shape = TypeAdapter(ModelShape).validate_python(manifest["shape"])
+    mesh = TypeAdapter(Mesh).validate_python(manifest["mesh"])
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[manifest["dtype"]]
     if target.exists():
         raise ValueError(f"{target} exists; remove it or choose another name")
@@ -61,12 +63,3 @@ def _join(name: str, tensor: HubTensor, holders: Any, weights: Any) -> Tensor:
     for rank, shard in holders[name]:
         whole[slices(shard.hf_box)] = weights[rank][shard.local_name][slices(shard.local_box)]
     return whole
-
-
-def _tuples(fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields with tuples in the place of lists, because JSON has no tuples."""
-    return {key: _tuple(value) for key, value in fields.items()}
-
-
-def _tuple(value: Any) -> Any:
-    return tuple(_tuple(item) for item in value) if isinstance(value, list) else value

@@ -378,9 +378,11 @@ def _error(call) -> str:
     return "no error"
 
 
-def export(rank, world_size, url, *, folder, layout, target):
+def export(rank, world_size, url, *, folder, layout, target, checkpoint=None):
     actor = build(rank, world_size, url, folder, layout)
     export_hf(actor, target)
+    if checkpoint is not None:
+        actor.save(checkpoint, {})
     actor.close()
 
 

@@ -20,6 +20,7 @@ from test_actor_checkpoint import check_resumed
 from test_actor_layouts import check, plain_pytorch
 
 from shares import TrainSample
+from megatron_rl.actor.saved import export_saved
 from megatron_rl.types import Mesh, Tokens
 
 COMMON = dict(
@@ -224,8 +225,10 @@ def test_resume_of_a_mixture_is_bitwise(trainers, folders, long_samples, tmp_pat
 
 def test_a_bf16_export_has_the_routers_biases_in_float32(trainers, folders, tmp_path):
     layout = Layout(Mesh(tensor=2, pipeline=2), dtype="bfloat16")
-    target = tmp_path / "export"
-    trainers.run("export", 4, folder=folders["deepseek_v3"], layout=layout, target=target)
+    target, checkpoint = tmp_path / "export", tmp_path / "step0"
+    trainers.run("export", 4, folder=folders["deepseek_v3"], layout=layout, target=target, checkpoint=checkpoint)
+    export_saved(checkpoint, tmp_path / "saved", folders["deepseek_v3"])
+    assert (tmp_path / "saved" / "model.safetensors").read_bytes() == (target / "model.safetensors").read_bytes()
     before, after = load_file(folders["deepseek_v3"] / "model.safetensors"), load_file(target / "model.safetensors")
     assert before.keys() == after.keys()
     for name, weight in before.items():
