@@ -147,9 +147,10 @@ class Mesh:
     default; 1 is usual for small experts."""
     virtual: int = 1
     """The number of model chunks in each stage, for the interleaved schedule."""
-    layers: tuple[int, ...] | None = None
+    layers: tuple[int, ...] | Literal["auto"] | None = None
     """The number of layers in each chunk, in the order of depth: chunk 0 of every stage, then chunk 1 of every stage.
-    None means that all chunks have the same number."""
+    None means that all chunks have the same number. A recipe replaces `auto` by numbers as soon as it knows the
+    model."""
 
     def __post_init__(self) -> None:
         ways = (self.tensor, self.pipeline, self.data, self.context, self.expert, self.virtual, self.expert_ways)
@@ -162,7 +163,7 @@ class Mesh:
             )
         if self.virtual > 1 and self.pipeline == 1:
             raise ValueError(f"{self}: virtual stages need a pipeline of at least 2; set virtual to 1")
-        if self.layers is not None and len(self.layers) != self.num_chunks:
+        if isinstance(self.layers, tuple) and len(self.layers) != self.num_chunks:
             raise ValueError(f"{self}: layers must have {self.num_chunks} entries, one for each chunk")
 
     @property
@@ -209,12 +210,13 @@ class Mesh:
             ValueError: the number of chunks does not divide the number of layers, or `layers` does not add up to it.
         """
         layers = self.layers
+        assert layers != "auto", "the recipe should have replaced `auto`"
         if layers is None:
             if num_layers % self.num_chunks:
                 raise ValueError(
                     f"the model has {num_layers} layers, which policy.parallel.pipeline={self.pipeline} does not divide"
                     + (f" into {self.virtual} chunks a stage" if self.virtual > 1 else "")
-                    + "; say how many layers each stage holds"
+                    + "; set policy.parallel.layers to auto, or to the number of layers of each"
                 )
             layers = (num_layers // self.num_chunks,) * self.num_chunks
         elif sum(layers) != num_layers or min(layers) < 0:

@@ -31,6 +31,7 @@ from megatron_rl.ports import StopRequested
 from megatron_rl.processes import STACKS, log_to
 from megatron_rl.recipes.preflight import check_before_start
 from megatron_rl.recipes.slurm import read_job, render, submit
+from megatron_rl.recipes.stages import with_layers
 
 Config = TypeVar("Config", bound=BaseConfig)
 
@@ -166,7 +167,7 @@ def launch(
     interrupt = Interrupt()
     try:
         with interrupt.listening():
-            config = load_config(kind, options.configuration)
+            config = with_layers(load_config(kind, options.configuration))
             resume = read_resume(options.resume)
             job = read_job(config, Path(program).stem, options.configuration)
             if options.slurm and isinstance(resume, int):

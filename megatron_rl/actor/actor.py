@@ -54,13 +54,14 @@ class MegatronActor:
         self.spec, self.rank, self.mesh = spec, rank, parallel.mesh
         if world_size != self.mesh.world_size:
             raise ValueError(f"policy.parallel needs {self.mesh.world_size} ranks, but there are {world_size}")
-        self.fused_norms = uses_fused_layers(spec.model)
+        self.fused_norms = uses_fused_layers(spec.model, spec.shape)
         """Whether the layers are Transformer Engine's. These hold each norm inside the next linear layer, so their
         parameters have other names."""
         self.shards = megatron_shards(spec.shape, self.mesh, rank, self.fused_norms)
         tensor, stage, _ = self.mesh.coordinates(rank)
         is_first = tensor == 0 and self.mesh.context_rank(rank) == 0
-        self._reports_metrics = is_first and stage == self.mesh.pipeline - 1
+        self._is_last_stage = stage == self.mesh.pipeline - 1
+        self._reports_metrics = is_first and self._is_last_stage
         """One rank of each data-parallel replica reports its metrics."""
         self._minibatches: list[list[Microbatch]] = []
         self._denominators: Sequence[Denominators] = ()
@@ -76,6 +77,7 @@ class MegatronActor:
             parallel_state.initialize_model_parallel(
                 tensor_model_parallel_size=parallel.tensor,
                 pipeline_model_parallel_size=parallel.pipeline,
+                virtual_pipeline_model_parallel_size=parallel.virtual if parallel.virtual > 1 else None,
                 context_parallel_size=parallel.context,
                 expert_model_parallel_size=self.mesh.expert,
                 expert_tensor_parallel_size=self.mesh.expert_ways,
@@ -83,15 +85,15 @@ class MegatronActor:
                 create_gloo_process_groups=False,
             )
             model_parallel_cuda_manual_seed(spec.seed)
-            self.model = build_model(spec.shape, spec.model, parallel, stage)
+            self.chunks = build_model(spec.shape, spec.model, parallel, stage)
             optimizer = spec.policy.optimizer
-            self.optimizer, self.scheduler = build_optimizer(self.model, optimizer, spec.total_steps)
+            self.optimizer, self.scheduler = build_optimizer(self.chunks, optimizer, spec.total_steps)
             context = None
             if parallel.context > 1:
                 group = parallel_state.get_context_parallel_group()
                 context = ContextRank(group, self.mesh.context_rank(rank), parallel.context)
             entropy = spec.objective.needs.entropy
-            self._schedule = Schedule(self.model, spec.shape, spec.temperature, entropy, context)
+            self._schedule = Schedule(self.chunks, spec.shape, spec.temperature, entropy, context)
         live = {name: tuple(parameter.shape) for name, parameter in self.parameters().items()}
         check_parameters(self.shards, live, "Megatron")
         layers = self._identity()["layers"]
@@ -99,7 +101,7 @@ class MegatronActor:
 
     def parameters(self) -> dict[str, Tensor]:
         """This rank's live parameters by Megatron's names, which are the local names of `self.shards`."""
-        return state.local_parameters(self.model)
+        return state.local_parameters(self.chunks)
 
     def weights_changed(self) -> None:
         """Update the optimizer's fp32 copies of bf16 weights. Call this after writing to `parameters()`."""
@@ -180,9 +182,10 @@ class MegatronActor:
             return logp_T.sum() * 0.0, {}
 
         with platform.running():
-            self.model.zero_grad_buffer()
+            for chunk in self.chunks:
+                chunk.zero_grad_buffer()
             self.optimizer.zero_grad()
-            start_counting(self.model)
+            start_counting(self.chunks)
             reports = self._schedule.run(microbatches, loss)
             metrics = self.agreement.reduce(reports if self._reports_metrics else [], problems)
             metrics = self.spec.objective.conclude(metrics, on_policy=minibatch == 0)  # raises on all ranks or none
@@ -192,7 +195,7 @@ class MegatronActor:
             self.scheduler.step(1)
             apply_gradients(self.optimizer, grad_norm)
             if self.spec.policy.router_bias_update_rate:
-                update_biases(self.model, self.spec.policy.router_bias_update_rate)
+                update_biases(self.chunks, self.spec.policy.router_bias_update_rate)
         return {**metrics, "grad_norm": grad_norm, "lr": self.optimizer.param_groups[0]["lr"]}
 
     def save(self, folder: Path, extra: dict[str, Any]) -> None:
@@ -201,7 +204,7 @@ class MegatronActor:
         Raises:
             ValueError: a rank could not write, for example because the disk is full. An older folder is kept.
         """
-        now = state.training_state(self.model, self.optimizer, self.scheduler)
+        now = state.training_state(self.chunks, self.optimizer, self.scheduler)
         checkpoint.save(Path(folder), self._identity(), now, extra, self.agreement)
 
     def load(self, folder: Path) -> dict[str, Any]:
@@ -211,19 +214,19 @@ class MegatronActor:
             ValueError: the folder is missing or damaged, or another mesh or model wrote it.
         """
         saved, extra = checkpoint.load(Path(folder), self._identity(), self.agreement)
-        state.restore(saved, self.model, self.optimizer, self.scheduler)
+        state.restore(saved, self.chunks, self.optimizer, self.scheduler)
         return extra
 
     def snapshot(self) -> np.ndarray:
         """This rank's training state as bytes, which `restore` takes. It is no collective."""
         buffer = io.BytesIO()
-        torch.save(state.training_state(self.model, self.optimizer, self.scheduler), buffer)
+        torch.save(state.training_state(self.chunks, self.optimizer, self.scheduler), buffer)
         return np.frombuffer(buffer.getbuffer(), np.uint8)
 
     def restore(self, snapshot: np.ndarray) -> None:
         """Restore what `snapshot` returned on the same rank of the same mesh."""
         saved = torch.load(io.BytesIO(snapshot), map_location="cpu", weights_only=True)
-        state.restore(saved, self.model, self.optimizer, self.scheduler)
+        state.restore(saved, self.chunks, self.optimizer, self.scheduler)
 
     def close(self) -> None:
         parallel_state.destroy_model_parallel()
@@ -297,7 +300,7 @@ class MegatronActor:
             known = minibatch == 0 and objective.needs.logp_old
             first_pass = self._at_start if known else self._forward(microbatches)
         columns = [batch.columns for batch in microbatches]
-        if not parallel_state.is_pipeline_last_stage():
+        if not self._is_last_stage:
             return columns
 
         def sum_over_ranks(x: Tensor) -> Tensor:
@@ -313,7 +316,7 @@ class MegatronActor:
         return over_judged(self.agreement.reduce(reports))
 
     def _describe_gradients(self, grad_norm: float, microbatches: Sequence[Microbatch]) -> str:
-        parameters = self.model.named_parameters()
+        parameters = (named for chunk in self.chunks for named in chunk.named_parameters())
         broken = [name for name, parameter in parameters if not parameter.main_grad.isfinite().all()]
         where = f"first in {broken[0].replace('module.', '')}" if broken else "in other ranks' parameters"
         names = [name for batch in microbatches for name in batch.names]

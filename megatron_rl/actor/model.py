@@ -1,7 +1,7 @@
 """Builds the model from a ModelShape: Megatron-Core's GPTModel, which ends with hidden states here (logprobs.py).
 
-With Transformer Engine and bf16 the layers are Transformer Engine's fused ones (not run yet). Otherwise they are
-Megatron's own linear layers with our norms and packed attention. The family's table (`layout`) says what its layers
+The layers are Transformer Engine's fused ones (not run yet), or Megatron's own linear layers with our norms and packed
+attention; `model.layers` chooses. The family's table (`layout`) says what its layers
 have. Megatron initialises the weights although they are loaded afterwards (weights.py): without initialisation it does
 not mark which weights are split over TP, and gradient norms are wrong. Invariant (tests/dist): logits equal those of
 transformers for the same Hugging Face folder.
@@ -31,33 +31,43 @@ from megatron_rl.actor.norm import Norm, PostNormLayer, WideNorm
 from megatron_rl.actor.router import BiasedRouter, keep_biases_in_float32
 from megatron_rl.config.schema import ModelConfig, ParallelConfig
 from megatron_rl.layout import FAMILIES, padded_vocabulary
-from megatron_rl.types import Llama3Rope, ModelShape, YarnRope
+from megatron_rl.types import Llama3Rope, Mesh, ModelShape, YarnRope
 
 
-def uses_fused_layers(model: ModelConfig) -> bool:
-    return platform.HAS_TRANSFORMER_ENGINE and model.dtype == "bfloat16"
-
-
-def check_fused_layers(shape: ModelShape) -> None:
-    """Check that Transformer Engine's layers, as Megatron uses them, can express the model.
+def uses_fused_layers(model: ModelConfig, shape: ModelShape) -> bool:
+    """Whether the layers are Transformer Engine's.
 
     Raises:
-        ValueError: the model has norms after its blocks, latent attention, or a rotary scaling that Megatron does not
-            pass on.
+        ValueError: model.layers asks for them, and they are not installed or cannot express the model.
     """
-    rope, advice = shape.rope_scaling, "; set model.dtype to float32, which runs Megatron's own layers"
+    if model.layers == "local":
+        return False
+    obstacle = obstacle_to_fused_layers(shape)
+    if model.layers == "auto":
+        return platform.HAS_TRANSFORMER_ENGINE and model.dtype == "bfloat16" and obstacle is None
+    if not platform.HAS_TRANSFORMER_ENGINE:
+        obstacle = "there is no GPU, or Transformer Engine is not installed"
+    if obstacle:
+        raise ValueError(f"model.layers is transformer_engine, but {obstacle}; set model.layers to local")
+    return True
+
+
+def obstacle_to_fused_layers(shape: ModelShape) -> str | None:
+    """Why Transformer Engine's layers, as Megatron uses them, cannot express the model; None if they can."""
+    rope = shape.rope_scaling
     if FAMILIES[shape.family].post_norm:
-        raise ValueError(f"{shape.family} has norms after its blocks, Transformer Engine's layers have none{advice}")
+        return f"{shape.family} has norms after its blocks, and its layers have none"
     if shape.latent:
-        raise ValueError(f"{shape.family}'s latent attention does not run on Transformer Engine's layers yet{advice}")
+        return f"the latent attention of {shape.family} has not been tried with its layers"
     if rope is not None and rope != Llama3Rope(rope.factor, 1.0, 4.0, 8192):
-        raise ValueError(f"with Transformer Engine's layers Megatron supports only Llama 3.1's rotary scaling{advice}")
+        return "Megatron gives its layers no other rotary scaling than Llama 3.1's"
+    return None
 
 
 def transformer_config(shape: ModelShape, model: ModelConfig, parallel: ParallelConfig) -> TransformerConfig:
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[model.dtype]
     family, mesh = FAMILIES[shape.family], parallel.mesh
-    fused = uses_fused_layers(model)
+    fused = uses_fused_layers(model, shape)
     recompute = model.recompute == "full"
     kind = MLATransformerConfig if shape.latent else TransformerConfig
     return kind(
@@ -81,10 +91,16 @@ def transformer_config(shape: ModelShape, model: ModelConfig, parallel: Parallel
         pipeline_dtype=dtype,
         tensor_model_parallel_size=mesh.tensor,
         pipeline_model_parallel_size=mesh.pipeline,
+        virtual_pipeline_model_parallel_size=mesh.virtual if mesh.virtual > 1 else None,
+        pipeline_model_parallel_layout=_pipeline_layout(shape, mesh),
         expert_model_parallel_size=mesh.expert,
         expert_tensor_parallel_size=mesh.expert_ways,
         context_parallel_size=mesh.context,
         sequence_parallel=parallel.sequence_parallel,
+        # Of two stages each is the other's next and previous one. With virtual stages one call would send in both
+        # directions, and messages would be mistaken for each other; with the overlap each direction has its own call.
+        overlap_p2p_comm=mesh.virtual > 1,
+        batch_p2p_comm=mesh.virtual == 1,
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",  # variable_seq_lengths requires it, even for dense models
         deallocate_pipeline_outputs=True,
@@ -99,6 +115,17 @@ def transformer_config(shape: ModelShape, model: ModelConfig, parallel: Parallel
         **_latent(shape),
         **_mixture(shape, fused),
     )
+
+
+def _pipeline_layout(shape: ModelShape, mesh: Mesh) -> list[list[str]] | None:
+    """What each part of the pipeline holds, in order of depth, in Megatron's words."""
+    if mesh.pipeline == 1:
+        return None
+    chunks = [(stage, chunk) for chunk in range(mesh.virtual) for stage in range(mesh.pipeline)]
+    parts = [["decoder"] * len(mesh.layer_range(shape.num_layers, stage, chunk)) for stage, chunk in chunks]
+    parts[0].insert(0, "embedding")
+    parts[-1].append("loss")
+    return parts
 
 
 def _window(shape: ModelShape) -> dict[str, Any]:
@@ -152,25 +179,35 @@ def _mixture(shape: ModelShape, fused: bool) -> dict[str, Any]:
     }
 
 
-def build_model(shape: ModelShape, model: ModelConfig, parallel: ParallelConfig, stage: int) -> DistributedDataParallel:
-    """Build this rank's pipeline stage, wrapped for bf16 and data parallelism."""
+def build_model(
+    shape: ModelShape, model: ModelConfig, parallel: ParallelConfig, stage: int
+) -> list[DistributedDataParallel]:
+    """Build this rank's pipeline stage, wrapped for bf16 and data parallelism: one model for each virtual stage, in
+    order of depth."""
     config = transformer_config(shape, model, parallel)
-    fused = uses_fused_layers(model)
-    if fused:
-        check_fused_layers(shape)
-    elif parallel.context > 1 and platform.device().type != "cpu":
+    if parallel.context > 1 and platform.device().type != "cpu" and not config.apply_rope_fusion:
         raise ValueError(
             "policy.parallel.context above 1 needs Transformer Engine's layers on GPUs, because context.py has kernels "
-            "for CPUs only; install Transformer Engine and set model.dtype to bfloat16, or set context to 1"
+            "for CPUs only; install Transformer Engine and use its layers (model.layers), or set context to 1"
         )
+    return [_build_chunk(shape, config, parallel, stage, chunk) for chunk in range(parallel.virtual)]
+
+
+def _build_chunk(
+    shape: ModelShape, config: TransformerConfig, parallel: ParallelConfig, stage: int, chunk: int
+) -> DistributedDataParallel:
+    fused = config.apply_rope_fusion
+    number = chunk if parallel.virtual > 1 else None
+    block = get_gpt_decoder_block_spec(config, True, vp_stage=number) if fused else _local_block(config, shape, number)
     scaling = shape.rope_scaling if fused else None
     gpt = GPTModel(
         config=config,
-        transformer_layer_spec=get_gpt_decoder_block_spec(config, True) if fused else _local_block(config, shape),
+        transformer_layer_spec=block,
         vocab_size=padded_vocabulary(shape, parallel.tensor),
         max_sequence_length=shape.max_positions,
-        pre_process=stage == 0,
-        post_process=stage == parallel.pipeline - 1,
+        pre_process=stage == 0 and chunk == 0,
+        post_process=stage == parallel.pipeline - 1 and chunk == parallel.virtual - 1,
+        vp_stage=number,
         share_embeddings_and_output_weights=shape.tied_embeddings,
         position_embedding_type="rope" if fused else "none",  # PackedAttention rotates by itself
         rotary_base=int(shape.rope_theta),
@@ -181,7 +218,7 @@ def build_model(shape: ModelShape, model: ModelConfig, parallel: ParallelConfig,
         gpt.output_layer.__class__ = OutputLayer  # GPTModel has no option for this class; only `forward` differs
     gpt.to(platform.device())
     wrapped = Float16Module(config, gpt) if config.bf16 else gpt
-    keep_biases_in_float32(gpt)
+    keep_biases_in_float32([gpt])
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=parallel.data * parallel.context > 1,
@@ -189,10 +226,11 @@ def build_model(shape: ModelShape, model: ModelConfig, parallel: ParallelConfig,
     return DistributedDataParallel(config, ddp, wrapped)
 
 
-def _local_block(config: TransformerConfig, shape: ModelShape) -> TransformerBlockSubmodules:
-    """The spec of this stage's layers: Megatron's own, with our norms and attention."""
+def _local_block(config: TransformerConfig, shape: ModelShape, number: int | None) -> TransformerBlockSubmodules:
+    """The spec of the layers of a stage, or of the virtual stage with this number: Megatron's own, with our norms and
+    attention."""
     family = FAMILIES[shape.family]
-    block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
+    block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=number)
     for layer in block.layer_specs:  # layers of one kind share one spec
         norm = Norm
         if family.post_norm:

@@ -9,6 +9,7 @@ lr * min_lr_ratio. Invariant (tests/dist): an update equals that of torch.optim.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -22,7 +23,7 @@ from megatron_rl.config.schema import OptimizerConfig
 
 
 def build_optimizer(
-    model: DistributedDataParallel, cfg: OptimizerConfig, total_steps: int
+    chunks: Sequence[DistributedDataParallel], cfg: OptimizerConfig, total_steps: int
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
     optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
@@ -35,11 +36,11 @@ def build_optimizer(
             adam_beta2=cfg.betas[1],
             adam_eps=cfg.eps,
             clip_grad=cfg.clip_grad,
-            bf16=model.config.bf16,
-            params_dtype=model.config.params_dtype,
-            use_distributed_optimizer=model.ddp_config.use_distributed_optimizer,
+            bf16=chunks[0].config.bf16,
+            params_dtype=chunks[0].config.params_dtype,
+            use_distributed_optimizer=chunks[0].ddp_config.use_distributed_optimizer,
         ),
-        [model],
+        list(chunks),
         use_gloo_process_groups=False,
     )
     scheduler = OptimizerParamScheduler(

@@ -14,7 +14,7 @@ Shape letters: T tokens of a rank, R routers of a rank, E experts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -55,22 +55,26 @@ def padding_mask(padding_T: Tensor, gpt: GPTModel) -> Tensor | None:
     return padding_T[None]
 
 
-def keep_biases_in_float32(model: torch.nn.Module) -> None:
+def keep_biases_in_float32(chunks: Sequence[torch.nn.Module]) -> None:
     """Undo what Megatron's wrapper for bf16 does to buffers, before weights are loaded."""
-    for router in _routers(model):
+    for router in _routers(chunks):
         router._maintain_float32_expert_bias()
 
 
-def start_counting(model: torch.nn.Module) -> None:
-    for router in _routers(model):
+def start_counting(chunks: Sequence[torch.nn.Module]) -> None:
+    for router in _routers(chunks):
         router.load_E.zero_()
 
 
 @torch.no_grad()
-def update_biases(model: torch.nn.Module, rate: float) -> None:
+def update_biases(chunks: Sequence[torch.nn.Module], rate: float) -> None:
     """Add rate * sign(mean load - load) to every bias, from the tokens of all ranks since `start_counting`.
-    All ranks of a pipeline stage call this together."""
-    routers = list(_routers(model))
+    All ranks of a pipeline stage call this together.
+
+    Args:
+        chunks: the rank's models, one for each virtual stage.
+    """
+    routers = list(_routers(chunks))
     if not routers:
         return
     load_RE = torch.stack([router.load_E for router in routers])
@@ -80,5 +84,5 @@ def update_biases(model: torch.nn.Module, rate: float) -> None:
         router.expert_bias.add_(below_E, alpha=rate)
 
 
-def _routers(model: torch.nn.Module) -> Iterator[BiasedRouter]:
-    return (module for module in model.modules() if isinstance(module, BiasedRouter))
+def _routers(chunks: Sequence[torch.nn.Module]) -> Iterator[BiasedRouter]:
+    return (module for chunk in chunks for module in chunk.modules() if isinstance(module, BiasedRouter))

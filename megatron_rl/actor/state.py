@@ -7,33 +7,66 @@ Invariant (tests/dist): a run that continues from a restored state equals, bit f
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import Tensor
+from torch.nn import Parameter
 
 from megatron_rl.actor import platform
 
-
-def local_parameters(model: DistributedDataParallel) -> dict[str, Tensor]:
-    """The live parameters by GPTModel's names, without the prefixes of its wrappers (DDP, bf16). The bias of a router
-    is a buffer of Megatron, and counts as a parameter here."""
-    biases = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith("router.expert_bias")]
-    return {name.replace("module.", ""): tensor.data for name, tensor in [*model.named_parameters(), *biases]}
+Chunks = Sequence[DistributedDataParallel]
+"""The models of a rank, one for each virtual stage."""
 
 
-def training_state(
-    model: DistributedDataParallel, optimizer: MegatronOptimizer, scheduler: OptimizerParamScheduler
-) -> dict[str, Any]:
+def local_parameters(chunks: Chunks) -> dict[str, Tensor]:
+    """The live parameters by GPTModel's names, without the prefixes of its wrappers (DDP, bf16). With virtual stages
+    the number of the stage is in front. The bias of a router is a buffer of Megatron, and counts as a parameter."""
+    parameters = {name: parameter.data for name, parameter in _named_parameters(chunks)}
+    for prefix, chunk in _prefixed(chunks):
+        for name, buffer in chunk.named_buffers():
+            if name.endswith("router.expert_bias"):
+                parameters[prefix + name.replace("module.", "")] = buffer.data
+    return parameters
+
+
+def local_gradients(chunks: Chunks) -> dict[str, Tensor]:
+    """The gradients of the last update by the names of the parameters. They are complete: with the distributed
+    optimizer each data-parallel rank has only a part of their sums, so the parts are gathered here."""
+    for chunk in chunks:
+        for buffer in chunk.buffers + chunk.expert_parallel_buffers:
+            if buffer.ddp_config.use_distributed_optimizer:
+                for bucket in buffer.buckets:
+                    parts = list(bucket.grad_data.chunk(buffer.data_parallel_world_size))
+                    mine = parts[buffer.data_parallel_group.rank()].clone()
+                    dist.all_gather(parts, mine, group=buffer.data_parallel_group)
+    return {name: parameter.main_grad for name, parameter in _named_parameters(chunks)}
+
+
+def _named_parameters(chunks: Chunks) -> Iterator[tuple[str, Parameter]]:
+    for prefix, chunk in _prefixed(chunks):
+        for name, parameter in chunk.named_parameters():
+            yield prefix + name.replace("module.", ""), parameter
+
+
+def _prefixed(chunks: Chunks) -> Iterator[tuple[str, DistributedDataParallel]]:
+    """Each model with what its parameters' names begin with."""
+    prefixes = [f"chunk{number}." for number in range(len(chunks))] if len(chunks) > 1 else [""]
+    return zip(prefixes, chunks, strict=True)
+
+
+def training_state(chunks: Chunks, optimizer: MegatronOptimizer, scheduler: OptimizerParamScheduler) -> dict[str, Any]:
     return {
-        "model": local_parameters(model),
+        "model": local_parameters(chunks),
         "optimizer": [inner.state_dict() for inner in _inner(optimizer)],
-        "main_parameters": [parameter.detach() for parameter in _main_parameters(model, optimizer)],
+        "main_parameters": [parameter.detach() for parameter in _main_parameters(chunks, optimizer)],
         "num_updates": scheduler.num_steps,
         "random": {
             "python": random.getstate(),
@@ -54,18 +87,18 @@ def _numpy_state() -> tuple[Any, ...]:
 @torch.no_grad()
 def restore(
     state: dict[str, Any],
-    model: DistributedDataParallel,
+    chunks: Chunks,
     optimizer: MegatronOptimizer,
     scheduler: OptimizerParamScheduler,
 ) -> None:
-    for name, parameter in local_parameters(model).items():
+    for name, parameter in local_parameters(chunks).items():
         parameter.copy_(state["model"][name])
     for inner, saved in zip(_inner(optimizer), state["optimizer"], strict=True):
         mine = [{k: v for k, v in group.items() if k not in ("params", "step")} for group in inner.param_groups]
         inner.load_state_dict(saved)
         for group, settings in zip(inner.param_groups, mine, strict=True):
             group.update(settings)  # keep this run's learning rate, betas and decay, and only restore the moments
-    for parameter, saved in zip(_main_parameters(model, optimizer), state["main_parameters"], strict=True):
+    for parameter, saved in zip(_main_parameters(chunks, optimizer), state["main_parameters"], strict=True):
         parameter.copy_(saved)
     scheduler.num_steps = state["num_updates"]
     scheduler.step(0)  # sets the learning rate and decay that this run's configuration has at that step
@@ -84,8 +117,8 @@ def _inner(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer]:
     return [chained.optimizer for chained in optimizer.chained_optimizers]
 
 
-def _main_parameters(model: DistributedDataParallel, optimizer: MegatronOptimizer) -> list[Tensor]:
+def _main_parameters(chunks: Chunks, optimizer: MegatronOptimizer) -> list[Tensor]:
     """The optimizer's fp32 copies of the weights. They exist only for bf16 weights."""
-    if not model.config.bf16:
+    if not chunks[0].config.bf16:
         return []
     return [p for inner in _inner(optimizer) for group in inner.param_groups for p in group["params"]]

@@ -44,7 +44,7 @@ def finalize(model: list, num_tokens: Tensor | None = None, **groups) -> None:
 class Schedule:
     def __init__(
         self,
-        model: DistributedDataParallel,
+        chunks: Sequence[DistributedDataParallel],
         shape: ModelShape,
         temperature: float,
         entropy: bool,
@@ -52,14 +52,17 @@ class Schedule:
     ):
         """
         Args:
+            chunks: the rank's models, one for each virtual stage.
             context: the rank's place in its context group; None without context parallelism.
         """
-        self.model, self.shape, self.temperature, self.entropy = model, shape, temperature, entropy
+        self.chunks, self.shape, self.temperature, self.entropy = list(chunks), shape, temperature, entropy
         self.context = context
-        self.gpt = unwrap_model(model)
-        model.config.finalize_model_grads_func = finalize
-        model.config.no_sync_func = model.no_sync
-        self.fused = model.config.apply_rope_fusion
+        self.last = unwrap_model(self.chunks[-1])
+        config = self.last.config
+        config.finalize_model_grads_func = finalize
+        no_sync = [chunk.no_sync for chunk in self.chunks]
+        config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+        self.fused = config.apply_rope_fusion
         """Whether the layers are Transformer Engine's."""
         self._run = get_forward_backward_func()
 
@@ -75,7 +78,7 @@ class Schedule:
             i = next(indices)
             batch = microbatches[i]
             # Hidden states stay in bf16, because the products with the output layer's rows run in bf16.
-            extra = {"fp32_output": False} if model.config.bf16 else {}
+            extra = {"fp32_output": False} if self.last.config.bf16 else {}
             output = model(
                 input_ids=self._part(batch.ids_T, batch)[None],
                 position_ids=None,
@@ -86,10 +89,11 @@ class Schedule:
             )
             return output, lambda hidden_1TH: self._calculate(i, hidden_1TH, batch, loss)
 
+        indices = [iter(range(len(microbatches))) for _ in self.chunks]
         return self._run(
             forward_step_func=forward_step,
-            data_iterator=iter(range(len(microbatches))),
-            model=[self.model],
+            data_iterator=indices if len(indices) > 1 else indices[0],
+            model=self.chunks,
             num_microbatches=len(microbatches),
             seq_length=len(microbatches[0].ids_T),  # unused: lengths vary, so the stages exchange shapes
             micro_batch_size=1,
@@ -97,7 +101,7 @@ class Schedule:
         )
 
     def _calculate(self, i: int, hidden_1TH: Tensor, batch: Microbatch, loss: MicrobatchLoss):
-        weight_VH = output_weight(self.gpt)
+        weight_VH = output_weight(self.last)
         group = parallel_state.get_tensor_model_parallel_group()
         logp_T, entropy_T = token_logprobs(
             hidden_1TH[0],

@@ -6,6 +6,7 @@ Invariants (tests/dist): export after load gives the same bits on every mesh; lo
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -17,7 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron_rl.actor import platform
+from megatron_rl.actor import platform, state
 from megatron_rl.actor.checkpoint import atomic_folder, write_text
 from megatron_rl.convert.forms import split_into_files
 from megatron_rl.convert.hub import INDEX, MAX_FILE_BYTES, companions, file_name, index_text
@@ -64,7 +65,7 @@ def export_hf(actor: MegatronActor, folder: Path) -> None:
     with atomic_folder(Path(folder), actor.agreement) as temporary:
         holders = find_holders(shape, actor.mesh, actor.fused_norms)
         for i, tensors in enumerate(files):
-            gathered = _gather(actor, tensors, holders)
+            gathered = _gather(actor, actor.parameters(), tensors, holders)
             with actor.agreement.on_errors():
                 if actor.rank == 0:
                     write_tensors(temporary / file_name("model", i, len(files)), gathered)
@@ -126,18 +127,40 @@ def find_holders(shape: ModelShape, mesh: Mesh, fused_norms: bool) -> dict[str, 
     return holders
 
 
+@torch.no_grad()
+def gather_gradient(actor: MegatronActor) -> dict[str, Tensor]:
+    """The whole gradient of the last update, float32, by HF names, on rank 0; an empty dictionary on the others. All
+    ranks must call this together. The bias of a router has no gradient.
+
+    The gradient is what the update used if `optimizer.clip_grad` is 0; clipping scales it in place.
+    """
+    family = FAMILIES[actor.spec.shape.family]
+    tensors = {
+        name: HubTensor(extents, torch.float32)
+        for name, extents in family.hf_tensors(actor.spec.shape).items()
+        if not family.is_float32(name)
+    }
+    holders = find_holders(actor.spec.shape, actor.mesh, actor.fused_norms)
+    return _gather(actor, state.local_gradients(actor.chunks), tensors, holders)
+
+
 def _gather(
     actor: MegatronActor,
+    local: Mapping[str, Tensor],
     tensors: dict[str, HubTensor],
     holders: dict[str, list[tuple[int, Shard]]],
 ) -> dict[str, Tensor]:
-    """The whole tensors in CPU memory on rank 0; an empty dictionary on the others."""
-    parameters, gathered = actor.parameters(), {}
+    """The whole tensors in CPU memory on rank 0; an empty dictionary on the others.
+
+    Args:
+        local: this rank's tensors, by the local names of the shards.
+    """
+    gathered = {}
     for name, tensor in tensors.items():
         whole = torch.empty(tensor.extents, dtype=tensor.dtype) if actor.rank == 0 else None
         for rank, shard in holders[name]:
             if rank == actor.rank:
-                part = parameters[shard.local_name][slices(shard.local_box)].contiguous()
+                part = local[shard.local_name][slices(shard.local_box)].contiguous()
                 if rank:
                     dist.send(part, dst=0)
             elif actor.rank == 0:

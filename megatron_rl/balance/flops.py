@@ -12,7 +12,7 @@ Shape letters: S samples.
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from megatron_rl.types import ModelShape
 
@@ -39,26 +39,52 @@ def attention_flops(lengths_S: np.ndarray, shape: ModelShape) -> NDArray[np.floa
     A causal kernel computes half of a sample's L x L pairs of tokens. In a layer with a window of W tokens it computes
     W pairs for each token after the first W, which makes L^2 / 2 - (L - W)^2 / 2 pairs in all.
     """
+    num_sliding = len(shape.sliding_layers)
+    pairs_S = (shape.num_layers - num_sliding) * _pairs(lengths_S) + num_sliding * _pairs(
+        lengths_S, shape.sliding_window
+    )
+    return 2 * shape.num_heads * _key_and_value(shape) * pairs_S
+
+
+def _pairs(lengths_S: ArrayLike, window: int | None = None) -> NDArray[np.float64]:
+    """The pairs of a query and a key that attention computes for samples of these lengths."""
     tokens_S = np.asarray(lengths_S, np.float64)
+    beyond_S = np.maximum(tokens_S - window, 0) if window is not None else 0.0
+    pairs_S: NDArray[np.float64] = (tokens_S**2 - beyond_S**2) / 2
+    return pairs_S
+
+
+def _key_and_value(shape: ModelShape) -> int:
+    """The size of a key and a value of one head together."""
     latent = shape.latent
-    key_and_value = latent.nope_dim + latent.rope_dim + latent.value_dim if latent else 2 * shape.head_dim
-    pairs_S = shape.num_layers * tokens_S**2 / 2
-    if shape.sliding_window is not None:
-        pairs_S -= len(shape.sliding_layers) * np.maximum(tokens_S - shape.sliding_window, 0) ** 2 / 2
-    return 2 * shape.num_heads * key_and_value * pairs_S
+    return latent.nope_dim + latent.rope_dim + latent.value_dim if latent else 2 * shape.head_dim
 
 
 def layer_flops_per_token(shape: ModelShape) -> int:
     """The forward FLOPs of one token in the weight matrices of all layers."""
-    hidden, experts = shape.hidden_size, shape.experts
-    dense = 3 * hidden * shape.ffn_size  # gate, up, down
-    if experts is None:
-        mlps = shape.num_layers * dense
-    else:
-        router = hidden * experts.num_experts
-        mixture = router + 3 * hidden * (experts.num_active * experts.ffn_size + experts.shared_ffn_size)
-        mlps = experts.first_dense_layers * dense + (shape.num_layers - experts.first_dense_layers) * mixture
+    mlps = sum(_mlp(shape, shape.has_experts(layer)) for layer in range(shape.num_layers))
     return 2 * (shape.num_layers * _projections(shape) + mlps)
+
+
+def flops_by_layer(length: int, shape: ModelShape) -> list[float]:
+    """The forward FLOPs of each layer on a sample of this length. Their sum is `forward_flops` without the output
+    layer."""
+    whole, sliding = (float(_pairs(length, window)) for window in (None, shape.sliding_window))
+    return [
+        2.0 * length * (_projections(shape) + _mlp(shape, shape.has_experts(layer)))
+        + 2 * shape.num_heads * _key_and_value(shape) * (sliding if layer in shape.sliding_layers else whole)
+        for layer in range(shape.num_layers)
+    ]
+
+
+def _mlp(shape: ModelShape, mixture: bool) -> int:
+    """The number of multiplications of one token in the MLP of a layer."""
+    if not mixture:
+        return 3 * shape.hidden_size * shape.ffn_size  # gate, up, down
+    experts = shape.experts
+    assert experts is not None
+    width = experts.num_active * experts.ffn_size + experts.shared_ffn_size
+    return shape.hidden_size * experts.num_experts + 3 * shape.hidden_size * width
 
 
 def _projections(shape: ModelShape) -> int:

@@ -21,7 +21,7 @@ from megatron_rl.balance.metrics import bubble, imbalance, lockstep, lockstep_fl
 from megatron_rl.balance.packing import padded
 from megatron_rl.config.balance import BalanceConfig
 from megatron_rl.config.schema import ParallelConfig
-from megatron_rl.types import Batch, Denominators, MicrobatchPlan, ModelShape
+from megatron_rl.types import Batch, Denominators, Mesh, MicrobatchPlan, ModelShape
 
 
 def plan_microbatches(
@@ -33,7 +33,6 @@ def plan_microbatches(
     updates: int,
     *,
     recompute: str = "none",
-    microbatch_multiple: int = 1,
 ) -> MicrobatchPlan:
     """Plan one step.
 
@@ -47,11 +46,11 @@ def plan_microbatches(
 
     Args:
         active: bool [S], the samples that are planned.
-        parallel: gives the data-parallel ranks, the pipeline stages and the alignment that sequences are padded to.
+        parallel: gives the data-parallel ranks, the pipeline stages, the alignment that sequences are padded to, and
+            the number of which the number of micro-batches is a multiple; some micro-batches may be empty.
         balance: gives the cap, the cost, whether groups stay together, and what happens to samples above the cap.
         updates: the wanted number of mini-batches.
         recompute: the recomputation of the layers, `none` or `full`. It changes the cost.
-        microbatch_multiple: the number of micro-batches of a rank is a multiple of this; some may be empty.
 
     Returns:
         The plan. Its metrics are those of the whole step:
@@ -66,17 +65,17 @@ def plan_microbatches(
             balance/oversize           number of samples above the cap
 
     Raises:
-        ValueError: the cap is below the alignment; updates or the multiple is below 1; an active sample has no token or
+        ValueError: the cap is below the alignment; updates is below 1; an active sample has no token or
             no action, or is longer than the cap and this is refused. The error says which number to change.
     """
     mesh, cap = parallel.mesh, balance.max_tokens_per_microbatch
     sizes_S = padded(batch.lengths, parallel.alignment)
-    _check_numbers(cap, parallel.alignment, updates, microbatch_multiple)
+    _check_numbers(cap, parallel.alignment, updates)
     _check_samples(batch, active, sizes_S, parallel.alignment, balance)
     costs_S = sample_costs(batch.lengths, balance.cost, shape, recompute)
     flops_S = training_flops(batch.lengths, shape, recompute)
-    limits = Limits(cap, mesh.data, microbatch_multiple)
-    plan = _Writer(sizes_S, costs_S, flops_S, limits, mesh.pipeline)
+    limits = Limits(cap, mesh.data, parallel.microbatch_multiple)
+    plan = _Writer(sizes_S, costs_S, flops_S, limits, mesh)
     for samples in _deal_groups(batch.group_of, active, updates):
         groups = batch.group_of[samples] if balance.groups == "together" else None
         packing = assign(sizes_S[samples], costs_S[samples], limits, groups)
@@ -96,9 +95,9 @@ def plan_microbatches(
 class _Writer:
     """Collects mini-batches as nested tuples, and the sums from which the step's metrics are computed."""
 
-    def __init__(self, sizes_S: np.ndarray, costs_S: np.ndarray, flops_S: np.ndarray, limits: Limits, pipeline: int):
+    def __init__(self, sizes_S: np.ndarray, costs_S: np.ndarray, flops_S: np.ndarray, limits: Limits, mesh: Mesh):
         self.sizes_S, self.costs_S, self.flops_S = sizes_S, costs_S, flops_S
-        self.limits, self.pipeline = limits, pipeline
+        self.limits, self.mesh = limits, mesh
         self.minibatches: list[tuple[tuple[tuple[int, ...], ...], ...]] = []
         self.denominators: list[Denominators] = []
         self.tokens: list[tuple[tuple[int, ...], ...]] = []
@@ -116,7 +115,7 @@ class _Writer:
         """
         num_ranks = self.limits.num_ranks
         position_S, rank_S = np.divmod(cell_S, num_ranks)
-        if self.pipeline > 1:  # costs 5 4 3 2 1 become 1 3 5 4 2
+        if self.mesh.pipeline > 1:  # costs 5 4 3 2 1 become 1 3 5 4 2
             order = np.concatenate([np.arange(count)[::-1][::2], np.arange(count)[::-1][1::2][::-1]])
             position_S = np.argsort(order)[position_S]
         cell_S = rank_S * count + position_S  # number a rank's micro-batches consecutively
@@ -136,7 +135,7 @@ class _Writer:
         cost_P = cost_PR.max(1)
         self.lockstep += lockstep(cost_PR)
         self.floor += lockstep_floor(self.sizes_S[samples], self.costs_S[samples], self.limits.cap, num_ranks)
-        idle = bubble(cost_P, self.pipeline)
+        idle = bubble(cost_P, self.mesh.pipeline, self.mesh.virtual)
         self.idle += idle / (1 - idle) * float(cost_P.sum())
 
     def metrics(self, num_tokens: int, num_oversize: int) -> dict[str, float]:
@@ -172,7 +171,7 @@ def _deal_groups(group_S: np.ndarray, active_S: np.ndarray, updates: int) -> lis
     return [samples for samples in parts if len(samples)]
 
 
-def _check_numbers(cap: int, alignment: int, updates: int, multiple: int) -> None:
+def _check_numbers(cap: int, alignment: int, updates: int) -> None:
     if cap < alignment:
         raise ValueError(
             f"the cap of {cap} tokens per micro-batch is below the alignment of {alignment}: raise "
@@ -180,11 +179,6 @@ def _check_numbers(cap: int, alignment: int, updates: int, multiple: int) -> Non
         )
     if updates < 1:
         raise ValueError(f"updates is {updates}: a step needs at least 1 optimizer step")
-    if multiple < 1:
-        raise ValueError(
-            f"microbatch_multiple is {multiple}: no number of micro-batches is a multiple of it, whatever the cap (it "
-            f"is {cap} tokens); set the virtual pipeline's micro-batch group to 1 or more"
-        )
 
 
 def _check_samples(

@@ -41,6 +41,14 @@ class ParallelConfig(Section):
     """Tensor parallelism (TP): the number of ranks over which the matrices of each layer are split."""
     pipeline: PositiveInt = 1
     """Pipeline parallelism (PP): the number of stages into which the layers are split."""
+    virtual: PositiveInt = 1
+    """Virtual pipeline stages (VPP): the number of parts of the model that each pipeline rank holds. More parts shorten
+    the time in which the pipeline fills and drains, and need more communication. The number of micro-batches is then
+    rounded up to a multiple of `pipeline`."""
+    layers: tuple[PositiveInt, ...] | Literal["auto"] | None = None
+    """The number of layers of each pipeline stage, from the first layer of the model to the last; with virtual stages,
+    of each of the `pipeline` x `virtual` parts. `auto` balances the FLOPs of the stages, so that the last one, which
+    has the output layer, gets fewer layers. null means that all have the same number."""
     context: PositiveInt = 1
     """Context parallelism (CP): the number of ranks over which the tokens of each sequence are split."""
     data: PositiveInt = 1
@@ -64,6 +72,8 @@ class ParallelConfig(Section):
             context=self.context,
             expert=self.expert,
             expert_tensor=self.expert_tensor,
+            virtual=self.virtual,
+            layers=self.layers,
         )
 
     @property
@@ -76,6 +86,11 @@ class ParallelConfig(Section):
         into 2 x context equal chunks, and sequence parallelism can split the tokens of a row evenly."""
         chunks = 2 if self.context > 1 else 1
         return self.context * math.lcm(chunks, self.tensor if self.sequence_parallel else 1)
+
+    @property
+    def microbatch_multiple(self) -> int:
+        """The number of micro-batches is a multiple of this number, as Megatron's interleaved schedule needs it."""
+        return self.pipeline if self.virtual > 1 else 1
 
 
 class OptimizerConfig(Section):
@@ -104,6 +119,10 @@ class ModelConfig(Section):
     """The model's folder in Hugging Face's format, with config.json, safetensors files and a tokenizer."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """The data type of the weights in the trainer's forward pass and in the engine. The optimizer's state is fp32."""
+    layers: Literal["auto", "transformer_engine", "local"] = "auto"
+    """The trainer's layers. `transformer_engine`: the fused layers of that library, on GPUs. `local`: Megatron's own
+    linear layers with this project's attention and norms, which run everywhere. `auto`: Transformer Engine's if it is
+    installed, `dtype` is bfloat16 and its layers can express the model, otherwise the local ones."""
     recompute: Literal["none", "full"] = "none"
     """`full` keeps only each layer's input and computes the other activations again in the backward pass, which saves
     memory; `none` keeps all activations."""

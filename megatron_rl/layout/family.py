@@ -237,7 +237,7 @@ class Family:
         if experts is None and mesh.expert > 1:
             raise ValueError(f"policy.parallel.expert={mesh.expert}, but a {self.name} model has no experts")
         divisions = [("attention heads", shape.num_heads, mesh.tensor, "tensor")]
-        if shape.latent is None:
+        if shape.latent is None and mesh.tensor <= shape.num_kv_heads:
             divisions.append(("KV heads", shape.num_kv_heads, mesh.tensor, "tensor"))
         if experts is None or experts.first_dense_layers:
             divisions.append(("FFN size", shape.ffn_size, mesh.tensor, "tensor"))
@@ -248,7 +248,23 @@ class Family:
         for name, value, ways, axis in divisions:
             if value % ways:
                 raise ValueError(f"the model has {value} {name}, which policy.parallel.{axis}={ways} does not divide")
+        if shape.latent is None and mesh.tensor > shape.num_kv_heads:
+            self._check_shared_heads(shape, mesh)
         mesh.layer_range(shape.num_layers, 0)
+
+    def _check_shared_heads(self, shape: ModelShape, mesh: Mesh) -> None:
+        """Check that several ranks can share each KV head. Megatron then splits the rows of `linear_qkv` evenly,
+        gathers its output from all ranks, and gives each rank its query heads and the KV head that they attend to."""
+        refused = (
+            f"the model has {shape.num_kv_heads} KV heads, which policy.parallel.tensor={mesh.tensor} does not divide"
+        )
+        if mesh.tensor % shape.num_kv_heads:
+            raise ValueError(refused)
+        if self.qk_norm == "full":
+            raise ValueError(
+                f"{refused}, and a {self.name} model normalises the heads of all ranks together, so no two ranks may "
+                f"hold the same head; set it to {shape.num_kv_heads} or less"
+            )
 
     def megatron_shards(self, shape: ModelShape, mesh: Mesh, rank: int, fused_norms: bool = False) -> list[Shard]:
         """All parameters of one trainer rank, as `megatron_placed` lists them."""

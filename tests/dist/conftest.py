@@ -29,13 +29,26 @@ def tied_model_folder(tmp_path_factory) -> Path:
     return _random_qwen3(tmp_path_factory.mktemp("qwen3_tied"), tied=True)
 
 
-def _random_qwen3(folder: Path, tied: bool) -> Path:
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory) -> dict[str, Path]:
+    """A model of every family that the actor trains, by the names of test_actor_families.py."""
+    from test_actor_families import write_models
+
+    return write_models(tmp_path_factory.mktemp("families"))
+
+
+@pytest.fixture(scope="session")
+def deep_model_folder(tmp_path_factory) -> Path:
+    return _random_qwen3(tmp_path_factory.mktemp("qwen3_deep"), tied=False, num_layers=5)
+
+
+def _random_qwen3(folder: Path, tied: bool, num_layers: int = 4) -> Path:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)
     config = Qwen3Config(
         hidden_size=32,
-        num_hidden_layers=4,
+        num_hidden_layers=num_layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=16,

@@ -35,7 +35,7 @@ def load_into_actor(rank: int, world_size: int, url: str, cases: list[tuple[Path
     for i, (folder, checkpoint, mesh) in enumerate(cases):
         actor = build(rank, world_size, f"{url}{i}", folder, Layout(mesh))
         expected = {name: parameter.detach().clone() for name, parameter in actor.parameters().items()}
-        gpt = unwrap_model(actor.model)
+        gpt = unwrap_model(actor.chunks[-1])
         with platform.running():
             _load(gpt, checkpoint)
         for name, parameter in actor.parameters().items():

@@ -36,6 +36,7 @@ from megatron_rl.config.schema import (
     PolicyConfig,
 )
 from megatron_rl.layout import FAMILIES, read_shape, slices
+from megatron_rl.tools.compare_layouts import train_once
 from megatron_rl.types import Denominators, Mesh, Metrics
 
 OPTIMIZER = OptimizerConfig(
@@ -82,6 +83,8 @@ def build(
         context=mesh.context,
         expert=mesh.expert,
         expert_tensor=mesh.expert_tensor,
+        virtual=mesh.virtual,
+        layers=mesh.layers,
         sequence=layout.sequence,
     )
     spec = ActorSpec(
@@ -134,6 +137,10 @@ def begin(
 COEFFICIENTS = {"kl": 0.3, "entropy": 0.05}
 
 
+def one_update(rank, world_size, url, **arguments):
+    return train_once(rank, meet(rank, world_size, url), **arguments)
+
+
 def train(rank, world_size, url, *, folder, samples, layout, num_updates=3, algorithm=ALGORITHM):
     """(mismatch, metrics of each update)"""
     actor = build(rank, world_size, url, folder, layout, algorithm)
@@ -160,7 +167,7 @@ def train_steps(rank, world_size, url, *, folder, samples, layout, algorithm, pa
         nonlocal passes
         passes += 1
 
-    actor.model.register_forward_hook(count)
+    actor.chunks[-1].register_forward_hook(count)
     steps = []
     for _ in range(num_steps):
         metrics = begin(actor, samples, layout, 1)
@@ -186,13 +193,13 @@ def logits(rank, world_size, url, *, folder, samples, layout):
     actor = build(rank, world_size, url, folder, layout)
     [[batch]] = pack(share_of([[samples]], alignment=layout.alignment))
     with platform.running(), torch.no_grad():
-        hidden_1TH = actor.model(
+        hidden_1TH = actor.chunks[0](
             input_ids=batch.ids_T[None],
             position_ids=None,
             attention_mask=None,
             packed_seq_params=packed_sequences(batch.lengths_S, actor.spec.shape, fused=False),
         )
-        part_1TV = hidden_1TH @ output_weight(unwrap_model(actor.model)).T
+        part_1TV = hidden_1TH @ output_weight(unwrap_model(actor.chunks[-1])).T
     parts = [torch.empty_like(part_1TV) for _ in range(layout.mesh.tensor)]
     dist.all_gather(parts, part_1TV.contiguous(), group=parallel_state.get_tensor_model_parallel_group())
     actor.close()
@@ -242,7 +249,12 @@ def balance_routers(rank, world_size, url, *, folder, samples, layout, router_bi
     begin(actor, samples, layout, 2)
     for i in range(2):
         actor.update(i, {})
-    routers = {name.replace("module.", ""): module for name, module in actor.model.named_modules()}
+    prefixes = [f"chunk{number}." for number in range(len(actor.chunks))] if len(actor.chunks) > 1 else [""]
+    routers = {
+        prefix + name.replace("module.", ""): module
+        for prefix, chunk in zip(prefixes, actor.chunks, strict=True)
+        for name, module in chunk.named_modules()
+    }
     load = {
         shard.hf_name: routers[shard.local_name.removesuffix(".expert_bias")].load_E.numpy()
         for shard in actor.shards

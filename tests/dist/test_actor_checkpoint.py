@@ -17,7 +17,7 @@ from megatron_rl.types import Mesh
         Layout(Mesh(tensor=2), num_microbatches=2),
         Layout(Mesh(data=2), num_microbatches=2),  # the distributed optimizer
         Layout(Mesh(data=2), num_microbatches=2, dtype="bfloat16"),  # fp32 copies of split weights
-        Layout(Mesh(pipeline=2), num_microbatches=2, dtype="bfloat16"),
+        Layout(Mesh(pipeline=2, virtual=2), num_microbatches=2, dtype="bfloat16"),
         Layout(Mesh(context=2), num_microbatches=2, dtype="bfloat16"),
     ],
     ids=["tp2", "dp2", "dp2_bf16", "pp2_bf16", "cp2_bf16"],

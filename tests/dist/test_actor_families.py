@@ -91,9 +91,7 @@ MODELS = {
 MIXTURES = ("mixtral", "qwen3_moe", "qwen3_moe_not_normalised", "deepseek_v3", "deepseek_v3_direct")
 
 
-@pytest.fixture(scope="session")
-def folders(tmp_path_factory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("families")
+def write_models(root: Path) -> dict[str, Path]:
     for name, (family, more) in MODELS.items():
         torch.manual_seed(0)
         config = getattr(transformers, f"{family}Config")(**(COMMON | more))
@@ -267,13 +265,18 @@ def balanced_biases(folder: Path, samples: list[TrainSample]) -> dict[str, tuple
     }
 
 
-BALANCED = ("one", "tp2", "pp2", "cp2", "cp2_ep2", "tp2_cp2", "tp2_dp2_ep2", "tp2_dp2_ep2_whole", "pp2_dp2_ep2")
+BALANCED = {
+    **{name: LAYOUTS[name] for name in ("one", "tp2", "pp2", "cp2", "cp2_ep2", "tp2_cp2")},
+    **{name: LAYOUTS[name] for name in ("tp2_dp2_ep2", "tp2_dp2_ep2_whole", "pp2_dp2_ep2")},
+    "tp2_pp2": Layout(Mesh(tensor=2, pipeline=2), num_microbatches=3, recompute="full"),
+    "tp2_pp2_vpp2": Layout(Mesh(tensor=2, pipeline=2, virtual=2), num_microbatches=4),
+}
 
 
-@pytest.mark.parametrize("layout_name", [*BALANCED, "tp2_pp2"])
+@pytest.mark.parametrize("layout_name", BALANCED)
 def test_the_routers_biases_balance_the_load_in_every_layout(trainers, folders, long_samples, layout_name):
     """Padding, passes for log-probs, recomputation and a refused update add no tokens."""
-    layout = LAYOUTS.get(layout_name) or Layout(Mesh(tensor=2, pipeline=2), num_microbatches=3, recompute="full")
+    layout = BALANCED[layout_name]
     results = trainers.run(
         "balance_routers",
         layout.mesh.world_size,

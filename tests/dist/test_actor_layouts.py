@@ -28,9 +28,14 @@ LAYOUTS = {
     "one_recompute": Layout(num_microbatches=3, recompute="full"),
     "one_many_microbatches": Layout(num_microbatches=12),
     "tp2": Layout(Mesh(tensor=2), num_microbatches=2),
+    "tp4_two_kv_heads": Layout(Mesh(tensor=4), num_microbatches=2),
     "tp2_no_sequence": Layout(Mesh(tensor=2), sequence=False),
     "pp2": Layout(Mesh(pipeline=2), num_microbatches=4),
     "pp4_recompute": Layout(Mesh(pipeline=4), num_microbatches=3, recompute="full"),
+    "pp2_uneven": Layout(Mesh(pipeline=2, layers=(3, 1)), num_microbatches=3),
+    "pp2_vpp2": Layout(Mesh(pipeline=2, virtual=2), num_microbatches=4),
+    "tp2_pp2_vpp2": Layout(Mesh(tensor=2, pipeline=2, virtual=2), num_microbatches=4),
+    "pp2_vpp2_dp2_empty_microbatch": Layout(Mesh(pipeline=2, virtual=2, data=2), num_microbatches=2),
     "dp2": Layout(Mesh(data=2)),
     "dp2_empty_microbatch": Layout(Mesh(data=2), num_microbatches=3),
     "tp2_pp2": Layout(Mesh(tensor=2, pipeline=2), num_microbatches=3),
@@ -187,6 +192,12 @@ def test_tied_embeddings(trainers, tied_model_folder, samples, mesh):
     layout = Layout(mesh, num_microbatches=2)
     results = trainers.run("train", mesh.world_size, folder=tied_model_folder, samples=samples, layout=layout)
     check(results, plain_pytorch(tied_model_folder, samples, 3))
+
+
+def test_virtual_stages_with_different_numbers_of_layers(trainers, deep_model_folder, samples):
+    layout = Layout(Mesh(pipeline=2, virtual=2, layers=(1, 2, 1, 1)), num_microbatches=6, recompute="full")
+    results = trainers.run("train", 2, folder=deep_model_folder, samples=samples, layout=layout)
+    check(results, plain_pytorch(deep_model_folder, samples, 3))
 
 
 def test_supervised_training_computes_no_old_log_probs(trainers, model_folder, samples):

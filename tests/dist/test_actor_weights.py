@@ -13,7 +13,7 @@ from megatron_rl.types import Mesh
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("mesh", [Mesh(), Mesh(tensor=2, pipeline=2), Mesh(tensor=2, context=2)], ids=str)
+@pytest.mark.parametrize("mesh", [Mesh(), Mesh(tensor=4), Mesh(tensor=2, context=2), Mesh(tensor=2, pipeline=2, virtual=2)], ids=str)
 def test_export_after_load_gives_the_same_bits(request, trainers, tmp_path, mesh, tied):
     source = request.getfixturevalue("tied_model_folder" if tied else "model_folder")
     target = tmp_path / "export"

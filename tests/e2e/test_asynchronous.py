@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 from collections import Counter
 from contextlib import suppress
@@ -15,6 +14,7 @@ import pytest
 
 from megatron_rl.data.journal import read_journal
 from megatron_rl.loop.checkpoints import find_checkpoints
+from megatron_rl.observe.records import METRICS, read_lines
 from megatron_rl.processes import descendants
 from megatron_rl.rollout.progress import MAX_SAMPLES, ROW
 
@@ -42,8 +42,7 @@ def arguments(task: Path, steps: int) -> list[str]:
 
 
 def metrics(folder: Path) -> list[dict]:
-    path = folder / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return read_lines(folder / METRICS)
 
 
 def writes(process: psutil.Process, path: Path) -> bool:

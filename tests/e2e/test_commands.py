@@ -49,7 +49,7 @@ def broken_row(folder, task):
     [
         ("rollout.num_engine=2", "did you mean rollout.num_engines?"),
         ("cluster.world_size=3", "2 x 1 x 1 = 2 ranks"),
-        ("policy.parallel.tensor=4", "2 KV heads, which policy.parallel.tensor=4 does not divide"),
+        ("policy.parallel.tensor=8", "4 attention heads, which policy.parallel.tensor=8 does not divide"),
         ("model.path=nowhere", "nowhere has no config.json"),
         (broken_model, "model.safetensors has"),
         (broken_row, "rows.jsonl:2"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import subprocess
@@ -14,6 +13,8 @@ from typing import Any
 
 from namespaces import Namespaces, Node, make_switch
 from patience import deadline
+
+from megatron_rl.observe.records import METRICS, read_lines
 
 ROOT = Path(__file__).parents[2]
 RAY_PORT = 6390
@@ -57,16 +58,29 @@ class Cluster:
     def __enter__(self) -> Cluster:
         self._switch = make_switch()
         self.nodes = [Node(self._switch, number) for number in (1, 2, 3)]
-        self.wait([self._start_ray(self.nodes[0], *TRAINER)])
-        self.wait([self._start_ray(self.nodes[1], *TRAINER), self._start_ray(self.nodes[2], *ENGINE)])
+        self._start_ray((self.nodes[0], TRAINER))
+        self._start_ray((self.nodes[1], TRAINER), (self.nodes[2], ENGINE))
         return self
 
     def __exit__(self, *_: object) -> None:
         for one in (*self.nodes, self._switch):
             one.end()
 
-    def _start_ray(self, node: Node, *room: str) -> subprocess.Popen:
-        """Start Ray on a node. The process ends when Ray is ready."""
+    def _start_ray(self, *starts: tuple[Node, Sequence[str]]) -> None:
+        """Start Ray on nodes, each with its room. Ray itself gives a node 30 s, which a busy machine may exceed: it is
+        then started again."""
+        remaining = list(starts)
+        for _ in range(4):
+            processes = [(node, room, self._start_process(node, *room)) for node, room in remaining]
+            remaining = [(node, room) for node, room, process in processes if process.wait(deadline(60))]
+            if not remaining:
+                return
+            for node, _ in remaining:
+                node.do(sys.executable, "-m", "ray.scripts.scripts", "stop", "--force")
+        raise AssertionError(self.said("ray_*.txt"))
+
+    def _start_process(self, node: Node, *room: str) -> subprocess.Popen:
+        """The process ends when Ray is ready."""
         head = ["--head", f"--port={RAY_PORT}", "--include-dashboard=false", "--disable-usage-stats"]
         joins = [f"--address={self.address}"]
         words = [sys.executable, "-m", "ray.scripts.scripts", "start", f"--node-ip-address={node.address}"]
@@ -82,11 +96,7 @@ class Cluster:
     def add(self, room: Sequence[str]) -> None:
         """Add a node for a trainer or an engine."""
         self.nodes.append(Node(self._switch, len(self.nodes) + 1))
-        self.wait([self._start_ray(self.nodes[-1], *room)])
-
-    def wait(self, started: Sequence[subprocess.Popen]) -> None:
-        for process in started:
-            assert process.wait(deadline(60)) == 0, self.said("ray_*.txt")
+        self._start_ray((self.nodes[-1], room))
 
     def said(self, pattern: str) -> str:
         return "\n".join(f"{path.name}: {path.read_text()}" for path in sorted(self.folder.glob(pattern)))
@@ -129,7 +139,7 @@ class Run:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+        return read_lines(self.folder / METRICS)
 
     def log(self, name: str) -> str:
         path = self.folder / "logs" / f"{name}.log"

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import getpass
-import json
 import os
 import re
 import shutil
@@ -16,6 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 from patience import deadline
+
+from megatron_rl.observe.records import METRICS, read_lines
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -132,8 +133,8 @@ class Slurm:
         return {_variable(process, "SLURMD_NODENAME") for process in found}
 
     def metrics(self, name: str) -> list[dict]:
-        lines = (self.folder / "runs" / name / "metrics.jsonl").read_text().splitlines()
-        return [{k: v for k, v in json.loads(line).items() if not k.startswith(NOT_COMPARED)} for line in lines]
+        records = read_lines(self.folder / "runs" / name / METRICS)
+        return [{k: v for k, v in record.items() if not k.startswith(NOT_COMPARED)} for record in records]
 
     # A reward that waits while the file `gate` is there holds a run between two steps: see tests/e2e/rewards.py.
     def close_gate(self) -> None:

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from megatron_rl.actor import platform
 from megatron_rl.actor.actor import MegatronActor
-from megatron_rl.actor.model import check_fused_layers
+from megatron_rl.actor.model import uses_fused_layers
 from megatron_rl.actor.spec import ActorSpec
 from megatron_rl.algorithms.objective import SupervisedObjective
 from megatron_rl.config.schema import ModelConfig, ParallelConfig, PolicyConfig
@@ -61,7 +62,7 @@ def test_the_specification_refuses_a_family_without_a_forward_pass(monkeypatch):
     "shape, parallel, world_size, message",
     [
         (QWEN3, dict(tensor=2, data=2), 2, "needs 4 ranks, but there are 2"),
-        (QWEN3, dict(tensor=4), 4, "2 KV heads.*policy.parallel.tensor=4"),
+        (QWEN3, dict(tensor=8), 8, "4 attention heads.*policy.parallel.tensor=8"),
         (QWEN3, dict(pipeline=3), 3, "4 layers.*policy.parallel.pipeline=3"),
         (QWEN3, dict(data=2, expert=2), 2, "policy.parallel.expert=2.*no experts"),
         (MIXTRAL, dict(data=3, expert=3), 3, "4 experts.*policy.parallel.expert=3"),
@@ -75,19 +76,39 @@ def test_sizes_that_do_not_fit_are_refused_before_any_rank_waits(shape, parallel
 LLAMA = replace(QWEN3, family="llama")
 
 
-@pytest.mark.parametrize(
-    "shape, message",
-    [
-        (replace(QWEN3, family="olmo2"), "olmo2 has norms after its blocks.*float32"),
-        (DEEPSEEK, "deepseek_v3's latent attention.*float32"),
-        (replace(LLAMA, rope_scaling=YarnRope(4.0, 64)), "only Llama 3.1's rotary scaling.*float32"),
-        (replace(LLAMA, rope_scaling=Llama3Rope(8.0, 1.0, 4.0, 64)), "only Llama 3.1's rotary scaling"),
-    ],
-)
-def test_what_transformer_engine_cannot_express_is_refused(shape, message):
-    with pytest.raises(ValueError, match=message):
-        check_fused_layers(shape)
+FUSED = [LLAMA, replace(LLAMA, rope_scaling=Llama3Rope(32.0, 1.0, 4.0, 8192))]
+NOT_FUSED = [
+    (replace(QWEN3, family="olmo2"), "olmo2 has norms after its blocks"),
+    (DEEPSEEK, "the latent attention of deepseek_v3 has not been tried"),
+    (replace(LLAMA, rope_scaling=YarnRope(4.0, 64)), "no other rotary scaling than Llama 3.1's"),
+    (replace(LLAMA, rope_scaling=Llama3Rope(8.0, 1.0, 4.0, 64)), "no other rotary scaling than Llama 3.1's"),
+]
 
 
-def test_llama_3_fits_transformer_engine():
-    check_fused_layers(replace(LLAMA, rope_scaling=Llama3Rope(32.0, 1.0, 4.0, 8192)))
+def fused(shape: ModelShape, layers: str = "auto", dtype: str = "bfloat16") -> bool:
+    return uses_fused_layers(ModelConfig(path=Path("model"), dtype=dtype, layers=layers), shape)
+
+
+@pytest.fixture
+def transformer_engine(monkeypatch):
+    """A machine that has it."""
+    monkeypatch.setattr(platform, "HAS_TRANSFORMER_ENGINE", True)
+
+
+@pytest.mark.parametrize("shape", FUSED, ids=str)
+def test_transformer_engines_layers_are_used_where_they_can_be(transformer_engine, shape):
+    assert fused(shape) and fused(shape, "transformer_engine") and fused(shape, "transformer_engine", "float32")
+    assert not fused(shape, dtype="float32") and not fused(shape, "local")
+
+
+@pytest.mark.parametrize("shape, message", NOT_FUSED)
+def test_what_they_cannot_express_has_local_layers(transformer_engine, shape, message):
+    assert not fused(shape) and not fused(shape, "local")
+    with pytest.raises(ValueError, match=f"{message}.*set model.layers to local"):
+        fused(shape, "transformer_engine")
+
+
+def test_without_the_library_the_layers_are_local():
+    assert not fused(LLAMA)
+    with pytest.raises(ValueError, match="Transformer Engine is not installed; set model.layers to local"):
+        fused(LLAMA, "transformer_engine")

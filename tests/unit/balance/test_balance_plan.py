@@ -31,7 +31,6 @@ def plan_of(
     lengths,
     max_tokens=100,
     updates=1,
-    multiple=1,
     recompute="none",
     balance=None,
     parallel=None,
@@ -47,7 +46,6 @@ def plan_of(
         BalanceConfig(max_tokens_per_microbatch=max_tokens, **balance or {}),
         updates,
         recompute=recompute,
-        microbatch_multiple=multiple,
     )
 
 
@@ -133,7 +131,6 @@ def test_a_mini_batch_without_samples_is_left_out(active, expected):
             "alignment of 16: raise .*max_tokens_per_microbatch to 16",
         ),
         ([5], {"updates": 0}, "updates is 0"),
-        ([5], {"multiple": 0}, "microbatch_multiple is 0.*100 tokens.*to 1 or more"),
     ],
 )
 def test_errors_say_what_to_change(lengths, options, message):
@@ -189,11 +186,12 @@ def steps(draw):
         "group_of": np.repeat(np.arange(len(sizes)), sizes),
         "max_tokens": draw(st.integers(96, 200)),
         "updates": draw(st.integers(1, 3)),
-        "multiple": draw(st.integers(1, 3)),
         "balance": {"groups": draw(st.sampled_from(["split", "together"]))},
         "parallel": {
             "data": draw(st.integers(1, 4)),
-            "pipeline": draw(st.integers(1, 2)),
+            **draw(
+                st.sampled_from([{}, {"pipeline": 2}, {"pipeline": 2, "virtual": 2}, {"pipeline": 3, "virtual": 2}])
+            ),
             "tensor": draw(st.sampled_from([1, 2, 8])),
         },
     }
@@ -205,12 +203,13 @@ def test_plan_properties(step):
     plan = plan_of(**step)
     assert plan == plan_of(**step)
     tensor = step["parallel"]["tensor"]
+    multiple = step["parallel"]["pipeline"] if "virtual" in step["parallel"] else 1
     flops = training_flops(step["lengths"], SHAPE)
     everything, groups_seen = [], set()
     for i, (minibatch, denominators) in enumerate(zip(plan.minibatches, plan.denominators, strict=True)):
         assert len(minibatch) == step["parallel"]["data"]
         assert len({len(rank) for rank in minibatch}) == 1 and len(minibatch[0]) > 0
-        assert len(minibatch[0]) % step["multiple"] == 0
+        assert len(minibatch[0]) % multiple == 0
         samples = [s for rank in minibatch for microbatch in rank for s in microbatch]
         for r, rank in enumerate(minibatch):
             for m, microbatch in enumerate(rank):

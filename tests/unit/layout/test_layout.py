@@ -85,7 +85,8 @@ def test_parameters_that_no_rule_covers_are_named():
         ("qwen3", Mesh(pipeline=2, virtual=2), "6 layers, .* into 2 chunks a stage"),
         ("qwen3", Mesh(pipeline=2, layers=(2, 2)), "hold 4 layers, the model has 6"),
         ("qwen3", Mesh(tensor=3), "8 attention heads, which policy.parallel.tensor=3"),
-        ("qwen3", Mesh(tensor=8), "4 KV heads, which policy.parallel.tensor=8"),
+        ("twelve_heads", Mesh(tensor=6), "4 KV heads, which policy.parallel.tensor=6"),
+        ("olmo3", Mesh(tensor=8), "4 KV heads.*tensor=8 .*normalises the heads of all ranks.* set it to 4 or less"),
         ("qwen3", Mesh(data=2, expert=2), "policy.parallel.expert=2, but a qwen3 model has no experts"),
         ("mixtral", Mesh(data=3, expert=3), "8 experts, which policy.parallel.expert=3"),
         ("mixtral", Mesh(data=3, expert_tensor=3), "8 FFN size of an expert, which policy.parallel.expert_tensor=3"),
@@ -93,7 +94,7 @@ def test_parameters_that_no_rule_covers_are_named():
 )
 def test_mesh_that_does_not_divide_names_the_number(name, mesh, message):
     with pytest.raises(ValueError, match=message):
-        megatron_shards(SHAPES[name], mesh, 0)
+        megatron_shards(SHAPES.get(name, replace(SHAPES["qwen3"], num_heads=12)), mesh, 0)
 
 
 def test_a_tensor_that_does_not_divide_is_named():

@@ -1,0 +1,287 @@
+"""Compare the trainer's numbers between layouts: loss, gradient norm and the whole gradient of one batch.
+
+The reference is one process with one micro-batch. Every other layout runs with several micro-batches over gloo (or
+NCCL, one GPU a rank). The difference of a tensor's gradient is the largest absolute difference of an element, divided
+by the largest absolute element of the reference. In fp32 all differences are rounding, below 1e-5.
+
+    python tools/compare_layouts.py models/tiny --layouts tp2 pp2 pp2-vpp2 cp2 dp2-cp2
+    python tools/compare_layouts.py models/tiny --dump batch.npz --layouts tp2-ep2 pp2@3,1 --json
+
+A layout is written as axes with their sizes: tp, pp, vpp (virtual stages), cp, ep, etp (ranks of each expert) and dp,
+and `@3,1` gives the number of layers of each part of the pipeline. The batch is drawn at random; with --dump it is
+written to a file, or read from it if it exists, so that several machines compare the same batch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import re
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from megatron_rl.config.balance import BalanceConfig
+from megatron_rl.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, PolicyConfig
+from megatron_rl.layout import FAMILIES, read_shape
+from megatron_rl.types import Batch, Share, Tokens
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+AXES = {
+    "tp": "tensor",
+    "pp": "pipeline",
+    "vpp": "virtual",
+    "cp": "context",
+    "ep": "expert",
+    "etp": "expert_tensor",
+    "dp": "data",
+}
+NUM_MICROBATCHES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A layout's numbers, and their relative differences from those of one process."""
+
+    layout: str
+    loss: float
+    loss_difference: float
+    grad_norm: float
+    norm_difference: float
+    gradient_difference: float
+    """The largest difference of a tensor's gradient."""
+    tensor: str
+    """The HF name of the tensor with the largest difference."""
+
+
+def parse_layout(text: str) -> ParallelConfig:
+    """
+    Raises:
+        ValueError: the text is no layout.
+    """
+    axes, _, layers = text.partition("@")
+    fields: dict[str, Any] = {}
+    for axis in axes.split("-"):
+        match = re.fullmatch(r"([a-z]+)([1-9]\d*)", axis)
+        if match is None or match[1] not in AXES:
+            raise ValueError(
+                f"{text!r} is no layout: write axes with sizes, such as tp2-pp2; the axes are {', '.join(AXES)}"
+            )
+        fields[AXES[match[1]]] = int(match[2])
+    if layers:
+        fields["layers"] = tuple(map(int, layers.split(",")))
+    return ParallelConfig(**fields)
+
+
+def random_rows(vocab_size: int, num_rows: int, longest: int, seed: int) -> list[Tokens]:
+    """Rows of random tokens, the first of which is no action. Their lengths lie between 2 and `longest`."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    for length in rng.integers(2, longest, num_rows, endpoint=True):
+        mask = np.arange(length) > 0
+        ids = rng.integers(0, vocab_size, length).astype(np.int32)
+        rows.append(Tokens(ids, mask, np.zeros(length, np.float32), np.where(mask, 0, -1).astype(np.int32)))
+    return rows
+
+
+def save_rows(path: Path, rows: Sequence[Tokens]) -> None:
+    columns = {name: np.concatenate([getattr(row, name) for row in rows]) for name in Tokens.__slots__}
+    np.savez(path, lengths=[len(row.ids) for row in rows], **columns)
+
+
+def load_rows(path: Path) -> list[Tokens]:
+    with np.load(path) as file:
+        cuts = np.cumsum(file["lengths"])[:-1]
+        columns = [np.split(file[name], cuts) for name in Tokens.__slots__]
+    return [Tokens(*row) for row in zip(*columns, strict=True)]
+
+
+Result = tuple[float, float, dict[str, np.ndarray]]
+"""Loss, gradient norm and the gradient by HF names."""
+
+
+def train_once(
+    rank: int, store: dist.Store, folder: Path, model: ModelConfig, parallel: ParallelConfig, shares: list[Share]
+) -> Result:
+    """Load the model, do one update with `shares`, those of all data-parallel ranks, and return its numbers. Every rank
+    calls this. The gradient is whole on rank 0 and empty on the others."""
+    from megatron_rl.actor.actor import MegatronActor
+    from megatron_rl.actor.spec import ActorSpec
+    from megatron_rl.actor.weights import gather_gradient, load_hf
+    from megatron_rl.algorithms import SupervisedObjective
+
+    mesh = parallel.mesh
+    optimizer = OptimizerConfig(clip_grad=0.0)  # clipping would scale the gradient
+    spec = ActorSpec(
+        shape=read_shape(folder),
+        model=model,
+        policy=PolicyConfig(parallel=parallel, optimizer=optimizer),
+        objective=SupervisedObjective(),
+        temperature=1.0,
+        total_steps=1,
+        seed=0,
+    )
+    actor = MegatronActor(spec, rank=rank, world_size=mesh.world_size, store=store)
+    load_hf(actor, folder)
+    actor.begin(shares[mesh.coordinates(rank)[2]])
+    metrics = actor.update(0, {})
+    gradient = {name: tensor.numpy() for name, tensor in gather_gradient(actor).items()}
+    actor.close()
+    return metrics["loss"], metrics["grad_norm"], gradient
+
+
+def _in_process(rank: int, url: str, world_size: int, results: Any, *arguments: Any) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    store, *_ = next(dist.rendezvous(url, rank, world_size))
+    result = train_once(rank, store, *arguments)
+    if rank == 0:
+        results.put(result)
+
+
+def run_layout(
+    folder: Path, model: ModelConfig, parallel: ParallelConfig, rows: Sequence[Tokens], num_microbatches: int
+) -> Result:
+    """The numbers of the batch in a layout, with one process for each rank.
+
+    Raises:
+        ValueError: a rank failed; its error is on the terminal.
+    """
+    shares, world_size = deal_rows(folder, parallel, rows, num_microbatches), parallel.mesh.world_size
+    processes = multiprocessing.get_context("spawn")
+    results = processes.SimpleQueue()
+    with tempfile.TemporaryDirectory() as temporary:
+        arguments = f"file://{temporary}/store", world_size, results, folder, model, parallel, shares
+        ranks = [
+            processes.Process(target=_in_process, args=(rank, *arguments), daemon=True) for rank in range(world_size)
+        ]
+        for process in ranks:
+            process.start()
+        while results.empty():
+            if any(process.exitcode for process in ranks):
+                for process in ranks:
+                    process.terminate()
+                raise ValueError(f"a rank of the layout {parallel.mesh} failed; its error is above")
+            ranks[0].join(0.05)
+        found: Result = results.get()
+        for process in ranks:
+            process.join()
+    return found
+
+
+def deal_rows(folder: Path, parallel: ParallelConfig, rows: Sequence[Tokens], num_microbatches: int) -> list[Share]:
+    """The rows as one mini-batch, dealt to the data-parallel ranks in about this number of micro-batches."""
+    from megatron_rl.algorithms.aggregation import loss_weights
+    from megatron_rl.balance import plan_microbatches
+    from megatron_rl.balance.packing import padded
+    from megatron_rl.loop.shares import deal
+
+    batch = Batch.of_rows([(f"row {i}", row) for i, row in enumerate(rows)], version=0)
+    sizes = padded(batch.lengths, parallel.alignment)
+    cap = max(int(sizes.max()), -(-int(sizes.sum()) // (num_microbatches * parallel.data)))
+    plan = plan_microbatches(
+        batch,
+        np.ones(len(rows), bool),
+        read_shape(folder),
+        parallel,
+        BalanceConfig(max_tokens_per_microbatch=cap),
+        updates=1,
+    )
+    weights = loss_weights(batch, plan, "token-mean")
+    return deal(batch, plan, np.ones(len(rows)), weights, parallel.data)
+
+
+def compare(folder: Path, layouts: Sequence[str], rows: Sequence[Tokens], dtype: str = "float32") -> list[Difference]:
+    """Run the reference and all layouts.
+
+    Raises:
+        ValueError: a layout does not suit the model, or a rank failed.
+    """
+    shape, model = read_shape(folder), ModelConfig(path=folder, dtype=dtype)
+    parsed = {text: parse_layout(text) for text in layouts}
+    for parallel in parsed.values():
+        FAMILIES[shape.family].check_mesh(shape, parallel.mesh)
+    one = run_layout(folder, model, ParallelConfig(), rows, 1)
+    return [
+        difference(text, run_layout(folder, model, parallel, rows, NUM_MICROBATCHES), one)
+        for text, parallel in parsed.items()
+    ]
+
+
+def difference(layout: str, found: Result, expected: Result) -> Difference:
+    assert found[2].keys() == expected[2].keys()
+    off = {name: relative(tensor, expected[2][name]) for name, tensor in found[2].items()}
+    worst = max(off, key=lambda name: off[name])
+    return Difference(
+        layout=layout,
+        loss=found[0],
+        loss_difference=abs(found[0] - expected[0]) / abs(expected[0]),
+        grad_norm=found[1],
+        norm_difference=abs(found[1] - expected[1]) / expected[1],
+        gradient_difference=off[worst],
+        tensor=worst,
+    )
+
+
+def relative(found: np.ndarray, expected: np.ndarray) -> float:
+    """The largest difference of an element, divided by the largest expected element."""
+    largest = float(np.abs(expected).max())
+    return float(np.abs(found - expected).max()) / (largest or 1.0)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path, help="a Hugging Face folder")
+    parser.add_argument("--layouts", nargs="+", required=True, help="the layouts to compare with one process")
+    parser.add_argument("--dump", type=Path, help="the file of the batch; it is written if it does not exist")
+    parser.add_argument("--rows", type=int, default=24, help="the number of rows of a new batch (default: 24)")
+    parser.add_argument("--longest", type=int, default=64, help="the tokens of its longest row (default: 64)")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    args = parser.parse_args(arguments)
+    try:
+        if args.dump and args.dump.exists():
+            rows = load_rows(args.dump)
+        else:
+            rows = random_rows(read_shape(args.model).vocab_size, args.rows, args.longest, seed=0)
+            if args.dump:
+                save_rows(args.dump, rows)
+        differences = compare(args.model, args.layouts, rows, args.dtype)
+    except (ValueError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    if args.json:
+        print(json.dumps([asdict(difference) for difference in differences]))
+        return 0
+    table = Table(
+        "layout", "loss", "difference", "gradient norm", "difference", "largest of a tensor", "tensor",
+        title="Relative differences from one process", title_justify="left",
+    )  # fmt: skip
+    for found in differences:
+        table.add_row(
+            found.layout,
+            f"{found.loss:.6f}",
+            f"{found.loss_difference:.1e}",
+            f"{found.grad_norm:.6f}",
+            f"{found.norm_difference:.1e}",
+            f"{found.gradient_difference:.1e}",
+            found.tensor,
+        )
+    Console().print(table)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
