@@ -79,14 +79,16 @@ LATENT = dict(
     moe_intermediate_size=48,
     n_shared_experts=1,
     routed_scaling_factor=0.6,
+    initializer_range=0.1,
     first_k_dense_replace=1,
     scoring_func="sigmoid",
     topk_method="noaux_tc",
     num_nextn_predict_layers=0,
     rope_parameters=WINDOWS["rope_parameters"]["full_attention"] | {"mscale": 0.7, "mscale_all_dim": 1.2},
 )
-"""vLLM's kernel for decoding on a CPU has DeepSeek-V3's kv_lora_rank and rotary dims alone. The scaling factor keeps
-the rounding of fp32 small: with DeepSeek-V3's 2.5 transformers' own logits are 1e-5 from those in float64."""
+"""vLLM's kernel for decoding on a CPU has DeepSeek-V3's kv_lora_rank and rotary dims alone. The scaling factor
+and the weights keep the rounding of fp32 small: with DeepSeek-V3's 2.5 and the other models' 0.2 transformers' own
+logits are 1e-5 from those in float64."""
 MODELS = {
     "dense": ("Qwen3", dict(tie_word_embeddings=False)),
     "tied": ("Qwen3", dict(tie_word_embeddings=True)),
