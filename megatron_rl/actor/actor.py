@@ -33,6 +33,7 @@ from megatron_rl.actor.context import ContextRank
 from megatron_rl.actor.model import build_model, uses_fused_layers
 from megatron_rl.actor.optimizer import apply_gradients, build_optimizer, gradient_norm, parameter_norms
 from megatron_rl.actor.packing import Microbatch, pack
+from megatron_rl.actor.router import start_counting, update_biases
 from megatron_rl.actor.spec import ActorSpec
 from megatron_rl.actor.step import Schedule
 from megatron_rl.algorithms.columns import PackedColumns
@@ -192,6 +193,7 @@ class MegatronActor:
             for chunk in self.chunks:
                 chunk.zero_grad_buffer()
             self.optimizer.zero_grad()
+            start_counting(self.chunks)
             reports = self._schedule.run(microbatches, loss)
             metrics = self.agreement.reduce(reports if self._reports_metrics else [], problems)
             metrics = self.spec.objective.conclude(metrics, on_policy=minibatch == 0)  # raises on all ranks or none
@@ -200,6 +202,8 @@ class MegatronActor:
                 self.agreement.require_none([self._describe_gradients(grad_norm, microbatches)])
             self.scheduler.step(1)
             apply_gradients(self.optimizer, grad_norm)
+            if self.spec.policy.router_bias_update_rate:
+                update_biases(self.chunks, self.spec.policy.router_bias_update_rate)
             param_norm, update_norm = parameter_norms(self.optimizer)
         norms = {"grad_norm": grad_norm, "param_norm": param_norm, "update_ratio": update_norm / param_norm}
         return {**metrics, **norms, "lr": self.optimizer.param_groups[0]["lr"]}

@@ -81,10 +81,11 @@ def packed_sequences(
         context: the rank's place in its context group; None: it has all tokens of the row.
     """
     if not fused:
+        rotary_dim = shape.latent.rope_dim if shape.latent else shape.head_dim
 
         def plan(scaling: Llama3Rope | YarnRope | None, window: int | None) -> AttentionPlan:
             return plan_attention(
-                lengths_S, shape.head_dim, shape.rope_theta, scaling=scaling, window=window, context=context
+                lengths_S, rotary_dim, shape.rope_theta, scaling=scaling, window=window, context=context
             )
 
         return PackedSequences(
@@ -105,16 +106,17 @@ def packed_sequences(
 
 def plan_attention(
     lengths_S: Tensor,
-    head_dim: int,
+    rotary_dim: int,
     theta: float,
     *,
     scaling: Llama3Rope | YarnRope | None = None,
     window: int | None = None,
     context: ContextRank | None = None,
 ) -> AttentionPlan:
-    """The plan of `PackedAttention` for one row.
+    """The plan of the attention layers for one row.
 
     Args:
+        rotary_dim: the number of dims of a head that are rotated.
         window: the number of tokens that a token sees, itself included; None means all before it.
         context: see `packed_sequences`.
     """
@@ -124,7 +126,7 @@ def plan_attention(
     position_T = torch.arange(num_tokens) - torch.repeat_interleave(starts_S[:-1], lengths_S)
     if context is not None:
         position_T = position_T[context.part(lengths_S)]
-    cos_T, sin_T = (x_T.to(device) for x_T in rotation(position_T, head_dim, theta, scaling))
+    cos_T, sin_T = (x_T.to(device) for x_T in rotation(position_T, rotary_dim, theta, scaling))
     if context is not None:
         return AttentionPlan(cos_T, sin_T, ring=plan_ring(lengths_S, context, window))
     heads = (starts_S[:-1], lengths_S if window is None else lengths_S.clamp(max=window), None)
@@ -203,29 +205,44 @@ class PackedAttention(torch.nn.Module):
             [T, N * D].
         """
         plan = packed_seq_params.sliding if self.slides else packed_seq_params.full
-        num_heads, num_groups, head_dim = query.shape[1], key.shape[1], query.shape[2]
         cos_T, sin_T = plan.cos_T.to(query.dtype), plan.sin_T.to(query.dtype)
-        rotated_T = _rotate(torch.cat((query, key), 1), cos_T, sin_T)
-        if plan.ring is not None:
-            return ring_attention(rotated_T[:, :num_heads], rotated_T[:, num_heads:], value, plan.ring)
-        qkv_T = torch.cat((rotated_T, value), 1)
-        outputs = []
-        for blocks in plan.calls:
-            if blocks.mask_LK is None:
-                q, k, v = _gather(qkv_T, blocks.query_BL).split((num_heads, num_groups, num_groups), dim=1)
-            else:
-                q = _gather(qkv_T[:, :num_heads], blocks.query_BL)
-                k, v = _gather(qkv_T[:, num_heads:], blocks.key_BK).chunk(2, dim=1)
-            out = F.scaled_dot_product_attention(
-                q,
-                k,
-                v,
-                attn_mask=blocks.mask_LK,
-                is_causal=blocks.mask_LK is None,
-                enable_gqa=num_heads != num_groups,
-            )
-            outputs.append(out.transpose(1, 2).reshape(-1, num_heads * head_dim))
-        return torch.cat(outputs).index_select(0, plan.unpad_T)
+        rotated_T = rotate(torch.cat((query, key), 1), cos_T, sin_T)
+        return attend(*rotated_T.split((query.shape[1], key.shape[1]), 1), value, plan)
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, scale: float | None = None) -> Tensor:
+    """
+    Args:
+        query: [T, N, D], rotated.
+        key: [T, G, D], rotated.
+        value: [T, G, D].
+        scale: the factor of the scores; None means 1 / sqrt(D).
+
+    Returns:
+        [T, N * D].
+    """
+    if plan.ring is not None:
+        return ring_attention(query, key, value, plan.ring, scale)
+    num_heads, num_groups, head_dim = query.shape[1], key.shape[1], query.shape[2]
+    qkv_T = torch.cat((query, key, value), 1)
+    outputs = []
+    for blocks in plan.calls:
+        if blocks.mask_LK is None:
+            q, k, v = _gather(qkv_T, blocks.query_BL).split((num_heads, num_groups, num_groups), dim=1)
+        else:
+            q = _gather(qkv_T[:, :num_heads], blocks.query_BL)
+            k, v = _gather(qkv_T[:, num_heads:], blocks.key_BK).chunk(2, dim=1)
+        out = F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=blocks.mask_LK,
+            is_causal=blocks.mask_LK is None,
+            scale=scale,
+            enable_gqa=num_heads != num_groups,
+        )
+        outputs.append(out.transpose(1, 2).reshape(-1, num_heads * head_dim))
+    return torch.cat(outputs).index_select(0, plan.unpad_T)
 
 
 def _gather(x_T: Tensor, position_BL: Tensor) -> Tensor:
@@ -233,7 +250,7 @@ def _gather(x_T: Tensor, position_BL: Tensor) -> Tensor:
     return x_T.index_select(0, position_BL.flatten()).view(*position_BL.shape, *x_T.shape[1:]).transpose(1, 2)
 
 
-def _rotate(x_T: Tensor, cos_T: Tensor, sin_T: Tensor) -> Tensor:
+def rotate(x_T: Tensor, cos_T: Tensor, sin_T: Tensor) -> Tensor:
     """Rotate the two halves of each head."""
     first, second = x_T.chunk(2, dim=-1)
     return x_T * cos_T + torch.cat((-second, first), -1) * sin_T

@@ -141,22 +141,23 @@ def _visible(ahead: int, length: int, window: int | None) -> list[tuple[range, r
     return blocks
 
 
-def ring_attention(query: Tensor, key: Tensor, value: Tensor, plan: RingPlan) -> Tensor:
+def ring_attention(query: Tensor, key: Tensor, value: Tensor, plan: RingPlan, scale: float | None = None) -> Tensor:
     """Attention of this rank's queries to the keys of all ranks.
 
     Args:
         query, key, value: [t, N, D], [t, G, D], [t, G, D], rotated.
+        scale: the factor of the scores; None means 1 / sqrt(D).
 
     Returns:
         [t, N * D].
     """
-    out: Tensor = _RingAttention.apply(query, torch.cat((key, value), 1), plan)
+    out: Tensor = _RingAttention.apply(query, torch.cat((key, value), 1), plan, scale)
     return out.flatten(1)
 
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, kv: Tensor, plan: RingPlan) -> Tensor:
+    def forward(ctx: Any, query: Tensor, kv: Tensor, plan: RingPlan, scale: float | None) -> Tensor:
         out = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
         lse = torch.full(query.shape[:2], -torch.inf, device=query.device)
         held = kv
@@ -164,7 +165,7 @@ class _RingAttention(torch.autograd.Function):
             is_last = turn + 1 == len(plan.turns)
             coming = None if is_last else _PassedOn(held, plan.context)
             for pair in pairs:
-                part_out, part_lse = _attend(*_operands(query, held, pair), pair)
+                part_out, part_lse = _attend(*_operands(query, held, pair), pair, scale)
                 rows = pair.query_BL.flatten()
                 before = lse[rows]
                 # A query that has seen no key yet keeps a finite value, because -inf - -inf is no number.
@@ -176,11 +177,11 @@ class _RingAttention(torch.autograd.Function):
                 held = coming.wait()
         result = out.to(query.dtype)
         ctx.save_for_backward(query, kv, result, lse)
-        ctx.plan = plan
+        ctx.plan, ctx.scale = plan, scale
         return result
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:  # type: ignore[override]
         query, kv, out, lse = ctx.saved_tensors
         plan: RingPlan = ctx.plan
         query_gradient = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
@@ -191,14 +192,15 @@ class _RingAttention(torch.autograd.Function):
             for pair in pairs:
                 rows, keys = pair.query_BL.flatten(), pair.key_BK.flatten()
                 saved = (_gather(out, pair.query_BL), lse[rows].view(*pair.query_BL.shape, -1).transpose(1, 2))
-                parts = _attend_backward(_gather(gradient, pair.query_BL), *_operands(query, held, pair), *saved, pair)
+                operands = (_gather(gradient, pair.query_BL), *_operands(query, held, pair))
+                parts = _attend_backward(*operands, *saved, pair, ctx.scale)
                 of_query, of_key, of_value = (part.transpose(1, 2).flatten(0, 1).float() for part in parts)
                 query_gradient.index_add_(0, rows, of_query)
                 held_gradient.index_add_(0, keys, torch.cat((of_key, of_value), 1))
             held_gradient = _PassedOn(held_gradient, plan.context).wait()  # at last to the rank that it belongs to
             if coming is not None:
                 held = coming.wait()
-        return query_gradient.to(query.dtype), held_gradient.to(kv.dtype), None
+        return query_gradient.to(query.dtype), held_gradient.to(kv.dtype), None, None
 
 
 class _PassedOn:
@@ -239,18 +241,25 @@ def _bias(pair: ChunkPair, dtype: torch.dtype) -> Tensor | None:
     return bias.masked_fill_(~pair.mask_LK, -torch.inf)
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, pair: ChunkPair) -> tuple[Tensor, Tensor]:
+def _attend(query: Tensor, key: Tensor, value: Tensor, pair: ChunkPair, scale: float | None) -> tuple[Tensor, Tensor]:
     """Returns the output, [B * L, N, D], and the log-sum-exp of the scores, [B * L, N], float32 both."""
     bias = _bias(pair, query.dtype)
     attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    out, lse = attend(query, key, value, 0.0, pair.is_causal, attn_mask=bias)
+    out, lse = attend(query, key, value, 0.0, pair.is_causal, attn_mask=bias, scale=scale)
     if pair.mask_LK is not None:  # the kernel gives 0 for a query that sees no key
         lse = lse.masked_fill(~pair.mask_LK.any(1), -torch.inf)
     return out.transpose(1, 2).flatten(0, 1).float(), lse.transpose(1, 2).flatten(0, 1)
 
 
 def _attend_backward(
-    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, pair: ChunkPair
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    pair: ChunkPair,
+    scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of query, key and value.
 
@@ -260,6 +269,6 @@ def _attend_backward(
     bias = _bias(pair, query.dtype)
     backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     gradients: tuple[Tensor, Tensor, Tensor] = backward(
-        gradient, query, key, value, out, lse, 0.0, pair.is_causal, attn_mask=bias
+        gradient, query, key, value, out, lse, 0.0, pair.is_causal, attn_mask=bias, scale=scale
     )
     return gradients

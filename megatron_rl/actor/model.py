@@ -18,17 +18,20 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatron_rl.actor import platform
 from megatron_rl.actor.attention import PackedAttention
+from megatron_rl.actor.latent import LatentAttention, LatentCoreAttention
 from megatron_rl.actor.logprobs import OutputLayer
 from megatron_rl.actor.norm import Norm, PostNormLayer, WideNorm
+from megatron_rl.actor.router import BiasedRouter, keep_biases_in_float32
 from megatron_rl.config.schema import ModelConfig, ParallelConfig
 from megatron_rl.layout import FAMILIES, padded_vocabulary
-from megatron_rl.types import Llama3Rope, Mesh, ModelShape
+from megatron_rl.types import Llama3Rope, Mesh, ModelShape, YarnRope
 
 
 def uses_fused_layers(model: ModelConfig, shape: ModelShape) -> bool:
@@ -54,6 +57,8 @@ def obstacle_to_fused_layers(shape: ModelShape) -> str | None:
     rope = shape.rope_scaling
     if FAMILIES[shape.family].post_norm:
         return f"{shape.family} has norms after its blocks, and its layers have none"
+    if shape.latent:
+        return f"the latent attention of {shape.family} has not been tried with its layers"
     if rope is not None and rope != Llama3Rope(rope.factor, 1.0, 4.0, 8192):
         return "Megatron gives its layers no other rotary scaling than Llama 3.1's"
     return None
@@ -64,7 +69,8 @@ def transformer_config(shape: ModelShape, model: ModelConfig, parallel: Parallel
     family, mesh = FAMILIES[shape.family], parallel.mesh
     fused = uses_fused_layers(model, shape)
     recompute = model.recompute == "full"
-    return TransformerConfig(
+    kind = MLATransformerConfig if shape.latent else TransformerConfig
+    return kind(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
         num_attention_heads=shape.num_heads,
@@ -106,6 +112,7 @@ def transformer_config(shape: ModelShape, model: ModelConfig, parallel: Parallel
         recompute_method="uniform" if recompute else None,
         recompute_num_layers=1 if recompute else None,
         **_window(shape),
+        **_latent(shape),
         **_mixture(shape, fused),
     )
 
@@ -128,6 +135,25 @@ def _window(shape: ModelShape) -> dict[str, Any]:
     return {"window_size": (shape.sliding_window - 1, 0), "window_attn_skip_freq": slides}
 
 
+def _latent(shape: ModelShape) -> dict[str, Any]:
+    """Megatron computes the scale of the softmax from the last two; latent.py rotates."""
+    latent, rope = shape.latent, shape.rope_scaling
+    if latent is None:
+        return {}
+    yarn = {"rotary_scaling_factor": 1.0}
+    if isinstance(rope, YarnRope):
+        yarn = {"rotary_scaling_factor": rope.factor, "mscale_all_dim": rope.mscale_all_dim}
+    return {
+        "q_lora_rank": latent.query_rank or None,
+        "kv_lora_rank": latent.kv_rank,
+        "qk_head_dim": latent.nope_dim,
+        "qk_pos_emb_head_dim": latent.rope_dim,
+        "v_head_dim": latent.value_dim,
+        "rope_type": "rope",
+        **yarn,
+    }
+
+
 def _mixture(shape: ModelShape, fused: bool) -> dict[str, Any]:
     """There is no auxiliary loss and no capacity: every token goes to the experts that the router scores highest, as in
     the engine. The router computes in fp32, because in bf16 close scores would round to ties."""
@@ -144,6 +170,11 @@ def _mixture(shape: ModelShape, fused: bool) -> dict[str, Any]:
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_router_dtype": "fp32",
+        "moe_router_enable_expert_bias": FAMILIES[shape.family].router_bias,
+        "moe_router_num_groups": experts.num_groups if experts.num_groups > 1 else None,
+        "moe_router_group_topk": experts.num_active_groups if experts.num_groups > 1 else None,
+        "moe_router_topk_scaling_factor": experts.scaling_factor,
+        "moe_shared_expert_intermediate_size": experts.shared_ffn_size or None,
         "moe_grouped_gemm": fused,
     }
 
@@ -187,6 +218,7 @@ def _build_chunk(
         gpt.output_layer.__class__ = OutputLayer  # GPTModel has no option for this class; only `forward` differs
     gpt.to(platform.device())
     wrapped = Float16Module(config, gpt) if config.bf16 else gpt
+    keep_biases_in_float32([gpt])
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=parallel.data * parallel.context > 1,
@@ -204,9 +236,15 @@ def _local_block(config: TransformerConfig, shape: ModelShape, number: int | Non
         if family.post_norm:
             layer.module, norm = PostNormLayer, IdentityOp
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
+        if family.router_bias and layer.submodules.mlp.module is MoELayer:
+            layer.submodules.mlp.submodules.router = BiasedRouter
         attention = layer.submodules.self_attention.submodules
         attention.core_attention = PackedAttention
-        if family.qk_norm == "head":
+        if shape.latent:
+            layer.submodules.self_attention.module = LatentAttention
+            attention.core_attention = LatentCoreAttention
+            attention.q_layernorm = attention.kv_layernorm = Norm
+        elif family.qk_norm == "head":
             attention.q_layernorm = attention.k_layernorm = Norm
         elif family.qk_norm == "full":
             attention.q_layernorm = ModuleSpec(WideNorm, params={"num_heads": shape.num_heads})

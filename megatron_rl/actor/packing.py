@@ -31,6 +31,8 @@ class Microbatch:
     ids_T: Tensor
     target_T: Tensor
     """The next token of the same sample; 0 where there is none."""
+    padding_T: Tensor
+    """bool: True for the padding of each sequence, and for the whole dummy sequence."""
     columns: PackedColumns
 
     def to(self, device: torch.device) -> Microbatch:
@@ -40,6 +42,7 @@ class Microbatch:
             self,
             ids_T=self.ids_T.to(device),
             target_T=self.target_T.to(device),
+            padding_T=self.padding_T.to(device),
             columns=replace(self.columns, **moved),
         )
 
@@ -61,10 +64,12 @@ def _pack_row(share: Share, samples: Sequence[int]) -> Microbatch:
     ids_T, target_T = np.zeros(num_tokens, np.int64), np.zeros(num_tokens, np.int64)
     action_mask_T, logp_rollout_T = np.zeros(num_tokens, bool), np.zeros(num_tokens, np.float32)
     token_T, lag_T = np.zeros(num_tokens, np.int64), np.zeros(num_tokens, np.int32)
+    padding_T = np.ones(num_tokens, bool)
     start = 0
     for sample, mine, length, room in zip(samples, tokens, lengths, padded):
         here, predicting = slice(start, start + length), slice(start, start + length - 1)
         ids_T[here] = mine.ids
+        padding_T[here] = False
         target_T[predicting] = mine.ids[1:]
         action_mask_T[predicting] = mine.action_mask[1:]
         logp_rollout_T[predicting] = mine.logp_rollout[1:]
@@ -81,6 +86,7 @@ def _pack_row(share: Share, samples: Sequence[int]) -> Microbatch:
         lengths_S=torch.tensor(padded),
         ids_T=torch.from_numpy(ids_T),
         target_T=torch.from_numpy(target_T),
+        padding_T=torch.from_numpy(padding_T),
         columns=PackedColumns(
             action_mask_T=torch.from_numpy(action_mask_T),
             sample_T=torch.from_numpy(np.repeat(np.arange(len(padded)), padded)),

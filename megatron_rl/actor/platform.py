@@ -2,8 +2,8 @@
 
 Megatron-Core's source uses "cuda" literally. Without a CUDA device a torch function mode maps `device="cuda"` to the
 CPU, in this thread and inside the block `running()`. `start` replaces the few functions that a function mode cannot
-see, and those for which gloo lacks a feature of NCCL. With CUDA nothing is changed. Invariant (tests/unit/actor): a
-tensor that Megatron's code creates on "cuda" is on the CPU inside the block, and is still an error outside it.
+see, and those for which gloo lacks a feature of NCCL. With CUDA none of this is changed. Invariant (tests/unit/actor):
+a tensor that Megatron's code creates on "cuda" is on the CPU inside the block, and is still an error outside it.
 
 The CUDA path (NCCL, Transformer Engine's layers) has not been run.
 """
@@ -51,6 +51,10 @@ def running() -> AbstractContextManager:
 def start(rank: int, world_size: int, store: dist.Store) -> None:
     """Join the trainer's process group over a store that all ranks share, and prepare torch and Megatron for this
     platform."""
+    from megatron.core.transformer import multi_latent_attention
+
+    if not HAS_TRANSFORMER_ENGINE:  # Megatron has mocks in its place, which latent attention takes for the library
+        multi_latent_attention.HAVE_TE = False
     if HAS_CUDA:
         # Megatron relies on one hardware queue to order communication and compute. CUDA reads this when it starts.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from megatron_rl.algorithms.objective import Objective
 from megatron_rl.config.schema import ModelConfig, ParallelConfig, PolicyConfig
 from megatron_rl.layout import FAMILIES
-from megatron_rl.types import ModelShape
+from megatron_rl.types import Experts, ModelShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +36,30 @@ class ActorSpec:
                 f"model.path: the actor cannot train the family {self.shape.family}, it can only convert it; it trains "
                 f"{trained}"
             )
+        rate = self.policy.router_bias_update_rate
+        if rate and not FAMILIES[self.shape.family].router_bias:
+            raise ValueError(
+                f"policy.router_bias_update_rate is {rate}, but the routers of the family {self.shape.family} have no "
+                f"bias; leave it out"
+            )
         if self.shape.experts:
             _check_experts(self.policy.parallel)
+            _check_router(self.shape.experts)
+
+
+def _check_router(experts: Experts) -> None:
+    """Refuse routers that Megatron computes in another way than transformers and vLLM."""
+    if experts.num_groups > 1 and experts.num_active // experts.num_active_groups != 2:
+        raise ValueError(
+            f"model.path: num_experts_per_tok is {experts.num_active} and topk_group is {experts.num_active_groups}; "
+            f"the actor can only train models with a quotient of 2, because Megatron scores a group by its best "
+            f"num_experts_per_tok / topk_group experts, but transformers and vLLM by its best two"
+        )
+    if experts.score == "sigmoid" and experts.normalised != (experts.num_active > 1):
+        raise ValueError(
+            f"model.path: norm_topk_prob is {experts.normalised} with {experts.num_active} active experts, which the "
+            f"actor cannot train: Megatron divides sigmoid scores by their sum if and only if there are several"
+        )
 
 
 def _check_experts(parallel: ParallelConfig) -> None:

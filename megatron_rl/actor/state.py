@@ -28,8 +28,13 @@ Chunks = Sequence[DistributedDataParallel]
 
 def local_parameters(chunks: Chunks) -> dict[str, Tensor]:
     """The live parameters by GPTModel's names, without the prefixes of its wrappers (DDP, bf16). With virtual stages
-    the number of the stage is in front."""
-    return {name: parameter.data for name, parameter in named_parameters(chunks)}
+    the number of the stage is in front. The bias of a router is a buffer of Megatron, and counts as a parameter."""
+    parameters = {name: parameter.data for name, parameter in named_parameters(chunks)}
+    for prefix, chunk in _prefixed(chunks):
+        for name, buffer in chunk.named_buffers():
+            if name.endswith("router.expert_bias"):
+                parameters[prefix + name.replace("module.", "")] = buffer.data
+    return parameters
 
 
 def local_gradients(chunks: Chunks) -> dict[str, Tensor]:
@@ -46,11 +51,16 @@ def local_gradients(chunks: Chunks) -> dict[str, Tensor]:
 
 
 def named_parameters(chunks: Chunks) -> Iterator[tuple[str, Parameter]]:
-    """The parameters with the names of `local_parameters`."""
-    prefixes = [f"chunk{number}." for number in range(len(chunks))] if len(chunks) > 1 else [""]
-    for prefix, chunk in zip(prefixes, chunks, strict=True):
+    """The parameters that are trained, by the names of `local_parameters`."""
+    for prefix, chunk in _prefixed(chunks):
         for name, parameter in chunk.named_parameters():
             yield prefix + name.replace("module.", ""), parameter
+
+
+def _prefixed(chunks: Chunks) -> Iterator[tuple[str, DistributedDataParallel]]:
+    """Each model with what its parameters' names begin with."""
+    prefixes = [f"chunk{number}." for number in range(len(chunks))] if len(chunks) > 1 else [""]
+    return zip(prefixes, chunks, strict=True)
 
 
 def training_state(chunks: Chunks, optimizer: MegatronOptimizer, scheduler: OptimizerParamScheduler) -> dict[str, Any]:

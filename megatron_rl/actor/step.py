@@ -27,6 +27,7 @@ from megatron_rl.actor.attention import packed_sequences
 from megatron_rl.actor.context import ContextRank
 from megatron_rl.actor.logprobs import output_weight, vocabulary_shard
 from megatron_rl.actor.packing import Microbatch
+from megatron_rl.actor.router import padding_mask
 from megatron_rl.algorithms.logprobs import token_logprobs
 from megatron_rl.types import ModelShape
 
@@ -83,6 +84,7 @@ class Schedule:
                 position_ids=None,
                 attention_mask=None,
                 packed_seq_params=packed_sequences(batch.lengths_S, self.shape, self.fused, self.context),
+                padding_mask=padding_mask(self._part(batch.padding_T, batch), unwrap_model(model)),
                 **extra,
             )
             return output, lambda hidden_1TH: self._calculate(i, hidden_1TH, batch, loss)

@@ -7,6 +7,7 @@ Invariants (tests/dist): export after load gives the same bits on every mesh; lo
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -55,15 +56,16 @@ def load_hf(actor: MegatronActor, folder: Path) -> None:
 
 @torch.no_grad()
 def export_hf(actor: MegatronActor, folder: Path) -> None:
-    """Write a folder that transformers and vLLM load. It has the weights in the trainer's dtype, and the configuration,
-    tokenizer and chat template of model.path. All ranks must call this together. The folder is complete or absent."""
+    """Write a folder that transformers and vLLM load. It has the weights in the trainer's dtype (a router's bias in
+    float32), and the configuration, tokenizer and chat template of model.path. All ranks must call this together. The
+    folder is complete or absent."""
     source, shape = Path(actor.spec.model.path), actor.spec.shape
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[actor.spec.model.dtype]
     files = hub_files(shape, dtype)
     with atomic_folder(Path(folder), actor.agreement) as temporary:
         holders = find_holders(shape, actor.mesh, actor.fused_norms)
         for i, tensors in enumerate(files):
-            gathered = _gather(actor, actor.parameters(), tensors, holders, dtype)
+            gathered = _gather(actor, actor.parameters(), tensors, holders)
             with actor.agreement.on_errors():
                 if actor.rank == 0:
                     write_tensors(temporary / file_name("model", i, len(files)), gathered)
@@ -77,20 +79,38 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
     sync(path)
 
 
-def write_companions(folder: Path, source: Path, files: list[dict[str, tuple[int, ...]]], dtype: torch.dtype) -> None:
+def write_companions(folder: Path, source: Path, files: list[dict[str, HubTensor]], dtype: torch.dtype) -> None:
     """Write the files that a Hugging Face folder has beside its tensors. They come from the folder `source`."""
     for name, content in companions(source, str(dtype).removeprefix("torch.")).items():
         (folder / name).write_bytes(content)
         sync(folder / name)
     if len(files) > 1:
-        total = sum(prod(extents) for tensors in files for extents in tensors.values())
-        write_text(folder / INDEX, index_text(files, total * dtype.itemsize))
+        total = sum(tensor.num_bytes for tensors in files for tensor in tensors.values())
+        write_text(folder / INDEX, index_text(files, total))
 
 
-def hub_files(shape: ModelShape, dtype: torch.dtype) -> list[dict[str, tuple[int, ...]]]:
-    """The names and extents of the HF tensors of each file, in order."""
-    tensors = FAMILIES[shape.family].hf_tensors(shape)
-    sized = ((tensor, prod(tensor[1]) * dtype.itemsize) for tensor in tensors.items())
+@dataclass(frozen=True, slots=True)
+class HubTensor:
+    extents: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.extents) * self.dtype.itemsize
+
+
+def hub_files(shape: ModelShape, dtype: torch.dtype) -> list[dict[str, HubTensor]]:
+    """The HF tensors of each file by name, in order.
+
+    Args:
+        dtype: that of the model.
+    """
+    family = FAMILIES[shape.family]
+    tensors = {
+        name: HubTensor(extents, torch.float32 if family.is_float32(name) else dtype)
+        for name, extents in family.hf_tensors(shape).items()
+    }
+    sized = ((named, named[1].num_bytes) for named in tensors.items())
     return [dict(file) for file in split_into_files(sized, MAX_FILE_BYTES)]
 
 
@@ -110,21 +130,25 @@ def find_holders(shape: ModelShape, mesh: Mesh, fused_norms: bool) -> dict[str, 
 @torch.no_grad()
 def gather_gradient(actor: MegatronActor) -> dict[str, Tensor]:
     """The whole gradient of the last update, float32, by HF names, on rank 0; an empty dictionary on the others. All
-    ranks must call this together.
+    ranks must call this together. The bias of a router has no gradient.
 
     The gradient is what the update used if `optimizer.clip_grad` is 0; clipping scales it in place.
     """
-    tensors = FAMILIES[actor.spec.shape.family].hf_tensors(actor.spec.shape)
+    family = FAMILIES[actor.spec.shape.family]
+    tensors = {
+        name: HubTensor(extents, torch.float32)
+        for name, extents in family.hf_tensors(actor.spec.shape).items()
+        if not family.is_float32(name)
+    }
     holders = find_holders(actor.spec.shape, actor.mesh, actor.fused_norms)
-    return _gather(actor, state.local_gradients(actor.chunks), tensors, holders, torch.float32)
+    return _gather(actor, state.local_gradients(actor.chunks), tensors, holders)
 
 
 def _gather(
     actor: MegatronActor,
     local: Mapping[str, Tensor],
-    tensors: dict[str, tuple[int, ...]],
+    tensors: dict[str, HubTensor],
     holders: dict[str, list[tuple[int, Shard]]],
-    dtype: torch.dtype,
 ) -> dict[str, Tensor]:
     """The whole tensors in CPU memory on rank 0; an empty dictionary on the others.
 
@@ -132,15 +156,15 @@ def _gather(
         local: this rank's tensors, by the local names of the shards.
     """
     gathered = {}
-    for name, extents in tensors.items():
-        whole = torch.empty(extents, dtype=dtype) if actor.rank == 0 else None
+    for name, tensor in tensors.items():
+        whole = torch.empty(tensor.extents, dtype=tensor.dtype) if actor.rank == 0 else None
         for rank, shard in holders[name]:
             if rank == actor.rank:
                 part = local[shard.local_name][slices(shard.local_box)].contiguous()
                 if rank:
                     dist.send(part, dst=0)
             elif actor.rank == 0:
-                part = torch.empty(_extents(shard), dtype=dtype, device=platform.device())
+                part = torch.empty(_extents(shard), dtype=tensor.dtype, device=platform.device())
                 dist.recv(part, src=rank)
             if whole is not None:
                 whole[slices(shard.hf_box)] = part.cpu()

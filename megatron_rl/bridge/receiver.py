@@ -25,6 +25,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
+from vllm.model_executor.layers.attention import MLAAttention
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
@@ -149,6 +150,9 @@ class ModelParameters(Parameters):
 
     In an engine of several ranks this memory is held until the end of the push: vLLM may scale a layer over all ranks,
     and their messages arrive in different orders.
+
+    Latent attention decodes with matrices that vLLM makes of kv_b_proj's weight. They are parameters, but no checkpoint
+    has them. If the weight is quantised they are copies, so vLLM makes them anew at the end of the push.
     """
 
     def __init__(self, model: nn.Module, model_config: Any, device: torch.device, num_ranks: int) -> None:
@@ -156,7 +160,9 @@ class ModelParameters(Parameters):
         self._layers: dict[str, nn.Module] = {}
         """The layers of the parameters that vLLM repacks, by the parameters' names."""
         self._held: dict[str, Tensor] = {}
-        forms: dict[str, Tensor] = dict(model.named_parameters())
+        self._latent = [layer for layer in model.modules() if isinstance(layer, MLAAttention)]
+        made = {id(parameter) for layer in self._latent for parameter in layer._parameters.values()}
+        forms: dict[str, Tensor] = {name: p for name, p in model.named_parameters() if id(p) not in made}
         for prefix, layer in model.named_modules():
             formed = get_layerwise_info(layer).restore_metadata[0]
             if not formed or not _is_repacked(layer, device.type == "cpu"):
@@ -192,6 +198,8 @@ class ModelParameters(Parameters):
         assert not any(self._left.values())
         for layer in [] if self._alone else dict.fromkeys(self._layers.values()):
             self._repack(layer)
+        for layer in self._latent:
+            layer.process_weights_after_loading(self._model_config.dtype)
         self._left = self._due.copy()
 
     def _count(self, message: Message, counter: Counter[nn.Module], sign: int) -> set[nn.Module]:

@@ -131,6 +131,11 @@ class ModelConfig(Section):
 class PolicyConfig(Section):
     parallel: ParallelConfig = ParallelConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
+    router_bias_update_rate: Annotated[float, Field(ge=0)] = 0.0
+    """The amount by which every optimizer step raises the router's bias of experts with fewer tokens than the average,
+    and lowers that of the others (arXiv:2408.15664; DeepSeek-V3's pre-training used 0.001). For models whose routers
+    have such a bias. 0 means that the bias stays as it is: a bias that moves makes tokens go to other experts, so it
+    changes the policy without a gradient, and also where no reward asked for it."""
 
 
 class SamplingConfig(Section):

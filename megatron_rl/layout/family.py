@@ -183,6 +183,11 @@ class Family:
         load, not by a gradient (arXiv:2408.15664)."""
         return self._dims("mlp.gate.e_score_correction_bias") is not None
 
+    def is_float32(self, hf_name: str) -> bool:
+        """Whether trainer and engine hold an HF tensor in float32 whatever the model's dtype is."""
+        rows = (rule for rule in (*self.attention, *self.dense, *self.mixture) if rule.float32)
+        return any(hf_name.endswith(f".{tensor.name}") for rule in rows for tensor in rule.hf)
+
     def _dims(self, name: str) -> tuple[str, ...] | None:
         rules = (*self.attention, *self.dense, *self.mixture)
         return next((tensor.dims for rule in rules for tensor in rule.hf if tensor.name == name), None)

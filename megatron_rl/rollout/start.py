@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron_rl.config.schema import ModelConfig, RolloutConfig
+from megatron_rl.layout import read_shape
 from megatron_rl.rollout.progress import Progress
 from megatron_rl.rollout.shared_memory import remove_leftovers, remove_own_names
 
@@ -45,7 +46,8 @@ def make_engine(
     if not on_gpu:
         set_cpu_environment()
     remove_leftovers()
-    options = _gpu_options(rollout) if on_gpu else _cpu_options(rollout)
+    latent = read_shape(model.path).latent is not None
+    options = _gpu_options(rollout) if on_gpu else _cpu_options(rollout, latent)
     if spans_nodes:
         options["distributed_executor_backend"] = "ray"
     from vllm.config import WeightTransferConfig
@@ -80,13 +82,20 @@ def make_engine(
     return engine
 
 
-def _cpu_options(rollout: RolloutConfig) -> dict[str, Any]:
+def _cpu_options(rollout: RolloutConfig, latent: bool) -> dict[str, Any]:
     """vLLM's options on a CPU. A single rank works in the engine's own process. Prompts of up to 8192 tokens together
-    fit into one step, which saves passes of the scheduler's Python loop."""
+    fit into one step, which saves passes of the scheduler's Python loop.
+
+    Args:
+        latent: whether the model has latent attention. vLLM's faster kernel for it computes in bf16 alone, and drops a
+            weight that a push needs.
+    """
     options: dict[str, Any] = {
         "enforce_eager": True,
         "max_num_batched_tokens": max(8192, rollout.max_model_tokens),
     }
+    if latent:
+        options["attention_backend"] = "CPU_MLA"
     if rollout.tensor == 1:
         from vllm.v1.executor.uniproc_executor import UniProcExecutor
 

@@ -21,8 +21,9 @@ from megatron_rl.types import Prompt, Tokens
 
 
 def held(worker) -> dict[str, Tensor]:
-    """Called in each of vLLM's workers: its live parameters."""
-    return {name: p.detach().clone() for name, p in worker.model_runner.get_model().named_parameters()}
+    """Called in each of vLLM's workers: its live parameters, without those that vLLM makes of others."""
+    named = worker.model_runner.get_model().named_parameters()
+    return {name: p.detach().clone() for name, p in named if not name.endswith((".W_UK_T", ".W_UV"))}
 
 
 def serve(pipe: Connection, options: dict[str, Any]) -> None:

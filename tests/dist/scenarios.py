@@ -74,6 +74,7 @@ def build(
     layout: Layout,
     algorithm: AlgorithmConfig | None = ALGORITHM,
     optimizer: OptimizerConfig = OPTIMIZER,
+    router_bias_update_rate: float = 0.0,
 ) -> MegatronActor:
     """`algorithm` None is supervised training."""
     mesh = layout.mesh
@@ -91,7 +92,7 @@ def build(
     spec = ActorSpec(
         shape=read_shape(folder),
         model=ModelConfig(path=folder, dtype=layout.dtype, recompute=layout.recompute),
-        policy=PolicyConfig(parallel=parallel, optimizer=optimizer),
+        policy=PolicyConfig(parallel=parallel, optimizer=optimizer, router_bias_update_rate=router_bias_update_rate),
         objective=PolicyObjective(algorithm) if algorithm else SupervisedObjective(),
         temperature=TEMPERATURE if algorithm else 1.0,
         total_steps=TOTAL_STEPS,
@@ -227,9 +228,48 @@ def logprobs(rank, world_size, url, *, hidden_TH, weight_VH, target_T, grad_2T, 
     return [x.detach().numpy() for x in values], hidden.grad.numpy(), weight.grad.numpy()
 
 
-def save_and_go_on(rank, world_size, url, *, folder, samples, layout, checkpoint):
+def balance_routers(rank, world_size, url, *, folder, samples, layout, router_bias_update_rate):
+    """Two updates of the routers' biases with weights that stay, after one that is refused.
+
+    Returns:
+        (the error of the refused update, whether it changed no bias, this rank's biases by their HF names, and how many
+        of its tokens each expert got in the last update)
+    """
+    still = OptimizerConfig(lr=1e-30)
+    actor = build(
+        rank, world_size, url, folder, layout, optimizer=still, router_bias_update_rate=router_bias_update_rate
+    )
+    biases = {
+        shard.hf_name: actor.parameters()[shard.local_name]
+        for shard in actor.shards
+        if shard.hf_name.endswith("e_score_correction_bias")
+    }
+    before = {name: bias.clone() for name, bias in biases.items()}
+    begin(actor, [replace(sample, advantage=float("inf")) for sample in samples], layout, 1)
+    error = _error(lambda: actor.update(0, {}))
+    unchanged = all(torch.equal(before[name], bias) for name, bias in biases.items())
+    begin(actor, samples, layout, 2)
+    for i in range(2):
+        actor.update(i, {})
+    prefixes = [f"chunk{number}." for number in range(len(actor.chunks))] if len(actor.chunks) > 1 else [""]
+    routers = {
+        prefix + name.replace("module.", ""): module
+        for prefix, chunk in zip(prefixes, actor.chunks, strict=True)
+        for name, module in chunk.named_modules()
+    }
+    load = {
+        shard.hf_name: routers[shard.local_name.removesuffix(".expert_bias")].load_E.numpy()
+        for shard in actor.shards
+        if shard.hf_name in biases
+    }
+    result = {name: bias.numpy().copy() for name, bias in biases.items()}
+    actor.close()
+    return error, unchanged, result, load
+
+
+def save_and_go_on(rank, world_size, url, *, folder, samples, layout, checkpoint, router_bias_update_rate=0.0):
     """Two updates, save, two more: the run that was not interrupted."""
-    actor = build(rank, world_size, url, folder, layout)
+    actor = build(rank, world_size, url, folder, layout, router_bias_update_rate=router_bias_update_rate)
     begin(actor, samples, layout, 2)
     for i in range(2):
         actor.update(i, {})
@@ -237,8 +277,8 @@ def save_and_go_on(rank, world_size, url, *, folder, samples, layout, checkpoint
     return _two_more(actor, samples, layout)
 
 
-def resume(rank, world_size, url, *, folder, samples, layout, checkpoint):
-    actor = build(rank, world_size, url, folder, layout)
+def resume(rank, world_size, url, *, folder, samples, layout, checkpoint, router_bias_update_rate=0.0):
+    actor = build(rank, world_size, url, folder, layout, router_bias_update_rate=router_bias_update_rate)
     extra = actor.load(checkpoint)
     return (*_two_more(actor, samples, layout), extra)
 
@@ -392,6 +432,8 @@ def export(rank, world_size, url, *, folder, layout, target, checkpoint=None):
     if checkpoint is not None:
         actor.load(checkpoint)
     export_hf(actor, target)
+    if checkpoint is not None:
+        actor.save(checkpoint, {})
     actor.close()
 
 

@@ -20,6 +20,7 @@ from test_actor_checkpoint import check_resumed
 from test_actor_layouts import check, plain_pytorch
 
 from shares import TrainSample
+from megatron_rl.actor.saved import export_saved
 from megatron_rl.types import Mesh, Tokens
 
 COMMON = dict(
@@ -52,6 +53,21 @@ YARN = {
     "original_max_position_embeddings": 32,
 }
 PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
+LATENT = dict(
+    num_key_value_heads=4,
+    kv_lora_rank=12,
+    qk_nope_head_dim=6,
+    qk_rope_head_dim=8,
+    v_head_dim=10,
+    n_routed_experts=16,
+    num_experts_per_tok=4,
+    n_group=4,
+    topk_group=2,
+    moe_intermediate_size=24,
+    n_shared_experts=2,
+    first_k_dense_replace=1,
+    routed_scaling_factor=1.5,
+)
 QWEN3_MOE = dict(head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
 MODELS = {
     "llama": ("Llama", dict(rope_parameters=LLAMA3)),
@@ -65,9 +81,14 @@ MODELS = {
     "mixtral": ("Mixtral", dict(num_local_experts=4, sliding_window=None)),
     "qwen3_moe": ("Qwen3Moe", dict(**QWEN3_MOE, norm_topk_prob=True, mlp_only_layers=[0])),
     "qwen3_moe_not_normalised": ("Qwen3Moe", dict(**QWEN3_MOE, norm_topk_prob=False)),
+    "deepseek_v3": (
+        "DeepseekV3",
+        dict(**LATENT, q_lora_rank=20, rope_parameters=YARN | {"mscale": 0.7, "mscale_all_dim": 1.2}),
+    ),
+    "deepseek_v3_direct": ("DeepseekV3", dict(**LATENT | {"n_group": 1, "topk_group": 1}, q_lora_rank=None)),
 }
 """Scalings whose original context and windows that are shorter than the samples."""
-MIXTURES = ("mixtral", "qwen3_moe", "qwen3_moe_not_normalised")
+MIXTURES = ("mixtral", "qwen3_moe", "qwen3_moe_not_normalised", "deepseek_v3", "deepseek_v3_direct")
 
 
 def write_models(root: Path) -> dict[str, Path]:
@@ -78,6 +99,9 @@ def write_models(root: Path) -> dict[str, Path]:
         for parameter_name, parameter in model.named_parameters():
             if "norm" in parameter_name or parameter_name.endswith("bias"):  # ones and zeros would hide what is lost
                 parameter.data.uniform_(0.5, 1.5)
+        for buffer_name, buffer in model.named_buffers():
+            if buffer_name.endswith("e_score_correction_bias"):
+                buffer.uniform_(-0.2, 0.2)
         model.save_pretrained(root / name)
         (root / name / "tokenizer.json").write_text("{}")
     return {name: root / name for name in MODELS}
@@ -104,8 +128,10 @@ OF_MIXTURES = tuple(name for name in LAYOUTS if name not in ("tp2_no_sequence", 
 
 
 def layouts_of(name: str) -> tuple[str, ...]:
-    if name in ("qwen2_windows", "qwen3_moe_not_normalised"):
+    if name in ("qwen2_windows", "qwen3_moe_not_normalised", "deepseek_v3_direct"):
         return ("one", "tp2", "tp2_cp2")
+    if name == "deepseek_v3":
+        return (*OF_MIXTURES, "cp2", "tp2_cp2")
     return OF_MIXTURES if name in MIXTURES else OF_DENSE
 
 
@@ -147,7 +173,8 @@ def test_logits_equal_those_of_transformers(trainers, folders, long_samples, nam
         with torch.no_grad():
             expected = model(ids[None]).logits[0].numpy()
         got = logits[start : start + len(ids), : expected.shape[1]]
-        np.testing.assert_allclose(got, expected, atol=1e-5)  # fp32 rounding of logits of order 1
+        # fp32 rounding of logits of order 1; those of transformers' DeepSeek-V3 are 1.1e-5 from their values in float64.
+        np.testing.assert_allclose(got, expected, atol=2e-5 if "deepseek" in name else 1e-5)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -162,15 +189,98 @@ def test_export_after_load_gives_the_same_bits(trainers, folders, tmp_path, name
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_resume_of_a_mixture_is_bitwise(trainers, folders, long_samples, tmp_path, dtype):
+@pytest.mark.parametrize("name, rate", [("qwen3_moe", 0.0), ("deepseek_v3", 0.01)])
+def test_resume_of_a_mixture_is_bitwise(trainers, folders, long_samples, tmp_path, name, rate, dtype):
     layout = Layout(Mesh(data=2, expert=2), num_microbatches=2, dtype=dtype)
-    arguments = dict(folder=folders["qwen3_moe"], samples=long_samples, layout=layout, checkpoint=tmp_path / "step2")
+    arguments = dict(
+        folder=folders[name],
+        samples=long_samples,
+        layout=layout,
+        checkpoint=tmp_path / "step2",
+        router_bias_update_rate=rate,
+    )
     unbroken = trainers.run("save_and_go_on", 2, **arguments)
     check_resumed(trainers, unbroken, arguments)
 
 
+def test_a_bf16_export_has_the_routers_biases_in_float32(trainers, folders, tmp_path):
+    layout = Layout(Mesh(tensor=2, pipeline=2), dtype="bfloat16")
+    target, checkpoint = tmp_path / "export", tmp_path / "step0"
+    trainers.run("export", 4, folder=folders["deepseek_v3"], layout=layout, target=target, checkpoint=checkpoint)
+    export_saved(checkpoint, tmp_path / "saved", folders["deepseek_v3"])
+    assert (tmp_path / "saved" / "model.safetensors").read_bytes() == (target / "model.safetensors").read_bytes()
+    before, after = load_file(folders["deepseek_v3"] / "model.safetensors"), load_file(target / "model.safetensors")
+    assert before.keys() == after.keys()
+    for name, weight in before.items():
+        expected = weight if name.endswith("e_score_correction_bias") else weight.bfloat16()
+        assert after[name].dtype == expected.dtype and torch.equal(after[name], expected), name
+
+
+RATE = 0.3
+"""So large that the second update's load depends on the first one's biases."""
+
+
+def balanced_biases(folder: Path, samples: list[TrainSample]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """The routers' biases after two updates with weights that stay, and the experts' loads in the second one: algorithm
+    1 of arXiv:2408.15664, on transformers."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    routers = {f"{name}.gate": module.gate for name, module in model.named_modules() if hasattr(module, "gate")}
+    load = {name: torch.zeros(16, dtype=torch.int64) for name in routers}
+    for name, router in routers.items():
+
+        def count(module, arguments, output, name=name) -> None:
+            load[name].add_(output[2].flatten().bincount(minlength=16))
+
+        router.register_forward_hook(count)
+    for _ in range(2):
+        for counts in load.values():
+            counts.zero_()
+        for sample in samples:
+            with torch.no_grad():
+                model(torch.from_numpy(sample.tokens.ids.astype(np.int64))[None])
+        for name, router in routers.items():
+            assert load[name].sum() == 4 * sum(len(sample.tokens.ids) for sample in samples)
+            router.e_score_correction_bias += RATE * (load[name].double().mean() - load[name]).sign()
+    return {
+        f"{name}.e_score_correction_bias": (router.e_score_correction_bias.numpy(), load[name].numpy())
+        for name, router in routers.items()
+    }
+
+
+BALANCED = {
+    **{name: LAYOUTS[name] for name in ("one", "tp2", "pp2", "cp2", "cp2_ep2", "tp2_cp2")},
+    **{name: LAYOUTS[name] for name in ("tp2_dp2_ep2", "tp2_dp2_ep2_whole", "pp2_dp2_ep2")},
+    "tp2_pp2": Layout(Mesh(tensor=2, pipeline=2), num_microbatches=3, recompute="full"),
+    "tp2_pp2_vpp2": Layout(Mesh(tensor=2, pipeline=2, virtual=2), num_microbatches=4),
+}
+
+
+@pytest.mark.parametrize("layout_name", BALANCED)
+def test_the_routers_biases_balance_the_load_in_every_layout(trainers, folders, long_samples, layout_name):
+    """Padding, passes for log-probs, recomputation and a refused update add no tokens."""
+    layout = BALANCED[layout_name]
+    results = trainers.run(
+        "balance_routers",
+        layout.mesh.world_size,
+        folder=folders["deepseek_v3"],
+        samples=long_samples,
+        layout=layout,
+        router_bias_update_rate=RATE,
+    )
+    expected = balanced_biases(folders["deepseek_v3"], long_samples)
+    total = {name: np.zeros(16, np.int64) for name in expected}
+    for error, unchanged, biases, load in results:
+        assert "not finite" in error and unchanged
+        for name, bias in biases.items():
+            np.testing.assert_allclose(bias, expected[name][0], atol=1e-6)  # a few roundings of numbers below 1
+            total[name] += load[name]
+    for name, (_, load) in expected.items():
+        np.testing.assert_array_equal(total[name], load)
+
+
 @pytest.mark.parametrize(
-    "name, layout_name", [("olmo3", "tp2"), ("mixtral", "tp2_dp2_ep2"), ("qwen3_moe", "pp2_dp2_ep2")]
+    "name, layout_name",
+    [("olmo3", "tp2"), ("mixtral", "tp2_dp2_ep2"), ("qwen3_moe", "pp2_dp2_ep2"), ("deepseek_v3", "tp2_cp2")],
 )
 def test_bf16_is_near_fp32(trainers, folders, long_samples, references, name, layout_name):
     layout = replace(LAYOUTS[layout_name], dtype="bfloat16")

@@ -20,6 +20,7 @@ LAYOUTS = {
     "qwen3": DENSE,
     "qwen2_windows": ("tp2", "pp2-vpp2", "cp2", "tp2-cp2"),
     "qwen3_moe": ("dp2-ep2", "tp2-ep2-etp1", "pp2-vpp2", "pp2@1,3", "cp2-ep2", "tp2-dp2-ep2"),
+    "deepseek_v3": ("tp2", "pp2-vpp2", "cp2-ep2", "tp2-cp2", "tp2-dp2-ep2"),
 }
 """qwen3 has heads of 16 and norms of q and k, qwen2_windows biases and sliding windows, qwen3_moe a dense layer and three
 mixtures whose routers are away from ties."""

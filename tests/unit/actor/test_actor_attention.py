@@ -8,6 +8,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 import megatron_rl.actor  # noqa: F401  must come before Megatron, whose import warnings it silences
 from megatron_rl.actor.attention import MAX_PADDING, PackedAttention, PackedSequences, plan_attention
+from megatron_rl.actor.latent import LatentCoreAttention
 from megatron_rl.actor.norm import Norm
 
 THETA = 10000.0
@@ -56,6 +57,26 @@ def test_output_and_gradients_equal_plain_attention(lengths, num_heads, num_grou
     q64, k64, v64 = (x.detach().double().requires_grad_() for x in (q, k, v))
     parts = zip(*(x.split(lengths) for x in (q64, k64, v64)))
     expected = torch.cat([plain_attention(*part, window) for part in parts])
+    expected.backward(grad.double())
+    for got, want in ((out, expected), (q.grad, q64.grad), (k.grad, k64.grad), (v.grad, v64.grad)):
+        torch.testing.assert_close(got.double(), want, atol=2e-5, rtol=1e-5)  # fp32 against float64
+
+
+@pytest.mark.parametrize("value_dim", [5, 8, 11])
+def test_latent_attention_has_a_scale_and_a_width_of_the_value_of_its_own(value_dim):
+    torch.manual_seed(0)
+    lengths, num_heads, scale = [5, 1, 9], 3, 0.7
+    q, k, v = (torch.randn(15, num_heads, dim).requires_grad_() for dim in (8, 8, value_dim))
+    grad = torch.randn(15, num_heads * value_dim)
+    packed = PackedSequences(qkv_format="thd", full=plan_attention(torch.tensor(lengths), 4, THETA))
+    out = LatentCoreAttention(_config(), softmax_scale=scale)(q, k, v, None, packed_seq_params=packed)
+    out.backward(grad)
+
+    q64, k64, v64 = (x.detach().double().requires_grad_() for x in (q, k, v))
+    sequence = torch.repeat_interleave(torch.tensor(lengths))
+    hidden = (sequence[:, None] != sequence) | torch.ones(15, 15).triu(1).bool()
+    scores = torch.einsum("qnd,knd->nqk", q64, k64) * scale
+    expected = torch.einsum("nqk,knd->qnd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v64).flatten(1)
     expected.backward(grad.double())
     for got, want in ((out, expected), (q.grad, q64.grad), (k.grad, k64.grad), (v.grad, v64.grad)):
         torch.testing.assert_close(got.double(), want, atol=2e-5, rtol=1e-5)  # fp32 against float64

@@ -28,6 +28,7 @@ def test_columns_belong_to_the_next_token():
     assert batch.lengths_S.tolist() == [4, 2]
     assert batch.ids_T.tolist() == [5, 6, 7, 0, 8, 9]
     assert batch.target_T.tolist() == [6, 7, 0, 0, 9, 0]
+    assert batch.padding_T.tolist() == [False, False, False, True, False, False]
     columns = batch.columns
     assert columns.action_mask_T.tolist() == [True, True, False, False, True, False]
     assert columns.logp_rollout_T.tolist() == pytest.approx([-0.6, -0.7, 0, 0, -0.9, 0])
@@ -41,7 +42,7 @@ def test_columns_belong_to_the_next_token():
 def test_an_empty_microbatch_is_one_dummy_without_actions():
     batch = pack_row([], alignment=4)
     assert batch.names == () and batch.lengths_S.tolist() == [4]
-    assert not batch.columns.action_mask_T.any()
+    assert not batch.columns.action_mask_T.any() and batch.padding_T.all()
 
 
 def test_arrays_of_different_lengths_are_refused_by_name():

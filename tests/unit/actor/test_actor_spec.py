@@ -12,17 +12,20 @@ from megatron_rl.actor.model import uses_fused_layers
 from megatron_rl.actor.spec import ActorSpec
 from megatron_rl.algorithms.objective import SupervisedObjective
 from megatron_rl.config.schema import ModelConfig, ParallelConfig, PolicyConfig
-from megatron_rl.types import Experts, Llama3Rope, ModelShape, YarnRope
+from megatron_rl.layout import FAMILIES
+from megatron_rl.types import Experts, LatentAttention, Llama3Rope, ModelShape, YarnRope
 
 QWEN3 = ModelShape("qwen3", 4, 32, 4, 2, 16, 48, 60, 1e4, 1e-6, 128, False)
 MIXTRAL = replace(QWEN3, family="mixtral", experts=Experts(num_experts=4, num_active=2, ffn_size=48))
+SIGMOID = Experts(num_experts=8, num_active=4, ffn_size=48, score="sigmoid", num_groups=4, num_active_groups=2)
+DEEPSEEK = replace(QWEN3, family="deepseek_v3", experts=SIGMOID, latent=LatentAttention(0, 12, 6, 8, 10))
 
 
-def spec(shape: ModelShape, **parallel) -> ActorSpec:
+def spec(shape: ModelShape, router_bias_update_rate: float = 0.0, **parallel) -> ActorSpec:
     return ActorSpec(
         shape=shape,
         model=ModelConfig(path=Path("model"), dtype="float32"),
-        policy=PolicyConfig(parallel=ParallelConfig(**parallel)),
+        policy=PolicyConfig(parallel=ParallelConfig(**parallel), router_bias_update_rate=router_bias_update_rate),
         objective=SupervisedObjective(),
         temperature=1.0,
         total_steps=1,
@@ -35,12 +38,24 @@ def spec(shape: ModelShape, **parallel) -> ActorSpec:
     [
         (MIXTRAL, dict(tensor=2, sequence=False), "policy.parallel.sequence must be true"),
         (MIXTRAL, dict(tensor=2, expert_tensor=1), "expert_tensor is 1 and .*tensor is 2.*Leave expert_tensor out"),
-        (replace(MIXTRAL, family="deepseek_v3"), {}, "cannot train the family deepseek_v3.*it trains .*qwen3"),
+        (MIXTRAL, dict(router_bias_update_rate=0.1), "router_bias_update_rate is 0.1.*mixtral have no bias"),
+        (
+            replace(DEEPSEEK, experts=replace(SIGMOID, num_active_groups=1)),
+            {},
+            "num_experts_per_tok is 4 and topk_group is 1.*quotient of 2",
+        ),
+        (replace(DEEPSEEK, experts=replace(SIGMOID, normalised=False)), {}, "norm_topk_prob is False with 4 active"),
     ],
 )
 def test_the_specification_refuses_what_cannot_be_trained(shape, parallel, message):
     with pytest.raises(ValueError, match=message):
         spec(shape, **parallel)
+
+
+def test_the_specification_refuses_a_family_without_a_forward_pass(monkeypatch):
+    monkeypatch.setitem(FAMILIES, "deepseek_v3", replace(FAMILIES["deepseek_v3"], forward=False))
+    with pytest.raises(ValueError, match="cannot train the family deepseek_v3.*it trains .*qwen3"):
+        spec(DEEPSEEK)
 
 
 @pytest.mark.parametrize(
@@ -64,6 +79,7 @@ LLAMA = replace(QWEN3, family="llama")
 FUSED = [LLAMA, replace(LLAMA, rope_scaling=Llama3Rope(32.0, 1.0, 4.0, 8192))]
 NOT_FUSED = [
     (replace(QWEN3, family="olmo2"), "olmo2 has norms after its blocks"),
+    (DEEPSEEK, "the latent attention of deepseek_v3 has not been tried"),
     (replace(LLAMA, rope_scaling=YarnRope(4.0, 64)), "no other rotary scaling than Llama 3.1's"),
     (replace(LLAMA, rope_scaling=Llama3Rope(8.0, 1.0, 4.0, 64)), "no other rotary scaling than Llama 3.1's"),
 ]

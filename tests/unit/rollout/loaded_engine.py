@@ -8,12 +8,16 @@ from pathlib import Path
 from megatron_rl.rollout.start import set_cpu_environment
 
 
-def checksums(folder: Path, quantization: str, tensor: int) -> list[dict[str, str]]:
+def checksums(
+    folder: Path, quantization: str, tensor: int, attention_backend: str | None = None
+) -> list[dict[str, str]]:
     """For each rank the digest of every tensor, by its name. The engine core runs in this process."""
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
     set_cpu_environment()
     from vllm import LLM
 
     options = dict(skip_tokenizer_init=True, enforce_eager=True, max_model_len=64, dtype="bfloat16")
+    if attention_backend:
+        options["attention_backend"] = attention_backend
     llm = LLM(str(folder), quantization=quantization, tensor_parallel_size=tensor, **options)
     return llm.collective_rpc("compute_weight_checksums")

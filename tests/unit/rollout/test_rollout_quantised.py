@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+import torch
+import transformers
 import warm
 from loaded_engine import checksums
 from patience import deadline
@@ -32,3 +36,51 @@ def test_pushed_weights_are_quantised_as_loaded_ones(make_stage, tmp_path, tenso
         assert sum("weight_scale" in name for name in layers) == 8  # 2 layers x (qkv, o, gate and up, down)
         assert {name: now[name] for name in layers} == {name: expected[name] for name in layers}
         assert all(before[name] != now[name] for name in layers)
+
+
+def write_latent_model(folder: Path, seed: int) -> Path:
+    """DeepSeek-V3 with dense layers alone, because the test is about attention."""
+    torch.manual_seed(seed)
+    config = transformers.DeepseekV3Config(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        first_k_dense_replace=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        q_lora_rank=32,
+        kv_lora_rank=512,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=64,
+        v_head_dim=16,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        num_nextn_predict_layers=0,
+    )
+    model = transformers.DeepseekV3ForCausalLM(config)
+    for parameter in model.parameters():
+        parameter.data.normal_(parameter.ndim == 1, 0.2)
+    model.save_pretrained(folder)
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+def test_matrices_that_vllm_makes_of_a_quantised_weight_follow_a_push(make_stage, tmp_path):
+    """Latent attention decodes with copies of kv_b_proj's weight, in the form that a decoding step needs."""
+    folders = [write_latent_model(tmp_path / str(seed), seed) for seed in (0, 1)]
+    sizes = dict(max_prompt_tokens=16, max_response_tokens=8, delimiter="")
+    stage = make_stage(folders[0], Mesh(tensor=2), dtype="bfloat16", quantization="fp8_per_channel", **sizes)
+    seen = []
+    for version, folder in enumerate(folders):
+        stage.push(folder, version)
+        seen.extend(stage.run(called_in_workers(stage.engine, "compute_weight_checksums")))
+    ((expected,),) = warm.together(checksums, [(folders[1], "fp8_per_channel", 1, "CPU_MLA")], deadline(240))
+    before, now = seen
+    made = [name for name in expected if name.endswith((".W_UK_T", ".W_UV"))]
+    assert len(made) == 4  # of 2 layers
+    layers = [name for name in expected if "layers." in name]
+    assert {name: now[name] for name in layers} == {name: expected[name] for name in layers}
+    assert all(before[name] != now[name] for name in layers)

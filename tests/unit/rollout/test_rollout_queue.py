@@ -18,7 +18,7 @@ PROMPTS = [Prompt(f"row {i}", (5, 6, 7 + i), "") for i in range(16)]
 @pytest.fixture(scope="module")
 def stage(make_stage, folders, tmp_path_factory):
     options, original = {"num_gpu_blocks_override": CAPACITY // BLOCK, "block_size": BLOCK}, start._cpu_options
-    start._cpu_options = lambda rollout: original(rollout) | options
+    start._cpu_options = lambda rollout, latent: original(rollout, latent) | options
     record = tmp_path_factory.mktemp("record") / "engine.tokens"
     made = make_stage(folders[0], Mesh(), max_prompt_tokens=8, max_response_tokens=LONGEST, record=record)
     start._cpu_options = original

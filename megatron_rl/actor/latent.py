@@ -1,0 +1,119 @@
+"""Multi-head latent attention over a packed row (DeepSeek-V2, arXiv:2405.04434), for the layers that run without
+Transformer Engine.
+
+Megatron's module makes the parameters; the path from hidden states to query, key and value is ours, for two reasons.
+Megatron's rotates one sequence after another, and here the angles of the whole row are at hand (attention.py). And
+Megatron's local layers lose gradients with TP > 1: each rank uses the rotated part of the key, which all heads share,
+for its own heads only, but the gradients of the ranks are not added up.
+
+Rotary dims are interleaved pairs in the weights. They are put in the order of halves after the projection, for query
+and key alike, so their products stay the same. The heads of the value are narrower than those of query and key; zeros
+fill them up, because the kernels take heads of one width.
+
+Invariants (tests/dist): logits, loss and gradients equal those of transformers in every layout.
+
+Shape letters: T packed tokens of a rank, t those of them that it has between the layers (fewer with sequence
+parallelism), N heads of a rank, D dims of a head.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_tensor_model_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from megatron_rl.actor.attention import PackedSequences, attend, rotate
+
+
+class LatentAttention(MLASelfAttention):
+    def get_query_key_value_tensors(
+        self,
+        hidden_states: Tensor,
+        key_value_states: None = None,
+        position_ids: None = None,
+        packed_seq_params: PackedSequences | None = None,
+        inference_context: None = None,
+    ) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        """
+        Args:
+            hidden_states: [t, 1, hidden size].
+            packed_seq_params: the plan of the row; the other arguments are Megatron's and not used here.
+
+        Returns:
+            Query and key, [T, N, nope_dim + rope_dim], rotated; value, [T, N, value_dim]; and nothing in the place of
+            the compressed tensors, which only sparse attention reads.
+        """
+        config, plan = self.config, packed_seq_params.full
+        if config.q_lora_rank is None:
+            query, _ = self.linear_q_proj(hidden_states)
+        else:
+            compressed = self._compressed(self.linear_q_down_proj, hidden_states)
+            query, _ = self.linear_q_up_proj(self.q_layernorm(self._own_tokens(compressed)))
+        compressed = self._compressed(self.linear_kv_down_proj, hidden_states)
+        compressed, key_rope = compressed.split((config.kv_lora_rank, config.qk_pos_emb_head_dim), -1)
+        key_and_value, _ = self.linear_kv_up_proj(self.kv_layernorm(self._own_tokens(compressed)))
+
+        heads = (len(query), self.num_attention_heads_per_partition, -1)
+        nope_and_rope = (config.qk_head_dim, config.qk_pos_emb_head_dim)
+        query_nope, query_rope = query.view(heads).split(nope_and_rope, -1)
+        key_nope, value = key_and_value.view(heads).split((config.qk_head_dim, config.v_head_dim), -1)
+        cos_T, sin_T = plan.cos_T.to(query.dtype), plan.sin_T.to(query.dtype)
+        query_rope = rotate(_halves(query_rope), cos_T, sin_T)
+        # All heads of all ranks read this part of the key, so its gradients are summed over the ranks.
+        key_rope = rotate(_halves(copy_to_tensor_model_parallel_region(key_rope)), cos_T, sin_T)
+        key_rope = key_rope.expand(*key_nope.shape[:2], -1)
+        return torch.cat((query_nope, query_rope), -1), torch.cat((key_nope, key_rope), -1), value, None, None
+
+    def _compressed(self, linear: torch.nn.Module, hidden_states: Tensor) -> Tensor:
+        """The output of a down projection, [T, 1, rank]. The rows of its weight are split over the ranks."""
+        part, _ = linear(hidden_states)
+        return gather_from_tensor_model_parallel_region(part)
+
+    def _own_tokens(self, x: Tensor) -> Tensor:
+        """With sequence parallelism, the rows of this rank's tokens, [t, ...]: the next layer gathers them again."""
+        return scatter_to_sequence_parallel_region(x) if self.config.sequence_parallel else x
+
+
+class LatentCoreAttention(torch.nn.Module):
+    """The module `core_attention` of a layer with latent attention: from query, key and value to the heads' outputs."""
+
+    def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **unused):
+        super().__init__()
+        assert config.attention_dropout == 0, "packed attention has no dropout"
+        self.softmax_scale = softmax_scale
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        /,
+        *,
+        packed_seq_params: PackedSequences,
+        **unused,
+    ) -> Tensor:
+        """
+        Args:
+            query, key: [T, N, nope_dim + rope_dim], rotated.
+            value: [T, N, value_dim].
+
+        Returns:
+            [T, N * value_dim].
+        """
+        width = max(query.shape[-1], value.shape[-1])
+        padded = [F.pad(x, (0, width - x.shape[-1])) for x in (query, key, value)]
+        out = attend(*padded, packed_seq_params.full, self.softmax_scale)
+        return out.view(*query.shape[:2], width)[..., : value.shape[-1]].flatten(1)
+
+
+def _halves(x: Tensor) -> Tensor:
+    """The last dim in the order x0 x2 ... x1 x3 ... instead of x0 x1 x2 x3 ..."""
+    return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
