@@ -432,8 +432,12 @@ def export(rank, world_size, url, *, folder, layout, target, checkpoint=None):
     if checkpoint is not None:
         actor.load(checkpoint)
     export_hf(actor, target)
-    if checkpoint is not None:
-        actor.save(checkpoint, {})
+    actor.close()
+
+
+def save_at_once(rank, world_size, url, *, folder, layout, checkpoint):
+    actor = build(rank, world_size, url, folder, layout)
+    save(actor, checkpoint, {})
     actor.close()
 
 

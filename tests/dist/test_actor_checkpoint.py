@@ -137,12 +137,15 @@ def test_a_run_resumes_on_another_mesh(trainers, request, samples, tmp_path, sav
     assert resumed[0]["lr"] == unbroken[0][1][0]["lr"]
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "deepseek_v3"])
 def test_experts_resume_on_another_mesh(trainers, folders, long_samples, tmp_path, name):
     first, again = tmp_path / "first", tmp_path / "again"
     saved = Layout(Mesh(tensor=2, data=2, expert=4, expert_tensor=1), num_microbatches=2)
     other = Layout(Mesh(data=2, expert=2), num_microbatches=2)
-    arguments = dict(folder=folders[name], samples=long_samples, checkpoint=first)
+    rate = 0.01 if name == "deepseek_v3" else 0.0
+    arguments = dict(
+        folder=folders[name], samples=long_samples, checkpoint=first, router_bias_update_rate=rate
+    )
     unbroken = trainers.run("save_and_go_on", 4, layout=saved, **arguments)
     trainers.run("load_and_save", 2, folder=folders[name], layout=other, checkpoint=first, target=again)
     assert everything(first) == everything(again)
@@ -163,6 +166,9 @@ def everything(checkpoint: Path) -> dict[tuple[str, str], bytes]:
         source = open_checkpoint(checkpoint, kind)
         maps = Maps(source.checksums)
         for described in hub_tensors(source.shape):
+            if described.name not in source.regions:
+                assert kind != "weights" and described.name.endswith("e_score_correction_bias")
+                continue
             blocks = target.blocks(source.tensor(described, None), maps)
             found[kind, described.name] = b"".join(bytes(target.as_bytes(block)) for block in blocks)
     moments = [content for (kind, _), content in found.items() if kind == "exp_avg_sq"]

@@ -20,7 +20,7 @@ from test_actor_checkpoint import check_resumed
 from test_actor_layouts import check, plain_pytorch
 
 from shares import TrainSample
-from megatron_rl.actor.saved import export_saved
+from megatron_rl.tools import megatron_to_hf
 from megatron_rl.types import Mesh, Tokens
 
 COMMON = dict(
@@ -205,15 +205,17 @@ def test_resume_of_a_mixture_is_bitwise(trainers, folders, long_samples, tmp_pat
 
 def test_a_bf16_export_has_the_routers_biases_in_float32(trainers, folders, tmp_path):
     layout = Layout(Mesh(tensor=2, pipeline=2), dtype="bfloat16")
-    target, checkpoint = tmp_path / "export", tmp_path / "step0"
-    trainers.run("export", 4, folder=folders["deepseek_v3"], layout=layout, target=target, checkpoint=checkpoint)
-    export_saved(checkpoint, tmp_path / "saved", folders["deepseek_v3"])
-    assert (tmp_path / "saved" / "model.safetensors").read_bytes() == (target / "model.safetensors").read_bytes()
-    before, after = load_file(folders["deepseek_v3"] / "model.safetensors"), load_file(target / "model.safetensors")
-    assert before.keys() == after.keys()
-    for name, weight in before.items():
-        expected = weight if name.endswith("e_score_correction_bias") else weight.bfloat16()
-        assert after[name].dtype == expected.dtype and torch.equal(after[name], expected), name
+    folder, target, checkpoint = folders["deepseek_v3"], tmp_path / "export", tmp_path / "step0"
+    trainers.run("export", 4, folder=folder, layout=layout, target=target)
+    trainers.run("save_at_once", 4, folder=folder, layout=layout, checkpoint=checkpoint)
+    assert megatron_to_hf.main([str(checkpoint), str(tmp_path / "saved")]) == 0
+    before = load_file(folder / "model.safetensors")
+    for exported in (target, tmp_path / "saved"):
+        after = load_file(exported / "model.safetensors")
+        assert before.keys() == after.keys()
+        for name, weight in before.items():
+            expected = weight if name.endswith("e_score_correction_bias") else weight.bfloat16()
+            assert after[name].dtype == expected.dtype and torch.equal(after[name], expected), name
 
 
 RATE = 0.3
