@@ -122,15 +122,9 @@ def _check_trainable(config: BaseConfig, shape: ModelShape) -> bool:
     """Returns True.
 
     Raises:
-        ValueError: the model cannot be trained, or trainer or engine cannot split it as configured.
+        ValueError: trainer or engine cannot split the model as configured.
     """
     family = FAMILIES[shape.family]
-    if not family.forward:
-        trained = ", ".join(name for name, known in FAMILIES.items() if known.forward)
-        raise ValueError(
-            f"model.path: the family {family.name} of {config.model.path} cannot be trained, only converted; choose a "
-            f"model of {trained}"
-        )
     family.check_mesh(shape, config.policy.parallel.mesh)
     if isinstance(config, GrpoRunConfig):
         family.vllm_placed(shape, config.rollout.tensor, 0, config.rollout.expert_parallel)

@@ -30,12 +30,6 @@ class ActorSpec:
     seed: int
 
     def __post_init__(self) -> None:
-        if not FAMILIES[self.shape.family].forward:
-            trained = ", ".join(name for name, family in FAMILIES.items() if family.forward)
-            raise ValueError(
-                f"model.path: the actor cannot train the family {self.shape.family}, it can only convert it; it trains "
-                f"{trained}"
-            )
         rate = self.policy.router_bias_update_rate
         if rate and not FAMILIES[self.shape.family].router_bias:
             raise ValueError(

@@ -139,8 +139,6 @@ class Ignored:
 class Family:
     name: str
     """`model_type` of the HF config.json."""
-    forward: bool
-    """Whether the actor can train this family. If not, the family can only be converted and sent over the bridge."""
     vllm_model: str
     """The class in vllm.model_executor.models that vLLM runs the family with."""
     embedding: Rule

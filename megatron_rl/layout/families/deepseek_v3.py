@@ -154,7 +154,6 @@ def _read(config: Mapping[str, Any]) -> dict[str, Any]:
 
 DEEPSEEK_V3 = Family(
     name="deepseek_v3",
-    forward=True,
     vllm_model="DeepseekV3ForCausalLM",
     attention=_ATTENTION,
     dense=(MLP_NORM, *GATED_MLP),

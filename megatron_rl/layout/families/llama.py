@@ -7,7 +7,6 @@ from megatron_rl.layout.family import Family, Ignored
 
 LLAMA = Family(
     name="llama",
-    forward=True,
     vllm_model="LlamaForCausalLM",
     attention=LLAMA_ATTENTION,
     dense=(MLP_NORM, *GATED_MLP),

@@ -22,7 +22,6 @@ def _read(config: Mapping[str, Any]) -> dict[str, Any]:
 
 MIXTRAL = Family(
     name="mixtral",
-    forward=True,
     vllm_model="MixtralForCausalLM",
     attention=LLAMA_ATTENTION,
     dense=(),

@@ -52,7 +52,6 @@ def _three_of_four(config: Mapping[str, Any]) -> dict[str, Any]:
 
 OLMO2 = Family(
     name="olmo2",
-    forward=True,
     vllm_model="TransformersForCausalLM",
     attention=_ATTENTION,
     dense=GATED_MLP,
@@ -60,7 +59,6 @@ OLMO2 = Family(
 )
 OLMO3 = Family(
     name="olmo3",
-    forward=True,
     vllm_model="TransformersForCausalLM",
     attention=_ATTENTION,
     dense=GATED_MLP,

@@ -16,7 +16,6 @@ from megatron_rl.layout.family import Family
 
 QWEN2 = Family(
     name="qwen2",
-    forward=True,
     vllm_model="Qwen2ForCausalLM",
     attention=(INPUT_NORM, QKV_WEIGHT, QKV_BIAS, ATTENTION_OUTPUT),
     dense=(MLP_NORM, *GATED_MLP),

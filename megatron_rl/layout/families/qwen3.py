@@ -17,7 +17,6 @@ from megatron_rl.layout.family import Family
 
 QWEN3 = Family(
     name="qwen3",
-    forward=True,
     vllm_model="Qwen3ForCausalLM",
     attention=(INPUT_NORM, QKV_WEIGHT, *HEAD_NORMS, ATTENTION_OUTPUT),
     dense=(MLP_NORM, *GATED_MLP),

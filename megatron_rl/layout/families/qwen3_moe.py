@@ -32,7 +32,6 @@ def _read(config: Mapping[str, Any]) -> dict[str, Any]:
 
 QWEN3_MOE = Family(
     name="qwen3_moe",
-    forward=True,
     vllm_model="Qwen3MoeForCausalLM",
     attention=QWEN3.attention,
     dense=QWEN3.dense,

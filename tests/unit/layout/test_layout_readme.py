@@ -11,6 +11,6 @@ from megatron_rl.layout import FAMILIES
 
 def test_the_table_of_families_is_the_codes():
     text = (Path(megatron_rl.layout.__file__).parent / "README.md").read_text()
-    rows = re.findall(r"^\| (`[a-z0-9_`, ]+`) \|[^|]+\| (yes|no) \| `(\w+)` \|$", text, flags=re.MULTILINE)
-    told = {name: (trained, vllm) for names, trained, vllm in rows for name in re.findall(r"`(\w+)`", names)}
-    assert told == {name: ("yes" if family.forward else "no", family.vllm_model) for name, family in FAMILIES.items()}
+    rows = re.findall(r"^\| (`[a-z0-9_`, ]+`) \|[^|]+\| `(\w+)` \|$", text, flags=re.MULTILINE)
+    told = {name: vllm for names, vllm in rows for name in re.findall(r"`(\w+)`", names)}
+    assert told == {name: family.vllm_model for name, family in FAMILIES.items()}
