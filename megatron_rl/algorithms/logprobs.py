@@ -59,7 +59,9 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor | None]:
     """The log-probs of the targets and the entropy, under p = softmax(hidden weight' / temperature).
 
-    The matrix products run in the dtype that hidden and weight share, and the rest in fp32 (in fp64 if that is fp64).
+    Hidden states and weights enter the matrix products in the dtype that they share, the logits are fp32, and so is the
+    rest (fp64 if that is fp64). The gradient of the logits is rounded to the shared dtype for the products of the
+    backward pass.
 
     Args:
         hidden_TH: the hidden states of all these tokens, equal on all ranks.
@@ -208,15 +210,18 @@ def _chunks(hidden_NH: Tensor, weight_RH: Tensor, temperature: float) -> Iterato
     if not num_rows or not num_columns:
         return
     dtype = _precise(hidden_NH.dtype)
+    # There is a product of bf16 matrices with a result in fp32 for GPUs, and none for CPUs.
+    is_mixed = dtype != hidden_NH.dtype and hidden_NH.is_cuda
+    weight_HR = (weight_RH if is_mixed else weight_RH.to(dtype)).t()
     chunk = min(num_rows, max(1, CHUNK_BYTES // (num_columns * dtype.itemsize)))
     memory_CR = hidden_NH.new_empty((chunk, num_columns), dtype=dtype)
     for start in range(0, num_rows, chunk):
         rows = slice(start, min(start + chunk, num_rows))
         logits_CR = memory_CR[: rows.stop - start]
-        if dtype == hidden_NH.dtype:
-            torch.mm(hidden_NH[rows], weight_RH.t(), out=logits_CR)
+        if is_mixed:
+            torch.mm(hidden_NH[rows], weight_HR, out_dtype=dtype, out=logits_CR)
         else:
-            logits_CR.copy_(hidden_NH[rows] @ weight_RH.t())
+            torch.mm(hidden_NH[rows].to(dtype), weight_HR, out=logits_CR)
         yield rows, logits_CR.div_(temperature)
 
 
