@@ -162,7 +162,8 @@ class MegatronActor:
 
         Args:
             minibatch: its index.
-            coefficients: the factors of the objective's terms; they are the same on all ranks.
+            coefficients: the factors of the objective's terms, and `max_mismatch`, the bound of the mismatch at the
+                step's start, if there is one; they are the same on all ranks.
 
         Returns:
             The objective's metrics, `loss`, `grad_norm` (before clipping), `param_norm` (after the update),
@@ -196,7 +197,8 @@ class MegatronActor:
             start_counting(self.chunks)
             reports = self._schedule.run(microbatches, loss)
             metrics = self.agreement.reduce(reports if self._reports_metrics else [], problems)
-            metrics = self.spec.objective.conclude(metrics, on_policy=minibatch == 0)  # raises on all ranks or none
+            bound = coefficients.get("max_mismatch") if minibatch == 0 else None
+            metrics = self.spec.objective.conclude(metrics, bound)  # raises on all ranks or none
             grad_norm = gradient_norm(self.optimizer)
             if not math.isfinite(grad_norm):  # the norm is equal on all ranks, so all of them enter the collective
                 self.agreement.require_none([self._describe_gradients(grad_norm, microbatches)])

@@ -1,4 +1,5 @@
-"""The coefficients of KL and entropy, fixed or adaptive. Their state is part of the checkpoint.
+"""The coefficients of KL and entropy, fixed or adaptive, and the bound of the mismatch. Their state is part of the
+checkpoint.
 
 Invariant: a controller that was restored from its state gives the same coefficients as one that was never stopped.
 """
@@ -10,6 +11,12 @@ from typing import Any
 
 from megatron_rl.config.algorithm import AdaptiveEntropyCoefficient, AdaptiveKlCoefficient, AlgorithmConfig
 from megatron_rl.types import Metrics
+
+EXACT_MISMATCH = 1e-3
+"""The bound of the mismatch if trainer and engine both compute in float32."""
+FIRST_MISMATCH, LATER_MISMATCH, GROWTH = 0.2, 0.02, 4.0
+"""With coarser numbers: the bound in the first step, the least bound afterwards, and the bound divided by what the
+first step showed. Weights of another model give a mismatch of several nats."""
 
 
 def adapted_kl(coefficient: float, kl: float, num_samples: int, cfg: AdaptiveKlCoefficient) -> float:
@@ -32,14 +39,19 @@ def adapted_entropy(level: float, entropy: float, cfg: AdaptiveEntropyCoefficien
 
 @dataclass(slots=True)
 class Coefficients:
-    """The coefficients `kl` and `entropy` of the current step; `level` is the state of the entropy controller."""
+    """The coefficients `kl` and `entropy` of the current step, and the bound `max_mismatch`; `level` is the state of
+    the entropy controller."""
 
     cfg: AlgorithmConfig
+    is_exact: bool = True
+    """Whether trainer and engine both compute in float32."""
     kl: float = 0.0
     entropy: float = 0.0
     level: float = 0.0
+    max_mismatch: float = 0.0
 
     def __post_init__(self) -> None:
+        self.max_mismatch = self.cfg.max_mismatch or (EXACT_MISMATCH if self.is_exact else FIRST_MISMATCH)
         if self.cfg.kl:
             kl = self.cfg.kl.coefficient
             self.kl = kl.initial if isinstance(kl, AdaptiveKlCoefficient) else kl.value
@@ -51,20 +63,22 @@ class Coefficients:
 
     @property
     def values(self) -> dict[str, float]:
-        """The factors of the terms of the loss that are configured."""
-        configured = {"kl": self.cfg.kl, "entropy": self.cfg.entropy}
+        """The factors of the terms of the loss that are configured, and `max_mismatch`."""
+        configured = {"kl": self.cfg.kl, "entropy": self.cfg.entropy, "max_mismatch": True}
         return {name: getattr(self, name) for name, section in configured.items() if section}
 
     def adapt(self, metrics: Metrics, num_samples: int) -> None:
-        """Adapt the coefficients after a step of `num_samples` samples. The metrics `kl` and `entropy` are means over
-        its action tokens."""
+        """Adapt the coefficients after a step of `num_samples` samples. The metrics `kl`, `entropy` and
+        `mismatch/mean_abs` are means over its action tokens."""
+        if self._learns_mismatch and self.max_mismatch == FIRST_MISMATCH and "mismatch/mean_abs" in metrics:
+            self.max_mismatch = max(LATER_MISMATCH, GROWTH * metrics["mismatch/mean_abs"])
         if self._adaptive_kl:
             self.kl = adapted_kl(self.kl, metrics["kl"], num_samples, self._adaptive_kl)
         if self._adaptive_entropy:
             self.level, self.entropy = adapted_entropy(self.level, metrics["entropy"], self._adaptive_entropy)
 
     def state(self) -> dict[str, Any]:
-        return {"kl": self.kl, "entropy": self.entropy, "level": self.level}
+        return {"kl": self.kl, "entropy": self.entropy, "level": self.level, "max_mismatch": self.max_mismatch}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Restore the adaptive coefficients. A fixed one keeps the configured value, which a resumed run may change."""
@@ -72,6 +86,12 @@ class Coefficients:
             self.kl = state["kl"]
         if self._adaptive_entropy:
             self.level, self.entropy = state["level"], state["entropy"]
+        if self._learns_mismatch:
+            self.max_mismatch = state["max_mismatch"]
+
+    @property
+    def _learns_mismatch(self) -> bool:
+        return self.cfg.max_mismatch is None and not self.is_exact
 
     @property
     def _adaptive_kl(self) -> AdaptiveKlCoefficient | None:

@@ -108,12 +108,13 @@ class Objective(Protocol):
             NotFiniteError: a number of an action token is not finite.
         """
 
-    def conclude(self, metrics: Metrics, on_policy: bool) -> Metrics:
+    def conclude(self, metrics: Metrics, max_mismatch: float | None) -> Metrics:
         """Check and complete the metrics of a whole mini-batch, which are those of all micro-batches and ranks. Every
         rank calls it before the update changes a weight.
 
         Args:
-            on_policy: whether the update begins with the weights that the step begins with.
+            max_mismatch: the bound of the mean mismatch; None if the update does not begin with the weights that the
+                step begins with, or if there is no bound.
 
         Raises:
             ValueError: trainer and engine disagree about the log-probs, so the update must not be made.
@@ -258,9 +259,9 @@ class PolicyObjective:
             metrics |= mismatch(logp_T.detach(), columns, denominators.num_tokens)
         return loss, metrics
 
-    def conclude(self, metrics: Metrics, on_policy: bool) -> Metrics:
+    def conclude(self, metrics: Metrics, max_mismatch: float | None) -> Metrics:
         metrics = over_judged(metrics)
-        problem = disagreement(metrics, self.cfg.max_mismatch) if on_policy else None
+        problem = None if max_mismatch is None else disagreement(metrics, max_mismatch)
         if problem:
             raise ValueError(problem)
         squares = metrics.get("correction/mean_square")
@@ -331,7 +332,7 @@ class SupervisedObjective:
         loss = -(torch.where(mask_T, columns.weight_T, 0.0) * torch.where(mask_T, logp_T, 0.0)).sum()
         return loss, {"loss": Metric(loss.detach(), "sum")}
 
-    def conclude(self, metrics: Metrics, on_policy: bool) -> Metrics:
+    def conclude(self, metrics: Metrics, max_mismatch: float | None) -> Metrics:
         return metrics
 
 

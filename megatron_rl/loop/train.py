@@ -55,7 +55,8 @@ def train(
         TooManyRestarts: a process was lost once more than the run allows.
     """
     sink, checkpoints = records
-    algorithm, coefficients = config.algorithm, Coefficients(config.algorithm)
+    is_exact = config.model.dtype == "float32" and config.rollout.quantization is None
+    coefficients = Coefficients(config.algorithm, is_exact)
     overlaps = config.rollout.max_lag > 0 or config.rollout.active_sampling
     kind = AsynchronousSource if overlaps else SynchronousSource
     source: RolloutSource = kind(config, ports, prompts.train, sink, stopping)
@@ -83,7 +84,7 @@ def train(
             if shares[0].minibatches:
                 with sink.phase("logprobs"):
                     metrics |= ports.policy.begin(shares)
-                check_agreement(metrics, algorithm.max_mismatch, step)
+                check_agreement(metrics, coefficients.max_mismatch, step)
             updates = []
             start = time.perf_counter()
             with sink.phase("update"):

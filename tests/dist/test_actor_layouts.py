@@ -227,7 +227,7 @@ def test_mismatch_is_of_action_tokens_over_all_ranks(trainers, model_folder, sam
 
 # Every statistic that a sample's own tokens give: weights of sequences, rejection by segments and sequences.
 ONE_UPDATE = {
-    "dual_clip": AlgorithmConfig(max_mismatch=10.0),
+    "dual_clip": AlgorithmConfig(),
     "gspo": AlgorithmConfig(
         loss={"kind": "gspo"},
         correction={
@@ -239,7 +239,6 @@ ONE_UPDATE = {
         },
         kl={},
         entropy={"coefficient": {"kind": "fixed", "value": 0.05}},
-        max_mismatch=10.0,
     ),
 }
 

@@ -103,7 +103,8 @@ def test_kills_cost_no_token_and_no_group(recipe, task, num_kills):
     def verified() -> bool:
         killer.keep()
         before, steps[:] = len(steps), metrics(folder)
-        return len(steps) > max(before, 2) and groups.keys() <= read_journal(killer.kept).keys()
+        is_saved = bool(find_checkpoints(folder / "checkpoints"))  # they are written beside training
+        return is_saved and len(steps) > max(before, 2) and groups.keys() <= read_journal(killer.kept).keys()
 
     recipe.wait_until(run, verified)
     for process in [psutil.Process(run.pid), *descendants(psutil.Process(run.pid))]:

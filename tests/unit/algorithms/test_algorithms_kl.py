@@ -153,4 +153,28 @@ def test_a_fixed_coefficient_follows_the_configuration():
     resumed = Coefficients(new)
     resumed.restore(Coefficients(old).state())
     resumed.adapt({"kl": 9.0}, 64)
-    assert resumed.values == {"kl": 0.2}
+    assert resumed.values["kl"] == 0.2
+
+
+def test_the_bound_of_the_mismatch_follows_the_first_step():
+    exact, coarse, given = (
+        Coefficients(AlgorithmConfig(max_mismatch=bound), is_exact)
+        for bound, is_exact in ((None, True), (None, False), (0.5, False))
+    )
+    assert [one.max_mismatch for one in (exact, coarse, given)] == [1e-3, 0.2, 0.5]
+    for one in (exact, coarse, given):
+        one.adapt({"mismatch/mean_abs": 0.03}, 8)
+    assert [one.values["max_mismatch"] for one in (exact, coarse, given)] == [1e-3, pytest.approx(0.12), 0.5]
+    coarse.adapt({"mismatch/mean_abs": 0.1}, 8)
+    assert coarse.max_mismatch == pytest.approx(0.12), "the first step alone sets it"
+    resumed = Coefficients(AlgorithmConfig(), is_exact=False)
+    resumed.restore(coarse.state())
+    assert resumed.max_mismatch == coarse.max_mismatch
+
+
+def test_a_small_mismatch_of_the_first_step_leaves_room():
+    coarse = Coefficients(AlgorithmConfig(), is_exact=False)
+    coarse.adapt({}, 8)  # no token was judged
+    assert coarse.max_mismatch == 0.2
+    coarse.adapt({"mismatch/mean_abs": 1e-4}, 8)
+    assert coarse.max_mismatch == 0.02

@@ -48,7 +48,7 @@ def evaluate(objective, logp, columns: PackedColumns, denominators: Denominators
     (prepared,) = objective.prepare([columns], None, denominators, lambda x: x)
     loss, metrics = objective(logp_T, entropy_T, prepared, denominators, NONE)
     loss.backward()
-    numbers = objective.conclude({name: m.value.item() for name, m in metrics.items()}, on_policy=False)
+    numbers = objective.conclude({name: m.value.item() for name, m in metrics.items()}, None)
     return loss.item(), logp_T.grad.tolist(), numbers
 
 
@@ -159,14 +159,14 @@ def test_a_loss_around_the_engine_needs_no_old_log_probs_and_reports_the_mismatc
 
 
 def test_only_tokens_of_the_steps_own_weights_are_judged():
-    objective = PolicyObjective(AlgorithmConfig(loss=DppoTvLoss(), correction=None, max_mismatch=0.25))
+    objective = PolicyObjective(AlgorithmConfig(loss=DppoTvLoss(), correction=None))
     columns = replace(columns_of([1] * 3, [1.0] * 3, [0.0] * 3, [-1.0, -2.0, -3.0]), logp_old_T=None)
 
     def judged(lag):
         _, _, metrics = evaluate(
             objective, [-1.1, -1.7, -9.0], replace(columns, lag_T=torch.tensor(lag)), Denominators(3, 1)
         )
-        return objective.conclude(metrics, on_policy=True)
+        return objective.conclude(metrics, 0.25)
 
     metrics = judged([0, 0, 1])
     assert metrics["mismatch/mean_abs"] == pytest.approx(0.2) and metrics["mismatch/judged"] == pytest.approx(2 / 3)
@@ -323,12 +323,12 @@ def test_without_logp_old_the_log_probs_of_the_update_stand_for_it_to_the_bit(ch
 
 
 def test_an_update_of_a_policy_that_is_not_the_engines_is_refused():
-    objective = PolicyObjective(AlgorithmConfig(max_mismatch=0.01))
+    objective = PolicyObjective(AlgorithmConfig())
     for seen in (0.02, math.nan):
         with pytest.raises(ValueError, match="trainer and engine disagree.*algorithm.max_mismatch = 0.01"):
-            objective.conclude({"mismatch/mean_abs": seen}, on_policy=True)
-        objective.conclude({"mismatch/mean_abs": seen}, on_policy=False)  # a later update has moved the policy itself
-    assert objective.conclude({"mismatch/mean_abs": 0.01}, on_policy=True) == {"mismatch/mean_abs": 0.01}
+            objective.conclude({"mismatch/mean_abs": seen}, 0.01)
+        objective.conclude({"mismatch/mean_abs": seen}, None)  # a later update has moved the policy itself
+    assert objective.conclude({"mismatch/mean_abs": 0.01}, 0.01) == {"mismatch/mean_abs": 0.01}
 
 
 def test_an_impossible_token_of_the_engine_is_floored_in_the_mismatch_too():

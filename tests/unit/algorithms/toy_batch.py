@@ -161,4 +161,4 @@ def step(
     for name in {name for report in reports for row in report for name in row}:
         given = [row[name] for report in reports for row in report if name in row]
         metrics[name] = together[given[0][1]]([value for value, _ in given])
-    return sum(gradients), objective.conclude(metrics, on_policy=False)
+    return sum(gradients), objective.conclude(metrics, None)
