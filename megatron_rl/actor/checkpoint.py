@@ -17,6 +17,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import json
+import logging
 import os
 import pickle
 import shutil
@@ -24,7 +25,7 @@ import threading
 import uuid
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -47,13 +48,16 @@ from megatron_rl.layout.shards import extents, intersect, translate
 from megatron_rl.loop.checkpoints import EXTRA
 from megatron_rl.types import Mesh, ModelShape
 
+log = logging.getLogger(__name__)
+
 FORMAT = 5
 CHECKSUM = "manifest.crc32"
 """The file with the crc32 of the manifest, as hexadecimal digits."""
 TENSORS, RANDOM = "__{}_0.distcp", "rank{}.random.pt"
 """The files of a rank."""
-WRITTEN = "rank{}.written"
-"""The file that says that a rank has written its files, with their entries in the manifest. It is not published."""
+WRITTEN, FAILED = "rank{}.written", "rank{}.failed"
+"""The files that say that a rank has written its files, with their entries in the manifest, and that it could not. They
+are not published."""
 AT_FDCWD, RENAME_EXCHANGE = -100, 2
 """Constants of linux/fcntl.h and linux/fs.h."""
 
@@ -123,7 +127,7 @@ class Saving:
         except ValueError:
             self._remove()
             raise
-        self._failure: ValueError | None = None
+        self._failure: Exception | None = None
         self._is_given_up = threading.Event()
         self._has_written = threading.Event()
         """This rank has written its own files, or failed to."""
@@ -154,8 +158,10 @@ class Saving:
 
     def _raise_failure(self) -> None:
         with self._agreement.on_errors():
-            if self._failure:
+            if isinstance(self._failure, (ValueError, OSError)):
                 raise self._failure
+            if self._failure:  # a defect, which ends all ranks as a wrong disk does
+                raise ValueError(f"the checkpoint {self._folder} could not be written") from self._failure
 
     def _work(self, copies: Sequence[_Copy], random: bytes) -> None:
         rank = self._agreement.rank
@@ -172,18 +178,21 @@ class Saving:
             if rank == 0 and (files := self._wait_for_all()):
                 self._write_rest(files)
                 _publish(self._temporary, self._folder)
-        except (ValueError, OSError) as error:
-            self._failure = ValueError(str(error))
+        except Exception as error:  # `finish` raises it on all ranks
+            log.exception("rank %d cannot write the checkpoint", rank)
+            self._failure = error
+            with suppress(OSError):  # so that rank 0 need not wait for the end of the run
+                (self._temporary / FAILED.format(rank)).touch()
         finally:
             self._has_written.set()
 
     def _wait_for_all(self) -> dict[str, Any] | None:
-        """The entries of all ranks' files, or None if the checkpoint was given up."""
+        """The entries of all ranks' files, or None if a rank failed or the checkpoint was given up."""
         files: dict[str, Any] = {}
         for rank in range(self._agreement.size):
             path, pause_s = self._temporary / WRITTEN.format(rank), 0.01
             while not path.exists():
-                if self._is_given_up.wait(pause_s):
+                if self._is_given_up.wait(pause_s) or any(self._temporary.glob(FAILED.format("*"))):
                     return None
                 pause_s = min(1.5 * pause_s, 0.5)
             files |= json.loads(path.read_text())

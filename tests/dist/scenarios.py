@@ -356,7 +356,14 @@ def save_on_a_full_disk(rank, world_size, url, *, folder, samples, layout, check
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     if rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
-    error = _error(lambda: save(actor, checkpoint, {"step": 2}))
+
+    def save_when_all_are_done() -> None:
+        actor.save(checkpoint, {"step": 2})
+        while not actor.is_saved:  # rank 0 learns that rank 1 has failed, and waits for it no longer
+            time.sleep(0.01)
+        actor.finish_save()
+
+    error = _error(save_when_all_are_done)
     actor.agreement.gather(None)  # rank 0 has cleaned up
     left = sorted(path.name for path in checkpoint.parent.iterdir())
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
