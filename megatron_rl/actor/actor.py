@@ -92,9 +92,8 @@ class MegatronActor:
                 create_gloo_process_groups=False,
             )
             model_parallel_cuda_manual_seed(spec.seed)
-            self.chunks = build_model(spec.shape, spec.model, parallel, stage)
-            optimizer = spec.policy.optimizer
-            self.optimizer, self.scheduler = build_optimizer(self.chunks, optimizer, spec.total_steps)
+            self.chunks = build_model(spec.shape, spec.model, spec.policy, stage)
+            self.optimizer, self.scheduler = build_optimizer(self.chunks, spec.policy, spec.total_steps)
             context = None
             if parallel.context > 1:
                 group = parallel_state.get_context_parallel_group()

@@ -366,18 +366,15 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"{folder} is not a checkpoint: it has no {manifest.NAME}")
     content = path.read_bytes()
-    try:
-        is_whole = int(checksum.read_text(), 16) == zlib.crc32(content)
-        found = json.loads(content).get("training", json.loads(content)).get("format")
-    except (OSError, ValueError, AttributeError):
-        is_whole, found = False, None
-    if found is not None and found != FORMAT:
-        raise ValueError(f"{folder} has the checkpoint format {found}, but this version reads format {FORMAT}")
-    if not is_whole:
+    if not checksum.is_file() and b'"training"' not in content:
+        raise ValueError(f"{folder} is no checkpoint of the format {FORMAT}, which this version reads")
+    if not checksum.is_file() or checksum.read_bytes() != f"{zlib.crc32(content):08x}".encode():
         raise ValueError(
             f"{path} or {CHECKSUM} beside it is damaged or was changed; resume from another checkpoint: --resume STEP"
         )
     fields: dict[str, Any] = json.loads(content)
+    if (found := fields["training"]["format"]) != FORMAT:
+        raise ValueError(f"{folder} has the checkpoint format {found}, but this version reads format {FORMAT}")
     return fields
 
 

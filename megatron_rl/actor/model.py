@@ -9,6 +9,7 @@ transformers for the same Hugging Face folder.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -29,7 +30,8 @@ from megatron_rl.actor.latent import LatentAttention, LatentCoreAttention
 from megatron_rl.actor.logprobs import OutputLayer
 from megatron_rl.actor.norm import Norm, PostNormLayer, WideNorm
 from megatron_rl.actor.router import BiasedRouter, keep_biases_in_float32
-from megatron_rl.config.schema import ModelConfig, ParallelConfig
+from megatron_rl.actor.switches import build
+from megatron_rl.config.schema import ModelConfig, ParallelConfig, PolicyConfig
 from megatron_rl.layout import FAMILIES, padded_vocabulary
 from megatron_rl.types import Llama3Rope, Mesh, ModelShape, YarnRope
 
@@ -64,13 +66,17 @@ def obstacle_to_fused_layers(shape: ModelShape) -> str | None:
     return None
 
 
-def transformer_config(shape: ModelShape, model: ModelConfig, parallel: ParallelConfig) -> TransformerConfig:
+def transformer_config(
+    shape: ModelShape, model: ModelConfig, parallel: ParallelConfig, switches: Mapping[str, Any]
+) -> TransformerConfig:
+    """
+    Args:
+        switches: `policy.megatron.transformer`.
+    """
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[model.dtype]
     family, mesh = FAMILIES[shape.family], parallel.mesh
     fused = uses_fused_layers(model, shape)
-    recompute = model.recompute == "full"
-    kind = MLATransformerConfig if shape.latent else TransformerConfig
-    return kind(
+    ours = dict(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
         num_attention_heads=shape.num_heads,
@@ -108,13 +114,13 @@ def transformer_config(shape: ModelShape, model: ModelConfig, parallel: Parallel
         bias_activation_fusion=fused,
         bias_dropout_fusion=fused,
         apply_rope_fusion=fused,
-        recompute_granularity="full" if recompute else None,
-        recompute_method="uniform" if recompute else None,
-        recompute_num_layers=1 if recompute else None,
         **_window(shape),
         **_latent(shape),
         **_mixture(shape, fused),
     )
+    if model.recompute == "full":
+        ours |= dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    return build(MLATransformerConfig if shape.latent else TransformerConfig, "transformer", ours, switches)
 
 
 def _pipeline_layout(shape: ModelShape, mesh: Mesh) -> list[list[str]] | None:
@@ -180,23 +186,24 @@ def _mixture(shape: ModelShape, fused: bool) -> dict[str, Any]:
 
 
 def build_model(
-    shape: ModelShape, model: ModelConfig, parallel: ParallelConfig, stage: int
+    shape: ModelShape, model: ModelConfig, policy: PolicyConfig, stage: int
 ) -> list[DistributedDataParallel]:
     """Build this rank's pipeline stage, wrapped for bf16 and data parallelism: one model for each virtual stage, in
     order of depth."""
-    config = transformer_config(shape, model, parallel)
+    parallel = policy.parallel
+    config = transformer_config(shape, model, parallel, policy.megatron.transformer)
     if parallel.context > 1 and platform.device().type != "cpu" and not config.apply_rope_fusion:
         raise ValueError(
             "policy.parallel.context above 1 needs Transformer Engine's layers on GPUs, because context.py has kernels "
             "for CPUs only; install Transformer Engine and use its layers (model.layers), or set context to 1"
         )
-    return [_build_chunk(shape, config, parallel, stage, chunk) for chunk in range(parallel.virtual)]
+    return [_build_chunk(shape, config, policy, stage, chunk) for chunk in range(parallel.virtual)]
 
 
 def _build_chunk(
-    shape: ModelShape, config: TransformerConfig, parallel: ParallelConfig, stage: int, chunk: int
+    shape: ModelShape, config: TransformerConfig, policy: PolicyConfig, stage: int, chunk: int
 ) -> DistributedDataParallel:
-    fused = config.apply_rope_fusion
+    parallel, fused = policy.parallel, config.apply_rope_fusion
     number = chunk if parallel.virtual > 1 else None
     block = get_gpt_decoder_block_spec(config, True, vp_stage=number) if fused else _local_block(config, shape, number)
     scaling = shape.rope_scaling if fused else None
@@ -219,10 +226,8 @@ def _build_chunk(
     gpt.to(platform.device())
     wrapped = Float16Module(config, gpt) if config.bf16 else gpt
     keep_biases_in_float32([gpt])
-    ddp = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,
-        use_distributed_optimizer=parallel.data * parallel.context > 1,
-    )
+    ours = {"grad_reduce_in_fp32": True, "use_distributed_optimizer": parallel.data * parallel.context > 1}
+    ddp = build(DistributedDataParallelConfig, "ddp", ours, policy.megatron.ddp)
     return DistributedDataParallel(config, ddp, wrapped)
 
 

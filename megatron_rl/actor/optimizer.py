@@ -24,27 +24,30 @@ from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 
 from megatron_rl.actor import platform
-from megatron_rl.config.schema import OptimizerConfig
+from megatron_rl.actor.switches import build
+from megatron_rl.config.schema import PolicyConfig
 
 
 def build_optimizer(
-    chunks: Sequence[DistributedDataParallel], cfg: OptimizerConfig, total_steps: int
+    chunks: Sequence[DistributedDataParallel], policy: PolicyConfig, total_steps: int
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
+    cfg = policy.optimizer
+    ours = dict(
+        optimizer="adam",
+        decoupled_weight_decay=True,
+        lr=cfg.lr,
+        min_lr=cfg.lr * cfg.min_lr_ratio,
+        weight_decay=cfg.weight_decay,
+        adam_beta1=cfg.betas[0],
+        adam_beta2=cfg.betas[1],
+        adam_eps=cfg.eps,
+        clip_grad=cfg.clip_grad,
+        bf16=chunks[0].config.bf16,
+        params_dtype=chunks[0].config.params_dtype,
+        use_distributed_optimizer=chunks[0].ddp_config.use_distributed_optimizer,
+    )
     optimizer = get_megatron_optimizer(
-        MegatronOptimizerConfig(
-            optimizer="adam",
-            decoupled_weight_decay=True,
-            lr=cfg.lr,
-            min_lr=cfg.lr * cfg.min_lr_ratio,
-            weight_decay=cfg.weight_decay,
-            adam_beta1=cfg.betas[0],
-            adam_beta2=cfg.betas[1],
-            adam_eps=cfg.eps,
-            clip_grad=cfg.clip_grad,
-            bf16=chunks[0].config.bf16,
-            params_dtype=chunks[0].config.params_dtype,
-            use_distributed_optimizer=chunks[0].ddp_config.use_distributed_optimizer,
-        ),
+        build(MegatronOptimizerConfig, "optimizer", ours, policy.megatron.optimizer),
         list(chunks),
         use_gloo_process_groups=False,
     )

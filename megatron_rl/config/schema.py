@@ -128,9 +128,26 @@ class ModelConfig(Section):
     memory; `none` keeps all activations."""
 
 
+Switch = bool | int | float | str | tuple[str, ...] | None
+"""The value of one of Megatron-Core's own settings."""
+
+
+class MegatronConfig(Section):
+    """Settings of Megatron-Core that have no key of their own here, by their names there. The names are checked when a
+    run starts; what the project sets itself, and what would change the loss, is refused."""
+
+    transformer: dict[str, Switch] = {}
+    """Fields of `TransformerConfig`, for example `{moe_permute_fusion: true}`."""
+    ddp: dict[str, Switch] = {}
+    """Fields of `DistributedDataParallelConfig`, for example `{overlap_grad_reduce: true}`."""
+    optimizer: dict[str, Switch] = {}
+    """Fields of `OptimizerConfig`."""
+
+
 class PolicyConfig(Section):
     parallel: ParallelConfig = ParallelConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
+    megatron: MegatronConfig = MegatronConfig()
     router_bias_update_rate: Annotated[float, Field(ge=0)] = 0.0
     """The amount by which every optimizer step raises the router's bias of experts with fewer tokens than the average,
     and lowers that of the others (arXiv:2408.15664; DeepSeek-V3's pre-training used 0.001). For models whose routers

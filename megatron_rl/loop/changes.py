@@ -17,7 +17,7 @@ MAY_CHANGE = re.compile(
         [
             r"run\.(name|folder|steps)",
             r"model\.(path|recompute|layers)",
-            r"policy\.(optimizer|parallel)\..*",
+            r"policy\.(optimizer|parallel|megatron)\..*",
             r"data\..*",
             r"sft\.(rows|on_bad_row)",
             r"rollout\.(num_engines|tensor|expert_parallel|prefix_cache|max_sequences|gpu_memory_utilization)",

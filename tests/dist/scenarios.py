@@ -32,6 +32,7 @@ from megatron_rl.algorithms.logprobs import token_logprobs
 from megatron_rl.bridge.sender import BridgeSender
 from megatron_rl.config.schema import (
     AlgorithmConfig,
+    MegatronConfig,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
@@ -58,6 +59,7 @@ class Layout:
     num_microbatches: int = 1
     dtype: str = "float32"
     recompute: str = "none"
+    megatron: MegatronConfig = MegatronConfig()
 
     @property
     def alignment(self) -> int:
@@ -91,7 +93,7 @@ def build(
     spec = ActorSpec(
         shape=read_shape(folder),
         model=ModelConfig(path=folder, dtype=layout.dtype, recompute=layout.recompute),
-        policy=PolicyConfig(parallel=parallel, optimizer=optimizer, router_bias_update_rate=router_bias_update_rate),
+        policy=PolicyConfig(parallel=parallel, optimizer=optimizer, megatron=layout.megatron, router_bias_update_rate=router_bias_update_rate),
         objective=PolicyObjective(algorithm) if algorithm else SupervisedObjective(),
         temperature=TEMPERATURE if algorithm else 1.0,
         total_steps=TOTAL_STEPS,

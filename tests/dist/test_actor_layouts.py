@@ -13,6 +13,7 @@ from scenarios import COEFFICIENTS, OPTIMIZER, TEMPERATURE, TOTAL_STEPS, Layout,
 from megatron_rl.algorithms import PackedColumns, PolicyObjective
 from megatron_rl.algorithms.objective import FirstPass
 from megatron_rl.config.algorithm import AlgorithmConfig
+from megatron_rl.config.schema import MegatronConfig
 from megatron_rl.types import Mesh
 
 RELATIVE = 1e-5
@@ -198,6 +199,24 @@ def test_virtual_stages_with_different_numbers_of_layers(trainers, deep_model_fo
     layout = Layout(Mesh(pipeline=2, virtual=2, layers=(1, 2, 1, 1)), num_microbatches=6, recompute="full")
     results = trainers.run("train", 2, folder=deep_model_folder, samples=samples, layout=layout)
     check(results, plain_pytorch(deep_model_folder, samples, 3))
+
+
+SWITCHES = {
+    "dp2_overlap": (Mesh(data=2), {"ddp": {"overlap_grad_reduce": True, "bucket_size": 5000}}),
+    "pp2_dp2_overlap": (Mesh(pipeline=2, data=2), {"ddp": {"overlap_grad_reduce": True, "bucket_size": 5000}}),
+    "tp2_recompute_attention": (
+        Mesh(tensor=2),
+        {"transformer": {"recompute_granularity": "selective", "recompute_modules": ("core_attn",)}},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+def test_megatrons_own_switches_change_no_number(trainers, model_folder, samples, reference, name):
+    mesh, switches = SWITCHES[name]
+    layout = Layout(mesh, num_microbatches=2, megatron=MegatronConfig(**switches))
+    results = trainers.run("train", mesh.world_size, folder=model_folder, samples=samples, layout=layout)
+    check(results, reference)
 
 
 def test_supervised_training_computes_no_old_log_probs(trainers, model_folder, samples):

@@ -1,0 +1,53 @@
+"""Megatron-Core's own settings, given by the user under `policy.megatron` beside those that the project sets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from difflib import get_close_matches
+from typing import Any, TypeVar
+
+REFUSED = {
+    "average_in_collective": "gradients are sums here, and the denominators are in the weights of the samples",
+    "use_megatron_fsdp": "the weights are split as policy.parallel says",
+    "use_custom_fsdp": "the weights are split as policy.parallel says",
+    "num_distributed_optimizer_instances": "checkpoints split the optimizer's state over all data-parallel ranks",
+    "overlap_param_gather": "the weights are read between two steps, for pushes and checkpoints",
+    "use_precision_aware_optimizer": "checkpoints hold the optimizer's state in fp32",
+    "optimizer_cpu_offload": "checkpoints cannot read the state from there yet",
+    "moe_expert_capacity_factor": "the engine drops no token, so the trainer must not either",
+    "moe_pad_expert_input_to_capacity": "the engine drops no token, so the trainer must not either",
+}
+"""What must not be set, and why."""
+
+Config = TypeVar("Config")
+
+
+def build(kind: type[Config], section: str, ours: Mapping[str, Any], switches: Mapping[str, Any]) -> Config:
+    """Megatron's dataclass `kind` with the project's fields and the user's.
+
+    Args:
+        section: the section of `policy.megatron`, for the error.
+        ours: the fields that the project sets.
+        switches: the fields that the user sets.
+
+    Raises:
+        ValueError: there is no such field, or it must not be set, or Megatron refuses the value.
+    """
+    known = [field.name for field in fields(kind)]  # type: ignore[arg-type]
+    for name in switches:
+        key = f"policy.megatron.{section}.{name}"
+        if name not in known:
+            nearest = get_close_matches(name, known, 1)
+            hint = f"; did you mean {nearest[0]}?" if nearest else ""
+            raise ValueError(f"{key}: Megatron-Core's {kind.__name__} has no such field{hint}")
+        if name in ours:
+            raise ValueError(f"{key} is set by this project, to {ours[name]!r}; leave it out")
+        if name in REFUSED:
+            raise ValueError(f"{key} must not be set: {REFUSED[name]}")
+    try:
+        return kind(**ours, **switches)
+    except (ValueError, TypeError, AssertionError) as error:
+        if not switches:
+            raise
+        raise ValueError(f"Megatron-Core refuses policy.megatron.{section} {dict(switches)}: {error}") from error
