@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -290,7 +291,7 @@ def test_the_digest_tells_plans_apart_and_is_the_same_in_every_process():
         "print(plan_weights(SHAPES['mixtral'], Mesh(tensor=2, data=2), Engines(2, 2)).digest)"
     )
     for seed in ("1", "77"):
-        environment = os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": os.path.dirname(__file__)}
+        environment = os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": str(Path(__file__).parents[2])}
         said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
         assert said.stdout.strip() == digests[0]
 
