@@ -22,6 +22,8 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 NOT_COMPARED = (
     "time/",
+    "perf/",
+    "memory/",
     "rollout/tokens_per_s",
     "reward/share_of_digits/seconds",
     "verifier/restarts",
