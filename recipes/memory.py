@@ -47,9 +47,9 @@ class RankParameters:
     """The elements of the parameters of one trainer rank, with the padding of the vocabulary."""
 
     dense: int
-    """Outside the routed experts: attention, norms, router, shared experts, embedding and output layer."""
+    """The elements outside the routed experts: attention, norms, router, shared experts, embedding and output layer."""
     expert: int
-    """In the rank's routed experts."""
+    """The elements of the rank's routed experts."""
     padding: int = 0
     """The elements with which Megatron's distributed optimizer pads its buffers of weights and of gradients."""
     constant: int = 0

@@ -58,7 +58,7 @@ class AttentionPlan:
     unpad_T: Tensor | None = None
     """int64: the index of each packed position among the queries of all calls, padding included."""
     ring: RingPlan | None = None
-    """With context parallelism, this takes the place of `calls`."""
+    """The plan of the ring takes the place of `calls` with context parallelism."""
 
 
 @dataclass

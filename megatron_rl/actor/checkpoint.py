@@ -66,7 +66,7 @@ class Part(NamedTuple):
     """A rectangle that a rank writes."""
 
     kind: str
-    """`weights`, or a part of the optimizer's state (manifest.KINDS)."""
+    """`weights`, or a part of the optimizer's state; manifest.WEIGHTS names them."""
     piece: Piece
     value: Tensor
 
@@ -290,7 +290,7 @@ class Target(NamedTuple):
     kind: str
     local_name: str
     extents: tuple[int, ...]
-    """Those of the whole parameter."""
+    """The extents of the whole parameter."""
     start: int
     """The index of the interval's first element in the parameter."""
     flat: Tensor

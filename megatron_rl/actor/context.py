@@ -125,8 +125,8 @@ def plan_ring(lengths_S: Tensor, context: ContextRank, window: int | None = None
 
 
 def _visible(ahead: int, length: int, window: int | None) -> list[tuple[range, range, bool, Tensor | None]]:
-    """Which queries of a chunk see which keys of a chunk that begins `ahead` tokens before it: blocks of queries, of
-    keys, whether the block is causal, and its mask."""
+    """The blocks of a chunk's queries that see keys of a chunk that begins `ahead` tokens before it. Each entry gives
+    the queries, the keys, whether the block is causal, and its mask."""
     if ahead < 0:
         return []
     if window is None or window >= ahead + length:

@@ -77,7 +77,7 @@ class LatentAttention(MLASelfAttention):
         return gather_from_tensor_model_parallel_region(part)
 
     def _own_tokens(self, x: Tensor) -> Tensor:
-        """With sequence parallelism, the rows of this rank's tokens, [t, ...]: the next layer gathers them again."""
+        """The rows of this rank's tokens, [t, ...], with sequence parallelism: the next layer gathers them again."""
         return scatter_to_sequence_parallel_region(x) if self.config.sequence_parallel else x
 
 

@@ -15,8 +15,8 @@ from megatron_rl.types import Metrics
 EXACT_MISMATCH = 1e-3
 """The bound of the mismatch if trainer and engine both compute in float32."""
 FIRST_MISMATCH, LATER_MISMATCH, GROWTH = 0.2, 0.02, 4.0
-"""With coarser numbers: the bound in the first step, the least bound afterwards, and the bound divided by what the
-first step showed. Weights of another model give a mismatch of several nats."""
+"""These three are for coarser numbers: the bound in the first step, the least bound afterwards, and the later bound
+divided by what the first step showed."""
 
 
 def adapted_kl(coefficient: float, kl: float, num_samples: int, cfg: AdaptiveKlCoefficient) -> float:

@@ -24,9 +24,8 @@ FORMAT = 1
 NAME = "manifest.json"
 HUB, OPEN, RANKS = "hub", "open", "ranks"
 WEIGHTS = "weights"
-KINDS = ("fp32_param", "exp_avg", "exp_avg_sq")
-"""The parts of the optimizer's state for each parameter, by Megatron-Core's names: the fp32 copy of a bf16 weight, and
-Adam's two moments."""
+"""The kind of a tensor that is a part of the model. The other kinds are the parts of the optimizer's state, by
+Megatron-Core's names: `fp32_param` is the fp32 copy of a bf16 weight, `exp_avg` and `exp_avg_sq` are Adam's moments."""
 
 
 def describe(

@@ -1,4 +1,4 @@
-"""Which rectangles of the open form each trainer rank writes, and which a rank reads. Everything here is pure.
+"""The rectangles of the open form that each trainer rank writes, and those that a rank reads. Everything here is pure.
 
 A rank's parameter consists of rectangles of Hugging Face tensors, and so does each tensor of the open form
 (`forms.open_chunks`), so what they have in common follows. The distributed optimizer gives each data-parallel rank a

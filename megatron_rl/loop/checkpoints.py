@@ -28,8 +28,8 @@ EXTRA = "extra.json"
 """The file of a checkpoint that holds the loop's own state."""
 
 Resume = int | Literal["auto"] | None
-"""Where a run starts: a step resumes from the checkpoint of that step, `auto` resumes from the newest one, and None is
-a new run."""
+"""This says where a run starts: a step resumes from the checkpoint of that step, `auto` resumes from the newest one,
+and None is a new run."""
 
 
 class Stateful(Protocol):

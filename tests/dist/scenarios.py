@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import pickle
+import shutil
 import threading
 import time
 import weakref
 import zlib
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -348,12 +350,16 @@ def load_each(rank, world_size, url, *, folder, layout, checkpoints):
 
 
 def save_on_a_full_disk(rank, world_size, url, *, folder, samples, layout, checkpoint):
-    """Rank 1 may write files of 4 KiB at most; afterwards saving works again."""
+    """The disk has 1,000 bytes free, and then rank 1 may write files of 4 KiB at most; afterwards saving works again."""
     import resource
     import signal
 
     actor = build(rank, world_size, url, folder, layout)
     save(actor, checkpoint, {"step": 1})
+    usage = shutil.disk_usage
+    shutil.disk_usage = lambda path: SimpleNamespace(free=1000)
+    refused = _error(lambda: save(actor, checkpoint, {"step": 2}))
+    shutil.disk_usage = usage
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     if rank == 1:
@@ -373,7 +379,7 @@ def save_on_a_full_disk(rank, world_size, url, *, folder, samples, layout, check
     save(actor, checkpoint, {"step": 3})
     replaced = actor.load(checkpoint)
     actor.close()
-    return error, left, survivor, replaced
+    return refused, error, left, survivor, replaced
 
 
 def die_while_saving(rank, world_size, url, *, folder, samples, layout, checkpoint):

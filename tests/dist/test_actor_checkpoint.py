@@ -239,7 +239,8 @@ def test_a_full_disk_leaves_the_last_checkpoint(trainers, model_folder, samples,
         checkpoint=tmp_path / "last",
     )
     assert results[0] == results[1]
-    error, left, survivor, replaced = results[0]
+    refused, error, left, survivor, replaced = results[0]
+    assert "and its disk has 1,000 free; is the disk full?" in refused
     assert "__1_0.distcp" in error and "is the disk full?" in error
     assert left == ["last"]
     assert survivor == {"step": 1}
