@@ -15,6 +15,10 @@ from typing import Any, Literal
 
 import numpy as np
 
+Phase = Literal["training", "pushing", "generating"]
+"""What the GPUs of a run do. Where trainers and engines share them, a phase decides who has the memory: while training
+the trainers have all, while pushing both have their weights, while generating the engines have all."""
+
 
 @dataclass(frozen=True, slots=True)
 class Experts:

@@ -128,6 +128,9 @@ def describe_memory(config: BaseConfig, shape: ModelShape, console: Console) -> 
     more.add_row("layers", "Transformer Engine's" if memory.fused else "Megatron's local layers")
     modes = [f"{total / 1e9:.2f} GB with {mode}" for mode, total in memory.training_bytes.items()]
     more.add_row("trainer in training, by model.recompute", ", ".join(modes))
+    if memory.is_shared:
+        held = [memory.trainer.parts[part][0] for part in ("weights", "optimizer state")]
+        more.add_row("lent to the engines, in the node's memory", f"{gigabytes(sum(held))} a trainer rank")
     if memory.reference_bytes:
         more.add_row("reference policy, in the node's memory", f"{gigabytes(memory.reference_bytes)} a trainer rank")
     if memory.engine is not None:
@@ -165,7 +168,7 @@ def describe_hours(config: GrpoRunConfig, shape: ModelShape, console: Console) -
     )
     num_parameters = FAMILIES[shape.family].num_parameters(shape)
     generation_s = generation_seconds(config, shape, num_parameters, BYTES[config.model.dtype])
-    num_gpus = parallel.mesh.world_size + rollout.num_engines * rollout.tensor
+    num_gpus = parallel.mesh.world_size + (0 if config.cluster.colocate else rollout.num_engines * rollout.tensor)
     hours = (training_s + generation_s) * num_gpus / 3600
     table = Table(title="estimates for H100 GPUs, not measured", show_header=False, title_justify="left")
     table.add_row("a step in which every answer has the longest length", "")

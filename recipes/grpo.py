@@ -19,7 +19,7 @@ from megatron_rl.recipes.launch import Interrupt, console, launch, quiet_environ
 quiet_environment()
 
 from megatron_rl.config.schema import GrpoRunConfig  # noqa: E402
-from megatron_rl.layout import check_model, read_shape  # noqa: E402
+from megatron_rl.layout import Links, check_model, read_shape  # noqa: E402
 from megatron_rl.loop.checkpoints import Checkpoints  # noqa: E402
 from megatron_rl.ports import Ports  # noqa: E402
 from megatron_rl.recipes.dry_run import (  # noqa: E402
@@ -47,6 +47,7 @@ def run(config: GrpoRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) -
     from megatron_rl.actor.spec import ActorSpec
     from megatron_rl.algorithms import PolicyObjective
     from megatron_rl.cluster.bridge import RayBridge
+    from megatron_rl.cluster.colocation import Colocation, shared_links
     from megatron_rl.cluster.engines import EngineGroup
     from megatron_rl.cluster.nodes import RayPlacement
     from megatron_rl.cluster.policy import PolicyGroup
@@ -94,10 +95,15 @@ def run(config: GrpoRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) -
                 folder, config.run.steps, console, tokenizer, config.rollout.delimiter, checkpoints.resume_at
             )
             sink.feed(open_trackers(config, checkpoints.resume_at))
+            links = Links()
+            if config.cluster.colocate:
+                engines.wait()
+                Colocation(policy, engines)
+                links = shared_links(placement.plan)
             policy.start(is_resumed=checkpoints.first_step > 0)
             engines.wait()
             verifier.wait()
-            bridge = RayBridge(config, spec, policy, engines, logs)
+            bridge = RayBridge(config, spec, policy, engines, logs, links)
         with sink, interrupt.training():
             ports = Ports(policy, engines, bridge, verifier, RayStream(config, engines, verifier))
             done = train(config, shape, ports, prompts, (sink, checkpoints), interrupt)

@@ -12,7 +12,14 @@ from dataclasses import dataclass
 from megatron_rl.config.schema import BaseConfig, GrpoRunConfig, ParallelConfig
 from megatron_rl.layout import FAMILIES
 from megatron_rl.recipes.estimates import largest_plan, largest_work, num_microbatches, training_seconds
-from megatron_rl.recipes.memory import GpuMemory, bridge_lines, planned_transfer, trainer_limit, trainer_memory
+from megatron_rl.recipes.memory import (
+    GpuMemory,
+    bridge_lines,
+    planned_transfer,
+    run_memory,
+    trainer_limit,
+    trainer_memory,
+)
 from megatron_rl.recipes.stages import with_layers
 from megatron_rl.types import ModelShape
 
@@ -55,7 +62,7 @@ def fitting_layouts(config: BaseConfig, shape: ModelShape) -> list[Layout]:
     layouts are ordered without them, and only the fastest ones are planned.
     """
     gpus_per_node = config.cluster.gpus_per_node or 8
-    work, limit = largest_work(config), trainer_limit(config)
+    work, limit = largest_work(config), trainer_limit(config) - resident_bytes(config, shape)
     num_tokens = config.balance.max_tokens_per_microbatch
     bucket_bytes = config.bridge.bucket_mib * 2**20 if isinstance(config, GrpoRunConfig) else 0.0
     planned: dict[tuple[int, ...], int] = {}
@@ -87,7 +94,8 @@ def fitting_layouts(config: BaseConfig, shape: ModelShape) -> list[Layout]:
         return candidates[:MAX_SHOWN]
     found: list[Layout] = []
     for layout in candidates:
-        lines = bridge_lines(planned_transfer(config, shape, layout.parallel.mesh), gpus_per_node).trainer
+        plan = planned_transfer(config, shape, layout.parallel.mesh)
+        lines = bridge_lines(plan, gpus_per_node, config.cluster.colocate).trainer
         model = config.model.model_copy(update={"recompute": layout.recompute})
         memory = trainer_memory(shape, model, layout.parallel, num_tokens, bucket_bytes, lines)
         if max(memory.totals) <= limit:
@@ -95,6 +103,12 @@ def fitting_layouts(config: BaseConfig, shape: ModelShape) -> list[Layout]:
         if len(found) == MAX_SHOWN:
             break
     return found
+
+
+def resident_bytes(config: BaseConfig, shape: ModelShape) -> float:
+    """What engines that share the trainer's GPUs hold there while the trainer trains."""
+    memory = run_memory(config, shape)
+    return memory.engine.gpu.totals[0] if memory.is_shared and memory.engine is not None else 0.0
 
 
 def parallel_sizes(config: BaseConfig, shape: ModelShape, gpus_per_node: int) -> Iterator[ParallelConfig]:

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from megatron_rl.balance.hardware import MEMORY_BYTES
 from megatron_rl.config.schema import BaseConfig, GrpoRunConfig, ModelConfig, ParallelConfig, RolloutConfig
 from megatron_rl.layout import FAMILIES, Engines, Links, TransferPlan, padded_vocabulary, plan_weights, volume
 from megatron_rl.layout.shards import is_vocabulary
-from megatron_rl.types import Experts, Llama3Rope, Mesh, ModelShape
+from megatron_rl.types import Experts, Llama3Rope, Mesh, ModelShape, Phase
 
 BYTES = {"float32": 4, "bfloat16": 2}
 """The bytes of a parameter of each dtype."""
@@ -39,7 +39,12 @@ TOKEN_BYTES = 2 * 8 + 4 * 4
 CHUNKS = 3
 """The output layer holds the logits of a chunk, their exponentials (for the entropy), and their gradient."""
 
-PHASES = ("training", "pushing", "generating")
+PHASES: tuple[Phase, ...] = get_args(Phase)
+
+TRAINER_LENDS = {"weights": (1, 1, 0), "gradients (fp32)": (1, 0, 0), "optimizer state": (1, 0, 0)}
+ENGINE_LENDS = {"weights": (0, 1, 1), "KV cache": (0, 0, 1)}
+"""The parts that trainers and engines which share GPUs lend each other, and whether they are there in each of PHASES
+(`actor.phases.HOLDS`, `rollout.engine.HOLDS`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,6 +304,18 @@ class GpuMemory:
         """The bytes of each of PHASES."""
         return tuple(sum(values[phase] for values in self.parts.values()) for phase in range(len(PHASES)))
 
+    def lending(self, there: Mapping[str, tuple[int, int, int]]) -> GpuMemory:
+        """The memory of a side that gives the parts in `there` up in the phases that have a 0."""
+        held = {name: there.get(name, (1, 1, 1)) for name in self.parts}
+        parts = {name: tuple(a * b for a, b in zip(size, held[name])) for name, size in self.parts.items()}
+        return replace(self, parts=parts)
+
+    def beside(self, other: GpuMemory) -> GpuMemory:
+        """Both sides on one GPU."""
+        sides = {one.name.partition(",")[0]: one for one in (self, other)}
+        parts = {f"{name}: {part}": size for name, one in sides.items() for part, size in one.parts.items()}
+        return GpuMemory(f"{self.name}, and {other.name}", parts)
+
 
 class Lines(NamedTuple):
     """The largest number of NCCL communicators that the bridge has on a trainer rank, and on an engine's rank. Each is
@@ -317,13 +334,15 @@ def planned_transfer(config: GrpoRunConfig, shape: ModelShape, mesh: Mesh) -> Tr
         expert_parallel=rollout.expert_parallel,
         num_chains=config.bridge.chains,
     )
-    return plan_weights(shape, mesh, engines, dtype=config.model.dtype)
+    colocated = config.cluster.colocate
+    links = Links(config.cluster.gpus_per_node or 1, colocated=True) if colocated else Links()
+    return plan_weights(shape, mesh, engines, dtype=config.model.dtype, links=links)
 
 
-def bridge_lines(plan: TransferPlan, gpus_per_node: int) -> Lines:
+def bridge_lines(plan: TransferPlan, gpus_per_node: int, colocated: bool = False) -> Lines:
     """Count the pairs of ranks on different nodes. The trainer is taken to fill the first nodes, and the engines those
-    after them. Inside a node the bridge maps memory and needs no communicator."""
-    links = Links(gpus_per_node)
+    after them, or the same ones. Inside a node the bridge maps memory and needs no communicator."""
+    links = Links(gpus_per_node, colocated=colocated)
     pairs = np.unique(plan.source.astype(np.int64) * plan.num_destinations + plan.destination)
     source, destination = np.divmod(pairs, plan.num_destinations)
     far = links.node(source) != links.node(links.gpu(destination, plan.num_sources))
@@ -456,6 +475,8 @@ class RunMemory:
     """The bytes of memory that a trainer rank has; infinite on a CPU."""
     engine: EngineMemory | None
     """None if the run has no engines on GPUs."""
+    is_shared: bool
+    """Whether each trainer rank shares its GPU with a rank of an engine."""
     reference_bytes: float
     """What each trainer rank keeps of the reference policy in the memory of its node; 0 without a reference."""
     fused: bool
@@ -467,7 +488,11 @@ class RunMemory:
 
     @property
     def gpus(self) -> list[GpuMemory]:
-        return [self.trainer] if self.engine is None else [self.trainer, self.engine.gpu]
+        if self.engine is None:
+            return [self.trainer]
+        if self.is_shared:
+            return [self.trainer.beside(self.engine.gpu)]
+        return [self.trainer, self.engine.gpu]
 
     @property
     def problems(self) -> list[str]:
@@ -478,12 +503,13 @@ class RunMemory:
             if needed > limit:
                 phase = gpu.totals.index(needed)
                 size, largest = max((values[phase], part) for part, values in gpu.parts.items())
+                of_engine = "engine" in (gpu.name, largest.partition(":")[0])
                 found.append(
                     f"{PHASES[phase]} needs {needed / 1e9:.1f} GB on a GPU of {limit / 1e9:.0f} GB ({gpu.name}), of "
-                    f"which {size / 1e9:.1f} GB are {largest}; {_advice(largest, gpu is not self.trainer)}"
+                    f"which {size / 1e9:.1f} GB are {largest}; {_advice(largest.rpartition(': ')[2], of_engine)}"
                 )
         if self.engine is not None and not self.engine.longest:
-            cache = self.engine.gpu.parts.get("KV cache", _always(0.0))[0]
+            cache = self.engine.gpu.parts.get("KV cache", _always(0.0))[PHASES.index("generating")]
             found.append(
                 f"generating: an engine's KV cache of {cache / 1e9:.1f} GB a GPU holds no sequence of the largest "
                 f"length; raise rollout.tensor or rollout.gpu_memory_utilization, or lower rollout.max_response_tokens"
@@ -525,9 +551,11 @@ def run_memory(config: BaseConfig, shape: ModelShape) -> RunMemory:
         bucket_bytes = config.bridge.bucket_mib * 2**20
         plan = planned_transfer(config, shape, parallel.mesh)
         if on_gpus:
-            lines = bridge_lines(plan, cluster.gpus_per_node or 1)
+            lines = bridge_lines(plan, cluster.gpus_per_node or 1, cluster.colocate)
         if cluster.gpus_per_engine_rank > 0:
             engine = engine_memory(config, shape, plan, lines.engine)
+            if cluster.colocate:
+                engine = replace(engine, gpu=engine.gpu.lending(ENGINE_LENDS))
         if config.algorithm.kl is not None:
             stages = range(parallel.mesh.pipeline)
             held = [rank_parameters(shape, parallel.mesh, stage * parallel.mesh.stage_size) for stage in stages]
@@ -536,13 +564,15 @@ def run_memory(config: BaseConfig, shape: ModelShape) -> RunMemory:
     def of_trainer(recompute: str) -> GpuMemory:
         chosen = model.model_copy(update={"recompute": recompute})
         num_tokens = config.balance.max_tokens_per_microbatch
-        return trainer_memory(shape, chosen, parallel, num_tokens, bucket_bytes, lines.trainer if on_gpus else None)
+        memory = trainer_memory(shape, chosen, parallel, num_tokens, bucket_bytes, lines.trainer if on_gpus else None)
+        return memory.lending(TRAINER_LENDS) if cluster.colocate else memory
 
     return RunMemory(
         trainer=of_trainer(model.recompute),
         training_bytes={mode: of_trainer(mode).totals[0] for mode in ("none", "full")},
         trainer_limit=trainer_limit(config),
         engine=engine,
+        is_shared=cluster.colocate,
         reference_bytes=reference,
         fused=on_gpus and has_fused_layers(shape, model),
     )

@@ -33,6 +33,7 @@ from megatron_rl.actor.context import ContextRank
 from megatron_rl.actor.model import build_model, uses_fused_layers
 from megatron_rl.actor.optimizer import apply_gradients, build_optimizer, gradient_norm, parameter_norms
 from megatron_rl.actor.packing import Microbatch, pack
+from megatron_rl.actor.phases import PhasedMemory
 from megatron_rl.actor.router import start_counting, update_biases
 from megatron_rl.actor.spec import ActorSpec
 from megatron_rl.actor.step import Schedule
@@ -42,7 +43,7 @@ from megatron_rl.convert.forms import open_chunks
 from megatron_rl.convert.manifest import WEIGHTS
 from megatron_rl.convert.pieces import clip, interval_view, pieces_of, written_shards
 from megatron_rl.layout import check_parameters, megatron_shards, slices
-from megatron_rl.types import Denominators, Metrics, Share
+from megatron_rl.types import Denominators, Metrics, Phase, Share
 
 log = logging.getLogger(__name__)
 
@@ -94,6 +95,7 @@ class MegatronActor:
             model_parallel_cuda_manual_seed(spec.seed)
             self.chunks = build_model(spec.shape, spec.model, spec.policy, stage)
             self.optimizer, self.scheduler = build_optimizer(self.chunks, spec.policy, spec.total_steps)
+            self._memory = PhasedMemory(self.chunks, self.optimizer)
             context = None
             if parallel.context > 1:
                 group = parallel_state.get_context_parallel_group()
@@ -114,6 +116,18 @@ class MegatronActor:
         with platform.running():
             self.optimizer.reload_model_params()
 
+    def enter(self, phase: Phase) -> None:
+        """Give the memory of this rank's device that the phase does not need to the engine that shares the device, and
+        take back what it needs. An actor begins in the phase `training`. It is no collective."""
+        self._memory.enter(phase)
+
+    def require(self, phase: Phase) -> None:
+        """
+        Raises:
+            RuntimeError: this rank has given up what the phase needs.
+        """
+        self._memory.require(phase)
+
     def begin(self, share: Share) -> Metrics:
         """Take the samples of a training step that belong to this data-parallel rank, and compute the log-probs that
         the objective needs of the policy and its reference at the step's start.
@@ -133,6 +147,7 @@ class MegatronActor:
             ValueError: a sample is malformed or holds a token outside the vocabulary (the error names it), or the
                 alignment does not suit the layout.
         """
+        self.require("training")
         with self.agreement.on_errors():
             self._check_alignment(share.alignment)
             packed = pack(share)
@@ -172,6 +187,7 @@ class MegatronActor:
             ValueError: a log-prob, the loss or the gradient is not finite (the error names samples), or trainer and
                 engine disagree about the log-probs at the step's start. No weight has changed.
         """
+        self.require("training")
         microbatches, denominators = self._minibatches[minibatch], self._denominators[minibatch]
         columns = self._prepare(minibatch)
         problems: list[str] = []
@@ -216,6 +232,7 @@ class MegatronActor:
         Raises:
             ValueError: the disk has too little space.
         """
+        self.require("training")
         assert self._saving is None, "finish_save comes first"
         now = checkpoint.State(self.scheduler.num_steps, state.random_state(), extra)
         model = Path(self.spec.model.path)
@@ -243,6 +260,7 @@ class MegatronActor:
         Raises:
             ValueError: the folder is missing or damaged, or another model wrote it.
         """
+        self.require("training")
         parameters = self.parameters()
         targets = [Target(WEIGHTS, name, tuple(p.shape), 0, p.view(-1)) for name, p in parameters.items()]
         for held in adam_states(self.chunks, self.optimizer):
@@ -276,12 +294,14 @@ class MegatronActor:
 
     def snapshot(self) -> np.ndarray:
         """This rank's training state as bytes, which `restore` takes. It is no collective."""
+        self.require("training")
         buffer = io.BytesIO()
         torch.save(state.training_state(self.chunks, self.optimizer, self.scheduler), buffer)
         return np.frombuffer(buffer.getbuffer(), np.uint8)
 
     def restore(self, snapshot: np.ndarray) -> None:
         """Restore what `snapshot` returned on the same rank of the same mesh."""
+        self.require("training")
         saved = torch.load(io.BytesIO(snapshot), map_location="cpu", weights_only=True)
         state.restore(saved, self.chunks, self.optimizer, self.scheduler)
 

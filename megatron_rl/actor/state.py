@@ -130,6 +130,14 @@ def _inner(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer]:
     return [chained.optimizer for chained in optimizer.chained_optimizers]
 
 
+def optimizer_tensors(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
+    """The optimizer's parameters and their state. The parameters may be views of the model's weights."""
+    for inner in _inner(optimizer):
+        yield from (parameter for group in inner.param_groups for parameter in group["params"])
+        for values in inner.state.values():
+            yield from (value for value in values.values() if isinstance(value, Tensor))
+
+
 def _main_parameters(chunks: Chunks, optimizer: MegatronOptimizer) -> list[Tensor]:
     """The optimizer's fp32 copies of the weights. They exist only for bf16 weights."""
     if not chunks[0].config.bf16:

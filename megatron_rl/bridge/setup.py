@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from megatron_rl.layout import Engines, TransferPlan, plan_weights
+from megatron_rl.layout import Engines, Links, TransferPlan, plan_weights
 from megatron_rl.types import Mesh, ModelShape
 
 BUCKET_BYTES = 64 * 2**20
@@ -44,6 +44,8 @@ class BridgeSetup:
     """The largest message. A rank holds two messages beside its weights. A longer row of a matrix is sent whole."""
     timeout_s: float = 300.0
     """A push or a joining that takes longer raises an error on both sides."""
+    links: Links = Links()
+    """Where the ranks are. Of several trainer ranks with the same weights, one in the engine's node sends them."""
 
     def __post_init__(self) -> None:
         if self.bucket_bytes < 1 or self.timeout_s <= 0:
@@ -56,7 +58,9 @@ class BridgeSetup:
 
     @cached_property
     def transfer_plan(self) -> TransferPlan:
-        return plan_weights(self.shape, self.mesh, self.engines, fused_norms=self.fused_norms, dtype=self.dtype)
+        return plan_weights(
+            self.shape, self.mesh, self.engines, fused_norms=self.fused_norms, dtype=self.dtype, links=self.links
+        )
 
     @property
     def world_size(self) -> int:

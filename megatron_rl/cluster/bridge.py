@@ -28,7 +28,7 @@ from megatron_rl.cluster.policy import PolicyGroup
 from megatron_rl.cluster.process import Process
 from megatron_rl.cluster.waiting import explain, gather, settle
 from megatron_rl.config.schema import GrpoRunConfig
-from megatron_rl.layout import Engines
+from megatron_rl.layout import Engines, Links
 from megatron_rl.ports import PolicyLost, TooManyRestarts
 from megatron_rl.types import Metrics
 
@@ -48,17 +48,25 @@ class RayBridge:
     of them."""
 
     def __init__(
-        self, config: GrpoRunConfig, spec: ActorSpec, policy: PolicyGroup, engines: EngineGroup, logs: Path
+        self,
+        config: GrpoRunConfig,
+        spec: ActorSpec,
+        policy: PolicyGroup,
+        engines: EngineGroup,
+        logs: Path,
+        links: Links = Links(),
     ) -> None:
         """Join all trainer ranks and engine workers.
 
         Args:
             logs: the folder of `bridge.log`, which gets the cause of every push that had to be repeated.
+            links: where the ranks are, as far as the transfer plan may use it.
 
         Raises:
             ValueError: the plan does not cover a parameter, or the two sides have different plans.
         """
         self._config, self._spec, self._policy, self._engines = config, spec, policy, engines
+        self._links = links
         self._host = find_interface(network_environment(config.cluster, os.environ)).address
         self._secret, self._log, self._epoch = secrets.token_hex(16), logs / "bridge.log", 0
         self._store = host_store(self._host)
@@ -68,6 +76,7 @@ class RayBridge:
         engines.bring_weights = self.recover
 
     def _join(self) -> None:
+        self._policy.before("pushing")
         rollout, bridge = self._config.rollout, self._config.bridge
         setup = BridgeSetup(
             shape=self._spec.shape,
@@ -86,6 +95,7 @@ class RayBridge:
             epoch=self._epoch,
             bucket_bytes=int(bridge.bucket_mib * 2**20),
             timeout_s=bridge.timeout_s,
+            links=self._links,
         )
         self._epoch += 1
         calls = [rank.connect.remote(setup) for rank in self._policy.ranks]
@@ -200,6 +210,7 @@ class RayBridge:
 
     def _attempt(self, version: int) -> dict[str, Any]:
         """The result or the error of each process, by its name."""
+        self._policy.before("pushing")
         engines = self._engines.engines
         ready = [engine.ready.remote() for engine in engines]
         calls = [engine.receive.remote(version) for engine in engines]

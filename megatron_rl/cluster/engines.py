@@ -12,12 +12,13 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from megatron_rl.cluster.nodes import RayPlacement
 from megatron_rl.cluster.payloads import StoredTokens, fetch
@@ -27,7 +28,7 @@ from megatron_rl.cluster.waiting import explain, gather, locate_all, settle
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.rollout.engine import VllmEngine
 from megatron_rl.rollout.progress import remove_records
-from megatron_rl.types import Group, Metrics, Prompt, Sample, Tokens
+from megatron_rl.types import Group, Metrics, Phase, Prompt, Sample, Tokens
 
 ALIVE_S = 30.0
 """An engine that does not answer within this time whether it is alive is replaced."""
@@ -63,12 +64,18 @@ class EngineRank:
             seed=config.run.seed,
             spans_nodes=self.spans_nodes,
             record=Path(self.record),
+            shares_gpus=config.cluster.colocate,
         )
         await self.engine.start()
         log.info("vLLM is ready")
 
     async def alive(self) -> bool:
         return self.engine.alive
+
+    async def enter(self, phase: Phase) -> None:
+        start = time.perf_counter()
+        await self.engine.enter(phase)
+        log.info("entered the phase %s in %.3f s", phase, time.perf_counter() - start)
 
     async def connect(self, info: dict[str, Any]) -> None:
         await self.engine.init_transfer(info)
@@ -123,6 +130,8 @@ class EngineGroup:
         """The number of engines that were replaced since the run began."""
         self.bring_weights: Callable[[int], object] = _no_bridge
         """Replaces dead engines and pushes a version into all engines; the bridge sets it."""
+        self.before: Callable[[Phase], object] = _stay
+        """Brings the run into a phase, if trainers share the engines' GPUs; the colocation sets it."""
         self._starting: list[ray.ObjectRef] = [engine.start.remote() for engine in self.engines]
 
     @property
@@ -148,6 +157,21 @@ class EngineGroup:
         locate_all(self.processes, timeout_s, f"{gpus:g} GPU")
         gather(self._starting, self.processes, "to start vLLM", timeout_s)
 
+    def enter(self, phase: Phase) -> None:
+        """Make all engines that live enter a phase. A dead one holds no memory, and is replaced later. One that does
+        not answer is killed, because it may hold what trainers are about to take.
+
+        Raises:
+            RuntimeError: an engine could not enter the phase.
+        """
+        calls = [engine.enter.remote(phase) for engine in self.engines]
+        for process, outcome in zip(self.processes, settle(calls, self._config.cluster.step_timeout_s), strict=True):
+            if isinstance(outcome, GetTimeoutError):
+                log.warning("%s does not enter the phase %s, and is killed", process, phase)
+                ray.kill(process.actor)
+            elif isinstance(outcome, RayError) and not isinstance(outcome, RayActorError):
+                raise explain(outcome, process) from outcome
+
     def replace_dead(self) -> int:
         """Start a new engine for each one that has died or does not answer, and return their number.
 
@@ -165,6 +189,7 @@ class EngineGroup:
             log.info("%s is replaced", self.processes[index])
             ray.kill(self.processes[index].actor)
         if dead:
+            self.before("generating")  # vLLM starts on GPUs without trainers
             replaced = {index: self.processes[index] for index in dead}
             timeout_s = self._config.cluster.start_timeout_s
             self._placement.start_again("engine", replaced, self._new, timeout_s)
@@ -211,6 +236,7 @@ class EngineGroup:
     ) -> dict[int, RayError]:
         """Ask the engines of `parts`. Write the answers into `answered`, and return the errors, both by engine."""
         version = options[1]
+        self.before("generating")
         calls = {
             i: self.processes[i]
             .actor.generate.options(num_returns=1 + len(part))
@@ -248,6 +274,10 @@ class EngineGroup:
         ready = [e for e, start in zip(self.engines, self._starting, strict=True) if start in started]
         settle([engine.close.remote() for engine in ready], CLOSE_S)
         remove_records(self._records)
+
+
+def _stay(phase: Phase) -> None:
+    """Engines that have their GPUs for themselves hold everything in every phase."""
 
 
 def _no_bridge(version: int) -> None:

@@ -7,6 +7,7 @@ Invariants (tests/unit/cluster/test_cluster_placement.py):
   first, so if the widths divide each other (1, 2, 4, 8), GPUs alone never make the plan miss a placement that exists.
 - Trainers and engines fill one node before they begin the next.
 - An engine is in one node if any node is large enough, and otherwise in as few nodes as possible.
+- A rank that shares its GPU is in the node of the rank with which it does.
 - The plan depends only on its arguments.
 
 A plan says how many GPUs of a node a rank gets. Which ones these are is decided by Ray when the process starts.
@@ -54,6 +55,8 @@ class Demand:
     """What a user can do if there is no room; without needs there always is."""
     pool: str | None = None
     """The only pool whose nodes may be used; None allows all nodes."""
+    beside: str | None = None
+    """The role with whose ranks these ranks share GPUs and nodes, rank by rank; None: they have their own."""
     can_span: bool = False
     """Whether a group spans nodes if its block is wider than every node; otherwise that is an error."""
 
@@ -108,11 +111,12 @@ class NoRoom(ValueError):
 def demands_of(config: BaseConfig) -> tuple[Demand, ...]:
     """What the roles of a run need."""
     cluster, mesh = config.cluster, config.policy.parallel.mesh
+    shared = config.rollout.tensor if isinstance(config, GrpoRunConfig) and cluster.colocate else 1
     trainer = Demand(
         role="trainer",
         num_groups=1,
         group_size=mesh.world_size,
-        block=lcm(mesh.tensor, mesh.expert_ways),  # both kinds of tensor-parallel groups are consecutive ranks
+        block=lcm(mesh.tensor, mesh.expert_ways, shared),  # tensor-parallel groups are consecutive ranks
         cpus=cluster.cpus_per_trainer,
         gpus=cluster.gpus_per_trainer,
         advice="lower policy.parallel, cluster.cpus_per_trainer or cluster.gpus_per_trainer",
@@ -129,7 +133,8 @@ def demands_of(config: BaseConfig) -> tuple[Demand, ...]:
         gpus=cluster.gpus_per_engine_rank,
         advice="lower rollout.num_engines or rollout.tensor",
         pool=cluster.pools.get("engine"),
-        can_span=True,
+        can_span=not cluster.colocate,
+        beside="trainer" if cluster.colocate else None,
     )
     verifier = Demand("verifier", cluster.verifiers, 1, 1, cpus=0, gpus=0, pool=cluster.pools.get("verifier"))
     return (trainer, engine, verifier)
@@ -145,13 +150,20 @@ def place(demands: Sequence[Demand], nodes: Sequence[Node]) -> Placement:
         NoRoom: the nodes have too few free CPUs or GPUs.
         ValueError: a block is wider than every node, so that more nodes would not help; or a pool has no node.
     """
-    fitted = [_fitted(demand, nodes) for demand in demands]
+    fitted = [_fitted(demand, nodes) for demand in demands if demand.beside is None]
     free = {node.id: _Free(node) for node in nodes}
     needs = "the run needs " + ", and ".join(str(demand) for demand in fitted if demand.cpus or demand.gpus)
     groups: dict[str, tuple[Group, ...]] = {}
     # Nodes of a pool first go to the roles that can use no others.
     for demand in sorted(fitted, key=lambda d: (d.pool is None, -d.width * d.gpus, -d.width * d.cpus)):
         groups[demand.role] = _place_groups(demand, demand.num_groups, free, needs, nodes)
+    for guest in demands:
+        if guest.beside is not None:
+            hosts = [rank for group in groups[guest.beside] for rank in group]
+            ranks = [replace(host, cpus=guest.cpus, gpus=guest.gpus) for host in hosts]
+            groups[guest.role] = _cut(ranks, guest.group_size)
+            # Ray reserves each GPU once. The guests have it, because they start first.
+            groups[guest.beside] = _cut([replace(host, gpus=0) for host in hosts], len(groups[guest.beside][0]))
     return Placement(tuple(nodes), tuple(demands), {demand.role: groups[demand.role] for demand in demands})
 
 
@@ -173,6 +185,14 @@ def place_again(placement: Placement, role: str, index: int, alive: Sequence[Nod
     ids = {node.id for node in nodes}
     if all(rank.node.id in ids for rank in placement.groups[role][index]):
         return placement
+    if any(demand.beside == role or (demand.beside and demand.role == role) for demand in placement.demands):
+        lost = ", ".join(
+            dict.fromkeys(rank.node.name for rank in placement.groups[role][index] if rank.node.id not in ids)
+        )
+        raise ValueError(
+            f"the node {lost} is gone, where trainers and engines shared GPUs; start the run again with --resume auto, "
+            "so that both get new places"
+        )
     free = {node.id: _Free(node) for node in nodes}
     for other, groups in placement.groups.items():
         for i, group in enumerate(groups):
@@ -204,7 +224,8 @@ def smallest_cluster(demands: Sequence[Demand], gpus_per_node: int) -> Placement
     size = (cpus, float(gpus_per_node))
     used = {demand.pool: 0.0 for demand in demands}
     for demand in demands:
-        used[demand.pool] += demand.gpus * demand.num_groups * demand.group_size
+        if demand.beside is None:
+            used[demand.pool] += demand.gpus * demand.num_groups * demand.group_size
     # A role without a pool and GPUs needs no node of its own, unless there is no other.
     counts = {pool: max(int(pool is not None), ceil(gpus / gpus_per_node)) for pool, gpus in used.items()}
     counts = counts if any(counts.values()) else {None: 1}
@@ -288,8 +309,11 @@ def _place_groups(
         if len(found) < count:
             raise NoRoom(_shortage(demand, needs, len(chosen) * demand.block, nodes), demand)
     ranks = [Place(node, demand.cpus, demand.gpus) for node in chosen for _ in range(demand.block)]
-    size = demand.group_size
-    return tuple(tuple(ranks[i * size : (i + 1) * size]) for i in range(num_groups))
+    return _cut(ranks, demand.group_size)
+
+
+def _cut(ranks: Sequence[Place], group_size: int) -> tuple[Group, ...]:
+    return tuple(tuple(ranks[i : i + group_size]) for i in range(0, len(ranks), group_size))
 
 
 def _fill(allowed: Sequence[_Free], count: int, cpus: float, gpus: float) -> list[Node]:

@@ -10,7 +10,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median_low
@@ -33,7 +33,7 @@ from megatron_rl.cluster.restarts import Restarts
 from megatron_rl.cluster.waiting import ProcessLost, explain, gather, locate_all, settle
 from megatron_rl.config.schema import ClusterConfig
 from megatron_rl.ports import PolicyLost
-from megatron_rl.types import Mesh, Metrics, Share
+from megatron_rl.types import Mesh, Metrics, Phase, Share
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class TrainerRank:
         self.store = host_store(address)
         return address, self.store.port
 
-    def start(self, address: str, port: int, secret: str, load_model: bool) -> bool:
+    def start(self, address: str, port: int, secret: str, load_model: bool, gpu: str | None) -> bool:
         """Build this rank's part of the model.
 
         Args:
@@ -68,10 +68,13 @@ class TrainerRank:
             secret: a part of the names of all keys in the store, so that no process of another run reads or changes
                 them.
             load_model: load the weights of the model's folder. Otherwise `load` must follow.
+            gpu: the GPU that the rank shares with an engine; None if it has what Ray gave it.
 
         Returns:
             Whether it has Transformer Engine's fused norms.
         """
+        if gpu is not None:  # CUDA reads this when it starts
+            os.environ["CUDA_VISIBLE_DEVICES"] = gpu
         # Only the ranks import this: the driver does not need Megatron-Core and need not wait for its import.
         from megatron_rl.actor.actor import MegatronActor
         from megatron_rl.actor.probe import SpeedProbe
@@ -150,7 +153,13 @@ class TrainerRank:
             self.sender.close()
         self.sender = BridgeSender(setup, self.rank, self.actor.parameters())
 
+    def enter(self, phase: Phase) -> None:
+        start = time.perf_counter()
+        self.actor.enter(phase)
+        log.info("entered the phase %s in %.3f s", phase, time.perf_counter() - start)
+
     def push(self, version: int, verify: bool, late: list[int]) -> Metrics:
+        self.actor.require("pushing")
         return self.sender.push(version, verify, late)
 
 
@@ -165,6 +174,11 @@ class PolicyGroup:
         self._spec, self._cluster, self._logs = spec, cluster, logs
         self._placement, self._restarts = placement, restarts
         self._mirrors, self._mirroring = Mirrors(logs), []
+        self.before: Callable[[Phase], object] = _stay
+        """Brings the run into a phase, if engines share the ranks' GPUs; the colocation sets it."""
+        self.make_room: Callable[[], Sequence[str | None]] = lambda: [None] * self.mesh.world_size
+        """Frees the GPUs of the ranks that start next, and returns the one of each; None if Ray gives it one. The
+        colocation sets it."""
         self._begin()
 
     def _begin(self) -> None:
@@ -190,8 +204,8 @@ class PolicyGroup:
         needs = f"{self._cluster.cpus_per_trainer:g} CPU and {self._cluster.gpus_per_trainer:g} GPU"
         locate_all(self.processes, timeout_s, needs)
         store = gather([self.ranks[0].serve.remote()], self.processes[:1], "to serve a store", timeout_s)[0]
-        secret = secrets.token_hex(16)
-        calls = [rank.start.remote(*store, secret, load_model) for rank in self.ranks]
+        secret, gpus = secrets.token_hex(16), self.make_room()
+        calls = [rank.start.remote(*store, secret, load_model, gpu) for rank, gpu in zip(self.ranks, gpus, strict=True)]
         self.fused_norms: bool = gather(calls, self.processes, "to load the model", timeout_s)[0]
 
     def restart(self, cause: PolicyLost) -> Collection[int]:
@@ -223,6 +237,7 @@ class PolicyGroup:
         self._gather(calls, "to restore its state from a mirror")
 
     def begin(self, shares: Sequence[Share]) -> Metrics:
+        self.before("training")
         calls = [
             trainer.begin.remote(shares[self.mesh.coordinates(rank)[2]]) for rank, trainer in enumerate(self.ranks)
         ]
@@ -252,6 +267,7 @@ class PolicyGroup:
             The metrics of the update, and `slowest_rank/number` and `slowest_rank/ratio`: the rank whose speed probe
             took longest, and how many times as long as that of the median rank; and PEAK.
         """
+        self.before("training")
         calls = [rank.update.remote(minibatch, coefficients) for rank in self.ranks]
         answers = self._gather_all(calls, "to update")
         number, ratio = slowest([seconds for _, seconds in answers])
@@ -259,6 +275,7 @@ class PolicyGroup:
         return answers[0][0] | {PEAK: peak, "slowest_rank/number": float(number), "slowest_rank/ratio": ratio}
 
     def save(self, folder: Path, extra: dict[str, Any]) -> None:
+        self.before("training")
         self._all("save", "to copy its state for a checkpoint", str(folder.absolute()), extra)
 
     def finish_save(self, wait: bool) -> bool:
@@ -269,10 +286,16 @@ class PolicyGroup:
         return True
 
     def load(self, folder: Path) -> dict[str, Any]:
+        self.before("training")
         return self._all("load", "to read a checkpoint", str(folder.absolute()))
 
     def export_hf(self, folder: Path) -> None:
+        self.before("training")
         self._all("export_hf", "to export the model", str(folder.absolute()))
+
+    def enter(self, phase: Phase) -> None:
+        """Make all ranks enter a phase."""
+        self._all("enter", f"to enter the phase {phase}", phase)
 
     def _all(self, method: str, doing: str, *arguments: Any) -> Any:
         """Call a method on all ranks; see `_gather`."""
@@ -303,6 +326,10 @@ class PolicyGroup:
             if isinstance(outcome, RayActorError):
                 return explain(outcome, process)
         return None
+
+
+def _stay(phase: Phase) -> None:
+    """Ranks that have their GPUs for themselves hold everything in every phase."""
 
 
 def slowest(seconds: Sequence[float]) -> tuple[int, float]:

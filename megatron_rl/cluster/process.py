@@ -34,6 +34,8 @@ class Location:
     host: str
     node: str
     """Ray's id of the node."""
+    gpus: tuple[str, ...] = ()
+    """The GPUs that Ray reserved for the process, as CUDA_VISIBLE_DEVICES names them."""
 
 
 @dataclass(slots=True)
@@ -69,7 +71,8 @@ def begin_process(path: Path, name: str) -> None:
 
 def locate() -> Location:
     """The location of the calling process."""
-    return Location(os.getpid(), socket.gethostname(), ray.get_runtime_context().get_node_id())
+    gpus = tuple(str(gpu) for gpu in ray.get_gpu_ids())
+    return Location(os.getpid(), socket.gethostname(), ray.get_runtime_context().get_node_id(), gpus)
 
 
 def inspect(process: Process) -> str:

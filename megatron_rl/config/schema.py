@@ -403,6 +403,10 @@ class ClusterConfig(Section):
     """The number of GPUs that Ray reserves for each trainer rank; 0 means that trainers run on the CPU."""
     gpus_per_engine_rank: Annotated[float, Field(ge=0)] = 0
     """The number of GPUs that Ray reserves for each rank of an engine; 0 means that engines run on the CPU."""
+    colocate: bool = False
+    """true: trainers and engines share GPUs. While engines generate, the trainer's weights, gradients and optimizer
+    state are in the node's memory; while trainers train, the engines have nothing on the GPUs. There must be as many
+    ranks of engines as trainer ranks. false: each has GPUs of its own."""
     pools: dict[Literal["trainer", "engine", "verifier"], str] = {}
     """The pool of nodes that a role uses, such as {trainer: train, engine: rollout}. A node is in the pool `train` if
     its Ray was started with `ray start --labels pool=train`. A role without an entry may use every node."""
@@ -463,6 +467,8 @@ class SftRunConfig(BaseConfig):
 
     @model_validator(mode="after")
     def _cap_holds_the_longest_row(self) -> Self:
+        if self.cluster.colocate:
+            raise ValueError("cluster.colocate: supervised training has no engines; remove it")
         if self.balance.oversize == "refuse" and self.balance.max_tokens_per_microbatch < self.sft.max_tokens:
             raise ValueError(
                 f"balance.max_tokens_per_microbatch ({self.balance.max_tokens_per_microbatch}) is below sft.max_tokens "
@@ -530,6 +536,8 @@ class GrpoRunConfig(BaseConfig):
                 f"rollout.late: {self.rollout.late} has no effect without rollout.max_lag and rollout.active_sampling, "
                 "because every group is then of the step that waits for it; remove it"
             )
+        if self.cluster.colocate:
+            self._check_colocation()
         self._refuse_missing_inputs()
         labels = [reward.label for reward in self.rewards]
         if len(set(labels)) < len(labels):
@@ -550,6 +558,38 @@ class GrpoRunConfig(BaseConfig):
         if self.eval.verifier is not None:
             return [reward.label for reward in self.rewards].index(self.eval.verifier)
         return next((i for i, r in enumerate(self.rewards) if isinstance(r, ExactAnswerReward)), None)
+
+    def _check_colocation(self) -> None:
+        """Refuse what needs trainers and engines at the same time."""
+        rollout, cluster = self.rollout, self.cluster
+        ranks, trainers = rollout.num_engines * rollout.tensor, self.policy.parallel.mesh.world_size
+        if ranks != trainers:
+            raise ValueError(
+                f"cluster.colocate: trainers and engines share GPUs rank by rank, but there are {trainers} trainer "
+                f"ranks (policy.parallel) and {rollout.num_engines} x {rollout.tensor} = {ranks} ranks of engines; "
+                f"change rollout.num_engines or rollout.tensor so that their product is {trainers}"
+            )
+        if rollout.max_lag or rollout.active_sampling:
+            name = "rollout.max_lag" if rollout.max_lag else "rollout.active_sampling"
+            raise ValueError(
+                f"cluster.colocate: engines have no memory while trainers train, so that {name}, with which they "
+                "answer meanwhile, is not possible; remove one of the two"
+            )
+        if cluster.mirror:
+            raise ValueError(
+                "cluster.colocate: the trainer's state is in the node's memory while engines generate, which is when "
+                "cluster.mirror would copy it from the GPUs; set cluster.mirror to false"
+            )
+        if cluster.gpus_per_trainer != cluster.gpus_per_engine_rank or cluster.gpus_per_trainer not in (0, 1):
+            raise ValueError(
+                "cluster.colocate: cluster.gpus_per_trainer and cluster.gpus_per_engine_rank must both be 1, or both 0 "
+                f"on CPUs; they are {cluster.gpus_per_trainer:g} and {cluster.gpus_per_engine_rank:g}"
+            )
+        if cluster.pools.get("trainer") != cluster.pools.get("engine"):
+            raise ValueError(
+                "cluster.colocate: trainers and engines are on the same nodes, so cluster.pools must give both the "
+                "same pool, or none"
+            )
 
     def _refuse_missing_inputs(self) -> None:
         """Refuse the algorithms that are implemented, but whose inputs this recipe does not produce."""

@@ -55,7 +55,7 @@ from megatron_rl.rollout.progress import Progress, recorded
 from megatron_rl.rollout.request_queue import Request, RequestQueue
 from megatron_rl.rollout.start import make_engine
 from megatron_rl.rollout.vocabulary import delimiter_ids, stop_ids
-from megatron_rl.types import Metrics, Prompt, Sample, Tokens
+from megatron_rl.types import Metrics, Phase, Prompt, Sample, Tokens
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
@@ -64,6 +64,12 @@ log = logging.getLogger(__name__)
 
 CLOSE_S = 20.0
 """The time limit for vLLM's end."""
+HOLDS: dict[Phase, tuple[str, ...]] = {
+    "training": (),
+    "pushing": ("weights",),
+    "generating": ("weights", "kv_cache"),
+}
+"""What an engine that shares its GPUs has there in each phase, by vLLM's tags."""
 
 
 @dataclass(slots=True)
@@ -105,6 +111,7 @@ class VllmEngine:
         seed: int,
         spans_nodes: bool = False,
         record: Path | None = None,
+        shares_gpus: bool = False,
     ) -> None:
         """
         Args:
@@ -112,12 +119,15 @@ class VllmEngine:
                 on with them.
             spans_nodes: whether the ranks are on several nodes. The process must then be a Ray actor whose placement
                 group has a bundle for each rank, because vLLM starts its ranks there as actors.
+            shares_gpus: whether trainers have the same GPUs, so that `enter` gives them the memory.
 
         Raises:
             ValueError: the folder holds no model, the model has fewer positions than the longest sample has tokens, or
                 the thinking budget does not fit into max_response_tokens.
         """
         self._model, self._rollout, self._seed, self._spans_nodes = model, rollout, seed, spans_nodes
+        self._shares_gpus = shares_gpus
+        self._phase: Phase = "generating"
         shape = read_shape(model.path)
         self._vocab_size = shape.vocab_size
         self._stop_ids = stop_ids(model.path)
@@ -153,7 +163,15 @@ class VllmEngine:
             ValueError: vLLM refuses the configuration.
         """
         try:
-            make = partial(make_engine, self._model, self._rollout, self._seed, self._spans_nodes, self._progress)
+            make = partial(
+                make_engine,
+                self._model,
+                self._rollout,
+                self._seed,
+                self._spans_nodes,
+                self._progress,
+                self._shares_gpus,
+            )
             await self._thread.start(make)
             longest = self._rollout.max_response_tokens
             await self._thread.call(lambda: self._thread.requests.attach(self._thread.engine, longest))
@@ -281,6 +299,37 @@ class VllmEngine:
                 [future] = await self._thread.call(partial(self._begin, [answer.request]))
         return as_sample(answer.prompt_ids, answer.transcript, self._delimiter)
 
+    async def enter(self, phase: Phase) -> None:
+        """Give the GPUs' memory that the phase does not need to the trainers, and take back what it needs. An engine
+        begins in the phase `generating`. What it gives up is lost: after `training` it needs a push.
+
+        Raises:
+            RuntimeError: answers are under way.
+        """
+        await self._thread.call(partial(self._enter, phase))
+
+    def _enter(self, phase: Phase) -> None:
+        assert self._shares_gpus, "the engine has its GPUs for itself"
+        if len(self._thread.requests):
+            raise RuntimeError(f"the engine cannot enter the phase {phase} while answers are under way")
+        engine, awake = self._thread.engine, set(HOLDS[self._phase])
+        if awake - set(HOLDS[phase]):
+            engine.sleep(level=2)  # vLLM gives up everything at once
+            awake, self._version = set(), None
+            self._failure = "its memory was lent to the trainers"
+        for tag in HOLDS[phase]:
+            if tag not in awake:
+                engine.wake_up([tag])
+        self._phase = phase
+
+    def _require(self, phase: Phase) -> None:
+        missing = set(HOLDS[phase]) - set(HOLDS[self._phase])
+        if missing:
+            raise RuntimeError(
+                f"the engine is in the phase {self._phase}, in which the trainers have the memory of its "
+                f"{' and '.join(sorted(missing))}; it must enter the phase {phase} first"
+            )
+
     async def init_transfer(self, info: dict[str, Any]) -> None:
         """Join the bridge. All trainer ranks and all engines must do so at the same time.
 
@@ -290,6 +339,7 @@ class VllmEngine:
         """
 
         def join_bridge() -> None:
+            self._require("pushing")
             try:
                 self._thread.engine.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": info})
             except Exception as error:  # an error of a worker in another process has another type here
@@ -321,6 +371,7 @@ class VllmEngine:
     def _receive(self, version: int) -> tuple[float, int]:
         """Receive weights between two steps. Returns the seconds for which requests were paused, and the number of
         requests that were preempted since the last call."""
+        self._require("pushing")
         start = time.perf_counter()
         self._thread.drain()
         running = self._thread.engine.has_unfinished_requests()
@@ -399,6 +450,7 @@ class VllmEngine:
             version: the version that the engine must hold; None: any.
             is_first: whether answers begin with these requests. If there are no others, the prefix cache is emptied.
         """
+        self._require("generating")
         engine, queue = self._thread.engine, self._thread.requests
         if version is not None:
             self._check_version(version)

@@ -34,20 +34,26 @@ def set_cpu_environment() -> None:
 
 
 def make_engine(
-    model: ModelConfig, rollout: RolloutConfig, seed: int, spans_nodes: bool, progress: Progress | None
+    model: ModelConfig,
+    rollout: RolloutConfig,
+    seed: int,
+    spans_nodes: bool,
+    progress: Progress | None,
+    shares_gpus: bool,
 ) -> LLMEngine:
     """Start vLLM with dummy weights, in the process and the thread that call.
 
     Args:
         spans_nodes: whether the ranks are on several nodes; see `VllmEngine`.
         progress: what records the tokens of every step; None if nobody does.
+        shares_gpus: whether trainers have the same GPUs; see `VllmEngine`.
     """
     on_gpu = torch.cuda.is_available()
     if not on_gpu:
         set_cpu_environment()
     remove_leftovers()
     latent = read_shape(model.path).latent is not None
-    options = _gpu_options(rollout) if on_gpu else _cpu_options(rollout, latent)
+    options = _gpu_options(rollout, shares_gpus) if on_gpu else _cpu_options(rollout, latent)
     if spans_nodes:
         options["distributed_executor_backend"] = "ray"
     from vllm.config import WeightTransferConfig
@@ -77,6 +83,8 @@ def make_engine(
     remove_own_names()
     if not on_gpu:
         engine.collective_rpc("sample_by_seed")
+        if shares_gpus:
+            engine.collective_rpc("sleep_on_a_cpu")
     if progress is not None:
         _record_steps(engine, progress)
     return engine
@@ -103,9 +111,9 @@ def _cpu_options(rollout: RolloutConfig, latent: bool) -> dict[str, Any]:
     return options
 
 
-def _gpu_options(rollout: RolloutConfig) -> dict[str, Any]:
+def _gpu_options(rollout: RolloutConfig, shares_gpus: bool) -> dict[str, Any]:
     """vLLM's options on a GPU. They have not been run; the CPU tests cover everything but these and the environment."""
-    return {"gpu_memory_utilization": rollout.gpu_memory_utilization}
+    return {"gpu_memory_utilization": rollout.gpu_memory_utilization, "enable_sleep_mode": shares_gpus}
 
 
 def _record_steps(engine: LLMEngine, progress: Progress) -> None:

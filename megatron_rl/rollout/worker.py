@@ -50,6 +50,31 @@ class RolloutWorker:
 
         sampler.forward = sample
 
+    def sleep_on_a_cpu(self) -> None:
+        """Give this worker the methods `sleep` and `wake_up`, which do nothing in vLLM's worker on a CPU. As on a GPU,
+        level 2 gives up what is left of weights and KV cache, and later both have new memory at the same tensors. The
+        cache begins with zeros, as at vLLM's start."""
+        runner = self.model_runner
+        lent: dict[str, list[tuple[torch.UntypedStorage, int]]] = {"weights": [], "kv_cache": []}
+
+        def sleep(level: int) -> None:
+            assert level == 2, "nothing is kept"
+            for tag, tensors in (("weights", runner.model.parameters()), ("kv_cache", runner.kv_caches)):
+                for storage in (tensor.untyped_storage() for tensor in tensors):
+                    if storage.nbytes():
+                        lent[tag].append((storage, storage.nbytes()))
+                        storage.resize_(0)
+
+        def wake_up(tags: list[str]) -> None:
+            for tag in tags:
+                for storage, num_bytes in lent[tag]:
+                    storage.resize_(num_bytes)
+                    if tag == "kv_cache":
+                        storage.fill_(0)
+                lent[tag] = []
+
+        self.sleep, self.wake_up = sleep, wake_up
+
     def take_weights(self, version: int) -> str | None:
         """Receive all weights through vLLM's weight transfer engine. Returns None, or the message of an error.
 

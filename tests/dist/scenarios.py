@@ -7,7 +7,6 @@ import pickle
 import shutil
 import threading
 import time
-import weakref
 import zlib
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -493,57 +492,3 @@ def push_weights(rank, world_size, url, *, folder, layout, setup, version):
     live = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     actor.close()
     return live, pushed, mismatch
-
-
-def allocated(rank, world_size, url, *, folder, samples, layout):
-    """The bytes of this rank's weights, gradients and optimizer state after an update, by their storages."""
-    actor = build(rank, world_size, url, folder, layout)
-    begin(actor, samples, layout, 1)
-    actor.update(0, COEFFICIENTS)
-    parameters = [p for chunk in actor.chunks for p in chunk.parameters()]
-    inner = [chained.optimizer for chained in actor.optimizer.chained_optimizers]
-    owned = [p for optimizer in inner for group in optimizer.param_groups for p in group["params"]]
-    weights = _storages(p.data for p in parameters)
-    gradients = _storages([*(p.main_grad for p in parameters), *(p.grad for p in owned if p.grad is not None)])
-    moments = _storages(state[name] for o in inner for state in o.state.values() for name in ("exp_avg", "exp_avg_sq"))
-    copies = {key: size for key, size in _storages(p.data for p in owned).items() if key not in weights}
-    actor.close()
-    return sum(weights.values()), sum(gradients.values()), sum(moments.values()) + sum(copies.values())
-
-
-def _storages(tensors) -> dict[int, int]:
-    """The bytes of every storage, by its address."""
-    return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-
-
-class Saved:
-    """A tensor that autograd holds until it frees the graph."""
-
-    def __init__(self, tensor):
-        self.tensor = tensor
-
-
-def saved_activations(rank, world_size, url, *, folder, samples, layout):
-    """What autograd holds on this rank after one forward pass over one micro-batch: the bytes of all storages but those
-    of the parameters, and the number of tokens of the row."""
-    actor = build(rank, world_size, url, folder, layout)
-    [[batch]] = pack(share_of([[samples]], alignment=layout.alignment))
-    parameters = _storages(p.data for chunk in actor.chunks for p in chunk.parameters())
-    saved, outputs = weakref.WeakSet(), []
-
-    def keep(tensor):
-        held = Saved(tensor)
-        saved.add(held)
-        return held
-
-    def loss(i, logp_T, entropy_T):
-        return logp_T.sum(), logp_T
-
-    for chunk in actor.chunks:  # the outputs hold the graph
-        chunk.register_forward_hook(lambda module, arguments, output: outputs.append(output))
-    with platform.running(), torch.autograd.graph.saved_tensors_hooks(keep, lambda held: held.tensor):
-        logps = actor._schedule.run([batch], loss, forward_only=True)
-    assert all(tensor.requires_grad for tensor in (*outputs, *logps))
-    counted = _storages(held.tensor for held in saved)
-    actor.close()
-    return sum(size for key, size in counted.items() if key not in parameters), len(batch.ids_T)

@@ -17,6 +17,7 @@ from megatron_rl.recipes.memory import activations, rank_parameters
 from megatron_rl.types import Mesh, Tokens
 from shares import TrainSample
 
+MODULE = "memory_scenarios"
 ALL = {name: Layout(layout.mesh, layout.sequence, layout.num_microbatches) for name, layout in LAYOUTS.items()}
 ALL |= {f"{name}_bf16": Layout(ALL[name].mesh, dtype="bfloat16") for name in ("one", "tp2", "tp2_dp2_empty_microbatch")}
 MIXTURES = {name: layout for name, layout in FAMILY_LAYOUTS.items() if "ep" in name or name in ("one", "tp2")}
@@ -42,14 +43,14 @@ def check_allocated(results, folder, layout: Layout) -> None:
 @pytest.mark.parametrize("name", ALL)
 def test_weights_gradients_and_state_are_those_that_the_actor_allocates(trainers, model_folder, samples, name):
     layout = ALL[name]
-    results = trainers.run("allocated", layout.mesh.world_size, folder=model_folder, samples=samples, layout=layout)
+    results = trainers.run(f"{MODULE}.allocated", layout.mesh.world_size, folder=model_folder, samples=samples, layout=layout)
     check_allocated(results, model_folder, layout)
 
 
 @pytest.mark.parametrize("mesh", [Mesh(), Mesh(data=2), Mesh(pipeline=2), Mesh(pipeline=2, data=2)], ids=str)
 def test_tied_embeddings_are_allocated_where_they_are_counted(trainers, tied_model_folder, samples, mesh):
     layout = Layout(mesh)
-    results = trainers.run("allocated", mesh.world_size, folder=tied_model_folder, samples=samples, layout=layout)
+    results = trainers.run(f"{MODULE}.allocated", mesh.world_size, folder=tied_model_folder, samples=samples, layout=layout)
     check_allocated(results, tied_model_folder, layout)
 
 
@@ -57,7 +58,7 @@ def test_tied_embeddings_are_allocated_where_they_are_counted(trainers, tied_mod
 def test_experts_are_allocated_where_they_are_counted(trainers, folders, samples, name):
     layout = MIXTURES[name]
     results = trainers.run(
-        "allocated", layout.mesh.world_size, folder=folders["qwen3_moe"], samples=samples, layout=layout
+        f"{MODULE}.allocated", layout.mesh.world_size, folder=folders["qwen3_moe"], samples=samples, layout=layout
     )
     check_allocated(results, folders["qwen3_moe"], layout)
 
@@ -126,7 +127,7 @@ def test_activations_of_a_dense_model_are_what_autograd_saves(trainers, model_fo
     layout = ACTIVATIONS[name]
     layout = Layout(layout.mesh, layout.sequence, dtype=layout.dtype, recompute=recompute)
     results = trainers.run(
-        "saved_activations", layout.mesh.world_size, folder=model_folder, samples=equal_samples, layout=layout
+        f"{MODULE}.saved_activations", layout.mesh.world_size, folder=model_folder, samples=equal_samples, layout=layout
     )
     check_saved(results, model_folder, layout)
 
@@ -139,7 +140,7 @@ def test_activations_of_other_layers_are_what_autograd_saves(
     """Without norms of q and k; with norms after the blocks; all layers mixtures; a dense layer before mixtures."""
     layout = Layout(recompute=recompute)
     results = trainers.run(
-        "saved_activations", 1, folder=folders[family], samples=equal_samples, layout=layout
+        f"{MODULE}.saved_activations", 1, folder=folders[family], samples=equal_samples, layout=layout
     )
     check_saved(results, folders[family], layout)
 
@@ -148,6 +149,6 @@ def test_activations_of_other_layers_are_what_autograd_saves(
 def test_activations_of_a_mixture_on_several_ranks(trainers, folders, equal_samples, mesh):
     layout = Layout(mesh)
     results = trainers.run(
-        "saved_activations", 2, folder=folders["qwen3_moe"], samples=equal_samples, layout=layout
+        f"{MODULE}.saved_activations", 2, folder=folders["qwen3_moe"], samples=equal_samples, layout=layout
     )
     check_saved(results, folders["qwen3_moe"], layout)

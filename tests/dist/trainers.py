@@ -1,7 +1,7 @@
 """Real trainer processes over gloo: one world after another.
 
-A scenario is a function of scenarios.py; it runs on `world_size` fresh processes, which meet at a store of this process,
-as those of a run meet at the driver's.
+A scenario is a function of scenarios.py, or of another module that its name begins with; it runs on `world_size` fresh
+processes, which meet at a store of this process, as those of a run meet at the driver's.
 """
 
 from __future__ import annotations
@@ -26,4 +26,5 @@ def run(scenario: str, world_size: int, **arguments) -> list:
 
 def _act(scenario: str, rank: int, world_size: int, url: str, arguments: dict):
     os.environ["OMP_NUM_THREADS"] = "1"
-    return getattr(importlib.import_module("scenarios"), scenario)(rank, world_size, url, **arguments)
+    module, _, function = scenario.rpartition(".")
+    return getattr(importlib.import_module(module or "scenarios"), function)(rank, world_size, url, **arguments)

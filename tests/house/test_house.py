@@ -203,17 +203,21 @@ def test_the_record_of_a_recipe_has_the_numbers_of_its_dry_run(path, run_here, m
         line for line in (path.parent / "RECORD.md").read_text().splitlines() if line.startswith(f"| `{path.name}`")
     ]
     total = next(value for key, value in cells.items() if key.endswith("such steps, at most"))
-    of_trainer, of_engine = (
-        max(phases, key=float)
-        for name in ("trainer, stage", "engine")
+    held = {
+        side: f"{max(phases, key=float)} GB {side}"
+        for side, name in {
+            "a shared GPU": r"trainer, stage \d, and engine",
+            "a trainer": r"trainer, stage \d",
+            "an engine": "engine",
+        }.items()
         for first, *phases in rows
-        if len(phases) == 3 and first.startswith(name)
-    )
+        if len(phases) == 3 and re.fullmatch(name, first)
+    }
     received = cells["bytes into the fullest engine rank"].partition(" (")[0]
     assert row.split(" | ")[1:] == [
         cells["trainer"],
         cells["engines"],
-        f"{of_trainer} GB a trainer, {of_engine} GB an engine",
+        ", ".join(held.values()),
         received,
         f"{cells['GPU-hours']}, {total} |",
     ]

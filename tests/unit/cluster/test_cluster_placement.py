@@ -194,6 +194,47 @@ def test_the_smallest_cluster_by_hand():
 WIDTHS = st.sampled_from([1, 2, 4, 8])
 
 
+def shared_run(num_nodes: int, tensor: int, width: int) -> tuple[Demand, ...]:
+    """The demands of a run on whole nodes of 8 GPUs, which trainers and engines share."""
+    world = 8 * num_nodes
+    cluster = {"colocate": True, "gpus_per_trainer": 1, "gpus_per_engine_rank": 1, "cpus_per_trainer": 4}
+    changes = {"policy": {"parallel": {"tensor": tensor, "data": world // tensor}}, "cluster": cluster}
+    rollout = {"num_engines": world // width, "tensor": width, "prompts_per_step": 64, "samples_per_prompt": 2}
+    tree = {
+        "run": {"name": "x", "steps": 1},
+        "model": {"path": "m"},
+        "data": {"train": "t.jsonl"},
+        "rollout": rollout | {"max_prompt_tokens": 8, "max_response_tokens": 8},
+        "balance": {"max_tokens_per_microbatch": 16},
+    }
+    return demands_of(validate(GrpoRunConfig, tree | changes))
+
+
+@pytest.mark.parametrize(("tensor", "width"), [(4, 2), (2, 8), (1, 1), (8, 4)])
+def test_shared_gpus_are_reserved_once_and_pair_ranks_on_one_node(tensor, width):
+    demands, nodes = shared_run(3, tensor, width), [node(i) for i in range(4)]
+    plan = place(demands, nodes)
+    [trainers], engine_ranks = plan.groups["trainer"], [rank for group in plan.groups["engine"] for rank in group]
+    assert len(plan.groups["engine"]) == 24 // width
+    assert [rank.node for rank in trainers] == [rank.node for rank in engine_ranks]
+    assert {(rank.cpus, rank.gpus) for rank in trainers} == {(4, 0)}
+    assert {(rank.cpus, rank.gpus) for rank in engine_ranks} == {(0, 1)}
+    assert all(len({rank.node for rank in group}) == 1 for group in plan.groups["engine"])
+    assert set(Counter(rank.node.id for rank in trainers).values()) == {8}
+    assert len(smallest_cluster(demands, 8).nodes) == 3
+    with pytest.raises(NoRoom, match="room for"):
+        place(demands, nodes[:2])
+
+
+def test_a_lost_node_of_shared_gpus_ends_the_run_with_what_to_do():
+    plan = place(shared_run(2, 4, 4), [node(0), node(1), node(2)])
+    lives = [one for one in plan.nodes if one.id != "id1"]
+    for role, index in (("trainer", 0), ("engine", 2)):
+        assert place_again(plan, role, index, plan.nodes) == plan
+        with pytest.raises(ValueError, match=r"the node 10.0.0.1 is gone, .* --resume auto"):
+            place_again(plan, role, index, lives)
+
+
 @st.composite
 def clusters(draw) -> tuple[list[Demand], list[Node]]:
     frees = draw(st.lists(st.sampled_from([(8, 8), (8, 5), (4, 4), (4, 2), (2, 2), (0, 0)]), min_size=1, max_size=5))

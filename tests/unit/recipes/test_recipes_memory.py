@@ -336,3 +336,27 @@ def test_the_command_prints_tables_or_json(capsys, monkeypatch):
     assert "Megatron's local layers" in shown and "NCCL" not in shown and "that fit" not in shown
     assert size_run.main([recipe, "rollout.tensors=3"]) == 1
     assert "did you mean rollout.tensor" in capsys.readouterr().err
+
+
+def test_shared_gpus_hold_in_each_phase_what_the_phase_needs():
+    """Training has nothing of the engine but its work, generating nothing of the trainer but its communicators."""
+    shared = {"colocate": True, "gpus_per_trainer": 1, "gpus_per_engine_rank": 1, "gpus_per_node": 8}
+    run = config(rollout={"num_engines": 8, "tensor": 4}, cluster=shared)
+    apart = run_memory(config(rollout={"num_engines": 8, "tensor": 4}), SHAPE)
+    [gpu] = run_memory(run, SHAPE).gpus
+    trainer, engine = apart.trainer.parts, apart.engine.gpu.parts
+    constant = sum(size[2] for part, size in gpu.parts.items() if "communicators" in part or "buffers" in part)
+    states = [trainer[part][0] for part in ("weights", "gradients (fp32)", "optimizer state")]
+    computed = sum(size[0] for part, size in trainer.items() if "activations" in part or "computed" in part)
+    work, weights = engine["work of vLLM"][0], engine["weights"][0]
+    assert gpu.totals == pytest.approx(
+        (
+            sum(states) + computed + work + constant,
+            states[0] + weights + work + constant,
+            weights + engine["KV cache"][0] + work + constant,
+        )
+    )
+    assert run_memory(run, SHAPE).problems == []
+    greedy = config(rollout={"num_engines": 8, "tensor": 4, "gpu_memory_utilization": 0.99}, cluster=shared)
+    [problem] = run_memory(greedy, SHAPE).problems
+    assert "generating needs" in problem and "lower rollout.gpu_memory_utilization" in problem

@@ -16,13 +16,21 @@ from megatron_rl.types import Mesh
 class Stage:
     """An engine and the trainers that push weights into it. All calls are awaited on one event loop."""
 
-    def __init__(self, folder: Path, mesh: Mesh, dtype: str = "float32", record: Path | None = None, **rollout) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        mesh: Mesh,
+        dtype: str = "float32",
+        record: Path | None = None,
+        shares_gpus: bool = False,
+        **rollout,
+    ) -> None:
         from megatron_rl.rollout.engine import VllmEngine
 
         self.config = RolloutConfig(prompts_per_step=8, samples_per_prompt=4, **rollout)
         self.trainers = TinyTrainers(folder, mesh, self.config.tensor, dtype)
         model = ModelConfig(path=folder, dtype=dtype)
-        self.engine = VllmEngine(model=model, rollout=self.config, seed=0, record=record)
+        self.engine = VllmEngine(model=model, rollout=self.config, seed=0, record=record, shares_gpus=shares_gpus)
         self._loop = asyncio.new_event_loop()
         self.run(self.engine.start())
         self.run(self.engine.init_transfer(self.trainers.info))

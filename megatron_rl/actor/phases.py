@@ -1,0 +1,115 @@
+"""Lends the memory of a trainer rank to the engine that shares its GPU, and takes it back.
+
+A storage shrinks to nothing and later grows again, so every tensor and every view of it stays valid. Weights and
+optimizer state are copied to host memory before, which is pinned on a machine with a GPU and kept for the next time.
+Gradients are not copied, because every update begins with zeros. On a CPU the same code runs.
+
+Invariants (tests/dist): contents come back bit for bit, in every layout; a phase holds the bytes that it says and no
+others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from torch import Tensor
+
+from megatron_rl.actor import platform, state
+from megatron_rl.types import Phase
+
+HOLDS: dict[Phase, tuple[str, ...]] = {
+    "training": ("weights", "optimizer", "gradients"),
+    "pushing": ("weights",),
+    "generating": (),
+}
+"""What a rank has on its device in each phase."""
+
+
+class PhasedMemory:
+    """The device's memory of one rank's model and optimizer. It begins in the phase `training`."""
+
+    def __init__(self, chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer) -> None:
+        self._chunks, self._optimizer = chunks, optimizer
+        self.phase: Phase = "training"
+        self._lent: dict[str, list[tuple[torch.UntypedStorage, int]]] = {}
+        """The storages of each part that is not on the device, with the bytes that they had."""
+        self._copies: dict[int, Tensor] = {}
+        """The host's copy of each storage, by the address of torch's record of the storage, which never changes."""
+
+    def enter(self, phase: Phase) -> None:
+        """Give up what the phase does not hold, and take back what it holds."""
+        present, wanted = HOLDS[self.phase], HOLDS[phase]
+        leaving = {part: list(self._storages(part)) for part in present if part not in wanted}
+        for part, storages in leaving.items():
+            if part != "gradients":
+                for storage in storages:
+                    self._copy_to_host(storage)
+        _synchronize()
+        for part, storages in leaving.items():
+            self._lent[part] = [(storage, storage.nbytes()) for storage in storages]
+            for storage in storages:
+                storage.resize_(0)
+        if leaving:
+            _empty_caches()
+        for part in wanted:
+            for storage, num_bytes in self._lent.pop(part, ()):
+                storage.resize_(num_bytes)
+                if part != "gradients":
+                    storage.copy_(self._copies[storage._cdata].untyped_storage(), non_blocking=True)
+        _synchronize()
+        self.phase = phase
+
+    def require(self, phase: Phase) -> None:
+        """
+        Raises:
+            RuntimeError: the rank is in a phase that does not hold what `phase` does.
+        """
+        missing = [part for part in HOLDS[phase] if part not in HOLDS[self.phase]]
+        if missing:
+            raise RuntimeError(
+                f"the trainer is in the phase {self.phase}, in which the engines have the memory of its "
+                f"{' and '.join(missing)}; it must enter the phase {phase} first"
+            )
+
+    def _storages(self, part: str) -> Iterator[torch.UntypedStorage]:
+        """Each storage of a part on the device once."""
+        seen: set[int] = set()
+        if part == "optimizer":  # of an fp32 model, the parameters of the optimizer are views of the weights
+            seen = {storage._cdata for other in ("weights", "gradients") for storage in self._storages(other)}
+        for tensor in self._tensors(part):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in seen and tensor.device == platform.device():
+                seen.add(storage._cdata)
+                yield storage
+
+    def _tensors(self, part: str) -> Iterator[Tensor]:
+        if part == "weights":
+            yield from state.local_parameters(self._chunks).values()
+        elif part == "gradients":
+            for chunk in self._chunks:
+                yield from (buffer.grad_data for buffer in chunk.buffers + chunk.expert_parallel_buffers)
+        else:
+            yield from state.optimizer_tensors(self._optimizer)
+
+    def _copy_to_host(self, storage: torch.UntypedStorage) -> None:
+        copy = self._copies.get(storage._cdata)
+        if copy is None or copy.nbytes != storage.nbytes():
+            copy = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=platform.HAS_CUDA)
+            self._copies[storage._cdata] = copy
+        copy.untyped_storage().copy_(storage, non_blocking=True)
+
+
+def _synchronize() -> None:
+    if platform.HAS_CUDA:
+        torch.cuda.synchronize()
+
+
+def _empty_caches() -> None:
+    """Give back what Megatron and torch keep for reuse."""
+    parallel_state.get_global_memory_buffer().buffer.clear()
+    if platform.HAS_CUDA:
+        torch.cuda.empty_cache()

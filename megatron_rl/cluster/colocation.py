@@ -1,0 +1,64 @@
+"""Leads trainers and engines that share GPUs through the phases of a run.
+
+The training loop does not know of it: the policy, the engines and the bridge each ask for the phase that they need
+before they do anything. Whoever gives memory up does so before the other takes it.
+
+Invariants (tests/unit/cluster, tests/e2e): the two sides never hold more together than one of the phases allows; the
+numbers of the run are those of a run without shared GPUs, also after an engine or the policy was lost.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from typing import get_args
+
+from megatron_rl.cluster.engines import EngineGroup
+from megatron_rl.cluster.placement import Placement
+from megatron_rl.cluster.policy import PolicyGroup
+from megatron_rl.layout import Links
+from megatron_rl.types import Phase
+
+log = logging.getLogger(__name__)
+
+ORDER: tuple[Phase, ...] = get_args(Phase)
+"""In this order the trainers hold less and less, and the engines more and more."""
+
+
+class Colocation:
+    def __init__(self, policy: PolicyGroup, engines: EngineGroup) -> None:
+        """
+        Args:
+            policy: its ranks are not started yet, because vLLM starts on GPUs without trainers.
+            engines: they have started, so the run begins in the phase `generating`.
+        """
+        self._policy, self._engines = policy, engines
+        self._phase: Phase = "generating"
+        policy.before = engines.before = self.enter
+        policy.make_room = self.make_room
+
+    def enter(self, phase: Phase) -> None:
+        """Bring both sides into a phase."""
+        if phase == self._phase:
+            return
+        log.info("phase %s", phase)
+        trainers_give = ORDER.index(phase) > ORDER.index(self._phase)
+        for side in (self._policy, self._engines) if trainers_give else (self._engines, self._policy):
+            side.enter(phase)
+        self._phase = phase
+
+    def make_room(self) -> Sequence[str | None]:
+        """Bring the engines into the phase `training`, in which the trainer ranks that start next begin. Returns the
+        GPU that each of them shares with a rank of an engine; None if the run has no GPUs."""
+        self._engines.enter("training")
+        self._phase = "training"
+        gpus = [gpu for process in self._engines.processes for gpu in process.location.gpus]
+        return gpus or [None] * self._policy.mesh.world_size
+
+
+def shared_links(placement: Placement) -> Links:
+    """Where the ranks of trainers and engines are that share GPUs, if all nodes have the same number of them."""
+    [trainers] = placement.groups["trainer"]
+    sizes = set(Counter(rank.node.id for rank in trainers).values())
+    return Links(gpus_per_node=sizes.pop() if len(sizes) == 1 else 1, colocated=True)

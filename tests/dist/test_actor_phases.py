@@ -1,0 +1,48 @@
+"""A trainer rank lends its memory and takes it back, and nothing else changes."""
+
+from __future__ import annotations
+
+import filecmp
+
+import pytest
+from scenarios import Layout
+from test_actor_families import LAYOUTS as FAMILY_LAYOUTS
+
+from megatron_rl.types import Mesh
+
+LAYOUTS = {
+    "tp2": Layout(Mesh(tensor=2)),
+    "dp2": Layout(Mesh(data=2)),  # the optimizer's parameters are views of the weights
+    "dp2_bf16": Layout(Mesh(data=2), dtype="bfloat16"),  # it has fp32 copies of its part of them
+    "pp2_virtual_bf16": Layout(Mesh(pipeline=2, virtual=2), num_microbatches=2, dtype="bfloat16"),
+}
+
+
+def check(trainers, tmp_path, folder, samples, layout: Layout) -> None:
+    runs = {}
+    for name in ("alone", "lends"):
+        target = tmp_path / name
+        target.mkdir()
+        arguments = dict(folder=folder, samples=samples, layout=layout, target=target, enters=name == "lends")
+        runs[name] = trainers.run("memory_scenarios.lend", layout.mesh.world_size, **arguments)
+    for (metrics, _, _), (metrics2, sizes, refusals) in zip(*runs.values(), strict=True):
+        assert metrics2 == metrics
+        assert sizes["generating"] == 0 < sizes["pushing"] < sizes["training"] < sizes["after an update"]
+        assert [name for name, _ in refusals] == ["begin", "update", "save", "load", "snapshot"] * 3
+        for _, message in refusals:
+            assert "the trainer is in the phase generating, in which the engines have the memory" in message
+    checkpoints = [tmp_path / name / "2" for name in runs]
+    files = [[path.relative_to(c) for path in sorted(c.rglob("*")) if path.suffix == ".distcp"] for c in checkpoints]
+    assert files[0] == files[1] != []
+    for file in files[0]:
+        assert filecmp.cmp(checkpoints[0] / file, checkpoints[1] / file, shallow=False), file
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_lending_changes_no_bit_and_holds_only_what_the_phase_needs(trainers, model_folder, samples, tmp_path, name):
+    check(trainers, tmp_path, model_folder, samples, LAYOUTS[name])
+
+
+def test_experts_are_lent_too(trainers, folders, samples, tmp_path):
+    layout = next(layout for name, layout in FAMILY_LAYOUTS.items() if "ep2" in name)
+    check(trainers, tmp_path, folders["qwen3_moe"], samples, layout)

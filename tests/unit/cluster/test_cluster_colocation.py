@@ -1,0 +1,64 @@
+"""The phases of a run whose trainers and engines share GPUs, in the order in which memory is given up and taken."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_rl.cluster.colocation import ORDER, Colocation, shared_links
+from megatron_rl.cluster.placement import Node, Place, Placement
+from megatron_rl.types import Mesh
+
+TRAINER = {"training": 3, "pushing": 1, "generating": 0}
+ENGINE = {"training": 0, "pushing": 1, "generating": 3}
+"""What each side holds, in parts of equal size."""
+
+
+class Side:
+    def __init__(self, holds: dict[str, int], begins: str, room: list[int]) -> None:
+        self.holds, self.phase, self.room = holds, begins, room
+        self.mesh = Mesh(data=2)
+        self.processes = [SimpleNamespace(location=SimpleNamespace(gpus=("4", "6")))]
+
+    def enter(self, phase: str) -> None:
+        self.room[0] += self.holds[self.phase] - self.holds[phase]
+        assert self.room[0] >= 0, "one side took what the other had not given up"
+        self.phase = phase
+
+
+@given(st.lists(st.sampled_from(ORDER), max_size=12))
+def test_memory_is_given_up_before_it_is_taken(phases):
+    """A device of three parts holds everything of one side, or the weights of both."""
+    room = [0]
+    engines = Side(ENGINE, "generating", room)
+    policy = Side(TRAINER, "generating", room)  # it holds nothing before it starts
+    colocation = Colocation(policy, engines)
+    assert policy.make_room() == ["4", "6"] and room == [3]
+    policy.enter("training")
+    for phase in phases:
+        policy.before(phase)
+        assert (policy.phase, engines.phase) == (phase, phase)
+    engines.before("generating")
+    assert engines.before.__self__ is colocation and room == [0]
+
+
+def test_each_change_of_phase_is_made_once():
+    entered = []
+    sides = [SimpleNamespace(enter=lambda phase, name=name: entered.append((name, phase))) for name in "pe"]
+    colocation = Colocation(*sides)
+    for phase in itertools.chain(["generating"] * 2, ["pushing"] * 2, ["training"]):
+        colocation.enter(phase)
+    assert entered == [("e", "pushing"), ("p", "pushing"), ("e", "training"), ("p", "training")]
+
+
+def test_the_plan_of_transfers_knows_who_shares_a_node():
+    nodes = [Node(str(i), str(i), 8, 8, 8, 8) for i in range(2)]
+
+    def placed(*numbers: int) -> Placement:
+        return Placement(tuple(nodes), (), {"trainer": (tuple(Place(nodes[i], 1, 0) for i in numbers),)})
+
+    assert shared_links(placed(0, 0, 1, 1)).gpus_per_node == 2 and shared_links(placed(0, 0, 1, 1)).colocated
+    assert shared_links(placed(0, 0, 0, 1)).gpus_per_node == 1, "rank r would not be in node r // n"
