@@ -93,7 +93,8 @@ def rank_parameters(shape: ModelShape, mesh: Mesh, rank: int) -> RankParameters:
     With the distributed optimizer each chunk of the model has one buffer for its dense parameters and one for its
     experts. In a buffer every parameter begins at a multiple of 64 elements, and every bucket ends at a multiple of 128
     and of the number of ranks that share it. A tied embedding is a bucket of its own where first and last stage have
-    separate copies of it.
+    separate copies of it. On GPUs gradients are reduced in more buckets (`overlap_grad_reduce`), whose padding is not
+    counted.
     """
     dense_ways, expert_ways = optimizer_ways(mesh)
     rows = padded_vocabulary(shape, mesh.tensor) // mesh.tensor

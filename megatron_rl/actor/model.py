@@ -10,6 +10,7 @@ transformers for the same Hugging Face folder.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -120,7 +121,18 @@ def transformer_config(
     )
     if model.recompute == "full":
         ours |= dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
-    return build(MLATransformerConfig if shape.latent else TransformerConfig, "transformer", ours, switches)
+    kind = MLATransformerConfig if shape.latent else TransformerConfig
+    return build(kind, "transformer", ours, switches, _fast_on_gpus(shape, fused))
+
+
+def _fast_on_gpus(shape: ModelShape, fused: bool) -> dict[str, Any]:
+    """What is faster with Transformer Engine's layers and changes no number but by rounding. None of it has been run."""
+    fast: dict[str, Any] = {}
+    if fused and find_spec("fused_weight_gradient_mlp_cuda"):  # a part of Apex, which the output layer asks for
+        fast["gradient_accumulation_fusion"] = True
+    if fused and shape.experts:
+        fast["moe_permute_fusion"] = True
+    return fast
 
 
 def _pipeline_layout(shape: ModelShape, mesh: Mesh) -> list[list[str]] | None:
@@ -226,8 +238,11 @@ def _build_chunk(
     gpt.to(platform.device())
     wrapped = Float16Module(config, gpt) if config.bf16 else gpt
     keep_biases_in_float32([gpt])
-    ours = {"grad_reduce_in_fp32": True, "use_distributed_optimizer": parallel.data * parallel.context > 1}
-    ddp = build(DistributedDataParallelConfig, "ddp", ours, policy.megatron.ddp)
+    is_split = parallel.data * parallel.context > 1
+    ours = {"grad_reduce_in_fp32": True, "use_distributed_optimizer": is_split}
+    # On CPUs, communication beside the backward pass would take the cores from it.
+    fast = {"overlap_grad_reduce": is_split and platform.HAS_CUDA}
+    ddp = build(DistributedDataParallelConfig, "ddp", ours, policy.megatron.ddp, fast)
     return DistributedDataParallel(config, ddp, wrapped)
 
 

@@ -23,13 +23,20 @@ REFUSED = {
 Config = TypeVar("Config")
 
 
-def build(kind: type[Config], section: str, ours: Mapping[str, Any], switches: Mapping[str, Any]) -> Config:
+def build(
+    kind: type[Config],
+    section: str,
+    ours: Mapping[str, Any],
+    switches: Mapping[str, Any],
+    defaults: Mapping[str, Any] = {},
+) -> Config:
     """Megatron's dataclass `kind` with the project's fields and the user's.
 
     Args:
         section: the section of `policy.megatron`, for the error.
         ours: the fields that the project sets.
         switches: the fields that the user sets.
+        defaults: the fields whose defaults here differ from Megatron's.
 
     Raises:
         ValueError: there is no such field, or it must not be set, or Megatron refuses the value.
@@ -46,7 +53,7 @@ def build(kind: type[Config], section: str, ours: Mapping[str, Any], switches: M
         if name in REFUSED:
             raise ValueError(f"{key} must not be set: {REFUSED[name]}")
     try:
-        return kind(**ours, **switches)
+        return kind(**{**defaults, **ours, **switches})
     except (ValueError, TypeError, AssertionError) as error:
         if not switches:
             raise

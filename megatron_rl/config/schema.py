@@ -134,12 +134,16 @@ Switch = bool | int | float | str | tuple[str, ...] | None
 
 class MegatronConfig(Section):
     """Settings of Megatron-Core that have no key of their own here, by their names there. The names are checked when a
-    run starts; what the project sets itself, and what would change the loss, is refused."""
+    run starts; what the project sets itself, and what would change the loss, is refused.
+
+    On GPUs `overlap_grad_reduce` is on where gradients are reduced, and with Transformer Engine's layers so are
+    `moe_permute_fusion` and, if Apex has its extension, `gradient_accumulation_fusion`; false turns them off."""
 
     transformer: dict[str, Switch] = {}
-    """Fields of `TransformerConfig`, for example `{moe_permute_fusion: true}`."""
+    """Fields of `TransformerConfig`, for example `{recompute_granularity: selective, recompute_modules: [mlp]}`, or
+    `{recompute_granularity: full, recompute_method: block, recompute_num_layers: 4}`."""
     ddp: dict[str, Switch] = {}
-    """Fields of `DistributedDataParallelConfig`, for example `{overlap_grad_reduce: true}`."""
+    """Fields of `DistributedDataParallelConfig`, for example `{overlap_grad_reduce: false}`."""
     optimizer: dict[str, Switch] = {}
     """Fields of `OptimizerConfig`."""
 

@@ -208,6 +208,20 @@ SWITCHES = {
         Mesh(tensor=2),
         {"transformer": {"recompute_granularity": "selective", "recompute_modules": ("core_attn",)}},
     ),
+    "tp2_recompute_mlp": (
+        Mesh(tensor=2),
+        {"transformer": {"recompute_granularity": "selective", "recompute_modules": ("mlp",)}},
+    ),
+    "pp2_recompute_by_blocks": (
+        Mesh(pipeline=2),
+        {
+            "transformer": {
+                "recompute_granularity": "full",
+                "recompute_method": "block",
+                "recompute_num_layers": 1,
+            }
+        },
+    ),
 }
 
 
