@@ -41,7 +41,8 @@ if TYPE_CHECKING:
 def run(config: GrpoRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) -> int:
     """Connect the packages and train; returns the number of steps that are done."""
     shape = read_shape(config.model.path)
-    check_model(config.model.path, shape, config.policy.parallel.mesh)
+    if config.model.weights is None:
+        check_model(config.model.path, shape, config.policy.parallel.mesh)
 
     # These imports take seconds. They are here so that a dry run, or an error in the configuration, does not wait.
     from megatron_rl.actor.spec import ActorSpec

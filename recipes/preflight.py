@@ -100,7 +100,8 @@ def preflight(config: BaseConfig, tell: Tell, *, resume: bool = False, planning:
         )
     elif folder.is_dir():
         if shape:
-            attempt(lambda: _check_weights(folder, shape))
+            weights = config.model.weights
+            attempt(lambda: _check_manifest(weights, shape) if weights else _check_weights(folder, shape))
         tokenizer = attempt(lambda: TokenizerFiles(folder))
     if tokenizer and shape:
         faults += _vocabulary(config, shape, tokenizer)
@@ -160,6 +161,32 @@ def _check_weights(folder: Path, shape: ModelShape) -> None:
                 f"copy the checkpoint again"
             )
     scan(folder, shape)
+
+
+def _check_manifest(folder: Path, shape: ModelShape) -> None:
+    """Check the folder of `model.weights`, as far as its files need not be read."""
+    path = folder / "manifest.json"
+    if not path.is_file():
+        raise ValueError(
+            f"model.weights: {folder} has no manifest.json; give a folder that tools/hf_to_megatron.py has written, or "
+            f"a checkpoint of a run"
+        )
+    try:
+        fields = json.loads(path.read_text())
+        saved, files = fields["shape"], {folder / name: entry["bytes"] for name, entry in fields["files"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"model.weights: {path} cannot be read ({error!r}); copy the folder again") from error
+    for key in ("family", "num_layers", "hidden_size", "vocab_size"):
+        if saved.get(key) != (mine := getattr(shape, key)):
+            raise ValueError(
+                f"model.weights: {folder} holds a model with {key} {saved.get(key)}, but model.path has {mine}"
+            )
+    wrong = [file for file, size in files.items() if not file.is_file() or file.stat().st_size != size]
+    if wrong:
+        raise ValueError(
+            f"model.weights: {wrong[0]} is missing or has another size than the manifest says ({len(wrong)} of "
+            f"{len(files)} files); copy the folder again"
+        )
 
 
 def _vocabulary(config: BaseConfig, shape: ModelShape, tokenizer: TokenizerFiles) -> list[str]:

@@ -28,7 +28,8 @@ from megatron_rl.recipes.dry_run import (  # noqa: E402
 def run(config: SftRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) -> int:
     """Connect the packages and train; returns the number of steps that are done."""
     shape = read_shape(config.model.path)
-    check_model(config.model.path, shape, config.policy.parallel.mesh)
+    if config.model.weights is None:
+        check_model(config.model.path, shape, config.policy.parallel.mesh)
 
     # These imports take seconds. They are here so that a dry run, or an error in the configuration, does not wait.
     from transformers import AutoTokenizer

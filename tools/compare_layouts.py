@@ -117,7 +117,7 @@ def train_once(
     calls this. The gradient is whole on rank 0 and empty on the others."""
     from megatron_rl.actor.actor import MegatronActor
     from megatron_rl.actor.spec import ActorSpec
-    from megatron_rl.actor.weights import gather_gradient, load_hf
+    from megatron_rl.actor.weights import gather_gradient, load_weights
     from megatron_rl.algorithms import SupervisedObjective
 
     mesh = parallel.mesh
@@ -132,7 +132,7 @@ def train_once(
         seed=0,
     )
     actor = MegatronActor(spec, rank=rank, world_size=mesh.world_size, store=store)
-    load_hf(actor, folder)
+    load_weights(actor, folder)
     actor.begin(shares[mesh.coordinates(rank)[2]])
     metrics = actor.update(0, {})
     gradient = {name: tensor.numpy() for name, tensor in gather_gradient(actor).items()}

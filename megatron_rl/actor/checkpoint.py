@@ -321,7 +321,7 @@ def load(
                 maps = Maps(source.checksums)
                 for target in targets:
                     if target.kind == kind:
-                        _fill(target, by_name[target.local_name], source, maps)
+                        fill(target, by_name[target.local_name], source, maps)
             tensors = [(name, entry) for name, entry in fields["files"].items() if "tensors" in entry]
             for name, entry in tensors[agreement.rank :: agreement.size]:
                 check_frame(folder / name, entry)
@@ -331,7 +331,15 @@ def load(
     return state
 
 
-def _fill(target: Target, shards: Iterable[Shard], source: Source, maps: Maps) -> None:
+def fill(target: Target, shards: Iterable[Shard], source: Source, maps: Maps) -> None:
+    """Fill a target with what a checkpoint holds of it, and its other elements (padding) with zeros.
+
+    Args:
+        shards: those of the target's parameter.
+
+    Raises:
+        ValueError: a tensor has other bytes than the manifest says.
+    """
     target.flat.zero_()
     boxes = interval_boxes(target.extents, target.start, target.start + len(target.flat))
     for shard in shards:

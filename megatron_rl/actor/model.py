@@ -126,7 +126,7 @@ def transformer_config(
 
 
 def _fast_on_gpus(shape: ModelShape, fused: bool) -> dict[str, Any]:
-    """What is faster with Transformer Engine's layers and changes no number but by rounding. None of it has been run."""
+    """What is faster with Transformer Engine's layers and changes numbers by rounding alone. It has not been run."""
     fast: dict[str, Any] = {}
     if fused and find_spec("fused_weight_gradient_mlp_cuda"):  # a part of Apex, which the output layer asks for
         fast["gradient_accumulation_fusion"] = True

@@ -1,4 +1,5 @@
-"""Loads Hugging Face folders into the live parameters and exports them, in loops over the shards of `layout`.
+"""Loads checkpoints into the live parameters and exports them as Hugging Face folders, in loops over the shards of
+`layout`.
 
 When loading, each rank reads only its own rectangles. The export gathers the tensors of one file at a time on rank 0.
 Invariants (tests/dist): export after load gives the same bits on every mesh; logits equal those of transformers.
@@ -14,17 +15,18 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_rl.actor import platform, state
-from megatron_rl.actor.checkpoint import atomic_folder, write_text
+from megatron_rl.actor.checkpoint import Target, atomic_folder, fill, write_text
 from megatron_rl.convert.forms import split_into_files
 from megatron_rl.convert.hub import INDEX, MAX_FILE_BYTES, companions, file_name, index_text
+from megatron_rl.convert.manifest import WEIGHTS
+from megatron_rl.convert.source import open_checkpoint
+from megatron_rl.convert.stored import Maps
 from megatron_rl.convert.work import sync
 from megatron_rl.layout import FAMILIES, Box, Shard, megatron_shards, slices, volume
-from megatron_rl.layout.hub import read_index
 from megatron_rl.types import Mesh, ModelShape
 
 if TYPE_CHECKING:
@@ -32,25 +34,32 @@ if TYPE_CHECKING:
 
 
 @torch.no_grad()
-def load_hf(actor: MegatronActor, folder: Path) -> None:
-    """Fill the parameters from a Hugging Face folder. All ranks must call this together.
+def load_weights(actor: MegatronActor, folder: Path) -> None:
+    """Fill the parameters from a checkpoint of any form that the converter knows: a Hugging Face folder, a distributed
+    checkpoint of Megatron-Core (that of a run, too), or files of ranks. All ranks must call this together.
 
     Raises:
         ValueError: a rank finds a file missing, damaged or of another model; all ranks raise it.
     """
-    parameters = actor.parameters()
+    shape = actor.spec.shape
+    family = FAMILIES[shape.family]
+    shards: dict[str, list[Shard]] = {}
+    for shard in actor.shards:
+        shards.setdefault(shard.local_name, []).append(shard)
     with actor.agreement.on_errors():
-        index = read_index(Path(folder), actor.spec.shape)
-        for parameter in parameters.values():
-            parameter.zero_()  # padding rows of the vocabulary exist in no HF tensor
-        files: dict[Path, safe_open] = {}
-        for shard in actor.shards:
-            path = index[shard.hf_name]
-            if path not in files:
-                files[path] = safe_open(path, framework="pt")
-            if volume(shard.hf_box):
-                source = files[path].get_slice(shard.hf_name)[slices(shard.hf_box)]
-                parameters[shard.local_name][slices(shard.local_box)].copy_(source)
+        source = open_checkpoint(Path(folder))
+        if (source.shape.family, FAMILIES[source.shape.family].hf_tensors(source.shape)) != (
+            shape.family,
+            family.hf_tensors(shape),
+        ):
+            raise ValueError(
+                f"{folder} holds a {source.shape.family} of other sizes than {actor.spec.model.path}; take the weights "
+                f"and the configuration of one model"
+            )
+        maps = Maps(source.checksums)
+        for name, parameter in actor.parameters().items():
+            target = Target(WEIGHTS, name, tuple(parameter.shape), 0, parameter.view(-1))
+            fill(target, shards[name], source, maps)
     actor.weights_changed()
 
 

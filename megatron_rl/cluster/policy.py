@@ -67,7 +67,7 @@ class TrainerRank:
             address, port: those of the store that rank 0 serves.
             secret: a part of the names of all keys in the store, so that no process of another run reads or changes
                 them.
-            load_model: load the weights of the model's folder. Otherwise `load` must follow.
+            load_model: load the weights that the run begins with. Otherwise `load` must follow.
             gpu: the GPU that the rank shares with an engine; None if it has what Ray gave it.
 
         Returns:
@@ -78,7 +78,7 @@ class TrainerRank:
         # Only the ranks import this: the driver does not need Megatron-Core and need not wait for its import.
         from megatron_rl.actor.actor import MegatronActor
         from megatron_rl.actor.probe import SpeedProbe
-        from megatron_rl.actor.weights import load_hf
+        from megatron_rl.actor.weights import load_weights
 
         store = PrefixStore(f"megatron_rl/{secret}/trainers", TCPStore(address, port, is_master=False))
         self.actor = MegatronActor(
@@ -86,9 +86,10 @@ class TrainerRank:
         )
         self.probe = SpeedProbe()
         if load_model:
-            log.info("loading its part of %s", self.spec.model.path)
+            folder = self.spec.model.weights or self.spec.model.path
+            log.info("loading its part of %s", folder)
             start = time.perf_counter()
-            load_hf(self.actor, self.spec.model.path)
+            load_weights(self.actor, folder)
             self.actor.keep_reference()
             log.info("loaded in %.1f s", time.perf_counter() - start)
         return self.actor.fused_norms

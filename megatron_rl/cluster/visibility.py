@@ -40,8 +40,8 @@ log = logging.getLogger(__name__)
 class Needs:
     """What every node must see. Paths are absolute."""
 
-    model: Path
-    """The model's folder, which trainers, engines and the verifier read."""
+    models: tuple[Path, ...]
+    """The model's folder, which trainers, engines and the verifier read, and that of its weights if it is another."""
     run_folder: Path
     """The run's folder, into which all processes write."""
     mark: str
@@ -62,9 +62,8 @@ def check_nodes(config: BaseConfig, placement: Placement) -> None:
     modules = {
         reward.path.partition(":")[0].partition(".")[0] for reward in rewards if isinstance(reward, FunctionReward)
     }
-    needs = Needs(
-        config.model.path, config.run_folder, f".seen_by_nodes_{secrets.token_hex(8)}", tuple(sorted(modules))
-    )
+    models = tuple(path for path in (config.model.path, config.model.weights) if path is not None)
+    needs = Needs(models, config.run_folder, f".seen_by_nodes_{secrets.token_hex(8)}", tuple(sorted(modules)))
     mark = needs.run_folder / needs.mark
     mark.write_text(needs.mark)
     try:
@@ -92,7 +91,7 @@ def _ask(needs: Needs, nodes: Sequence[dict[str, Any]], timeout_s: float) -> lis
         name = f"node {node_name(node)}"
         if isinstance(answer, GetTimeoutError):
             faults.append(
-                f"{name} has not answered in {timeout_s:g} s whether it sees {needs.model} and {needs.run_folder}; "
+                f"{name} has not answered in {timeout_s:g} s whether it sees {needs.models[0]} and {needs.run_folder}; "
                 "does a file system hang there?"
             )
         elif isinstance(answer, RayTaskError):
@@ -117,8 +116,9 @@ def node_name(node: dict[str, Any]) -> str:
 def look(needs: Needs) -> tuple[list[str], Interface | None]:
     """What the node that runs this lacks, in phrases whose subject is the node; and the interface of its processes."""
     faults = []
-    if not (needs.model / "config.json").is_file():
-        faults.append(f"does not see {needs.model}; put it on a file system that all nodes share, or copy it there")
+    for model in needs.models:
+        if not any((model / name).is_file() for name in ("config.json", "manifest.json")):
+            faults.append(f"does not see {model}; put it on a file system that all nodes share, or copy it there")
     try:
         if (needs.run_folder / needs.mark).read_text() != needs.mark:
             raise FileNotFoundError

@@ -117,6 +117,10 @@ class OptimizerConfig(Section):
 class ModelConfig(Section):
     path: Path
     """The model's folder in Hugging Face's format, with config.json, safetensors files and a tokenizer."""
+    weights: Path | None = None
+    """The folder with the weights that the run begins with, if they are not in `path`: one that tools/hf_to_megatron.py
+    has written, or a checkpoint of another run. `path` may then be its subfolder `hf`, which has everything but the
+    weights."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """The data type of the weights in the trainer's forward pass and in the engine. The optimizer's state is fp32."""
     layers: Literal["auto", "transformer_engine", "local"] = "auto"

@@ -7,7 +7,7 @@ from megatron_rl.layout.copies import Copy
 from megatron_rl.layout.engines import Engines
 from megatron_rl.layout.families import FAMILIES
 from megatron_rl.layout.family import Family
-from megatron_rl.layout.hub import HubIndex, check_model, read_index, scan
+from megatron_rl.layout.hub import HubIndex, check_model, scan
 from megatron_rl.layout.links import Links
 from megatron_rl.layout.shards import Box, Shard, check_parameters, slices, volume
 from megatron_rl.layout.splits import VOCABULARY_MULTIPLE, padded
@@ -46,7 +46,6 @@ __all__ = [
     "megatron_shards",
     "padded_vocabulary",
     "plan_weights",
-    "read_index",
     "read_shape",
     "scan",
     "slices",

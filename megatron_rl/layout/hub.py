@@ -40,15 +40,6 @@ def check_model(folder: Path, shape: ModelShape, mesh: Mesh) -> None:
         log.warning("%s: %d tensors are ignored: %s", folder, count, reason)
 
 
-def read_index(folder: Path, shape: ModelShape) -> dict[str, Path]:
-    """The safetensors file of each HF tensor, by the tensor's name.
-
-    Raises:
-        ValueError: see `scan`.
-    """
-    return scan(folder, shape).files
-
-
 def scan(folder: Path, shape: ModelShape) -> HubIndex:
     """Account for every tensor of a folder. Only the files' headers are read.
 

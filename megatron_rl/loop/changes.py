@@ -16,7 +16,7 @@ MAY_CHANGE = re.compile(
     "|".join(
         [
             r"run\.(name|folder|steps)",
-            r"model\.(path|recompute|layers)",
+            r"model\.(path|weights|recompute|layers)",
             r"policy\.(optimizer|parallel|megatron)\..*",
             r"data\..*",
             r"sft\.(rows|on_bad_row)",

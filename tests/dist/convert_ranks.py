@@ -16,7 +16,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel  # isort: skip
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed  # isort: skip
 from megatron.core.utils import unwrap_model  # isort: skip
 from scenarios import Layout, build  # isort: skip
-from megatron_rl.layout import megatron_shards, padded_vocabulary, read_index, read_shape, slices
+from megatron_rl.layout import megatron_shards, padded_vocabulary, read_shape, scan, slices
 from megatron_rl.types import Mesh, ModelShape
 
 FUSED_KEYS = {
@@ -74,7 +74,7 @@ def load_into_gpt(rank: int, world_size: int, url: str, cases: list[tuple[Path, 
             model_parallel_cuda_manual_seed(0)
             gpt = _model(shape, mesh, mesh.coordinates(rank)[1])
             _load(gpt, checkpoint)
-        index = read_index(folder, shape)
+        index = scan(folder, shape).files
         live = dict(gpt.named_parameters()) | {k: b for k, b in gpt.named_buffers() if k.endswith("expert_bias")}
         seen = set()
         for shard in megatron_shards(shape, mesh, rank):

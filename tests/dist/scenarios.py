@@ -27,7 +27,7 @@ from megatron_rl.actor.logprobs import output_weight, vocabulary_shard
 from shares import TrainSample, share_of
 from megatron_rl.actor.packing import pack
 from megatron_rl.actor.spec import ActorSpec
-from megatron_rl.actor.weights import export_hf, load_hf
+from megatron_rl.actor.weights import export_hf, load_weights
 from megatron_rl.algorithms import PolicyObjective, SupervisedObjective
 from megatron_rl.algorithms.logprobs import token_logprobs
 from megatron_rl.bridge.sender import BridgeSender
@@ -77,8 +77,9 @@ def build(
     algorithm: AlgorithmConfig | None = ALGORITHM,
     optimizer: OptimizerConfig = OPTIMIZER,
     router_bias_update_rate: float = 0.0,
+    weights: Path | None = None,
 ) -> MegatronActor:
-    """`algorithm` None is supervised training."""
+    """`algorithm` None is supervised training. `weights`: where the weights are, if they are not in `folder`."""
     mesh = layout.mesh
     parallel = ParallelConfig(
         tensor=mesh.tensor,
@@ -94,14 +95,19 @@ def build(
     spec = ActorSpec(
         shape=read_shape(folder),
         model=ModelConfig(path=folder, dtype=layout.dtype, recompute=layout.recompute),
-        policy=PolicyConfig(parallel=parallel, optimizer=optimizer, megatron=layout.megatron, router_bias_update_rate=router_bias_update_rate),
+        policy=PolicyConfig(
+            parallel=parallel,
+            optimizer=optimizer,
+            megatron=layout.megatron,
+            router_bias_update_rate=router_bias_update_rate,
+        ),
         objective=PolicyObjective(algorithm) if algorithm else SupervisedObjective(),
         temperature=TEMPERATURE if algorithm else 1.0,
         total_steps=TOTAL_STEPS,
         seed=0,
     )
     actor = MegatronActor(spec, rank=rank, world_size=world_size, store=meet(rank, world_size, url))
-    load_hf(actor, folder)
+    load_weights(actor, weights or folder)
     actor.keep_reference()
     return actor
 
@@ -440,8 +446,8 @@ def _error(call) -> str:
     return "no error"
 
 
-def export(rank, world_size, url, *, folder, layout, target, checkpoint=None):
-    actor = build(rank, world_size, url, folder, layout)
+def export(rank, world_size, url, *, folder, layout, target, checkpoint=None, weights=None):
+    actor = build(rank, world_size, url, folder, layout, weights=weights)
     if checkpoint is not None:
         actor.load(checkpoint)
     export_hf(actor, target)

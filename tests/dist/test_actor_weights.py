@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 from scenarios import Layout
 
+from megatron_rl.tools import hf_to_megatron
 from megatron_rl.types import Mesh
 
 
@@ -23,6 +24,39 @@ def test_export_after_load_gives_the_same_bits(request, trainers, tmp_path, mesh
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert (target / "tokenizer.json").read_text() == (source / "tokenizer.json").read_text()
     assert [path.name for path in tmp_path.iterdir()] == ["export"]
+
+
+@pytest.mark.parametrize("mesh", [Mesh(tensor=2), Mesh(pipeline=2, virtual=2), Mesh(data=2)], ids=str)
+def test_a_run_begins_with_the_weights_of_megatrons_form(trainers, tied_model_folder, tmp_path, mesh):
+    """That of the converter, and a checkpoint that another mesh has written."""
+    opened, layout = tmp_path / "open", Layout(mesh)
+    hf_to_megatron.main([str(tied_model_folder), str(opened)])
+    of_run = dict(folder=tied_model_folder, layout=Layout(Mesh(tensor=2)), checkpoint=tmp_path / "step")
+    trainers.run("save_at_once", 2, **of_run)
+    expected = load_file(tied_model_folder / "model.safetensors")
+    for name, weights in (("from_open", opened), ("from_step", tmp_path / "step")):
+        target = tmp_path / name
+        trainers.run("export", 2, folder=opened / "hf", layout=layout, target=target, weights=weights)
+        got = load_file(target / "model.safetensors")
+        assert got.keys() == expected.keys()
+        assert all(torch.equal(got[key], expected[key]) for key in expected)
+        assert (target / "tokenizer.json").read_text() == (tied_model_folder / "tokenizer.json").read_text()
+
+
+def test_weights_that_are_damaged_or_of_another_model_are_refused_on_all_ranks(
+    trainers, model_folder, deep_model_folder, tmp_path
+):
+    opened = tmp_path / "open"
+    hf_to_megatron.main([str(model_folder), str(opened)])
+    files = json.loads((opened / "manifest.json").read_text())["files"]
+    file, tensors = next((opened / name, entry["tensors"]) for name, entry in files.items() if entry.get("tensors"))
+    content = bytearray(file.read_bytes())
+    content[next(iter(tensors.values()))["start"]] ^= 1
+    file.write_bytes(content)
+    for weights, message in ((opened, file.name), (deep_model_folder, "holds a qwen3 of other sizes than")):
+        arguments = dict(folder=model_folder, layout=Layout(Mesh(tensor=2)), target=tmp_path / "x", weights=weights)
+        with pytest.raises(AssertionError, match=message):
+            trainers.run("export", 2, **arguments)
 
 
 def test_transformers_loads_a_bf16_export(trainers, model_folder, tmp_path):

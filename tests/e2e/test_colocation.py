@@ -8,15 +8,20 @@ from pathlib import Path
 
 from test_resume import arguments, lines
 
+from megatron_rl.tools import hf_to_megatron
+
 
 def test_a_run_that_shares_its_memory_has_the_same_numbers_also_after_deaths(recipe, task):
     shared = ["rollout.num_engines=2", "eval.every=2", "checkpoint.every=1", "run.steps=3"]
     apart = recipe.run(*arguments(task, "apart"), *shared)
     assert apart.returncode == 0, apart.stdout + apart.stderr
 
+    opened = recipe.folder / "open"  # this run begins with Megatron's form of the weights
+    hf_to_megatron.main([f"{task}/model", str(opened)])
+    shared += [f"model.path={opened}/hf", f"model.weights={opened}", "cluster.colocate=true"]
     folder = recipe.folder / "runs" / "together"
     (recipe.folder / "gate").touch()
-    run = recipe.start(*arguments(task, "together"), *shared, "cluster.colocate=true")
+    run = recipe.start(*arguments(task, "together"), *shared)
     recipe.wait_until(run, (recipe.folder / "waiting").exists)
     recipe.process(run, "ray::TrainerRank").kill()  # while the engines have its memory
     (recipe.folder / "gate").unlink()

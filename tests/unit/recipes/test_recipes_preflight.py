@@ -8,6 +8,7 @@ import shutil
 import struct
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -209,6 +210,27 @@ def test_a_template_of_transformers_own_tags_is_left_to_transformers(home):
     notes = []
     assert preflight(grpo(), notes.append) == []
     assert "can be rendered by transformers alone" in notes[0]
+
+
+def test_weights_of_megatrons_form_are_checked_by_their_manifest(home):
+    """`model.path` then needs no weights of its own."""
+    for path in (home / "model").glob("*.safetensors*"):
+        path.unlink()
+    weights = home / "open"
+    config = grpo(model={"path": "model", "weights": str(weights)})
+    weights.mkdir()
+    assert "open has no manifest.json; give a folder" in faults(config)[0]
+    (weights / "a.distcp").write_bytes(bytes(10))
+    manifest = {"shape": asdict(read_shape(home / "model")), "files": {"a.distcp": {"bytes": 10}}}
+    (weights / "manifest.json").write_text(json.dumps(manifest))
+    assert faults(config) == []
+    (weights / "a.distcp").write_bytes(bytes(9))
+    assert "a.distcp is missing or has another size than the manifest says (1 of 1 files)" in faults(config)[0]
+    manifest["shape"]["num_layers"] += 1
+    (weights / "manifest.json").write_text(json.dumps(manifest))
+    assert "holds a model with num_layers" in faults(config)[0]
+    (weights / "manifest.json").write_text("[]")
+    assert "manifest.json cannot be read" in faults(config)[0]
 
 
 def truncate(home):
