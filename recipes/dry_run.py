@@ -6,13 +6,14 @@ It needs neither torch nor a GPU nor the model's weights, and it takes a second 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from megatron_rl.balance.hardware import DECODING_SHARE, MEMORY_BYTES, TRAINING_SHARE
+from megatron_rl.balance.hardware import DECODING_SHARE, TRAINING_SHARE
 from megatron_rl.cluster.placement import Placement, demands_of, smallest_cluster
 from megatron_rl.config.schema import BaseConfig, GrpoRunConfig, SftRunConfig
 from megatron_rl.config.shipped import find_shipped
@@ -113,7 +114,7 @@ def describe_rollout(config: GrpoRunConfig, shape: ModelShape, console: Console)
 def describe_memory(config: BaseConfig, shape: ModelShape, console: Console) -> RunMemory:
     """Print the memory of the fullest GPU of trainer and engines by phase."""
     memory = run_memory(config, shape)
-    size = f", of {MEMORY_BYTES / 1e9:.0f} GB each" if memory.on_gpus else ""
+    size = f", of {memory.gpu_bytes / 1e9:.0f} GB each" if memory.on_gpus else ""
     table = Table(title=f"memory of the fullest ranks{size}, in GB: estimates, not measured", title_justify="left")
     table.add_column("")
     for phase in PHASES:
@@ -154,7 +155,7 @@ def check_memory(memory: RunMemory) -> None:
         )
 
 
-def describe_hours(config: GrpoRunConfig, shape: ModelShape, console: Console) -> None:
+def describe_hours(config: GrpoRunConfig, shape: ModelShape, memory: RunMemory, console: Console) -> None:
     """Print the estimated seconds of a step and the hours of the run's GPUs."""
     rollout, parallel = config.rollout, config.policy.parallel
     training_s = training_seconds(
@@ -167,7 +168,10 @@ def describe_hours(config: GrpoRunConfig, shape: ModelShape, console: Console) -
         gpus_per_node=config.cluster.gpus_per_node or 8,
     )
     num_parameters = FAMILIES[shape.family].num_parameters(shape)
-    generation_s = generation_seconds(config, shape, num_parameters, BYTES[config.model.dtype])
+    # While answers of all ages are decoded, they have half of the largest length in the mean.
+    held = memory.engine.half if memory.engine else math.inf
+    at_once = min(held or 1, rollout.max_sequences or math.inf)
+    generation_s = generation_seconds(config, shape, num_parameters, BYTES[config.model.dtype], at_once)
     num_gpus = parallel.mesh.world_size + (0 if config.cluster.colocate else rollout.num_engines * rollout.tensor)
     hours = (training_s + generation_s) * num_gpus / 3600
     table = Table(title="estimates for H100 GPUs, not measured", show_header=False, title_justify="left")

@@ -6,6 +6,7 @@ These are sums of the operations and bytes that must happen, divided by the rate
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -85,8 +86,9 @@ def training_seconds(
     beside its layers. The factor is that of a pipeline of p stages of v chunks
     with m micro-batches, whose stages are idle for the share (p - 1) / (m v + p - 1) of the time (Narayanan et al.
     2021, arXiv:2104.04473). T, E, X and D are the times in which tensor, expert, context and data parallelism send
-    bytes. Nothing is taken to overlap, because the actor overlaps nothing. With N tokens of a step on a data- and
-    context-parallel rank, L layers of a stage, H hidden, w bytes of an element, and groups of t, e, c and d ranks:
+    bytes. Nothing is taken to overlap, although on GPUs D overlaps with C in part. With N tokens of a step on a
+    data- and context-parallel rank, L layers of a stage, H hidden, w bytes of an element, and groups of t, e, c and d
+    ranks:
 
         T: attention and a dense MLP each gather and scatter N H w (t - 1) / t bytes in a pass of a layer.
         E: a mixture sends its active tokens to their experts and back: 2 N/t k H w (e - 1) / e bytes in a pass of a
@@ -149,11 +151,17 @@ def _slowest_stage(length: int, shape: ModelShape, mesh: Mesh) -> float:
     return float(max(stages) / total * mesh.pipeline)
 
 
-def generation_seconds(config: GrpoRunConfig, shape: ModelShape, num_parameters: int, width: int) -> float:
+def generation_seconds(
+    config: GrpoRunConfig, shape: ModelShape, num_parameters: int, width: int, at_once: float = math.inf
+) -> float:
     """The least seconds of a generation in which every answer has the longest length: each engine reads its weights
-    once for each position, and each token reads the keys and values of those before it.
+    once for each position of a batch, and each token reads the keys and values of those before it.
 
     The weights of all experts are read, because a batch of hundreds of answers needs nearly all of them.
+
+    Args:
+        at_once: the number of answers that an engine decodes at once. An engine with more answers reads its weights
+            as often as for several batches after each other.
     """
     rollout = config.rollout
     gpus = rollout.num_engines * rollout.tensor
@@ -166,5 +174,6 @@ def generation_seconds(config: GrpoRunConfig, shape: ModelShape, num_parameters:
     whole = (shape.num_layers - len(shape.sliding_layers)) * positions.sum()
     window = len(shape.sliding_layers) * np.minimum(positions, shape.sliding_window or 0).sum()
     values = answers * key_width * width * (whole + window)
-    weights = rollout.num_engines * longest * num_parameters * width
+    batches = max(1.0, answers / rollout.num_engines / at_once)
+    weights = rollout.num_engines * batches * longest * num_parameters * width
     return float((values + weights) / (gpus * BANDWIDTH * DECODING_SHARE))

@@ -140,7 +140,7 @@ def describe(config: GrpoRunConfig, console: Console) -> None:
     describe_placement(config, console)
     if config.cluster.gpus_per_trainer:
         memory = describe_memory(config, shape, console)
-        describe_hours(config, shape, console)
+        describe_hours(config, shape, memory, console)
         check_memory(memory)
 
 

@@ -2,7 +2,7 @@
 
 These are sums of the tensors that must exist. The bytes of weights, gradients and optimizer state are exact; those of
 activations are estimates for one kind of layers; those of NCCL and of vLLM's own work are the constants below. CUDA's
-context and the gaps of the allocator are left out, because `MEMORY_BYTES` leaves room for them.
+context and the gaps of the allocator are left out, because `cluster.gpu_memory_gb` leaves room for them.
 
 Invariants (tests/unit/recipes, tests/dist): weights and gradients have the bytes that the actor allocates on every
 rank, and so has the optimizer's state of the ranks that share it; activations are within 10 % of what autograd saves
@@ -19,7 +19,6 @@ from typing import NamedTuple, get_args
 
 import numpy as np
 
-from megatron_rl.balance.hardware import MEMORY_BYTES
 from megatron_rl.config.schema import BaseConfig, GrpoRunConfig, ModelConfig, ParallelConfig, RolloutConfig
 from megatron_rl.layout import FAMILIES, Engines, Links, TransferPlan, padded_vocabulary, plan_weights, volume
 from megatron_rl.layout.shards import is_vocabulary
@@ -424,7 +423,7 @@ def engine_memory(config: GrpoRunConfig, shape: ModelShape, plan: TransferPlan, 
     """
     rollout, width = config.rollout, BYTES[config.model.dtype]
     weights = float(plan.engine_bytes.max())
-    cache = max(0.0, rollout.gpu_memory_utilization * MEMORY_BYTES - weights - ENGINE_WORK_BYTES)
+    cache = max(0.0, rollout.gpu_memory_utilization * gpu_bytes(config) - weights - ENGINE_WORK_BYTES)
     received = engine_expert_bytes(shape, rollout, width)
     if rollout.tensor == 1 and shape.experts:
         received /= shape.num_layers - shape.experts.first_dense_layers
@@ -474,6 +473,8 @@ class RunMemory:
     """The bytes of a trainer rank in training, for each value of `model.recompute`."""
     trainer_limit: float
     """The bytes of memory that a trainer rank has; infinite on a CPU."""
+    gpu_bytes: float
+    """The bytes of memory of a whole GPU."""
     engine: EngineMemory | None
     """None if the run has no engines on GPUs."""
     is_shared: bool
@@ -499,7 +500,7 @@ class RunMemory:
     def problems(self) -> list[str]:
         """What does not fit, one sentence each with what to change."""
         found = []
-        for gpu, limit in zip(self.gpus, (self.trainer_limit, MEMORY_BYTES)):
+        for gpu, limit in zip(self.gpus, (self.trainer_limit, self.gpu_bytes)):
             needed = max(gpu.totals)
             if needed > limit:
                 phase = gpu.totals.index(needed)
@@ -572,6 +573,7 @@ def run_memory(config: BaseConfig, shape: ModelShape) -> RunMemory:
         trainer=of_trainer(model.recompute),
         training_bytes={mode: of_trainer(mode).totals[0] for mode in ("none", "full")},
         trainer_limit=trainer_limit(config),
+        gpu_bytes=gpu_bytes(config),
         engine=engine,
         is_shared=cluster.colocate,
         reference_bytes=reference,
@@ -582,4 +584,8 @@ def run_memory(config: BaseConfig, shape: ModelShape) -> RunMemory:
 def trainer_limit(config: BaseConfig) -> float:
     """The bytes of memory that a trainer rank has; infinite on a CPU."""
     share = min(1.0, config.cluster.gpus_per_trainer)
-    return MEMORY_BYTES * share if share else math.inf
+    return gpu_bytes(config) * share if share else math.inf
+
+
+def gpu_bytes(config: BaseConfig) -> float:
+    return config.cluster.gpu_memory_gb * 1e9

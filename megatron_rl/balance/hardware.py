@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-MEMORY_BYTES = 80e9
-"""The memory of one GPU. CUDA reports 5 GB more, which its context and the gaps of the allocator take."""
 PEAK_FLOPS = 989e12
 """Dense bf16 operations per second."""
 TRAINING_SHARE = 0.4

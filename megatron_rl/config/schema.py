@@ -423,6 +423,9 @@ class ClusterConfig(Section):
     gpus_per_node: PositiveInt | None = None
     """The number of GPUs of a node, for the dry run alone, which prints what runs on which node. A run reads from Ray
     what the nodes have. null prints no nodes."""
+    gpu_memory_gb: PositiveFloat = 80
+    """The memory of a GPU in GB, for the estimates of the dry run. The default is an H100's, which reports 5 GB more:
+    CUDA's context and the gaps of the allocator take these. An H200 has 136 by the same count."""
     world_size: PositiveInt | None = None
     """The number of trainer ranks that the job has. It must equal what `policy.parallel` needs; null skips this
     check."""

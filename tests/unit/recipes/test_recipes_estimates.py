@@ -148,6 +148,14 @@ def test_generation_by_hand():
     assert generation_seconds(config(), SHAPE, 1000, 2) == pytest.approx(num_bytes / (8 * 3.35e12 * 0.6))
 
 
+def test_answers_that_the_kv_cache_does_not_hold_wait_for_another_batch():
+    """Four answers an engine, of which it decodes one and a half at once: 4 / 1.5 batches."""
+    once, later = (generation_seconds(config(), SHAPE, 10**12, 2, at_once) for at_once in (4, 1.5))
+    weights = 2 * 3 * 10**12 * 2 / (8 * 3.35e12 * 0.6)
+    assert generation_seconds(config(), SHAPE, 10**12, 2) == once
+    assert later - once == pytest.approx(weights * (4 / 1.5 - 1))
+
+
 def test_a_window_bounds_what_is_read():
     windowed = replace(SHAPE, sliding_window=11, sliding_layers=tuple(range(32)))
     whole, half = generation_seconds(config(), SHAPE, 0, 2), generation_seconds(config(), windowed, 0, 2)

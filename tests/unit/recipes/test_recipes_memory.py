@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from megatron_rl.balance.hardware import MEMORY_BYTES
 from megatron_rl.config.load import validate
 from megatron_rl.config.schema import GrpoRunConfig, ModelConfig, ParallelConfig
 from megatron_rl.layout import FAMILIES, read_shape
@@ -193,7 +192,7 @@ def test_the_phases_of_a_run_by_hand():
     used = of_stage(0)
     assert trainer.name == "trainer, stage 0"
     assert trainer.totals == pytest.approx((always + used.kept + used.layer, always, always), rel=1e-6)
-    cache = 0.85 * MEMORY_BYTES - engine.gpu.parts["weights"][0] - ENGINE_WORK_BYTES
+    cache = 0.85 * 80e9 - engine.gpu.parts["weights"][0] - ENGINE_WORK_BYTES
     assert engine.gpu.parts["KV cache"][0] == pytest.approx(cache)
     # Two of eight KV heads on each rank, 64 layers, 2 x 128 numbers of 2 bytes: 65,536 bytes a token.
     assert sequence_bytes(SHAPE, 4, 9216, 2) == 9216 * 65_536
@@ -254,7 +253,7 @@ def test_a_cpu_has_no_limit_and_no_communicator():
 def test_ranks_that_share_a_gpu_share_its_memory():
     run = config(cluster={"gpus_per_trainer": 0.25, "gpus_per_engine_rank": 1})
     memory = run_memory(run, SHAPE)
-    assert memory.trainer_limit == MEMORY_BYTES / 4
+    assert memory.trainer_limit == 80e9 / 4
     assert any("on a GPU of 20 GB (trainer" in problem for problem in memory.problems)
 
 
@@ -315,7 +314,7 @@ def test_layouts_that_fit_come_fastest_first():
     for layout in layouts:
         assert layout.parallel.mesh.world_size == 32
         changed = config(layout.parallel.model_dump(exclude_defaults=True), model={"recompute": layout.recompute})
-        assert run_memory(changed, SHAPE).trainer == layout.memory and max(layout.memory.totals) <= MEMORY_BYTES
+        assert run_memory(changed, SHAPE).trainer == layout.memory and max(layout.memory.totals) <= 80e9
 
 
 def test_the_command_prints_tables_or_json(capsys, monkeypatch):
@@ -327,7 +326,7 @@ def test_the_command_prints_tables_or_json(capsys, monkeypatch):
     assert size_run.main([recipe, "model.recompute=none", "--json"]) == 1
     told = json.loads(capsys.readouterr().out)
     assert not told["fits"] and "training needs" in told["problems"][0]
-    assert told["training_bytes"]["full"] < MEMORY_BYTES < told["training_bytes"]["none"]
+    assert told["training_bytes"]["full"] < 80e9 < told["training_bytes"]["none"]
     overrides = told["layouts"][0]["overrides"]
     assert size_run.main([recipe, "policy.parallel.pipeline=1", "policy.parallel.tensor=1", *overrides]) == 0
     capsys.readouterr()
@@ -360,3 +359,11 @@ def test_shared_gpus_hold_in_each_phase_what_the_phase_needs():
     greedy = config(rollout={"num_engines": 8, "tensor": 4, "gpu_memory_utilization": 0.99}, cluster=shared)
     [problem] = run_memory(greedy, SHAPE).problems
     assert "generating needs" in problem and "lower rollout.gpu_memory_utilization" in problem
+
+
+def test_a_larger_gpu_has_a_larger_cache_and_bound():
+    gpus = {"gpus_per_trainer": 1, "gpus_per_engine_rank": 1}
+    small, large = (run_memory(config(cluster=gpus | size), SHAPE) for size in ({}, {"gpu_memory_gb": 136}))
+    cache = [memory.engine.gpu.parts["KV cache"][0] for memory in (small, large)]
+    assert cache[1] - cache[0] == pytest.approx(0.85 * 56e9)
+    assert (small.trainer_limit, large.trainer_limit) == (80e9, 136e9)
