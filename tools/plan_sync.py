@@ -5,7 +5,9 @@ Only the planning time is measured; everything else is computed. Rates are those
     nvlink, nic     bytes between GPUs of a node and bytes between nodes, for one push to all engines
     busiest         bytes of the link that takes longest
     bound           bytes that must enter the fullest engine rank, divided by its link's rate
-    predicted       time of the busiest link plus the time of one bucket for each further engine in a chain
+    least           time of the busiest link plus the time of one bucket for each further engine in a chain
+    replayed        with --replay: time of a push whose messages are played through, one by one, with their answers and
+                    what each costs a processor; it takes minutes for a thousand GPUs
     redundancy      bytes that all engine ranks receive, divided by the bytes that they hold; 1.00 is the minimum
     gathering       the same for a design that gathers full tensors on every rank: the bytes of the model minus those
                     that a trainer rank holds, divided by the bytes that the fullest engine rank needs
@@ -14,6 +16,7 @@ Only the planning time is measured; everything else is computed. Rates are those
 Without --model the table has three models on 8 to 256 nodes, of which half are trainers.
 
     python tools/plan_sync.py
+    python tools/plan_sync.py --replay --random 30 --json
     python tools/plan_sync.py --model configs/model/DeepSeek-V3.json --train pp=16,dp=64,ep=64,etp=1,layers=3+4x14+2 \
         --rollout tp=32,ep=true,replicas=32 --links gpus_per_node=8,nvlink_gbps=3600,nic_gbps=400 --json
 """
@@ -28,9 +31,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from megatron_rl.bridge.replay import Costs, all_messages, replay
 from megatron_rl.config.shipped import PACKAGE
 from megatron_rl.layout import FAMILIES, Engines, Links, plan_weights, read_shape
 from megatron_rl.layout.copies import WIDTHS
@@ -97,8 +102,12 @@ def flag(text: str) -> bool:
     return text == "true"
 
 
-def computed(case: Case, dtype: str, bucket_bytes: int) -> dict[str, object]:
-    """Everything about one plan, as a row of the report."""
+def computed(case: Case, dtype: str, bucket_bytes: int, costs: Costs | None) -> dict[str, object]:
+    """Everything about one plan, as a row of the report.
+
+    Args:
+        costs: what a message costs in the replay; None: no replay.
+    """
     shape, links, engines = read_shape(case.model), case.links, case.engines
     if engines.num_chains is None and not links.colocated:  # on shared GPUs every engine is near the trainer
         one = plan_weights(shape, case.mesh, replace(engines, num=1), dtype=dtype, links=links)
@@ -114,8 +123,14 @@ def computed(case: Case, dtype: str, bucket_bytes: int) -> dict[str, object]:
     loads = traffic(plan, links, bucket_bytes)
     source, destination = plan.regions.source, plan.regions.destination
     gathered = FAMILIES[shape.family].num_parameters(shape) * WIDTHS[dtype] - plan.held_bytes(source).mean()
+    replayed = {}
+    if costs is not None:
+        messages = all_messages(plan, bucket_bytes)
+        seconds = replay(messages, plan, links, costs)
+        replayed = {"num_messages": len(messages), "replayed_s": seconds, "replayed_share": seconds / loads.least_s}
     return {
         "model": case.model.stem,
+        "mesh": str(case.mesh),
         "num_parameters": FAMILIES[shape.family].num_parameters(shape),
         "trainer_gpus": case.mesh.world_size,
         "engine_gpus": plan.num_destinations,
@@ -129,8 +144,30 @@ def computed(case: Case, dtype: str, bucket_bytes: int) -> dict[str, object]:
         "gathering_redundancy": gathered / plan.held_bytes(destination).max(),
         "gathering_s": gathered / links.nic_bytes_per_s,
         "plan_s": plan_s,
+        **replayed,
         "peak_memory_bytes": peak_memory_bytes(),
     }
+
+
+def random_cases(number: int, seed: int) -> list[Case]:
+    """Meshes of 4 to 64 trainer ranks and engines of 1 to 16 ranks, of all models in configs/model that they divide."""
+    random, found = np.random.default_rng(seed), []
+    models = sorted(MODELS.glob("*.json"))
+    while len(found) < number:
+        model = models[random.integers(len(models))]
+        shape = read_shape(model)
+        tensor, pipeline, data, width, replicas = (int(2**n) for n in random.integers(0, [4, 4, 4, 5, 4]))
+        parallel = bool(random.integers(2)) and shape.experts is not None
+        expert = int(2 ** random.integers(0, 5)) if shape.experts else 1
+        try:
+            mesh = Mesh(tensor, pipeline, data, expert=expert, expert_tensor=1 if expert > 1 else None)
+            FAMILIES[shape.family].check_mesh(shape, mesh)
+            FAMILIES[shape.family].vllm_placed(shape, width, 0, parallel)
+        except (ValueError, AssertionError):  # the mesh does not divide the model
+            continue
+        if 4 <= mesh.world_size <= 64 and replicas * width <= 64:
+            found.append(Case(model, mesh, Engines(replicas, width, 1, parallel), Links(gpus_per_node=8)))
+    return found
 
 
 def cases() -> list[Case]:
@@ -155,7 +192,8 @@ def cases() -> list[Case]:
 def shown(rows: list[dict[str, object]]) -> Table:
     table = Table()
     heads = (
-        "model|GPUs|engines, chains|routes|NVLink GB|NIC GB|busiest GB|bound s|predicted s|redundancy|gathering|plan s"
+        "model|GPUs|engines, chains|routes|NVLink GB|NIC GB|busiest GB|bound s|least s|replayed s|redundancy|gathering"
+        "|plan s"
     )
     for i, head in enumerate(heads.split("|")):
         table.add_column(head, justify="left" if i == 0 else "right")
@@ -169,7 +207,8 @@ def shown(rows: list[dict[str, object]]) -> Table:
             f"{row['nic_bytes'] / 1e9:,.0f}",
             f"{row['busiest_link_bytes'] / 1e9:.2f}",
             f"{row['bound_s']:.3f}",
-            f"{row['predicted_s']:.3f}",
+            f"{row['least_s']:.3f}",
+            f"{row['replayed_s']:.3f} ({row['replayed_share']:.2f})" if "replayed_s" in row else "",
             f"{row['redundancy']:.2f}",
             f"{row['gathering_redundancy']:.1f}",
             f"{row['plan_s']:.2f}",
@@ -189,12 +228,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="the dtype that is sent")
     parser.add_argument("--bucket-bytes", type=int, default=64 * 2**20, help="the size of a message")
+    parser.add_argument("--replay", action="store_true", help="play each push through, message by message")
+    parser.add_argument("--answer-us", type=float, default=100, help="the time of an answer in the replay")
+    parser.add_argument("--message-us", type=float, default=0, help="a processor's time for a message in the replay")
+    parser.add_argument("--random", type=int, default=0, metavar="N", help="N random cases in place of the table's")
+    parser.add_argument("--seed", type=int, default=0, help="the seed of --random")
     parser.add_argument("--json", action="store_true", help="also print one JSON object, as the last line")
     options = parser.parse_args(arguments)
     rows = []
     try:
-        for case in cases() if options.model is None else [parse_case(options)]:
-            rows.append(computed(case, options.dtype, options.bucket_bytes))
+        costs = Costs(options.answer_us / 1e6, options.message_us / 1e6) if options.replay else None
+        every = random_cases(options.random, options.seed) if options.random else cases()
+        for case in every if options.model is None else [parse_case(options)]:
+            rows.append(computed(case, options.dtype, options.bucket_bytes, costs))
             plan_weights.cache_clear()
     except ValueError as error:
         parser.error(str(error))
@@ -204,6 +250,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console.print(
         f"peak memory of planning: {peak / 1e6:.0f} MB; busiest link of the last row: {rows[-1]['busiest_link']}"
     )
+    if options.replay:
+        shares = [row["replayed_share"] for row in rows]
+        console.print(f"replayed / least: {np.mean(shares):.3f} in the mean, {max(shares):.3f} at most")
     if options.json:
         print(json.dumps(rows[0] if options.model else {"cases": rows}))
     return 0

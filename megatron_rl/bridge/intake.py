@@ -80,7 +80,7 @@ class Intake:
             for source, copies in routes.items()
             for message in split_messages(source, first, copies, setup.bucket_bytes)
         ]
-        self._schedule = schedule(messages, plan.num_destinations)
+        self._schedule = schedule(messages, plan.turns)
         _check(setup, rank, parameters.forms, self._schedule, self._side)
         self._lines: dict[int, Inlet] = {}
         self._next: Outlet | None = None

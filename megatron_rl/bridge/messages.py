@@ -8,18 +8,20 @@ bucket only if it is a single row; the messages that two ranks have in common st
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from megatron_rl.layout import Copy, slices
+from megatron_rl.layout import Copy, Turn, slices
 
-ALONE_BYTES = 2**20
-"""A copy of this size or more is a message of its own: if it is contiguous, it need not be packed."""
+ALONE_BYTES = 2**24
+"""A copy of this size or more is a message of its own: if it is contiguous, it need not be packed. Smaller ones travel
+together, because each message costs both ends an answer: a rank of Qwen3-235B's engines gets 940 messages with this
+bound, and 5,083 with one of a mebibyte."""
 
 
 class Named(Protocol):
@@ -63,6 +65,18 @@ class Message:
         return views
 
 
+class Sized(NamedTuple):
+    """A message without its content."""
+
+    source: int
+    destination: int
+    number: int
+    num_bytes: int
+
+
+OneMessage = TypeVar("OneMessage", Message, Sized)
+
+
 def in_place(message: Message, views: Sequence[Tensor]) -> Tensor | None:
     """The message's bytes (uint8) where they lie, or None if they do not lie there as they are sent."""
     if len(views) == 1 and views[0].is_contiguous() and views[0].dtype == getattr(torch, message.copies[0].dtype):
@@ -95,9 +109,27 @@ def _fill(copies: Iterable[Copy], bucket_bytes: int) -> Iterator[list[Copy]]:
         yield bucket
 
 
-def schedule(messages: Iterable[Message], num_destinations: int) -> list[Message]:
-    """The global order: in each turn all trainer ranks send to different engine ranks, if there are enough of them."""
-    return sorted(messages, key=lambda m: (m.number, (m.destination - m.source) % num_destinations, m.source))
+def schedule(messages: Iterable[OneMessage], turns: Mapping[tuple[int, int], Sequence[Turn]]) -> list[OneMessage]:
+    """The global order: that of the plan's turns, in which few ranks wait for each other. A message belongs to the turn
+    in which its middle byte is sent. Each rank orders its own messages.
+
+    Args:
+        messages: all messages of some routes.
+        turns: `TransferPlan.turns`.
+    """
+    by_route: dict[tuple[int, int], list[OneMessage]] = {}
+    for message in messages:
+        by_route.setdefault((message.source, message.destination), []).append(message)
+    keyed: list[tuple[int, int, OneMessage]] = []
+    for route, own in by_route.items():
+        of_route, sent = iter(turns[route]), 0
+        turn = next(of_route)
+        for message in sorted(own, key=lambda message: message.number):
+            while turn.stop < sent + message.num_bytes / 2:
+                turn = next(of_route)
+            keyed.append((turn.number, message.number, message))
+            sent += message.num_bytes
+    return [message for *_, message in sorted(keyed, key=lambda entry: entry[:2])]
 
 
 def late_last(messages: Iterable[Message], late: Collection[int]) -> list[Message]:

@@ -47,7 +47,7 @@ class BridgeSender:
         self._device = next((parameter.device for parameter in parameters.values()), torch.device("cpu"))
         routes = setup.transfer_plan.sent_by(rank)
         messages = [m for to, copies in routes.items() for m in split_messages(rank, to, copies, setup.bucket_bytes)]
-        self._schedule = schedule(messages, setup.transfer_plan.num_destinations)
+        self._schedule = schedule(messages, setup.transfer_plan.turns)
         peers = list(dict.fromkeys(message.destination for message in self._schedule))
         self._lines: dict[int, Outlet]
         if setup.folder is not None:

@@ -12,6 +12,7 @@ from megatron_rl.layout.links import Links
 from megatron_rl.layout.shards import Box, Shard, check_parameters, slices, volume
 from megatron_rl.layout.splits import VOCABULARY_MULTIPLE, padded
 from megatron_rl.layout.transfer import TransferPlan, plan_weights
+from megatron_rl.layout.turns import Turn
 from megatron_rl.types import Mesh, ModelShape
 
 
@@ -41,6 +42,7 @@ __all__ = [
     "Links",
     "Shard",
     "TransferPlan",
+    "Turn",
     "check_model",
     "check_parameters",
     "megatron_shards",

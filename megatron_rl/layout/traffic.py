@@ -2,7 +2,7 @@
 
 Every GPU has a port to the other GPUs of its node (NVLink) and a NIC, which it may share. Each of these works in both
 directions at once. Bytes that stay on a GPU use neither. Invariants (tests/unit/layout): the bytes on GPUs, NVLink and
-NICs add up to what the engines need; no predicted time is below the bound.
+NICs add up to what the engines need; the least time of the links is not below the bound.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ import numpy as np
 
 from megatron_rl.layout.links import Links
 from megatron_rl.layout.transfer import TransferPlan
+
+
+CHAIN_SHARE = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +38,8 @@ class Traffic:
     """The number of engines in the longest chain."""
     bound_s: float
     """A lower bound of the time: the bytes of the fullest engine rank divided by the rate of its link."""
-    predicted_s: float
-    """The predicted time: the time of the busiest link plus that of one bucket in each further round."""
+    least_s: float
+    """The least time of all links: that of the busiest one plus that of one bucket in each further round."""
 
     @property
     def redundancy(self) -> float:
@@ -75,7 +78,7 @@ def traffic(plan: TransferPlan, links: Links, bucket_bytes: int) -> Traffic:
         busiest_sender_bytes=int(plan.sent_bytes.max()),
         num_rounds=rounds + 1,
         bound_s=max(by_nic.max() / links.nic_bytes_per_s, by_nvlink.max() / links.nvlink_bytes_per_s),
-        predicted_s=seconds[busiest] + rounds * bucket_bytes / links.nic_bytes_per_s,
+        least_s=seconds[busiest] + rounds * bucket_bytes / links.nic_bytes_per_s,
     )
 
 
@@ -105,7 +108,9 @@ def _name(link: str, index: int, plan: TransferPlan, links: Links) -> str:
 
 
 def choose_chains(sender_s: float, receiver_s: float, num_engines: int, bucket_s: float) -> int:
-    """The fastest number of chains. Few chains use the trainer's links less, many chains are shorter.
+    """The number of chains. Few chains use the trainer's links less, many chains are shorter. It is the largest number
+    whose time is within CHAIN_SHARE of the best one, because a chain also loses time where a large message follows a
+    small one, which `bridge/replay.py` shows.
 
     Args:
         sender_s: the busiest trainer link's time for one engine; it grows with the number of chains.
@@ -116,4 +121,5 @@ def choose_chains(sender_s: float, receiver_s: float, num_engines: int, bucket_s
     def predicted(chains: int) -> float:
         return max(chains * sender_s, receiver_s) + (-(-num_engines // chains) - 1) * bucket_s
 
-    return min(range(1, num_engines + 1), key=predicted)
+    times = {chains: predicted(chains) for chains in range(1, num_engines + 1)}
+    return max(chains for chains, seconds in times.items() if seconds <= (1 + CHAIN_SHARE) * min(times.values()))

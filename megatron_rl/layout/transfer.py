@@ -23,6 +23,7 @@ from megatron_rl.layout.families import FAMILIES
 from megatron_rl.layout.links import Links
 from megatron_rl.layout.regions import Regions, Side, intersect_sides
 from megatron_rl.layout.shards import volume
+from megatron_rl.layout.turns import Turn, order_routes
 from megatron_rl.types import Mesh, ModelShape
 
 
@@ -75,7 +76,19 @@ class TransferPlan:
     @property
     def num_routes(self) -> int:
         """The number of pairs of a trainer rank and an engine rank between which bytes pass."""
-        return len(np.unique(self.source.astype(np.int64) * self.num_destinations + self.destination))
+        return len(self.turns)
+
+    @cached_property
+    def turns(self) -> dict[tuple[int, int], list[Turn]]:
+        """When each route is served, by (trainer rank, engine rank); see `turns.order_routes`."""
+        keys, route = np.unique(
+            self.source.astype(np.int64) * self.num_destinations + self.destination, return_inverse=True
+        )
+        num_bytes = np.zeros(len(keys), np.int64)
+        np.add.at(num_bytes, route, self.bytes)
+        source, destination = (ends.tolist() for ends in np.divmod(keys, self.num_destinations))
+        turns = order_routes(source, destination, num_bytes.tolist())
+        return dict(zip(zip(source, destination), turns))
 
     @property
     def sent_bytes(self) -> np.ndarray:

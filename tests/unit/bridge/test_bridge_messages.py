@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
-
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.bridge.checksum import checksum
 from megatron_rl.bridge.messages import ALONE_BYTES, Message, in_place, late_last, schedule, split_messages
-from megatron_rl.layout import Copy, volume
+from megatron_rl.layout import Copy, Turn, volume
+from megatron_rl.layout.turns import order_routes
 
 DTYPES = st.sampled_from(["float32", "bfloat16"])
 
@@ -50,16 +49,27 @@ def test_a_large_copy_travels_alone():
     assert [m.num_bytes for m in split_messages(0, 0, [large], ALONE_BYTES // 4)] == [ALONE_BYTES // 4] * 4
 
 
+def sized(source: int, destination: int, number: int, num_bytes: int) -> Message:
+    box = ((0, num_bytes // 2),)
+    return Message(source, destination, number, (Copy("a", box, "a", box, "bfloat16"),))
+
+
 @given(
-    st.sets(st.tuples(st.integers(0, 4), st.integers(0, 6), st.integers(0, 3)), max_size=30),
+    st.dictionaries(
+        st.tuples(st.integers(0, 4), st.integers(0, 6)),
+        st.lists(st.integers(1, 9).map(lambda size: 2 * size), min_size=1, max_size=4),
+        max_size=12,
+    ),
     st.sets(st.integers(0, 6)),
 )
-def test_two_buffers_are_enough_whatever_the_routes(numbers, late):
+def test_two_buffers_are_enough_whatever_the_routes(routes, late):
     """Played through: a rank posts a message when its receiver has taken the one before the last, and takes them in
-    order. Nobody waits in a circle, and nobody waits for the late receivers before all others have everything."""
-    every = schedule([Message(s, d, n, ()) for s, d, n in numbers], 7)
-    outgoing = {s: late_last([m for m in every if m.source == s], late) for s in range(5)}
-    incoming = {d: [m for m in every if m.destination == d] for d in range(7)}
+    order. Nobody waits in a circle, and nobody waits for the late receivers before all others have everything. Each
+    rank knows its own messages alone."""
+    turns = dict(zip(routes, order_routes(*zip(*routes), list(map(sum, routes.values())))) if routes else ())
+    every = [sized(s, d, n, size) for (s, d), sizes in routes.items() for n, size in enumerate(sizes)]
+    outgoing = {s: late_last(schedule([m for m in every if m.source == s], turns), late) for s in range(5)}
+    incoming = {d: schedule([m for m in every if m.destination == d], turns) for d in range(7)}
     posted, taken = set(), set()
     moved = True
     while moved:
@@ -81,10 +91,18 @@ def test_two_buffers_are_enough_whatever_the_routes(numbers, late):
     assert taken == set(every)
 
 
-def test_in_a_turn_all_trainers_speak_to_different_engines():
-    every = schedule([Message(s, d, 0, ()) for s, d in itertools.product(range(4), range(4))], 4)
-    for turn in zip(*[iter(every)] * 4, strict=True):
-        assert {message.destination for message in turn} == set(range(4)) == {message.source for message in turn}
+def test_messages_follow_the_turns_of_their_middle_bytes():
+    """Two trainers and two engines, each pair with 100 bytes in two messages of 30 and 70: trainer 0 begins with engine
+    0, and trainer 1 with engine 1. After 50 bytes all change; the second message is in the second half of its route."""
+    turns = {
+        (0, 0): [Turn(50, 0, 0), Turn(100, 4, 100)],
+        (1, 1): [Turn(50, 1, 0), Turn(100, 5, 100)],
+        (0, 1): [Turn(50, 2, 50), Turn(100, 6, 150)],
+        (1, 0): [Turn(50, 3, 50), Turn(100, 7, 150)],
+    }
+    every = [sized(s, d, n, size) for s, d in turns for n, size in enumerate((30, 70))]
+    order = [(m.source, m.destination, m.number) for m in schedule(reversed(every), turns)]
+    assert order == [(*route, number) for number in (0, 1) for route in turns]
 
 
 def test_parts_of_mixed_width_lie_side_by_side():

@@ -1,0 +1,73 @@
+"""A push that is played through: times by hand, and bounds that no push can beat."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_rl.bridge.messages import Sized
+from megatron_rl.bridge.replay import Costs, all_messages, replay
+from megatron_rl.layout import Engines, Links, plan_weights, read_shape
+from megatron_rl.layout.traffic import traffic
+from megatron_rl.types import Mesh
+
+RATE = 8e-7
+"""A NIC of 100 bytes per second, in Gbit/s."""
+LINKS = Links(nic_gbps=RATE, nvlink_gbps=RATE)
+
+
+def seconds(messages: list[tuple[int, int, int]], *, sources: int, engines: Engines, **costs: float) -> float:
+    plan = SimpleNamespace(num_sources=sources, num_destinations=engines.num * engines.world_size, engines=engines)
+    sized = [Sized(source, to, number, size) for number, (source, to, size) in enumerate(messages)]
+    return replay(sized, plan, LINKS, Costs(**({"answer_s": 0.0} | costs)))
+
+
+def test_two_messages_are_under_way():
+    """Each takes 1 s. The third one needs the answer to the first: at 1.5 s, or at 3.5 s."""
+    three = [(0, 0, 100)] * 3
+    assert seconds(three, sources=1, engines=Engines(1), answer_s=0.5) == pytest.approx(3.0)
+    assert seconds(three, sources=1, engines=Engines(1), answer_s=2.5) == pytest.approx(4.5)
+
+
+def test_a_processor_works_beside_the_link():
+    """Packing 0.25 s, 1 s on the link, writing 0.25 s; packing and writing of others go on meanwhile."""
+    assert seconds([(0, 0, 100)] * 2, sources=1, engines=Engines(1), message_s=0.25) == pytest.approx(2.5)
+
+
+def test_ends_that_are_busy_make_others_wait():
+    """Trainer 1 waits for engine 0 until trainer 0 has sent, and sends to engine 1 after that."""
+    together = [(0, 0, 100), (1, 0, 100), (1, 1, 100)]
+    assert seconds(together, sources=2, engines=Engines(2)) == pytest.approx(3.0)
+    turned = [(0, 0, 100), (1, 1, 100), (1, 0, 100)]
+    assert seconds(turned, sources=2, engines=Engines(2)) == pytest.approx(2.0)
+
+
+def test_an_engine_passes_on_what_it_has_and_goes_on_when_the_next_one_has_answered():
+    """Two messages through a chain of two. The first engine has them at 1 and 2 s; the second one at 2 and 3 s."""
+    assert seconds([(0, 0, 100)] * 2, sources=1, engines=Engines(2, num_chains=1)) == pytest.approx(3.0)
+    slow = seconds([(0, 0, 100)] * 2, sources=1, engines=Engines(2, num_chains=1), answer_s=0.5)
+    assert slow == pytest.approx(4.0), "the second one leaves at 2.5 s, arrives at 3.5 s, and its answer at 4 s"
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3), st.integers(1, 500)), min_size=1, max_size=20),
+    st.sampled_from([None, 1, 2]),
+)
+def test_no_push_beats_the_bytes_of_a_link(messages, num_chains):
+    engines = Engines(4, num_chains=num_chains)
+    heads = [chain[0] for chain in engines.chains]
+    fed = [(source, heads[to % len(heads)], size) for source, to, size in messages]
+    loads = [sum(size for *ends, size in fed if ends[side] == end) for side in (0, 1) for end in range(4)]
+    took = seconds(fed, sources=3, engines=engines)
+    assert max(loads) / 100 - 1e-9 <= took <= sum(size for *_, size in fed) * len(engines.chains[0]) / 100 + 1e-9
+
+
+def test_a_sparse_plan_is_close_to_its_bound():
+    shape = read_shape(Path(__file__).parents[3] / "configs" / "model" / "Qwen3-32B.json")
+    plan = plan_weights(shape, Mesh(2, 2), Engines(2, 2), links=Links())
+    time = replay(all_messages(plan, 64 * 2**20), plan, Links())
+    assert 1 <= time / traffic(plan, Links(), 64 * 2**20).least_s < 1.05

@@ -1,0 +1,69 @@
+"""The order of a plan's routes, played as blocks in time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_rl.layout import Engines, plan_weights, read_shape
+from megatron_rl.layout.turns import NUM_BLOCKS, order_routes
+from megatron_rl.types import Mesh
+
+MODELS = Path(__file__).parents[3] / "configs" / "model"
+ROUTES = st.dictionaries(st.tuples(st.integers(0, 5), st.integers(0, 5)), st.integers(1, 10**6), min_size=1, max_size=20)
+
+
+def blocks(routes: dict[tuple[int, int], int]) -> list[tuple[int, int, tuple[int, int]]]:
+    """(begin, end, route) of every block, in the order of their numbers."""
+    found = []
+    for route, turns in zip(routes, order_routes(*zip(*routes), list(routes.values())), strict=True):
+        sent = 0
+        for turn in turns:
+            found.append((turn.number, turn.begin, turn.begin + turn.stop - sent, route))
+            sent = turn.stop
+        assert sent == routes[route], "the blocks add up"
+    assert sorted(number for number, *_ in found) == list(range(len(found)))
+    return [entry[1:] for entry in sorted(found)]
+
+
+@given(ROUTES)
+def test_each_end_has_one_block_at_a_time_and_nobody_waits_without_need(routes):
+    played = blocks(routes)
+    assert [begin for begin, *_ in played] == sorted(begin for begin, *_ in played), "numbers follow the time"
+    loads = [sum(size for ends, size in routes.items() if ends[side] == end) for side in (0, 1) for end in range(6)]
+    assert max(end for _, end, _ in played) < 2 * max(loads)
+    for begin, end, route in played:
+        assert end - begin <= 1.5 * max(loads) / NUM_BLOCKS + 2
+        beside = [other for other in played if any(a == b for a, b in zip(other[2], route)) and other[2] != route]
+        assert all(e <= begin or b >= end for b, e, _ in beside)
+        if begin:  # it began when one of its ends became free
+            assert any(other_end == begin and any(a == b for a, b in zip(r, route)) for _, other_end, r in played)
+
+
+def test_three_routes_by_hand():
+    """0 -> 0 has 4 bytes, 0 -> 1 and 1 -> 0 have 2: the fullest ends are the source 0 and the destination 0."""
+    played = blocks({(0, 0): 4, (0, 1): 2, (1, 0): 2})
+    assert [(begin, route) for begin, _, route in played] == [
+        (0, (0, 0)), (1, (0, 0)), (2, (0, 0)), (3, (0, 0)), (4, (0, 1)), (4, (1, 0)), (5, (0, 1)), (5, (1, 0))
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("model", "mesh", "engines"),
+    [
+        ("Qwen3-32B", Mesh(4, 4, 2), Engines(8, 4)),
+        ("Qwen3-32B", Mesh(2, 2), Engines(2, 2)),
+        ("Qwen3-235B-A22B", Mesh(4, 2, 4, expert=16, expert_tensor=1), Engines(4, 8, 1, True)),
+        ("DeepSeek-V3", Mesh(1, 4, 8, expert=8, expert_tensor=1, layers=(15, 16, 15, 15)), Engines(2, 16, 1, True)),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_large_models_take_little_more_than_their_fullest_end(model, mesh, engines):
+    plan = plan_weights(read_shape(MODELS / f"{model}.json"), mesh, engines)
+    routes = {route: turns[-1].stop for route, turns in plan.turns.items()}
+    fullest = max(plan.sent_bytes.max(), plan.engine_bytes.max())
+    assert sum(routes.values()) == plan.bytes.sum()
+    assert max(end for _, end, _ in blocks(routes)) <= 1.03 * fullest
