@@ -1,9 +1,9 @@
 """Plays a push through: when does each message leave, arrive, and free its buffers?
 
-It follows what sender.py and intake.py do. A rank posts its messages in the global order, of which it has two under way;
-a receiver has room for two, takes them in order, passes each on to the next engine of its chain, writes it, answers, and
-waits for the answer of the next engine. Each direction of a link carries one message at a time, in the global order.
-Invariants (tests/unit/bridge): times by hand; no replay is shorter than the bytes of any link take.
+It follows what sender.py and intake.py do. A rank posts its messages in the global order and has two of them under way.
+A receiver has room for two, takes them in order, passes each on to the next engine of its chain, writes it, answers,
+and waits for the answer of the next engine. Each direction of a link carries one message at a time, in the global
+order. Invariants (tests/unit/bridge): times by hand; no replay is shorter than the time that any link needs.
 """
 
 from __future__ import annotations

@@ -14,7 +14,6 @@ import numpy as np
 from megatron_rl.layout.links import Links
 from megatron_rl.layout.transfer import TransferPlan
 
-
 CHAIN_SHARE = 0.05
 
 
