@@ -101,7 +101,7 @@ def preflight(config: BaseConfig, tell: Tell, *, resume: bool = False, planning:
     elif folder.is_dir():
         if shape:
             weights = config.model.weights
-            attempt(lambda: _check_manifest(weights, shape) if weights else _check_weights(folder, shape))
+            attempt(lambda: _check_manifest(weights, shape) if weights else scan(folder, shape))
         tokenizer = attempt(lambda: TokenizerFiles(folder))
     if tokenizer and shape:
         faults += _vocabulary(config, shape, tokenizer)
@@ -145,22 +145,6 @@ def _positions(config: BaseConfig, shape: ModelShape) -> list[str]:
         f"{keys} = {longest} exceeds the {shape.max_positions} positions of {config.model.path} "
         f"(max_position_embeddings); lower it"
     ]
-
-
-def _check_weights(folder: Path, shape: ModelShape) -> None:
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{index} cannot be read ({error!r}); copy it again") from error
-        absent = [name for name in shards if not (folder / name).is_file()]
-        if absent:
-            raise ValueError(
-                f"{index} names {absent[0]}, which is not there ({len(absent)} of {len(shards)} files are missing); "
-                f"copy the checkpoint again"
-            )
-    scan(folder, shape)
 
 
 def _check_manifest(folder: Path, shape: ModelShape) -> None:

@@ -21,12 +21,13 @@ from torch import Tensor
 from megatron_rl.actor import platform, state
 from megatron_rl.actor.checkpoint import Target, atomic_folder, fill, write_text
 from megatron_rl.convert.forms import split_into_files
-from megatron_rl.convert.hub import INDEX, MAX_FILE_BYTES, companions, file_name, index_text
+from megatron_rl.convert.hub import MAX_FILE_BYTES, companions, file_name, index_text
 from megatron_rl.convert.manifest import WEIGHTS
 from megatron_rl.convert.source import open_checkpoint
 from megatron_rl.convert.stored import Maps
 from megatron_rl.convert.work import sync
 from megatron_rl.layout import FAMILIES, Box, Shard, megatron_shards, slices, volume
+from megatron_rl.layout.hub import INDEX
 from megatron_rl.types import Mesh, ModelShape
 
 if TYPE_CHECKING:

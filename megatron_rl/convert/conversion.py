@@ -11,6 +11,7 @@ from megatron_rl.convert import forms, hub, manifest, torch_dist
 from megatron_rl.convert.source import Source
 from megatron_rl.convert.stored import safetensors_header
 from megatron_rl.convert.target import TargetFile, TargetTensor
+from megatron_rl.layout.hub import INDEX
 from megatron_rl.layout.shards import extents
 from megatron_rl.types import Mesh, ModelShape
 
@@ -57,7 +58,7 @@ def to_hub(source: Source, options: Options = Options()) -> Conversion:
     if len(groups) > 1:
         total = sum(tensor.num_bytes for tensor in tensors)
         names = [[tensor.name for tensor in group] for group in groups]
-        files.append(TargetFile(hub.INDEX, (hub.index_text(names, total).encode(),)))
+        files.append(TargetFile(INDEX, (hub.index_text(names, total).encode(),)))
     files += _literal(hub.companions(source.hub_folder, options.dtype))
     return Conversion(source, manifest.HUB, None, True, tuple(files))
 

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 MAX_FILE_BYTES = 4 * 2**30
-INDEX = "model.safetensors.index.json"
 COMPANIONS = (
     "generation_config.json",
     "tokenizer*",
@@ -24,7 +23,7 @@ def file_name(stem: str, i: int, num_files: int) -> str:
 
 
 def index_text(files: Sequence[Iterable[str]], total_bytes: int) -> str:
-    """The content of the file INDEX.
+    """The content of the index file.
 
     Args:
         files: the names of the tensors in each file.

@@ -22,6 +22,7 @@ from megatron_rl.convert.forms import Described
 from megatron_rl.convert.stored import Maps, Stored, read_safetensors
 from megatron_rl.convert.target import StoredPart, TargetTensor, Tick, check_file
 from megatron_rl.layout import FAMILIES, Box, Shard, read_shape, scan, slices, volume
+from megatron_rl.layout.hub import weight_files
 from megatron_rl.layout.shards import extents, intersect, translate
 from megatron_rl.types import Mesh, ModelShape
 
@@ -154,7 +155,7 @@ def _check_files(folder: Path, fields: dict[str, Any]) -> None:
 
 
 def _open_hub(source: Source) -> None:
-    headers = {path: read_safetensors(path) for path in sorted(source.folder.glob("*.safetensors"))}
+    headers = {path: read_safetensors(path) for path in weight_files(source.folder)}
     index = scan(source.folder, source.shape)
     source.ignored = index.ignored
     for described in forms.hub_tensors(source.shape):

@@ -45,7 +45,7 @@ def _shape(family: str, config: Mapping[str, Any]) -> ModelShape:
         if config.get(key, value) != value:
             raise ValueError(f"{key} is {config[key]!r}; for the family {family} only {value!r} is supported")
     heads = config["num_attention_heads"]
-    theta, scaling = _rope(config)
+    theta, scaling = _rope(config, FAMILIES[family].rope_theta)
     fields: dict[str, Any] = {
         "num_layers": config["num_hidden_layers"],
         "hidden_size": config["hidden_size"],
@@ -66,17 +66,17 @@ def _shape(family: str, config: Mapping[str, Any]) -> ModelShape:
     return shape
 
 
-def _rope(config: Mapping[str, Any]) -> tuple[float, Llama3Rope | YarnRope | None]:
+def _rope(config: Mapping[str, Any], default: float) -> tuple[float, Llama3Rope | YarnRope | None]:
     """The base and the scaling of the rotary embeddings. transformers 5 writes them as rope_parameters, and for OLMo 3
     separately for each kind of attention; earlier versions wrote rope_theta and rope_scaling."""
     rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     if "full_attention" in rope:
         rope, sliding = dict(rope["full_attention"]), rope["sliding_attention"]
-        if sliding.get("rope_type", "default") != "default" or sliding["rope_theta"] != rope["rope_theta"]:
+        if sliding.get("rope_type", "default") != "default" or sliding.get("rope_theta") != rope.get("rope_theta"):
             raise ValueError(
                 "rope_parameters: sliding layers must be unscaled and have the same rope_theta as full attention"
             )
-    theta = float(rope.pop("rope_theta") if "rope_theta" in rope else config["rope_theta"])
+    theta = float(rope.pop("rope_theta") if "rope_theta" in rope else config.get("rope_theta", default))
     kind = rope.pop("rope_type", None) or rope.pop("type", "default")
     rope.pop("type", None)
     if rope.pop("partial_rotary_factor", 1.0) != 1.0:

@@ -153,6 +153,8 @@ class Family:
     read_config: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda config: {}
     """Reads from config.json the fields of ModelShape that are special to this family."""
     ignored: tuple[Ignored, ...] = ()
+    rope_theta: float = 10_000.0
+    """The base of the rotary embeddings if config.json does not give it."""
     vllm_repeats_ends: bool = False
     """Whether vLLM builds embedding, final norm and output layer on every pipeline stage."""
     hf_layer: str = "model.layers.{}."

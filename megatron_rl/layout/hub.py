@@ -19,6 +19,8 @@ from megatron_rl.types import Mesh, ModelShape
 
 log = logging.getLogger(__name__)
 
+INDEX = "model.safetensors.index.json"
+
 
 @dataclass(frozen=True, slots=True)
 class HubIndex:
@@ -40,6 +42,28 @@ def check_model(folder: Path, shape: ModelShape, mesh: Mesh) -> None:
         log.warning("%s: %d tensors are ignored: %s", folder, count, reason)
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a folder: those that its index names, or all if it has no index.
+
+    Raises:
+        ValueError: the index is damaged, or names a file that is not there.
+    """
+    index = folder / INDEX
+    if not index.is_file():
+        return sorted(folder.glob("*.safetensors"))
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{index} cannot be read ({error!r}); copy it again") from error
+    absent = [name for name in names if not (folder / name).is_file()]
+    if absent:
+        raise ValueError(
+            f"{index} names {absent[0]}, which is not there ({len(absent)} of {len(names)} files are missing); copy "
+            f"the checkpoint again"
+        )
+    return [folder / name for name in names]
+
+
 def scan(folder: Path, shape: ModelShape) -> HubIndex:
     """Account for every tensor of a folder. Only the files' headers are read.
 
@@ -47,7 +71,7 @@ def scan(folder: Path, shape: ModelShape) -> HubIndex:
         ValueError: there is no safetensors file, a file is damaged or truncated, weights are quantised, or a tensor is
             missing, unknown, present twice or has other extents than the family's table says. The error names it.
     """
-    files = sorted(Path(folder).glob("*.safetensors"))
+    files = weight_files(Path(folder))
     if not files:
         raise ValueError(f"model.path: {folder} has no *.safetensors; convert or download the weights")
     family = FAMILIES[shape.family]

@@ -27,6 +27,7 @@ MIXTRAL = Family(
     dense=(),
     mixture=mixture_rows("block_sparse_moe", gate="w1", up="w3", down="w2"),
     read_config=_read,
+    rope_theta=1_000_000.0,
     vllm_repeats_ends=True,
     **ENDS,
 )

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import save_file
 
 from megatron_rl.layout import FAMILIES, check_model, read_shape, scan
@@ -186,6 +187,31 @@ def test_a_tensor_in_two_files_is_named(tmp_path):
     save_file({NORM: torch.zeros(8)}, folder / "more.safetensors")
     with pytest.raises(ValueError, match="more.safetensors: tensor model.norm.weight .* another file"):
         scan(folder, read_shape(folder))
+
+
+def test_a_folder_with_an_index_has_the_files_that_the_index_names(tmp_path):
+    """Some releases hold the same weights a second time, as one file."""
+    folder = write_model(tmp_path / "m")
+    shape = read_shape(folder)
+    save_file({NORM: torch.zeros(8)}, folder / "consolidated.safetensors")
+    index = {"weight_map": {name: "model.safetensors" for name in FAMILIES["qwen3"].hf_tensors(shape)}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert set(scan(folder, shape).files.values()) == {folder / "model.safetensors"}
+    (folder / "model.safetensors").rename(folder / "other.safetensors")
+    with pytest.raises(ValueError, match=r"index.json names model.safetensors, .* \(1 of 1 files are missing\)"):
+        scan(folder, shape)
+
+
+@pytest.mark.parametrize("config", [QWEN3, LLAMA, DEEPSEEK, MIXTRAL, QWEN3_MOE], ids=lambda c: c["model_type"])
+def test_the_base_of_rotation_that_config_json_leaves_out_is_transformers(tmp_path, config):
+    without = {key: value for key, value in config.items() if key not in ("rope_theta", "rope_parameters")}
+    expected = transformers.AutoConfig.for_model(config["model_type"]).default_theta
+    assert read(tmp_path, without).rope_theta == expected
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_familys_base_of_rotation_is_transformers(family):
+    assert FAMILIES[family].rope_theta == transformers.AutoConfig.for_model(family).default_theta
 
 
 def test_a_tensor_twice_in_one_header_is_named(tmp_path):
