@@ -33,7 +33,7 @@ from megatron_rl.actor.context import ContextRank
 from megatron_rl.actor.model import build_model, uses_fused_layers
 from megatron_rl.actor.optimizer import apply_gradients, build_optimizer, gradient_norm, parameter_norms
 from megatron_rl.actor.packing import Microbatch, pack
-from megatron_rl.actor.router import start_counting, update_biases
+from megatron_rl.actor.router import describe_load, start_counting, total_load, update_biases
 from megatron_rl.actor.spec import ActorSpec
 from megatron_rl.actor.step import Schedule
 from megatron_rl.algorithms.columns import PackedColumns
@@ -63,11 +63,13 @@ class MegatronActor:
         """Whether the layers are Transformer Engine's. These hold each norm inside the next linear layer, so their
         parameters have other names."""
         self.shards = megatron_shards(spec.shape, self.mesh, rank, self.fused_norms)
-        tensor, stage, _ = self.mesh.coordinates(rank)
+        tensor, stage, data = self.mesh.coordinates(rank)
         is_first = tensor == 0 and self.mesh.context_rank(rank) == 0
         self._is_last_stage = stage == self.mesh.pipeline - 1
         self._reports_metrics = is_first and self._is_last_stage
         """One rank of each data-parallel replica reports its metrics."""
+        self._is_first_of_stage = is_first and data == 0
+        self._num_mixtures = sum(spec.shape.has_experts(layer) for layer in range(spec.shape.num_layers))
         self._minibatches: list[list[Microbatch]] = []
         self._denominators: Sequence[Denominators] = ()
         self._at_start: list[FirstPass] = []
@@ -166,7 +168,8 @@ class MegatronActor:
 
         Returns:
             The objective's metrics, `loss`, `grad_norm` (before clipping), `param_norm` (after the update),
-            `update_ratio` (the norm of the update divided by that of the parameters) and `lr`.
+            `update_ratio` (the norm of the update divided by that of the parameters) and `lr`; for a mixture of experts
+            also those of `router.describe_load`.
 
         Raises:
             ValueError: a log-prob, the loss or the gradient is not finite (the error names samples), or trainer and
@@ -194,8 +197,12 @@ class MegatronActor:
                 chunk.zero_grad_buffer()
             self.optimizer.zero_grad()
             start_counting(self.chunks)
-            reports = self._schedule.run(microbatches, loss)
-            metrics = self.agreement.reduce(reports if self._reports_metrics else [], problems)
+            results = self._schedule.run(microbatches, loss)
+            reports = results if self._reports_metrics else []
+            load_RE = total_load(self.chunks)
+            if load_RE is not None and self._is_first_of_stage:
+                reports = [*reports, describe_load(load_RE, self._num_mixtures)]
+            metrics = self.agreement.reduce(reports, problems)
             bound = coefficients.get("max_mismatch") if minibatch == 0 else None
             metrics = self.spec.objective.conclude(metrics, bound)  # raises on all ranks or none
             grad_norm = gradient_norm(self.optimizer)
@@ -203,8 +210,8 @@ class MegatronActor:
                 self.agreement.require_none([self._describe_gradients(grad_norm, microbatches)])
             self.scheduler.step(1)
             apply_gradients(self.optimizer, grad_norm)
-            if self.spec.policy.router_bias_update_rate:
-                update_biases(self.chunks, self.spec.policy.router_bias_update_rate)
+            if self.spec.policy.router_bias_update_rate and load_RE is not None:
+                update_biases(self.chunks, load_RE, self.spec.policy.router_bias_update_rate)
             param_norm, update_norm = parameter_norms(self.optimizer)
         norms = {"grad_norm": grad_norm, "param_norm": param_norm, "update_ratio": update_norm / param_norm}
         return {**metrics, **norms, "lr": self.optimizer.param_groups[0]["lr"]}

@@ -29,7 +29,7 @@ from megatron_rl.actor.attention import PackedAttention
 from megatron_rl.actor.latent import LatentAttention, LatentCoreAttention
 from megatron_rl.actor.logprobs import OutputLayer
 from megatron_rl.actor.norm import Norm, PostNormLayer, WideNorm
-from megatron_rl.actor.router import BiasedRouter, keep_biases_in_float32
+from megatron_rl.actor.router import Router, keep_biases_in_float32
 from megatron_rl.actor.switches import build
 from megatron_rl.config.schema import ModelConfig, ParallelConfig, PolicyConfig
 from megatron_rl.layout import FAMILIES, padded_vocabulary
@@ -206,6 +206,9 @@ def _build_chunk(
     parallel, fused = policy.parallel, config.apply_rope_fusion
     number = chunk if parallel.virtual > 1 else None
     block = get_gpt_decoder_block_spec(config, True, vp_stage=number) if fused else _local_block(config, shape, number)
+    for layer in block.layer_specs:
+        if layer.submodules.mlp.module is MoELayer:
+            layer.submodules.mlp.submodules.router = Router
     scaling = shape.rope_scaling if fused else None
     gpt = GPTModel(
         config=config,
@@ -241,8 +244,6 @@ def _local_block(config: TransformerConfig, shape: ModelShape, number: int | Non
         if family.post_norm:
             layer.module, norm = PostNormLayer, IdentityOp
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
-        if family.router_bias and layer.submodules.mlp.module is MoELayer:
-            layer.submodules.mlp.submodules.router = BiasedRouter
         attention = layer.submodules.self_attention.submodules
         attention.core_attention = PackedAttention
         if shape.latent:
