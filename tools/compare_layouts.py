@@ -111,7 +111,7 @@ Result = tuple[float, float, dict[str, np.ndarray]]
 
 
 def train_once(
-    rank: int, store: dist.Store, folder: Path, model: ModelConfig, parallel: ParallelConfig, shares: list[Share]
+    rank: int, store: dist.Store, folder: Path, model: ModelConfig, policy: PolicyConfig, shares: list[Share]
 ) -> Result:
     """Load the model, do one update with `shares`, those of all data-parallel ranks, and return its numbers. Every rank
     calls this. The gradient is whole on rank 0 and empty on the others."""
@@ -120,12 +120,12 @@ def train_once(
     from megatron_rl.actor.weights import gather_gradient, load_hf
     from megatron_rl.algorithms import SupervisedObjective
 
-    mesh = parallel.mesh
-    optimizer = OptimizerConfig(clip_grad=0.0)  # clipping would scale the gradient
+    mesh = policy.parallel.mesh
+    unclipped = OptimizerConfig(clip_grad=0.0)  # clipping would scale the gradient
     spec = ActorSpec(
         shape=read_shape(folder),
         model=model,
-        policy=PolicyConfig(parallel=parallel, optimizer=optimizer),
+        policy=policy.model_copy(update={"optimizer": unclipped}),
         objective=SupervisedObjective(),
         temperature=1.0,
         total_steps=1,
@@ -163,7 +163,8 @@ def run_layout(
     processes = multiprocessing.get_context("spawn")
     results = processes.SimpleQueue()
     with tempfile.TemporaryDirectory() as temporary:
-        arguments = f"file://{temporary}/store", world_size, results, folder, model, parallel, shares
+        policy = PolicyConfig(parallel=parallel)
+        arguments = f"file://{temporary}/store", world_size, results, folder, model, policy, shares
         ranks = [
             processes.Process(target=_in_process, args=(rank, *arguments), daemon=True) for rank in range(world_size)
         ]

@@ -33,7 +33,14 @@ from megatron_rl.actor.context import ContextRank
 from megatron_rl.actor.model import build_model, uses_fused_layers
 from megatron_rl.actor.optimizer import apply_gradients, build_optimizer, gradient_norm, parameter_norms
 from megatron_rl.actor.packing import Microbatch, pack
-from megatron_rl.actor.router import describe_load, start_counting, total_load, update_biases
+from megatron_rl.actor.router import (
+    describe_auxiliary_losses,
+    describe_load,
+    set_auxiliary_losses,
+    start_counting,
+    total_load,
+    update_biases,
+)
 from megatron_rl.actor.spec import ActorSpec
 from megatron_rl.actor.step import Schedule
 from megatron_rl.algorithms.columns import PackedColumns
@@ -169,7 +176,7 @@ class MegatronActor:
         Returns:
             The objective's metrics, `loss`, `grad_norm` (before clipping), `param_norm` (after the update),
             `update_ratio` (the norm of the update divided by that of the parameters) and `lr`; for a mixture of experts
-            also those of `router.describe_load`.
+            also those of `router.describe_load` and, if it has auxiliary losses, of `router.describe_auxiliary_losses`.
 
         Raises:
             ValueError: a log-prob, the loss or the gradient is not finite (the error names samples), or trainer and
@@ -192,6 +199,7 @@ class MegatronActor:
                 problems.append(str(error))
             return logp_T.sum() * 0.0, {}
 
+        has_auxiliary_losses = self._prepare_auxiliary_losses(microbatches)
         with platform.running():
             for chunk in self.chunks:
                 chunk.zero_grad_buffer()
@@ -202,6 +210,8 @@ class MegatronActor:
             load_RE = total_load(self.chunks)
             if load_RE is not None and self._is_first_of_stage:
                 reports = [*reports, describe_load(load_RE, self._num_mixtures)]
+            if has_auxiliary_losses:
+                reports = [*reports, describe_auxiliary_losses(self.chunks)]
             metrics = self.agreement.reduce(reports, problems)
             bound = coefficients.get("max_mismatch") if minibatch == 0 else None
             metrics = self.spec.objective.conclude(metrics, bound)  # raises on all ranks or none
@@ -372,6 +382,21 @@ class MegatronActor:
             return x
 
         return objective.prepare(columns, first_pass, self._denominators[minibatch], sum_over_ranks)
+
+    def _prepare_auxiliary_losses(self, microbatches: Sequence[Microbatch]) -> bool:
+        """Count what the routers' auxiliary losses of a mini-batch need. Returns whether there are such losses."""
+        policy = self.spec.policy
+        if not (policy.load_balancing_loss or policy.router_z_loss):
+            return False
+        num_tokens = torch.stack([(~batch.padding_T).sum() for batch in microbatches]).sum()
+        dist.all_reduce(num_tokens, group=parallel_state.get_data_parallel_group())
+        load_RE = None
+        if policy.load_balancing_loss:
+            start_counting(self.chunks, with_gradients=False)
+            self._forward(microbatches)
+            load_RE = total_load(self.chunks)
+        set_auxiliary_losses(self.chunks, policy, int(num_tokens), load_RE)
+        return True
 
     def _describe_mismatch(self) -> Metrics:
         num_tokens = sum(denominators.num_tokens for denominators in self._denominators)

@@ -161,7 +161,7 @@ def _latent(shape: ModelShape) -> dict[str, Any]:
 
 
 def _mixture(shape: ModelShape, fused: bool) -> dict[str, Any]:
-    """There is no auxiliary loss and no capacity: every token goes to the experts that the router scores highest, as in
+    """Megatron adds no auxiliary loss, and there is no capacity: every token goes to the experts that the router scores highest, as in
     the engine. The router computes in fp32, because in bf16 close scores would round to ties."""
     experts = shape.experts
     if experts is None:

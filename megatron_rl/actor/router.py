@@ -1,5 +1,9 @@
-"""The routers of mixtures of experts: the load of the experts, and the update of the bias of those that choose by score
-plus bias (DeepSeek-V3).
+"""The routers of mixtures of experts: the load of the experts, auxiliary losses, and the update of the bias of those
+that choose by score plus bias (DeepSeek-V3).
+
+The auxiliary losses are computed here and not by Megatron, whose load-balancing loss is a product of means over a
+micro-batch, and whose z-loss is weighted by micro-batches: both would depend on how a mini-batch is cut. With the
+experts' shares of a whole mini-batch, which a forward pass before the update counts, both are sums over tokens.
 
 The bias balances the experts' load without a loss (Wang et al. 2024, arXiv:2408.15664). After an optimizer step the
 bias of experts with more tokens than the average is lowered by a constant, and that of the others is raised. Tokens are
@@ -7,8 +11,8 @@ counted here and not by Megatron, for three reasons: Megatron counts padding, so
 layout; it updates before it is known whether the gradients are finite; and it counts in a method that torch compiles.
 Megatron's own counters stay 0, so its own update changes nothing.
 
-Invariants (tests/dist): each token of a mini-batch counts once in every layout, also with recomputation; passes without
-gradients do not count; a step that is refused changes no bias.
+Invariants (tests/dist): each token of a mini-batch counts once in every layout, also with recomputation; the auxiliary
+losses have the same gradient in every layout; a step that is refused changes no bias.
 
 Shape letters: T tokens of a rank, R routers of a rank, E experts.
 """
@@ -16,9 +20,11 @@ Shape letters: T tokens of a rank, R routers of a rank, E experts.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.moe.router import TopKRouter
@@ -26,6 +32,7 @@ from torch import Tensor
 
 from megatron_rl.actor import platform
 from megatron_rl.algorithms.objective import Metric
+from megatron_rl.config.schema import PolicyConfig
 
 
 class Router(TopKRouter):
@@ -33,17 +40,60 @@ class Router(TopKRouter):
         super().__init__(*args, **kwargs)
         self.load_E = torch.zeros(self.num_experts, dtype=torch.int64, device=platform.device())
         """The number of this rank's tokens that each expert got since `start_counting`."""
+        self.counts_with_gradients = True
+        """Whether tokens count in passes with gradients, or in those without."""
+        self.score_weight_E: Tensor | None = None
+        """The factor of a token's score of each expert in the load-balancing loss; None if there is no such loss."""
+        self.z_weight = 0.0
+        """The factor of a token's z-loss."""
+        self.auxiliary_loss = torch.zeros((), device=platform.device())
+        """The sum of this rank's auxiliary losses since `start_counting`."""
+
+    def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
+        """Megatron calls this before the choice of experts.
+
+        Args:
+            logits: [T, E].
+            padding_mask: bool [T]: True where the row is padded.
+
+        Returns:
+            The logits, whose gradient contains that of both auxiliary losses.
+        """
+        if not torch.is_grad_enabled() or (self.score_weight_E is None and not self.z_weight):
+            return logits
+        assert padding_mask is not None
+        loss_T = self.z_weight * logits.logsumexp(-1).square()
+        if self.score_weight_E is not None:
+            softmax = self.score_function == "softmax"
+            score_TE = logits.softmax(-1) if softmax else F.normalize(logits.sigmoid(), p=1, dim=-1)
+            loss_T = loss_T + score_TE @ self.score_weight_E
+        loss = loss_T.masked_fill(padding_mask, 0.0).sum()
+        self.auxiliary_loss += loss.detach()
+        attached: Tensor = _Attached.apply(logits, loss)
+        return attached
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
-        """Megatron calls this after the choice of experts. With recomputation the first of the two forward passes has
-        no gradients, so a token counts once.
+        """Megatron calls this after the choice of experts. With recomputation only the second of the two forward passes
+        has gradients, so a token counts once.
 
         Args:
             routing_map: bool [T, E]: the experts of each token.
             padding_mask: bool [T]: True where the row is padded; None if padding was not told.
         """
-        if torch.is_grad_enabled() and padding_mask is not None:
+        if torch.is_grad_enabled() == self.counts_with_gradients and padding_mask is not None:
             self.load_E += (routing_map & ~padding_mask[:, None]).sum(0)
+
+
+class _Attached(torch.autograd.Function):
+    """Returns `x`, and adds `loss` to what is differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return gradient, gradient.new_ones(())
 
 
 def padding_mask(padding_T: Tensor, gpt: GPTModel) -> Tensor | None:
@@ -63,9 +113,12 @@ def keep_biases_in_float32(chunks: Sequence[torch.nn.Module]) -> None:
         router._maintain_float32_expert_bias()
 
 
-def start_counting(chunks: Sequence[torch.nn.Module]) -> None:
+def start_counting(chunks: Sequence[torch.nn.Module], with_gradients: bool = True) -> None:
+    """Count from 0 in the passes that follow: in those with gradients, or in those without."""
     for router in _routers(chunks):
         router.load_E.zero_()
+        router.auxiliary_loss.zero_()
+        router.counts_with_gradients = with_gradients
 
 
 def total_load(chunks: Sequence[torch.nn.Module]) -> Tensor | None:
@@ -101,6 +154,29 @@ def describe_load(load_RE: Tensor, num_mixtures: int) -> dict[str, Metric]:
         "experts/load_mean": Metric(ratio_R.sum() / num_mixtures, "sum"),
         "experts/unused": Metric((load_RE == 0).double().mean(1).sum() / num_mixtures, "sum"),
     }
+
+
+def set_auxiliary_losses(
+    chunks: Sequence[torch.nn.Module], policy: PolicyConfig, num_tokens: int, load_RE: Tensor | None
+) -> None:
+    """Set the weights of the auxiliary losses of a mini-batch.
+
+    Args:
+        num_tokens: the number of tokens of the mini-batch, of all ranks, without padding.
+        load_RE: see `total_load`; needed for the load-balancing loss alone.
+    """
+    for number, router in enumerate(_routers(chunks)):
+        router.z_weight = policy.router_z_loss / num_tokens
+        if policy.load_balancing_loss:
+            assert load_RE is not None, "the experts' shares of the mini-batch have been counted"
+            share_E = (load_RE[number] / load_RE[number].sum()).float()
+            router.score_weight_E = policy.load_balancing_loss * router.num_experts / num_tokens * share_E
+
+
+def describe_auxiliary_losses(chunks: Sequence[torch.nn.Module]) -> dict[str, Metric]:
+    """This rank's part of the metric `experts/auxiliary_loss`: the sum of both losses over all layers."""
+    losses = [router.auxiliary_loss for router in _routers(chunks)]
+    return {"experts/auxiliary_loss": Metric(torch.stack(losses).sum(), "sum")} if losses else {}
 
 
 @torch.no_grad()

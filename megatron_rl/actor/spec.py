@@ -10,6 +10,9 @@ from megatron_rl.config.schema import ModelConfig, ParallelConfig, PolicyConfig
 from megatron_rl.layout import FAMILIES
 from megatron_rl.types import Experts, ModelShape
 
+OF_MIXTURES = ("load_balancing_loss", "router_z_loss")
+"""The keys of `policy` that need a model with experts."""
+
 
 @dataclass(frozen=True, slots=True)
 class ActorSpec:
@@ -39,6 +42,12 @@ class ActorSpec:
         if self.shape.experts:
             _check_experts(self.policy.parallel)
             _check_router(self.shape.experts)
+            return
+        for name in OF_MIXTURES:
+            if value := getattr(self.policy, name):
+                raise ValueError(
+                    f"policy.{name} is {value}, but the model in {self.model.path} has no experts; leave it out"
+                )
 
 
 def _check_router(experts: Experts) -> None:

@@ -153,6 +153,15 @@ class PolicyConfig(Section):
     and lowers that of the others (arXiv:2408.15664; DeepSeek-V3's pre-training used 0.001). For models whose routers
     have such a bias. 0 means that the bias stays as it is: a bias that moves makes tokens go to other experts, so it
     changes the policy without a gradient, and also where no reward asked for it."""
+    load_balancing_loss: Annotated[float, Field(ge=0)] = 0.0
+    """The coefficient of the load-balancing loss of each layer with experts (arXiv:2101.03961): the number of experts
+    times the sum over the experts of their share of the choices times their mean score. Shares and means are over all
+    tokens of a mini-batch, prompts included and padding left out, so the loss is the same in every layout. The shares
+    must be known before the first gradient, so each mini-batch needs one more forward pass. 0 means no such loss."""
+    router_z_loss: Annotated[float, Field(ge=0)] = 0.0
+    """The coefficient of the z-loss of each layer with experts (arXiv:2202.08906): the mean over all tokens of a
+    mini-batch of the squared log-sum-exp of the router's logits, which keeps the logits small. 0 means no such
+    loss."""
 
 
 class SamplingConfig(Section):

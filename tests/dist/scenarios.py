@@ -77,9 +77,9 @@ def build(
     layout: Layout,
     algorithm: AlgorithmConfig | None = ALGORITHM,
     optimizer: OptimizerConfig = OPTIMIZER,
-    router_bias_update_rate: float = 0.0,
+    **settings,
 ) -> MegatronActor:
-    """`algorithm` None is supervised training."""
+    """`algorithm` None is supervised training; `settings` are more keys of `policy`."""
     mesh = layout.mesh
     parallel = ParallelConfig(
         tensor=mesh.tensor,
@@ -95,7 +95,7 @@ def build(
     spec = ActorSpec(
         shape=read_shape(folder),
         model=ModelConfig(path=folder, dtype=layout.dtype, recompute=layout.recompute),
-        policy=PolicyConfig(parallel=parallel, optimizer=optimizer, megatron=layout.megatron, router_bias_update_rate=router_bias_update_rate),
+        policy=PolicyConfig(parallel=parallel, optimizer=optimizer, megatron=layout.megatron, **settings),
         objective=PolicyObjective(algorithm) if algorithm else SupervisedObjective(),
         temperature=TEMPERATURE if algorithm else 1.0,
         total_steps=TOTAL_STEPS,
@@ -146,9 +146,9 @@ def one_update(rank, world_size, url, **arguments):
     return train_once(rank, meet(rank, world_size, url), **arguments)
 
 
-def train(rank, world_size, url, *, folder, samples, layout, num_updates=3, algorithm=ALGORITHM):
+def train(rank, world_size, url, *, folder, samples, layout, num_updates=3, algorithm=ALGORITHM, **settings):
     """(mismatch, metrics of each update)"""
-    actor = build(rank, world_size, url, folder, layout, algorithm)
+    actor = build(rank, world_size, url, folder, layout, algorithm, **settings)
     mismatch = begin(actor, samples, layout, num_updates)
     metrics = [actor.update(i, COEFFICIENTS) for i in range(num_updates)]
     actor.close()

@@ -1,16 +1,21 @@
-"""What mixtures of experts report of their experts, in every layout."""
+"""What mixtures of experts report of their experts, and their auxiliary losses, in every layout."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import transformers
+from sizes import VOCAB_SIZE
 from test_actor_families import BALANCED
 
 from shares import TrainSample
+from megatron_rl.config.schema import ModelConfig, ParallelConfig, PolicyConfig
+from megatron_rl.tools.compare_layouts import NUM_MICROBATCHES, deal_rows, difference, parse_layout, random_rows, relative
+from megatron_rl.types import Tokens
 
 LAYOUTS = {
     "qwen3_moe": ("one", "pp2_dp2_ep2", "tp2_dp2_ep2_whole", "tp2_pp2_vpp2"),
@@ -62,3 +67,115 @@ def test_a_dense_model_has_no_such_metric(trainers, model_folder, long_samples):
         "train", 1, folder=model_folder, samples=long_samples, layout=layout, num_updates=1
     )
     assert not [name for name in metrics if name.startswith("experts/")]
+
+
+RELATIVE = 1e-5
+"""fp32 adds the same terms in another order."""
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[Tokens]:
+    return random_rows(VOCAB_SIZE, num_rows=10, longest=48, seed=5)
+
+
+@pytest.fixture(scope="module")
+def numbers(trainers, folders, rows):
+    """Loss, gradient norm and gradient of every rank, by the name of the model and the layout."""
+
+    def of(name: str, layout: str, num_microbatches: int = NUM_MICROBATCHES, **settings):
+        parallel = parse_layout(layout) if layout else ParallelConfig()
+        return trainers.run(
+            "one_update",
+            parallel.mesh.world_size,
+            folder=folders[name],
+            model=ModelConfig(path=folders[name], dtype="float32"),
+            policy=PolicyConfig(parallel=parallel, **settings),
+            shares=deal_rows(folders[name], parallel, rows, num_microbatches),
+        )
+
+    return of
+
+
+def plain_gradient(folder: Path, rows: list[Tokens], balance: float, z: float) -> dict[str, np.ndarray]:
+    """The gradient of the mean negative log-prob and of the auxiliary losses, in float64 with transformers: all rows
+    at once, as the papers write the losses."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float64, experts_implementation="eager"
+    )
+    routers = [module.gate for _, module in model.named_modules() if hasattr(module, "gate")]
+    seen = [[] for _ in routers]
+    for router, calls in zip(routers, seen, strict=True):
+        router.register_forward_hook(lambda _, inputs, output, calls=calls: calls.append((inputs[0], output[2])))
+    loss, num_tokens = 0.0, sum(len(row.ids) - 1 for row in rows)
+    for row in rows:
+        ids = torch.from_numpy(row.ids.astype(np.int64))
+        logp = model(ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])
+        loss = loss - logp.sum() / num_tokens
+    for router, calls in zip(routers, seen, strict=True):
+        hidden = torch.cat([states.reshape(-1, states.shape[-1]) for states, _ in calls])
+        logits = hidden.double() @ router.weight.double().T
+        num_experts = len(router.weight)
+        share = torch.cat([chosen.flatten() for _, chosen in calls]).bincount(minlength=num_experts).double()
+        score = logits.sigmoid() if hasattr(router, "e_score_correction_bias") else logits.softmax(-1)
+        score = score / score.sum(-1, keepdim=True)
+        loss = loss + balance * num_experts * (share / share.sum() * score.mean(0)).sum()
+        loss = loss + z * logits.logsumexp(-1).square().mean()
+    loss.backward()
+    return {name: p.grad.numpy() for name, p in model.named_parameters() if p.grad is not None}
+
+
+LOSSES = dict(load_balancing_loss=0.4, router_z_loss=0.05)
+"""So large that they are a good part of the gradient of the routers."""
+WITH_LOSSES = [
+    *(("qwen3_moe", layout) for layout in ("pp2-vpp2", "cp2-ep2", "tp2-dp2-ep2", "tp2-ep2-etp1")),
+    *(("deepseek_v3", layout) for layout in ("tp2-cp2", "pp2-vpp2")),
+]
+
+
+@pytest.fixture(scope="module")
+def of_one_process(numbers):
+    known = {}
+
+    def of(name: str):
+        if name not in known:
+            known[name] = numbers(name, "", 1, **LOSSES)[0]
+        return known[name]
+
+    return of
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
+def test_the_auxiliary_losses_have_the_gradient_of_their_definition(folders, rows, of_one_process, name):
+    _, _, gradient = of_one_process(name)
+    expected = plain_gradient(folders[name], rows, LOSSES["load_balancing_loss"], LOSSES["router_z_loss"])
+    without = plain_gradient(folders[name], rows, 0.0, 0.0)
+    routers = [key for key in expected if key.endswith("mlp.gate.weight")]
+    assert len(routers) == 3
+    for key in gradient.keys() & expected.keys():
+        # fp32 against float64, through four layers
+        assert relative(gradient[key], expected[key]) < 2e-5, key
+    assert all(relative(without[key], expected[key]) > 0.1 for key in routers)
+
+
+@pytest.mark.parametrize("name, layout", WITH_LOSSES)
+def test_the_auxiliary_losses_are_the_same_in_every_layout(numbers, of_one_process, name, layout):
+    results = numbers(name, layout, **LOSSES)
+    found = difference(layout, results[0], of_one_process(name))
+    assert found.norm_difference < RELATIVE and found.gradient_difference < RELATIVE, found.tensor
+
+
+def test_recomputation_attaches_the_auxiliary_losses_once(trainers, folders, long_samples):
+    none, full = (
+        trainers.run(
+            "train",
+            2,
+            folder=folders["qwen3_moe"],
+            samples=long_samples,
+            layout=replace(BALANCED["tp2"], recompute=recompute),
+            num_updates=1,
+            **LOSSES,
+        )[0][1][0]
+        for recompute in ("none", "full")
+    )
+    assert none["grad_norm"] == pytest.approx(full["grad_norm"], rel=RELATIVE)
+    assert none["experts/auxiliary_loss"] == pytest.approx(full["experts/auxiliary_loss"], rel=RELATIVE)
