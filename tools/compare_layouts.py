@@ -31,6 +31,7 @@ from rich.table import Table
 
 from megatron_rl.config.balance import BalanceConfig
 from megatron_rl.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, PolicyConfig
+from megatron_rl.data.journal import COLUMNS
 from megatron_rl.layout import FAMILIES, read_shape
 from megatron_rl.types import Batch, Share, Tokens
 
@@ -95,14 +96,14 @@ def random_rows(vocab_size: int, num_rows: int, longest: int, seed: int) -> list
 
 
 def save_rows(path: Path, rows: Sequence[Tokens]) -> None:
-    columns = {name: np.concatenate([getattr(row, name) for row in rows]) for name in Tokens.__slots__}
+    columns = {name: np.concatenate([getattr(row, name) for row in rows]) for name in COLUMNS}
     np.savez(path, lengths=[len(row.ids) for row in rows], **columns)
 
 
 def load_rows(path: Path) -> list[Tokens]:
     with np.load(path) as file:
         cuts = np.cumsum(file["lengths"])[:-1]
-        columns = [np.split(file[name], cuts) for name in Tokens.__slots__]
+        columns = [np.split(file[name], cuts) for name in COLUMNS]
     return [Tokens(*row) for row in zip(*columns, strict=True)]
 
 

@@ -36,9 +36,11 @@ from megatron_rl.actor.packing import Microbatch, pack
 from megatron_rl.actor.router import (
     describe_auxiliary_losses,
     describe_load,
+    describe_replay,
     set_auxiliary_losses,
     start_counting,
     total_load,
+    total_replay,
     update_biases,
 )
 from megatron_rl.actor.spec import ActorSpec
@@ -147,6 +149,7 @@ class MegatronActor:
             packed = pack(share)
             for batch in (batch for minibatch in packed for batch in minibatch):
                 self._check_vocabulary(batch)
+                self._check_routes(batch)
         self._minibatches = [[batch.to(platform.device()) for batch in minibatch] for minibatch in packed]
         self._denominators, self._at_start = share.denominators, []
         needs = self.spec.objective.needs
@@ -176,7 +179,8 @@ class MegatronActor:
         Returns:
             The objective's metrics, `loss`, `grad_norm` (before clipping), `param_norm` (after the update),
             `update_ratio` (the norm of the update divided by that of the parameters) and `lr`; for a mixture of experts
-            also those of `router.describe_load` and, if it has auxiliary losses, of `router.describe_auxiliary_losses`.
+            also those of `describe_load`, `describe_replay` and `describe_auxiliary_losses` in router.py, as far as
+            they apply.
 
         Raises:
             ValueError: a log-prob, the loss or the gradient is not finite (the error names samples), or trainer and
@@ -208,8 +212,8 @@ class MegatronActor:
             results = self._schedule.run(microbatches, loss)
             reports = results if self._reports_metrics else []
             load_RE = total_load(self.chunks)
-            if load_RE is not None and self._is_first_of_stage:
-                reports = [*reports, describe_load(load_RE, self._num_mixtures)]
+            if load_RE is not None:
+                reports = [*reports, *self._describe_experts(load_RE)]
             if has_auxiliary_losses:
                 reports = [*reports, describe_auxiliary_losses(self.chunks)]
             metrics = self.agreement.reduce(reports, problems)
@@ -326,6 +330,26 @@ class MegatronActor:
                 f"tokens; do engine and trainer use the same tokenizer?"
             )
 
+    def _check_routes(self, batch: Microbatch) -> None:
+        shape = self.spec.shape
+        if batch.routes is None or shape.experts is None:
+            return
+        num_experts, num_active = shape.experts.num_experts, shape.experts.num_active
+        expected, found = (shape.num_layers, num_active), tuple(batch.routes.expert_TLK.shape[1:])
+        if found != expected:
+            raise ValueError(
+                f"sample {batch.names[0]}: the engine's choices of experts have {found[0]} layers with {found[1]} "
+                f"experts, but the model has {expected[0]} with {expected[1]}; do engine and trainer use the same "
+                f"model?"
+            )
+        wrong = (batch.routes.expert_TLK >= num_experts).flatten(1).any(1).nonzero()
+        if len(wrong):
+            name = batch.names[int(batch.columns.sample_T[int(wrong[0])])]
+            raise ValueError(
+                f"sample {name}: the engine chose the expert {int(batch.routes.expert_TLK[wrong[0]].max())}, but the "
+                f"model has {num_experts}; do engine and trainer use the same model?"
+            )
+
     def _forward_all(self) -> list[FirstPass]:
         """The log-probs and entropies of all micro-batches under the present weights. Only the last pipeline stage has
         them; on the others the list is empty."""
@@ -382,6 +406,14 @@ class MegatronActor:
             return x
 
         return objective.prepare(columns, first_pass, self._denominators[minibatch], sum_over_ranks)
+
+    def _describe_experts(self, load_RE: Tensor) -> list[dict[str, Metric]]:
+        """The metrics of the experts of this pipeline stage, which one of its ranks reports. All its ranks call this
+        together."""
+        reports = [describe_load(load_RE, self._num_mixtures)]
+        if self.spec.policy.routing_replay:
+            reports.append(describe_replay(total_replay(self.chunks), load_RE, self._num_mixtures))
+        return reports if self._is_first_of_stage else []
 
     def _prepare_auxiliary_losses(self, microbatches: Sequence[Microbatch]) -> bool:
         """Count what the routers' auxiliary losses of a mini-batch need. Returns whether there are such losses."""

@@ -29,6 +29,7 @@ from megatron_rl.actor.attention import PackedAttention
 from megatron_rl.actor.latent import LatentAttention, LatentCoreAttention
 from megatron_rl.actor.logprobs import OutputLayer
 from megatron_rl.actor.norm import Norm, PostNormLayer, WideNorm
+from megatron_rl.actor.replay import replay_routes
 from megatron_rl.actor.router import Router, keep_biases_in_float32
 from megatron_rl.actor.switches import build
 from megatron_rl.config.schema import ModelConfig, ParallelConfig, PolicyConfig
@@ -161,8 +162,9 @@ def _latent(shape: ModelShape) -> dict[str, Any]:
 
 
 def _mixture(shape: ModelShape, fused: bool) -> dict[str, Any]:
-    """Megatron adds no auxiliary loss, and there is no capacity: every token goes to the experts that the router scores highest, as in
-    the engine. The router computes in fp32, because in bf16 close scores would round to ties."""
+    """Megatron adds no auxiliary loss (router.py does), and there is no capacity: every token goes to the experts that
+    the router scores highest, as in the engine. The router computes in fp32, because in bf16 close scores would round
+    to ties."""
     experts = shape.experts
     if experts is None:
         return {}
@@ -226,6 +228,8 @@ def _build_chunk(
     )
     if gpt.post_process:
         gpt.output_layer.__class__ = OutputLayer  # GPTModel has no option for this class; only `forward` differs
+    if policy.routing_replay:
+        replay_routes(gpt)
     gpt.to(platform.device())
     wrapped = Float16Module(config, gpt) if config.bf16 else gpt
     keep_biases_in_float32([gpt])

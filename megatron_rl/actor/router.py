@@ -118,6 +118,8 @@ def start_counting(chunks: Sequence[torch.nn.Module], with_gradients: bool = Tru
     for router in _routers(chunks):
         router.load_E.zero_()
         router.auxiliary_loss.zero_()
+        if router.router_replay is not None:
+            router.router_replay.counts.zero_()
         router.counts_with_gradients = with_gradients
 
 
@@ -129,11 +131,17 @@ def total_load(chunks: Sequence[torch.nn.Module]) -> Tensor | None:
         chunks: the rank's models, one for each virtual stage.
     """
     loads = [router.load_E for router in _routers(chunks)]
-    if not loads:
-        return None
-    load_RE = torch.stack(loads)
-    dist.all_reduce(load_RE, group=parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True))
-    return load_RE
+    return _sum_over_stage(torch.stack(loads)) if loads else None
+
+
+def total_replay(chunks: Sequence[torch.nn.Module]) -> Tensor:
+    """int64 [R, 2]: the sum of `Replay.counts` over all ranks of the pipeline stage, which call this together."""
+    return _sum_over_stage(torch.stack([router.router_replay.counts for router in _routers(chunks)]))
+
+
+def _sum_over_stage(counts: Tensor) -> Tensor:
+    dist.all_reduce(counts, group=parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True))
+    return counts
 
 
 def describe_load(load_RE: Tensor, num_mixtures: int) -> dict[str, Metric]:
@@ -153,6 +161,22 @@ def describe_load(load_RE: Tensor, num_mixtures: int) -> dict[str, Metric]:
         "experts/load/max": Metric(ratio_R.max(), "max"),
         "experts/load_mean": Metric(ratio_R.sum() / num_mixtures, "sum"),
         "experts/unused": Metric((load_RE == 0).double().mean(1).sum() / num_mixtures, "sum"),
+    }
+
+
+def describe_replay(count_R2: Tensor, load_RE: Tensor, num_mixtures: int) -> dict[str, Metric]:
+    """A pipeline stage's part of the metrics of a mini-batch:
+        routing/replayed: the share of the choices of experts that were the engine's.
+        routing/differing: the share of these that the trainer would not have made.
+
+    Args:
+        count_R2: see `total_replay`.
+        load_RE, num_mixtures: see `describe_load`.
+    """
+    replayed_R, differing_R = count_R2.double().unbind(1)
+    return {
+        "routing/replayed": Metric((replayed_R / load_RE.sum(1)).sum() / num_mixtures, "sum"),
+        "routing/differing": Metric((differing_R / replayed_R.clamp(min=1)).sum() / num_mixtures, "sum"),
     }
 
 

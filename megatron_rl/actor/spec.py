@@ -3,15 +3,18 @@ Megatron-Core."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatron_rl.algorithms.objective import Objective
-from megatron_rl.config.schema import ModelConfig, ParallelConfig, PolicyConfig
+from megatron_rl.config.schema import ModelConfig, ParallelConfig, PolicyConfig, Switch
 from megatron_rl.layout import FAMILIES
 from megatron_rl.types import Experts, ModelShape
 
-OF_MIXTURES = ("load_balancing_loss", "router_z_loss")
+OF_MIXTURES = ("load_balancing_loss", "router_z_loss", "routing_replay")
 """The keys of `policy` that need a model with experts."""
+MAX_EXPERTS = 256
+"""The most experts of a layer whose choices fit into bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +45,8 @@ class ActorSpec:
         if self.shape.experts:
             _check_experts(self.policy.parallel)
             _check_router(self.shape.experts)
+            if self.policy.routing_replay:
+                _check_replay(self.shape.experts, self.policy.megatron.transformer)
             return
         for name in OF_MIXTURES:
             if value := getattr(self.policy, name):
@@ -62,6 +67,30 @@ def _check_router(experts: Experts) -> None:
         raise ValueError(
             f"model.path: norm_topk_prob is {experts.normalised} with {experts.num_active} active experts, which the "
             f"actor cannot train: Megatron divides sigmoid scores by their sum if and only if there are several"
+        )
+
+
+def _check_replay(experts: Experts, switches: Mapping[str, Switch]) -> None:
+    """Refuse what the engine's choices cannot be replayed with.
+
+    Args:
+        switches: `policy.megatron.transformer`.
+    """
+    if experts.num_experts > MAX_EXPERTS:
+        raise ValueError(
+            f"policy.routing_replay stores one byte for an expert, so it works with at most {MAX_EXPERTS} experts, but "
+            f"the model has {experts.num_experts}; set it to false"
+        )
+    if switches.get("moe_router_fusion"):
+        raise ValueError(
+            "policy.routing_replay does not work with policy.megatron.transformer.moe_router_fusion, whose kernel "
+            "makes its own choice; remove one of them"
+        )
+    if "moe" in (switches.get("recompute_modules") or ()):
+        raise ValueError(
+            "policy.megatron.transformer.recompute_modules has moe, with which Megatron computes a layer's experts "
+            "anew without its row, so that policy.routing_replay cannot replay the same choice; use model.recompute: "
+            "full, or remove moe"
         )
 
 

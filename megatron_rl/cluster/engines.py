@@ -62,6 +62,7 @@ class EngineRank:
             rollout=config.rollout,
             seed=config.run.seed,
             spans_nodes=self.spans_nodes,
+            returns_routes=config.policy.routing_replay,
             record=Path(self.record),
         )
         await self.engine.start()

@@ -90,7 +90,7 @@ class _Answer:
         """Complete the call."""
         parts = [(*a, *b) for a, b in ((self.begun.ids, rest.ids), (self.begun.logp, rest.logp))]
         version = (*self.begun.version, *rest.version)
-        self.transcript.sampled(Completion(*parts, version, rest.stopped))
+        self.transcript.sampled(Completion(*parts, version, rest.stopped, rest.routes))
         self.begun = Completion((), (), (), stopped=False)
 
 
@@ -104,10 +104,12 @@ class VllmEngine:
         rollout: RolloutConfig,
         seed: int,
         spans_nodes: bool = False,
+        returns_routes: bool = False,
         record: Path | None = None,
     ) -> None:
         """
         Args:
+            returns_routes: whether `Tokens.routes` are given. The model must then have experts.
             record: the file that gets the tokens of the unfinished answers of `answer`, so that another engine can go
                 on with them.
             spans_nodes: whether the ranks are on several nodes. The process must then be a Ray actor whose placement
@@ -118,6 +120,7 @@ class VllmEngine:
                 the thinking budget does not fit into max_response_tokens.
         """
         self._model, self._rollout, self._seed, self._spans_nodes = model, rollout, seed, spans_nodes
+        self._returns_routes = returns_routes
         shape = read_shape(model.path)
         self._vocab_size = shape.vocab_size
         self._stop_ids = stop_ids(model.path)
@@ -153,8 +156,8 @@ class VllmEngine:
             ValueError: vLLM refuses the configuration.
         """
         try:
-            make = partial(make_engine, self._model, self._rollout, self._seed, self._spans_nodes, self._progress)
-            await self._thread.start(make)
+            options = self._seed, self._spans_nodes, self._returns_routes, self._progress
+            await self._thread.start(partial(make_engine, self._model, self._rollout, *options))
             longest = self._rollout.max_response_tokens
             await self._thread.call(lambda: self._thread.requests.attach(self._thread.engine, longest))
         except ValidationError as error:  # it cannot be pickled, and it names vLLM's internals
@@ -445,7 +448,7 @@ def _completion(output: RequestOutput) -> Completion:
     logp = answer.logprobs.logprobs
     versions = [int(span.version) for span in answer.weight_versions for _ in range(span.start, span.end)]
     assert len(logp) == len(versions) == len(answer.token_ids)
-    return Completion(answer.token_ids, logp, versions, stopped=answer.finish_reason == "stop")
+    return Completion(answer.token_ids, logp, versions, answer.finish_reason == "stop", answer.routed_experts)
 
 
 def request_seed(*parts: int) -> int:

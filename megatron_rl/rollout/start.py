@@ -34,12 +34,18 @@ def set_cpu_environment() -> None:
 
 
 def make_engine(
-    model: ModelConfig, rollout: RolloutConfig, seed: int, spans_nodes: bool, progress: Progress | None
+    model: ModelConfig,
+    rollout: RolloutConfig,
+    seed: int,
+    spans_nodes: bool,
+    returns_routes: bool,
+    progress: Progress | None,
 ) -> LLMEngine:
     """Start vLLM with dummy weights, in the process and the thread that call.
 
     Args:
         spans_nodes: whether the ranks are on several nodes; see `VllmEngine`.
+        returns_routes: whether outputs hold the experts of each token.
         progress: what records the tokens of every step; None if nobody does.
     """
     on_gpu = torch.cuda.is_available()
@@ -70,13 +76,18 @@ def make_engine(
         logprobs_mode="processed_logprobs",
         weight_transfer_config=WeightTransferConfig(backend="megatron_rl"),
         worker_extension_cls="megatron_rl.rollout.worker.RolloutWorker",
+        enable_return_routed_experts=returns_routes and on_gpu,
         **options,
     )
     config = arguments.create_engine_config()
+    # On a CPU vLLM refuses it, because its workers do not collect them; ours do.
+    config.aux_output_config.enable_return_routed_experts = returns_routes
     engine = LLMEngine(config, Executor.get_class(config), log_stats=False, multiprocess_mode=False)
     remove_own_names()
     if not on_gpu:
         engine.collective_rpc("sample_by_seed")
+        if returns_routes:
+            engine.collective_rpc("return_routes")
     if progress is not None:
         _record_steps(engine, progress)
     return engine

@@ -422,6 +422,20 @@ def _cut_mask(sample: TrainSample) -> TrainSample:
     return replace(sample, tokens=replace(sample.tokens, action_mask=sample.tokens.action_mask[:-1]))
 
 
+def refuse_routes(rank, world_size, url, *, folder, samples):
+    """The errors of choices of experts that one data-parallel rank alone finds."""
+    layout = Layout(Mesh(data=2))
+    actor = build(rank, world_size, url, folder, layout, routing_replay=True)
+    tokens = samples[2].tokens
+    routes = tokens.routes.copy()
+    routes[5, 1, 0] = 4
+    broken = [*samples[:2], replace(samples[2], tokens=replace(tokens, routes=routes))]
+    short = [replace(samples[0], tokens=replace(samples[0].tokens, routes=samples[0].tokens.routes[:, 1:]))]
+    errors = [_error(lambda: _begin_plain(actor, [rows if rank else samples], layout)) for rows in (broken, short)]
+    actor.close()
+    return errors
+
+
 def misalign(rank, world_size, url, *, folder, samples, layout):
     actor = build(rank, world_size, url, folder, layout)
     error = _error(lambda: actor.begin(share_of([[samples]], [denominators(samples)], 1)))

@@ -20,6 +20,11 @@ SIGMOID = Experts(num_experts=8, num_active=4, ffn_size=48, score="sigmoid", num
 DEEPSEEK = replace(QWEN3, family="deepseek_v3", experts=SIGMOID, latent=LatentAttention(0, 12, 6, 8, 10))
 
 
+REPLAY_AND = {"routing_replay": True}
+FUSED_ROUTER = {"transformer": {"moe_router_fusion": True}}
+RECOMPUTED = {"transformer": {"recompute_granularity": "selective", "recompute_modules": ("moe",)}}
+
+
 def spec(shape: ModelShape, settings: dict | None = None, **parallel) -> ActorSpec:
     """
     Args:
