@@ -509,6 +509,24 @@ def push_weights(rank, world_size, url, *, folder, layout, setup, version):
     return live, pushed, mismatch
 
 
+def replay_engine(rank, world_size, url, *, folder, layout, setup, version):
+    """Push the weights, and score the engine's samples, which arrive over the store.
+
+    Returns:
+        (the mismatch without the engine's choices of experts, the mismatch with them, the metrics of an update)
+    """
+    actor = build(rank, world_size, url, folder, layout, routing_replay=read_shape(folder).experts is not None)
+    sender = BridgeSender(setup, rank, actor.parameters())
+    sender.push(version)
+    sender.close()
+    samples = pickle.loads(dist.TCPStore(setup.host, setup.port).get(f"samples {version}"))
+    plain = [replace(sample, tokens=replace(sample.tokens, routes=None)) for sample in samples]
+    without, replayed = (begin(actor, rows, layout, 2, version) for rows in (plain, samples))
+    updated = actor.update(0, {})
+    actor.close()
+    return without, replayed, updated
+
+
 def allocated(rank, world_size, url, *, folder, samples, layout):
     """The bytes of this rank's weights, gradients and optimizer state after an update, by their storages."""
     actor = build(rank, world_size, url, folder, layout)
