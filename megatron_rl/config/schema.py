@@ -156,7 +156,7 @@ class PolicyConfig(Section):
     routing_replay: bool = False
     """true: in training every token goes to the experts that the engine chose for it (R3, arXiv:2510.11370); the
     experts' weights are the trainer's own. For models with at most 256 experts. The choices need one byte for each
-    token, layer and active expert beside a token's own 17 bytes. false: the trainer chooses; in bf16 some of its
+    token, layer and active expert beside a token's other 13 bytes. false: the trainer chooses; in bf16 some of its
     choices differ from the engine's, which shows in the mismatch."""
     load_balancing_loss: Annotated[float, Field(ge=0)] = 0.0
     """The coefficient of the load-balancing loss of each layer with experts (arXiv:2101.03961): the number of experts

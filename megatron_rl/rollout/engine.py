@@ -448,7 +448,10 @@ def _completion(output: RequestOutput) -> Completion:
     logp = answer.logprobs.logprobs
     versions = [int(span.version) for span in answer.weight_versions for _ in range(span.start, span.end)]
     assert len(logp) == len(versions) == len(answer.token_ids)
-    return Completion(answer.token_ids, logp, versions, answer.finish_reason == "stop", answer.routed_experts)
+    routes = answer.routed_experts
+    if routes is not None:  # those that were computed last are at the end; the last token is never computed
+        routes = routes[-(len(output.prompt_token_ids) + len(answer.token_ids) - 1) :]
+    return Completion(answer.token_ids, logp, versions, answer.finish_reason == "stop", routes)
 
 
 def request_seed(*parts: int) -> int:

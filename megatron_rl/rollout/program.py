@@ -53,11 +53,8 @@ class Transcript:
     """Whether the model ended the last call."""
 
     def sampled(self, completion: Completion) -> None:
-        """Append the tokens of a call. The routes of earlier calls stay: those tokens were sampled with them."""
-        if self.routes is None:
-            self.routes = completion.routes
-        elif completion.routes is not None:
-            self.routes = np.concatenate((self.routes, completion.routes[len(self.routes) :]))
+        """Append the tokens of a call. Its routes are those of all tokens before, too."""
+        self.routes = completion.routes
         self.ids += completion.ids
         self.is_action += [True] * len(completion.ids)
         self.logp += completion.logp

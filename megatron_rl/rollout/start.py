@@ -13,6 +13,7 @@ from megatron_rl.rollout.progress import Progress
 from megatron_rl.rollout.shared_memory import remove_leftovers, remove_own_names
 
 if TYPE_CHECKING:
+    from vllm.distributed.aux_output_connector.connector import AuxOutputConnectorMetadata
     from vllm.v1.engine import EngineCoreOutputs
     from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -88,6 +89,8 @@ def make_engine(
         engine.collective_rpc("sample_by_seed")
         if returns_routes:
             engine.collective_rpc("return_routes")
+    if returns_routes:
+        _return_routes_anew(engine)
     if progress is not None:
         _record_steps(engine, progress)
     return engine
@@ -117,6 +120,21 @@ def _cpu_options(rollout: RolloutConfig, latent: bool) -> dict[str, Any]:
 def _gpu_options(rollout: RolloutConfig) -> dict[str, Any]:
     """vLLM's options on a GPU. They have not been run; the CPU tests cover everything but these and the environment."""
     return {"gpu_memory_utilization": rollout.gpu_memory_utilization}
+
+
+def _return_routes_anew(engine: LLMEngine) -> None:
+    """Let vLLM return the experts of all tokens of a request once more when it has computed their keys and values anew,
+    which is after a push or a preemption: later tokens see these, and not those of the older weights. vLLM would return
+    only what it has not returned before."""
+    connector = engine.engine_core.engine_core.scheduler.aux_output_connector
+    build = connector.build_connector_meta
+
+    def build_from_the_start(*arguments: Any) -> AuxOutputConnectorMetadata:
+        metadata = build(*arguments)
+        metadata.requests = dict.fromkeys(metadata.requests, 0)
+        return metadata
+
+    connector.build_connector_meta = build_from_the_start
 
 
 def _record_steps(engine: LLMEngine, progress: Progress) -> None:

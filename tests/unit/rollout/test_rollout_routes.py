@@ -53,16 +53,12 @@ def choices(mixtures):
 
 
 def share_of_others(answers: list[Tokens], choices) -> float:
-    """The share of tokens and layers whose experts are not those of the weights that sampled the next action. All
-    tokens but the last one of an answer must have routes."""
+    """The share of tokens and layers whose experts are not those of the weights that sampled the answer's last action.
+    All tokens but the last one of an answer must have experts."""
     wrong = total = 0
     for tokens in answers:
         assert tokens.routes.shape == (len(tokens.ids) - 1, 3, 2) and tokens.routes.dtype == np.uint8
-        version = tokens.version[1:].copy()
-        for position in reversed(range(len(version) - 1)):
-            if version[position] < 0:
-                version[position] = version[position + 1]
-        expected = np.take_along_axis(choices(tokens.ids)[:, :-1], (version % 2)[None, :, None, None], 0)[0]
+        expected = choices(tokens.ids)[tokens.version.max() % 2][:-1]
         wrong += (np.sort(tokens.routes[:, 1:], -1) != expected).any(-1).sum()
         total += expected.shape[0] * expected.shape[1]
     assert total > 1000
@@ -103,7 +99,8 @@ def test_every_token_but_the_last_has_its_experts(stage, mixtures, choices):
 
 
 @pytest.mark.parametrize("reached", [sampled(6), in_call_two], ids=["in call 1", "in call 2"])
-def test_the_experts_are_those_of_the_weights_that_sampled_the_next_token(stage, mixtures, choices, reached):
+def test_after_a_push_the_experts_are_those_of_the_new_weights(stage, mixtures, choices, reached):
+    """They compute the keys and values of the whole answer anew, so these are what later tokens see."""
     stage.push(mixtures[0], 10)
     stage.trainers.begin_push(mixtures[1], 11)
     groups, running, _ = with_push(stage, prompts(8, 5), 2, 10, reached, 11)
@@ -113,7 +110,7 @@ def test_the_experts_are_those_of_the_weights_that_sampled_the_next_token(stage,
     assert share_of_others(answers, choices) < TIES
 
 
-def test_an_answer_that_another_engine_has_begun_has_the_experts_of_the_engine_that_ends_it(stage, mixtures, choices):
+def test_an_answer_that_goes_on_has_the_experts_of_the_engine_that_ends_it(stage, mixtures, choices):
     """The record has no experts, so the engine computes those of the tokens that were sampled before."""
     path = stage.engine._progress.path
 
@@ -137,8 +134,7 @@ def test_an_answer_that_another_engine_has_begun_has_the_experts_of_the_engine_t
     stage.push(mixtures[1], 21)
     answers = tokens_of(stage.run(answer([path])))
     assert all({20, 21} <= set(tokens.version.tolist()) for tokens in answers)
-    ended_it = [replace(tokens, version=np.where(tokens.version < 0, -1, 21)) for tokens in answers]
-    assert share_of_others(ended_it, choices) < TIES
+    assert share_of_others(answers, choices) < TIES
 
 
 def test_experts_of_answers_that_were_preempted(make_stage, mixtures, choices, monkeypatch):
