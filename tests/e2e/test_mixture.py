@@ -1,4 +1,4 @@
-"""The real loop with a mixture of experts whose trainer replays the engines' choices, while they answer beside it."""
+"""The real loop with a mixture of experts whose trainer replays the engines' choices."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def mixture(task, tmp_path_factory) -> Path:
     return folder
 
 
-def arguments(task: Path, mixture: Path, steps: int) -> list[str]:
+def arguments(task: Path, mixture: Path, steps: int, max_lag: int) -> list[str]:
     return [
         "recipes/grpo.py",
         "configs/run/tiny_grpo.yaml",
@@ -45,7 +45,7 @@ def arguments(task: Path, mixture: Path, steps: int) -> list[str]:
         "policy.parallel={tensor: 1, data: 2, expert: 2}",
         "policy.routing_replay=true",
         "policy.load_balancing_loss=0.01",
-        "rollout.max_lag=1",
+        f"rollout.max_lag={max_lag}",
         "rollout.prompts_per_step=4",
         "rollout.samples_per_prompt=4",
         "rewards=[{kind: function, path: 'rewards:share_of_digits'}]",
@@ -53,9 +53,17 @@ def arguments(task: Path, mixture: Path, steps: int) -> list[str]:
     ]
 
 
+def test_in_turns_engine_and_trainer_choose_the_same(recipe, task, mixture):
+    run = recipe.run(*arguments(task, mixture, 2, max_lag=0), "rollout.num_engines=2")
+    assert run.returncode == 0, run.stdout + run.stderr
+    for record in read_lines(recipe.folder / "runs" / "mixture" / METRICS)[:-1]:
+        assert 0.9 < record["routing/replayed"] < 1 and record["mismatch/mean_abs"] < 1e-5
+        assert record["routing/differing"] < 1e-3  # nearly equal scores
+
+
 def test_a_run_that_was_killed_replays_the_choices_in_its_journal(recipe, task, mixture):
     folder = recipe.folder / "runs" / "mixture"
-    run = recipe.start(*arguments(task, mixture, steps=1000))
+    run = recipe.start(*arguments(task, mixture, 1000, max_lag=1))
     recipe.wait_until(run, lambda: len(find_checkpoints(folder / "checkpoints")) > 1)
     for process in [psutil.Process(run.pid), *descendants(psutil.Process(run.pid))]:
         process.kill()
@@ -64,7 +72,7 @@ def test_a_run_that_was_killed_replays_the_choices_in_its_journal(recipe, task, 
     assert entries and all(len(t.routes) == len(t.ids) - 1 for entry in entries for t in entry.tokens)
 
     last = max(find_checkpoints(folder / "checkpoints")) + 3
-    resumed = recipe.run(*arguments(task, mixture, last), "--resume", "auto")
+    resumed = recipe.run(*arguments(task, mixture, last, max_lag=1), "--resume", "auto")
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     trained = [record for record in read_lines(folder / METRICS)[:-1] if "loss" in record]
     assert len(trained) >= last - 1
