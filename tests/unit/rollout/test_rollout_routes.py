@@ -150,6 +150,18 @@ def test_experts_of_answers_that_were_preempted(make_stage, mixtures, choices, m
     assert share_of_others(tokens_of(groups), choices) < TIES
 
 
+def test_experts_of_prompts_that_are_computed_in_parts(make_stage, mixtures, choices, monkeypatch):
+    original = start._cpu_options
+    monkeypatch.setattr(
+        start, "_cpu_options", lambda rollout, latent: original(rollout, latent) | {"max_num_batched_tokens": 64}
+    )
+    options = dict(max_sequences=64, max_prompt_tokens=LONG, max_response_tokens=20)
+    stage = make_stage(mixtures[0], Mesh(), returns_routes=True, **options)
+    stage.push(mixtures[0], 0)
+    groups = stage.run(stage.engine.generate(prompts(3, LONG), 3, 0, seed=1))
+    assert share_of_others(tokens_of(groups), choices) < TIES
+
+
 @pytest.mark.parametrize("expert_parallel", [False, True])
 def test_experts_of_an_engine_of_two_ranks(make_stage, mixtures, choices, expert_parallel):
     options = dict(tensor=2, expert_parallel=expert_parallel, max_prompt_tokens=8, max_response_tokens=60)
