@@ -1,15 +1,18 @@
-"""What a trainer is built from. It is not part of actor.py, so that the driver can use it without importing
-Megatron-Core."""
+"""What a trainer is built from, and what it cannot train. It is not part of actor.py, so that the driver can use it
+without importing Megatron-Core, and a dry run without importing torch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from megatron_rl.algorithms.objective import Objective
 from megatron_rl.config.schema import ModelConfig, ParallelConfig, PolicyConfig, Switch
 from megatron_rl.layout import FAMILIES
 from megatron_rl.types import Experts, ModelShape
+
+if TYPE_CHECKING:
+    from megatron_rl.algorithms.objective import Objective
 
 OF_MIXTURES = ("load_balancing_loss", "router_z_loss", "routing_replay")
 """The keys of `policy` that need a model with experts."""
@@ -36,23 +39,29 @@ class ActorSpec:
     seed: int
 
     def __post_init__(self) -> None:
-        rate = self.policy.router_bias_update_rate
-        if rate and not FAMILIES[self.shape.family].router_bias:
-            raise ValueError(
-                f"policy.router_bias_update_rate is {rate}, but the routers of the family {self.shape.family} have no "
-                f"bias; leave it out"
-            )
-        if self.shape.experts:
-            _check_experts(self.policy.parallel)
-            _check_router(self.shape.experts)
-            if self.policy.routing_replay:
-                _check_replay(self.shape.experts, self.policy.megatron.transformer)
-            return
+        check_trainable(self.shape, self.policy)
+
+
+def check_trainable(shape: ModelShape, policy: PolicyConfig) -> None:
+    """
+    Raises:
+        ValueError: the actor cannot train the model, or cannot split it in this way.
+    """
+    rate = policy.router_bias_update_rate
+    if rate and not FAMILIES[shape.family].router_bias:
+        raise ValueError(
+            f"policy.router_bias_update_rate is {rate}, but the routers of the family {shape.family} have no bias; "
+            f"leave it out"
+        )
+    if shape.experts is None:
         for name in OF_MIXTURES:
-            if value := getattr(self.policy, name):
-                raise ValueError(
-                    f"policy.{name} is {value}, but the model in {self.model.path} has no experts; leave it out"
-                )
+            if value := getattr(policy, name):
+                raise ValueError(f"policy.{name} is {value}, but the model has no experts; leave it out")
+        return
+    _check_experts(policy.parallel)
+    _check_router(shape.experts)
+    if policy.routing_replay:
+        _check_replay(shape.experts, policy.megatron.transformer)
 
 
 def _check_router(experts: Experts) -> None:
