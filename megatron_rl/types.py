@@ -264,6 +264,10 @@ class Tokens:
     """float32 [L]: the engine's log-prob of each action at the sampling temperature; 0 elsewhere."""
     version: np.ndarray
     """int32 [L]: the version of the weights that sampled each action; -1 elsewhere."""
+    routes: np.ndarray | None = None
+    """uint8 [R, layers, K]: the K experts that the engine chose in every layer for the first R <= L tokens, when it
+    computed the keys and values that the last token saw. Layers without experts have any numbers. None if the engine
+    did not tell."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from typing import Any
 from jinja2 import TemplateError
 from rich.console import Console
 
+from megatron_rl.actor.spec import check_trainable
 from megatron_rl.config.advantages import FunctionAdvantage
 from megatron_rl.config.losses import FunctionLoss
 from megatron_rl.config.schema import BaseConfig, ExactAnswerReward, FunctionReward, GrpoRunConfig, SftRunConfig
@@ -127,6 +128,7 @@ def _check_trainable(config: BaseConfig, shape: ModelShape) -> bool:
     """
     family = FAMILIES[shape.family]
     family.check_mesh(shape, config.policy.parallel.mesh)
+    check_trainable(shape, config.policy)
     if isinstance(config, GrpoRunConfig):
         family.vllm_placed(shape, config.rollout.tensor, 0, config.rollout.expert_parallel)
     return True

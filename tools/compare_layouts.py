@@ -31,6 +31,7 @@ from rich.table import Table
 
 from megatron_rl.config.balance import BalanceConfig
 from megatron_rl.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, PolicyConfig
+from megatron_rl.data.journal import COLUMNS
 from megatron_rl.layout import FAMILIES, read_shape
 from megatron_rl.types import Batch, Share, Tokens
 
@@ -95,14 +96,14 @@ def random_rows(vocab_size: int, num_rows: int, longest: int, seed: int) -> list
 
 
 def save_rows(path: Path, rows: Sequence[Tokens]) -> None:
-    columns = {name: np.concatenate([getattr(row, name) for row in rows]) for name in Tokens.__slots__}
+    columns = {name: np.concatenate([getattr(row, name) for row in rows]) for name in COLUMNS}
     np.savez(path, lengths=[len(row.ids) for row in rows], **columns)
 
 
 def load_rows(path: Path) -> list[Tokens]:
     with np.load(path) as file:
         cuts = np.cumsum(file["lengths"])[:-1]
-        columns = [np.split(file[name], cuts) for name in Tokens.__slots__]
+        columns = [np.split(file[name], cuts) for name in COLUMNS]
     return [Tokens(*row) for row in zip(*columns, strict=True)]
 
 
@@ -111,7 +112,7 @@ Result = tuple[float, float, dict[str, np.ndarray]]
 
 
 def train_once(
-    rank: int, store: dist.Store, folder: Path, model: ModelConfig, parallel: ParallelConfig, shares: list[Share]
+    rank: int, store: dist.Store, folder: Path, model: ModelConfig, policy: PolicyConfig, shares: list[Share]
 ) -> Result:
     """Load the model, do one update with `shares`, those of all data-parallel ranks, and return its numbers. Every rank
     calls this. The gradient is whole on rank 0 and empty on the others."""
@@ -120,12 +121,12 @@ def train_once(
     from megatron_rl.actor.weights import gather_gradient, load_weights
     from megatron_rl.algorithms import SupervisedObjective
 
-    mesh = parallel.mesh
-    optimizer = OptimizerConfig(clip_grad=0.0)  # clipping would scale the gradient
+    mesh = policy.parallel.mesh
+    unclipped = OptimizerConfig(clip_grad=0.0)  # clipping would scale the gradient
     spec = ActorSpec(
         shape=read_shape(folder),
         model=model,
-        policy=PolicyConfig(parallel=parallel, optimizer=optimizer),
+        policy=policy.model_copy(update={"optimizer": unclipped}),
         objective=SupervisedObjective(),
         temperature=1.0,
         total_steps=1,
@@ -163,7 +164,8 @@ def run_layout(
     processes = multiprocessing.get_context("spawn")
     results = processes.SimpleQueue()
     with tempfile.TemporaryDirectory() as temporary:
-        arguments = f"file://{temporary}/store", world_size, results, folder, model, parallel, shares
+        policy = PolicyConfig(parallel=parallel)
+        arguments = f"file://{temporary}/store", world_size, results, folder, model, policy, shares
         ranks = [
             processes.Process(target=_in_process, args=(rank, *arguments), daemon=True) for rank in range(world_size)
         ]

@@ -34,7 +34,16 @@ from megatron_rl.actor.model import build_model, uses_fused_layers
 from megatron_rl.actor.optimizer import apply_gradients, build_optimizer, gradient_norm, parameter_norms
 from megatron_rl.actor.packing import Microbatch, pack
 from megatron_rl.actor.phases import PhasedMemory
-from megatron_rl.actor.router import start_counting, update_biases
+from megatron_rl.actor.router import (
+    describe_auxiliary_losses,
+    describe_load,
+    describe_replay,
+    set_auxiliary_losses,
+    start_counting,
+    total_load,
+    total_replay,
+    update_biases,
+)
 from megatron_rl.actor.spec import ActorSpec
 from megatron_rl.actor.step import Schedule
 from megatron_rl.algorithms.columns import PackedColumns
@@ -64,11 +73,13 @@ class MegatronActor:
         """Whether the layers are Transformer Engine's. These hold each norm inside the next linear layer, so their
         parameters have other names."""
         self.shards = megatron_shards(spec.shape, self.mesh, rank, self.fused_norms)
-        tensor, stage, _ = self.mesh.coordinates(rank)
+        tensor, stage, data = self.mesh.coordinates(rank)
         is_first = tensor == 0 and self.mesh.context_rank(rank) == 0
         self._is_last_stage = stage == self.mesh.pipeline - 1
         self._reports_metrics = is_first and self._is_last_stage
         """One rank of each data-parallel replica reports its metrics."""
+        self._is_first_of_stage = is_first and data == 0
+        self._num_mixtures = sum(spec.shape.has_experts(layer) for layer in range(spec.shape.num_layers))
         self._minibatches: list[list[Microbatch]] = []
         self._denominators: Sequence[Denominators] = ()
         self._at_start: list[FirstPass] = []
@@ -153,6 +164,7 @@ class MegatronActor:
             packed = pack(share)
             for batch in (batch for minibatch in packed for batch in minibatch):
                 self._check_vocabulary(batch)
+                self._check_routes(batch)
         self._minibatches = [[batch.to(platform.device()) for batch in minibatch] for minibatch in packed]
         self._denominators, self._at_start = share.denominators, []
         needs = self.spec.objective.needs
@@ -181,7 +193,9 @@ class MegatronActor:
 
         Returns:
             The objective's metrics, `loss`, `grad_norm` (before clipping), `param_norm` (after the update),
-            `update_ratio` (the norm of the update divided by that of the parameters) and `lr`.
+            `update_ratio` (the norm of the update divided by that of the parameters) and `lr`; for a mixture of experts
+            also those of `describe_load`, `describe_replay` and `describe_auxiliary_losses` in router.py, as far as
+            they apply.
 
         Raises:
             ValueError: a log-prob, the loss or the gradient is not finite (the error names samples), or trainer and
@@ -205,13 +219,20 @@ class MegatronActor:
                 problems.append(str(error))
             return logp_T.sum() * 0.0, {}
 
+        has_auxiliary_losses = self._prepare_auxiliary_losses(microbatches)
         with platform.running():
             for chunk in self.chunks:
                 chunk.zero_grad_buffer()
             self.optimizer.zero_grad()
             start_counting(self.chunks)
-            reports = self._schedule.run(microbatches, loss)
-            metrics = self.agreement.reduce(reports if self._reports_metrics else [], problems)
+            results = self._schedule.run(microbatches, loss)
+            reports = results if self._reports_metrics else []
+            load_RE = total_load(self.chunks)
+            if load_RE is not None:
+                reports = [*reports, *self._describe_experts(load_RE)]
+            if has_auxiliary_losses:
+                reports = [*reports, describe_auxiliary_losses(self.chunks)]
+            metrics = self.agreement.reduce(reports, problems)
             bound = coefficients.get("max_mismatch") if minibatch == 0 else None
             metrics = self.spec.objective.conclude(metrics, bound)  # raises on all ranks or none
             grad_norm = gradient_norm(self.optimizer)
@@ -219,8 +240,8 @@ class MegatronActor:
                 self.agreement.require_none([self._describe_gradients(grad_norm, microbatches)])
             self.scheduler.step(1)
             apply_gradients(self.optimizer, grad_norm)
-            if self.spec.policy.router_bias_update_rate:
-                update_biases(self.chunks, self.spec.policy.router_bias_update_rate)
+            if self.spec.policy.router_bias_update_rate and load_RE is not None:
+                update_biases(self.chunks, load_RE, self.spec.policy.router_bias_update_rate)
             param_norm, update_norm = parameter_norms(self.optimizer)
         norms = {"grad_norm": grad_norm, "param_norm": param_norm, "update_ratio": update_norm / param_norm}
         return {**metrics, **norms, "lr": self.optimizer.param_groups[0]["lr"]}
@@ -329,6 +350,26 @@ class MegatronActor:
                 f"tokens; do engine and trainer use the same tokenizer?"
             )
 
+    def _check_routes(self, batch: Microbatch) -> None:
+        shape = self.spec.shape
+        if batch.routes is None or shape.experts is None:
+            return
+        num_experts, num_active = shape.experts.num_experts, shape.experts.num_active
+        expected, found = (shape.num_layers, num_active), tuple(batch.routes.expert_TLK.shape[1:])
+        if found != expected:
+            raise ValueError(
+                f"sample {batch.names[0]}: the engine's choices of experts have {found[0]} layers with {found[1]} "
+                f"experts, but the model has {expected[0]} with {expected[1]}; do engine and trainer use the same "
+                f"model?"
+            )
+        wrong = (batch.routes.expert_TLK >= num_experts).flatten(1).any(1).nonzero()
+        if len(wrong):
+            name = batch.names[int(batch.columns.sample_T[int(wrong[0])])]
+            raise ValueError(
+                f"sample {name}: the engine chose the expert {int(batch.routes.expert_TLK[wrong[0]].max())}, but the "
+                f"model has {num_experts}; do engine and trainer use the same model?"
+            )
+
     def _forward_all(self) -> list[FirstPass]:
         """The log-probs and entropies of all micro-batches under the present weights. Only the last pipeline stage has
         them; on the others the list is empty."""
@@ -385,6 +426,29 @@ class MegatronActor:
             return x
 
         return objective.prepare(columns, first_pass, self._denominators[minibatch], sum_over_ranks)
+
+    def _describe_experts(self, load_RE: Tensor) -> list[dict[str, Metric]]:
+        """The metrics of the experts of this pipeline stage, which one of its ranks reports. All its ranks call this
+        together."""
+        reports = [describe_load(load_RE, self._num_mixtures)]
+        if self.spec.policy.routing_replay:
+            reports.append(describe_replay(total_replay(self.chunks), load_RE, self._num_mixtures))
+        return reports if self._is_first_of_stage else []
+
+    def _prepare_auxiliary_losses(self, microbatches: Sequence[Microbatch]) -> bool:
+        """Count what the routers' auxiliary losses of a mini-batch need. Returns whether there are such losses."""
+        policy = self.spec.policy
+        if not (policy.load_balancing_loss or policy.router_z_loss):
+            return False
+        num_tokens = torch.stack([(~batch.padding_T).sum() for batch in microbatches]).sum()
+        dist.all_reduce(num_tokens, group=parallel_state.get_data_parallel_group())
+        load_RE = None
+        if policy.load_balancing_loss:
+            start_counting(self.chunks, with_gradients=False)
+            self._forward(microbatches)
+            load_RE = total_load(self.chunks)
+        set_auxiliary_losses(self.chunks, policy, int(num_tokens), load_RE)
+        return True
 
     def _describe_mismatch(self) -> Metrics:
         num_tokens = sum(denominators.num_tokens for denominators in self._denominators)

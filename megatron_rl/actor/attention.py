@@ -29,6 +29,7 @@ from torch import Tensor
 
 from megatron_rl.actor import platform
 from megatron_rl.actor.context import ContextRank, RingPlan, plan_ring, ring_attention
+from megatron_rl.actor.packing import Routes
 from megatron_rl.actor.rotary import rotation
 from megatron_rl.types import Llama3Rope, ModelShape, YarnRope
 
@@ -63,22 +64,30 @@ class AttentionPlan:
 
 @dataclass
 class PackedSequences(PackedSeqParams):
-    """The plans of one packed row. Megatron passes the object on to every attention layer unchanged."""
+    """What the layers need to know about one packed row. Megatron passes the object on to each of them unchanged.
+    Transformer Engine's attention reads Megatron's own fields, and ours the plans."""
 
     full: AttentionPlan | None = None
     sliding: AttentionPlan | None = None
     """The plan of the layers with a sliding window, if the model has any."""
+    routes: Routes | None = None
+    """The choices of experts that the routers replay (replay.py)."""
 
 
 def packed_sequences(
-    lengths_S: Tensor, shape: ModelShape, fused: bool, context: ContextRank | None = None
-) -> PackedSeqParams:
-    """What attention needs to know about a packed row.
+    lengths_S: Tensor,
+    shape: ModelShape,
+    fused: bool,
+    context: ContextRank | None = None,
+    routes: Routes | None = None,
+) -> PackedSequences:
+    """What the layers need to know about a packed row.
 
     Args:
         lengths_S: the lengths of the sequences in their order, on the CPU.
         fused: whether the layers are Transformer Engine's.
         context: the rank's place in its context group; None: it has all tokens of the row.
+        routes: the choices of experts for the tokens that the rank's routers see.
     """
     if not fused:
         rotary_dim = shape.latent.rope_dim if shape.latent else shape.head_dim
@@ -92,15 +101,17 @@ def packed_sequences(
             qkv_format="thd",
             full=plan(shape.rope_scaling, None),
             sliding=plan(None, shape.sliding_window) if shape.sliding_layers else None,
+            routes=routes,
         )
     starts = F.pad(lengths_S.cumsum(0), (1, 0)).to(device=platform.device(), dtype=torch.int32)
     longest = int(lengths_S.max())
-    return PackedSeqParams(
+    return PackedSequences(
         qkv_format="thd",
         cu_seqlens_q=starts,
         cu_seqlens_kv=starts,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
+        routes=routes,
     )
 
 

@@ -30,7 +30,8 @@ from megatron_rl.actor.attention import PackedAttention
 from megatron_rl.actor.latent import LatentAttention, LatentCoreAttention
 from megatron_rl.actor.logprobs import OutputLayer
 from megatron_rl.actor.norm import Norm, PostNormLayer, WideNorm
-from megatron_rl.actor.router import BiasedRouter, keep_biases_in_float32
+from megatron_rl.actor.replay import replay_routes
+from megatron_rl.actor.router import Router, keep_biases_in_float32
 from megatron_rl.actor.switches import build
 from megatron_rl.config.schema import ModelConfig, ParallelConfig, PolicyConfig
 from megatron_rl.layout import FAMILIES, padded_vocabulary
@@ -173,8 +174,9 @@ def _latent(shape: ModelShape) -> dict[str, Any]:
 
 
 def _mixture(shape: ModelShape, fused: bool) -> dict[str, Any]:
-    """There is no auxiliary loss and no capacity: every token goes to the experts that the router scores highest, as in
-    the engine. The router computes in fp32, because in bf16 close scores would round to ties."""
+    """Megatron adds no auxiliary loss (router.py does), and there is no capacity: every token goes to the experts that
+    the router scores highest, as in the engine. The router computes in fp32, because in bf16 close scores would round
+    to ties."""
     experts = shape.experts
     if experts is None:
         return {}
@@ -218,6 +220,9 @@ def _build_chunk(
     parallel, fused = policy.parallel, config.apply_rope_fusion
     number = chunk if parallel.virtual > 1 else None
     block = get_gpt_decoder_block_spec(config, True, vp_stage=number) if fused else _local_block(config, shape, number)
+    for layer in block.layer_specs:
+        if layer.submodules.mlp.module is MoELayer:
+            layer.submodules.mlp.submodules.router = Router
     scaling = shape.rope_scaling if fused else None
     gpt = GPTModel(
         config=config,
@@ -235,6 +240,8 @@ def _build_chunk(
     )
     if gpt.post_process:
         gpt.output_layer.__class__ = OutputLayer  # GPTModel has no option for this class; only `forward` differs
+    if policy.routing_replay:
+        replay_routes(gpt)
     gpt.to(platform.device())
     wrapped = Float16Module(config, gpt) if config.bf16 else gpt
     keep_biases_in_float32([gpt])
@@ -256,8 +263,6 @@ def _local_block(config: TransformerConfig, shape: ModelShape, number: int | Non
         if family.post_norm:
             layer.module, norm = PostNormLayer, IdentityOp
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
-        if family.router_bias and layer.submodules.mlp.module is MoELayer:
-            layer.submodules.mlp.submodules.router = BiasedRouter
         attention = layer.submodules.self_attention.submodules
         attention.core_attention = PackedAttention
         if shape.latent:

@@ -21,6 +21,16 @@ from megatron_rl.types import Share, Tokens
 
 
 @dataclass(frozen=True, slots=True)
+class Routes:
+    """The experts that the engine chose for the tokens of a row, in all L layers K each."""
+
+    expert_TLK: Tensor
+    """uint8"""
+    is_known_T: Tensor
+    """bool: whether the engine told its choice for the token. Where it is False, `expert_TLK` means nothing."""
+
+
+@dataclass(frozen=True, slots=True)
 class Microbatch:
     """One packed row. A micro-batch without samples holds one dummy sequence without actions."""
 
@@ -34,6 +44,8 @@ class Microbatch:
     padding_T: Tensor
     """bool: True for the padding of each sequence, and for the whole dummy sequence."""
     columns: PackedColumns
+    routes: Routes | None = None
+    """None if the engine told no choice for any token."""
 
     def to(self, device: torch.device) -> Microbatch:
         columns = {f.name: getattr(self.columns, f.name) for f in fields(self.columns)}
@@ -44,6 +56,7 @@ class Microbatch:
             target_T=self.target_T.to(device),
             padding_T=self.padding_T.to(device),
             columns=replace(self.columns, **moved),
+            routes=self.routes and Routes(self.routes.expert_TLK.to(device), self.routes.is_known_T.to(device)),
         )
 
 
@@ -96,7 +109,26 @@ def _pack_row(share: Share, samples: Sequence[int]) -> Microbatch:
             logp_rollout_T=torch.from_numpy(logp_rollout_T),
             lag_T=torch.from_numpy(lag_T),
         ),
+        routes=_pack_routes(tokens, padded),
     )
+
+
+def _pack_routes(tokens: Sequence[Tokens], padded: Sequence[int]) -> Routes | None:
+    """
+    Args:
+        padded: the numbers of tokens of the samples in the row, padding included.
+    """
+    shape = next((mine.routes.shape[1:] for mine in tokens if mine.routes is not None), None)
+    if shape is None:
+        return None
+    expert_TLK, is_known_T = np.zeros((sum(padded), *shape), np.uint8), np.zeros(sum(padded), bool)
+    start = 0
+    for mine, room in zip(tokens, padded, strict=True):
+        if mine.routes is not None:
+            here = slice(start, start + len(mine.routes))
+            expert_TLK[here], is_known_T[here] = mine.routes, True
+        start += room
+    return Routes(torch.from_numpy(expert_TLK), torch.from_numpy(is_known_T))
 
 
 def _length(name: str, tokens: Tokens) -> int:
@@ -106,4 +138,6 @@ def _length(name: str, tokens: Tokens) -> int:
             f"sample {name}: ids, action_mask, logp_rollout and version have {', '.join(map(str, lengths))} "
             "entries; the four numbers must be equal and at least 1"
         )
+    if tokens.routes is not None and len(tokens.routes) > lengths[0]:
+        raise ValueError(f"sample {name}: routes has {len(tokens.routes)} entries, but there are {lengths[0]} tokens")
     return lengths[0]

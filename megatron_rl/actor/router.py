@@ -1,4 +1,9 @@
-"""The router of models that choose experts by score plus bias (DeepSeek-V3), and the update of its bias.
+"""The routers of mixtures of experts: the load of the experts, auxiliary losses, and the update of the bias of those
+that choose by score plus bias (DeepSeek-V3).
+
+The auxiliary losses are computed here and not by Megatron, whose load-balancing loss is a product of means over a
+micro-batch, and whose z-loss is weighted by micro-batches: both would depend on how a mini-batch is cut. With the
+experts' shares of a whole mini-batch, which a forward pass before the update counts, both are sums over tokens.
 
 The bias balances the experts' load without a loss (Wang et al. 2024, arXiv:2408.15664). After an optimizer step the
 bias of experts with more tokens than the average is lowered by a constant, and that of the others is raised. Tokens are
@@ -6,8 +11,8 @@ counted here and not by Megatron, for three reasons: Megatron counts padding, so
 layout; it updates before it is known whether the gradients are finite; and it counts in a method that torch compiles.
 Megatron's own counters stay 0, so its own update changes nothing.
 
-Invariants (tests/dist): each token of a mini-batch counts once in every layout, also with recomputation; passes without
-gradients do not count; a step that is refused changes no bias.
+Invariants (tests/dist): each token of a mini-batch counts once in every layout, also with recomputation; the auxiliary
+losses have the same gradient in every layout; a step that is refused changes no bias.
 
 Shape letters: T tokens of a rank, R routers of a rank, E experts.
 """
@@ -15,39 +20,86 @@ Shape letters: T tokens of a rank, R routers of a rank, E experts.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from megatron_rl.actor import platform
+from megatron_rl.algorithms.objective import Metric
+from megatron_rl.config.schema import PolicyConfig
 
 
-class BiasedRouter(TopKRouter):
+class Router(TopKRouter):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.load_E = torch.zeros(self.num_experts, dtype=torch.int64, device=platform.device())
         """The number of this rank's tokens that each expert got since `start_counting`."""
+        self.counts_with_gradients = True
+        """Whether tokens count in passes with gradients, or in those without."""
+        self.score_weight_E: Tensor | None = None
+        """The factor of a token's score of each expert in the load-balancing loss; None if there is no such loss."""
+        self.z_weight = 0.0
+        """The factor of a token's z-loss."""
+        self.auxiliary_loss = torch.zeros((), device=platform.device())
+        """The sum of this rank's auxiliary losses since `start_counting`."""
+
+    def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
+        """Megatron calls this before the choice of experts.
+
+        Args:
+            logits: [T, E].
+            padding_mask: bool [T]: True where the row is padded.
+
+        Returns:
+            The logits, whose gradient contains that of both auxiliary losses.
+        """
+        if not torch.is_grad_enabled() or (self.score_weight_E is None and not self.z_weight):
+            return logits
+        assert padding_mask is not None
+        loss_T = self.z_weight * logits.logsumexp(-1).square()
+        if self.score_weight_E is not None:
+            softmax = self.score_function == "softmax"
+            score_TE = logits.softmax(-1) if softmax else F.normalize(logits.sigmoid(), p=1, dim=-1)
+            loss_T = loss_T + score_TE @ self.score_weight_E
+        loss = loss_T.masked_fill(padding_mask, 0.0).sum()
+        self.auxiliary_loss += loss.detach()
+        attached: Tensor = _Attached.apply(logits, loss)
+        return attached
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
-        """Megatron calls this after the choice of experts. With recomputation the first of the two forward passes has
-        no gradients, so a token counts once.
+        """Megatron calls this after the choice of experts. With recomputation only the second of the two forward passes
+        has gradients, so a token counts once.
 
         Args:
             routing_map: bool [T, E]: the experts of each token.
             padding_mask: bool [T]: True where the row is padded; None if padding was not told.
         """
-        if torch.is_grad_enabled() and padding_mask is not None:
+        if torch.is_grad_enabled() == self.counts_with_gradients and padding_mask is not None:
             self.load_E += (routing_map & ~padding_mask[:, None]).sum(0)
 
 
+class _Attached(torch.autograd.Function):
+    """Returns `x`, and adds `loss` to what is differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return gradient, gradient.new_ones(())
+
+
 def padding_mask(padding_T: Tensor, gpt: GPTModel) -> Tensor | None:
-    """The argument `padding_mask` of a pipeline stage, bool [1, T]; None if the model has no biased routers. With
-    sequence parallelism the first stage gives each rank its part of the row, and the other stages need it given."""
-    if not gpt.config.moe_router_enable_expert_bias:
+    """The argument `padding_mask` of a pipeline stage, bool [1, T]; None if the model has no routers. With sequence
+    parallelism the first stage gives each rank its part of the row, and the other stages need it given."""
+    if gpt.config.num_moe_experts is None:
         return None
     if gpt.config.sequence_parallel and not gpt.pre_process:
         group = parallel_state.get_tensor_model_parallel_group()
@@ -61,28 +113,107 @@ def keep_biases_in_float32(chunks: Sequence[torch.nn.Module]) -> None:
         router._maintain_float32_expert_bias()
 
 
-def start_counting(chunks: Sequence[torch.nn.Module]) -> None:
+def start_counting(chunks: Sequence[torch.nn.Module], with_gradients: bool = True) -> None:
+    """Count from 0 in the passes that follow: in those with gradients, or in those without."""
     for router in _routers(chunks):
         router.load_E.zero_()
+        router.auxiliary_loss.zero_()
+        if router.router_replay is not None:
+            router.router_replay.counts.zero_()
+        router.counts_with_gradients = with_gradients
 
 
-@torch.no_grad()
-def update_biases(chunks: Sequence[torch.nn.Module], rate: float) -> None:
-    """Add rate * sign(mean load - load) to every bias, from the tokens of all ranks since `start_counting`.
-    All ranks of a pipeline stage call this together.
+def total_load(chunks: Sequence[torch.nn.Module]) -> Tensor | None:
+    """int64 [R, E]: the number of tokens that each expert got since `start_counting`, of all ranks of the pipeline
+    stage, which call this together. None if the stage has no routers.
 
     Args:
         chunks: the rank's models, one for each virtual stage.
     """
-    routers = list(_routers(chunks))
-    if not routers:
-        return
-    load_RE = torch.stack([router.load_E for router in routers])
-    dist.all_reduce(load_RE, group=parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True))
-    for router, load_E in zip(routers, load_RE, strict=True):
+    loads = [router.load_E for router in _routers(chunks)]
+    return _sum_over_stage(torch.stack(loads)) if loads else None
+
+
+def total_replay(chunks: Sequence[torch.nn.Module]) -> Tensor:
+    """int64 [R, 2]: the sum of `Replay.counts` over all ranks of the pipeline stage, which call this together."""
+    return _sum_over_stage(torch.stack([router.router_replay.counts for router in _routers(chunks)]))
+
+
+def _sum_over_stage(counts: Tensor) -> Tensor:
+    dist.all_reduce(counts, group=parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True))
+    return counts
+
+
+def describe_load(load_RE: Tensor, num_mixtures: int) -> dict[str, Metric]:
+    """A pipeline stage's part of the metrics of a mini-batch:
+        experts/load/max: the tokens of a layer's busiest expert, divided by the mean of its experts; of the worst
+            layer.
+        experts/load_mean: the same, as the mean over the layers.
+        experts/unused: the share of the experts that got no token, as the mean over the layers.
+
+    Args:
+        load_RE: see `total_load`.
+        num_mixtures: the number of layers with experts in the whole model.
+    """
+    load_RE = load_RE.double()
+    ratio_R = load_RE.amax(1) / load_RE.mean(1)
+    return {
+        "experts/load/max": Metric(ratio_R.max(), "max"),
+        "experts/load_mean": Metric(ratio_R.sum() / num_mixtures, "sum"),
+        "experts/unused": Metric((load_RE == 0).double().mean(1).sum() / num_mixtures, "sum"),
+    }
+
+
+def describe_replay(count_R2: Tensor, load_RE: Tensor, num_mixtures: int) -> dict[str, Metric]:
+    """A pipeline stage's part of the metrics of a mini-batch:
+        routing/replayed: the share of the choices of experts that were the engine's.
+        routing/differing: the share of these that the trainer would not have made.
+
+    Args:
+        count_R2: see `total_replay`.
+        load_RE, num_mixtures: see `describe_load`.
+    """
+    replayed_R, differing_R = count_R2.double().unbind(1)
+    return {
+        "routing/replayed": Metric((replayed_R / load_RE.sum(1)).sum() / num_mixtures, "sum"),
+        "routing/differing": Metric((differing_R / replayed_R.clamp(min=1)).sum() / num_mixtures, "sum"),
+    }
+
+
+def set_auxiliary_losses(
+    chunks: Sequence[torch.nn.Module], policy: PolicyConfig, num_tokens: int, load_RE: Tensor | None
+) -> None:
+    """Set the weights of the auxiliary losses of a mini-batch.
+
+    Args:
+        num_tokens: the number of tokens of the mini-batch, of all ranks, without padding.
+        load_RE: see `total_load`; needed for the load-balancing loss alone.
+    """
+    for number, router in enumerate(_routers(chunks)):
+        router.z_weight = policy.router_z_loss / num_tokens
+        if policy.load_balancing_loss:
+            assert load_RE is not None, "the experts' shares of the mini-batch have been counted"
+            share_E = (load_RE[number] / load_RE[number].sum()).float()
+            router.score_weight_E = policy.load_balancing_loss * router.num_experts / num_tokens * share_E
+
+
+def describe_auxiliary_losses(chunks: Sequence[torch.nn.Module]) -> dict[str, Metric]:
+    """This rank's part of the metric `experts/auxiliary_loss`: the sum of both losses over all layers."""
+    losses = [router.auxiliary_loss for router in _routers(chunks)]
+    return {"experts/auxiliary_loss": Metric(torch.stack(losses).sum(), "sum")} if losses else {}
+
+
+@torch.no_grad()
+def update_biases(chunks: Sequence[torch.nn.Module], load_RE: Tensor, rate: float) -> None:
+    """Add rate * sign(mean load - load) to every bias.
+
+    Args:
+        load_RE: see `total_load`.
+    """
+    for router, load_E in zip(_routers(chunks), load_RE, strict=True):
         below_E = (load_E.sum() - len(load_E) * load_E).sign()  # of integers, so that no rounding decides
         router.expert_bias.add_(below_E, alpha=rate)
 
 
-def _routers(chunks: Sequence[torch.nn.Module]) -> Iterator[BiasedRouter]:
-    return (module for chunk in chunks for module in chunk.modules() if isinstance(module, BiasedRouter))
+def _routers(chunks: Sequence[torch.nn.Module]) -> Iterator[Router]:
+    return (module for chunk in chunks for module in chunk.modules() if isinstance(module, Router))

@@ -1,14 +1,23 @@
-"""What a trainer is built from. It is not part of actor.py, so that the driver can use it without importing
-Megatron-Core."""
+"""What a trainer is built from, and what it cannot train. It is not part of actor.py, so that the driver can use it
+without importing Megatron-Core, and a dry run without importing torch."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from megatron_rl.algorithms.objective import Objective
-from megatron_rl.config.schema import ModelConfig, ParallelConfig, PolicyConfig
+from megatron_rl.config.schema import ModelConfig, ParallelConfig, PolicyConfig, Switch
 from megatron_rl.layout import FAMILIES
 from megatron_rl.types import Experts, ModelShape
+
+if TYPE_CHECKING:
+    from megatron_rl.algorithms.objective import Objective
+
+OF_MIXTURES = ("load_balancing_loss", "router_z_loss", "routing_replay")
+"""The keys of `policy` that need a model with experts."""
+MAX_EXPERTS = 256
+"""The most experts of a layer whose choices fit into bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,15 +39,29 @@ class ActorSpec:
     seed: int
 
     def __post_init__(self) -> None:
-        rate = self.policy.router_bias_update_rate
-        if rate and not FAMILIES[self.shape.family].router_bias:
-            raise ValueError(
-                f"policy.router_bias_update_rate is {rate}, but the routers of the family {self.shape.family} have no "
-                f"bias; leave it out"
-            )
-        if self.shape.experts:
-            _check_experts(self.policy.parallel)
-            _check_router(self.shape.experts)
+        check_trainable(self.shape, self.policy)
+
+
+def check_trainable(shape: ModelShape, policy: PolicyConfig) -> None:
+    """
+    Raises:
+        ValueError: the actor cannot train the model, or cannot split it in this way.
+    """
+    rate = policy.router_bias_update_rate
+    if rate and not FAMILIES[shape.family].router_bias:
+        raise ValueError(
+            f"policy.router_bias_update_rate is {rate}, but the routers of the family {shape.family} have no bias; "
+            f"leave it out"
+        )
+    if shape.experts is None:
+        for name in OF_MIXTURES:
+            if value := getattr(policy, name):
+                raise ValueError(f"policy.{name} is {value}, but the model has no experts; leave it out")
+        return
+    _check_experts(policy.parallel)
+    _check_router(shape.experts)
+    if policy.routing_replay:
+        _check_replay(shape.experts, policy.megatron.transformer)
 
 
 def _check_router(experts: Experts) -> None:
@@ -53,6 +76,30 @@ def _check_router(experts: Experts) -> None:
         raise ValueError(
             f"model.path: norm_topk_prob is {experts.normalised} with {experts.num_active} active experts, which the "
             f"actor cannot train: Megatron divides sigmoid scores by their sum if and only if there are several"
+        )
+
+
+def _check_replay(experts: Experts, switches: Mapping[str, Switch]) -> None:
+    """Refuse what the engine's choices cannot be replayed with.
+
+    Args:
+        switches: `policy.megatron.transformer`.
+    """
+    if experts.num_experts > MAX_EXPERTS:
+        raise ValueError(
+            f"policy.routing_replay stores one byte for an expert, so it works with at most {MAX_EXPERTS} experts, but "
+            f"the model has {experts.num_experts}; set it to false"
+        )
+    if switches.get("moe_router_fusion"):
+        raise ValueError(
+            "policy.routing_replay does not work with policy.megatron.transformer.moe_router_fusion, whose kernel "
+            "makes its own choice; remove one of them"
+        )
+    if "moe" in (switches.get("recompute_modules") or ()):
+        raise ValueError(
+            "policy.megatron.transformer.recompute_modules has moe, with which Megatron computes a layer's experts "
+            "anew without its row, so that policy.routing_replay cannot replay the same choice; use model.recompute: "
+            "full, or remove moe"
         )
 
 

@@ -26,7 +26,7 @@ from megatron_rl.actor import platform
 from megatron_rl.actor.attention import packed_sequences
 from megatron_rl.actor.context import ContextRank
 from megatron_rl.actor.logprobs import output_weight, vocabulary_shard
-from megatron_rl.actor.packing import Microbatch
+from megatron_rl.actor.packing import Microbatch, Routes
 from megatron_rl.actor.router import padding_mask
 from megatron_rl.algorithms.logprobs import token_logprobs
 from megatron_rl.types import ModelShape
@@ -83,7 +83,9 @@ class Schedule:
                 input_ids=self._part(batch.ids_T, batch)[None],
                 position_ids=None,
                 attention_mask=None,
-                packed_seq_params=packed_sequences(batch.lengths_S, self.shape, self.fused, self.context),
+                packed_seq_params=packed_sequences(
+                    batch.lengths_S, self.shape, self.fused, self.context, self._routes(batch)
+                ),
                 padding_mask=padding_mask(self._part(batch.padding_T, batch), unwrap_model(model)),
                 **extra,
             )
@@ -117,6 +119,16 @@ class Schedule:
             entropy_T = None if entropy_T is None else self.context.whole(entropy_T, batch.lengths_S)
         value, result = loss(i, logp_T, entropy_T)
         return value, torch.ones((), dtype=torch.int, device=platform.device()), result
+
+    def _routes(self, batch: Microbatch) -> Routes | None:
+        """The choices of experts for the tokens that this rank's routers see."""
+        if batch.routes is None:
+            return None
+        expert_TLK, is_known_T = (self._part(x_T, batch) for x_T in (batch.routes.expert_TLK, batch.routes.is_known_T))
+        if self.last.config.sequence_parallel:
+            group = parallel_state.get_tensor_model_parallel_group()
+            expert_TLK, is_known_T = (x_T.chunk(group.size())[group.rank()] for x_T in (expert_TLK, is_known_T))
+        return Routes(expert_TLK, is_known_T)
 
     def _part(self, x_T: Tensor, batch: Microbatch) -> Tensor:
         """The values of this rank's tokens."""

@@ -15,6 +15,7 @@ REFUSED = {
     "overlap_param_gather": "the weights are read between two steps, for pushes and checkpoints",
     "use_precision_aware_optimizer": "checkpoints hold the optimizer's state in fp32",
     "optimizer_cpu_offload": "checkpoints cannot read the state from there yet",
+    "moe_z_loss_coeff": "Megatron's depends on the micro-batches; policy.router_z_loss does not",
     "moe_expert_capacity_factor": "the engine drops no token, so the trainer must not either",
     "moe_pad_expert_input_to_capacity": "the engine drops no token, so the trainer must not either",
 }

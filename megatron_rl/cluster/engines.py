@@ -21,7 +21,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from megatron_rl.cluster.nodes import RayPlacement
-from megatron_rl.cluster.payloads import StoredTokens, fetch
+from megatron_rl.cluster.payloads import StoredTokens, fetch, num_objects, objects_of
 from megatron_rl.cluster.process import Location, Process, begin_process, locate
 from megatron_rl.cluster.restarts import Restarts
 from megatron_rl.cluster.waiting import explain, gather, locate_all, settle
@@ -63,6 +63,7 @@ class EngineRank:
             rollout=config.rollout,
             seed=config.run.seed,
             spans_nodes=self.spans_nodes,
+            returns_routes=config.policy.routing_replay,
             record=Path(self.record),
             shares_gpus=config.cluster.colocate,
         )
@@ -91,21 +92,25 @@ class EngineRank:
     async def generate(
         self, prompts: list[Prompt], num_samples: int, version: int, seed: int, greedy: bool, first: int
     ) -> tuple[Any, ...]:
-        """The samples of all groups, and after them the tokens of each group, which become separate objects in Ray's
-        store."""
+        """The samples of all groups, and after them the objects of each group (`payloads.objects_of`), which become
+        separate objects in Ray's store."""
         log.info("version %d: answering %d prompts, %d times each", version, len(prompts), num_samples)
         answers = await self.engine.generate(prompts, num_samples, version, seed, greedy, first)
         num_tokens = sum(sample.length - sample.num_prompt_tokens for group in answers for sample, _ in group)
         log.info("version %d: answered with %d tokens", version, num_tokens)
         samples = [[sample for sample, _ in group] for group in answers]
-        return samples, *([tokens for _, tokens in group] for group in answers)
+        return samples, *(stored for group in answers for stored in self._objects(group))
 
     async def answer(
         self, ticket: int, number: int, prompt: Prompt, samples: range, earlier: list[str]
-    ) -> tuple[list[Sample], list[Tokens]]:
-        """Some of the samples of a group, and their tokens, which become a separate object in Ray's store."""
+    ) -> tuple[Any, ...]:
+        """Some of the samples of a group, and their objects (`payloads.objects_of`), which become separate objects in
+        Ray's store."""
         answers = await self.engine.answer(ticket, number, prompt, samples, [Path(path) for path in earlier])
-        return [sample for sample, _ in answers], [tokens for _, tokens in answers]
+        return [sample for sample, _ in answers], *self._objects(answers)
+
+    def _objects(self, answers: Sequence[tuple[Sample, Tokens]]) -> list[Any]:
+        return objects_of([tokens for _, tokens in answers], self.config.policy.routing_replay)
 
     async def cancel(self, ticket: int) -> None:
         await self.engine.cancel(ticket)
@@ -235,11 +240,11 @@ class EngineGroup:
         options: tuple[int, int, int, bool],
     ) -> dict[int, RayError]:
         """Ask the engines of `parts`. Write the answers into `answered`, and return the errors, both by engine."""
-        version = options[1]
+        version, num = options[1], num_objects(self._config.policy.routing_replay)
         self.before("generating")
         calls = {
             i: self.processes[i]
-            .actor.generate.options(num_returns=1 + len(part))
+            .actor.generate.options(num_returns=1 + num * len(part))
             .remote([prompts[k] for k in part], *options, part.start)
             for i, part in parts.items()
         }
@@ -250,7 +255,8 @@ class EngineGroup:
                 failures[i] = samples
             else:
                 asked = [prompts[k] for k in parts[i]]
-                stored = [StoredTokens((payload,)) for payload in payloads]
+                starts = range(0, len(payloads), num)
+                stored = [StoredTokens((tuple(payloads[start : start + num]),)) for start in starts]
                 answered[i] = [Group(*each, version) for each in zip(asked, samples, stored, strict=True)]
         return failures
 

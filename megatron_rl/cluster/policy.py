@@ -95,7 +95,7 @@ class TrainerRank:
         return self.actor.fused_norms
 
     def begin(self, share: Share) -> Metrics:
-        payloads = fetch(share.payloads)
+        payloads = fetch(share.payloads, with_routes=True)
         start = time.perf_counter()
         metrics = self.actor.begin(replace(share, payloads=payloads))
         log.info("took %d samples of a step in %.2f s", len(share.names), time.perf_counter() - start)

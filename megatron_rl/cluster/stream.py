@@ -28,7 +28,7 @@ import ray
 from ray.exceptions import RayError
 
 from megatron_rl.cluster.engines import ATTEMPTS, EngineGroup
-from megatron_rl.cluster.payloads import StoredTokens
+from megatron_rl.cluster.payloads import StoredTokens, num_objects
 from megatron_rl.cluster.verifier import RayVerifier, VerifierGroup
 from megatron_rl.cluster.waiting import TICK_S, explain, in_thread, tick
 from megatron_rl.config.schema import GrpoRunConfig, RolloutConfig
@@ -59,7 +59,7 @@ class Asked:
     @property
     def group(self) -> Group:
         samples = [sample for part in self.parts for sample in part.answers or ()]
-        return Group(self.prompt, samples, StoredTokens(tuple(part.tokens for part in self.parts)), self.version)
+        return Group(self.prompt, samples, StoredTokens(tuple(part.stored for part in self.parts)), self.version)
 
 
 @dataclass(slots=True, eq=False)
@@ -78,7 +78,8 @@ class Part:
     """How often its answers were lost although the engine lives."""
     answers: list[Sample] | None = None
     """None until they are complete."""
-    tokens: ray.ObjectRef | None = None
+    stored: tuple[ray.ObjectRef, ...] = ()
+    """The objects of the tokens; see `payloads.objects_of`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +133,7 @@ class RayStream:
     def __init__(self, config: GrpoRunConfig, engines: EngineGroup, verifiers: VerifierGroup) -> None:
         self._engines, self._timeout_s = engines, config.cluster.step_timeout_s
         self._largest_part = largest_part(config.rollout)
+        self._num_objects = num_objects(config.policy.routing_replay)
         self._tickets = count()
         self._asked: dict[int, Asked] = {}
         """The groups that were asked for and neither handed out nor cancelled, by their numbers."""
@@ -166,8 +168,9 @@ class RayStream:
             earlier, record = list(part.records), self._engines.record_of[part.engine]
             if record not in earlier:
                 part.records.append(record)
-        asked, call = part.asked, part.actor.answer.options(num_returns=2)
-        samples, part.tokens = call.remote(asked.ticket, asked.number, asked.prompt, part.samples, earlier)
+        asked, call = part.asked, part.actor.answer.options(num_returns=1 + self._num_objects)
+        samples, *stored = call.remote(asked.ticket, asked.number, asked.prompt, part.samples, earlier)
+        part.stored = tuple(stored)
         samples.future().add_done_callback(lambda future: self._answered.put((part, future)))
 
     def cancel(self, number: int) -> None:

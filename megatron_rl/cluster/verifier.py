@@ -76,7 +76,7 @@ class VerifierRank:
         Args:
             entries: without the tokens, which are the payloads.
         """
-        groups = fetch(payloads)
+        groups = fetch(payloads, with_routes=True)
         self.journal.write([replace(entry, tokens=tokens) for entry, tokens in zip(entries, groups, strict=True)])
 
     def shape(self, verdicts: list[list[Verdict]], prompts: list[Prompt], payloads: list[Any]) -> list[list[Verdict]]:

@@ -161,6 +161,20 @@ class PolicyConfig(Section):
     and lowers that of the others (arXiv:2408.15664; DeepSeek-V3's pre-training used 0.001). For models whose routers
     have such a bias. 0 means that the bias stays as it is: a bias that moves makes tokens go to other experts, so it
     changes the policy without a gradient, and also where no reward asked for it."""
+    routing_replay: bool = False
+    """true: in training every token goes to the experts that the engine chose for it (R3, arXiv:2510.11370); the
+    experts' weights are the trainer's own. For models with at most 256 experts. The choices need one byte for each
+    token, layer and active expert beside a token's other 13 bytes. false: the trainer chooses; in bf16 some of its
+    choices differ from the engine's, which shows in the mismatch."""
+    load_balancing_loss: Annotated[float, Field(ge=0)] = 0.0
+    """The coefficient of the load-balancing loss of each layer with experts (arXiv:2101.03961): the number of experts
+    times the sum over the experts of their share of the choices times their mean score. Shares and means are over all
+    tokens of a mini-batch, prompts included and padding left out, so the loss is the same in every layout. The shares
+    must be known before the first gradient, so each mini-batch needs one more forward pass. 0 means no such loss."""
+    router_z_loss: Annotated[float, Field(ge=0)] = 0.0
+    """The coefficient of the z-loss of each layer with experts (arXiv:2202.08906): the mean over all tokens of a
+    mini-batch of the squared log-sum-exp of the router's logits, which keeps the logits small. 0 means no such
+    loss."""
 
 
 class SamplingConfig(Section):
@@ -475,6 +489,14 @@ class SftRunConfig(BaseConfig):
     """The configuration of recipes/sft.py."""
 
     sft: SftConfig
+
+    @model_validator(mode="after")
+    def _no_engine_to_replay(self) -> Self:
+        if self.policy.routing_replay:
+            raise ValueError(
+                "policy.routing_replay replays the choices of engines, and supervised training has none; remove it"
+            )
+        return self
 
     @model_validator(mode="after")
     def _cap_holds_the_longest_row(self) -> Self:

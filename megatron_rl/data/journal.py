@@ -2,7 +2,8 @@
 
 A folder has one file for each version of the weights and each writer. A file is a sequence of records: the number of
 bytes and the CRC-32 of the record (8 bytes each, little-endian), then the record, which is a safetensors blob of the
-tokens with the rest as JSON in its metadata. A record at the end of a file that was cut off by a kill is not read.
+tokens, with the experts that the engine chose for them if it told, and with the rest as JSON in its metadata. A record
+at the end of a file that was cut off by a kill is not read.
 
 The files are not flushed to the disk record by record: a killed process loses nothing, a machine that loses its power
 may lose the last seconds.
@@ -18,7 +19,7 @@ import re
 import secrets
 import struct
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -96,12 +97,16 @@ def _encode(entry: Entry) -> bytes:
         name: np.concatenate([getattr(tokens, name) for tokens in entry.tokens]) if entry.tokens else np.zeros(0)
         for name in COLUMNS
     }
+    routed = [None if tokens.routes is None else len(tokens.routes) for tokens in entry.tokens]
+    if any(length is not None for length in routed):
+        columns["routes"] = np.concatenate([tokens.routes for tokens in entry.tokens if tokens.routes is not None])
     rest = {
         "number": entry.number,
         "uid": entry.uid,
         "version": entry.version,
         "samples": [asdict(sample) for sample in entry.samples],
         "lengths": [len(tokens.ids) for tokens in entry.tokens],
+        "routed": routed,
     }
     blob: bytes = save(columns, metadata={"group": json.dumps(rest)})
     return blob
@@ -123,7 +128,8 @@ def _decode(blob: bytes) -> Entry:
     rest: dict[str, Any] = json.loads(json.loads(blob[8 : 8 + size])["__metadata__"]["group"])
     columns = load(blob)
     cuts = np.cumsum(rest["lengths"])[:-1]
-    rows = zip(*(np.split(columns[name], cuts) for name in COLUMNS), strict=True)
+    routes = _split_routes(columns, rest["routed"])
+    rows = zip(*(np.split(columns[name], cuts) for name in COLUMNS), routes, strict=True)
     return Entry(
         number=rest["number"],
         uid=rest["uid"],
@@ -131,6 +137,14 @@ def _decode(blob: bytes) -> Entry:
         samples=[_sample(values) for values in rest["samples"]],
         tokens=[Tokens(*row) for row in rows],
     )
+
+
+def _split_routes(columns: Mapping[str, np.ndarray], routed: Sequence[int | None]) -> Iterator[np.ndarray | None]:
+    """The routes of each sample, of which `routed` gives the number of tokens; None if it has none."""
+    start = 0
+    for length in routed:
+        yield None if length is None else columns["routes"][start : start + length]
+        start += length or 0
 
 
 def _sample(values: dict[str, Any]) -> Sample:

@@ -96,7 +96,7 @@ class _Answer:
         """Complete the call."""
         parts = [(*a, *b) for a, b in ((self.begun.ids, rest.ids), (self.begun.logp, rest.logp))]
         version = (*self.begun.version, *rest.version)
-        self.transcript.sampled(Completion(*parts, version, rest.stopped))
+        self.transcript.sampled(Completion(*parts, version, rest.stopped, rest.routes))
         self.begun = Completion((), (), (), stopped=False)
 
 
@@ -110,11 +110,13 @@ class VllmEngine:
         rollout: RolloutConfig,
         seed: int,
         spans_nodes: bool = False,
+        returns_routes: bool = False,
         record: Path | None = None,
         shares_gpus: bool = False,
     ) -> None:
         """
         Args:
+            returns_routes: whether `Tokens.routes` are given. The model must then have experts.
             record: the file that gets the tokens of the unfinished answers of `answer`, so that another engine can go
                 on with them.
             spans_nodes: whether the ranks are on several nodes. The process must then be a Ray actor whose placement
@@ -128,6 +130,7 @@ class VllmEngine:
         self._model, self._rollout, self._seed, self._spans_nodes = model, rollout, seed, spans_nodes
         self._shares_gpus = shares_gpus
         self._phase: Phase = "generating"
+        self._returns_routes = returns_routes
         shape = read_shape(model.path)
         self._vocab_size = shape.vocab_size
         self._stop_ids = stop_ids(model.path)
@@ -163,16 +166,8 @@ class VllmEngine:
             ValueError: vLLM refuses the configuration.
         """
         try:
-            make = partial(
-                make_engine,
-                self._model,
-                self._rollout,
-                self._seed,
-                self._spans_nodes,
-                self._progress,
-                self._shares_gpus,
-            )
-            await self._thread.start(make)
+            options = self._seed, self._spans_nodes, self._returns_routes, self._progress, self._shares_gpus
+            await self._thread.start(partial(make_engine, self._model, self._rollout, *options))
             longest = self._rollout.max_response_tokens
             await self._thread.call(lambda: self._thread.requests.attach(self._thread.engine, longest))
         except ValidationError as error:  # it cannot be pickled, and it names vLLM's internals
@@ -497,7 +492,10 @@ def _completion(output: RequestOutput) -> Completion:
     logp = answer.logprobs.logprobs
     versions = [int(span.version) for span in answer.weight_versions for _ in range(span.start, span.end)]
     assert len(logp) == len(versions) == len(answer.token_ids)
-    return Completion(answer.token_ids, logp, versions, stopped=answer.finish_reason == "stop")
+    routes = answer.routed_experts
+    if routes is not None:  # those that were computed last are at the end; the last token is never computed
+        routes = routes[-(len(output.prompt_token_ids) + len(answer.token_ids) - 1) :]
+    return Completion(answer.token_ids, logp, versions, answer.finish_reason == "stop", routes)
 
 
 def request_seed(*parts: int) -> int:

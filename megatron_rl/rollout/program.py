@@ -31,6 +31,9 @@ class Completion:
     """The version of the weights that sampled each token. A push may arrive in the middle of a call."""
     stopped: bool
     """True if the model ended the call, False if the token limit did."""
+    routes: np.ndarray | None = None
+    """uint8 [R, layers, K]: the experts of the first R tokens of prompt and response, `Tokens.routes`; None if the
+    engine does not give them."""
 
 
 @dataclass(slots=True)
@@ -43,11 +46,15 @@ class Transcript:
     """The log-prob of each action; 0 for forced tokens."""
     version: list[int] = field(default_factory=list)
     """The version of the weights that sampled each action; -1 for forced tokens."""
+    routes: np.ndarray | None = None
+    """Of the prompt and of the tokens so far; see `Completion.routes`."""
     num_calls: int = 0
     stopped: bool = False
     """Whether the model ended the last call."""
 
     def sampled(self, completion: Completion) -> None:
+        """Append the tokens of a call. Its routes are those of all tokens before, too."""
+        self.routes = completion.routes
         self.ids += completion.ids
         self.is_action += [True] * len(completion.ids)
         self.logp += completion.logp
@@ -208,4 +215,5 @@ def as_sample(
         action_mask=np.array([False] * prompt + transcript.is_action, bool),
         logp_rollout=np.array([0.0] * prompt + transcript.logp, np.float32),
         version=np.array([-1] * prompt + transcript.version, np.int32),
+        routes=None if transcript.routes is None else transcript.routes[: prompt + len(transcript.ids)],
     )

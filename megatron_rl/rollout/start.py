@@ -13,6 +13,7 @@ from megatron_rl.rollout.progress import Progress
 from megatron_rl.rollout.shared_memory import remove_leftovers, remove_own_names
 
 if TYPE_CHECKING:
+    from vllm.distributed.aux_output_connector.connector import AuxOutputConnectorMetadata
     from vllm.v1.engine import EngineCoreOutputs
     from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -38,6 +39,7 @@ def make_engine(
     rollout: RolloutConfig,
     seed: int,
     spans_nodes: bool,
+    returns_routes: bool,
     progress: Progress | None,
     shares_gpus: bool,
 ) -> LLMEngine:
@@ -45,6 +47,7 @@ def make_engine(
 
     Args:
         spans_nodes: whether the ranks are on several nodes; see `VllmEngine`.
+        returns_routes: whether outputs hold the experts of each token.
         progress: what records the tokens of every step; None if nobody does.
         shares_gpus: whether trainers have the same GPUs; see `VllmEngine`.
     """
@@ -76,15 +79,22 @@ def make_engine(
         logprobs_mode="processed_logprobs",
         weight_transfer_config=WeightTransferConfig(backend="megatron_rl"),
         worker_extension_cls="megatron_rl.rollout.worker.RolloutWorker",
+        enable_return_routed_experts=returns_routes and on_gpu,
         **options,
     )
     config = arguments.create_engine_config()
+    # On a CPU vLLM refuses it, because its workers do not collect them; ours do.
+    config.aux_output_config.enable_return_routed_experts = returns_routes
     engine = LLMEngine(config, Executor.get_class(config), log_stats=False, multiprocess_mode=False)
     remove_own_names()
     if not on_gpu:
         engine.collective_rpc("sample_by_seed")
         if shares_gpus:
             engine.collective_rpc("sleep_on_a_cpu")
+        if returns_routes:
+            engine.collective_rpc("return_routes")
+    if returns_routes:
+        _return_routes_anew(engine)
     if progress is not None:
         _record_steps(engine, progress)
     return engine
@@ -114,6 +124,21 @@ def _cpu_options(rollout: RolloutConfig, latent: bool) -> dict[str, Any]:
 def _gpu_options(rollout: RolloutConfig, shares_gpus: bool) -> dict[str, Any]:
     """vLLM's options on a GPU. They have not been run; the CPU tests cover everything but these and the environment."""
     return {"gpu_memory_utilization": rollout.gpu_memory_utilization, "enable_sleep_mode": shares_gpus}
+
+
+def _return_routes_anew(engine: LLMEngine) -> None:
+    """Let vLLM return the experts of all tokens of a request once more when it has computed their keys and values anew,
+    which is after a push or a preemption: later tokens see these, and not those of the older weights. vLLM would return
+    only what it has not returned before."""
+    connector = engine.engine_core.engine_core.scheduler.aux_output_connector
+    build = connector.build_connector_meta
+
+    def build_from_the_start(*arguments: Any) -> AuxOutputConnectorMetadata:
+        metadata = build(*arguments)
+        metadata.requests = dict.fromkeys(metadata.requests, 0)
+        return metadata
+
+    connector.build_connector_meta = build_from_the_start
 
 
 def _record_steps(engine: LLMEngine, progress: Progress) -> None:

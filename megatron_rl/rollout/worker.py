@@ -11,11 +11,17 @@ import faulthandler
 import multiprocessing
 import signal
 import sys
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from megatron_rl.processes import STACKS
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import ModelRunnerOutput
 
 PR_SET_PDEATHSIG = 1
 """A constant of linux/prctl.h."""
@@ -74,6 +80,36 @@ class RolloutWorker:
                 lent[tag] = []
 
         self.sleep, self.wake_up = sleep, wake_up
+
+    def return_routes(self) -> None:
+        """Let the output of every step hold the experts of its tokens. vLLM's model runner V2 does this by itself, but
+        it does not run on a CPU. So vLLM's own collector gets the steps of the other model runner here."""
+        from vllm.distributed.aux_output_connector.worker import get_aux_output_connector
+
+        runner = self.model_runner
+        collector = get_aux_output_connector(runner.model, runner.vllm_config, runner.kv_cache_config)
+        execute_model, sample_tokens = runner.execute_model, runner.sample_tokens
+
+        def begin_and_execute(scheduler_output: SchedulerOutput, *others: Any) -> Any:
+            collector.begin_step(scheduler_output.aux_output_connector_metadata)
+            return execute_model(scheduler_output, *others)
+
+        def sample_and_collect(grammar_output: Any) -> ModelRunnerOutput:
+            batch, size = runner.input_batch, runner.input_batch.num_reqs
+            step = SimpleNamespace(
+                req_ids=list(batch.req_ids),
+                query_start_loc_np=runner.query_start_loc.np[: size + 1].copy(),
+                num_computed_tokens_np=batch.num_computed_tokens_cpu[:size].copy(),
+            )
+            pending = collector.prepare_output(step)
+            output = sample_tokens(grammar_output)
+            if pending is not None:  # the first tensor-parallel rank
+                num_sampled = np.array([len(tokens) for tokens in output.sampled_token_ids])
+                pending.enqueue_cpu_copy(num_sampled, np.zeros_like(num_sampled))
+                output.aux_output_connector_output = pending.process_output()
+            return output
+
+        runner.execute_model, runner.sample_tokens = begin_and_execute, sample_and_collect
 
     def take_weights(self, version: int) -> str | None:
         """Receive all weights through vLLM's weight transfer engine. Returns None, or the message of an error.

@@ -46,7 +46,15 @@ def serve(pipe: Connection, options: dict[str, Any]) -> None:
 class Fleet:
     """Equal engines of one model, started once and joined anew by every trainer."""
 
-    def __init__(self, folder: Path, engines: Engines, temperature: float) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        engines: Engines,
+        temperature: float,
+        dtype: str = "float32",
+        max_response_tokens: int = 16,
+        returns_routes: bool = False,
+    ) -> None:
         config = RolloutConfig(
             num_engines=engines.num,
             tensor=engines.tensor,
@@ -54,16 +62,17 @@ class Fleet:
             prompts_per_step=4,
             samples_per_prompt=2,
             max_prompt_tokens=16,
-            max_response_tokens=16,
+            max_response_tokens=max_response_tokens,
             delimiter="",
             sampling=SamplingConfig(temperature=temperature),
         )
         self.folder, self.kind = folder, engines
-        model, context = ModelConfig(path=folder, dtype="float32"), warm.context()
+        options = dict(model=ModelConfig(path=folder, dtype=dtype), rollout=config, returns_routes=returns_routes)
+        context = warm.context()
         self._pipes, self._processes = [], []
         for seed in range(engines.num):
             ours, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(theirs, dict(model=model, rollout=config, seed=seed)))
+            process = context.Process(target=serve, args=(theirs, options | {"seed": seed}))
             process.start()
             theirs.close()
             self._pipes.append(ours)

@@ -76,10 +76,11 @@ def build(
     layout: Layout,
     algorithm: AlgorithmConfig | None = ALGORITHM,
     optimizer: OptimizerConfig = OPTIMIZER,
-    router_bias_update_rate: float = 0.0,
     weights: Path | None = None,
+    **settings,
 ) -> MegatronActor:
-    """`algorithm` None is supervised training. `weights`: where the weights are, if they are not in `folder`."""
+    """`algorithm` None is supervised training. `weights`: where the weights are, if they are not in `folder`.
+    `settings` are more keys of `policy`."""
     mesh = layout.mesh
     parallel = ParallelConfig(
         tensor=mesh.tensor,
@@ -95,12 +96,7 @@ def build(
     spec = ActorSpec(
         shape=read_shape(folder),
         model=ModelConfig(path=folder, dtype=layout.dtype, recompute=layout.recompute),
-        policy=PolicyConfig(
-            parallel=parallel,
-            optimizer=optimizer,
-            megatron=layout.megatron,
-            router_bias_update_rate=router_bias_update_rate,
-        ),
+        policy=PolicyConfig(parallel=parallel, optimizer=optimizer, megatron=layout.megatron, **settings),
         objective=PolicyObjective(algorithm) if algorithm else SupervisedObjective(),
         temperature=TEMPERATURE if algorithm else 1.0,
         total_steps=TOTAL_STEPS,
@@ -151,9 +147,9 @@ def one_update(rank, world_size, url, **arguments):
     return train_once(rank, meet(rank, world_size, url), **arguments)
 
 
-def train(rank, world_size, url, *, folder, samples, layout, num_updates=3, algorithm=ALGORITHM):
+def train(rank, world_size, url, *, folder, samples, layout, num_updates=3, algorithm=ALGORITHM, **settings):
     """(mismatch, metrics of each update)"""
-    actor = build(rank, world_size, url, folder, layout, algorithm)
+    actor = build(rank, world_size, url, folder, layout, algorithm, **settings)
     mismatch = begin(actor, samples, layout, num_updates)
     metrics = [actor.update(i, COEFFICIENTS) for i in range(num_updates)]
     actor.close()
@@ -427,6 +423,20 @@ def _cut_mask(sample: TrainSample) -> TrainSample:
     return replace(sample, tokens=replace(sample.tokens, action_mask=sample.tokens.action_mask[:-1]))
 
 
+def refuse_routes(rank, world_size, url, *, folder, samples):
+    """The errors of choices of experts that one data-parallel rank alone finds."""
+    layout = Layout(Mesh(data=2))
+    actor = build(rank, world_size, url, folder, layout, routing_replay=True)
+    tokens = samples[2].tokens
+    routes = tokens.routes.copy()
+    routes[5, 1, 0] = 4
+    broken = [*samples[:2], replace(samples[2], tokens=replace(tokens, routes=routes))]
+    short = [replace(samples[0], tokens=replace(samples[0].tokens, routes=samples[0].tokens.routes[:, 1:]))]
+    errors = [_error(lambda: _begin_plain(actor, [rows if rank else samples], layout)) for rows in (broken, short)]
+    actor.close()
+    return errors
+
+
 def misalign(rank, world_size, url, *, folder, samples, layout):
     actor = build(rank, world_size, url, folder, layout)
     error = _error(lambda: actor.begin(share_of([[samples]], [denominators(samples)], 1)))
@@ -498,3 +508,21 @@ def push_weights(rank, world_size, url, *, folder, layout, setup, version):
     live = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     actor.close()
     return live, pushed, mismatch
+
+
+def replay_engine(rank, world_size, url, *, folder, layout, setup, version):
+    """Push the weights, and score the engine's samples, which arrive over the store.
+
+    Returns:
+        (the mismatch without the engine's choices of experts, the mismatch with them, the metrics of an update)
+    """
+    actor = build(rank, world_size, url, folder, layout, routing_replay=read_shape(folder).experts is not None)
+    sender = BridgeSender(setup, rank, actor.parameters())
+    sender.push(version)
+    sender.close()
+    samples = pickle.loads(dist.TCPStore(setup.host, setup.port).get(f"samples {version}"))
+    plain = [replace(sample, tokens=replace(sample.tokens, routes=None)) for sample in samples]
+    without, replayed = (begin(actor, rows, layout, 2, version) for rows in (plain, samples))
+    updated = actor.update(0, {})
+    actor.close()
+    return without, replayed, updated

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from sizes import VOCAB_SIZE
 
-from megatron_rl.config.schema import ModelConfig, ParallelConfig
+from megatron_rl.config.schema import ModelConfig, ParallelConfig, PolicyConfig
 from megatron_rl.tools import compare_layouts
 from megatron_rl.tools.compare_layouts import NUM_MICROBATCHES, deal_rows, difference, load_rows, parse_layout, random_rows
 
@@ -41,9 +41,9 @@ def numbers(trainers, folders, model_folder, rows):
     def of(name: str, parallel: ParallelConfig, num_microbatches: int):
         folder = model_folder if name == "qwen3" else folders[name]
         shares = deal_rows(folder, parallel, rows, num_microbatches)
-        model = ModelConfig(path=folder, dtype="float32")
+        model, policy = ModelConfig(path=folder, dtype="float32"), PolicyConfig(parallel=parallel)
         return trainers.run(
-            "one_update", parallel.mesh.world_size, folder=folder, model=model, parallel=parallel, shares=shares
+            "one_update", parallel.mesh.world_size, folder=folder, model=model, policy=policy, shares=shares
         )
 
     return of

@@ -52,6 +52,26 @@ def test_arrays_of_different_lengths_are_refused_by_name():
         pack_row([broken], 1)
 
 
+def with_routes(one: TrainSample, routes) -> TrainSample:
+    return replace(one, tokens=replace(one.tokens, routes=np.array(routes, np.uint8)))
+
+
+def test_routes_belong_to_the_tokens_themselves():
+    """Two layers with one expert each; the engine told nothing of the second sample, and nothing of the last tokens."""
+    first = with_routes(sample("a", [5, 6, 7], [0, 1, 1]), [[[1], [2]], [[3], [4]]])
+    last = with_routes(sample("c", [4, 3], [0, 1]), [[[255], [6]]])
+    batch = pack_row([first, sample("b", [8, 9], [0, 1]), last], alignment=4)
+    known = batch.routes.is_known_T
+    assert known.tolist() == [True, True, False, False] + [False] * 4 + [True, False, False, False]
+    assert batch.routes.expert_TLK[known].tolist() == [[[1], [2]], [[3], [4]], [[255], [6]]]
+    assert pack_row([sample("b", [8, 9], [0, 1])], 1).routes is None
+
+
+def test_more_routes_than_tokens_are_refused_by_name():
+    with pytest.raises(ValueError, match="sample a: routes has 2 entries, but there are 1 tokens"):
+        pack_row([with_routes(sample("a", [5], [0]), [[[1]], [[2]]])], 1)
+
+
 @settings(max_examples=50, deadline=None)
 @given(
     st.lists(st.integers(1, 9), min_size=1, max_size=8),

@@ -20,11 +20,20 @@ SIGMOID = Experts(num_experts=8, num_active=4, ffn_size=48, score="sigmoid", num
 DEEPSEEK = replace(QWEN3, family="deepseek_v3", experts=SIGMOID, latent=LatentAttention(0, 12, 6, 8, 10))
 
 
-def spec(shape: ModelShape, router_bias_update_rate: float = 0.0, **parallel) -> ActorSpec:
+REPLAY_AND = {"routing_replay": True}
+FUSED_ROUTER = {"transformer": {"moe_router_fusion": True}}
+RECOMPUTED = {"transformer": {"recompute_granularity": "selective", "recompute_modules": ("moe",)}}
+
+
+def spec(shape: ModelShape, settings: dict | None = None, **parallel) -> ActorSpec:
+    """
+    Args:
+        settings: keys of `policy`.
+    """
     return ActorSpec(
         shape=shape,
         model=ModelConfig(path=Path("model"), dtype="float32"),
-        policy=PolicyConfig(parallel=ParallelConfig(**parallel), router_bias_update_rate=router_bias_update_rate),
+        policy=PolicyConfig(parallel=ParallelConfig(**parallel), **(settings or {})),
         objective=SupervisedObjective(),
         temperature=1.0,
         total_steps=1,
@@ -37,7 +46,17 @@ def spec(shape: ModelShape, router_bias_update_rate: float = 0.0, **parallel) ->
     [
         (MIXTRAL, dict(tensor=2, sequence=False), "policy.parallel.sequence must be true"),
         (MIXTRAL, dict(tensor=2, expert_tensor=1), "expert_tensor is 1 and .*tensor is 2.*Leave expert_tensor out"),
-        (MIXTRAL, dict(router_bias_update_rate=0.1), "router_bias_update_rate is 0.1.*mixtral have no bias"),
+        (
+            QWEN3,
+            dict(settings=dict(load_balancing_loss=0.1)),
+            "load_balancing_loss is 0.1, but the model has no experts",
+        ),
+        (QWEN3, dict(settings=dict(router_z_loss=0.1)), "router_z_loss is 0.1, but the model has no experts"),
+        (
+            MIXTRAL,
+            dict(settings=dict(router_bias_update_rate=0.1)),
+            "router_bias_update_rate is 0.1.*mixtral have no bias",
+        ),
         (
             replace(DEEPSEEK, experts=replace(SIGMOID, num_active_groups=1)),
             {},

@@ -92,7 +92,8 @@ def stage(monkeypatch):
     """A stream with two engines; groups of 8 are dealt in two parts."""
     engines, verifier = [HeldEngine(), HeldEngine()], OnesVerifier()
     rollout = SimpleNamespace(max_lag=0, prompts_per_step=4, samples_per_prompt=8, num_engines=2)
-    config = SimpleNamespace(rollout=rollout, cluster=SimpleNamespace(step_timeout_s=60.0))
+    cluster, policy = SimpleNamespace(step_timeout_s=60.0), SimpleNamespace(routing_replay=False)
+    config = SimpleNamespace(rollout=rollout, cluster=cluster, policy=policy)
     group = SimpleNamespace(
         engines=engines,
         processes=[SimpleNamespace(name=f"engine {i}", log="its log", actor=e) for i, e in enumerate(engines)],
@@ -117,7 +118,7 @@ def test_a_group_is_complete_when_all_its_parts_are(stage):
     [(number, group)] = verified.groups.items()
     assert number == 7 and group.version == 3 and stage.verifier.journal == [7]
     assert [sample.num_prompt_tokens for sample in group.samples] == list(range(8)), "in the order of the samples"
-    assert group.payload.parts == ("tokens 7 range(0, 4)", "tokens 7 range(4, 8)")
+    assert group.payload.parts == (("tokens 7 range(0, 4)",), ("tokens 7 range(4, 8)",))
     assert all(sample.verdict.score == 1 for sample in group.samples)
 
 

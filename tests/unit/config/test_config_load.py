@@ -86,6 +86,13 @@ def test_faults_name_their_path_and_the_remedy(change, message):
     assert message in refused(change)
 
 
+def test_supervised_training_has_no_choices_of_an_engine():
+    row = {"run": {"name": "x", "steps": 1}, "model": {"path": "m"}, "sft": {"rows": "r.jsonl"}}
+    config = row | {"balance": {"max_tokens_per_microbatch": 4096}, "policy": {"routing_replay": True}}
+    with pytest.raises(ValueError, match="policy.routing_replay replays the choices of engines"):
+        validate(SftRunConfig, config)
+
+
 def test_all_faults_are_told_at_once():
     text = refused({"run": {"stepz": 1}, "model": {"dtyp": "x"}})
     assert "run.stepz" in text and "model.dtyp" in text

@@ -13,6 +13,7 @@ from megatron_rl.types import Sample, Tokens, Verdict
 
 
 def entry(number: int, num_samples: int = 2, score: float | None = 0.5) -> Entry:
+    """Groups with odd numbers have routes, though not of their third sample."""
     rng = np.random.default_rng(number)
     samples, tokens = [], []
     for i in range(num_samples):
@@ -25,6 +26,7 @@ def entry(number: int, num_samples: int = 2, score: float | None = 0.5) -> Entry
                 rng.integers(0, 2, length).astype(bool),
                 rng.normal(size=length).astype(np.float32),
                 rng.integers(-1, 9, length).astype(np.int32),
+                rng.integers(0, 256, (length - i, 2, 3)).astype(np.uint8) if number % 2 and i < 2 else None,
             )
         )
     return Entry(number, f"rows.jsonl:{number} é", number, samples, tokens)
@@ -34,7 +36,8 @@ def same(a: Entry, b: Entry) -> bool:
     columns = [
         (getattr(x, name), getattr(y, name))
         for x, y in zip(a.tokens, b.tokens, strict=True)
-        for name in ("ids", "action_mask", "logp_rollout", "version")
+        for name in ("ids", "action_mask", "logp_rollout", "version", "routes")
+        if getattr(x, name) is not None or getattr(y, name) is not None
     ]
     numbers = (a.number, a.uid, a.version, list(a.samples)) == (b.number, b.uid, b.version, list(b.samples))
     return numbers and all(x.dtype == y.dtype and x.tolist() == y.tolist() for x, y in columns)
@@ -44,10 +47,10 @@ def test_what_is_read_is_what_was_written(tmp_path):
     first, second = JournalWriter(tmp_path / "j"), JournalWriter(tmp_path / "j")
     first.write([entry(0), entry(1, score=None)])
     second.write([entry(2, num_samples=1)])
-    first.write([entry(7), entry(1, score=None)])
+    first.write([entry(7, num_samples=3), entry(1, score=None)])
     found = read_journal(tmp_path / "j")
     assert sorted(found) == [0, 1, 2, 7]
-    written = [entry(0), entry(1, score=None), entry(2, num_samples=1), entry(7)]
+    written = [entry(0), entry(1, score=None), entry(2, num_samples=1), entry(7, num_samples=3)]
     assert all(same(found[one.number], one) for one in written)
     prune_journal(tmp_path / "j", 2)
     assert sorted(read_journal(tmp_path / "j")) == [2, 7]

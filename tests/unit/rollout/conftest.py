@@ -10,6 +10,7 @@ import warm
 from tiny_trainers import TinyTrainers, write_model
 
 from megatron_rl.config.schema import ModelConfig, RolloutConfig
+from megatron_rl.layout import Engines
 from megatron_rl.types import Mesh
 
 
@@ -23,14 +24,23 @@ class Stage:
         dtype: str = "float32",
         record: Path | None = None,
         shares_gpus: bool = False,
+        returns_routes: bool = False,
         **rollout,
     ) -> None:
         from megatron_rl.rollout.engine import VllmEngine
 
         self.config = RolloutConfig(prompts_per_step=8, samples_per_prompt=4, **rollout)
-        self.trainers = TinyTrainers(folder, mesh, self.config.tensor, dtype)
+        engines = Engines(1, self.config.tensor, expert_parallel=self.config.expert_parallel)
+        self.trainers = TinyTrainers(folder, mesh, engines, dtype)
         model = ModelConfig(path=folder, dtype=dtype)
-        self.engine = VllmEngine(model=model, rollout=self.config, seed=0, record=record, shares_gpus=shares_gpus)
+        self.engine = VllmEngine(
+            model=model,
+            rollout=self.config,
+            seed=0,
+            record=record,
+            returns_routes=returns_routes,
+            shares_gpus=shares_gpus,
+        )
         self._loop = asyncio.new_event_loop()
         self.run(self.engine.start())
         self.run(self.engine.init_transfer(self.trainers.info))

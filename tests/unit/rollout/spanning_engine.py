@@ -25,6 +25,7 @@ from megatron_rl.cluster.nodes import RayPlacement  # noqa: E402
 from megatron_rl.cluster.restarts import Restarts  # noqa: E402
 from megatron_rl.config.load import validate  # noqa: E402
 from megatron_rl.config.schema import GrpoRunConfig  # noqa: E402
+from megatron_rl.layout import Engines  # noqa: E402
 from megatron_rl.types import Mesh, Prompt  # noqa: E402
 
 if __name__ == "__main__":
@@ -48,7 +49,7 @@ if __name__ == "__main__":
     environment = {name: os.environ[name] for name in ("PYTHONPATH", "OMP_NUM_THREADS")}
     environment["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
     ray.init(address=cluster.address, log_to_driver=False, runtime_env={"env_vars": environment})
-    trainers = TinyTrainers(Path(folders[0]), Mesh(tensor=2), 2, "float32")
+    trainers = TinyTrainers(Path(folders[0]), Mesh(tensor=2), Engines(1, 2), "float32")
     placement = RayPlacement(config)
     engines = EngineGroup(config, Path(logs), placement, Restarts(0))
     engines.wait()

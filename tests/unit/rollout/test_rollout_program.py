@@ -189,3 +189,24 @@ def test_an_answer_goes_on_from_any_of_its_tokens(program, data):
     transcript, call, used = replay(program, before, {EOS})
     assert used <= cut and (call is not None or used == cut)
     assert go_on(transcript, call, cut - used, used) == whole
+
+
+def routed(num_tokens: int, number: int) -> np.ndarray:
+    """Routes of two layers with one expert, which tell the position and the call."""
+    return np.array([[[position], [number]] for position in range(num_tokens)], np.uint8)
+
+
+def test_the_routes_are_those_of_the_last_call():
+    """The prompt has two tokens. A call gives the routes of all tokens but the last one."""
+    prompt, transcript = [5, 6], Transcript()
+    transcript.sampled(Completion([7, 7], [-1.0, -1.0], [0, 0], False, routed(3, number=1)))
+    transcript.force([3])
+    transcript.sampled(Completion([8, EOS], [-1.0, -1.0], [1, 1], True, routed(6, number=2)))
+    _, tokens = as_sample(prompt, transcript, delimiter=(3,))
+    assert tokens.routes[:, 0, 0].tolist() == [0, 1, 2, 3, 4, 5] and (tokens.routes[:, 1] == 2).all()
+    transcript.cut(2)
+    assert len(as_sample(prompt, transcript, delimiter=(3,))[1].routes) == 4
+
+
+def test_without_routes_there_are_none():
+    assert as_sample([5], after(call([7, EOS], stopped=True)), None)[1].routes is None

@@ -1,4 +1,5 @@
-"""Tiny Qwen3 folders, and trainer ranks without Megatron: real processes that hold shards of the folders' weights."""
+"""Tiny folders of Qwen3 and Qwen3-MoE, and trainer ranks without Megatron: real processes that hold shards of the
+folders' weights."""
 
 from __future__ import annotations
 
@@ -17,12 +18,17 @@ from megatron_rl.types import Mesh, Metrics
 CHARACTERS = "0123456789+=,? ."
 
 
-def write_model(folder: Path, seed: int, **changes) -> Path:
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "norm_topk_prob": True}
+"""What makes a model Qwen3-MoE. Rows of 96 are a multiple of what vLLM's kernel asks for on a CPU."""
+
+
+def write_model(folder: Path, seed: int, family: str = "Qwen3", **changes) -> Path:
     """A model with random weights that are large enough to make the distributions far from flat. Each character is a
     token."""
     import torch
+    import transformers
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+    from transformers import PreTrainedTokenizerFast
 
     sizes = {
         "vocab_size": 40,
@@ -36,12 +42,12 @@ def write_model(folder: Path, seed: int, **changes) -> Path:
         "tie_word_embeddings": False,
         "eos_token_id": 1,
     }
-    config = Qwen3Config(**(sizes | changes))
+    config = getattr(transformers, f"{family}Config")(**(sizes | changes))
     torch.manual_seed(seed)
-    model = Qwen3ForCausalLM(config).float()
+    model = getattr(transformers, f"{family}ForCausalLM")(config).float()
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.normal_(0, 0.15) if parameter.ndim == 2 else parameter.normal_(1, 0.2)
+            parameter.normal_(1, 0.2) if parameter.ndim == 1 else parameter.normal_(0, 0.15)
     model.save_pretrained(folder)
     words = ["<pad>", "<eos>", "<think>", "</think>", "<unk>", *CHARACTERS]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
@@ -84,12 +90,10 @@ def serve(setup: BridgeSetup, rank: int, commands) -> None:
 
 
 class TinyTrainers:
-    def __init__(self, folder: Path, mesh: Mesh, engine_tensor: int, dtype: str) -> None:
+    def __init__(self, folder: Path, mesh: Mesh, engines: Engines, dtype: str) -> None:
         self._store = host_store("127.0.0.1")
         address = "127.0.0.1", self._store.port
-        self.setup = BridgeSetup(
-            read_shape(folder), mesh, False, Engines(1, engine_tensor), dtype, *address, timeout_s=deadline(120)
-        )
+        self.setup = BridgeSetup(read_shape(folder), mesh, False, engines, dtype, *address, timeout_s=deadline(120))
         context = warm.context()
         self.processes, self._commands = [], []
         for rank in range(mesh.world_size):

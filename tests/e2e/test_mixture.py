@@ -1,0 +1,85 @@
+"""The real loop with a mixture of experts whose trainer replays the engines' choices."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from megatron_rl.data.journal import read_journal
+from megatron_rl.loop.checkpoints import find_checkpoints
+from megatron_rl.observe.records import METRICS, read_lines
+from megatron_rl.processes import descendants
+
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+
+
+@pytest.fixture(scope="module")
+def mixture(task, tmp_path_factory) -> Path:
+    """The demo's model with experts, and its tokenizer."""
+    import torch
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    folder = tmp_path_factory.mktemp("mixture") / "model"
+    shutil.copytree(task / "model", folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    dense = json.loads((folder / "config.json").read_text())
+    sizes = {key: value for key, value in dense.items() if key not in ("architectures", "model_type")}
+    torch.manual_seed(0)
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(**(sizes | EXPERTS))).save_pretrained(folder)
+    return folder
+
+
+def arguments(task: Path, mixture: Path, steps: int, max_lag: int) -> list[str]:
+    return [
+        "recipes/grpo.py",
+        "configs/run/tiny_grpo.yaml",
+        "run.name=mixture",
+        f"run.steps={steps}",
+        f"model.path={mixture}",
+        f"data.train={task}/train.jsonl",
+        "data.eval=null",
+        "policy.parallel={tensor: 1, data: 2, expert: 2}",
+        "policy.routing_replay=true",
+        "policy.load_balancing_loss=0.01",
+        f"rollout.max_lag={max_lag}",
+        "rollout.prompts_per_step=4",
+        "rollout.samples_per_prompt=4",
+        "rewards=[{kind: function, path: 'rewards:share_of_digits'}]",
+        "checkpoint.every=1",
+    ]
+
+
+def test_in_turns_engine_and_trainer_choose_the_same(recipe, task, mixture):
+    run = recipe.run(*arguments(task, mixture, 2, max_lag=0), "rollout.num_engines=2")
+    assert run.returncode == 0, run.stdout + run.stderr
+    for record in read_lines(recipe.folder / "runs" / "mixture" / METRICS)[:-1]:
+        assert 0.9 < record["routing/replayed"] < 1 and record["mismatch/mean_abs"] < 1e-5
+        assert record["routing/differing"] < 1e-3  # nearly equal scores
+
+
+def test_a_run_that_was_killed_replays_the_choices_in_its_journal(recipe, task, mixture):
+    folder = recipe.folder / "runs" / "mixture"
+    run = recipe.start(*arguments(task, mixture, 1000, max_lag=1))
+    recipe.wait_until(run, lambda: len(find_checkpoints(folder / "checkpoints")) > 1)
+    for process in [psutil.Process(run.pid), *descendants(psutil.Process(run.pid))]:
+        process.kill()
+    run.wait()
+    entries = read_journal(folder / "journal").values()
+    assert entries and all(len(t.routes) == len(t.ids) - 1 for entry in entries for t in entry.tokens)
+
+    last = max(find_checkpoints(folder / "checkpoints")) + 3
+    resumed = recipe.run(*arguments(task, mixture, last, max_lag=1), "--resume", "auto")
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    trained = [record for record in read_lines(folder / METRICS)[:-1] if "loss" in record]
+    assert len(trained) >= last - 1
+    for record in trained:
+        # Each answer has about 70 tokens, of which the last one has no choice.
+        assert 0.9 < record["routing/replayed"] < 1 and record["routing/differing"] < 0.5
+        assert 1 <= record["experts/load_mean"] <= record["experts/load/max"] <= 8 / 2
+        assert record["experts/auxiliary_loss"] > 0 and np.isfinite(record["loss"])
+        assert record.get("mismatch/mean_abs", 0) < 1e-4  # of the tokens that this step's weights sampled, if any
+    assert "mismatch/mean_abs" in trained[0] and trained[0]["routing/differing"] < 1e-3
