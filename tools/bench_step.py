@@ -175,6 +175,7 @@ def compare(args: argparse.Namespace) -> dict:
         **vars(args),
         **{f"{way}_losses": [step[0] for step in steps[way]] for way in WAYS},
         **{f"{way}_grad_norms": [step[1] for step in steps[way]] for way in WAYS},
+        **{f"{way}_seconds": [step[2] for step in steps[way]] for way in WAYS},
         **{f"{way}_peak_bytes": peaks[way] for way in WAYS},
         **{f"{way}_time_s": times[way] for way in WAYS},
         **{f"{way}_cpu_s": cores[way] for way in WAYS},

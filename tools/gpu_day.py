@@ -1,10 +1,10 @@
 """Check on one GPU what a CPU cannot show, in one command of less than eight minutes (tools/gpu_parts.py).
 
-The parts compare layouts and log-probs with a CPU's, push weights between two processes through CUDA IPC, resume a
-checkpoint, and measure memory, time and FLOPs. Every part runs in a process of its own, which is ended at its deadline;
+The parts compare loss and gradient with a CPU's, and log-probs in chunks with those of whole logits; they push weights
+between two processes through CUDA IPC, resume a checkpoint, and measure memory, time and FLOPs. Every part runs in a process of its own, which is ended at its deadline;
 what fails, crashes or hangs does not stop the others. FOLDER gets RECORD.md and record.json, which are written anew
-after each part, and the log of each part. Ctrl-C ends the part that runs, and the record says what was not run. The
-exit status is 0 if all parts have passed.
+after each part, and the log of each part. Ctrl-C and SIGTERM end the part that runs, and the record says what was not
+run. The exit status is 0 if all parts have passed, and 130 after Ctrl-C.
 
     python tools/gpu_day.py --out runs/gpu_day
     python tools/gpu_day.py --out runs/gpu_day --device cpu
@@ -21,8 +21,8 @@ network they come as wheels (22 MB). Elsewhere, with the Python and the platform
 
 and on the GPU machine, in the clone, with the folder `wheels` in it:
 
-    pip install --no-index --no-deps --target site wheels/*.whl
-    PYTHONPATH=$PWD:$PWD/site python tools/gpu_day.py --out runs/gpu_day
+    pip install --no-index --no-deps --target gpu_packages wheels/*.whl
+    PYTHONPATH=$PWD:$PWD/gpu_packages python tools/gpu_day.py --out runs/gpu_day
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from megatron_rl.tools.gpu_parts import LINES, PARTS
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU_PATIENCE = 10
-"""The deadlines are those of a GPU, which nobody else uses. A CPU may be busy, and nobody waits for it."""
+"""A part may take this many times as long on a CPU, because other processes may use it too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class Job:
 class Outcome:
     name: str
     status: str = "not run"
-    """`passed`, `failed`, `stopped` by Ctrl-C, or `not run`."""
+    """`passed`, `failed`, `stopped` (by Ctrl-C or SIGTERM), or `not run`."""
     why: str = ""
     seconds: float = 0.0
     numbers: Mapping[str, Any] = field(default_factory=dict)
@@ -134,7 +134,7 @@ def _shown(value: object) -> str:
 
 
 def run_jobs(jobs: Sequence[Job], folder: Path, environment: Mapping[str, str], record: Record) -> list[Outcome]:
-    """Run the jobs one after another, up to the first one that Ctrl-C ends, and write the record after each."""
+    """Run the jobs one after another, up to the first one that is stopped, and write the record after each."""
     outcomes = {job.name: Outcome(job.name) for job in jobs}
     record.write(folder, [*outcomes.values()])
     for job in jobs:
@@ -142,7 +142,7 @@ def run_jobs(jobs: Sequence[Job], folder: Path, environment: Mapping[str, str], 
         try:
             outcome = run_job(job, folder / job.name, environment)
         except KeyboardInterrupt:
-            outcome = Outcome(job.name, "stopped", "Ctrl-C ended it.")
+            outcome = Outcome(job.name, "stopped", "Ctrl-C or SIGTERM ended it.")
         outcomes[job.name] = outcome
         print(f"{job.name}: {outcome.status} in {outcome.seconds:.1f} s. {outcome.why}".rstrip(), flush=True)
         record.write(folder, [*outcomes.values()])

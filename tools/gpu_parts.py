@@ -170,9 +170,6 @@ LOGPROB_BOUND = {
 }
 
 
-# Models and batches
-
-
 def hf_weights(shape: ModelShape, seed: int) -> dict[str, Tensor]:
     """Standard normal numbers for every Hugging Face tensor of the model, float32."""
     random = torch.Generator().manual_seed(seed)
@@ -233,9 +230,6 @@ def without_gpus():
             del os.environ["CUDA_VISIBLE_DEVICES"]
         else:
             os.environ["CUDA_VISIBLE_DEVICES"] = before
-
-
-# Parts
 
 
 def machine(device: str) -> Found:
@@ -530,7 +524,7 @@ def resume(device: str) -> Found:
     for step in range(NUM_STEPS + 1):
         rows = random_rows(shape.vocab_size, sizes.num_rows, sizes.longest, seed=step)
         shares += deal_rows(folder, ParallelConfig(), rows, 1)
-    [saved] = all_at_once([(_train_and_save, (folder, shares, checkpoint))])
+    saved = _train_and_save(folder, shares, checkpoint)
     [resumed] = all_at_once([(_resume, (folder, shares[-1], checkpoint))])
     numbers = {
         "loss of the next step": saved["loss"],
