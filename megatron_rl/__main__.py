@@ -16,6 +16,7 @@ COMMANDS = {
     "export": ("tools.export_checkpoint", "write any checkpoint of a run as a Hugging Face folder"),
     "size-run": ("tools.size_run", "print a run's memory by phase, and the trainer's layouts that fit"),
     "doctor": ("tools.doctor", "print what is installed, what a run will use, and what is slower for it"),
+    "gpu-day": ("tools.gpu_day", "check on one GPU what a CPU cannot show, in less than eight minutes"),
     "report": ("tools.report", "make the report of a run, or compare several runs"),
     "convert to-megatron": ("tools.hf_to_megatron", "Hugging Face folder to Megatron-Core checkpoint"),
     "convert to-hf": ("tools.megatron_to_hf", "Megatron-Core checkpoint to Hugging Face folder"),

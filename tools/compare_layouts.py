@@ -20,7 +20,7 @@ import multiprocessing
 import re
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -87,8 +87,13 @@ def parse_layout(text: str) -> ParallelConfig:
 def random_rows(vocab_size: int, num_rows: int, longest: int, seed: int) -> list[Tokens]:
     """Rows of random tokens, the first of which is no action. Their lengths lie between 2 and `longest`."""
     rng = np.random.default_rng(seed)
+    return rows_of_lengths(vocab_size, rng.integers(2, longest, num_rows, endpoint=True), rng)
+
+
+def rows_of_lengths(vocab_size: int, lengths: Iterable[int], rng: np.random.Generator) -> list[Tokens]:
+    """Rows of random tokens of these lengths. The first token of each row is no action."""
     rows = []
-    for length in rng.integers(2, longest, num_rows, endpoint=True):
+    for length in lengths:
         mask = np.arange(length) > 0
         ids = rng.integers(0, vocab_size, length).astype(np.int32)
         rows.append(Tokens(ids, mask, np.zeros(length, np.float32), np.where(mask, 0, -1).astype(np.int32)))

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
-
-from megatron_rl.layout import FAMILIES, slices
-from megatron_rl.layout.shards import local_extents
+from megatron_rl.tools.gpu_parts import cut, hf_weights
 from megatron_rl.types import Experts, LatentAttention, ModelShape
+
+__all__ = ["SHAPES", "cut", "hf_weights"]
 
 _DENSE = ModelShape("qwen3", 2, 32, 4, 2, 16, 64, 40, 1e4, 1e-6, 128, False)
 _EXPERTS = Experts(num_experts=4, num_active=2, ffn_size=24)
@@ -25,18 +24,3 @@ SHAPES = {
         latent=LatentAttention(query_rank=16, kv_rank=16, nope_dim=8, rope_dim=8, value_dim=8),
     ),
 }
-
-
-def hf_weights(shape: ModelShape, seed: int) -> dict[str, torch.Tensor]:
-    random = torch.Generator().manual_seed(seed)
-    sizes = FAMILIES[shape.family].hf_tensors(shape)
-    return {name: torch.randn(size, generator=random) for name, size in sizes.items()}
-
-
-def cut(shards, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """One rank's parameters, by their local names."""
-    local = {name: torch.zeros(size) for name, size in local_extents(shards).items()}
-    for shard in shards:
-        target = local[shard.local_name][slices(shard.local_box)]
-        target.copy_(weights[shard.hf_name][slices(shard.hf_box)].view(target.shape))
-    return local

@@ -1,0 +1,228 @@
+"""The checks of a GPU day on a CPU: all parts with tiny sizes, and what becomes of parts that fail, crash or hang."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from patience import deadline
+
+from megatron_rl.tools import gpu_day
+from megatron_rl.tools.compare_layouts import Difference
+from megatron_rl.tools.gpu_day import Job, Outcome, Record, run_jobs
+from megatron_rl.tools.gpu_parts import BOUNDS, LINES, PARTS, judged
+
+ROOT = Path(__file__).parents[3]
+RECORD = Record("cpu", "gpu_day --out X", "c0ffee", "today")
+
+
+def command(folder: Path) -> list[str]:
+    return [sys.executable, "-m", "megatron_rl.tools.gpu_day", "--device", "cpu", "--out", str(folder)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """What the command leaves on a CPU."""
+    folder = tmp_path_factory.mktemp("day") / "record"
+    done = subprocess.run(command(folder), capture_output=True, text=True, timeout=deadline(300))
+    logs = {path.parent.name: path.read_text() for path in folder.glob("*/log.txt")}
+    assert done.returncode == 0, (done.stdout, done.stderr, logs)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def numbers(folder) -> dict[str, dict]:
+    """The numbers of each part."""
+    record = json.loads((folder / "record.json").read_text())
+    assert {part["name"]: part["status"] for part in record["parts"]} == dict.fromkeys(PARTS, "passed")
+    return {part["name"]: part["numbers"] for part in record["parts"]}
+
+
+def test_every_part_passes_on_a_cpu(folder, numbers):
+    text = (folder / "RECORD.md").read_text()
+    assert f"**{len(PARTS)} of {len(PARTS)} parts have passed** on a CPU, with tiny sizes." in text
+    for name, found in numbers.items():
+        assert f"## {name}\n" in text
+        assert all(f"| {number} | " in text for number in found)
+    assert "None: only parts that have passed on a GPU count." in text
+    assert numbers["machine"]["torch"] == numbers["machine"]["torch"].strip() != ""
+    assert sorted(path.name for path in (folder / "resume").iterdir()) == ["found.json", "log.txt"], "no model is left"
+
+
+def test_a_cpu_agrees_with_itself(numbers):
+    """In fp32 the two runs are the same program, so they agree to the bit; bf16 is another program."""
+    found = numbers["layouts"]
+    assert found["float32, gradient_difference"] == found["float32, loss_difference"] == 0
+    assert 0 < found["bfloat16, gradient_difference"] <= BOUNDS["bfloat16"].gradient
+
+
+def test_the_bridge_pushes_every_byte_of_the_model(numbers):
+    """Qwen3 with 2 layers, hidden size 32, 4 and 2 heads of 16, MLP 64, vocabulary 40: 27,360 numbers of bf16."""
+    layer = 32 * 64 + 2 * 32 * 32 + 64 * 32 + 3 * 32 * 64 + 2 * 32 + 2 * 16
+    assert numbers["bridge"]["bytes"] == 2 * (2 * 40 * 32 + 2 * layer + 32)
+    assert numbers["bridge"]["tensors with other bits"] == 0
+
+
+def test_the_flops_and_the_memory_of_layers_are_those_of_hand(numbers):
+    """4 layers of hidden size 32, 4 and 2 heads of 16, MLP 48, vocabulary 96; 8 samples of 48 tokens."""
+    multiplications = 2 * 32 * (4 + 2) * 16 + 3 * 32 * 48
+    attention = 2 * 4 * (2 * 16) * 48 * 48 / 2
+    forward = 4 * (2 * 384 * multiplications + 8 * attention)
+    output = 2 * 32 * 96 * 384
+    for mode, flops in {"none": 3 * (forward + output), "full": 4 * forward + 3 * output}.items():
+        found = numbers[f"layers, recompute {mode}"]
+        rate, seconds = found["passes with their recomputation, TFLOP/s"], found["forward and backward pass, seconds"]
+        assert rate * 1e12 * seconds == pytest.approx(flops, rel=1e-12)  # products and quotients in float64
+        assert found["update with the optimizer's step, seconds"] > seconds
+    kept = {
+        mode: numbers[f"layers, recompute {mode}"]["kept by a layer, predicted, bytes a token"]
+        for mode in ("none", "full")
+    }
+    assert kept["full"] == 2 * 32 and kept["none"] > 10 * kept["full"]
+
+
+def test_a_resumed_step_has_the_same_numbers(numbers):
+    found = numbers["resume"]
+    for name in ("loss", "gradient norm"):
+        assert found[f"{name} of the next step"] == found[f"{name} of the next step, resumed"] > 0
+
+
+def test_communicators_and_log_probs_are_measured(numbers):
+    assert numbers["communicators"]["communicators of one rank: 32, bytes"] > 0
+    assert numbers["logprobs"]["plain_peak_bytes"] >= 256 * 4096 * 4, "all logits"
+
+
+def job(name: str, code: str, limit_s: float = 120) -> Job:
+    return Job(name, [sys.executable, "-c", code], deadline(limit_s))
+
+
+def found_by(folder: Path, name: str, problems: list[str]) -> str:
+    """Code that leaves this as what the job has found."""
+    content = json.dumps({"numbers": {"tokens": 12345, "ratio": 0.5}, "problems": problems})
+    return f"from pathlib import Path; Path({str(folder / name / 'found.json')!r}).write_text({content!r})"
+
+
+def test_what_fails_does_not_stop_the_others(tmp_path, capsys):
+    jobs = [
+        job("raises", "raise ValueError('the GPU is on fire')"),
+        job("crashes", "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"),
+        job("finds nothing", "print('done')"),
+        job("is wrong", found_by(tmp_path, "is wrong", ["The loss is 2.", "It must be 1."])),
+        job("passes", found_by(tmp_path, "passes", [])),
+    ]
+    outcomes = {outcome.name: outcome for outcome in run_jobs(jobs, tmp_path, dict(os.environ), RECORD)}
+    assert {name: outcome.status for name, outcome in outcomes.items()} == {
+        **dict.fromkeys(["raises", "crashes", "finds nothing", "is wrong"], "failed"),
+        "passes": "passed",
+    }
+    assert outcomes["raises"].why.startswith("It ended with exit status 1; the last line of ")
+    assert outcomes["raises"].why.endswith("raises/log.txt is: ValueError: the GPU is on fire")
+    assert outcomes["crashes"].why.startswith("It ended with signal SIGSEGV; ")
+    assert outcomes["crashes"].why.endswith(" is: nothing")
+    assert outcomes["finds nothing"].why.startswith("It ended with exit status 0; ")
+    assert outcomes["is wrong"].why == "The loss is 2. It must be 1."
+    assert outcomes["is wrong"].numbers == {"tokens": 12345, "ratio": 0.5}, "the numbers of a failure count"
+    text = (tmp_path / "RECORD.md").read_text()
+    assert "**1 of 5 parts have passed**" in text and "`gpu_day --out X`, begun today, at the commit `c0ffee`" in text
+    assert "| tokens | 12,345 |\n| ratio | 0.5 |" in text
+    statuses = [part["status"] for part in json.loads((tmp_path / "record.json").read_text())["parts"]]
+    assert statuses == ["failed"] * 4 + ["passed"]
+    assert "crashes: failed in " in capsys.readouterr().out
+
+
+def test_a_part_that_hangs_ends_at_its_deadline_with_what_it_has_started(tmp_path):
+    """The pipe ends when no process holds its other end any more."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    mine = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    started = f"import os, signal; os.write(os.open({str(pipe)!r}, os.O_WRONLY), b'begun'); signal.pause()"
+    code = f"import signal, subprocess, sys; subprocess.Popen([sys.executable, '-c', {started!r}]); signal.pause()"
+    after = job("after", found_by(tmp_path, "after", []))
+    late, fine = run_jobs([job("hangs", code, 5), after], tmp_path, dict(os.environ), RECORD)
+    assert (late.status, fine.status) == ("failed", "passed")
+    assert late.why.startswith("It was ended at its deadline of ")
+    assert os.read(mine, 100) == b"begun", "the process that the part has started did run"
+    assert select.select([mine], [], [], deadline(30))[0] and os.read(mine, 1) == b"", "it has ended"
+    os.close(mine)
+
+
+def test_a_part_that_hangs_writes_its_stacks_before_its_deadline(tmp_path):
+    """This part waits for nothing else than its own stacks."""
+    code = (
+        "import os\n"
+        "from pathlib import Path\n"
+        "from megatron_rl.tools import gpu_day, gpu_parts\n"
+        "written, standard_error = os.pipe()\n"
+        "os.dup2(standard_error, 2)\n"
+        "def wait_for_stacks(device):\n"
+        "    text = b''\n"
+        "    while b'in wait_for_stacks' not in text:\n"
+        "        text += os.read(written, 1000)\n"
+        "    return gpu_parts.Found({})\n"
+        "gpu_parts.PARTS['hangs'] = gpu_parts.Part('hangs', wait_for_stacks, 0.1)\n"
+        f"gpu_day.measure('hangs', 'cuda', Path({str(tmp_path / 'found.json')!r}))\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=deadline(60))
+    assert json.loads((tmp_path / "found.json").read_text()) == {"numbers": {}, "problems": []}
+
+
+def test_ctrl_c_ends_the_part_and_the_record_says_what_was_done(tmp_path):
+    folder = tmp_path / "record"
+    with subprocess.Popen(command(folder), stdout=subprocess.PIPE, text=True) as process:
+        for line in process.stdout:
+            if line == "layouts ...\n":
+                process.send_signal(signal.SIGINT)
+        assert process.wait(deadline(60)) == 130
+    record = json.loads((folder / "record.json").read_text())
+    statuses = {part["name"]: part["status"] for part in record["parts"]}
+    assert statuses == {**dict.fromkeys(PARTS, "not run"), "machine": "passed", "layouts": "stopped"}
+    text = (folder / "RECORD.md").read_text()
+    assert f"**1 of {len(PARTS)} parts have passed**" in text
+    assert "| stopped | " in text and "Ctrl-C or SIGTERM ended it." in text
+
+
+def test_a_record_is_never_mixed_with_another(tmp_path, capsys):
+    (tmp_path / "RECORD.md").write_text("of yesterday\n")
+    assert gpu_day.main(["--out", str(tmp_path), "--device", "cpu"]) == 2
+    assert "is not empty" in capsys.readouterr().err
+    assert (tmp_path / "RECORD.md").read_text() == "of yesterday\n"
+
+
+def test_all_deadlines_together_are_below_eight_minutes():
+    assert sum(part.limit_s for part in PARTS.values()) < 480
+
+
+@pytest.mark.parametrize("line", LINES, ids=lambda line: f"{line.part}: {line.file}")
+def test_the_lines_that_parts_will_have_run_are_in_the_documents(line):
+    """When a line has been rewritten after a GPU day, it leaves the table."""
+    assert line.part in PARTS
+    assert line.quote in (ROOT / line.file).read_text()
+
+
+def test_only_parts_that_have_passed_on_a_gpu_have_run_lines():
+    outcomes = [Outcome("layouts", "passed"), Outcome("bridge", "failed"), Outcome("logprobs")]
+    on_gpu = Record("cuda", "gpu_day", "c0ffee", "today")
+    rows = on_gpu.lines(outcomes)
+    assert [row["part"] for row in rows] == ["layouts", "layouts"]
+    assert rows[0]["quote"] == "**every GPU path**: written, not run"
+    assert f"| README.md | {rows[0]['quote']} | layouts | {rows[0]['now']} |" in on_gpu.text(outcomes)
+    assert RECORD.lines(outcomes) == []
+
+
+def test_what_differs_too_much_is_a_problem_and_so_is_what_is_no_number():
+    bounds = BOUNDS["float32"]
+    fine = Difference("float32", 1.0, bounds.loss, 1.0, bounds.norm, bounds.gradient, "model.norm.weight")
+    assert judged(fine, bounds) == []
+    wrong = Difference("float32", 1.0, 2 * bounds.loss, 1.0, float("nan"), 1.0, "model.norm.weight")
+    assert judged(wrong, bounds) == [
+        "In float32 the loss differs from the CPU's in fp32 by 2.0e-05, and at most 1e-05 is rounding.",
+        "In float32 the gradient norm differs from the CPU's in fp32 by nan, and at most 1e-05 is rounding.",
+        "In float32 the gradient of model.norm.weight differs from the CPU's in fp32 by 1.0e+00, and at most 1e-04 is "
+        "rounding.",
+    ]

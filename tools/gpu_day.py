@@ -1,0 +1,264 @@
+"""Check on one GPU what a CPU cannot show, in one command of less than eight minutes (tools/gpu_parts.py).
+
+The parts compare loss and gradient with a CPU's, and log-probs in chunks with those of whole logits; they push weights
+between two processes through CUDA IPC, resume a checkpoint, and measure memory, time and FLOPs. Every part runs in a
+process of its own, which is ended at its deadline; what fails, crashes or hangs does not stop the others. FOLDER gets
+RECORD.md and record.json, which are written anew after each part, and the log of each part. Ctrl-C and SIGTERM end the
+part that runs, and the record says what was not run. The exit status is 0 if all parts have passed, and 130 after
+Ctrl-C.
+
+    python tools/gpu_day.py --out runs/gpu_day
+    python tools/gpu_day.py --out runs/gpu_day --device cpu
+
+Without a GPU the parts run with tiny sizes over gloo and shared memory, which takes a minute on a quiet core.
+
+Needed are torch and the packages below; neither vLLM, Ray, transformers nor Transformer Engine. To a machine without a
+network they come as wheels (22 MB). Elsewhere, with the Python and the platform of the GPU machine:
+
+    pip download --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \\
+        --platform manylinux_2_28_x86_64 --platform manylinux_2_27_x86_64 --platform manylinux2014_x86_64 -d wheels \\
+        megatron-core==0.16.1 pydantic==2.14.3 pydantic-core==2.50.4 annotated-types typing-inspection \\
+        typing-extensions numpy packaging pyyaml psutil rich safetensors
+
+and on the GPU machine, in the clone, with the folder `wheels` in it:
+
+    pip install --no-index --no-deps --target gpu_packages wheels/*.whl
+    PYTHONPATH=$PWD:$PWD/gpu_packages python tools/gpu_day.py --out runs/gpu_day
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import json
+import multiprocessing
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_rl.tools.gpu_parts import LINES, PARTS
+
+ROOT = Path(__file__).resolve().parent.parent
+CPU_PATIENCE = 10
+"""A part may take this many times as long on a CPU, because other processes may use it too."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A part as a process. It leaves `found.json` in the folder of its name."""
+
+    name: str
+    command: Sequence[str]
+    limit_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    name: str
+    status: str = "not run"
+    """`passed`, `failed`, `stopped` (by Ctrl-C or SIGTERM), or `not run`."""
+    why: str = ""
+    seconds: float = 0.0
+    numbers: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """RECORD.md and record.json, but for the outcomes."""
+
+    device: str
+    command: str
+    commit: str
+    begun: str
+
+    def write(self, folder: Path, outcomes: Sequence[Outcome]) -> None:
+        """Write both files. Each is replaced as a whole, so that a kill leaves the one before."""
+        content = {**asdict(self), "parts": [asdict(outcome) for outcome in outcomes], "lines": self.lines(outcomes)}
+        for name, text in (("record.json", json.dumps(content, indent=1)), ("RECORD.md", self.text(outcomes))):
+            path = folder / f"{name}.new"
+            path.write_text(text + "\n")
+            path.replace(folder / name)
+
+    def lines(self, outcomes: Sequence[Outcome]) -> list[dict[str, str]]:
+        """The lines of this project's documents that are no longer true, because their parts have passed on a GPU."""
+        passed = {outcome.name for outcome in outcomes if outcome.status == "passed"}
+        return [asdict(line) for line in LINES if self.device == "cuda" and line.part in passed]
+
+    def text(self, outcomes: Sequence[Outcome]) -> str:
+        passed = sum(outcome.status == "passed" for outcome in outcomes)
+        where = "one GPU" if self.device == "cuda" else "a CPU, with tiny sizes"
+        rows = [
+            "# GPU checks",
+            "",
+            f"**{passed} of {len(outcomes)} parts have passed** on {where}. The command was `{self.command}`, begun "
+            f"{self.begun}, at the commit `{self.commit}`.",
+            "",
+            "| part | what it does | result | seconds | why |",
+            "|---|---|---|---|---|",
+        ]
+        for one in outcomes:
+            purpose = PARTS[one.name].purpose if one.name in PARTS else ""
+            rows.append(f"| {one.name} | {purpose} | {one.status} | {one.seconds:.1f} | {_cell(one.why)} |")
+        for one in outcomes:
+            if one.numbers:
+                rows += ["", f"## {one.name}", "", "| | |", "|---|---|"]
+                rows += [f"| {_cell(name)} | {_cell(_shown(value))} |" for name, value in one.numbers.items()]
+        rows += ["", "## Lines of the documents that these parts have run", ""]
+        lines = self.lines(outcomes)
+        if not lines:
+            return "\n".join([*rows, "None: only parts that have passed on a GPU count."])
+        rows += ["| file | line | part | now |", "|---|---|---|---|"]
+        rows += [f"| {row['file']} | {_cell(row['quote'])} | {row['part']} | {row['now']} |" for row in lines]
+        return "\n".join(rows)
+
+
+def _cell(text: str) -> str:
+    return text.replace("\n", " ").replace("|", "\\|")
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.4g}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def run_jobs(jobs: Sequence[Job], folder: Path, environment: Mapping[str, str], record: Record) -> list[Outcome]:
+    """Run the jobs one after another, up to the first one that is stopped, and write the record after each."""
+    outcomes = {job.name: Outcome(job.name) for job in jobs}
+    record.write(folder, [*outcomes.values()])
+    for job in jobs:
+        print(f"{job.name} ...", flush=True)
+        try:
+            outcome = run_job(job, folder / job.name, environment)
+        except KeyboardInterrupt:
+            outcome = Outcome(job.name, "stopped", "Ctrl-C or SIGTERM ended it.")
+        outcomes[job.name] = outcome
+        print(f"{job.name}: {outcome.status} in {outcome.seconds:.1f} s. {outcome.why}".rstrip(), flush=True)
+        record.write(folder, [*outcomes.values()])
+        if outcome.status == "stopped":
+            break
+    return [*outcomes.values()]
+
+
+def run_job(job: Job, folder: Path, environment: Mapping[str, str]) -> Outcome:
+    """Run a job to its end or to its deadline. No process that it has started outlives it.
+
+    Args:
+        folder: gets the log of the job, and what the job itself leaves.
+    """
+    folder.mkdir(parents=True)
+    log, found, start = folder / "log.txt", folder / "found.json", time.monotonic()
+    with log.open("wb") as output, tempfile.TemporaryDirectory() as temporary:
+        process = subprocess.Popen(
+            job.command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**environment, "TMPDIR": temporary},
+            start_new_session=True,  # Ctrl-C goes to this process alone, and a job can be ended as one group
+        )
+        try:
+            process.wait(job.limit_s)
+            late = False
+        except subprocess.TimeoutExpired:
+            late = True
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    seconds = time.monotonic() - start
+    if late:
+        why = f"It was ended at its deadline of {job.limit_s:g} s; {log} has the stacks of its main process."
+        return Outcome(job.name, "failed", why, seconds)
+    if process.returncode or not found.exists():
+        return Outcome(job.name, "failed", _ending(process.returncode, log), seconds)
+    content = json.loads(found.read_text())
+    problems = " ".join(content["problems"])
+    return Outcome(job.name, "failed" if problems else "passed", problems, seconds, content["numbers"])
+
+
+def _ending(status: int, log: Path) -> str:
+    """How a process ended that has found nothing."""
+    lines = log.read_text(errors="replace").split("\n")
+    last = next((line.strip() for line in reversed(lines) if line.strip()), "nothing")
+    how = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+    return f"It ended with {how}; the last line of {log} is: {last}"
+
+
+def measure(name: str, device: str, path: Path) -> None:
+    """What a part's process does."""
+    part = PARTS[name]
+    faulthandler.dump_traceback_later(0.9 * limit_s(part.limit_s, device))  # for the log of a part that hangs
+    try:
+        found = part.measure(device)
+    finally:  # Python would wait for them at its end
+        for child in multiprocessing.active_children():
+            child.kill()
+    path.write_text(json.dumps(asdict(found)))
+
+
+def limit_s(on_gpu: float, device: str) -> float:
+    return on_gpu if device == "cuda" else CPU_PATIENCE * on_gpu
+
+
+def commit() -> str:
+    """The commit of the clone, with `-dirty` if files differ from it; or that there is none."""
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    with suppress(FileNotFoundError):
+        if (done := subprocess.run(command, capture_output=True, text=True)).returncode == 0:
+            return done.stdout.strip()
+    return "unknown, because this is no clone"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="a new folder for the record")
+    parser.add_argument("--device", choices=["cuda", "cpu"], help="the default is the GPU if there is one")
+    parser.add_argument("--part", help=argparse.SUPPRESS)
+    args = parser.parse_args(arguments)
+    if args.part:
+        measure(args.part, args.device, args.out)
+        return 0
+    if args.out.exists() and any(args.out.iterdir()):
+        print(f"{args.out} is not empty, and a record is never mixed with another; give a new folder", file=sys.stderr)
+        return 2
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    args.out.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the parts would outlive this process
+    outcomes = run_jobs(
+        [job_of(name, device, args.out) for name in PARTS],
+        args.out,
+        environment_of(device),
+        Record(device, shlex.join(sys.argv), commit(), f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S %Z}"),
+    )
+    print(f"the record is {args.out / 'RECORD.md'}")
+    statuses = {outcome.status for outcome in outcomes}
+    return 130 if "stopped" in statuses else 0 if statuses == {"passed"} else 1
+
+
+def job_of(name: str, device: str, folder: Path) -> Job:
+    """A part of gpu_parts.PARTS as a job of `run_job` with the folder `folder / name`."""
+    found = str(folder / name / "found.json")
+    command = [sys.executable, "-m", "megatron_rl.tools.gpu_day", "--part", name, "--device", device, "--out", found]
+    return Job(name, command, limit_s(PARTS[name].limit_s, device))
+
+
+def environment_of(device: str) -> dict[str, str]:
+    """The environment of a part's process."""
+    return dict(os.environ) if device == "cuda" else {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
