@@ -50,7 +50,7 @@ def ours(folder: Path, rank: int, processes: int, store: dist.Store) -> Callable
     """Our trainer; the result prepares a step on rows."""
     from megatron_rl.actor.actor import MegatronActor
     from megatron_rl.actor.spec import ActorSpec
-    from megatron_rl.actor.weights import load_hf
+    from megatron_rl.actor.weights import load_weights
     from megatron_rl.algorithms import SupervisedObjective
 
     parallel = ParallelConfig(data=processes)
@@ -64,7 +64,7 @@ def ours(folder: Path, rank: int, processes: int, store: dist.Store) -> Callable
         seed=0,
     )
     actor = MegatronActor(spec, rank=rank, world_size=processes, store=store)
-    load_hf(actor, folder)
+    load_weights(actor, folder)
 
     def prepare(rows: Sequence[Tokens]) -> Step:
         share = deal_rows(folder, parallel, rows, 1)[rank]

@@ -271,9 +271,9 @@ def layouts(device: str) -> Found:
     models = {dtype: ModelConfig(path=folder, dtype=dtype, layers="local") for dtype in BOUNDS}
     with without_gpus():
         on_cpu = run_layout(folder, models["float32"], one, rows, 1)
-    shares = deal_rows(folder, one, rows, 1)
+    shares, policy = deal_rows(folder, one, rows, 1), PolicyConfig(parallel=one)
     differences = [
-        difference(dtype, train_once(0, host_store("127.0.0.1"), folder, model, one, shares), on_cpu)
+        difference(dtype, train_once(0, host_store("127.0.0.1"), folder, model, policy, shares), on_cpu)
         for dtype, model in models.items()
     ]
     numbers = {f"{one.layout}, {name}": value for one in differences for name, value in asdict(one).items()}
@@ -542,11 +542,11 @@ def resume(device: str) -> Found:
 
 
 def _train_and_save(folder: Path, shares: Sequence[Share], checkpoint: Path) -> dict[str, Any]:
-    from megatron_rl.actor.weights import load_hf
+    from megatron_rl.actor.weights import load_weights
 
     torch.use_deterministic_algorithms(True, warn_only=True)
     actor = build_actor(folder, ModelConfig(path=folder, dtype="bfloat16", layers="local"))
-    load_hf(actor, folder)
+    load_weights(actor, folder)
     for share in shares[:-1]:
         actor.begin(share)
         actor.update(0, {})

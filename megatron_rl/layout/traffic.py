@@ -14,7 +14,8 @@ import numpy as np
 from megatron_rl.layout.links import Links
 from megatron_rl.layout.transfer import TransferPlan
 
-CHAIN_SHARE = 0.05
+CHAIN_SHARE = 0.2
+"""Chains took 1.17 to 1.22 times the time of their links in the replays of DeepSeek-V3."""
 
 
 @dataclass(frozen=True, slots=True)
