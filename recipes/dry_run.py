@@ -25,15 +25,8 @@ from megatron_rl.recipes.estimates import (
     num_microbatches,
     training_seconds,
 )
-from megatron_rl.recipes.memory import (
-    BYTES,
-    PHASES,
-    RunMemory,
-    expert_data_ways,
-    planned_transfer,
-    rank_parameters,
-    run_memory,
-)
+from megatron_rl.recipes.memory import PHASES, RunMemory, planned_transfer, run_memory
+from megatron_rl.recipes.parameters import BYTES, expert_data_ways, rank_parameters
 from megatron_rl.types import ModelShape
 
 COLUMNS = {"trainer": "trainer ranks", "engine": "engines", "verifier": "verifier"}

@@ -15,7 +15,7 @@ from megatron_rl.balance import flops_by_layer, forward_flops, plan_microbatches
 from megatron_rl.balance.hardware import BANDWIDTH, DECODING_SHARE, PEAK_FLOPS, TRAINING_SHARE
 from megatron_rl.config.schema import BaseConfig, GrpoRunConfig, ParallelConfig, SftRunConfig
 from megatron_rl.layout import Links
-from megatron_rl.recipes.memory import BYTES, expert_data_ways, rank_parameters
+from megatron_rl.recipes.parameters import BYTES, expert_data_ways, rank_parameters
 from megatron_rl.types import Batch, Mesh, MicrobatchPlan, ModelShape
 
 
@@ -27,17 +27,19 @@ class Work:
     """int64 [S]: the lengths of the samples, in tokens."""
     num_updates: int
     num_passes: int
-    """The number of forward passes over all samples before the updates: for logp_old, and for the reference."""
+    """The number of forward passes over all samples beside those of the updates: for logp_old, for the reference, and
+    for the load-balancing loss."""
 
 
 def largest_work(config: BaseConfig) -> Work:
+    balancing = int(config.policy.load_balancing_loss > 0)  # the experts' shares are counted in a pass of their own
     if isinstance(config, GrpoRunConfig):
         rollout, algorithm = config.rollout, config.algorithm
         num_samples = rollout.prompts_per_step * rollout.samples_per_prompt
-        passes = (algorithm.updates_per_step > 1) + (algorithm.kl is not None)
+        passes = balancing + (algorithm.updates_per_step > 1) + (algorithm.kl is not None)
         return Work(np.full(num_samples, rollout.max_model_tokens), algorithm.updates_per_step, passes)
     assert isinstance(config, SftRunConfig)
-    return Work(np.full(config.sft.rows_per_step, config.sft.max_tokens), 1, 0)
+    return Work(np.full(config.sft.rows_per_step, config.sft.max_tokens), 1, balancing)
 
 
 def largest_plan(config: BaseConfig, shape: ModelShape, parallel: ParallelConfig) -> MicrobatchPlan:

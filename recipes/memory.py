@@ -1,12 +1,9 @@
 """The memory of a trainer's GPU and of an engine's GPU by phase, computed from the model's sizes before anything runs.
 
-These are sums of the tensors that must exist. The bytes of weights, gradients and optimizer state are exact; those of
-activations are estimates for one kind of layers; those of NCCL and of vLLM's own work are the constants below. CUDA's
-context and the gaps of the allocator are left out, because `cluster.gpu_memory_gb` leaves room for them.
-
-Invariants (tests/unit/recipes, tests/dist): weights and gradients have the bytes that the actor allocates on every
-rank, and so has the optimizer's state of the ranks that share it; activations are within 10 % of what autograd saves
-on the local layers, with and without recomputation.
+These are sums of the tensors that must exist. The bytes of weights, gradients and optimizer state are exact
+(parameters.py); those of activations are estimates (activations.py); those of NCCL and of vLLM's own work are the
+constants below. CUDA's context and the gaps of the allocator are left out, because `cluster.gpu_memory_gb` leaves room
+for them.
 """
 
 from __future__ import annotations
@@ -14,280 +11,27 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import NamedTuple, get_args
 
 import numpy as np
 
 from megatron_rl.config.schema import BaseConfig, GrpoRunConfig, ModelConfig, ParallelConfig, RolloutConfig
-from megatron_rl.layout import FAMILIES, Engines, Links, TransferPlan, padded_vocabulary, plan_weights, volume
-from megatron_rl.layout.shards import is_vocabulary
-from megatron_rl.types import Experts, Llama3Rope, Mesh, ModelShape, Phase
+from megatron_rl.layout import FAMILIES, Engines, Links, TransferPlan, plan_weights, volume
+from megatron_rl.recipes.activations import activations, has_fused_layers
+from megatron_rl.recipes.parameters import BYTES, expert_data_ways, rank_parameters
+from megatron_rl.types import Mesh, ModelShape, Phase
 
-BYTES = {"float32": 4, "bfloat16": 2}
-"""The bytes of a parameter of each dtype."""
 COMMUNICATOR_BYTES = 512 * 2**20
 """The memory of one NCCL communicator on each of its ranks. This is an estimate from users' reports (NVIDIA/nccl#964,
 NVIDIA/nccl#2363); nobody has measured it here."""
 ENGINE_WORK_BYTES = 4e9
 """What an engine's rank needs for its activations, its CUDA graphs and its NCCL communicator. This is an estimate."""
-CHUNK_BYTES = 256 * 2**20
-"""The logits of one chunk of the output layer in fp32, as `algorithms.logprobs.CHUNK_BYTES` (which needs torch)."""
-TOKEN_BYTES = 2 * 8 + 4 * 4
-"""What the log-prob of a token keeps beside its hidden state: two indices, and four fp32 numbers."""
-CHUNKS = 3
-"""The output layer holds the logits of a chunk, their exponentials (for the entropy), and their gradient."""
-
 PHASES: tuple[Phase, ...] = get_args(Phase)
 
 TRAINER_LENDS = {"weights": (1, 1, 0), "gradients (fp32)": (1, 0, 0), "optimizer state": (1, 0, 0)}
 ENGINE_LENDS = {"weights": (0, 1, 1), "KV cache": (0, 0, 1)}
 """The parts that trainers and engines which share GPUs lend each other, and whether they are there in each of PHASES
 (`actor.phases.HOLDS`, `rollout.engine.HOLDS`)."""
-
-
-@dataclass(frozen=True, slots=True)
-class RankParameters:
-    """The elements of the parameters of one trainer rank, with the padding of the vocabulary."""
-
-    dense: int
-    """The elements outside the routed experts: attention, norms, router, shared experts, embedding and output layer."""
-    expert: int
-    """The elements of the rank's routed experts."""
-    padding: int = 0
-    """The elements with which Megatron's distributed optimizer pads its buffers of weights and of gradients."""
-    constant: int = 0
-    """The elements of fp32 parameters that have no gradient, such as the bias of a router."""
-
-    @property
-    def total(self) -> int:
-        return self.dense + self.expert + self.constant
-
-    def weight_bytes(self, dtype: str) -> int:
-        return (self.dense + self.expert + self.padding) * BYTES[dtype] + self.constant * 4
-
-    @property
-    def gradient_bytes(self) -> int:
-        """The bytes of the buffer of gradients, which is fp32 whatever the model's dtype is."""
-        return (self.dense + self.expert + self.padding) * 4
-
-    def state_bytes(self, mesh: Mesh, dtype: str) -> float:
-        """The bytes of the optimizer's state on this rank: two fp32 moments, and an fp32 copy of bf16 weights.
-
-        This is the mean of the ranks that share the state. Megatron gives each of them an equal interval of the padded
-        buffer, so that a single rank may hold more by no more than the padding, which the others then hold.
-        """
-        dense_ways, expert_ways = optimizer_ways(mesh)
-        return (self.dense / dense_ways + self.expert / expert_ways) * (8 if dtype == "float32" else 12)
-
-    def held_bytes(self, mesh: Mesh, dtype: str) -> float:
-        """The bytes of weights, gradients and optimizer state."""
-        return self.weight_bytes(dtype) + self.gradient_bytes + self.state_bytes(mesh, dtype)
-
-
-@lru_cache(maxsize=4096)
-def rank_parameters(shape: ModelShape, mesh: Mesh, rank: int) -> RankParameters:
-    """The parameters of a rank, counted from the rows of the family's table.
-
-    With the distributed optimizer each chunk of the model has one buffer for its dense parameters and one for its
-    experts. In a buffer every parameter begins at a multiple of 64 elements, and every bucket ends at a multiple of 128
-    and of the number of ranks that share it. A tied embedding is a bucket of its own where first and last stage have
-    separate copies of it. On GPUs gradients are reduced in more buckets (`overlap_grad_reduce`), whose padding is not
-    counted.
-    """
-    dense_ways, expert_ways = optimizer_ways(mesh)
-    rows = padded_vocabulary(shape, mesh.tensor) // mesh.tensor
-    totals, constant = {False: 0, True: 0}, 0
-    buckets: dict[tuple[str, bool, bool], int] = {}
-    for placement, _, prefix in FAMILIES[shape.family].megatron_placed(shape, mesh, rank):
-        in_vocabulary = is_vocabulary(placement.local_name)
-        elements = rows * shape.hidden_size if in_vocabulary else sum(volume(local) for _, _, local in placement.pieces)
-        number = 1 if placement.experts is None else len(placement.experts)
-        if placement.float32:
-            constant += elements * number
-            continue
-        of_experts = placement.experts is not None
-        totals[of_experts] += elements * number
-        chunk = prefix.partition(".")[0] if mesh.virtual > 1 else ""
-        alone = in_vocabulary and shape.tied_embeddings and mesh.pipeline > 1
-        # Without expert parallelism Megatron keeps the experts in the buffer of the dense parameters.
-        bucket = (chunk, of_experts and mesh.expert > 1, alone)
-        buckets[bucket] = buckets.get(bucket, 0) + _rounded(elements, 64) * number
-    padding = 0
-    if dense_ways > 1:
-        ways = {False: dense_ways, True: expert_ways}
-        buffers = sum(_rounded(size, math.lcm(ways[expert], 128)) for (_, expert, _), size in buckets.items())
-        padding = buffers - sum(totals.values())
-    return RankParameters(totals[False], totals[True], padding, constant)
-
-
-def _rounded(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
-
-
-def optimizer_ways(mesh: Mesh) -> tuple[int, int]:
-    """The number of ranks over which Megatron's distributed optimizer splits the state of a parameter, as (dense,
-    expert).
-
-    These are the ranks that hold the same parameter: the data x context ranks for a dense parameter, and the
-    expert-data-parallel ranks for a parameter of an expert. Without data and context parallelism the actor uses the
-    plain optimizer, which splits nothing.
-    """
-    dense = mesh.data * mesh.context
-    return (dense, expert_data_ways(mesh)) if dense > 1 else (1, 1)
-
-
-def expert_data_ways(mesh: Mesh) -> int:
-    """Expert data parallelism: the number of ranks of a stage that hold the same part of the same experts."""
-    return mesh.stage_size // (mesh.expert * mesh.expert_ways)
-
-
-def checkpoint_bytes(shape: ModelShape, dtype: str) -> int:
-    """The bytes of one checkpoint: the weights and the optimizer's state, once, whatever the layout. Adam's moments are
-    fp32, and so is the copy of a bf16 weight."""
-    state = 8 if dtype == "float32" else 12
-    return FAMILIES[shape.family].num_parameters(shape) * (BYTES[dtype] + state)
-
-
-def has_fused_layers(shape: ModelShape, model: ModelConfig) -> bool:
-    """Whether the layers on GPUs are Transformer Engine's, if it is installed (`actor.model.uses_fused_layers`)."""
-    if model.layers != "auto":
-        return model.layers == "transformer_engine"
-    rope = shape.rope_scaling
-    is_known_rope = rope is None or rope == Llama3Rope(rope.factor, 1.0, 4.0, 8192)
-    return model.dtype == "bfloat16" and not FAMILIES[shape.family].post_norm and is_known_rope
-
-
-def layer_bytes(shape: ModelShape, parallel: ParallelConfig, layer: int, width: int, *, fused: bool) -> float:
-    """The bytes that autograd keeps of one layer for its backward pass, for each token of the rank's context-parallel
-    part, without recomputation and with an attention kernel that keeps no scores (Korthikanti et al. 2022,
-    arXiv:2205.05198, section 4, counts the same for another layer).
-
-    A mixture's tokens are taken to be spread evenly over the experts.
-
-    Args:
-        width: the bytes of an element.
-        fused: the layers are Transformer Engine's: their kernels of norm, activation and rotary embedding keep their
-            inputs only, which is an estimate from their descriptions. Otherwise they are Megatron's local layers with
-            the norms and the attention of `actor`, of which every tensor that autograd saves is counted.
-    """
-    mesh = parallel.mesh
-    split = 1 / mesh.tensor
-    rows = split if parallel.sequence_parallel else 1.0  # of the tokens, between attention and MLP
-    hidden, experts = shape.hidden_size, shape.experts
-    widths, extra = _attention_widths(shape)
-    query, key, value = (width_of_all * split for width_of_all in widths)
-    projected = query + key + value
-    if shape.latent is None and mesh.tensor > shape.num_kv_heads:  # ranks share KV heads, and gather q, k and v of all
-        key = value = shape.head_dim
-        projected = sum(widths)
-    mixture = experts if shape.has_experts(layer) else None
-    numbers = 0.0
-    """The fp32 numbers for each token."""
-    if fused:
-        # The inputs of two norms, of two blocks, and the residual; q, k, v; q and k before and after their rotation;
-        # the output of attention.
-        elements = 5 * hidden * rows + projected + 2 * (query + key) + query
-        mlp = 3  # gate and up, and their product
-    else:
-        # The inputs and outputs of two norms; q, k, v for the kernel; its output, packed and padded; the same unpadded.
-        elements = 4 * hidden * rows + query + key + value + 2 * query
-        numbers = 2 * rows + shape.num_heads * split
-        mlp = 5  # gate and up, silu of gate, up once more, and the product
-        norm = FAMILIES[shape.family].qk_norm
-        if norm == "head":  # the input of k's norm is a view of q, k and v together
-            elements += query + projected
-            numbers += (query + key) / shape.head_dim
-        elif norm == "full":
-            elements += query + key
-            numbers += 2
-        if mesh.context > 1:  # the ring keeps k and v beside the rotated q and k
-            elements += key
-        if width == 2:  # cosine and sine are rounded in each layer
-            elements += 2 * shape.head_dim
-    elements += extra * rows
-    if mixture is None:
-        elements += mlp * shape.ffn_size * split
-    else:
-        elements += mixture.shared_ffn_size * mlp * split
-        # The local experts also keep the product multiplied by the router's weight.
-        of_mixture, more = _mixture_widths(mixture, mesh, hidden, mlp if fused else mlp + 1)
-        elements, numbers = elements + of_mixture * rows, numbers + more * rows
-    return elements * width + numbers * 4
-
-
-def _mixture_widths(experts: Experts, mesh: Mesh, hidden: int, mlp: int) -> tuple[float, float]:
-    """(elements, fp32 numbers) that the routed experts keep for each token of one tensor-parallel rank: the tokens that
-    are sent to the rank, `mlp` times an expert's width of each of them, and the router's scores."""
-    tokens = experts.num_active * mesh.expert_ways  # a token goes to all ranks that share an expert
-    elements = tokens * (hidden + mlp * experts.ffn_size / mesh.expert_ways)
-    return elements, 2.0 * experts.num_experts + 4.0 * experts.num_active
-
-
-def _attention_widths(shape: ModelShape) -> tuple[tuple[int, int, int], int]:
-    """The elements of q, k and v of one token over all heads; and those of latent attention's low-rank projections."""
-    latent = shape.latent
-    if latent is None:
-        key = shape.num_kv_heads * shape.head_dim
-        return (shape.num_heads * shape.head_dim, key, key), 0
-    per_head = latent.nope_dim + latent.rope_dim
-    low = 2 * (latent.query_rank + latent.kv_rank) + latent.rope_dim
-    return (shape.num_heads * per_head, shape.num_heads * per_head, shape.num_heads * latent.value_dim), low
-
-
-class Activations(NamedTuple):
-    """The bytes of activations on one rank of a pipeline stage."""
-
-    kept: float
-    """What the backward passes of the micro-batches in flight need."""
-    layer: float
-    """What the layer that is computed now needs beside it: its gradients, and what is computed again."""
-    output: float
-    """What the output layer needs on the last stage: chunks of logits, hidden states, the gradient of its weight."""
-
-    @property
-    def computing(self) -> float:
-        """Layers and output layer are never computed at once."""
-        return max(self.layer, self.output)
-
-
-def activations(
-    shape: ModelShape, parallel: ParallelConfig, stage: int, num_tokens: int, *, width: int, recompute: str, fused: bool
-) -> Activations:
-    """The activations of an update on a rank of a stage.
-
-    With one chunk a stage, a stage of a pipeline of p stages has p - stage micro-batches in flight (one forward, one
-    backward). With v chunks it has 2 (p - stage - 1) + (v - 1) p + 1 passes of one chunk in flight (the interleaved
-    schedule, Narayanan et al. 2021, arXiv:2104.04473), of which p after p belong to the same chunk.
-
-    Args:
-        num_tokens: the tokens of a micro-batch, of all context-parallel ranks together.
-        recompute: `none`, or `full`: the layers run forward a second time, so that only their inputs are kept.
-        fused: see `layer_bytes`.
-    """
-    mesh = parallel.mesh
-    num_own = num_tokens / mesh.context
-    inputs = shape.hidden_size * num_own * width / (mesh.tensor if parallel.sequence_parallel else 1)
-    chunks = [mesh.layer_range(shape.num_layers, stage, chunk) for chunk in range(mesh.virtual)]
-    sizes = {
-        layer: layer_bytes(shape, parallel, layer, width, fused=fused) * num_own for chunk in chunks for layer in chunk
-    }
-    per_chunk = [len(chunk) * inputs if recompute == "full" else sum(sizes[n] for n in chunk) for chunk in chunks]
-    in_flight = mesh.pipeline - stage
-    if mesh.virtual > 1:
-        in_flight = 2 * (mesh.pipeline - stage - 1) + (mesh.virtual - 1) * mesh.pipeline + 1
-    kept = sum(per_chunk[number // mesh.pipeline % mesh.virtual] for number in range(in_flight))
-    largest = max(sizes.values(), default=0.0)
-    output = 0.0
-    if stage == mesh.pipeline - 1:
-        rows = padded_vocabulary(shape, mesh.tensor) // mesh.tensor
-        chunk_bytes = min(CHUNK_BYTES, num_own * rows * 4)
-        hidden = shape.hidden_size * num_own * width
-        # The input of the last norm; hidden states of all tokens; two indices and four numbers of each token.
-        kept += inputs + hidden + TOKEN_BYTES * num_own
-        # The gradient of the weight is summed in fp32 and then rounded.
-        output = CHUNKS * chunk_bytes + hidden + rows * shape.hidden_size * (4 + (width if width < 4 else 0))
-    return Activations(kept, (2 if recompute == "full" else 1) * largest, output)
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ from megatron_rl.loop.checkpoints import Checkpoints, find_checkpoints
 from megatron_rl.observe.sink import check_unused
 from megatron_rl.observe.trackers import missing_packages
 from megatron_rl.recipes.dry_run import gigabytes, planned_shape
-from megatron_rl.recipes.memory import checkpoint_bytes
+from megatron_rl.recipes.parameters import checkpoint_bytes
 from megatron_rl.recipes.reward_source import fault_of_function
 from megatron_rl.recipes.tokenizer_files import ChatTemplate, TokenizerFiles
 from megatron_rl.types import ModelShape

@@ -37,7 +37,8 @@ from megatron_rl.config.schema import ModelConfig, OptimizerConfig, ParallelConf
 from megatron_rl.config.shipped import find_shipped
 from megatron_rl.layout import FAMILIES, Engines, Shard, megatron_shards, read_shape, slices, vllm_shards
 from megatron_rl.layout.shards import local_extents
-from megatron_rl.recipes.memory import COMMUNICATOR_BYTES, layer_bytes, trainer_memory
+from megatron_rl.recipes.activations import layer_bytes
+from megatron_rl.recipes.memory import COMMUNICATOR_BYTES, trainer_memory
 from megatron_rl.tools import bench_logprobs
 from megatron_rl.tools.compare_layouts import (
     Difference,

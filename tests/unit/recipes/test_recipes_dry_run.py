@@ -13,7 +13,7 @@ from megatron_rl.config.load import validate
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.layout import FAMILIES
 from megatron_rl.recipes.dry_run import describe_placement, describe_policy
-from megatron_rl.recipes.memory import checkpoint_bytes, expert_data_ways, optimizer_ways, rank_parameters
+from megatron_rl.recipes.parameters import checkpoint_bytes, expert_data_ways, optimizer_ways, rank_parameters
 from megatron_rl.types import Experts, Mesh, ModelShape
 
 MIXTURE = ModelShape(

@@ -20,7 +20,7 @@ from megatron_rl.recipes.estimates import (
     num_microbatches,
     training_seconds,
 )
-from megatron_rl.recipes.memory import rank_parameters
+from megatron_rl.recipes.parameters import rank_parameters
 
 CONFIGS = Path(__file__).parents[3] / "configs" / "model"
 SHAPE = read_shape(CONFIGS / "Qwen3-32B.json")

@@ -1,0 +1,161 @@
+"""The bytes of activations of a trainer rank: what autograd keeps, and what is computed beside it.
+
+They are estimates for one kind of layers. Invariant (tests/dist): they are within 10 % of what autograd saves on the
+local layers, with and without recomputation.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from megatron_rl.config.schema import ModelConfig, ParallelConfig
+from megatron_rl.layout import FAMILIES, padded_vocabulary
+from megatron_rl.types import Experts, Llama3Rope, Mesh, ModelShape
+
+CHUNK_BYTES = 256 * 2**20
+"""The logits of one chunk of the output layer in fp32, as `algorithms.logprobs.CHUNK_BYTES` (which needs torch)."""
+TOKEN_BYTES = 2 * 8 + 4 * 4
+"""What the log-prob of a token keeps beside its hidden state: two indices, and four fp32 numbers."""
+CHUNKS = 3
+"""The output layer holds the logits of a chunk, their exponentials (for the entropy), and their gradient."""
+
+
+def has_fused_layers(shape: ModelShape, model: ModelConfig) -> bool:
+    """Whether the layers on GPUs are Transformer Engine's, if it is installed (`actor.model.uses_fused_layers`)."""
+    if model.layers != "auto":
+        return model.layers == "transformer_engine"
+    rope = shape.rope_scaling
+    is_known_rope = rope is None or rope == Llama3Rope(rope.factor, 1.0, 4.0, 8192)
+    return model.dtype == "bfloat16" and not FAMILIES[shape.family].post_norm and is_known_rope
+
+
+def layer_bytes(shape: ModelShape, parallel: ParallelConfig, layer: int, width: int, *, fused: bool) -> float:
+    """The bytes that autograd keeps of one layer for its backward pass, for each token of the rank's context-parallel
+    part, without recomputation and with an attention kernel that keeps no scores (Korthikanti et al. 2022,
+    arXiv:2205.05198, section 4, counts the same for another layer).
+
+    A mixture's tokens are taken to be spread evenly over the experts.
+
+    Args:
+        width: the bytes of an element.
+        fused: the layers are Transformer Engine's: their kernels of norm, activation and rotary embedding keep their
+            inputs only, which is an estimate from their descriptions. Otherwise they are Megatron's local layers with
+            the norms and the attention of `actor`, of which every tensor that autograd saves is counted.
+    """
+    mesh = parallel.mesh
+    split = 1 / mesh.tensor
+    rows = split if parallel.sequence_parallel else 1.0  # of the tokens, between attention and MLP
+    hidden, experts = shape.hidden_size, shape.experts
+    widths, extra = _attention_widths(shape)
+    query, key, value = (width_of_all * split for width_of_all in widths)
+    projected = query + key + value
+    if shape.latent is None and mesh.tensor > shape.num_kv_heads:  # ranks share KV heads, and gather q, k and v of all
+        key = value = shape.head_dim
+        projected = sum(widths)
+    mixture = experts if shape.has_experts(layer) else None
+    numbers = 0.0
+    """The fp32 numbers for each token."""
+    if fused:
+        # The inputs of two norms, of two blocks, and the residual; q, k, v; q and k before and after their rotation;
+        # the output of attention.
+        elements = 5 * hidden * rows + projected + 2 * (query + key) + query
+        mlp = 3  # gate and up, and their product
+    else:
+        # The inputs and outputs of two norms; q, k, v for the kernel; its output, packed and padded; the same unpadded.
+        elements = 4 * hidden * rows + query + key + value + 2 * query
+        numbers = 2 * rows + shape.num_heads * split
+        mlp = 5  # gate and up, silu of gate, up once more, and the product
+        norm = FAMILIES[shape.family].qk_norm
+        if norm == "head":  # the input of k's norm is a view of q, k and v together
+            elements += query + projected
+            numbers += (query + key) / shape.head_dim
+        elif norm == "full":
+            elements += query + key
+            numbers += 2
+        if mesh.context > 1:  # the ring keeps k and v beside the rotated q and k
+            elements += key
+        if width == 2:  # cosine and sine are rounded in each layer
+            elements += 2 * shape.head_dim
+    elements += extra * rows
+    if mixture is None:
+        elements += mlp * shape.ffn_size * split
+    else:
+        elements += mixture.shared_ffn_size * mlp * split
+        # The local experts also keep the product multiplied by the router's weight.
+        of_mixture, more = _mixture_widths(mixture, mesh, hidden, mlp if fused else mlp + 1)
+        elements, numbers = elements + of_mixture * rows, numbers + more * rows
+    return elements * width + numbers * 4
+
+
+def _mixture_widths(experts: Experts, mesh: Mesh, hidden: int, mlp: int) -> tuple[float, float]:
+    """(elements, fp32 numbers) that the routed experts keep for each token of one tensor-parallel rank: the tokens that
+    are sent to the rank, `mlp` times an expert's width of each of them, and the router's scores."""
+    tokens = experts.num_active * mesh.expert_ways  # a token goes to all ranks that share an expert
+    elements = tokens * (hidden + mlp * experts.ffn_size / mesh.expert_ways)
+    return elements, 2.0 * experts.num_experts + 4.0 * experts.num_active
+
+
+def _attention_widths(shape: ModelShape) -> tuple[tuple[int, int, int], int]:
+    """The elements of q, k and v of one token over all heads; and those of latent attention's low-rank projections."""
+    latent = shape.latent
+    if latent is None:
+        key = shape.num_kv_heads * shape.head_dim
+        return (shape.num_heads * shape.head_dim, key, key), 0
+    per_head = latent.nope_dim + latent.rope_dim
+    low = 2 * (latent.query_rank + latent.kv_rank) + latent.rope_dim
+    return (shape.num_heads * per_head, shape.num_heads * per_head, shape.num_heads * latent.value_dim), low
+
+
+class Activations(NamedTuple):
+    """The bytes of activations on one rank of a pipeline stage."""
+
+    kept: float
+    """What the backward passes of the micro-batches in flight need."""
+    layer: float
+    """What the layer that is computed now needs beside it: its gradients, and what is computed again."""
+    output: float
+    """What the output layer needs on the last stage: chunks of logits, hidden states, the gradient of its weight."""
+
+    @property
+    def computing(self) -> float:
+        """Layers and output layer are never computed at once."""
+        return max(self.layer, self.output)
+
+
+def activations(
+    shape: ModelShape, parallel: ParallelConfig, stage: int, num_tokens: int, *, width: int, recompute: str, fused: bool
+) -> Activations:
+    """The activations of an update on a rank of a stage.
+
+    With one chunk a stage, a stage of a pipeline of p stages has p - stage micro-batches in flight (one forward, one
+    backward). With v chunks it has 2 (p - stage - 1) + (v - 1) p + 1 passes of one chunk in flight (the interleaved
+    schedule, Narayanan et al. 2021, arXiv:2104.04473), of which p after p belong to the same chunk.
+
+    Args:
+        num_tokens: the tokens of a micro-batch, of all context-parallel ranks together.
+        recompute: `none`, or `full`: the layers run forward a second time, so that only their inputs are kept.
+        fused: see `layer_bytes`.
+    """
+    mesh = parallel.mesh
+    num_own = num_tokens / mesh.context
+    inputs = shape.hidden_size * num_own * width / (mesh.tensor if parallel.sequence_parallel else 1)
+    chunks = [mesh.layer_range(shape.num_layers, stage, chunk) for chunk in range(mesh.virtual)]
+    sizes = {
+        layer: layer_bytes(shape, parallel, layer, width, fused=fused) * num_own for chunk in chunks for layer in chunk
+    }
+    per_chunk = [len(chunk) * inputs if recompute == "full" else sum(sizes[n] for n in chunk) for chunk in chunks]
+    in_flight = mesh.pipeline - stage
+    if mesh.virtual > 1:
+        in_flight = 2 * (mesh.pipeline - stage - 1) + (mesh.virtual - 1) * mesh.pipeline + 1
+    kept = sum(per_chunk[number // mesh.pipeline % mesh.virtual] for number in range(in_flight))
+    largest = max(sizes.values(), default=0.0)
+    output = 0.0
+    if stage == mesh.pipeline - 1:
+        rows = padded_vocabulary(shape, mesh.tensor) // mesh.tensor
+        chunk_bytes = min(CHUNK_BYTES, num_own * rows * 4)
+        hidden = shape.hidden_size * num_own * width
+        # The input of the last norm; hidden states of all tokens; two indices and four numbers of each token.
+        kept += inputs + hidden + TOKEN_BYTES * num_own
+        # The gradient of the weight is summed in fp32 and then rounded.
+        output = CHUNKS * chunk_bytes + hidden + rows * shape.hidden_size * (4 + (width if width < 4 else 0))
+    return Activations(kept, (2 if recompute == "full" else 1) * largest, output)

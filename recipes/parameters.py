@@ -1,0 +1,121 @@
+"""The bytes of weights, gradients and optimizer state of a trainer rank, counted from the rows of a family's table.
+
+Invariants (tests/unit/recipes, tests/dist): weights and gradients have the bytes that the actor allocates on every
+rank, and so has the optimizer's state of the ranks that share it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+from megatron_rl.layout import FAMILIES, padded_vocabulary, volume
+from megatron_rl.layout.shards import is_vocabulary
+from megatron_rl.types import Mesh, ModelShape
+
+BYTES = {"float32": 4, "bfloat16": 2}
+"""The bytes of a parameter of each dtype."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankParameters:
+    """The elements of the parameters of one trainer rank, with the padding of the vocabulary."""
+
+    dense: int
+    """The elements outside the routed experts: attention, norms, router, shared experts, embedding and output layer."""
+    expert: int
+    """The elements of the rank's routed experts."""
+    padding: int = 0
+    """The elements with which Megatron's distributed optimizer pads its buffers of weights and of gradients."""
+    constant: int = 0
+    """The elements of fp32 parameters that have no gradient, such as the bias of a router."""
+
+    @property
+    def total(self) -> int:
+        return self.dense + self.expert + self.constant
+
+    def weight_bytes(self, dtype: str) -> int:
+        return (self.dense + self.expert + self.padding) * BYTES[dtype] + self.constant * 4
+
+    @property
+    def gradient_bytes(self) -> int:
+        """The bytes of the buffer of gradients, which is fp32 whatever the model's dtype is."""
+        return (self.dense + self.expert + self.padding) * 4
+
+    def state_bytes(self, mesh: Mesh, dtype: str) -> float:
+        """The bytes of the optimizer's state on this rank: two fp32 moments, and an fp32 copy of bf16 weights.
+
+        This is the mean of the ranks that share the state. Megatron gives each of them an equal interval of the padded
+        buffer, so that a single rank may hold more by no more than the padding, which the others then hold.
+        """
+        dense_ways, expert_ways = optimizer_ways(mesh)
+        return (self.dense / dense_ways + self.expert / expert_ways) * (8 if dtype == "float32" else 12)
+
+    def held_bytes(self, mesh: Mesh, dtype: str) -> float:
+        """The bytes of weights, gradients and optimizer state."""
+        return self.weight_bytes(dtype) + self.gradient_bytes + self.state_bytes(mesh, dtype)
+
+
+@lru_cache(maxsize=4096)
+def rank_parameters(shape: ModelShape, mesh: Mesh, rank: int) -> RankParameters:
+    """The parameters of a rank, counted from the rows of the family's table.
+
+    With the distributed optimizer each chunk of the model has one buffer for its dense parameters and one for its
+    experts. In a buffer every parameter begins at a multiple of 64 elements, and every bucket ends at a multiple of 128
+    and of the number of ranks that share it. A tied embedding is a bucket of its own where first and last stage have
+    separate copies of it. On GPUs gradients are reduced in more buckets (`overlap_grad_reduce`), whose padding is not
+    counted.
+    """
+    dense_ways, expert_ways = optimizer_ways(mesh)
+    rows = padded_vocabulary(shape, mesh.tensor) // mesh.tensor
+    totals, constant = {False: 0, True: 0}, 0
+    buckets: dict[tuple[str, bool, bool], int] = {}
+    for placement, _, prefix in FAMILIES[shape.family].megatron_placed(shape, mesh, rank):
+        in_vocabulary = is_vocabulary(placement.local_name)
+        elements = rows * shape.hidden_size if in_vocabulary else sum(volume(local) for _, _, local in placement.pieces)
+        number = 1 if placement.experts is None else len(placement.experts)
+        if placement.float32:
+            constant += elements * number
+            continue
+        of_experts = placement.experts is not None
+        totals[of_experts] += elements * number
+        chunk = prefix.partition(".")[0] if mesh.virtual > 1 else ""
+        alone = in_vocabulary and shape.tied_embeddings and mesh.pipeline > 1
+        # Without expert parallelism Megatron keeps the experts in the buffer of the dense parameters.
+        bucket = (chunk, of_experts and mesh.expert > 1, alone)
+        buckets[bucket] = buckets.get(bucket, 0) + _rounded(elements, 64) * number
+    padding = 0
+    if dense_ways > 1:
+        ways = {False: dense_ways, True: expert_ways}
+        buffers = sum(_rounded(size, math.lcm(ways[expert], 128)) for (_, expert, _), size in buckets.items())
+        padding = buffers - sum(totals.values())
+    return RankParameters(totals[False], totals[True], padding, constant)
+
+
+def _rounded(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def optimizer_ways(mesh: Mesh) -> tuple[int, int]:
+    """The number of ranks over which Megatron's distributed optimizer splits the state of a parameter, as (dense,
+    expert).
+
+    These are the ranks that hold the same parameter: the data x context ranks for a dense parameter, and the
+    expert-data-parallel ranks for a parameter of an expert. Without data and context parallelism the actor uses the
+    plain optimizer, which splits nothing.
+    """
+    dense = mesh.data * mesh.context
+    return (dense, expert_data_ways(mesh)) if dense > 1 else (1, 1)
+
+
+def expert_data_ways(mesh: Mesh) -> int:
+    """Expert data parallelism: the number of ranks of a stage that hold the same part of the same experts."""
+    return mesh.stage_size // (mesh.expert * mesh.expert_ways)
+
+
+def checkpoint_bytes(shape: ModelShape, dtype: str) -> int:
+    """The bytes of one checkpoint: the weights and the optimizer's state, once, whatever the layout. Adam's moments are
+    fp32, and so is the copy of a bf16 weight."""
+    state = 8 if dtype == "float32" else 12
+    return FAMILIES[shape.family].num_parameters(shape) * (BYTES[dtype] + state)
