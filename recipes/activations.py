@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from megatron_rl.config.schema import ModelConfig, ParallelConfig
+from megatron_rl.config.policy import ModelConfig, ParallelConfig
 from megatron_rl.layout import FAMILIES, padded_vocabulary
 from megatron_rl.types import Experts, Llama3Rope, Mesh, ModelShape
 

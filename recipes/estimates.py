@@ -13,7 +13,8 @@ import numpy as np
 
 from megatron_rl.balance import flops_by_layer, forward_flops, plan_microbatches, training_flops
 from megatron_rl.balance.hardware import BANDWIDTH, DECODING_SHARE, PEAK_FLOPS, TRAINING_SHARE
-from megatron_rl.config.schema import BaseConfig, GrpoRunConfig, ParallelConfig, SftRunConfig
+from megatron_rl.config.policy import ParallelConfig
+from megatron_rl.config.schema import BaseConfig, GrpoRunConfig, SftRunConfig
 from megatron_rl.layout import Links
 from megatron_rl.recipes.parameters import BYTES, expert_data_ways, rank_parameters
 from megatron_rl.types import Batch, Mesh, MicrobatchPlan, ModelShape

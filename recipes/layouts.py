@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron_rl.config.schema import BaseConfig, GrpoRunConfig, ParallelConfig
+from megatron_rl.config.policy import ParallelConfig
+from megatron_rl.config.schema import BaseConfig, GrpoRunConfig
 from megatron_rl.layout import FAMILIES
 from megatron_rl.recipes.estimates import largest_plan, largest_work, num_microbatches, training_seconds
 from megatron_rl.recipes.memory import (

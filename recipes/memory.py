@@ -15,7 +15,9 @@ from typing import NamedTuple, get_args
 
 import numpy as np
 
-from megatron_rl.config.schema import BaseConfig, GrpoRunConfig, ModelConfig, ParallelConfig, RolloutConfig
+from megatron_rl.config.policy import ModelConfig, ParallelConfig
+from megatron_rl.config.rollout import RolloutConfig
+from megatron_rl.config.schema import BaseConfig, GrpoRunConfig
 from megatron_rl.layout import FAMILIES, Engines, Links, TransferPlan, plan_weights, volume
 from megatron_rl.recipes.activations import activations, has_fused_layers
 from megatron_rl.recipes.parameters import BYTES, expert_data_ways, rank_parameters

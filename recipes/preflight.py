@@ -23,7 +23,8 @@ from rich.console import Console
 from megatron_rl.actor.spec import check_trainable
 from megatron_rl.config.advantages import FunctionAdvantage
 from megatron_rl.config.losses import FunctionLoss
-from megatron_rl.config.schema import BaseConfig, ExactAnswerReward, FunctionReward, GrpoRunConfig, SftRunConfig
+from megatron_rl.config.rollout import ExactAnswerReward, FunctionReward
+from megatron_rl.config.schema import BaseConfig, GrpoRunConfig, SftRunConfig
 from megatron_rl.data.prompts import check_length, question_of
 from megatron_rl.data.rows import FORMS, BadRow, read_rows
 from megatron_rl.data.supervised import demonstration_of, ended

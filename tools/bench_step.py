@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.bridge.join import host_store
-from megatron_rl.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, PolicyConfig
+from megatron_rl.config.policy import ModelConfig, OptimizerConfig, ParallelConfig, PolicyConfig
 from megatron_rl.layout import FAMILIES, read_shape
 from megatron_rl.recipes.tiny.model import write_random_qwen3
 from megatron_rl.tools.bench_logprobs import memory

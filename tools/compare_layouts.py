@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_rl.config.balance import BalanceConfig
-from megatron_rl.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, PolicyConfig
+from megatron_rl.config.policy import ModelConfig, OptimizerConfig, ParallelConfig, PolicyConfig
 from megatron_rl.data.journal import COLUMNS
 from megatron_rl.layout import FAMILIES, read_shape
 from megatron_rl.types import Batch, Share, Tokens

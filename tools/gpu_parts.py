@@ -33,7 +33,7 @@ from torch import Tensor
 
 from megatron_rl.balance import training_flops
 from megatron_rl.balance.hardware import PEAK_FLOPS
-from megatron_rl.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, PolicyConfig
+from megatron_rl.config.policy import ModelConfig, OptimizerConfig, ParallelConfig, PolicyConfig
 from megatron_rl.config.shipped import find_shipped
 from megatron_rl.layout import FAMILIES, Engines, Shard, megatron_shards, read_shape, slices, vllm_shards
 from megatron_rl.layout.shards import local_extents

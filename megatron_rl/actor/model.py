@@ -33,7 +33,7 @@ from megatron_rl.actor.norm import Norm, PostNormLayer, WideNorm
 from megatron_rl.actor.replay import replay_routes
 from megatron_rl.actor.router import Router, keep_biases_in_float32
 from megatron_rl.actor.switches import build
-from megatron_rl.config.schema import ModelConfig, ParallelConfig, PolicyConfig
+from megatron_rl.config.policy import ModelConfig, ParallelConfig, PolicyConfig
 from megatron_rl.layout import FAMILIES, padded_vocabulary
 from megatron_rl.types import Llama3Rope, Mesh, ModelShape, YarnRope
 

@@ -25,7 +25,7 @@ from megatron.core.transformer.module import param_is_not_shared
 
 from megatron_rl.actor import platform
 from megatron_rl.actor.switches import build
-from megatron_rl.config.schema import PolicyConfig
+from megatron_rl.config.policy import PolicyConfig
 
 
 def build_optimizer(

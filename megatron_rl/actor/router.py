@@ -32,7 +32,7 @@ from torch import Tensor
 
 from megatron_rl.actor import platform
 from megatron_rl.algorithms.objective import Metric
-from megatron_rl.config.schema import PolicyConfig
+from megatron_rl.config.policy import PolicyConfig
 
 
 class Router(TopKRouter):

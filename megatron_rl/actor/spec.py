@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron_rl.config.schema import ModelConfig, ParallelConfig, PolicyConfig, Switch
+from megatron_rl.config.policy import ModelConfig, ParallelConfig, PolicyConfig, Switch
 from megatron_rl.layout import FAMILIES
 from megatron_rl.types import Experts, ModelShape
 

@@ -20,7 +20,7 @@ from megatron_rl.balance.flops import training_flops
 from megatron_rl.balance.metrics import bubble, imbalance, lockstep, lockstep_floor
 from megatron_rl.balance.packing import padded
 from megatron_rl.config.balance import BalanceConfig
-from megatron_rl.config.schema import ParallelConfig
+from megatron_rl.config.policy import ParallelConfig
 from megatron_rl.types import Batch, Denominators, Mesh, MicrobatchPlan, ModelShape
 
 

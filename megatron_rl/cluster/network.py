@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import psutil
 import ray
 
-from megatron_rl.config.schema import SECRET, ClusterConfig
+from megatron_rl.config.cluster import SECRET, ClusterConfig
 
 HANDED_ON = re.compile(r"(NCCL|TORCH_NCCL|GLOO|UCX|FI|NVSHMEM)_\w+|RES_OPTIONS|CUDA_DEVICE_MAX_CONNECTIONS")
 """The variables of the driver's shell that every process gets."""

@@ -31,7 +31,7 @@ from megatron_rl.cluster.payloads import fetch
 from megatron_rl.cluster.process import Location, Process, begin_process, locate
 from megatron_rl.cluster.restarts import Restarts
 from megatron_rl.cluster.waiting import ProcessLost, explain, gather, locate_all, settle
-from megatron_rl.config.schema import ClusterConfig
+from megatron_rl.config.cluster import ClusterConfig
 from megatron_rl.ports import PolicyLost
 from megatron_rl.types import Mesh, Metrics, Phase, Share
 

@@ -30,7 +30,7 @@ from ray.exceptions import AuthenticationError, RayError
 
 from megatron_rl.cluster import waiting
 from megatron_rl.cluster.network import find_interface, network_environment
-from megatron_rl.config.schema import ClusterConfig
+from megatron_rl.config.cluster import ClusterConfig
 from megatron_rl.ports import StopRequested
 from megatron_rl.processes import descendants, status_of
 

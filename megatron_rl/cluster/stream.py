@@ -31,7 +31,8 @@ from megatron_rl.cluster.engines import ATTEMPTS, EngineGroup
 from megatron_rl.cluster.payloads import StoredTokens, num_objects
 from megatron_rl.cluster.verifier import RayVerifier, VerifierGroup
 from megatron_rl.cluster.waiting import TICK_S, explain, in_thread, tick
-from megatron_rl.config.schema import GrpoRunConfig, RolloutConfig
+from megatron_rl.config.rollout import RolloutConfig
+from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.ports import Verified
 from megatron_rl.types import Group, Metrics, Prompt, Sample, give_verdicts
 

@@ -27,7 +27,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from megatron_rl.cluster.network import Interface, find_interface
 from megatron_rl.cluster.placement import Placement
 from megatron_rl.cluster.waiting import settle
-from megatron_rl.config.schema import BaseConfig, FunctionReward, GrpoRunConfig
+from megatron_rl.config.rollout import FunctionReward
+from megatron_rl.config.schema import BaseConfig, GrpoRunConfig
 
 ANSWER_S = 100.0
 """The longest time that the nodes may take to answer. Python's first start on a shared file system takes many

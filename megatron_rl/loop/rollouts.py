@@ -9,7 +9,8 @@ from statistics import fmean
 
 import numpy as np
 
-from megatron_rl.config.schema import GrpoRunConfig, RewardConfig
+from megatron_rl.config.rollout import RewardConfig
+from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.ports import Ports, Sink
 from megatron_rl.types import Group, Metrics, Prompt, Scores, Verdict, give_verdicts
 

@@ -37,7 +37,8 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from megatron_rl.config.schema import ModelConfig, RolloutConfig
+from megatron_rl.config.policy import ModelConfig
+from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.layout import read_shape
 from megatron_rl.rollout.engine_thread import EngineThread
 from megatron_rl.rollout.program import (

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from megatron_rl.config.schema import ExactAnswerReward, FunctionReward, RewardConfig
+from megatron_rl.config.rollout import ExactAnswerReward, FunctionReward, RewardConfig
 from megatron_rl.types import Prompt, Tokens, Verdict
 from megatron_rl.verifiers.answer import Answer, Tokenizer
 from megatron_rl.verifiers.exact_answer import ExactAnswer

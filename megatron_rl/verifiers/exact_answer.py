@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from decimal import Decimal
 
-from megatron_rl.config.schema import ExactAnswerReward
+from megatron_rl.config.rollout import ExactAnswerReward
 from megatron_rl.types import Verdict
 from megatron_rl.verifiers.answer import Answer, Tokenizer
 

@@ -14,7 +14,8 @@ from torch import Tensor
 from vllm_workers import called_in_workers
 
 from megatron_rl.bridge.setup import BridgeSetup
-from megatron_rl.config.schema import ModelConfig, RolloutConfig, SamplingConfig
+from megatron_rl.config.policy import ModelConfig
+from megatron_rl.config.rollout import RolloutConfig, SamplingConfig
 from megatron_rl.layout import Engines
 from megatron_rl.rollout.engine import VllmEngine
 from megatron_rl.types import Prompt, Tokens

@@ -14,7 +14,7 @@ from sizes import VOCAB_SIZE
 from test_actor_families import BALANCED
 
 from shares import TrainSample
-from megatron_rl.config.schema import ModelConfig, ParallelConfig, PolicyConfig
+from megatron_rl.config.policy import ModelConfig, ParallelConfig, PolicyConfig
 from megatron_rl.layout import read_shape
 from megatron_rl.tools.compare_layouts import NUM_MICROBATCHES, deal_rows, difference, parse_layout, random_rows, relative
 from megatron_rl.types import Tokens

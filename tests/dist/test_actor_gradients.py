@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from sizes import VOCAB_SIZE
 
-from megatron_rl.config.schema import ModelConfig, ParallelConfig, PolicyConfig
+from megatron_rl.config.policy import ModelConfig, ParallelConfig, PolicyConfig
 from megatron_rl.tools import compare_layouts
 from megatron_rl.tools.compare_layouts import NUM_MICROBATCHES, deal_rows, difference, load_rows, parse_layout, random_rows
 

@@ -13,7 +13,7 @@ from scenarios import COEFFICIENTS, OPTIMIZER, TEMPERATURE, TOTAL_STEPS, Layout,
 from megatron_rl.algorithms import PackedColumns, PolicyObjective
 from megatron_rl.algorithms.objective import FirstPass
 from megatron_rl.config.algorithm import AlgorithmConfig
-from megatron_rl.config.schema import MegatronConfig
+from megatron_rl.config.policy import MegatronConfig
 from megatron_rl.types import Mesh
 
 RELATIVE = 1e-5

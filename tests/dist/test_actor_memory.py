@@ -11,7 +11,7 @@ from sizes import VOCAB_SIZE
 from test_actor_families import LAYOUTS as FAMILY_LAYOUTS
 from test_actor_layouts import LAYOUTS
 
-from megatron_rl.config.schema import ParallelConfig
+from megatron_rl.config.policy import ParallelConfig
 from megatron_rl.layout import read_shape
 from megatron_rl.recipes.activations import activations
 from megatron_rl.recipes.parameters import rank_parameters

@@ -13,7 +13,7 @@ from scenarios import Layout
 from shares import TrainSample
 from megatron_rl.balance import fit_cost, plan_microbatches, sample_costs
 from megatron_rl.config.balance import BalanceConfig
-from megatron_rl.config.schema import ParallelConfig
+from megatron_rl.config.policy import ParallelConfig
 from megatron_rl.layout import read_shape
 from megatron_rl.types import Batch, Group, Prompt, Sample, Tokens
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.actor.context import ContextRank, plan_ring, positions
-from megatron_rl.config.schema import ParallelConfig
+from megatron_rl.config.policy import ParallelConfig
 
 SIZES = st.integers(2, 4)
 CHUNKS = st.lists(st.integers(1, 5), min_size=1, max_size=4)

@@ -11,7 +11,7 @@ from megatron_rl.actor.actor import MegatronActor
 from megatron_rl.actor.model import uses_fused_layers
 from megatron_rl.actor.spec import ActorSpec
 from megatron_rl.algorithms.objective import SupervisedObjective
-from megatron_rl.config.schema import ModelConfig, ParallelConfig, PolicyConfig
+from megatron_rl.config.policy import ModelConfig, ParallelConfig, PolicyConfig
 from megatron_rl.types import Experts, LatentAttention, Llama3Rope, ModelShape, YarnRope
 
 QWEN3 = ModelShape("qwen3", 4, 32, 4, 2, 16, 48, 60, 1e4, 1e-6, 128, False)

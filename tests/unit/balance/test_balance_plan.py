@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from megatron_rl.balance import plan_microbatches, training_flops
 from megatron_rl.config.balance import BalanceConfig
-from megatron_rl.config.schema import ParallelConfig
+from megatron_rl.config.policy import ParallelConfig
 from megatron_rl.types import Batch, ModelShape
 
 SHAPE = ModelShape("qwen3", 2, 128, 4, 2, 32, 256, 64, 1e4, 1e-6, 512, False)

@@ -11,7 +11,7 @@ from ray.exceptions import RayActorError
 from megatron_rl.cluster import mirror
 from megatron_rl.cluster.mirror import MirrorHolder, Mirrors, fetch_state, send_state, whole_steps
 from megatron_rl.cluster.session import ray_session
-from megatron_rl.config.schema import ClusterConfig
+from megatron_rl.config.cluster import ClusterConfig
 
 
 def state(rank: int, step: int, num_bytes: int) -> np.ndarray:

@@ -12,7 +12,7 @@ import pytest
 import ray
 
 from megatron_rl.cluster.network import find_interface, network_environment, use_interface
-from megatron_rl.config.schema import ClusterConfig
+from megatron_rl.config.cluster import ClusterConfig
 
 SHELL = {
     "NCCL_IB_HCA": "mlx5",

@@ -8,7 +8,8 @@ import sys
 import pytest
 
 from megatron_rl.config.load import load_config, merge, merge_arguments, parse_value, validate
-from megatron_rl.config.schema import ClusterConfig, GrpoRunConfig, SftRunConfig
+from megatron_rl.config.cluster import ClusterConfig
+from megatron_rl.config.schema import GrpoRunConfig, SftRunConfig
 
 GOOD = {
     "run": {"name": "x", "steps": 2},

@@ -6,7 +6,7 @@ import numpy as np
 
 from megatron_rl.balance import plan_microbatches
 from megatron_rl.config.balance import BalanceConfig
-from megatron_rl.config.schema import ParallelConfig
+from megatron_rl.config.policy import ParallelConfig
 from megatron_rl.loop.shares import deal
 from megatron_rl.types import Batch, Group, ModelShape, Prompt, Sample
 

@@ -8,7 +8,8 @@ import subprocess
 import pytest
 from rich.console import Console
 
-from megatron_rl.config.schema import BalanceConfig, ModelConfig, RunConfig, SftConfig, SftRunConfig
+from megatron_rl.config.policy import ModelConfig
+from megatron_rl.config.schema import BalanceConfig, RunConfig, SftConfig, SftRunConfig
 from megatron_rl.observe import print_summary, write_provenance, write_report
 from megatron_rl.observe.curves import draw_comparison, draw_curves
 from megatron_rl.observe.provenance import git_state

@@ -10,7 +10,8 @@ import pytest
 
 from megatron_rl.balance.flops import forward_flops, training_flops
 from megatron_rl.config.load import validate
-from megatron_rl.config.schema import GrpoRunConfig, ParallelConfig, SftRunConfig
+from megatron_rl.config.policy import ParallelConfig
+from megatron_rl.config.schema import GrpoRunConfig, SftRunConfig
 from megatron_rl.layout import read_shape
 from megatron_rl.recipes.estimates import (
     Work,

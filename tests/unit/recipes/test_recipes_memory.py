@@ -15,7 +15,8 @@ import pytest
 from rich.console import Console
 
 from megatron_rl.config.load import validate
-from megatron_rl.config.schema import GrpoRunConfig, ModelConfig, ParallelConfig
+from megatron_rl.config.policy import ModelConfig, ParallelConfig
+from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.layout import FAMILIES, read_shape
 from megatron_rl.recipes.dry_run import check_memory, describe_memory
 from megatron_rl.recipes.layouts import MAX_SHOWN, fitting_layouts, parallel_sizes

@@ -9,7 +9,8 @@ import pytest
 import warm
 from tiny_trainers import TinyTrainers, write_model
 
-from megatron_rl.config.schema import ModelConfig, RolloutConfig
+from megatron_rl.config.policy import ModelConfig
+from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.layout import Engines
 from megatron_rl.types import Mesh
 

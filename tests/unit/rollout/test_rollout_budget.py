@@ -8,7 +8,8 @@ import torch
 from tiny_references import reference_logp
 from transformers import AutoModelForCausalLM
 
-from megatron_rl.config.schema import ModelConfig, RolloutConfig
+from megatron_rl.config.policy import ModelConfig
+from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.rollout.engine import VllmEngine
 from megatron_rl.rollout.program import find_delimiter
 from megatron_rl.types import Mesh, Prompt

@@ -6,7 +6,7 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from megatron_rl.config.schema import ExactAnswerReward
+from megatron_rl.config.rollout import ExactAnswerReward
 from megatron_rl.types import Prompt, Verdict
 from megatron_rl.verifiers.answer import Answer
 from megatron_rl.verifiers.exact_answer import BLOCK_TOKENS, ExactAnswer, last_number, text_after

@@ -1,0 +1,158 @@
+"""The model, how it is split over ranks, and how it is optimized."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import (
+    Field,
+    PositiveInt,
+)
+
+from megatron_rl.config.section import Section
+from megatron_rl.types import Mesh
+
+
+class ParallelConfig(Section):
+    """How the trainer is split over ranks. The world size is tensor x context x pipeline x data."""
+
+    tensor: PositiveInt = 1
+    """Tensor parallelism (TP): the number of ranks over which the matrices of each layer are split."""
+    pipeline: PositiveInt = 1
+    """Pipeline parallelism (PP): the number of stages into which the layers are split."""
+    virtual: PositiveInt = 1
+    """Virtual pipeline stages (VPP): the number of parts of the model that each pipeline rank holds. More parts shorten
+    the time in which the pipeline fills and drains, and need more communication. The number of micro-batches is then
+    rounded up to a multiple of `pipeline`."""
+    layers: tuple[PositiveInt, ...] | Literal["auto"] | None = None
+    """The number of layers of each pipeline stage, from the first layer of the model to the last; with virtual stages,
+    of each of the `pipeline` x `virtual` parts. `auto` balances the FLOPs of the stages, so that the last one, which
+    has the output layer, gets fewer layers. null means that all have the same number."""
+    context: PositiveInt = 1
+    """Context parallelism (CP): the number of ranks over which the tokens of each sequence are split."""
+    data: PositiveInt = 1
+    """Data parallelism (DP): the number of replicas that share the samples. The optimizer's state is split over
+    them."""
+    expert: PositiveInt = 1
+    """Expert parallelism (EP): the number of ranks, out of tensor x context x data, over which the experts of a layer
+    are distributed."""
+    expert_tensor: PositiveInt | None = None
+    """The number of ranks over which each expert's matrices are split; null means the same number as `tensor`."""
+    sequence: bool = True
+    """Whether norms and residuals are split over the tokens (sequence parallelism). It has an effect only if `tensor`
+    is above 1."""
+
+    @property
+    def mesh(self) -> Mesh:
+        return Mesh(
+            tensor=self.tensor,
+            pipeline=self.pipeline,
+            data=self.data,
+            context=self.context,
+            expert=self.expert,
+            expert_tensor=self.expert_tensor,
+            virtual=self.virtual,
+            layers=self.layers,
+        )
+
+    @property
+    def sequence_parallel(self) -> bool:
+        return self.sequence and self.tensor > 1
+
+    @property
+    def alignment(self) -> int:
+        """Every packed sequence is padded to a multiple of this number of tokens. Then context parallelism can cut it
+        into 2 x context equal chunks, and sequence parallelism can split the tokens of a row evenly."""
+        chunks = 2 if self.context > 1 else 1
+        return self.context * math.lcm(chunks, self.tensor if self.sequence_parallel else 1)
+
+    @property
+    def microbatch_multiple(self) -> int:
+        """The number of micro-batches is a multiple of this number, as Megatron's interleaved schedule needs it."""
+        return self.pipeline if self.virtual > 1 else 1
+
+
+class OptimizerConfig(Section):
+    """Adam with decoupled weight decay."""
+
+    lr: Annotated[float, Field(gt=0)] = 1e-6
+    """The learning rate after the warm-up."""
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """The learning rate at the end of the schedule, divided by `lr`; 1 keeps the learning rate constant."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """The number of optimizer steps in which the learning rate rises linearly from 0 to `lr`; 0 means no warm-up."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate falls from `lr` to `lr` x `min_lr_ratio` over the run's steps after the warm-up."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Adam's decay rates of the first and the second moment."""
+    eps: float = 1e-8
+    """Adam's epsilon, which is added to the root of the second moment."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """The coefficient of the decoupled weight decay; 0 means none."""
+    clip_grad: Annotated[float, Field(ge=0)] = 1.0
+    """The gradient is scaled down if its global norm exceeds this bound; 0 means no bound."""
+
+
+class ModelConfig(Section):
+    path: Path
+    """The model's folder in Hugging Face's format, with config.json, safetensors files and a tokenizer."""
+    weights: Path | None = None
+    """The folder with the weights that the run begins with, if they are not in `path`: one that tools/hf_to_megatron.py
+    has written, or a checkpoint of another run. `path` may then be its subfolder `hf`, which has everything but the
+    weights."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """The data type of the weights in the trainer's forward pass and in the engine. The optimizer's state is fp32."""
+    layers: Literal["auto", "transformer_engine", "local"] = "auto"
+    """The trainer's layers. `transformer_engine`: the fused layers of that library, on GPUs. `local`: Megatron's own
+    linear layers with this project's attention and norms, which run everywhere. `auto`: Transformer Engine's if it is
+    installed, `dtype` is bfloat16 and its layers can express the model, otherwise the local ones."""
+    recompute: Literal["none", "full"] = "none"
+    """`full` keeps only each layer's input and computes the other activations again in the backward pass, which saves
+    memory; `none` keeps all activations."""
+
+
+Switch = bool | int | float | str | tuple[str, ...] | None
+"""The value of one of Megatron-Core's own settings."""
+
+
+class MegatronConfig(Section):
+    """Settings of Megatron-Core that have no key of their own here, by their names there. The names are checked when a
+    run starts; what the project sets itself, and what would change the loss, is refused.
+
+    On GPUs `overlap_grad_reduce` is on where gradients are reduced, and with Transformer Engine's layers so are
+    `moe_permute_fusion` and, if Apex has its extension, `gradient_accumulation_fusion`; false turns them off."""
+
+    transformer: dict[str, Switch] = {}
+    """Fields of `TransformerConfig`, for example `{recompute_granularity: selective, recompute_modules: [mlp]}`, or
+    `{recompute_granularity: full, recompute_method: block, recompute_num_layers: 4}`."""
+    ddp: dict[str, Switch] = {}
+    """Fields of `DistributedDataParallelConfig`, for example `{overlap_grad_reduce: false}`."""
+    optimizer: dict[str, Switch] = {}
+    """Fields of `OptimizerConfig`."""
+
+
+class PolicyConfig(Section):
+    parallel: ParallelConfig = ParallelConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    megatron: MegatronConfig = MegatronConfig()
+    router_bias_update_rate: Annotated[float, Field(ge=0)] = 0.0
+    """The amount by which every optimizer step raises the router's bias of experts with fewer tokens than the average,
+    and lowers that of the others (arXiv:2408.15664; DeepSeek-V3's pre-training used 0.001). For models whose routers
+    have such a bias. 0 means that the bias stays as it is: a bias that moves makes tokens go to other experts, so it
+    changes the policy without a gradient, and also where no reward asked for it."""
+    routing_replay: bool = False
+    """true: in training every token goes to the experts that the engine chose for it (R3, arXiv:2510.11370); the
+    experts' weights are the trainer's own. For models with at most 256 experts. The choices need one byte for each
+    token, layer and active expert beside a token's other 13 bytes. false: the trainer chooses; in bf16 some of its
+    choices differ from the engine's, which shows in the mismatch."""
+    load_balancing_loss: Annotated[float, Field(ge=0)] = 0.0
+    """The coefficient of the load-balancing loss of each layer with experts (arXiv:2101.03961): the number of experts
+    times the sum over the experts of their share of the choices times their mean score. Shares and means are over all
+    tokens of a mini-batch, prompts included and padding left out, so the loss is the same in every layout. The shares
+    must be known before the first gradient, so each mini-batch needs one more forward pass. 0 means no such loss."""
+    router_z_loss: Annotated[float, Field(ge=0)] = 0.0
+    """The coefficient of the z-loss of each layer with experts (arXiv:2202.08906): the mean over all tokens of a
+    mini-batch of the squared log-sum-exp of the router's logits, which keeps the logits small. 0 means no such
+    loss."""

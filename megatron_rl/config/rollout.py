@@ -1,0 +1,141 @@
+"""How engines generate answers, and how answers are rewarded."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import (
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+)
+
+from megatron_rl.config.section import Section
+
+
+class SamplingConfig(Section):
+    temperature: Annotated[float, Field(gt=0, le=2)] = 1.0
+    """The sampling temperature. The trainer divides its logits by the same number. vLLM allows at most 2."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """The engine samples only from the most probable tokens whose probabilities add up to this; 1 means all tokens."""
+    top_k: Annotated[int, Field(ge=0)] = 0
+    """The engine samples only from this number of most probable tokens; 0 means all tokens."""
+
+
+class ThinkingBudget(Section):
+    """Separate token budgets for the thought and for the answer, by two calls of the engine.
+
+    The first call samples the thought. If it ends without the delimiter, the delimiter is appended as forced tokens,
+    which are no actions. The second call samples the rest of the answer."""
+
+    thought_tokens: PositiveInt
+    """The largest number of tokens that the first call may sample."""
+    response_tokens: PositiveInt
+    """The largest number of answer tokens. Tokens that the first call sampled after the delimiter count here."""
+
+
+class RolloutConfig(Section):
+    num_engines: PositiveInt = 1
+    """The number of vLLM engines."""
+    tensor: PositiveInt = 1
+    """Tensor parallelism of each engine: the number of ranks over which its matrices are split."""
+    expert_parallel: bool = False
+    """true: each tensor rank of an engine holds some of the experts whole. false: each expert is split over all tensor
+    ranks."""
+    prompts_per_step: PositiveInt
+    """The number of prompts in a training step."""
+    samples_per_prompt: PositiveInt
+    """The number of answers to each prompt, which form a group."""
+    max_prompt_tokens: PositiveInt
+    """The largest length of a prompt, in tokens. `data.on_bad_row` decides what becomes of a longer one."""
+    max_response_tokens: PositiveInt
+    """The largest number of tokens after the prompt: thought, delimiter and answer together."""
+    max_lag: NonNegativeInt = 0
+    """The largest number of training steps between the weights that sampled a token and those that it trains. 0: the
+    engines and the trainer work in turns. Otherwise they work at the same time: answers go on while new weights arrive,
+    and up to max_lag + 1 batches of prompts are under way or wait for a step. Use it with `algorithm.correction`."""
+    late: Literal["wait", "requeue", "drop"] = "wait"
+    """What a step does, once it has a full batch, about groups that are still running and would be too old for the next
+    step. `wait`: it waits for them. `requeue`: it begins, and their prompts are asked again, from the start, with the
+    next weights. `drop`: it begins, and nobody trains on them. With the last two the policy sees fewer long answers
+    than it gives, because these are late more often; `stream/late` counts the groups."""
+    active_sampling: bool = False
+    """Whether groups without a signal, in which all rewards are equal, are replaced by other prompts until the batch is
+    full. A prompt whose answers were all right (see `eval.verifier`) then rests for one epoch, and for up to eight if
+    it stays easy."""
+    delimiter: str = "</think>"
+    """The text that ends the thought. It may be one or more of the model's tokens. An empty text means that the model
+    does not think."""
+    thinking: ThinkingBudget | None = None
+    """Separate budgets for thought and answer; null means that both share `max_response_tokens`."""
+    sampling: SamplingConfig = SamplingConfig()
+    """How the engine samples training answers and evaluation answers."""
+    prefix_cache: Literal["cleared", "salted"] = "cleared"
+    """What a push of new weights does to the KV cache of older weights. `cleared` drops it all, and running requests
+    are computed again with the new weights. `salted` lets running requests keep their cache, and hides it from later
+    requests."""
+    quantization: str | None = None
+    """The name of one of vLLM's online quantisations (`fp8`, `fp8_per_channel`), which the engine applies to the
+    weights of each push; null means none. The engine's policy then differs from the trainer's by more than rounding:
+    see `algorithm.correction` and `algorithm.max_mismatch`."""
+    max_sequences: PositiveInt = 1024
+    """The largest number of answers that an engine decodes at the same time; more of them wait, the oldest first. On a
+    GPU vLLM chooses the sizes of its CUDA graphs by it. In an asynchronous run, choose the number at which the engine's
+    throughput stops growing: with more, batches are decoded side by side, and all of them end late."""
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.85
+    """The share of each GPU's memory that vLLM may use. Without a GPU this key has no effect, and the KV cache has
+    1 GiB."""
+
+    @property
+    def max_model_tokens(self) -> int:
+        """The length of the longest possible sample, in tokens."""
+        return self.max_prompt_tokens + self.max_response_tokens
+
+
+class _Reward(Section):
+    name: str | None = None
+    """The reward's name in metrics and logs, which must be unique; null means the reward's kind, or the name of its
+    function."""
+    weight: float = 1.0
+    """The factor of this reward's score in the sum of all rewards."""
+    on_error: Literal["abstain", "stop"] = "abstain"
+    """What happens when this reward cannot score an answer (an exception, a NaN, a result of the wrong form, a
+    time-out). `abstain` leaves the reward out of the answer's sum, counts the failure, and writes the row and the error
+    to `logs/rewards.log`. `stop` ends the run after a checkpoint."""
+    timeout_s: PositiveFloat = 600
+    """The longest time, in seconds, that scoring the answers of one step may take. After that the verifier's process is
+    replaced, and `on_error` decides about the answers."""
+    max_silent_steps: PositiveInt | None = 3
+    """The run stops when this reward has scored no answer at all in this number of steps in a row; null means never."""
+
+
+class ExactAnswerReward(_Reward):
+    """The score is 1 if the text after the thought equals the row's `ground_truth`, else 0."""
+
+    kind: Literal["exact_answer"] = "exact_answer"
+    answer: Literal["all", "last_number"] = "all"
+    """What is compared. `all` is the whole text after the delimiter, without white space at its ends. `last_number` is
+    the last number of that text, compared as a number."""
+    require_stop: bool = True
+    """true: an answer that a token budget cut scores 0. false: it is compared like any other answer."""
+
+    @property
+    def label(self) -> str:
+        return self.name or self.kind
+
+
+class FunctionReward(_Reward):
+    """Any Python function with TRL's signature: f(prompts, completions, completion_ids, **columns) ->
+    list[float | None]."""
+
+    kind: Literal["function"] = "function"
+    path: str
+    """The function's import path, as `package.module:function`."""
+
+    @property
+    def label(self) -> str:
+        return self.name or self.path.rpartition(":")[2]
+
+
+RewardConfig = Annotated[ExactAnswerReward | FunctionReward, Field(discriminator="kind")]
