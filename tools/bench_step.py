@@ -11,6 +11,10 @@ of the fullest rank: the largest memory of the process during the steps (VmHWM),
 short row, plus the gradients that are held between steps. So it is what a step needs above the weights and the
 optimizer's state: gradients, activations and logits.
 
+The C library gives large memory back to the kernel, so the plain step gets gigabytes anew in every step, and the kernel
+clears them, which may take more time than the arithmetic. MALLOC_MMAP_MAX_=0 and MALLOC_TRIM_THRESHOLD_=68719476736 in
+the environment make it keep its memory, as the allocators of GPUs do.
+
     python tools/bench_step.py --json
     python tools/bench_step.py --tokens 8192 --processes 2
 """

@@ -44,6 +44,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import torch
@@ -53,6 +54,8 @@ from megatron_rl.tools.gpu_parts import LINES, PARTS
 ROOT = Path(__file__).resolve().parent.parent
 CPU_PATIENCE = 10
 """A part may take this many times as long on a CPU, because other processes may use it too."""
+TICK_S = 0.2
+"""How often a running part's deadline, and a request to stop, are looked at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,33 +137,32 @@ def _shown(value: object) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def run_jobs(jobs: Sequence[Job], folder: Path, environment: Mapping[str, str], record: Record) -> list[Outcome]:
-    """Run the jobs one after another, up to the first one that is stopped, and write the record after each."""
+def run_jobs(
+    jobs: Sequence[Job], folder: Path, environment: Mapping[str, str], record: Record, stop: Event
+) -> list[Outcome]:
+    """Run the jobs one after another, until `stop` is set, and write the record after each."""
     outcomes = {job.name: Outcome(job.name) for job in jobs}
     record.write(folder, [*outcomes.values()])
     for job in jobs:
+        if stop.is_set():
+            break
         print(f"{job.name} ...", flush=True)
-        try:
-            outcome = run_job(job, folder / job.name, environment)
-        except KeyboardInterrupt:
-            outcome = Outcome(job.name, "stopped", "Ctrl-C or SIGTERM ended it.")
-        outcomes[job.name] = outcome
+        outcomes[job.name] = outcome = run_job(job, folder / job.name, environment, stop)
         print(f"{job.name}: {outcome.status} in {outcome.seconds:.1f} s. {outcome.why}".rstrip(), flush=True)
         record.write(folder, [*outcomes.values()])
-        if outcome.status == "stopped":
-            break
     return [*outcomes.values()]
 
 
-def run_job(job: Job, folder: Path, environment: Mapping[str, str]) -> Outcome:
-    """Run a job to its end or to its deadline. No process that it has started outlives it.
+def run_job(job: Job, folder: Path, environment: Mapping[str, str], stop: Event) -> Outcome:
+    """Run a job to its end, to its deadline, or until `stop` is set. No process that it has started outlives it.
 
     Args:
         folder: gets the log of the job, and what the job itself leaves.
     """
     folder.mkdir(parents=True)
     log, found, start = folder / "log.txt", folder / "found.json", time.monotonic()
-    with log.open("wb") as output, tempfile.TemporaryDirectory() as temporary:
+    # A process that dies may still write while its folder is removed.
+    with log.open("wb") as output, tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary:
         process = subprocess.Popen(
             job.command,
             stdin=subprocess.DEVNULL,
@@ -169,17 +171,17 @@ def run_job(job: Job, folder: Path, environment: Mapping[str, str]) -> Outcome:
             env={**environment, "TMPDIR": temporary},
             start_new_session=True,  # Ctrl-C goes to this process alone, and a job can be ended as one group
         )
-        try:
-            process.wait(job.limit_s)
-            late = False
-        except subprocess.TimeoutExpired:
-            late = True
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        while process.poll() is None and not stop.is_set() and time.monotonic() < start + job.limit_s:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(TICK_S)
+        ended = process.poll() is not None
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
     seconds = time.monotonic() - start
-    if late:
+    if not ended and stop.is_set():
+        return Outcome(job.name, "stopped", "Ctrl-C or SIGTERM ended it.", seconds)
+    if not ended:
         why = f"It was ended at its deadline of {job.limit_s:g} s; {log} has the stacks of its main process."
         return Outcome(job.name, "failed", why, seconds)
     if process.returncode or not found.exists():
@@ -236,16 +238,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     args.out.mkdir(parents=True, exist_ok=True)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the parts would outlive this process
+    stop = Event()
+    for number in (signal.SIGINT, signal.SIGTERM):  # an exception at any moment could leave a part behind
+        signal.signal(number, lambda *unused: stop.set())
     outcomes = run_jobs(
         [job_of(name, device, args.out) for name in PARTS],
         args.out,
         environment_of(device),
         Record(device, shlex.join(sys.argv), commit(), f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S %Z}"),
+        stop,
     )
     print(f"the record is {args.out / 'RECORD.md'}")
     statuses = {outcome.status for outcome in outcomes}
-    return 130 if "stopped" in statuses else 0 if statuses == {"passed"} else 1
+    return 130 if stop.is_set() else 0 if statuses == {"passed"} else 1
 
 
 def job_of(name: str, device: str, folder: Path) -> Job:

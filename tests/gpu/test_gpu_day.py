@@ -5,6 +5,8 @@ The measured numbers are printed: `pytest -s tests/gpu`.
 
 from __future__ import annotations
 
+from threading import Event
+
 import pytest
 import torch
 
@@ -16,7 +18,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 @pytest.mark.parametrize("name", PARTS)
 def test_a_part_passes(name, tmp_path):
-    outcome = run_job(job_of(name, "cuda", tmp_path), tmp_path / name, environment_of("cuda"))
+    outcome = run_job(job_of(name, "cuda", tmp_path), tmp_path / name, environment_of("cuda"), Event())
     print(f"\n{name}: {dict(outcome.numbers)}")
     assert outcome.status == "passed", outcome.why
 

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from threading import Event
 
 import pytest
 from patience import deadline
@@ -116,7 +117,7 @@ def test_what_fails_does_not_stop_the_others(tmp_path, capsys):
         job("is wrong", found_by(tmp_path, "is wrong", ["The loss is 2.", "It must be 1."])),
         job("passes", found_by(tmp_path, "passes", [])),
     ]
-    outcomes = {outcome.name: outcome for outcome in run_jobs(jobs, tmp_path, dict(os.environ), RECORD)}
+    outcomes = {outcome.name: outcome for outcome in run_jobs(jobs, tmp_path, dict(os.environ), RECORD, Event())}
     assert {name: outcome.status for name, outcome in outcomes.items()} == {
         **dict.fromkeys(["raises", "crashes", "finds nothing", "is wrong"], "failed"),
         "passes": "passed",
@@ -144,7 +145,7 @@ def test_a_part_that_hangs_ends_at_its_deadline_with_what_it_has_started(tmp_pat
     started = f"import os, signal; os.write(os.open({str(pipe)!r}, os.O_WRONLY), b'begun'); signal.pause()"
     code = f"import signal, subprocess, sys; subprocess.Popen([sys.executable, '-c', {started!r}]); signal.pause()"
     after = job("after", found_by(tmp_path, "after", []))
-    late, fine = run_jobs([job("hangs", code, 5), after], tmp_path, dict(os.environ), RECORD)
+    late, fine = run_jobs([job("hangs", code, 5), after], tmp_path, dict(os.environ), RECORD, Event())
     assert (late.status, fine.status) == ("failed", "passed")
     assert late.why.startswith("It was ended at its deadline of ")
     assert os.read(mine, 100) == b"begun", "the process that the part has started did run"
