@@ -128,7 +128,7 @@ def test_a_node_that_does_not_see_the_model_is_named(cluster):
 def test_another_token_is_refused_at_once(cluster):
     code = (
         "from pathlib import Path; from megatron_rl.cluster.session import ray_session; "
-        "from megatron_rl.config.schema import ClusterConfig\n"
+        "from megatron_rl.config.cluster import ClusterConfig\n"
         f"with ray_session(ClusterConfig(ray_address='{cluster.address}'), 1, Path('logs')): pass"
     )
     words = cluster.nodes[0].inside(
