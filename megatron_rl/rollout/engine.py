@@ -310,6 +310,7 @@ class VllmEngine:
             raise RuntimeError(f"the engine cannot enter the phase {phase} while answers are under way")
         engine, awake = self._thread.engine, set(HOLDS[self._phase])
         if awake - set(HOLDS[phase]):
+            self._thread.drain()
             engine.sleep(level=2)  # vLLM gives up everything at once
             awake, self._version = set(), None
             self._failure = "its memory was lent to the trainers"

@@ -22,7 +22,7 @@ def tokens(number: int, has_routes: bool) -> Tokens:
 @pytest.fixture(scope="module")
 def store():
     handler = signal.getsignal(signal.SIGTERM)
-    patiently(lambda: ray.init(num_cpus=1, include_dashboard=False, object_store_memory=80 * 2**20))
+    patiently(lambda: ray.init("local", num_cpus=1, include_dashboard=False, object_store_memory=80 * 2**20))
     signal.signal(signal.SIGTERM, handler)  # Ray replaces it, and other tests of this process look at it
     yield
     ray.shutdown()
