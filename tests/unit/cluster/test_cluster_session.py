@@ -23,8 +23,8 @@ from megatron_rl.cluster.nodes import RayPlacement
 from megatron_rl.cluster.process import Process, begin_process, last_error, locate
 from megatron_rl.cluster.session import ray_session
 from megatron_rl.cluster.waiting import ProcessLost, gather, locate_all
-from megatron_rl.config.load import validate
 from megatron_rl.config.cluster import ClusterConfig
+from megatron_rl.config.load import validate
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.ports import StopRequested
 from megatron_rl.processes import command_line, descendants

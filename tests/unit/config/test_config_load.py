@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from megatron_rl.config.load import load_config, merge, merge_arguments, parse_value, validate
 from megatron_rl.config.cluster import ClusterConfig
+from megatron_rl.config.load import load_config, merge, merge_arguments, parse_value, validate
 from megatron_rl.config.schema import GrpoRunConfig, SftRunConfig
 
 GOOD = {
@@ -72,7 +72,10 @@ def test_override_values(text, value):
         ({"cluster": {"world_size": 3}}, "cluster.world_size is 3, but policy.parallel needs 1 x 1 x 1 = 1"),
         ({"rollout": {"sampling": {"top_p": 0.9}}}, "set rollout.sampling.top_p to 1"),
         ({"rollout": {"max_lag": 1, "prefix_cache": "salted"}}, "set prefix_cache to cleared"),
-        ({"cluster": {"colocate": True}, "rollout": {"num_engines": 3}}, "1 trainer ranks (policy.parallel) and 3 x 1 = 3"),
+        (
+            {"cluster": {"colocate": True}, "rollout": {"num_engines": 3}},
+            "1 trainer ranks (policy.parallel) and 3 x 1 = 3",
+        ),
         ({"cluster": {"colocate": True}, "rollout": {"max_lag": 1}}, "so that rollout.max_lag, with which they answer"),
         ({"cluster": {"colocate": True}, "rollout": {"active_sampling": True}}, "so that rollout.active_sampling"),
         ({"cluster": {"colocate": True, "mirror": True}}, "set cluster.mirror to false"),

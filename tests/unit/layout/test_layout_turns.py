@@ -13,7 +13,9 @@ from megatron_rl.layout.turns import NUM_BLOCKS, order_routes
 from megatron_rl.types import Mesh
 
 MODELS = Path(__file__).parents[3] / "configs" / "model"
-ROUTES = st.dictionaries(st.tuples(st.integers(0, 5), st.integers(0, 5)), st.integers(1, 10**6), min_size=1, max_size=20)
+ROUTES = st.dictionaries(
+    st.tuples(st.integers(0, 5), st.integers(0, 5)), st.integers(1, 10**6), min_size=1, max_size=20
+)
 
 
 def blocks(routes: dict[tuple[int, int], int]) -> list[tuple[int, int, tuple[int, int]]]:

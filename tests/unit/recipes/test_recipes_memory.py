@@ -18,10 +18,20 @@ from megatron_rl.config.load import validate
 from megatron_rl.config.policy import ModelConfig, ParallelConfig
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.layout import FAMILIES, read_shape
+from megatron_rl.recipes.activations import CHUNK_BYTES, activations, has_fused_layers, layer_bytes
 from megatron_rl.recipes.dry_run import check_memory, describe_memory
 from megatron_rl.recipes.layouts import MAX_SHOWN, fitting_layouts, parallel_sizes
-from megatron_rl.recipes.activations import CHUNK_BYTES, activations, has_fused_layers, layer_bytes
-from megatron_rl.recipes.memory import COMMUNICATOR_BYTES, ENGINE_WORK_BYTES, PHASES, bridge_lines, num_communicators, planned_transfer, run_memory, sequence_bytes, trainer_memory
+from megatron_rl.recipes.memory import (
+    COMMUNICATOR_BYTES,
+    ENGINE_WORK_BYTES,
+    PHASES,
+    bridge_lines,
+    num_communicators,
+    planned_transfer,
+    run_memory,
+    sequence_bytes,
+    trainer_memory,
+)
 from megatron_rl.recipes.parameters import rank_parameters
 from megatron_rl.tools import size_run
 from megatron_rl.types import Mesh

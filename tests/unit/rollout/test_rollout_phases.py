@@ -84,7 +84,9 @@ def test_what_a_phase_does_not_allow_is_refused_by_name(stage, folders):
     with pytest.raises(RuntimeError, match="memory of its kv_cache; it must enter the phase generating first"):
         answers(stage, 0)
     enter(stage, "generating")
-    with pytest.raises(ValueError, match=r"no whole set of weights \(its memory was lent to the trainers\); push first"):
+    with pytest.raises(
+        ValueError, match=r"no whole set of weights \(its memory was lent to the trainers\); push first"
+    ):
         answers(stage, 0)
     stage.push(folders[1], 1)
     assert answers(stage, 1)
