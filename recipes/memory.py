@@ -41,7 +41,7 @@ class GpuMemory:
     """The memory of one GPU."""
 
     name: str
-    """Whose GPU it is."""
+    """The rank or ranks that use the GPU."""
     parts: Mapping[str, tuple[float, float, float]]
     """The bytes of each part in each of PHASES."""
 

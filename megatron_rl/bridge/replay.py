@@ -51,8 +51,8 @@ def replay(messages: Iterable[Sized], plan: TransferPlan, links: Links, costs: C
     free: defaultdict[tuple[str, int], float] = defaultdict(float)
     """When each direction of each link has sent its last message."""
     posted, released, completed = ([0.0] * len(gpus) for _ in range(3))
-    """Of each rank: when it posted its last message; when it can post the one after the next; and when it has completed
-    its last message as a receiver."""
+    """The times at which each rank has posted its last message, can post the one after the next, and has completed the
+    last message that it received."""
     before_posted, before_completed = list(released), list(completed)
     """The same for the message before the last: with two buffers, these are the ones that count."""
     assert SLOTS == 2

@@ -45,7 +45,8 @@ class BridgeSetup:
     timeout_s: float = 300.0
     """A push or a joining that takes longer raises an error on both sides."""
     links: Links = Links()
-    """Where the ranks are. Of several trainer ranks with the same weights, one in the engine's node sends them."""
+    """The nodes and links of the ranks. Of several trainer ranks with the same weights, one in the engine's node sends
+    them."""
 
     def __post_init__(self) -> None:
         if self.bucket_bytes < 1 or self.timeout_s <= 0:

@@ -23,7 +23,7 @@ from megatron_rl.types import Phase
 log = logging.getLogger(__name__)
 
 ORDER: tuple[Phase, ...] = get_args(Phase)
-"""In this order the trainers hold less and less, and the engines more and more."""
+"""The phases in the order in which the trainers hold less and less, and the engines more and more."""
 
 
 class Colocation:
@@ -58,7 +58,8 @@ class Colocation:
 
 
 def shared_links(placement: Placement) -> Links:
-    """Where the ranks of trainers and engines are that share GPUs, if all nodes have the same number of them."""
+    """The links of trainers and engines that share GPUs. They know the nodes if all nodes have the same number of
+    ranks; otherwise each rank counts as a node of its own."""
     [trainers] = placement.groups["trainer"]
     sizes = set(Counter(rank.node.id for rank in trainers).values())
     return Links(gpus_per_node=sizes.pop() if len(sizes) == 1 else 1, colocated=True)

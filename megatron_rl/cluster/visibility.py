@@ -76,7 +76,7 @@ def check_nodes(config: BaseConfig, placement: Placement) -> None:
 
 
 def _nodes_of(placement: Placement) -> list[dict[str, Any]]:
-    """Those of `ray.nodes()` on which a process will run."""
+    """The entries of `ray.nodes()` on whose nodes a process will run."""
     used = {rank.node.id for groups in placement.groups.values() for group in groups for rank in group}
     return [node for node in ray.nodes() if node["NodeID"] in used]
 

@@ -1,4 +1,4 @@
-"""Where processes run and what they may use, and how weights reach the engines."""
+"""The configuration of the cluster: the places and resources of processes, and the way of weights to the engines."""
 
 from __future__ import annotations
 

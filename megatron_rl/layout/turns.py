@@ -28,8 +28,6 @@ class Turn:
     """The number of the route's bytes up to the end of this block."""
     number: int
     """The place of the block among all blocks of all routes, in the order in which they start."""
-    begin: int
-    """When it starts, in bytes that an end has sent since the beginning."""
 
 
 def order_routes(source: Sequence[int], destination: Sequence[int], num_bytes: Sequence[int]) -> list[list[Turn]]:
@@ -87,7 +85,7 @@ class _Shop:
             return
         route = max(candidates, key=lambda route: loads[others[route]])
         left = self._left[route]
-        size = self._block if 2 * left > 3 * self._block else left  # no block is smaller than half of the others
+        size = self._block if 2 * left > 3 * self._block else left  # no small rest is left for a turn of its own
         self._left[route] -= size
         for side, ends in enumerate(self._ends):
             self._loads[side][ends[route]] -= size
@@ -95,6 +93,6 @@ class _Shop:
             if not self._left[route]:
                 self._open[side][ends[route]].remove(route)
         stop = self._num_bytes[route] - self._left[route]
-        self._turns[route].append(Turn(stop, self._num_started, now))
+        self._turns[route].append(Turn(stop, self._num_started))
         heapq.heappush(self._running, (now + size, self._num_started, route))
         self._num_started += 1

@@ -47,7 +47,7 @@ class Transcript:
     version: list[int] = field(default_factory=list)
     """The version of the weights that sampled each action; -1 for forced tokens."""
     routes: np.ndarray | None = None
-    """Of the prompt and of the tokens so far; see `Completion.routes`."""
+    """The routes of the prompt and of the tokens so far; see `Completion.routes`."""
     num_calls: int = 0
     stopped: bool = False
     """Whether the model ended the last call."""

@@ -95,10 +95,10 @@ def test_messages_follow_the_turns_of_their_middle_bytes():
     """Two trainers and two engines, each pair with 100 bytes in two messages of 30 and 70: trainer 0 begins with engine
     0, and trainer 1 with engine 1. After 50 bytes all change; the second message is in the second half of its route."""
     turns = {
-        (0, 0): [Turn(50, 0, 0), Turn(100, 4, 100)],
-        (1, 1): [Turn(50, 1, 0), Turn(100, 5, 100)],
-        (0, 1): [Turn(50, 2, 50), Turn(100, 6, 150)],
-        (1, 0): [Turn(50, 3, 50), Turn(100, 7, 150)],
+        (0, 0): [Turn(50, 0), Turn(100, 4)],
+        (1, 1): [Turn(50, 1), Turn(100, 5)],
+        (0, 1): [Turn(50, 2), Turn(100, 6)],
+        (1, 0): [Turn(50, 3), Turn(100, 7)],
     }
     every = [sized(s, d, n, size) for s, d in turns for n, size in enumerate((30, 70))]
     order = [(m.source, m.destination, m.number) for m in schedule(reversed(every), turns)]

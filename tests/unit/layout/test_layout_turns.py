@@ -19,30 +19,55 @@ ROUTES = st.dictionaries(
 
 
 def blocks(routes: dict[tuple[int, int], int]) -> list[tuple[int, int, tuple[int, int]]]:
-    """(begin, end, route) of every block, in the order of their numbers."""
+    """(begin, end, route) of every block, in the order of their numbers. A block begins when both of its ends are
+    free."""
     found = []
     for route, turns in zip(routes, order_routes(*zip(*routes), list(routes.values())), strict=True):
         sent = 0
         for turn in turns:
-            found.append((turn.number, turn.begin, turn.begin + turn.stop - sent, route))
+            found.append((turn.number, turn.stop - sent, route))
             sent = turn.stop
         assert sent == routes[route], "the blocks add up"
     assert sorted(number for number, *_ in found) == list(range(len(found)))
-    return [entry[1:] for entry in sorted(found)]
+    played, free = [], {}
+    for _, size, route in sorted(found):
+        ends = [("source", route[0]), ("destination", route[1])]
+        begin = max(free.get(end, 0) for end in ends)
+        free |= dict.fromkeys(ends, begin + size)
+        played.append((begin, begin + size, route))
+    return played
 
 
 @given(ROUTES)
-def test_each_end_has_one_block_at_a_time_and_nobody_waits_without_need(routes):
+def test_the_order_is_that_of_time_and_nobody_waits_without_need(routes):
     played = blocks(routes)
     assert [begin for begin, *_ in played] == sorted(begin for begin, *_ in played), "numbers follow the time"
+    for side in (0, 1):  # while an end is idle, the other ends of what it has left are busy
+        for idle_from, idle_to, end in gaps(played, side):
+            for begin, _, route in played:
+                if route[side] == end and begin >= idle_to:
+                    other = route[1 - side]
+                    busy = sum(
+                        min(e, idle_to) - max(b, idle_from)
+                        for b, e, r in played
+                        if r[1 - side] == other and b < idle_to and e > idle_from
+                    )
+                    assert busy == idle_to - idle_from
     loads = [sum(size for ends, size in routes.items() if ends[side] == end) for side in (0, 1) for end in range(6)]
     assert max(end for _, end, _ in played) < 2 * max(loads)
     for begin, end, route in played:
         assert end - begin <= 1.5 * max(loads) / NUM_BLOCKS + 2
-        beside = [other for other in played if any(a == b for a, b in zip(other[2], route)) and other[2] != route]
-        assert all(e <= begin or b >= end for b, e, _ in beside)
-        if begin:  # it began when one of its ends became free
-            assert any(other_end == begin and any(a == b for a, b in zip(r, route)) for _, other_end, r in played)
+
+
+def gaps(played, side: int):
+    """(from, to, end) of each time in which an end waits between two blocks, or before its first one."""
+    for end in {route[side] for *_, route in played}:
+        free = 0
+        for begin, stop, route in played:
+            if route[side] == end:
+                if begin > free:
+                    yield free, begin, end
+                free = stop
 
 
 def test_three_routes_by_hand():
