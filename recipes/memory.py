@@ -191,7 +191,7 @@ def engine_expert_bytes(shape: ModelShape, rollout: RolloutConfig, width: int) -
     """The bytes of the routed experts on the fullest rank of an engine."""
     placed = FAMILIES[shape.family].vllm_placed(shape, rollout.tensor, 0, rollout.expert_parallel)
     elements = sum(
-        len(placement.experts) * sum(volume(local) for _, _, local in placement.pieces)
+        placement.num_experts * sum(volume(local) for _, _, local in placement.pieces)
         for placement, _, _ in placed
         if placement.experts is not None
     )

@@ -74,7 +74,7 @@ def rank_parameters(shape: ModelShape, mesh: Mesh, rank: int) -> RankParameters:
     for placement, _, prefix in FAMILIES[shape.family].megatron_placed(shape, mesh, rank):
         in_vocabulary = is_vocabulary(placement.local_name)
         elements = rows * shape.hidden_size if in_vocabulary else sum(volume(local) for _, _, local in placement.pieces)
-        number = 1 if placement.experts is None else len(placement.experts)
+        number = placement.num_experts
         if placement.float32:
             constant += elements * number
             continue

@@ -32,7 +32,7 @@ from megatron_rl.bridge.line import (
 from megatron_rl.bridge.memory import Slots, synchronize
 from megatron_rl.bridge.messages import Message, Named, in_place, schedule, split_messages
 from megatron_rl.bridge.setup import BridgeSetup
-from megatron_rl.layout import check_parameters, vllm_shards
+from megatron_rl.layout import check_parameters
 
 
 class Parameters:
@@ -226,9 +226,7 @@ class Intake:
 
 
 def _check(setup: BridgeSetup, rank: int, forms: Mapping[str, Tensor], messages: list[Message], side: str) -> None:
-    engines = setup.engines
-    shards = vllm_shards(setup.shape, engines.tensor, rank, engines.expert_parallel, engines.pipeline)
-    check_parameters(shards, {name: tuple(form.shape) for name, form in forms.items()}, side)
+    check_parameters(setup.engine_shards(rank), {name: tuple(form.shape) for name, form in forms.items()}, side)
     for copy in (copy for message in messages for copy in message.copies):
         dtype = forms[copy.destination_name].dtype
         if dtype != getattr(torch, copy.dtype):

@@ -40,8 +40,10 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from megatron_rl.bridge.intake import Intake, Parameters
 from megatron_rl.bridge.messages import Message
+from megatron_rl.bridge.recording import record_loading
 from megatron_rl.bridge.setup import BridgeSetup
-from megatron_rl.layout import Engines
+from megatron_rl.layout import Engines, Recording
+from megatron_rl.types import ModelShape
 
 BACKEND = "megatron_rl"
 
@@ -72,6 +74,10 @@ class BridgeReceiver(WeightTransferEngine[JoinInfo, PushInfo]):
     update_info_cls = PushInfo
     supports_draft_weight_update = False
     _intake: Intake | None = None
+
+    def record(self, shape: ModelShape) -> Recording:
+        """What this rank holds of a checkpoint; see `recording.record_loading`."""
+        return record_loading(self.model, shape, self.model_config.dtype)
 
     def init_transfer_engine(self, init_info: JoinInfo) -> None:
         """Join all trainer ranks and all other engines. An earlier joining ends.

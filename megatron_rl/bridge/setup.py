@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from megatron_rl.layout import Engines, Links, TransferPlan, plan_weights
+from megatron_rl.layout import Engines, Links, Recording, Shard, TransferPlan, plan_weights, vllm_shards
 from megatron_rl.types import Mesh, ModelShape
 
 BUCKET_BYTES = 64 * 2**20
@@ -47,6 +47,9 @@ class BridgeSetup:
     links: Links = Links()
     """The nodes and links of the ranks. Of several trainer ranks with the same weights, one in the engine's node sends
     them."""
+    recorded: tuple[Recording, ...] = field(default=(), repr=False)
+    """What each rank of an engine holds, as vLLM's loaders showed it (`recording.py`). If it is empty, the family's
+    table says so."""
 
     def __post_init__(self) -> None:
         if self.bucket_bytes < 1 or self.timeout_s <= 0:
@@ -56,12 +59,26 @@ class BridgeSetup:
             )
         if self.folder is not None and self.engines.num > 1:
             raise ValueError("files are read by any number of engines: describe one, engines.num=1")
+        assert len(self.recorded) in (0, self.engines.world_size), "one recording for each rank of an engine"
 
     @cached_property
     def transfer_plan(self) -> TransferPlan:
         return plan_weights(
-            self.shape, self.mesh, self.engines, fused_norms=self.fused_norms, dtype=self.dtype, links=self.links
+            self.shape,
+            self.mesh,
+            self.engines,
+            fused_norms=self.fused_norms,
+            dtype=self.dtype,
+            links=self.links,
+            recorded=self.recorded,
         )
+
+    def engine_shards(self, rank: int) -> list[Shard]:
+        """All parameters of one rank of an engine."""
+        if self.recorded:
+            return self.recorded[rank].shards
+        engines = self.engines
+        return vllm_shards(self.shape, engines.tensor, rank, engines.expert_parallel, engines.pipeline)
 
     @property
     def world_size(self) -> int:

@@ -28,7 +28,7 @@ from megatron_rl.cluster.policy import PolicyGroup
 from megatron_rl.cluster.process import Process
 from megatron_rl.cluster.waiting import explain, gather, settle
 from megatron_rl.config.schema import GrpoRunConfig
-from megatron_rl.layout import Engines, Links
+from megatron_rl.layout import Engines, Links, Recording
 from megatron_rl.ports import PolicyLost, TooManyRestarts
 from megatron_rl.types import Metrics
 
@@ -69,6 +69,7 @@ class RayBridge:
         self._links = links
         self._host = find_interface(network_environment(config.cluster, os.environ)).address
         self._secret, self._log, self._epoch = secrets.token_hex(16), logs / "bridge.log", 0
+        self._recorded: tuple[Recording, ...] = ()
         self._store = host_store(self._host)
         self._join()
         self._num_reported = 0
@@ -78,6 +79,10 @@ class RayBridge:
     def _join(self) -> None:
         self._policy.before("pushing")
         rollout, bridge = self._config.rollout, self._config.bridge
+        if not self._recorded:  # engines are equal, so the first one tells for all
+            process, timeout_s = self._engines.processes[0], self._config.cluster.start_timeout_s
+            call = process.actor.record_loading.remote(self._spec.shape)
+            (self._recorded,) = gather([call], [process], "to show how it loads weights", timeout_s)
         setup = BridgeSetup(
             shape=self._spec.shape,
             mesh=self._policy.mesh,
@@ -96,13 +101,12 @@ class RayBridge:
             bucket_bytes=int(bridge.bucket_mib * 2**20),
             timeout_s=bridge.timeout_s,
             links=self._links,
+            recorded=self._recorded,
         )
         self._epoch += 1
-        calls = [rank.connect.remote(setup) for rank in self._policy.ranks]
-        calls += [
-            engine.connect.remote({"setup": setup.as_dict(), "engine": i})
-            for i, engine in enumerate(self._engines.engines)
-        ]
+        as_value, as_json = ray.put(setup), ray.put(setup.as_dict())  # one copy for each node
+        calls = [rank.connect.remote(as_value) for rank in self._policy.ranks]
+        calls += [engine.connect.remote(as_json, i) for i, engine in enumerate(self._engines.engines)]
         processes = [*self._policy.processes, *self._engines.processes]
         try:
             gather(calls, processes, "to join the bridge", self._config.cluster.start_timeout_s)

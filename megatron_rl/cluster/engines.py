@@ -26,9 +26,10 @@ from megatron_rl.cluster.process import Location, Process, begin_process, locate
 from megatron_rl.cluster.restarts import Restarts
 from megatron_rl.cluster.waiting import explain, gather, locate_all, settle
 from megatron_rl.config.schema import GrpoRunConfig
+from megatron_rl.layout import Recording
 from megatron_rl.rollout.engine import VllmEngine
 from megatron_rl.rollout.progress import remove_records
-from megatron_rl.types import Group, Metrics, Phase, Prompt, Sample, Tokens
+from megatron_rl.types import Group, Metrics, ModelShape, Phase, Prompt, Sample, Tokens
 
 ALIVE_S = 30.0
 """An engine that does not answer within this time whether it is alive is replaced."""
@@ -78,8 +79,14 @@ class EngineRank:
         await self.engine.enter(phase)
         log.info("entered the phase %s in %.3f s", phase, time.perf_counter() - start)
 
-    async def connect(self, info: dict[str, Any]) -> None:
-        await self.engine.init_transfer(info)
+    async def record_loading(self, shape: ModelShape) -> tuple[Recording, ...]:
+        start = time.perf_counter()
+        recorded = await self.engine.record_loading(shape)
+        log.info("showed the bridge how it loads weights, in %.3f s", time.perf_counter() - start)
+        return recorded
+
+    async def connect(self, setup: dict[str, Any], index: int) -> None:
+        await self.engine.init_transfer({"setup": setup, "engine": index})
 
     async def ready(self) -> None:
         await self.engine.ready()

@@ -9,6 +9,7 @@ from megatron_rl.layout.families import FAMILIES
 from megatron_rl.layout.family import Family
 from megatron_rl.layout.hub import HubIndex, check_model, scan
 from megatron_rl.layout.links import Links
+from megatron_rl.layout.recorded import Recording, box_of_view
 from megatron_rl.layout.shards import Box, Shard, check_parameters, slices, volume
 from megatron_rl.layout.splits import VOCABULARY_MULTIPLE, padded
 from megatron_rl.layout.transfer import TransferPlan, plan_weights
@@ -40,9 +41,11 @@ __all__ = [
     "Family",
     "HubIndex",
     "Links",
+    "Recording",
     "Shard",
     "TransferPlan",
     "Turn",
+    "box_of_view",
     "check_model",
     "check_parameters",
     "megatron_shards",

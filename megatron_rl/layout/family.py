@@ -61,9 +61,9 @@ class Rule:
     hf: tuple[HfTensor, ...]
     megatron: str
     """Megatron's name. `{}` stands for the expert, counted from 0 on each rank."""
-    vllm: str
-    """vLLM's name. A row of experts without `{}` is one parameter that stacks the experts of the rank along a new first
-    dim."""
+    vllm: str | None = None
+    """vLLM's name, if it differs from the HF tensor's. A row of experts without `{}` is one parameter that stacks the
+    experts of the rank along a new first dim."""
     fused: str | None = None
     """Megatron's name with Transformer Engine's layers, if it differs: these fuse a norm into the linear layer after
     it, and put the experts into one grouped layer."""
@@ -95,9 +95,15 @@ class Placement:
     local_name: str
     pieces: tuple[tuple[str, Box, Box], ...]
     """The pieces of the parameter: (HF name, HF box, local box)."""
-    experts: range | None
-    """The experts of the rank, by their numbers in the checkpoint; None if the row has no experts."""
+    experts: tuple[int, int] | None
+    """The interval [start, stop) of the rank's experts, by their numbers in the checkpoint; None if the row has no
+    experts."""
     float32: bool = False
+
+    @property
+    def num_experts(self) -> int:
+        """1 if the row has no experts."""
+        return 1 if self.experts is None else self.experts[1] - self.experts[0]
 
     def shards(self, hf_prefix: str = "", prefix: str = "") -> Iterator[Shard]:
         local_name = prefix + self.local_name
@@ -106,7 +112,7 @@ class Placement:
                 yield Shard(hf_prefix + hf_name, hf_box, local_name, local_box)
             return
         stacked = "{}" not in local_name
-        for index, expert in enumerate(self.experts):
+        for index, expert in enumerate(range(*self.experts)):
             for hf_name, hf_box, local_box in self.pieces:
                 box = ((index, index + 1), *local_box) if stacked else local_box
                 yield Shard(hf_prefix + hf_name.format(expert), hf_box, local_name.format(index), box)
@@ -291,7 +297,7 @@ class Family:
             local = name or (rule.fused if fused_norms and rule.fused else rule.megatron)
             if not rule.per_expert:
                 return _place(rule, split, shape, (mesh.tensor, tensor), local)
-            experts = range(*part(_num_experts(shape), mesh.expert, expert))
+            experts = part(_num_experts(shape), mesh.expert, expert)
             return _place(rule, split, shape, (mesh.expert_ways, expert_tensor), local, experts)
 
         placed: list[Placed] = []
@@ -343,12 +349,13 @@ class Family:
         first, last = stage == 0, stage == pipeline - 1
 
         def place(rule: Rule) -> Placement:
+            name = rule.vllm or rule.hf[0].name
             if not rule.per_expert:
-                return _place(rule, rule.split.vllm, shape, (tensor, tensor_rank), rule.vllm)
+                return _place(rule, rule.split.vllm, shape, (tensor, tensor_rank), name)
             if expert_parallel:
-                return _place(rule, rule.split.vllm, shape, (1, 0), rule.vllm, _linear(shape, tensor, tensor_rank))
-            experts = range(_num_experts(shape))
-            return _place(rule, rule.split.vllm, shape, (tensor, tensor_rank), rule.vllm, experts)
+                return _place(rule, rule.split.vllm, shape, (1, 0), name, _linear(shape, tensor, tensor_rank))
+            experts = 0, _num_experts(shape)
+            return _place(rule, rule.split.vllm, shape, (tensor, tensor_rank), name, experts)
 
         placed: list[Placed] = []
         if first or self.vllm_repeats_ends or (shape.tied_embeddings and last):
@@ -379,7 +386,7 @@ def _place(
     shape: ModelShape,
     where: tuple[int, int],
     local_name: str,
-    experts: range | None = None,
+    experts: tuple[int, int] | None = None,
 ) -> Placement:
     """The placement of one row on one rank.
 
@@ -404,11 +411,11 @@ def _with(extent: tuple[int, ...], dim: int, start: int, stop: int) -> Box:
     return tuple((start, stop) if d == dim else (0, length) for d, length in enumerate(extent))
 
 
-def _linear(shape: ModelShape, ways: int, rank: int) -> range:
+def _linear(shape: ModelShape, ways: int, rank: int) -> tuple[int, int]:
     """The experts of a rank in vLLM's linear placement. If they do not divide evenly, the first ranks hold one more."""
     base, more = divmod(_num_experts(shape), ways)
     start = rank * base + min(rank, more)
-    return range(start, start + base + (rank < more))
+    return start, start + base + (rank < more)
 
 
 def _vllm_layers(num_layers: int, pipeline: int, stage: int) -> range:

@@ -87,12 +87,10 @@ class Side:
 
 
 def _cuts(placement: Placement) -> Iterable[Cut]:
-    experts = placement.experts
-    interval = (0, 1) if experts is None else (experts.start, experts.stop)
     for kind, hf_box, local_box in placement.pieces:
-        box = (interval, *hf_box)
+        box = (placement.experts or (0, 1), *hf_box)
         if volume(box):  # a rank with only padding rows holds nothing
-            yield Cut(kind, box, placement.local_name, local_box, experts is not None, placement.float32)
+            yield Cut(kind, box, placement.local_name, local_box, placement.experts is not None, placement.float32)
 
 
 def expand(starts: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -21,6 +21,7 @@ from megatron_rl.layout.copies import WIDTHS, Copy
 from megatron_rl.layout.engines import Engines
 from megatron_rl.layout.families import FAMILIES
 from megatron_rl.layout.links import Links
+from megatron_rl.layout.recorded import Recording
 from megatron_rl.layout.regions import Regions, Side, intersect_sides
 from megatron_rl.layout.shards import volume
 from megatron_rl.layout.turns import Turn, order_routes
@@ -233,12 +234,14 @@ def plan_weights(
     fused_norms: bool = False,
     dtype: str = "bfloat16",
     links: Links = Links(),
+    recorded: tuple[Recording, ...] = (),
 ) -> TransferPlan:
     """The plan from a trainer to equal engines. A destination rank is engine * engines.world_size + the engine's rank.
 
     Args:
         fused_norms: the trainer has Transformer Engine's layers.
         dtype: the dtype in which the bytes are sent.
+        recorded: what the ranks of an engine hold. If it is empty, the family's table says so.
 
     Raises:
         ValueError: the mesh does not divide heads, FFNs, experts or layers, or vLLM cannot split the family so widely.
@@ -246,9 +249,13 @@ def plan_weights(
     family = FAMILIES[shape.family]
     tensor, pipeline = engines.tensor, engines.pipeline
     source = Side.of(family.megatron_placed(shape, mesh, rank, fused_norms) for rank in range(mesh.world_size))
-    destination = Side.of(
-        family.vllm_placed(shape, tensor, rank, engines.expert_parallel, pipeline) for rank in range(tensor * pipeline)
-    )
+    if recorded:
+        destination = Side.of(rank.placed for rank in recorded)
+    else:
+        destination = Side.of(
+            family.vllm_placed(shape, tensor, rank, engines.expert_parallel, pipeline)
+            for rank in range(tensor * pipeline)
+        )
     return plan_regions(intersect_sides(source, destination), mesh.world_size, engines, links, dtype)
 
 

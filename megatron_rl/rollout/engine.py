@@ -39,7 +39,7 @@ from pydantic import ValidationError
 
 from megatron_rl.config.policy import ModelConfig
 from megatron_rl.config.rollout import RolloutConfig
-from megatron_rl.layout import read_shape
+from megatron_rl.layout import Recording, read_shape
 from megatron_rl.rollout.engine_thread import EngineThread
 from megatron_rl.rollout.program import (
     Call,
@@ -56,7 +56,7 @@ from megatron_rl.rollout.progress import Progress, recorded
 from megatron_rl.rollout.request_queue import Request, RequestQueue
 from megatron_rl.rollout.start import make_engine
 from megatron_rl.rollout.vocabulary import delimiter_ids, stop_ids
-from megatron_rl.types import Metrics, Phase, Prompt, Sample, Tokens
+from megatron_rl.types import Metrics, ModelShape, Phase, Prompt, Sample, Tokens
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
@@ -326,6 +326,18 @@ class VllmEngine:
                 f"the engine is in the phase {self._phase}, in which the trainers have the memory of its "
                 f"{' and '.join(sorted(missing))}; it must enter the phase {phase} first"
             )
+
+    async def record_loading(self, shape: ModelShape) -> tuple[Recording, ...]:
+        """What each rank of the engine holds of a checkpoint, as vLLM's loaders show it.
+
+        Raises:
+            ValueError: a loader of vLLM computes with weights, or rearranges them.
+        """
+        call = partial(self._thread.engine.collective_rpc, "record_loading", args=(shape,))
+        answers = await self._thread.call(call)
+        for error in filter(lambda answer: isinstance(answer, str), answers):
+            raise ValueError(error)
+        return tuple(answers)
 
     async def init_transfer(self, info: dict[str, Any]) -> None:
         """Join the bridge. All trainer ranks and all engines must do so at the same time.

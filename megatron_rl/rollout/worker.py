@@ -18,10 +18,13 @@ import numpy as np
 import torch
 
 from megatron_rl.processes import STACKS
+from megatron_rl.types import ModelShape
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import ModelRunnerOutput
+
+    from megatron_rl.layout import Recording
 
 PR_SET_PDEATHSIG = 1
 """A constant of linux/prctl.h."""
@@ -110,6 +113,13 @@ class RolloutWorker:
             return output
 
         runner.execute_model, runner.sample_tokens = begin_and_execute, sample_and_collect
+
+    def record_loading(self, shape: ModelShape) -> Recording | str:
+        """What this rank holds of a checkpoint, or the message of an error; see `take_weights`."""
+        try:
+            return self.weight_transfer_engine.record(shape)
+        except Exception as error:
+            return str(error) or repr(error)
 
     def take_weights(self, version: int) -> str | None:
         """Receive all weights through vLLM's weight transfer engine. Returns None, or the message of an error.

@@ -16,9 +16,9 @@ from vllm_workers import called_in_workers
 from megatron_rl.bridge.setup import BridgeSetup
 from megatron_rl.config.policy import ModelConfig
 from megatron_rl.config.rollout import RolloutConfig, SamplingConfig
-from megatron_rl.layout import Engines
+from megatron_rl.layout import Engines, Recording
 from megatron_rl.rollout.engine import VllmEngine
-from megatron_rl.types import Prompt, Tokens
+from megatron_rl.types import ModelShape, Prompt, Tokens
 
 
 def held(worker) -> dict[str, Tensor]:
@@ -79,6 +79,10 @@ class Fleet:
             self._pipes.append(ours)
             self._processes.append(process)
         self._all([("start",)] * engines.num)
+
+    def record(self, shape: ModelShape) -> tuple[Recording, ...]:
+        """What the ranks of the first engine hold."""
+        return self._all([("record_loading", shape)])[0]
 
     def join(self, setup: BridgeSetup) -> None:
         infos = [{"setup": setup.as_dict(), "engine": i} for i in range(setup.engines.num)]

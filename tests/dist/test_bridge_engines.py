@@ -3,6 +3,9 @@
 The expected weights are those that the tools for checkpoints make of the trainers' parameters: bridge and tools have
 the family's tables in common, and nothing else. The expected log-probs are those of trainers and transformers. Not seen
 here: GPUs, and with them NCCL and CUDA IPC.
+
+What an engine holds is read off vLLM's loaders, once it has processed its layers; the expectation is made with the
+family's table.
 """
 
 from __future__ import annotations
@@ -235,7 +238,18 @@ def test_engines_hold_and_say_what_the_trainers_do(trainers, store, fleet_of, ve
     fleet, version = fleet_of(name), next(versions)
     shape = read_shape(fleet.folder)
     engines = replace(fleet.kind, num=num)
-    setup = BridgeSetup(shape, mesh, False, engines, "float32", "127.0.0.1", store.port, epoch=version, timeout_s=deadline(60))
+    setup = BridgeSetup(
+        shape,
+        mesh,
+        False,
+        engines,
+        "float32",
+        "127.0.0.1",
+        store.port,
+        epoch=version,
+        timeout_s=deadline(60),
+        recorded=fleet.record(shape),
+    )
     with ThreadPoolExecutor(1) as pool:
         given = dict(folder=fleet.folder, layout=Layout(mesh), setup=setup, version=version)
         training = pool.submit(trainers.run, "push_weights", mesh.world_size, **given)

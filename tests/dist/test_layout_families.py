@@ -145,17 +145,19 @@ ENGINES = [
 ]
 
 
-def test_class_names_and_extents_are_those_that_vllm_builds(folders, tmp_path):
+def test_class_names_extents_and_rectangles_are_those_of_vllm(folders, tmp_path):
     asked = [(str(folders[name]), *ways) for name, *ways in ENGINES]
     calls = [("vllm_models", "rank_parameters", f"file://{tmp_path}/meeting", rank, asked) for rank in range(2)]
     ranks = warm.together(in_process, calls, deadline(240))
     for i, (name, tensor, pipeline, expert_parallel) in enumerate(ENGINES):
         shape = read_shape(folders[name])
         for rank in range(tensor * pipeline):
-            model, parameters = ranks[rank][i]
+            model, parameters, recording = ranks[rank][i]
             assert model == FAMILIES[shape.family].vllm_model
             shards = vllm_shards(shape, tensor, rank, expert_parallel, pipeline)
             check_parameters(shards, parameters, f"{name}, rank {rank} of TP{tensor} PP{pipeline}")
+            assert set(recording.shards) == set(shards), f"{name}, rank {rank} of TP{tensor} PP{pipeline}"
+            assert len(recording.shards) == len(shards)
 
 
 @pytest.mark.parametrize(

@@ -26,14 +26,11 @@ def _direct(shape: ModelShape) -> bool:
 _KV_DOWN = (HfTensor("self_attn.kv_a_proj_with_mqa.weight", ("kv_down", "hidden")),)
 
 _ATTENTION = (
-    Rule(
-        REPLICATED, hf=INPUT_NORM.hf, megatron=INPUT_NORM.megatron, vllm=INPUT_NORM.vllm
-    ),  # never fused: three layers read it
+    Rule(REPLICATED, hf=INPUT_NORM.hf, megatron=INPUT_NORM.megatron),  # never fused: three layers read it
     Rule(
         ROWS,
         hf=(HfTensor("self_attn.q_proj.weight", ("q_up", "hidden")),),
         megatron="self_attention.linear_q_proj.weight",
-        vllm="self_attn.q_proj.weight",
         when=_direct,
     ),
     Rule(
@@ -48,14 +45,12 @@ _ATTENTION = (
         hf=(HfTensor("self_attn.q_a_layernorm.weight", ("query_rank",)),),
         megatron="self_attention.q_layernorm.weight",
         fused="self_attention.linear_q_up_proj.layer_norm_weight",
-        vllm="self_attn.q_a_layernorm.weight",
         when=_low_rank,
     ),
     Rule(
         ROWS,
         hf=(HfTensor("self_attn.q_b_proj.weight", ("q_up", "query_rank")),),
         megatron="self_attention.linear_q_up_proj.weight",
-        vllm="self_attn.q_b_proj.weight",
         when=_low_rank,
     ),
     Rule(
@@ -69,7 +64,6 @@ _ATTENTION = (
         LATENT_DOWN,
         hf=_KV_DOWN,
         megatron="self_attention.linear_kv_down_proj.weight",
-        vllm="self_attn.kv_a_proj_with_mqa.weight",
         when=_direct,
     ),
     Rule(
@@ -77,19 +71,16 @@ _ATTENTION = (
         hf=(HfTensor("self_attn.kv_a_layernorm.weight", ("kv_rank",)),),
         megatron="self_attention.kv_layernorm.weight",
         fused="self_attention.linear_kv_up_proj.layer_norm_weight",
-        vllm="self_attn.kv_a_layernorm.weight",
     ),
     Rule(
         ROWS,
         hf=(HfTensor("self_attn.kv_b_proj.weight", ("kv_up", "kv_rank")),),
         megatron="self_attention.linear_kv_up_proj.weight",
-        vllm="self_attn.kv_b_proj.weight",
     ),
     Rule(
         COLUMNS,
         hf=(HfTensor("self_attn.o_proj.weight", ("hidden", "value")),),
         megatron="self_attention.linear_proj.weight",
-        vllm="self_attn.o_proj.weight",
     ),
 )
 
@@ -98,7 +89,6 @@ _SHARED_EXPERTS = (
         REPLICATED,
         hf=(HfTensor("mlp.gate.e_score_correction_bias", ("experts",)),),
         megatron="mlp.router.expert_bias",
-        vllm="mlp.gate.e_score_correction_bias",
         float32=True,  # its updates are so small that bfloat16 would round them away
     ),
     Rule(
@@ -114,7 +104,6 @@ _SHARED_EXPERTS = (
         COLUMNS,
         hf=(HfTensor("mlp.shared_experts.down_proj.weight", ("hidden", "shared_ffn")),),
         megatron="mlp.shared_experts.linear_fc2.weight",
-        vllm="mlp.shared_experts.down_proj.weight",
     ),
 )
 

@@ -22,26 +22,22 @@ _ATTENTION = (
         WIDE_NORM,
         hf=(HfTensor("self_attn.q_norm.weight", ("q",)),),
         megatron="self_attention.q_layernorm.weight",
-        vllm="self_attn.q_norm.weight",
     ),
     Rule(
         WIDE_NORM,
         hf=(HfTensor("self_attn.k_norm.weight", ("kv",)),),
         megatron="self_attention.k_layernorm.weight",
-        vllm="self_attn.k_norm.weight",
     ),
     ATTENTION_OUTPUT,
     Rule(
         REPLICATED,
         hf=(HfTensor("post_attention_layernorm.weight", ("hidden",)),),
         megatron="post_self_attn_layernorm.weight",
-        vllm="post_attention_layernorm.weight",
     ),
     Rule(
         REPLICATED,
         hf=(HfTensor("post_feedforward_layernorm.weight", ("hidden",)),),
         megatron="post_mlp_layernorm.weight",
-        vllm="post_feedforward_layernorm.weight",
     ),
 )
 

@@ -11,19 +11,16 @@ EMBEDDING = Rule(
     VOCABULARY,
     hf=(HfTensor("model.embed_tokens.weight", ("vocab", "hidden")),),
     megatron="embedding.word_embeddings.weight",
-    vllm="model.embed_tokens.weight",
 )
 FINAL_NORM = Rule(
     REPLICATED,
     hf=(HfTensor("model.norm.weight", ("hidden",)),),
     megatron="decoder.final_layernorm.weight",
-    vllm="model.norm.weight",
 )
 OUTPUT = Rule(
     VOCABULARY,
     hf=(HfTensor("lm_head.weight", ("vocab", "hidden")),),
     megatron="output_layer.weight",
-    vllm="lm_head.weight",
 )
 
 
@@ -42,7 +39,6 @@ INPUT_NORM = Rule(
     hf=(HfTensor("input_layernorm.weight", ("hidden",)),),
     megatron="input_layernorm.weight",
     fused="self_attention.linear_qkv.layer_norm_weight",
-    vllm="input_layernorm.weight",
 )
 QKV_WEIGHT = Rule(
     QKV,
@@ -69,13 +65,11 @@ HEAD_NORMS = (
         REPLICATED,
         hf=(HfTensor("self_attn.q_norm.weight", ("head",)),),
         megatron="self_attention.q_layernorm.weight",
-        vllm="self_attn.q_norm.weight",
     ),
     Rule(
         REPLICATED,
         hf=(HfTensor("self_attn.k_norm.weight", ("head",)),),
         megatron="self_attention.k_layernorm.weight",
-        vllm="self_attn.k_norm.weight",
     ),
 )
 """The norms of q and of k. All heads share their weights."""
@@ -83,21 +77,18 @@ ATTENTION_OUTPUT = Rule(
     COLUMNS,
     hf=(HfTensor("self_attn.o_proj.weight", ("hidden", "q")),),
     megatron="self_attention.linear_proj.weight",
-    vllm="self_attn.o_proj.weight",
 )
 MLP_NORM = Rule(
     REPLICATED,
     hf=(HfTensor("post_attention_layernorm.weight", ("hidden",)),),
     megatron="pre_mlp_layernorm.weight",
     fused="mlp.linear_fc1.layer_norm_weight",
-    vllm="post_attention_layernorm.weight",
 )
 """The norm in front of a dense MLP."""
 MIXTURE_NORM = Rule(
     REPLICATED,
     hf=MLP_NORM.hf,
     megatron=MLP_NORM.megatron,
-    vllm=MLP_NORM.vllm,
 )
 """The norm in front of a mixture of experts. Router and experts read its output, so it is never fused."""
 GATED_MLP = (
@@ -114,7 +105,6 @@ GATED_MLP = (
         COLUMNS,
         hf=(HfTensor("mlp.down_proj.weight", ("hidden", "ffn")),),
         megatron="mlp.linear_fc2.weight",
-        vllm="mlp.down_proj.weight",
     ),
 )
 LLAMA_ATTENTION = (INPUT_NORM, QKV_WEIGHT, ATTENTION_OUTPUT)
@@ -129,7 +119,6 @@ def mixture_rows(block: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
             REPLICATED,
             hf=(HfTensor(f"{block}.gate.weight", ("experts", "hidden")),),
             megatron="mlp.router.weight",
-            vllm=f"{block}.gate.weight",
         ),
         Rule(
             ROWS,

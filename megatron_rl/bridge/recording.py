@@ -1,0 +1,108 @@
+"""The engine's side of the transfer plan, read off vLLM: its own loaders get tensors without memory in place of a
+checkpoint, and what they would copy is written down as rectangles.
+
+So the plan is right for the model that runs, whatever class of vLLM runs it. Invariant (tests/dist): where the family's
+table has vLLM's side, the recording equals it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from vllm.model_executor.model_loader.reload.layerwise import (
+    _get_original_loader,
+    _place_kernel_tensors,
+    get_layerwise_info,
+    initialize_layerwise_reload,
+)
+from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
+
+from megatron_rl.layout import FAMILIES, Recording, Shard, box_of_view
+from megatron_rl.types import ModelShape
+
+
+def record_loading(model: nn.Module, shape: ModelShape, dtype: torch.dtype) -> Recording:
+    """What this rank of an engine holds of a checkpoint. The model's weights stay as they are.
+
+    Args:
+        model: vLLM's model. Its layers may have been processed, and may hold nothing in the checkpoint's form.
+        dtype: the dtype of the checkpoint's tensors.
+
+    Raises:
+        ValueError: a loader does not just copy rectangles, but computes with a weight or rearranges it.
+    """
+    family = FAMILIES[shape.family]
+    sources = {
+        name: torch.empty(extents, dtype=torch.float32 if family.is_float32(name) else dtype, device="meta")
+        for name, extents in family.hf_tensors(shape).items()
+    }
+    with _in_checkpoint_form(model):
+        copies = _Copies(sources, dict(model.named_parameters()))
+        with copies:
+            model.load_weights(iter(sources.items()))
+    return Recording.of(copies.shards, family)
+
+
+@contextmanager
+def _in_checkpoint_form(model: nn.Module) -> Iterator[None]:
+    """The parameters have the form in which vLLM made them, without memory, and their own loaders, as at a reload by
+    vLLM. Nothing is loaded or processed. The layers then get back what they had."""
+    initialize_layerwise_reload(model)
+    try:
+        for layer in model.modules():
+            for tensor in get_layer_tensors(layer).values():
+                if hasattr(tensor, "weight_loader"):  # without the wrapper that processes a layer when it is complete
+                    tensor.weight_loader = _get_original_loader(tensor)
+        yield
+    finally:
+        for layer in model.modules():
+            info = get_layerwise_info(layer)
+            _place_kernel_tensors(layer, info)
+            info.reset()
+        model._do_torchao_reload = model._original_do_torchao_reload
+
+
+class _Copies(TorchDispatchMode):
+    """While it is active, copies between the given tensors are written down and not made. A view is known by the
+    storage that it has in common with its tensor."""
+
+    def __init__(self, sources: Mapping[str, Tensor], destinations: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self.shards: list[Shard] = []
+        self._sources, self._destinations = _by_storage(sources), _by_storage(destinations)
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is not torch.ops.aten.copy_.default:
+            return function(*args, **(kwargs or {}))
+        to, what = args[:2]
+        name, destination = self._destinations.get(_storage(to), ("", to))
+        hf_name, source = self._sources.get(_storage(what), ("", what))
+        if name and hf_name:
+            hf_box, box = _box(source, what), _box(destination, to)
+            if hf_box is None or box is None or [b - a for a, b in hf_box] != [b - a for a, b in box][-len(hf_box) :]:
+                raise ValueError(
+                    f"vLLM rearranges {hf_name} while it loads {name}, and the bridge only copies rectangles"
+                )
+            self.shards.append(Shard(hf_name, hf_box, name, box))
+            return to
+        if name and what.is_meta:
+            raise ValueError(f"vLLM computes {name} from the checkpoint's tensors, and the bridge only copies them")
+        return function(*args, **(kwargs or {}))
+
+
+def _by_storage(tensors: Mapping[str, Tensor]) -> dict[int, tuple[str, Tensor]]:
+    return {_storage(tensor): (name, tensor) for name, tensor in tensors.items()}
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _box(whole: Tensor, view: Tensor):
+    assert whole.is_contiguous(), "vLLM makes parameters contiguous before it loads them"
+    return box_of_view(view.storage_offset() - whole.storage_offset(), view.shape, view.stride(), whole.shape)
