@@ -108,7 +108,7 @@ class BenchRank(EngineRank):
         engine = self.engine._thread.engine
         engine.set_weight_version(str(version))
         engine.reset_prefix_cache(reset_running_requests=True)
-        self.engine._version = version
+        self.engine.weights.version = version
         return {}
 
     async def slot_seconds(self) -> float:

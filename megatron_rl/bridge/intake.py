@@ -45,11 +45,20 @@ class Parameters:
     def __getitem__(self, name: str) -> Tensor:
         return self.forms[name]
 
-    def written(self, message: Message) -> None:
-        """A message has been written, and verified if the push is verified."""
+    def begin(self, version: int, whole: bool) -> None:
+        """A push begins, which is to be verified as a whole or in a sample."""
 
-    def finish(self) -> None:
-        """All messages of a push have been written."""
+    def written(self, message: Message, verified: bool) -> None:
+        """A message has been written, and may have been verified."""
+
+    def finish(self) -> dict[str, str]:
+        """All messages of a push have been written. Returns digests of what the rank holds, by the names of the modules
+        that were verified.
+
+        Raises:
+            RuntimeError: a module does not hold what it should.
+        """
+        return {}
 
 
 class Intake:
@@ -96,7 +105,7 @@ class Intake:
         arrival = {line.memory for line in self._lines.values() if not line.near} or {self._device}
         assert len(arrival) == 1, "all trainers have one kind of device"
         self._slots = Slots(largest, arrival.pop())
-        self._broken = False
+        self._broken = self._verified = False
 
     def _join(self, setup: BridgeSetup, me: int) -> None:
         joining, trainers = Joining(setup, setup.mesh.world_size + me, self._device), setup.mesh.world_size
@@ -125,8 +134,14 @@ class Intake:
         return sum(message.num_bytes for message in self._schedule)
 
     @torch.no_grad()
-    def receive(self, version: int) -> None:
+    def receive(self, version: int, verify: bool = False) -> dict[str, str]:
         """Write one whole push into the live parameters.
+
+        Args:
+            verify: the whole push is verified, as the trainers do it too. The first push always is.
+
+        Returns:
+            Digests of what the rank now holds; see `Parameters.finish`.
 
         Raises:
             RuntimeError: a rank died, stalled past the deadline, or pushed another version; or the bytes are not those
@@ -135,12 +150,15 @@ class Intake:
         if self._broken:
             raise RuntimeError(f"{self._side}: an earlier push broke off; join the bridge anew")
         try:
-            self._receive(version, Deadline(self._timeout_s))
+            self.parameters.begin(version, verify or not self._verified)
+            digests = self._receive(version, Deadline(self._timeout_s))
         except BaseException:
             self.close()  # the other ends fail at once, not at their deadlines
             raise
+        self._verified = True
+        return digests
 
-    def _receive(self, version: int, deadline: Deadline) -> None:
+    def _receive(self, version: int, deadline: Deadline) -> dict[str, str]:
         lines = set(self._lines.values())
         for line in lines:
             line.begin(version, deadline)
@@ -156,7 +174,7 @@ class Intake:
             self._next.finish(version, deadline)
         for line in lines:
             line.finish(version, deadline)
-        self.parameters.finish()
+        return self.parameters.finish()
 
     def _expect(self, index: int) -> None:
         message = self._schedule[index]
@@ -192,7 +210,7 @@ class Intake:
                 f"{self._side} holds other bytes than trainer rank {message.source} sent, in message {message.number} "
                 f"of version {version}: {', '.join(copy.destination_name for copy in message.copies[:3])}"
             )
-        self.parameters.written(message)
+        self.parameters.written(message, header.checksum is not None)
         if not line.near:
             line.acknowledge(message, Acknowledgement(WRITTEN, version))
         if self._next is not None and self._next.acknowledgement(passed_on, deadline).status != WRITTEN:

@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from megatron_rl.bridge.verification import is_sampled
 from megatron_rl.layout import Copy, Turn, slices
 
 ALONE_BYTES = 2**24
@@ -43,6 +44,11 @@ class Message:
     @cached_property
     def num_bytes(self) -> int:
         return sum(copy.num_bytes for copy in self.copies)
+
+    def is_sampled(self, version: int) -> bool:
+        """Whether the push as `version` is verified in a module to which this message brings something."""
+        modules = {copy.destination_name.rpartition(".")[0] for copy in self.copies}
+        return any(is_sampled(module, version) for module in modules)
 
     def parts(self, buffer: Tensor) -> list[Tensor]:
         """Views of the copies' rectangles, which lie one after the other in `buffer` (uint8)."""

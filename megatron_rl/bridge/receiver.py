@@ -10,6 +10,7 @@ GPU.
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -42,7 +43,8 @@ from megatron_rl.bridge.intake import Intake, Parameters
 from megatron_rl.bridge.messages import Message
 from megatron_rl.bridge.recording import record_loading
 from megatron_rl.bridge.setup import BridgeSetup
-from megatron_rl.layout import Engines, Recording
+from megatron_rl.bridge.verification import Sums, is_sampled, kernel_sums, made_anew, short, sums
+from megatron_rl.layout import Box, Engines, Recording, Shard, slices
 from megatron_rl.types import ModelShape
 
 BACKEND = "megatron_rl"
@@ -65,6 +67,8 @@ class JoinInfo(WeightTransferInitInfo):
 @dataclass
 class PushInfo(WeightTransferUpdateInfo):
     version: int
+    verify: bool = False
+    """The whole push is verified, not only a sample."""
 
 
 class BridgeReceiver(WeightTransferEngine[JoinInfo, PushInfo]):
@@ -74,6 +78,8 @@ class BridgeReceiver(WeightTransferEngine[JoinInfo, PushInfo]):
     update_info_cls = PushInfo
     supports_draft_weight_update = False
     _intake: Intake | None = None
+    digests: dict[str, str] = {}
+    """What the rank holds since the last push, by the modules that were verified."""
 
     def record(self, shape: ModelShape) -> Recording:
         """What this rank holds of a checkpoint; see `recording.record_loading`."""
@@ -103,7 +109,8 @@ class BridgeReceiver(WeightTransferEngine[JoinInfo, PushInfo]):
             raise ValueError(f"engine {init_info.engine} is one of {mine}, the bridge is for {engines}")
         if self.device.type == "cpu":
             unpack(self.model)
-        parameters = ModelParameters(self.model, self.model_config, self.device, parallel.world_size)
+        side, shards = f"engine {init_info.engine}, rank {parallel.rank}", setup.engine_shards(parallel.rank)
+        parameters = ModelParameters(self.model, self.model_config, self.device, parallel.world_size, shards, side)
         self._intake = Intake(setup, init_info.engine, parallel.rank, parameters, self.device)
         parameters.expect(self._intake.messages)
 
@@ -117,17 +124,17 @@ class BridgeReceiver(WeightTransferEngine[JoinInfo, PushInfo]):
         """Write one whole push into the live parameters.
 
         Raises:
-            RuntimeError: a rank died, stalled past the deadline, or pushed another version; or the bytes are not those
-                that were sent.
+            RuntimeError: a rank died, stalled past the deadline, or pushed another version; the bytes are not those
+                that were sent; or a module does not hold what it should after vLLM has processed it.
         """
-        self._on_all_ranks(lambda: self._receive(update_info.version))
+        self._on_all_ranks(lambda: self._receive(update_info.version, update_info.verify))
 
-    def _receive(self, version: int) -> None:
+    def _receive(self, version: int, verify: bool) -> None:
         if self._intake is None:
             raise RuntimeError(
                 "the engine has not joined the bridge; call init_weight_transfer_engine before update_weights"
             )
-        self._intake.receive(version)
+        self.digests = self._intake.receive(version, verify)
 
     def _on_all_ranks(self, call: Callable[[], None]) -> None:
         """Call on every rank of the engine. The last rank raises the errors of all: vLLM reads the results of its ranks
@@ -161,13 +168,26 @@ class ModelParameters(Parameters):
     has them. If the weight is quantised they are copies, so vLLM makes them anew at the end of the push.
     """
 
-    def __init__(self, model: nn.Module, model_config: Any, device: torch.device, num_ranks: int) -> None:
-        self._model_config, self._device, self._alone = model_config, device, num_ranks == 1
+    def __init__(
+        self,
+        model: nn.Module,
+        model_config: Any,
+        device: torch.device,
+        num_ranks: int,
+        shards: Iterable[Shard],
+        side: str,
+    ) -> None:
+        """
+        Args:
+            shards: what this rank holds.
+            side: what errors call this rank.
+        """
+        self._model_config, self._device, self._alone, self._side = model_config, device, num_ranks == 1, side
         self._layers: dict[str, nn.Module] = {}
         """The layers of the parameters that vLLM repacks, by the parameters' names."""
         self._held: dict[str, Tensor] = {}
-        self._latent = [layer for layer in model.modules() if isinstance(layer, MLAAttention)]
-        made = {id(parameter) for layer in self._latent for parameter in layer._parameters.values()}
+        self._latent = {name: layer for name, layer in model.named_modules() if isinstance(layer, MLAAttention)}
+        made = {id(parameter) for layer in self._latent.values() for parameter in layer._parameters.values()}
         forms: dict[str, Tensor] = {name: p for name, p in model.named_parameters() if id(p) not in made}
         for prefix, layer in model.named_modules():
             formed = get_layerwise_info(layer).restore_metadata[0]
@@ -179,6 +199,13 @@ class ModelParameters(Parameters):
             for name, form in formed.items():
                 forms[f"{prefix}.{name}"], self._layers[f"{prefix}.{name}"] = form, layer
         super().__init__(forms)
+        self._prefixes = {layer: name for name, layer in model.named_modules()}
+        self._plain: dict[str, list[tuple[str, Box]]] = {}
+        """Where the weights lie that vLLM does not repack, by module. Padding is not among them."""
+        for shard in shards:
+            if shard.local_name not in self._layers:
+                module = shard.local_name.rpartition(".")[0]
+                self._plain.setdefault(module, []).append((shard.local_name, shard.local_box))
 
     def expect(self, messages: Iterable[Message]) -> None:
         """Count the bytes that a push brings to each layer: a layer is complete when all have arrived."""
@@ -195,30 +222,83 @@ class ModelParameters(Parameters):
             self._held[name] = torch.zeros(form.shape, dtype=form.dtype, device=self._device)
         return self._held[name]
 
-    def written(self, message: Message) -> None:
+    def begin(self, version: int, whole: bool) -> None:
+        self._version, self._whole = version, whole
+        self._arrived: list[tuple[str, Box, Sums]] = []
+        self._made_anew: dict[nn.Module, dict[str, Sums]] = {}
+
+    def written(self, message: Message, verified: bool) -> None:
+        for one in message.copies if verified else ():
+            if one.destination_name not in self._layers:
+                part = self.forms[one.destination_name][slices(one.destination_box)]
+                self._arrived.append((one.destination_name, one.destination_box, sums(part)))
         for layer in self._count(message, self._left, -1):
             if self._alone and not self._left[layer]:
                 self._repack(layer)
 
-    def finish(self) -> None:
+    def finish(self) -> dict[str, str]:
         assert not any(self._left.values())
         for layer in [] if self._alone else dict.fromkeys(self._layers.values()):
             self._repack(layer)
-        for layer in self._latent:
+        for layer in self._latent.values():
             layer.process_weights_after_loading(self._model_config.dtype)
         self._left = self._due.copy()
+        return self._verify()
+
+    def _is_verified(self, module: str) -> bool:
+        return self._whole or is_sampled(module, self._version)
+
+    def _verify(self) -> dict[str, str]:
+        """Compare what the kernels read now with what they should read. Returns digests by module.
+
+        Raises:
+            RuntimeError: they differ; the message names rank, module, tensor and kernel.
+        """
+        for name, box, arrived in self._arrived:
+            if sums(self.forms[name][slices(box)]) != arrived:
+                raise RuntimeError(f"{self._side}: {name} {box} has changed since version {self._version} arrived")
+        digests = {}
+        for module, places in self._plain.items():
+            if self._is_verified(module):
+                held = {f"{name} {box}": sums(self.forms[name][slices(box)]) for name, box in places}
+                digests[module] = short(held)
+        for layer in filter(self._is_verified, self._latent):
+            self._made_anew[self._latent[layer]] = kernel_sums(self._decoding_anew(self._latent[layer]))
+        for layer, expected in self._made_anew.items():
+            module, held = self._prefixes[layer], kernel_sums(layer)
+            if held != expected:
+                names = sorted(name for name, _ in held.items() ^ expected.items())
+                raise RuntimeError(
+                    f"{self._side}: {module} does not hold what vLLM makes of version {self._version}: "
+                    f"{', '.join(dict.fromkeys(names))} ({type(getattr(layer, 'quant_method', layer)).__name__})"
+                )
+            digests[module] = short(held)
+        return digests
+
+    def _decoding_anew(self, layer: nn.Module) -> nn.Module:
+        """Latent attention with its matrices for decoding made anew, in new memory."""
+        anew = copy.copy(layer)
+        made = dict.fromkeys(layer._parameters)
+        anew.__dict__ |= {"_parameters": made, "_buffers": dict(layer._buffers), "impl": copy.copy(layer.impl)}
+        anew.process_weights_after_loading(self._model_config.dtype)
+        return anew
 
     def _count(self, message: Message, counter: Counter[nn.Module], sign: int) -> set[nn.Module]:
         layers = set()
-        for copy in message.copies:
-            if (layer := self._layers.get(copy.destination_name)) is not None:
-                counter[layer] += sign * copy.num_bytes
+        for one in message.copies:
+            if (layer := self._layers.get(one.destination_name)) is not None:
+                counter[layer] += sign * one.num_bytes
                 layers.add(layer)
         return layers
 
     def _repack(self, layer: nn.Module) -> None:
         """Let vLLM reload one layer. It gets this rank's part, so it has nothing to cut and nothing to fuse."""
-        formed = get_layerwise_info(layer).restore_metadata[0]
+        formed, buffers = get_layerwise_info(layer).restore_metadata
+        if self._is_verified(self._prefixes[layer]):
+            weights = {
+                full.rpartition(".")[2]: self._held[full] for full, owner in self._layers.items() if owner is layer
+            }
+            self._made_anew[layer] = kernel_sums(made_anew(layer, formed | buffers, weights))
         loaders = {name: form.weight_loader for name, form in formed.items()}
         initialize_layerwise_reload(layer)
         for name in formed:

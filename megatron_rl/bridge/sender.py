@@ -82,8 +82,8 @@ class BridgeSender:
         """Send the weights as `version`, and return when every engine rank that this rank serves has written them.
 
         Args:
-            verify: the receivers read back what they wrote and compare its checksums with those of this side. The
-                first push is always verified.
+            verify: the whole push is verified, not only a sample of it: the receivers read back what they wrote and
+                compare its checksums with those of this side. The first push is always verified.
             late: the engines, by their indices, that get their weights after all others, because they are not ready
                 yet. All trainer ranks must have the same.
 
@@ -125,7 +125,7 @@ class BridgeSender:
             if index >= SLOTS:
                 settle(messages[index - SLOTS])
             content = self._content(message, index % SLOTS)
-            sums = checksum(content) if verify else None
+            sums = checksum(content) if verify or message.is_sampled(version) else None
             self._lines[message.destination].post(
                 message, Header(version, message.number, index % SLOTS, sums), content
             )

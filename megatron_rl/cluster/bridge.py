@@ -22,6 +22,7 @@ from megatron_rl.actor.spec import ActorSpec
 from megatron_rl.bridge.join import ABSENT, give_up, host_store
 from megatron_rl.bridge.line import PEER_LOST
 from megatron_rl.bridge.setup import BridgeSetup
+from megatron_rl.bridge.verification import disagreement
 from megatron_rl.cluster.engines import EngineGroup
 from megatron_rl.cluster.network import find_interface, network_environment
 from megatron_rl.cluster.policy import PolicyGroup
@@ -213,15 +214,26 @@ class RayBridge:
             self._join_again()
 
     def _attempt(self, version: int) -> dict[str, Any]:
-        """The result or the error of each process, by its name."""
+        """The result or the error of each process, by its name. Engines go on with the version if all that live hold
+        it and agree; otherwise they stay paused until the next attempt."""
         self._policy.before("pushing")
         engines = self._engines.engines
         ready = [engine.ready.remote() for engine in engines]
-        calls = [engine.receive.remote(version) for engine in engines]
+        verify = self._config.bridge.verify
+        calls = [engine.take.remote(version, verify) for engine in engines]
         in_time, _ = ray.wait(ready, num_returns=len(ready), timeout=READY_S)
         late = [index for index, engine in enumerate(ready) if engine not in in_time]
-        calls += [rank.push.remote(version, self._config.bridge.verify, late) for rank in self._policy.ranks]
-        outcomes = settle(calls, self._config.bridge.timeout_s + GRACE_S)
+        calls += [rank.push.remote(version, verify, late) for rank in self._policy.ranks]
+        timeout_s = self._config.bridge.timeout_s + GRACE_S
+        outcomes = settle(calls, timeout_s)
+        took = [index for index in range(len(engines)) if not isinstance(outcomes[index], RayError)]
+        failures = [outcome for outcome in outcomes if isinstance(outcome, RayError)]
+        deaths = [outcome for outcome in outcomes[: len(engines)] if isinstance(outcome, RayActorError)]
+        if took and len(failures) == len(deaths):
+            dispute = disagreement({index: outcomes[index] for index in took})
+            commits = [engines[index].commit.remote(version, dispute) for index in took]
+            for index, outcome in zip(took, settle(commits, timeout_s), strict=True):
+                outcomes[index] = outcome
         processes = [*self._engines.processes, *self._policy.processes]
         return {process.name: outcome for process, outcome in zip(processes, outcomes, strict=True)}
 

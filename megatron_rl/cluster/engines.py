@@ -76,24 +76,30 @@ class EngineRank:
 
     async def enter(self, phase: Phase) -> None:
         start = time.perf_counter()
-        await self.engine.enter(phase)
+        await self.engine.weights.enter(phase)
         log.info("entered the phase %s in %.3f s", phase, time.perf_counter() - start)
 
     async def record_loading(self, shape: ModelShape) -> tuple[Recording, ...]:
         start = time.perf_counter()
-        recorded = await self.engine.record_loading(shape)
+        recorded = await self.engine.weights.record_loading(shape)
         log.info("showed the bridge how it loads weights, in %.3f s", time.perf_counter() - start)
         return recorded
 
     async def connect(self, setup: dict[str, Any], index: int) -> None:
-        await self.engine.init_transfer({"setup": setup, "engine": index})
+        await self.engine.weights.init_transfer({"setup": setup, "engine": index})
 
     async def ready(self) -> None:
-        await self.engine.ready()
+        await self.engine.weights.ready()
 
-    async def receive(self, version: int) -> Metrics:
-        metrics = await self.engine.receive(version)
-        log.info("holds version %d, received in %.3f s", version, metrics["seconds"])
+    async def take(self, version: int, verify: bool) -> list[dict[str, str]]:
+        start = time.perf_counter()
+        digests = await self.engine.weights.take(version, verify)
+        log.info("took version %d in %.3f s", version, time.perf_counter() - start)
+        return digests
+
+    async def commit(self, version: int, dispute: str | None) -> Metrics:
+        metrics = await self.engine.weights.commit(version, dispute)
+        log.info("answers with version %d", version)
         return metrics
 
     async def generate(

@@ -27,7 +27,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -39,8 +38,9 @@ from pydantic import ValidationError
 
 from megatron_rl.config.policy import ModelConfig
 from megatron_rl.config.rollout import RolloutConfig
-from megatron_rl.layout import Recording, read_shape
+from megatron_rl.layout import read_shape
 from megatron_rl.rollout.engine_thread import EngineThread
+from megatron_rl.rollout.engine_weights import EngineWeights
 from megatron_rl.rollout.program import (
     Call,
     Completion,
@@ -56,7 +56,7 @@ from megatron_rl.rollout.progress import Progress, recorded
 from megatron_rl.rollout.request_queue import Request, RequestQueue
 from megatron_rl.rollout.start import make_engine
 from megatron_rl.rollout.vocabulary import delimiter_ids, stop_ids
-from megatron_rl.types import Metrics, ModelShape, Phase, Prompt, Sample, Tokens
+from megatron_rl.types import Prompt, Sample, Tokens
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
@@ -65,12 +65,6 @@ log = logging.getLogger(__name__)
 
 CLOSE_S = 20.0
 """The time limit for vLLM's end."""
-HOLDS: dict[Phase, tuple[str, ...]] = {
-    "training": (),
-    "pushing": ("weights",),
-    "generating": ("weights", "kv_cache"),
-}
-"""What an engine that shares its GPUs has there in each phase, by vLLM's tags."""
 
 
 @dataclass(slots=True)
@@ -102,7 +96,8 @@ class _Answer:
 
 
 class VllmEngine:
-    """One engine of `rollout.tensor` ranks. Call `start`, then `init_transfer` and `receive`, then `generate`."""
+    """One engine of `rollout.tensor` ranks. Call `start`, then `weights.init_transfer` and
+    `weights.receive`, then `generate`."""
 
     def __init__(
         self,
@@ -122,7 +117,7 @@ class VllmEngine:
                 on with them.
             spans_nodes: whether the ranks are on several nodes. The process must then be a Ray actor whose placement
                 group has a bundle for each rank, because vLLM starts its ranks there as actors.
-            shares_gpus: whether trainers have the same GPUs, so that `enter` gives them the memory.
+            shares_gpus: whether trainers have the same GPUs, so that `weights.enter` gives them the memory.
 
         Raises:
             ValueError: the folder holds no model, the model has fewer positions than the longest sample has tokens, or
@@ -130,7 +125,6 @@ class VllmEngine:
         """
         self._model, self._rollout, self._seed, self._spans_nodes = model, rollout, seed, spans_nodes
         self._shares_gpus = shares_gpus
-        self._phase: Phase = "generating"
         self._returns_routes = returns_routes
         shape = read_shape(model.path)
         self._vocab_size = shape.vocab_size
@@ -154,11 +148,9 @@ class VllmEngine:
         if thinking:
             self._program = ThinkingBudget(self._delimiter, thinking.thought_tokens, thinking.response_tokens)
         self._thread = EngineThread(RequestQueue(self._give))
-        self._version: int | None = None
-        self._failure = ""
-        """Why the engine holds no version; empty before the first push."""
         self._num_requests = 0
         self._progress = Progress(record) if record else None
+        self.weights = EngineWeights(self._thread, rollout, self._progress, shares_gpus)
 
     async def start(self) -> None:
         """Start vLLM with dummy weights; the bridge brings the real ones.
@@ -295,110 +287,6 @@ class VllmEngine:
                 [future] = await self._thread.call(partial(self._begin, [answer.request]))
         return as_sample(answer.prompt_ids, answer.transcript, self._delimiter)
 
-    async def enter(self, phase: Phase) -> None:
-        """Give the GPUs' memory that the phase does not need to the trainers, and take back what it needs. An engine
-        begins in the phase `generating`. What it gives up is lost: after `training` it needs a push.
-
-        Raises:
-            RuntimeError: answers are under way.
-        """
-        await self._thread.call(partial(self._enter, phase))
-
-    def _enter(self, phase: Phase) -> None:
-        assert self._shares_gpus, "the engine has its GPUs for itself"
-        if len(self._thread.requests):
-            raise RuntimeError(f"the engine cannot enter the phase {phase} while answers are under way")
-        engine, awake = self._thread.engine, set(HOLDS[self._phase])
-        if awake - set(HOLDS[phase]):
-            self._thread.drain()
-            engine.sleep(level=2)  # vLLM gives up everything at once
-            awake, self._version = set(), None
-            self._failure = "its memory was lent to the trainers"
-        for tag in HOLDS[phase]:
-            if tag not in awake:
-                engine.wake_up([tag])
-        self._phase = phase
-
-    def _require(self, phase: Phase) -> None:
-        missing = set(HOLDS[phase]) - set(HOLDS[self._phase])
-        if missing:
-            raise RuntimeError(
-                f"the engine is in the phase {self._phase}, in which the trainers have the memory of its "
-                f"{' and '.join(sorted(missing))}; it must enter the phase {phase} first"
-            )
-
-    async def record_loading(self, shape: ModelShape) -> tuple[Recording, ...]:
-        """What each rank of the engine holds of a checkpoint, as vLLM's loaders show it.
-
-        Raises:
-            ValueError: a loader of vLLM computes with weights, or rearranges them.
-        """
-        call = partial(self._thread.engine.collective_rpc, "record_loading", args=(shape,))
-        answers = await self._thread.call(call)
-        for error in filter(lambda answer: isinstance(answer, str), answers):
-            raise ValueError(error)
-        return tuple(answers)
-
-    async def init_transfer(self, info: dict[str, Any]) -> None:
-        """Join the bridge. All trainer ranks and all engines must do so at the same time.
-
-        Raises:
-            ValueError: the engine has a parameter that the plan does not know, or lacks one that the plan has; or the
-                two sides have different plans.
-        """
-
-        def join_bridge() -> None:
-            self._require("pushing")
-            try:
-                self._thread.engine.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": info})
-            except Exception as error:  # an error of a worker in another process has another type here
-                raise ValueError(str(error)) from error
-
-        await self._thread.call(join_bridge)
-
-    async def ready(self) -> None:
-        """Wait until the engine is between two decode steps. If a call of `receive` follows this one, it begins
-        then."""
-        await self._thread.call(lambda: None)
-
-    async def receive(self, version: int) -> Metrics:
-        """Receive the weights that the trainer pushes as `version`. Call this while the trainer pushes; requests may
-        run.
-
-        Returns:
-            `seconds`: the duration of the call; `paused_s`: the seconds for which requests were paused, 0 if none ran;
-            `preempted`: the number of requests that vLLM preempted since the last push.
-
-        Raises:
-            RuntimeError: the push stalled, broke off or had another version. Running requests end with an error, and
-                the engine refuses calls until a complete push.
-        """
-        start = time.perf_counter()
-        paused_s, num_preempted = await self._thread.call(partial(self._receive, version))
-        return {"seconds": time.perf_counter() - start, "paused_s": paused_s, "preempted": float(num_preempted)}
-
-    def _receive(self, version: int) -> tuple[float, int]:
-        """Receive weights between two steps. Returns the seconds for which requests were paused, and the number of
-        requests that were preempted since the last call."""
-        self._require("pushing")
-        start = time.perf_counter()
-        self._thread.drain()
-        running = self._thread.engine.has_unfinished_requests()
-        held = "no whole set of weights" if self._version is None else f"version {self._version}"
-        self._failure = f"the push of version {version} over {held} failed"
-        self._version = None
-        try:
-            self._take_weights(version)
-        except Exception as error:
-            self._failure += f": {error}"
-            self._thread.requests.abort(self._thread.engine, self._lost)
-            if self._progress is not None:
-                self._progress.forget()
-            raise
-        requests = self._thread.requests
-        num_preempted, requests.num_preempted = requests.num_preempted, 0
-        return time.perf_counter() - start if running else 0.0, num_preempted
-
     @property
     def alive(self) -> bool:
         """Whether vLLM works, its workers included."""
@@ -406,27 +294,6 @@ class VllmEngine:
 
     def close(self) -> None:
         self._thread.close(CLOSE_S)
-
-    @property
-    def _lost(self) -> str:
-        return f"{self._failure}; the answers that were under way are lost"
-
-    def _take_weights(self, version: int) -> None:
-        """Update the weights and what depends on them."""
-        engine = self._thread.engine
-        errors = engine.collective_rpc("take_weights", args=(version,))
-        if any(errors):
-            raise RuntimeError("; ".join(dict.fromkeys(error for error in errors if error)))
-        engine.set_weight_version(str(version))
-        if self._rollout.prefix_cache == "cleared" and not engine.reset_prefix_cache(reset_running_requests=True):
-            raise RuntimeError("vLLM did not empty its prefix cache")
-        self._version = version
-
-    def _check_version(self, version: int) -> None:
-        if version != self._version:
-            held = f"version {self._version}" if self._version is not None else "no whole set of weights"
-            reason = f" ({self._failure})" if self._version is None and self._failure else ""
-            raise ValueError(f"version {version} was asked for, but the engine holds {held}{reason}; push first")
 
     def _check(self, prompts: Sequence[Prompt]) -> None:
         longest = self._rollout.max_prompt_tokens
@@ -459,12 +326,9 @@ class VllmEngine:
             version: the version that the engine must hold; None: any.
             is_first: whether answers begin with these requests. If there are no others, the prefix cache is emptied.
         """
-        self._require("generating")
+        self.weights.require("generating")
+        self.weights.require_version(version)
         engine, queue = self._thread.engine, self._thread.requests
-        if version is not None:
-            self._check_version(version)
-        elif self._version is None:
-            raise RuntimeError(self._lost)
         if is_first and not len(queue):
             engine.reset_prefix_cache()
             queue.forget_lengths()
@@ -475,7 +339,7 @@ class VllmEngine:
 
         prompt: dict[str, Any] = {"prompt_token_ids": list(request.ids)}
         if self._rollout.prefix_cache == "salted":
-            prompt["cache_salt"] = str(self._version)
+            prompt["cache_salt"] = str(self.weights.version)
         self._num_requests += 1
         name = str(self._num_requests)
         params = self._params(request.is_greedy) | {"max_tokens": request.max_tokens, "seed": request.seed}

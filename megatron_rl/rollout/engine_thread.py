@@ -15,10 +15,11 @@ import asyncio
 import logging
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from megatron_rl.rollout.request_queue import RequestQueue, resolve
 
@@ -31,6 +32,12 @@ Result = TypeVar("Result")
 WORKER_DIED = "a worker of vLLM has died"
 
 
+class _Call(NamedTuple):
+    function: Callable[[], Any]
+    future: Future[Any]
+    while_paused: bool
+
+
 class EngineThread:
     """Call `start`, then `call` from any event loop, then `close`."""
 
@@ -39,7 +46,11 @@ class EngineThread:
         """Only functions that are given to `call` use it."""
         self.engine: LLMEngine | None = None
         """Only functions that are given to `call` use it."""
-        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
+        self.paused = False
+        """Whether the thread makes no steps, and only calls that are for a pause; the others wait for its end. Only
+        functions that are given to `call` set it."""
+        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._deferred: deque[_Call] = deque()
         self._calling: Future[Any] | None = None
         self._failure: str | None = None
         self._thread = threading.Thread(target=self._run, name="vLLM", daemon=True)
@@ -54,14 +65,17 @@ class EngineThread:
         self._thread.start()
         await self.call(begin)
 
-    async def call(self, function: Callable[[], Result]) -> Result:
+    async def call(self, function: Callable[[], Result], while_paused: bool = False) -> Result:
         """Run a function in the thread, between two steps, and return its result.
+
+        Args:
+            while_paused: whether the call is made in a pause, too.
 
         Raises:
             RuntimeError: vLLM has failed.
         """
         future: Future[Result] = Future()
-        self._calls.put((function, future))
+        self._calls.put(_Call(function, future, while_paused))
         if self._failure is not None:  # the thread may have taken its last call
             resolve(future, error=RuntimeError(self._failure))
         return await asyncio.wrap_future(future)
@@ -90,15 +104,18 @@ class EngineThread:
     def _run(self) -> None:
         while self._failure is None:
             try:
-                call = self._calls.get(block=not len(self.requests))
+                call = self._next()
             except queue.Empty:
                 self._step()
                 continue
             if call is None:
                 break
-            function, self._calling = call
+            if self.paused and not call.while_paused:
+                self._deferred.append(call)
+                continue
+            self._calling = call.future
             try:
-                result = function()
+                result = call.function()
             except Exception as error:  # it belongs to the caller
                 resolve(self._calling, error=RuntimeError(WORKER_DIED) if self._lost_a_worker else error)
             else:
@@ -107,6 +124,16 @@ class EngineThread:
         self._fail("the engine is closed")
         if self.engine is not None:
             self.engine.engine_core.shutdown()
+
+    def _next(self) -> _Call | None:
+        """The next call; None: the thread is to end.
+
+        Raises:
+            queue.Empty: there is none, and a step can be made.
+        """
+        if self._deferred and not self.paused:
+            return self._deferred.popleft()
+        return self._calls.get(block=self.paused or not len(self.requests))
 
     def _step(self) -> None:
         try:
@@ -126,10 +153,10 @@ class EngineThread:
         thread of the engine may wait for this worker for ever."""
         self._failure = self._failure or cause
         self.requests.fail(self._failure)
-        waiting = [*filter(None, [self._calling])]
+        waiting = [*filter(None, [self._calling]), *(call.future for call in list(self._deferred))]
         with suppress(queue.Empty):
             while True:
                 if call := self._calls.get_nowait():  # None is that of `close`
-                    waiting.append(call[1])
+                    waiting.append(call.future)
         for future in waiting:
             resolve(future, error=RuntimeError(self._failure))

@@ -121,16 +121,18 @@ class RolloutWorker:
         except Exception as error:
             return str(error) or repr(error)
 
-    def take_weights(self, version: int) -> str | None:
-        """Receive all weights through vLLM's weight transfer engine. Returns None, or the message of an error.
+    def take_weights(self, version: int, verify: bool) -> dict[str, str] | str:
+        """Receive all weights through vLLM's weight transfer engine. Returns digests of what the rank holds, by the
+        modules that were verified, or the message of an error.
 
         The error is returned instead of raised: after an exception vLLM would leave the results of the other ranks
         unread, and would take them for results of the next call.
         """
         try:
             self.start_weight_update()
-            self.update_weights({"version": version})
+            self.update_weights({"version": version, "verify": verify})
             self.finish_weight_update()
+            return self.weight_transfer_engine.digests
         except Exception as error:
             self._weight_update_active = False  # otherwise vLLM refuses the next update
             return str(error) or repr(error)

@@ -27,6 +27,10 @@ def held(worker) -> dict[str, Tensor]:
     return {name: p.detach().clone() for name, p in named if not name.endswith((".W_UK_T", ".W_UV"))}
 
 
+def of(engine: VllmEngine, method: str) -> Any:
+    return getattr(engine.weights, method, None) or getattr(engine, method)
+
+
 def serve(pipe: Connection, options: dict[str, Any]) -> None:
     """Do what the pipe asks of one engine, until it closes. An error is an answer too."""
     engine = VllmEngine(**options)
@@ -36,7 +40,7 @@ def serve(pipe: Connection, options: dict[str, Any]) -> None:
                 method, *arguments = pipe.recv()
             except EOFError:
                 break
-            call = called_in_workers(engine, held) if method == "held" else getattr(engine, method)(*arguments)
+            call = called_in_workers(engine, held) if method == "held" else of(engine, method)(*arguments)
             try:
                 pipe.send(runner.run(call))
             except (RuntimeError, ValueError) as error:

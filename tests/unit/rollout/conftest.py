@@ -44,18 +44,18 @@ class Stage:
         )
         self._loop = asyncio.new_event_loop()
         self.run(self.engine.start())
-        self.run(self.engine.init_transfer(self.trainers.info))
+        self.run(self.engine.weights.init_transfer(self.trainers.info))
 
     def run(self, awaitable: Awaitable):
         return self._loop.run_until_complete(awaitable)
 
     def rejoin(self) -> None:
         self.trainers.rejoin()
-        self.run(self.engine.init_transfer(self.trainers.info))
+        self.run(self.engine.weights.init_transfer(self.trainers.info))
 
     def push(self, folder: Path, version: int):
         self.trainers.begin_push(folder, version)
-        metrics = self.run(self.engine.receive(version))
+        metrics = self.run(self.engine.weights.receive(version))
         return metrics, self.trainers.end_push()
 
     def close(self) -> None:

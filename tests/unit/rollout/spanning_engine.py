@@ -54,10 +54,11 @@ if __name__ == "__main__":
     engines = EngineGroup(config, Path(logs), placement, Restarts(0))
     engines.wait()
     [engine] = engines.engines
-    ray.get(engine.connect.remote(trainers.info))
+    ray.get(engine.connect.remote(trainers.setup.as_dict(), 0))
     for version, folder in enumerate(folders):
         trainers.begin_push(Path(folder), version)
-        ray.get(engine.receive.remote(version))
+        ray.get(engine.take.remote(version, False))
+        ray.get(engine.commit.remote(version, None))
         trainers.end_push()
     [group] = engines.generate([Prompt("row", ids, "")], 1, version=len(folders) - 1, seed=0, greedy=True)
     [tokens] = engines.tokens(group)

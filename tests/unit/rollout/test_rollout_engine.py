@@ -72,13 +72,13 @@ def test_a_parameter_that_the_plan_does_not_write_is_named(stage, changes, messa
     setup = stage.trainers.setup
     other = replace(setup, shape=replace(setup.shape, **changes))
     with pytest.raises(ValueError, match=message):
-        stage.run(stage.engine.init_transfer({"setup": other.as_dict(), "engine": 0}))
+        stage.run(stage.engine.weights.init_transfer({"setup": other.as_dict(), "engine": 0}))
 
 
 def test_an_engine_of_another_dtype_is_refused(stage):
     other = replace(stage.trainers.setup, dtype="bfloat16")
     with pytest.raises(ValueError, match="is torch.float32, the bridge brings bfloat16"):
-        stage.run(stage.engine.init_transfer({"setup": other.as_dict(), "engine": 0}))
+        stage.run(stage.engine.weights.init_transfer({"setup": other.as_dict(), "engine": 0}))
     stage.rejoin()
 
 
@@ -148,7 +148,7 @@ def test_bad_prompts_are_named(stage, folders):
 def test_a_push_of_another_version_fails_on_both_sides_and_leaves_no_weights(stage, folders):
     stage.trainers.begin_push(folders[0], 9)
     with pytest.raises(RuntimeError, match="was to receive version 8, trainer rank 0 pushed version 9"):
-        stage.run(stage.engine.receive(8))
+        stage.run(stage.engine.weights.receive(8))
     errors = stage.trainers.end_push()
     assert all(isinstance(error, RuntimeError) for error in errors)
     assert any("expected 8" in str(error) for error in errors)  # the others see the engine hang up
@@ -164,7 +164,7 @@ def test_a_trainer_that_dies_is_an_error_not_a_hang(stage):
     stage.trainers.processes[1].kill()
     stage.trainers.processes[1].join()
     with pytest.raises(RuntimeError):
-        stage.run(stage.engine.receive(11))
+        stage.run(stage.engine.weights.receive(11))
     with pytest.raises(ValueError, match="holds no whole set of weights"):
         stage.run(stage.engine.generate(prompts(), 2, 11, seed=0))
 

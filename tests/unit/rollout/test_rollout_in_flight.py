@@ -110,7 +110,7 @@ def with_push(stage, asked, num_samples: int, version: int, reached, receive_as:
         answers = asyncio.create_task(stage.engine.generate(asked, num_samples, version, seed=7))
         await event.wait()
         running = stage.engine._thread.engine.get_num_unfinished_requests()
-        received = await asyncio.gather(stage.engine.receive(receive_as), return_exceptions=True)
+        received = await asyncio.gather(stage.engine.weights.receive(receive_as), return_exceptions=True)
         others = [await also()] if also else []
         return (*await asyncio.gather(answers, return_exceptions=True), running, *received, *others)
 
@@ -190,7 +190,7 @@ def test_answers_go_on_from_the_tokens_of_an_engine_that_lost_them(recording, fo
         answers = asyncio.create_task(answer())
         await event.wait()
         with pytest.raises(RuntimeError, match="must name the same version"):
-            await stage.engine.receive(9)  # the trainer pushes another version
+            await stage.engine.weights.receive(9)  # the trainer pushes another version
         return await answers
 
     stage.push(folders[0], 0)
@@ -260,7 +260,7 @@ def test_a_call_that_begins_in_a_push_waits_for_it(cleared, folders):
     """The cache of the older weights is gone: the answers equal those of a later call."""
 
     async def both():
-        receiving = asyncio.create_task(cleared.engine.receive(3))
+        receiving = asyncio.create_task(cleared.engine.weights.receive(3))
         answering = asyncio.create_task(cleared.engine.generate(prompts(4, 5), 4, 3, seed=1))
         await asyncio.sleep(0)  # both have begun
         cleared.trainers.begin_push(folders[1], 3)

@@ -44,7 +44,7 @@ def answers(stage, version: int) -> list:
 
 
 def enter(stage, phase: str) -> None:
-    stage.run(stage.engine.enter(phase))
+    stage.run(stage.engine.weights.enter(phase))
 
 
 def test_memory_is_given_up_and_a_push_brings_the_same_answers(stage, folders):
@@ -77,7 +77,7 @@ def test_what_a_phase_does_not_allow_is_refused_by_name(stage, folders):
     stage.push(folders[0], 0)
     enter(stage, "training")
     with pytest.raises(RuntimeError, match="the phase training, in which the trainers have the memory of its weights"):
-        stage.run(stage.engine.receive(1))
+        stage.run(stage.engine.weights.receive(1))
     with pytest.raises(RuntimeError, match="memory of its kv_cache and weights; it must enter the phase generating"):
         answers(stage, 0)
     enter(stage, "pushing")
@@ -99,7 +99,7 @@ def test_an_engine_with_answers_under_way_keeps_its_memory(stage, folders):
         generating = asyncio.ensure_future(stage.engine.generate(PROMPTS, 3, 0, seed=0))
         await asyncio.sleep(0)  # the call is queued before the next one
         with pytest.raises(RuntimeError, match="cannot enter the phase training while answers are under way"):
-            await stage.engine.enter("training")
+            await stage.engine.weights.enter("training")
         return await generating
 
     assert len(stage.run(both())) == len(PROMPTS)

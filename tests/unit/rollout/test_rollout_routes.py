@@ -123,7 +123,7 @@ def test_an_answer_that_goes_on_has_the_experts_of_the_engine_that_ends_it(stage
         answers = asyncio.create_task(answer())
         await event.wait()
         with pytest.raises(RuntimeError):
-            await stage.engine.receive(29)  # the trainer pushes another version
+            await stage.engine.weights.receive(29)  # the trainer pushes another version
         await answers
 
     stage.push(mixtures[0], 20)

@@ -18,7 +18,7 @@ def test_log_probs_after_a_push_from_pipeline_stages_to_tensor_ranks(make_stage,
     stage = make_stage(folder, Mesh(pipeline=2), tensor=2, max_prompt_tokens=8, max_response_tokens=12)
     stage.trainers.begin_push(folder, 1)
     with pytest.raises(RuntimeError, match="was to receive version 0"):  # the engine reads both ranks' errors
-        stage.run(stage.engine.receive(0))
+        stage.run(stage.engine.weights.receive(0))
     stage.trainers.end_push()
     stage.rejoin()
     stage.push(folder, 0)

@@ -25,6 +25,41 @@ def test_calls_are_made_in_their_order(make_stage, folders):
     assert seen == [*range(100)]
 
 
+def test_in_a_pause_only_its_own_calls_are_made(make_stage, folders):
+    """The others follow when it ends, in their order, and before those that come later."""
+    stage = make_stage(folders[0], Mesh(), max_prompt_tokens=8, max_response_tokens=8)
+    thread, seen = stage.engine._thread, []
+
+    def pause(paused: bool) -> None:
+        seen.append("pause" if paused else "go on")
+        thread.paused = paused
+
+    async def both():
+        calls = [thread.call(lambda: pause(True))]
+        calls += [thread.call(lambda name=name: seen.append(name)) for name in "ab"]
+        calls += [thread.call(lambda: seen.append("at once"), while_paused=True)]
+        calls += [thread.call(lambda: pause(False), while_paused=True), thread.call(lambda: seen.append("c"))]
+        await asyncio.gather(*calls)
+
+    stage.run(both())
+    assert seen == ["pause", "at once", "go on", "a", "b", "c"]
+
+
+def test_calls_that_a_pause_holds_back_end_with_vllm(make_stage, folders):
+    stage = make_stage(folders[0], Mesh(), max_prompt_tokens=8, max_response_tokens=8)
+    thread = stage.engine._thread
+
+    async def held_back():
+        await thread.call(lambda: setattr(thread, "paused", True))
+        waiting = asyncio.create_task(thread.call(lambda: None))
+        await thread.call(lambda: None, while_paused=True)  # the thread has put the other one aside
+        thread._fail("vLLM is gone")
+        await waiting
+
+    with pytest.raises(RuntimeError, match="^vLLM is gone$"):
+        stage.run(held_back())
+
+
 def test_a_step_that_fails_ends_all_that_is_waited_for(make_stage, folders):
     stage = make_stage(folders[0], Mesh(), max_prompt_tokens=8, max_response_tokens=8)
     stage.push(folders[0], 0)
