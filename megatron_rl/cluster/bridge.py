@@ -226,16 +226,29 @@ class RayBridge:
         calls += [rank.push.remote(version, verify, late) for rank in self._policy.ranks]
         timeout_s = self._config.bridge.timeout_s + GRACE_S
         outcomes = settle(calls, timeout_s)
-        took = [index for index in range(len(engines)) if not isinstance(outcomes[index], RayError)]
-        failures = [outcome for outcome in outcomes if isinstance(outcome, RayError)]
-        deaths = [outcome for outcome in outcomes[: len(engines)] if isinstance(outcome, RayActorError)]
-        if took and len(failures) == len(deaths):
-            dispute = disagreement({index: outcomes[index] for index in took})
-            commits = [engines[index].commit.remote(version, dispute) for index in took]
-            for index, outcome in zip(took, settle(commits, timeout_s), strict=True):
-                outcomes[index] = outcome
+        took, dispute = who_goes_on(outcomes[: len(engines)], outcomes[len(engines) :])
+        commits = [engines[index].commit.remote(version, dispute) for index in took]
+        for index, outcome in zip(took, settle(commits, timeout_s), strict=True):
+            outcomes[index] = outcome
         processes = [*self._engines.processes, *self._policy.processes]
         return {process.name: outcome for process, outcome in zip(processes, outcomes, strict=True)}
+
+
+def who_goes_on(engines: Sequence[Any], trainers: Sequence[Any]) -> tuple[list[int], str | None]:
+    """Who goes on with a version after a push.
+
+    Args:
+        engines, trainers: what `take` and `push` returned, or their errors.
+
+    Returns:
+        The engines, by index, that hold the version, and why they may not use it, or None. There are none if a process
+        failed otherwise than by its death: then nobody knows who is right.
+    """
+    took = {index: outcome for index, outcome in enumerate(engines) if not isinstance(outcome, RayError)}
+    live = [outcome for outcome in (*engines, *trainers) if not isinstance(outcome, RayActorError)]
+    if not took or any(isinstance(outcome, RayError) for outcome in live):
+        return [], None
+    return list(took), disagreement(took)
 
 
 def _cause(failures: dict[str, RayError]) -> tuple[RayError, str]:
