@@ -85,7 +85,7 @@ class Intake:
             for message in split_messages(source, first, copies, setup.bucket_bytes)
         ]
         turns = schedule(messages, plan.turns)
-        self._schedule = [message for turn in turns for message in turn]
+        self._schedule = list(itertools.chain.from_iterable(turns.values()))
         _check(setup, rank, parameters.forms, self._schedule, self._side)
         self._lines: dict[int, Inlet] = {}
         self._next: Outlet | None = None
@@ -94,7 +94,7 @@ class Intake:
         else:
             self._join(setup, me)
         split = agreed_stretches(
-            turns, self._line, self._unpacks, setup.bucket_bytes, chained=setup.engines.heads < setup.engines.num
+            turns, self._line, self._unpacks, setup.bucket_bytes, chained=setup.engines.are_chained
         )
         self._stretches = [Stretch.of(part, self._unpacks) for part in split]
         if self._next is not None or plan.upstream(me) is not None:

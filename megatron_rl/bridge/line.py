@@ -17,8 +17,9 @@ the middle of a content; a peer that is silent is a RuntimeError within the dead
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -150,7 +151,7 @@ class Inlet(Protocol):
 
 
 def agreed_stretches(
-    turns: Sequence[Sequence[Message]],
+    turns: Mapping[int, Sequence[Message]],
     line: Callable[[Message], Outlet | Inlet],
     packs: Callable[[Message], bool],
     bucket_bytes: int,
@@ -168,13 +169,15 @@ def agreed_stretches(
     """
     packed: dict[tuple[int, int, int], bool] = {}
     by_line: dict[Outlet | Inlet, list[Message]] = {}
-    for message in (message for turn in turns for message in turn):
+    for message in itertools.chain.from_iterable(turns.values()):
         packed[message.key] = True
         by_line.setdefault(line(message), []).append(message)
     for end, own in [] if chained else by_line.items():
         agreed = end.agree([packs(message) for message in own])
         packed |= zip((message.key for message in own), agreed, strict=True)
-    return [part for turn in turns for part in stretches(turn, lambda message: packed[message.key], bucket_bytes)]
+    return [
+        part for turn in turns.values() for part in stretches(turn, lambda message: packed[message.key], bucket_bytes)
+    ]
 
 
 class GroupLine:

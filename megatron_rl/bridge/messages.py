@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -24,6 +24,9 @@ from megatron_rl.layout import Copy, Turn, slices
 ALONE_BYTES = 2**22
 """A copy of this size or more is a message of its own: if it is contiguous, it need not be packed. Smaller ones travel
 together."""
+STRETCH_BUCKETS = 8
+"""A stretch has at most so many buckets, unless it is a single message: a layer that vLLM repacks needs memory as soon
+as a stretch of it is expected."""
 ALIGNMENT_BYTES = 64
 """Messages begin at multiples of this in a buffer."""
 
@@ -71,19 +74,6 @@ class Message:
             extents = [stop - begin for begin, stop in copy.source_box]
             views.append(parameters[copy.destination_name].detach()[slices(copy.destination_box)].view(extents))
         return views
-
-
-class Sized(NamedTuple):
-    """A message without its content."""
-
-    source: int
-    destination: int
-    number: int
-    num_bytes: int
-    num_copies: int
-
-
-OneMessage = TypeVar("OneMessage", Message, Sized)
 
 
 @dataclass(frozen=True)
@@ -165,7 +155,7 @@ def _fill(copies: Iterable[Copy], bucket_bytes: int) -> Iterator[list[Copy]]:
         yield bucket
 
 
-def schedule(messages: Iterable[OneMessage], turns: Mapping[tuple[int, int], Sequence[Turn]]) -> list[list[OneMessage]]:
+def schedule(messages: Iterable[Message], turns: Mapping[tuple[int, int], Sequence[Turn]]) -> dict[int, list[Message]]:
     """The global order: that of the plan's turns, in which few ranks wait for each other. A message belongs to the turn
     in which its middle byte is sent. Each rank orders its own messages.
 
@@ -174,12 +164,12 @@ def schedule(messages: Iterable[OneMessage], turns: Mapping[tuple[int, int], Seq
         turns: `TransferPlan.turns`.
 
     Returns:
-        The messages of each turn. All messages of a turn have one sender and one receiver.
+        The messages of each turn by its number, in order. A turn has one sender and one receiver.
     """
-    by_route: dict[tuple[int, int], list[OneMessage]] = {}
+    by_route: dict[tuple[int, int], list[Message]] = {}
     for message in messages:
         by_route.setdefault((message.source, message.destination), []).append(message)
-    by_turn: dict[int, list[OneMessage]] = {}
+    by_turn: dict[int, list[Message]] = {}
     for route, own in by_route.items():
         of_route, sent = iter(turns[route]), 0
         turn = next(of_route)
@@ -188,26 +178,28 @@ def schedule(messages: Iterable[OneMessage], turns: Mapping[tuple[int, int], Seq
                 turn = next(of_route)
             by_turn.setdefault(turn.number, []).append(message)
             sent += message.num_bytes
-    return [by_turn[number] for number in sorted(by_turn)]
+    return dict(sorted(by_turn.items()))
 
 
-def stretches(
-    turn: Iterable[OneMessage], packed: Callable[[OneMessage], bool], bucket_bytes: int
-) -> Iterator[list[OneMessage]]:
-    """Split a turn so that what is packed in each stretch fits into one buffer.
+def stretches(turn: Iterable[Message], packed: Callable[[Message], bool], bucket_bytes: int) -> Iterator[list[Message]]:
+    """Split a turn so that what is packed in each stretch fits into one buffer, and all of it into `STRETCH_BUCKETS`.
 
     Args:
         packed: whether the sender packs the message or the receiver unpacks it. Both must know this of both.
     """
-    stretch: list[OneMessage] = []
-    filled = 0
+    stretch: list[Message] = []
+    filled = total = 0
     for message in turn:
         needed = aligned(message.num_bytes) if packed(message) else 0
-        if needed and filled and filled + needed > bucket_bytes:
+        if stretch and (
+            (needed and filled and filled + needed > bucket_bytes)
+            or total + message.num_bytes > STRETCH_BUCKETS * bucket_bytes
+        ):
             yield stretch
-            stretch, filled = [], 0
+            stretch, filled, total = [], 0, 0
         stretch.append(message)
         filled += needed
+        total += message.num_bytes
     if stretch:
         yield stretch
 

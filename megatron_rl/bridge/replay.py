@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_rl.bridge.line import SLOTS
-from megatron_rl.bridge.messages import Sized, schedule, split_messages, stretches
+from megatron_rl.bridge.messages import schedule, split_messages, stretches
 from megatron_rl.layout import Links, TransferPlan
 
 
@@ -43,18 +43,20 @@ class Run(NamedTuple):
 def all_stretches(plan: TransferPlan, bucket_bytes: int) -> list[Run]:
     """All stretches of the trainer in the global order. A message of a single copy counts as one that no end packs,
     unless engines feed engines."""
-    messages = [
-        Sized(rank, to, message.number, message.num_bytes, len(message.copies))
-        for rank in np.unique(plan.source).tolist()
-        for to, copies in plan.sent_by(rank).items()
-        for message in split_messages(rank, to, copies, bucket_bytes)
-    ]
-    chained = plan.engines.heads < plan.engines.num
-    return [
-        Run(part[0].source, part[0].destination, sum(message.num_bytes for message in part), len(part))
-        for turn in schedule(messages, plan.turns)
-        for part in stretches(turn, lambda message: chained or message.num_copies > 1, bucket_bytes)
-    ]
+    chained = plan.engines.are_chained
+    runs: dict[int, list[Run]] = {}
+    for rank in np.unique(plan.source).tolist():
+        messages = [
+            message
+            for to, copies in plan.sent_by(rank).items()
+            for message in split_messages(rank, to, copies, bucket_bytes)
+        ]
+        for number, turn in schedule(messages, plan.turns).items():
+            runs[number] = [
+                Run(rank, part[0].destination, sum(message.num_bytes for message in part), len(part))
+                for part in stretches(turn, lambda message: chained or len(message.copies) > 1, bucket_bytes)
+            ]
+    return [run for number in sorted(runs) for run in runs[number]]
 
 
 def replay(order: Iterable[Run], plan: TransferPlan, links: Links, costs: Costs = Costs()) -> float:

@@ -8,6 +8,7 @@ written all of it.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
@@ -48,7 +49,7 @@ class BridgeSender:
         routes = setup.transfer_plan.sent_by(rank)
         messages = [m for to, copies in routes.items() for m in split_messages(rank, to, copies, setup.bucket_bytes)]
         turns = schedule(messages, setup.transfer_plan.turns)
-        self._schedule = [message for turn in turns for message in turn]
+        self._schedule = list(itertools.chain.from_iterable(turns.values()))
         peers = list(dict.fromkeys(message.destination for message in self._schedule))
         self._lines: dict[int, Outlet]
         if setup.folder is not None:
@@ -64,9 +65,7 @@ class BridgeSender:
             for to, line in self._lines.items():
                 if line.memory != self._device:
                     raise ValueError(f"trainer rank {rank} has its weights on a GPU, engine rank {to} has none")
-        split = agreed_stretches(
-            turns, self._line, self._packs, setup.bucket_bytes, chained=setup.engines.heads < setup.engines.num
-        )
+        split = agreed_stretches(turns, self._line, self._packs, setup.bucket_bytes, chained=setup.engines.are_chained)
         self._stretches = [Stretch.of(messages, self._packs) for messages in split]
         self._verified = self._broken = False
 
@@ -78,10 +77,10 @@ class BridgeSender:
         line = self._line(message)
         return line.near or line.memory != self._device or in_place(message, message.sources(self._parameters)) is None
 
-    def _most_packed(self, turns: Sequence[Sequence[Message]], always: set[int], bucket_bytes: int) -> int:
+    def _most_packed(self, turns: Mapping[int, Sequence[Message]], always: set[int], bucket_bytes: int) -> int:
         """No stretch needs a larger buffer, whatever the receivers unpack. Every message to `always` must be packed."""
         most = 0
-        for turn in turns:
+        for turn in turns.values():
             needed = [
                 aligned(message.num_bytes)
                 for message in turn

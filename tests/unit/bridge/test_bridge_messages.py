@@ -141,7 +141,7 @@ def test_two_buffers_are_enough_whatever_the_routes(routes, late, length, num_bl
     }
 
     def of_rank(side: str, rank: int) -> list[Stretch]:
-        order = schedule([message for message in every if getattr(message, side) == rank], turns)
+        order = schedule([message for message in every if getattr(message, side) == rank], turns).values()
         return [Stretch.of(part, every.get) for turn in order for part in stretches(turn, every.get, BUCKET_BYTES)]
 
     outgoing = {source: of_rank("source", source) for source in range(NUM_TRAINERS)}
@@ -169,7 +169,8 @@ def test_two_buffers_are_enough_whatever_the_routes(routes, late, length, num_bl
 
 
 def test_a_stretch_is_what_fits_into_one_buffer():
-    """Of a turn of 100 bytes each: what nobody packs needs no room, and the fourth packed message finds none."""
+    """Of a turn of 100 bytes each: what nobody packs needs no room, and the fourth packed message finds none. What
+    nobody packs has at most eight buckets."""
     turn = [sized(0, 0, number, 100) for number in range(8)]
     packed = {1, 3, 4, 6}
     split = list(stretches(turn, lambda message: message.number in packed, 3 * 128))
@@ -177,6 +178,11 @@ def test_a_stretch_is_what_fits_into_one_buffer():
     first, second = (Stretch.of(part, lambda message: message.number in {3, 4}) for part in split)
     assert first.starts == (None, None, None, 0, 128, None) and first.buffer_bytes == 228 and first.number == 5
     assert second.starts == (None, None) and second.buffer_bytes == 0
+    assert [len(part) for part in stretches([sized(0, 0, n, 100) for n in range(20)], lambda _: False, 100)] == [
+        8,
+        8,
+        4,
+    ]
 
 
 def test_what_nobody_packs_has_one_answer_a_turn():
@@ -186,7 +192,7 @@ def test_what_nobody_packs_has_one_answer_a_turn():
     plan = plan_weights(shape, Mesh(4, 2, 4, expert=16, expert_tensor=1), Engines(1, 8, 1, True), links=Links())
     routes, bucket_bytes, matrices = plan.received_by(0), 64 * 2**20, 94 * 16 * 3
     messages = [m for source, copies in routes.items() for m in split_messages(source, 0, copies, bucket_bytes)]
-    order = schedule(messages, plan.turns)
+    order = schedule(messages, plan.turns).values()
     in_place = [part for turn in order for part in stretches(turn, lambda m: len(m.copies) > 1, bucket_bytes)]
     packed = [part for turn in order for part in stretches(turn, lambda m: True, bucket_bytes)]
     assert (
@@ -206,7 +212,7 @@ def test_messages_follow_the_turns_of_their_middle_bytes():
         (1, 0): [Turn(50, 3), Turn(100, 7)],
     }
     every = [sized(s, d, n, size) for s, d in turns for n, size in enumerate((30, 70))]
-    order = [(m.source, m.destination, m.number) for turn in schedule(reversed(every), turns) for m in turn]
+    order = [(m.source, m.destination, m.number) for turn in schedule(reversed(every), turns).values() for m in turn]
     assert order == [(*route, number) for number in (0, 1) for route in turns]
 
 
