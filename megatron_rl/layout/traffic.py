@@ -109,8 +109,8 @@ def _name(link: str, index: int, plan: TransferPlan, links: Links) -> str:
 
 def choose_chains(sender_s: float, receiver_s: float, num_engines: int, bucket_s: float) -> int:
     """The number of chains. Few chains use the trainer's links less, many chains are shorter. It is the largest number
-    whose time is within CHAIN_SHARE of the best one, because an engine that is late to a push holds all engines behind it
-    in its chain.
+    whose time is within CHAIN_SHARE of the best one, because an engine that is late to a push holds all engines behind
+    it in its chain.
 
     Args:
         sender_s: the busiest trainer link's time for one engine; it grows with the number of chains.
