@@ -15,8 +15,8 @@ in turns, and the best turn of each counts:
 Gathering keeps its buffers from turn to turn, as a caching allocator does. The tool fails if gathering and the bridge
 leave different bits in the engine. Peak memory is the largest memory of a rank (VmHWM) from before joining until the
 end of the first push, minus its memory before joining, and without the buffers of other ranks that an engine rank maps.
-CPU time is that of a process of each side with all its threads, per message of a rank's push, in the turn with the least
-of it; it means most with many small messages (--gigabytes 0.3 --bucket-mib 0.0625).
+CPU time is that of a rank with all its threads, divided by the messages of its push, in the turn with the least of it.
+With small messages (--gigabytes 0.3 --bucket-mib 0.0625) it is what a message costs beside its bytes.
 
     python tools/bench_sync.py --json
     python tools/bench_sync.py --gigabytes 4 --bucket-mib 64
@@ -142,7 +142,7 @@ class Rank:
 
     def counts(self, way: str) -> tuple[int, int]:
         """The messages of this rank in a push, and their answers."""
-        stretches = self.ends[way]._stretches
+        stretches = self.ends[way].stretches
         return sum(len(stretch.messages) for stretch in stretches), len(stretches)
 
 

@@ -96,20 +96,21 @@ class Intake:
         split = agreed_stretches(
             turns, self._line, self._unpacks, setup.bucket_bytes, chained=setup.engines.are_chained
         )
-        self._stretches = [Stretch.of(part, self._unpacks) for part in split]
+        self.stretches = [Stretch.of(part, self._unpacks) for part in split]
+        """What a push brings, in the order in which it is taken."""
         if self._next is not None or plan.upstream(me) is not None:
             # Between engines all messages share one line, and their order numbers them.
             numbers = itertools.count()
             self._passed_on = [
                 Stretch(tuple(replace(m, number=next(numbers)) for m in stretch.messages), stretch.starts)
-                for stretch in self._stretches
+                for stretch in self.stretches
             ]
         if plan.upstream(me) is not None:
-            self._stretches = self._passed_on
-            self._schedule = [message for stretch in self._stretches for message in stretch.messages]
+            self.stretches = self._passed_on
+            self._schedule = [message for stretch in self.stretches for message in stretch.messages]
         received = [
             stretch.buffer_bytes
-            for stretch in self._stretches
+            for stretch in self.stretches
             if self._next is not None or not self._lines[stretch.source].near
         ]
         # A process on a CPU may push to engines on GPUs. Contents arrive on the CPU then.
@@ -170,13 +171,13 @@ class Intake:
             line.begin(version, deadline)
         if self._next is not None:
             self._next.begin(version, deadline)
-        for index in range(min(SLOTS, len(self._stretches))):
+        for index in range(min(SLOTS, len(self.stretches))):
             self._expect(index)
-        for index in range(len(self._stretches)):
+        for index in range(len(self.stretches)):
             self._complete(index, version, deadline)
             if self._next is not None and index > 0:  # not this stretch: it is on its way to the next engine
                 self._settle(self._passed_on[index - 1], version, deadline)
-            if index + SLOTS < len(self._stretches):
+            if index + SLOTS < len(self.stretches):
                 self._expect(index + SLOTS)
         if self._next is not None:
             self._settle(self._passed_on[-1], version, deadline)
@@ -186,14 +187,14 @@ class Intake:
         self.parameters.finish()
 
     def _expect(self, index: int) -> None:
-        stretch = self._stretches[index]
+        stretch = self.stretches[index]
         line = self._lines[stretch.source]
         line.expect(stretch, [] if line.near else self._rooms(index))
 
     def _rooms(self, index: int) -> list[Tensor]:
         """Where this rank keeps the contents of a stretch until they are written: in the parameters or in a buffer."""
         slot, rooms = self._slots.tensors[index % len(self._slots.tensors)], []
-        for message, start in zip(self._stretches[index].messages, self._stretches[index].starts, strict=True):
+        for message, start in zip(self.stretches[index].messages, self.stretches[index].starts, strict=True):
             room = self._room(message, self.parameters)
             if room is None:
                 assert start is not None, "a parameter has been laid out anew since the bridge was joined"
@@ -207,7 +208,7 @@ class Intake:
         return in_place(message, message.destinations(parameters)) if arrives_here else None
 
     def _complete(self, index: int, version: int, deadline: Deadline) -> None:
-        stretch = self._stretches[index]
+        stretch = self.stretches[index]
         line = self._lines[stretch.source]
         parts = line.take(stretch, deadline)
         for message, (header, _) in zip(stretch.messages, parts, strict=True):

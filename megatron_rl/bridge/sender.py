@@ -66,7 +66,8 @@ class BridgeSender:
                 if line.memory != self._device:
                     raise ValueError(f"trainer rank {rank} has its weights on a GPU, engine rank {to} has none")
         split = agreed_stretches(turns, self._line, self._packs, setup.bucket_bytes, chained=setup.engines.are_chained)
-        self._stretches = [Stretch.of(messages, self._packs) for messages in split]
+        self.stretches = [Stretch.of(messages, self._packs) for messages in split]
+        """What a push sends, in the order in which it is sent."""
         self._verified = self._broken = False
 
     def _line(self, message: Message) -> Outlet:
@@ -115,7 +116,7 @@ class BridgeSender:
             raise RuntimeError(f"trainer rank {self._rank}: an earlier push broke off; join the bridge anew")
         start, deadline = time.perf_counter(), Deadline(self._timeout_s)
         try:
-            self._push(version, verify or not self._verified, late_last(self._stretches, self._ranks(late)), deadline)
+            self._push(version, verify or not self._verified, late_last(self.stretches, self._ranks(late)), deadline)
         except BaseException:
             self.close()  # the other ends fail at once, not at their deadlines
             raise

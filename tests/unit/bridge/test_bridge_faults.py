@@ -66,7 +66,7 @@ def strike(end, fault: tuple[str, int, int] | None) -> None:
 class _End:
     def first_stretch(self) -> list[int]:
         """The bytes of the messages of the first stretch."""
-        return [message.num_bytes for message in self.end._stretches[0].messages]
+        return [message.num_bytes for message in self.end.stretches[0].messages]
 
 
 class _Trainer(_End):

@@ -186,9 +186,9 @@ def test_many_messages_have_one_answer(mesh, engines, monkeypatch):
             sent, received = ranks.push(version)
             [f.result() for f in [*sent, *received]]
             ranks.check(version)
-        sent = [stretch.messages for sender in ranks.senders for stretch in sender._stretches]
+        sent = [stretch.messages for sender in ranks.senders for stretch in sender.stretches]
         heads = ranks.intakes[:: 3 if engines.num_chains else 1]
-        assert set(sent) == {stretch.messages for intake in heads for stretch in intake._stretches}
+        assert set(sent) == {stretch.messages for intake in heads for stretch in intake.stretches}
         assert len(sent) < sum(map(len, sent))
         longest = max(sum(message.num_bytes for message in messages) for messages in sent)
         assert (longest > 5000) == (engines.num_chains is None)
