@@ -9,7 +9,7 @@ No rank waits for a send. When a connection breaks, gloo ends the receives that 
 it has begun to write, and a receive that it has begun to read: a rank that waited for one of these would wait until its
 deadline. So the contents of a stretch are sent before its headers, and the receiver waits for the headers, which are
 one message; the sender waits for the acknowledgement; and an end mark tells the receiver that its last acknowledgements
-have arrived.
+have arrived. What is waited for has at most a few kilobytes; a break in the very middle of it is seen at the deadline.
 
 Invariants (tests/unit/bridge): what is taken is what was posted; a peer that dies is a RuntimeError at once, also in
 the middle of a content; a peer that is silent is a RuntimeError within the deadline.
@@ -52,13 +52,12 @@ class Header:
     checksum: tuple[int, int] | None
     """The checksum of the content, if the push is verified."""
 
-    def encode(self) -> Tensor:
-        sums = self.checksum or (0, 0)
-        return torch.tensor([self.version, self.number, self.slot, self.checksum is not None, *sums])
+    def encode(self) -> list[int]:
+        return [self.version, self.number, self.slot, self.checksum is not None, *(self.checksum or (0, 0))]
 
     @classmethod
-    def decode(cls, numbers: Tensor) -> Header:
-        version, number, slot, checked, *sums = numbers.tolist()
+    def decode(cls, numbers: list[int]) -> Header:
+        version, number, slot, checked, *sums = numbers
         return cls(version, number, slot, tuple(sums) if checked else None)
 
 
@@ -226,7 +225,8 @@ class GroupLine:
         """A process group closes its sockets when nothing refers to it any more. The other end fails then."""
         if self._payload is not None and self._payload is not self._control:
             self._payload.abort()  # NCCL's kernels may stand in a message that never comes
-        self._stretches, self._acknowledgements, self._mark, self._said = {}, [], [], []
+        for works in (*self._stretches.values(), self._acknowledgements, self._mark, self._said):
+            works.clear()  # a traceback may refer to the list
         del self._control, self._payload
 
     def _send(self, works: list[tuple[Work, Tensor]], group: ProcessGroup, memory: Tensor, tag: int) -> None:
@@ -261,12 +261,12 @@ class GroupOutlet(GroupLine):
 
     def post(self, stretch: Stretch, parts: Iterable[Part]) -> None:
         self._stretches[stretch.number] = works = []
-        headers = []
+        headers: list[list[int]] = []
         for message, (header, content) in zip(stretch.messages, parts, strict=True):
             if self._payload is not None:
                 self._send(works, self._payload, content, 3 * message.number + CONTENT)
             headers.append(header.encode())
-        self._send(works, self._control, torch.stack(headers), 3 * stretch.number + HEADERS)
+        self._send(works, self._control, torch.tensor(headers), 3 * stretch.number + HEADERS)
 
     def acknowledgement(self, stretch: Stretch, deadline: Deadline) -> Acknowledgement:
         works: list[tuple[Work, Tensor]] = []
@@ -301,7 +301,7 @@ class GroupInlet(GroupLine):
         works = self._stretches.pop(stretch.number)
         numbers, *contents = (memory for _, memory in works)
         self._wait(works, deadline)
-        headers = [Header.decode(row) for row in numbers]
+        headers = [Header.decode(row) for row in numbers.tolist()]
         if self.near:
             slot = self._slots[headers[0].slot]
             contents = [
