@@ -28,6 +28,8 @@ COMMUNICATOR_BYTES = 512 * 2**20
 NVIDIA/nccl#2363); nobody has measured it here."""
 ENGINE_WORK_BYTES = 4e9
 """What an engine's rank needs for its activations, its CUDA graphs and its NCCL communicator. This is an estimate."""
+STRETCH_BUCKETS = 8
+"""`bridge.messages.STRETCH_BUCKETS`: two stretches of so many buckets are under way to an engine's rank."""
 PHASES: tuple[Phase, ...] = get_args(Phase)
 
 TRAINER_LENDS = {"weights": (1, 1, 0), "gradients (fp32)": (1, 0, 0), "optimizer state": (1, 0, 0)}
@@ -164,22 +166,24 @@ def engine_memory(config: GrpoRunConfig, shape: ModelShape, plan: TransferPlan, 
 
     vLLM takes `rollout.gpu_memory_utilization` of the GPU for weights, work and KV cache, and the bridge's memory comes
     beside it. Experts are repacked by vLLM on GPUs, so an engine of several ranks holds those that it received until
-    the end of the push, and an engine of one rank those of one layer. Weights that vLLM quantises are counted as if
-    they were not.
+    the end of the push, and an engine of one rank those of one layer and what two stretches bring. Weights that vLLM
+    quantises are counted as if they were not.
     """
     rollout, width = config.rollout, BYTES[config.model.dtype]
     weights = float(plan.engine_bytes.max())
     cache = max(0.0, rollout.gpu_memory_utilization * gpu_bytes(config) - weights - ENGINE_WORK_BYTES)
     received = engine_expert_bytes(shape, rollout, width)
+    bucket_bytes, chained = config.bridge.bucket_mib * 2**20, plan.engines.are_chained
     if rollout.tensor == 1 and shape.experts:
-        received /= shape.num_layers - shape.experts.first_dense_layers
+        layer = received / (shape.num_layers - shape.experts.first_dense_layers)
+        received = min(received, layer + 2 * STRETCH_BUCKETS * bucket_bytes)
     parts = {
         "weights": _always(weights),
         "KV cache": _always(cache),
         "work of vLLM": _always(ENGINE_WORK_BYTES),
         "experts before vLLM repacks them": (0.0, received, 0.0),
         f"{lines} NCCL communicators of the bridge": _always(lines * COMMUNICATOR_BYTES),
-        "two buffers of the bridge": _always(2 * config.bridge.bucket_mib * 2**20),
+        f"{'three' if chained else 'two'} buffers of the bridge": _always((2 + chained) * bucket_bytes),
     }
     gpu = GpuMemory("engine", {name: values for name, values in parts.items() if max(values)})
     longest = rollout.max_model_tokens
@@ -269,7 +273,7 @@ def _advice(part: str, of_engine: bool) -> str:
     """What makes the rank smaller whose largest part is this one."""
     if "communicators" in part:
         return "set bridge.chains, so that trainers send to fewer engines"
-    if part == "two buffers of the bridge":
+    if part.endswith("buffers of the bridge"):
         return "lower bridge.bucket_mib"
     if of_engine:
         return "lower rollout.gpu_memory_utilization, which makes the KV cache smaller, or raise rollout.tensor"

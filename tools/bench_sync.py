@@ -15,6 +15,8 @@ in turns, and the best turn of each counts:
 Gathering keeps its buffers from turn to turn, as a caching allocator does. The tool fails if gathering and the bridge
 leave different bits in the engine. Peak memory is the largest memory of a rank (VmHWM) from before joining until the
 end of the first push, minus its memory before joining, and without the buffers of other ranks that an engine rank maps.
+CPU time is that of a rank with all its threads, divided by the messages of its push, in the turn with the least of it.
+With small messages (--gigabytes 0.3 --bucket-mib 0.0625) it is what a message costs beside its bytes.
 
     python tools/bench_sync.py --json
     python tools/bench_sync.py --gigabytes 4 --bucket-mib 64
@@ -121,12 +123,13 @@ class Rank:
         for work in works:
             work.wait()
 
-    def run(self, way: str) -> float:
-        """The seconds that this method takes from the moment at which all ranks are ready."""
+    def run(self, way: str) -> tuple[float, float]:
+        """The seconds that this method takes from the moment at which all ranks are ready, and the CPU seconds of this
+        process in them."""
         if way == "plain":
             self.buffers = {peer: self.room(f"to {peer}", (size,), torch.uint8) for peer, size in self.routes.items()}
         self.everyone.barrier().wait()
-        start = time.perf_counter()
+        start, cpu = time.perf_counter(), time.process_time()
         if way == "plain":
             self.plain()
         elif way == "memcpy":
@@ -135,7 +138,12 @@ class Rank:
             self.gather(everybody=way == "gather, all")
         else:
             self.push(way)
-        return time.perf_counter() - start
+        return time.perf_counter() - start, time.process_time() - cpu
+
+    def counts(self, way: str) -> tuple[int, int]:
+        """The messages of this rank in a push, and their answers."""
+        stretches = self.ends[way].stretches
+        return sum(len(stretch.messages) for stretch in stretches), len(stretches)
 
 
 class Trainer(Rank):
@@ -365,12 +373,17 @@ def compare(setup: BridgeSetup, pipes: list[Connection], repeats: int) -> dict:
     engine, trainers = pipes[setup.mesh.world_size :], setup.mesh.world_size
     peaks = {way: ask(pipes, "join", way) for way in ("bridge", "shared memory")}
     expected = ask(engine, "sums")
+    counts = {way: ask(pipes, "counts", way) for way in peaks}
     seconds: dict[str, list[float]] = {way: [] for way in WAYS}
+    cpu: dict[str, list[list[float]]] = {way: [] for way in peaks}
     for _ in range(repeats):
         for way in WAYS:
             if way not in ("plain", "memcpy"):
                 ask(engine, "forget")
-            seconds[way].append(max(ask(pipes, "run", way)))
+            took = ask(pipes, "run", way)
+            seconds[way].append(max(wall for wall, _ in took))
+            if way in cpu:
+                cpu[way].append([used / number for (_, used), (number, _) in zip(took, counts[way], strict=True)])
             if ask(engine, "sums") != expected:
                 raise SystemExit(f"{way}: the engine's weights differ from those after the first push")
     best = {way: min(times) for way, times in seconds.items()}
@@ -386,6 +399,9 @@ def compare(setup: BridgeSetup, pipes: list[Connection], repeats: int) -> dict:
         "gather_over_bridge": best["gather"] / best["bridge"],
         "gather_all_over_bridge": best["gather, all"] / best["bridge"],
         "shared_over_memcpy": best["memcpy"] / best["shared memory"],
+        "messages": {way: [number for number, _ in each] for way, each in counts.items()},
+        "answers": {way: [answers for _, answers in each] for way, each in counts.items()},
+        "cpu_s_per_message": {way: [min(ranks) for ranks in zip(*turns, strict=True)] for way, turns in cpu.items()},
         "peak_buckets": {way: [peak / setup.bucket_bytes for peak in each] for way, each in peaks.items()},
     }
 
@@ -408,6 +424,11 @@ def main() -> None:
     print(f"the push through shared memory reaches {report['shared_over_memcpy']:.2f} of the rate of memcpy")
     print(f"gathering takes {report['gather_over_bridge']:.1f} times as long as the bridge")
     print(f"gathering on all ranks takes {report['gather_all_over_bridge']:.1f} times as long as the bridge")
+    for way, numbers in report["messages"].items():
+        for rank, number in enumerate(numbers):
+            side = "trainer" if rank < MESH.world_size else "engine"
+            used, answers = report["cpu_s_per_message"][way][rank], report["answers"][way][rank]
+            print(f"{way:14} {side:7} rank: {number} messages, {answers} answers, {1e6 * used:.0f} us of CPU a message")
     for way, peaks in report["peak_buckets"].items():
         print(f"peak memory of each rank in buckets, {way:14}  {', '.join(f'{peak:.2f}' for peak in peaks)}")
 

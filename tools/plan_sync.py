@@ -6,8 +6,8 @@ Only the planning time is measured; everything else is computed. Rates are those
     busiest         bytes of the link that takes longest
     bound           bytes that must enter the fullest engine rank, divided by its link's rate
     least           time of the busiest link plus the time of one bucket for each further engine in a chain
-    replayed        with --replay: time of a push whose messages are played through, one by one, with their answers and
-                    what each costs a processor; it takes minutes for a thousand GPUs
+    replayed        with --replay: time of a push that is played through, stretch by stretch, with their answers and
+                    what each message costs a processor; it takes minutes for a thousand GPUs
     redundancy      bytes that all engine ranks receive, divided by the bytes that they hold; 1.00 is the minimum
     gathering       the same for a design that gathers full tensors on every rank: the bytes of the model minus those
                     that a trainer rank holds, divided by the bytes that the fullest engine rank needs
@@ -35,7 +35,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from megatron_rl.bridge.replay import Costs, all_messages, replay
+from megatron_rl.bridge.replay import Costs, all_stretches, replay
 from megatron_rl.config.shipped import PACKAGE
 from megatron_rl.layout import FAMILIES, Engines, Links, plan_weights, read_shape
 from megatron_rl.layout.copies import WIDTHS
@@ -125,9 +125,14 @@ def computed(case: Case, dtype: str, bucket_bytes: int, costs: Costs | None) -> 
     gathered = FAMILIES[shape.family].num_parameters(shape) * WIDTHS[dtype] - plan.held_bytes(source).mean()
     replayed = {}
     if costs is not None:
-        messages = all_messages(plan, bucket_bytes)
-        seconds = replay(messages, plan, links, costs)
-        replayed = {"num_messages": len(messages), "replayed_s": seconds, "replayed_share": seconds / loads.least_s}
+        order = all_stretches(plan, bucket_bytes)
+        seconds = replay(order, plan, links, costs)
+        replayed = {
+            "num_messages": sum(run.num_messages for run in order),
+            "num_answers": len(order),
+            "replayed_s": seconds,
+            "replayed_share": seconds / loads.least_s,
+        }
     return {
         "model": case.model.stem,
         "mesh": str(case.mesh),

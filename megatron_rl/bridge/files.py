@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 import time
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -19,8 +20,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron_rl.bridge.line import WRITTEN, Acknowledgement, Deadline, Header
-from megatron_rl.bridge.messages import Message
+from megatron_rl.bridge.line import WRITTEN, Acknowledgement, Deadline, Header, Part
+from megatron_rl.bridge.messages import Message, Stretch
 from megatron_rl.bridge.setup import BridgeSetup
 
 POLL_S = 0.02
@@ -37,6 +38,11 @@ class FileLine:
         assert setup.folder is not None
         self._folder, self._name = Path(setup.folder), f"trainer-{source}-engine-{destination}"
         self._digest, self._version = setup.transfer_plan.digest, -1
+
+    def agree(self, packs: Sequence[bool]) -> list[bool]:
+        """Each end may have stretches of its own, because nobody answers. A reader has no more than a bucket of them at
+        a time."""
+        return [True] * len(packs)
 
     def close(self) -> None:
         """Nothing is open."""
@@ -60,11 +66,15 @@ class FileOutlet(FileLine):
         self._of(version).mkdir(parents=True, exist_ok=True)
         self._mark.unlink(missing_ok=True)  # an earlier life of the run may have left it
 
-    def post(self, message: Message, header: Header, content: Tensor) -> None:
+    def post(self, stretch: Stretch, parts: Iterable[Part]) -> None:
         """
         Raises:
             OSError: the disk is full; the message names the file.
         """
+        for message, (header, content) in zip(stretch.messages, parts, strict=True):
+            self._save(message, header, content)
+
+    def _save(self, message: Message, header: Header, content: Tensor) -> None:
         parts = dict(zip(_names(message), message.parts(content), strict=True))
         path, sums = self._path(message), header.checksum
         try:
@@ -73,9 +83,9 @@ class FileOutlet(FileLine):
         except (OSError, SafetensorError) as error:
             raise OSError(f"{path}: cannot be written, {error}") from error
 
-    def acknowledgement(self, message: Message, deadline: Deadline) -> Acknowledgement:
+    def acknowledgement(self, stretch: Stretch, deadline: Deadline) -> Acknowledgement:
         """A message is sent when it is on the disk."""
-        return Acknowledgement(WRITTEN, self._version)
+        return Acknowledgement(WRITTEN, self._version, stretch.number)
 
     def finish(self, version: int, deadline: Deadline) -> None:
         self._mark.touch()
@@ -100,14 +110,17 @@ class FileInlet(FileLine):
                 raise RuntimeError(f"{self._mark} did not come within the deadline; does the trainer still run?")
             time.sleep(POLL_S)
 
-    def expect(self, message: Message, room: Tensor | None) -> None:
+    def expect(self, stretch: Stretch, rooms: Sequence[Tensor]) -> None:
         """All files are there already."""
 
-    def take(self, message: Message, deadline: Deadline) -> tuple[Header, Tensor]:
+    def take(self, stretch: Stretch, deadline: Deadline) -> list[Part]:
         """
         Raises:
             RuntimeError: a file is missing, damaged, or of another plan.
         """
+        return [self._load(message) for message in stretch.messages]
+
+    def _load(self, message: Message) -> Part:
         path = self._path(message)
         try:
             with safe_open(path, framework="pt") as file:
@@ -124,7 +137,7 @@ class FileInlet(FileLine):
         header = Header(int(metadata["version"]), message.number, 0, tuple(sums) if sums else None)
         return header, torch.cat([part.view(-1).view(torch.uint8) for part in parts])
 
-    def acknowledge(self, message: Message, acknowledgement: Acknowledgement) -> None:
+    def acknowledge(self, stretch: Stretch, acknowledgement: Acknowledgement) -> None:
         """The sender does not wait for acknowledgements."""
 
     def finish(self, version: int, deadline: Deadline) -> None:

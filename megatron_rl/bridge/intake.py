@@ -1,6 +1,7 @@
 """The engine's side of the bridge, without the engine: a rank takes messages and writes them into live parameters.
 
-An engine that feeds another engine passes every message on as it came, and writes it at the same time. Invariants
+An engine that feeds another engine passes every stretch on as it came, and writes it at the same time. It waits for the
+answer of the next engine one stretch later, and has a third buffer for this. Invariants
 (tests/unit/bridge): the plan writes every parameter, or an error names the parameter; a push that is verified is read
 back from the parameters and compared with the sender's checksum, so neither the transfer nor the writing can corrupt it
 unseen; the version that arrives is the version that was asked for.
@@ -8,6 +9,7 @@ unseen; the version that arrives is the version that was asked for.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -28,9 +30,11 @@ from megatron_rl.bridge.line import (
     Header,
     Inlet,
     Outlet,
+    Part,
+    agreed_stretches,
 )
 from megatron_rl.bridge.memory import Slots, synchronize
-from megatron_rl.bridge.messages import Message, Named, in_place, schedule, split_messages
+from megatron_rl.bridge.messages import Message, Named, Stretch, in_place, schedule, split_messages
 from megatron_rl.bridge.setup import BridgeSetup
 from megatron_rl.layout import check_parameters
 
@@ -89,7 +93,8 @@ class Intake:
             for source, copies in routes.items()
             for message in split_messages(source, first, copies, setup.bucket_bytes)
         ]
-        self._schedule = schedule(messages, plan.turns)
+        turns = schedule(messages, plan.turns)
+        self._schedule = list(itertools.chain.from_iterable(turns.values()))
         _check(setup, rank, parameters.forms, self._schedule, self._side)
         self._lines: dict[int, Inlet] = {}
         self._next: Outlet | None = None
@@ -97,14 +102,31 @@ class Intake:
             self._lines = {source: FileInlet(setup, source, me) for source in routes}
         else:
             self._join(setup, me)
-        packed = [
-            m for m in self._schedule if not self._lines[m.source].near and self._room(m, parameters.forms) is None
+        split = agreed_stretches(
+            turns, self._line, self._unpacks, setup.bucket_bytes, chained=setup.engines.are_chained
+        )
+        self.stretches = [Stretch.of(part, self._unpacks) for part in split]
+        """What a push brings, in the order in which it is taken."""
+        if self._next is not None or plan.upstream(me) is not None:
+            # Between engines all messages share one line, and their order numbers them.
+            numbers = itertools.count()
+            self._passed_on = [
+                Stretch(tuple(replace(m, number=next(numbers)) for m in stretch.messages), stretch.starts)
+                for stretch in self.stretches
+            ]
+        if plan.upstream(me) is not None:
+            self.stretches = self._passed_on
+            self._schedule = [message for stretch in self.stretches for message in stretch.messages]
+        received = [
+            stretch.buffer_bytes
+            for stretch in self.stretches
+            if self._next is not None or not self._lines[stretch.source].near
         ]
-        largest = max((message.num_bytes for message in packed), default=0)
         # A process on a CPU may push to engines on GPUs. Contents arrive on the CPU then.
         arrival = {line.memory for line in self._lines.values() if not line.near} or {self._device}
         assert len(arrival) == 1, "all trainers have one kind of device"
-        self._slots = Slots(largest, arrival.pop())
+        num = SLOTS if self._next is None else SLOTS + 1  # the next engine may still read the one before
+        self._slots = Slots(max(received, default=0), arrival.pop(), num)
         self._broken = self._verified = False
 
     def _join(self, setup: BridgeSetup, me: int) -> None:
@@ -116,12 +138,15 @@ class Intake:
             self._lines = {source: joining.inlet(source, source in near) for source in sources}
         else:
             self._lines = dict.fromkeys(sources, joining.inlet(trainers + upstream, near=False))
-        # Between engines all messages share one line, and the schedule numbers them.
-        self._passed_on = [replace(message, number=index) for index, message in enumerate(self._schedule)]
-        if upstream is not None:
-            self._schedule = self._passed_on
         if downstream is not None:
             self._next = joining.outlet(trainers + downstream, near=False)
+
+    def _line(self, message: Message) -> Inlet:
+        return self._lines[message.source]
+
+    def _unpacks(self, message: Message) -> bool:
+        """Whether the message is read in a buffer, the sender's or this rank's."""
+        return self._line(message).near or self._room(message, self.parameters.forms) is None
 
     @property
     def messages(self) -> list[Message]:
@@ -164,26 +189,36 @@ class Intake:
             line.begin(version, deadline)
         if self._next is not None:
             self._next.begin(version, deadline)
-        for index in range(min(SLOTS, len(self._schedule))):
+        for index in range(min(SLOTS, len(self.stretches))):
             self._expect(index)
-        for index in range(len(self._schedule)):
+        for index in range(len(self.stretches)):
             self._complete(index, version, deadline)
-            if index + SLOTS < len(self._schedule):
+            if self._next is not None and index > 0:  # not this stretch: it is on its way to the next engine
+                self._settle(self._passed_on[index - 1], version, deadline)
+            if index + SLOTS < len(self.stretches):
                 self._expect(index + SLOTS)
         if self._next is not None:
+            self._settle(self._passed_on[-1], version, deadline)
             self._next.finish(version, deadline)
         for line in lines:
             line.finish(version, deadline)
         return self.parameters.finish()
 
     def _expect(self, index: int) -> None:
-        message = self._schedule[index]
-        line, room = self._lines[message.source], None
-        if not line.near:
+        stretch = self.stretches[index]
+        line = self._lines[stretch.source]
+        line.expect(stretch, [] if line.near else self._rooms(index))
+
+    def _rooms(self, index: int) -> list[Tensor]:
+        """Where this rank keeps the contents of a stretch until they are written: in the parameters or in a buffer."""
+        slot, rooms = self._slots.tensors[index % len(self._slots.tensors)], []
+        for message, start in zip(self.stretches[index].messages, self.stretches[index].starts, strict=True):
             room = self._room(message, self.parameters)
             if room is None:
-                room = self._slots.tensors[index % SLOTS][: message.num_bytes]
-        line.expect(message, room)
+                assert start is not None, "a parameter has been laid out anew since the bridge was joined"
+                room = slot[start : start + message.num_bytes]
+            rooms.append(room)
+        return rooms
 
     def _room(self, message: Message, parameters: Named) -> Tensor | None:
         """The parameter itself, if the content can arrive there in the form in which it is sent."""
@@ -191,32 +226,53 @@ class Intake:
         return in_place(message, message.destinations(parameters)) if arrives_here else None
 
     def _complete(self, index: int, version: int, deadline: Deadline) -> None:
-        message = self._schedule[index]
-        line = self._lines[message.source]
-        header, content = line.take(message, deadline)
-        if (header.version, header.number) != (version, message.number):
-            self._refuse(line, message, Acknowledgement(NOT_EXPECTED, version), deadline)
-            raise RuntimeError(
-                f"{self._side} was to receive version {version}, trainer rank {message.source} pushed version "
-                f"{header.version} (message {header.number} for {message.number}); push and receive must name the "
-                "same version"
-            )
+        stretch = self.stretches[index]
+        line = self._lines[stretch.source]
+        parts = line.take(stretch, deadline)
+        for message, (header, _) in zip(stretch.messages, parts, strict=True):
+            if (header.version, header.number) != (version, message.number):
+                self._refuse(line, stretch, Acknowledgement(NOT_EXPECTED, version, message.number), deadline)
+                raise RuntimeError(
+                    f"{self._side} was to receive version {version}, trainer rank {message.source} pushed version "
+                    f"{header.version} (message {header.number} for {message.number}); push and receive must name the "
+                    "same version"
+                )
         if self._next is not None:
-            passed_on = self._passed_on[index]
-            self._next.post(passed_on, replace(header, number=index, slot=0), content)
-        if not self._write(message, header, content):
-            self._refuse(line, message, Acknowledgement(CORRUPTED, version), deadline)
-            raise RuntimeError(
-                f"{self._side} holds other bytes than trainer rank {message.source} sent, in message {message.number} "
-                f"of version {version}: {', '.join(copy.destination_name for copy in message.copies[:3])}"
-            )
-        self.parameters.written(message, header.checksum is not None)
-        if not line.near:
-            line.acknowledge(message, Acknowledgement(WRITTEN, version))
-        if self._next is not None and self._next.acknowledgement(passed_on, deadline).status != WRITTEN:
+            parts = self._pass_on(index, parts, near=line.near)
+        for message, (header, content) in zip(stretch.messages, parts, strict=True):
+            if not self._write(message, header, content):
+                self._refuse(line, stretch, Acknowledgement(CORRUPTED, version, message.number), deadline)
+                raise RuntimeError(
+                    f"{self._side} holds other bytes than trainer rank {message.source} sent, in message "
+                    f"{message.number} of version {version}: "
+                    f"{', '.join(copy.destination_name for copy in message.copies[:3])}"
+                )
+            self.parameters.written(message, header.checksum is not None)
+        line.acknowledge(stretch, Acknowledgement(WRITTEN, version, stretch.number))
+
+    def _pass_on(self, index: int, parts: list[Part], near: bool) -> list[Part]:
+        """Post a stretch to the next engine. What lies in the sender's memory is copied first, because the sender is
+        answered before the next engine has the stretch."""
+        assert self._next is not None
+        if near:
+            rooms = self._rooms(index)
+            torch._foreach_copy_(rooms, [content for _, content in parts])
+            parts = [(header, room) for (header, _), room in zip(parts, rooms, strict=True)]
+        passed = self._passed_on[index]
+        self._next.post(
+            passed,
+            (
+                (replace(header, number=message.number, slot=0), content)
+                for message, (header, content) in zip(passed.messages, parts, strict=True)
+            ),
+        )
+        return parts
+
+    def _settle(self, passed: Stretch, version: int, deadline: Deadline) -> None:
+        """Wait until the next engine does not need a stretch any more."""
+        assert self._next is not None
+        if self._next.acknowledgement(passed, deadline).status != WRITTEN:
             raise RuntimeError(f"{self._side} fed an engine that refused version {version}; its own error says why")
-        if line.near:  # only now, because the content lies in the sender's memory
-            line.acknowledge(message, Acknowledgement(WRITTEN, version))
 
     def _write(self, message: Message, header: Header, content: Tensor) -> bool:
         """Write the content. Whether the parameters hold what was sent, if the push is verified; otherwise True."""
@@ -230,8 +286,8 @@ class Intake:
             torch._foreach_copy_(message.parts(content), views)  # read back, into the message's own memory
         return checksum(content) == header.checksum
 
-    def _refuse(self, line: Inlet, message: Message, acknowledgement: Acknowledgement, deadline: Deadline) -> None:
-        line.acknowledge(message, acknowledgement)
+    def _refuse(self, line: Inlet, stretch: Stretch, acknowledgement: Acknowledgement, deadline: Deadline) -> None:
+        line.acknowledge(stretch, acknowledgement)
         with suppress(RuntimeError):  # the sender has read the refusal, and has closed its end
             line.finish(acknowledgement.version, deadline)
 

@@ -1,14 +1,15 @@
 """How messages pass from one rank to another: one small port, and its form over process groups.
 
-A line joins two ranks. One end posts messages; the other end takes them and acknowledges each. A rank has two messages
-under way: the acknowledgement of message i frees the buffer that message i + 2 is packed into. Headers and
-acknowledgements pass over gloo. The content passes over gloo or NCCL, or it stays where it is if the receiver can read
-the sender's buffers (`memory.py`). Files are another form of the port (`files.py`).
+A line joins two ranks. One end posts stretches of messages; the other end takes them and acknowledges each stretch. A
+rank has two stretches under way: the acknowledgement of stretch i frees the buffer that stretch i + 2 is packed into.
+The headers of a stretch and its acknowledgement pass over gloo. The contents pass over gloo or NCCL, or they stay where
+they are if the receiver can read the sender's buffers (`memory.py`). Files are another form of the port (`files.py`).
 
 No rank waits for a send. When a connection breaks, gloo ends the receives that have no byte yet. It forgets a send that
 it has begun to write, and a receive that it has begun to read: a rank that waited for one of these would wait until its
-deadline. So a content is sent before its header, and the receiver waits for the header; the sender waits for the
-acknowledgement; and an end mark tells the receiver that its last acknowledgements have arrived.
+deadline. So the contents of a stretch are sent before its headers, and the receiver waits for the headers, which are
+one message; the sender waits for the acknowledgement; and an end mark tells the receiver that its last acknowledgements
+have arrived. What is waited for has at most a few kilobytes; a break in the very middle of it is seen at the deadline.
 
 Invariants (tests/unit/bridge): what is taken is what was posted; a peer that dies is a RuntimeError at once, also in
 the middle of a content; a peer that is silent is a RuntimeError within the deadline.
@@ -16,8 +17,9 @@ the middle of a content; a peer that is silent is a RuntimeError within the dead
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -27,15 +29,18 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
-from megatron_rl.bridge.messages import Message
+from megatron_rl.bridge.messages import Message, Stretch, stretches
 
 SLOTS = 2
-"""How many messages a rank has under way, and how many buffers it has to pack them or to receive them in."""
+"""How many stretches a rank has under way, and how many buffers it has to pack them or to receive them in."""
 WRITTEN, CORRUPTED, NOT_EXPECTED = 0, 1, 2
-HEADER, CONTENT, ACKNOWLEDGEMENT = 1, 2, 3
-"""Message i has the tags 3 i + 1, 3 i + 2 and 3 i + 3."""
-END = 0
-"""This is the tag of the end mark of a push."""
+HEADERS, CONTENT, ACKNOWLEDGEMENT = 2, 3, 4
+"""Message i has the tags 3 i + 2, 3 i + 3 and 3 i + 4. Headers and acknowledgement of a stretch have those of its last
+message."""
+END, PACKED = 0, 1
+"""The tags of the end mark of a push, and of what both ends tell each other when they join."""
+HEADER_NUMBERS = 6
+"""How many numbers a header is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,27 +48,32 @@ class Header:
     version: int
     number: int
     slot: int
-    """The sender's buffer in which the message is packed."""
+    """The sender's buffer in which the message is packed, if the receiver reads it there."""
     checksum: tuple[int, int] | None
     """The checksum of the content, if the push is verified."""
 
-    def encode(self) -> Tensor:
-        sums = self.checksum or (0, 0)
-        return torch.tensor([self.version, self.number, self.slot, self.checksum is not None, *sums])
+    def encode(self) -> list[int]:
+        return [self.version, self.number, self.slot, self.checksum is not None, *(self.checksum or (0, 0))]
 
     @classmethod
-    def decode(cls, numbers: Tensor) -> Header:
-        version, number, slot, checked, *sums = numbers.tolist()
+    def decode(cls, numbers: list[int]) -> Header:
+        version, number, slot, checked, *sums = numbers
         return cls(version, number, slot, tuple(sums) if checked else None)
+
+
+Part = tuple[Header, Tensor]
+"""A message as it passes over a line, with its content (uint8)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Acknowledgement:
-    """It tells the sender what became of a message."""
+    """It tells the sender what became of a stretch."""
 
     status: int
     version: int
     """The version that the receiver expected."""
+    number: int
+    """The last message that is written, or the one that is not as it was sent."""
 
 
 PEER_LOST = "has died, or is silent past the deadline"
@@ -94,13 +104,16 @@ class Outlet(Protocol):
     memory: torch.device
     """Contents must lie in the memory of this device."""
 
+    def agree(self, packs: Sequence[bool]) -> list[bool]:
+        """Which messages of the line, in their order, are packed by this end (`packs`) or unpacked by the other one."""
+
     def begin(self, version: int, deadline: Deadline) -> None: ...
 
-    def post(self, message: Message, header: Header, content: Tensor) -> None:
-        """Send a message (uint8). Its content must not change until it is acknowledged."""
+    def post(self, stretch: Stretch, parts: Iterable[Part]) -> None:
+        """Send the messages of a stretch. Their contents must not change until it is acknowledged."""
 
-    def acknowledgement(self, message: Message, deadline: Deadline) -> Acknowledgement:
-        """Wait until the receiver does not need the message any more."""
+    def acknowledgement(self, stretch: Stretch, deadline: Deadline) -> Acknowledgement:
+        """Wait until the receiver does not need the stretch any more."""
 
     def finish(self, version: int, deadline: Deadline) -> None:
         """Tell the receiver that all its acknowledgements have arrived."""
@@ -116,20 +129,54 @@ class Inlet(Protocol):
     memory: torch.device
     """Contents arrive in the memory of this device."""
 
+    def agree(self, packs: Sequence[bool]) -> list[bool]:
+        """Which messages of the line, in their order, are unpacked by this end (`packs`) or packed by the other one."""
+
     def begin(self, version: int, deadline: Deadline) -> None: ...
 
-    def expect(self, message: Message, room: Tensor | None) -> None:
-        """Be ready: the content may arrive in `room` (uint8) from now on."""
+    def expect(self, stretch: Stretch, rooms: Sequence[Tensor]) -> None:
+        """Be ready: from now on the contents may arrive in `rooms` (uint8), one for each message. A near line has
+        none."""
 
-    def take(self, message: Message, deadline: Deadline) -> tuple[Header, Tensor]:
-        """Wait for an expected message. Its content stays as it is until it is acknowledged."""
+    def take(self, stretch: Stretch, deadline: Deadline) -> list[Part]:
+        """Wait for an expected stretch. Its contents stay as they are until it is acknowledged."""
 
-    def acknowledge(self, message: Message, acknowledgement: Acknowledgement) -> None: ...
+    def acknowledge(self, stretch: Stretch, acknowledgement: Acknowledgement) -> None: ...
 
     def finish(self, version: int, deadline: Deadline) -> None:
         """Wait until the sender has all acknowledgements."""
 
     def close(self) -> None: ...
+
+
+def agreed_stretches(
+    turns: Mapping[int, Sequence[Message]],
+    line: Callable[[Message], Outlet | Inlet],
+    packs: Callable[[Message], bool],
+    bucket_bytes: int,
+    *,
+    chained: bool,
+) -> list[list[Message]]:
+    """Split the turns of a rank into stretches, the same ones as at the other ends of its lines.
+
+    Args:
+        turns: those of `messages.schedule`.
+        line: the line over which a message passes.
+        packs: whether this rank packs (unpacks) a message. The other ends are asked for theirs.
+        chained: engines feed engines. Then every message counts as packed and nobody is asked: stretches are short,
+            because an engine passes a stretch on when it has the whole of it.
+    """
+    packed: dict[tuple[int, int, int], bool] = {}
+    by_line: dict[Outlet | Inlet, list[Message]] = {}
+    for message in itertools.chain.from_iterable(turns.values()):
+        packed[message.key] = True
+        by_line.setdefault(line(message), []).append(message)
+    for end, own in [] if chained else by_line.items():
+        agreed = end.agree([packs(message) for message in own])
+        packed |= zip((message.key for message in own), agreed, strict=True)
+    return [
+        part for turn in turns.values() for part in stretches(turn, lambda message: packed[message.key], bucket_bytes)
+    ]
 
 
 class GroupLine:
@@ -156,15 +203,30 @@ class GroupLine:
         self.near, self.memory = payload is None, memory
         self._control, self._payload, self._slots, self._peer, self._name = control, payload, slots, peer, name
         # Works with the memory that they read or write. A work keeps its group's socket open, so `close` forgets all.
-        self._messages: dict[int, list[tuple[Work, Tensor]]] = {}
+        self._stretches: dict[int, list[tuple[Work, Tensor]]] = {}
         self._acknowledgements: list[tuple[Work, Tensor]] = []
         self._mark: list[tuple[Work, Tensor]] = []
+        self._said: list[tuple[Work, Tensor]] = []
+
+    def agree(self, packs: Sequence[bool]) -> list[bool]:
+        """
+        Raises:
+            RuntimeError: the other end died while it joined.
+        """
+        mine, theirs = torch.tensor(packs, dtype=torch.uint8), torch.empty(len(packs), dtype=torch.uint8)
+        heard: list[tuple[Work, Tensor]] = []
+        self._send(self._said, self._control, mine, PACKED)
+        self._receive(heard, self._control, theirs, PACKED)
+        with self._named():
+            heard.pop()[0].wait()  # within the time that the group gives a connection
+        return (mine | theirs).bool().tolist()
 
     def close(self) -> None:
         """A process group closes its sockets when nothing refers to it any more. The other end fails then."""
         if self._payload is not None and self._payload is not self._control:
             self._payload.abort()  # NCCL's kernels may stand in a message that never comes
-        self._messages, self._acknowledgements, self._mark = {}, [], []
+        for works in (*self._stretches.values(), self._acknowledgements, self._mark, self._said):
+            works.clear()  # a traceback may refer to the list
         del self._control, self._payload
 
     def _send(self, works: list[tuple[Work, Tensor]], group: ProcessGroup, memory: Tensor, tag: int) -> None:
@@ -197,18 +259,21 @@ class GroupOutlet(GroupLine):
         """The receiver has the end mark of the push before."""
         self._mark = []
 
-    def post(self, message: Message, header: Header, content: Tensor) -> None:
-        self._messages[message.number] = works = []
-        if self._payload is not None:
-            self._send(works, self._payload, content, 3 * message.number + CONTENT)
-        self._send(works, self._control, header.encode(), 3 * message.number + HEADER)
+    def post(self, stretch: Stretch, parts: Iterable[Part]) -> None:
+        self._stretches[stretch.number] = works = []
+        headers: list[list[int]] = []
+        for message, (header, content) in zip(stretch.messages, parts, strict=True):
+            if self._payload is not None:
+                self._send(works, self._payload, content, 3 * message.number + CONTENT)
+            headers.append(header.encode())
+        self._send(works, self._control, torch.tensor(headers), 3 * stretch.number + HEADERS)
 
-    def acknowledgement(self, message: Message, deadline: Deadline) -> Acknowledgement:
+    def acknowledgement(self, stretch: Stretch, deadline: Deadline) -> Acknowledgement:
         works: list[tuple[Work, Tensor]] = []
-        numbers = torch.empty(2, dtype=torch.int64)
-        self._receive(works, self._control, numbers, 3 * message.number + ACKNOWLEDGEMENT)
+        numbers = torch.empty(3, dtype=torch.int64)
+        self._receive(works, self._control, numbers, 3 * stretch.number + ACKNOWLEDGEMENT)
         self._wait(works, deadline)
-        del self._messages[message.number]  # the receiver has the whole message
+        del self._stretches[stretch.number]  # the receiver has all of it
         return Acknowledgement(*numbers.tolist())
 
     def finish(self, version: int, deadline: Deadline) -> None:
@@ -220,27 +285,34 @@ class GroupInlet(GroupLine):
     def begin(self, version: int, deadline: Deadline) -> None:
         self._receive(self._mark, self._control, torch.empty(1), END)
 
-    def expect(self, message: Message, room: Tensor | None) -> None:
-        header: list[tuple[Work, Tensor]] = []
-        content: list[tuple[Work, Tensor]] = []
+    def expect(self, stretch: Stretch, rooms: Sequence[Tensor]) -> None:
+        headers: list[tuple[Work, Tensor]] = []
+        contents: list[tuple[Work, Tensor]] = []
         if self._payload is not None:
-            assert room is not None
-            self._receive(content, self._payload, room, 3 * message.number + CONTENT)
-        self._receive(header, self._control, torch.empty(6, dtype=torch.int64), 3 * message.number + HEADER)
-        self._messages[message.number] = header + content
+            for message, room in zip(stretch.messages, rooms, strict=True):
+                self._receive(contents, self._payload, room, 3 * message.number + CONTENT)
+        numbers = torch.empty(len(stretch.messages), HEADER_NUMBERS, dtype=torch.int64)
+        self._receive(headers, self._control, numbers, 3 * stretch.number + HEADERS)
+        self._stretches[stretch.number] = headers + contents
 
-    def take(self, message: Message, deadline: Deadline) -> tuple[Header, Tensor]:
-        """The header is waited for first: over gloo the content has arrived before it, and NCCL's waits have no
+    def take(self, stretch: Stretch, deadline: Deadline) -> list[Part]:
+        """The headers are waited for first: over gloo the contents have arrived before them, and NCCL's waits have no
         deadline."""
-        works = self._messages.pop(message.number)
-        memory = [tensor for _, tensor in works]
+        works = self._stretches.pop(stretch.number)
+        numbers, *contents = (memory for _, memory in works)
         self._wait(works, deadline)
-        header = Header.decode(memory[0])
-        return header, self._slots[header.slot][: message.num_bytes] if self.near else memory[1]
+        headers = [Header.decode(row) for row in numbers.tolist()]
+        if self.near:
+            slot = self._slots[headers[0].slot]
+            contents = [
+                slot[start : start + message.num_bytes]
+                for message, start in zip(stretch.messages, stretch.starts, strict=True)
+            ]
+        return list(zip(headers, contents, strict=True))
 
-    def acknowledge(self, message: Message, acknowledgement: Acknowledgement) -> None:
-        numbers = torch.tensor([acknowledgement.status, acknowledgement.version])
-        self._send(self._acknowledgements, self._control, numbers, 3 * message.number + ACKNOWLEDGEMENT)
+    def acknowledge(self, stretch: Stretch, acknowledgement: Acknowledgement) -> None:
+        numbers = torch.tensor([acknowledgement.status, acknowledgement.version, acknowledgement.number])
+        self._send(self._acknowledgements, self._control, numbers, 3 * stretch.number + ACKNOWLEDGEMENT)
 
     def finish(self, version: int, deadline: Deadline) -> None:
         self._wait(self._mark, deadline)

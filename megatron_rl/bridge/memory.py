@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.bridge.line import SLOTS
-
-ALIGNMENT_BYTES = 64
+from megatron_rl.bridge.messages import ALIGNMENT_BYTES, aligned
 
 
 class Probe:
@@ -53,20 +52,20 @@ def _name(device: torch.device) -> str:
 
 
 class Slots:
-    """The buffers of one rank (uint8, `num_bytes` each), and the handle with which other processes open them."""
+    """The buffers of one rank (uint8, `num_bytes` each), and the handle with which other processes open a sender's."""
 
-    def __init__(self, num_bytes: int, device: torch.device) -> None:
-        num_bytes = ALIGNMENT_BYTES * max(1, -(-num_bytes // ALIGNMENT_BYTES))  # the kernel refuses an empty mapping
+    def __init__(self, num_bytes: int, device: torch.device, num: int = SLOTS) -> None:
+        num_bytes = max(aligned(num_bytes), ALIGNMENT_BYTES)  # the kernel refuses an empty mapping
         if device.type == "cpu":
             self._file: int | None = os.memfd_create("megatron_rl bridge", os.MFD_CLOEXEC)
-            os.ftruncate(self._file, SLOTS * num_bytes)
-            whole = _mapped(self._file, SLOTS * num_bytes)
+            os.ftruncate(self._file, num * num_bytes)
+            whole = _mapped(self._file, num * num_bytes)
             self.handle = f"/proc/{os.getpid()}/fd/{self._file}"
         else:
             from torch.multiprocessing.reductions import reduce_tensor
 
             self._file = None
-            whole = torch.empty(SLOTS * num_bytes, dtype=torch.uint8, device=device)
+            whole = torch.empty(num * num_bytes, dtype=torch.uint8, device=device)
             self.handle = _encode(reduce_tensor(whole)[1])
         self.tensors = list(whole.split(num_bytes))
 

@@ -1,17 +1,20 @@
-"""Routes are split into messages: pure values, and the tensors that each message reads and writes.
+"""Routes are split into messages, and messages are joined into stretches: pure values, and the tensors that each
+message reads and writes.
 
-A message is what one trainer rank sends to one engine rank at once. All ranks send and receive their messages in one
-global order, so two buffers a rank are enough and the ranks cannot wait for each other in a circle. Invariants
-(tests/unit/bridge): the messages of a route hold its copies in their order and each byte once; a message exceeds the
-bucket only if it is a single row; the messages that two ranks have in common stand in the same order in both schedules.
+A message is what one trainer rank sends to one engine rank at once. A stretch is a run of messages that has one answer.
+All ranks send and receive their stretches in one global order, so two buffers a rank are enough and the ranks cannot
+wait for each other in a circle. Invariants (tests/unit/bridge): the messages of a route hold its copies in their order
+and each byte once; a message exceeds the bucket only if it is a single row; what an end packs in a stretch exceeds the
+bucket only if it is a single message; the stretches that two ranks have in common are the same at both, and stand in
+the same order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,10 +22,14 @@ from torch import Tensor
 from megatron_rl.bridge.verification import is_sampled
 from megatron_rl.layout import Copy, Turn, slices
 
-ALONE_BYTES = 2**24
+ALONE_BYTES = 2**22
 """A copy of this size or more is a message of its own: if it is contiguous, it need not be packed. Smaller ones travel
-together, because each message costs both ends an answer: a rank of Qwen3-235B's engines gets 940 messages with this
-bound, and 5,083 with one of a mebibyte."""
+together."""
+STRETCH_BUCKETS = 8
+"""A stretch has at most so many buckets, unless it is a single message: a layer that vLLM repacks needs memory as soon
+as a stretch of it is expected."""
+ALIGNMENT_BYTES = 64
+"""Messages begin at multiples of this in a buffer."""
 
 
 class Named(Protocol):
@@ -40,6 +47,10 @@ class Message:
     """The place in its route, from 0."""
     copies: tuple[Copy, ...]
     """The copies with the wider elements come first: all are aligned then."""
+
+    @property
+    def key(self) -> tuple[int, int, int]:
+        return self.source, self.destination, self.number
 
     @cached_property
     def num_bytes(self) -> int:
@@ -71,16 +82,51 @@ class Message:
         return views
 
 
-class Sized(NamedTuple):
-    """A message without its content."""
+@dataclass(frozen=True)
+class Stretch:
+    """Messages of one turn that follow each other at the sender and at the receiver. The receiver answers once, when it
+    has written all of them."""
 
-    source: int
-    destination: int
-    number: int
-    num_bytes: int
+    messages: tuple[Message, ...]
+    starts: tuple[int | None, ...]
+    """The byte of this rank's buffer at which each message begins; None: the message needs no buffer at this rank."""
+
+    @property
+    def source(self) -> int:
+        return self.messages[0].source
+
+    @property
+    def destination(self) -> int:
+        return self.messages[0].destination
+
+    @property
+    def number(self) -> int:
+        """The number of its last message: the answer tells that all messages of the line up to this one are written."""
+        return self.messages[-1].number
+
+    @property
+    def buffer_bytes(self) -> int:
+        """How much of a buffer it needs."""
+        ends = (start + m.num_bytes for m, start in zip(self.messages, self.starts) if start is not None)
+        return max(ends, default=0)
+
+    @classmethod
+    def of(cls, messages: Iterable[Message], needs_place: Callable[[Message], bool]) -> Stretch:
+        """Lay the messages that need a place in the buffer one after the other."""
+        starts: list[int | None] = []
+        filled, messages = 0, tuple(messages)
+        for message in messages:
+            if needs_place(message):
+                starts.append(filled)
+                filled += aligned(message.num_bytes)
+            else:
+                starts.append(None)
+        return cls(messages, tuple(starts))
 
 
-OneMessage = TypeVar("OneMessage", Message, Sized)
+def aligned(num_bytes: int) -> int:
+    """`num_bytes`, rounded up to a multiple of `ALIGNMENT_BYTES`."""
+    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def in_place(message: Message, views: Sequence[Tensor]) -> Tensor | None:
@@ -115,31 +161,57 @@ def _fill(copies: Iterable[Copy], bucket_bytes: int) -> Iterator[list[Copy]]:
         yield bucket
 
 
-def schedule(messages: Iterable[OneMessage], turns: Mapping[tuple[int, int], Sequence[Turn]]) -> list[OneMessage]:
+def schedule(messages: Iterable[Message], turns: Mapping[tuple[int, int], Sequence[Turn]]) -> dict[int, list[Message]]:
     """The global order: that of the plan's turns, in which few ranks wait for each other. A message belongs to the turn
     in which its middle byte is sent. Each rank orders its own messages.
 
     Args:
         messages: all messages of some routes.
         turns: `TransferPlan.turns`.
+
+    Returns:
+        The messages of each turn by its number, in order. A turn has one sender and one receiver.
     """
-    by_route: dict[tuple[int, int], list[OneMessage]] = {}
+    by_route: dict[tuple[int, int], list[Message]] = {}
     for message in messages:
         by_route.setdefault((message.source, message.destination), []).append(message)
-    keyed: list[tuple[int, int, OneMessage]] = []
+    by_turn: dict[int, list[Message]] = {}
     for route, own in by_route.items():
         of_route, sent = iter(turns[route]), 0
         turn = next(of_route)
         for message in sorted(own, key=lambda message: message.number):
             while turn.stop < sent + message.num_bytes / 2:
                 turn = next(of_route)
-            keyed.append((turn.number, message.number, message))
+            by_turn.setdefault(turn.number, []).append(message)
             sent += message.num_bytes
-    return [message for *_, message in sorted(keyed, key=lambda entry: entry[:2])]
+    return dict(sorted(by_turn.items()))
 
 
-def late_last(messages: Iterable[Message], late: Collection[int]) -> list[Message]:
-    """The order of a push for which some engine ranks are late: they get their messages after all others. All trainer
-    ranks must have the same `late`. The order of what one engine rank gets is that of `messages`, so the engines need
-    not know."""
-    return sorted(messages, key=lambda message: message.destination in late)
+def stretches(turn: Iterable[Message], packed: Callable[[Message], bool], bucket_bytes: int) -> Iterator[list[Message]]:
+    """Split a turn so that what is packed in each stretch fits into one buffer, and all of it into `STRETCH_BUCKETS`.
+
+    Args:
+        packed: whether the sender packs the message or the receiver unpacks it. Both must know this of both.
+    """
+    stretch: list[Message] = []
+    filled = total = 0
+    for message in turn:
+        needed = aligned(message.num_bytes) if packed(message) else 0
+        if stretch and (
+            (needed and filled and filled + needed > bucket_bytes)
+            or total + message.num_bytes > STRETCH_BUCKETS * bucket_bytes
+        ):
+            yield stretch
+            stretch, filled, total = [], 0, 0
+        stretch.append(message)
+        filled += needed
+        total += message.num_bytes
+    if stretch:
+        yield stretch
+
+
+def late_last(order: Iterable[Stretch], late: Collection[int]) -> list[Stretch]:
+    """The order of a push for which some engine ranks are late: they get their stretches after all others. All trainer
+    ranks must have the same `late`. The order of what one engine rank gets is that of `order`, so the engines need not
+    know."""
+    return sorted(order, key=lambda stretch: stretch.destination in late)

@@ -1,9 +1,10 @@
-"""Plays a push through: when does each message leave, arrive, and free its buffers?
+"""Plays a push through: when does each stretch leave, arrive, and free its buffers?
 
-It follows what sender.py and intake.py do. A rank posts its messages in the global order and has two of them under way.
-A receiver has room for two, takes them in order, passes each on to the next engine of its chain, writes it, answers,
-and waits for the answer of the next engine. Each direction of a link carries one message at a time, in the global
-order. Invariants (tests/unit/bridge): times by hand; no replay is shorter than the time that any link needs.
+It follows what sender.py and intake.py do. A rank posts its stretches in the global order and has two of them under
+way. A receiver has room for two, takes them in order, passes each on to the next engine of its chain, writes it,
+answers, and waits for the answer of the next engine to the stretch before. Each direction of a link carries one
+stretch at a time, in the global order. Invariants (tests/unit/bridge): times by hand; no replay is shorter than the
+time that any link needs.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from megatron_rl.bridge.line import SLOTS
-from megatron_rl.bridge.messages import Sized, schedule, split_messages
+from megatron_rl.bridge.messages import schedule, split_messages, stretches
 from megatron_rl.layout import Links, TransferPlan
 
 
@@ -24,61 +26,75 @@ class Costs:
     """What a message costs beside its bytes."""
 
     answer_s: float = 1e-4
-    """The time from a receiver's answer to the moment at which the sender uses the buffer again."""
+    """The time from a receiver's answer to the moment at which the sender posts the stretch after the next one."""
     message_s: float = 0.0
     """The time of a processor for each message, at the sender and at each receiver."""
 
 
-def all_messages(plan: TransferPlan, bucket_bytes: int) -> list[Sized]:
-    """All messages of the trainer in the global order."""
-    messages = [
-        Sized(rank, to, message.number, message.num_bytes)
-        for rank in np.unique(plan.source).tolist()
-        for to, copies in plan.sent_by(rank).items()
-        for message in split_messages(rank, to, copies, bucket_bytes)
-    ]
-    return schedule(messages, plan.turns)
+class Run(NamedTuple):
+    """A stretch without its contents."""
+
+    source: int
+    destination: int
+    num_bytes: int
+    num_messages: int
 
 
-def replay(messages: Iterable[Sized], plan: TransferPlan, links: Links, costs: Costs = Costs()) -> float:
+def all_stretches(plan: TransferPlan, bucket_bytes: int) -> list[Run]:
+    """All stretches of the trainer in the global order. A message of a single copy counts as one that no end packs,
+    unless engines feed engines."""
+    chained = plan.engines.are_chained
+    runs: dict[int, list[Run]] = {}
+    for rank in np.unique(plan.source).tolist():
+        messages = [
+            message
+            for to, copies in plan.sent_by(rank).items()
+            for message in split_messages(rank, to, copies, bucket_bytes)
+        ]
+        for number, turn in schedule(messages, plan.turns).items():
+            runs[number] = [
+                Run(rank, part[0].destination, sum(message.num_bytes for message in part), len(part))
+                for part in stretches(turn, lambda message: chained or len(message.copies) > 1, bucket_bytes)
+            ]
+    return [run for number in sorted(runs) for run in runs[number]]
+
+
+def replay(order: Iterable[Run], plan: TransferPlan, links: Links, costs: Costs = Costs()) -> float:
     """The seconds of a push.
 
     Args:
-        messages: those of `all_messages`.
+        order: that of `all_stretches`.
     """
     num_sources, world = plan.num_sources, plan.engines.world_size
     gpus = [*range(num_sources), *links.gpu(np.arange(plan.num_destinations), num_sources).tolist()]
     free: defaultdict[tuple[str, int], float] = defaultdict(float)
     """When each direction of each link has sent its last message."""
-    posted, released, completed = ([0.0] * len(gpus) for _ in range(3))
-    """The times at which each rank has posted its last message, can post the one after the next, and has completed the
-    last message that it received."""
+    posted, released, completed, answered = ([0.0] * len(gpus) for _ in range(4))
+    """The times at which each rank has posted its last stretch, can post the one after the next, has completed the last
+    stretch that it received, and has the answer to the last one that it passed on."""
     before_posted, before_completed = list(released), list(completed)
-    """The same for the message before the last: with two buffers, these are the ones that count."""
+    """The same for the stretch before the last: with two buffers, these are the ones that count."""
     assert SLOTS == 2
     chains = {chain[0]: list(chain) for chain in plan.engines.chains}
     last = 0.0
-    for message in messages:
-        engine, within = divmod(message.destination, world)
-        hops = [message.source, *(num_sources + one * world + within for one in chains[engine])]
-        at = 0.0
-        written: list[float] = []
+    for run in order:
+        engine, within = divmod(run.destination, world)
+        hops = [run.source, *(num_sources + one * world + within for one in chains[engine])]
+        at, work_s = 0.0, run.num_messages * costs.message_s
         for sender, receiver in zip(hops, hops[1:]):
-            post = max(at, posted[sender], before_posted[sender]) + costs.message_s
+            post = max(at, posted[sender], before_posted[sender]) + work_s
             posted[sender] = post
             out, into, rate = _link(gpus[sender], gpus[receiver], links)
             begin = max(post, before_completed[receiver], free[out], free[into])
-            end = begin + message.num_bytes / rate
+            end = begin + run.num_bytes / rate
             free[out] = free[into] = end
             at = max(end, completed[receiver])
-            written.append(at + costs.message_s)
-        # From the end of the chain to its head: a receiver goes on when the next one has answered.
-        answer = 0.0
-        for sender, receiver, done in reversed(list(zip(hops, hops[1:], written))):
-            before_completed[receiver], completed[receiver] = completed[receiver], max(done, answer)
-            answer = done + costs.answer_s
-            before_posted[sender], released[sender] = released[sender], answer
-            last = max(last, completed[receiver])
+            written = at + work_s
+            # The receiver goes on when the next one has answered the stretch before.
+            before_completed[receiver], completed[receiver] = completed[receiver], max(written, answered[receiver])
+            answered[sender] = written + costs.answer_s
+            before_posted[sender], released[sender] = released[sender], answered[sender]
+            last = max(last, written)
     return last
 
 

@@ -8,8 +8,9 @@ written all of it.
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -17,9 +18,9 @@ from torch import Tensor
 from megatron_rl.bridge.checksum import checksum
 from megatron_rl.bridge.files import FileOutlet
 from megatron_rl.bridge.join import Joining
-from megatron_rl.bridge.line import CORRUPTED, NOT_EXPECTED, SLOTS, Deadline, Header, Outlet
+from megatron_rl.bridge.line import CORRUPTED, NOT_EXPECTED, SLOTS, Deadline, Header, Outlet, Part, agreed_stretches
 from megatron_rl.bridge.memory import Slots, synchronize
-from megatron_rl.bridge.messages import Message, in_place, late_last, schedule, split_messages
+from megatron_rl.bridge.messages import Message, Stretch, aligned, in_place, late_last, schedule, split_messages
 from megatron_rl.bridge.setup import BridgeSetup
 from megatron_rl.layout import check_parameters, megatron_shards
 from megatron_rl.types import Metrics
@@ -47,30 +48,47 @@ class BridgeSender:
         self._device = next((parameter.device for parameter in parameters.values()), torch.device("cpu"))
         routes = setup.transfer_plan.sent_by(rank)
         messages = [m for to, copies in routes.items() for m in split_messages(rank, to, copies, setup.bucket_bytes)]
-        self._schedule = schedule(messages, setup.transfer_plan.turns)
+        turns = schedule(messages, setup.transfer_plan.turns)
+        self._schedule = list(itertools.chain.from_iterable(turns.values()))
         peers = list(dict.fromkeys(message.destination for message in self._schedule))
         self._lines: dict[int, Outlet]
         if setup.folder is not None:
             self._lines = {to: FileOutlet(setup, rank, to) for to in peers}
             packed = set() if self._device == FileOutlet.memory else set(peers)
-            self._slots = Slots(self._largest(packed), FileOutlet.memory)
+            self._slots = Slots(self._most_packed(turns, packed, setup.bucket_bytes), FileOutlet.memory)
         else:
             joining, first = Joining(setup, rank, self._device), setup.mesh.world_size
             near = {peer - first for peer in joining.readers(first + to for to in peers)}
-            self._slots = Slots(self._largest(near), self._device)
+            self._slots = Slots(self._most_packed(turns, near, setup.bucket_bytes), self._device)
             joining.offer(self._slots)
             self._lines = {to: joining.outlet(first + to, to in near) for to in peers}
             for to, line in self._lines.items():
                 if line.memory != self._device:
                     raise ValueError(f"trainer rank {rank} has its weights on a GPU, engine rank {to} has none")
+        split = agreed_stretches(turns, self._line, self._packs, setup.bucket_bytes, chained=setup.engines.are_chained)
+        self.stretches = [Stretch.of(messages, self._packs) for messages in split]
+        """What a push sends, in the order in which it is sent."""
         self._verified = self._broken = False
 
-    def _largest(self, always: set[int]) -> int:
-        """The bytes of the largest message that must be packed. Every message to `always` must be."""
-        packed = (
-            m for m in self._schedule if m.destination in always or in_place(m, m.sources(self._parameters)) is None
-        )
-        return max((m.num_bytes for m in packed), default=0)
+    def _line(self, message: Message) -> Outlet:
+        return self._lines[message.destination]
+
+    def _packs(self, message: Message) -> bool:
+        """Whether the message cannot be sent from where it lies."""
+        line = self._line(message)
+        return line.near or line.memory != self._device or in_place(message, message.sources(self._parameters)) is None
+
+    def _most_packed(self, turns: Mapping[int, Sequence[Message]], always: set[int], bucket_bytes: int) -> int:
+        """No stretch needs a larger buffer, whatever the receivers unpack. Every message to `always` must be packed."""
+        most = 0
+        for turn in turns.values():
+            needed = [
+                aligned(message.num_bytes)
+                for message in turn
+                if message.destination in always or in_place(message, message.sources(self._parameters)) is None
+            ]
+            most = max(most, *needed, min(bucket_bytes, sum(needed)))
+        return most
 
     @property
     def num_bytes(self) -> int:
@@ -98,7 +116,7 @@ class BridgeSender:
             raise RuntimeError(f"trainer rank {self._rank}: an earlier push broke off; join the bridge anew")
         start, deadline = time.perf_counter(), Deadline(self._timeout_s)
         try:
-            self._push(version, verify or not self._verified, late_last(self._schedule, self._ranks(late)), deadline)
+            self._push(version, verify or not self._verified, late_last(self.stretches, self._ranks(late)), deadline)
         except BaseException:
             self.close()  # the other ends fail at once, not at their deadlines
             raise
@@ -111,47 +129,52 @@ class BridgeSender:
         chains = [chain for chain in engines.chains if not set(late).isdisjoint(chain)]
         return {chain[0] * engines.world_size + rank for chain in chains for rank in range(engines.world_size)}
 
-    def _push(self, version: int, verify: bool, messages: Sequence[Message], deadline: Deadline) -> None:
+    def _push(self, version: int, verify: bool, order: Sequence[Stretch], deadline: Deadline) -> None:
         for line in self._lines.values():
             line.begin(version, deadline)
-        last = {message.destination: message for message in messages}
+        last = {stretch.destination: stretch for stretch in order}
 
-        def settle(message: Message) -> None:
-            self._settle(message, version, deadline)
-            if message is last[message.destination]:
-                self._lines[message.destination].finish(version, deadline)
+        def settle(stretch: Stretch) -> None:
+            self._settle(stretch, version, deadline)
+            if stretch is last[stretch.destination]:
+                self._lines[stretch.destination].finish(version, deadline)
 
-        for index, message in enumerate(messages):
+        for index, stretch in enumerate(order):
             if index >= SLOTS:
-                settle(messages[index - SLOTS])
-            content = self._content(message, index % SLOTS)
-            sums = checksum(content) if verify or message.is_sampled(version) else None
-            self._lines[message.destination].post(
-                message, Header(version, message.number, index % SLOTS, sums), content
-            )
-        for message in messages[-SLOTS:]:
-            settle(message)
+                settle(order[index - SLOTS])
+            parts = self._parts(stretch, index % SLOTS, version, verify)
+            self._lines[stretch.destination].post(stretch, parts)
+        for stretch in order[-SLOTS:]:
+            settle(stretch)
 
-    def _content(self, message: Message, slot: int) -> Tensor:
+    def _parts(self, stretch: Stretch, slot: int, version: int, verify: bool) -> Iterator[Part]:
+        for message, start in zip(stretch.messages, stretch.starts, strict=True):
+            content = self._content(message, slot, start)
+            sums = checksum(content) if verify or message.is_sampled(version) else None
+            yield Header(version, message.number, slot, sums), content
+
+    def _content(self, message: Message, slot: int, start: int | None) -> Tensor:
         """The message's bytes (uint8), where they lie or packed."""
         views = message.sources(self._parameters)
-        line = self._lines[message.destination]
-        content = in_place(message, views) if not line.near and line.memory == self._device else None
-        if content is None:
-            content = self._slots.tensors[slot][: message.num_bytes]
-            torch._foreach_copy_(message.parts(content), views)
-            if line.near:
-                synchronize(self._device)  # the receiver reads as soon as the header arrives
+        if start is None:
+            content = in_place(message, views)
+            assert content is not None, "a parameter has been laid out anew since the bridge was joined"
+            return content
+        content = self._slots.tensors[slot][start : start + message.num_bytes]
+        torch._foreach_copy_(message.parts(content), views)
+        if self._line(message).near:
+            synchronize(self._device)  # the receiver reads as soon as the headers arrive
         return content
 
-    def _settle(self, message: Message, version: int, deadline: Deadline) -> None:
-        acknowledgement = self._lines[message.destination].acknowledgement(message, deadline)
+    def _settle(self, stretch: Stretch, version: int, deadline: Deadline) -> None:
+        acknowledgement = self._lines[stretch.destination].acknowledgement(stretch, deadline)
         if acknowledgement.status == NOT_EXPECTED:
             raise RuntimeError(
-                f"trainer rank {self._rank} pushed version {version}, engine rank {message.destination} expected "
+                f"trainer rank {self._rank} pushed version {version}, engine rank {stretch.destination} expected "
                 f"{acknowledgement.version}; push and receive must name the same version"
             )
         if acknowledgement.status == CORRUPTED:
+            message = next(m for m in stretch.messages if m.number == acknowledgement.number)
             raise RuntimeError(
                 f"trainer rank {self._rank}: engine rank {message.destination} holds other bytes than were sent, in "
                 f"message {message.number} of version {version}: {', '.join(c.source_name for c in message.copies[:3])}"

@@ -51,6 +51,11 @@ class Engines:
         return self.num if self.num_chains is None else self.num_chains
 
     @property
+    def are_chained(self) -> bool:
+        """Whether an engine feeds another one."""
+        return self.heads < self.num
+
+    @property
     def chains(self) -> list[range]:
         """The engines of each chain. Engines with neighbouring numbers follow each other, so that most feeds stay
         inside a node."""

@@ -15,7 +15,7 @@ from megatron_rl.layout.links import Links
 from megatron_rl.layout.transfer import TransferPlan
 
 CHAIN_SHARE = 0.2
-"""Chains took 1.17 to 1.22 times the time of their links in the replays of DeepSeek-V3."""
+"""How much longer than with the best number of chains a push may take. More chains are shorter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +109,8 @@ def _name(link: str, index: int, plan: TransferPlan, links: Links) -> str:
 
 def choose_chains(sender_s: float, receiver_s: float, num_engines: int, bucket_s: float) -> int:
     """The number of chains. Few chains use the trainer's links less, many chains are shorter. It is the largest number
-    whose time is within CHAIN_SHARE of the best one, because a chain also loses time where a large message follows a
-    small one, which `bridge/replay.py` shows.
+    whose time is within CHAIN_SHARE of the best one, because an engine that is late to a push holds all engines behind
+    it in its chain.
 
     Args:
         sender_s: the busiest trainer link's time for one engine; it grows with the number of chains.

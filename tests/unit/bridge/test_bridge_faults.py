@@ -21,12 +21,12 @@ from megatron_rl.types import Mesh, ModelShape
 SHAPE = SHAPES["qwen3"]
 MESH, ENGINES = Mesh(pipeline=2), Engines(2)
 TRAINERS, ENGINE_RANKS = [0, 1], [2, 3]
-LARGE = replace(SHAPE, vocab_size=2**17)
-"""Its embedding has 16 MiB, which is more than the sockets between two ranks hold."""
+LARGE = replace(SHAPE, vocab_size=3 * 2**16)
+"""Its embedding has 24 MiB, in messages of 16 and 8 MiB. 16 MiB is more than the sockets between two ranks hold."""
 
 
 AT_MESSAGE = {0: "_content", 1: "_content", 2: "_complete", 3: "_complete"}
-"""The method that each rank calls once for each of its messages."""
+"""The method that a trainer calls for each of its messages, and an engine for each of its stretches."""
 
 
 def serve(rank: int, shape: ModelShape, pipe) -> None:
@@ -34,6 +34,10 @@ def serve(rank: int, shape: ModelShape, pipe) -> None:
     import torch
 
     torch.set_num_threads(1)
+    if shape == LARGE:
+        from megatron_rl.layout import turns
+
+        turns.NUM_BLOCKS = 1  # a route is one turn
     end = _Trainer(rank, shape) if rank in TRAINERS else _Engine(rank, shape)
     while True:
         method, *arguments = pipe.recv()
@@ -59,7 +63,13 @@ def strike(end, fault: tuple[str, int, int] | None) -> None:
     setattr(end, name, struck)
 
 
-class _Trainer:
+class _End:
+    def first_stretch(self) -> list[int]:
+        """The bytes of the messages of the first stretch."""
+        return [message.num_bytes for message in self.end.stretches[0].messages]
+
+
+class _Trainer(_End):
     def __init__(self, rank: int, shape: ModelShape) -> None:
         self.rank, self.shape = rank, shape
         self.live = cut(megatron_shards(shape, MESH, rank), hf_weights(shape, 0))
@@ -77,7 +87,7 @@ class _Trainer:
         self.end.push(version)
 
 
-class _Engine:
+class _Engine(_End):
     def __init__(self, rank: int, shape: ModelShape) -> None:
         self.index, self.shape = rank - len(TRAINERS), shape
         self.live = cut(vllm_shards(shape, 1, 0), hf_weights(shape, 99))
@@ -194,10 +204,14 @@ def test_a_rank_killed_in_a_push_ends_it_at_once_and_a_new_one_takes_its_place(r
 
 @pytest.mark.parametrize("victim", [0, 2], ids=["trainer", "engine"])
 def test_a_rank_killed_in_the_middle_of_a_content_ends_the_push_at_once(large_ranks, victim):
-    """Engine rank 0 stands still, so that trainer rank 0 stands in the first content, the embedding, and is about to
-    wait for its acknowledgement."""
+    """Engine rank 0 stands still, so that trainer rank 0 stands in the first part of the embedding, and is about to
+    wait for the acknowledgement. The engine waits for the headers, which are behind the other part."""
     ranks, trainer, engine = large_ranks, 0, 2
-    ranks.join(bucket_bytes=2**25, share_memory=False)
+    ranks.join(bucket_bytes=2**24, share_memory=False)
+    for rank in (trainer, engine):
+        ranks.pipes[rank].send(("first_stretch",))
+        succeeded, sizes = ranks.result(rank)
+        assert succeeded and 2**24 in sizes[:-1]
     ranks.push_of(ENGINE_RANKS, 1, {engine: ("_complete", 1, signal.SIGSTOP)})
     ranks.wait_until_stopped(engine)
     ranks.push_of(TRAINERS, 1, {trainer: ("_wait", 1, signal.SIGSTOP)})
@@ -207,8 +221,9 @@ def test_a_rank_killed_in_the_middle_of_a_content_ends_the_push_at_once(large_ra
     os.kill(ranks.processes[other].pid, signal.SIGCONT)
     results = {rank: ranks.result(rank) for rank in ranks.pipes}
     assert results.pop(victim) is None
-    assert "rank 0 has died" in results[other][1]
-    assert not any(succeeded for succeeded, _ in results.values()), results
+    assert "rank 0 has died" in results.pop(other)[1]
+    for succeeded, text in results.values():  # they may have been done
+        assert succeeded or "has died" in text, text
 
 
 @pytest.mark.parametrize("when", ["before", "after"])

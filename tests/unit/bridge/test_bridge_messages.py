@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
+import itertools
+from pathlib import Path
+
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.bridge.checksum import checksum
-from megatron_rl.bridge.messages import ALONE_BYTES, Message, in_place, late_last, schedule, split_messages
-from megatron_rl.layout import Copy, Turn, volume
-from megatron_rl.layout.turns import order_routes
+from megatron_rl.bridge.line import SLOTS
+from megatron_rl.bridge.messages import (
+    ALIGNMENT_BYTES,
+    ALONE_BYTES,
+    Message,
+    Stretch,
+    in_place,
+    late_last,
+    schedule,
+    split_messages,
+    stretches,
+)
+from megatron_rl.layout import Copy, Engines, Links, Turn, plan_weights, read_shape, volume
+from megatron_rl.layout.turns import NUM_BLOCKS, order_routes
+from megatron_rl.types import Mesh
 
 DTYPES = st.sampled_from(["float32", "bfloat16"])
 
@@ -54,41 +70,136 @@ def sized(source: int, destination: int, number: int, num_bytes: int) -> Message
     return Message(source, destination, number, (Copy("a", box, "a", box, "bfloat16"),))
 
 
-@given(
-    st.dictionaries(
-        st.tuples(st.integers(0, 4), st.integers(0, 6)),
-        st.lists(st.integers(1, 9).map(lambda size: 2 * size), min_size=1, max_size=4),
-        max_size=12,
-    ),
-    st.sets(st.integers(0, 6)),
-)
-def test_two_buffers_are_enough_whatever_the_routes(routes, late):
-    """Played through: a rank posts a message when its receiver has taken the one before the last, and takes them in
-    order. Nobody waits in a circle, and nobody waits for the late receivers before all others have everything. Each
-    rank knows its own messages alone."""
-    turns = dict(zip(routes, order_routes(*zip(*routes), list(map(sum, routes.values())))) if routes else ())
-    every = [sized(s, d, n, size) for (s, d), sizes in routes.items() for n, size in enumerate(sizes)]
-    outgoing = {s: late_last(schedule([m for m in every if m.source == s], turns), late) for s in range(5)}
-    incoming = {d: schedule([m for m in every if m.destination == d], turns) for d in range(7)}
-    posted, taken = set(), set()
+NUM_TRAINERS, NUM_HEADS, BUCKET_BYTES = 5, 7, 3 * ALIGNMENT_BYTES
+
+
+def trainer(order: list[Stretch], facts: set):
+    """What `BridgeSender._push` does. It yields what it waits for."""
+    for index, stretch in enumerate(order):
+        if index >= SLOTS:
+            yield "answered", order[index - SLOTS], 0
+        facts.add(("posted", stretch, 0))
+    for stretch in order[-SLOTS:]:
+        yield "answered", stretch, 0
+
+
+def engine(order: list[Stretch], hop: int, feeds: bool, facts: set):
+    """What `Intake._receive` does in the engine that has `hop` engines before it in its chain."""
+    slots: list[Stretch | None] = [None] * (SLOTS + feeds)
+
+    def expect(index: int) -> None:
+        before, slots[index % len(slots)] = slots[index % len(slots)], order[index]
+        if before is not None:
+            assert ("answered", before, hop) in facts, "what the buffer holds is not written"
+            assert not feeds or ("answered", before, hop + 1) in facts, "the next engine reads the buffer"
+
+    for index in range(min(SLOTS, len(order))):
+        expect(index)
+    for index, stretch in enumerate(order):
+        yield "posted", stretch, hop
+        facts.add(("posted", stretch, hop + 1))
+        facts.add(("answered", stretch, hop))
+        if feeds and index > 0:
+            yield "answered", order[index - 1], hop + 1
+        if index + SLOTS < len(order):
+            expect(index + SLOTS)
+    for stretch in order[-1:] if feeds else []:
+        yield "answered", stretch, hop + 1
+
+
+def run_on(programs: dict, waits: dict, facts: set) -> None:
+    """Let each program run until it waits for something that is not a fact."""
     moved = True
     while moved:
         moved = False
-        for queue in outgoing.values():
-            for i, message in enumerate(queue):
-                if message not in posted and (i < 2 or queue[i - 2] in taken):
-                    posted.add(message)
-                    moved = True
-                    break
-                if message not in posted:
-                    break
-        others_wait = any(m.destination not in late for m in set(every) - taken)
-        for destination, queue in incoming.items():
-            message = next((m for m in queue if m not in taken), None)
-            if message in posted and not (destination in late and others_wait):
-                taken.add(message)
-                moved = True
-    assert taken == set(every)
+        for name in [name for name, fact in waits.items() if fact in facts]:
+            waits[name], moved = next(programs[name], None), True
+
+
+@given(
+    st.dictionaries(
+        st.tuples(st.integers(0, NUM_TRAINERS - 1), st.integers(0, NUM_HEADS - 1)),
+        st.lists(st.tuples(st.integers(1, 9).map(lambda size: 2 * size), st.booleans()), min_size=1, max_size=8),
+        max_size=12,
+    ),
+    st.sets(st.integers(0, NUM_HEADS - 1)),
+    st.integers(1, 3),
+    st.sampled_from([1, 3, 128]),
+)
+def test_two_buffers_are_enough_whatever_the_routes(routes, late, length, num_blocks):
+    """Played through, with chains of `length` engines that feed another one and need a third buffer. No rank waits in a
+    circle, and none waits for the late engines before all others have everything. Each rank knows its own messages
+    alone, and has the same stretches as the ranks at the other ends of its lines."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("megatron_rl.layout.turns.NUM_BLOCKS", num_blocks)
+        sizes = [sum(size for size, _ in messages) for messages in routes.values()]
+        turns = dict(zip(routes, order_routes(*zip(*routes), sizes) if routes else ()))
+    every = {
+        sized(*route, number, size): packed
+        for route, messages in routes.items()
+        for number, (size, packed) in enumerate(messages)
+    }
+
+    def of_rank(side: str, rank: int) -> list[Stretch]:
+        order = schedule([message for message in every if getattr(message, side) == rank], turns).values()
+        return [Stretch.of(part, every.get) for turn in order for part in stretches(turn, every.get, BUCKET_BYTES)]
+
+    outgoing = {source: of_rank("source", source) for source in range(NUM_TRAINERS)}
+    incoming = {head: of_rank("destination", head) for head in range(NUM_HEADS)}
+    for source, head in itertools.product(outgoing, incoming):
+        sent = [stretch for stretch in outgoing[source] if stretch.destination == head]
+        assert sent == [stretch for stretch in incoming[head] if stretch.source == source]
+        for stretch in sent:
+            num_packed = sum(start is not None for start in stretch.starts)
+            assert stretch.buffer_bytes <= BUCKET_BYTES or num_packed == 1
+
+    facts: set = set()
+    others_done = "all others have everything", None, 0
+    programs = {f"trainer {source}": trainer(late_last(order, late), facts) for source, order in outgoing.items()}
+    for (head, order), hop in itertools.product(incoming.items(), range(length)):
+        begin = [others_done] if head in late else []
+        programs[f"engine {head}, {hop}"] = itertools.chain(begin, engine(order, hop, hop + 1 < length, facts))
+    waits = {name: next(program, None) for name, program in programs.items()}
+    run_on(programs, waits, facts)
+    for head, hop in itertools.product(set(incoming) - late, range(length)):
+        assert waits[f"engine {head}, {hop}"] is None
+    facts.add(others_done)
+    run_on(programs, waits, facts)
+    assert not any(waits.values())
+
+
+def test_a_stretch_is_what_fits_into_one_buffer():
+    """Of a turn of 100 bytes each: what nobody packs needs no room, and the fourth packed message finds none. What
+    nobody packs has at most eight buckets."""
+    turn = [sized(0, 0, number, 100) for number in range(8)]
+    packed = {1, 3, 4, 6}
+    split = list(stretches(turn, lambda message: message.number in packed, 3 * 128))
+    assert [[message.number for message in part] for part in split] == [[0, 1, 2, 3, 4, 5], [6, 7]]
+    first, second = (Stretch.of(part, lambda message: message.number in {3, 4}) for part in split)
+    assert first.starts == (None, None, None, 0, 128, None) and first.buffer_bytes == 228 and first.number == 5
+    assert second.starts == (None, None) and second.buffer_bytes == 0
+    assert [len(part) for part in stretches([sized(0, 0, n, 100) for n in range(20)], lambda _: False, 100)] == [
+        8,
+        8,
+        4,
+    ]
+
+
+def test_what_nobody_packs_has_one_answer_a_turn():
+    """Qwen3-235B-A22B: an engine rank takes 94 layers with 16 experts of three matrices of 12.6 MB, which lie in place
+    at both ends, and little else. If all are packed, five of them fit into a bucket."""
+    shape = read_shape(Path(__file__).parents[3] / "configs" / "model" / "Qwen3-235B-A22B.json")
+    plan = plan_weights(shape, Mesh(4, 2, 4, expert=16, expert_tensor=1), Engines(1, 8, 1, True), links=Links())
+    routes, bucket_bytes, matrices = plan.received_by(0), 64 * 2**20, 94 * 16 * 3
+    messages = [m for source, copies in routes.items() for m in split_messages(source, 0, copies, bucket_bytes)]
+    order = schedule(messages, plan.turns).values()
+    in_place = [part for turn in order for part in stretches(turn, lambda m: len(m.copies) > 1, bucket_bytes)]
+    packed = [part for turn in order for part in stretches(turn, lambda m: True, bucket_bytes)]
+    assert (
+        [m for part in in_place for m in part] == [m for part in packed for m in part] == list(itertools.chain(*order))
+    )
+    assert matrices < len(messages) < 1.1 * matrices
+    assert len(order) <= len(in_place) < 2 * NUM_BLOCKS < matrices / 5 < len(packed)
 
 
 def test_messages_follow_the_turns_of_their_middle_bytes():
@@ -101,7 +212,7 @@ def test_messages_follow_the_turns_of_their_middle_bytes():
         (1, 0): [Turn(50, 3), Turn(100, 7)],
     }
     every = [sized(s, d, n, size) for s, d in turns for n, size in enumerate((30, 70))]
-    order = [(m.source, m.destination, m.number) for m in schedule(reversed(every), turns)]
+    order = [(m.source, m.destination, m.number) for turn in schedule(reversed(every), turns).values() for m in turn]
     assert order == [(*route, number) for number in (0, 1) for route in turns]
 
 

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.bridge.messages import Sized
-from megatron_rl.bridge.replay import Costs, all_messages, replay
+from megatron_rl.bridge.replay import Costs, Run, all_stretches, replay
 from megatron_rl.layout import Engines, Links, plan_weights, read_shape
 from megatron_rl.layout.traffic import traffic
 from megatron_rl.types import Mesh
@@ -20,10 +19,10 @@ RATE = 8e-7
 LINKS = Links(nic_gbps=RATE, nvlink_gbps=RATE)
 
 
-def seconds(messages: list[tuple[int, int, int]], *, sources: int, engines: Engines, **costs: float) -> float:
+def seconds(runs: list[tuple[int, int, int]], *, sources: int, engines: Engines, **costs: float) -> float:
+    """Each of the runs is one message."""
     plan = SimpleNamespace(num_sources=sources, num_destinations=engines.num * engines.world_size, engines=engines)
-    sized = [Sized(source, to, number, size) for number, (source, to, size) in enumerate(messages)]
-    return replay(sized, plan, LINKS, Costs(**({"answer_s": 0.0} | costs)))
+    return replay([Run(*run, 1) for run in runs], plan, LINKS, Costs(**({"answer_s": 0.0} | costs)))
 
 
 def test_two_messages_are_under_way():
@@ -38,6 +37,12 @@ def test_a_processor_works_beside_the_link():
     assert seconds([(0, 0, 100)] * 2, sources=1, engines=Engines(1), message_s=0.25) == pytest.approx(2.5)
 
 
+def test_a_stretch_costs_a_processor_each_of_its_messages():
+    """Two messages take 0.5 s to pack, 2 s on the link and 0.5 s to write."""
+    plan = SimpleNamespace(num_sources=1, num_destinations=1, engines=Engines(1))
+    assert replay([Run(0, 0, 200, 2)], plan, LINKS, Costs(0.0, 0.25)) == pytest.approx(3.0)
+
+
 def test_ends_that_are_busy_make_others_wait():
     """Trainer 1 waits for engine 0 until trainer 0 has sent, and sends to engine 1 after that."""
     together = [(0, 0, 100), (1, 0, 100), (1, 1, 100)]
@@ -46,11 +51,14 @@ def test_ends_that_are_busy_make_others_wait():
     assert seconds(turned, sources=2, engines=Engines(2)) == pytest.approx(2.0)
 
 
-def test_an_engine_passes_on_what_it_has_and_goes_on_when_the_next_one_has_answered():
-    """Two messages through a chain of two. The first engine has them at 1 and 2 s; the second one at 2 and 3 s."""
-    assert seconds([(0, 0, 100)] * 2, sources=1, engines=Engines(2, num_chains=1)) == pytest.approx(3.0)
-    slow = seconds([(0, 0, 100)] * 2, sources=1, engines=Engines(2, num_chains=1), answer_s=0.5)
-    assert slow == pytest.approx(4.0), "the second one leaves at 2.5 s, arrives at 3.5 s, and its answer at 4 s"
+def test_an_engine_passes_on_what_it_has_and_waits_for_the_answer_before():
+    """Through a chain of two. The first engine has the stretches at 1, 2 and 3 s, the second one at 2, 3 and 4 s, and
+    an answer of half a second delays nobody: the first engine waits for its first one until 2.5 s. Answers of 2.5 s
+    come to the trainer at 3.5 and 4.5 s, and its third and fourth stretch arrive at 4.5 and 5.5 s."""
+    chain = Engines(2, num_chains=1)
+    assert seconds([(0, 0, 100)] * 3, sources=1, engines=chain) == pytest.approx(4.0)
+    assert seconds([(0, 0, 100)] * 3, sources=1, engines=chain, answer_s=0.5) == pytest.approx(4.0)
+    assert seconds([(0, 0, 100)] * 4, sources=1, engines=chain, answer_s=2.5) == pytest.approx(6.5)
 
 
 @given(
@@ -69,5 +77,5 @@ def test_no_push_beats_the_bytes_of_a_link(messages, num_chains):
 def test_a_sparse_plan_is_close_to_its_bound():
     shape = read_shape(Path(__file__).parents[3] / "configs" / "model" / "Qwen3-32B.json")
     plan = plan_weights(shape, Mesh(2, 2), Engines(2, 2), links=Links())
-    time = replay(all_messages(plan, 64 * 2**20), plan, Links())
+    time = replay(all_stretches(plan, 64 * 2**20), plan, Links())
     assert 1 <= time / traffic(plan, Links(), 64 * 2**20).least_s < 1.05

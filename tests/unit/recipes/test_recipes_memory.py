@@ -25,6 +25,7 @@ from megatron_rl.recipes.memory import (
     COMMUNICATOR_BYTES,
     ENGINE_WORK_BYTES,
     PHASES,
+    STRETCH_BUCKETS,
     bridge_lines,
     num_communicators,
     planned_transfer,
@@ -138,9 +139,10 @@ def test_the_ranks_of_671b_hold_every_parameter_once():
 
 def test_the_constants_are_those_of_the_rooms_that_need_torch():
     from megatron_rl.algorithms import logprobs
+    from megatron_rl.bridge import messages
     from megatron_rl.bridge.line import SLOTS
 
-    assert CHUNK_BYTES == logprobs.CHUNK_BYTES and SLOTS == 2
+    assert CHUNK_BYTES == logprobs.CHUNK_BYTES and SLOTS == 2 and STRETCH_BUCKETS == messages.STRETCH_BUCKETS
 
 
 def test_communicators_are_those_of_groups_of_several_ranks():
@@ -214,8 +216,8 @@ def test_an_engine_of_several_ranks_holds_its_experts_twice_in_a_push():
         model={"path": "models/Qwen3-30B-A3B"},
         rollout={"tensor": 1},
     )
-    of_one_layer = run_memory(alone, MIXTURE).engine.gpu.parts["experts before vLLM repacks them"][1]
-    assert of_one_layer == pytest.approx(experts * 4 / 48)
+    held = run_memory(alone, MIXTURE).engine.gpu.parts["experts before vLLM repacks them"][1]
+    assert held == pytest.approx(experts * 4 / 48 + 2 * 8 * 64 * 2**20), "one layer and two stretches of 8 buckets"
 
 
 @pytest.mark.parametrize(
