@@ -33,7 +33,7 @@ from torch.distributed import BroadcastOptions, ProcessGroupGloo
 
 from megatron_rl.bridge.setup import BridgeSetup
 from megatron_rl.layout import FAMILIES, Links, megatron_shards, slices
-from megatron_rl.tools.bench_sync import HERE, LAYOUTS, Size, best_of, config, make_setup
+from megatron_rl.tools.bench_sync import HERE, LAYOUTS, Size, config, make_setup, turns_of
 from megatron_rl.tools.sync_ranks import Rank, ask, started
 
 WAYS = ("bridge", "all-gather", "gather", "gather, all")
@@ -167,8 +167,9 @@ def measure(size: Size, repeats: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(config(size.hidden, setup.shape.num_layers, False)))
         with started(setup, folder, module=MODULE, kind=GatherRank.__name__) as processes:
-            seconds, _ = best_of(processes, WAYS, repeats)
+            turns, _ = turns_of(processes, WAYS, repeats)
             ask(processes, "close")
+    seconds = {way: min(times) for way, times in turns.items()}
     return {
         "engine_bytes": setup.transfer_plan.engine_bytes.astype(int).tolist(),
         "seconds": seconds,

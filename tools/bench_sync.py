@@ -33,7 +33,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -131,8 +131,8 @@ def make_setup(layout: Layout, size: Size, links: Links) -> BridgeSetup:
     )
 
 
-def best_of(processes: Sequence[Process], ways: Sequence[str], repeats: int) -> tuple[dict[str, float], dict]:
-    """The seconds of the best turn of each way, and for each bridge the peak memory of each rank in bytes.
+def turns_of(processes: Sequence[Process], ways: Sequence[str], repeats: int) -> tuple[dict, dict]:
+    """The seconds of the turns of each way, and for each bridge the peak memory of each rank in bytes.
 
     Raises:
         RuntimeError: a way left other weights than the first push.
@@ -146,7 +146,7 @@ def best_of(processes: Sequence[Process], ways: Sequence[str], repeats: int) -> 
             seconds[way].append(max(ask(processes, "run", way)))
             if way not in WITHOUT_WEIGHTS and ask(processes, "sums") != expected:
                 raise RuntimeError(f"{way}: the engines' weights differ from those after the first push")
-    return {way: min(times) for way, times in seconds.items()}, peaks
+    return seconds, peaks
 
 
 def measured_message_s(processes: Sequence[Process], way: str, repeats: int) -> float:
@@ -163,7 +163,8 @@ def predicted(plan: TransferPlan, bucket_bytes: int, bytes_per_s: float, costs: 
 
 def compare(setup: BridgeSetup, processes: Sequence[Process], ways: Sequence[str], repeats: int) -> dict[str, Any]:
     plan, size = setup.transfer_plan, setup.bucket_bytes
-    seconds, peaks = best_of(processes, ways, repeats)
+    turns, peaks = turns_of(processes, ways, repeats)
+    seconds = {way: min(times) for way, times in turns.items()}
     fullest = traffic(plan, Links(), size).busiest_link_bytes
     rate, answer_s = fullest / seconds["plain"], min(max(ask(processes, "answers")) for _ in range(repeats))
     message_s = {"bridge": measured_message_s(processes, "packing", repeats)}
@@ -176,8 +177,8 @@ def compare(setup: BridgeSetup, processes: Sequence[Process], ways: Sequence[str
     held = ask(processes[plan.num_sources :], "held_bytes")
     received = plan.engine_bytes.astype(int).tolist() * setup.engines.num
     return {
-        "mesh": str(setup.mesh),
-        "engines": str(setup.engines),
+        "mesh": changed(setup.mesh),
+        "engines": changed(setup.engines),
         "num_ranks": [plan.num_sources, plan.num_destinations],
         "num_messages": len(all_messages(plan, size)),
         "bucket_bytes": size,
@@ -186,6 +187,7 @@ def compare(setup: BridgeSetup, processes: Sequence[Process], ways: Sequence[str
         "redundancy": sum(received) / sum(held),
         "fullest_link_bytes": fullest,
         "seconds": seconds,
+        "turns_s": turns,
         "gigabytes_per_s": {way: sum(received) / seconds[way] / 1e9 for way in ways},
         "answer_s": answer_s,
         "message_s": message_s,
@@ -257,9 +259,15 @@ def layouts_of(nodes: str) -> list[str]:
     return names
 
 
+def changed(value: Mesh | Engines) -> str:
+    """The sizes that are not the default, such as `tensor 2, pipeline 2`."""
+    sizes = [(field.name, getattr(value, field.name), field.default) for field in fields(value)]
+    return ", ".join(f"{name} {size}" for name, size, default in sizes if size != default)
+
+
 def show(name: str, row: dict[str, Any]) -> None:
     seconds, shares, replayed = row["seconds"], row["share_of_plain"], row["replayed_share_of_plain"]
-    print(f"\n{name}: {row['mesh']} -> {row['engines']}, {row['num_messages']} messages")
+    print(f"\n{name}: {row['mesh']} -> {row['engines']}; {row['num_messages']} messages")
     for way in seconds:
         print(f"  {way:14} {seconds[way]:8.3f} s {row['gigabytes_per_s'][way]:8.3f} GB/s", end="")
         if way in shares:
@@ -272,13 +280,15 @@ def show(name: str, row: dict[str, Any]) -> None:
     print(f"  an answer takes {row['answer_s'] * 1e6:.0f} us", end="")
     for way, each in row["message_s"].items():
         print(f"; {way}: a message {each * 1e3:.2f} ms of a processor, ", end="")
-        print(f"peak memory {max(row['peak_buckets'][way]):.1f} buckets of a rank", end="")
-    print()
+        print(f"peak memory of a rank {max(row['peak_buckets'][way]):.1f} buckets", end="")
+    print(flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, help="default: all of them")
+    parser.add_argument(
+        "--layouts", nargs="+", choices=LAYOUTS, help="default: all of them; with --links those of --nodes"
+    )
     parser.add_argument("--links", metavar="RATE", help="a node for each rank, with links of this rate, as 200mbit")
     parser.add_argument(
         "--nodes", default="2+2,4+4", help="with --links: the layouts of these sizes; default: %(default)s"
@@ -290,7 +300,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help=f"default: {HERE.bucket_bytes / 2**20:g}; with --links {LIMITED.bucket_bytes / 2**20:g}",
     )
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    parser.add_argument("--json", action="store_true", help="also print one JSON object, as the last line")
     options = parser.parse_args(arguments)
     default = LIMITED if options.links else HERE
     size = Size(
@@ -311,10 +321,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 rows[name] = measure_links(layout, size, options.links, options.repeats)
             else:
                 rows[name] = measure_here(layout, size, options.repeats)
-            if not options.json:
-                show(name, rows[name])
+            show(name, rows[name])
     except ValueError as error:
         parser.error(str(error))
+    except RuntimeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     if options.json:
         print(json.dumps({"layouts": rows, "repeats": options.repeats, "messages_under_way": SLOTS}))
     return 0
