@@ -167,7 +167,7 @@ def measure(size: Size, repeats: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(config(size.hidden, setup.shape.num_layers, False)))
         with started(setup, folder, module=MODULE, kind=GatherRank.__name__) as processes:
-            turns, _ = turns_of(processes, WAYS, repeats)
+            turns, *_ = turns_of(processes, WAYS, repeats)
             ask(processes, "close")
     seconds = {way: min(times) for way, times in turns.items()}
     return {

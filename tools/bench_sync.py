@@ -10,17 +10,17 @@ layout the following ways run in turns, and the best turn of each counts:
     shared memory  the push through memory that both sides map
 
 `replayed` is what bridge/replay.py predicts for a push, with parameters that are measured in the same run: the rate of
-a link is that of the plain way (the bytes of the fullest link divided by the time), the time of a processor for a
-message is that of packing and writing all messages on all ranks at once, divided by their number, and the time of an
-answer is measured between two ranks. The tool fails if the bridge leaves different bits in an engine. Peak memory is
-the largest memory of a rank (VmHWM) from before joining until the end of the first push, minus its memory before
-joining, and without the buffers of other ranks that an engine rank maps.
+a link is that of the plain way (the bytes of the fullest link divided by the time), a message takes the CPU seconds of
+packing or writing it times the number of ranks that share a core, and an answer is timed between two ranks. The tool
+fails if the bridge leaves different bits in an engine. Peak memory is the largest memory of a rank (VmHWM) from before
+joining until the end of the first push, minus its memory before joining, and without the buffers of other ranks that an
+engine rank maps.
 
 With --links every rank has a node of its own: network namespaces whose cables have a known rate in both directions. The
 push is then compared with its bound, the bytes of the fullest link at this rate. This needs root, ip and tc.
 
     python tools/bench_sync.py --json
-    python tools/bench_sync.py --layouts to-wider chain --gigabytes 0.5
+    python tools/bench_sync.py --layouts pipeline chain --gigabytes 0.5
     python tools/bench_sync.py --links 200mbit --nodes 2+2,4+4
 """
 
@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import sys
 import tempfile
@@ -131,8 +132,9 @@ def make_setup(layout: Layout, size: Size, links: Links) -> BridgeSetup:
     )
 
 
-def turns_of(processes: Sequence[Process], ways: Sequence[str], repeats: int) -> tuple[dict, dict]:
-    """The seconds of the turns of each way, and for each bridge the peak memory of each rank in bytes.
+def turns_of(processes: Sequence[Process], ways: Sequence[str], repeats: int) -> tuple[dict, dict, dict]:
+    """The seconds of the turns of each way, the CPU seconds of all ranks together in them, and for each bridge the peak
+    memory of each rank in bytes.
 
     Raises:
         RuntimeError: a way left other weights than the first push.
@@ -140,19 +142,23 @@ def turns_of(processes: Sequence[Process], ways: Sequence[str], repeats: int) ->
     peaks = {way: ask(processes, "join", way) for way in ways if way in BRIDGES}
     expected = ask(processes, "sums")
     seconds: dict[str, list[float]] = {way: [] for way in ways}
+    cpu_s: dict[str, list[float]] = {way: [] for way in ways}
     for _ in range(repeats):
         for way in ways:
             ask(processes, "forget")
-            seconds[way].append(max(ask(processes, "run", way)))
+            took, used = zip(*ask(processes, "run", way), strict=True)
+            seconds[way].append(max(took))
+            cpu_s[way].append(sum(used))
             if way not in WITHOUT_WEIGHTS and ask(processes, "sums") != expected:
                 raise RuntimeError(f"{way}: the engines' weights differ from those after the first push")
-    return seconds, peaks
+    return seconds, cpu_s, peaks
 
 
 def measured_message_s(processes: Sequence[Process], way: str, repeats: int) -> float:
-    """The time of a processor for a message, while all ranks pack or write theirs."""
-    num_messages = sum(ask(processes, "num_messages"))
-    return min(sum(ask(processes, "run", way)) for _ in range(repeats)) / num_messages
+    """The CPU seconds of packing or writing a message, times the number of ranks that share a core."""
+    num_messages, cores = sum(ask(processes, "num_messages")), len(os.sched_getaffinity(0))
+    cpu_s = min(sum(used for _, used in ask(processes, "run", way)) for _ in range(repeats))
+    return cpu_s / num_messages * max(1.0, len(processes) / cores)
 
 
 def predicted(plan: TransferPlan, bucket_bytes: int, bytes_per_s: float, costs: Costs) -> float:
@@ -163,7 +169,7 @@ def predicted(plan: TransferPlan, bucket_bytes: int, bytes_per_s: float, costs: 
 
 def compare(setup: BridgeSetup, processes: Sequence[Process], ways: Sequence[str], repeats: int) -> dict[str, Any]:
     plan, size = setup.transfer_plan, setup.bucket_bytes
-    turns, peaks = turns_of(processes, ways, repeats)
+    turns, cpu_s, peaks = turns_of(processes, ways, repeats)
     seconds = {way: min(times) for way, times in turns.items()}
     fullest = traffic(plan, Links(), size).busiest_link_bytes
     rate, answer_s = fullest / seconds["plain"], min(max(ask(processes, "answers")) for _ in range(repeats))
@@ -188,6 +194,7 @@ def compare(setup: BridgeSetup, processes: Sequence[Process], ways: Sequence[str
         "fullest_link_bytes": fullest,
         "seconds": seconds,
         "turns_s": turns,
+        "cpu_s": {way: min(used) for way, used in cpu_s.items()},
         "gigabytes_per_s": {way: sum(received) / seconds[way] / 1e9 for way in ways},
         "answer_s": answer_s,
         "message_s": message_s,
@@ -270,8 +277,9 @@ def show(name: str, row: dict[str, Any]) -> None:
     print(f"\n{name}: {row['mesh']} -> {row['engines']}; {row['num_messages']} messages")
     for way in seconds:
         print(f"  {way:14} {seconds[way]:8.3f} s {row['gigabytes_per_s'][way]:8.3f} GB/s", end="")
+        print(f" {row['cpu_s'][way]:8.3f} CPU s of all ranks", end="")
         if way in shares:
-            print(f"   {shares[way]:.2f} of the plain sends' rate", end="")
+            print(f", {shares[way]:.2f} of the plain sends' rate", end="")
             print(f" ({replayed[way]:.2f} replayed)" if way in replayed else "", end="")
         print(f", {seconds[way] / row['bound_s']:.2f} of the bound" if "bound_s" in row else "")
     if "share_of_memcpy" in row:
@@ -279,7 +287,7 @@ def show(name: str, row: dict[str, Any]) -> None:
     print(f"  engine ranks hold {sum(row['held_bytes']):,} bytes and receive {sum(row['received_bytes']):,}")
     print(f"  an answer takes {row['answer_s'] * 1e6:.0f} us", end="")
     for way, each in row["message_s"].items():
-        print(f"; {way}: a message {each * 1e3:.2f} ms of a processor, ", end="")
+        print(f"; {way}: a message {each * 1e3:.2f} ms, ", end="")
         print(f"peak memory of a rank {max(row['peak_buckets'][way]):.1f} buckets", end="")
     print(flush=True)
 
