@@ -10,11 +10,11 @@ layout the following ways run in turns, and the best turn of each counts:
     shared memory  the push through memory that both sides map
 
 `replayed` is what bridge/replay.py predicts for a push, with parameters that are measured in the same run: the rate of
-a link is that of the plain way (the bytes of the fullest link divided by the time), a message takes the CPU seconds of
-packing or writing it times the number of ranks that share a core, and an answer is timed between two ranks. The tool
-fails if the bridge leaves different bits in an engine. Peak memory is the largest memory of a rank (VmHWM) from before
-joining until the end of the first push, minus its memory before joining, and without the buffers of other ranks that an
-engine rank maps.
+a link is that of the plain way (the bytes of the fullest link divided by the time), a message takes at each end the CPU
+seconds that a push needs beside those of the plain way, times the number of ranks that share a core, and an answer is
+timed between two ranks. The tool fails if the bridge leaves different bits in an engine. Peak memory is the largest
+memory of a rank (VmHWM) from before joining until the end of the first push, minus its memory before joining, and
+without the buffers of other ranks that an engine rank maps.
 
 With --links every rank has a node of its own: network namespaces whose cables have a known rate in both directions. The
 push is then compared with its bound, the bytes of the fullest link at this rate. This needs root, ip and tc.
@@ -39,6 +39,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.bridge.line import SLOTS
+from megatron_rl.bridge.messages import Sized
 from megatron_rl.bridge.replay import Costs, all_messages, replay
 from megatron_rl.bridge.setup import BUCKET_BYTES, BridgeSetup
 from megatron_rl.layout import Engines, Links, TransferPlan, read_shape
@@ -154,39 +155,42 @@ def turns_of(processes: Sequence[Process], ways: Sequence[str], repeats: int) ->
     return seconds, cpu_s, peaks
 
 
-def measured_message_s(processes: Sequence[Process], way: str, repeats: int) -> float:
-    """The CPU seconds of packing or writing a message, times the number of ranks that share a core."""
-    num_messages, cores = sum(ask(processes, "num_messages")), len(os.sched_getaffinity(0))
-    cpu_s = min(sum(used for _, used in ask(processes, "run", way)) for _ in range(repeats))
-    return cpu_s / num_messages * max(1.0, len(processes) / cores)
+def num_ends(plan: TransferPlan, messages: Sequence[Sized]) -> int:
+    """How many times a push sends or receives a message: twice for each engine of a chain."""
+    engines = plan.engines
+    return sum(2 * len(engines.chain_of(message.destination // engines.world_size)) for message in messages)
 
 
-def predicted(plan: TransferPlan, bucket_bytes: int, bytes_per_s: float, costs: Costs) -> float:
+def predicted(plan: TransferPlan, messages: Sequence[Sized], bytes_per_s: float, costs: Costs) -> float:
     """The seconds of a push in the replay, with one link for each direction of each rank."""
     gbps = bytes_per_s * 8 / 1e9
-    return replay(all_messages(plan, bucket_bytes), plan, Links(nvlink_gbps=gbps, nic_gbps=gbps), costs)
+    return replay(messages, plan, Links(nvlink_gbps=gbps, nic_gbps=gbps), costs)
 
 
 def compare(setup: BridgeSetup, processes: Sequence[Process], ways: Sequence[str], repeats: int) -> dict[str, Any]:
     plan, size = setup.transfer_plan, setup.bucket_bytes
-    turns, cpu_s, peaks = turns_of(processes, ways, repeats)
-    seconds = {way: min(times) for way, times in turns.items()}
-    fullest = traffic(plan, Links(), size).busiest_link_bytes
-    rate, answer_s = fullest / seconds["plain"], min(max(ask(processes, "answers")) for _ in range(repeats))
-    message_s = {"bridge": measured_message_s(processes, "packing", repeats)}
-    replayed = {"bridge": predicted(plan, size, rate, Costs(answer_s, message_s["bridge"]))}
-    if "shared memory" in ways:
-        message_s["shared memory"] = measured_message_s(processes, "packing all", repeats)
-        if not plan.engines.feeds:  # engines feed each other over gloo
-            costs = Costs(answer_s, message_s["shared memory"])
-            replayed["shared memory"] = predicted(plan, size, NO_LINK_GBPS * 1e9 / 8, costs)
+    turns, cpu_turns, peaks = turns_of(processes, ways, repeats)
+    seconds, cpu_s = ({way: min(each) for way, each in found.items()} for found in (turns, cpu_turns))
+    messages, fullest = all_messages(plan, size), traffic(plan, Links(), size).busiest_link_bytes
+    answer_s = min(max(ask(processes, "answers")) for _ in range(repeats))
+    # Over gloo the link's own share of the processors is that of the plain way.
+    beside_links = {"bridge": cpu_s["bridge"] - cpu_s["plain"]}
+    rates = {"bridge": fullest / seconds["plain"]}
+    if "shared memory" in ways and not plan.engines.feeds:  # engines feed each other over gloo
+        beside_links["shared memory"], rates["shared memory"] = cpu_s["shared memory"], NO_LINK_GBPS * 1e9 / 8
+    message_cpu_s = {way: max(0.0, used) / num_ends(plan, messages) for way, used in beside_links.items()}
+    sharing = max(1.0, len(processes) / len(os.sched_getaffinity(0)))
+    replayed = {
+        way: predicted(plan, messages, rates[way], Costs(answer_s, sharing * used))
+        for way, used in message_cpu_s.items()
+    }
     held = ask(processes[plan.num_sources :], "held_bytes")
     received = plan.engine_bytes.astype(int).tolist() * setup.engines.num
     return {
         "mesh": changed(setup.mesh),
         "engines": changed(setup.engines),
         "num_ranks": [plan.num_sources, plan.num_destinations],
-        "num_messages": len(all_messages(plan, size)),
+        "num_messages": len(messages),
         "bucket_bytes": size,
         "held_bytes": held,
         "received_bytes": received,
@@ -194,10 +198,10 @@ def compare(setup: BridgeSetup, processes: Sequence[Process], ways: Sequence[str
         "fullest_link_bytes": fullest,
         "seconds": seconds,
         "turns_s": turns,
-        "cpu_s": {way: min(used) for way, used in cpu_s.items()},
+        "cpu_s": cpu_s,
         "gigabytes_per_s": {way: sum(received) / seconds[way] / 1e9 for way in ways},
         "answer_s": answer_s,
-        "message_s": message_s,
+        "message_cpu_s": message_cpu_s,
         "replayed_s": replayed,
         "share_of_plain": {way: seconds["plain"] / seconds[way] for way in peaks},
         "replayed_share_of_plain": {way: seconds["plain"] / each for way, each in replayed.items()},
@@ -286,9 +290,10 @@ def show(name: str, row: dict[str, Any]) -> None:
         print(f"  the push through shared memory reaches {row['share_of_memcpy']:.2f} of the rate of memcpy")
     print(f"  engine ranks hold {sum(row['held_bytes']):,} bytes and receive {sum(row['received_bytes']):,}")
     print(f"  an answer takes {row['answer_s'] * 1e6:.0f} us", end="")
-    for way, each in row["message_s"].items():
-        print(f"; {way}: a message {each * 1e3:.2f} ms, ", end="")
-        print(f"peak memory of a rank {max(row['peak_buckets'][way]):.1f} buckets", end="")
+    for way, used in row["message_cpu_s"].items():
+        print(f"; {way}: a message {used * 1e3:.2f} ms of a processor at each end", end="")
+    for way, peaks in row["peak_buckets"].items():
+        print(f"\n  {way}: a rank's peak memory is {max(peaks):.1f} buckets", end="")
     print(flush=True)
 
 

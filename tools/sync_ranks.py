@@ -19,7 +19,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,6 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 from megatron_rl.bridge.checksum import checksum
 from megatron_rl.bridge.intake import Intake, Parameters
 from megatron_rl.bridge.join import host_store
-from megatron_rl.bridge.messages import Message, in_place, split_messages
 from megatron_rl.bridge.sender import BridgeSender
 from megatron_rl.bridge.setup import BridgeSetup
 from megatron_rl.config.shipped import PACKAGE
@@ -138,8 +136,8 @@ class Rank:
         return [time.perf_counter() - start, time.process_time() - before]
 
     def carry_out(self, way: str) -> None:
-        """One of plain, memcpy, packing and packing all, or a push over a bridge that this rank has joined."""
-        known = {"plain": self.plain, "memcpy": self.memcpy, "packing": self.pack_some, "packing all": self.pack_all}
+        """One of plain and memcpy, or a push over a bridge that this rank has joined."""
+        known = {"plain": self.plain, "memcpy": self.memcpy}
         if way in known:
             known[way]()
         else:
@@ -177,42 +175,6 @@ class Rank:
             half = self.flat.numel() // 2
             for _ in range(2):
                 self.flat[:half].copy_(self.flat[half : 2 * half])
-
-    @cached_property
-    def messages(self) -> list[Message]:
-        """What this rank packs or writes in a push."""
-        plan, engines = self.setup.transfer_plan, self.setup.engines
-        if self.index < 0:
-            ends = [(self.rank, to, copies) for to, copies in plan.sent_by(self.rank).items()]
-        else:
-            head = engines.chain_of(self.index // engines.world_size)[0] * engines.world_size
-            first = head + self.index % engines.world_size
-            ends = [(source, first, copies) for source, copies in plan.received_by(self.index).items()]
-        return [m for end in ends for m in split_messages(*end, self.setup.bucket_bytes)]
-
-    def views(self, message: Message) -> list[Tensor]:
-        return message.sources(self.parameters) if self.index < 0 else message.destinations(self.parameters)
-
-    def num_messages(self) -> int:
-        return len(self.messages)
-
-    def pack_some(self) -> None:
-        """Pack (write) the messages that do not lie where they are sent from (received): those of gloo."""
-        self._pack([m for m in self.messages if in_place(m, self.views(m)) is None])
-
-    def pack_all(self) -> None:
-        """Pack (write) all messages, as shared memory needs it."""
-        self._pack(self.messages)
-
-    def _pack(self, messages: Sequence[Message]) -> None:
-        for message in messages:
-            parts, views = message.parts(self.room), self.views(message)
-            torch._foreach_copy_(*((parts, views) if self.index < 0 else (views, parts)))
-
-    @cached_property
-    def room(self) -> Tensor:
-        """One buffer for all messages, which stays, as the bridge's own do."""
-        return torch.zeros(max((message.num_bytes for message in self.messages), default=0), dtype=torch.uint8)
 
     def answers(self) -> float:
         """The seconds that an answer takes between the two ranks of the first route, while the others wait: the mean of
