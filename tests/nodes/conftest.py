@@ -5,8 +5,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from namespaces import why_not
 from ray_nodes import ROOT, Cluster
+
+from megatron_rl.tools.namespaces import why_not
 
 
 @pytest.fixture(scope="module")

@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from namespaces import Namespaces, Node, make_switch
 from patience import deadline
 
 from megatron_rl.observe.records import METRICS, read_lines
+from megatron_rl.tools.namespaces import Namespaces, Node, make_switch
 
 ROOT = Path(__file__).parents[2]
 RAY_PORT = 6390

@@ -10,11 +10,11 @@ import sys
 import cover
 import psutil
 import pytest
-from namespaces import Node
 from patience import deadline
 from ray_nodes import ENGINE, TRAINER, Cluster, Run
 
 from megatron_rl.processes import command_line, descendants
+from megatron_rl.tools.namespaces import Node
 
 
 def stop(cluster: Cluster, index: int, name: str) -> None:

@@ -13,16 +13,22 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
-from patience import deadline
 
 FIRST_PROCESS = "import signal; signal.signal(signal.SIGCHLD, signal.SIG_IGN); print(flush=True); signal.pause()"
 """The kernel gives it the orphans of its node; it lets them go when they end."""
+PATIENCE_S = 120.0
+"""How long a command that sets a node up, or the end of a node, may take."""
 LOCAL_FOLDERS = ("/dev/shm", "/var/tmp", "/tmp/ray")
 
 
-def why_not() -> str | None:
-    """Why this machine cannot have such nodes; None if it can."""
-    absent = [program for program in ("ip", "unshare", "nsenter", "setpriv") if shutil.which(program) is None]
+def why_not(*programs: str) -> str | None:
+    """Why this machine cannot have such nodes; None if it can.
+
+    Args:
+        programs: what is needed beside the programs that make the nodes.
+    """
+    needed = ("ip", "unshare", "nsenter", "setpriv", *programs)
+    absent = [program for program in needed if shutil.which(program) is None]
     if absent:
         return f"the programs {', '.join(absent)} are not there"
     done = subprocess.run(
@@ -47,13 +53,19 @@ class Namespaces:
         return ["nsenter", f"--target={self.pid}", "--all", *words]
 
     def do(self, *words: str) -> None:
-        done = subprocess.run(self.inside(*words), capture_output=True, text=True, timeout=deadline(30))
-        assert done.returncode == 0, done.stdout + done.stderr
+        """Run a command in these namespaces.
+
+        Raises:
+            RuntimeError: the command failed.
+        """
+        done = subprocess.run(self.inside(*words), capture_output=True, text=True, timeout=PATIENCE_S)
+        if done.returncode:
+            raise RuntimeError(f"{' '.join(words)} failed: {(done.stderr or done.stdout).strip()}")
 
     def end(self) -> None:
         """End all processes in these namespaces at once."""
         self._process.kill()
-        self._process.wait(deadline(30))
+        self._process.wait(PATIENCE_S)
 
 
 class Node(Namespaces):
@@ -84,6 +96,16 @@ class Node(Namespaces):
     def plug(self) -> None:
         """Put the cable in again."""
         self._switch.do("ip", "link", "set", self._port, "up")
+
+    def limit(self, rate: str) -> None:
+        """Limit both directions of the cable.
+
+        Args:
+            rate: as tc writes it, such as `200mbit`; the headers of the frames count.
+        """
+        limited = ("root", "tbf", "rate", rate, "burst", "128kb", "latency", "50ms")
+        self.do("tc", "qdisc", "replace", "dev", "eth0", *limited)
+        self._switch.do("tc", "qdisc", "replace", "dev", self._port, *limited)
 
     def start(self, folder: Path, log: Path, environment: Mapping[str, str], *words: str) -> subprocess.Popen:
         """Start a command in a working folder; its output goes to a file."""

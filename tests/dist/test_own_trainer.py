@@ -1,0 +1,18 @@
+"""The example of a trainer without Megatron runs as it stands, with a real engine in a process of its own."""
+
+from __future__ import annotations
+
+import warm
+from patience import deadline
+
+from megatron_rl.tools import own_trainer
+
+
+def test_the_engine_answers_with_what_the_trainer_has_learnt():
+    [rounds] = warm.together(own_trainer.play, [()], deadline(180))
+    assert [one["learnt"] for one in rounds] == list(own_trainer.TEXTS)
+    for one in rounds:
+        assert one["before"] != one["after"] == one["learnt"]
+        assert one["difference_before"] > 1, "the engine still had the weights of before"
+        assert one["difference_after"] < 1e-5  # fp32; two implementations add in different orders
+    assert rounds[1]["before"] == rounds[0]["after"]
