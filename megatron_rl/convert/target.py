@@ -85,7 +85,7 @@ class TargetFile:
 def blocks(tensor: TargetTensor, maps: Maps, check: bool = True) -> Iterator[Tensor]:
     """The rows of a tensor in blocks. All blocks share one buffer: the next block overwrites the one before."""
     rest = tensor.extents[1:]
-    sources = [maps.tensor(part.source, check) for part in tensor.parts]
+    sources = [maps.values(part.source, check) for part in tensor.parts]
     is_padded = sum(volume(part.box) for part in tensor.parts) < prod(tensor.extents)
     workspace = None
     for start, stop in _row_ranges(tensor):
@@ -98,7 +98,7 @@ def blocks(tensor: TargetTensor, maps: Maps, check: bool = True) -> Iterator[Ten
         for part, source in zip(tensor.parts, sources, strict=True):
             if box := intersect(part.box, here):
                 target = block[box[0][0] - start : box[0][1] - start][:, *slices(box[1:])]
-                target.copy_(source[slices(translate(box, part.box, part.source_box))].view(target.shape))
+                target.copy_(source(translate(box, part.box, part.source_box)).view(target.shape))
         yield block
 
 

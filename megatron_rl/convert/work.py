@@ -240,7 +240,8 @@ def _identity(conversion: Conversion) -> str:
     """A digest of the files to be written and of the files that they are made from. A run continues an earlier one only
     if the digests are equal."""
     digest = hashlib.sha256()
-    paths = {part.source.path for file in conversion.files for tensor, _ in file.tensors() for part in tensor.parts}
+    sources = {part.source for file in conversion.files for tensor, _ in file.tensors() for part in tensor.parts}
+    paths = {path for stored in sources for path in stored.paths}
     for path in sorted(paths):
         status = path.stat()
         digest.update(f"{path.resolve()} {status.st_size} {status.st_mtime_ns}\n".encode())

@@ -9,6 +9,7 @@ from megatron_rl.layout.families import FAMILIES
 from megatron_rl.layout.family import Family
 from megatron_rl.layout.hub import HubIndex, check_model, scan
 from megatron_rl.layout.links import Links
+from megatron_rl.layout.quantised import check_unquantised
 from megatron_rl.layout.shards import Box, Shard, check_parameters, slices, volume
 from megatron_rl.layout.splits import VOCABULARY_MULTIPLE, padded
 from megatron_rl.layout.transfer import TransferPlan, plan_weights
@@ -45,6 +46,7 @@ __all__ = [
     "Turn",
     "check_model",
     "check_parameters",
+    "check_unquantised",
     "megatron_shards",
     "padded_vocabulary",
     "plan_weights",
