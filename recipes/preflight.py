@@ -28,7 +28,7 @@ from megatron_rl.config.schema import BaseConfig, GrpoRunConfig, SftRunConfig
 from megatron_rl.data.prompts import check_length, question_of
 from megatron_rl.data.rows import FORMS, BadRow, read_rows
 from megatron_rl.data.supervised import demonstration_of, ended
-from megatron_rl.layout import FAMILIES, read_shape, scan
+from megatron_rl.layout import FAMILIES, check_unquantised, read_shape, scan
 from megatron_rl.loop.checkpoints import Checkpoints, find_checkpoints
 from megatron_rl.observe.sink import check_unused
 from megatron_rl.observe.trackers import missing_packages
@@ -102,8 +102,7 @@ def preflight(config: BaseConfig, tell: Tell, *, resume: bool = False, planning:
         )
     elif folder.is_dir():
         if shape:
-            weights = config.model.weights
-            attempt(lambda: _check_manifest(weights, shape) if weights else scan(folder, shape))
+            attempt(lambda: _check_weights(config, shape))
         tokenizer = attempt(lambda: TokenizerFiles(folder))
     if tokenizer and shape:
         faults += _vocabulary(config, shape, tokenizer)
@@ -148,6 +147,14 @@ def _positions(config: BaseConfig, shape: ModelShape) -> list[str]:
         f"{keys} = {longest} exceeds the {shape.max_positions} positions of {config.model.path} "
         f"(max_position_embeddings); lower it"
     ]
+
+
+def _check_weights(config: BaseConfig, shape: ModelShape) -> None:
+    check_unquantised(config.model.path)
+    if config.model.weights:
+        _check_manifest(config.model.weights, shape)
+    else:
+        scan(config.model.path, shape)
 
 
 def _check_manifest(folder: Path, shape: ModelShape) -> None:

@@ -180,8 +180,7 @@ def compare(setup: BridgeSetup, processes: Sequence[Process], ways: Sequence[str
     message_cpu_s = {way: max(0.0, used) / num_ends(plan, order) for way, used in beside_links.items()}
     sharing = max(1.0, len(processes) / len(os.sched_getaffinity(0)))
     replayed = {
-        way: predicted(plan, order, rates[way], Costs(answer_s, sharing * used))
-        for way, used in message_cpu_s.items()
+        way: predicted(plan, order, rates[way], Costs(answer_s, sharing * used)) for way, used in message_cpu_s.items()
     }
     held = ask(processes[plan.num_sources :], "held_bytes")
     received = plan.engine_bytes.astype(int).tolist() * setup.engines.num

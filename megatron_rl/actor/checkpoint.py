@@ -43,7 +43,7 @@ from megatron_rl.convert.source import Source, open_checkpoint
 from megatron_rl.convert.stored import Maps
 from megatron_rl.convert.target import check_frame
 from megatron_rl.convert.work import sync
-from megatron_rl.layout import Shard, slices
+from megatron_rl.layout import Shard
 from megatron_rl.layout.shards import extents, intersect, translate
 from megatron_rl.loop.checkpoints import EXTRA
 from megatron_rl.types import Mesh, ModelShape
@@ -350,8 +350,7 @@ def fill(target: Target, shards: Iterable[Shard], source: Source, maps: Maps) ->
                     here = interval_view(
                         target.flat, target.start, target.extents, translate(common, hf_box, local_box)
                     )
-                    stored = maps.tensor(region.stored)
-                    here.copy_(stored[slices(translate(common, region.hf_box, region.box))])
+                    here.copy_(maps.values(region.stored)(translate(common, region.hf_box, region.box)))
 
 
 def _read_state(folder: Path, fields: dict[str, Any], identity: Identity, rank: int) -> State:

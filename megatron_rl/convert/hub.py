@@ -35,15 +35,19 @@ def index_text(files: Sequence[Iterable[str]], total_bytes: int) -> str:
 
 def companions(folder: Path, dtype: str | None) -> dict[str, bytes]:
     """The contents of the configuration, tokenizer, chat template and generation configuration, by file name.
+    config.json loses its `quantization_config`, because no written tensor is quantised.
 
     Args:
-        dtype: the dtype that config.json is to name; None copies config.json unchanged.
+        dtype: the dtype that config.json is to name; None keeps the one that it names.
     """
     config = (folder / "config.json").read_bytes()
+    fields = json.loads(config)
+    is_quantised = fields.pop("quantization_config", None) is not None
     if dtype is not None:
-        fields = json.loads(config)
         fields.pop("torch_dtype", None)  # the older name of the same key
-        config = json.dumps(fields | {"dtype": dtype}, indent=2).encode()
+        fields["dtype"] = dtype
+    if dtype is not None or is_quantised:
+        config = json.dumps(fields, indent=2).encode()
     files = {"config.json": config}
     for pattern in COMPANIONS:
         for path in sorted(folder.glob(pattern)):

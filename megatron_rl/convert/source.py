@@ -7,9 +7,10 @@ row of the family's table; a tensor that is missing, unknown, truncated or of a 
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,11 @@ from torch import Tensor
 
 from megatron_rl.convert import forms, manifest
 from megatron_rl.convert.forms import Described
-from megatron_rl.convert.stored import Maps, Stored, read_safetensors
+from megatron_rl.convert.stored import Maps, Quantised, Stored, read_safetensors
 from megatron_rl.convert.target import StoredPart, TargetTensor, Tick, check_file
-from megatron_rl.layout import FAMILIES, Box, Shard, read_shape, scan, slices, volume
+from megatron_rl.layout import FAMILIES, Box, Shard, read_shape, scan, volume
 from megatron_rl.layout.hub import weight_files
+from megatron_rl.layout.quantised import SCALES
 from megatron_rl.layout.shards import extents, intersect, translate
 from megatron_rl.types import Mesh, ModelShape
 
@@ -63,7 +65,7 @@ class Source:
         """A tensor of any form, made of parts of this source's tensors.
 
         Args:
-            dtype: the dtype of the result; None keeps the source's.
+            dtype: the dtype of the result; None keeps the source's, and for quantised tensors config.json's.
 
         Raises:
             ValueError: `dtype` is None and the parts have different dtypes.
@@ -74,13 +76,13 @@ class Source:
                 if hf_box := intersect(shard.hf_box, region.hf_box):
                     box = translate(hf_box, shard.hf_box, shard.local_box[-len(hf_box) :])
                     parts.append(StoredPart(region.stored, translate(hf_box, region.hf_box, region.box), box))
-        if dtype is None and len({part.source.dtype for part in parts}) > 1:
-            named = ", ".join(f"{part.source.name} ({part.source.dtype})" for part in parts[:3])
+        if dtype is None and len({part.source.value_dtype for part in parts}) > 1:
+            named = ", ".join(f"{part.source.name} ({part.source.value_dtype})" for part in parts[:3])
             raise ValueError(
                 f"{self.folder}: {described.name} is made of several dtypes, {named}; choose one with --dtype"
             )
         if dtype is None or _keeps_dtype(described):
-            dtype = parts[0].source.dtype if parts else next(iter(self.regions.values()))[0].stored.dtype
+            dtype = (parts[0].source if parts else next(iter(self.regions.values()))[0].stored).value_dtype
         return TargetTensor(described.name, dtype, described.extents, tuple(parts))
 
     def _add(self, described: Described, stored: Stored) -> None:
@@ -155,8 +157,14 @@ def _check_files(folder: Path, fields: dict[str, Any]) -> None:
 
 
 def _open_hub(source: Source) -> None:
-    headers = {path: read_safetensors(path) for path in weight_files(source.folder)}
     index = scan(source.folder, source.shape)
+    headers = {path: read_safetensors(path) for path in weight_files(source.folder)}
+    if index.scales:
+        dtype = _config_dtype(source.folder)
+        for header in headers.values():
+            for name in header.keys() & index.scales.keys():
+                scales = headers[index.scales[name]][name + SCALES]
+                header[name] = replace(header[name], quantised=Quantised(index.blocks, scales, dtype))
     source.ignored = index.ignored
     for described in forms.hub_tensors(source.shape):
         source._add(described, headers[index.files[described.name]][described.name])
@@ -167,6 +175,15 @@ def _open_hub(source: Source) -> None:
         for header in headers.values():
             if stored := header.get(output):
                 source._add(Described(output, stored.extents, (Shard(embedding, box, output, box),)), stored)
+
+
+def _config_dtype(folder: Path) -> torch.dtype:
+    """The dtype that config.json gives to the model's values."""
+    fields = json.loads((folder / "config.json").read_text())
+    name = fields.get("dtype", fields.get("torch_dtype"))
+    if name not in ("float32", "bfloat16", "float16"):
+        raise ValueError(f'{folder / "config.json"} gives no dtype to quantised weights; add "dtype": "bfloat16"')
+    return getattr(torch, name)
 
 
 def _open_chunks(source: Source, kind: str) -> None:
@@ -250,7 +267,7 @@ def check_copies(source: Source, maps: Maps, tick: Tick) -> None:
         ValueError: two copies differ; the error names both files.
     """
     for first, other in source.copies:
-        a, b = (maps.tensor(region.stored)[slices(region.box)] for region in (first, other))
+        a, b = (maps.values(region.stored)(region.box) for region in (first, other))
         if a.dtype != b.dtype or not same_bits(a, b):
             raise ValueError(
                 f"{other.stored.path}: tensor {other.stored.name} differs from {first.stored.name} in "

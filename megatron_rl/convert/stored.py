@@ -11,20 +11,38 @@ import mmap
 import struct
 import warnings
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from megatron_rl.convert.checksum import joined
+from megatron_rl.layout import Box, slices
 from megatron_rl.layout.hub import read_header
+from megatron_rl.layout.quantised import FP8, Blocks
 
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""The dtypes by their names in a safetensors header. `layout.scan` refuses quantised tensors."""
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    FP8: torch.float8_e4m3fn,
+}
+"""The dtypes by their names in a safetensors header."""
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Quantised:
+    """How the values of a quantised tensor follow from what is stored."""
+
+    blocks: Blocks
+    scales: Stored
+    dtype: torch.dtype
+    """The dtype that config.json gives to the values, which are computed in float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +55,21 @@ class Stored:
     extents: tuple[int, ...]
     start: int
     """The offset of its first byte in the file."""
+    quantised: Quantised | None = None
 
     @property
     def num_bytes(self) -> int:
         return prod(self.extents) * self.dtype.itemsize
+
+    @property
+    def value_dtype(self) -> torch.dtype:
+        """The dtype of the values if no other one is asked for."""
+        return self.quantised.dtype if self.quantised else self.dtype
+
+    @property
+    def paths(self) -> set[Path]:
+        """The files that the values are made from."""
+        return {self.path, self.quantised.scales.path} if self.quantised else {self.path}
 
 
 def safetensors_header(tensors: list[tuple[str, torch.dtype, tuple[int, ...]]]) -> bytes:
@@ -81,8 +110,8 @@ class Maps:
     """Read-only memory maps of files, each opened once. The kernel can drop their pages at any time, so they need no
     private memory.
 
-    A tensor with a checksum is checked once. This happens when the tensor is first asked for, or, if a conversion sums
-    its bytes anyway, when `settle` joins the checksums of the parts that `saw` was told of.
+    A tensor with a checksum is checked once: when its values are first asked for, or when `conclude` is told the
+    checksum that its bytes have.
     """
 
     def __init__(self, checksums: Mapping[tuple[Path, str], int]):
@@ -93,63 +122,83 @@ class Maps:
         self._checksums = checksums
         self._maps: dict[Path, mmap.mmap] = {}
         self._checked: set[tuple[Path, str]] = set()
-        self._seen: dict[Stored, dict[int, tuple[int, int]]] = {}
-        """The parts of each tensor: offset of the first byte -> (length, crc32)."""
 
-    def is_unchecked(self, stored: Stored) -> bool:
-        """Whether a tensor must still be checked."""
-        key = stored.path, stored.name
-        return key in self._checksums and key not in self._checked
+    def has_checksum(self, stored: Stored) -> bool:
+        return (stored.path, stored.name) in self._checksums
 
-    def tensor(self, stored: Stored, check: bool = True) -> Tensor:
-        """A view of the file's bytes.
+    def unchecked_bytes(self, stored: Stored) -> memoryview:
+        """The tensor's bytes, which are not compared with the manifest."""
+        if stored.path not in self._maps:
+            with stored.path.open("rb") as file:
+                self._maps[stored.path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        return memoryview(self._maps[stored.path])[stored.start : stored.start + stored.num_bytes]
 
-        Args:
-            check: compare the bytes with the manifest first, if that was not done yet.
+    def check(self, stored: Stored) -> None:
+        """Compare the bytes with the manifest, if it has a checksum of them and this was not done yet.
 
         Raises:
             ValueError: the bytes are not the manifest's.
         """
-        if stored.path not in self._maps:
-            with stored.path.open("rb") as file:
-                self._maps[stored.path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        view = self._maps[stored.path]
-        if check and self.is_unchecked(stored):
-            self._conclude(stored, zlib.crc32(memoryview(view)[stored.start : stored.start + stored.num_bytes]))
-        if not stored.num_bytes:
-            return torch.empty(stored.extents, dtype=stored.dtype)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # torch has no read-only tensors; nobody writes to this one
-            flat = torch.frombuffer(view, dtype=stored.dtype, count=prod(stored.extents), offset=stored.start)
-        return flat.view(stored.extents)
+        if self.has_checksum(stored) and (stored.path, stored.name) not in self._checked:
+            self.conclude(stored, zlib.crc32(self.unchecked_bytes(stored)))
 
-    def saw(self, stored: Stored, start: int, num_bytes: int, checksum: int) -> None:
-        """Take note that the bytes [start, start + num_bytes) of an unchecked tensor have the crc32 `checksum`."""
-        self._seen.setdefault(stored, {})[start] = num_bytes, checksum
-
-    def settle(self) -> None:
-        """Check all tensors of which `saw` was told a part.
+    def conclude(self, stored: Stored, found: int) -> None:
+        """Take note that the bytes have the crc32 `found`.
 
         Raises:
-            ValueError: a tensor's bytes are not the manifest's; the error names the first such tensor.
+            ValueError: this is not the manifest's.
         """
-        for stored, parts in self._seen.items():
-            stop, whole = 0, 0
-            for start, (num_bytes, checksum) in sorted(parts.items()):
-                if start != stop:
-                    break
-                stop, whole = stop + num_bytes, joined(whole, checksum, num_bytes)
-            if stop == stored.num_bytes:
-                self._conclude(stored, whole)
-            else:
-                self.tensor(stored)  # the other parts belong to another target file, so the tensor is read whole
-        self._seen.clear()
-
-    def _conclude(self, stored: Stored, found: int) -> None:
         key = stored.path, stored.name
         if found != self._checksums[key]:
             raise ValueError(damaged(stored.path, stored.name, found, self._checksums[key]))
         self._checked.add(key)
+
+    def tensor(self, stored: Stored) -> Tensor:
+        """A view of the file's bytes, which are checked first.
+
+        Raises:
+            ValueError: the bytes are not the manifest's.
+        """
+        self.check(stored)
+        if not stored.num_bytes:
+            return torch.empty(stored.extents, dtype=stored.dtype)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # torch has no read-only tensors; nobody writes to this one
+            return torch.frombuffer(self.unchecked_bytes(stored), dtype=stored.dtype).view(stored.extents)
+
+    def values(self, stored: Stored) -> Callable[[Box], Tensor]:
+        """A function that returns the values of a rectangle of a tensor: a view of the file's bytes or, of a quantised
+        tensor, float32 values that need memory for this rectangle alone.
+
+        Raises:
+            ValueError: the bytes are not the manifest's.
+        """
+        tensor = self.tensor(stored)
+        if stored.quantised is None:
+            return lambda box: tensor[slices(box)]
+        return partial(dequantised, tensor, self.tensor(stored.quantised.scales), stored.quantised.blocks)
+
+
+_FP8_VALUES = torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn).float().numpy()
+"""The value of each of the 256 bytes. A look-up takes a third of the time of torch's conversion."""
+
+
+def dequantised(values: Tensor, scales: Tensor, blocks: Blocks, box: Box) -> Tensor:
+    """A rectangle of a matrix that is stored as fp8 values and one scale for each block: [rows, columns], float32.
+    `layout/quantised.py` names the sources of the formula.
+
+    Args:
+        values: float8_e4m3fn, the whole matrix.
+        scales: one for each block of the whole matrix.
+        box: any rectangle; it need not lie on the borders of blocks.
+    """
+    (first, last), (left, right) = box
+    result = torch.from_numpy(_FP8_VALUES[values[slices(box)].view(torch.uint8).numpy()])
+    columns = torch.arange(left, right) // blocks.columns
+    for row in range(first // blocks.rows, -(-last // blocks.rows)):
+        start, stop = max(first, row * blocks.rows), min(last, (row + 1) * blocks.rows)
+        result[start - first : stop - first] *= scales[row].float()[columns]
+    return result
 
 
 def damaged(path: Path, tensor: str, found: int, expected: int) -> str:

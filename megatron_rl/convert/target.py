@@ -1,7 +1,7 @@
 """Target files as values: each is a sequence of literal bytes and tensors, and every size is known beforehand.
 
-A target tensor is made of parts of stored tensors. It is made in blocks of rows, so that memory does not grow with the
-tensor: a block is filled, added to the checksum and written while it is in the processor's cache.
+A target tensor is made of parts of stored tensors. Its bytes are either runs of stored bytes, or they are made in
+blocks of rows, so that memory does not grow with the tensor.
 Invariant (tests/unit/convert): every element of a target comes from exactly one part, or is zero in a padding row.
 """
 
@@ -20,7 +20,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_rl.convert.checksum import joined
 from megatron_rl.convert.stored import Maps, Stored, damaged
 from megatron_rl.layout import Box, slices, volume
 from megatron_rl.layout.shards import intersect, is_vocabulary, translate
@@ -82,13 +81,24 @@ class TargetFile:
                 start += segment.num_bytes
 
 
-def blocks(tensor: TargetTensor, maps: Maps, check: bool = True) -> Iterator[Tensor]:
-    """The rows of a tensor in blocks. All blocks share one buffer: the next block overwrites the one before."""
+Rows = tuple[int, int]
+"""A half-open interval of a tensor's rows."""
+
+
+def blocks(tensor: TargetTensor, maps: Maps, rows: Rows | None = None) -> Iterator[Tensor]:
+    """The rows of a tensor in blocks. All blocks share one buffer: the next block overwrites the one before.
+
+    Args:
+        rows: None means all.
+
+    Raises:
+        ValueError: a stored tensor is damaged.
+    """
     rest = tensor.extents[1:]
-    sources = [maps.tensor(part.source, check) for part in tensor.parts]
+    sources = [maps.values(part.source) for part in tensor.parts]
     is_padded = sum(volume(part.box) for part in tensor.parts) < prod(tensor.extents)
     workspace = None
-    for start, stop in _row_ranges(tensor):
+    for start, stop in _row_ranges(tensor, rows or (0, tensor.extents[0])):
         here = ((start, stop), *((0, length) for length in rest))
         if workspace is None:
             workspace = torch.empty((stop - start, *rest), dtype=tensor.dtype)
@@ -98,29 +108,33 @@ def blocks(tensor: TargetTensor, maps: Maps, check: bool = True) -> Iterator[Ten
         for part, source in zip(tensor.parts, sources, strict=True):
             if box := intersect(part.box, here):
                 target = block[box[0][0] - start : box[0][1] - start][:, *slices(box[1:])]
-                target.copy_(source[slices(translate(box, part.box, part.source_box))].view(target.shape))
+                target.copy_(source(translate(box, part.box, part.source_box)).view(target.shape))
         yield block
 
 
-def _row_ranges(tensor: TargetTensor) -> Iterator[tuple[int, int]]:
-    rows, row_bytes = tensor.extents[0], prod(tensor.extents[1:]) * tensor.dtype.itemsize
-    step = max(1, BLOCK_BYTES // row_bytes) if row_bytes else rows
-    return ((start, min(rows, start + step)) for start in range(0, rows, step))
+def _row_ranges(tensor: TargetTensor, rows: Rows) -> Iterator[Rows]:
+    row_bytes = prod(tensor.extents[1:]) * tensor.dtype.itemsize
+    step = max(1, BLOCK_BYTES // row_bytes) if row_bytes else max(1, rows[1] - rows[0])
+    return ((start, min(rows[1], start + step)) for start in range(*rows, step))
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Consecutive bytes of a source tensor that are the same bytes in the target."""
+    """Consecutive bytes of a stored tensor that are the same bytes in the target."""
 
     source: Stored
     start: int
-    """The offset of the first byte in the source tensor."""
+    """The offset of the first byte in the stored tensor."""
     num_bytes: int
 
 
-def runs(tensor: TargetTensor) -> list[list[Run]] | None:
-    """The runs that each block consists of, in order. None if the tensor has parts of rows, another dtype than its
-    source, or padding: its bytes are then no runs."""
+def runs(tensor: TargetTensor, rows: Rows | None = None) -> list[Run] | None:
+    """The runs that a tensor consists of, in order. None if it has parts of rows, another dtype than its source, or
+    padding: its bytes are then no runs.
+
+    Args:
+        rows: None means all.
+    """
     for part in tensor.parts:
         whole_rows = (part.box[1:], part.source_box[1:]) == (_full(tensor.extents), _full(part.source.extents))
         if not whole_rows or part.source.dtype != tensor.dtype:
@@ -128,17 +142,15 @@ def runs(tensor: TargetTensor) -> list[list[Run]] | None:
     if sum(volume(part.box) for part in tensor.parts) < prod(tensor.extents):
         return None
     row_bytes = prod(tensor.extents[1:]) * tensor.dtype.itemsize
-    result = []
-    for start, stop in _row_ranges(tensor):
-        of_block = []
-        for part in tensor.parts:
-            (first, last), (source_first, _) = part.box[0], part.source_box[0]
-            begin, end = max(first, start), min(last, stop)
-            if begin < end:
-                run = Run(part.source, (begin - first + source_first) * row_bytes, (end - begin) * row_bytes)
-                of_block.append((begin, run))
-        result.append([run for _, run in sorted(of_block, key=lambda item: item[0])])
-    return result
+    start, stop = rows or (0, tensor.extents[0])
+    found = []
+    for part in tensor.parts:
+        (first, last), (source_first, _) = part.box[0], part.source_box[0]
+        begin, end = max(first, start), min(last, stop)
+        if begin < end:
+            offset = (begin - first + source_first) * row_bytes
+            found.append((begin, Run(part.source, offset, (end - begin) * row_bytes)))
+    return [run for _, run in sorted(found, key=lambda item: item[0])]
 
 
 def _full(extents: tuple[int, ...]) -> Box:
@@ -147,64 +159,6 @@ def _full(extents: tuple[int, ...]) -> Box:
 
 def as_bytes(block: Tensor) -> memoryview:
     return memoryview(block.view(-1).view(torch.uint8).numpy())
-
-
-def write_file(path: Path, file: TargetFile, maps: Maps, tick: Tick) -> dict[str, Any]:
-    """Write a file and return its entry in the manifest.
-
-    Raises:
-        OSError: the file system refuses a write, for example because the disk is full; the error names the file.
-        ValueError: a source tensor is damaged.
-    """
-    frame, tensors, start = 0, {}, 0
-    with path.open("wb", buffering=0) as stream:
-        for segment in file.segments:
-            if isinstance(segment, bytes):
-                frame = zlib.crc32(segment, frame)
-                _write(stream, memoryview(segment), path)
-                tick(len(segment))
-                start += len(segment)
-                continue
-            checksum = 0
-            for view, checksum in _checked_blocks(segment, maps):
-                _write(stream, view, path)
-                tick(len(view))
-            tensors[segment.name] = {
-                "dtype": str(segment.dtype).removeprefix("torch."),
-                "start": start,
-                "bytes": segment.num_bytes,
-                "crc32": f"{checksum:08x}",
-            }
-            start += segment.num_bytes
-    maps.settle()
-    entry: dict[str, Any] = {"bytes": start, "crc32": f"{frame:08x}"}
-    return entry | {"tensors": tensors} if tensors else entry
-
-
-def _checked_blocks(tensor: TargetTensor, maps: Maps) -> Iterator[tuple[memoryview, int]]:
-    """The blocks, each with the target's crc32 up to its end. Source tensors are checked too; if the target consists of
-    runs, their checksums serve both."""
-    made_of = runs(tensor) if any(maps.is_unchecked(part.source) for part in tensor.parts) else None
-    checksum = 0
-    for i, block in enumerate(blocks(tensor, maps, check=made_of is None)):
-        view = as_bytes(block)
-        if made_of is None:
-            checksum = zlib.crc32(view, checksum)
-        else:
-            position = 0
-            for run in made_of[i]:
-                part = zlib.crc32(view[position : position + run.num_bytes])
-                checksum = joined(checksum, part, run.num_bytes)
-                if maps.is_unchecked(run.source):
-                    maps.saw(run.source, run.start, run.num_bytes, part)
-                position += run.num_bytes
-        yield view, checksum
-
-
-def _write(stream: BinaryIO, view: memoryview, path: Path) -> None:
-    with naming(path):
-        while len(view):
-            view = view[stream.write(view) :]
 
 
 @contextmanager

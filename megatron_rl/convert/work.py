@@ -1,5 +1,5 @@
-"""Carries out a conversion in several processes, each of which writes one file at a time. The target folder is either
-complete or absent.
+"""Carries out a conversion in several processes, each of which writes one stretch of a file at a time. The target
+folder is either complete or absent.
 
 Files are written to `<target>.partial`, and are called `<name>.unfinished` until they are on the disk. A journal in
 that folder keeps the checksums of the finished files. If the same command runs again, it keeps every finished file
@@ -22,13 +22,15 @@ import os
 import shutil
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Container, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -36,11 +38,15 @@ from megatron_rl.convert import manifest
 from megatron_rl.convert.conversion import Conversion
 from megatron_rl.convert.source import check_copies
 from megatron_rl.convert.stored import Maps
-from megatron_rl.convert.target import TargetFile, Tick, check_file, naming, write_file
+from megatron_rl.convert.stretches import Stretch, Written, cut, entry, whole_sources, write
+from megatron_rl.convert.target import TargetFile, check_file, naming
 
 Report = Callable[[int], None]
 """Called a few times a second with the number of bytes done so far."""
 JOURNAL = "journal.jsonl"
+MIN_STRETCH_BYTES, STRETCHES_PER_WORKER = 2**25, 16
+"""A stretch is so small that all workers end at about the same time, and not so small that there are more tasks than a
+worker needs for that."""
 COPIES = -1
 """The number of the one task that writes no file: it compares what the source stores more than once."""
 _FORK = multiprocessing.get_context("fork")  # a fork needs no import of torch and shares the plan's memory
@@ -159,6 +165,33 @@ class Outcome:
     num_bytes: int
 
 
+class _Task(NamedTuple):
+    """What a worker does at a time: it writes a stretch of a file, or the whole of one that an interrupted run seems to
+    have finished, if it is damaged."""
+
+    file: int
+    stretch: Stretch
+    was_finished: bool
+
+
+def _plan(files: Sequence[TargetFile], finished: Container[str], num_workers: int) -> list[_Task]:
+    """The tasks in the order in which they are begun. The workers write as many files at the same time as there are
+    workers, because the kernel lets one process at a time write to a file."""
+    num_bytes = sum(file.num_bytes for file in files)
+    max_bytes = max(MIN_STRETCH_BYTES, num_bytes // (num_workers * STRETCHES_PER_WORKER))
+    order = sorted(range(len(files)), key=lambda i: -files[i].num_bytes)
+    tasks = [_Task(i, *cut(files[i], files[i].num_bytes), True) for i in order if files[i].name in finished]
+    stretches = [
+        [_Task(i, stretch, False) for stretch in cut(files[i], max_bytes)]
+        for i in order
+        if files[i].name not in finished
+    ]
+    for first in range(0, len(stretches), num_workers):
+        for row in zip_longest(*stretches[first : first + num_workers]):
+            tasks += [task for task in row if task]
+    return tasks
+
+
 def carry_out(conversion: Conversion, folder: Path, num_workers: int, report: Report) -> Outcome:
     """Write the target folder.
 
@@ -171,57 +204,63 @@ def carry_out(conversion: Conversion, folder: Path, num_workers: int, report: Re
     partial = folder.with_name(folder.name + ".partial")
     files = conversion.files
     with _journal(partial, _identity(conversion)) as (journal, known):
+        _remove_unfinished(partial)  # those of a run that was killed
         _check_space(conversion.num_bytes - sum(entry["bytes"] for entry in known.values()), partial)
+        for path in {(partial / file.name).parent for file in files}:
+            path.mkdir(parents=True, exist_ok=True)
         workers = Workers(num_workers)
         maps = Maps(conversion.source.checksums)  # each fork has its own
+        sources = [{stored for stored in whole_sources(file) if maps.has_checksum(stored)} for file in files]
+        tasks = _plan(files, known, num_workers)
 
-        def task(i: int) -> tuple[dict[str, Any], bool] | None:
+        def run(number: int) -> Written | None:
             journal.close()  # the descriptor that a fork inherits would keep the lock
-            if i == COPIES:
+            if number == COPIES:
                 return check_copies(conversion.source, maps, workers.tick)
-            path, entry = partial / files[i].name, known.get(files[i].name)
-            if entry and _is_whole(path, entry, workers.tick):
-                return entry, True
-            return _write(_unfinished(path), files[i], maps, workers.tick), False
+            i, stretch, was_finished = tasks[number]
+            path = partial / files[i].name
+            if was_finished and _is_whole(path, known[files[i].name], workers.tick):
+                return None
+            return write(_unfinished(path), files[i], stretch, sources[i], maps, workers.tick)
 
         entries: dict[str, Any] = {}
-        reused = 0
+        missing = Counter(task.file for task in tasks)
+        written: dict[int, Written] = {}
 
-        def finish(i: int, result: tuple[dict[str, Any], bool] | None) -> None:
-            nonlocal reused
-            if i == COPIES:
+        def finish(number: int, result: Written | None) -> None:
+            if number == COPIES:
                 return
-            path, (entry, was_there) = partial / files[i].name, result
-            if not was_there:
-                sync(_unfinished(path))
+            i = tasks[number].file
+            path = partial / files[i].name
+            if result is None:
+                entries[files[i].name] = known[files[i].name]
+                return
+            # The disk writes while the workers make the rest. After the last stretch little is left for it to do.
+            sync(_unfinished(path))
+            written[number] = result
+            missing[i] -= 1
+            if not missing[i]:
+                of_file = sorted((task.stretch.start, n) for n, task in enumerate(tasks) if task.file == i)
+                entries[files[i].name] = entry(files[i], [written.pop(n) for _, n in of_file], maps)
                 _unfinished(path).rename(path)
                 with naming(partial / JOURNAL):
-                    journal.write(json.dumps({"file": files[i].name, "entry": entry}) + "\n")
+                    journal.write(json.dumps({"file": files[i].name, "entry": entries[files[i].name]}) + "\n")
                     journal.flush()
-            reused += was_there
-            entries[files[i].name] = entry
 
-        order = sorted(range(len(files)), key=lambda i: -files[i].num_bytes)
         try:
-            workers.run(task, [COPIES, *order], finish, report)
+            workers.run(run, [COPIES, *range(len(tasks))], finish, report)
         finally:
-            for path in partial.rglob("*.unfinished"):
-                path.unlink()
+            _remove_unfinished(partial)
         ordered = {file.name: entries[file.name] for file in files}
         text = manifest.describe(conversion.form, conversion.shape, conversion.mesh, conversion.fused_norms, ordered)
         _publish(partial, folder, text)
-    return Outcome(len(files), reused, conversion.num_bytes)
+    num_reused = sum(entries[name] is values for name, values in known.items())
+    return Outcome(len(files), num_reused, conversion.num_bytes)
 
 
-def _write(path: Path, file: TargetFile, maps: Maps, tick: Tick) -> dict[str, Any]:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    entry = None
-    try:
-        entry = write_file(path, file, maps, tick)
-    finally:
-        if entry is None:  # after any error, remove the incomplete file
-            path.unlink(missing_ok=True)
-    return entry
+def _remove_unfinished(partial: Path) -> None:
+    for path in partial.rglob("*.unfinished"):
+        path.unlink()
 
 
 def _unfinished(path: Path) -> Path:
@@ -240,7 +279,8 @@ def _identity(conversion: Conversion) -> str:
     """A digest of the files to be written and of the files that they are made from. A run continues an earlier one only
     if the digests are equal."""
     digest = hashlib.sha256()
-    paths = {part.source.path for file in conversion.files for tensor, _ in file.tensors() for part in tensor.parts}
+    sources = {part.source for file in conversion.files for tensor, _ in file.tensors() for part in tensor.parts}
+    paths = {path for stored in sources for path in stored.paths}
     for path in sorted(paths):
         status = path.stat()
         digest.update(f"{path.resolve()} {status.st_size} {status.st_mtime_ns}\n".encode())

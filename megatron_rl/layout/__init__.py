@@ -9,6 +9,7 @@ from megatron_rl.layout.families import FAMILIES
 from megatron_rl.layout.family import Family
 from megatron_rl.layout.hub import HubIndex, check_model, scan
 from megatron_rl.layout.links import Links
+from megatron_rl.layout.quantised import check_unquantised
 from megatron_rl.layout.recorded import Recording, box_of_view
 from megatron_rl.layout.shards import Box, Shard, check_parameters, slices, volume
 from megatron_rl.layout.splits import VOCABULARY_MULTIPLE, padded
@@ -48,6 +49,7 @@ __all__ = [
     "box_of_view",
     "check_model",
     "check_parameters",
+    "check_unquantised",
     "megatron_shards",
     "padded_vocabulary",
     "plan_weights",

@@ -10,11 +10,12 @@ import json
 import logging
 import struct
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_rl.layout.families import FAMILIES
+from megatron_rl.layout.quantised import FP8, SCALE_DTYPES, SCALES, Blocks, check_unquantised, read_blocks
 from megatron_rl.types import Mesh, ModelShape
 
 log = logging.getLogger(__name__)
@@ -28,14 +29,19 @@ class HubIndex:
     """The safetensors file of each HF tensor, by the tensor's name."""
     ignored: dict[str, str]
     """The reason why the model does not need a tensor, by the tensor's name."""
+    blocks: Blocks | None = None
+    """How the weights are quantised; None if they are not."""
+    scales: dict[str, Path] = field(default_factory=dict)
+    """The safetensors file of the scales of each quantised HF tensor, by the tensor's name."""
 
 
 def check_model(folder: Path, shape: ModelShape, mesh: Mesh) -> None:
     """Check everything about a checkpoint that can be checked before a process starts.
 
     Raises:
-        ValueError: the mesh does not divide the model, or the weights are damaged or incomplete.
+        ValueError: the mesh does not divide the model, or the weights are damaged, incomplete or quantised.
     """
+    check_unquantised(folder)
     FAMILIES[shape.family].check_mesh(shape, mesh)
     index = scan(folder, shape)
     for reason, count in Counter(index.ignored.values()).items():
@@ -68,24 +74,40 @@ def scan(folder: Path, shape: ModelShape) -> HubIndex:
     """Account for every tensor of a folder. Only the files' headers are read.
 
     Raises:
-        ValueError: there is no safetensors file, a file is damaged or truncated, weights are quantised, or a tensor is
-            missing, unknown, present twice or has other extents than the family's table says. The error names it.
+        ValueError: there is no safetensors file, a file is damaged or truncated, weights are quantised in a way that is
+            not supported, or a tensor is missing, unknown, present twice or has other extents than the family's table
+            says. The error names it.
     """
-    files = weight_files(Path(folder))
+    folder = Path(folder)
+    files = weight_files(folder)
     if not files:
         raise ValueError(f"model.path: {folder} has no *.safetensors; convert or download the weights")
     family = FAMILIES[shape.family]
     expected = family.hf_tensors(shape)
-    index = HubIndex({}, {})
+    index = HubIndex({}, {}, read_blocks(folder))
+    quantised: dict[str, tuple[int, ...]] = {}
+    scales: dict[str, _Scales] = {}
     for path in files:
         for name, (dtype, extents, _) in read_header(path).items():
             where = f"{path}: tensor {name} {list(extents)}"
-            if dtype not in _DTYPES:
-                raise ValueError(
-                    f"{where} is {dtype}: quantised checkpoints cannot be trained; dequantise it to BF16 first"
-                )
-            if name in index.files or name in index.ignored:
+            scaled = name.removesuffix(SCALES)
+            if name in index.files or name in index.ignored or (name != scaled and scaled in scales):
                 raise ValueError(f"{where} is in another file too; remove one of the two")
+            if name != scaled:
+                scales[scaled] = _Scales(path, dtype, extents)
+                continue
+            if dtype == FP8:
+                if index.blocks is None or len(extents) != 2:
+                    raise ValueError(
+                        f"{where} is {dtype}, but only a matrix can be, and only if config.json has a "
+                        f"quantization_config with a weight_block_size; copy the checkpoint again"
+                    )
+                quantised[name] = extents
+            elif dtype not in _DTYPES:
+                raise ValueError(
+                    f"{where} is {dtype}, which is no dtype of weights that can be read; copy the file again, or take "
+                    f"the release of the model in bf16"
+                )
             if name not in expected:
                 index.ignored[name] = _reason(name, where, shape)
                 continue
@@ -99,10 +121,53 @@ def scan(folder: Path, shape: ModelShape) -> HubIndex:
             f"{folder}: {len(missing)} tensors are missing, the first is {missing[0]} "
             f"({family.describe(missing[0])}); is a shard file absent?"
         )
+    _match_scales(folder, index, quantised, scales)
     return index
 
 
 _DTYPES = {"F64", "F32", "F16", "BF16"}
+
+
+class _Scales(NamedTuple):
+    path: Path
+    dtype: str
+    extents: tuple[int, ...]
+
+
+def _match_scales(
+    folder: Path, index: HubIndex, quantised: dict[str, tuple[int, ...]], scales: dict[str, _Scales]
+) -> None:
+    """Check that every quantised tensor has its scales and that there are no others, and complete the index.
+
+    Args:
+        quantised: the extents of the quantised tensors, by name.
+        scales: the scales, by the name of the tensor that they belong to.
+    """
+    blocks = index.blocks
+    for name, extents in quantised.items():
+        assert blocks, "`scan` refuses fp8 without blocks"
+        if name not in scales:
+            raise ValueError(
+                f"{folder}: tensor {name} is fp8, but its scales {name}{SCALES} are missing; is a shard file absent?"
+            )
+        path, dtype, found = scales[name]
+        where, wanted = f"{path}: tensor {name}{SCALES} {list(found)}", blocks.scales_of(extents)
+        if found != wanted:
+            raise ValueError(
+                f"{where} must be {list(wanted)}, because {name} is {list(extents)} and weight_block_size of "
+                f"config.json is [{blocks.rows}, {blocks.columns}]; copy the checkpoint again"
+            )
+        if dtype not in SCALE_DTYPES:
+            raise ValueError(f"{where} is {dtype}, but scales that can be read are {', '.join(sorted(SCALE_DTYPES))}")
+        index.scales[name] = path
+    for name, (path, _, found) in scales.items():
+        if name in index.ignored:
+            index.ignored[name + SCALES] = index.ignored[name]
+        elif name not in quantised:
+            raise ValueError(
+                f"{path}: tensor {name}{SCALES} {list(found)} scales the fp8 tensor {name}, but this one is not fp8 or "
+                f"not there; copy the checkpoint again"
+            )
 
 
 def _reason(name: str, where: str, shape: ModelShape) -> str:
@@ -112,10 +177,6 @@ def _reason(name: str, where: str, shape: ModelShape) -> str:
         ValueError: the tensor is not one that may be ignored.
     """
     family = FAMILIES[shape.family]
-    if name.endswith("weight_scale_inv"):
-        raise ValueError(
-            f"{where} scales an fp8 weight: such checkpoints cannot be trained; dequantise it to BF16 first"
-        )
     if shape.tied_embeddings and name == family.output.hf[0].name:
         return "the output layer is tied to the embedding and stored a second time"
     for ignored in family.ignored:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from scenarios import Layout
 
-from megatron_rl.tools import hf_to_megatron
+from megatron_rl.tools import hf_to_megatron, megatron_to_hf
 from megatron_rl.types import Mesh
 
 
@@ -41,6 +42,28 @@ def test_a_run_begins_with_the_weights_of_megatrons_form(trainers, tied_model_fo
         assert got.keys() == expected.keys()
         assert all(torch.equal(got[key], expected[key]) for key in expected)
         assert (target / "tokenizer.json").read_text() == (tied_model_folder / "tokenizer.json").read_text()
+
+
+def test_fp8_in_blocks_is_loaded_with_the_bits_of_the_converter(trainers, model_folder, tmp_path):
+    """The blocks are so small that the ranks' cuts lie inside them."""
+    folder, tensors = tmp_path / "fp8", load_file(model_folder / "model.safetensors")
+    shutil.copytree(model_folder, folder)
+    for name, tensor in list(tensors.items()):
+        if tensor.ndim == 2 and "layers" in name:
+            tensors[name] = (tensor * 100).to(torch.float8_e4m3fn)
+            rows, columns = tensor.shape
+            tensors[f"{name}_scale_inv"] = torch.rand(-(-rows // 7), -(-columns // 5))
+    save_file(tensors, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"dtype": "bfloat16", "quantization_config": {"quant_method": "fp8", "weight_block_size": [7, 5]}}
+    (folder / "config.json").write_text(json.dumps(config))
+    megatron_to_hf.main([str(folder), str(tmp_path / "expected"), "--dtype", "bfloat16"])
+    layout = Layout(Mesh(tensor=2), dtype="bfloat16")
+    trainers.run("export", 2, folder=folder, layout=layout, target=tmp_path / "got")
+    got, expected = (load_file(tmp_path / name / "model.safetensors") for name in ("got", "expected"))
+    assert got.keys() == expected.keys() and len(got) < len(tensors)
+    assert all(torch.equal(got[name], expected[name]) for name in got)
+    assert "quantization_config" not in json.loads((tmp_path / "got" / "config.json").read_text())
 
 
 def test_weights_that_are_damaged_or_of_another_model_are_refused_on_all_ranks(

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from patience import deadline
 from safetensors.torch import load_file, save_file
 
-from megatron_rl.convert import Options, Verification, open_checkpoint, smallest_mesh, to_hub, to_open, to_ranks
+from megatron_rl.convert import Options, Verification, open_checkpoint, smallest_mesh, to_hub, to_open, to_ranks, work
 from megatron_rl.tools import hf_to_megatron, megatron_to_hf, verify_checkpoint
 
 ROOT = Path(__file__).parents[3]
@@ -94,7 +94,8 @@ def test_a_flipped_bit_is_found_by_file_and_tensor(forms, form, tmp_path_factory
 @settings(max_examples=10, deadline=None)
 @given(data=st.data())
 def test_a_conversion_refuses_a_flipped_bit(forms, form, dtype, tmp_path_factory, data):
-    """This holds whether the bytes are copied or converted. The small files split the parts of fused tensors."""
+    """This holds whether the bytes are copied or converted. The small files split the parts of fused tensors, and two
+    workers share each of them."""
     root = tmp_path_factory.mktemp("flip")
     broken = shutil.copytree(forms[form], root / "broken")
     files = json.loads((broken / "manifest.json").read_text())["files"]
@@ -105,8 +106,12 @@ def test_a_conversion_refuses_a_flipped_bit(forms, form, dtype, tmp_path_factory
     content[values["start"] + data.draw(st.integers(0, values["bytes"] - 1))] ^= 1 << data.draw(st.integers(0, 7))
     (broken / name).write_bytes(content)
     convert = to_open if form == "hub" else to_hub
-    with pytest.raises(ValueError) as error:
-        write(convert(open_checkpoint(broken), Options(dtype, max_file_bytes=700)), root / "target")
+    before, work.MIN_STRETCH_BYTES = work.MIN_STRETCH_BYTES, data.draw(st.sampled_from([50, 2**25]))
+    try:
+        with pytest.raises(ValueError) as error:
+            write(convert(open_checkpoint(broken), Options(dtype, max_file_bytes=700)), root / "target", 2)
+    finally:
+        work.MIN_STRETCH_BYTES = before
     assert f"{name}: tensor {tensor} is damaged" in str(error.value) or "the two should be the same" in str(error.value)
     assert sorted(path.name for path in root.iterdir()) == ["broken", "target.partial"]
     assert not list((root / "target.partial").rglob("*.unfinished"))

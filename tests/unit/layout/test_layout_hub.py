@@ -13,6 +13,7 @@ import transformers
 from safetensors.torch import save_file
 
 from megatron_rl.layout import FAMILIES, check_model, read_shape, scan
+from megatron_rl.layout.quantised import Blocks
 from megatron_rl.types import Experts, LatentAttention, Llama3Rope, Mesh, ModelShape, YarnRope
 
 QWEN3 = {
@@ -160,6 +161,7 @@ def test_truncated_weights_are_named(tmp_path, keep):
 
 
 NORM = "model.norm.weight"
+UP = "model.layers.0.mlp.up_proj.weight"
 
 
 @pytest.mark.parametrize(
@@ -172,14 +174,82 @@ NORM = "model.norm.weight"
             "layers.1.mlp.up_proj.* qwen3's row mlp.linear_fc1.weight: .* a model without it",
         ),
         (lambda t: t.update({NORM: t[NORM][:4].clone()}), r"\[4\], but config.json asks for \[8\]: .*\[hidden\]"),
-        (lambda t: t.update({"model.x.weight_scale_inv": t[NORM].clone()}), "fp8 weight.*dequantise"),
-        (lambda t: t.update({NORM: t[NORM].to(torch.float8_e4m3fn)}), "norm.weight .* F8_E4M3.*dequantise"),
+        (
+            lambda t: t.update({"model.x.weight_scale_inv": t[NORM].clone()}),
+            "scales the fp8 tensor model.x.weight, but",
+        ),
+        (lambda t: t.update({UP: t[UP].to(torch.float8_e4m3fn)}), "up_proj.weight .* F8_E4M3, .*a quantization_config"),
+        (lambda t: t.update({NORM: t[NORM].to(torch.int32)}), "norm.weight .* is I32, which is no dtype"),
     ],
 )
 def test_wrong_tensors_are_named(tmp_path, change, message):
     folder = write_model(tmp_path / "m", change)
     with pytest.raises(ValueError, match=message):
         scan(folder, read_shape(folder))
+
+
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+
+
+def quantise(tensors, name=UP, scales=(1, 1), dtype=torch.float32):
+    tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+    tensors[f"{name}_scale_inv"] = torch.ones(scales, dtype=dtype)
+
+
+def test_a_folder_in_fp8_reads_and_says_where_the_scales_are(tmp_path):
+    config = QWEN3 | {"quantization_config": FP8 | {"modules_to_not_convert": ["lm_head"]}}
+    folder = write_model(tmp_path / "m", quantise, config)
+    index = scan(folder, read_shape(folder))
+    assert (index.blocks, index.scales) == (Blocks(128, 128), {UP: folder / "model.safetensors"})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda t: t.update({UP: t[UP].to(torch.float8_e4m3fn)}),
+            f"{UP} is fp8, but its scales {UP}_scale_inv are mis",
+        ),
+        (lambda t: quantise(t, scales=(1, 2)), rf"{UP}_scale_inv \[1, 2\] must be \[1, 1\]"),
+        (lambda t: quantise(t, scales=(1,)), rf"{UP}_scale_inv \[1\] must be \[1, 1\]"),
+        (lambda t: quantise(t, dtype=torch.float8_e8m0fnu), f"{UP}_scale_inv .* is F8_E8M0, but .* BF16, F16, F32"),
+        (lambda t: t.update({f"{UP}_scale_inv": torch.ones(1, 1)}), f"{UP}_scale_inv .*, but this one is not fp8"),
+        (lambda t: quantise(t, NORM), "norm.weight .* is F8_E4M3, but only a matrix can be"),
+        (lambda t: t.update({UP: t[UP].to(torch.float8_e5m2)}), f"{UP} .* is F8_E5M2, which is no dtype"),
+    ],
+)
+def test_what_is_wrong_with_scales_is_named(tmp_path, change, message):
+    folder = write_model(tmp_path / "m", change, QWEN3 | {"quantization_config": FP8})
+    with pytest.raises(ValueError, match=message):
+        scan(folder, read_shape(folder))
+
+
+def test_scales_in_two_files_are_named(tmp_path):
+    folder = write_model(tmp_path / "m", quantise, QWEN3 | {"quantization_config": FP8})
+    save_file({f"{UP}_scale_inv": torch.ones(1, 1)}, folder / "more.safetensors")
+    with pytest.raises(ValueError, match=f"more.safetensors: tensor {UP}_scale_inv .* another file"):
+        scan(folder, read_shape(folder))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        *(({"quantization_config": {"quant_method": name}}, f"quantised with {name}") for name in ("gptq", "awq")),
+        ({"quantization_config": {"load_in_8bit": True}}, "quantised with a method that it does not name"),
+        ({"compression_config": {"quant_method": "compressed-tensors"}}, "quantised with compressed-tensors"),
+        ({"quantization_config": FP8 | {"weight_block_size": None}}, "fp8 without weight_block_size"),
+        ({"quantization_config": FP8 | {"weight_block_size": [128]}}, r"weight_block_size is \[128\], but"),
+        ({"quantization_config": FP8 | {"fmt": "e5m2"}}, "fmt 'e5m2'"),
+        ({"quantization_config": FP8 | {"activation_scheme": "static"}}, "activation_scheme 'static'"),
+        ({"quantization_config": "fp8"}, "quantization_config is no table"),
+    ],
+)
+def test_other_quantised_formats_are_refused_by_name(tmp_path, changes, message):
+    """The tensors are not looked at: those of such formats have names and dtypes of their own."""
+    folder = write_model(tmp_path / "m", lambda t: t.update({UP: torch.zeros(1, dtype=torch.int32)}), QWEN3 | changes)
+    for check in (scan, lambda folder, shape: check_model(folder, shape, Mesh())):
+        with pytest.raises(ValueError, match=f"config.json.*{message}"):
+            check(folder, read_shape(folder))
 
 
 def test_a_tensor_in_two_files_is_named(tmp_path):

@@ -224,6 +224,9 @@ def test_weights_of_megatrons_form_are_checked_by_their_manifest(home):
     manifest = {"shape": asdict(read_shape(home / "model")), "files": {"a.distcp": {"bytes": 10}}}
     (weights / "manifest.json").write_text(json.dumps(manifest))
     assert faults(config) == []
+    quantise(home)
+    assert "fp8 weights" in faults(config)[0], "vLLM would build quantised layers from config.json"
+    (home / "model" / "config.json").write_text(json.dumps(CONFIG))
     (weights / "a.distcp").write_bytes(bytes(9))
     assert "a.distcp is missing or has another size than the manifest says (1 of 1 files)" in faults(config)[0]
     manifest["shape"]["num_layers"] += 1
@@ -243,6 +246,12 @@ def spoil_header(home):
     path.write_bytes(path.read_bytes().replace(b'"shape"', b'"shxpe"', 1))
 
 
+def quantise(home):
+    path = home / "model" / "config.json"
+    blocks = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    path.write_text(json.dumps(CONFIG | {"quantization_config": blocks}))
+
+
 def no_vocabulary(home):
     (home / "model" / "tokenizer.json").unlink()
 
@@ -256,6 +265,7 @@ def no_vocabulary(home):
         (lambda home: (home / "model" / "model.safetensors.index.json").write_text("{"), "index.json cannot be read"),
         (lambda home: shutil.rmtree(home / "model"), "model has no config.json"),
         (lambda home: (home / "model" / "config.json").write_text("{"), "config.json is no"),
+        (quantise, "model holds fp8 weights in blocks of 128 x 128, with which no run can begin"),
         (no_vocabulary, "has no tokenizer: neither tokenizer.json nor tokenizer.model is there"),
         (lambda home: (home / "model" / "tokenizer.json").write_text("{"), "tokenizer.json cannot be read"),
         (lambda home: (home / "model" / "tokenizer_config.json").write_text("{"), "tokenizer_config.json is not JSON"),
