@@ -1,4 +1,4 @@
-"""Carries out a conversion in several processes, each of which writes one stretch of a file at a time. The target
+"""Carries out a conversion in several processes, each of which writes one span of a file at a time. The target
 folder is either complete or absent.
 
 Files are written to `<target>.partial`, and are called `<name>.unfinished` until they are on the disk. A journal in
@@ -37,15 +37,15 @@ import torch
 from megatron_rl.convert import manifest
 from megatron_rl.convert.conversion import Conversion
 from megatron_rl.convert.source import check_copies
+from megatron_rl.convert.spans import Span, Written, cut, entry, whole_sources, write
 from megatron_rl.convert.stored import Maps
-from megatron_rl.convert.stretches import Stretch, Written, cut, entry, whole_sources, write
 from megatron_rl.convert.target import TargetFile, check_file, naming
 
 Report = Callable[[int], None]
 """Called a few times a second with the number of bytes done so far."""
 JOURNAL = "journal.jsonl"
 MIN_STRETCH_BYTES, STRETCHES_PER_WORKER = 2**25, 16
-"""A stretch is so small that all workers end at about the same time, and not so small that there are more tasks than a
+"""A span is so small that all workers end at about the same time, and not so small that there are more tasks than a
 worker needs for that."""
 COPIES = -1
 """The number of the one task that writes no file: it compares what the source stores more than once."""
@@ -166,11 +166,11 @@ class Outcome:
 
 
 class _Task(NamedTuple):
-    """What a worker does at a time: it writes a stretch of a file, or the whole of one that an interrupted run seems to
+    """What a worker does at a time: it writes a span of a file, or the whole of one that an interrupted run seems to
     have finished, if it is damaged."""
 
     file: int
-    stretch: Stretch
+    span: Span
     was_finished: bool
 
 
@@ -181,13 +181,11 @@ def _plan(files: Sequence[TargetFile], finished: Container[str], num_workers: in
     max_bytes = max(MIN_STRETCH_BYTES, num_bytes // (num_workers * STRETCHES_PER_WORKER))
     order = sorted(range(len(files)), key=lambda i: -files[i].num_bytes)
     tasks = [_Task(i, *cut(files[i], files[i].num_bytes), True) for i in order if files[i].name in finished]
-    stretches = [
-        [_Task(i, stretch, False) for stretch in cut(files[i], max_bytes)]
-        for i in order
-        if files[i].name not in finished
+    spans = [
+        [_Task(i, span, False) for span in cut(files[i], max_bytes)] for i in order if files[i].name not in finished
     ]
-    for first in range(0, len(stretches), num_workers):
-        for row in zip_longest(*stretches[first : first + num_workers]):
+    for first in range(0, len(spans), num_workers):
+        for row in zip_longest(*spans[first : first + num_workers]):
             tasks += [task for task in row if task]
     return tasks
 
@@ -217,11 +215,11 @@ def carry_out(conversion: Conversion, folder: Path, num_workers: int, report: Re
             journal.close()  # the descriptor that a fork inherits would keep the lock
             if number == COPIES:
                 return check_copies(conversion.source, maps, workers.tick)
-            i, stretch, was_finished = tasks[number]
+            i, span, was_finished = tasks[number]
             path = partial / files[i].name
             if was_finished and _is_whole(path, known[files[i].name], workers.tick):
                 return None
-            return write(_unfinished(path), files[i], stretch, sources[i], maps, workers.tick)
+            return write(_unfinished(path), files[i], span, sources[i], maps, workers.tick)
 
         entries: dict[str, Any] = {}
         missing = Counter(task.file for task in tasks)
@@ -235,12 +233,12 @@ def carry_out(conversion: Conversion, folder: Path, num_workers: int, report: Re
             if result is None:
                 entries[files[i].name] = known[files[i].name]
                 return
-            # The disk writes while the workers make the rest. After the last stretch little is left for it to do.
+            # The disk writes while the workers make the rest. After the last span little is left for it to do.
             sync(_unfinished(path))
             written[number] = result
             missing[i] -= 1
             if not missing[i]:
-                of_file = sorted((task.stretch.start, n) for n, task in enumerate(tasks) if task.file == i)
+                of_file = sorted((task.span.start, n) for n, task in enumerate(tasks) if task.file == i)
                 entries[files[i].name] = entry(files[i], [written.pop(n) for _, n in of_file], maps)
                 _unfinished(path).rename(path)
                 with naming(partial / JOURNAL):

@@ -1,10 +1,10 @@
-"""Writes target files in stretches: consecutive bytes of a file, which one worker writes while others write the rest.
+"""Writes target files in spans: consecutive bytes of a file, which one worker writes while others write the rest.
 
 What is a run of stored bytes is summed and written straight from the memory map of its file; everything else is made in
 blocks, each of which is summed and written while it is in the processor's cache. Each byte is summed once: the
 checksums of stored tensors, too, follow from those of the runs, if a file holds all bytes of the stored tensor.
 
-Invariants (tests/unit/convert): the stretches of a file cover each byte once; files and entries do not depend on how
+Invariants (tests/unit/convert): the spans of a file cover each byte once; files and entries do not depend on how
 files are cut; no entry is made of a stored tensor whose bytes are not the manifest's.
 """
 
@@ -42,7 +42,7 @@ class Piece(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class Span:
     start: int
     """The offset of the first byte in the file."""
     pieces: tuple[Piece, ...]
@@ -57,7 +57,7 @@ class Sum(NamedTuple):
 
 
 class Written(NamedTuple):
-    """What the writer of a stretch has summed."""
+    """What the writer of a span has summed."""
 
     of_segments: dict[int, Sum]
     """The sums of the segments' bytes, by the number of the segment."""
@@ -65,17 +65,17 @@ class Written(NamedTuple):
     """The sums of bytes of stored tensors."""
 
 
-def cut(file: TargetFile, max_bytes: int) -> list[Stretch]:
-    """Cut a file into stretches of about `max_bytes`, each with at most one piece of a segment: literal bytes, or whole
+def cut(file: TargetFile, max_bytes: int) -> list[Span]:
+    """Cut a file into spans of about `max_bytes`, each with at most one piece of a segment: literal bytes, or whole
     rows of a tensor."""
-    stretches: list[Stretch] = []
+    spans: list[Span] = []
     pieces: list[Piece] = []
     start = position = 0
 
     def close() -> None:
         nonlocal pieces, start
         if pieces:
-            stretches.append(Stretch(start, tuple(pieces)))
+            spans.append(Span(start, tuple(pieces)))
         pieces, start = [], position
 
     for i, segment in enumerate(file.segments):
@@ -95,7 +95,7 @@ def cut(file: TargetFile, max_bytes: int) -> list[Stretch]:
             position += (last - first) * row_bytes
             first = last
     close()
-    return stretches
+    return spans
 
 
 def whole_sources(file: TargetFile) -> set[Stored]:
@@ -116,8 +116,8 @@ def _cover(stored: Stored, parts: list[Run]) -> bool:
     return stop == stored.num_bytes
 
 
-def write(path: Path, file: TargetFile, stretch: Stretch, sources: set[Stored], maps: Maps, tick: Tick) -> Written:
-    """Write a stretch of a file, which is made if it is not there.
+def write(path: Path, file: TargetFile, span: Span, sources: set[Stored], maps: Maps, tick: Tick) -> Written:
+    """Write a span of a file, which is made if it is not there.
 
     Args:
         sources: the stored tensors whose bytes are summed for `entry`; all others are checked before they are used.
@@ -126,11 +126,11 @@ def write(path: Path, file: TargetFile, stretch: Stretch, sources: set[Stored], 
         OSError: the file system refuses a write, for example because the disk is full; the error names the file.
         ValueError: a stored tensor is damaged.
     """
-    written, position = Written({}, []), stretch.start
+    written, position = Written({}, []), span.start
     with naming(path):
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
     try:
-        for i, rows in stretch.pieces:
+        for i, rows in span.pieces:
             segment, start, checksum = file.segments[i], position, 0
             for view, run in _views(segment, rows, sources, maps):
                 if run is None:
@@ -194,17 +194,17 @@ def entry(file: TargetFile, written: Sequence[Written], maps: Maps) -> dict[str,
     """The file's entry in the manifest.
 
     Args:
-        written: of all stretches of the file, in order.
+        written: of all spans of the file, in order.
 
     Raises:
         ValueError: a stored tensor is damaged.
     """
     of_sources: dict[Stored, list[Sum]] = {}
     of_segments: dict[int, Sum] = {}
-    for stretch in written:
-        for stored, part in stretch.of_sources:
+    for span in written:
+        for stored, part in span.of_sources:
             of_sources.setdefault(stored, []).append(part)
-        for i, part in stretch.of_segments.items():
+        for i, part in span.of_segments.items():
             of_segments[i] = _joined(of_segments[i], part) if i in of_segments else part
     for stored, parts in of_sources.items():
         whole = Sum(0, 0, 0)

@@ -1,4 +1,4 @@
-"""However files are cut into stretches, and in whatever order these are written, the files and what the manifest says
+"""However files are cut into spans, and in whatever order these are written, the files and what the manifest says
 about them are the same."""
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.convert import Options, open_checkpoint, smallest_mesh, to_hub, to_open, to_ranks
+from megatron_rl.convert.spans import Written, cut, entry, whole_sources
+from megatron_rl.convert.spans import write as write_span
 from megatron_rl.convert.stored import Maps
-from megatron_rl.convert.stretches import Written, cut, entry, whole_sources
-from megatron_rl.convert.stretches import write as write_stretch
 from megatron_rl.convert.target import TargetTensor, blocks
 
 FORMS = {
@@ -28,7 +28,7 @@ FORMS = {
 @pytest.fixture(scope="module")
 def checked(tmp_path_factory):
     """A source with a manifest, so that what is read is compared with checksums."""
-    root = tmp_path_factory.mktemp("stretches")
+    root = tmp_path_factory.mktemp("spans")
     write(to_open(open_checkpoint(write_folder(root / "hub", "qwen3_moe", num_hidden_layers=2))), root / "open")
     return root / "open"
 
@@ -41,10 +41,10 @@ def test_the_cuts_and_their_order_change_nothing(checked, form, tmp_path_factory
     source, path = open_checkpoint(checked), tmp_path_factory.mktemp("cut") / "file"
     files = [file for file in FORMS[form](source).files if list(file.tensors())]
     file = files[data.draw(st.integers(0, len(files) - 1))]
-    stretches, sources = cut(file, max_bytes), whole_sources(file)
-    written: list[Written | None] = [None] * len(stretches)
-    for i in data.draw(st.permutations(range(len(stretches)))):
-        written[i] = write_stretch(path, file, stretches[i], sources, Maps(source.checksums), lambda num_bytes: None)
+    spans, sources = cut(file, max_bytes), whole_sources(file)
+    written: list[Written | None] = [None] * len(spans)
+    for i in data.draw(st.permutations(range(len(spans)))):
+        written[i] = write_span(path, file, spans[i], sources, Maps(source.checksums), lambda num_bytes: None)
     found = entry(file, written, Maps(source.checksums))
     assert path.read_bytes() == b"".join(map(content, file.segments))
     tensors = {
