@@ -166,22 +166,24 @@ def engine_memory(config: GrpoRunConfig, shape: ModelShape, plan: TransferPlan, 
 
     vLLM takes `rollout.gpu_memory_utilization` of the GPU for weights, work and KV cache, and the bridge's memory comes
     beside it. Experts are repacked by vLLM on GPUs, so an engine of several ranks holds those that it received until
-    the end of the push, and an engine of one rank those of one layer and what two stretches bring. Weights that vLLM
-    quantises are counted as if they were not.
+    the end of the push, and an engine of one rank those of one layer and what two stretches bring. Each layer that is
+    verified is made anew. Weights that vLLM quantises are counted as if they were not.
     """
     rollout, width = config.rollout, BYTES[config.model.dtype]
     weights = float(plan.engine_bytes.max())
     cache = max(0.0, rollout.gpu_memory_utilization * gpu_bytes(config) - weights - ENGINE_WORK_BYTES)
-    received = engine_expert_bytes(shape, rollout, width)
+    received = layer = engine_expert_bytes(shape, rollout, width)
     bucket_bytes, chained = config.bridge.bucket_mib * 2**20, plan.engines.are_chained
-    if rollout.tensor == 1 and shape.experts:
-        layer = received / (shape.num_layers - shape.experts.first_dense_layers)
+    if shape.experts:
+        layer /= shape.num_layers - shape.experts.first_dense_layers
+    if rollout.tensor == 1:
         received = min(received, layer + 2 * STRETCH_BUCKETS * bucket_bytes)
     parts = {
         "weights": _always(weights),
         "KV cache": _always(cache),
         "work of vLLM": _always(ENGINE_WORK_BYTES),
         "experts before vLLM repacks them": (0.0, received, 0.0),
+        "a layer's experts, made anew to verify them": (0.0, layer, 0.0),
         f"{lines} NCCL communicators of the bridge": _always(lines * COMMUNICATOR_BYTES),
         f"{'three' if chained else 'two'} buffers of the bridge": _always((2 + chained) * bucket_bytes),
     }
