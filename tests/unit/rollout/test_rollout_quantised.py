@@ -13,6 +13,7 @@ from patience import deadline
 from tiny_trainers import write_model
 from vllm_workers import called_in_workers
 
+from megatron_rl.layout import read_shape, vllm_shards
 from megatron_rl.types import Mesh
 
 
@@ -27,6 +28,10 @@ def test_pushed_weights_are_quantised_as_loaded_ones(make_stage, tmp_path, tenso
     )
     seen = []
     for version, folder in enumerate(folders):
+        shape = read_shape(folder)
+        recorded = stage.run(stage.engine.weights.record_loading(shape))  # of layers that vLLM has processed
+        for rank, recording in enumerate(recorded):
+            assert set(recording.shards) == set(vllm_shards(shape, tensor, rank))
         stage.push(folder, version)
         seen.append(stage.run(called_in_workers(stage.engine, "compute_weight_checksums")))
     (ranks,) = warm.together(checksums, [(folders[1], "fp8_per_channel", tensor)], deadline(240))
