@@ -1,0 +1,430 @@
+r"""The mathematics verifier: 1 if the final answer of a text is equivalent to the ground truth, else 0.
+
+Equivalence is decided by the first rule that applies to the ground truth:
+
+1. A plain number (72, 1,234.50, $5, 12.5%, 3 \times 10^4, 72 clips) is compared exactly with another plain number,
+   without sympy: see `_same_number`.
+2. A number with its base (101_2), or the letter of a choice, is compared with another one of its kind.
+3. A text that is no mathematics (Monday, \text{yes}) is compared as text.
+4. Everything else is read by latex2sympy2-extended and compared by Math-Verify (https://github.com/huggingface/Math-Verify).
+
+Invariants: the verdict is a pure function of the three arguments; no signal and no thread is used, so it works in any
+thread of any process; a ground truth that cannot be read is an abstention for every answer, whatever the answer is, so
+that a row never keeps only its right answers; an error inside the comparison is an abstention, never the score 0; an
+answer that cannot be read, that is beyond the limits below, or that only restates the problem as an integral, a
+derivative, a limit, a sum or a product, scores 0: it is not a final answer.
+
+Units are not compared: 5 km is 5 and also 5 m. The limits keep almost every comparison below a second. What remains
+for the deadline of the caller's process: equations and inequalities that sympy solves slowly, and expressions with
+variables that are equal at our sample point and that sympy simplifies slowly.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Any
+
+import mpmath
+import sympy
+from latex2sympy2_extended import NormalizationConfig, latex2sympy, normalize_latex
+from math_verify.grader import sympy_expr_eq
+
+from megatron_rl.types import Verdict
+from megatron_rl.verifiers.final_answer import Mode, final_answer
+
+MAX_CHARACTERS = 400
+"""The longest expression that is parsed. The longest ground truth of MATH-500 has 159 characters, and the parser needs
+about a second for 400."""
+MAX_DEPTH = 10
+"""The deepest nesting of brackets. The parser's time grows with its square or faster."""
+MAX_BITS = 100_000
+"""The size of the largest integer that may arise during a comparison."""
+MAX_EXPONENT = 100
+"""The largest exponent of a sum that contains variables, because sympy may expand it."""
+MAX_DEGREE = 12
+"""The largest exponent of a variable in an equation or an inequality, because sympy may solve it."""
+TOLERANCE = Decimal("1e-6")
+"""Numbers are equal if they agree to six decimals, as in Math-Verify; below 1, if they agree to six digits."""
+
+_NORMALIZATION = NormalizationConfig(
+    basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none", equations=False
+)
+_UNEVALUATED = (sympy.Integral, sympy.Derivative, sympy.Limit, sympy.Sum, sympy.Product)
+
+
+def verify(text: str, truth: str, mode: Mode) -> Verdict:
+    r"""Whether the final answer of a text is equivalent to the ground truth.
+
+    Args:
+        text: the part of an answer after the thought.
+        truth: the ground truth: LaTeX, a number, or a text. It may be boxed, or have any of the forms that the strict
+            mode finds.
+        mode: which final answers count: see `final_answer`.
+
+    Returns:
+        1.0 or 0.0 with what was found. An abstention with `failed` if the ground truth cannot be read, or if the
+        comparison raised.
+    """
+    expected = _clean(final_answer(truth, "strict") or truth)
+    try:
+        reference = _Reference.read(expected)
+    except _Unreadable as error:
+        return Verdict(None, f"the ground truth {_short(truth)} {error}; correct or remove the row", failed=True)
+    found = final_answer(text, mode)
+    if found is None:
+        return Verdict(0.0, "no final answer")
+    try:
+        equal = reference.equals(_clean(found))
+    except _Unreadable as error:
+        return Verdict(0.0, f"found {_short(found)}, which {error}")
+    # sympy raises errors of many classes; whatever it is, it says nothing about the answer.
+    except (Exception, RecursionError) as error:
+        reason = f"comparing {_short(found)} with {_short(truth)} raised {type(error).__name__}: {_short(str(error))}"
+        return Verdict(None, reason, failed=True)
+    return Verdict(float(equal), f"found {_short(found)}")
+
+
+class _Unreadable(ValueError):
+    """The message continues a sentence whose subject is the ground truth or the answer."""
+
+
+# --- what is compared as what --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Reference:
+    """The ground truth, read once for each comparison."""
+
+    text: str
+    number: _Number | None
+    expression: Any | None
+    """None if the ground truth is a plain number or no mathematics."""
+
+    @classmethod
+    def read(cls, text: str) -> _Reference:
+        """Raises _Unreadable."""
+        if not text:
+            raise _Unreadable("is empty")
+        number = _number(text)
+        return cls(text, number, None if number or _is_words(text) else _parse(text))
+
+    def equals(self, found: str) -> bool:
+        """Raises _Unreadable if `found` cannot be read as mathematics, or is beyond the limits."""
+        if _plain_text(found) == _plain_text(self.text):
+            return True
+        if self.number is None and self.expression is None:
+            return False
+        if self.number is not None:
+            number = _number(_right_side(found))
+            if number is not None:
+                return _same_number(self.number, number)
+        for notation in (_digits_and_base, _choice):
+            ours, theirs = notation(self.text), notation(found)
+            if ours is not None and theirs is not None:
+                return ours == theirs
+        expression = _parse(self.text) if self.expression is None else self.expression
+        other = _parse(found)
+        if _has(other, _UNEVALUATED) and not _has(expression, _UNEVALUATED):
+            raise _Unreadable("only restates the problem")
+        return _same_expression(expression, other)
+
+
+def _clean(text: str) -> str:
+    """Without the signs that only change how a formula looks, and in the characters that the parser knows."""
+    text = text.strip().translate(_CHARACTERS)
+    text = _LOOK.sub("", text)
+    text = _SPACING.sub(" ", text)
+    return text.strip().rstrip(".").strip()
+
+
+# fmt: off
+_CHARACTERS = str.maketrans(
+    {"−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "÷": "/", "π": r"\pi ", "∞": r"\infty ", "√": r"\sqrt ",
+     "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "±": r"\pm ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ",
+     "∅": r"\emptyset ", "ℝ": r"\mathbb{R}", "ℤ": r"\mathbb{Z}", "°": r"^\circ ", "²": "^2", "³": "^3",
+     "½": r"\frac{1}{2}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}", "θ": r"\theta ", "α": r"\alpha ",
+     "β": r"\beta ", "\u00a0": " "}
+)
+# fmt: on
+# `\,` and `{,}` between digits separate thousands, so they vanish; other spacing commands become spaces.
+_LOOK = re.compile(
+    r"\\displaystyle|\\left(?![A-Za-z])|\\right(?![A-Za-z])|\\!|\\?\$|\*\*|(?<=\d)\\,(?=\d{3})|(?<=\d)\{(?=,\}\d)|"
+    r"(?<=\d\{,)\}|(?<=\d,)\}(?=\d{3})"
+)
+_SPACING = re.compile(r"\\[,;: ]|\\q?quad(?![A-Za-z])|~|\s+")
+
+
+# --- text ----------------------------------------------------------------------------------------------------------
+
+_TEXT_COMMAND = re.compile(r"\\(?:text(?:bf|it|rm|normal)?|math(?:rm|bf|it|sf)|mbox|operatorname)\s*\{([^{}]*)\}")
+_WORDS = re.compile(r"[^\W\d_]+(?:[ '\".,;:!?/()-]+[^\W\d_]+)*[ .!?)]*")
+_LONG_WORD = re.compile(r"[^\W\d_]{3,}")
+_FUNCTION_NAMES = (
+    "arcsin arccos arctan sinh cosh tanh sin cos tan cot sec csc log ln exp sqrt pi alpha beta gamma theta infinity inf"
+).split()
+
+
+def _plain_text(text: str) -> str:
+    """The text without commands for type, white space, case and the final full stop."""
+    return " ".join(_TEXT_COMMAND.sub(r"\1", text).replace('"', "").split()).strip().rstrip(".").casefold()
+
+
+def _is_words(text: str) -> bool:
+    r"""Whether a text is no mathematics: words of three letters or more that name no function, `no`, or `\text{...}`
+    alone. Shorter words may be products of variables."""
+    plain = _plain_text(text)
+    if not _WORDS.fullmatch(plain):
+        return False
+    long_words = [word for word in _LONG_WORD.findall(plain) if word not in _FUNCTION_NAMES]
+    return bool(long_words) or plain == "no" or (len(plain) > 1 and _TEXT_COMMAND.fullmatch(text) is not None)
+
+
+_CHOICE = re.compile(
+    r"(?:(?:option|choice|answer)\s+)?(?:\(([A-J])\)(?:\s+[\w\\].*)?|([A-J])[).:](?:\s+[\w\\].*)?|([A-Ja-j]))",
+    re.DOTALL,
+)
+
+
+def _choice(text: str) -> str | None:
+    """The letter of a choice, as in A, (A), or (A) 5 km."""
+    match = _CHOICE.fullmatch(_TEXT_COMMAND.sub(r"\1", text).strip())
+    return next(letter for letter in match.groups() if letter).upper() if match else None
+
+
+# --- numbers -------------------------------------------------------------------------------------------------------
+
+_UNITS = (
+    "mm cm dm km in inch ft foot feet yd yard mi mile mph kph kmh sec second min minute hr hour day week month year mg "
+    "kg lb pound oz ounce ton gram ml liter litre gallon meter metre centimeter kilometer dollar cent euro usd degree "
+    "radian unit square cubic sq cu people point way"
+).split()
+_UNIT = rf"(?:(?:{'|'.join(_UNITS)})(?:e?s)?(?![A-Za-z])|(?<=\s)[mgshL](?![A-Za-z]))"
+_DEGREE = r"\^\s*(?:\\circ|\{\s*\\circ\s*\})(?:\s*[CF](?![A-Za-z]))?"
+# Words that follow a number and make it another one: three million is not three.
+_NOT_A_UNIT = (
+    "hundred thousand million billion trillion dozen half halves third quarter fourth fifth and or to plus minus times "
+    "over mod choose squared cubed factorial"
+).split()
+_UNIT_TEXT = re.compile(
+    rf"\s*(?:{_UNIT}|{_DEGREE}|(?<=\s)(?!(?:{'|'.join([*_NOT_A_UNIT, *_FUNCTION_NAMES])})s?\b)[A-Za-z]{{3,}})"
+    r"(?:[\s.,;:!/()'-]|\^\s*(?:[23]|\{\s*[23]\s*\})|[A-Za-z])*",
+    re.IGNORECASE,
+)
+_UNIT_LETTER = re.compile(r"\\(?:text|mathrm|mbox)\s*\{\s*[mgshlLVAWJNKCF]\s*\}")
+_PERCENT = re.compile(r"\s*(?:\\?%|(?:percent|percentage|pct)\b)", re.IGNORECASE)
+_NUMERAL = re.compile(
+    r"\s*(?P<sign>[+-])?\s*[€£¥₹]?\s*(?P<digits>(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+)"
+    r"(?:[eE](?P<exponent>[+-]?[0-9]{1,4})(?![0-9])"
+    r"|\s*(?:\\times|\\cdot|\*)\s*10\s*\^\s*(?:\{\s*(?P<braced>[+-]?[0-9]{1,4})\s*\}|(?P<digit>[0-9])(?![0-9])))?"
+)
+_REPEATING = re.compile(r"(?<![0-9])([0-9]*)\.([0-9]*)\\(?:overline|bar)\s*\{([0-9]+)\}")
+_BASE = re.compile(r"([0-9][0-9A-Za-z]*)\s*_\s*\{?\s*([0-9]{1,2})\s*\}?")
+
+
+@dataclass(frozen=True, slots=True)
+class _Number:
+    value: Decimal
+    percent: bool
+
+
+def _number(text: str) -> _Number | None:
+    """A plain number, with or without a unit, or None."""
+    text = _TEXT_COMMAND.sub(r" \1", _UNIT_LETTER.sub(" unit", text))
+    match = _NUMERAL.match(text)
+    if match is None:
+        return None
+    end, percent = match.end(), _PERCENT.match(text, match.end())
+    if percent:
+        end = percent.end()
+    if text[end:].strip(" .") and not _UNIT_TEXT.fullmatch(text, end):
+        return None
+    exponent = match["exponent"] or match["braced"] or match["digit"] or "0"
+    value = Decimal(f"{match['sign'] or ''}{match['digits'].replace(',', '').rstrip('.')}E{exponent}")
+    return _Number(value, percent is not None)
+
+
+def _same_number(expected: _Number, found: _Number) -> bool:
+    """Whether two plain numbers are equal.
+
+    Integers are compared exactly, and decimals within TOLERANCE. The percent sign may be left out or added as a unit
+    may (12.5% is 12.5), or be calculated (12.5% is 0.125).
+    """
+    if expected.percent == found.percent:
+        return _close(expected.value, found.value)
+    value = expected.value / 100 if expected.percent else expected.value
+    other = found.value / 100 if found.percent else found.value
+    return _close(expected.value, found.value) or _close(value, other)
+
+
+def _close(a: Decimal, b: Decimal) -> bool:
+    if a == b:  # exact, whatever the number of digits
+        return True
+    if a == a.to_integral_value() and b == b.to_integral_value():
+        return False
+    return abs(a - b) <= TOLERANCE * min(Decimal(1), abs(a))
+
+
+def _right_side(text: str) -> str:
+    """What follows the equals sign in `x = 5` or `total cost = 5`; the text itself if it is no single equation."""
+    left, sign, right = text.rpartition("=")
+    return right if sign and not re.search(r"[<>,;\\]|=|\b(?:and|or)\b", left + right.replace(",", "")) else text
+
+
+def _digits_and_base(text: str) -> tuple[str, str] | None:
+    match = _BASE.fullmatch(text)
+    return (match[1].upper().lstrip("0"), match[2]) if match else None
+
+
+# --- expressions ---------------------------------------------------------------------------------------------------
+
+_LAST_TEXT = re.compile(
+    rf"(?<=\S)\s*\\(?:text|mathrm|mbox)\s*\{{\s*(?!(?:{'|'.join(_NOT_A_UNIT)})\b)[^{{}}]*\}}(?:\^\{{?[23]\}}?)?$"
+)
+_LAST_UNIT = re.compile(rf"(?<=[0-9)}}i])\s*{_UNIT}(?:[\s.]|\^\{{?[23]\}}?|/|per\b|{_UNIT})*$", re.IGNORECASE)
+_BARE_NAME = re.compile(rf"(?<![\\A-Za-z])({'|'.join(_FUNCTION_NAMES[:-2])})(?![A-Za-z])")
+_MIXED_NUMBER = re.compile(r"(?<![0-9.,/^_])([0-9]+)\s+([0-9]+)\s*/\s*([0-9]+)(?![0-9])")
+_SCIENTIFIC = re.compile(r"(?<![A-Za-z0-9])([0-9]+(?:\.[0-9]+)?)[eE]([+-]?[0-9]+)(?![A-Za-z0-9])")
+_SPELLINGS = (
+    (re.compile(r"\\varnothing|\\O(?![A-Za-z])"), r"\\emptyset"),
+    (re.compile(r"\\(?:mathrm|text)\s*\{\s*([ei])\s*\}"), r"\1"),
+    (re.compile(r"\\langle"), "("),
+    (re.compile(r"\\rangle"), ")"),
+    (re.compile(r"^\s*\\approx"), ""),
+    (_MIXED_NUMBER, r"\1\\frac{\2}{\3}"),
+    (_SCIENTIFIC, r"\1 \\times 10^{\2}"),
+    (_BARE_NAME, r"\\\1 "),
+)
+_TRIGONOMETRIC = re.compile(r"\\(?:arc)?(?:sin|cos|tan|cot|sec|csc)")
+# The parser evaluates these at once, and a power among their arguments could take forever.
+_EVALUATED_BY_PARSER = re.compile(r"binom|gcd|lcm")
+_LARGE_ARGUMENT = re.compile(r"[0-9]{5}|!|\^\s*\{?\s*[0-9]{3}|\^[^a-z]*\^")
+_I = sympy.Symbol("i", real=True)
+
+
+def _parse(text: str) -> Any:
+    """The sympy expression of a text in LaTeX. Raises _Unreadable."""
+    text = _REPEATING.sub(_fraction, _LAST_TEXT.sub("", text))
+    text = _LAST_UNIT.sub("", text)
+    for pattern, replacement in _SPELLINGS:
+        text = pattern.sub(replacement, text)
+    if len(text) > MAX_CHARACTERS:
+        raise _Unreadable(f"has more than {MAX_CHARACTERS} characters")
+    if max(_depth(text), text.count("|") // 2) > MAX_DEPTH:
+        raise _Unreadable(f"nests more than {MAX_DEPTH} brackets")
+    if _EVALUATED_BY_PARSER.search(text) and _LARGE_ARGUMENT.search(text):
+        raise _Unreadable("has too large a binomial coefficient or divisor")
+    degrees = r"\circ" in text and _TRIGONOMETRIC.search(text) is not None
+    try:
+        expression = latex2sympy(
+            normalize_latex(text, _NORMALIZATION), is_real=True, convert_degrees=degrees, normalization_config=None
+        )
+    # The parser raises Exception itself for most texts that are no LaTeX formula, and many classes for the others.
+    except (Exception, RecursionError) as error:
+        raise _Unreadable("is not a formula that can be read") from error
+    _refuse_costly(expression)
+    if _I in getattr(expression, "free_symbols", ()) and not _has(expression, _UNEVALUATED):
+        expression = expression.subs(_I, sympy.I)
+    return expression
+
+
+def _fraction(match: re.Match[str]) -> str:
+    """0.1(6) as (16 - 1) / 90."""
+    whole, fixed, repeated = match.groups()
+    numerator = int((whole + fixed + repeated) or "0") - int((whole + fixed) or "0")
+    return rf"\frac{{{numerator}}}{{{'9' * len(repeated)}{'0' * len(fixed)}}}"
+
+
+def _depth(text: str) -> int:
+    depth = deepest = 0
+    for character in text:
+        depth += (character in "([{") - (character in ")]}")
+        deepest = max(deepest, depth)
+    return deepest
+
+
+def _nodes(expression: Any) -> list[Any]:
+    """All parts of an expression. A matrix counts as the list of its entries."""
+    parts, pending = [], [expression]
+    while pending:
+        part = pending.pop()
+        parts.append(part)
+        pending.extend(part.flat() if isinstance(part, sympy.MatrixBase) else getattr(part, "args", ()))
+    return parts
+
+
+def _has(expression: Any, classes: tuple[type, ...]) -> bool:
+    return any(isinstance(part, classes) for part in _nodes(expression))
+
+
+def _refuse_costly(expression: Any) -> None:
+    """Raises _Unreadable if comparing the expression could take very long."""
+    if _bits(expression) > MAX_BITS:
+        raise _Unreadable("is too large a number to be evaluated")
+    parts = _nodes(expression)
+    is_relation = any(isinstance(part, sympy.core.relational.Relational) for part in parts)
+    for part in parts:
+        if not (isinstance(part, sympy.Pow) and part.base.free_symbols and part.exp.is_number):
+            continue
+        if part.base.is_Add and _bits(part.exp) > 7 and abs(part.exp) > MAX_EXPONENT:
+            raise _Unreadable(f"has a sum to a power above {MAX_EXPONENT}")
+        if is_relation and _bits(part.exp) > 4 and abs(part.exp) > MAX_DEGREE:
+            raise _Unreadable(f"is an equation or inequality of a degree above {MAX_DEGREE}")
+
+
+def _bits(expression: Any) -> float:
+    """An upper bound of log2 of the largest number that evaluating the expression can give, with variables as 1."""
+    if isinstance(expression, sympy.Float):
+        return abs(mpmath.mag(expression._to_mpmath(53))) if expression else 1
+    if isinstance(expression, sympy.Rational):
+        return max(abs(expression.p).bit_length(), expression.q.bit_length())
+    parts = expression.flat() if isinstance(expression, sympy.MatrixBase) else getattr(expression, "args", ())
+    bits = [_bits(part) for part in parts] or [1]
+    if isinstance(expression, sympy.Pow | sympy.exp):
+        base = bits[0] if isinstance(expression, sympy.Pow) else 2
+        return base * _power_of_two(_magnitude(expression.args[-1], bits[-1]))
+    if isinstance(expression, sympy.factorial | sympy.gamma | sympy.cosh | sympy.sinh):
+        return bits[0] * _power_of_two(bits[0])
+    return sum(bits) if isinstance(expression, sympy.Mul) else max(bits) + len(bits).bit_length()
+
+
+def _magnitude(expression: Any, bits: float) -> float:
+    """The bits of the integer part of an exponent: few for 1/1000000, though its own size is larger."""
+    if isinstance(expression, sympy.Rational):
+        return max(0, abs(expression.p).bit_length() - expression.q.bit_length() + 1)
+    return bits
+
+
+def _power_of_two(bits: float) -> float:
+    return 2**bits if bits < 64 else float("inf")
+
+
+def _same_expression(expected: Any, found: Any) -> bool:
+    """Whether two expressions are equivalent, by Math-Verify's rules. May raise anything that sympy raises."""
+    if _differ_at_a_point(expected, found):
+        return False
+    # An interval may be given as an inequality, and an inequality as an interval.
+    return bool(sympy_expr_eq(expected, found, 6, 15, allow_set_relation_comp=True))
+
+
+def _differ_at_a_point(a: Any, b: Any) -> bool:
+    """Whether two expressions of the same variables have different values where these are 1/2 + 1/7, 1/2 + 2/7, ...
+
+    This saves the time in which sympy would try to simplify a difference that is not 0. It decides nothing if a value
+    is not finite, or if the difference could be rounding.
+    """
+    if not (isinstance(a, sympy.Expr) and isinstance(b, sympy.Expr) and a.free_symbols == b.free_symbols):
+        return False
+    symbols = sorted(a.free_symbols, key=str)
+    if symbols and (a.is_Symbol or b.is_Symbol):  # Math-Verify compares abc with the product of a, b and c
+        return False
+    point = {symbol: sympy.Rational(1, 2) + sympy.Rational(n, 7) for n, symbol in enumerate(symbols, 1)}
+    value, other = a.evalf(30, subs=point), b.evalf(30, subs=point)
+    if not (value.is_number and other.is_number and value.is_finite and other.is_finite):
+        return False
+    return bool(abs(value - other).evalf(30) > 1e-5 * max(1, abs(value)))
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= 80 else f"{text[:77]}...")
