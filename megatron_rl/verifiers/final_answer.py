@@ -4,7 +4,7 @@ Invariants: a text has one final answer or none; if it holds several answers of 
 that comes first in the list below always goes before one that comes later, wherever they are in the text.
 
 1. A box: `\boxed{...}`, `\fbox{...}` or `\boxed x`, as in lm-evaluation-harness for MATH and in verl's math reward.
-   Boxes with nothing but `,`, `and` or `or` between them are one answer with several parts, as in Math-Verify.
+   Boxes with nothing but `,`, `and`, `or` or `x =` between them are one answer with several parts, as in Math-Verify.
 2. `#### 72`, the form of GSM8K's solutions. Four number signs also begin a heading in Markdown, so what follows them
    counts only if it is a number, or if nothing follows its line.
 3. `The answer is 72`, `Final answer: 72` and the like, as in Minerva (Lewkowycz et al. 2022, appendix D) and DAPO.
@@ -23,7 +23,9 @@ from megatron_rl.verifiers.exact_answer import NUMBER
 Mode = Literal["strict", "lenient"]
 
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*")
-_BETWEEN_BOXES = re.compile(r"(?:[\s,;$]|\\\(|\\\)|\\text\s*\{\s*(?:and|or)\s*\}|\b(?:and|or)\b)*")
+_BETWEEN_BOXES = re.compile(
+    r"(?:[\s,;$]|[A-Za-z](?:_[0-9])?\s*=|\\\(|\\\)|\\text\s*\{\s*(?:and|or)\s*\}|\b(?:and|or)\b)*"
+)
 _END_OF_BARE_BOX = re.compile(r"\$|\\\)|\\\]|\n|\Z")
 
 _NUMBER_SIGNS = re.compile(r"(?<!#)####(?!#)[ \t]*([^\n]*)")

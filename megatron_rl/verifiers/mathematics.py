@@ -3,7 +3,7 @@ r"""The mathematics verifier: 1 if the final answer of a text is equivalent to t
 Equivalence is decided by the first rule that applies to the ground truth:
 
 1. A plain number (72, 1,234.50, $5, 12.5%, 3 \times 10^4, 72 clips) is compared exactly with another plain number,
-   without sympy: see `_same_number`.
+   without sympy: see `same_number`.
 2. A number with its base (101_2), or the letter of a choice, is compared with another one of its kind.
 3. A text that is no mathematics (Monday, \text{yes}) is compared as text.
 4. Everything else is read by latex2sympy2-extended and compared by Math-Verify (https://github.com/huggingface/Math-Verify).
@@ -23,16 +23,27 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from decimal import Decimal
 from typing import Any
 
 import mpmath
 import sympy
 from latex2sympy2_extended import NormalizationConfig, latex2sympy, normalize_latex
+from latex2sympy2_extended.logic import And
+from latex2sympy2_extended.sets import FiniteSet
 from math_verify.grader import sympy_expr_eq
+from sympy.core.relational import Relational
 
 from megatron_rl.types import Verdict
 from megatron_rl.verifiers.final_answer import Mode, final_answer
+from megatron_rl.verifiers.plain_number import (
+    FUNCTION_NAMES,
+    NOT_A_UNIT,
+    TEXT_COMMAND,
+    UNIT,
+    PlainNumber,
+    plain_number,
+    same_number,
+)
 
 MAX_CHARACTERS = 400
 """The longest expression that is parsed. The longest ground truth of MATH-500 has 159 characters, and the parser needs
@@ -45,9 +56,6 @@ MAX_EXPONENT = 100
 """The largest exponent of a sum that contains variables, because sympy may expand it."""
 MAX_DEGREE = 12
 """The largest exponent of a variable in an equation or an inequality, because sympy may solve it."""
-TOLERANCE = Decimal("1e-6")
-"""Numbers are equal if they agree to six decimals, as in Math-Verify; below 1, if they agree to six digits."""
-
 _NORMALIZATION = NormalizationConfig(
     basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none", equations=False
 )
@@ -98,7 +106,7 @@ class _Reference:
     """The ground truth, read once for each comparison."""
 
     text: str
-    number: _Number | None
+    number: PlainNumber | None
     expression: Any | None
     """None if the ground truth is a plain number or no mathematics."""
 
@@ -107,7 +115,7 @@ class _Reference:
         """Raises _Unreadable."""
         if not text:
             raise _Unreadable("is empty")
-        number = _number(text)
+        number = plain_number(text)
         return cls(text, number, None if number or _is_words(text) else _parse(text))
 
     def equals(self, found: str) -> bool:
@@ -117,9 +125,9 @@ class _Reference:
         if self.number is None and self.expression is None:
             return False
         if self.number is not None:
-            number = _number(_right_side(found))
+            number = plain_number(_right_side(found))
             if number is not None:
-                return _same_number(self.number, number)
+                return same_number(self.number, number)
         for notation in (_digits_and_base, _choice):
             ours, theirs = notation(self.text), notation(found)
             if ours is not None and theirs is not None:
@@ -128,13 +136,20 @@ class _Reference:
         other = _parse(found)
         if _has(other, _UNEVALUATED) and not _has(expression, _UNEVALUATED):
             raise _Unreadable("only restates the problem")
+        for ours, theirs, text in ((expression, other, found), (other, expression, self.text)):
+            if isinstance(ours, sympy.Tuple | sympy.Interval) and isinstance(theirs, FiniteSet) and _in_braces(text):
+                return False  # Math-Verify takes some sets for tuples
         return _same_expression(expression, other)
+
+
+def _in_braces(text: str) -> bool:
+    return text.startswith(r"\{") and text.endswith(r"\}")
 
 
 def _clean(text: str) -> str:
     """Without the signs that only change how a formula looks, and in the characters that the parser knows."""
     text = text.strip().translate(_CHARACTERS)
-    text = _LOOK.sub("", text)
+    text = _LOOK.sub("", _PYTHON_POWER.sub("^", text)).replace("**", "")  # the other ** are bold type
     text = _SPACING.sub(" ", text)
     return text.strip().rstrip(".").strip()
 
@@ -148,27 +163,25 @@ _CHARACTERS = str.maketrans(
      "β": r"\beta ", "\u00a0": " "}
 )
 # fmt: on
+_PYTHON_POWER = re.compile(r"(?<=[\w)}])\*\*(?=[\w(-])")
 # `\,` and `{,}` between digits separate thousands, so they vanish; other spacing commands become spaces.
 _LOOK = re.compile(
-    r"\\displaystyle|\\left(?![A-Za-z])|\\right(?![A-Za-z])|\\!|\\?\$|\*\*|(?<=\d)\\,(?=\d{3})|(?<=\d)\{(?=,\}\d)|"
+    r"\\displaystyle|\\left(?![A-Za-z])|\\right(?![A-Za-z])|(?<!\\)\\!|\\?\$|(?<=\d)\\,(?=\d{3})|(?<=\d)\{(?=,\}\d)|"
     r"(?<=\d\{,)\}|(?<=\d,)\}(?=\d{3})"
 )
-_SPACING = re.compile(r"\\[,;: ]|\\q?quad(?![A-Za-z])|~|\s+")
+_SPACING = re.compile(r"(?<!\\)\\[,;: ]|\\q?quad(?![A-Za-z])|~|\s+")
 
 
 # --- text ----------------------------------------------------------------------------------------------------------
 
-_TEXT_COMMAND = re.compile(r"\\(?:text(?:bf|it|rm|normal)?|math(?:rm|bf|it|sf)|mbox|operatorname)\s*\{([^{}]*)\}")
 _WORDS = re.compile(r"[^\W\d_]+(?:[ '\".,;:!?/()-]+[^\W\d_]+)*[ .!?)]*")
 _LONG_WORD = re.compile(r"[^\W\d_]{3,}")
-_FUNCTION_NAMES = (
-    "arcsin arccos arctan sinh cosh tanh sin cos tan cot sec csc log ln exp sqrt pi alpha beta gamma theta infinity inf"
-).split()
+_OTHER_NAMES = ("sqrt", "infinity", "inf")
 
 
 def _plain_text(text: str) -> str:
     """The text without commands for type, white space, case and the final full stop."""
-    return " ".join(_TEXT_COMMAND.sub(r"\1", text).replace('"', "").split()).strip().rstrip(".").casefold()
+    return " ".join(TEXT_COMMAND.sub(r"\1", text).replace('"', "").split()).strip().rstrip(".").casefold()
 
 
 def _is_words(text: str) -> bool:
@@ -177,93 +190,24 @@ def _is_words(text: str) -> bool:
     plain = _plain_text(text)
     if not _WORDS.fullmatch(plain):
         return False
-    long_words = [word for word in _LONG_WORD.findall(plain) if word not in _FUNCTION_NAMES]
-    return bool(long_words) or plain == "no" or (len(plain) > 1 and _TEXT_COMMAND.fullmatch(text) is not None)
+    long_words = [word for word in _LONG_WORD.findall(plain) if word not in (*FUNCTION_NAMES, *_OTHER_NAMES)]
+    return bool(long_words) or plain == "no" or (len(plain) > 1 and TEXT_COMMAND.fullmatch(text) is not None)
 
 
 _CHOICE = re.compile(
-    r"(?:(?:option|choice|answer)\s+)?(?:\(([A-J])\)(?:\s+[\w\\].*)?|([A-J])[).:](?:\s+[\w\\].*)?|([A-Ja-j]))",
+    r"(?:(?i:option|choice|answer)\s+)?(?:\(([A-J])\)(?:\s+[\w\\].*)?|([A-J])[).:](?:\s+[\w\\].*)?|([A-Ja-j]))",
     re.DOTALL,
 )
 
 
 def _choice(text: str) -> str | None:
     """The letter of a choice, as in A, (A), or (A) 5 km."""
-    match = _CHOICE.fullmatch(_TEXT_COMMAND.sub(r"\1", text).strip())
+    match = _CHOICE.fullmatch(TEXT_COMMAND.sub(r"\1", text).strip())
     return next(letter for letter in match.groups() if letter).upper() if match else None
 
 
-# --- numbers -------------------------------------------------------------------------------------------------------
-
-_UNITS = (
-    "mm cm dm km in inch ft foot feet yd yard mi mile mph kph kmh sec second min minute hr hour day week month year mg "
-    "kg lb pound oz ounce ton gram ml liter litre gallon meter metre centimeter kilometer dollar cent euro usd degree "
-    "radian unit square cubic sq cu people point way"
-).split()
-_UNIT = rf"(?:(?:{'|'.join(_UNITS)})(?:e?s)?(?![A-Za-z])|(?<=\s)[mgshL](?![A-Za-z]))"
-_DEGREE = r"\^\s*(?:\\circ|\{\s*\\circ\s*\})(?:\s*[CF](?![A-Za-z]))?"
-# Words that follow a number and make it another one: three million is not three.
-_NOT_A_UNIT = (
-    "hundred thousand million billion trillion dozen half halves third quarter fourth fifth and or to plus minus times "
-    "over mod choose squared cubed factorial"
-).split()
-_UNIT_TEXT = re.compile(
-    rf"\s*(?:{_UNIT}|{_DEGREE}|(?<=\s)(?!(?:{'|'.join([*_NOT_A_UNIT, *_FUNCTION_NAMES])})s?\b)[A-Za-z]{{3,}})"
-    r"(?:[\s.,;:!/()'-]|\^\s*(?:[23]|\{\s*[23]\s*\})|[A-Za-z])*",
-    re.IGNORECASE,
-)
-_UNIT_LETTER = re.compile(r"\\(?:text|mathrm|mbox)\s*\{\s*[mgshlLVAWJNKCF]\s*\}")
-_PERCENT = re.compile(r"\s*(?:\\?%|(?:percent|percentage|pct)\b)", re.IGNORECASE)
-_NUMERAL = re.compile(
-    r"\s*(?P<sign>[+-])?\s*[€£¥₹]?\s*(?P<digits>(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+)"
-    r"(?:[eE](?P<exponent>[+-]?[0-9]{1,4})(?![0-9])"
-    r"|\s*(?:\\times|\\cdot|\*)\s*10\s*\^\s*(?:\{\s*(?P<braced>[+-]?[0-9]{1,4})\s*\}|(?P<digit>[0-9])(?![0-9])))?"
-)
 _REPEATING = re.compile(r"(?<![0-9])([0-9]*)\.([0-9]*)\\(?:overline|bar)\s*\{([0-9]+)\}")
 _BASE = re.compile(r"([0-9][0-9A-Za-z]*)\s*_\s*\{?\s*([0-9]{1,2})\s*\}?")
-
-
-@dataclass(frozen=True, slots=True)
-class _Number:
-    value: Decimal
-    percent: bool
-
-
-def _number(text: str) -> _Number | None:
-    """A plain number, with or without a unit, or None."""
-    text = _TEXT_COMMAND.sub(r" \1", _UNIT_LETTER.sub(" unit", text))
-    match = _NUMERAL.match(text)
-    if match is None:
-        return None
-    end, percent = match.end(), _PERCENT.match(text, match.end())
-    if percent:
-        end = percent.end()
-    if text[end:].strip(" .") and not _UNIT_TEXT.fullmatch(text, end):
-        return None
-    exponent = match["exponent"] or match["braced"] or match["digit"] or "0"
-    value = Decimal(f"{match['sign'] or ''}{match['digits'].replace(',', '').rstrip('.')}E{exponent}")
-    return _Number(value, percent is not None)
-
-
-def _same_number(expected: _Number, found: _Number) -> bool:
-    """Whether two plain numbers are equal.
-
-    Integers are compared exactly, and decimals within TOLERANCE. The percent sign may be left out or added as a unit
-    may (12.5% is 12.5), or be calculated (12.5% is 0.125).
-    """
-    if expected.percent == found.percent:
-        return _close(expected.value, found.value)
-    value = expected.value / 100 if expected.percent else expected.value
-    other = found.value / 100 if found.percent else found.value
-    return _close(expected.value, found.value) or _close(value, other)
-
-
-def _close(a: Decimal, b: Decimal) -> bool:
-    if a == b:  # exact, whatever the number of digits
-        return True
-    if a == a.to_integral_value() and b == b.to_integral_value():
-        return False
-    return abs(a - b) <= TOLERANCE * min(Decimal(1), abs(a))
 
 
 def _right_side(text: str) -> str:
@@ -280,39 +224,48 @@ def _digits_and_base(text: str) -> tuple[str, str] | None:
 # --- expressions ---------------------------------------------------------------------------------------------------
 
 _LAST_TEXT = re.compile(
-    rf"(?<=\S)\s*\\(?:text|mathrm|mbox)\s*\{{\s*(?!(?:{'|'.join(_NOT_A_UNIT)})\b)[^{{}}]*\}}(?:\^\{{?[23]\}}?)?$"
+    rf"(?<=\S)\s*\\(?:text|mathrm|mbox)\s*\{{\s*(?!(?:{'|'.join(NOT_A_UNIT)})\b)[^{{}}]*\}}(?:\^\{{?[23]\}}?)?$"
 )
-_LAST_UNIT = re.compile(rf"(?<=[0-9)}}i])\s*{_UNIT}(?:[\s.]|\^\{{?[23]\}}?|/|per\b|{_UNIT})*$", re.IGNORECASE)
-_BARE_NAME = re.compile(rf"(?<![\\A-Za-z])({'|'.join(_FUNCTION_NAMES[:-2])})(?![A-Za-z])")
+_LAST_UNIT = re.compile(rf"(?<=[0-9)}}i])\s*{UNIT}(?:[\s.]|\^\{{?[23]\}}?|/|per\b|{UNIT})*$", re.IGNORECASE)
+_BARE_NAME = re.compile(rf"(?<![\\A-Za-z])({'|'.join(FUNCTION_NAMES)})(?![A-Za-z])")
 _MIXED_NUMBER = re.compile(r"(?<![0-9.,/^_])([0-9]+)\s+([0-9]+)\s*/\s*([0-9]+)(?![0-9])")
 _SCIENTIFIC = re.compile(r"(?<![A-Za-z0-9])([0-9]+(?:\.[0-9]+)?)[eE]([+-]?[0-9]+)(?![A-Za-z0-9])")
 _SPELLINGS = (
     (re.compile(r"\\varnothing|\\O(?![A-Za-z])"), r"\\emptyset"),
-    (re.compile(r"\\(?:mathrm|text)\s*\{\s*([ei])\s*\}"), r"\1"),
+    (re.compile(r"\\?sqrt\s*\(([^()]*)\)"), r"\\sqrt{\1}"),
     (re.compile(r"\\langle"), "("),
     (re.compile(r"\\rangle"), ")"),
     (re.compile(r"^\s*\\approx"), ""),
+    (re.compile(r"^\\\{\s*[a-z](?:\s*\\in\s*\\mathbb\s*\{?R\}?)?\s*(?:\\mid|\||:)(.*)\\\}$"), r"\1"),
+    (re.compile(r"[\[(]?\\begin\{array\}\{[^}]*\}(.*?)\\end\{array\}[\])]?"), r"\\begin{bmatrix}\1\\end{bmatrix}"),
     (_MIXED_NUMBER, r"\1\\frac{\2}{\3}"),
     (_SCIENTIFIC, r"\1 \\times 10^{\2}"),
     (_BARE_NAME, r"\\\1 "),
 )
+_E_OR_I = re.compile(r"\\(?:mathrm|text)\s*\{\s*([ei])\s*\}")
 _TRIGONOMETRIC = re.compile(r"\\(?:arc)?(?:sin|cos|tan|cot|sec|csc)")
 # The parser evaluates these at once, and a power among their arguments could take forever.
 _EVALUATED_BY_PARSER = re.compile(r"binom|gcd|lcm")
 _LARGE_ARGUMENT = re.compile(r"[0-9]{5}|!|\^\s*\{?\s*[0-9]{3}|\^[^a-z]*\^")
+_SIDE_BY_SIDE = re.compile(r"(?<!frac)(?<!frac )(?<![_^])[0-9]\s+[0-9]")
 _I = sympy.Symbol("i", real=True)
 
 
 def _parse(text: str) -> Any:
     """The sympy expression of a text in LaTeX. Raises _Unreadable."""
-    text = _REPEATING.sub(_fraction, _LAST_TEXT.sub("", text))
-    text = _LAST_UNIT.sub("", text)
-    for pattern, replacement in _SPELLINGS:
-        text = pattern.sub(replacement, text)
     if len(text) > MAX_CHARACTERS:
         raise _Unreadable(f"has more than {MAX_CHARACTERS} characters")
     if max(_depth(text), text.count("|") // 2) > MAX_DEPTH:
         raise _Unreadable(f"nests more than {MAX_DEPTH} brackets")
+    whole = TEXT_COMMAND.fullmatch(text)
+    text = _LAST_TEXT.sub("", _E_OR_I.sub(r"\1", whole[1] if whole else text))
+    text = _REPEATING.sub(_fraction, _LAST_UNIT.sub("", text))
+    for pattern, replacement in _SPELLINGS:
+        text = pattern.sub(replacement, text)
+    if r"\pm" in text and r"\mp" not in text:  # the parser knows it only at the top of an expression
+        text = text.replace(r"\pm", "+") + ", " + text.replace(r"\pm", "-")
+    if _SIDE_BY_SIDE.search(text):  # the parser would multiply them
+        raise _Unreadable("has two numbers side by side")
     if _EVALUATED_BY_PARSER.search(text) and _LARGE_ARGUMENT.search(text):
         raise _Unreadable("has too large a binomial coefficient or divisor")
     degrees = r"\circ" in text and _TRIGONOMETRIC.search(text) is not None
@@ -363,7 +316,7 @@ def _refuse_costly(expression: Any) -> None:
     if _bits(expression) > MAX_BITS:
         raise _Unreadable("is too large a number to be evaluated")
     parts = _nodes(expression)
-    is_relation = any(isinstance(part, sympy.core.relational.Relational) for part in parts)
+    is_relation = any(isinstance(part, Relational) for part in parts)
     for part in parts:
         if not (isinstance(part, sympy.Pow) and part.base.free_symbols and part.exp.is_number):
             continue
@@ -376,9 +329,9 @@ def _refuse_costly(expression: Any) -> None:
 def _bits(expression: Any) -> float:
     """An upper bound of log2 of the largest number that evaluating the expression can give, with variables as 1."""
     if isinstance(expression, sympy.Float):
-        return abs(mpmath.mag(expression._to_mpmath(53))) if expression else 1
+        return float(abs(mpmath.mag(expression._to_mpmath(53)))) if expression else 1.0
     if isinstance(expression, sympy.Rational):
-        return max(abs(expression.p).bit_length(), expression.q.bit_length())
+        return float(max(abs(expression.p).bit_length(), expression.q.bit_length()))
     parts = expression.flat() if isinstance(expression, sympy.MatrixBase) else getattr(expression, "args", ())
     bits = [_bits(part) for part in parts] or [1]
     if isinstance(expression, sympy.Pow | sympy.exp):
@@ -392,7 +345,7 @@ def _bits(expression: Any) -> float:
 def _magnitude(expression: Any, bits: float) -> float:
     """The bits of the integer part of an exponent: few for 1/1000000, though its own size is larger."""
     if isinstance(expression, sympy.Rational):
-        return max(0, abs(expression.p).bit_length() - expression.q.bit_length() + 1)
+        return float(max(0, abs(expression.p).bit_length() - expression.q.bit_length() + 1))
     return bits
 
 
@@ -401,11 +354,36 @@ def _power_of_two(bits: float) -> float:
 
 
 def _same_expression(expected: Any, found: Any) -> bool:
-    """Whether two expressions are equivalent, by Math-Verify's rules. May raise anything that sympy raises."""
+    """Whether two expressions are equivalent, by Math-Verify's rules and a few more. May raise what sympy raises."""
     if _differ_at_a_point(expected, found):
         return False
-    # An interval may be given as an inequality, and an inequality as an interval.
-    return bool(sympy_expr_eq(expected, found, 6, 15, allow_set_relation_comp=True))
+    if isinstance(expected, sympy.Ne) and isinstance(found, Relational):  # Math-Verify raises for this relation
+        if not isinstance(found, sympy.Ne):
+            return False
+        expected, found = sympy.Eq(*expected.args, evaluate=False), sympy.Eq(*found.args, evaluate=False)
+    if sympy_expr_eq(expected, found, 6, 15, allow_set_relation_comp=True):
+        return True
+    if _has(expected, (sympy.log,)) and isinstance(expected, sympy.Expr) and isinstance(found, sympy.Expr):
+        difference = sympy.expand_log(expected - found, force=True)  # ln(ab) is ln a + ln b: a and b are then positive
+        if sympy.simplify(difference) == 0:
+            return True
+    sets = _solutions(expected), _solutions(found)
+    if expected.free_symbols == found.free_symbols or isinstance(expected, sympy.Set) or isinstance(found, sympy.Set):
+        return bool(None not in sets and sets != (expected, found) and sympy_expr_eq(*sets, 6, 15))
+    return False
+
+
+def _solutions(expression: Any) -> Any:
+    """The real numbers that satisfy inequalities of one variable; a set itself; None for anything else.
+
+    x > 1, x < -1 is a union, because Math-Verify reads `or` as a comma, and an intersection would be one chain.
+    """
+    if isinstance(expression, FiniteSet) and len(expression.free_symbols) == 1:
+        parts = [_solutions(part) for part in expression.args if isinstance(part, Relational | And)]
+        return sympy.Union(*parts) if len(parts) == len(expression.args) and None not in parts else expression
+    if isinstance(expression, Relational | And) and not isinstance(expression, sympy.Eq):
+        return expression.as_set() if len(expression.free_symbols) == 1 else None
+    return expression if isinstance(expression, sympy.Set) else None
 
 
 def _differ_at_a_point(a: Any, b: Any) -> bool:
