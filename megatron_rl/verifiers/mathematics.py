@@ -387,14 +387,14 @@ def _solutions(expression: Any) -> Any:
 
 
 def _differ_at_a_point(a: Any, b: Any) -> bool:
-    """Whether two expressions of the same variables have different values where these are 1/2 + 1/7, 1/2 + 2/7, ...
+    """Whether two expressions have different values where their variables are 1/2 + 1/7, 1/2 + 2/7, ...
 
     This saves the time in which sympy would try to simplify a difference that is not 0. It decides nothing if a value
     is not finite, or if the difference could be rounding.
     """
-    if not (isinstance(a, sympy.Expr) and isinstance(b, sympy.Expr) and a.free_symbols == b.free_symbols):
+    if not (isinstance(a, sympy.Expr) and isinstance(b, sympy.Expr)):
         return False
-    symbols = sorted(a.free_symbols, key=str)
+    symbols = sorted(a.free_symbols | b.free_symbols, key=str)
     if symbols and (a.is_Symbol or b.is_Symbol):  # Math-Verify compares abc with the product of a, b and c
         return False
     point = {symbol: sympy.Rational(1, 2) + sympy.Rational(n, 7) for n, symbol in enumerate(symbols, 1)}
