@@ -10,9 +10,12 @@ Equivalence is decided by the first rule that applies to the ground truth:
 
 Invariants: the verdict is a pure function of the three arguments; no signal and no thread is used, so it works in any
 thread of any process; a ground truth that cannot be read is an abstention for every answer, whatever the answer is, so
-that a row never keeps only its right answers; an error inside the comparison is an abstention, never the score 0; an
+that a row never keeps only its right answers; an error that ends the comparison is an abstention, never the score 0; an
 answer that cannot be read, that is beyond the limits below, or that only restates the problem as an integral, a
 derivative, a limit, a sum or a product, scores 0: it is not a final answer.
+
+Math-Verify tries several comparisons one after another, and an error in one of them only means that it found no
+equality. Nothing else is caught: its own functions for whole texts turn every error into False, so we do not use them.
 
 Units are not compared: 5 km is 5 and also 5 m. The limits keep almost every comparison below a second. What remains
 for the deadline of the caller's process: equations and inequalities that sympy solves slowly, and expressions with
@@ -88,7 +91,7 @@ def verify(text: str, truth: str, mode: Mode) -> Verdict:
     except _Unreadable as error:
         return Verdict(0.0, f"found {_short(found)}, which {error}")
     # sympy raises errors of many classes; whatever it is, it says nothing about the answer.
-    except (Exception, RecursionError) as error:
+    except Exception as error:
         reason = f"comparing {_short(found)} with {_short(truth)} raised {type(error).__name__}: {_short(str(error))}"
         return Verdict(None, reason, failed=True)
     return Verdict(float(equal), f"found {_short(found)}")
@@ -213,7 +216,7 @@ _BASE = re.compile(r"([0-9][0-9A-Za-z]*)\s*_\s*\{?\s*([0-9]{1,2})\s*\}?")
 def _right_side(text: str) -> str:
     """What follows the equals sign in `x = 5` or `total cost = 5`; the text itself if it is no single equation."""
     left, sign, right = text.rpartition("=")
-    return right if sign and not re.search(r"[<>,;\\]|=|\b(?:and|or)\b", left + right.replace(",", "")) else text
+    return right if sign and not re.search(r"[<>,;!\\]|=|\b(?:and|or)\b", left + right.replace(",", "")) else text
 
 
 def _digits_and_base(text: str) -> tuple[str, str] | None:
@@ -274,10 +277,14 @@ def _parse(text: str) -> Any:
             normalize_latex(text, _NORMALIZATION), is_real=True, convert_degrees=degrees, normalization_config=None
         )
     # The parser raises Exception itself for most texts that are no LaTeX formula, and many classes for the others.
-    except (Exception, RecursionError) as error:
+    except Exception as error:
         raise _Unreadable("is not a formula that can be read") from error
+    if not isinstance(expression, sympy.Basic | sympy.MatrixBase):  # the parser decides some relations of sets
+        raise _Unreadable("is not a formula that can be read")
     _refuse_costly(expression)
-    if _I in getattr(expression, "free_symbols", ()) and not _has(expression, _UNEVALUATED):
+    if _has(expression, (type(sympy.nan), type(sympy.zoo))):
+        raise _Unreadable("is undefined")
+    if _I in expression.free_symbols and not _has(expression, _UNEVALUATED):
         expression = expression.subs(_I, sympy.I)
     return expression
 
@@ -362,7 +369,9 @@ def _same_expression(expected: Any, found: Any) -> bool:
             return False
         expected, found = sympy.Eq(*expected.args, evaluate=False), sympy.Eq(*found.args, evaluate=False)
     if sympy_expr_eq(expected, found, 6, 15, allow_set_relation_comp=True):
-        return True
+        # Math-Verify takes all equations without real solutions for equal.
+        both_equations = isinstance(expected, sympy.Eq) and isinstance(found, sympy.Eq)
+        return not both_equations or bool(sympy.solve(expected)) or _multiples(expected, found)
     if _has(expected, (sympy.log,)) and isinstance(expected, sympy.Expr) and isinstance(found, sympy.Expr):
         difference = sympy.expand_log(expected - found, force=True)  # ln(ab) is ln a + ln b: a and b are then positive
         if sympy.simplify(difference) == 0:
@@ -371,6 +380,12 @@ def _same_expression(expected: Any, found: Any) -> bool:
     if expected.free_symbols == found.free_symbols or isinstance(expected, sympy.Set) or isinstance(found, sympy.Set):
         return bool(None not in sets and sets != (expected, found) and sympy_expr_eq(*sets, 6, 15))
     return False
+
+
+def _multiples(a: sympy.Eq, b: sympy.Eq) -> bool:
+    """Whether one equation is the other one times a number, as 2x = 4 is x = 2 times 2."""
+    ratio = sympy.simplify((a.lhs - a.rhs) / (b.lhs - b.rhs))
+    return bool(ratio.is_number and ratio.is_finite and not ratio.is_zero)
 
 
 def _solutions(expression: Any) -> Any:
@@ -390,7 +405,7 @@ def _differ_at_a_point(a: Any, b: Any) -> bool:
     """Whether two expressions have different values where their variables are 1/2 + 1/7, 1/2 + 2/7, ...
 
     This saves the time in which sympy would try to simplify a difference that is not 0. It decides nothing if a value
-    is not finite, or if the difference could be rounding.
+    is not finite, or if the difference could be rounding. It also keeps apart what Math-Verify would round to 0.
     """
     if not (isinstance(a, sympy.Expr) and isinstance(b, sympy.Expr)):
         return False
@@ -401,7 +416,10 @@ def _differ_at_a_point(a: Any, b: Any) -> bool:
     value, other = a.evalf(30, subs=point), b.evalf(30, subs=point)
     if not (value.is_number and other.is_number and value.is_finite and other.is_finite):
         return False
-    return bool(abs(value - other).evalf(30) > 1e-5 * max(1, abs(value)))
+    difference = abs(value - other).evalf(30)
+    if a.has(sympy.Float) or b.has(sympy.Float):  # decimals may be rounded to six digits
+        return bool(difference > 1e-5 * min(1, abs(value)))
+    return bool(difference > max(1e-10 * max(abs(value), abs(other)), 1e-25))
 
 
 def _short(text: str) -> str:
