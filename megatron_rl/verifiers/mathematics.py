@@ -371,7 +371,7 @@ def _same_expression(expected: Any, found: Any) -> bool:
     if sympy_expr_eq(expected, found, 6, 15, allow_set_relation_comp=True):
         # Math-Verify takes all equations without real solutions for equal.
         both_equations = isinstance(expected, sympy.Eq) and isinstance(found, sympy.Eq)
-        return not both_equations or bool(sympy.solve(expected)) or _multiples(expected, found)
+        return not both_equations or _multiples(expected, found) or bool(sympy.solve(expected))
     if _has(expected, (sympy.log,)) and isinstance(expected, sympy.Expr) and isinstance(found, sympy.Expr):
         difference = sympy.expand_log(expected - found, force=True)  # ln(ab) is ln a + ln b: a and b are then positive
         if sympy.simplify(difference) == 0:
