@@ -1,25 +1,27 @@
 r"""The mathematics verifier: 1 if the final answer of a text is equivalent to the ground truth, else 0.
 
-Equivalence is decided by the first rule that applies to the ground truth:
+Texts that differ in type, case and white space alone are equivalent. Otherwise the first rule decides that applies:
 
 1. A plain number (72, 1,234.50, $5, 12.5%, 3 \times 10^4, 72 clips) is compared exactly with another plain number,
    without sympy: see `same_number`.
-2. A number with its base (101_2), or the letter of a choice, is compared with another one of its kind.
-3. A text that is no mathematics (Monday, \text{yes}) is compared as text.
+2. A ground truth that is no mathematics (Monday, \text{yes}) is equivalent to no other text.
+3. A number with its base (101_2), or the letter of a choice, is compared with another one of its kind.
 4. Everything else is read by latex2sympy2-extended and compared by Math-Verify (https://github.com/huggingface/Math-Verify).
 
 Invariants: the verdict is a pure function of the three arguments; no signal and no thread is used, so it works in any
 thread of any process; a ground truth that cannot be read is an abstention for every answer, whatever the answer is, so
 that a row never keeps only its right answers; an error that ends the comparison is an abstention, never the score 0; an
 answer that cannot be read, that is beyond the limits below, or that only restates the problem as an integral, a
-derivative, a limit, a sum or a product, scores 0: it is not a final answer.
+derivative, a limit, a sum or a product, scores 0. It is not a final answer, and an abstention would let a policy escape
+the score 0 with nonsense.
 
 Math-Verify tries several comparisons one after another, and an error in one of them only means that it found no
-equality. Nothing else is caught: its own functions for whole texts turn every error into False, so we do not use them.
+equality. Its own functions for whole texts also turn the errors of the parser into False, so they are not used.
 
 Units are not compared: 5 km is 5 and also 5 m. The limits keep almost every comparison below a second. What remains
-for the deadline of the caller's process: equations and inequalities that sympy solves slowly, and expressions with
-variables that are equal at our sample point and that sympy simplifies slowly.
+for the deadline of the caller's process: equations and inequalities that sympy solves slowly, expressions with
+variables that are equal at our sample point and that sympy simplifies slowly, and ground truths that are integrals,
+limits or sums themselves.
 """
 
 from __future__ import annotations
@@ -101,9 +103,6 @@ class _Unreadable(ValueError):
     """The message continues a sentence whose subject is the ground truth or the answer."""
 
 
-# --- what is compared as what --------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class _Reference:
     """The ground truth, read once for each comparison."""
@@ -175,8 +174,6 @@ _LOOK = re.compile(
 _SPACING = re.compile(r"(?<!\\)\\[,;: ]|\\q?quad(?![A-Za-z])|~|\s+")
 
 
-# --- text ----------------------------------------------------------------------------------------------------------
-
 _WORDS = re.compile(r"[^\W\d_]+(?:[ '\".,;:!?/()-]+[^\W\d_]+)*[ .!?)]*")
 _LONG_WORD = re.compile(r"[^\W\d_]{3,}")
 _OTHER_NAMES = ("sqrt", "infinity", "inf")
@@ -224,8 +221,6 @@ def _digits_and_base(text: str) -> tuple[str, str] | None:
     return (match[1].upper().lstrip("0"), match[2]) if match else None
 
 
-# --- expressions ---------------------------------------------------------------------------------------------------
-
 _LAST_TEXT = re.compile(
     rf"(?<=\S)\s*\\(?:text|mathrm|mbox)\s*\{{\s*(?!(?:{'|'.join(NOT_A_UNIT)})\b)[^{{}}]*\}}(?:\^\{{?[23]\}}?)?$"
 )
@@ -233,6 +228,7 @@ _LAST_UNIT = re.compile(rf"(?<=[0-9)}}i])\s*{UNIT}(?:[\s.]|\^\{{?[23]\}}?|/|per\
 _BARE_NAME = re.compile(rf"(?<![\\A-Za-z])({'|'.join(FUNCTION_NAMES)})(?![A-Za-z])")
 _MIXED_NUMBER = re.compile(r"(?<![0-9.,/^_])([0-9]+)\s+([0-9]+)\s*/\s*([0-9]+)(?![0-9])")
 _SCIENTIFIC = re.compile(r"(?<![A-Za-z0-9])([0-9]+(?:\.[0-9]+)?)[eE]([+-]?[0-9]+)(?![A-Za-z0-9])")
+# What the parser does not know or misreads, and how it is written for the parser.
 _SPELLINGS = (
     (re.compile(r"\\varnothing|\\O(?![A-Za-z])"), r"\\emptyset"),
     (re.compile(r"\\?sqrt\s*\(([^()]*)\)"), r"\\sqrt{\1}"),
@@ -255,7 +251,7 @@ _I = sympy.Symbol("i", real=True)
 
 
 def _parse(text: str) -> Any:
-    """The sympy expression of a text in LaTeX. Raises _Unreadable."""
+    """The sympy expression of a text in LaTeX, with i as the imaginary unit. Raises _Unreadable."""
     if len(text) > MAX_CHARACTERS:
         raise _Unreadable(f"has more than {MAX_CHARACTERS} characters")
     if max(_depth(text), text.count("|") // 2) > MAX_DEPTH:
@@ -319,7 +315,7 @@ def _has(expression: Any, classes: tuple[type, ...]) -> bool:
 
 
 def _refuse_costly(expression: Any) -> None:
-    """Raises _Unreadable if comparing the expression could take very long."""
+    """Raises _Unreadable if evaluating, expanding or solving the expression could take very long."""
     if _bits(expression) > MAX_BITS:
         raise _Unreadable("is too large a number to be evaluated")
     parts = _nodes(expression)
