@@ -54,7 +54,7 @@ import json
 import re
 from typing import Annotated, Any, Literal, NoReturn
 
-import regex
+import regex  # type: ignore[import-untyped]
 from pydantic import BeforeValidator, Field, StringConstraints
 
 from megatron_rl.verifiers.instruction_text import (

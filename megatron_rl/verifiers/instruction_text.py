@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import langdetect  # type: ignore[import-untyped]
-import regex
+import regex  # type: ignore[import-untyped]
 from langdetect.detector_factory import DetectorFactory  # type: ignore[import-untyped]
 from langdetect.lang_detect_exception import LangDetectException  # type: ignore[import-untyped]
 

@@ -1,6 +1,6 @@
 """Verifiable instructions: the share of a row's instructions that an answer follows.
 
-`KINDS` is the table of all kinds: the 25 of IFEval (arXiv:2311.07911) and the 29 training kinds of IF-RLVR
+`CHECKERS` is the table of all kinds: the 25 of IFEval (arXiv:2311.07911) and the 29 training kinds of IF-RLVR
 (arXiv:2507.02833), by their public names. `instruction_kinds.py` defines them, and lists how they differ from the
 published checkers.
 
@@ -103,9 +103,8 @@ def verify(text: str, truth: object, score: Literal["share", "all"]) -> Verdict:
         return Verdict(0.0, "the answer is empty")
     broken = [name for name, follows in results if not follows]
     share = (len(results) - len(broken)) / len(results)
-    return Verdict(
-        share if score == "share" else float(not broken), f"not followed: {', '.join(broken)}" * bool(broken)
-    )
+    reason = f"not followed: {', '.join(broken)}" if broken else ""
+    return Verdict(share if score == "share" else float(not broken), reason)
 
 
 def _follows(text: str, name: str, arguments: Mapping[str, object]) -> bool:
@@ -159,7 +158,7 @@ def _parsed(text: str) -> object:
     value: Any
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         try:
             value = ast.literal_eval(text)
         except (ValueError, SyntaxError, MemoryError, RecursionError):
