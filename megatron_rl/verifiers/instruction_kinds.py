@@ -81,7 +81,7 @@ Relation = Literal["at least", "less than"]
 Count = Annotated[int, Field(ge=0)]
 Position = Annotated[int, Field(ge=1)]
 Letter = Annotated[str, StringConstraints(min_length=1, max_length=1)]
-Phrase = Annotated[str, BeforeValidator(_single), StringConstraints(min_length=1, strip_whitespace=True)]
+Phrase = Annotated[str, StringConstraints(min_length=1, strip_whitespace=True), BeforeValidator(_single)]
 Phrases = Annotated[list[Phrase], Field(min_length=1)]
 Request = Annotated[str, StringConstraints(min_length=1)]
 
