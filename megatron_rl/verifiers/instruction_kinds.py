@@ -24,7 +24,7 @@ definition here. These are all differences:
 - Dividers `***` and `* * *` mean the same, and stand between white space; `***bold***` is no divider. Six asterisks are
   exactly six.
 - `nth_paragraph_first_word` numbers the paragraphs that it counts; it counted without blank ones, but numbered with
-  them. Markdown before the first word is ignored.
+  them. A line of white space is blank. Markdown before the first word is ignored.
 - `number_bullet_lists`: a bullet is `*`, `-` or `+`, white space, and text; dividers and emphasis at the beginning of a
   line are none. `number_highlighted_sections` counts `***text***` once, and no asterisk beside white space.
 - `number_placeholders`: brackets hold text. `quotation`: so do the quotation marks, and they may be typographic.
@@ -340,9 +340,10 @@ def repeat_phrase(text: str, /, *, phrase: Phrase, small_n: Position) -> bool:
 
 
 def sentence_hyphens(text: str, /) -> bool:
-    """A hyphen and nothing else is between each two sentences."""
+    """A hyphen and nothing else is between each two sentences, and there is no line break."""
     content = text.strip()
-    return all(content[end:start] == "-" for end, start in boundaries(content) if start < len(content))
+    connected = (content[end:start] == "-" for end, start in boundaries(content) if start < len(content))
+    return len(content.splitlines()) <= 1 and all(connected)
 
 
 def square_brackets(text: str, /) -> bool:

@@ -59,7 +59,7 @@ def sentences(text: str) -> list[str]:
     A sentence ends with a period, a question mark, an exclamation mark, an ellipsis, or their counterparts in other
     scripts, if white space, a hyphen or the end of the text follows. A line break alone ends no sentence. The period of
     an abbreviation (`Dr.`, `e.g.`), of an initial (`J. Smith`) or of a number that begins a line (`1. First`) ends
-    none either.
+    none either, if no blank line follows.
     """
     found, start = [], 0
     for end, following in boundaries(text):
@@ -78,7 +78,8 @@ def boundaries(text: str) -> Iterator[tuple[int, int]]:
         at_end = separator.end() == len(text)
         if not separator[0] and not at_end and match["run"][-1] not in EAST_ASIAN:
             continue
-        if at_end or _ends_sentence(text, match, text[separator.end()]):
+        ends_paragraph = separator[0].count("\n") > 1
+        if at_end or ends_paragraph or _ends_sentence(text, match, text[separator.end()]):
             yield match.end(), separator.end()
 
 

@@ -39,6 +39,7 @@ HINDI = "यह वाक्य हिन्दी भाषा में लि
         ("यह एक है। यह दो है।", ["यह एक है।", "यह दो है।"]),
         ("see www.example.com/a.html now", ["see www.example.com/a.html now"]),
         ("Line one\nLine two", ["Line one\nLine two"]),
+        ("It is in R.\n\nSo is J. Doe.", ["It is in R.", "So is J. Doe."]),
         ("... !!! 🙂", []),
         ("", []),
     ],
