@@ -16,7 +16,7 @@ definition here. These are all differences:
 - Nothing is drawn at random when an argument is missing or out of range: that is an error. `letter` may be any one
   character, as in two rows of IFEval.
 - Language: langdetect runs with a fixed seed and order of profiles. An answer without letters is in no language; it
-  counted as followed. Words in capitals, which langdetect ignores, are made lower case for `english_capital`.
+  counted as followed. Words in capitals, of which langdetect ignores most, are made lower case for `english_capital`.
   `zh` stands for both forms of Chinese.
 - Sentences are split by the rules of `instruction_text.sentences`, without trained data.
 - Words in capitals or lower case, and the words of all IFTrain kinds, are those of `instruction_text.words`:
@@ -342,8 +342,7 @@ def repeat_phrase(text: str, /, *, phrase: Phrase, small_n: Position) -> bool:
 def sentence_hyphens(text: str, /) -> bool:
     """A hyphen and nothing else is between each two sentences, and there is no line break."""
     content = text.strip()
-    connected = (content[end:start] == "-" for end, start in boundaries(content) if start < len(content))
-    return len(content.splitlines()) <= 1 and all(connected)
+    return len(content.splitlines()) <= 1 and all(content[end:start] == "-" for end, start in boundaries(content))
 
 
 def square_brackets(text: str, /) -> bool:
@@ -408,13 +407,12 @@ def keyword_specific_position(text: str, /, *, keyword: Phrase, n: Position, m: 
 def no_adjacent_consecutive(text: str, /) -> bool:
     """No word begins with the letter that follows the first letter of the word before it in the alphabet."""
     first = [word[0] for word in folded_words(text)]
-    return not any(a.isalpha() and b.isalpha() and ord(b) - ord(a) == 1 for a, b in zip(first, first[1:], strict=False))
+    return not any(a.isalpha() and ord(b) - ord(a) == 1 for a, b in itertools.pairwise(first))
 
 
 def palindrome(text: str, /) -> bool:
     """The answer has a word of three or more letters, not all the same, that is the same backwards."""
-    found = (word for word in RUN.findall(text.casefold()) if len(word) >= 3 and word.isalpha())
-    return any(word == word[::-1] and len(set(word)) > 1 for word in found)
+    return any(word.isalpha() and word == word[::-1] and len(set(word)) > 1 for word in RUN.findall(text.casefold()))
 
 
 def start_end(text: str, /) -> bool:

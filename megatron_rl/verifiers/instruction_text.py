@@ -70,16 +70,16 @@ def sentences(text: str) -> list[str]:
 
 
 def boundaries(text: str) -> Iterator[tuple[int, int]]:
-    """For each end of a sentence: the index after its last character, and the index where the next sentence begins.
-    What is between the two is white space, or a hyphen with the white space after it."""
+    """For each sentence but the last: the index after its last character, and the index where the next sentence begins.
+    What is between the two is white space, or a hyphen with the white space after it, or nothing in East Asian text.
+    White space or a hyphen after the last sentence is a boundary too, with nothing after it."""
     for match in TERMINATORS.finditer(text):
         separator = SEPARATOR.match(text, match.end())
         assert separator is not None
-        at_end = separator.end() == len(text)
-        if not separator[0] and not at_end and match["run"][-1] not in EAST_ASIAN:
+        if not separator[0] and match["run"][-1] not in EAST_ASIAN:
             continue
         ends_paragraph = separator[0].count("\n") > 1
-        if at_end or ends_paragraph or _ends_sentence(text, match, text[separator.end()]):
+        if ends_paragraph or _ends_sentence(text, match, text[separator.end() : separator.end() + 1]):
             yield match.end(), separator.end()
 
 
@@ -87,7 +87,7 @@ def _ends_sentence(text: str, match: re.Match[str], following: str) -> bool:
     """Whether a sentence ends with these terminators.
 
     Args:
-        following: the first character after the terminators and the white space.
+        following: the first character after the terminators and the white space; empty at the end of the text.
     """
     if following.islower() and any(mark in match["closing"] for mark in "\"'”’»"):
         return False  # "Stop!" he said.
@@ -124,7 +124,7 @@ def paragraphs(text: str) -> list[str]:
 
 @functools.cache
 def _languages() -> DetectorFactory:
-    # langdetect itself reads its profiles in the order of the file system, and draws n-grams with a seed of its own.
+    # langdetect itself reads its profiles in the order of the file system, and seeds every detection anew at random.
     folder = Path(langdetect.__file__).parent / "profiles"
     factory = DetectorFactory()
     factory.load_json_profile([path.read_text(encoding="utf-8") for path in sorted(folder.iterdir())])

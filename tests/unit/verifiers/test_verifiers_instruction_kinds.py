@@ -20,7 +20,7 @@ CASES: dict[str, list[tuple[dict[str, object], list[str], list[str]]]] = {
         ({"keywords": ["Straße"]}, ["STRASSE"], ["Strase"]),
     ],
     "keywords:frequency": [
-        ({"keyword": "art", "frequency": 2, "relation": "at least"}, ["Art, art", "start art", "art" * 3], ["art"]),
+        ({"keyword": "Art", "frequency": 2, "relation": "at least"}, ["Art, art", "start art", "art" * 3], ["art"]),
         ({"keyword": "art", "frequency": 2, "relation": "less than"}, ["art", "none"], ["art ART", "art" * 3]),
         ({"keyword": " a.t ", "frequency": 1, "relation": "at least"}, ["a.t"], ["art"]),
     ],
@@ -121,9 +121,20 @@ CASES: dict[str, list[tuple[dict[str, object], list[str], list[str]]]] = {
                 "```\n[]\n```",
                 ' "text" ',
                 "1" * 5000,
+                "\n```\n{}\n```\n",
+                "[" * 200 + "]" * 200,
                 '```JSON {"a":1}```',
             ],
-            ["{'a': 1}", '{"a": 1,}', 'Here: {"a": 1}', "[NaN]", "```json\n{}", "{}\n{}", "[" * 300 + "]" * 300],
+            [
+                "{'a': 1}",
+                '{"a": 1,}',
+                'Here: {"a": 1}',
+                "[NaN]",
+                "```json\n{}",
+                "{}\n{}",
+                "```[1]abc",
+                "[" * 201 + "]" * 201,
+            ],
         ),
     ],
     "detectable_format:title": [
@@ -150,7 +161,7 @@ CASES: dict[str, list[tuple[dict[str, object], list[str], list[str]]]] = {
     "startend:end_checker": [
         (
             {"end_phrase": "Peace!"},
-            ["Love. Peace!", 'x PEACE!\n"', "peace! "],
+            ["Love. Peace!", 'x PEACE!\n"', "peace! ", '"Love. Peace!"\n'],
             ["Peace! Bye", "Peace", "Peace!)", "Peace! x"],
         ),
     ],
@@ -165,7 +176,13 @@ CASES: dict[str, list[tuple[dict[str, object], list[str], list[str]]]] = {
         ),
         ({"capital_frequency": 3, "capital_relation": "less than"}, ["I SAW it", "no"], ["A B C", "A B C D"]),
     ],
-    "change_case:english_capital": [({}, [ENGLISH.upper(), f"1. {ENGLISH.upper()}!"], [ENGLISH, GERMAN.upper(), "12"])],
+    "change_case:english_capital": [
+        (
+            {},
+            [ENGLISH.upper(), "THE PARADOX OF POWER AND RESPONSIBILITY WEIGHS HEAVILY ON HIM."],
+            [ENGLISH, GERMAN.upper(), "12"],
+        )
+    ],
     "change_case:english_lowercase": [
         ({}, [ENGLISH, f"1. {ENGLISH}!"], [ENGLISH.capitalize(), GERMAN.lower(), HINDI, "12"])
     ],
@@ -175,6 +192,7 @@ CASES: dict[str, list[tuple[dict[str, object], list[str], list[str]]]] = {
             {"phrase": "The early bird catches the worm", "small_n": 2},
             [
                 "The early cat catches the worm. The late bird catches the worm.",
+                "The early cat eats the worm. The old bird catches the worm. The late bird catches the worm.",
                 "the early bird eats the worm\n**The early bird catches a worm**\nThe worm",
             ],
             [
@@ -183,14 +201,21 @@ CASES: dict[str, list[tuple[dict[str, object], list[str], list[str]]]] = {
                 "The early cat eats the worm. The late bird catches the worm.",
                 "A early bird catches the worm. The early bird catches the fish",
                 "The old bird catches the worm. " * 3,
+                "A early bird catches the worm. The old bird catches the worm.",
+                "The early bird catches the fish. The old bird catches the worm.",
             ],
+        ),
+        (
+            {"phrase": "one two three", "small_n": 1},
+            ["Now: one big three"],
+            ["Now: one two three", "one two big three"],
         ),
     ],
     **dict.fromkeys(
         ["copy:copy", "copy:copying_simple"],
         [
             (
-                {"prompt_to_repeat": REQUEST},
+                {"prompt_to_repeat": f"{REQUEST}\n"},
                 [REQUEST, f"\n{REQUEST.upper()} "],
                 [f"{REQUEST} Blue.", "Blue", f'"{REQUEST}"'],
             )
@@ -205,12 +230,13 @@ CASES: dict[str, list[tuple[dict[str, object], list[str], list[str]]]] = {
     ],
     "new:copy_span_idx": [
         ({"prompt_to_repeat": REQUEST, "n_start": 5, "n_end": 7}, ["a c", " A C\n"], ["a co", "a", "ac", "Name"]),
+        ({"prompt_to_repeat": REQUEST, "n_start": 0, "n_end": 0}, ["N"], ["Na"]),
         ({"prompt_to_repeat": REQUEST, "n_start": 0, "n_end": 13}, [REQUEST], [REQUEST[:-1]]),
     ],
     "detectable_format:sentence_hyphens": [
         (
             {},
-            ["One is here.-Two is there.", "A well-known fact!-It ends", "Dr. Who came.-He left.", "Just one."],
+            ["One is here.-Two is there.", "A well-known fact!-It ends", "Dr. Who came.-He left.", "\nJust one."],
             ["One. Two.", "One.- Two.", "One. -Two.", "One.-Two. Three.", "One.\nTwo.", "one\ntwo"],
         ),
     ],
@@ -226,6 +252,7 @@ CASES: dict[str, list[tuple[dict[str, object], list[str], list[str]]]] = {
             {},
             ["<<I am>> <<at home>>", "<<I am>>, <<at home>>.", "<<I am>> here", "<<I am>> <<here>>", "<<It's me.>>"],
             [
+                "I",
                 "I am",
                 "<<I>> <<am>>",
                 "<<I am here>>",
@@ -265,7 +292,7 @@ CASES: dict[str, list[tuple[dict[str, object], list[str], list[str]]]] = {
     "keywords:start_end": [
         (
             {},
-            ["Love is love", "**Love** is\nLOVE", "it's it’s"],
+            ["Love is love\n", "**Love** is\nLOVE", "it's it’s"],
             ["Love is love.", "Love", "love is loved", "Love is **love**"],
         ),
     ],
