@@ -28,8 +28,9 @@ COMMUNICATOR_BYTES = 512 * 2**20
 NVIDIA/nccl#2363); nobody has measured it here."""
 ENGINE_WORK_BYTES = 4e9
 """What an engine's rank needs for its activations, its CUDA graphs and its NCCL communicator. This is an estimate."""
-STRETCH_BUCKETS = 8
-"""`bridge.messages.STRETCH_BUCKETS`: two stretches of so many buckets are under way to an engine's rank."""
+INCOMPLETE = 0.5
+"""The largest part of what a push brings that an engine's rank holds in layers that are not complete. It was 0.20 to
+0.48 in the plans that were computed."""
 PHASES: tuple[Phase, ...] = get_args(Phase)
 
 TRAINER_LENDS = {"weights": (1, 1, 0), "gradients (fp32)": (1, 0, 0), "optimizer state": (1, 0, 0)}
@@ -165,9 +166,9 @@ def engine_memory(config: GrpoRunConfig, shape: ModelShape, plan: TransferPlan, 
     """The memory of the fullest rank of an engine.
 
     vLLM takes `rollout.gpu_memory_utilization` of the GPU for weights, work and KV cache, and the bridge's memory comes
-    beside it. Experts are repacked by vLLM on GPUs, so an engine of several ranks holds those that it received until
-    the end of the push, and an engine of one rank those of one layer and what two stretches bring. Each layer that is
-    verified is made anew. Weights that vLLM quantises are counted as if they were not.
+    beside it. Experts are repacked by vLLM on GPUs, so a rank holds those of each layer until all ranks of the engine
+    have the layer; `tools/plan_sync.py --repacked` computes how much this is. Each layer that is verified is made anew.
+    Weights that vLLM quantises are counted as if they were not.
     """
     rollout, width = config.rollout, BYTES[config.model.dtype]
     weights = float(plan.engine_bytes.max())
@@ -176,13 +177,11 @@ def engine_memory(config: GrpoRunConfig, shape: ModelShape, plan: TransferPlan, 
     bucket_bytes, chained = config.bridge.bucket_mib * 2**20, plan.engines.are_chained
     if shape.experts:
         layer /= shape.num_layers - shape.experts.first_dense_layers
-    if rollout.tensor == 1:
-        received = min(received, layer + 2 * STRETCH_BUCKETS * bucket_bytes)
     parts = {
         "weights": _always(weights),
         "KV cache": _always(cache),
         "work of vLLM": _always(ENGINE_WORK_BYTES),
-        "experts before vLLM repacks them": (0.0, received, 0.0),
+        "experts before vLLM repacks them": (0.0, max(layer, INCOMPLETE * received), 0.0),
         "a layer's experts, made anew to verify them": (0.0, layer, 0.0),
         f"{lines} NCCL communicators of the bridge": _always(lines * COMMUNICATOR_BYTES),
         f"{'three' if chained else 'two'} buffers of the bridge": _always((2 + chained) * bucket_bytes),

@@ -8,6 +8,8 @@ Only the planning time is measured; everything else is computed. Rates are those
     least           time of the busiest link plus the time of one bucket for each further engine in a chain
     replayed        with --replay: time of a push that is played through, stretch by stretch, with their answers and
                     what each message costs a processor; it takes minutes for a thousand GPUs
+    incomplete      with --repacked: the order is that for engines whose layers vLLM repacks, and this is the most that
+                    a rank of an engine holds of modules whose weights have not all come, in bytes
     redundancy      bytes that all engine ranks receive, divided by the bytes that they hold; 1.00 is the minimum
     gathering       the same for a design that gathers full tensors on every rank: the bytes of the model minus those
                     that a trainer rank holds, divided by the bytes that the fullest engine rank needs
@@ -35,7 +37,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from megatron_rl.bridge.replay import Costs, all_stretches, replay
+from megatron_rl.bridge.replay import Costs, all_stretches, most_incomplete_bytes, replay
 from megatron_rl.config.shipped import PACKAGE
 from megatron_rl.layout import FAMILIES, Engines, Links, plan_weights, read_shape
 from megatron_rl.layout.copies import WIDTHS
@@ -102,11 +104,12 @@ def flag(text: str) -> bool:
     return text == "true"
 
 
-def computed(case: Case, dtype: str, bucket_bytes: int, costs: Costs | None) -> dict[str, object]:
+def computed(case: Case, dtype: str, bucket_bytes: int, costs: Costs | None, repacked: bool) -> dict[str, object]:
     """Everything about one plan, as a row of the report.
 
     Args:
         costs: what a message costs in the replay; None: no replay.
+        repacked: vLLM repacks the layers of the engines.
     """
     shape, links, engines = read_shape(case.model), case.links, case.engines
     if engines.num_chains is None and not links.colocated:  # on shared GPUs every engine is near the trainer
@@ -117,7 +120,7 @@ def computed(case: Case, dtype: str, bucket_bytes: int, costs: Costs | None) -> 
         engines = replace(engines, num_chains=choose_chains(sender_s, receiver_s, engines.num, bucket_bytes / rate))
         plan_weights.cache_clear()
     start = time.process_time()
-    plan = plan_weights(shape, case.mesh, engines, dtype=dtype, links=links)
+    plan = plan_weights(shape, case.mesh, engines, dtype=dtype, links=links, repacked=repacked)
     digest = plan.digest
     plan_s = time.process_time() - start
     loads = traffic(plan, links, bucket_bytes)
@@ -133,6 +136,8 @@ def computed(case: Case, dtype: str, bucket_bytes: int, costs: Costs | None) -> 
             "replayed_s": seconds,
             "replayed_share": seconds / loads.least_s,
         }
+    if repacked:
+        replayed["incomplete_bytes"] = most_incomplete_bytes(plan, bucket_bytes)
     return {
         "model": case.model.stem,
         "mesh": str(case.mesh),
@@ -197,8 +202,8 @@ def cases() -> list[Case]:
 def shown(rows: list[dict[str, object]]) -> Table:
     table = Table()
     heads = (
-        "model|GPUs|engines, chains|routes|NVLink GB|NIC GB|busiest GB|bound s|least s|replayed s|redundancy|gathering"
-        "|plan s"
+        "model|GPUs|engines, chains|routes|NVLink GB|NIC GB|busiest GB|bound s|least s|replayed s|incomplete GB"
+        "|redundancy|gathering|plan s"
     )
     for i, head in enumerate(heads.split("|")):
         table.add_column(head, justify="left" if i == 0 else "right")
@@ -214,6 +219,7 @@ def shown(rows: list[dict[str, object]]) -> Table:
             f"{row['bound_s']:.3f}",
             f"{row['least_s']:.3f}",
             f"{row['replayed_s']:.3f} ({row['replayed_share']:.2f})" if "replayed_s" in row else "",
+            f"{row['incomplete_bytes'] / 1e9:.2f}" if "incomplete_bytes" in row else "",
             f"{row['redundancy']:.2f}",
             f"{row['gathering_redundancy']:.1f}",
             f"{row['plan_s']:.2f}",
@@ -234,6 +240,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="the dtype that is sent")
     parser.add_argument("--bucket-bytes", type=int, default=64 * 2**20, help="the size of a message")
     parser.add_argument("--replay", action="store_true", help="play each push through, message by message")
+    parser.add_argument("--repacked", action="store_true", help="vLLM repacks layers, so they are sent one by one")
     parser.add_argument("--answer-us", type=float, default=100, help="the time of an answer in the replay")
     parser.add_argument("--message-us", type=float, default=0, help="a processor's time for a message in the replay")
     parser.add_argument("--random", type=int, default=0, metavar="N", help="N random cases in place of the table's")
@@ -245,7 +252,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         costs = Costs(options.answer_us / 1e6, options.message_us / 1e6) if options.replay else None
         every = random_cases(options.random, options.seed) if options.random else cases()
         for case in every if options.model is None else [parse_case(options)]:
-            rows.append(computed(case, options.dtype, options.bucket_bytes, costs))
+            rows.append(computed(case, options.dtype, options.bucket_bytes, costs, options.repacked))
             plan_weights.cache_clear()
     except ValueError as error:
         parser.error(str(error))

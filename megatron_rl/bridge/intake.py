@@ -55,6 +55,9 @@ class Parameters:
     def written(self, message: Message, verified: bool) -> None:
         """A message has been written, and may have been verified."""
 
+    def reached(self, turn: float) -> None:
+        """All messages of the turns before `turn` have been written."""
+
     def finish(self) -> dict[str, str]:
         """All messages of a push have been written. Returns digests of what the rank holds, by the names of the modules
         that were verified.
@@ -93,7 +96,9 @@ class Intake:
             for source, copies in routes.items()
             for message in split_messages(source, first, copies, setup.bucket_bytes)
         ]
-        turns = schedule(messages, plan.turns)
+        self.turns = turns = schedule(messages, plan.turns)
+        """What a push brings in each turn."""
+        turn_of = {message.key: number for number, turn in turns.items() for message in turn}
         self._schedule = list(itertools.chain.from_iterable(turns.values()))
         _check(setup, rank, parameters.forms, self._schedule, self._side)
         self._lines: dict[int, Inlet] = {}
@@ -107,6 +112,8 @@ class Intake:
         )
         self.stretches = [Stretch.of(part, self._unpacks) for part in split]
         """What a push brings, in the order in which it is taken."""
+        self._turn_of = [turn_of[part[0].key] for part in split]
+        """The turn of each stretch."""
         if self._next is not None or plan.upstream(me) is not None:
             # Between engines all messages share one line, and their order numbers them.
             numbers = itertools.count()
@@ -149,11 +156,6 @@ class Intake:
         return self._line(message).near or self._room(message, self.parameters.forms) is None
 
     @property
-    def messages(self) -> list[Message]:
-        """The messages of a push, in the order in which they are taken."""
-        return self._schedule
-
-    @property
     def num_bytes(self) -> int:
         """How many bytes this rank takes in a push."""
         return sum(message.num_bytes for message in self._schedule)
@@ -192,6 +194,7 @@ class Intake:
         for index in range(min(SLOTS, len(self.stretches))):
             self._expect(index)
         for index in range(len(self.stretches)):
+            self.parameters.reached(self._turn_of[index])
             self._complete(index, version, deadline)
             if self._next is not None and index > 0:  # not this stretch: it is on its way to the next engine
                 self._settle(self._passed_on[index - 1], version, deadline)

@@ -11,10 +11,10 @@ GPU.
 from __future__ import annotations
 
 import copy
-from collections import Counter
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -47,6 +47,7 @@ from megatron_rl.bridge.verification import Sums, is_sampled, kernel_sums, made_
 from megatron_rl.layout import Box, Engines, Recording, Shard, slices
 from megatron_rl.types import ModelShape
 
+T = TypeVar("T")
 BACKEND = "megatron_rl"
 
 
@@ -78,12 +79,14 @@ class BridgeReceiver(WeightTransferEngine[JoinInfo, PushInfo]):
     update_info_cls = PushInfo
     supports_draft_weight_update = False
     _intake: Intake | None = None
+    _parameters: ModelParameters | None = None
     digests: dict[str, str] = {}
     """What the rank holds since the last push, by the modules that were verified."""
 
     def record(self, shape: ModelShape) -> Recording:
         """What this rank holds of a checkpoint; see `recording.record_loading`."""
-        return record_loading(self.model, shape, self.model_config.dtype)
+        recording = record_loading(self.model, shape, self.model_config.dtype)
+        return replace(recording, repacked=any(_repacked_layers(self.model, self.device)))
 
     def init_transfer_engine(self, init_info: JoinInfo) -> None:
         """Join all trainer ranks and all other engines. An earlier joining ends.
@@ -92,9 +95,12 @@ class BridgeReceiver(WeightTransferEngine[JoinInfo, PushInfo]):
             ValueError: a live parameter that the plan does not know, one that is missing or of another shape
                 or dtype; an engine that is not of the setup's kind; or ranks that do not agree on the plan.
         """
-        self._on_all_ranks(lambda: self._join(init_info))
+        last_turns = self._on_all_ranks(lambda: self._join(init_info))
+        if self._parameters is not None and last_turns:
+            self._parameters.repack_after(last_turns)
 
-    def _join(self, init_info: JoinInfo) -> None:
+    def _join(self, init_info: JoinInfo) -> dict[str, int]:
+        """Returns the last turn that brings something to each layer that vLLM repacks."""
         self.shutdown()
         setup = BridgeSetup.from_dict(init_info.setup)
         parallel, engines = self.parallel_config, setup.engines
@@ -110,9 +116,10 @@ class BridgeReceiver(WeightTransferEngine[JoinInfo, PushInfo]):
         if self.device.type == "cpu":
             unpack(self.model)
         side, shards = f"engine {init_info.engine}, rank {parallel.rank}", setup.engine_shards(parallel.rank)
-        parameters = ModelParameters(self.model, self.model_config, self.device, parallel.world_size, shards, side)
+        parameters = ModelParameters(self.model, self.model_config, self.device, shards, side)
         self._intake = Intake(setup, init_info.engine, parallel.rank, parameters, self.device)
-        parameters.expect(self._intake.messages)
+        self._parameters = parameters
+        return parameters.last_turns(self._intake.turns)
 
     def start_weight_update(self) -> None:
         """Nothing must be prepared, because parameters are written in place."""
@@ -136,33 +143,40 @@ class BridgeReceiver(WeightTransferEngine[JoinInfo, PushInfo]):
             )
         self.digests = self._intake.receive(version, verify)
 
-    def _on_all_ranks(self, call: Callable[[], None]) -> None:
-        """Call on every rank of the engine. The last rank raises the errors of all: vLLM reads the results of its ranks
-        up to the first error, and takes those that it has not read for the results of the next call."""
+    def _on_all_ranks(self, call: Callable[[], T]) -> list[T]:
+        """Call on every rank of the engine. Returns what the call returned on each rank, or nothing if it raised an
+        error on some rank. The last rank raises the errors of all: vLLM reads the results of its ranks up to the first
+        error, and takes those that it has not read for the results of the next call."""
         if self.parallel_config.world_size == 1:
-            return call()
-        group, error = get_world_group(), ""
+            return [call()]
+        group = get_world_group()
+        mine: tuple[str, T | None] = "", None
         try:
-            call()
+            mine = "", call()
         except Exception as caught:  # raised below, by the last rank
-            error = str(caught) or repr(caught)
-        errors = [""] * group.world_size
-        dist.all_gather_object(errors, error, group=group.cpu_group)
-        if any(errors) and group.is_last_rank:
-            raise RuntimeError("; ".join(dict.fromkeys(filter(None, errors))))
+            mine = str(caught) or repr(caught), None
+        of_ranks: list[Any] = [None] * group.world_size
+        dist.all_gather_object(of_ranks, mine, group=group.cpu_group)
+        errors = [error for error, _ in of_ranks if error]
+        if not errors:
+            return [value for _, value in of_ranks]
+        if group.is_last_rank:
+            raise RuntimeError("; ".join(dict.fromkeys(errors)))
+        return []
 
     def shutdown(self) -> None:
         if self._intake is not None:
             self._intake.close()
-            self._intake = None
+            self._intake = self._parameters = None
 
 
 class ModelParameters(Parameters):
     """The live parameters, if they have the checkpoint's form. A layer that vLLM repacks gets memory of that form from
-    its first message to its last one; then vLLM repacks the layer again.
+    its first message on. When all ranks of the engine have the layer, vLLM repacks it again.
 
-    In an engine of several ranks this memory is held until the end of the push: vLLM may scale a layer over all ranks,
-    and their messages arrive in different orders.
+    vLLM may reduce over the ranks while it repacks, so all ranks repack at the same points of the push's global order:
+    a layer is repacked when all messages of its last turn, and of the turns before, have been written. Whatever a rank
+    waits for then comes earlier in this order, so that the ranks cannot wait for each other in a circle.
 
     Latent attention decodes with matrices that vLLM makes of kv_b_proj's weight. They are parameters, but no checkpoint
     has them. If the weight is quantised they are copies, so vLLM makes them anew at the end of the push.
@@ -173,7 +187,6 @@ class ModelParameters(Parameters):
         model: nn.Module,
         model_config: Any,
         device: torch.device,
-        num_ranks: int,
         shards: Iterable[Shard],
         side: str,
     ) -> None:
@@ -182,17 +195,14 @@ class ModelParameters(Parameters):
             shards: what this rank holds.
             side: what errors call this rank.
         """
-        self._model_config, self._device, self._alone, self._side = model_config, device, num_ranks == 1, side
+        self._model_config, self._device, self._side = model_config, device, side
         self._layers: dict[str, nn.Module] = {}
         """The layers of the parameters that vLLM repacks, by the parameters' names."""
         self._held: dict[str, Tensor] = {}
         self._latent = {name: layer for name, layer in model.named_modules() if isinstance(layer, MLAAttention)}
         made = {id(parameter) for layer in self._latent.values() for parameter in layer._parameters.values()}
         forms: dict[str, Tensor] = {name: p for name, p in model.named_parameters() if id(p) not in made}
-        for prefix, layer in model.named_modules():
-            formed = get_layerwise_info(layer).restore_metadata[0]
-            if not formed or not _is_repacked(layer, device.type == "cpu"):
-                continue
+        for prefix, layer, formed in _repacked_layers(model, device):
             for name in layer._parameters:
                 if name != "bias":  # the only parameter that vLLM does not repack
                     forms.pop(f"{prefix}.{name}", None)
@@ -207,12 +217,26 @@ class ModelParameters(Parameters):
                 module = shard.local_name.rpartition(".")[0]
                 self._plain.setdefault(module, []).append((shard.local_name, shard.local_box))
 
-    def expect(self, messages: Iterable[Message]) -> None:
-        """Count the bytes that a push brings to each layer: a layer is complete when all have arrived."""
-        self._due: Counter[nn.Module] = Counter()
-        for message in messages:
-            self._count(message, self._due, 1)
-        self._left = self._due.copy()
+    def last_turns(self, turns: Mapping[int, Sequence[Message]]) -> dict[str, int]:
+        """The last of the given turns that brings something to each layer that vLLM repacks, by the layers' names."""
+        found = {}
+        for turn, messages in turns.items():
+            for copied in (copied for message in messages for copied in message.copies):
+                if (layer := self._layers.get(copied.destination_name)) is not None:
+                    found[self._prefixes[layer]] = turn
+        return found
+
+    def repack_after(self, last_turns: Iterable[Mapping[str, int]]) -> None:
+        """Repack each layer of this rank after the last turn that brings something to it on any rank of the engine.
+
+        Args:
+            last_turns: those of each rank.
+        """
+        last: dict[str, int] = {}
+        for of_rank in last_turns:
+            last |= {name: max(turn, last.get(name, 0)) for name, turn in of_rank.items()}
+        mine = {self._prefixes[layer]: layer for layer in self._layers.values()}
+        self._order = [(turn, mine[name]) for turn, name in sorted((t, n) for n, t in last.items()) if name in mine]
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._layers:
@@ -224,6 +248,7 @@ class ModelParameters(Parameters):
 
     def begin(self, version: int, whole: bool) -> None:
         self._version, self._whole = version, whole
+        self._num_repacked = 0
         self._arrived: list[tuple[str, Box, Sums]] = []
         self._made_anew: dict[nn.Module, dict[str, Sums]] = {}
 
@@ -232,17 +257,16 @@ class ModelParameters(Parameters):
             if one.destination_name not in self._layers:
                 part = self.forms[one.destination_name][slices(one.destination_box)]
                 self._arrived.append((one.destination_name, one.destination_box, sums(part)))
-        for layer in self._count(message, self._left, -1):
-            if self._alone and not self._left[layer]:
-                self._repack(layer)
+
+    def reached(self, turn: float) -> None:
+        while self._num_repacked < len(self._order) and self._order[self._num_repacked][0] < turn:
+            self._repack(self._order[self._num_repacked][1])
+            self._num_repacked += 1
 
     def finish(self) -> dict[str, str]:
-        assert not any(self._left.values())
-        for layer in [] if self._alone else dict.fromkeys(self._layers.values()):
-            self._repack(layer)
+        self.reached(math.inf)
         for layer in self._latent.values():
             layer.process_weights_after_loading(self._model_config.dtype)
-        self._left = self._due.copy()
         return self._verify()
 
     def _is_verified(self, module: str) -> bool:
@@ -283,14 +307,6 @@ class ModelParameters(Parameters):
         anew.process_weights_after_loading(self._model_config.dtype)
         return anew
 
-    def _count(self, message: Message, counter: Counter[nn.Module], sign: int) -> set[nn.Module]:
-        layers = set()
-        for one in message.copies:
-            if (layer := self._layers.get(one.destination_name)) is not None:
-                counter[layer] += sign * one.num_bytes
-                layers.add(layer)
-        return layers
-
     def _repack(self, layer: nn.Module) -> None:
         """Let vLLM reload one layer. It gets this rank's part, so it has nothing to cut and nothing to fuse."""
         formed, buffers = get_layerwise_info(layer).restore_metadata
@@ -310,6 +326,14 @@ class ModelParameters(Parameters):
         finalize_layerwise_reload(layer, self._model_config)
         for name, loader in loaders.items():  # vLLM's own loaders stay as they were
             formed[name].weight_loader = loader
+
+
+def _repacked_layers(model: nn.Module, device: torch.device) -> Iterator[tuple[str, nn.Module, dict[str, Tensor]]]:
+    """(name, layer, its parameters as vLLM created them) of the layers that vLLM repacks."""
+    for name, layer in model.named_modules():
+        formed = get_layerwise_info(layer).restore_metadata[0]
+        if formed and _is_repacked(layer, device.type == "cpu"):
+            yield name, layer, formed
 
 
 def _is_repacked(layer: nn.Module, on_cpu: bool) -> bool:

@@ -9,7 +9,7 @@ time that any link needs.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_rl.bridge.line import SLOTS
-from megatron_rl.bridge.messages import schedule, split_messages, stretches
+from megatron_rl.bridge.messages import Message, schedule, split_messages, stretches
 from megatron_rl.layout import Links, TransferPlan
 
 
@@ -57,6 +57,44 @@ def all_stretches(plan: TransferPlan, bucket_bytes: int) -> list[Run]:
                 for part in stretches(turn, lambda message: chained or len(message.copies) > 1, bucket_bytes)
             ]
     return [run for number in sorted(runs) for run in runs[number]]
+
+
+def most_incomplete_bytes(plan: TransferPlan, bucket_bytes: int) -> int:
+    """The most bytes that a rank of an engine holds of modules that are not complete on all ranks of the engine: what a
+    push holds a second time if vLLM repacks every module. Engines that other engines feed hold about as much."""
+    turns: dict[int, list[Message]] = {}
+    for rank in np.unique(plan.source).tolist():
+        for to, copies in plan.sent_by(rank).items():
+            turns |= schedule(split_messages(rank, to, copies, bucket_bytes), plan.turns)
+    world, sizes, last = plan.engines.world_size, Counter[tuple[int, str]](), {}
+    arrivals = [(turns[number][0].destination, _modules(turns[number])) for number in sorted(turns)]
+    for index, (rank, modules) in enumerate(arrivals):
+        for module, num_bytes in modules.items():
+            sizes[rank, module] += num_bytes
+            last[rank // world, module] = index
+    held, most = Counter[int](), 0
+    begun: set[tuple[int, str]] = set()
+    ending: defaultdict[int, list[tuple[int, str]]] = defaultdict(list)
+    for module, index in last.items():
+        ending[index].append(module)
+    for index, (rank, modules) in enumerate(arrivals):
+        for module in modules:
+            if (rank, module) not in begun:
+                begun.add((rank, module))
+                held[rank] += sizes[rank, module]
+        most = max(most, held[rank])
+        for engine, module in ending[index]:
+            for other in range(engine * world, (engine + 1) * world):
+                held[other] -= sizes[other, module]
+    return most
+
+
+def _modules(messages: Iterable[Message]) -> Counter[str]:
+    """The bytes that messages bring to each module."""
+    found = Counter[str]()
+    for copied in (copied for message in messages for copied in message.copies):
+        found[copied.destination_name.rpartition(".")[0]] += copied.num_bytes
+    return found
 
 
 def replay(order: Iterable[Run], plan: TransferPlan, links: Links, costs: Costs = Costs()) -> float:

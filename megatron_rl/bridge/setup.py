@@ -71,6 +71,7 @@ class BridgeSetup:
             dtype=self.dtype,
             links=self.links,
             recorded=self.recorded,
+            repacked=any(rank.repacked for rank in self.recorded),
         )
 
     def engine_shards(self, rank: int) -> list[Shard]:

@@ -64,6 +64,8 @@ class Recording:
     placements: tuple[Placement, ...]
     rows: tuple[tuple[str, str, int], ...]
     """(prefix of the HF names, prefix of the local names, index of the placement), in the order of loading."""
+    repacked: bool = False
+    """Whether vLLM repacks some of the layers when their weights have come."""
 
     @property
     def placed(self) -> list[Placed]:

@@ -48,6 +48,9 @@ class TransferPlan:
     """[num_runs]: the first byte of each run in its pair's stream."""
     stop: NDArray[np.int64]
     stream: Stream
+    stage_size: int | None = None
+    """The number of consecutive source ranks that hold the same layers, if all routes from them to an engine are to
+    advance together, layer by layer. None: no route waits for another one."""
 
     @cached_property
     def digest(self) -> str:
@@ -56,7 +59,8 @@ class TransferPlan:
         for side in (regions.source, regions.destination):
             sha.update(repr((side.cuts, side.hf_prefixes, side.prefixes)).encode())
         engines = self.engines
-        sha.update(repr((self.dtype, self.num_sources, engines.num, engines.world_size, engines.chains)).encode())
+        ranks = (self.num_sources, self.stage_size, engines.num, engines.world_size, engines.chains)
+        sha.update(repr((self.dtype, *ranks)).encode())
         arrays = (regions.source.held, regions.destination.held, regions.boxes, regions.item_block, regions.item_held)
         for array in (*arrays, regions.item_box, self.stream.items, self.stream.first):
             sha.update(np.ascontiguousarray(array, np.int64).tobytes())
@@ -88,7 +92,14 @@ class TransferPlan:
         num_bytes = np.zeros(len(keys), np.int64)
         np.add.at(num_bytes, route, self.bytes)
         source, destination = (ends.tolist() for ends in np.divmod(keys, self.num_destinations))
-        turns = order_routes(source, destination, num_bytes.tolist())
+        groups = None
+        if self.stage_size is not None:
+            stages = -(-self.num_sources // self.stage_size)
+            groups = [
+                to // self.engines.world_size * stages + rank // self.stage_size
+                for rank, to in zip(source, destination)
+            ]
+        turns = order_routes(source, destination, num_bytes.tolist(), groups)
         return dict(zip(zip(source, destination), turns))
 
     @property
@@ -235,6 +246,7 @@ def plan_weights(
     dtype: str = "bfloat16",
     links: Links = Links(),
     recorded: tuple[Recording, ...] = (),
+    repacked: bool = False,
 ) -> TransferPlan:
     """The plan from a trainer to equal engines. A destination rank is engine * engines.world_size + the engine's rank.
 
@@ -242,6 +254,8 @@ def plan_weights(
         fused_norms: the trainer has Transformer Engine's layers.
         dtype: the dtype in which the bytes are sent.
         recorded: what the ranks of an engine hold. If it is empty, the family's table says so.
+        repacked: the engines repack layers, and hold each of them a second time until all of its bytes have arrived. So
+            the layers are to arrive one after the other.
 
     Raises:
         ValueError: the mesh does not divide heads, FFNs, experts or layers, or vLLM cannot split the family so widely.
@@ -256,11 +270,18 @@ def plan_weights(
             family.vllm_placed(shape, tensor, rank, engines.expert_parallel, pipeline)
             for rank in range(tensor * pipeline)
         )
-    return plan_regions(intersect_sides(source, destination), mesh.world_size, engines, links, dtype)
+    regions = intersect_sides(source, destination)
+    stage_size = mesh.stage_size if repacked else None
+    return plan_regions(regions, mesh.world_size, engines, links, dtype, stage_size)
 
 
 def plan_regions(
-    regions: Regions, num_sources: int, engines: Engines, links: Links = Links(), dtype: str = "bfloat16"
+    regions: Regions,
+    num_sources: int,
+    engines: Engines,
+    links: Links = Links(),
+    dtype: str = "bfloat16",
+    stage_size: int | None = None,
 ) -> TransferPlan:
     """Distribute the regions over the ranks that hold them. The destination of `regions` is one engine."""
     stream = Stream.of(regions, dtype)
@@ -290,6 +311,7 @@ def plan_regions(
         start[order],
         stop[order],
         stream,
+        stage_size,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,8 @@ def sized(source: int, destination: int, number: int, num_bytes: int) -> Message
 
 
 NUM_TRAINERS, NUM_HEADS, BUCKET_BYTES = 5, 7, 3 * ALIGNMENT_BYTES
+WORLD = 2
+"""The ranks of an engine that the trainers feed; the last engine has only one."""
 
 
 def trainer(order: list[Stretch], facts: set):
@@ -83,8 +86,14 @@ def trainer(order: list[Stretch], facts: set):
         yield "answered", stretch, 0
 
 
-def engine(order: list[Stretch], hop: int, feeds: bool, facts: set):
-    """What `Intake._receive` does in the engine that has `hop` engines before it in its chain."""
+def engine(rank: int, order: list[tuple[int, Stretch]], hop: int, feeds: bool, points: list[int], facts: set):
+    """What `Intake._receive` does in a rank of the engine that has `hop` engines before it in its chain.
+
+    Args:
+        order: its stretches, each with its turn.
+        points: the turns after which the ranks of the engine repack a layer together.
+    """
+    points, turns, order = points[::-1], [turn for turn, _ in order], [stretch for _, stretch in order]
     slots: list[Stretch | None] = [None] * (SLOTS + feeds)
 
     def expect(index: int) -> None:
@@ -95,7 +104,16 @@ def engine(order: list[Stretch], hop: int, feeds: bool, facts: set):
 
     for index in range(min(SLOTS, len(order))):
         expect(index)
+
+    def repack_before(turn: float):
+        while points and points[-1] < turn:
+            facts.add(("repacks", points[-1], rank, hop))
+            peers = range(rank // WORLD * WORLD, min(rank // WORLD * WORLD + WORLD, NUM_HEADS))
+            yield from [("repacks", points[-1], peer, hop) for peer in peers]
+            points.pop()
+
     for index, stretch in enumerate(order):
+        yield from repack_before(turns[index])
         yield "posted", stretch, hop
         facts.add(("posted", stretch, hop + 1))
         facts.add(("answered", stretch, hop))
@@ -105,6 +123,7 @@ def engine(order: list[Stretch], hop: int, feeds: bool, facts: set):
             expect(index + SLOTS)
     for stretch in order[-1:] if feeds else []:
         yield "answered", stretch, hop + 1
+    yield from repack_before(math.inf)
 
 
 def run_on(programs: dict, waits: dict, facts: set) -> None:
@@ -122,14 +141,17 @@ def run_on(programs: dict, waits: dict, facts: set) -> None:
         st.lists(st.tuples(st.integers(1, 9).map(lambda size: 2 * size), st.booleans()), min_size=1, max_size=8),
         max_size=12,
     ),
-    st.sets(st.integers(0, NUM_HEADS - 1)),
+    st.sets(st.integers(0, (NUM_HEADS - 1) // WORLD)),
     st.integers(1, 3),
     st.sampled_from([1, 3, 128]),
+    st.sets(st.integers(0, 40)),
 )
-def test_two_buffers_are_enough_whatever_the_routes(routes, late, length, num_blocks):
-    """Played through, with chains of `length` engines that feed another one and need a third buffer. No rank waits in a
-    circle, and none waits for the late engines before all others have everything. Each rank knows its own messages
-    alone, and has the same stretches as the ranks at the other ends of its lines."""
+def test_two_buffers_are_enough_whatever_the_routes(routes, late, length, num_blocks, points):
+    """Played through, with chains of `length` engines that feed another one and need a third buffer, and with layers
+    that all ranks of an engine repack together. No rank waits in a circle, and none waits for the late engines before
+    all others have everything. Each rank knows its own messages alone, and has the same stretches as the ranks at the
+    other ends of its lines."""
+    late = {head for head in range(NUM_HEADS) if head // WORLD in late}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("megatron_rl.layout.turns.NUM_BLOCKS", num_blocks)
         sizes = [sum(size for size, _ in messages) for messages in routes.values()]
@@ -140,15 +162,19 @@ def test_two_buffers_are_enough_whatever_the_routes(routes, late, length, num_bl
         for number, (size, packed) in enumerate(messages)
     }
 
-    def of_rank(side: str, rank: int) -> list[Stretch]:
-        order = schedule([message for message in every if getattr(message, side) == rank], turns).values()
-        return [Stretch.of(part, every.get) for turn in order for part in stretches(turn, every.get, BUCKET_BYTES)]
+    def of_rank(side: str, rank: int) -> list[tuple[int, Stretch]]:
+        order = schedule([message for message in every if getattr(message, side) == rank], turns)
+        return [
+            (number, Stretch.of(part, every.get))
+            for number, turn in order.items()
+            for part in stretches(turn, every.get, BUCKET_BYTES)
+        ]
 
-    outgoing = {source: of_rank("source", source) for source in range(NUM_TRAINERS)}
+    outgoing = {source: [stretch for _, stretch in of_rank("source", source)] for source in range(NUM_TRAINERS)}
     incoming = {head: of_rank("destination", head) for head in range(NUM_HEADS)}
     for source, head in itertools.product(outgoing, incoming):
         sent = [stretch for stretch in outgoing[source] if stretch.destination == head]
-        assert sent == [stretch for stretch in incoming[head] if stretch.source == source]
+        assert sent == [stretch for _, stretch in incoming[head] if stretch.source == source]
         for stretch in sent:
             num_packed = sum(start is not None for start in stretch.starts)
             assert stretch.buffer_bytes <= BUCKET_BYTES or num_packed == 1
@@ -158,7 +184,8 @@ def test_two_buffers_are_enough_whatever_the_routes(routes, late, length, num_bl
     programs = {f"trainer {source}": trainer(late_last(order, late), facts) for source, order in outgoing.items()}
     for (head, order), hop in itertools.product(incoming.items(), range(length)):
         begin = [others_done] if head in late else []
-        programs[f"engine {head}, {hop}"] = itertools.chain(begin, engine(order, hop, hop + 1 < length, facts))
+        program = engine(head, order, hop, hop + 1 < length, sorted(points), facts)
+        programs[f"engine {head}, {hop}"] = itertools.chain(begin, program)
     waits = {name: next(program, None) for name, program in programs.items()}
     run_on(programs, waits, facts)
     for head, hop in itertools.product(set(incoming) - late, range(length)):

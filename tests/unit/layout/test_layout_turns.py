@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.layout import Engines, plan_weights, read_shape
-from megatron_rl.layout.turns import NUM_BLOCKS, order_routes
+from megatron_rl.layout.turns import NUM_BLOCKS, WINDOW, order_routes
 from megatron_rl.types import Mesh
 
 MODELS = Path(__file__).parents[3] / "configs" / "model"
@@ -68,6 +68,32 @@ def gaps(played, side: int):
                 if begin > free:
                     yield free, begin, end
                 free = stop
+
+
+@given(ROUTES, st.data())
+def test_the_routes_of_a_group_advance_together(routes, data):
+    groups = data.draw(st.lists(st.integers(0, 2), min_size=len(routes), max_size=len(routes)))
+    turns = order_routes(*zip(*routes), list(routes.values()), groups)
+    sizes = list(routes.values())
+    begun = sorted((turn.number, route, turn.stop) for route, own in enumerate(turns) for turn in own)
+    assert [number for number, *_ in begun] == list(range(len(begun)))
+    started = [0] * len(sizes)
+    for _, route, stop in begun:
+        share = {other: started[other] / sizes[other] for other in range(len(sizes)) if groups[other] == groups[route]}
+        assert share[route] < min(share.values()) + WINDOW + 1e-9
+        assert stop > started[route]
+        started[route] = stop
+    assert started == sizes, "the blocks add up"
+
+
+def test_a_group_by_hand():
+    """Source 0 has a route to each destination. Destination 1 is fuller, because source 1 sends to it as well, so the
+    route there goes first. In a group it waits whenever it is two of its eight blocks ahead."""
+    ends = [0, 0, 1], [0, 1, 1], [8, 8, 8]
+    for groups, expected in ((None, [1] * 8 + [0] * 8), ([0, 0, 1], [1, 1] + [0, 1] * 6 + [0, 0])):
+        turns = order_routes(*ends, groups)
+        begun = sorted((turn.number, route) for route in (0, 1) for turn in turns[route])
+        assert [route for _, route in begun] == expected
 
 
 def test_three_routes_by_hand():

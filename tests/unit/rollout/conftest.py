@@ -49,8 +49,9 @@ class Stage:
     def run(self, awaitable: Awaitable):
         return self._loop.run_until_complete(awaitable)
 
-    def rejoin(self) -> None:
-        self.trainers.rejoin()
+    def rejoin(self, **changes) -> None:
+        """Join the bridge again, with these changes of its setup."""
+        self.trainers.rejoin(**changes)
         self.run(self.engine.weights.init_transfer(self.trainers.info))
 
     def push(self, folder: Path, version: int):

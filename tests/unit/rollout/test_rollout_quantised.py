@@ -10,10 +10,13 @@ import transformers
 import warm
 from loaded_engine import checksums
 from patience import deadline
+from repacking import note_repacking, notes
 from tiny_trainers import write_model
 from vllm_workers import called_in_workers
 
 from megatron_rl.layout import read_shape, vllm_shards
+from megatron_rl.layout.shards import volume
+from megatron_rl.layout.turns import WINDOW
 from megatron_rl.types import Mesh
 
 
@@ -41,6 +44,25 @@ def test_pushed_weights_are_quantised_as_loaded_ones(make_stage, tmp_path, tenso
         assert sum("weight_scale" in name for name in layers) == 8  # 2 layers x (qkv, o, gate and up, down)
         assert {name: now[name] for name in layers} == {name: expected[name] for name in layers}
         assert all(before[name] != now[name] for name in layers)
+
+
+def test_a_push_holds_few_layers_and_all_ranks_repack_them_in_one_order(make_stage, tmp_path):
+    """vLLM may reduce over the ranks of an engine while it repacks a layer."""
+    folder = write_model(tmp_path / "deep", seed=0, num_hidden_layers=8)
+    sizes = dict(max_prompt_tokens=16, max_response_tokens=8)
+    stage = make_stage(folder, Mesh(tensor=2), dtype="bfloat16", tensor=2, quantization="fp8_per_channel", **sizes)
+    recorded = stage.run(stage.engine.weights.record_loading(read_shape(folder)))
+    assert all(rank.repacked for rank in recorded)
+    stage.rejoin(recorded=tuple(recorded), bucket_bytes=2**12)
+    stage.run(called_in_workers(stage.engine, note_repacking))
+    stage.push(folder, 0)
+    first, second = stage.run(called_in_workers(stage.engine, notes))
+    assert [name for name, _ in first] == [name for name, _ in second]
+    assert len({name for name, _ in first}) == len(first) == 8 * 4  # qkv, o, gate and up, down
+    weights = [shard.local_box for shard in recorded[0].shards if shard.local_name.endswith("proj.weight")]
+    whole = 2 * sum(volume(box) for box in weights)
+    for held in ([num_bytes for _, num_bytes in first], [num_bytes for _, num_bytes in second]):
+        assert 0 < max(held) <= whole * (WINDOW + 1 / 8)  # two layers lie around the ends of the window
 
 
 def write_latent_model(folder: Path, seed: int) -> Path:

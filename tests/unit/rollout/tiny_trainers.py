@@ -106,9 +106,9 @@ class TinyTrainers:
     def info(self) -> dict:
         return {"setup": self.setup.as_dict(), "engine": 0}
 
-    def rejoin(self) -> None:
-        """Make all trainer ranks join the bridge again; the engine must do so too."""
-        self.setup = replace(self.setup, epoch=self.setup.epoch + 1)
+    def rejoin(self, **changes) -> None:
+        """Make all trainer ranks join the bridge again, with changes of the setup; the engine must do so too."""
+        self.setup = replace(self.setup, epoch=self.setup.epoch + 1, **changes)
         for commands in self._commands:
             commands.send(self.setup)
 

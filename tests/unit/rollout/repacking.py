@@ -1,0 +1,24 @@
+"""What the workers of an engine note while a push makes them repack layers."""
+
+from __future__ import annotations
+
+NOTES: list[tuple[str, int]] = []
+"""The name of each layer that was repacked, and the bytes that the worker held at that time in the checkpoint's
+form."""
+
+
+def note_repacking(worker) -> None:
+    """Let a worker write down the layers that it repacks from now on."""
+    from megatron_rl.bridge.receiver import ModelParameters
+
+    repack = ModelParameters._repack
+
+    def noted(self, layer) -> None:
+        NOTES.append((self._prefixes[layer], sum(tensor.nbytes for tensor in self._held.values())))
+        repack(self, layer)
+
+    ModelParameters._repack = noted
+
+
+def notes(worker) -> list[tuple[str, int]]:
+    return NOTES
