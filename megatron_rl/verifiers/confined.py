@@ -1,0 +1,516 @@
+"""What runs inside the sandbox: a program alone, or a program and its tests in two processes. Only the standard library
+is used, because these processes are bare interpreters that cannot import this package.
+
+The tests never share an interpreter with the program. The process with the tests sees the program through a pipe: it
+asks for calls and gets values. So the program can patch its builtins, read its frames, raise what it likes or end its
+process: the assert runs elsewhere, over values of builtin types that were made there from text.
+
+Invariants: what the program answers is only read as data (JSON), and only values of the types in `decode` are made of
+it; no operand of a comparison is ever sent to the program, so it cannot learn what is expected, nor judge itself. An
+object of the program's own classes stays where it is. The tests hold a `Remote` in its place, whose attributes, items
+and calls they can use, and which equals no value of another kind.
+"""
+
+from __future__ import annotations
+
+import builtins
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from types import CodeType, ModuleType
+from typing import Any
+
+MAX_MESSAGE_BYTES = 64 << 20
+MAX_REASON_CHARACTERS = 300
+
+# --- the program alone ---
+
+
+def run_script(program: str) -> None:
+    """Run the program as `python program.py` would: with its standard input and output."""
+    exec(compile(program, "program.py", "exec"), module_of("__main__").__dict__)
+
+
+def module_of(name: str) -> ModuleType:
+    """A new module under a name by which dataclasses and pickle can find it."""
+    sys.modules[name] = module = ModuleType(name)
+    return module
+
+
+# --- messages between the tests and the program ---
+
+
+class Line:
+    """One message a line, as JSON."""
+
+    def __init__(self, receive: int, send: int) -> None:
+        self._in, self._out = os.fdopen(receive, "rb"), os.fdopen(send, "wb")
+
+    def send(self, *message: Any) -> None:
+        self._out.write(json.dumps(message).encode() + b"\n")
+        self._out.flush()
+
+    def receive(self) -> list[Any]:
+        """Raises EOFError if the other side has ended, and ValueError if it sent no message."""
+        line = self._in.readline(MAX_MESSAGE_BYTES)
+        if not line:
+            raise EOFError("the other side has ended")
+        if not line.endswith(b"\n"):
+            raise ValueError(f"a message is longer than {MAX_MESSAGE_BYTES} bytes, or was cut")
+        message = json.loads(line)
+        if not isinstance(message, list) or not message:
+            raise ValueError("a message is not a list")
+        return message
+
+
+def encode(value: Any, refer: Callable[[Any], list[Any]]) -> Any:
+    """A value as JSON. Subclasses of the builtin types travel as what they extend, such as a Counter as a dict.
+
+    Args:
+        refer: gives the reference to an object that is of no such type.
+    """
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, int):
+        # As text a large number is slow to write and to read, and longer than the interpreter allows.
+        return int(value) if -(2**63) < value < 2**63 else ["int", hex(value)]
+    if isinstance(value, float):
+        return float(value)
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, bytes | bytearray):
+        return ["bytes" if isinstance(value, bytes) else "bytearray", bytes(value).decode("latin-1")]
+    for kind in (list, tuple, set, frozenset):
+        if isinstance(value, kind):
+            return [kind.__name__, *(encode(item, refer) for item in value)]
+    if isinstance(value, dict):
+        return ["dict", *([encode(key, refer), encode(item, refer)] for key, item in value.items())]
+    if isinstance(value, complex):
+        return ["complex", value.real, value.imag]
+    if isinstance(value, range):
+        return ["range", value.start, value.stop, value.step]
+    if isinstance(value, type) and getattr(builtins, value.__name__, None) is value:
+        return ["type", value.__name__]
+    match type(value).__module__, type(value).__name__:
+        case "collections", "deque":
+            return ["deque", *(encode(item, refer) for item in value)]
+        case ("decimal", "Decimal" as name) | ("fractions", "Fraction" as name):
+            return [name, str(value)]
+    return refer(value)
+
+
+def decode(data: Any, resolve: Callable[[list[Any]], Any]) -> Any:
+    """The value of `encode`'s result, of exactly a builtin type, a deque, a Decimal or a Fraction.
+
+    Args:
+        resolve: gives the object to which a reference refers.
+
+    Raises:
+        Exception: the data are no such result.
+    """
+    if not isinstance(data, list):
+        if isinstance(data, dict):
+            raise ValueError("a message holds a JSON object")
+        return data
+    kind, *items = data
+    if kind == "int":
+        return int(items[0], 16)
+    if kind in ("bytes", "bytearray"):
+        return getattr(builtins, kind)(items[0].encode("latin-1"))
+    if kind in ("list", "tuple", "set", "frozenset"):
+        return getattr(builtins, kind)([decode(item, resolve) for item in items])
+    if kind == "dict":
+        return {decode(key, resolve): decode(item, resolve) for key, item in items}
+    if kind in ("complex", "range"):
+        return getattr(builtins, kind)(*items)
+    if kind == "type" and isinstance(getattr(builtins, items[0]), type):
+        return getattr(builtins, items[0])
+    if kind == "deque":
+        from collections import deque
+
+        return deque(decode(item, resolve) for item in items)
+    if kind == "Decimal":
+        from decimal import Decimal
+
+        return Decimal(items[0])
+    if kind == "Fraction":
+        from fractions import Fraction
+
+        return Fraction(items[0])
+    return resolve(data)
+
+
+def reason_of(error: BaseException) -> str:
+    """The type and the message of an error, cut. What the program raises may have a __str__ that raises."""
+    try:
+        return f"{type(error).__name__}: {error}".removesuffix(": ")[:MAX_REASON_CHARACTERS]
+    except Exception:
+        return type(error).__name__
+
+
+# --- the program's side ---
+
+
+class Served:
+    """Runs the program's functions for the tests. It trusts nothing of its own process, and nobody trusts it."""
+
+    OPERATIONS: dict[str, Callable[..., Any]] = {
+        "call": lambda function, arguments, options: function(*arguments, **options),
+        "getattr": getattr,
+        "setattr": setattr,
+        "getitem": lambda container, key: container[key],
+        "setitem": lambda container, key, value: container.__setitem__(key, value),
+        "iter": iter,
+        "next": next,
+        "len": len,
+        "bool": bool,
+        "str": str,
+        "repr": repr,
+        "eq": lambda one, other: bool(one == other),
+        "isinstance": isinstance,
+    }
+
+    def __init__(self, line: Line) -> None:
+        self._line = line
+        self._objects: list[Any] = []
+        """Every object to which the tests have a reference; it is kept, so that its id stays its own."""
+        self._numbers: dict[int, int] = {}
+
+    def serve(self, program: str) -> None:
+        """Load the program, and answer the tests until they end."""
+        module = module_of("program")
+        try:
+            exec(compile(program, "program.py", "exec"), module.__dict__)
+        except BaseException as error:  # SystemExit too: a program that ends has no functions
+            self._line.send("failed", reason_of(error))
+            return
+        self._line.send("loaded")
+        while True:
+            kind, *rest = self._line.receive()
+            if kind == "names":
+                found = {name: getattr(module, name) for name in rest[0] if hasattr(module, name)}
+                self._line.send("names", {name: self._encode(value) for name, value in found.items()})
+            else:
+                self._line.send(*self._answer(kind, rest))
+
+    def _answer(self, operation: str, data: list[Any]) -> list[Any]:
+        try:
+            arguments = [self._decode(item) for item in data]
+            result = self._encode(self.OPERATIONS[operation](*arguments))
+            # A function may change its arguments: the tests then expect to see that.
+            after = [self._encode(item) for item in arguments[1]] if operation == "call" else []
+            changed = [[i, new] for i, new in enumerate(after) if new != data[1][1 + i]]
+            return ["result", result, changed]
+        except BaseException as error:
+            classes = [kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins"]
+            plain = [item if isinstance(item, str | int | float | None) else reason_of(error) for item in error.args]
+            return ["raised", classes, plain, reason_of(error)]
+
+    def _encode(self, value: Any) -> Any:
+        return encode(value, self._refer)
+
+    def _refer(self, value: Any) -> list[Any]:
+        if isinstance(value, Callback):
+            return ["callback", value.number]
+        number = self._numbers.setdefault(id(value), len(self._objects))
+        if number == len(self._objects):
+            self._objects.append(value)
+        return ["object", number]
+
+    def _decode(self, data: Any) -> Any:
+        return decode(data, self._resolve)
+
+    def _resolve(self, reference: list[Any]) -> Any:
+        kind, number = reference
+        return Callback(self, number) if kind == "callback" else self._objects[number]
+
+    def call_back(self, number: int, arguments: tuple[Any, ...]) -> Any:
+        """Call a function that the tests gave as an argument."""
+        self._line.send("callback", number, self._encode(arguments))
+        while True:
+            kind, *rest = self._line.receive()
+            if kind == "returned":
+                return self._decode(rest[0])
+            if kind == "callback raised":
+                raise getattr(builtins, rest[0])(rest[1])
+            self._line.send(*self._answer(kind, rest))
+
+
+def serve_program(receive: int, send: int, program: str) -> None:
+    Served(Line(receive, send)).serve(program)
+
+
+class Callback:
+    """A function of the tests, in the program's process."""
+
+    def __init__(self, served: Served, number: int) -> None:
+        self.served, self.number = served, number
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self.served.call_back(self.number, arguments)
+
+
+# --- the tests' side ---
+
+
+class ProgramEnded(BaseException):
+    """The program's process has ended, or has sent what is no answer."""
+
+
+class CannotCarry(BaseException):
+    """The tests give the program an object that cannot leave their process."""
+
+
+class ProgramError(Exception):
+    """The program raised what is no Exception, such as SystemExit."""
+
+
+class Program:
+    """The program as the tests see it."""
+
+    def __init__(self, line: Line) -> None:
+        self._line = line
+        self._callbacks: list[Callable[..., Any]] = []
+        self.fault: ProgramEnded | CannotCarry | None = None
+        """What ended the exchange. It is kept, because a test may catch every exception."""
+
+    def load(self) -> str | None:
+        """Wait until the program has been loaded. Returns why it could not be, or None."""
+        match self._receive():
+            case ["loaded"]:
+                return None
+            case ["failed", str(reason)]:
+                return f"the program could not be loaded: {reason[:MAX_REASON_CHARACTERS]}"
+        raise self._ended("it sent no answer")
+
+    def globals_for(self, names: set[str]) -> dict[str, Any]:
+        """The names that the program defines of those that a test uses.
+
+        A builtin and a module of the standard library are the tests' own. Otherwise a program could define an `abs`
+        that always returns 0. Only if the program defines none of the other names, its `sum` must be what is tested.
+        """
+        self._send("names", sorted(names))
+        match self._receive():
+            case ["names", dict(answer)]:
+                found = {name: data for name, data in answer.items() if name in names}
+            case _:
+                raise self._ended("it sent no answer")
+        own = {name for name in found if not hasattr(builtins, name) and name not in sys.stdlib_module_names}
+        if not own:
+            return {name: self._decode(data) for name, data in found.items()}
+        modules = {name: __import__(name) for name in found if name in sys.stdlib_module_names}
+        return modules | {name: self._decode(found[name]) for name in own}
+
+    def ask(self, operation: str, *arguments: Any) -> Any:
+        """The result of an operation on the program's objects. Raises what the program raised."""
+        self._send(operation, *(self._encode(argument) for argument in arguments))
+        while True:
+            match self._receive():
+                case ["result", data, [*changes]]:
+                    result = self._decode(data)
+                    for change in changes:
+                        match change:
+                            case [int(index), new] if 0 <= index < len(arguments[1]):
+                                replace(arguments[1][index], self._decode(new))
+                    return result
+                case ["raised", [*classes], [*parts], str(reason)]:
+                    raise exception_of(operation, classes, parts, reason)
+                case ["callback", int(number), data] if 0 <= number < len(self._callbacks):
+                    self._call_back(self._callbacks[number], self._decode(data))
+                case _:
+                    raise self._ended("it sent no answer")
+
+    def _call_back(self, function: Callable[..., Any], arguments: Any) -> None:
+        try:
+            self._send("returned", self._encode(function(*arguments)))
+        except Exception as error:
+            known = getattr(builtins, type(error).__name__, None) is type(error)
+            self._send("callback raised", type(error).__name__ if known else "RuntimeError", str(error))
+
+    def _ended(self, reason: str) -> ProgramEnded:
+        self.fault = ProgramEnded(reason)
+        return self.fault
+
+    def _send(self, *message: Any) -> None:
+        try:
+            self._line.send(*message)
+        except OSError:
+            raise self._ended("its process has ended") from None
+
+    def _receive(self) -> list[Any]:
+        try:
+            return self._line.receive()
+        except EOFError:
+            raise self._ended("its process has ended") from None
+        except (ValueError, RecursionError) as error:
+            raise self._ended(f"it sent no message: {reason_of(error)}") from None
+
+    def _encode(self, value: Any) -> Any:
+        return encode(value, self._refer)
+
+    def _refer(self, value: Any) -> list[Any]:
+        if type(value) is Remote:
+            return ["object", object.__getattribute__(value, "_number")]
+        if callable(value):
+            self._callbacks.append(value)
+            return ["callback", len(self._callbacks) - 1]
+        self.fault = CannotCarry(f"the test gives the program an object of type {type(value).__name__}")
+        raise self.fault
+
+    def _decode(self, data: Any) -> Any:
+        try:
+            return decode(data, self._resolve)
+        except Exception as error:
+            raise self._ended(f"it sent no value: {reason_of(error)}") from None
+
+    def _resolve(self, reference: list[Any]) -> Any:
+        match reference:
+            case ["callback", int(number)]:
+                return self._callbacks[number]
+            case ["object", int(number)]:
+                return Remote(self, number)
+        raise ValueError(f"no value is of the kind {reference[0]!r}")
+
+
+class Remote:
+    """An object in the program's process: a function, a class, or an object of a type that does not travel."""
+
+    __slots__ = ("_number", "_program")
+    _number: int
+    _program: Program
+
+    def __init__(self, program: Program, number: int) -> None:
+        object.__setattr__(self, "_program", program)
+        object.__setattr__(self, "_number", number)
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        return self._program.ask("call", self, list(arguments), options)
+
+    def __getattr__(self, name: str) -> Any:
+        return self._program.ask("getattr", self, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._program.ask("setattr", self, name, value)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._program.ask("getitem", self, key)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._program.ask("setitem", self, key, value)
+
+    def __iter__(self) -> Iterator[Any]:
+        iterator = self._program.ask("iter", self)
+        while True:
+            try:
+                yield self._program.ask("next", iterator)
+            except StopIteration:
+                return
+
+    def __next__(self) -> Any:
+        return self._program.ask("next", self)
+
+    def __len__(self) -> int:
+        return int(self._program.ask("len", self))
+
+    def __bool__(self) -> bool:
+        return self._program.ask("bool", self) is True
+
+    def __str__(self) -> str:
+        return str(self._program.ask("str", self))
+
+    def __repr__(self) -> str:
+        return str(self._program.ask("repr", self))
+
+    def __eq__(self, other: object) -> bool:
+        """Two of the program's own objects are compared by the program; nothing else equals one."""
+        return type(other) is Remote and self._program.ask("eq", self, other) is True
+
+    def __hash__(self) -> int:
+        return self._number
+
+    def __instancecheck__(self, value: Any) -> bool:
+        return type(value) is Remote and self._program.ask("isinstance", value, self) is True
+
+
+def replace(old: Any, new: Any) -> None:
+    """Give a container of the tests the contents that it has in the program."""
+    if type(old) is type(new) and isinstance(old, list | bytearray):
+        old[:] = new
+    elif type(old) is type(new) and isinstance(old, set | dict):
+        old.clear()
+        old.update(new)
+
+
+def exception_of(operation: str, classes: list[Any], arguments: list[Any], reason: str) -> Exception:
+    """The builtin exception that is nearest to what the program raised.
+
+    Args:
+        classes: the names of its class and of the classes that it extends, the nearest first.
+    """
+    for kind in (getattr(builtins, str(name), None) for name in classes):
+        # StopIteration would end a loop of the test, with the asserts that are still to come.
+        ends_loop = kind in (StopIteration, StopAsyncIteration) and operation != "next"
+        if isinstance(kind, type) and issubclass(kind, Exception) and not ends_loop:
+            try:
+                return kind(*arguments)
+            except TypeError:  # it needs other arguments: the class that it extends takes any
+                continue
+    return ProgramError(reason)
+
+
+def run_tests(receive: int, send: int, tests: list[str], results: int) -> None:
+    """Run each test in a fresh name space, and write one line of JSON for each: [verdict, reason].
+
+    The verdict is `passed`, `failed`, `ended` (the program's process has ended, so no other test can run) or `broken`
+    (the test itself is at fault).
+    """
+    with os.fdopen(results, "w") as report:
+        program = Program(Line(receive, send))
+        try:
+            fault = program.load()
+        except ProgramEnded as error:
+            print(json.dumps(["ended", str(error)]), file=report)
+            return
+        for test in tests:
+            verdict, reason = ("failed", fault) if fault else run_test(program, test)
+            print(json.dumps([verdict, reason]), file=report, flush=True)
+            if verdict == "ended":
+                return
+
+
+def run_test(program: Program, test: str) -> tuple[str, str]:
+    try:
+        code = compile(test, "test", "exec")
+    except (SyntaxError, ValueError) as error:
+        return "broken", f"it is no Python: {reason_of(error)}"
+    failure = ""
+    try:
+        exec(code, {"__name__": "test", **program.globals_for(names_of(code))})
+    except BaseException as error:
+        failure = f"line {line_of(error)} of the test: {reason_of(error)}"
+    if isinstance(program.fault, CannotCarry):
+        return "broken", str(program.fault)
+    if program.fault is not None:
+        return "ended", str(program.fault)
+    return ("failed", failure) if failure else ("passed", "")
+
+
+def line_of(error: BaseException) -> int:
+    """The last line of the test through which the error went."""
+    trace, line = error.__traceback__, 0
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename == "test":
+            line = trace.tb_lineno
+        trace = trace.tb_next
+    return line
+
+
+def names_of(code: CodeType) -> set[str]:
+    """The global names that a test uses, and those of the attributes."""
+    inner = (item for item in code.co_consts if isinstance(item, CodeType))
+    return set(code.co_names).union(*map(names_of, inner))
+
+
+ROLES = {"script": run_script, "program": serve_program, "tests": run_tests}
+"""What a confined process can do."""
