@@ -25,7 +25,6 @@ import select
 import signal
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import threading
 import time
@@ -344,7 +343,8 @@ def _confined(
 @cache
 def _visible() -> list[str]:
     """What a program may read: the standard library and the shared libraries of the system."""
-    standard = {os.path.dirname(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")}
+    pure, compiled = os.path.dirname(os.__file__), os.path.join(sys.base_exec_prefix, sys.platlibdir)
+    standard = {os.path.dirname(os.path.realpath(pure)), os.path.realpath(compiled)}
     system = {"/usr/lib", "/usr/lib64", "/lib", "/lib64", "/etc/ld.so.cache", "/usr/share/zoneinfo"}
     paths = sorted(path for path in standard | system if os.path.exists(path))
     return [path for path in paths if not any(path.startswith(other + "/") for other in paths)]
