@@ -1,0 +1,130 @@
+"""Scores a Python program by the unit tests of its row.
+
+Invariants: the program is judged only by values that it returns or prints, outside its process (`confined.py`); each
+test has the full limits for itself; a row whose tests are broken, and a sandbox that does not work, give an abstention
+and never the score 0.
+
+What a program can still do is to guess: it sees the arguments of a test. A test that calls two functions of the program
+and compares their results (`decode(encode(x)) == x`) is judged on values that the program chose on both sides, and one
+that compares two objects of the program's own classes asks the program's `__eq__`. Tests should import what they need:
+a name like `isclose` that only the program imports is the program's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+from megatron_rl.types import Verdict
+from megatron_rl.verifiers.sandbox import Limits, SandboxError, run_script, run_tests
+
+FENCE = re.compile(r" {0,3}(`{3,}|~{3,})(.*)")
+
+Score = Literal["share", "all"] | float
+
+
+def verify(text: str, cases: Sequence[str | Mapping[str, str]], limits: Limits, score: Score) -> Verdict:
+    """The verdict on the last fenced code block of an answer.
+
+    Args:
+        text: the part of the answer after the thought.
+        cases: Python texts whose asserts call the program's functions, such as HumanEval's `check` followed by a call
+            of it with the entry point; or mappings with the `input` that the program reads and the `output` that it
+            must print. Outputs are compared token by token: `1.0` is not `1`, and white space only separates.
+        limits: of each process. A test that another one slowed down or ended is run again, alone.
+        score: `share` gives the share of the passed cases, `all` gives 1 if all pass, and a number gives 1 if at least
+            this share passes.
+
+    Raises:
+        ValueError: `score` is none of these.
+    """
+    if score not in ("share", "all") and not (isinstance(score, float | int) and 0 < score <= 1):
+        raise ValueError(f"score must be `share`, `all` or a share above 0 and up to 1, but it is {score!r}")
+    fault = fault_of(cases)
+    if fault:
+        return Verdict(None, f"the row's tests are broken: {fault}", failed=True)
+    program = last_block(text)
+    if program is None:
+        return Verdict(0.0, "no fenced code block")
+    required = None if score == "share" else 1.0 if score == "all" else float(score)
+    num_passed, num_failed, first_reason = 0, 0, ""
+    try:
+        for passed, reason in outcomes(program, cases, limits):
+            num_passed += passed
+            num_failed += not passed
+            first_reason = first_reason or reason and f"case {num_passed + num_failed} of {len(cases)}: {reason}"
+            if required is not None and num_passed / len(cases) >= required:
+                return Verdict(1.0, first_reason)
+            if required is not None and (len(cases) - num_failed) / len(cases) < required:
+                return Verdict(0.0, first_reason)
+    except (SandboxError, BrokenCase) as error:
+        return Verdict(None, str(error), failed=True)
+    return Verdict(num_passed / len(cases), first_reason)
+
+
+class BrokenCase(ValueError):
+    """A test cannot be run on any program."""
+
+
+def fault_of(cases: Any) -> str:
+    """What is wrong with the cases of a row; empty if nothing is."""
+    if not isinstance(cases, Sequence) or isinstance(cases, str) or not cases:
+        return f"they must be a list with at least one test, but they are {str(cases)[:100]!r}"
+    kinds = {"text" if isinstance(case, str) else "mapping" for case in cases}
+    if len(kinds) > 1:
+        return "they are partly Python texts and partly mappings"
+    for number, case in enumerate(cases, 1):
+        if isinstance(case, str):
+            try:
+                code = compile(case, "test", "exec")
+            except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+                return f"case {number} is no Python: {type(error).__name__}: {error}"
+            if not code.co_names:
+                return f"case {number} uses no name, so that every program passes it"
+        elif not isinstance(case, Mapping) or not all(isinstance(case.get(key), str) for key in ("input", "output")):
+            return f"case {number} must be a Python text, or have the texts `input` and `output`"
+    return ""
+
+
+def last_block(text: str) -> str | None:
+    """The last fenced block of a Markdown text, up to the end of the text if it is not closed; None if there is none.
+
+    As in CommonMark, a fence has three or more backticks or tildes, and one of at least as many closes it.
+    """
+    block: list[str] | None = None
+    opened_by = ""
+    for line in text.splitlines():
+        match = FENCE.fullmatch(line)
+        if opened_by and match and match[1].startswith(opened_by) and not match[2].strip():
+            opened_by = ""
+        elif opened_by and block is not None:
+            block.append(line)
+        elif match and not (match[1][0] == "`" and "`" in match[2]):
+            opened_by, block = match[1], []
+    return None if block is None else "\n".join(block) + "\n"
+
+
+def outcomes(program: str, cases: Sequence[str | Mapping[str, str]], limits: Limits) -> Iterator[tuple[bool, str]]:
+    """Whether each case passed, and why not.
+
+    Raises:
+        BrokenCase: a test cannot be run on any program.
+        SandboxError: the sandbox does not work.
+    """
+    tests = [case for case in cases if isinstance(case, str)]
+    pairs = [case for case in cases if isinstance(case, Mapping)]
+    for pair in pairs:
+        ended = run_script(program, pair["input"], limits)
+        same = ended.output.split() == pair["output"].encode(errors="replace").split()
+        yield not ended.reason and same, ended.reason or ("" if same else "other output")
+    while tests:
+        run = run_tests(program, tests, limits)
+        for verdict, reason in run.verdicts:
+            if verdict == "broken":
+                raise BrokenCase(f"a test of the row cannot be run: {reason}")
+            yield verdict == "passed", reason
+        # Only a test that had its processes for itself is to blame if these end.
+        if run.cut and not run.verdicts:
+            yield False, run.cut
+        tests = tests[max(1, len(run.verdicts)) :]
