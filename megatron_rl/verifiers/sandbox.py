@@ -30,7 +30,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -151,8 +151,8 @@ def _missing(means: str) -> tuple[str, ...]:
 
 
 def _counts_threads(means: str) -> bool:
-    """Whether the kernel can limit the threads of one sandbox. It counts the threads of a user: with `root` each sandbox
-    has a user of its own, and since Linux 5.14 they are counted in each user namespace."""
+    """Whether the kernel can limit the threads of one sandbox. It counts those of a user: with `root` each sandbox has
+    its own user, and since Linux 5.14 they are counted in each user namespace."""
     if means == "user" and os.getuid() != 0:
         release = re.match(r"(\d+)\.(\d+)", platform.release())
         return release is not None and tuple(map(int, release.groups())) >= (5, 14)
@@ -313,14 +313,14 @@ def _confined(
             num_files=limits.num_files,
             num_threads=limits.num_threads if _counts_threads(means.means) else None,
         )
-        setup = json.dumps({"confinement": asdict(confinement), "role": role, "arguments": arguments})
+        setup = json.dumps({"confinement": vars(confinement), "role": role, "arguments": arguments})
         file = stack.enter_context(_file_of(setup.encode()))
         status, ready = stack.enter_context(_pipe())
         kept = [end.fileno() for end in (file, ready, *keep)]
         home = directory or WORK
         try:
             started = subprocess.Popen(
-                [*COMMAND, str(file.fileno()), str(ready.fileno())],
+                [*COMMAND, str(file.fileno()), str(ready.fileno()), *MODULES],
                 stdin=stdin,
                 stdout=stdout,
                 stderr=stderr,
@@ -414,19 +414,19 @@ def _read(files: Sequence[io.FileIO], limits: Sequence[int], deadline: float) ->
     return list(texts.values())
 
 
+MODULES = ("messages", "confined", "confinement")
+
 START = """
 import sys
 from importlib.machinery import SourceFileLoader
-def load(name, path):
-    sys.modules[name] = module = type(sys)(name)
-    SourceFileLoader(name, path).exec_module(module)
-    return module
-confinement, confined = load("confinement", sys.argv[1]), load("confined", sys.argv[2])
-confinement.main(int(sys.argv[3]), int(sys.argv[4]), confined.ROLES)
+folder, setup, status, *names = sys.argv[1:]
+for name in names:
+    full = "megatron_rl.verifiers." + name
+    sys.modules[full] = module = type(sys)(full)
+    SourceFileLoader(full, folder + "/" + name + ".py").exec_module(module)
+module.main(int(setup), int(status), sys.modules["megatron_rl.verifiers.confined"].ROLES)
 """
-"""Loads the two modules from their files: a bare interpreter cannot import this package, which has dependencies."""
+"""Loads the modules from their files: a bare interpreter cannot import this package, which has dependencies."""
 
-FOLDER = Path(__file__).parent
-COMMAND = [os.path.realpath(sys.executable), "-I", "-S", "-X", "utf8", "-c", START]
-COMMAND += [str(FOLDER / "confinement.py"), str(FOLDER / "confined.py")]
+COMMAND = (os.path.realpath(sys.executable), "-I", "-S", "-X", "utf8", "-c", START, str(Path(__file__).parent))
 DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
