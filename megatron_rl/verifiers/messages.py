@@ -68,8 +68,8 @@ def encode(value: Any, refer: Callable[[Any], list[Any]]) -> Any:
         return ["complex", value.real, value.imag]
     if isinstance(value, range):
         return ["range", value.start, value.stop, value.step]
-    if isinstance(value, type) and getattr(builtins, value.__name__, None) is value:
-        return ["type", value.__name__]
+    if isinstance(value, type) and value in vars(builtins).values():
+        return ["type", type.__getattribute__(value, "__name__")]
     match type(value).__module__, type(value).__name__:
         case "collections", "deque":
             return ["deque", *(encode(item, refer) for item in value)]
