@@ -129,7 +129,10 @@ class Served:
 
 
 def serve_program(receive: int, send: int, program: str) -> None:
-    Served(Line(receive, send)).serve(program)
+    try:
+        Served(Line(receive, send)).serve(program)
+    except (EOFError, BrokenPipeError):  # the tests have ended
+        pass
 
 
 class Callback:
@@ -163,6 +166,7 @@ class Program:
     def __init__(self, line: Line) -> None:
         self._line = line
         self._callbacks: list[Callable[..., Any]] = []
+        self.num_requests = 0
         self.fault: ProgramEnded | CannotCarry | None = None
         """What ended the exchange. It is kept, because a test may catch every exception."""
 
@@ -195,6 +199,7 @@ class Program:
 
     def ask(self, operation: str, *arguments: Any) -> Any:
         """The result of an operation on the program's objects. Raises what the program raised."""
+        self.num_requests += 1
         self._send(operation, *(self._encode(argument) for argument in arguments))
         while True:
             match self._receive():
@@ -372,16 +377,20 @@ def run_tests(receive: int, send: int, tests: list[str], results: int) -> None:
 
 def run_test(program: Program, test: str) -> tuple[str, str]:
     code = compile(test, "test", "exec")
-    failure = ""
+    failure, before = "", program.num_requests
     try:
-        exec(code, {"__name__": "test", **program.globals_for(names_of(code))})
+        exec(code, {"__name__": "__main__", **program.globals_for(names_of(code))})
     except BaseException as error:
         failure = f"line {line_of(error)} of the test: {reason_of(error)}"
     if isinstance(program.fault, CannotCarry):
         return "broken", str(program.fault)
     if program.fault is not None:
         return "ended", str(program.fault)
-    return ("failed", failure) if failure else ("passed", "")
+    if failure:
+        return "failed", failure
+    if program.num_requests == before:
+        return "broken", "it passes without using the program; a test must call the functions that it defines"
+    return "passed", ""
 
 
 def line_of(error: BaseException) -> int:
@@ -395,9 +404,9 @@ def line_of(error: BaseException) -> int:
 
 
 def names_of(code: CodeType) -> set[str]:
-    """The global names that a test uses, and those of the attributes."""
+    """The global names that a test uses, and those of the attributes; none that Python itself defines."""
     inner = (item for item in code.co_consts if isinstance(item, CodeType))
-    return set(code.co_names).union(*map(names_of, inner))
+    return {name for name in code.co_names if not name.startswith("__")}.union(*map(names_of, inner))
 
 
 ROLES = {"script": run_script, "program": serve_program, "tests": run_tests}

@@ -224,7 +224,7 @@ def run_tests(program: str, tests: Sequence[str], limits: Limits) -> TestRun:
             # The program's process ends a moment after its pipes; what ended it says more than the tests can know.
             runner.ends_before(min(deadline, time.monotonic() + 1.0))
             _, said = verdicts.pop()
-            return TestRun(verdicts, runner.reason() or f"the program stopped to answer: {said}")
+            return TestRun(verdicts, runner.reason() or f"the program stopped answering: {said}")
         if len(verdicts) == len(tests):
             return TestRun(verdicts)
         if not judge.ends_before(deadline):

@@ -17,7 +17,7 @@ from textwrap import dedent
 
 import pytest
 from hostile import FORGED_TEST, FORGERIES
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.types import Verdict
@@ -83,10 +83,18 @@ def test_a_broken_row_is_an_abstention_that_names_its_fault(cases, message):
     assert verdict.score is None and verdict.failed and f"the row's tests are broken: {message}" in verdict.reason
 
 
-def test_a_test_that_no_program_can_run_is_an_abstention():
-    verdict = judge("def f(x): return 1", ["class A: pass\nassert f(A()) == 1"])
-    reason = "a test of the row cannot be run: the test gives the program an object of type A"
-    assert verdict == Verdict(None, reason, failed=True)
+@pytest.mark.parametrize(
+    ("test", "reason"),
+    [
+        ("class A: pass\nassert f(A()) == 1", "the test gives the program an object of type A"),
+        ("class A: pass\ntry:\n    f(A())\nexcept BaseException:\n    pass", "the test gives the program an object"),
+        ("def test_f():\n    assert f(1) == 2", "it passes without using the program"),
+    ],
+)
+def test_a_test_that_no_program_can_run_is_an_abstention(test, reason):
+    verdict = judge("def f(x): return 1", [test])
+    assert verdict.score is None and verdict.failed
+    assert verdict.reason.startswith(f"a test of the row cannot be run: {reason}")
 
 
 @pytest.mark.parametrize("score", [0.0, 1.5, "most", None, math.nan])
@@ -232,6 +240,7 @@ def through_a_message(value):
     return decode(json.loads(json.dumps(encode(value, refuse))), refuse)
 
 
+@settings(max_examples=50, deadline=None)
 @given(VALUE)
 def test_a_value_survives_a_message(value):
     back = through_a_message(value)
@@ -263,6 +272,7 @@ JSON = st.recursive(
 )
 
 
+@settings(max_examples=100, deadline=None)
 @given(JSON)
 def test_no_message_makes_another_kind_of_value(data):
     """What a hostile program sends is refused, or gives values of known types."""
@@ -281,6 +291,26 @@ def test_no_message_makes_another_kind_of_value(data):
 def test_no_forgery_passes(name):
     verdict = judge(FORGERIES[name], [FORGED_TEST], cpu_s=1, memory_bytes=1 << 29)
     assert verdict.score == 0.0 and not verdict.failed and verdict.reason
+
+
+def test_a_value_without_end_is_a_failure():
+    program = "import itertools\ndef answer(n): return itertools.count()"
+    verdict = judge(program, ["assert list(answer(3)) == [3]"], cpu_s=1)
+    assert verdict.score == 0.0 and "used the CPU for more than 1 s" in verdict.reason
+
+
+def test_a_test_that_catches_everything_is_not_passed_by_an_end():
+    test = "try:\n    assert answer(1) == 5\nexcept BaseException as error:\n    assert isinstance(error, KeyError)"
+    assert judge("import os\ndef answer(n): os._exit(0)", [test]).score == 0.0
+    quiet = "try:\n    answer(1)\nexcept:\n    pass"
+    assert judge("import os\ndef answer(n): os._exit(0)", [quiet]).score == 0.0
+    assert judge("def answer(n): raise KeyError", [test, quiet]) == Verdict(1.0)
+
+
+def test_the_main_block_of_a_test_runs():
+    test = "def main():\n    assert answer(1) == 5\nif __name__ == '__main__':\n    main()"
+    assert judge("def answer(n): return n", [test]).score == 0.0
+    assert judge("def answer(n): return 5", [test]).score == 1.0
 
 
 def test_the_forged_test_can_be_passed():
