@@ -31,7 +31,13 @@ if TYPE_CHECKING:
 
 def run_script(program: str) -> None:
     """Run the program as `python program.py` would: with its standard input and output."""
-    exec(compile(program, "program.py", "exec"), module_of("__main__").__dict__)
+    exec(compiled(program, "program.py"), module_of("__main__").__dict__)
+
+
+def compiled(text: str, name: str) -> CodeType:
+    """The code of a text, for which the __future__ import of this module does not hold."""
+    code: CodeType = compile(text, name, "exec", dont_inherit=True)
+    return code
 
 
 def module_of(name: str) -> ModuleType:
@@ -72,7 +78,7 @@ class Served:
         """Load the program, and answer the tests until they end."""
         module = module_of("program")
         try:
-            exec(compile(program, "program.py", "exec"), module.__dict__)
+            exec(compiled(program, "program.py"), module.__dict__)
         except BaseException as error:  # SystemExit too: a program that ends has no functions
             self._line.send("failed", reason_of(error))
             return
@@ -362,21 +368,27 @@ def run_tests(receive: int, send: int, tests: list[str], results: int) -> None:
     (the test cannot be run on any program).
     """
     with os.fdopen(results, "w") as report:
+        codes = []
+        for test in tests:
+            try:
+                codes.append(compiled(test, "test"))
+            except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+                print(json.dumps(["broken", f"{test.strip()[:80]!r} is no Python: {reason_of(error)}"]), file=report)
+                return
         program = Program(Line(receive, send))
         try:
             fault = program.load()
         except ProgramEnded as error:
             print(json.dumps(["ended", str(error)]), file=report)
             return
-        for test in tests:
-            verdict, reason = ("failed", fault) if fault else run_test(program, test)
+        for code in codes:
+            verdict, reason = ("failed", fault) if fault else run_test(program, code)
             print(json.dumps([verdict, reason]), file=report, flush=True)
             if verdict == "ended":
                 return
 
 
-def run_test(program: Program, test: str) -> tuple[str, str]:
-    code = compile(test, "test", "exec")
+def run_test(program: Program, code: CodeType) -> tuple[str, str]:
     failure, before = "", program.num_requests
     try:
         exec(code, {"__name__": "__main__", **program.globals_for(names_of(code))})

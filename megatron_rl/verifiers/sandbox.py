@@ -1,11 +1,13 @@
 """Runs a program that nobody trusts in a process of its own, under limits that the kernel enforces.
 
 Each run starts new processes of a bare Python (`-I -S`: the standard library alone), which confine themselves before
-they read the program (`confinement.py`); what they then do is in `confined.py`.
+they run anything (`confinement.py`); what they then do is in `confined.py`. bubblewrap and nsjail are not used, even
+where they are installed: they make the same namespaces with the same permission of the kernel, and the processes that
+they would kill as a tree cannot exist here.
 
 Invariants: a program's process ends with its run, and leaves no process, file, shared memory or socket; the functions
-may be called from any thread and from many processes at once; a sandbox that does not work raises SandboxError, and
-no program can cause this error.
+may be called from any thread and from many processes at once; a sandbox that does not work raises SandboxError. A
+program can cause this error only by using memory that its limits grant and that the machine does not have.
 
 What remains possible: a program sees the inputs of its tests, uses the CPU until a limit ends it, and sees which files
 exist (not their contents) where `isolation().means` is `landlock`. A fault of the kernel is not contained: use virtual

@@ -70,8 +70,6 @@ def test_an_answer_without_a_block_scores_0():
         (None, "they must be a list with at least one test, but they are 'None'"),
         ([], "they must be a list with at least one test"),
         ("assert f() == 1", "they must be a list"),
-        (["assert f() ="], "case 1 is no Python: SyntaxError"),
-        (["assert f()", "  "], "case 2 uses no name"),
         (["assert f()", {"input": "", "output": ""}], "they are partly Python texts and partly mappings"),
         ([{"input": "1"}], "case 1 must be a Python text, or have the texts `input` and `output`"),
         ([{"input": 1, "output": "2"}], "case 1 must be a Python text"),
@@ -88,6 +86,9 @@ def test_a_broken_row_is_an_abstention_that_names_its_fault(cases, message):
     [
         ("class A: pass\nassert f(A()) == 1", "the test gives the program an object of type A"),
         ("class A: pass\ntry:\n    f(A())\nexcept BaseException:\n    pass", "the test gives the program an object"),
+        ("assert f(1) =", "'assert f(1) =' is no Python: SyntaxError: invalid syntax (test, line 1)"),
+        ("return f(1)", "'return f(1)' is no Python: SyntaxError: 'return' outside function"),
+        ("  ", "it passes without using the program"),
         ("def test_f():\n    assert f(1) == 2", "it passes without using the program"),
     ],
 )
@@ -197,6 +198,10 @@ SEEN = {
         "def f(n): return [10 ** n, -10 ** n, float('inf'), float('nan'), -0.0, 1e-320]",
         "import math\na, b, c, d, e, g = f(9999)\nassert a == 10 ** 9999 == -b and c == math.inf and d != d\n"
         "assert math.copysign(1, e) == -1 and g == 1e-320",
+    ),
+    "annotations": (
+        "class A:\n    x: int = 0\ndef f(): return A.__annotations__['x']",
+        "class B:\n    y: str\nassert f() == int and B.__annotations__ == {'y': str}",
     ),
     "no main block": ("def f(): return __name__\nif __name__ == '__main__': input()", "assert f() == 'program'"),
 }
