@@ -47,7 +47,7 @@ ATTACKS = {
     "changes the times of a file": "os.utime(CANARY, (1, 1)); return True",
     "writes beside a file": "open(os.path.dirname(CANARY) + '/hostile_marker', 'w'); return True",
     "writes into the standard library": "open(os.path.dirname(os.__file__) + '/hostile_marker.py', 'w'); return True",
-    "sees the directories of other runs": "return os.listdir('/tmp')",
+    "sees the directories of other runs": "return set(os.listdir('/tmp')) - {'link'}",
     "sees the home directories": "return os.listdir('/root') + os.listdir('/home')",
     "reads a disk": "return os.listdir('/sys/block') and open('/dev/vda', 'rb').read(1)",
     "makes a device": "os.mknod('device', 0o60666, os.makedev(254, 0)); return open('device', 'rb').read(1)",
@@ -182,6 +182,11 @@ LIMITS = {
     "ends itself": ("import os\nos.abort()", "ended by SIG(ABRT|SEGV)"),
     "kills itself": ("import os\nos.kill(os.getpid(), 9)", "exit status 1: PermissionError"),
     "reads memory that is not there": ("import ctypes\nctypes.string_at(8)", "ended by SIGSEGV"),
+    "calls the kernel as a program of 32 bits": (
+        "import ctypes, mmap\ncode = mmap.mmap(-1, 4096, prot=7)\ncode.write(bytes.fromhex('b802000000cd80c3'))\n"
+        "fork = ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(code)))\nprint(fork())",
+        "ended by SIG(SYS|SEGV|ILL)",
+    ),
     "raises": ("raise ValueError('no idea')", "exit status 1: ValueError: no idea"),
     "exits": ("print('30')\nimport sys\nsys.exit(3)", "exit status 3"),
 }
