@@ -19,7 +19,7 @@ from typing import Any, Literal
 from megatron_rl.types import Verdict
 from megatron_rl.verifiers.sandbox import Limits, SandboxError, run_script, run_tests
 
-FENCE = re.compile(r" {0,3}(`{3,}|~{3,})(.*)")
+FENCE = re.compile(r"( *)(`{3,}|~{3,})(.*)")
 
 Score = Literal["share", "all"] | float
 
@@ -84,18 +84,19 @@ def fault_of(cases: Any) -> str:
 def last_block(text: str) -> str | None:
     """The last fenced block of a Markdown text, up to the end of the text if it is not closed; None if there is none.
 
-    As in CommonMark, a fence has three or more backticks or tildes, and one of at least as many closes it.
+    As in CommonMark, a fence has three or more backticks or tildes, and one of at least as many closes it. The
+    indentation of the fence is taken from the lines. In a list item it may be deep.
     """
     block: list[str] | None = None
-    opened_by = ""
-    for line in text.splitlines():
+    fence, indent = "", 0
+    for line in text.replace("\r\n", "\n").split("\n"):
         match = FENCE.fullmatch(line)
-        if opened_by and match and match[1].startswith(opened_by) and not match[2].strip():
-            opened_by = ""
-        elif opened_by and block is not None:
-            block.append(line)
-        elif match and not (match[1][0] == "`" and "`" in match[2]):
-            opened_by, block = match[1], []
+        if fence and match and match[2].startswith(fence) and len(match[1]) <= indent + 3 and not match[3].strip():
+            fence = ""
+        elif fence and block is not None:
+            block.append(line[min(indent, len(line) - len(line.lstrip(" "))) :])
+        elif match and not (match[2][0] == "`" and "`" in match[3]):
+            fence, indent, block = match[2], len(match[1]), []
     return None if block is None else "\n".join(block) + "\n"
 
 
