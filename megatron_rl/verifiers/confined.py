@@ -87,7 +87,7 @@ class Served:
             kind, *rest = self._line.receive()
             if kind == "names":
                 found = {name: getattr(module, name) for name in rest[0] if hasattr(module, name)}
-                self._line.send("names", {name: self._encode(value) for name, value in found.items()})
+                self._line.send("names", {name: self._name(value) for name, value in found.items()})
             else:
                 self._line.send(*self._answer(kind, rest))
 
@@ -100,9 +100,17 @@ class Served:
             changed = [[i, new] for i, new in enumerate(after) if new != data[1][1 + i]]
             return ["result", result, changed]
         except BaseException as error:
-            classes = [kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins"]
+            classes = [kind.__name__ for kind in type(error).__mro__]
             plain = [item if isinstance(item, str | int | float | None) else reason_of(error) for item in error.args]
             return ["raised", classes, plain, reason_of(error)]
+
+    def _name(self, value: Any) -> Any:
+        """What a name of the program stands for. A class is a reference even if it is a builtin one (`f = sorted`), so
+        that a test that uses it asks the program."""
+        if isinstance(value, type) and issubclass(value, Exception):
+            nearest = next(kind.__name__ for kind in value.__mro__ if kind.__module__ == "builtins")
+            return ["exception", value.__name__, nearest]
+        return self._refer(value) if isinstance(value, type) else self._encode(value)
 
     def _encode(self, value: Any) -> Any:
         return encode(value, self._refer)
@@ -172,6 +180,8 @@ class Program:
     def __init__(self, line: Line) -> None:
         self._line = line
         self._callbacks: list[Callable[..., Any]] = []
+        self._exceptions: dict[str, type[Exception]] = {}
+        """A class for each of the program's exceptions that a test names, so that the test can catch it."""
         self.num_requests = 0
         self.fault: ProgramEnded | CannotCarry | None = None
         """What ended the exchange. It is kept, because a test may catch every exception."""
@@ -217,7 +227,7 @@ class Program:
                                 replace(arguments[1][index], self._decode(new))
                     return result
                 case ["raised", [*classes], [*parts], str(reason)]:
-                    raise exception_of(operation, classes, parts, reason)
+                    raise exception_of(operation, [self._exception(name) for name in classes], parts, reason)
                 case ["callback", int(number), data] if 0 <= number < len(self._callbacks):
                     self._call_back(self._callbacks[number], self._decode(data))
                 case _:
@@ -229,6 +239,9 @@ class Program:
         except Exception as error:
             known = getattr(builtins, type(error).__name__, None) is type(error)
             self._send("callback raised", type(error).__name__ if known else "RuntimeError", str(error))
+
+    def _exception(self, name: Any) -> Any:
+        return self._exceptions.get(str(name)) or getattr(builtins, str(name), None)
 
     def _ended(self, reason: str) -> ProgramEnded:
         self.fault = ProgramEnded(reason)
@@ -272,6 +285,8 @@ class Program:
                 return self._callbacks[number]
             case ["object", int(number)]:
                 return Remote(self, number)
+            case ["exception", str(name), str(nearest)] if issubclass(getattr(builtins, nearest), Exception):
+                return self._exceptions.setdefault(name, type(name, (getattr(builtins, nearest),), {}))
         raise ValueError(f"no value is of the kind {reference[0]!r}")
 
 
@@ -345,15 +360,16 @@ def replace(old: Any, new: Any) -> None:
 
 
 def exception_of(operation: str, classes: list[Any], arguments: list[Any], reason: str) -> Exception:
-    """The builtin exception that is nearest to what the program raised.
+    """The exception that is nearest to what the program raised.
 
     Args:
-        classes: the names of its class and of the classes that it extends, the nearest first.
+        classes: its class and those that it extends, the nearest first; something else for one that is not known here.
     """
-    for kind in (getattr(builtins, str(name), None) for name in classes):
+    for kind in classes:
+        if not isinstance(kind, type) or not issubclass(kind, Exception):
+            continue
         # StopIteration would end a loop of the test, with the asserts that are still to come.
-        ends_loop = kind in (StopIteration, StopAsyncIteration) and operation != "next"
-        if isinstance(kind, type) and issubclass(kind, Exception) and not ends_loop:
+        if operation == "next" or not issubclass(kind, StopIteration | StopAsyncIteration):
             try:
                 return kind(*arguments)
             except TypeError:  # it needs other arguments: the class that it extends takes any

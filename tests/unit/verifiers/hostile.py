@@ -239,6 +239,13 @@ FORGERIES = {
         def answer(n):
             while True: pass""",
     "ends the loop of the test": "def answer(n): raise StopIteration(9000 + n)",
+    "ends the loop of the test with a class of its own": """
+        class n(StopIteration): pass
+        class check(StopIteration): pass
+        class answer(StopIteration):
+            def __new__(cls, value): raise answer
+            def __str__(self): return ''
+        def __getattr__(name): return answer""",
     "ends the generator of the test": "def answer(n): raise GeneratorExit",
     "interrupts": "def answer(n): raise KeyboardInterrupt",
     "raises what cannot be shown": """

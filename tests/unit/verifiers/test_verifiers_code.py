@@ -167,6 +167,14 @@ SEEN = {
         "try:\n    f(1)\nexcept ValueError as e:\n    assert e.args == ('no', 3)\nelse:\n    assert False\n"
         "try:\n    f(0)\nexcept KeyError:\n    pass\nelse:\n    assert False",
     ),
+    "exceptions of the program": (
+        "class Own(ValueError): pass\ndef f(x):\n    if x: raise Own('no')\n    raise ValueError",
+        "try:\n    f(1)\nexcept Own as e:\n    assert str(e) == 'no'\nelse:\n    assert False\n"
+        "try:\n    f(0)\nexcept Own:\n    assert False\nexcept ValueError:\n    pass\nelse:\n    assert False\n"
+        "try:\n    f(1)\nexcept ValueError:\n    pass\nelse:\n    assert False",
+    ),
+    "a builtin function under another name": ("f = sorted", "assert f([2, 1]) == [1, 2]"),
+    "a builtin class under another name": ("f = int", "assert f('2') == 2"),
     "objects": (
         "class Node:\n    def __init__(self, value, next=None): self.value, self.next = value, next\n"
         "    def __eq__(self, other): return self.value == other.value\n    def __len__(self): return 7\n"
