@@ -225,6 +225,7 @@ def checked(function: str, *arguments: Any) -> int:
 
 def own_file_system(how: Confinement) -> None:
     """A file system that holds the visible files, read-only, and a tmpfs of limited size."""
+    os.umask(0o022)  # the program, perhaps as another user, must be able to enter the directories that are made here
     user, group = os.getuid(), os.getgid()
     flags = CLONE_NEWNS if how.means == "root" else CLONE_NEWNS | CLONE_NEWUSER
     checked("unshare", flags)
