@@ -64,6 +64,8 @@ def verify(text: str, cases: Sequence[str | Mapping[str, str]], limits: Limits, 
                 return Verdict(0.0, first_reason)
     except (SandboxError, BrokenCase) as error:
         return Verdict(None, str(error), failed=True)
+    except OSError as error:  # no memory, no file descriptor or no disk for the sandbox itself
+        return Verdict(None, f"the sandbox could not be set up: {error}", failed=True)
     return Verdict(num_passed / len(cases), first_reason)
 
 

@@ -97,7 +97,7 @@ ATTACKS = {
     "reads its parent's memory": "return open(f'/proc/{PARENT}/mem', 'rb')",
     "sees processes": "return os.listdir('/proc')",
     "traces its parent": "return libc.ptrace(16, PARENT, 0, 0) == 0",
-    "takes its parent's files": "return os.pidfd_open(PARENT)",
+    "takes its parent's files": "return libc.syscall(434, PARENT, 0) != -1",
     "limits its parent": "resource.prlimit(PARENT, resource.RLIMIT_NOFILE, (3, 3)); return True",
     "slows its parent": "os.setpriority(os.PRIO_PROCESS, PARENT, 19); return True",
     "moves its parent": "os.sched_setaffinity(PARENT, {0}); return True",
@@ -130,7 +130,7 @@ ATTACKS = {
         while len(kept) < 64:
             kept.append(bytes(range(256)) * (1 << 18))
         return True""",
-    "fills memory without an address": "return os.memfd_create('x')",
+    "fills memory without an address": "return libc.memfd_create(b'x', 0) != -1",
     "starts threads without end": """
         import threading
         threading.stack_size(1 << 16)

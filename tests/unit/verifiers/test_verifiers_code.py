@@ -7,6 +7,7 @@ import json
 import math
 import os
 import sys
+import tempfile
 from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
@@ -108,8 +109,12 @@ def test_a_wrong_score_is_named(score):
         judge("x = 1", ["assert x == 1"], score)
 
 
-def test_a_sandbox_that_does_not_work_is_an_abstention(monkeypatch):
+def test_a_sandbox_that_does_not_work_is_an_abstention(monkeypatch, tmp_path):
     sandbox.isolation()
+    with monkeypatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
+        verdict = judge("def f(): return 1", ["assert f() == 1"])
+        assert verdict.score is None and verdict.failed and "the sandbox could not be set up: " in verdict.reason
     monkeypatch.setattr(sandbox, "COMMAND", (sys.executable, "-c", ""))
     for case in ("assert f() == 1", {"input": "", "output": ""}):
         verdict = judge("def f(): return 1", [case])
