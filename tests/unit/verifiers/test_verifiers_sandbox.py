@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from hostile import ATTACKS, LIMITS, ONLY_OWN_FILE_SYSTEM, SLEEPS, program_of
+from hostile import ATTACKS, LIMITS, ONLY_OWN_FILE_SYSTEM, SLEEPS, THREADS, program_of
 from patience import deadline
 
 from megatron_rl.verifiers import confinement, sandbox
@@ -150,6 +150,15 @@ def test_the_numbers_of_the_system_calls():
     for column in (0, 1):
         numbers = [pair[column] for pair in confinement.DENIED.values() if pair[column] is not None]
         assert len(set(numbers)) == len(numbers) and max(numbers) <= confinement.LAST_SYSTEM_CALL
+
+
+@pytest.mark.parametrize("means", MEANS)
+def test_threads_are_limited(means):
+    found = permitted(means)
+    if not sandbox._counts_threads(means):
+        pytest.skip(str(sandbox._missing(means)))
+    ended = sandbox._run_script(found, THREADS, "", Limits(num_threads=20))
+    assert not ended.reason and 10 <= int(ended.output) < 20
 
 
 @pytest.mark.parametrize("name", LIMITS)
