@@ -1,6 +1,6 @@
 """Scores a Python program by the unit tests of its row.
 
-Invariants: the program is judged only by values that it returns or prints, outside its process (`confined.py`); each
+Invariants: the program is judged only by values that it returns or prints, outside its process (`tested.py`); each
 test has the full limits for itself; a row whose tests are broken, and a sandbox that does not work, give an abstention
 and never the score 0.
 

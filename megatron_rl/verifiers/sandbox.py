@@ -1,9 +1,9 @@
 """Runs a program that nobody trusts in a process of its own, under limits that the kernel enforces.
 
 Each run starts new processes of a bare Python (`-I -S`: the standard library alone), which confine themselves before
-they run anything (`confinement.py`); what they then do is in `confined.py`. bubblewrap and nsjail are not used, even
-where they are installed: they make the same namespaces with the same permission of the kernel, and the processes that
-they would kill as a tree cannot exist here.
+they run anything (`confinement.py`); what they then do is in `confined.py` and `tested.py`. bubblewrap and nsjail are
+not used, even where they are installed: they make the same namespaces with the same permission of the kernel, and the
+processes that they would kill as a tree cannot exist here.
 
 Invariants: a program's process ends with its run, and leaves no process, file, shared memory or socket; the functions
 may be called from any thread and from many processes at once; a sandbox that does not work raises SandboxError. A
@@ -177,9 +177,7 @@ def _run_script(means: Isolation, program: str, text: str, limits: Limits) -> En
         stdin = stack.enter_context(_file_of(text.encode(errors="replace")))
         output, stdout = stack.enter_context(_pipe())
         errors, stderr = stack.enter_context(_pipe())
-        confined = _confined(
-            means, limits, "script", {"program": program}, stdin=stdin, stdout=stdout, stderr=stderr, keep=()
-        )
+        confined = _confined(means, limits, "confined.run_script", program, stdin=stdin, stdout=stdout, stderr=stderr)
         process = stack.enter_context(confined)
         stdout.close()
         stderr.close()
@@ -209,23 +207,21 @@ def run_tests(program: str, tests: Sequence[str], limits: Limits) -> TestRun:
         requests, ask = stack.enter_context(_pipe())
         replies, reply = stack.enter_context(_pipe())
         report, results = stack.enter_context(_pipe())
-        served = {"receive": requests.fileno(), "send": reply.fileno(), "program": program}
-        asked = {"receive": replies.fileno(), "send": ask.fileno(), "results": results.fileno(), "tests": list(tests)}
-        runner = stack.enter_context(_confined(means, limits, "program", served, keep=(requests, reply)))
-        judge = stack.enter_context(_confined(means, limits, "tests", asked, keep=(replies, ask, results)))
+        text = json.dumps(list(tests))
+        runner = stack.enter_context(_confined(means, limits, "tested.serve_program", program, requests, reply))
+        judge = stack.enter_context(_confined(means, limits, "tested.run_tests", text, replies, ask, results))
         for end in (requests, ask, replies, reply, results):
             end.close()
         runner.wait_until_ready()
         judge.wait_until_ready()
         deadline = time.monotonic() + limits.wall_s
-        [text] = _read([report], [MAX_REPORT_BYTES], deadline)
-        lines = text.decode().splitlines(keepends=True)
-        verdicts = [(str(verdict), str(reason)) for verdict, reason in map(json.loads, lines)]
+        [said] = _read([report], [MAX_REPORT_BYTES], deadline)
+        verdicts = [(str(verdict), str(reason)) for verdict, reason in map(json.loads, said.decode().splitlines())]
         if verdicts and verdicts[-1][0] == "ended":
             # The program's process ends a moment after its pipes; what ended it says more than the tests can know.
             runner.ends_before(min(deadline, time.monotonic() + 1.0))
-            _, said = verdicts.pop()
-            return TestRun(verdicts, runner.reason() or f"the program stopped answering: {said}")
+            _, reason = verdicts.pop()
+            return TestRun(verdicts, runner.reason() or f"the program stopped answering: {reason}")
         if len(verdicts) == len(tests):
             return TestRun(verdicts)
         if not judge.ends_before(deadline):
@@ -291,18 +287,16 @@ def _confined(
     means: Isolation,
     limits: Limits,
     role: str,
-    arguments: dict[str, Any],
-    *,
-    keep: Sequence[io.FileIO],
+    text: str,
+    *files: io.FileIO,
     stdin: io.FileIO | int = subprocess.DEVNULL,
     stdout: io.FileIO | int = subprocess.DEVNULL,
     stderr: io.FileIO | int = subprocess.DEVNULL,
 ) -> Iterator[_Process]:
-    """A process that plays a role of confined.py. It is killed at the end.
+    """A process that plays a role, and is killed at the end.
 
     Args:
-        arguments: those of the role's function.
-        keep: files that the process inherits under the numbers that they have here.
+        role: the module and the name of a function, which gets the text and the numbers of the files.
     """
     with ExitStack() as stack:
         directory = stack.enter_context(_temporary_directory()) if means.means == "landlock" else None
@@ -318,18 +312,25 @@ def _confined(
             num_files=limits.num_files,
             num_threads=limits.num_threads if _counts_threads(means.means) else None,
         )
-        setup = json.dumps({"confinement": vars(confinement), "role": role, "arguments": arguments})
-        file = stack.enter_context(_file_of(setup.encode()))
+        file = stack.enter_context(_file_of(text.encode(errors="surrogatepass")))
         status, ready = stack.enter_context(_pipe())
-        kept = [end.fileno() for end in (file, ready, *keep)]
+        numbers = [end.fileno() for end in (file, ready, *files)]
+        role_module, _ = role.split(".")
+        start = START.format(
+            modules=MODULES[role_module],
+            folder=str(Path(__file__).parent),
+            confinement=vars(confinement),
+            role=role,
+            numbers=numbers,
+        )
         home = directory or WORK
         try:
             started = subprocess.Popen(
-                [*COMMAND, str(file.fileno()), str(ready.fileno()), *MODULES],
+                [*COMMAND, start],
                 stdin=stdin,
                 stdout=stdout,
                 stderr=stderr,
-                pass_fds=kept,
+                pass_fds=numbers,
                 env={"HOME": home, "TMPDIR": home, "LANG": "C.UTF-8", "PATH": "/usr/bin:/bin"},
                 cwd="/",
                 start_new_session=True,
@@ -417,19 +418,19 @@ def _read(files: Sequence[io.FileIO], limits: Sequence[int], deadline: float) ->
     return list(texts.values())
 
 
-MODULES = ("messages", "confined", "confinement")
+MODULES = {"confined": ("confinement", "confined"), "tested": ("confinement", "messages", "confined", "tested")}
+"""For the module of a role, the modules to load, in order."""
 
 START = """
 import sys
 from importlib.machinery import SourceFileLoader
-folder, setup, status, *names = sys.argv[1:]
-for name in names:
+for name in {modules!r}:
     full = "megatron_rl.verifiers." + name
-    sys.modules[full] = module = type(sys)(full)
-    SourceFileLoader(full, folder + "/" + name + ".py").exec_module(module)
-module.main(int(setup), int(status), sys.modules["megatron_rl.verifiers.confined"].ROLES)
+    sys.modules[full] = globals()[name] = module = type(sys)(full)
+    SourceFileLoader(full, {folder!r} + "/" + name + ".py").exec_module(module)
+confinement.main(confinement.Confinement(**{confinement!r}), {role}, *{numbers!r})
 """
 """Loads the modules from their files: a bare interpreter cannot import this package, which has dependencies."""
 
-COMMAND = (os.path.realpath(sys.executable), "-I", "-S", "-X", "utf8", "-c", START, str(Path(__file__).parent))
+COMMAND = (os.path.realpath(sys.executable), "-I", "-S", "-X", "utf8", "-c")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")

@@ -154,7 +154,7 @@ def test_standard_input_and_output_are_compared_token_by_token():
     cases = [{"input": text, "output": output} for text, output in pairs]
     verdict = judge(program, cases)
     assert verdict == Verdict(0.4, "case 3 of 5: other output")
-    [last] = [judge(program, cases[-1:])]
+    last = judge(program, cases[-1:])
     assert last.score == 0 and "exit status 1: ValueError: not enough values to unpack" in last.reason
     assert judge("import sys\nprint(5)\nsys.exit(1)", [{"input": "", "output": "5"}]).score == 0
 
@@ -278,7 +278,7 @@ def test_what_extends_a_builtin_type_travels_as_this_type():
 
     for value, plain in ((Sly(3), 3), (Colour.RED, 3), (Counter("aa"), {"a": 2}), (Fraction(2, 4), Fraction(1, 2))):
         back = through_a_message(value)
-        assert back == plain and type(back) is type(plain) and back != plain + 1 if isinstance(plain, int) else True
+        assert back == plain and type(back) is type(plain)
     assert through_a_message(Decimal("1.50")).as_tuple() == Decimal("1.50").as_tuple()
 
 
