@@ -1,0 +1,131 @@
+"""Scores a Python program by the unit tests of its row.
+
+Invariants: the program is judged only by values that it returns or prints, outside its process (`tested.py`); each
+test has the full limits for itself; a row whose tests are broken, and a sandbox that does not work, give an abstention
+and never the score 0.
+
+What a program can still do is to guess: it sees the arguments of a test. Beyond that it can only profit from how a test
+is written. A test that compares two objects of the program's own classes asks the program's `__eq__`. One that computes
+what it expects from its arguments after the call (`f(x) == sorted(x)`) lets the program change them. One that judges by
+a name that only the program defines or imports (`isclose`) asks the program, so tests should import what they need. And
+if the tested function has the name of a builtin, other builtins can be replaced too.
+
+What the tests cannot use of a program's own objects are operators other than `==` and `in`, `with` and `await`: such a
+test fails. Third-party packages are not there.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+from megatron_rl.types import Verdict
+from megatron_rl.verifiers.sandbox import Limits, SandboxError, run_script, run_tests
+
+FENCE = re.compile(r"( *)(`{3,}|~{3,})(.*)")
+
+Score = Literal["share", "all"] | float
+
+
+def verify(text: str, cases: Sequence[str | Mapping[str, str]], limits: Limits, score: Score) -> Verdict:
+    """The verdict on the last fenced code block of an answer.
+
+    Args:
+        text: the part of the answer after the thought.
+        cases: Python texts whose asserts call the program's functions, such as HumanEval's `check` followed by a call
+            of it with the entry point; or mappings with the `input` that the program reads and the `output` that it
+            must print. Outputs are compared token by token: `1.0` is not `1`, and white space only separates.
+        limits: of each process. A test that another one slowed down or ended is run again, alone.
+        score: `share` gives the share of the passed cases, `all` gives 1 if all pass, and a number gives 1 if at least
+            this share passes.
+
+    Raises:
+        ValueError: `score` is none of these.
+    """
+    if score not in ("share", "all") and not (isinstance(score, float | int) and 0 < score <= 1):
+        raise ValueError(f"score must be `share`, `all` or a share above 0 and up to 1, but it is {score!r}")
+    fault = fault_of(cases)
+    if fault:
+        return Verdict(None, f"the row's tests are broken: {fault}", failed=True)
+    program = last_block(text)
+    if program is None:
+        return Verdict(0.0, "no fenced code block")
+    required = None if score == "share" else 1.0 if score == "all" else float(score)
+    num_passed, num_failed, first_reason = 0, 0, ""
+    try:
+        for passed, reason in outcomes(program, cases, limits):
+            num_passed += passed
+            num_failed += not passed
+            first_reason = first_reason or reason and f"case {num_passed + num_failed} of {len(cases)}: {reason}"
+            if required is not None and num_passed / len(cases) >= required:
+                return Verdict(1.0, first_reason)
+            if required is not None and (len(cases) - num_failed) / len(cases) < required:
+                return Verdict(0.0, first_reason)
+    except (SandboxError, BrokenCase) as error:
+        return Verdict(None, str(error), failed=True)
+    except OSError as error:  # no memory, no file descriptor or no disk for the sandbox itself
+        return Verdict(None, f"the sandbox could not be set up: {error}", failed=True)
+    return Verdict(num_passed / len(cases), first_reason)
+
+
+class BrokenCase(ValueError):
+    """A test cannot be run on any program."""
+
+
+def fault_of(cases: Any) -> str:
+    """What is wrong with the cases of a row; empty if nothing is."""
+    if not isinstance(cases, Sequence) or isinstance(cases, str) or not cases:
+        return f"they must be a list with at least one test, but they are {str(cases)[:100]!r}"
+    kinds = {"text" if isinstance(case, str) else "mapping" for case in cases}
+    if len(kinds) > 1:
+        return "they are partly Python texts and partly mappings"
+    for number, case in enumerate(cases, 1):
+        pair = isinstance(case, Mapping) and all(isinstance(case.get(key), str) for key in ("input", "output"))
+        if not pair and not isinstance(case, str):
+            return f"case {number} must be a Python text, or have the texts `input` and `output`"
+    return ""
+
+
+def last_block(text: str) -> str | None:
+    """The last fenced block of a Markdown text, up to the end of the text if it is not closed; None if there is none.
+
+    As in CommonMark, a fence has three or more backticks or tildes, and one of at least as many closes it. The
+    indentation of the fence is taken from the lines. In a list item it may be deep.
+    """
+    block: list[str] | None = None
+    fence, indent = "", 0
+    for line in text.replace("\r\n", "\n").split("\n"):
+        match = FENCE.fullmatch(line)
+        if fence and match and match[2].startswith(fence) and len(match[1]) <= indent + 3 and not match[3].strip():
+            fence = ""
+        elif fence and block is not None:
+            block.append(line[min(indent, len(line) - len(line.lstrip(" "))) :])
+        elif match and not (match[2][0] == "`" and "`" in match[3]):
+            fence, indent, block = match[2], len(match[1]), []
+    return None if block is None else "\n".join(block) + "\n"
+
+
+def outcomes(program: str, cases: Sequence[str | Mapping[str, str]], limits: Limits) -> Iterator[tuple[bool, str]]:
+    """Whether each case passed, and why not.
+
+    Raises:
+        BrokenCase: a test cannot be run on any program.
+        SandboxError: the sandbox does not work.
+    """
+    tests = [case for case in cases if isinstance(case, str)]
+    pairs = [case for case in cases if isinstance(case, Mapping)]
+    for pair in pairs:
+        ended = run_script(program, pair["input"], limits)
+        same = ended.output.split() == pair["output"].encode(errors="replace").split()
+        yield not ended.reason and same, ended.reason or ("" if same else "other output")
+    while tests:
+        run = run_tests(program, tests, limits)
+        for verdict, reason in run.verdicts:
+            if verdict == "broken":
+                raise BrokenCase(f"a test of the row cannot be run: {reason}")
+            yield verdict == "passed", reason
+        # Only a test that had its processes for itself is to blame if these end.
+        if run.cut and not run.verdicts:
+            yield False, run.cut
+        tests = tests[max(1, len(run.verdicts)) :]

@@ -1,0 +1,370 @@
+"""What a program must do to pass its tests: solve the task."""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+import os
+import sys
+import tempfile
+from collections import Counter, deque
+from concurrent.futures import ThreadPoolExecutor
+from decimal import Decimal
+from enum import IntEnum
+from fractions import Fraction
+from pathlib import Path
+from textwrap import dedent
+
+import psutil
+import pytest
+from hostile import FORGED_TEST, FORGERIES
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_rl.types import Verdict
+from megatron_rl.verifiers import sandbox
+from megatron_rl.verifiers.code import last_block, verify
+from megatron_rl.verifiers.messages import decode, encode
+from megatron_rl.verifiers.sandbox import Limits
+
+ROWS = [json.loads(line) for line in (Path(__file__).parent / "data" / "humaneval.jsonl").open()]
+
+
+def judge(program: str, cases, score="share", **limits) -> Verdict:
+    return verify(f"It is\n```python\n{dedent(program)}\n```\n", cases, Limits(**limits), score)
+
+
+# --- the program in the answer ---
+
+
+@pytest.mark.parametrize(
+    ("text", "block"),
+    [
+        ("x = 1", None),
+        ("", None),
+        ("```python\nx = 1\n```", "x = 1\n"),
+        ("```\nx = 1\n```\nand\n```py\nx = 2\n```\nend", "x = 2\n"),
+        ("```python\nx = 1\n```\nand\n```python\nx = 2", "x = 2\n"),
+        ("````\n```\nx\n```\n````", "```\nx\n```\n"),
+        ("~~~\n```\n~~~", "```\n"),
+        ("```python\n    x\n\n", "    x\n\n\n"),
+        ("1. it\n    ```python\n    def f():\n        x\n  y\n    ```\n", "def f():\n    x\ny\n"),
+        ('```python\ndef f():\n    """\n    ```\n    """\n```', 'def f():\n    """\n    ```\n    """\n'),
+        ("```\r\ns = '\u2028\x0c'\r\n```\r\n", "s = '\u2028\x0c'\n"),
+        ("   ```python\nx\n   ``` ", "x\n"),
+        ("the words ```x``` are no block", None),
+        ("```x``` are no block\n```\ny\n```", "y\n"),
+        ("```python\ns = '```x'\n``` no end\n```", "s = '```x'\n``` no end\n"),
+    ],
+)
+def test_the_last_fenced_block(text, block):
+    assert last_block(text) == block
+
+
+def test_an_answer_without_a_block_scores_0():
+    assert verify("def f(): return 1", ["assert f() == 1"], Limits(), "all") == Verdict(0.0, "no fenced code block")
+
+
+# --- rows ---
+
+
+@pytest.mark.parametrize(
+    ("cases", "message"),
+    [
+        (None, "they must be a list with at least one test, but they are 'None'"),
+        ([], "they must be a list with at least one test"),
+        ("assert f() == 1", "they must be a list"),
+        (["assert f()", {"input": "", "output": ""}], "they are partly Python texts and partly mappings"),
+        ([{"input": "1"}], "case 1 must be a Python text, or have the texts `input` and `output`"),
+        ([{"input": 1, "output": "2"}], "case 1 must be a Python text"),
+        ([7], "case 1 must be a Python text"),
+    ],
+)
+def test_a_broken_row_is_an_abstention_that_names_its_fault(cases, message):
+    verdict = judge("def f(): return 1", cases)
+    assert verdict.score is None and verdict.failed and f"the row's tests are broken: {message}" in verdict.reason
+
+
+@pytest.mark.parametrize(
+    ("test", "reason"),
+    [
+        ("class A: pass\nassert f(A()) == 1", "the test gives the program an object of type A"),
+        ("class A: pass\ntry:\n    f(A())\nexcept BaseException:\n    pass", "the test gives the program an object"),
+        ("assert f(1) =", "'assert f(1) =' is no Python: SyntaxError: invalid syntax (test, line 1)"),
+        ("return f(1)", "'return f(1)' is no Python: SyntaxError: 'return' outside function"),
+        ("  ", "it passes without using the program"),
+        ("def test_f():\n    assert f(1) == 2", "it passes without using the program"),
+    ],
+)
+def test_a_test_that_no_program_can_run_is_an_abstention(test, reason):
+    verdict = judge("def f(x): return 1", [test])
+    assert verdict.score is None and verdict.failed
+    assert verdict.reason.startswith(f"a test of the row cannot be run: {reason}")
+
+
+@pytest.mark.parametrize("score", [0.0, 1.5, "most", None, math.nan])
+def test_a_wrong_score_is_named(score):
+    with pytest.raises(ValueError, match="score must be `share`, `all` or a share above 0"):
+        judge("x = 1", ["assert x == 1"], score)
+
+
+def test_a_sandbox_that_does_not_work_is_an_abstention(monkeypatch, tmp_path):
+    sandbox.isolation()
+    with monkeypatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
+        verdict = judge("def f(): return 1", ["assert f() == 1"])
+        assert verdict.score is None and verdict.failed and "the sandbox could not be set up: " in verdict.reason
+    monkeypatch.setattr(sandbox, "COMMAND", (sys.executable, "-c", ""))
+    for case in ("assert f() == 1", {"input": "", "output": ""}):
+        verdict = judge("def f(): return 1", [case])
+        assert verdict.score is None and verdict.failed and "could not be confined" in verdict.reason
+
+
+# --- scores ---
+
+
+@pytest.mark.parametrize(
+    ("score", "expected"), [("share", 0.5), ("all", 0.0), (0.5, 1.0), (0.51, 0.0), (0.25, 1.0), (1, 0.0)]
+)
+def test_the_score_of_a_program_that_passes_two_of_four(score, expected):
+    cases = [f"assert f({n}) == {n}" for n in (1, 2, 3, 4)]
+    verdict = judge("def f(n): return n if n in (2, 3) else 0", cases, score)
+    assert verdict == Verdict(expected, "case 1 of 4: line 1 of the test: AssertionError")
+
+
+def test_a_test_that_ends_the_process_costs_itself_alone():
+    program = """
+        import os
+        num_calls = 0
+        def f(n):
+            global num_calls
+            num_calls += 1
+            if n in (2, 5) or num_calls > 3: os._exit(0)
+            return n
+    """
+    cases = [f"assert f({n}) == {n}" for n in (1, 2, 3, 4, 5, 6, 7)]
+    assert judge(program, cases).score == 5 / 7
+    assert judge("import os\nos._exit(1)", cases).reason.startswith("case 1 of 7: exit status 1")
+
+
+def test_standard_input_and_output_are_compared_token_by_token():
+    program = "a, b = map(int, input().split())\nprint(a + b, '\\n', a / b, end='')"
+    pairs = [("1 2\n", "3\n0.5\n"), ("4 2", " 6  2.0 \n\n"), ("4 2", "6 2"), ("1 2", "3"), ("1", "")]
+    cases = [{"input": text, "output": output} for text, output in pairs]
+    verdict = judge(program, cases)
+    assert verdict == Verdict(0.4, "case 3 of 5: other output")
+    last = judge(program, cases[-1:])
+    assert last.score == 0 and "exit status 1: ValueError: not enough values to unpack" in last.reason
+    assert judge("import sys\nprint(5)\nsys.exit(1)", [{"input": "", "output": "5"}]).score == 0
+
+
+# --- what the tests see of a program ---
+
+SEEN = {
+    "values": ("def f(x): return x", "for x in {VALUES}:\n    y = f(x)\n    assert y == x and type(y) is type(x)"),
+    "named arguments": ("def f(a, *, b=2): return a - b", "assert f(5) == 3 and f(a=1, b=1) == 0 and f(2, b=3) == -1"),
+    "changed arguments": (
+        "def f(a, b):\n    a.sort()\n    b['x'] = a[:]\n    return None",
+        "a, b = [3, 1], {}\nassert f(a, b) is None\nassert a == [1, 3] and b == {'x': [1, 3]}",
+    ),
+    "exceptions": (
+        "class Own(KeyError): pass\ndef f(x):\n    if x: raise ValueError('no', 3)\n    raise Own('key')",
+        "try:\n    f(1)\nexcept ValueError as e:\n    assert e.args == ('no', 3)\nelse:\n    assert False\n"
+        "try:\n    f(0)\nexcept KeyError:\n    pass\nelse:\n    assert False",
+    ),
+    "exceptions of the program": (
+        "class Own(ValueError): pass\ndef f(x):\n    if x: raise Own('no')\n    raise ValueError",
+        "try:\n    f(1)\nexcept Own as e:\n    assert str(e) == 'no'\nelse:\n    assert False\n"
+        "try:\n    f(0)\nexcept Own:\n    assert False\nexcept ValueError:\n    pass\nelse:\n    assert False\n"
+        "try:\n    f(1)\nexcept ValueError:\n    pass\nelse:\n    assert False",
+    ),
+    "a builtin function under another name": ("f = sorted", "assert f([2, 1]) == [1, 2]"),
+    "a builtin class under another name": ("f = int", "assert f('2') == 2"),
+    "objects": (
+        "class Node:\n    def __init__(self, value, next=None): self.value, self.next = value, next\n"
+        "    def __eq__(self, other): return self.value == other.value\n    def __len__(self): return 7\n"
+        "    def __getitem__(self, i): return i * 2\n    def __str__(self): return 'node'\n"
+        "def last(node):\n    while node.next: node = node.next\n    return node",
+        "a = Node(1)\na.next = Node(2)\nassert last(a).value == 2 and a.next.next is None and isinstance(a, Node)\n"
+        "assert last(a) == Node(2) and last(a) != a and not a == 1 and a != 1\n"
+        "assert len(a) == 7 and a[4] == 8 and str(a) == 'node' and not isinstance(3, Node)",
+    ),
+    "iterators": (
+        "def f(n):\n    for i in range(n): yield i\n    return 5",
+        "assert list(f(3)) == [0, 1, 2] and next(f(1)) == 0 and 2 in f(4) and 9 not in f(4)",
+    ),
+    "functions of the test": (
+        "def f(g, xs): return [g(x) for x in xs]",
+        "seen = []\ndef g(x):\n    seen.append(x)\n    if x > 2: raise KeyError('big')\n    return 2 * x\n"
+        "assert f(g, [1, 2]) == [2, 4] and seen == [1, 2]\n"
+        "try:\n    f(g, [3])\nexcept KeyError:\n    pass\nelse:\n    assert False",
+    ),
+    "functions of the program": ("def f(n):\n    return lambda m: n * m", "assert f(3)(4) == 12"),
+    "classes with a method": (
+        "class Solution:\n    def add(self, a, b): return a + b",
+        "assert Solution().add(1, 2) == 3",
+    ),
+    "a function with a builtin's name": ("def sum(a, b): return a * b", "assert sum(2, 5) == 10"),
+    "modules that only the program imports": ("import math\ndef f(x): return x", "assert math.isclose(f(0.5), 0.5)"),
+    "dataclasses": (
+        "from dataclasses import dataclass\n@dataclass\nclass P:\n    x: int\ndef f(p): return P(p.x + 1)",
+        "assert f(P(1)) == P(2)",
+    ),
+    "large and special numbers": (
+        "def f(n): return [10 ** n, -10 ** n, float('inf'), float('nan'), -0.0, 1e-320]",
+        "import math\na, b, c, d, e, g = f(9999)\nassert a == 10 ** 9999 == -b and c == math.inf and d != d\n"
+        "assert math.copysign(1, e) == -1 and g == 1e-320",
+    ),
+    "annotations": (
+        "class A:\n    x: int = 0\ndef f(): return A.__annotations__['x']",
+        "class B:\n    y: str\nassert f() == int and B.__annotations__ == {'y': str}",
+    ),
+    "no main block": ("def f(): return __name__\nif __name__ == '__main__': input()", "assert f() == 'program'"),
+}
+
+VALUES = """[None, True, 3, 2 ** 70, 1.5, 'é\\ud800', b'\\x00\\xff', bytearray(b'a'), [1, [2]], (1, (2,)), {1, 2},
+    frozenset({3}), {1: 'a', (2, 3): [4]}, 1j, range(1, 9, 2), int, dict, [], {}]"""
+
+
+@pytest.mark.parametrize("name", SEEN)
+def test_what_the_tests_see(name):
+    program, test = SEEN[name]
+    assert judge(program, [test.replace("{VALUES}", VALUES)]) == Verdict(1.0)
+
+
+class Colour(IntEnum):
+    RED = 3
+
+
+VALUE = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text()
+    | st.binary()
+    | st.decimals(allow_nan=False),
+    lambda inner: (
+        st.lists(inner)
+        | st.lists(inner).map(tuple)
+        | st.dictionaries(st.text() | st.integers(), inner)
+        | st.lists(inner).map(deque)
+    ),
+    max_leaves=20,
+)
+
+
+def through_a_message(value):
+    def refuse(reference):
+        raise ValueError(reference)
+
+    return decode(json.loads(json.dumps(encode(value, refuse))), refuse)
+
+
+@settings(max_examples=50, deadline=None)
+@given(VALUE)
+def test_a_value_survives_a_message(value):
+    back = through_a_message(value)
+    assert back == value and repr(back) == repr(value)
+
+
+def test_what_extends_a_builtin_type_travels_as_this_type():
+    class Sly(int):
+        def __eq__(self, other):
+            return True
+
+        __hash__ = int.__hash__
+
+    for value, plain in ((Sly(3), 3), (Colour.RED, 3), (Counter("aa"), {"a": 2}), (Fraction(2, 4), Fraction(1, 2))):
+        back = through_a_message(value)
+        assert back == plain and type(back) is type(plain)
+    assert through_a_message(Decimal("1.50")).as_tuple() == Decimal("1.50").as_tuple()
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: (
+        st.lists(inner)
+        | st.tuples(
+            st.sampled_from(["int", "dict", "set", "type", "bytes", "range", "object", "Fraction", "complex"]), inner
+        ).map(list)
+        | st.dictionaries(st.text(), inner)
+    ),
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(JSON)
+def test_no_message_makes_another_kind_of_value(data):
+    """What a hostile program sends is refused, or gives values of known types."""
+    known = (int, float, str, bytes, bytearray, list, tuple, set, frozenset, dict, complex, range, type, type(None))
+    try:
+        value = decode(data, lambda reference: None)
+    except Exception:
+        return
+    assert type(value) in (*known, bool, deque, Decimal, Fraction)
+
+
+# --- forgeries ---
+
+
+@pytest.mark.parametrize("name", FORGERIES)
+def test_no_forgery_passes(name):
+    verdict = judge(FORGERIES[name], [FORGED_TEST], cpu_s=1, memory_bytes=1 << 29)
+    assert verdict.score == 0.0 and not verdict.failed and verdict.reason
+
+
+def test_a_value_without_end_is_a_failure():
+    program = "import itertools\ndef answer(n): return itertools.count()"
+    verdict = judge(program, ["assert list(answer(3)) == [3]"], cpu_s=1)
+    assert verdict.score == 0.0 and "used the CPU for more than 1 s" in verdict.reason
+
+
+def test_a_test_that_catches_everything_is_not_passed_by_an_end():
+    test = "try:\n    assert answer(1) == 5\nexcept BaseException as error:\n    assert isinstance(error, KeyError)"
+    assert judge("import os\ndef answer(n): os._exit(0)", [test]).score == 0.0
+    quiet = "try:\n    answer(1)\nexcept:\n    pass"
+    assert judge("import os\ndef answer(n): os._exit(0)", [quiet]).score == 0.0
+    assert judge("def answer(n): raise KeyError", [test, quiet]) == Verdict(1.0)
+
+
+def test_the_main_block_of_a_test_runs():
+    test = "def main():\n    assert answer(1) == 5\nif __name__ == '__main__':\n    main()"
+    assert judge("def answer(n): return n", [test]).score == 0.0
+    assert judge("def answer(n): return 5", [test]).score == 1.0
+
+
+def test_the_forged_test_can_be_passed():
+    assert judge("def answer(n): return {3: 9051, 4: 11734, 5: 17, 6: 7}[n]", [FORGED_TEST]) == Verdict(1.0)
+
+
+# --- real rows ---
+
+
+def without_last_statement(program: str, function: str) -> str:
+    tree = ast.parse(program)
+    [*_, last] = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == function]
+    last.body = last.body[:-1] or [ast.Pass()]
+    return ast.unparse(tree)
+
+
+def children() -> set[int]:
+    return {child.pid for child in psutil.Process().children(recursive=True)}
+
+
+def test_humaneval_and_its_broken_solutions():
+    """Four at a time from threads; no file descriptor and no process is left."""
+    whole = [row["prompt"] + row["canonical_solution"] for row in ROWS]
+    broken = [without_last_statement(program, row["entry_point"]) for program, row in zip(whole, ROWS, strict=True)]
+    descriptors, processes = sorted(os.listdir("/proc/self/fd")), children()
+    with ThreadPoolExecutor(4) as threads:
+        scores = list(
+            threads.map(
+                lambda pair: judge(pair[0], pair[1]["ground_truth"]).score,
+                [*zip(whole, ROWS, strict=True), *zip(broken, ROWS, strict=True)],
+            )
+        )
+    assert scores == [1.0] * len(ROWS) + [0.0] * len(ROWS)
+    assert sorted(os.listdir("/proc/self/fd")) == descriptors
+    assert children() <= processes

@@ -1,0 +1,270 @@
+"""What a program can do to the machine: nothing. Each attack is made with all means that this machine permits."""
+
+from __future__ import annotations
+
+import errno
+import os
+import platform
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+
+import psutil
+import pytest
+from hostile import ATTACKS, LIMITS, ONLY_OWN_FILE_SYSTEM, SLEEPS, THREADS, program_of
+from patience import deadline
+
+from megatron_rl.verifiers import confinement, sandbox
+from megatron_rl.verifiers.sandbox import Ended, Isolation, Limits, SandboxError, isolation, run_script
+
+MEANS = ("root", "user", "landlock")
+TIGHT = Limits(cpu_s=1, wall_s=60, memory_bytes=1 << 29, files_bytes=1 << 20, output_bytes=100_000)
+
+
+@cache
+def refusal(means: str) -> str:
+    """Why this machine does not permit the means; empty if it does."""
+    try:
+        ended = sandbox._run_script(Isolation(means, ()), "print('here')", "", Limits())
+    except SandboxError as error:
+        return str(error)
+    return "" if ended == Ended(b"here\n", "") else str(ended)
+
+
+def permitted(means: str) -> Isolation:
+    if refusal(means):
+        pytest.skip(refusal(means))
+    return Isolation(means, ())
+
+
+@pytest.fixture(autouse=True)
+def temporary_files(tmp_path, monkeypatch):
+    """The temporary directories of this test alone; at its end there are none."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    yield
+    assert not list(tmp_path.glob("megatron-rl-program-*"))
+
+
+def traces() -> list[str]:
+    """What an attack has left on this machine. All attacks use the same names."""
+    places = [Path(place) for place in ("/tmp", "/dev/shm", "/dev/mqueue", os.path.dirname(os.__file__), os.getcwd())]
+    found = [str(path) for place in places for path in place.glob("*hostile_marker*")]
+    found += re.findall(r".*hostile_marker.*", Path("/proc/net/unix").read_text())
+    return found + re.findall(rf"^ *{0x4D525348} .*", Path("/proc/sysvipc/shm").read_text(), re.MULTILINE)
+
+
+def children() -> set[int]:
+    return {child.pid for child in psutil.Process().children(recursive=True)}
+
+
+def facts(path: Path) -> tuple[int, ...]:
+    stat = path.stat()
+    return stat.st_mode, stat.st_uid, stat.st_nlink, stat.st_size, stat.st_mtime_ns
+
+
+@pytest.mark.parametrize("means", MEANS)
+def test_no_attack_does_harm(means, tmp_path):
+    """Eight at a time, from threads, as verifiers call it."""
+    secret = tmp_path / "canary"
+    secret.write_text("a secret")
+    os.chmod(secret, 0o644)
+    before = facts(secret)
+    attacks = ATTACKS if means == "landlock" else ATTACKS | ONLY_OWN_FILE_SYSTEM
+    found, known = permitted(means), f"{secret}\n{os.getpid()}\n"
+    programs = [program_of(dict(list(attacks.items())[start::8])) for start in range(8)]
+    descriptors, processes = sorted(os.listdir("/proc/self/fd")), children()
+    with ThreadPoolExecutor(8) as threads:
+        ends = list(threads.map(lambda program: sandbox._run_script(found, program, known, TIGHT), programs))
+    assert [end.reason for end in ends] == [""] * 8
+    said = [line for end in ends for line in end.output.decode().splitlines()]
+    assert len(said) == len(attacks)
+    assert [line for line in said if not re.fullmatch(r".* (was refused: .*|failed)", line)] == []
+    assert secret.read_text() == "a secret" and facts(secret) == before
+    assert os.listdir(tmp_path) == ["canary"]
+    assert traces() == []
+    assert children() <= processes and sorted(os.listdir("/proc/self/fd")) == descriptors
+
+
+def test_the_attacks_are_real(tmp_path):
+    """Without the sandbox they succeed: here those that do no harm to a test."""
+    secret = tmp_path / "canary"
+    secret.write_text("a secret")
+    for name in (
+        "reads a file of its user",
+        "reads a file through a link",
+        "reads a file through /proc",
+        "climbs out of its directory",
+        "forks",
+        "starts a shell",
+        "signals its parent",
+        "has the kernel signal its parent",
+        "has a socket signal its parent",
+        "reads its parent's environment",
+        "sees processes",
+        "takes its parent's files",
+        "opens a socket",
+        "fills memory without an address",
+    ):
+        known = f"{secret}\n{os.getpid()}\n".encode()
+        command = [sys.executable, "-I", "-S", "-c", program_of({name: ATTACKS[name]})]
+        done = subprocess.run(command, input=known, cwd=tmp_path, capture_output=True, check=True)
+        assert b"did harm" in done.stdout, (name, done)
+
+
+@pytest.mark.parametrize("means", MEANS)
+def test_every_denied_system_call_is_refused(means):
+    """The number of each call is tried with empty arguments, as a program can with ctypes."""
+    column, _ = confinement.ARCHITECTURES[platform.machine()]
+    refused = {name: numbers[column] for name, numbers in confinement.DENIED.items() if numbers[column] is not None}
+    cases = [(name, number, 0, errno.EPERM) for name, number in refused.items()]
+    cases += [
+        ("clone", confinement.CLONE[column], int(signal.SIGCHLD), errno.EPERM),
+        ("clone3", confinement.CLONE3[column], 0, errno.ENOSYS),
+        ("prlimit64 of process 1", confinement.PRLIMIT[column], 1, errno.EPERM),
+        ("a call of the future", confinement.LAST_SYSTEM_CALL + 1, 0, errno.ENOSYS),
+        ("fork of the x32 interface", 2**30 + 57, 0, errno.ENOSYS),
+    ]
+    program = textwrap.dedent(f"""
+        import ctypes
+        libc = ctypes.CDLL(None, use_errno=True)
+        for name, number, argument, expected in {cases!r}:
+            ctypes.set_errno(0)
+            result = libc.syscall(number, argument, 0, 0, 0, 0, 0)
+            if (result, ctypes.get_errno()) != (-1, expected):
+                print(name, result, ctypes.get_errno())
+    """)
+    assert sandbox._run_script(permitted(means), program, "", TIGHT) == Ended(b"", "")
+
+
+def test_the_numbers_of_the_system_calls():
+    """Golden: from the kernel's tables (asm/unistd_64.h and asm-generic/unistd.h), the ones that matter most."""
+    golden = {"execve": (59, 221), "ptrace": (101, 117), "kill": (62, 129), "socket": (41, 198), "prctl": (157, 167)}
+    assert {name: confinement.DENIED[name] for name in golden} == golden
+    for column in (0, 1):
+        numbers = [pair[column] for pair in confinement.DENIED.values() if pair[column] is not None]
+        assert len(set(numbers)) == len(numbers) and max(numbers) <= confinement.LAST_SYSTEM_CALL
+
+
+@pytest.mark.parametrize("means", MEANS)
+def test_threads_are_limited(means):
+    found = permitted(means)
+    if not sandbox._counts_threads(means):
+        pytest.skip(str(sandbox._missing(means)))
+    ended = sandbox._run_script(found, THREADS, "", Limits(num_threads=20))
+    assert not ended.reason and 10 <= int(ended.output) < 20
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_what_exceeds_a_limit_ends_with_its_reason(name):
+    program, reason = LIMITS[name]
+    ended = run_script(program, "", TIGHT)
+    assert re.search(reason, ended.reason), ended
+
+
+@pytest.mark.parametrize("name", SLEEPS)
+def test_the_clock_ends_what_sleeps(name):
+    processes = children()
+    ended = run_script(SLEEPS[name], "", Limits(wall_s=0.5))
+    assert ended == Ended(b"", "the program ran for more than 0.5 s")
+    assert children() <= processes
+
+
+def test_a_program_has_what_it_needs():
+    program = """
+        import asyncio, collections, dataclasses, decimal, fractions, hashlib, heapq, json, math, random, re, sqlite3
+        import subprocess, sys, tempfile, threading, time, typing, zoneinfo, multiprocessing
+        sys.setrecursionlimit(10 ** 6)
+        threading.stack_size(1 << 27)
+
+        @dataclasses.dataclass
+        class Point:
+            x: int
+
+        def deep(n):
+            return 0 if n == 0 else 1 + deep(n - 1)
+
+        def main():
+            assert __name__ == "__main__"
+            async def later():
+                await asyncio.sleep(0)
+                return int(input()) + int(sys.stdin.readline())
+            with tempfile.TemporaryFile() as file:
+                file.write(b"x")
+            with open("own", "w") as file:
+                print("text", file=file)
+            print(open("own").read().strip(), asyncio.run(later()), deep(50_000), Point(3), "é", hash("x") != 0)
+
+        thread = threading.Thread(target=main)
+        thread.start()
+        thread.join()
+    """
+    ended = run_script(textwrap.dedent(program), "20\n22\n", Limits())
+    assert ended == Ended("text 42 50000 Point(x=3) é True\n".encode(), "")
+
+
+@pytest.mark.parametrize("means", MEANS)
+def test_a_strict_umask_does_not_hide_the_standard_library(means):
+    found = permitted(means)
+    before = os.umask(0o077)
+    try:
+        ended = sandbox._run_script(found, "import sqlite3\nopen('own', 'w').close()\nprint('here')", "", Limits())
+    finally:
+        os.umask(before)
+    assert ended == Ended(b"here\n", "")
+
+
+def test_a_program_cannot_change_its_input_and_finds_no_third_party_package():
+    program = "import os\ntry: os.write(0, b'x')\nexcept OSError: print('refused')\nimport numpy"
+    ended = run_script(program, "text", Limits())
+    assert ended.output == b"refused\n" and "No module named 'numpy'" in ended.reason
+
+
+def test_a_program_ends_with_the_process_that_asked_for_it():
+    asks = textwrap.dedent("""
+        import sys
+        from megatron_rl.verifiers.sandbox import Limits, isolation, run_script
+        isolation()
+        print("ready", flush=True)
+        run_script("import threading; threading.Event().wait()", "", Limits(wall_s=1e4))
+    """)
+    with subprocess.Popen([sys.executable, "-c", asks], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None and parent.stdout.readline() == b"ready\n"
+        end = time.monotonic() + deadline(60)
+        listed = Path(f"/proc/{parent.pid}/task/{parent.pid}/children")
+        while not (pids := listed.read_text().split()):
+            assert time.monotonic() < end
+        [child] = [psutil.Process(int(pid)) for pid in pids]
+        parent.kill()
+    child.wait(deadline(60))  # it raises if the program still runs then
+
+
+def test_a_machine_that_isolates_nothing_is_named(monkeypatch):
+    monkeypatch.setattr(platform, "machine", lambda: "riscv64")
+    with pytest.raises(SandboxError, match="Linux on x86_64 or aarch64, but this machine is linux on riscv64"):
+        sandbox._isolation.__wrapped__()
+
+
+def test_a_sandbox_that_cannot_be_made_is_an_error(monkeypatch):
+    isolation()
+    processes = children()
+    monkeypatch.setattr(sandbox, "COMMAND", (sys.executable, "-c", "raise SystemExit(0)"))
+    with pytest.raises(SandboxError, match="could not be confined: it ended, or was not ready in time"):
+        run_script("print(1)", "", Limits())
+    monkeypatch.setattr(sandbox, "COMMAND", ("/no/such/python",))
+    with pytest.raises(SandboxError, match="could not be started: .*No such file"):
+        run_script("print(1)", "", Limits())
+    assert children() <= processes
+
+
+@pytest.mark.parametrize("means", MEANS)
+def test_isolation_says_what_is_missing(means):
+    assert isolation().means in MEANS and isolation() is isolation()
+    missing = sandbox._missing(means)
+    assert bool(missing) == (means == "landlock" or not sandbox._counts_threads(means))
