@@ -23,7 +23,7 @@ from rich.console import Console
 from megatron_rl.actor.spec import check_trainable
 from megatron_rl.config.advantages import FunctionAdvantage
 from megatron_rl.config.losses import FunctionLoss
-from megatron_rl.config.rollout import ExactAnswerReward, FunctionReward
+from megatron_rl.config.rewards import CodeReward, FunctionReward, GroundTruthReward
 from megatron_rl.config.schema import BaseConfig, GrpoRunConfig, SftRunConfig
 from megatron_rl.data.prompts import check_length, question_of
 from megatron_rl.data.rows import FORMS, BadRow, read_rows
@@ -37,7 +37,9 @@ from megatron_rl.recipes.parameters import checkpoint_bytes
 from megatron_rl.recipes.reward_source import fault_of_function
 from megatron_rl.recipes.tokenizer_files import ChatTemplate, TokenizerFiles
 from megatron_rl.types import ModelShape
-from megatron_rl.verifiers.exact_answer import last_number
+from megatron_rl.verifiers.compose import required_columns
+from megatron_rl.verifiers.ground_truth import fault_of_ground_truth
+from megatron_rl.verifiers.sandbox import SandboxError, isolation
 
 ROWS_S = 2.5
 """The time, in seconds, in which the rows of all files are checked. A note says which rows are left out."""
@@ -280,40 +282,40 @@ def _rows(config: BaseConfig, tokenizer: TokenizerFiles | None, tell: Tell) -> l
 
         faults += _file("sft.rows", sft.rows, check_demonstration, sft.on_bad_row, ROWS_S, tell)
     elif isinstance(config, GrpoRunConfig):
-        exact = [reward for reward in config.rewards if isinstance(reward, ExactAnswerReward)]
-        required = ("ground_truth",) if exact else ()
-        numbers = any(reward.answer == "last_number" for reward in exact)
+        compared = [reward for reward in config.rewards if isinstance(reward, GroundTruthReward)]
+        required = required_columns(config.rewards)
         longest, data = config.rollout.max_prompt_tokens, config.data
         seconds = ROWS_S / 2 if data.eval else ROWS_S
         columns: set[str] = set()
         unscored: list[str] = []
 
-        def cannot_score(reason: str) -> None:
-            if any(reward.on_error == "stop" for reward in exact):
-                raise ValueError(reason)
-            unscored.append(reason)
-
         def check_prompt(row: Row) -> None:
             messages = question_of(row, required)
             columns.update(row.keys() - set(FORMS))
-            truth = row.get("ground_truth")
-            if exact and not isinstance(truth, str | int | float):
-                cannot_score(f"the exact_answer reward needs `ground_truth` as text or number, but it is {truth!r}")
-            elif numbers and last_number(str(truth)) is None:
-                cannot_score(f"ground_truth {truth!r} holds no number; set the reward's answer to `all`")
+            if not any(reward.scores(row) for reward in config.rewards):
+                unscored.append(f"no reward has the row's `dataset`, {row.get('dataset')!r}, in its `datasets`")
+            for reward in compared:
+                if not reward.scores(row) or (fault := fault_of_ground_truth(reward, reward.ground_truth(row))) is None:
+                    continue
+                if reward.on_error == "stop":
+                    raise ValueError(fault)
+                unscored.append(fault)
             length = lengths.of_prompt(messages, longest)
             if length is not None:
                 check_length(length, longest)
 
         faults += _file("data.train", data.train, check_prompt, data.on_bad_row, seconds, tell)
         if unscored:
-            tell(
-                f"data.train: the exact_answer reward will abstain on {len(unscored)} of the rows; the first reason "
-                f"is: {unscored[0]}"
-            )
+            tell(f"data.train: rewards will abstain on {len(unscored)} of the rows; the first reason is: {unscored[0]}")
         known = frozenset(columns)
         if data.eval:
             faults += _file("data.eval", data.eval, check_prompt, data.on_bad_row, seconds, tell)
+        if any(isinstance(reward, CodeReward) for reward in config.rewards):
+            try:
+                for missing in isolation().missing:
+                    tell(f"the code reward's sandbox on this machine: {missing}")
+            except SandboxError as error:
+                faults.append(f"the code reward has no sandbox on this machine: {error}")
         for reward in config.rewards:
             if isinstance(reward, FunctionReward) and (fault := fault_of_function(reward.path, known or None)):
                 faults.append(fault)

@@ -24,7 +24,7 @@ from megatron_rl.cluster.payloads import fetch
 from megatron_rl.cluster.process import Location, Process, begin_process, locate
 from megatron_rl.cluster.restarts import Restarts
 from megatron_rl.cluster.waiting import TICK_S, ProcessLost, gather, in_thread, locate_all, tick
-from megatron_rl.config.rollout import RewardConfig
+from megatron_rl.config.rewards import RewardConfig
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.data.journal import Entry, JournalWriter
 from megatron_rl.types import Group, Metrics, Prompt, Verdict

@@ -27,7 +27,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from megatron_rl.cluster.network import Interface, find_interface
 from megatron_rl.cluster.placement import Placement
 from megatron_rl.cluster.waiting import settle
-from megatron_rl.config.rollout import FunctionReward
+from megatron_rl.config.rewards import FunctionReward
 from megatron_rl.config.schema import BaseConfig, GrpoRunConfig
 
 ANSWER_S = 100.0

@@ -1,4 +1,4 @@
-"""How engines generate answers, and how answers are rewarded."""
+"""How engines generate answers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Annotated, Literal
 from pydantic import (
     Field,
     NonNegativeInt,
-    PositiveFloat,
     PositiveInt,
 )
 
@@ -91,51 +90,3 @@ class RolloutConfig(Section):
     def max_model_tokens(self) -> int:
         """The length of the longest possible sample, in tokens."""
         return self.max_prompt_tokens + self.max_response_tokens
-
-
-class _Reward(Section):
-    name: str | None = None
-    """The reward's name in metrics and logs, which must be unique; null means the reward's kind, or the name of its
-    function."""
-    weight: float = 1.0
-    """The factor of this reward's score in the sum of all rewards."""
-    on_error: Literal["abstain", "stop"] = "abstain"
-    """What happens when this reward cannot score an answer (an exception, a NaN, a result of the wrong form, a
-    time-out). `abstain` leaves the reward out of the answer's sum, counts the failure, and writes the row and the error
-    to `logs/rewards.log`. `stop` ends the run after a checkpoint."""
-    timeout_s: PositiveFloat = 600
-    """The longest time, in seconds, that scoring the answers of one step may take. After that the verifier's process is
-    replaced, and `on_error` decides about the answers."""
-    max_silent_steps: PositiveInt | None = 3
-    """The run stops when this reward has scored no answer at all in this number of steps in a row; null means never."""
-
-
-class ExactAnswerReward(_Reward):
-    """The score is 1 if the text after the thought equals the row's `ground_truth`, else 0."""
-
-    kind: Literal["exact_answer"] = "exact_answer"
-    answer: Literal["all", "last_number"] = "all"
-    """What is compared. `all` is the whole text after the delimiter, without white space at its ends. `last_number` is
-    the last number of that text, compared as a number."""
-    require_stop: bool = True
-    """true: an answer that a token budget cut scores 0. false: it is compared like any other answer."""
-
-    @property
-    def label(self) -> str:
-        return self.name or self.kind
-
-
-class FunctionReward(_Reward):
-    """Any Python function with TRL's signature: f(prompts, completions, completion_ids, **columns) ->
-    list[float | None]."""
-
-    kind: Literal["function"] = "function"
-    path: str
-    """The function's import path, as `package.module:function`."""
-
-    @property
-    def label(self) -> str:
-        return self.name or self.path.rpartition(":")[2]
-
-
-RewardConfig = Annotated[ExactAnswerReward | FunctionReward, Field(discriminator="kind")]

@@ -22,7 +22,8 @@ from megatron_rl.config.balance import BalanceConfig
 from megatron_rl.config.cluster import BridgeConfig, ClusterConfig
 from megatron_rl.config.observe import TrackerConfigs
 from megatron_rl.config.policy import ModelConfig, PolicyConfig
-from megatron_rl.config.rollout import ExactAnswerReward, RewardConfig, RolloutConfig
+from megatron_rl.config.rewards import ExactAnswerReward, GroundTruthReward, RewardConfig
+from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.config.section import Section
 from megatron_rl.config.shipped import find_shipped
 from megatron_rl.config.slurm import SlurmConfig
@@ -64,8 +65,8 @@ class EvalConfig(Section):
     """The number of answers to each prompt."""
     verifier: str | None = None
     """The name of the reward that decides whether an answer is right, which means a score of 1 or more.
-    `eval/accuracy` is the share of right answers. null means the first exact_answer reward; if there is none, only
-    `eval/reward_mean` is reported."""
+    `eval/accuracy` is the share of right answers. null means, for each row, the first reward that compares answers with
+    a ground truth and scores this row; if there is none, only `eval/reward_mean` is reported."""
 
 
 class CheckpointConfig(Section):
@@ -227,11 +228,11 @@ class GrpoRunConfig(BaseConfig):
         return self
 
     @property
-    def deciding_reward(self) -> int | None:
-        """The index of the reward that decides whether an answer is right; None if no reward does."""
+    def deciding_rewards(self) -> list[int]:
+        """The indices of the rewards of which the first one that scores an answer decides whether it is right."""
         if self.eval.verifier is not None:
-            return [reward.label for reward in self.rewards].index(self.eval.verifier)
-        return next((i for i, r in enumerate(self.rewards) if isinstance(r, ExactAnswerReward)), None)
+            return [[reward.label for reward in self.rewards].index(self.eval.verifier)]
+        return [i for i, reward in enumerate(self.rewards) if isinstance(reward, GroundTruthReward)]
 
     def _check_colocation(self) -> None:
         """Refuse what needs trainers and engines at the same time."""

@@ -9,7 +9,7 @@ from statistics import fmean
 
 import numpy as np
 
-from megatron_rl.config.rollout import RewardConfig
+from megatron_rl.config.rewards import RewardConfig
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.ports import Ports, Sink
 from megatron_rl.types import Group, Metrics, Prompt, Scores, Verdict, give_verdicts
@@ -73,8 +73,8 @@ def describe_rewards(rewards: Sequence[RewardConfig], groups: Sequence[Group]) -
 
 
 class SilentRewards:
-    """Counts, for each reward, the steps in a row in which it scored no answer. The sum of the rewards would hide it
-    if another reward gives scores."""
+    """Counts, for each reward, the steps in a row in which it scored none of the answers that it should. The sum of the
+    rewards would hide it if another reward gives scores."""
 
     def __init__(self, rewards: Sequence[RewardConfig]) -> None:
         self._rewards = rewards
@@ -90,7 +90,6 @@ class SilentRewards:
         Raises:
             ValueError: a reward has been silent for its `max_silent_steps`.
         """
-        rows = [verdict.parts for verdict in verdicts_of(groups)]
         for i, reward in enumerate(self._rewards):
             failed = metrics.get(f"reward/{reward.label}/failed", 0.0)
             if failed and reward.label not in self._told:
@@ -98,11 +97,14 @@ class SilentRewards:
                 sink.warn(
                     f"reward {reward.label} could not score {failed:.0%} of the answers; logs/rewards.log says why"
                 )
-            if any(parts[i] is not None for parts in rows):
+            own = verdicts_of([group for group in groups if reward.scores(group.prompt.columns)])
+            if not own:
+                continue
+            if any(verdict.parts[i] is not None for verdict in own):
                 self._silent_steps[i] = 0
                 continue
             self._silent_steps[i] += 1
-            seen = f"reward {reward.label} scored none of {len(rows)} answers"
+            seen = f"reward {reward.label} scored none of {len(own)} answers"
             if reward.max_silent_steps is not None and self._silent_steps[i] >= reward.max_silent_steps:
                 raise ValueError(
                     f"{seen} in {self._silent_steps[i]} steps in a row; logs/rewards.log says why. Correct the reward, "
@@ -139,11 +141,10 @@ def describe_heldout(config: GrpoRunConfig, groups: Sequence[Group]) -> Metrics:
 
 
 def right_answers(config: GrpoRunConfig, verdicts: Sequence[Verdict]) -> list[bool]:
-    """Whether each answer is right: the deciding reward (`eval.verifier`) gave it 1 or more. Answers on which this
-    reward abstained are left out, and all answers if no reward decides."""
-    if config.deciding_reward is None:
-        return []
-    parts = [verdict.parts[config.deciding_reward] for verdict in verdicts]
+    """Whether each answer is right: the first deciding reward (`eval.verifier`) that scored it gave it 1 or more.
+    Answers that no such reward scored are left out."""
+    of_answers = [[verdict.parts[i] for i in config.deciding_rewards] for verdict in verdicts]
+    parts = [next((part for part in parts if part is not None), None) for parts in of_answers]
     return [part >= 1 for part in parts if part is not None]
 
 

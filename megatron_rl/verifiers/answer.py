@@ -1,7 +1,11 @@
-"""The form in which a verifier receives a sample, and the tokenizer with which it decodes the sample."""
+"""The form in which a verifier receives a sample, and how it gets the text after the thought.
+
+Invariant (tests/unit/verifiers): only the first delimiter counts, and special tokens after it are left out.
+"""
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -20,3 +24,31 @@ class Answer:
     """All tokens after the prompt: thought, delimiter, answer and end of sequence."""
     finish: str
     """`stop` if the model ended its answer, `length` if a budget cut it."""
+
+
+BLOCK_TOKENS = 256
+
+
+def text_after(delimiter: str, ids: Sequence[int], tokenizer: Tokenizer) -> str | None:
+    """The text after the first delimiter, without special tokens; None if there is no delimiter. An empty delimiter
+    gives the whole text.
+
+    The delimiter may be a special token, or several tokens, or end inside a token, so the search is in the text. It
+    goes block by block, and each block is extended by as many tokens as the delimiter can have. In the block that
+    contains the delimiter it goes on by bisection. This costs little more than decoding once.
+    """
+    if not delimiter:
+        return tokenizer.decode(ids, skip_special_tokens=True)
+
+    def holds_delimiter(part: Sequence[int]) -> bool:
+        return delimiter in tokenizer.decode(part, skip_special_tokens=False)
+
+    for start in range(0, len(ids), BLOCK_TOKENS):
+        block = ids[start : start + BLOCK_TOKENS + len(delimiter.encode())]
+        if not holds_delimiter(block):
+            continue
+        prefixes = [block[:n] for n in range(1, len(block) + 1)]
+        first = prefixes[bisect.bisect_left(prefixes, True, key=holds_delimiter)]
+        same_token = tokenizer.decode(first, skip_special_tokens=False).partition(delimiter)[2]
+        return same_token + tokenizer.decode(ids[start + len(first) :], skip_special_tokens=True)
+    return None

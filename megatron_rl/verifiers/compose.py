@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from megatron_rl.config.rollout import ExactAnswerReward, FunctionReward, RewardConfig
+from megatron_rl.config.rewards import FunctionReward, GroundTruthReward, RewardConfig
 from megatron_rl.types import Prompt, Tokens, Verdict
 from megatron_rl.verifiers.answer import Answer, Tokenizer
-from megatron_rl.verifiers.exact_answer import ExactAnswer
 from megatron_rl.verifiers.functions import FunctionVerifier
+from megatron_rl.verifiers.ground_truth import VERIFY, GroundTruthVerifier
 
 
 class AnswerVerifier(Protocol):
@@ -22,11 +22,17 @@ class AnswerVerifier(Protocol):
 
 
 VERIFIERS: dict[type, Callable[..., AnswerVerifier]] = {
-    ExactAnswerReward: ExactAnswer,
+    **dict.fromkeys(VERIFY, GroundTruthVerifier),
     FunctionReward: FunctionVerifier,
 }
 """One line for each verifier: (its configuration, tokenizer, delimiter) -> verifier. The key is the class of its
 configuration."""
+
+
+def required_columns(configs: Sequence[RewardConfig]) -> tuple[str, ...]:
+    """The columns that every row must have for these rewards."""
+    needs_truth = any(isinstance(cfg, GroundTruthReward) and cfg.datasets is None for cfg in configs)
+    return ("ground_truth",) if needs_truth else ()
 
 
 class RewardSet:
@@ -41,18 +47,21 @@ class RewardSet:
     def __init__(self, configs: Sequence[RewardConfig], tokenizer: Tokenizer, delimiter: str) -> None:
         self._configs = configs
         self._verifiers = [VERIFIERS[type(cfg)](cfg, tokenizer, delimiter) for cfg in configs]
-        needs_truth = any(isinstance(cfg, ExactAnswerReward) for cfg in configs)
-        self.required_columns = ("ground_truth",) if needs_truth else ()
+        self.required_columns = required_columns(configs)
         """The columns that every row must have."""
 
     def score(self, index: int, answers: Sequence[Answer]) -> list[Verdict]:
-        """The verdicts of the reward with this index, one for each answer.
+        """The verdicts of the reward with this index, one for each answer. It abstains on rows of data sets that it
+        does not score.
 
         Raises:
             ValueError: the reward could not score an answer, and its `on_error` is `stop`.
         """
         cfg = self._configs[index]
-        verdicts = self._verifiers[index].score(answers)
+        own = [answer for answer in answers if cfg.scores(answer.prompt.columns)]
+        given = iter(self._verifiers[index].score(own) if own else [])
+        other = Verdict(None, f"{cfg.label} does not score rows of this data set")
+        verdicts = [next(given) if cfg.scores(answer.prompt.columns) else other for answer in answers]
         if cfg.on_error == "stop":
             for answer, verdict in zip(answers, verdicts, strict=True):
                 if verdict.failed:

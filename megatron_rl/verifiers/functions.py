@@ -15,7 +15,7 @@ from numbers import Real
 from typing import Any
 
 from megatron_rl.config.function import load_function
-from megatron_rl.config.rollout import FunctionReward
+from megatron_rl.config.rewards import FunctionReward
 from megatron_rl.types import Prompt, Verdict
 from megatron_rl.verifiers.answer import Answer, Tokenizer
 

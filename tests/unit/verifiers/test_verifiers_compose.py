@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 
-from megatron_rl.config.rollout import ExactAnswerReward, FunctionReward
+from megatron_rl.config.rewards import ExactAnswerReward, FunctionReward
 from megatron_rl.types import Prompt, Tokens, Verdict
 from megatron_rl.verifiers import RewardSet, answers_of, weighted_sum
 from megatron_rl.verifiers.failures import FailureLog

@@ -6,10 +6,11 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from megatron_rl.config.rollout import ExactAnswerReward
+from megatron_rl.config.rewards import ExactAnswerReward
 from megatron_rl.types import Prompt, Verdict
-from megatron_rl.verifiers.answer import Answer
-from megatron_rl.verifiers.exact_answer import BLOCK_TOKENS, ExactAnswer, last_number, text_after
+from megatron_rl.verifiers.answer import BLOCK_TOKENS, Answer, text_after
+from megatron_rl.verifiers.exact_answer import last_number
+from megatron_rl.verifiers.ground_truth import GroundTruthVerifier
 
 
 def tokenizer_of(*words: str, special: tuple[str, ...] = ("<eos>",)) -> PreTrainedTokenizerFast:
@@ -96,7 +97,7 @@ def test_last_number(text, number):
 def score(text: str, truth, finish: str = "stop", delimiter: str = "</think>", **cfg) -> Verdict:
     prompt = Prompt("rows.jsonl:3", (1,), "q", {"ground_truth": truth})
     answer = Answer(prompt, ids_of(ONE_WORD, text), finish)
-    [verdict] = ExactAnswer(ExactAnswerReward(**cfg), ONE_WORD, delimiter).score([answer])
+    [verdict] = GroundTruthVerifier(ExactAnswerReward(**cfg), ONE_WORD, delimiter).score([answer])
     return verdict
 
 

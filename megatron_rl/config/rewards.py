@@ -1,0 +1,120 @@
+"""How answers are rewarded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from megatron_rl.config.section import Section
+
+
+class _Reward(Section):
+    name: str | None = None
+    """The reward's name in metrics and logs, which must be unique; null means the reward's kind, or the name of its
+    function."""
+    weight: float = 1.0
+    """The factor of this reward's score in the sum of all rewards."""
+    datasets: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
+    """The rows that this reward scores, by their column `dataset`; null means all rows. It abstains on other rows. If a
+    row has equally long lists in `dataset` and `ground_truth`, the reward takes its own entries of the second one."""
+    on_error: Literal["abstain", "stop"] = "abstain"
+    """What happens when this reward cannot score an answer (an exception, a NaN, a result of the wrong form, a
+    time-out). `abstain` leaves the reward out of the answer's sum, counts the failure, and writes the row and the error
+    to `logs/rewards.log`. `stop` ends the run after a checkpoint."""
+    timeout_s: PositiveFloat = 600
+    """The longest time, in seconds, that scoring the answers of one step may take. After that the verifier's process is
+    replaced, and `on_error` decides about the answers."""
+    max_silent_steps: PositiveInt | None = 3
+    """The run stops when this reward has scored no answer at all in this number of steps in a row; null means never.
+    Steps without a row that it scores are not counted."""
+
+    def scores(self, columns: Mapping[str, Any]) -> bool:
+        """Whether the reward scores the answers to a row with these columns."""
+        return self.datasets is None or any(name in self.datasets for name in _as_list(columns.get("dataset")))
+
+    def ground_truth(self, columns: Mapping[str, Any]) -> Any:
+        """What the reward compares the answers to a row with; None if the row has no ground truth for it."""
+        truth, names = columns.get("ground_truth"), columns.get("dataset")
+        if not isinstance(names, list | tuple) or not isinstance(truth, list | tuple) or len(names) != len(truth):
+            return truth
+        own = [one for one, name in zip(truth, names) if self.datasets is None or name in self.datasets]
+        return own[0] if len(own) == 1 else own or None
+
+
+def _as_list(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, list | tuple) else [value]
+
+
+class GroundTruthReward(_Reward):
+    """A reward that compares the text after the thought with the row's `ground_truth`."""
+
+    kind: str
+    require_stop: bool = True
+    """true: an answer that a token budget cut scores 0. false: it is compared like any other answer."""
+
+    @property
+    def label(self) -> str:
+        return self.name or self.kind
+
+
+class ExactAnswerReward(GroundTruthReward):
+    """The score is 1 if the text after the thought equals the row's `ground_truth`, else 0."""
+
+    kind: Literal["exact_answer"] = "exact_answer"
+    answer: Literal["all", "last_number"] = "all"
+    """What is compared. `all` is the whole text after the delimiter, without white space at its ends. `last_number` is
+    the last number of that text, compared as a number."""
+
+
+class MathematicsReward(GroundTruthReward):
+    """The score is 1 if the final answer of the text is mathematically equivalent to the row's `ground_truth`, or to
+    one of its texts if it is a list, else 0."""
+
+    kind: Literal["mathematics"] = "mathematics"
+    mode: Literal["strict", "lenient"] = "strict"
+    """What is a final answer. `strict`: the last `\\boxed{...}`, or what follows the last `####`, or the last "answer
+    is". `lenient`: without these, the last formula or number."""
+
+
+class CodeReward(GroundTruthReward):
+    """The last fenced block of the text is a Python program, which runs in a sandbox. `ground_truth` is a list of
+    tests: Python texts with asserts, or mappings with the `input` and `output` of the program."""
+
+    kind: Literal["code"] = "code"
+    score: Literal["share", "all"] | Annotated[float, Field(gt=0, le=1)] = "all"
+    """`share`: the share of the tests that pass. `all`: 1 if all pass, else 0. A number: 1 if at least this share
+    passes, else 0."""
+    cpu_s: PositiveInt = 10
+    """The seconds of a processor that a program may use for its tests."""
+    memory_mib: PositiveInt = 1024
+    """The memory of a program."""
+
+
+class InstructionsReward(GroundTruthReward):
+    """The row has verifiable instructions, as IFEval and IF-RLVR have them: `ground_truth` has `instruction_id`, a list
+    of kinds, and `kwargs`, the arguments of each."""
+
+    kind: Literal["instructions"] = "instructions"
+    score: Literal["share", "all"] = "share"
+    """`share`: the share of the instructions that are followed. `all`: 1 if all are followed, else 0."""
+
+
+class FunctionReward(_Reward):
+    """Any Python function with TRL's signature: f(prompts, completions, completion_ids, **columns) ->
+    list[float | None]."""
+
+    kind: Literal["function"] = "function"
+    path: str
+    """The function's import path, as `package.module:function`."""
+
+    @property
+    def label(self) -> str:
+        return self.name or self.path.rpartition(":")[2]
+
+
+RewardConfig = Annotated[
+    ExactAnswerReward | MathematicsReward | CodeReward | InstructionsReward | FunctionReward,
+    Field(discriminator="kind"),
+]

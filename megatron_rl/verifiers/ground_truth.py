@@ -1,0 +1,97 @@
+"""The rewards that compare the text after the thought with the row's ground truth.
+
+Invariants (tests/unit/verifiers): the thought is never scored; an answer without the delimiter, or one that a budget
+cut, scores 0; a row whose ground truth cannot be used fails for all of its answers, so that it never keeps only some of
+them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from megatron_rl.config.rewards import (
+    CodeReward,
+    ExactAnswerReward,
+    GroundTruthReward,
+    InstructionsReward,
+    MathematicsReward,
+)
+from megatron_rl.types import Verdict
+from megatron_rl.verifiers import exact_answer
+from megatron_rl.verifiers.answer import Answer, Tokenizer, text_after
+
+
+def _mathematics(cfg: MathematicsReward, text: str, truth: Any) -> Verdict:
+    from megatron_rl.verifiers import mathematics  # sympy takes a second to import
+
+    truths = truth if isinstance(truth, list | tuple) and truth else [truth]
+    if not all(isinstance(one, str | int | float) for one in truths):
+        needs = "a `ground_truth` that is text or a number, or a list of these"
+        return Verdict(None, f"the mathematics reward needs {needs}, but it is {truth!r}", failed=True)
+    verdicts = [mathematics.verify(text, str(one), cfg.mode) for one in truths]
+    return max(verdicts, key=lambda verdict: (verdict.failed, verdict.score))
+
+
+def _code(cfg: CodeReward, text: str, truth: Any) -> Verdict:
+    from megatron_rl.verifiers import code, sandbox
+
+    limits = sandbox.Limits(cpu_s=cfg.cpu_s, memory_bytes=cfg.memory_mib * 2**20)
+    return code.verify(text, _cases(truth), limits, cfg.score)
+
+
+def _cases(truth: Any) -> Any:
+    """The tests of a row. Some data sets have their list as a JSON text."""
+    if not isinstance(truth, str):
+        return truth
+    try:
+        cases = json.loads(truth)
+    except json.JSONDecodeError:
+        cases = None
+    return cases if isinstance(cases, list) else [truth]
+
+
+def _instructions(cfg: InstructionsReward, text: str, truth: Any) -> Verdict:
+    from megatron_rl.verifiers import instructions
+
+    return instructions.verify(text, truth, cfg.score)
+
+
+VERIFY: dict[type[GroundTruthReward], Callable[..., Verdict]] = {
+    ExactAnswerReward: exact_answer.verify,
+    MathematicsReward: _mathematics,
+    CodeReward: _code,
+    InstructionsReward: _instructions,
+}
+"""One line for each kind of reward: (its configuration, text after the thought, ground truth) -> verdict."""
+
+
+class GroundTruthVerifier:
+    """The verifier of every `GroundTruthReward`."""
+
+    def __init__(self, cfg: GroundTruthReward, tokenizer: Tokenizer, delimiter: str) -> None:
+        self.cfg, self.tokenizer, self.delimiter = cfg, tokenizer, delimiter
+
+    def score(self, answers: Sequence[Answer]) -> list[Verdict]:
+        return [self.judge(answer) for answer in answers]
+
+    def judge(self, answer: Answer) -> Verdict:
+        was_cut = self.cfg.require_stop and answer.finish != "stop"
+        text = None if was_cut else text_after(self.delimiter, answer.response_ids, self.tokenizer)
+        truth = self.cfg.ground_truth(answer.prompt.columns)
+        verdict = VERIFY[type(self.cfg)](self.cfg, text or "", truth)
+        if verdict.failed:
+            return replace(verdict, reason=f"{answer.prompt.uid}: {verdict.reason}")
+        if was_cut:
+            return Verdict(0.0, "cut by the length budget")
+        return Verdict(0.0, f"no {self.delimiter}") if text is None else verdict
+
+
+def fault_of_ground_truth(cfg: GroundTruthReward, truth: Any) -> str | None:
+    """Why no answer could be compared with this ground truth; None if there is no reason that is quickly found."""
+    if isinstance(cfg, MathematicsReward) and isinstance(truth, str | int | float):
+        return None  # to read it takes too long
+    verdict = VERIFY[type(cfg)](cfg, "", truth)
+    return verdict.reason if verdict.failed else None
