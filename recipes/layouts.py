@@ -15,7 +15,7 @@ from megatron_rl.layout import FAMILIES
 from megatron_rl.recipes.estimates import largest_plan, largest_work, num_microbatches, training_seconds
 from megatron_rl.recipes.memory import (
     GpuMemory,
-    bridge_lines,
+    bridge_communicators,
     planned_transfer,
     run_memory,
     trainer_limit,
@@ -74,7 +74,7 @@ def fitting_layouts(config: BaseConfig, shape: ModelShape) -> list[Layout]:
             continue
         for recompute in ("none", "full"):
             model = config.model.model_copy(update={"recompute": recompute})
-            memory = trainer_memory(shape, model, parallel, num_tokens, bucket_bytes, lines=0)
+            memory = trainer_memory(shape, model, parallel, num_tokens, bucket_bytes, bridge_bytes=0.0)
             if max(memory.totals) > limit:
                 continue
             key = (parallel.data, parallel.alignment, parallel.microbatch_multiple)
@@ -96,9 +96,9 @@ def fitting_layouts(config: BaseConfig, shape: ModelShape) -> list[Layout]:
     found: list[Layout] = []
     for layout in candidates:
         plan = planned_transfer(config, shape, layout.parallel.mesh)
-        lines = bridge_lines(plan, gpus_per_node, config.cluster.colocate).trainer
+        bridge_bytes = bridge_communicators(plan, config.cluster.colocate).trainer
         model = config.model.model_copy(update={"recompute": layout.recompute})
-        memory = trainer_memory(shape, model, layout.parallel, num_tokens, bucket_bytes, lines)
+        memory = trainer_memory(shape, model, layout.parallel, num_tokens, bucket_bytes, bridge_bytes)
         if max(memory.totals) <= limit:
             found.append(Layout(layout.parallel, layout.recompute, layout.seconds, memory))
         if len(found) == MAX_SHOWN:

@@ -26,6 +26,9 @@ from megatron_rl.types import Mesh, ModelShape, Phase
 COMMUNICATOR_BYTES = 512 * 2**20
 """The memory of one NCCL communicator on each of its ranks. This is an estimate from users' reports (NVIDIA/nccl#964,
 NVIDIA/nccl#2363); nobody has measured it here."""
+PEER_BYTES = 16 * 2**20
+"""What a communicator takes on a rank for each other rank with which it exchanges messages: a MiB for each of eight
+channels, in both directions. This is an estimate from NCCL's defaults; nobody has measured it here."""
 ENGINE_WORK_BYTES = 4e9
 """What an engine's rank needs for its activations, its CUDA graphs and its NCCL communicator. This is an estimate."""
 INCOMPLETE = 0.5
@@ -66,12 +69,11 @@ class GpuMemory:
         return GpuMemory(f"{self.name}, and {other.name}", parts)
 
 
-class Lines(NamedTuple):
-    """The largest number of NCCL communicators that the bridge has on a trainer rank, and on an engine's rank. Each is
-    for one pair of ranks on different nodes."""
+class BridgeBytes(NamedTuple):
+    """The memory of the bridge's NCCL communicators on the fullest trainer rank, and on the fullest engine's rank."""
 
-    trainer: int = 0
-    engine: int = 0
+    trainer: float = 0.0
+    engine: float = 0.0
 
 
 def planned_transfer(config: GrpoRunConfig, shape: ModelShape, mesh: Mesh) -> TransferPlan:
@@ -88,17 +90,21 @@ def planned_transfer(config: GrpoRunConfig, shape: ModelShape, mesh: Mesh) -> Tr
     return plan_weights(shape, mesh, engines, dtype=config.model.dtype, links=links)
 
 
-def bridge_lines(plan: TransferPlan, gpus_per_node: int, colocated: bool = False) -> Lines:
-    """Count the pairs of ranks on different nodes. The trainer is taken to fill the first nodes, and the engines those
-    after them, or the same ones. Inside a node the bridge maps memory and needs no communicator."""
-    links = Links(gpus_per_node, colocated=colocated)
+def bridge_communicators(plan: TransferPlan, colocated: bool = False) -> BridgeBytes:
+    """All GPUs have one communicator together, and a second one if engines feed engines; it takes more memory for each
+    GPU with which a rank exchanges messages. On shared GPUs each pair of ranks on different GPUs has a communicator of
+    its own (`bridge/join.py`)."""
+    links, engines = Links(colocated=colocated), plan.engines
     pairs = np.unique(plan.source.astype(np.int64) * plan.num_destinations + plan.destination)
     source, destination = np.divmod(pairs, plan.num_destinations)
-    far = links.node(source) != links.node(links.gpu(destination, plan.num_sources))
-    fed = np.bincount(destination[far], minlength=1)
+    far = source != links.gpu(destination, plan.num_sources)
+    sent = int(np.bincount(source[far], minlength=1).max())
     # An engine in a chain also has a line to the one before it, or after it.
-    chained = int(plan.engines.heads < plan.engines.num)
-    return Lines(int(np.bincount(source[far], minlength=1).max()), int(fed.max()) + chained)
+    fed = int(np.bincount(destination[far], minlength=1).max()) + engines.are_chained
+    if colocated:
+        return BridgeBytes(sent * COMMUNICATOR_BYTES, fed * COMMUNICATOR_BYTES)
+    shared = (1 + engines.are_chained) * COMMUNICATOR_BYTES
+    return BridgeBytes(shared + sent * PEER_BYTES, shared + fed * PEER_BYTES)
 
 
 def num_communicators(mesh: Mesh) -> int:
@@ -117,19 +123,19 @@ def trainer_memory(
     parallel: ParallelConfig,
     num_tokens: int,
     bucket_bytes: float = 0.0,
-    lines: int | None = None,
+    bridge_bytes: float | None = None,
 ) -> GpuMemory:
     """The memory of a rank of the fullest stage.
 
     Args:
         num_tokens: the largest number of tokens of a micro-batch.
         bucket_bytes: the largest size of one of the bridge's messages.
-        lines: the number of the bridge's NCCL communicators; None means that the trainers run on CPUs, with local
-            layers and without NCCL.
+        bridge_bytes: the memory of the bridge's NCCL communicators; None means that the trainers run on CPUs, with
+            local layers and without NCCL.
     """
     mesh, width = parallel.mesh, BYTES[model.dtype]
-    fused = lines is not None and has_fused_layers(shape, model)
-    number = 0 if lines is None else num_communicators(mesh) + lines
+    fused = bridge_bytes is not None and has_fused_layers(shape, model)
+    number = 0 if bridge_bytes is None else num_communicators(mesh)
 
     def of_stage(stage: int) -> GpuMemory:
         held = rank_parameters(shape, mesh, stage * mesh.stage_size)
@@ -142,6 +148,7 @@ def trainer_memory(
             "activations kept for the backward passes": (used.kept, 0.0, 0.0),
             f"the {computed} being computed": (used.computing, 0.0, 0.0),
             f"{number} NCCL communicators": _always(number * COMMUNICATOR_BYTES),
+            "NCCL communicators of the bridge": _always(bridge_bytes or 0.0),
             "two buffers of the bridge": _always(2 * bucket_bytes),
         }
         return GpuMemory(f"trainer, stage {stage}", {name: values for name, values in parts.items() if max(values)})
@@ -162,7 +169,7 @@ class EngineMemory:
     """The number of sequences of half the largest length that it holds."""
 
 
-def engine_memory(config: GrpoRunConfig, shape: ModelShape, plan: TransferPlan, lines: int) -> EngineMemory:
+def engine_memory(config: GrpoRunConfig, shape: ModelShape, plan: TransferPlan, bridge_bytes: float) -> EngineMemory:
     """The memory of the fullest rank of an engine.
 
     vLLM takes `rollout.gpu_memory_utilization` of the GPU for weights, work and KV cache, and the bridge's memory comes
@@ -183,7 +190,7 @@ def engine_memory(config: GrpoRunConfig, shape: ModelShape, plan: TransferPlan, 
         "work of vLLM": _always(ENGINE_WORK_BYTES),
         "experts before vLLM repacks them": (0.0, max(layer, INCOMPLETE * received), 0.0),
         "a layer's experts, made anew to verify them": (0.0, layer, 0.0),
-        f"{lines} NCCL communicators of the bridge": _always(lines * COMMUNICATOR_BYTES),
+        "NCCL communicators of the bridge": _always(bridge_bytes),
         f"{'three' if chained else 'two'} buffers of the bridge": _always((2 + chained) * bucket_bytes),
     }
     gpu = GpuMemory("engine", {name: values for name, values in parts.items() if max(values)})
@@ -299,14 +306,14 @@ def run_memory(config: BaseConfig, shape: ModelShape) -> RunMemory:
     """
     cluster, parallel, model = config.cluster, config.policy.parallel, config.model
     on_gpus = cluster.gpus_per_trainer > 0
-    lines, engine, bucket_bytes, reference = Lines(), None, 0.0, 0.0
+    communicators, engine, bucket_bytes, reference = BridgeBytes(), None, 0.0, 0.0
     if isinstance(config, GrpoRunConfig):
         bucket_bytes = config.bridge.bucket_mib * 2**20
         plan = planned_transfer(config, shape, parallel.mesh)
         if on_gpus:
-            lines = bridge_lines(plan, cluster.gpus_per_node or 1, cluster.colocate)
+            communicators = bridge_communicators(plan, cluster.colocate)
         if cluster.gpus_per_engine_rank > 0:
-            engine = engine_memory(config, shape, plan, lines.engine)
+            engine = engine_memory(config, shape, plan, communicators.engine)
             if cluster.colocate:
                 engine = replace(engine, gpu=engine.gpu.lending(ENGINE_LENDS))
         if config.algorithm.kl is not None:
@@ -317,7 +324,8 @@ def run_memory(config: BaseConfig, shape: ModelShape) -> RunMemory:
     def of_trainer(recompute: str) -> GpuMemory:
         chosen = model.model_copy(update={"recompute": recompute})
         num_tokens = config.balance.max_tokens_per_microbatch
-        memory = trainer_memory(shape, chosen, parallel, num_tokens, bucket_bytes, lines.trainer if on_gpus else None)
+        bridge_bytes = communicators.trainer if on_gpus else None
+        memory = trainer_memory(shape, chosen, parallel, num_tokens, bucket_bytes, bridge_bytes)
         return memory.lending(TRAINER_LENDS) if cluster.colocate else memory
 
     return RunMemory(

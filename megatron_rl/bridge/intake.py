@@ -87,9 +87,9 @@ class Intake:
         self._side = f"engine {engine}, rank {rank}"
         self._device = device
         me, plan = setup.engine_rank(engine, rank), setup.transfer_plan
-        first = me  # the first engine of the chain, to which the trainers send
+        first, hop = me, 0  # the first engine of the chain, to which the trainers send, and how far it is
         while (upstream := plan.upstream(first)) is not None:
-            first = upstream
+            first, hop = upstream, hop + 1
         routes = plan.received_by(me)
         messages = [
             message
@@ -106,7 +106,7 @@ class Intake:
         if setup.folder is not None:
             self._lines = {source: FileInlet(setup, source, me) for source in routes}
         else:
-            self._join(setup, me)
+            self._join(setup, me, hop)
         split = agreed_stretches(
             turns, self._line, self._unpacks, setup.bucket_bytes, chained=setup.engines.are_chained
         )
@@ -136,17 +136,20 @@ class Intake:
         self._slots = Slots(max(received, default=0), arrival.pop(), num)
         self._broken = self._verified = False
 
-    def _join(self, setup: BridgeSetup, me: int) -> None:
+    def _join(self, setup: BridgeSetup, me: int, hop: int) -> None:
         joining, trainers = Joining(setup, setup.mesh.world_size + me, self._device), setup.mesh.world_size
-        upstream, downstream = setup.transfer_plan.upstream(me), setup.transfer_plan.downstream(me)
+        plan = setup.transfer_plan
+        upstream, downstream = plan.upstream(me), plan.downstream(me)
         sources = list(dict.fromkeys(message.source for message in self._schedule))
+        near = joining.readable(sources) if upstream is None else set()
+        far = {source for source in sources if upstream is None and source not in near}
+        joining.share_contents(far | {trainers + one for one in (upstream, downstream) if one is not None})
         if upstream is None:
-            near = joining.readable(sources)
             self._lines = {source: joining.inlet(source, source in near) for source in sources}
         else:
-            self._lines = dict.fromkeys(sources, joining.inlet(trainers + upstream, near=False))
+            self._lines = dict.fromkeys(sources, joining.inlet(trainers + upstream, near=False, hop=hop))
         if downstream is not None:
-            self._next = joining.outlet(trainers + downstream, near=False)
+            self._next = joining.outlet(trainers + downstream, near=False, hop=hop + 1)
 
     def _line(self, message: Message) -> Inlet:
         return self._lines[message.source]

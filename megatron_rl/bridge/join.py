@@ -12,7 +12,7 @@ import json
 import os
 import socket
 import stat
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import timedelta
 from functools import lru_cache
@@ -20,7 +20,7 @@ from functools import lru_cache
 import torch
 from torch.distributed import DistStoreError, PrefixStore, ProcessGroup, ProcessGroupGloo, Store, TCPStore
 
-from megatron_rl.bridge.line import GroupInlet, GroupOutlet
+from megatron_rl.bridge.line import Contents, GroupInlet, GroupOutlet
 from megatron_rl.bridge.memory import Probe, Slots, opened, reads
 from megatron_rl.bridge.setup import BridgeSetup
 
@@ -55,8 +55,8 @@ ABSENT = "did not join the bridge"
 class Joining:
     """How one rank joins. Ranks are numbered as `BridgeSetup.world_size` counts them.
 
-    The constructor returns when all ranks agree. Then a rank offers its buffers to the ranks that are near, and opens
-    its lines one after the other.
+    The constructor returns when all ranks agree. Then a rank offers its buffers to the ranks that are near, says with
+    `share_contents` whether it has lines to others, and opens its lines one after the other.
     """
 
     def __init__(self, setup: BridgeSetup, rank: int, device: torch.device) -> None:
@@ -75,6 +75,8 @@ class Joining:
             raise RuntimeError(f"no process serves the bridge's store at {setup.host}:{setup.port}: {error}") from error
         self._tcp.set_timeout(timeout)
         self._store = _part_of(self._tcp, setup)
+        self._world_size, self._are_chained = setup.world_size, setup.engines.are_chained
+        self._contents: list[Contents] = []
         self._share_memory, self._probe = setup.share_memory, Probe(device)
         said = {"says": setup.agreement, "probe": self._probe.says, "device": device.type}
         self._store.set(f"rank/{rank}", json.dumps(said))
@@ -105,28 +107,62 @@ class Joining:
         """Let the ranks that are near open these buffers."""
         self._store.set(f"slots/{self.rank}", slots.handle)
 
-    def outlet(self, destination: int, near: bool) -> GroupOutlet:
-        """Open the line to another rank. Both ends open their lines in one order: that of the messages."""
-        control, payload, memory = self._groups(f"{self.rank}-{destination}", destination, False, near)
-        return GroupOutlet(control, payload, peer=1, name=self._name(destination), memory=memory)
+    def share_contents(self, far: Iterable[int]) -> None:
+        """Make the process groups over which contents pass between devices that have them together. All their ranks
+        make them, or none: if no rank has a line that needs them, because a communicator takes memory, and if ranks
+        share a GPU, because NCCL refuses this. Lines between GPUs then have groups of their own.
 
-    def inlet(self, source: int, near: bool) -> GroupInlet:
-        """Open the line from another rank."""
-        control, payload, memory = self._groups(f"{source}-{self.rank}", source, True, near)
+        Args:
+            far: the ranks to which this rank will have a line, and whose memory is not read.
+        """
+        if self.device.type not in SHARED_GROUPS:
+            return
+        said = [
+            json.loads(text) for text in self._store.multi_get([f"rank/{rank}" for rank in range(self._world_size)])
+        ]
+        alike = [rank for rank, one in enumerate(said) if one["device"] == self.device.type]
+        gpus = [one["probe"][-1] for one in said if one["device"] == "cuda"]
+        if len(set(gpus)) < len(gpus):
+            return
+        needed = any(said[rank]["device"] == self.device.type for rank in far)
+        self._store.set(f"far/{self.rank}", "yes" if needed else "no")
+        if b"yes" not in self._store.multi_get([f"far/{rank}" for rank in alike]):  # waits until all have said it
+            return
+        make, places = SHARED_GROUPS[self.device.type], {rank: place for place, rank in enumerate(alike)}
+        for number in range(2 if self._are_chained else 1):
+            store = PrefixStore(f"contents/{number}", self._store)
+            group = make(store, places[self.rank], len(places), self._patience, self.device)
+            self._contents.append(Contents(group, places))
+
+    def outlet(self, destination: int, near: bool, hop: int = 0) -> GroupOutlet:
+        """Open the line to another rank. Both ends open their lines in one order: that of the messages.
+
+        Args:
+            hop: the number of engines that messages have passed when they come to this line.
+        """
+        control, contents, memory = self._groups(f"{self.rank}-{destination}", destination, False, near, hop)
+        return GroupOutlet(control, contents, peer=1, rank=destination, name=self._name(destination), memory=memory)
+
+    def inlet(self, source: int, near: bool, hop: int = 0) -> GroupInlet:
+        """Open the line from another rank; see `outlet`."""
+        control, contents, memory = self._groups(f"{source}-{self.rank}", source, True, near, hop)
         slots = opened(self._store.get(f"slots/{source}").decode(), self.device) if near else ()
-        return GroupInlet(control, payload, peer=0, name=self._name(source), memory=memory, slots=slots)
+        return GroupInlet(control, contents, peer=0, rank=source, name=self._name(source), memory=memory, slots=slots)
 
     def _groups(
-        self, name: str, peer: int, second: bool, near: bool
-    ) -> tuple[ProcessGroup, ProcessGroup | None, torch.device]:
-        """The groups for control and payload, and where contents lie on this rank."""
+        self, name: str, peer: int, second: bool, near: bool, hop: int
+    ) -> tuple[ProcessGroup, Contents | None, torch.device]:
+        """The groups for control and contents, and where contents lie on this rank."""
         store = PrefixStore(name, self._store)
         control = _gloo(store, second, self._patience)
         if near:
             return control, None, self.device
-        if self.device.type == self._said(peer)["device"] == "cuda":
-            return control, _nccl(store, second, self._patience), self.device
-        return control, control, torch.device("cpu")
+        if self.device.type == self._said(peer)["device"] and (make := SHARED_GROUPS.get(self.device.type)):
+            if self._contents:
+                return control, self._contents[hop % 2], self.device
+            group = make(PrefixStore("contents", store), int(second), 2, self._patience, self.device)
+            return control, Contents(group, {peer: 1 - second}), self.device
+        return control, Contents(control), torch.device("cpu")
 
     def _said(self, peer: int) -> dict[str, str]:
         return json.loads(self._store.get(f"rank/{peer}"))
@@ -221,10 +257,18 @@ def _gloo_device():
     return ProcessGroupGloo.create_default_device()
 
 
-def _nccl(store: Store, second: bool, timeout: timedelta) -> ProcessGroup:
+def _nccl(store: Store, rank: int, num_ranks: int, timeout: timedelta, device: torch.device) -> ProcessGroup:
     """This has not been run."""
     from torch.distributed import ProcessGroupNCCL
 
     options = ProcessGroupNCCL.Options()
     options._timeout = timeout
-    return ProcessGroupNCCL(PrefixStore("nccl", store), int(second), 2, options)
+    group = ProcessGroupNCCL(store, rank, num_ranks, options)
+    # A connected group sends and receives over its own communicator; otherwise each pair of ranks gets another one.
+    group.eager_connect_single_device(device)
+    return group
+
+
+SHARED_GROUPS: dict[str, Callable[[Store, int, int, timedelta, torch.device], ProcessGroup]] = {"cuda": _nccl}
+"""The types of devices that have one group for their contents together, and how a rank makes it: (store, rank in the
+group, number of ranks, time-out of a connection, device)."""

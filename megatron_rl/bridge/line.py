@@ -179,29 +179,54 @@ def agreed_stretches(
     ]
 
 
+class Contents:
+    """A process group over which contents pass. A line over gloo has a group of its own, the one of its headers. All
+    GPUs together have one NCCL communicator, on which the sends of a rank follow each other in the order in which they
+    are posted, and so do its receives. At every rank this is the global order of stretches, so they meet. An engine of
+    a chain would also send what it passes on behind a receive of something later; so it sends on a second
+    communicator."""
+
+    def __init__(self, group: ProcessGroup, ranks: Mapping[int, int] | None = None) -> None:
+        """
+        Args:
+            ranks: the ranks in the group, by those of the bridge; None: the group has two ranks.
+        """
+        self.group, self.ranks = group, ranks
+
+    def abort(self) -> None:
+        """End what other ranks wait for: NCCL's kernels may stand in a message that never comes."""
+        group, self.group = self.group, None
+        if group is not None:
+            group.abort()
+
+
 class GroupLine:
-    """What both ends over process groups of two ranks have in common."""
+    """What both ends over process groups have in common."""
 
     def __init__(
         self,
         control: ProcessGroup,
-        payload: ProcessGroup | None,
+        contents: Contents | None,
         *,
         peer: int,
+        rank: int,
         name: str,
         memory: torch.device,
         slots: Sequence[Tensor] = (),
     ) -> None:
         """
         Args:
-            control: gloo, for headers and acknowledgements.
-            payload: for contents; None: the receiver reads them in the sender's `slots`.
-            peer: the other's rank in the groups, 0 or 1.
+            control: gloo between the two ranks, for headers and acknowledgements.
+            contents: None: the receiver reads them in the sender's `slots`.
+            peer: the other's rank in `control`, 0 or 1.
+            rank: the other's rank in the bridge.
             name: what errors call the other rank.
             memory: where contents lie here; gloo reads and writes the memory of the CPU.
         """
-        self.near, self.memory = payload is None, memory
-        self._control, self._payload, self._slots, self._peer, self._name = control, payload, slots, peer, name
+        self.near, self.memory = contents is None, memory
+        self._control, self._contents, self._slots, self._peer, self._name = control, contents, slots, peer, name
+        self._place = peer if contents is None or contents.ranks is None else contents.ranks[rank]
+        """The other's rank in the group of the contents."""
         # Works with the memory that they read or write. A work keeps its group's socket open, so `close` forgets all.
         self._stretches: dict[int, list[tuple[Work, Tensor]]] = {}
         self._acknowledgements: list[tuple[Work, Tensor]] = []
@@ -215,27 +240,27 @@ class GroupLine:
         """
         mine, theirs = torch.tensor(packs, dtype=torch.uint8), torch.empty(len(packs), dtype=torch.uint8)
         heard: list[tuple[Work, Tensor]] = []
-        self._send(self._said, self._control, mine, PACKED)
-        self._receive(heard, self._control, theirs, PACKED)
+        self._send(self._said, mine, PACKED)
+        self._receive(heard, theirs, PACKED)
         with self._named():
             heard.pop()[0].wait()  # within the time that the group gives a connection
         return (mine | theirs).bool().tolist()
 
     def close(self) -> None:
         """A process group closes its sockets when nothing refers to it any more. The other end fails then."""
-        if self._payload is not None and self._payload is not self._control:
-            self._payload.abort()  # NCCL's kernels may stand in a message that never comes
+        if self._contents is not None and self._contents.ranks is not None:
+            self._contents.abort()
         for works in (*self._stretches.values(), self._acknowledgements, self._mark, self._said):
             works.clear()  # a traceback may refer to the list
-        del self._control, self._payload
+        del self._control, self._contents
 
-    def _send(self, works: list[tuple[Work, Tensor]], group: ProcessGroup, memory: Tensor, tag: int) -> None:
+    def _send(self, works: list[tuple[Work, Tensor]], memory: Tensor, tag: int) -> None:
         with self._named():
-            works.append((group.send([memory], self._peer, tag), memory))
+            works.append((self._control.send([memory], self._peer, tag), memory))
 
-    def _receive(self, works: list[tuple[Work, Tensor]], group: ProcessGroup, memory: Tensor, tag: int) -> None:
+    def _receive(self, works: list[tuple[Work, Tensor]], memory: Tensor, tag: int) -> None:
         with self._named():
-            works.append((group.recv([memory], self._peer, tag), memory))
+            works.append((self._control.recv([memory], self._peer, tag), memory))
 
     def _wait(self, works: list[tuple[Work, Tensor]], deadline: Deadline) -> None:
         """Wait for receives, in their order."""
@@ -263,36 +288,40 @@ class GroupOutlet(GroupLine):
         self._stretches[stretch.number] = works = []
         headers: list[list[int]] = []
         for message, (header, content) in zip(stretch.messages, parts, strict=True):
-            if self._payload is not None:
-                self._send(works, self._payload, content, 3 * message.number + CONTENT)
+            if self._contents is not None:
+                with self._named():
+                    work = self._contents.group.send([content], self._place, 3 * message.number + CONTENT)
+                works.append((work, content))
             headers.append(header.encode())
-        self._send(works, self._control, torch.tensor(headers), 3 * stretch.number + HEADERS)
+        self._send(works, torch.tensor(headers), 3 * stretch.number + HEADERS)
 
     def acknowledgement(self, stretch: Stretch, deadline: Deadline) -> Acknowledgement:
         works: list[tuple[Work, Tensor]] = []
         numbers = torch.empty(3, dtype=torch.int64)
-        self._receive(works, self._control, numbers, 3 * stretch.number + ACKNOWLEDGEMENT)
+        self._receive(works, numbers, 3 * stretch.number + ACKNOWLEDGEMENT)
         self._wait(works, deadline)
         del self._stretches[stretch.number]  # the receiver has all of it
         return Acknowledgement(*numbers.tolist())
 
     def finish(self, version: int, deadline: Deadline) -> None:
         """gloo writes the mark at once: the receiver posted its receive before it acknowledged anything."""
-        self._send(self._mark, self._control, torch.zeros(1), END)
+        self._send(self._mark, torch.zeros(1), END)
 
 
 class GroupInlet(GroupLine):
     def begin(self, version: int, deadline: Deadline) -> None:
-        self._receive(self._mark, self._control, torch.empty(1), END)
+        self._receive(self._mark, torch.empty(1), END)
 
     def expect(self, stretch: Stretch, rooms: Sequence[Tensor]) -> None:
         headers: list[tuple[Work, Tensor]] = []
         contents: list[tuple[Work, Tensor]] = []
-        if self._payload is not None:
+        if self._contents is not None:
             for message, room in zip(stretch.messages, rooms, strict=True):
-                self._receive(contents, self._payload, room, 3 * message.number + CONTENT)
+                with self._named():
+                    work = self._contents.group.recv([room], self._place, 3 * message.number + CONTENT)
+                contents.append((work, room))
         numbers = torch.empty(len(stretch.messages), HEADER_NUMBERS, dtype=torch.int64)
-        self._receive(headers, self._control, numbers, 3 * stretch.number + HEADERS)
+        self._receive(headers, numbers, 3 * stretch.number + HEADERS)
         self._stretches[stretch.number] = headers + contents
 
     def take(self, stretch: Stretch, deadline: Deadline) -> list[Part]:
@@ -312,7 +341,7 @@ class GroupInlet(GroupLine):
 
     def acknowledge(self, stretch: Stretch, acknowledgement: Acknowledgement) -> None:
         numbers = torch.tensor([acknowledgement.status, acknowledgement.version, acknowledgement.number])
-        self._send(self._acknowledgements, self._control, numbers, 3 * stretch.number + ACKNOWLEDGEMENT)
+        self._send(self._acknowledgements, numbers, 3 * stretch.number + ACKNOWLEDGEMENT)
 
     def finish(self, version: int, deadline: Deadline) -> None:
         self._wait(self._mark, deadline)

@@ -101,6 +101,7 @@ def engine(rank: int, order: list[tuple[int, Stretch]], hop: int, feeds: bool, p
         if before is not None:
             assert ("answered", before, hop) in facts, "what the buffer holds is not written"
             assert not feeds or ("answered", before, hop + 1) in facts, "the next engine reads the buffer"
+        facts.add(("expected", order[index], hop))
 
     for index in range(min(SLOTS, len(order))):
         expect(index)
@@ -114,7 +115,7 @@ def engine(rank: int, order: list[tuple[int, Stretch]], hop: int, feeds: bool, p
 
     for index, stretch in enumerate(order):
         yield from repack_before(turns[index])
-        yield "posted", stretch, hop
+        yield "arrived", stretch, hop
         facts.add(("posted", stretch, hop + 1))
         facts.add(("answered", stretch, hop))
         if feeds and index > 0:
@@ -124,6 +125,19 @@ def engine(rank: int, order: list[tuple[int, Stretch]], hop: int, feeds: bool, p
     for stretch in order[-1:] if feeds else []:
         yield "answered", stretch, hop + 1
     yield from repack_before(math.inf)
+
+
+def stream(order: list[Stretch], hop: int, mine: str, other: str, facts: set):
+    """One end of a communicator: its sends, or its receives, follow each other in the order in which they are posted.
+
+    Args:
+        mine, other: what makes this end ready for a stretch, and what the other end says when it has come to it.
+    """
+    for stretch in order:
+        yield mine, stretch, hop
+        facts.add((f"at {mine}", stretch, hop))
+        yield f"at {other}", stretch, hop
+        facts.add(("arrived", stretch, hop))
 
 
 def run_on(programs: dict, waits: dict, facts: set) -> None:
@@ -147,10 +161,10 @@ def run_on(programs: dict, waits: dict, facts: set) -> None:
     st.sets(st.integers(0, 40)),
 )
 def test_two_buffers_are_enough_whatever_the_routes(routes, late, length, num_blocks, points):
-    """Played through, with chains of `length` engines that feed another one and need a third buffer, and with layers
-    that all ranks of an engine repack together. No rank waits in a circle, and none waits for the late engines before
-    all others have everything. Each rank knows its own messages alone, and has the same stretches as the ranks at the
-    other ends of its lines."""
+    """Played through, with chains of `length` engines that feed another one and need a third buffer, with layers that
+    all ranks of an engine repack together, and over communicators on which the sends of a rank follow each other, and
+    its receives too. No rank waits in a circle, and none waits for the late engines before all others have everything.
+    Each rank knows its own messages alone, and has the same stretches as the ranks at the other ends of its lines."""
     late = {head for head in range(NUM_HEADS) if head // WORLD in late}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("megatron_rl.layout.turns.NUM_BLOCKS", num_blocks)
@@ -186,6 +200,12 @@ def test_two_buffers_are_enough_whatever_the_routes(routes, late, length, num_bl
         begin = [others_done] if head in late else []
         program = engine(head, order, hop, hop + 1 < length, sorted(points), facts)
         programs[f"engine {head}, {hop}"] = itertools.chain(begin, program)
+        stretches_of_head = [stretch for _, stretch in order]
+        programs[f"receives of {head}, {hop}"] = stream(stretches_of_head, hop, "expected", "posted", facts)
+        if hop > 0:
+            programs[f"sends to {head}, {hop}"] = stream(stretches_of_head, hop, "posted", "expected", facts)
+    for source, order in outgoing.items():
+        programs[f"sends of {source}"] = stream(late_last(order, late), 0, "posted", "expected", facts)
     waits = {name: next(program, None) for name, program in programs.items()}
     run_on(programs, waits, facts)
     for head, hop in itertools.product(set(incoming) - late, range(length)):

@@ -14,9 +14,10 @@ import pytest
 import torch
 from bridge_models import SHAPES, cut, hf_weights
 from patience import deadline
+from torch.distributed import ProcessGroupGloo
 
 from megatron_rl.bridge.intake import Intake, Parameters
-from megatron_rl.bridge.join import host_store
+from megatron_rl.bridge.join import SHARED_GROUPS, host_store
 from megatron_rl.bridge.line import Deadline
 from megatron_rl.bridge.messages import ALIGNMENT_BYTES
 from megatron_rl.bridge.sender import BridgeSender
@@ -145,6 +146,45 @@ def test_a_late_engine_does_not_hold_the_others(engines, late, share_memory):
                 [r.result() for r in [ranks.pool.submit(intake.receive, version) for intake in receivers]]
             [s.result() for s in sent]
             ranks.check(version)
+
+
+def gloo_group(store, rank: int, num_ranks: int, timeout, device) -> ProcessGroupGloo:
+    options = ProcessGroupGloo._Options()
+    options._devices, options._timeout = [ProcessGroupGloo.create_default_device()], timeout
+    return ProcessGroupGloo(store, rank, num_ranks, options)
+
+
+@pytest.mark.parametrize(("mesh", "engines"), ROUTES, ids=str)
+def test_the_contents_of_all_lines_may_pass_through_one_group(mesh, engines, monkeypatch):
+    """As they do between GPUs. Engines that feed others send through a second group."""
+    made = []
+
+    def make(store, rank, num_ranks, *rest):
+        made.append((rank, num_ranks))
+        return gloo_group(store, rank, num_ranks, *rest)
+
+    monkeypatch.setitem(SHARED_GROUPS, "cpu", make)
+    with joined(mesh, engines, share_memory=False, bucket_bytes=5000) as ranks:
+        world = ranks.setup.world_size
+        assert sorted(made) == sorted([(rank, world) for rank in range(world)] * (1 + engines.are_chained))
+        for version in (0, 1):
+            ranks.learn(version)
+            sent, received = ranks.push(version)
+            [f.result() for f in [*sent, *received]]
+            ranks.check(version)
+        ranks.senders[0].close()
+        sent, received = ranks.push(2)
+        failed = [isinstance(f.exception(), RuntimeError) for f in [*sent, *received]]
+        fed = {stretch.destination for stretch in ranks.senders[0].stretches}
+        assert failed[0] and all(failed[len(sent) + rank] for rank in fed), "ends of the lines of trainer rank 0"
+
+
+def test_no_group_is_made_if_no_line_needs_it(monkeypatch):
+    monkeypatch.setitem(SHARED_GROUPS, "cpu", lambda *_: pytest.fail("all ranks read each other's memory"))
+    with joined(Mesh(tensor=2), Engines(2, 1)) as ranks:
+        sent, received = ranks.push(0)
+        [f.result() for f in [*sent, *received]]
+        ranks.check(0)
 
 
 @pytest.mark.parametrize("family", SHAPES)

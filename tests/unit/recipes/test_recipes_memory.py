@@ -24,8 +24,9 @@ from megatron_rl.recipes.layouts import MAX_SHOWN, fitting_layouts, parallel_siz
 from megatron_rl.recipes.memory import (
     COMMUNICATOR_BYTES,
     ENGINE_WORK_BYTES,
+    PEER_BYTES,
     PHASES,
-    bridge_lines,
+    bridge_communicators,
     num_communicators,
     planned_transfer,
     run_memory,
@@ -90,7 +91,7 @@ def test_uneven_stages_keep_what_their_own_layers_need():
     one = 5120 * 16_384 * 2 / 4
     assert of_stage(0, parallel).kept == 4 * 10 * one and of_stage(1, parallel).kept == 3 * 22 * one
     model = ModelConfig(path=Path("nowhere"), recompute="full")
-    assert trainer_memory(SHAPE, model, parallel, 16_384, lines=0).name == "trainer, stage 1"
+    assert trainer_memory(SHAPE, model, parallel, 16_384, bridge_bytes=0.0).name == "trainer, stage 1"
 
 
 def test_the_interleaved_schedule_has_more_chunks_in_flight():
@@ -172,13 +173,18 @@ def config(parallel=None, **sections) -> GrpoRunConfig:
     return validate(GrpoRunConfig, given)
 
 
-def test_lines_of_the_bridge_are_counted_between_nodes():
+def test_the_communicators_of_the_bridge():
     """TP4 x PP4 x DP2 feeds 8 engines of TP4: 224 pairs, 7 for each of 32 trainer ranks. Four stages with two replicas
-    each may send to an engine rank. On nodes of 64 GPUs all of them are in one node."""
-    plan = planned_transfer(config(), SHAPE, Mesh(tensor=4, pipeline=4, data=2))
-    lines = bridge_lines(plan, 8)
-    assert plan.num_routes == 224 and lines == (7, 8)
-    assert bridge_lines(plan, 64) == (0, 0)
+    each may send to an engine rank. On shared GPUs every pair of GPUs has a communicator of its own."""
+    mesh = Mesh(tensor=4, pipeline=4, data=2)
+    plan = planned_transfer(config(), SHAPE, mesh)
+    assert plan.num_routes == 224
+    shared = COMMUNICATOR_BYTES + 7 * PEER_BYTES, COMMUNICATOR_BYTES + 8 * PEER_BYTES
+    assert bridge_communicators(plan) == shared
+    own = bridge_communicators(plan, colocated=True)
+    assert own.trainer == 7 * COMMUNICATOR_BYTES and 7 * COMMUNICATOR_BYTES <= own.engine <= 8 * COMMUNICATOR_BYTES
+    chained = planned_transfer(config(bridge={"chains": 2}), SHAPE, mesh)  # and four routes into a rank
+    assert bridge_communicators(chained).engine == 2 * COMMUNICATOR_BYTES + 5 * PEER_BYTES
 
 
 def test_the_phases_of_a_run_by_hand():
@@ -186,7 +192,7 @@ def test_the_phases_of_a_run_by_hand():
     trainer, engine = memory.trainer, memory.engine
     held = rank_parameters(SHAPE, Mesh(tensor=4, pipeline=4, data=2), 0)
     assert memory.reference_bytes == (held.total + 5120) * 2  # the last stage has the final norm too
-    always = held.total * (2 + 4) + held.total / 2 * 12 + (5 + 7) * COMMUNICATOR_BYTES + 2 * 64 * 2**20
+    always = held.total * (2 + 4) + held.total / 2 * 12 + (5 + 1) * COMMUNICATOR_BYTES + 7 * PEER_BYTES + 2 * 64 * 2**20
     used = of_stage(0)
     assert trainer.name == "trainer, stage 0"
     assert trainer.totals == pytest.approx((always + used.kept + used.layer, always, always), rel=1e-6)
@@ -216,7 +222,7 @@ def test_an_engine_holds_half_of_its_experts_twice_in_a_push():
     [
         (
             {"model": {"recompute": "none"}},
-            ["training needs 106", "trainer, stage 0", "activations kept for the backward passes", "recompute to full"],
+            ["training needs 103", "trainer, stage 0", "activations kept for the backward passes", "recompute to full"],
         ),
         ({"parallel": {"tensor": 4}}, ["optimizer state", "raise policy.parallel.data"]),
         ({"rollout": {"gpu_memory_utilization": 1.0}}, ["(engine)", "lower rollout.gpu_memory_utilization"]),
