@@ -23,7 +23,7 @@ from rich.console import Console
 from megatron_rl.actor.spec import check_trainable
 from megatron_rl.config.advantages import FunctionAdvantage
 from megatron_rl.config.losses import FunctionLoss
-from megatron_rl.config.rewards import CodeReward, FunctionReward, GroundTruthReward
+from megatron_rl.config.rewards import CodeReward, GroundTruthReward, ImportedReward
 from megatron_rl.config.schema import BaseConfig, GrpoRunConfig, SftRunConfig
 from megatron_rl.data.prompts import check_length, question_of
 from megatron_rl.data.rows import FORMS, BadRow, read_rows
@@ -34,7 +34,7 @@ from megatron_rl.observe.sink import check_unused
 from megatron_rl.observe.trackers import missing_packages
 from megatron_rl.recipes.dry_run import gigabytes, planned_shape
 from megatron_rl.recipes.parameters import checkpoint_bytes
-from megatron_rl.recipes.reward_source import fault_of_function
+from megatron_rl.recipes.reward_source import fault_of_function, fault_of_reward
 from megatron_rl.recipes.tokenizer_files import ChatTemplate, TokenizerFiles
 from megatron_rl.types import ModelShape
 from megatron_rl.verifiers.compose import required_columns
@@ -317,13 +317,11 @@ def _rows(config: BaseConfig, tokenizer: TokenizerFiles | None, tell: Tell) -> l
             except SandboxError as error:
                 faults.append(f"the code reward has no sandbox on this machine: {error}")
         for reward in config.rewards:
-            if isinstance(reward, FunctionReward) and (fault := fault_of_function(reward.path, known or None)):
+            if isinstance(reward, ImportedReward) and (fault := fault_of_reward(reward, known or None)):
                 faults.append(fault)
         own = {"algorithm.loss": config.algorithm.loss, "algorithm.adv_estimator": config.algorithm.adv_estimator}
         for key, method in own.items():
-            if isinstance(method, FunctionLoss | FunctionAdvantage) and (
-                fault := fault_of_function(method.path, None, key)
-            ):
+            if isinstance(method, FunctionLoss | FunctionAdvantage) and (fault := fault_of_function(method.path, key)):
                 faults.append(fault)
     if lengths.without_template:
         faults.append(
