@@ -65,8 +65,6 @@ class RewardSet:
     def __init__(self, configs: Sequence[RewardConfig], tokenizer: Tokenizer, delimiter: str) -> None:
         self._configs = configs
         self._verifiers = [VERIFIERS[type(cfg)](cfg, tokenizer, delimiter) for cfg in configs]
-        self.required_columns = required_columns(configs)
-        """The columns that every row must have."""
         together = [i for i, verifier in enumerate(self._verifiers) if getattr(verifier, "is_async", False)]
         alone = [[i] for i in range(len(configs)) if i not in together]
         self.calls: list[list[int]] = alone + ([together] if together else [])
