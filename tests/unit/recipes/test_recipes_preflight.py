@@ -353,6 +353,17 @@ def test_a_reward_gets_the_arguments_that_it_takes(home, source, reward, message
     assert found == [] if message is None else len(found) == 1 and message in found[0]
 
 
+def test_rows_that_compute_score_could_not_score_are_told(home):
+    (home / "mine.py").write_text("def f(solution_str, ground_truth): ...")
+    rows("train.jsonl", {"prompt": "1"}, {"prompt": "1", "reward_model": {"ground_truth": "2"}})
+    reward, notes = {"kind": "compute_score", "path": "mine:f"}, []
+    data = {"train": "train.jsonl"}
+    assert preflight(grpo(rewards=[reward], data=data), notes.append) == []
+    assert "rewards will abstain on 1 of the rows" in notes[0] and "neither `ground_truth` nor `rewar" in notes[0]
+    [found] = faults(grpo(rewards=[{**reward, "on_error": "stop"}], data=data))
+    assert "train.jsonl:1: the row has neither `ground_truth`" in found
+
+
 def test_a_column_with_the_name_of_an_argument_is_refused(home):
     rows("train.jsonl", {"prompt": "1+1=", "ground_truth": "2", "trainer_state": 1, "data_source": "x"})
     [found] = faults(grpo())
