@@ -26,7 +26,7 @@ class _Reward(Section):
     to `logs/rewards.log`. `stop` ends the run after a checkpoint."""
     timeout_s: PositiveFloat = 600
     """The longest time, in seconds, that scoring the answers of one step may take. After that the verifier's process is
-    replaced, and `on_error` decides about the answers."""
+    replaced, or an asynchronous function is cancelled, and `on_error` decides about the answers."""
     max_silent_steps: PositiveInt | None = 3
     """The run stops when this reward has scored no answer at all in this number of steps in a row; null means never.
     Steps without a row that it scores are not counted."""
