@@ -130,8 +130,8 @@ class Verifier(Protocol):
     """The rewards of the run."""
 
     def score(self, groups: Sequence[Group]) -> tuple[list[list[Verdict]], Metrics]:
-        """Returns one verdict for each sample of each group, and metrics of the scoring: `reward/<name>/seconds`, and
-        `reward/<name>/failed`, the share of answers that the reward could not score."""
+        """Returns one verdict for each sample of each group, and metrics of the scoring: `reward/<name>/seconds`,
+        `reward/<name>/failed`, the share of answers that the reward could not score, and what its function logs."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -119,10 +119,10 @@ def read_prompts(config: GrpoRunConfig, tokenizer: PreTrainedTokenizerBase) -> P
     """The training prompts as a stream, and the held-out prompts as a list. Prints how many rows were skipped."""
     from megatron_rl.data import ShuffledStream, load_prompts
     from megatron_rl.loop.train import Prompts
-    from megatron_rl.verifiers import RewardSet
+    from megatron_rl.verifiers.compose import required_columns
 
     data, rollout = config.data, config.rollout
-    required = RewardSet(config.rewards, tokenizer, config.rollout.delimiter).required_columns
+    required = required_columns(config.rewards)
 
     def read(path: Path) -> list[Prompt]:
         rows, skipped = load_prompts(path, tokenizer, rollout.max_prompt_tokens, data.on_bad_row, required)

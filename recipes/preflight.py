@@ -23,7 +23,13 @@ from rich.console import Console
 from megatron_rl.actor.spec import check_trainable
 from megatron_rl.config.advantages import FunctionAdvantage
 from megatron_rl.config.losses import FunctionLoss
-from megatron_rl.config.rewards import CodeReward, FunctionReward, GroundTruthReward
+from megatron_rl.config.rewards import (
+    CodeReward,
+    ComputeScoreReward,
+    GroundTruthReward,
+    ImportedReward,
+    RewardConfig,
+)
 from megatron_rl.config.schema import BaseConfig, GrpoRunConfig, SftRunConfig
 from megatron_rl.data.prompts import check_length, question_of
 from megatron_rl.data.rows import FORMS, BadRow, read_rows
@@ -34,10 +40,11 @@ from megatron_rl.observe.sink import check_unused
 from megatron_rl.observe.trackers import missing_packages
 from megatron_rl.recipes.dry_run import gigabytes, planned_shape
 from megatron_rl.recipes.parameters import checkpoint_bytes
-from megatron_rl.recipes.reward_source import fault_of_function
+from megatron_rl.recipes.reward_source import fault_of_function, fault_of_reward
 from megatron_rl.recipes.tokenizer_files import ChatTemplate, TokenizerFiles
 from megatron_rl.types import ModelShape
 from megatron_rl.verifiers.compose import required_columns
+from megatron_rl.verifiers.compute_score import NO_TRUTH
 from megatron_rl.verifiers.ground_truth import fault_of_ground_truth
 from megatron_rl.verifiers.sandbox import SandboxError, isolation
 
@@ -282,7 +289,6 @@ def _rows(config: BaseConfig, tokenizer: TokenizerFiles | None, tell: Tell) -> l
 
         faults += _file("sft.rows", sft.rows, check_demonstration, sft.on_bad_row, ROWS_S, tell)
     elif isinstance(config, GrpoRunConfig):
-        compared = [reward for reward in config.rewards if isinstance(reward, GroundTruthReward)]
         required = required_columns(config.rewards)
         longest, data = config.rollout.max_prompt_tokens, config.data
         seconds = ROWS_S / 2 if data.eval else ROWS_S
@@ -294,8 +300,8 @@ def _rows(config: BaseConfig, tokenizer: TokenizerFiles | None, tell: Tell) -> l
             columns.update(row.keys() - set(FORMS))
             if not any(reward.scores(row) for reward in config.rewards):
                 unscored.append(f"no reward has the row's `dataset`, {row.get('dataset')!r}, in its `datasets`")
-            for reward in compared:
-                if not reward.scores(row) or (fault := fault_of_ground_truth(reward, reward.ground_truth(row))) is None:
+            for reward in config.rewards:
+                if (fault := _fault_of_truth(reward, row)) is None:
                     continue
                 if reward.on_error == "stop":
                     raise ValueError(fault)
@@ -317,13 +323,11 @@ def _rows(config: BaseConfig, tokenizer: TokenizerFiles | None, tell: Tell) -> l
             except SandboxError as error:
                 faults.append(f"the code reward has no sandbox on this machine: {error}")
         for reward in config.rewards:
-            if isinstance(reward, FunctionReward) and (fault := fault_of_function(reward.path, known or None)):
+            if isinstance(reward, ImportedReward) and (fault := fault_of_reward(reward, known or None)):
                 faults.append(fault)
         own = {"algorithm.loss": config.algorithm.loss, "algorithm.adv_estimator": config.algorithm.adv_estimator}
         for key, method in own.items():
-            if isinstance(method, FunctionLoss | FunctionAdvantage) and (
-                fault := fault_of_function(method.path, None, key)
-            ):
+            if isinstance(method, FunctionLoss | FunctionAdvantage) and (fault := fault_of_function(method.path, key)):
                 faults.append(fault)
     if lengths.without_template:
         faults.append(
@@ -333,6 +337,16 @@ def _rows(config: BaseConfig, tokenizer: TokenizerFiles | None, tell: Tell) -> l
     elif lengths.unknown and tokenizer:
         tell("the lengths of chats in tokens are not checked: the template can be rendered by transformers alone")
     return faults
+
+
+def _fault_of_truth(reward: RewardConfig, row: Row) -> str | None:
+    """Why a reward could not score answers to this row because of its ground truth; None if there is no reason."""
+    if not isinstance(reward, GroundTruthReward | ComputeScoreReward) or not reward.scores(row):
+        return None
+    truth = reward.ground_truth(row)
+    if isinstance(reward, GroundTruthReward):
+        return fault_of_ground_truth(reward, truth)
+    return NO_TRUTH.reason if truth is None else None
 
 
 def _file(key: str, path: Path, check: Callable[[Row], None], on_bad_row: str, seconds: float, tell: Tell) -> list[str]:

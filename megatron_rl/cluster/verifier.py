@@ -24,15 +24,18 @@ from megatron_rl.cluster.payloads import fetch
 from megatron_rl.cluster.process import Location, Process, begin_process, locate
 from megatron_rl.cluster.restarts import Restarts
 from megatron_rl.cluster.waiting import TICK_S, ProcessLost, gather, in_thread, locate_all, tick
-from megatron_rl.config.rewards import RewardConfig
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.data.journal import Entry, JournalWriter
 from megatron_rl.types import Group, Metrics, Prompt, Verdict
-from megatron_rl.verifiers import RewardSet, answers_of, weighted_sum
+from megatron_rl.verifiers import RewardSet, Scored, TrainerState, answers_of, weighted_sum
 from megatron_rl.verifiers.failures import FailureLog
 from megatron_rl.verifiers.metrics import merged
 
 log = logging.getLogger(__name__)
+
+CANCEL_S = 10.0
+"""The seconds that asynchronous rewards of one call have to end after their time limits, before the process is lost
+with the scores of all of them."""
 
 
 class VerifierRank:
@@ -45,8 +48,11 @@ class VerifierRank:
     def locate(self) -> Location:
         return locate()
 
-    def load(self) -> None:
+    def load(self) -> list[list[int]]:
         """
+        Returns:
+            The indices of the rewards of each call of `score`.
+
         Raises:
             ValueError: a reward function cannot be imported.
         """
@@ -57,19 +63,19 @@ class VerifierRank:
         tokenizer = AutoTokenizer.from_pretrained(config.model.path)
         self.rewards = RewardSet(config.rewards, tokenizer, config.rollout.delimiter)
         self.journal = JournalWriter(config.run_folder / "journal")
+        return self.rewards.calls
 
     def score(
-        self, index: int, prompts: list[Prompt], payloads: list[Any], finishes: list[list[str]]
-    ) -> tuple[list[Verdict], float]:
-        """The verdicts of one reward on all answers, in the answers' order, and the seconds that the scoring took."""
-        groups = fetch(payloads)
-        start = time.perf_counter()
-        verdicts = self.rewards.score(index, answers_of(prompts, groups, finishes))
-        seconds = time.perf_counter() - start
-        num_scored = sum(verdict.score is not None for verdict in verdicts)
-        label = self.config.rewards[index].label
-        log.info("%s scored %d of %d answers in %.3f s", label, num_scored, len(verdicts), seconds)
-        return verdicts, seconds
+        self, indices: list[int], step: int, prompts: list[Prompt], payloads: list[Any], finishes: list[list[str]]
+    ) -> list[Scored]:
+        """What the rewards with these indices give for all answers. See `RewardSet.score`."""
+        answers = answers_of(prompts, fetch(payloads), finishes)
+        given = self.rewards.score(indices, answers, TrainerState(step, self.config.run.steps))
+        for index, scored in zip(indices, given, strict=True):
+            num_scored = sum(verdict.score is not None for verdict in scored.verdicts)
+            label = self.config.rewards[index].label
+            log.info("%s scored %d of %d answers in %.3f s", label, num_scored, len(answers), scored.seconds)
+        return given
 
     def write(self, entries: list[Entry], payloads: list[Any]) -> None:
         """Write groups into the run's journal.
@@ -155,24 +161,29 @@ class RayVerifier:
         """
         timeout_s = self._config.cluster.start_timeout_s
         locate_all([self.process], timeout_s, "no resources")
-        gather([self._loading], [self.process], "to load the rewards", timeout_s)
+        self._calls = gather([self._loading], [self.process], "to load the rewards", timeout_s)[0]
 
     def score(self, groups: Sequence[Group]) -> tuple[list[list[Verdict]], Metrics]:
         """See `ports.Verifier`.
 
         Returns:
-            The verdicts, and the metrics `reward/<name>/seconds` and `reward/<name>/failed`, the share of answers that
-            the reward could not score.
+            The verdicts, and the metrics `reward/<name>/seconds`, `reward/<name>/failed`, the share of answers that the
+            reward could not score, and what its function has logged.
 
         Raises:
             ValueError: an answer cannot be scored, and the reward's `on_error` is stop.
         """
         rewards, metrics = self._config.rewards, {}
         prompts = [group.prompt for group in groups for _ in group.samples]
+        given: dict[int, Scored] = {}
+        for indices in self._calls:
+            given.update(zip(indices, self._score_with(indices, groups), strict=True))
         columns = []
         for index, reward in enumerate(rewards):
-            verdicts, metrics[f"reward/{reward.label}/seconds"] = self._score_with(index, reward, groups)
+            verdicts = given[index].verdicts
             self._failures.write(groups[0].version, reward.label, prompts, verdicts)
+            metrics |= given[index].metrics
+            metrics[f"reward/{reward.label}/seconds"] = given[index].seconds
             metrics[f"reward/{reward.label}/failed"] = sum(v.failed for v in verdicts) / len(verdicts)
             columns.append(verdicts)
         weights = [reward.weight for reward in rewards]
@@ -193,19 +204,23 @@ class RayVerifier:
         payloads = [group.payload for group in groups.values()]
         self._ask("write", "to write the journal", self._config.cluster.step_timeout_s, entries, payloads)
 
-    def _score_with(self, index: int, reward: RewardConfig, groups: Sequence[Group]) -> tuple[list[Verdict], float]:
-        """The verdicts of one reward, and the seconds that they took."""
+    def _score_with(self, indices: list[int], groups: Sequence[Group]) -> list[Scored]:
+        """What the rewards of one call gave. If the call is lost, all of them have failed."""
+        rewards = [self._config.rewards[index] for index in indices]
+        timeout_s = max(reward.timeout_s for reward in rewards)
+        if len(rewards) > 1:
+            timeout_s += CANCEL_S
         finishes = [[sample.finish for sample in group.samples] for group in groups]
         prompts, payloads = [group.prompt for group in groups], [group.payload for group in groups]
         start = time.perf_counter()
         try:
-            doing = f"to score with {reward.label}"
-            return self._ask("score", doing, reward.timeout_s, index, prompts, payloads, finishes)
+            doing = f"to score with {', '.join(reward.label for reward in rewards)}"
+            return self._ask("score", doing, timeout_s, indices, groups[0].version, prompts, payloads, finishes)
         except ProcessLost as error:
-            if reward.on_error == "stop":
+            if any(reward.on_error == "stop" for reward in rewards):
                 raise
-            failed = Verdict(None, str(error), failed=True)
-            return [failed for group in groups for _ in group.samples], time.perf_counter() - start
+            failed = [Verdict(None, str(error), failed=True) for group in groups for _ in group.samples]
+            return [Scored(failed, time.perf_counter() - start, {}) for _ in rewards]
 
     def _ask(self, method: str, doing: str, timeout_s: float, *arguments: Any) -> Any:
         """The answer of the process. If the process dies, it is asked for once more, because the call may not be the

@@ -27,7 +27,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from megatron_rl.cluster.network import Interface, find_interface
 from megatron_rl.cluster.placement import Placement
 from megatron_rl.cluster.waiting import settle
-from megatron_rl.config.rewards import FunctionReward
+from megatron_rl.config.rewards import ImportedReward
 from megatron_rl.config.schema import BaseConfig, GrpoRunConfig
 
 ANSWER_S = 100.0
@@ -49,6 +49,8 @@ class Needs:
     """The name of a file in the run's folder. Its content is its name: a node that reads it has the same folder."""
     modules: tuple[str, ...]
     """The top-level modules of the reward functions."""
+    files: tuple[Path, ...]
+    """The files of the reward functions that are named by a file."""
 
 
 def check_nodes(config: BaseConfig, placement: Placement) -> None:
@@ -60,11 +62,12 @@ def check_nodes(config: BaseConfig, placement: Placement) -> None:
         ValueError: a node does not see something, or does not answer. The message has one line for each fault.
     """
     rewards = config.rewards if isinstance(config, GrpoRunConfig) else ()
-    modules = {
-        reward.path.partition(":")[0].partition(".")[0] for reward in rewards if isinstance(reward, FunctionReward)
-    }
+    sources = {reward.path.rpartition(":")[0] for reward in rewards if isinstance(reward, ImportedReward)}
+    files = {source for source in sources if source.endswith(".py")}
+    modules = {source.partition(".")[0] for source in sources - files}
     models = tuple(path for path in (config.model.path, config.model.weights) if path is not None)
-    needs = Needs(models, config.run_folder, f".seen_by_nodes_{secrets.token_hex(8)}", tuple(sorted(modules)))
+    mark_name = f".seen_by_nodes_{secrets.token_hex(8)}"
+    needs = Needs(models, config.run_folder, mark_name, tuple(sorted(modules)), tuple(map(Path, sorted(files))))
     mark = needs.run_folder / needs.mark
     mark.write_text(needs.mark)
     try:
@@ -136,6 +139,11 @@ def look(needs: Needs) -> tuple[list[str], Interface | None]:
         "system that all nodes share"
         for module in needs.modules
         if find_spec(module) is None
+    ]
+    faults += [
+        f"does not see {file}, which has a reward function; put it on a file system that all nodes share"
+        for file in needs.files
+        if not file.is_file()
     ]
     try:
         return faults, find_interface(os.environ)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
@@ -25,7 +26,7 @@ class _Reward(Section):
     to `logs/rewards.log`. `stop` ends the run after a checkpoint."""
     timeout_s: PositiveFloat = 600
     """The longest time, in seconds, that scoring the answers of one step may take. After that the verifier's process is
-    replaced, and `on_error` decides about the answers."""
+    replaced, or an asynchronous function is cancelled, and `on_error` decides about the answers."""
     max_silent_steps: PositiveInt | None = 3
     """The run stops when this reward has scored no answer at all in this number of steps in a row; null means never.
     Steps without a row that it scores are not counted."""
@@ -101,20 +102,57 @@ class InstructionsReward(GroundTruthReward):
     """`share`: the share of the instructions that are followed. `all`: 1 if all are followed, else 0."""
 
 
-class FunctionReward(_Reward):
-    """Any Python function with TRL's signature: f(prompts, completions, completion_ids, **columns) ->
-    list[float | None]."""
+class ImportedReward(_Reward):
+    """A reward that is Python code of the user's own."""
 
-    kind: Literal["function"] = "function"
+    given: ClassVar[tuple[str, ...]]
+    """The names of the arguments with which every call is made."""
+    kind: str
     path: str
-    """The function's import path, as `package.module:function`."""
+    """Where the function is: `package.module:function`, or `folder/file.py:function`. It may also be an object that can
+    be called, or a class of such objects, of which one is made in each verifier's process."""
+    arguments: dict[str, Any] = {}
+    """Further keyword arguments of every call, or of the class. In a call they replace arguments of the same name."""
 
     @property
     def label(self) -> str:
         return self.name or self.path.rpartition(":")[2]
 
+    def absolute(self) -> Self:
+        file, colon, name = self.path.rpartition(":")
+        path = f"{Path(file).absolute()}{colon}{name}" if file.endswith(".py") else self.path
+        return super().absolute().model_copy(update={"path": path})
+
+
+class FunctionReward(ImportedReward):
+    """A function with TRL's signature, which scores all answers in one call: f(prompts, completions, completion_ids,
+    trainer_state, log_metric, **columns) -> list[float | None]. It may be asynchronous."""
+
+    given = ("prompts", "completions", "completion_ids", "trainer_state", "log_metric")
+    kind: Literal["function"] = "function"
+
+
+class ComputeScoreReward(ImportedReward):
+    """A function with verl's signature, which scores one answer in a call: f(data_source, solution_str, ground_truth,
+    extra_info) -> a number, or a mapping with `score`. It may be asynchronous."""
+
+    given = ("data_source", "solution_str", "ground_truth", "extra_info")
+    kind: Literal["compute_score"] = "compute_score"
+
+    def ground_truth(self, columns: Mapping[str, Any]) -> Any:
+        """The row's `ground_truth`, or that of its `reward_model`, which is where verl's rows have it."""
+        nested = columns.get("reward_model")
+        if columns.get("ground_truth") is None and isinstance(nested, Mapping):
+            return nested.get("ground_truth")
+        return super().ground_truth(columns)
+
+    def data_source(self, columns: Mapping[str, Any]) -> Any:
+        """The row's `data_source`, or else what it has in `dataset`; None if it has neither."""
+        source = columns.get("data_source")
+        return columns.get("dataset") if source is None else source
+
 
 RewardConfig = Annotated[
-    ExactAnswerReward | MathematicsReward | CodeReward | InstructionsReward | FunctionReward,
+    ExactAnswerReward | MathematicsReward | CodeReward | InstructionsReward | FunctionReward | ComputeScoreReward,
     Field(discriminator="kind"),
 ]

@@ -2,31 +2,49 @@
 
 Invariants: there is one verdict for each sample, in order; the sum is an abstention only if every reward abstained; the
 prompt is never part of the scored text; the configuration decides whether an answer that a reward cannot score is an
-abstention or an error.
+abstention or an error; asynchronous functions run at the same time, and an error or a time-out of one does not touch
+the others.
 """
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
-from megatron_rl.config.rewards import FunctionReward, GroundTruthReward, RewardConfig
-from megatron_rl.types import Prompt, Tokens, Verdict
+from megatron_rl.config.rewards import ComputeScoreReward, FunctionReward, GroundTruthReward, RewardConfig
+from megatron_rl.types import Metrics, Prompt, Tokens, Verdict
 from megatron_rl.verifiers.answer import Answer, Tokenizer
+from megatron_rl.verifiers.compute_score import ComputeScoreVerifier
 from megatron_rl.verifiers.functions import FunctionVerifier
 from megatron_rl.verifiers.ground_truth import VERIFY, GroundTruthVerifier
+from megatron_rl.verifiers.imported import LoggedMetrics, TrainerState
 
 
 class AnswerVerifier(Protocol):
     def score(self, answers: Sequence[Answer]) -> list[Verdict]: ...
 
 
-VERIFIERS: dict[type, Callable[..., AnswerVerifier]] = {
+VERIFIERS: dict[type, Callable[..., AnswerVerifier | FunctionVerifier | ComputeScoreVerifier]] = {
     **dict.fromkeys(VERIFY, GroundTruthVerifier),
     FunctionReward: FunctionVerifier,
+    ComputeScoreReward: ComputeScoreVerifier,
 }
 """One line for each verifier: (its configuration, tokenizer, delimiter) -> verifier. The key is the class of its
 configuration."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """What one reward gave for all answers."""
+
+    verdicts: list[Verdict]
+    """One for each answer, in order."""
+    seconds: float
+    metrics: Metrics
+    """What the reward has logged, as `reward/<label>/<name>`."""
 
 
 def required_columns(configs: Sequence[RewardConfig]) -> tuple[str, ...]:
@@ -47,19 +65,66 @@ class RewardSet:
     def __init__(self, configs: Sequence[RewardConfig], tokenizer: Tokenizer, delimiter: str) -> None:
         self._configs = configs
         self._verifiers = [VERIFIERS[type(cfg)](cfg, tokenizer, delimiter) for cfg in configs]
-        self.required_columns = required_columns(configs)
-        """The columns that every row must have."""
+        together = [i for i, verifier in enumerate(self._verifiers) if getattr(verifier, "is_async", False)]
+        alone = [[i] for i in range(len(configs)) if i not in together]
+        self.calls: list[list[int]] = alone + ([together] if together else [])
+        """The indices of the rewards of each call of `score`: the asynchronous ones in one call, which comes last, and
+        each other one in its own."""
+        self._runner = asyncio.Runner()
+        """The only event loop, because clients of services stay bound to the loop that first used them."""
 
-    def score(self, index: int, answers: Sequence[Answer]) -> list[Verdict]:
-        """The verdicts of the reward with this index, one for each answer. It abstains on rows of data sets that it
-        does not score.
+    def score(self, indices: Sequence[int], answers: Sequence[Answer], state: TrainerState) -> list[Scored]:
+        """What the rewards with these indices, one entry of `calls`, give for the answers. A reward abstains on rows of
+        data sets that it does not score. Asynchronous ones run at the same time, each for its `timeout_s` at most.
 
         Raises:
-            ValueError: the reward could not score an answer, and its `on_error` is `stop`.
+            ValueError: a reward could not score an answer, and its `on_error` is `stop`.
         """
-        cfg = self._configs[index]
-        own = [answer for answer in answers if cfg.scores(answer.prompt.columns)]
-        given = iter(self._verifiers[index].score(own) if own else [])
+        if getattr(self._verifiers[indices[0]], "is_async", False):
+
+            async def at_the_same_time() -> list[Scored]:
+                return list(await asyncio.gather(*(self._score_async(index, answers, state) for index in indices)))
+
+            scored = self._runner.run(at_the_same_time())
+        else:
+            scored = [self._score_alone(index, answers, state) for index in indices]
+        return [
+            replace(one, verdicts=self._for_all(index, answers, one.verdicts))
+            for index, one in zip(indices, scored, strict=True)
+        ]
+
+    def _score_alone(self, index: int, answers: Sequence[Answer], state: TrainerState) -> Scored:
+        """The verdicts on those answers that the reward scores."""
+        verifier, metrics = self._verifiers[index], LoggedMetrics(self._configs[index].label)
+        own, start = self._own(index, answers), time.perf_counter()
+        if not own:
+            verdicts = []
+        elif isinstance(verifier, FunctionVerifier | ComputeScoreVerifier):
+            verdicts = verifier.score(own, state, metrics)
+        else:
+            verdicts = verifier.score(own)
+        return Scored(verdicts, time.perf_counter() - start, metrics.means())
+
+    async def _score_async(self, index: int, answers: Sequence[Answer], state: TrainerState) -> Scored:
+        """The same for an asynchronous function."""
+        verifier, metrics = self._verifiers[index], LoggedMetrics(self._configs[index].label)
+        assert isinstance(verifier, FunctionVerifier | ComputeScoreVerifier), "`calls` has put it here"
+        own, limit_s, start = self._own(index, answers), self._configs[index].timeout_s, time.perf_counter()
+        verdicts: list[Verdict] = []
+        if own:
+            try:
+                verdicts = await asyncio.wait_for(verifier.score_async(own, state, metrics), limit_s)
+            except TimeoutError:  # the verifier turns those of the function into verdicts
+                reason = f"{self._configs[index].label} was not done in its timeout_s, {limit_s:g} s"
+                verdicts = [Verdict(None, reason, failed=True)] * len(own)
+        return Scored(verdicts, time.perf_counter() - start, metrics.means())
+
+    def _own(self, index: int, answers: Sequence[Answer]) -> list[Answer]:
+        return [answer for answer in answers if self._configs[index].scores(answer.prompt.columns)]
+
+    def _for_all(self, index: int, answers: Sequence[Answer], own: Sequence[Verdict]) -> list[Verdict]:
+        """One verdict for each answer, from those on the answers that the reward scores."""
+        cfg, given = self._configs[index], iter(own)
         other = Verdict(None, f"{cfg.label} does not score rows of this data set")
         verdicts = [next(given) if cfg.scores(answer.prompt.columns) else other for answer in answers]
         if cfg.on_error == "stop":

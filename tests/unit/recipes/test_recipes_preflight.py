@@ -296,8 +296,25 @@ def test_a_sentencepiece_tokenizer_serves_supervised_training(home):
         ("", "my_rewards.inner:short", "there is no module 'my_rewards.inner'"),
         ("x = 1\ndef short(:\n", "my_rewards:short", "my_rewards.py:2: "),
         ("def long(): ...", "my_rewards:short", "my_rewards.py has no function 'short'"),
-        ("def short(prompts, completions, completion_ids): ...", "my_rewards:short", "does not take 'ground_truth'"),
-        ("def short(level, **columns): ...", "my_rewards:short", "asks for the argument 'level'"),
+        ("def short(prompts, completions): ...", "my_rewards:short", None),
+        ("async def short(completions, ground_truth, trainer_state, log_metric): ...", "my_rewards:short", None),
+        (
+            "def short(level, **columns): ...",
+            "my_rewards:short",
+            "short(level, **columns) asks for the argument 'level'",
+        ),
+        ("async def short(level): ...", "my_rewards:short", "which nobody offers (offered are completion_ids, compl"),
+        ("def short(completions, log_extra): ...", "my_rewards:short", "asks for the argument 'log_extra'"),
+        ("def short(completions, /, **columns): ...", "my_rewards:short", "takes 'completions' by its position alone"),
+        ("@wrapped\ndef short(level): ...", "my_rewards:short", None),
+        ("short = partial(print, level=3)", "my_rewards:short", None),
+        ("def short(**columns): ...", "my_rewards.py:short", None),
+        ("def long(**columns): ...", "my_rewards.py:short", "my_rewards.py has no function 'short'"),
+        ("", "no/such/file.py:short", "there is no file no/such/file.py"),
+        ("class short: ...", "my_rewards:short", "the class short has no method __call__"),
+        ("class short(Judge): ...", "my_rewards:short", None),
+        ("class short:\n    def __call__(self, level): ...", "my_rewards:short", "__call__(self, level) asks for"),
+        ("class short:\n    async def __call__(self, completions, **columns): ...", "my_rewards:short", None),
         ("def short(**columns): ...", "my_rewards", "must read `package.module:function`"),
         ("def short(completions, level=1, *, ground_truth, **columns): ...", "my_rewards:short", None),
         ("from other import short", "my_rewards:short", None),
@@ -311,6 +328,48 @@ def test_a_reward_function_is_seen_in_its_source(home, source, path, message):
         (home / "my_rewards.py").write_text(source)
     found = faults(grpo(rewards=[{"kind": "exact_answer"}, {"kind": "function", "path": path}]))
     assert found == [] if message is None else len(found) == 1 and message in found[0]
+
+
+CLASS = "class Judge:\n    def __init__(self, model, *, port=1): ...\n    def __call__(self, solution_str): ...\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "reward", "message"),
+    [
+        ("def f(completions, level): ...", {"kind": "function", "arguments": {"level": 1}}, None),
+        ("def f(**given): ...", {"kind": "function", "arguments": {"level": 1}}, None),
+        ("def f(completions): ...", {"kind": "function", "arguments": {"levl": 1}}, "does not take 'levl'"),
+        (CLASS, {"kind": "compute_score", "path": "mine:Judge", "arguments": {"model": "m", "port": 2}}, None),
+        (CLASS, {"kind": "compute_score", "path": "mine:Judge"}, "__init__(self, model, *, port=1) asks for the"),
+        (CLASS, {"kind": "compute_score", "path": "mine:Judge", "arguments": {"modl": "m"}}, "does not take 'modl'"),
+        ("def f(data_source, solution_str, ground_truth, extra_info): ...", {"kind": "compute_score"}, None),
+        ("def f(solution_str, ground_truth, method='strict'): ...", {"kind": "compute_score"}, None),
+        ("def f(completions, **columns): ...", {"kind": "compute_score"}, "'completions', which nobody offers"),
+    ],
+)
+def test_a_reward_gets_the_arguments_that_it_takes(home, source, reward, message):
+    (home / "mine.py").write_text(source)
+    found = faults(grpo(rewards=[{"kind": "exact_answer"}, {"path": "mine:f"} | reward]))
+    assert found == [] if message is None else len(found) == 1 and message in found[0]
+
+
+def test_rows_that_compute_score_could_not_score_are_told(home):
+    (home / "mine.py").write_text("def f(solution_str, ground_truth): ...")
+    rows("train.jsonl", {"prompt": "1"}, {"prompt": "1", "reward_model": {"ground_truth": "2"}})
+    reward, notes = {"kind": "compute_score", "path": "mine:f"}, []
+    data = {"train": "train.jsonl"}
+    assert preflight(grpo(rewards=[reward], data=data), notes.append) == []
+    assert "rewards will abstain on 1 of the rows" in notes[0] and "neither `ground_truth` nor `rewar" in notes[0]
+    [found] = faults(grpo(rewards=[{**reward, "on_error": "stop"}], data=data))
+    assert "train.jsonl:1: the row has neither `ground_truth`" in found
+
+
+def test_a_column_with_the_name_of_an_argument_is_refused(home):
+    rows("train.jsonl", {"prompt": "1+1=", "ground_truth": "2", "trainer_state": 1, "data_source": "x"})
+    [found] = faults(grpo())
+    assert "the training rows have a column 'trainer_state', but my_rewards:short gets an argument of this" in found
+    (home / "mine.py").write_text("def f(data_source, solution_str, ground_truth): ...")
+    assert faults(grpo(rewards=[{"kind": "compute_score", "path": "mine:f"}])) == []
 
 
 def test_a_loss_and_an_estimator_of_ones_own_are_seen_in_their_source(home):

@@ -1,16 +1,16 @@
 from __future__ import annotations
 
 import json
-import re
 
 import numpy as np
 import pytest
 
 from megatron_rl.config.rewards import ExactAnswerReward, FunctionReward
 from megatron_rl.types import Prompt, Tokens, Verdict
-from megatron_rl.verifiers import RewardSet, answers_of, weighted_sum
+from megatron_rl.verifiers import RewardSet, TrainerState, answers_of, weighted_sum
+from megatron_rl.verifiers.compose import required_columns
 from megatron_rl.verifiers.failures import FailureLog
-from megatron_rl.verifiers.functions import load_function
+from megatron_rl.verifiers.metrics import merged
 
 
 class Letters:
@@ -20,36 +20,12 @@ class Letters:
         return "".join("." if i == 0 else chr(96 + i) for i in ids if i or not skip_special_tokens)
 
 
-SEEN: list[dict] = []
-
-
-def record(prompts, completions, completion_ids, **columns):
-    SEEN.append({"prompts": prompts, "completions": completions, "completion_ids": completion_ids, **columns})
-    return [float(len(ids)) for ids in completion_ids]
-
-
-def abstains_on_b(completions, **_):
+def half_is_b(completions, **_):
     return [None if text == "b" else 10.0 for text in completions]
 
 
 def crashes(**_):
     raise RuntimeError("the judge is down")
-
-
-def one_short(completions, **_):
-    return [1.0] * (len(completions) - 1)
-
-
-def answers_text(completions, **_):
-    return ["1.0" for _ in completions]
-
-
-def answers_nan_once(completions, **_):
-    return [float("nan"), *(1.0 for _ in completions[1:])]
-
-
-def answers_none(**_):
-    return None
 
 
 def tokens(prompt: Prompt, *response: int) -> Tokens:
@@ -61,70 +37,38 @@ PLAIN = Prompt("r:1", (1, 2), "ab", {"ground_truth": "b"})
 CHAT = Prompt("r:2", (3,), ({"role": "user", "content": "c"},), {"ground_truth": "z", "level": 4})
 
 
-def score(*configs, delimiter: str = "") -> list[list[Verdict]]:
-    groups = [[tokens(PLAIN, 2, 0), tokens(PLAIN, 1, 1, 0)], [tokens(CHAT, 2, 0)]]
-    rewards = RewardSet(configs, Letters(), delimiter)
-    answers = answers_of([PLAIN, CHAT], groups, [["stop", "stop"], ["stop"]])
-    columns = [rewards.score(index, answers) for index in range(len(configs))]
-    weights = [cfg.weight for cfg in configs]
-    first, second, third = [weighted_sum(weights, verdicts) for verdicts in zip(*columns, strict=True)]
-    return [[first, second], [third]]
-
-
 def function(name: str, weight: float = 1.0, on_error: str = "abstain") -> FunctionReward:
     return FunctionReward(path=f"{__name__}:{name}", weight=weight, on_error=on_error)
 
 
-def test_functions_see_what_trl_shows_them():
-    SEEN.clear()
-    verdicts = score(function("record"))
-    assert [[v.score for v in group] for group in verdicts] == [[2.0, 3.0], [2.0]]
-    assert SEEN == [
-        {
-            "prompts": ["ab", "ab", [{"role": "user", "content": "c"}]],
-            "completions": ["b", "aa", [{"role": "assistant", "content": "b"}]],
-            "completion_ids": [[2, 0], [1, 1, 0], [2, 0]],
-            "ground_truth": ["b", "b", "z"],
-            "level": [None, None, 4],
-        }
-    ]
+def score(*configs) -> list[Verdict]:
+    groups = [[tokens(PLAIN, 2, 0), tokens(PLAIN, 1, 1, 0)], [tokens(CHAT, 2, 0)]]
+    rewards = RewardSet(configs, Letters(), "")
+    answers = answers_of([PLAIN, CHAT], groups, [["stop", "stop"], ["stop"]])
+    columns = [rewards.score(call, answers, TrainerState(0, 1))[0].verdicts for call in rewards.calls]
+    weights = [cfg.weight for cfg in configs]
+    return [weighted_sum(weights, verdicts) for verdicts in zip(*columns, strict=True)]
 
 
 def test_weighted_sum_leaves_out_who_abstains():
-    verdicts = score(ExactAnswerReward(), function("abstains_on_b", weight=0.5))
-    path = f"{__name__}:abstains_on_b"
-    alone, both = Verdict(1.0, f"{path} abstained", (1.0, None)), Verdict(5.0, "other answer", (0.0, 10.0))
-    assert verdicts == [[alone, both], [both]]
+    verdicts = score(ExactAnswerReward(), function("half_is_b", weight=0.5))
+    path = f"{__name__}:half_is_b"
+    # The third answer is in the form of a chat, so it is no text, and the function compares it with `b` in vain.
+    assert verdicts == [
+        Verdict(1.0, f"{path} abstained", (1.0, None)),
+        Verdict(5.0, "other answer", (0.0, 10.0)),
+        Verdict(5.0, "other answer", (0.0, 10.0)),
+    ]
 
 
-def test_an_exception_is_an_abstention_of_all_with_its_reason():
-    [first, second], [third] = score(function("crashes"))
-    assert first == second == third and first.score is None
-    assert "crashes raised RuntimeError: the judge is down (" in first.reason
-    assert "test_verifiers_compose.py:" in first.reason
-    partly = score(ExactAnswerReward(), function("crashes"))
-    assert [verdict.score for verdict in partly[0]] == [1.0, 0.0], "the others count, a 0 among them"
+def test_the_other_rewards_count_if_one_fails():
+    verdicts = score(ExactAnswerReward(), function("crashes"))
+    assert [verdict.score for verdict in verdicts] == [1.0, 0.0, 0.0], "a 0 among them"
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("one_short", "returned 2 scores for 3 completions"),
-        ("answers_text", r"returned '1.0' \(str\) for completion 0"),
-        ("answers_nan_once", r"returned nan \(float\) for completion 0"),
-        ("crashes", "raised RuntimeError: the judge is down"),
-        ("answers_none", "returned NoneType"),
-    ],
-)
-def test_what_a_reward_cannot_score_is_an_abstention_or_stops_the_run(name, message):
-    with pytest.raises(ValueError, match=f"reward {name}, r:1: {__name__}:{name} {message}"):
-        score(function(name, on_error="stop"))
-    first = score(function(name))[0][0]
-    assert first.score is None and re.search(message, first.reason)
-
-
-def test_one_bad_number_costs_its_own_answer_alone():
-    assert [[v.score for v in group] for group in score(function("answers_nan_once"))] == [[None, 1.0], [1.0]]
+def test_a_failure_stops_the_run_if_on_error_says_so():
+    with pytest.raises(ValueError, match=f"reward crashes, r:1: {__name__}:crashes raised RuntimeError"):
+        score(ExactAnswerReward(), function("crashes", on_error="stop"))
 
 
 def test_the_failure_log_keeps_the_first_and_counts_the_rest(tmp_path):
@@ -139,20 +83,19 @@ def test_the_failure_log_keeps_the_first_and_counts_the_rest(tmp_path):
     assert lines[-1] == {"step": 4, "reward": "judge", "more_failures": 51}
 
 
-@pytest.mark.parametrize(
-    ("path", "message"),
-    [
-        ("math", "must read `package.module:function`"),
-        ("no_such_module:f", "No module named 'no_such_module'"),
-        ("json:no_such_function", "has no function 'no_such_function'"),
-        ("json:__name__", "has no function"),
-    ],
-)
-def test_a_wrong_path_is_named(path, message):
-    with pytest.raises(ValueError, match=message):
-        load_function(path)
-
-
 def test_required_columns():
-    assert RewardSet([ExactAnswerReward()], Letters(), "").required_columns == ("ground_truth",)
-    assert RewardSet([function("record")], Letters(), "").required_columns == ()
+    assert required_columns([ExactAnswerReward()]) == ("ground_truth",)
+    assert required_columns([function("crashes")]) == ()
+
+
+def test_parts_of_a_step_are_merged_by_what_their_numbers_mean():
+    one = {"reward/f/seconds": 1.0, "reward/f/failed": 0.5, "reward/f/accuracy": 1.0, "verifier/restarts": 1.0}
+    two = {"reward/f/seconds": 2.0, "reward/f/failed": 0.0, "verifier/restarts": 0.0, "reward/f/length": 4.0}
+    three = {"reward/f/seconds": 0.5, "reward/f/failed": 0.0, "reward/f/accuracy": 0.5}
+    assert merged([one, two, three], [10, 20, 30]) == {
+        "reward/f/seconds": 3.5,
+        "reward/f/failed": pytest.approx(5 / 60),
+        "reward/f/accuracy": pytest.approx((10 + 15) / 40),
+        "reward/f/length": 4.0,
+        "verifier/restarts": 1.0,
+    }

@@ -8,8 +8,9 @@ import pytest
 
 from megatron_rl.config.rewards import CodeReward, ExactAnswerReward, InstructionsReward, MathematicsReward
 from megatron_rl.types import Prompt, Verdict
-from megatron_rl.verifiers import RewardSet
+from megatron_rl.verifiers import RewardSet, TrainerState
 from megatron_rl.verifiers.answer import Answer
+from megatron_rl.verifiers.compose import required_columns
 from megatron_rl.verifiers.ground_truth import GroundTruthVerifier, fault_of_ground_truth
 
 
@@ -80,10 +81,9 @@ def test_a_row_that_cannot_be_compared_fails_for_all_its_answers(cfg, truth, rea
 
 def test_each_row_goes_to_the_rewards_of_its_data_set():
     """A row of two data sets has two ground truths, and each reward takes its own."""
-    rewards = RewardSet(
-        [MathematicsReward(datasets=("math", "gsm8k")), InstructionsReward(datasets=("ifeval",))], Letters(), ""
-    )
-    assert rewards.required_columns == ()
+    configs = [MathematicsReward(datasets=("math", "gsm8k")), InstructionsReward(datasets=("ifeval",))]
+    rewards = RewardSet(configs, Letters(), "")
+    assert required_columns(configs) == ()
     answers = [
         answer(r"\boxed{18}, yes", "18", dataset="gsm8k"),
         answer(r"\boxed{18}, yes", [NO_COMMA], dataset="ifeval"),
@@ -92,6 +92,7 @@ def test_each_row_goes_to_the_rewards_of_its_data_set():
         answer(r"\boxed{18}", "18", dataset="chat"),
         answer(r"\boxed{18}", "18"),
     ]
-    scores = [[verdict.score for verdict in rewards.score(index, answers)] for index in (0, 1)]
+    given = [rewards.score([index], answers, TrainerState(0, 1))[0].verdicts for index in (0, 1)]
+    scores = [[verdict.score for verdict in verdicts] for verdicts in given]
     assert scores == [[1.0, None, 1.0, 1.0, None, None], [None, 0.0, 1.0, None, None, None]]
-    assert not any(verdict.failed for verdict in rewards.score(0, answers))
+    assert not any(verdict.failed for verdict in given[0])

@@ -1,0 +1,89 @@
+"""Any Python function with verl's signature as a reward.
+
+The contract is that of verl's `custom_reward_function` (https://verl.readthedocs.io, "Implement Reward Function for
+Dataset") and of its naive reward manager. As there, a thought is part of `solution_str`.
+
+Invariants (tests/unit/verifiers): an exception, or a result of the wrong form, gives its own answer a failed verdict
+with the reason, and so does a row without a ground truth; none of these is ever the score 0. The numbers beside `score`
+become metrics.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from numbers import Real
+from typing import Any
+
+from megatron_rl.config.rewards import ComputeScoreReward
+from megatron_rl.types import Verdict
+from megatron_rl.verifiers.answer import Answer, Tokenizer
+from megatron_rl.verifiers.imported import ImportedFunction, LoggedMetrics, TrainerState, as_plain
+
+log = logging.getLogger(__name__)
+
+NO_TRUTH = Verdict(None, "the row has neither `ground_truth` nor `reward_model` with a `ground_truth`", failed=True)
+
+
+class ComputeScoreVerifier:
+    """Calls f(data_source=, solution_str=, ground_truth=, extra_info=) once for each answer, one after the other, or
+    all at the same time if the function is asynchronous. A function that takes only some of these gets only those."""
+
+    def __init__(self, cfg: ComputeScoreReward, tokenizer: Tokenizer, delimiter: str) -> None:
+        self._cfg, self._tokenizer = cfg, tokenizer
+        self._function = ImportedFunction(cfg)
+        self.is_async = self._function.is_async
+        self._has_raised = False
+
+    def score(self, answers: Sequence[Answer], state: TrainerState, metrics: LoggedMetrics) -> list[Verdict]:
+        def one(answer: Answer) -> Verdict:
+            if self._cfg.ground_truth(answer.prompt.columns) is None:
+                return NO_TRUTH
+            try:
+                return self._verdict(self._function.call(self._offered(answer)), metrics)
+            except Exception as error:  # a user's function may raise anything, and this is never a score
+                return self._failed(error)
+
+        return list(map(one, answers))
+
+    async def score_async(
+        self, answers: Sequence[Answer], state: TrainerState, metrics: LoggedMetrics
+    ) -> list[Verdict]:
+        """The same for an asynchronous function."""
+
+        async def one(answer: Answer) -> Verdict:
+            if self._cfg.ground_truth(answer.prompt.columns) is None:
+                return NO_TRUTH
+            try:
+                return self._verdict(await self._function.call(self._offered(answer)), metrics)
+            except Exception as error:  # as above
+                return self._failed(error)
+
+        return list(await asyncio.gather(*map(one, answers)))
+
+    def _offered(self, answer: Answer) -> dict[str, Any]:
+        columns = answer.prompt.columns
+        return {
+            "data_source": self._cfg.data_source(columns),
+            "solution_str": self._tokenizer.decode(answer.response_ids, skip_special_tokens=True),
+            "ground_truth": self._cfg.ground_truth(columns),
+            "extra_info": dict(columns.get("extra_info") or {}),  # functions may write into it
+        }
+
+    def _failed(self, error: Exception) -> Verdict:
+        if not self._has_raised:  # one traceback is enough: all failures are counted and have their reasons
+            log.error("%s raised", self._cfg.path, exc_info=error)
+        self._has_raised = True
+        return self._function.fault_of(error)
+
+    def _verdict(self, result: Any, metrics: LoggedMetrics) -> Verdict:
+        if not isinstance(result, Mapping):
+            return self._function.verdict_of(result)
+        if "score" not in result:
+            reason = f"{self._cfg.path} returned a mapping without `score` (it has {', '.join(map(str, result))})"
+            return Verdict(None, reason, failed=True)
+        for name, value in result.items():
+            if name != "score" and isinstance(as_plain(value), Real):  # texts, such as the answer that was found
+                metrics.log(name, value)
+        return self._function.verdict_of(result["score"])

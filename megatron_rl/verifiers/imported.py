@@ -1,0 +1,139 @@
+"""What the reward functions of both contracts have in common: how they are made and called, what they may ask about the
+run, what they may report, and which values are scores.
+
+Invariants (tests/unit/verifiers): a function gets only the arguments that its signature has; a class is made once; a
+value that is no finite number gives a failed verdict, and is never the score 0.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import math
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from numbers import Real
+from statistics import fmean
+from typing import Any
+
+from megatron_rl.config.function import load_function
+from megatron_rl.config.rewards import ImportedReward
+from megatron_rl.types import Metrics, Verdict
+
+log = logging.getLogger(__name__)
+
+RESERVED = ("seconds", "failed", "abstained", "mean")
+"""The last parts of the names `reward/<name>/...` that the run itself writes."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerState:
+    """The part of transformers' TrainerState that a verifier knows; TRL passes it as `trainer_state`."""
+
+    global_step: int
+    """The number of optimizer steps of the weights that gave the answers."""
+    max_steps: int
+    """The number of steps of the whole run."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"this trainer_state has global_step and max_steps, but no {name}")
+
+
+class LoggedMetrics:
+    """The numbers that one reward reports while it scores the answers of one call."""
+
+    def __init__(self, label: str) -> None:
+        self._label = label
+        self._values: dict[str, list[float]] = {}
+
+    def log(self, name: str, value: Any) -> None:
+        """Add a value; values of one name are averaged. TRL passes this method as `log_metric`.
+
+        Args:
+            value: a number, or a NumPy scalar or a tensor with one element.
+
+        Raises:
+            ValueError: the value is no number, or the name belongs to a metric of the run.
+        """
+        if name.rpartition("/")[2] in RESERVED:
+            raise ValueError(f"the metric {name!r} has a name that the run uses itself; give it another one")
+        plain = as_plain(value)
+        if not isinstance(plain, Real):
+            raise ValueError(f"the metric {name!r} is {value!r} ({type(value).__name__}), but it must be a number")
+        self._values.setdefault(name, []).append(float(plain))
+
+    def means(self) -> Metrics:
+        """The metrics `reward/<label>/<name>`."""
+        return {f"reward/{self._label}/{name}": fmean(values) for name, values in self._values.items()}
+
+
+class ImportedFunction:
+    """The callable of a configuration.
+
+    Raises:
+        ValueError: it cannot be imported, its class cannot be made, or it does not take the configured arguments.
+    """
+
+    def __init__(self, cfg: ImportedReward) -> None:
+        self.path = cfg.path
+        loaded = load_function(cfg.path)
+        self._arguments: Mapping[str, Any] = {} if inspect.isclass(loaded) else cfg.arguments
+        self._function: Any = _made(loaded, cfg) if inspect.isclass(loaded) else loaded
+        self.is_async = any(map(inspect.iscoroutinefunction, (self._function, type(self._function).__call__)))
+        """Whether a call returns a coroutine, by the function's definition with `async def`."""
+        self._names = _parameters(self._function)
+        if self._names is not None and (unknown := sorted(self._arguments.keys() - self._names)):
+            raise ValueError(f"function {cfg.path!r} does not take {unknown[0]!r}, which its `arguments` give")
+
+    def call(self, offered: Mapping[str, Any]) -> Any:
+        """Call it with the configured arguments, and with the offered ones that its signature has."""
+        named = {**offered, **self._arguments}
+        return self._function(**{name: named[name] for name in named if self._names is None or name in self._names})
+
+    def fault_of(self, error: Exception) -> Verdict:
+        """The verdict on answers for which a call raised."""
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        reason = f"{self.path} raised {type(error).__name__}: {error} ({where.filename}:{where.lineno})"
+        return Verdict(None, reason, failed=True)
+
+    def verdict_of(self, score: Any, place: str = "") -> Verdict:
+        """The verdict of one score; None is an abstention.
+
+        Args:
+            place: is added to the reason of a failed verdict.
+        """
+        plain = as_plain(score)
+        if plain is None:
+            return Verdict(None, f"{self.path} abstained")
+        if isinstance(plain, Real) and math.isfinite(plain):
+            return Verdict(float(plain))
+        found = f"{self.path} returned {score!r} ({type(score).__name__}){place}"
+        return Verdict(None, f"{found}, but it must return a finite number, or None to abstain", failed=True)
+
+
+def as_plain(value: Any) -> Any:
+    """A NumPy array or scalar or a tensor as lists and Python numbers; anything else as it is. Neither is imported,
+    because most rewards use neither."""
+    return value.tolist() if callable(getattr(value, "tolist", None)) else value
+
+
+def _made(cls: type, cfg: ImportedReward) -> Any:
+    try:
+        made = cls(**cfg.arguments)
+    except Exception as error:  # a user's class may raise anything
+        raise ValueError(f"function {cfg.path!r}: its class raised {type(error).__name__}: {error}") from error
+    if not callable(made):
+        raise ValueError(f"function {cfg.path!r}: the class has no method __call__, which must score the answers")
+    return made
+
+
+def _parameters(function: Any) -> set[str] | None:
+    """The names of the parameters that can be given by name; None if any name can, or if there is no signature."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (ValueError, TypeError):
+        return None
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return None
+    return {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}

@@ -1,0 +1,498 @@
+"""Reward functions as the documentation of TRL and of verl shows them, called as a run calls them."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import re
+
+import numpy as np
+import pytest
+
+from megatron_rl.config.function import load_function
+from megatron_rl.config.rewards import ComputeScoreReward, FunctionReward
+from megatron_rl.types import Prompt, Verdict
+from megatron_rl.verifiers import RewardSet, Scored, TrainerState
+from megatron_rl.verifiers.answer import Answer
+
+
+class Letters:
+    """A token is the code of a character; 0 is special."""
+
+    def decode(self, ids, *, skip_special_tokens):
+        return "".join("." if i == 0 else chr(i) for i in ids if i or not skip_special_tokens)
+
+
+def answer(text: str, messages: object = "What is 1+1?", **columns: object) -> Answer:
+    return Answer(Prompt("rows.jsonl:1", (1,), messages, columns), [*map(ord, text), 0], "stop")
+
+
+CHAT = ({"role": "user", "content": "What is 1+1?"},)
+STATE = TrainerState(global_step=7, max_steps=100)
+TWO = [answer(r"so \boxed{2}", ground_truth="2"), answer("it is 3", ground_truth="2", level=4)]
+
+
+def trl(function: str, **changes) -> FunctionReward:
+    return FunctionReward(**{"path": f"{__name__}:{function}"} | changes)
+
+
+def verl(function: str, **changes) -> ComputeScoreReward:
+    return ComputeScoreReward(**{"path": f"{__name__}:{function}"} | changes)
+
+
+def scored(cfg, answers=TWO) -> Scored:
+    [given] = RewardSet([cfg], Letters(), "").score([0], answers, STATE)
+    return given
+
+
+def scores(cfg, answers=TWO) -> list[float | None]:
+    return [verdict.score for verdict in scored(cfg, answers).verdicts]
+
+
+# TRL's contract
+
+SEEN: list[dict] = []
+
+
+def record(**given):
+    SEEN.append(given)
+    return [0] * len(given["completions"])
+
+
+def boxed(completions, ground_truth, log_extra=None, log_metric=None, **kwargs):
+    found = [re.search(r"\\boxed\{(.*?)\}", text) for text in completions]
+    rewards = [1.0 if match and match[1] == truth else 0.0 for match, truth in zip(found, ground_truth)]
+    if log_extra:
+        log_extra("found", [str(match) for match in found])
+    if log_metric:
+        log_metric("accuracy", sum(rewards) / len(rewards))
+        log_metric("accuracy", np.float32(1.0))
+    return rewards
+
+
+async def grades(prompts, completions, **kwargs):
+    await asyncio.sleep(0)
+    return [float(len(text)) for text in completions]
+
+
+def warm_up(completions, trainer_state, **kwargs):
+    return [trainer_state.global_step / trainer_state.max_steps for _ in completions]
+
+
+def by_epoch(completions, trainer_state, **kwargs):
+    return [trainer_state.epoch for _ in completions]
+
+
+def two_columns_alone(completions, level):
+    return [one and one * len(text) for text, one in zip(completions, level)]
+
+
+def scaled(completions, factor, **kwargs):
+    return [factor * len(text) for text in completions]
+
+
+tripled = functools.partial(scaled, factor=3)
+
+
+class Counted:
+    num_made = 0
+
+    def __init__(self, first=0):
+        Counted.num_made += 1
+        self.value = first
+
+    def __call__(self, completions, **kwargs):
+        self.value += 1
+        return [self.value for _ in completions]
+
+
+class CountedAsync(Counted):
+    async def __call__(self, completions, **kwargs):
+        return super().__call__(completions)
+
+
+class NotCallable:
+    pass
+
+
+class NeedsMore:
+    def __init__(self, model):
+        self.model = model
+
+
+counting = Counted(10)
+Counted.num_made = 0
+
+
+class Tensor:
+    """What torch's tensors have in common with NumPy's arrays."""
+
+    def __init__(self, values):
+        self.values = values
+
+    def tolist(self):
+        return self.values
+
+
+def test_a_function_gets_what_trl_gives():
+    SEEN.clear()
+    assert scores(trl("record"), [TWO[0], answer("b", CHAT, ground_truth="z", level=4)]) == [0.0, 0.0]
+    [given] = SEEN
+    assert callable(given.pop("log_metric"))
+    assert given == {
+        "prompts": ["What is 1+1?", [{"role": "user", "content": "What is 1+1?"}]],
+        "completions": [r"so \boxed{2}", [{"role": "assistant", "content": "b"}]],
+        "completion_ids": [[*map(ord, r"so \boxed{2}"), 0], [ord("b"), 0]],
+        "trainer_state": STATE,
+        "ground_truth": ["2", "z"],
+        "level": [None, 4],
+    }
+
+
+def test_a_function_of_trls_documentation():
+    given = scored(trl("boxed", name="format"))
+    assert [verdict.score for verdict in given.verdicts] == [1.0, 0.0]
+    assert given.metrics == {"reward/format/accuracy": 0.75}
+
+
+@pytest.mark.parametrize(
+    ("cfg", "expected"),
+    [
+        (trl("warm_up"), [0.07, 0.07]),
+        (trl("two_columns_alone"), [None, 28.0]),
+        (trl("scaled", arguments={"factor": 2}), [24.0, 14.0]),
+        (trl("tripled"), [36.0, 21.0]),
+        (trl("grades"), [12.0, 7.0]),
+        (trl("two_columns_alone", arguments={"level": [1, 2]}), [12.0, 14.0]),
+    ],
+    ids=lambda value: getattr(value, "label", None),
+)
+def test_each_kind_of_function(cfg, expected):
+    assert scores(cfg) == expected
+
+
+@pytest.mark.parametrize("name", ["Counted", "CountedAsync"])
+def test_a_class_is_made_once_with_its_arguments(name):
+    Counted.num_made = 0
+    rewards = RewardSet([trl(name, arguments={"first": 5})], Letters(), "")
+    for expected in (6.0, 7.0):
+        assert [verdict.score for verdict in rewards.score([0], TWO, STATE)[0].verdicts] == [expected] * 2
+    assert Counted.num_made == 1
+
+
+def test_an_object_of_a_module_keeps_its_state():
+    counting.value = 10
+    assert [scores(trl("counting")), scores(trl("counting"))] == [[11.0, 11.0], [12.0, 12.0]]
+
+
+@pytest.mark.parametrize(
+    ("result", "expected"),
+    [
+        ([1, True], [1.0, 1.0]),
+        ((0.5, None), [0.5, None]),
+        (np.array([1.5, 2.0], np.float32), [1.5, 2.0]),
+        ([np.float64(0.25), np.bool_(True)], [0.25, 1.0]),
+        ([np.array(3), Tensor(4.5)], [3.0, 4.5]),
+        (Tensor([1, 0]), [1.0, 0.0]),
+        (None, "returned NoneType, but it must return a list"),
+        (1.0, "returned float, but it must return a list"),
+        ("12", "returned str, but"),
+        (np.array(1.0), "returned float, but"),
+        ([1.0], "returned 1 scores for 2 completions"),
+        (["1.0", 1.0], r"returned '1.0' \(str\) for completion 0"),
+        (np.ones((2, 1)), r"returned \[1.0\] \(list\) for completion"),
+        ([1.0, float("inf")], r"returned inf \(float\) for completion 1"),
+    ],
+)
+def test_what_a_function_may_return(monkeypatch, result, expected):
+    monkeypatch.setitem(globals(), "answers", lambda completions, **kwargs: result)
+    verdicts = scored(trl("answers")).verdicts
+    if isinstance(expected, list):
+        assert [verdict.score for verdict in verdicts] == expected and not any(v.failed for v in verdicts)
+        return
+    failed = [verdict for verdict in verdicts if verdict.failed]
+    assert failed and all(verdict.score is None and re.search(expected, verdict.reason) for verdict in failed)
+
+
+def test_one_bad_number_costs_its_own_answer_alone(monkeypatch):
+    monkeypatch.setitem(globals(), "answers", lambda completions, **kwargs: [float("nan"), 1.0])
+    assert scores(trl("answers")) == [None, 1.0]
+
+
+def test_an_abstention_is_no_failure(monkeypatch):
+    monkeypatch.setitem(globals(), "answers", lambda completions, **kwargs: [None, 0.0])
+    path = f"{__name__}:answers"
+    assert scored(trl("answers")).verdicts == [Verdict(None, f"{path} abstained"), Verdict(0.0)]
+
+
+def crashes(**_):
+    raise RuntimeError("the judge is down")
+
+
+async def crashes_later(**_):
+    await asyncio.sleep(0)
+    raise TimeoutError("the judge is slow")
+
+
+def logs_wrongly(completions, log_metric, **_):
+    log_metric("api/seconds", 1.0)
+    return [0.0 for _ in completions]
+
+
+def logs_text(completions, log_metric, **_):
+    log_metric("found", "two")
+    return [0.0 for _ in completions]
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("crashes", r"crashes raised RuntimeError: the judge is down \(.*test_verifiers_functions.py:"),
+        ("crashes_later", "crashes_later raised TimeoutError: the judge is slow"),
+        ("by_epoch", "AttributeError: this trainer_state has global_step and max_steps, but no epoch"),
+        ("logs_wrongly", "the metric 'api/seconds' has a name that the run uses itself"),
+        ("logs_text", r"the metric 'found' is 'two' \(str\), but it must be a number"),
+        ("scaled", r"raised TypeError: .*factor"),
+    ],
+)
+def test_an_error_of_a_function_fails_all_its_answers_with_the_reason(name, reason):
+    verdicts = scored(trl(name)).verdicts
+    assert len(verdicts) == 2
+    assert all(verdict.failed and verdict.score is None and re.search(reason, verdict.reason) for verdict in verdicts)
+
+
+@pytest.mark.parametrize("name", ["record", "grades"])
+def test_a_column_with_the_name_of_an_argument_fails_with_its_name(name):
+    SEEN.clear()
+    [verdict] = scored(trl(name), [answer("b", trainer_state="late")]).verdicts
+    assert verdict.failed and "a column 'trainer_state', which is an argument of every reward" in verdict.reason
+    assert not SEEN
+
+
+# Several asynchronous functions
+
+WAITING: list[str] = []
+
+
+async def _meets(own: str, other: str, completions) -> list[float]:
+    """Ends only if the other function runs at the same time."""
+    WAITING.append(own)
+    while other not in WAITING:
+        await asyncio.sleep(0)
+    return [1.0 for _ in completions]
+
+
+async def first(completions, **kwargs):
+    return await _meets("first", "second", completions)
+
+
+async def second(completions, **kwargs):
+    return await _meets("second", "first", completions)
+
+
+async def never(**kwargs):
+    await asyncio.Event().wait()
+
+
+LOOPS: list[asyncio.AbstractEventLoop] = []
+
+
+async def notes_its_loop(completions, **kwargs):
+    LOOPS.append(asyncio.get_running_loop())
+    return [0.0 for _ in completions]
+
+
+def has_a_loop_of_its_own(completions, **kwargs):
+    return asyncio.run(grades([], completions))
+
+
+def test_asynchronous_functions_run_at_the_same_time():
+    WAITING.clear()
+    rewards = RewardSet([trl("first"), trl("boxed"), trl("second")], Letters(), "")
+    assert rewards.calls == [[1], [0, 2]]
+    given = rewards.score([0, 2], TWO, STATE)
+    assert [[verdict.score for verdict in one.verdicts] for one in given] == [[1.0, 1.0], [1.0, 1.0]]
+
+
+def test_a_time_out_of_one_asynchronous_function_leaves_the_others():
+    rewards = RewardSet([trl("never", timeout_s=0.01), trl("grades"), trl("crashes_later")], Letters(), "")
+    late, good, wrong = rewards.score([0, 1, 2], TWO, STATE)
+    assert [verdict.score for verdict in good.verdicts] == [12.0, 7.0]
+    assert late.verdicts == [Verdict(None, "never was not done in its timeout_s, 0.01 s", failed=True)] * 2
+    assert all("the judge is slow" in verdict.reason for verdict in wrong.verdicts)
+
+
+def test_an_asynchronous_function_stops_the_run_if_on_error_says_so():
+    rewards = RewardSet([trl("grades"), trl("crashes_later", on_error="stop")], Letters(), "")
+    with pytest.raises(ValueError, match=r"reward crashes_later, rows.jsonl:1: .* the judge is slow"):
+        rewards.score([0, 1], TWO, STATE)
+
+
+def test_all_calls_share_one_event_loop():
+    """A client of a service is bound to the loop that first used it."""
+    LOOPS.clear()
+    rewards = RewardSet([trl("notes_its_loop")], Letters(), "")
+    for _ in range(2):
+        rewards.score([0], TWO, STATE)
+    assert len(LOOPS) == 2 and LOOPS[0] is LOOPS[1] and not LOOPS[0].is_closed()
+
+
+def test_a_synchronous_function_may_run_a_loop_of_its_own():
+    assert scores(trl("has_a_loop_of_its_own")) == [12.0, 7.0]
+
+
+def test_rows_of_other_data_sets_are_not_given_to_a_function():
+    answers = [answer("aa", dataset="x"), answer("b", dataset="y")]
+    for name in ("grades", "has_a_loop_of_its_own"):
+        cfg = trl(name, datasets=("y",))
+        assert scores(cfg, answers) == [None, 1.0]
+        assert scores(cfg, answers[:1]) == [None]
+
+
+# verl's contract
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    SEEN.append({"data_source": data_source, "ground_truth": ground_truth, "extra_info": extra_info})
+    return float(ground_truth in solution_str)
+
+
+def detailed(data_source, solution_str, ground_truth, extra_info, bonus=0.0, **kwargs):
+    correct = solution_str.endswith(f"{{{ground_truth}}}")
+    if "3" in solution_str:
+        return {"score": bonus, "acc": correct}
+    return {"score": 1.0 + bonus, "acc": correct, "length": np.int64(12), "pred": solution_str}
+
+
+def takes_two(solution_str, ground_truth, method="strict"):
+    return solution_str == ground_truth if method == "strict" else 0.5
+
+
+async def asks_a_judge(data_source, solution_str, ground_truth, extra_info):
+    if "3" in solution_str:
+        raise ConnectionError("the judge hung up")
+    return await _meets(solution_str, {"a": "b", "b": "a"}.get(solution_str, solution_str), [0]) and 0.5
+
+
+def without_score(**_):
+    return {"acc": 1.0}
+
+
+def writes_into_its_information(extra_info, **_):
+    extra_info["seen"] = extra_info.get("seen", 0) + 1
+    return extra_info["seen"]
+
+
+def test_a_function_gets_what_verl_gives():
+    SEEN.clear()
+    nested = {"style": "rule", "ground_truth": "2"}
+    answers = [
+        answer("2", data_source="openai/gsm8k", reward_model=nested, extra_info={"index": 3}),
+        answer("3", dataset="gsm8k", ground_truth="2"),
+    ]
+    assert scores(verl("compute_score"), answers) == [1.0, 0.0]
+    assert SEEN == [
+        {"data_source": "openai/gsm8k", "ground_truth": "2", "extra_info": {"index": 3}},
+        {"data_source": "gsm8k", "ground_truth": "2", "extra_info": {}},
+    ]
+
+
+def test_the_numbers_beside_the_score_are_metrics():
+    given = scored(verl("detailed", arguments={"bonus": 0.5}))
+    assert [verdict.score for verdict in given.verdicts] == [1.5, 0.5]
+    assert given.metrics == {"reward/detailed/acc": 0.5, "reward/detailed/length": 12.0}
+
+
+def test_arguments_replace_what_the_run_gives():
+    SEEN.clear()
+    assert scores(verl("compute_score", arguments={"data_source": "math"}), TWO[:1]) == [1.0]
+    assert SEEN[0]["data_source"] == "math"
+
+
+def test_a_function_with_fewer_arguments_gets_those():
+    exact = [answer("2", ground_truth="2"), answer("3", ground_truth="2")]
+    assert scores(verl("takes_two"), exact) == [1.0, 0.0]
+    assert scores(verl("takes_two", arguments={"method": "flexible"}), exact) == [0.5, 0.5]
+
+
+def test_an_asynchronous_function_scores_all_answers_at_the_same_time():
+    WAITING.clear()
+    three = [answer("a", ground_truth="a"), answer("3", ground_truth="a"), answer("b", ground_truth="a")]
+    verdicts = scored(verl("asks_a_judge"), three).verdicts
+    assert [verdict.score for verdict in verdicts] == [0.5, None, 0.5]
+    assert verdicts[1].failed and "raised ConnectionError: the judge hung up" in verdicts[1].reason
+
+
+@pytest.mark.parametrize(
+    ("name", "columns", "reason"),
+    [
+        ("without_score", {"ground_truth": "2"}, r"returned a mapping without `score` \(it has acc\)"),
+        ("compute_score", {"data_source": "math"}, "has neither `ground_truth` nor `reward_model`"),
+        ("asks_a_judge", {"reward_model": {}}, "has neither `ground_truth` nor `reward_model`"),
+        ("crashes", {"ground_truth": "2"}, "raised RuntimeError: the judge is down"),
+        ("record", {"ground_truth": "2"}, "raised KeyError"),
+    ],
+)
+def test_what_cannot_be_scored_fails_with_the_reason(name, columns, reason):
+    [verdict] = scored(verl(name), [answer("2", **columns)]).verdicts
+    assert verdict.failed and verdict.score is None and re.search(reason, verdict.reason)
+
+
+def test_a_function_cannot_change_the_rows():
+    one = answer("2", ground_truth="2", extra_info={"seen": 4})
+    assert scores(verl("writes_into_its_information"), [one, one]) == [5.0, 5.0]
+
+
+# Paths and arguments
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("math", "must read `package.module:function` or `folder/file.py:function`"),
+        ("no_such_module:f", "No module named 'no_such_module'"),
+        ("json:no_such_function", "has no function 'no_such_function'"),
+        ("json:__name__", "has no function"),
+        ("no/such/file.py:f", "there is no file no/such/file.py"),
+    ],
+)
+def test_a_wrong_path_is_named(path, message):
+    with pytest.raises(ValueError, match=message):
+        load_function(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("takes_two", {"metod": "strict"}, "takes_two' does not take 'metod', which its `arguments` give"),
+        ("Counted", {"last": 1}, "Counted': its class raised TypeError: .*last"),
+        ("NeedsMore", {}, "NeedsMore': its class raised TypeError: .*model"),
+        ("NotCallable", {}, "NotCallable': the class has no method __call__"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused_before_any_answer(name, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        RewardSet([verl(name, arguments=arguments)], Letters(), "")
+
+
+def test_a_function_of_a_file_is_loaded_once(tmp_path, monkeypatch):
+    (tmp_path / "json.py").write_text(
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n"
+        "calls = []\n@dataclass\nclass Grade:\n    value: float = 0.5\n"
+        "def one(solution_str):\n    calls.append(1)\n    return Grade().value\n"
+        "def number_of_calls():\n    return len(calls)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    cfg = ComputeScoreReward(path="json.py:one").absolute()
+    assert cfg.path == f"{tmp_path}/json.py:one" and cfg.label == "one"
+    assert FunctionReward(path="package.module:one").absolute().path == "package.module:one"
+    monkeypatch.chdir("/")
+    assert scores(cfg) == [0.5, 0.5]
+    assert load_function(f"{tmp_path}/json.py:number_of_calls")() == 2, "both functions share one module"
+
+
+def test_a_file_that_cannot_be_run_is_named_each_time(tmp_path):
+    (tmp_path / "broken.py").write_text("import no_such_module\n")
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"broken.py:f': No module named 'no_such_module'"):
+            load_function(f"{tmp_path}/broken.py:f")
