@@ -7,6 +7,7 @@ never keys. Importing this module loads neither torch nor any vendor's package.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -14,6 +15,7 @@ from pydantic import (
     AfterValidator,
     Field,
     PositiveInt,
+    field_validator,
     model_validator,
 )
 
@@ -32,21 +34,39 @@ InputPath = Annotated[Path, AfterValidator(find_shipped)]
 """A file to read: a path from the working folder, or one of the files that ship with the package."""
 
 
+HubName = Annotated[str, Field(pattern="^hf://")]
+"""A data set of the Hugging Face hub: `hf://owner/name:split`, or `hf://owner/name/configuration:split`."""
+Rows = InputPath | HubName
+"""Rows as a file of JSON lines, JSON, Parquet or Arrow, as a folder of such files, or as a data set of the hub."""
+
+
 class DataConfig(Section):
-    train: InputPath
-    """The training rows, as a file of JSON lines. A row has `messages` (chat turns) or `prompt` (plain text), for
-    example a `ground_truth`, and any other columns, which the rewards receive."""
-    eval: InputPath | None = None
+    train: Rows
+    """The training rows: a file of JSON lines, JSON, Parquet or Arrow, a folder of such files, or
+    `hf://owner/name:split`. A row has `messages` (chat turns) or `prompt` (plain text, or chat turns as in TRL and
+    verl), for example a `ground_truth`, and any other columns, which the rewards receive."""
+    eval: Rows | None = None
     """The held-out rows for evaluations, in the same form; null means that nothing is evaluated."""
+    columns: Mapping[str, str] = {}
+    """Our names of columns, and the names that the rows have for them: `{messages: conversation, ground_truth: answer,
+    dataset: source}`. A dot leads into a mapping: `{ground_truth: extra_info.answer}`. If the column for `messages` is
+    text, it becomes one turn of the user; `prompt` stays text without the chat template."""
     on_bad_row: Literal["fail", "skip"] = "fail"
     """What happens to an unreadable row and to a prompt that is too long. `fail` stops the run and names file and line;
     `skip` leaves the row out and counts it."""
 
+    @field_validator("columns")
+    @classmethod
+    def _one_question(cls, columns: Mapping[str, str]) -> Mapping[str, str]:
+        if {"messages", "prompt"} <= columns.keys():
+            raise ValueError("gives both `messages` and `prompt`, and a row has one question; remove one of them")
+        return columns
+
 
 class SftConfig(Section):
-    rows: InputPath
-    """The rows, as a file of JSON lines. A row has `prompt` and `completion`, or `messages` whose last turn is the
-    assistant's."""
+    rows: Rows
+    """The rows, from the same kinds of files as `data.train`. A row has `prompt` and `completion`, or `messages` whose
+    last turn is the assistant's."""
     rows_per_step: PositiveInt = 64
     """The number of rows in a training step."""
     max_tokens: PositiveInt = 4096
