@@ -88,7 +88,8 @@ def test_bad_prompts_are_skipped_and_counted(tokenizer, write):
 
 
 @pytest.mark.parametrize(
-    ("lines", "message"), [([], "holds no good row; correct"), ([b"["], "first bad one is rows.jsonl:1: the row is not JSON")]
+    ("lines", "message"),
+    [([], "holds no good row; correct"), ([b"["], "first bad one is rows.jsonl:1: the row is not JSON")],
 )
 def test_a_file_without_a_good_row_is_an_error(tokenizer, write, lines, message):
     with pytest.raises(ValueError, match=message):
