@@ -27,7 +27,7 @@ from megatron_rl.config.losses import FunctionLoss
 from megatron_rl.config.rewards import CodeReward, FunctionReward, GroundTruthReward
 from megatron_rl.config.schema import BaseConfig, GrpoRunConfig, SftRunConfig
 from megatron_rl.data.files import read_rows
-from megatron_rl.data.forms import DESCRIPTIONS, Form, Question
+from megatron_rl.data.forms import DESCRIPTIONS, Form, Question, Reading
 from megatron_rl.data.prompts import check_length, question_of
 from megatron_rl.data.rows import BadRow, Row, Turns
 from megatron_rl.data.supervised import demonstration_of, ended
@@ -292,9 +292,10 @@ def _rows(config: BaseConfig, tokenizer: TokenizerFiles | None, tell: Tell) -> l
         columns: set[str] = set()
         unscored: list[str] = []
         forms: Counter[Form] = Counter()
+        reading = Reading(data.columns, data.system_prompt, data.chat_template)
 
         def check_prompt(row: Row) -> None:
-            question = question_of(row, required, data.columns)
+            question = question_of(row, required, reading)
             given = question.columns
             forms[question.form] += 1
             columns.update(given)
@@ -313,7 +314,7 @@ def _rows(config: BaseConfig, tokenizer: TokenizerFiles | None, tell: Tell) -> l
                 check_length(length, longest)
 
         faults += _file("data.train", data.train, check_prompt, data.on_bad_row, seconds, tell)
-        for form in forms.keys() - {"messages", "text"}:
+        for form in sorted(forms.keys() - {"messages", "text"}):
             tell(f"data.train: {forms[form]:,} of the rows that were checked are in {DESCRIPTIONS[form]}")
         if unscored:
             tell(f"data.train: rewards will abstain on {len(unscored)} of the rows; the first reason is: {unscored[0]}")

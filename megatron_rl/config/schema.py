@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -51,6 +51,11 @@ class DataConfig(Section):
     """Our names of columns, and the names that the rows have for them: `{messages: conversation, ground_truth: answer,
     dataset: source}`. A dot leads into a mapping: `{ground_truth: extra_info.answer}`. If the column for `messages` is
     text, it becomes one turn of the user; `prompt` stays text without the chat template."""
+    system_prompt: str | None = None
+    """The system turn of chats that have none; null adds nothing."""
+    chat_template: Mapping[str, Any] = {}
+    """Arguments of the model's chat template, such as `{enable_thinking: false}`. A row's own arguments, in its column
+    `chat_template_kwargs`, go before them."""
     on_bad_row: Literal["fail", "skip"] = "fail"
     """What happens to an unreadable row and to a prompt that is too long. `fail` stops the run and names file and line;
     `skip` leaves the row out and counts it."""

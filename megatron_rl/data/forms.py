@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from megatron_rl.data.rows import BadRow, Row, Turns, text_of, turns_of, without_none
@@ -42,6 +42,18 @@ DESCRIPTIONS: dict[Form, str] = {
 
 
 @dataclass(frozen=True, slots=True)
+class Reading:
+    """How the rows of a run are read: keys of the section `data` of its configuration."""
+
+    columns: Mapping[str, str] = field(default_factory=dict)
+    """Our names of columns, and the row's names for them."""
+    system_prompt: str | None = None
+    """The system turn of chats that have none."""
+    chat_template: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the chat template. Those of a row go before them."""
+
+
+@dataclass(frozen=True, slots=True)
 class Question:
     """What a row asks."""
 
@@ -54,15 +66,14 @@ class Question:
     """The arguments of the chat template, beside the turns."""
 
 
-def recognise(row: Mapping[str, Any], columns: Mapping[str, str]) -> Question:
+def recognise(row: Mapping[str, Any], reading: Reading) -> Question:
     """Find the form of a row, and take the row apart.
 
-    Args:
-        columns: `data.columns`, our names and the row's names for them.
-
     Raises:
-        BadRow: the row has no known form, or a column of its form has a wrong value.
+        BadRow: the row has no known form, or a column of its form has a wrong value, or the row is plain text although
+            the run has a system prompt or arguments for the chat template.
     """
+    columns = reading.columns
     renamed = dict(row)
     for name, source in columns.items():
         renamed[name] = _value(row, name, source)
@@ -70,19 +81,27 @@ def recognise(row: Mapping[str, Any], columns: Mapping[str, str]) -> Question:
     value = renamed[question]
     rest = {name: one for name, one in renamed.items() if name not in (question, columns.get(question))}
     if question == "prompt" and not _are_turns(value):
-        return Question("text", text_of(renamed, "prompt"), rest, {})
+        text = text_of(renamed, "prompt")
+        if reading.system_prompt or reading.chat_template:
+            raise BadRow(
+                f"data.system_prompt and data.chat_template belong to chats, but this row's `prompt` is plain text; "
+                f"set data.columns={{messages: {columns.get('prompt', 'prompt')}}} to make it a turn of the user"
+            )
+        return Question("text", text, rest, {})
     form: Form = "messages" if question == "messages" else "TRL"
     if question == "messages" and question in columns and isinstance(value, str):
         turns: Turns = ({"role": "user", "content": text_of(renamed, "messages")},)
     else:
         turns = turns_of(renamed, question)
+    if reading.system_prompt and all(turn["role"] != "system" for turn in turns):
+        turns = ({"role": "system", "content": reading.system_prompt}, *turns)
     reward_model = rest.get("reward_model")
     if form == "TRL" and isinstance(reward_model, dict) and rest.get("data_source") is not None:
         form = "verl"
         for name, given in (("ground_truth", reward_model.get("ground_truth")), ("dataset", rest["data_source"])):
             if rest.get(name) is None:
                 rest[name] = given
-    return Question(form, turns, rest, _template_arguments(rest))
+    return Question(form, turns, rest, _template_arguments(rest, reading.chat_template))
 
 
 def _question_column(row: Mapping[str, Any], columns: Mapping[str, str]) -> str:
@@ -115,15 +134,18 @@ def _value(row: Mapping[str, Any], name: str, source: str) -> Any:
     return value
 
 
-def _template_arguments(columns: Mapping[str, Any]) -> Row:
-    arguments: Row = {}
+def _template_arguments(columns: Mapping[str, Any], of_run: Mapping[str, Any]) -> Row:
+    arguments = dict(of_run)
     tools, more = columns.get("tools"), columns.get("chat_template_kwargs")
     if tools:
         arguments["tools"] = without_none(_parsed(tools, "tools", list))
     if more:
         arguments |= without_none(_parsed(more, "chat_template_kwargs", dict))
     if reserved := RESERVED & arguments.keys():
-        raise BadRow(f"`chat_template_kwargs` must not hold {sorted(reserved)}, which the run decides; remove it")
+        raise BadRow(
+            f"`chat_template_kwargs` and data.chat_template must not hold {sorted(reserved)}, which the run decides; "
+            f"remove it"
+        )
     return arguments
 
 

@@ -7,20 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from megatron_rl.data.encode import chat_ids, plain_ids
 from megatron_rl.data.files import load_rows
-from megatron_rl.data.forms import Question, recognise
+from megatron_rl.data.forms import Question, Reading, recognise
 from megatron_rl.data.rows import BadRow, OnBadRow
 from megatron_rl.types import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-OWN_COLUMNS: Mapping[str, str] = MappingProxyType({})
-"""The `data.columns` of rows whose columns have the names of their form."""
+AS_IT_IS = Reading()
+"""Rows whose columns have the names of their form, and chats without further turns and arguments."""
 
 
 def load_prompts(
@@ -29,7 +28,7 @@ def load_prompts(
     max_prompt_tokens: int,
     on_bad_row: OnBadRow,
     required_columns: Sequence[str] = (),
-    columns: Mapping[str, str] = OWN_COLUMNS,
+    reading: Reading = AS_IT_IS,
 ) -> tuple[list[Prompt], int]:
     """Read rows of any form in `forms.py`. Chat turns are turned into text by the model's chat template, up to the
     point where the answer starts; plain text stays as it is.
@@ -39,7 +38,7 @@ def load_prompts(
 
     Args:
         source: a file, a folder, or a name of the hub; see `files.py`.
-        columns: `data.columns`, our names and the rows' names for them.
+        reading: keys of the section `data`, which say how a row is taken apart.
 
     Returns:
         The prompts, and the number of skipped rows.
@@ -49,7 +48,7 @@ def load_prompts(
     """
 
     def make(uid: str, row: dict[str, Any]) -> Prompt:
-        question = question_of(row, required_columns, columns)
+        question = question_of(row, required_columns, reading)
         messages = question.messages
         if isinstance(messages, str):
             ids = plain_ids(tokenizer, messages)
@@ -61,13 +60,13 @@ def load_prompts(
     return load_rows(source, make, on_bad_row)
 
 
-def question_of(row: Mapping[str, Any], required_columns: Sequence[str], columns: Mapping[str, str]) -> Question:
+def question_of(row: Mapping[str, Any], required_columns: Sequence[str], reading: Reading) -> Question:
     """A row's question before tokenization, and its other columns.
 
     Raises:
         BadRow: the row is bad for a reason that `load_prompts` lists.
     """
-    question = recognise(row, columns)
+    question = recognise(row, reading)
     missing = [name for name in required_columns if question.columns.get(name) is None]
     if missing:
         raise BadRow(

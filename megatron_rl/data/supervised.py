@@ -13,7 +13,7 @@ import numpy as np
 
 from megatron_rl.data.encode import chat_ids, plain_ids
 from megatron_rl.data.files import load_rows
-from megatron_rl.data.forms import recognise
+from megatron_rl.data.forms import Reading, recognise
 from megatron_rl.data.rows import BadRow, OnBadRow, Row, Turns, text_of, turns_of
 from megatron_rl.types import Tokens
 
@@ -72,7 +72,7 @@ def demonstration_of(row: Mapping[str, Any]) -> tuple[tuple[str, str] | Turns, R
     Raises:
         BadRow: the row is bad for a reason that `load_supervised` lists.
     """
-    question = recognise(row, {})
+    question = recognise(row, Reading())
     turns = question.messages
     if isinstance(turns, str):
         return (turns, text_of(row, "completion")), question.template

@@ -7,6 +7,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from transformers import PreTrainedTokenizerFast
 
 from megatron_rl.data import load_prompts, load_supervised
+from megatron_rl.data.forms import Reading
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system turns') }}{% endif %}"
@@ -70,12 +71,12 @@ def test_a_row_of_verl_and_the_template_arguments_of_trl(tokenizer, write):
 def test_rows_whose_columns_have_other_names(tokenizer, write):
     path = write({"question": "hi", "answer": {"final": "3"}})
     columns = {"messages": "question", "ground_truth": "answer.final"}
-    [prompt], _ = load_prompts(path, tokenizer, 100, "fail", ["ground_truth"], columns)
+    [prompt], _ = load_prompts(path, tokenizer, 100, "fail", ["ground_truth"], Reading(columns))
     assert tokenizer.decode(prompt.token_ids) == "<u>hi<eos>\n<a>" and prompt.columns["ground_truth"] == "3"
     with pytest.raises(
         ValueError, match=r"the row has \['answer', 'question'\]; .* data.columns=\{ground_truth: NAME\}"
     ):
-        load_prompts(path, tokenizer, 100, "fail", ["ground_truth"], {"messages": "question"})
+        load_prompts(path, tokenizer, 100, "fail", ["ground_truth"], Reading({"messages": "question"}))
 
 
 BAD_PROMPTS = [

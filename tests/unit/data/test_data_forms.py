@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.config.schema import DataConfig
-from megatron_rl.data.forms import recognise
+from megatron_rl.data.forms import Reading, recognise
 from megatron_rl.data.rows import BadRow
 
 USER = {"role": "user", "content": "How many clips did Natalia sell altogether?"}
@@ -95,7 +95,7 @@ CASES = [
 @pytest.mark.parametrize(("row", "columns", "form", "messages", "rest"), CASES)
 def test_a_row_is_what_its_documentation_says(row, columns, form, messages, rest):
     before = json.dumps(row)
-    question = recognise(row, columns)
+    question = recognise(row, Reading(columns))
     assert (question.form, question.messages, question.columns) == (form, messages, rest)
     assert question.template == {} and json.dumps(row) == before
 
@@ -104,7 +104,7 @@ def test_a_row_is_what_its_documentation_says(row, columns, form, messages, rest
 def test_tools_and_arguments_of_the_template_as_trl_has_them(stored):
     tool = {"type": "function", "function": {"name": "add", "description": None}}
     row = {"prompt": [USER], "tools": stored([tool]), "chat_template_kwargs": stored({"enable_thinking": False})}
-    question = recognise(row, {})
+    question = recognise(row, Reading())
     assert question.template == {
         "tools": [{"type": "function", "function": {"name": "add"}}],
         "enable_thinking": False,
@@ -112,9 +112,24 @@ def test_tools_and_arguments_of_the_template_as_trl_has_them(stored):
     assert question.columns == {name: row[name] for name in ("tools", "chat_template_kwargs")}
 
 
+def test_the_system_prompt_and_the_template_arguments_of_a_run():
+    system, own = {"role": "system", "content": "Be brief."}, {"role": "system", "content": "Be long."}
+    reading = Reading(system_prompt="Be brief.", chat_template={"enable_thinking": False, "effort": "low"})
+    question = recognise({"messages": [USER], "chat_template_kwargs": {"effort": "high"}}, reading)
+    assert question.messages == (system, USER) and question.template == {"enable_thinking": False, "effort": "high"}
+    assert recognise({"prompt": [own, USER]}, reading).messages == (own, USER)
+    for part in (Reading(system_prompt="Be brief."), Reading(chat_template={"enable_thinking": False})):
+        with pytest.raises(BadRow, match=r"belong to chats, .* plain text; set data.columns=\{messages: prompt\}"):
+            recognise({"prompt": "hello"}, part)
+    turned = recognise({"prompt": "hello"}, Reading({"messages": "prompt"}, "Be brief."))
+    assert turned.messages == (system, {"role": "user", "content": "hello"}) and turned.columns == {}
+    with pytest.raises(BadRow, match=r"data.chat_template must not hold \['add_generation_prompt'\]"):
+        recognise({"messages": [USER]}, Reading(chat_template={"add_generation_prompt": False}))
+
+
 @given(st.dictionaries(st.sampled_from(["name", "tool_call_id", "thinking"]), st.sampled_from([None, "", "x"])))
 def test_keys_of_a_turn_that_only_other_turns_have_are_left_out(more):
-    [turn] = recognise({"messages": [USER | more]}, {}).messages
+    [turn] = recognise({"messages": [USER | more]}, Reading()).messages
     assert turn == USER | {key: value for key, value in more.items() if value is not None}
 
 
@@ -148,7 +163,7 @@ def test_keys_of_a_turn_that_only_other_turns_have_are_left_out(more):
 )
 def test_a_row_of_no_form_is_refused_with_what_it_has(row, columns, message):
     with pytest.raises(BadRow, match=message):
-        recognise(row, columns)
+        recognise(row, Reading(columns))
 
 
 def test_the_configuration_names_columns_and_sources():

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.data.files import BATCH_ROWS, files_of, load_rows, read_rows
-from megatron_rl.data.forms import recognise
+from megatron_rl.data.forms import Reading, recognise
 from megatron_rl.data.rows import BadRow
 
 ROWS = [
@@ -66,7 +66,7 @@ def test_a_file_of_every_kind_gives_the_rows_and_their_names(tmp_path, name):
     assert [one.row for one in found] == ROWS
     assert [one.uid for one in found] == [f"{name}:{number}" for number in range(1, 6)]
     assert found[2].place == f"{tmp_path / name}:3"
-    assert [recognise(one.row, {}).columns["ground_truth"] for one in found] == ["0", "2", "4", "6", "8"]
+    assert [recognise(one.row, Reading()).columns["ground_truth"] for one in found] == ["0", "2", "4", "6", "8"]
 
 
 @settings(max_examples=25)
@@ -137,7 +137,7 @@ def test_a_bad_row_is_named_by_file_and_row(tmp_path, name):
     path = write(tmp_path / name, [{"prompt": "good"}, {"prompt": "good"}, {"prompt": None}])
 
     def text(uid: str, row: dict) -> str:
-        return recognise(row, {}).messages
+        return recognise(row, Reading()).messages
 
     with pytest.raises(ValueError, match=rf"{path}:3: `prompt` must be text"):
         load_rows(path, text, "fail")
