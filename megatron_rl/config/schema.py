@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import (
     AfterValidator,
     Field,
+    PlainValidator,
     PositiveInt,
     field_validator,
     model_validator,
@@ -34,10 +35,15 @@ InputPath = Annotated[Path, AfterValidator(find_shipped)]
 """A file to read: a path from the working folder, or one of the files that ship with the package."""
 
 
-HubName = Annotated[str, Field(pattern="^hf://")]
-"""A data set of the Hugging Face hub: `hf://owner/name:split`, or `hf://owner/name/configuration:split`."""
-Rows = InputPath | HubName
-"""Rows as a file of JSON lines, JSON, Parquet or Arrow, as a folder of such files, or as a data set of the hub."""
+def _source_of_rows(value: Any) -> Path | str:
+    if not isinstance(value, str | Path):
+        raise ValueError(f"must be the path of a file or folder, or hf://owner/name:split, but it is {value!r}")
+    return value if str(value).startswith("hf://") else find_shipped(Path(value))
+
+
+Rows = Annotated[Path | str, PlainValidator(_source_of_rows)]
+"""Rows as a file of JSON lines, JSON, Parquet or Arrow, as a folder of such files, or as a data set of the Hugging Face
+hub, which stays text."""
 
 
 class DataConfig(Section):

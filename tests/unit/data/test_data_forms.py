@@ -171,5 +171,8 @@ def test_the_configuration_names_columns_and_sources():
     data = DataConfig(**given)
     assert json.loads(data.model_dump_json()) | given == json.loads(data.model_dump_json())
     assert data.absolute().train == "hf://openai/gsm8k/main:train" and data.absolute().eval.is_absolute()
+    assert DataConfig.model_validate_json(data.model_dump_json()) == data
+    with pytest.raises(ValueError, match="must be the path of a file or folder, or hf://owner/name:split, but it is 3"):
+        DataConfig(train=3)
     with pytest.raises(ValueError, match="a row has one question; remove one of them"):
         DataConfig(train="rows.jsonl", columns={"messages": "question", "prompt": "text"})
