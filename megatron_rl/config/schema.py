@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
-    AfterValidator,
     Field,
     PlainValidator,
     PositiveInt,
@@ -31,9 +30,6 @@ from megatron_rl.config.section import Section
 from megatron_rl.config.shipped import find_shipped
 from megatron_rl.config.slurm import SlurmConfig
 
-InputPath = Annotated[Path, AfterValidator(find_shipped)]
-"""A file to read: a path from the working folder, or one of the files that ship with the package."""
-
 
 def _source_of_rows(value: Any) -> Path | str:
     if not isinstance(value, str | Path):
@@ -43,7 +39,7 @@ def _source_of_rows(value: Any) -> Path | str:
 
 Rows = Annotated[Path | str, PlainValidator(_source_of_rows)]
 """Rows as a file of JSON lines, JSON, Parquet or Arrow, as a folder of such files, or as a data set of the Hugging Face
-hub, which stays text."""
+hub, which stays text. A path begins at the working folder, or is one of the files that ship with the package."""
 
 
 class DataConfig(Section):
