@@ -118,14 +118,16 @@ def run(config: GrpoRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) -
 def read_prompts(config: GrpoRunConfig, tokenizer: PreTrainedTokenizerBase) -> Prompts:
     """The training prompts as a stream, and the held-out prompts as a list. Prints how many rows were skipped."""
     from megatron_rl.data import ShuffledStream, load_prompts
+    from megatron_rl.data.forms import Reading
     from megatron_rl.loop.train import Prompts
     from megatron_rl.verifiers.compose import required_columns
 
     data, rollout = config.data, config.rollout
     required = required_columns(config.rewards)
+    reading = Reading(data.columns, data.system_prompt, data.chat_template)
 
-    def read(path: Path) -> list[Prompt]:
-        rows, skipped = load_prompts(path, tokenizer, rollout.max_prompt_tokens, data.on_bad_row, required)
+    def read(path: Path | str) -> list[Prompt]:
+        rows, skipped = load_prompts(path, tokenizer, rollout.max_prompt_tokens, data.on_bad_row, required, reading)
         if skipped:
             console.print(f"[yellow]{path}: {skipped} of {skipped + len(rows)} rows skipped[/]", soft_wrap=True)
         return rows

@@ -12,7 +12,8 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,10 @@ from megatron_rl.config.rewards import (
     RewardConfig,
 )
 from megatron_rl.config.schema import BaseConfig, GrpoRunConfig, SftRunConfig
+from megatron_rl.data.files import read_rows
+from megatron_rl.data.forms import DESCRIPTIONS, Form, Question, Reading
 from megatron_rl.data.prompts import check_length, question_of
-from megatron_rl.data.rows import FORMS, BadRow, read_rows
+from megatron_rl.data.rows import BadRow, Row, Turns
 from megatron_rl.data.supervised import demonstration_of, ended
 from megatron_rl.layout import FAMILIES, check_unquantised, read_shape, scan
 from megatron_rl.loop.checkpoints import Checkpoints, find_checkpoints
@@ -54,9 +57,6 @@ ROWS_AT_LEAST = 100
 """The number of rows that are checked in each file even if the time is over."""
 
 Tell = Callable[[str], None]
-Row = dict[str, Any]
-Turns = tuple[dict[str, str], ...]
-Messages = str | Turns
 
 
 def check_before_start(config: BaseConfig, console: Console, *, resume: bool, planning: bool = False) -> None:
@@ -241,38 +241,41 @@ class _Lengths:
             with suppress(TemplateError):
                 self._template = ChatTemplate(tokenizer.template, tokenizer.special)
 
-    def of_prompt(self, messages: Messages, bound: int) -> int | None:
+    def of_prompt(self, question: Question, bound: int) -> int | None:
         """The number of a prompt's tokens; None if it is not known, or if it is certainly within the bound."""
-        text = messages if isinstance(messages, str) else self._render(messages, add_generation_prompt=True)
+        text = question.messages
+        if not isinstance(text, str):
+            text = self._render(text, question.template, add_generation_prompt=True)
         if text is None or self._tokenizer is None or len(text.encode()) <= bound:  # a token has one byte at least
             return None
         return len(self._tokenizer.ids(text))
 
-    def of_demonstration(self, demonstration: tuple[str, str] | Turns, bound: int) -> int | None:
+    def of_demonstration(self, demonstration: tuple[str, str] | Turns, template: Row, bound: int) -> int | None:
         """The number of a supervised row's tokens, including its end of sequence; None if it is not known, or if it is
         certainly within the bound."""
-        prompt, completion = demonstration if isinstance(demonstration[0], str) else ("", self._render(demonstration))
+        is_text = isinstance(demonstration[0], str)
+        prompt, completion = demonstration if is_text else ("", self._render(demonstration, template))
         if completion is None or self._tokenizer is None or len((prompt + completion).encode()) < bound:
             return None
         eos = self._tokenizer.core.token_to_id(self._tokenizer.special.get("eos_token", ""))
         ids = self._tokenizer.ids(completion)
         return len(self._tokenizer.ids(prompt)) + len(ids if eos is None else ended(ids, eos))
 
-    def _render(self, turns: Turns, add_generation_prompt: bool = False) -> str | None:
+    def _render(self, turns: Turns, template: Row, add_generation_prompt: bool = False) -> str | None:
         self.without_template |= self._no_template
-        text = self._template.render(turns, add_generation_prompt) if self._template else None
+        text = self._template.render(turns, add_generation_prompt, template) if self._template else None
         self.unknown |= text is None
         return text
 
 
 def missing_rows(config: BaseConfig) -> list[Path]:
-    """The files of rows that are not there."""
-    paths: list[Path | None] = []
+    """The files and folders of rows that are not there."""
+    paths: list[Path | str | None] = []
     if isinstance(config, SftRunConfig):
         paths = [config.sft.rows]
     elif isinstance(config, GrpoRunConfig):
         paths = [config.data.train, config.data.eval]
-    return [path for path in paths if path is not None and not path.is_file()]
+    return [path for path in paths if isinstance(path, Path) and not path.exists()]
 
 
 def _rows(config: BaseConfig, tokenizer: TokenizerFiles | None, tell: Tell) -> list[str]:
@@ -283,7 +286,7 @@ def _rows(config: BaseConfig, tokenizer: TokenizerFiles | None, tell: Tell) -> l
         sft = config.sft
 
         def check_demonstration(row: Row) -> None:
-            length = lengths.of_demonstration(demonstration_of(row), sft.max_tokens)
+            length = lengths.of_demonstration(*demonstration_of(row), sft.max_tokens)
             if length is not None and length > sft.max_tokens:
                 raise BadRow(f"the row has {length} tokens, but sft.max_tokens is {sft.max_tokens}")
 
@@ -294,23 +297,29 @@ def _rows(config: BaseConfig, tokenizer: TokenizerFiles | None, tell: Tell) -> l
         seconds = ROWS_S / 2 if data.eval else ROWS_S
         columns: set[str] = set()
         unscored: list[str] = []
+        forms: Counter[Form] = Counter()
+        reading = Reading(data.columns, data.system_prompt, data.chat_template)
 
         def check_prompt(row: Row) -> None:
-            messages = question_of(row, required)
-            columns.update(row.keys() - set(FORMS))
-            if not any(reward.scores(row) for reward in config.rewards):
-                unscored.append(f"no reward has the row's `dataset`, {row.get('dataset')!r}, in its `datasets`")
+            question = question_of(row, required, reading)
+            given = question.columns
+            forms[question.form] += 1
+            columns.update(given)
+            if not any(reward.scores(given) for reward in config.rewards):
+                unscored.append(f"no reward has the row's `dataset`, {given.get('dataset')!r}, in its `datasets`")
             for reward in config.rewards:
-                if (fault := _fault_of_truth(reward, row)) is None:
+                if (fault := _fault_of_truth(reward, given)) is None:
                     continue
                 if reward.on_error == "stop":
                     raise ValueError(fault)
                 unscored.append(fault)
-            length = lengths.of_prompt(messages, longest)
+            length = lengths.of_prompt(question, longest)
             if length is not None:
                 check_length(length, longest)
 
         faults += _file("data.train", data.train, check_prompt, data.on_bad_row, seconds, tell)
+        for form in sorted(forms.keys() - {"messages", "text"}):
+            tell(f"data.train: {forms[form]:,} of the rows that were checked are in {DESCRIPTIONS[form]}")
         if unscored:
             tell(f"data.train: rewards will abstain on {len(unscored)} of the rows; the first reason is: {unscored[0]}")
         known = frozenset(columns)
@@ -339,7 +348,7 @@ def _rows(config: BaseConfig, tokenizer: TokenizerFiles | None, tell: Tell) -> l
     return faults
 
 
-def _fault_of_truth(reward: RewardConfig, row: Row) -> str | None:
+def _fault_of_truth(reward: RewardConfig, row: Mapping[str, Any]) -> str | None:
     """Why a reward could not score answers to this row because of its ground truth; None if there is no reason."""
     if not isinstance(reward, GroundTruthReward | ComputeScoreReward) or not reward.scores(row):
         return None
@@ -349,20 +358,25 @@ def _fault_of_truth(reward: RewardConfig, row: Row) -> str | None:
     return NO_TRUTH.reason if truth is None else None
 
 
-def _file(key: str, path: Path, check: Callable[[Row], None], on_bad_row: str, seconds: float, tell: Tell) -> list[str]:
-    """The faults of one file, from as many of its rows as can be checked in the given seconds.
+def _file(
+    key: str, source: Path | str, check: Callable[[Row], None], on_bad_row: str, seconds: float, tell: Tell
+) -> list[str]:
+    """The faults of one source of rows, from as many of its rows as can be checked in the given seconds.
 
     Args:
         check: raises BadRow for a bad row, about which `on_bad_row` decides, and ValueError for a row that stops the
             run in any case.
     """
-    if not path.is_file():
-        return [f"{key}: there is no file {path}; correct the path (it is relative to {Path.cwd()})"]
+    if not isinstance(source, Path):
+        tell(f"{key}: the rows of {source} are not checked, because they may have to be downloaded first")
+        return []
+    if not source.exists():
+        return [f"{key}: there is no file {source}; correct the path (it is relative to {Path.cwd()})"]
     bad: list[str] = []
     num_rows, whole = 0, True
     deadline = time.monotonic() + seconds
     try:
-        for number, row in read_rows(path):
+        for _, place, row in read_rows(source):
             if num_rows >= ROWS_AT_LEAST and time.monotonic() > deadline:
                 whole = False
                 break
@@ -372,21 +386,23 @@ def _file(key: str, path: Path, check: Callable[[Row], None], on_bad_row: str, s
                     raise row
                 check(row)
             except BadRow as error:
-                bad.append(f"{path}:{number}: {error}")
+                bad.append(f"{place}: {error}")
             except ValueError as error:
-                return [f"{key}: {path}:{number}: {error}"]
+                return [f"{key}: {place}: {error}"]
+    except (ValueError, FileNotFoundError) as error:
+        return [f"{key}: {error}"]
     except OSError as error:
-        return [f"{key}: {path} cannot be read ({error.strerror}); correct its permissions or the path"]
+        return [f"{key}: {source} cannot be read ({error.strerror}); correct its permissions or the path"]
     if not whole:
-        tell(f"{key}: the first {num_rows:,} rows of {path} were checked, the others were left out to save time")
+        tell(f"{key}: the first {num_rows:,} rows of {source} were checked, the others were left out to save time")
     if not num_rows:
-        return [f"{key}: {path} holds no row; give a file with one JSON object in each line"]
+        return [f"{key}: {source} holds no row; give a file with one JSON object in each line"]
     if bad and (on_bad_row == "fail" or whole and len(bad) == num_rows):
         more = f" ({len(bad)} of {num_rows:,} rows that were checked are bad)" if len(bad) > 1 else ""
         hint = "correct it, or set on_bad_row to skip" if on_bad_row == "fail" else "no good row is left"
         return [f"{key}: {bad[0]}{more}; {hint}"]
     if bad:
-        tell(f"{key}: {len(bad)} of {num_rows:,} rows of {path} will be skipped; the first one is {bad[0]}")
+        tell(f"{key}: {len(bad)} of {num_rows:,} rows of {source} will be skipped; the first one is {bad[0]}")
     return []
 
 

@@ -74,16 +74,20 @@ class ChatTemplate:
         self._template: Template = environment.from_string(source)
         self._special = special
 
-    def render(self, turns: Sequence[Mapping[str, str]], add_generation_prompt: bool) -> str | None:
+    def render(
+        self, turns: Sequence[Mapping[str, Any]], add_generation_prompt: bool, arguments: Mapping[str, Any]
+    ) -> str | None:
         """The text of the turns; None if the template needs something that only transformers provides.
+
+        Args:
+            arguments: further arguments of the template, such as `tools`.
 
         Raises:
             BadRow: the template refuses the turns.
         """
         try:
-            return self._template.render(
-                messages=turns, tools=None, documents=None, add_generation_prompt=add_generation_prompt, **self._special
-            )
+            given = {"tools": None, "documents": None, **self._special, **arguments}
+            return self._template.render(messages=turns, add_generation_prompt=add_generation_prompt, **given)
         except BadRow:
             raise
         except Exception:  # a template may raise anything; the run will find out with transformers

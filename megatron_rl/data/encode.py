@@ -6,7 +6,7 @@ Invariants: no special token is added to plain text; chat turns get the text of 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
@@ -22,10 +22,16 @@ def plain_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 
 def chat_ids(
-    tokenizer: PreTrainedTokenizerBase, turns: Sequence[Mapping[str, str]], add_generation_prompt: bool
+    tokenizer: PreTrainedTokenizerBase,
+    turns: Sequence[Mapping[str, Any]],
+    add_generation_prompt: bool,
+    arguments: Mapping[str, Any],
 ) -> list[int]:
     """The token ids of a conversation; with `add_generation_prompt`, up to the point where the assistant's answer
     starts.
+
+    Args:
+        arguments: further arguments of the chat template, such as `tools` and `enable_thinking`.
 
     Raises:
         ValueError: the tokenizer has no chat template.
@@ -40,6 +46,7 @@ def chat_ids(
         return list(
             tokenizer.apply_chat_template(
                 [dict(turn) for turn in turns],
+                **arguments,
                 add_generation_prompt=add_generation_prompt,
                 tokenize=True,
                 return_dict=False,

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatron_rl.data.encode import chat_ids, plain_ids
-from megatron_rl.data.rows import BadRow, OnBadRow, form_of, load_rows, text_of, turns_of
+from megatron_rl.data.files import load_rows
+from megatron_rl.data.forms import Reading, recognise
+from megatron_rl.data.rows import BadRow, OnBadRow, Row, Turns, text_of, turns_of
 from megatron_rl.types import Tokens
 
 if TYPE_CHECKING:
@@ -20,10 +22,10 @@ if TYPE_CHECKING:
 
 
 def load_supervised(
-    path: Path, tokenizer: PreTrainedTokenizerBase, max_tokens: int, on_bad_row: OnBadRow = "fail"
+    source: Path | str, tokenizer: PreTrainedTokenizerBase, max_tokens: int, on_bad_row: OnBadRow = "fail"
 ) -> tuple[list[tuple[str, Tokens]], int]:
-    """Read a file whose rows have `prompt` and `completion` (plain text), or `messages` whose last turn is the
-    assistant's.
+    """Read rows that have `messages` whose last turn is the assistant's, or `prompt` and `completion`. These two are
+    plain text, or chat turns as in TRL; the completion is then one turn of the assistant.
 
     The completion ends with an end-of-sequence token, which is added if the text or the chat template has none. What a
     template writes after this token (a line feed) is left out, because the model never samples it. A row is bad if it
@@ -43,11 +45,11 @@ def load_supervised(
         )
 
     def make(uid: str, row: dict[str, Any]) -> tuple[str, Tokens]:
-        demonstration = demonstration_of(row)
+        demonstration, template = demonstration_of(row)
         if isinstance(demonstration[0], str):
             prompt, completion = (plain_ids(tokenizer, text) for text in demonstration)
         else:
-            prompt, completion = _split_chat(tokenizer, demonstration)
+            prompt, completion = _split_chat(tokenizer, demonstration, template)
         if not prompt:
             raise BadRow("the prompt has no tokens")
         completion = ended(completion, tokenizer.eos_token_id)
@@ -61,26 +63,35 @@ def load_supervised(
             version=np.full(length, -1, np.int32),
         )
 
-    return load_rows(path, make, on_bad_row)
+    return load_rows(source, make, on_bad_row)
 
 
-def demonstration_of(row: Mapping[str, Any]) -> tuple[str, str] | tuple[dict[str, str], ...]:
-    """A row's prompt and completion as text, or its chat turns.
+def demonstration_of(row: Mapping[str, Any]) -> tuple[tuple[str, str] | Turns, Row]:
+    """A row's prompt and completion as text, or its chat turns; and the arguments of the chat template.
 
     Raises:
         BadRow: the row is bad for a reason that `load_supervised` lists.
     """
-    if form_of(row) == "prompt":
-        return text_of(row, "prompt"), text_of(row, "completion")
-    turns = turns_of(row)
+    question = recognise(row, Reading())
+    turns = question.messages
+    if isinstance(turns, str):
+        return (turns, text_of(row, "completion")), question.template
+    if question.form != "messages":
+        completion = turns_of(row, "completion")
+        if len(completion) != 1:
+            raise BadRow(f"`completion` must be one turn of the role assistant, but it has {len(completion)} turns")
+        turns += completion
     if turns[-1]["role"] != "assistant":
-        raise BadRow(f"`messages` must end with a turn of the role assistant, not {turns[-1]['role']}")
-    return turns
+        column = "messages" if question.form == "messages" else "completion"
+        raise BadRow(f"`{column}` must end with a turn of the role assistant, not {turns[-1]['role']}")
+    return turns, question.template
 
 
-def _split_chat(tokenizer: PreTrainedTokenizerBase, turns: Sequence[Mapping[str, str]]) -> tuple[list[int], list[int]]:
-    prompt = chat_ids(tokenizer, turns[:-1], add_generation_prompt=True) if turns[:-1] else []
-    whole = chat_ids(tokenizer, turns, add_generation_prompt=False)
+def _split_chat(
+    tokenizer: PreTrainedTokenizerBase, turns: Sequence[Mapping[str, Any]], template: Mapping[str, Any]
+) -> tuple[list[int], list[int]]:
+    prompt = chat_ids(tokenizer, turns[:-1], add_generation_prompt=True, arguments=template) if turns[:-1] else []
+    whole = chat_ids(tokenizer, turns, add_generation_prompt=False, arguments=template)
     if whole[: len(prompt)] != prompt:
         raise BadRow("the chat template writes the earlier turns differently once the answer is there")
     return prompt, whole[len(prompt) :]

@@ -7,6 +7,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from transformers import PreTrainedTokenizerFast
 
 from megatron_rl.data import load_prompts, load_supervised
+from megatron_rl.data.forms import Reading
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system turns') }}{% endif %}"
@@ -56,6 +57,28 @@ def test_prompts_of_both_forms(tokenizer, write):
     assert all(type(i) is int for i in chat.token_ids)
 
 
+def test_a_row_of_verl_and_the_template_arguments_of_trl(tokenizer, write):
+    tokenizer.chat_template = "{{ tools | length }}{% if not enable_thinking %}!{% endif %}" + TEMPLATE
+    reward_model = {"style": "rule", "ground_truth": "3"}
+    row = {"data_source": "sums", "prompt": [USER], "reward_model": reward_model, "tools": [{"name": "add"}]}
+    [prompt], _ = load_prompts(
+        write(row | {"chat_template_kwargs": {"enable_thinking": False}}), tokenizer, 100, "fail", ["ground_truth"]
+    )
+    assert tokenizer.decode(prompt.token_ids) == "1!<u>hi<eos>\n<a>"
+    assert (prompt.messages, prompt.columns["ground_truth"], prompt.columns["dataset"]) == ((USER,), "3", "sums")
+
+
+def test_rows_whose_columns_have_other_names(tokenizer, write):
+    path = write({"question": "hi", "answer": {"final": "3"}})
+    columns = {"messages": "question", "ground_truth": "answer.final"}
+    [prompt], _ = load_prompts(path, tokenizer, 100, "fail", ["ground_truth"], Reading(columns))
+    assert tokenizer.decode(prompt.token_ids) == "<u>hi<eos>\n<a>" and prompt.columns["ground_truth"] == "3"
+    with pytest.raises(
+        ValueError, match=r"the row has \['answer', 'question'\]; .* data.columns=\{ground_truth: NAME\}"
+    ):
+        load_prompts(path, tokenizer, 100, "fail", ["ground_truth"], Reading({"messages": "question"}))
+
+
 BAD_PROMPTS = [
     (b"{", "not JSON"),
     (b"\xff{}", "not UTF-8"),
@@ -88,7 +111,8 @@ def test_bad_prompts_are_skipped_and_counted(tokenizer, write):
 
 
 @pytest.mark.parametrize(
-    ("lines", "message"), [([], "holds no good row; correct"), ([b"["], "first bad one is line 1: the row is not JSON")]
+    ("lines", "message"),
+    [([], "holds no good row; correct"), ([b"["], "first bad one is rows.jsonl:1: the row is not JSON")],
 )
 def test_a_file_without_a_good_row_is_an_error(tokenizer, write, lines, message):
     with pytest.raises(ValueError, match=message):
@@ -107,6 +131,7 @@ def test_no_chat_template_is_no_matter_of_rows(tokenizer, write):
         ({"prompt": "1+2=", "completion": "3"}, "1+2=", "3<eos>"),
         ({"prompt": "1+2=", "completion": "3<eos>"}, "1+2=", "3<eos>"),
         ({"messages": [USER, ASSISTANT]}, "<u>hi<eos>\n<a>", "yo<eos>"),
+        ({"prompt": [USER], "completion": [ASSISTANT]}, "<u>hi<eos>\n<a>", "yo<eos>"),
     ],
 )
 def test_supervised_rows(tokenizer, write, row, prompt, completion):
@@ -124,6 +149,9 @@ def test_supervised_rows(tokenizer, write, row, prompt, completion):
         ({"prompt": "1", "completion": "1234567890"}, "the row has 12 tokens, but sft.max_tokens is 11"),
         ({"prompt": "1"}, "`completion` must be text"),
         ({"messages": [USER]}, "must end with a turn of the role assistant, not user"),
+        ({"prompt": [USER], "completion": [USER]}, "`completion` must end with a turn of the role assistant, not user"),
+        ({"prompt": [USER], "completion": [ASSISTANT] * 3}, "`completion` must be one turn .* it has 3 turns"),
+        ({"prompt": [USER], "completion": "yo"}, "`completion` must be a list of chat turns"),
         ({"messages": [ASSISTANT]}, "the prompt has no tokens"),
     ],
 )

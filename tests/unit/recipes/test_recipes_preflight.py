@@ -184,6 +184,31 @@ def test_a_row_that_cannot_be_scored_is_an_abstention_or_a_fault(home, truth, me
     assert f"train.jsonl:2: {message}" in faults(grpo(rewards=[{**reward, "on_error": "stop"}]))[0]
 
 
+def test_rows_of_other_forms_are_read_as_the_run_reads_them(home):
+    rows("train.jsonl", {"prompt": [{"role": "user", "content": "1+1="}], "data_source": "sums", "reward_model": {}})
+    assert "column `ground_truth` is missing" in faults(grpo())[0]
+    (home / "model" / "chat_template.jinja").write_text("{% if short %}{{ messages | length }}{% endif %}" + TEMPLATE)
+    verl = {
+        "prompt": [{"role": "user", "content": "1+1="}],
+        "data_source": "sums",
+        "reward_model": {"ground_truth": "2"},
+    }
+    rows("train.jsonl", verl)
+    rewards = [{"kind": "exact_answer", "datasets": ["sums"]}]
+    notes = []
+    assert preflight(grpo(data__eval=None, rewards=rewards), notes.append) == []
+    assert [note.split(":")[:2] for note in notes] == [
+        ["data.train", " 1 of the rows that were checked are in verl's form"]
+    ]
+    longer = grpo(data__eval=None, rewards=rewards, data__chat_template={"short": True}, rollout__max_prompt_tokens=6)
+    assert "the prompt has 7 tokens" in faults(longer)[0]
+    rows("train.jsonl", {"question": "1+1=", "answer": "2"})
+    columns = {"prompt": "question", "ground_truth": "answer"}
+    assert faults(grpo(data__eval=None, data__columns=columns)) == []
+    Path("train.jsonl").rename("train.parquet")
+    assert "train.parquet cannot be read as parquet" in faults(grpo(data__eval=None, data__train="train.parquet"))[0]
+
+
 CHAT = {"messages": [{"role": "user", "content": "1+1="}], "ground_truth": "2"}
 
 

@@ -1,0 +1,162 @@
+"""The forms of rows that are known, and what a row of each form means.
+
+| form | question | ground truth and data set |
+|---|---|---|
+| messages (ours, open-instruct's) | `messages`, chat turns | `ground_truth`, `dataset`, each one value or a list |
+| text (ours, TRL's) | `prompt`, text | any columns |
+| TRL | `prompt`, chat turns | any columns |
+| verl | `prompt`, chat turns | `reward_model.ground_truth`, `data_source` |
+
+TRL's columns `tools` and `chat_template_kwargs` are arguments of the chat template in every form with chat turns. The
+forms are those of docs/dataset_formats of TRL, docs/preparation of verl, and the data sets of open-instruct.
+
+`data.columns` maps our names to those of the row, and goes before the forms. A column with the value None counts as
+absent when a form is recognised, because Parquet and Arrow give all rows of a file the same columns.
+
+Invariants (tests/unit/data): a row has exactly one form, and the run and the preflight recognise it with the same
+function. A row of no form is refused with the columns that it has. A verifier receives every column but the question's,
+with the ground truth in `ground_truth` and the data set in `dataset`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from megatron_rl.data.rows import BadRow, Row, Turns, text_of, turns_of, without_none
+
+Form = Literal["messages", "text", "TRL", "verl"]
+QUESTIONS = ("messages", "prompt")
+"""The columns of which a row has exactly one."""
+RESERVED = frozenset({"conversation", "messages", "add_generation_prompt", "tokenize", "return_dict"})
+"""The arguments of the chat template that no row can choose."""
+DESCRIPTIONS: dict[Form, str] = {
+    "messages": "our form: `messages` (chat turns)",
+    "text": "our form: `prompt` (text)",
+    "TRL": "TRL's form: `prompt` (chat turns)",
+    "verl": "verl's form: `prompt` (chat turns), `reward_model.ground_truth` is the `ground_truth`, and `data_source` "
+    "the `dataset`",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How the rows of a run are read: keys of the section `data` of its configuration."""
+
+    columns: Mapping[str, str] = field(default_factory=dict)
+    """Our names of columns, and the row's names for them."""
+    system_prompt: str | None = None
+    """The system turn of chats that have none."""
+    chat_template: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the chat template. Those of a row go before them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What a row asks."""
+
+    form: Form
+    messages: str | Turns
+    """Plain text, or chat turns."""
+    columns: Row
+    """All other columns, and those that `data.columns` or the form adds."""
+    template: Row
+    """The arguments of the chat template, beside the turns."""
+
+
+def recognise(row: Mapping[str, Any], reading: Reading) -> Question:
+    """Find the form of a row, and take the row apart.
+
+    Raises:
+        BadRow: the row has no known form, or a column of its form has a wrong value, or the row is plain text although
+            the run has a system prompt or arguments for the chat template.
+    """
+    columns = reading.columns
+    renamed = dict(row)
+    for name, source in columns.items():
+        renamed[name] = _value(row, name, source)
+    question = _question_column(renamed, columns)
+    value = renamed[question]
+    rest = {name: one for name, one in renamed.items() if name not in (question, columns.get(question))}
+    if question == "prompt" and not _are_turns(value):
+        text = text_of(renamed, "prompt")
+        if reading.system_prompt or reading.chat_template:
+            raise BadRow(
+                f"data.system_prompt and data.chat_template belong to chats, but this row's `prompt` is plain text; "
+                f"set data.columns={{messages: {columns.get('prompt', 'prompt')}}} to make it a turn of the user"
+            )
+        return Question("text", text, rest, {})
+    form: Form = "messages" if question == "messages" else "TRL"
+    if question == "messages" and question in columns and isinstance(value, str):
+        turns: Turns = ({"role": "user", "content": text_of(renamed, "messages")},)
+    else:
+        turns = turns_of(renamed, question)
+    if reading.system_prompt and all(turn["role"] != "system" for turn in turns):
+        turns = ({"role": "system", "content": reading.system_prompt}, *turns)
+    reward_model = rest.get("reward_model")
+    if form == "TRL" and isinstance(reward_model, dict) and rest.get("data_source") is not None:
+        form = "verl"
+        for name, given in (("ground_truth", reward_model.get("ground_truth")), ("dataset", rest["data_source"])):
+            if rest.get(name) is None:
+                rest[name] = given
+    return Question(form, turns, rest, _template_arguments(rest, reading.chat_template))
+
+
+def _question_column(row: Mapping[str, Any], columns: Mapping[str, str]) -> str:
+    """The column with the question. One that `data.columns` names wins over one that the row has by chance."""
+    candidates = [name for name in QUESTIONS if name in columns] or [name for name in QUESTIONS if name in row]
+    present = [name for name in candidates if row[name] is not None]
+    if len(present) == 1 or not present and candidates:
+        return (present or candidates)[0]
+    hint = "messages: messages" if present else "messages: question"
+    raise BadRow(
+        f"a row must have either `messages` (chat turns) or `prompt` (text, or chat turns as TRL and verl have them), "
+        f"but this one has {'both' if present else f'only {sorted(row)}'}; set data.columns, for example "
+        f"data.columns={{{hint}}}"
+    )
+
+
+def _are_turns(value: Any) -> bool:
+    return isinstance(value, list) and any(isinstance(turn, dict) for turn in value)
+
+
+def _value(row: Mapping[str, Any], name: str, source: str) -> Any:
+    """The value of the column `source`, or of a key inside it if there is a dot: `extra_info.answer`."""
+    if source in row:
+        return row[source]
+    value: Any = row
+    for key in source.split("."):
+        if not isinstance(value, Mapping) or key not in value:
+            raise BadRow(f"data.columns takes `{name}` from `{source}`, but this row has only {sorted(row)}")
+        value = value[key]
+    return value
+
+
+def _template_arguments(columns: Mapping[str, Any], of_run: Mapping[str, Any]) -> Row:
+    arguments = dict(of_run)
+    tools, more = columns.get("tools"), columns.get("chat_template_kwargs")
+    if tools:
+        arguments["tools"] = without_none(_parsed(tools, "tools", list))
+    if more:
+        arguments |= without_none(_parsed(more, "chat_template_kwargs", dict))
+    if reserved := RESERVED & arguments.keys():
+        raise BadRow(
+            f"`chat_template_kwargs` and data.chat_template must not hold {sorted(reserved)}, which the run decides; "
+            f"remove it"
+        )
+    return arguments
+
+
+def _parsed(value: Any, column: str, kind: type) -> Any:
+    """The value of a column that is a list or a mapping, or its JSON, in which it can be stored in Parquet."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise BadRow(f"`{column}` is an argument of the chat template, but it is not JSON: {error}") from error
+    if not isinstance(value, kind):
+        expected = "a list of JSON schemas" if kind is list else "a mapping"
+        raise BadRow(f"`{column}` is an argument of the chat template and must be {expected}, but it is {value!r}")
+    return value

@@ -1,0 +1,178 @@
+"""Rows as TRL, verl and open-instruct document them, and as a person would read them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_rl.config.schema import DataConfig
+from megatron_rl.data.forms import Reading, recognise
+from megatron_rl.data.rows import BadRow
+
+USER = {"role": "user", "content": "How many clips did Natalia sell altogether?"}
+VERL = {
+    "data_source": "openai/gsm8k",
+    "prompt": [USER],
+    "ability": "math",
+    "reward_model": {"style": "rule", "ground_truth": "72"},
+    "extra_info": {"split": "train", "index": 0, "answer": "48 + 24 = 72 #### 72"},
+}
+CASES = [
+    (
+        {"messages": [USER], "ground_truth": "72", "level": 2},
+        {},
+        "messages",
+        (USER,),
+        {"ground_truth": "72", "level": 2},
+    ),
+    ({"prompt": "48 + 24 =", "ground_truth": 72}, {}, "text", "48 + 24 =", {"ground_truth": 72}),
+    # TRL: a prompt of chat turns, and any columns for the reward functions.
+    ({"prompt": [USER], "solution": "72"}, {}, "TRL", (USER,), {"solution": "72"}),
+    # open-instruct: a row of two data sets, and a row of one as it was stored before there were lists.
+    (
+        {"messages": [USER], "ground_truth": ["72", "no commas"], "dataset": ["gsm8k", "ifeval"]},
+        {},
+        "messages",
+        (USER,),
+        {"ground_truth": ["72", "no commas"], "dataset": ["gsm8k", "ifeval"]},
+    ),
+    (
+        VERL,
+        {},
+        "verl",
+        (USER,),
+        {"ground_truth": "72", "dataset": "openai/gsm8k"} | {k: VERL[k] for k in VERL if k != "prompt"},
+    ),
+    # A column of the row's own goes before what verl's form fills in.
+    (
+        {"prompt": [USER], "data_source": "a", "reward_model": {"ground_truth": "1"}, "dataset": "b"},
+        {},
+        "verl",
+        (USER,),
+        {"data_source": "a", "reward_model": {"ground_truth": "1"}, "dataset": "b", "ground_truth": "1"},
+    ),
+    # Parquet fills the columns that other rows of the file have with None.
+    (
+        {"messages": None, "prompt": [USER], "data_source": None, "reward_model": None, "solution": "72"},
+        {},
+        "TRL",
+        (USER,),
+        {"messages": None, "data_source": None, "reward_model": None, "solution": "72"},
+    ),
+    (
+        {"conversation": [USER], "answer": "72", "source": "gsm8k"},
+        {"messages": "conversation", "ground_truth": "answer", "dataset": "source"},
+        "messages",
+        (USER,),
+        {"answer": "72", "source": "gsm8k", "ground_truth": "72", "dataset": "gsm8k"},
+    ),
+    # The question of openai/gsm8k is text. As `messages` it is a turn of the user, as `prompt` it stays text.
+    (
+        {"question": USER["content"], "answer": "72"},
+        {"messages": "question"},
+        "messages",
+        (USER,),
+        {"answer": "72"},
+    ),
+    ({"question": "48 + 24 ="}, {"prompt": "question"}, "text", "48 + 24 =", {}),
+    # What data.columns names wins over a `prompt` that the row also has, as HumanEval and the Dolci rows do.
+    ({"messages": [USER], "prompt": "def f"}, {"messages": "messages"}, "messages", (USER,), {"prompt": "def f"}),
+    (
+        VERL,
+        {"ground_truth": "extra_info.answer"},
+        "verl",
+        (USER,),
+        {"ground_truth": "48 + 24 = 72 #### 72", "dataset": "openai/gsm8k"}
+        | {k: VERL[k] for k in VERL if k != "prompt"},
+    ),
+    ({"prompt": "1", "a.b": 3, "a": {"b": 4}}, {"level": "a.b"}, "text", "1", {"a.b": 3, "a": {"b": 4}, "level": 3}),
+]
+
+
+@pytest.mark.parametrize(("row", "columns", "form", "messages", "rest"), CASES)
+def test_a_row_is_what_its_documentation_says(row, columns, form, messages, rest):
+    before = json.dumps(row)
+    question = recognise(row, Reading(columns))
+    assert (question.form, question.messages, question.columns) == (form, messages, rest)
+    assert question.template == {} and json.dumps(row) == before
+
+
+@pytest.mark.parametrize("stored", [lambda value: value, json.dumps])
+def test_tools_and_arguments_of_the_template_as_trl_has_them(stored):
+    tool = {"type": "function", "function": {"name": "add", "description": None}}
+    row = {"prompt": [USER], "tools": stored([tool]), "chat_template_kwargs": stored({"enable_thinking": False})}
+    question = recognise(row, Reading())
+    assert question.template == {
+        "tools": [{"type": "function", "function": {"name": "add"}}],
+        "enable_thinking": False,
+    }
+    assert question.columns == {name: row[name] for name in ("tools", "chat_template_kwargs")}
+
+
+def test_the_system_prompt_and_the_template_arguments_of_a_run():
+    system, own = {"role": "system", "content": "Be brief."}, {"role": "system", "content": "Be long."}
+    reading = Reading(system_prompt="Be brief.", chat_template={"enable_thinking": False, "effort": "low"})
+    question = recognise({"messages": [USER], "chat_template_kwargs": {"effort": "high"}}, reading)
+    assert question.messages == (system, USER) and question.template == {"enable_thinking": False, "effort": "high"}
+    assert recognise({"prompt": [own, USER]}, reading).messages == (own, USER)
+    for part in (Reading(system_prompt="Be brief."), Reading(chat_template={"enable_thinking": False})):
+        with pytest.raises(BadRow, match=r"belong to chats, .* plain text; set data.columns=\{messages: prompt\}"):
+            recognise({"prompt": "hello"}, part)
+    turned = recognise({"prompt": "hello"}, Reading({"messages": "prompt"}, "Be brief."))
+    assert turned.messages == (system, {"role": "user", "content": "hello"}) and turned.columns == {}
+    with pytest.raises(BadRow, match=r"data.chat_template must not hold \['add_generation_prompt'\]"):
+        recognise({"messages": [USER]}, Reading(chat_template={"add_generation_prompt": False}))
+
+
+@given(st.dictionaries(st.sampled_from(["name", "tool_call_id", "thinking"]), st.sampled_from([None, "", "x"])))
+def test_keys_of_a_turn_that_only_other_turns_have_are_left_out(more):
+    [turn] = recognise({"messages": [USER | more]}, Reading()).messages
+    assert turn == USER | {key: value for key, value in more.items() if value is not None}
+
+
+@pytest.mark.parametrize(
+    ("row", "columns", "message"),
+    [
+        (
+            {"question": "1"},
+            {},
+            r"only \['question'\]; set data.columns, for example data.columns=\{messages: question\}",
+        ),
+        ({"messages": [USER], "prompt": [USER]}, {}, r"this one has both; set data.columns"),
+        ({"prompt": [USER, "hello"]}, {}, r"`prompt\[1\]` must have `role` and `content` as text"),
+        ({"prompt": ["hello"]}, {}, "`prompt` must be text and not empty"),
+        ({"messages": "hello"}, {}, "`messages` must be a list of chat turns"),
+        ({"question": ""}, {"messages": "question"}, "`messages` must be text and not empty"),
+        (
+            VERL,
+            {"ground_truth": "extra_info.solution"},
+            "takes `ground_truth` from `extra_info.solution`, but this row",
+        ),
+        (
+            {"prompt": [USER], "tools": "calculator"},
+            {},
+            "`tools` is an argument of the chat template, but it is not JSON",
+        ),
+        ({"prompt": [USER], "tools": "{}"}, {}, "`tools` .* must be a list of JSON schemas"),
+        ({"prompt": [USER], "chat_template_kwargs": [1]}, {}, "`chat_template_kwargs` .* must be a mapping"),
+        ({"prompt": [USER], "chat_template_kwargs": {"tokenize": False}}, {}, r"must not hold \['tokenize'\]"),
+    ],
+)
+def test_a_row_of_no_form_is_refused_with_what_it_has(row, columns, message):
+    with pytest.raises(BadRow, match=message):
+        recognise(row, Reading(columns))
+
+
+def test_the_configuration_names_columns_and_sources():
+    given = {"train": "hf://openai/gsm8k/main:train", "eval": "rows/test.parquet", "columns": {"messages": "question"}}
+    data = DataConfig(**given)
+    assert json.loads(data.model_dump_json()) | given == json.loads(data.model_dump_json())
+    assert data.absolute().train == "hf://openai/gsm8k/main:train" and data.absolute().eval.is_absolute()
+    assert DataConfig.model_validate_json(data.model_dump_json()) == data
+    with pytest.raises(ValueError, match="must be the path of a file or folder, or hf://owner/name:split, but it is 3"):
+        DataConfig(train=3)
+    with pytest.raises(ValueError, match="a row has one question; remove one of them"):
+        DataConfig(train="rows.jsonl", columns={"messages": "question", "prompt": "text"})
