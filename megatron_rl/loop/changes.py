@@ -18,7 +18,7 @@ MAY_CHANGE = re.compile(
             r"run\.(name|folder|steps)",
             r"model\.(path|weights|recompute|layers)",
             r"policy\.(optimizer|parallel|megatron)\..*",
-            r"data\..*",
+            r"data\.(?!columns|system_prompt|chat_template).*",  # these would change the questions
             r"sft\.(rows|on_bad_row)",
             r"rollout\.(num_engines|tensor|expert_parallel|prefix_cache|max_sequences|gpu_memory_utilization)",
             r"rewards\.\d+\.(on_error|timeout_s|max_silent_steps)",
