@@ -54,8 +54,9 @@ class Pool(Generic[T]):
 
     Args:
         judge: gives the verdict on one item. It is pickled once, so it must be defined in a module that can be
-            imported (not in the script that runs as `__main__`). It runs in the main thread of a worker, and there
-            OpenMP has one thread.
+            imported (not in the script that runs as `__main__`). It is unpickled once, in the fork server: workers
+            inherit what it then prepares, such as caches. It runs in the main thread of a worker, and there OpenMP has
+            one thread.
         num_workers: how many items are judged at the same time. Workers are started when there are items for them.
         timeout_s: how long one item may take. The time begins when the item is given to a worker that waits for it.
 
