@@ -50,7 +50,7 @@ T = TypeVar("T")
 class Pool(Generic[T]):
     """Judges answers in processes of its own.
 
-    A crash of the fork server itself fails the items that are being judged, and a new one is started.
+    If the fork server itself dies, the items that are being judged fail, and a new one is started.
 
     Args:
         judge: gives the verdict on one item. It is pickled once, so it must be defined in a module that can be
@@ -102,20 +102,27 @@ class Pool(Generic[T]):
                         self._give(self._idle.pop() if self._idle else self._start(), index, data)
                     for index, verdict in self._next_verdicts():
                         verdicts[index] = verdict
-            finally:  # after an exception such as KeyboardInterrupt
-                for worker in list(self._busy):
-                    self._end(worker)
+            except BaseException:
+                # Nobody waits for the verdicts any more, and an interruption may have left a request unanswered. The
+                # next call starts a new fork server.
+                self._end_all()
+                raise
             assert all(verdict is not None for verdict in verdicts)
             return [verdict for verdict in verdicts if verdict is not None]
 
     def close(self) -> None:
         """End all processes and free what they used. The pool cannot be used afterwards; a second call does nothing."""
         with self._lock:
-            for key in list(self._lines.get_map() or {}):
-                self._lines.get_key(key).data.line.close()
+            self._end_all()
             self._lines.close()
-            self._idle.clear()
-            self._server.close()
+
+    def _end_all(self) -> None:
+        for key in list((self._lines.get_map() or {}).values()):
+            self._lines.unregister(key.fileobj)
+            key.data.line.close()
+        self._idle.clear()
+        self._busy.clear()
+        self._server.close()
 
     def _start(self) -> _Worker:
         try:
