@@ -24,10 +24,7 @@ from patience import deadline
 
 from megatron_rl.processes import descendants, status_of
 from megatron_rl.types import Verdict
-from megatron_rl.verifiers.code import verify as verify_program
-from megatron_rl.verifiers.mathematics import verify as verify_mathematics
 from megatron_rl.verifiers.pool import Pool
-from megatron_rl.verifiers.sandbox import Limits
 
 ROOT = Path(__file__).parents[3]
 STRICT_S = deadline(0.5)
@@ -197,6 +194,9 @@ def test_what_the_judge_has_started_ends_with_its_worker(pool, tmp_path):
 
 
 def test_no_sandbox_outlives_its_worker():
+    from megatron_rl.verifiers.code import verify as verify_program
+    from megatron_rl.verifiers.sandbox import Limits
+
     judge_program = partial(verify_program, cases=["assert f() == 1"], limits=Limits(cpu_s=100), score="all")
     before = {process.pid for process in descendants(psutil.Process())}
     with closing(Pool(judge_program, 1, 3.0)) as pool:
@@ -260,7 +260,7 @@ SCRIPT = """
     import sys
     print("begin", flush=True)
     sys.path.insert(0, {folder!r})
-    from test_verifiers_pool import judge, verify_mathematics
+    from test_verifiers_pool import judge
     from megatron_rl.verifiers.pool import Pool
 
     def own(item):
@@ -307,6 +307,9 @@ def test_a_judge_that_another_process_cannot_have_is_refused():
 
 
 def test_a_judge_that_is_a_partial_function():
+    # Each fork server of the other tests imports this module, and sympy alone would double its time.
+    from megatron_rl.verifiers.mathematics import verify as verify_mathematics
+
     judge_answer = partial(verify_mathematics, truth=r"\frac{1}{2}", mode="strict")
     with closing(Pool(judge_answer, 2, deadline(60))) as pool:
         verdicts = pool.judge([rf"\boxed{{{answer}}}" for answer in ("0.5", "2", r"\frac{2}{4}")])
