@@ -27,7 +27,6 @@ from megatron_rl.types import Verdict
 from megatron_rl.verifiers.pool import Pool
 
 ROOT = Path(__file__).parents[3]
-STRICT_S = deadline(0.5)
 
 
 def judge(item: tuple) -> Verdict:
@@ -87,7 +86,7 @@ def pool() -> Iterator[Pool]:
 
 @pytest.fixture(scope="module")
 def strict_pool() -> Iterator[Pool]:
-    with closing(Pool(judge, 3, STRICT_S)) as pool:
+    with closing(Pool(judge, 3, deadline(0.5))) as pool:
         yield pool
 
 
@@ -176,7 +175,7 @@ def test_one_hung_item_holds_up_no_other_one(pool, tmp_path):
 
 @pytest.mark.parametrize("hangs", [("sleep",), ("loop",), ("loop in C",)])
 def test_a_hung_item_is_ended(strict_pool, hangs):
-    late = failed(f"no verdict within {STRICT_S:g} s")
+    late = failed(f"no verdict within {deadline(0.5):g} s")
     items = [hangs, ("score", 1.0), hangs, ("score", 2.0), hangs, ("score", 3.0)]
     assert strict_pool.judge(items) == [late, Verdict(1.0), late, Verdict(2.0), late, Verdict(3.0)]
 
