@@ -1,0 +1,376 @@
+"""Judges answers in worker processes, and ends a worker whose answer takes too long.
+
+Python cannot interrupt a loop inside a C extension, and a crash ends the whole process. So each answer is judged in a
+process that can be killed without harm to the other answers.
+
+Three kinds of processes take part. The process that has the `Pool` starts a fork server, which loads the judge once;
+the fork server forks the workers, so a new worker is ready within milliseconds and has nothing to import. A worker
+judges one item at a time and receives the next one with its verdict. Therefore no item waits behind a slow one, and
+nothing is lost when a worker is killed.
+
+The fork server is our own and not the one of `multiprocessing`, because that one imports the parent's `__main__` in
+each new worker (inside a Ray actor this is Ray's own program), exists once in a process, and remains when a pool is
+closed. Ours is a new Python interpreter, so the threads and locks of the parent are not copied.
+
+Invariants: each item has exactly one verdict, in the order of the items; an item that has no verdict within its time,
+whose worker dies, or whose judge raises, has a failed verdict and never a score; all other items have their own
+verdicts; after `close`, and after any end of the parent process, no process of the pool is left, whatever the judge has
+started.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import os
+import pickle
+import selectors
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from megatron_rl.processes import STACKS
+from megatron_rl.types import Verdict
+
+T = TypeVar("T")
+
+
+class Pool(Generic[T]):
+    """Judges answers in processes of its own.
+
+    If the fork server itself dies, the items that are being judged fail, and a new one is started.
+
+    Args:
+        judge: gives the verdict on one item. It is pickled once, so it must be defined in a module that can be
+            imported (not in the script that runs as `__main__`). It is unpickled once, in the fork server: workers
+            inherit what it then prepares, such as caches. It runs in the main thread of a worker, and there OpenMP has
+            one thread.
+        num_workers: how many items are judged at the same time. Workers are started when there are items for them.
+        timeout_s: how long one item may take. The time begins when the item is given to a worker that waits for it.
+
+    Raises:
+        ValueError: the judge cannot be pickled, or cannot be loaded in another process.
+    """
+
+    def __init__(self, judge: Callable[[T], Verdict], num_workers: int, timeout_s: float) -> None:
+        if num_workers < 1 or timeout_s <= 0:
+            raise ValueError(
+                f"a pool needs at least one worker and a time above 0 s, not {num_workers} and {timeout_s:g}"
+            )
+        try:
+            self._pickled_judge = pickle.dumps(judge)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise ValueError(f"the judge must be a function of a module or a picklable object: {error}") from error
+        self._num_workers, self._timeout_s = num_workers, timeout_s
+        self._lock = threading.Lock()
+        self._server = _ForkServer(self._pickled_judge)
+        self._lines = selectors.DefaultSelector()
+        """The lines of all workers."""
+        self._idle: list[_Worker] = []
+        self._busy: dict[_Worker, tuple[int, float]] = {}
+        """Worker -> (index of its item, deadline), the earliest deadline first."""
+
+    def judge(self, items: Sequence[T]) -> list[Verdict]:
+        """The verdict on each item, in the order of the items. Calls from several threads run one after another.
+
+        Raises:
+            OSError: no process can be started.
+        """
+        with self._lock:
+            verdicts: list[Verdict | None] = [None] * len(items)
+            for key, _ in self._lines.select(0):  # an idle worker says nothing, so these have ended
+                self._idle.remove(key.data)
+                self._end(key.data)
+            waiting = deque(range(len(items)))
+            try:
+                while waiting or self._busy:
+                    while waiting and (self._idle or len(self._busy) < self._num_workers):
+                        index = waiting.popleft()
+                        data = pickle.dumps(items[index])
+                        self._give(self._idle.pop() if self._idle else self._start(), index, data)
+                    for index, verdict in self._next_verdicts():
+                        verdicts[index] = verdict
+            except BaseException:
+                # Nobody waits for the verdicts any more, and an interruption may have left a request unanswered. The
+                # next call starts a new fork server.
+                self._end_all()
+                raise
+            assert all(verdict is not None for verdict in verdicts)
+            return [verdict for verdict in verdicts if verdict is not None]
+
+    def close(self) -> None:
+        """End all processes and free what they used. The pool cannot be used afterwards; a second call does nothing."""
+        with self._lock:
+            self._end_all()
+            self._lines.close()
+
+    def _end_all(self) -> None:
+        for key in list((self._lines.get_map() or {}).values()):
+            self._lines.unregister(key.fileobj)
+            key.data.line.close()
+        self._idle.clear()
+        self._busy.clear()
+        self._server.close()
+
+    def _start(self) -> _Worker:
+        try:
+            worker = self._server.start_worker()
+        except _ServerEnded:
+            self._server.close()
+            self._server = _ForkServer(self._pickled_judge)
+            worker = self._server.start_worker()
+        self._lines.register(worker.line, selectors.EVENT_READ, worker)
+        return worker
+
+    def _give(self, worker: _Worker, index: int, data: bytes) -> None:
+        # A worker that has just died is noticed when its line is read.
+        with suppress(OSError):
+            worker.line.send_bytes(data)
+        self._busy[worker] = index, time.monotonic() + self._timeout_s
+
+    def _next_verdicts(self) -> list[tuple[int, Verdict]]:
+        """Wait until a worker has judged its item, has died or is out of time. Returns index and verdict of each."""
+        _, earliest = next(iter(self._busy.values()))
+        found = []
+        for key, _ in self._lines.select(max(0.0, earliest - time.monotonic())):
+            worker: _Worker = key.data
+            if worker not in self._busy:  # it has died without an item
+                self._idle.remove(worker)
+                self._end(worker)
+                continue
+            index, _ = self._busy[worker]
+            try:
+                verdict = pickle.loads(worker.line.recv_bytes())
+            except (EOFError, OSError):
+                reason = f"the process that judged the answer ended: {self._end(worker)}"
+                verdict = Verdict(None, reason, failed=True)
+            else:
+                del self._busy[worker]
+                self._idle.append(worker)
+            found.append((index, verdict))
+        now = time.monotonic()
+        for worker, (index, deadline) in list(self._busy.items()):
+            if deadline > now:
+                break
+            self._end(worker)
+            found.append((index, Verdict(None, f"no verdict within {self._timeout_s:g} s", failed=True)))
+        return found
+
+    def _end(self, worker: _Worker) -> str:
+        """Kill a worker and all that its judge has started. Returns how the worker ended."""
+        self._busy.pop(worker, None)
+        self._lines.unregister(worker.line)
+        worker.line.close()
+        return worker.server.end_worker(worker.pid)
+
+
+class _ServerEnded(RuntimeError):
+    """The fork server has ended."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Worker:
+    pid: int
+    line: Connection[Any, Any]
+    """Carries pickled items to the worker and its pickled verdicts back."""
+    server: _ForkServer
+
+
+NUMBER = struct.Struct("q")
+"""A request to the fork server: 0 (with a line) to start a worker, or the id of a worker to end. The answer: the id of
+the started worker, or how the ended one ended as `os.waitstatus_to_exitcode` gives it, or minus an errno."""
+
+SERVE = "import pickle, sys; sys.path[:] = pickle.load(sys.stdin.buffer); from {module} import serve; serve({number})"
+
+
+class _ForkServer:
+    """The parent's side of the fork server.
+
+    Raises:
+        ValueError: the judge cannot be loaded.
+    """
+
+    def __init__(self, pickled_judge: bytes) -> None:
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-u", "-c", SERVE.format(module=__name__, number=theirs.fileno())],
+                stdin=subprocess.PIPE,
+                pass_fds=[theirs.fileno()],
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError), self._process.stdin as stdin:  # if it has ended, the next line says so
+            stdin.write(pickle.dumps(sys.path) + pickled_judge)
+        fault = self._control.recv(MAX_FAULT_BYTES)
+        if fault != b"ready":
+            self.close()
+            said = fault.decode() or f"the process ended: {_how(self._process.returncode)}"
+            raise ValueError(f"the judge must be importable in another process, but it cannot be loaded there: {said}")
+
+    def start_worker(self) -> _Worker:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                pid = self._ask(0, theirs)
+            except BaseException:
+                ours.close()
+                raise
+        if pid < 0:
+            ours.close()
+            raise OSError(-pid, f"no worker process can be started: {os.strerror(-pid)}")
+        return _Worker(pid, Connection(ours.detach()), self)
+
+    def end_worker(self, pid: int) -> str:
+        try:
+            return _how(self._ask(pid))
+        except _ServerEnded:
+            return "the fork server had ended, and its workers with it"
+
+    def close(self) -> None:
+        self._control.close()
+        self._process.wait()
+
+    def _ask(self, number: int, *lines: socket.socket) -> int:
+        try:
+            socket.send_fds(self._control, [NUMBER.pack(number)], [line.fileno() for line in lines])
+            answer = self._control.recv(NUMBER.size)
+        except OSError as error:
+            raise _ServerEnded from error
+        if not answer:
+            raise _ServerEnded
+        return int(NUMBER.unpack(answer)[0])
+
+
+MAX_FAULT_BYTES = 10_000
+
+
+def _how(code: int) -> str:
+    return f"exit status {code}" if code >= 0 else signal.Signals(-code).name
+
+
+# --- the fork server's process ---
+
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+
+
+def serve(control_number: int) -> None:
+    """Load the judge from the standard input, and start and end workers until the parent closes its socket or ends.
+
+    Args:
+        control_number: the number of the socket for requests.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+    faulthandler.register(STACKS, all_threads=True, chain=False)
+    # What a killed worker leaves becomes a child of this process, which kills it.
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    with socket.socket(fileno=control_number) as control:
+        try:
+            judge = pickle.load(sys.stdin.buffer)
+        except Exception as error:  # an import may raise anything; the parent raises it
+            control.send(f"{type(error).__name__}: {error}".encode()[:MAX_FAULT_BYTES])
+            return
+        workers: set[int] = set()
+        with suppress(BrokenPipeError, ConnectionResetError):  # the parent has ended
+            control.send(b"ready")
+            while True:
+                # multiprocessing has no message of a fixed size with a file descriptor; the socket module has.
+                request, lines, *_ = socket.recv_fds(control, NUMBER.size, 1, socket.MSG_CMSG_CLOEXEC)
+                if not request:
+                    break
+                if lines:
+                    answer = _start(judge, control, lines[0])
+                    workers |= {answer} if answer > 0 else set()
+                else:
+                    answer = _end(NUMBER.unpack(request)[0], workers)
+                control.send(NUMBER.pack(answer))
+        for pid in list(workers):
+            _end(pid, workers)
+    os._exit(0)  # the interpreter would free all modules first, and the parent waits
+
+
+def _prctl(option: int, value: int) -> None:
+    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), f"prctl {option} failed")
+
+
+def _start(judge: Callable[[Any], Verdict], control: socket.socket, line: int) -> int:
+    """Fork a worker. Returns its id in the fork server; in the worker it does not return."""
+    parent = os.getpid()
+    try:
+        pid = os.fork()
+    except OSError as error:
+        os.close(line)
+        return -(error.errno or 1)
+    if pid:
+        # The worker does the same. Whoever is first, its group exists before it can be killed.
+        os.setpgid(pid, pid)
+        os.close(line)
+        return pid
+    status = 1
+    try:
+        control.close()
+        os.setpgid(0, 0)
+        _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() == parent:
+            _work(judge, Connection(line))
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(status)
+
+
+def _end(pid: int, workers: set[int]) -> int:
+    """Kill a worker, its process group, and all that it leaves. Returns how it ended."""
+    with suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+    _, status = os.waitpid(pid, 0)
+    workers.remove(pid)
+    # A program that the judge has put into a session of its own is not in the group. It is our child now, and the
+    # children that it leaves will be.
+    while orphans := _children() - workers:
+        for orphan in orphans:
+            os.kill(orphan, signal.SIGKILL)
+            os.waitpid(orphan, 0)
+    return os.waitstatus_to_exitcode(status)
+
+
+def _children() -> set[int]:
+    """The ids of this process's children."""
+    pid = os.getpid()
+    return set(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
+
+
+# --- a worker's process ---
+
+
+def _work(judge: Callable[[Any], Verdict], line: Connection[Any, Any]) -> None:
+    """Judge items until the parent closes the line or ends."""
+    with suppress(EOFError, BrokenPipeError, ConnectionResetError):
+        while True:
+            line.send_bytes(_judged(judge, line.recv_bytes()))
+
+
+def _judged(judge: Callable[[Any], Verdict], data: bytes) -> bytes:
+    try:
+        verdict = judge(pickle.loads(data))
+        if not isinstance(verdict, Verdict):
+            raise TypeError(f"the judge must return a Verdict, but it returned {type(verdict).__name__}")
+        return pickle.dumps(verdict)
+    except BaseException as error:  # whatever a judge raises, SystemExit too, is never a score
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        reason = f"the judge raised {type(error).__name__}: {error} ({where.filename}:{where.lineno})"
+        return pickle.dumps(Verdict(None, reason, failed=True))
