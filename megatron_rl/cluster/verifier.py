@@ -61,7 +61,7 @@ class VerifierRank:
         config = self.config
         log.info("loading the tokenizer and the rewards: %s", ", ".join(reward.label for reward in config.rewards))
         tokenizer = AutoTokenizer.from_pretrained(config.model.path)
-        self.rewards = RewardSet(config.rewards, tokenizer, config.rollout.delimiter)
+        self.rewards = RewardSet(config.rewards, tokenizer, config.rollout.delimiter, config.cluster.verifier_workers)
         self.journal = JournalWriter(config.run_folder / "journal")
         return self.rewards.calls
 

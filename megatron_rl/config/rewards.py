@@ -69,7 +69,16 @@ class ExactAnswerReward(GroundTruthReward):
     the last number of that text, compared as a number."""
 
 
-class MathematicsReward(GroundTruthReward):
+class JudgedReward(GroundTruthReward):
+    """A reward whose verdicts take long, and that judges each answer in a process that can be ended
+    (`cluster.verifier_workers`)."""
+
+    answer_timeout_s: PositiveFloat = 10
+    """The longest time, in seconds, that the verdict on one answer may take. After that its process is replaced, and
+    `on_error` decides about the answer."""
+
+
+class MathematicsReward(JudgedReward):
     """The score is 1 if the final answer of the text is mathematically equivalent to the row's `ground_truth`, or to
     one of its texts if it is a list, else 0."""
 
@@ -79,11 +88,14 @@ class MathematicsReward(GroundTruthReward):
     is". `lenient`: without these, the last formula or number."""
 
 
-class CodeReward(GroundTruthReward):
+class CodeReward(JudgedReward):
     """The last fenced block of the text is a Python program, which runs in a sandbox. `ground_truth` is a list of
     tests: Python texts with asserts, or mappings with the `input` and `output` of the program."""
 
     kind: Literal["code"] = "code"
+    answer_timeout_s: PositiveFloat = 180
+    """The longest time, in seconds, that all tests of one answer may take; see `cpu_s` for that of a program. After
+    that its process is replaced, and `on_error` decides about the answer."""
     score: Literal["share", "all"] | Annotated[float, Field(gt=0, le=1)] = "all"
     """`share`: the share of the tests that pass. `all`: 1 if all pass, else 0. A number: 1 if at least this share
     passes, else 0."""
@@ -93,7 +105,7 @@ class CodeReward(GroundTruthReward):
     """The memory of a program."""
 
 
-class InstructionsReward(GroundTruthReward):
+class InstructionsReward(JudgedReward):
     """The row has verifiable instructions, as IFEval and IF-RLVR have them: `ground_truth` has `instruction_id`, a list
     of kinds, and `kwargs`, the arguments of each."""
 

@@ -19,7 +19,7 @@ from megatron_rl.types import Metrics, Prompt, Tokens, Verdict
 from megatron_rl.verifiers.answer import Answer, Tokenizer
 from megatron_rl.verifiers.compute_score import ComputeScoreVerifier
 from megatron_rl.verifiers.functions import FunctionVerifier
-from megatron_rl.verifiers.ground_truth import VERIFY, GroundTruthVerifier
+from megatron_rl.verifiers.ground_truth import GroundTruthVerifier
 from megatron_rl.verifiers.imported import LoggedMetrics, TrainerState
 
 
@@ -28,12 +28,11 @@ class AnswerVerifier(Protocol):
 
 
 VERIFIERS: dict[type, Callable[..., AnswerVerifier | FunctionVerifier | ComputeScoreVerifier]] = {
-    **dict.fromkeys(VERIFY, GroundTruthVerifier),
     FunctionReward: FunctionVerifier,
     ComputeScoreReward: ComputeScoreVerifier,
 }
-"""One line for each verifier: (its configuration, tokenizer, delimiter) -> verifier. The key is the class of its
-configuration."""
+"""One line for each verifier beside `GroundTruthVerifier`: (its configuration, tokenizer, delimiter) -> verifier. The
+key is the class of its configuration."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +59,19 @@ class RewardSet:
         configs: the configurations of one or more rewards.
         tokenizer: any object with `decode(ids, skip_special_tokens=...)`.
         delimiter: the text that ends the thought (`</think>`); empty if the model does not think.
+        num_workers: the number of processes for each `JudgedReward`.
     """
 
-    def __init__(self, configs: Sequence[RewardConfig], tokenizer: Tokenizer, delimiter: str) -> None:
+    def __init__(
+        self, configs: Sequence[RewardConfig], tokenizer: Tokenizer, delimiter: str, num_workers: int = 1
+    ) -> None:
         self._configs = configs
-        self._verifiers = [VERIFIERS[type(cfg)](cfg, tokenizer, delimiter) for cfg in configs]
+        self._verifiers = [
+            GroundTruthVerifier(cfg, tokenizer, delimiter, num_workers)
+            if isinstance(cfg, GroundTruthReward)
+            else VERIFIERS[type(cfg)](cfg, tokenizer, delimiter)
+            for cfg in configs
+        ]
         together = [i for i, verifier in enumerate(self._verifiers) if getattr(verifier, "is_async", False)]
         alone = [[i] for i in range(len(configs)) if i not in together]
         self.calls: list[list[int]] = alone + ([together] if together else [])

@@ -17,11 +17,13 @@ from megatron_rl.config.rewards import (
     ExactAnswerReward,
     GroundTruthReward,
     InstructionsReward,
+    JudgedReward,
     MathematicsReward,
 )
 from megatron_rl.types import Verdict
 from megatron_rl.verifiers import exact_answer
 from megatron_rl.verifiers.answer import Answer, Tokenizer, text_after
+from megatron_rl.verifiers.pool import Pool
 
 
 def _mathematics(cfg: MathematicsReward, text: str, truth: Any) -> Verdict:
@@ -68,16 +70,59 @@ VERIFY: dict[type[GroundTruthReward], Callable[..., Verdict]] = {
 """One line for each kind of reward: (its configuration, text after the thought, ground truth) -> verdict."""
 
 
+EXAMPLES: dict[type[GroundTruthReward], tuple[str, Any]] = {
+    MathematicsReward: (r"\boxed{\frac{x}{2} + 1}", r"\frac{x + 2}{2}"),
+    CodeReward: ("```python\nprint()\n```", [{"input": "", "output": ""}]),
+    InstructionsReward: ("a text", {"instruction_id": ["punctuation:no_comma"], "kwargs": [None]}),
+}
+"""A text and a ground truth, of which the verdict imports what the kind needs."""
+
+
 class GroundTruthVerifier:
-    """The verifier of every `GroundTruthReward`."""
+    """The verifier of every `GroundTruthReward`.
+
+    Args:
+        num_workers: the number of processes that judge the answers of a `JudgedReward`. They start with the first
+            answers.
+    """
+
+    def __init__(self, cfg: GroundTruthReward, tokenizer: Tokenizer, delimiter: str, num_workers: int) -> None:
+        self.judge, self._num_workers = Judge(cfg, tokenizer, delimiter), num_workers
+        self._pool: Pool[Answer] | None = None
+
+    def score(self, answers: Sequence[Answer]) -> list[Verdict]:
+        cfg = self.judge.cfg
+        if not isinstance(cfg, JudgedReward):
+            return [self.judge(answer) for answer in answers]
+        if self._pool is None:
+            self._pool = Pool(self.judge, self._num_workers, cfg.answer_timeout_s)
+        verdicts = self._pool.judge(answers)
+        return [
+            replace(verdict, reason=f"{answer.prompt.uid}: {verdict.reason}")
+            if verdict.failed and answer.prompt.uid not in verdict.reason
+            else verdict
+            for answer, verdict in zip(answers, verdicts, strict=True)
+        ]
+
+    def close(self) -> None:
+        """End the processes."""
+        if self._pool is not None:
+            self._pool.close()
+
+
+class Judge:
+    """Judges one answer. It can be pickled; where it is unpickled, it first fills the caches that a first verdict
+    fills, so that forked workers have them."""
 
     def __init__(self, cfg: GroundTruthReward, tokenizer: Tokenizer, delimiter: str) -> None:
         self.cfg, self.tokenizer, self.delimiter = cfg, tokenizer, delimiter
 
-    def score(self, answers: Sequence[Answer]) -> list[Verdict]:
-        return [self.judge(answer) for answer in answers]
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if type(self.cfg) in EXAMPLES:
+            VERIFY[type(self.cfg)](self.cfg, *EXAMPLES[type(self.cfg)])
 
-    def judge(self, answer: Answer) -> Verdict:
+    def __call__(self, answer: Answer) -> Verdict:
         was_cut = self.cfg.require_stop and answer.finish != "stop"
         text = None if was_cut else text_after(self.delimiter, answer.response_ids, self.tokenizer)
         truth = self.cfg.ground_truth(answer.prompt.columns)

@@ -97,7 +97,7 @@ def test_last_number(text, number):
 def score(text: str, truth, finish: str = "stop", delimiter: str = "</think>", **cfg) -> Verdict:
     prompt = Prompt("rows.jsonl:3", (1,), "q", {"ground_truth": truth})
     answer = Answer(prompt, ids_of(ONE_WORD, text), finish)
-    [verdict] = GroundTruthVerifier(ExactAnswerReward(**cfg), ONE_WORD, delimiter).score([answer])
+    [verdict] = GroundTruthVerifier(ExactAnswerReward(**cfg), ONE_WORD, delimiter, 1).score([answer])
     return verdict
 
 

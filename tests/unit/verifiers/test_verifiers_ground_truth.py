@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 
 import pytest
+from patience import deadline
 
 from megatron_rl.config.rewards import CodeReward, ExactAnswerReward, InstructionsReward, MathematicsReward
 from megatron_rl.types import Prompt, Verdict
 from megatron_rl.verifiers import RewardSet, TrainerState
 from megatron_rl.verifiers.answer import Answer
 from megatron_rl.verifiers.compose import required_columns
-from megatron_rl.verifiers.ground_truth import GroundTruthVerifier, fault_of_ground_truth
+from megatron_rl.verifiers.ground_truth import GroundTruthVerifier, Judge, fault_of_ground_truth
 
 
 class Letters:
@@ -48,11 +49,11 @@ CASES = [
 
 @pytest.mark.parametrize(("cfg", "text", "truth", "score"), CASES, ids=lambda value: getattr(value, "kind", None))
 def test_the_text_after_the_thought_is_judged(cfg, text, truth, score):
-    verifier = GroundTruthVerifier(cfg, Letters(), "</think>")
+    judge = Judge(cfg, Letters(), "</think>")
     thought = r"\boxed{0.5} ```python" + "\ndouble = 1\n```, </think>"
-    assert verifier.judge(answer(thought + text, truth)).score == score
-    assert verifier.judge(answer(text, truth)) == Verdict(0.0, "no </think>")
-    assert verifier.judge(answer(thought + text, truth, "length")) == Verdict(0.0, "cut by the length budget")
+    assert judge(answer(thought + text, truth)).score == score
+    assert judge(answer(text, truth)) == Verdict(0.0, "no </think>")
+    assert judge(answer(thought + text, truth, "length")) == Verdict(0.0, "cut by the length budget")
 
 
 @pytest.mark.parametrize(
@@ -72,11 +73,23 @@ def test_the_text_after_the_thought_is_judged(cfg, text, truth, score):
 )
 @pytest.mark.parametrize("text", ["</think>x", "no delimiter"])
 def test_a_row_that_cannot_be_compared_fails_for_all_its_answers(cfg, truth, reason, text):
-    verdict = GroundTruthVerifier(cfg, Letters(), "</think>").judge(answer(text, truth))
+    verdict = Judge(cfg, Letters(), "</think>")(answer(text, truth))
     assert verdict.failed and verdict.score is None
     assert verdict.reason.startswith("rows.jsonl:7: ") and reason in verdict.reason
     fault = fault_of_ground_truth(cfg, truth)
     assert fault is not None and reason in fault
+
+
+def test_an_answer_that_takes_too_long_costs_only_its_own_verdict():
+    """Each answer is judged in a process that can be ended."""
+    cfg = CodeReward(cpu_s=1000, answer_timeout_s=deadline(3))
+    verifier = GroundTruthVerifier(cfg, Letters(), "", 2)
+    programs = [PROGRAM.format("2 * x"), "```python\nwhile True:\n    pass\n```", PROGRAM.format("x")]
+    right, hung, wrong = verifier.score([answer(program, TESTS) for program in programs])
+    assert (right.score, wrong.score) == (1.0, 0.0)
+    assert hung.failed and hung.score is None and hung.reason.startswith("rows.jsonl:7: no verdict within")
+    assert verifier.score([answer(programs[0], TESTS)]) == [right]
+    verifier.close()
 
 
 def test_each_row_goes_to_the_rewards_of_its_data_set():
