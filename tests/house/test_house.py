@@ -125,8 +125,8 @@ def code_runners(source: str) -> list[str]:
 
 
 def test_no_file_or_message_that_is_read_can_run_code():
-    """A checkpoint may come from a stranger, and the stores of PyTorch have no password. The pool's pipes are private to
-    a process and the processes that it forks."""
+    """A checkpoint may come from a stranger, and the stores of PyTorch have no password. The pool's pipes are private
+    to a process and the processes that it forks."""
     for path in sources():
         found = code_runners(path.read_text())
         assert found == [] or path.match("megatron_rl/verifiers/pool.py"), (path, found)
