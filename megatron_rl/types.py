@@ -283,6 +283,8 @@ class Verdict:
     """The score after algorithm.shaping; None if no shaping was applied."""
     failed: bool = False
     """True if the reward could not score the answer; False if it gave a score or chose to abstain."""
+    details: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """What a reward reports about the answer, as `<name of the reward>/<column>` and a value of JSON."""
 
     @property
     def reward(self) -> float | None:

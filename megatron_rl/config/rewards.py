@@ -138,9 +138,9 @@ class ImportedReward(_Reward):
 
 class FunctionReward(ImportedReward):
     """A function with TRL's signature, which scores all answers in one call: f(prompts, completions, completion_ids,
-    trainer_state, log_metric, **columns) -> list[float | None]. It may be asynchronous."""
+    trainer_state, log_metric, log_extra, **columns) -> list[float | None]. It may be asynchronous."""
 
-    given = ("prompts", "completions", "completion_ids", "trainer_state", "log_metric")
+    given = ("prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra")
     kind: Literal["function"] = "function"
 
 

@@ -20,7 +20,7 @@ from megatron_rl.verifiers.answer import Answer, Tokenizer
 from megatron_rl.verifiers.compute_score import ComputeScoreVerifier
 from megatron_rl.verifiers.functions import FunctionVerifier
 from megatron_rl.verifiers.ground_truth import GroundTruthVerifier
-from megatron_rl.verifiers.imported import LoggedMetrics, TrainerState
+from megatron_rl.verifiers.imported import Logged, TrainerState
 
 
 class AnswerVerifier(Protocol):
@@ -102,29 +102,29 @@ class RewardSet:
 
     def _score_alone(self, index: int, answers: Sequence[Answer], state: TrainerState) -> Scored:
         """The verdicts on those answers that the reward scores."""
-        verifier, metrics = self._verifiers[index], LoggedMetrics(self._configs[index].label)
-        own, start = self._own(index, answers), time.perf_counter()
+        verifier, own, start = self._verifiers[index], self._own(index, answers), time.perf_counter()
+        logged = Logged(self._configs[index].label, len(own))
         if not own:
             verdicts = []
         elif isinstance(verifier, FunctionVerifier | ComputeScoreVerifier):
-            verdicts = verifier.score(own, state, metrics)
+            verdicts = verifier.score(own, state, logged)
         else:
             verdicts = verifier.score(own)
-        return Scored(verdicts, time.perf_counter() - start, metrics.means())
+        return Scored(verdicts, time.perf_counter() - start, logged.means())
 
     async def _score_async(self, index: int, answers: Sequence[Answer], state: TrainerState) -> Scored:
         """The same for an asynchronous function."""
-        verifier, metrics = self._verifiers[index], LoggedMetrics(self._configs[index].label)
+        verifier, own, start = self._verifiers[index], self._own(index, answers), time.perf_counter()
         assert isinstance(verifier, FunctionVerifier | ComputeScoreVerifier), "`calls` has put it here"
-        own, limit_s, start = self._own(index, answers), self._configs[index].timeout_s, time.perf_counter()
+        logged, limit_s = Logged(self._configs[index].label, len(own)), self._configs[index].timeout_s
         verdicts: list[Verdict] = []
         if own:
             try:
-                verdicts = await asyncio.wait_for(verifier.score_async(own, state, metrics), limit_s)
+                verdicts = await asyncio.wait_for(verifier.score_async(own, state, logged), limit_s)
             except TimeoutError:  # the verifier turns those of the function into verdicts
                 reason = f"{self._configs[index].label} was not done in its timeout_s, {limit_s:g} s"
                 verdicts = [Verdict(None, reason, failed=True)] * len(own)
-        return Scored(verdicts, time.perf_counter() - start, metrics.means())
+        return Scored(verdicts, time.perf_counter() - start, logged.means())
 
     def _own(self, index: int, answers: Sequence[Answer]) -> list[Answer]:
         return [answer for answer in answers if self._configs[index].scores(answer.prompt.columns)]
@@ -166,5 +166,6 @@ def weighted_sum(weights: Sequence[float], verdicts: Sequence[Verdict]) -> Verdi
     """
     reason = "; ".join(verdict.reason for verdict in verdicts if verdict.reason)
     parts = tuple(verdict.score for verdict in verdicts)
+    details = {name: value for verdict in verdicts for name, value in verdict.details.items()}
     terms = [w * score for w, score in zip(weights, parts, strict=True) if score is not None]
-    return Verdict(sum(terms) if terms else None, reason, parts)
+    return Verdict(sum(terms) if terms else None, reason, parts, details=details)

@@ -4,8 +4,8 @@ The contract is that of verl's `custom_reward_function` (https://verl.readthedoc
 Dataset") and of its naive reward manager. As there, a thought is part of `solution_str`.
 
 Invariants (tests/unit/verifiers): an exception, or a result of the wrong form, gives its own answer a failed verdict
-with the reason, and so does a row without a ground truth; none of these is ever the score 0. The numbers beside `score`
-become metrics.
+with the reason, and so does a row without a ground truth; none of these is ever the score 0. What a mapping
+has beside `score` is told for each answer, and its numbers are metrics, too.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from numbers import Real
 from typing import Any
 
 from megatron_rl.config.rewards import ComputeScoreReward
 from megatron_rl.types import Verdict
 from megatron_rl.verifiers.answer import Answer, Tokenizer
-from megatron_rl.verifiers.imported import ImportedFunction, LoggedMetrics, TrainerState, as_plain
+from megatron_rl.verifiers.imported import ImportedFunction, Logged, TrainerState, as_json, as_plain
 
 log = logging.getLogger(__name__)
 
@@ -36,27 +37,25 @@ class ComputeScoreVerifier:
         self.is_async = self._function.is_async
         self._has_raised = False
 
-    def score(self, answers: Sequence[Answer], state: TrainerState, metrics: LoggedMetrics) -> list[Verdict]:
+    def score(self, answers: Sequence[Answer], state: TrainerState, logged: Logged) -> list[Verdict]:
         def one(answer: Answer) -> Verdict:
             if self._cfg.ground_truth(answer.prompt.columns) is None:
                 return NO_TRUTH
             try:
-                return self._verdict(self._function.call(self._offered(answer)), metrics)
+                return self._verdict(self._function.call(self._offered(answer)), logged)
             except Exception as error:  # a user's function may raise anything, and this is never a score
                 return self._failed(error)
 
         return list(map(one, answers))
 
-    async def score_async(
-        self, answers: Sequence[Answer], state: TrainerState, metrics: LoggedMetrics
-    ) -> list[Verdict]:
+    async def score_async(self, answers: Sequence[Answer], state: TrainerState, logged: Logged) -> list[Verdict]:
         """The same for an asynchronous function."""
 
         async def one(answer: Answer) -> Verdict:
             if self._cfg.ground_truth(answer.prompt.columns) is None:
                 return NO_TRUTH
             try:
-                return self._verdict(await self._function.call(self._offered(answer)), metrics)
+                return self._verdict(await self._function.call(self._offered(answer)), logged)
             except Exception as error:  # as above
                 return self._failed(error)
 
@@ -77,13 +76,16 @@ class ComputeScoreVerifier:
         self._has_raised = True
         return self._function.fault_of(error)
 
-    def _verdict(self, result: Any, metrics: LoggedMetrics) -> Verdict:
+    def _verdict(self, result: Any, logged: Logged) -> Verdict:
         if not isinstance(result, Mapping):
             return self._function.verdict_of(result)
         if "score" not in result:
             reason = f"{self._cfg.path} returned a mapping without `score` (it has {', '.join(map(str, result))})"
             return Verdict(None, reason, failed=True)
+        details = {}
         for name, value in result.items():
-            if name != "score" and isinstance(as_plain(value), Real):  # texts, such as the answer that was found
-                metrics.log(name, value)
-        return self._function.verdict_of(result["score"])
+            if name != "score":
+                if isinstance(as_plain(value), Real):
+                    logged.log_metric(name, value)
+                details[f"{self._cfg.label}/{name}"] = as_json(value)
+        return replace(self._function.verdict_of(result["score"]), details=details)

@@ -1,7 +1,7 @@
 """Any Python function with TRL's signature as a reward.
 
 The contract is that of `GRPOTrainer` (https://huggingface.co/docs/trl/grpo_trainer, "Using a custom reward function").
-`log_extra` and `environments` are not given.
+`environments` is not given.
 
 Invariants (tests/unit/verifiers): `None` is an abstention. An exception, or a result of the wrong form, gives every
 answer of the call a failed verdict with the reason. A number that is not finite gives only its own answer a failed
@@ -17,14 +17,14 @@ from typing import Any
 from megatron_rl.config.rewards import FunctionReward
 from megatron_rl.types import Prompt, Verdict
 from megatron_rl.verifiers.answer import Answer, Tokenizer
-from megatron_rl.verifiers.imported import ImportedFunction, LoggedMetrics, TrainerState, as_plain
+from megatron_rl.verifiers.imported import ImportedFunction, Logged, TrainerState, as_plain
 
 log = logging.getLogger(__name__)
 
 
 class FunctionVerifier:
-    """Calls f(prompts=, completions=, completion_ids=, trainer_state=, log_metric=, **columns) once for all given
-    answers. A function without **columns gets those arguments that it names.
+    """Calls f(prompts=, completions=, completion_ids=, trainer_state=, log_metric=, log_extra=, **columns) once for all
+    given answers. A function without **columns gets those arguments that it names.
 
     As in TRL, a prompt and its completion are lists of chat turns if the row has `messages`, and plain text if it has
     `prompt`. Completions are decoded without special tokens. Each column of the rows is a list, with None for a row
@@ -36,32 +36,28 @@ class FunctionVerifier:
         self._function = ImportedFunction(cfg)
         self.is_async = self._function.is_async
 
-    def score(self, answers: Sequence[Answer], state: TrainerState, metrics: LoggedMetrics) -> list[Verdict]:
-        offered = self._offered(answers, state, metrics)
+    def score(self, answers: Sequence[Answer], state: TrainerState, logged: Logged) -> list[Verdict]:
+        offered = self._offered(answers, state, logged)
         if isinstance(offered, Verdict):
             return [offered] * len(answers)
         try:
             scores = self._function.call(offered)
         except Exception as error:  # a user's function may raise anything, and this is never a score
             return self._failed(error, len(answers))
-        return self._verdicts(scores, len(answers))
+        return logged.onto(self._verdicts(scores, len(answers)))
 
-    async def score_async(
-        self, answers: Sequence[Answer], state: TrainerState, metrics: LoggedMetrics
-    ) -> list[Verdict]:
+    async def score_async(self, answers: Sequence[Answer], state: TrainerState, logged: Logged) -> list[Verdict]:
         """The same for an asynchronous function."""
-        offered = self._offered(answers, state, metrics)
+        offered = self._offered(answers, state, logged)
         if isinstance(offered, Verdict):
             return [offered] * len(answers)
         try:
             scores = await self._function.call(offered)
         except Exception as error:  # as above
             return self._failed(error, len(answers))
-        return self._verdicts(scores, len(answers))
+        return logged.onto(self._verdicts(scores, len(answers)))
 
-    def _offered(
-        self, answers: Sequence[Answer], state: TrainerState, metrics: LoggedMetrics
-    ) -> dict[str, Any] | Verdict:
+    def _offered(self, answers: Sequence[Answer], state: TrainerState, logged: Logged) -> dict[str, Any] | Verdict:
         """The arguments of a call, or a failed verdict if the rows' columns cannot be arguments."""
         columns = _columns(answers)
         given = {
@@ -69,7 +65,8 @@ class FunctionVerifier:
             "completions": [self._completion(answer) for answer in answers],
             "completion_ids": [answer.response_ids for answer in answers],
             "trainer_state": state,
-            "log_metric": metrics.log,
+            "log_metric": logged.log_metric,
+            "log_extra": logged.log_extra,
         }
         if twice := sorted(given.keys() & columns):
             reason = f"rows have a column {twice[0]!r}, which is an argument of every reward function; rename it"

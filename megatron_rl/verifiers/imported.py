@@ -8,11 +8,12 @@ value that is no finite number gives a failed verdict, and is never the score 0.
 from __future__ import annotations
 
 import inspect
+import json
 import logging
 import math
 import traceback
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from numbers import Real
 from statistics import fmean
 from typing import Any
@@ -40,14 +41,16 @@ class TrainerState:
         raise AttributeError(f"this trainer_state has global_step and max_steps, but no {name}")
 
 
-class LoggedMetrics:
-    """The numbers that one reward reports while it scores the answers of one call."""
+class Logged:
+    """What one reward reports while it scores the answers of one call: metrics of the step, and columns with a value
+    for each answer."""
 
-    def __init__(self, label: str) -> None:
-        self._label = label
+    def __init__(self, label: str, num_answers: int) -> None:
+        self._label, self._num_answers = label, num_answers
         self._values: dict[str, list[float]] = {}
+        self._columns: dict[str, list[Any]] = {}
 
-    def log(self, name: str, value: Any) -> None:
+    def log_metric(self, name: str, value: Any) -> None:
         """Add a value; values of one name are averaged. TRL passes this method as `log_metric`.
 
         Args:
@@ -63,9 +66,32 @@ class LoggedMetrics:
             raise ValueError(f"the metric {name!r} is {value!r} ({type(value).__name__}), but it must be a number")
         self._values.setdefault(name, []).append(float(plain))
 
+    def log_extra(self, column: str, values: Any) -> None:
+        """Set the values of a column, one for each answer. TRL passes this method as `log_extra`.
+
+        Args:
+            values: a list, a NumPy array or a tensor. A value that JSON does not have becomes text.
+
+        Raises:
+            ValueError: it is no list, or there is not one value for each answer.
+        """
+        plain = as_plain(values)
+        if not isinstance(plain, list | tuple):
+            raise ValueError(f"the column {column!r} is {type(values).__name__}, but it must be a list")
+        if len(plain) != self._num_answers:
+            raise ValueError(f"the column {column!r} has {len(plain)} values for {self._num_answers} completions")
+        self._columns[column] = [as_json(value) for value in plain]
+
     def means(self) -> Metrics:
         """The metrics `reward/<label>/<name>`."""
         return {f"reward/{self._label}/{name}": fmean(values) for name, values in self._values.items()}
+
+    def onto(self, verdicts: Sequence[Verdict]) -> list[Verdict]:
+        """The verdicts, one for each answer, with the columns in their details."""
+        return [
+            replace(verdict, details={f"{self._label}/{name}": values[i] for name, values in self._columns.items()})
+            for i, verdict in enumerate(verdicts)
+        ]
 
 
 class ImportedFunction:
@@ -116,6 +142,15 @@ def as_plain(value: Any) -> Any:
     """A NumPy array or scalar or a tensor as lists and Python numbers; anything else as it is. Neither is imported,
     because most rewards use neither."""
     return value.tolist() if callable(getattr(value, "tolist", None)) else value
+
+
+def as_json(value: Any) -> Any:
+    """The value as JSON reads it back, or as text if JSON does not have it, such as NaN."""
+    plain = as_plain(value)
+    try:
+        return json.loads(json.dumps(plain, allow_nan=False))
+    except (TypeError, ValueError):
+        return str(plain)
 
 
 def _made(cls: type, cfg: ImportedReward) -> Any:

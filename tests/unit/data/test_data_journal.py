@@ -18,7 +18,8 @@ def entry(number: int, num_samples: int = 2, score: float | None = 0.5) -> Entry
     samples, tokens = [], []
     for i in range(num_samples):
         length = 3 + int(rng.integers(5))
-        verdict = Verdict(score, "" if score is not None else "away", (score, None), shaped=0.25, failed=score is None)
+        reason, details = "" if score is not None else "away", {"judge/found": ["2", None, i]}
+        verdict = Verdict(score, reason, (score, None), shaped=0.25, failed=score is None, details=details)
         samples.append(Sample(length, 2, length - 2, i, "stop", i == 1, oldest_version=number, verdict=verdict))
         tokens.append(
             Tokens(

@@ -1,4 +1,4 @@
-"""Reward functions as the documentation of TRL and of verl shows them, called as a run calls them."""
+"""Reward functions as TRL's documentation shows them, called as a run calls them; their paths and arguments."""
 
 from __future__ import annotations
 
@@ -8,48 +8,17 @@ import re
 
 import numpy as np
 import pytest
+from contracts import CHAT, STATE, TWO, Letters, answer, scored, scores
 
 from megatron_rl.config.function import load_function
 from megatron_rl.config.rewards import ComputeScoreReward, FunctionReward
-from megatron_rl.types import Prompt, Verdict
-from megatron_rl.verifiers import RewardSet, Scored, TrainerState
-from megatron_rl.verifiers.answer import Answer
-
-
-class Letters:
-    """A token is the code of a character; 0 is special."""
-
-    def decode(self, ids, *, skip_special_tokens):
-        return "".join("." if i == 0 else chr(i) for i in ids if i or not skip_special_tokens)
-
-
-def answer(text: str, messages: object = "What is 1+1?", **columns: object) -> Answer:
-    return Answer(Prompt("rows.jsonl:1", (1,), messages, columns), [*map(ord, text), 0], "stop")
-
-
-CHAT = ({"role": "user", "content": "What is 1+1?"},)
-STATE = TrainerState(global_step=7, max_steps=100)
-TWO = [answer(r"so \boxed{2}", ground_truth="2"), answer("it is 3", ground_truth="2", level=4)]
+from megatron_rl.types import Verdict
+from megatron_rl.verifiers import RewardSet
 
 
 def trl(function: str, **changes) -> FunctionReward:
     return FunctionReward(**{"path": f"{__name__}:{function}"} | changes)
 
-
-def verl(function: str, **changes) -> ComputeScoreReward:
-    return ComputeScoreReward(**{"path": f"{__name__}:{function}"} | changes)
-
-
-def scored(cfg, answers=TWO) -> Scored:
-    [given] = RewardSet([cfg], Letters(), "").score([0], answers, STATE)
-    return given
-
-
-def scores(cfg, answers=TWO) -> list[float | None]:
-    return [verdict.score for verdict in scored(cfg, answers).verdicts]
-
-
-# TRL's contract
 
 SEEN: list[dict] = []
 
@@ -138,7 +107,7 @@ def test_a_function_gets_what_trl_gives():
     SEEN.clear()
     assert scores(trl("record"), [TWO[0], answer("b", CHAT, ground_truth="z", level=4)]) == [0.0, 0.0]
     [given] = SEEN
-    assert callable(given.pop("log_metric"))
+    assert callable(given.pop("log_metric")) and callable(given.pop("log_extra"))
     assert given == {
         "prompts": ["What is 1+1?", [{"role": "user", "content": "What is 1+1?"}]],
         "completions": [r"so \boxed{2}", [{"role": "assistant", "content": "b"}]],
@@ -153,6 +122,8 @@ def test_a_function_of_trls_documentation():
     given = scored(trl("boxed", name="format"))
     assert [verdict.score for verdict in given.verdicts] == [1.0, 0.0]
     assert given.metrics == {"reward/format/accuracy": 0.75}
+    found = [verdict.details["format/found"] for verdict in given.verdicts]
+    assert found[0].startswith("<re.Match object") and found[1] == "None"
 
 
 @pytest.mark.parametrize(
@@ -239,6 +210,31 @@ def logs_wrongly(completions, log_metric, **_):
     return [0.0 for _ in completions]
 
 
+def logs_a_text_as_column(log_extra, **_):
+    log_extra("found", "ab")
+    return [0.0, 0.0]
+
+
+def logs_a_short_column(log_extra, **_):
+    log_extra("found", [1])
+    return [0.0, 0.0]
+
+
+def logs_columns(completions, log_extra, **_):
+    log_extra("array", np.array([1.5, 2.5]))
+    log_extra("any", [{"a": [1, None]}, float("nan")])
+    log_extra(
+        "any_other",
+        (
+            {
+                1,
+            },
+            np.int64(3),
+        ),
+    )
+    return [0.0, None]
+
+
 def logs_text(completions, log_metric, **_):
     log_metric("found", "two")
     return [0.0 for _ in completions]
@@ -251,6 +247,8 @@ def logs_text(completions, log_metric, **_):
         ("crashes_later", "crashes_later raised TimeoutError: the judge is slow"),
         ("by_epoch", "AttributeError: this trainer_state has global_step and max_steps, but no epoch"),
         ("logs_wrongly", "the metric 'api/seconds' has a name that the run uses itself"),
+        ("logs_a_text_as_column", "the column 'found' is str, but it must be a list"),
+        ("logs_a_short_column", "the column 'found' has 1 values for 2 completions"),
         ("logs_text", r"the metric 'found' is 'two' \(str\), but it must be a number"),
         ("scaled", r"raised TypeError: .*factor"),
     ],
@@ -259,6 +257,17 @@ def test_an_error_of_a_function_fails_all_its_answers_with_the_reason(name, reas
     verdicts = scored(trl(name)).verdicts
     assert len(verdicts) == 2
     assert all(verdict.failed and verdict.score is None and re.search(reason, verdict.reason) for verdict in verdicts)
+
+
+def test_columns_are_details_of_each_answer_as_json():
+    """Of rows of other data sets, the function gets no answer and gives no value."""
+    answers = [answer("a", dataset="x"), answer("b", dataset="y"), answer("c", dataset="x")]
+    details = [verdict.details for verdict in scored(trl("logs_columns", datasets=["x"]), answers).verdicts]
+    assert details == [
+        {"logs_columns/array": 1.5, "logs_columns/any": {"a": [1, None]}, "logs_columns/any_other": "{1}"},
+        {},
+        {"logs_columns/array": 2.5, "logs_columns/any": "nan", "logs_columns/any_other": 3},
+    ]
 
 
 @pytest.mark.parametrize("name", ["record", "grades"])
@@ -349,101 +358,11 @@ def test_rows_of_other_data_sets_are_not_given_to_a_function():
         assert scores(cfg, answers[:1]) == [None]
 
 
-# verl's contract
-
-
-def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    SEEN.append({"data_source": data_source, "ground_truth": ground_truth, "extra_info": extra_info})
-    return float(ground_truth in solution_str)
-
-
-def detailed(data_source, solution_str, ground_truth, extra_info, bonus=0.0, **kwargs):
-    correct = solution_str.endswith(f"{{{ground_truth}}}")
-    if "3" in solution_str:
-        return {"score": bonus, "acc": correct}
-    return {"score": 1.0 + bonus, "acc": correct, "length": np.int64(12), "pred": solution_str}
-
-
-def takes_two(solution_str, ground_truth, method="strict"):
-    return solution_str == ground_truth if method == "strict" else 0.5
-
-
-async def asks_a_judge(data_source, solution_str, ground_truth, extra_info):
-    if "3" in solution_str:
-        raise ConnectionError("the judge hung up")
-    return await _meets(solution_str, {"a": "b", "b": "a"}.get(solution_str, solution_str), [0]) and 0.5
-
-
-def without_score(**_):
-    return {"acc": 1.0}
-
-
-def writes_into_its_information(extra_info, **_):
-    extra_info["seen"] = extra_info.get("seen", 0) + 1
-    return extra_info["seen"]
-
-
-def test_a_function_gets_what_verl_gives():
-    SEEN.clear()
-    nested = {"style": "rule", "ground_truth": "2"}
-    answers = [
-        answer("2", data_source="openai/gsm8k", reward_model=nested, extra_info={"index": 3}),
-        answer("3", dataset="gsm8k", ground_truth="2"),
-    ]
-    assert scores(verl("compute_score"), answers) == [1.0, 0.0]
-    assert SEEN == [
-        {"data_source": "openai/gsm8k", "ground_truth": "2", "extra_info": {"index": 3}},
-        {"data_source": "gsm8k", "ground_truth": "2", "extra_info": {}},
-    ]
-
-
-def test_the_numbers_beside_the_score_are_metrics():
-    given = scored(verl("detailed", arguments={"bonus": 0.5}))
-    assert [verdict.score for verdict in given.verdicts] == [1.5, 0.5]
-    assert given.metrics == {"reward/detailed/acc": 0.5, "reward/detailed/length": 12.0}
-
-
-def test_arguments_replace_what_the_run_gives():
-    SEEN.clear()
-    assert scores(verl("compute_score", arguments={"data_source": "math"}), TWO[:1]) == [1.0]
-    assert SEEN[0]["data_source"] == "math"
-
-
-def test_a_function_with_fewer_arguments_gets_those():
-    exact = [answer("2", ground_truth="2"), answer("3", ground_truth="2")]
-    assert scores(verl("takes_two"), exact) == [1.0, 0.0]
-    assert scores(verl("takes_two", arguments={"method": "flexible"}), exact) == [0.5, 0.5]
-
-
-def test_an_asynchronous_function_scores_all_answers_at_the_same_time():
-    WAITING.clear()
-    three = [answer("a", ground_truth="a"), answer("3", ground_truth="a"), answer("b", ground_truth="a")]
-    verdicts = scored(verl("asks_a_judge"), three).verdicts
-    assert [verdict.score for verdict in verdicts] == [0.5, None, 0.5]
-    assert verdicts[1].failed and "raised ConnectionError: the judge hung up" in verdicts[1].reason
-
-
-@pytest.mark.parametrize(
-    ("name", "columns", "reason"),
-    [
-        ("without_score", {"ground_truth": "2"}, r"returned a mapping without `score` \(it has acc\)"),
-        ("compute_score", {"data_source": "math"}, "has neither `ground_truth` nor `reward_model`"),
-        ("asks_a_judge", {"reward_model": {}}, "has neither `ground_truth` nor `reward_model`"),
-        ("crashes", {"ground_truth": "2"}, "raised RuntimeError: the judge is down"),
-        ("record", {"ground_truth": "2"}, "raised KeyError"),
-    ],
-)
-def test_what_cannot_be_scored_fails_with_the_reason(name, columns, reason):
-    [verdict] = scored(verl(name), [answer("2", **columns)]).verdicts
-    assert verdict.failed and verdict.score is None and re.search(reason, verdict.reason)
-
-
-def test_a_function_cannot_change_the_rows():
-    one = answer("2", ground_truth="2", extra_info={"seen": 4})
-    assert scores(verl("writes_into_its_information"), [one, one]) == [5.0, 5.0]
-
-
 # Paths and arguments
+
+
+def takes_two(completions, method="strict"):
+    return [0.0 for _ in completions]
 
 
 @pytest.mark.parametrize(
@@ -472,7 +391,7 @@ def test_a_wrong_path_is_named(path, message):
 )
 def test_arguments_that_do_not_fit_are_refused_before_any_answer(name, arguments, message):
     with pytest.raises(ValueError, match=message):
-        RewardSet([verl(name, arguments=arguments)], Letters(), "")
+        RewardSet([trl(name, arguments=arguments)], Letters(), "")
 
 
 def test_a_function_of_a_file_is_loaded_once(tmp_path, monkeypatch):
