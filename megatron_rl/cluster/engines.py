@@ -47,9 +47,11 @@ class EngineRank:
     """One engine, which is a TP group of vLLM workers, in an asyncio Ray actor: it can receive weights while it
     generates."""
 
-    def __init__(self, config: GrpoRunConfig, index: int, logs: str, spans_nodes: bool, record: str) -> None:
+    def __init__(
+        self, config: GrpoRunConfig, index: int, logs: str, spans_nodes: bool, record: str, loads_weights: bool = False
+    ) -> None:
         begin_process(Path(logs) / f"engine_{index}.log", f"engine {index}")
-        self.config, self.spans_nodes, self.record = config, spans_nodes, record
+        self.config, self.spans_nodes, self.record, self.loads_weights = config, spans_nodes, record, loads_weights
 
     async def locate(self) -> Location:
         return locate()
@@ -67,6 +69,7 @@ class EngineRank:
             returns_routes=config.policy.routing_replay,
             record=Path(self.record),
             shares_gpus=config.cluster.colocate,
+            loads_weights=self.loads_weights,
         )
         await self.engine.start()
         log.info("vLLM is ready")
@@ -134,10 +137,23 @@ class EngineRank:
 
 
 class EngineGroup:
-    """All engines. Each of them gets a contiguous part of the prompts; the parts have equal size."""
+    """All engines. Each of them gets a contiguous part of the prompts; the parts have equal size.
 
-    def __init__(self, config: GrpoRunConfig, logs: Path, placement: RayPlacement, restarts: Restarts) -> None:
+    Args:
+        loads_weights: whether the engines load the weights of the model's folder, as version 0. Otherwise a bridge must
+            bring them.
+    """
+
+    def __init__(
+        self,
+        config: GrpoRunConfig,
+        logs: Path,
+        placement: RayPlacement,
+        restarts: Restarts,
+        loads_weights: bool = False,
+    ) -> None:
         self._config, self._logs, self._placement, self._restarts = config, logs, placement, restarts
+        self._loads_weights = loads_weights
         num = config.rollout.num_engines
         self._records = logs.parent / "unfinished"
         remove_records(self._records)
@@ -146,7 +162,7 @@ class EngineGroup:
         self.processes = [Process(f"engine {i}", logs / f"engine_{i}.log", self._new(i)) for i in range(num)]
         self.num_replaced = 0
         """The number of engines that were replaced since the run began."""
-        self.bring_weights: Callable[[int], object] = _no_bridge
+        self.bring_weights: Callable[[int], object] = self._start_again if loads_weights else _no_bridge
         """Replaces dead engines and pushes a version into all engines; the bridge sets it."""
         self.before: Callable[[Phase], object] = _stay
         """Brings the run into a phase, if trainers share the engines' GPUs; the colocation sets it."""
@@ -160,7 +176,7 @@ class EngineGroup:
         options = self._placement.group_options("engine", index) | {"max_concurrency": MAX_CALLS}
         spans_nodes = self._placement.spans_nodes("engine", index)
         self.record_of[index] = str(self._records / f"engine_{index}_{secrets.token_hex(4)}.tokens")
-        arguments = (self._config, index, str(self._logs), spans_nodes, self.record_of[index])
+        arguments = (self._config, index, str(self._logs), spans_nodes, self.record_of[index], self._loads_weights)
         return ray.remote(EngineRank).options(**options).remote(*arguments)
 
     def wait(self) -> None:
@@ -190,11 +206,16 @@ class EngineGroup:
             elif isinstance(outcome, RayError) and not isinstance(outcome, RayActorError):
                 raise explain(outcome, process) from outcome
 
+    def _start_again(self, version: int) -> None:
+        """What brings weights where no bridge does."""
+        assert version == 0, "the engines have loaded version 0"
+        self.replace_dead()
+
     def replace_dead(self) -> int:
         """Start a new engine for each one that has died or does not answer, and return their number.
 
-        A new engine has the index, seed and name of the old one. It holds no weights. If the old engine's node is gone,
-        it goes to another one.
+        A new engine has the index, seed and name of the old one. It holds no weights unless it loads them. If the old
+        engine's node is gone, it goes to another one.
 
         Raises:
             ValueError: no node that lives has room for it.

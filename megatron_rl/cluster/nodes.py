@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import ray
@@ -21,6 +21,9 @@ from megatron_rl.config.schema import BaseConfig
 
 POOL_LABEL = "pool"
 """The label of a Ray node that names its pool, as in `ray start --labels pool=train`."""
+
+ROLES = ("trainer", "engine", "verifier")
+"""What a run consists of."""
 
 log = logging.getLogger(__name__)
 
@@ -57,13 +60,16 @@ class RayPlacement:
     ranks.
     """
 
-    def __init__(self, config: BaseConfig) -> None:
+    def __init__(self, config: BaseConfig, roles: Collection[str] = ROLES) -> None:
         """Plan a run on what is free now.
+
+        Args:
+            roles: those that are placed.
 
         Raises:
             ValueError: there is no room.
         """
-        self.plan: Placement = place(demands_of(config), read_nodes())
+        self.plan: Placement = place([demand for demand in demands_of(config) if demand.role in roles], read_nodes())
         self._spanning: dict[tuple[str, int], PlacementGroup] = {}
         self._lock = threading.Lock()
         """Verifiers are started again in their own threads."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -33,7 +33,7 @@ class _Reward(Section):
 
     def scores(self, columns: Mapping[str, Any]) -> bool:
         """Whether the reward scores the answers to a row with these columns."""
-        return self.datasets is None or any(name in self.datasets for name in _as_list(columns.get("dataset")))
+        return self.datasets is None or any(name in self.datasets for name in datasets_of(columns))
 
     def ground_truth(self, columns: Mapping[str, Any]) -> Any:
         """What the reward compares the answers to a row with; None if the row has no ground truth for it."""
@@ -44,8 +44,11 @@ class _Reward(Section):
         return own[0] if len(own) == 1 else own or None
 
 
-def _as_list(value: Any) -> Sequence[Any]:
-    return value if isinstance(value, list | tuple) else [value]
+def datasets_of(columns: Mapping[str, Any]) -> list[str]:
+    """The data sets of a row with these columns: its `dataset`, which is a name or a list of names."""
+    value = columns.get("dataset")
+    names = value if isinstance(value, list | tuple) else [value]
+    return list(dict.fromkeys(str(name) for name in names if name is not None))
 
 
 class GroundTruthReward(_Reward):

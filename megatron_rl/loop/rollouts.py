@@ -9,7 +9,7 @@ from statistics import fmean
 
 import numpy as np
 
-from megatron_rl.config.rewards import RewardConfig
+from megatron_rl.config.rewards import RewardConfig, datasets_of
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.ports import Ports, Sink
 from megatron_rl.types import Group, Metrics, Prompt, Scores, Verdict, give_verdicts
@@ -17,6 +17,9 @@ from megatron_rl.types import Group, Metrics, Prompt, Scores, Verdict, give_verd
 EVALUATION_SEED = 2**20
 """Evaluations of a run in turns use the seed before this one in every step, so that their accuracies can be compared.
 The steps have other seeds. In an asynchronous run each evaluation has seeds of its own."""
+
+MAX_DATASETS = 16
+"""The number of data sets that have metrics of their own in a step."""
 
 
 def answer_and_verify(
@@ -41,7 +44,7 @@ def answer_and_verify(
 
 def describe_verified(config: GrpoRunConfig, groups: Sequence[Group]) -> Metrics:
     """The metrics of a step's answers and of their verdicts."""
-    metrics = describe(groups) | describe_rewards(config.rewards, groups)
+    metrics = describe(groups) | describe_rewards(config.rewards, groups) | describe_datasets(groups)
     if config.algorithm.shaping:  # reward/mean is the mean of the shaped rewards
         metrics["score/mean"] = fmean(v.score for v in verdicts_of(groups) if v.score is not None)
     return metrics
@@ -61,14 +64,39 @@ def score(ports: Ports, groups: Sequence[Group]) -> Metrics:
 
 def describe_rewards(rewards: Sequence[RewardConfig], groups: Sequence[Group]) -> Metrics:
     """The metrics of each reward, by its name: the mean of its scores, not weighted, and the share of the answers on
-    which it abstained."""
+    which it abstained, among those to rows that it scores."""
     metrics: Metrics = {}
-    rows = [verdict.parts for verdict in verdicts_of(groups)]
-    for reward, column in zip(rewards, zip(*rows, strict=True), strict=True):
+    for i, reward in enumerate(rewards):
+        column = [v.parts[i] for v in verdicts_of([group for group in groups if reward.scores(group.prompt.columns)])]
         scores = [part for part in column if part is not None]
-        metrics[f"reward/{reward.label}/abstained"] = 1 - len(scores) / len(column)
+        if column:
+            metrics[f"reward/{reward.label}/abstained"] = 1 - len(scores) / len(column)
         if scores:
             metrics[f"reward/{reward.label}/mean"] = fmean(scores)
+    return metrics
+
+
+def describe_datasets(groups: Sequence[Group]) -> Metrics:
+    """The metrics of each data set, by its name in the rows' column `dataset`: the number of groups, the share of them
+    in which all scores are the same, the mean score, and the mean length of the answers in tokens. A row of several
+    data sets counts in each. The metrics of all but the first MAX_DATASETS names of the step have the name `other`."""
+    by_name: dict[str, list[Group]] = {}
+    for group in groups:
+        for name in datasets_of(group.prompt.columns):
+            known = name in by_name or len(by_name) < MAX_DATASETS
+            by_name.setdefault(name if known else "other", []).append(group)
+    metrics: Metrics = {}
+    for name, own in by_name.items():
+        scores = [[sample.verdict.score for sample in group.samples if sample.verdict] for group in own]
+        flat = [score for given in scores for score in given if score is not None]
+        lengths = [sample.length - sample.num_prompt_tokens for group in own for sample in group.samples]
+        metrics |= {
+            f"dataset/{name}/groups": float(len(own)),
+            f"dataset/{name}/zero_signal": sum(len(set(given)) == 1 for given in scores) / len(own),
+            f"dataset/{name}/response_mean": fmean(lengths),
+        }
+        if flat:
+            metrics[f"dataset/{name}/score_mean"] = fmean(flat)
     return metrics
 
 

@@ -97,7 +97,7 @@ class _Answer:
 
 class VllmEngine:
     """One engine of `rollout.tensor` ranks. Call `start`, then `weights.init_transfer` and
-    `weights.receive`, then `generate`."""
+    `weights.receive`, then `generate`. An engine that loads weights needs no transfer."""
 
     def __init__(
         self,
@@ -109,6 +109,7 @@ class VllmEngine:
         returns_routes: bool = False,
         record: Path | None = None,
         shares_gpus: bool = False,
+        loads_weights: bool = False,
     ) -> None:
         """
         Args:
@@ -118,13 +119,15 @@ class VllmEngine:
             spans_nodes: whether the ranks are on several nodes. The process must then be a Ray actor whose placement
                 group has a bundle for each rank, because vLLM starts its ranks there as actors.
             shares_gpus: whether trainers have the same GPUs, so that `weights.enter` gives them the memory.
+            loads_weights: whether `start` loads the weights of the model's folder, as version 0; otherwise the bridge
+                brings them.
 
         Raises:
             ValueError: the folder holds no model, the model has fewer positions than the longest sample has tokens, or
                 the thinking budget does not fit into max_response_tokens.
         """
         self._model, self._rollout, self._seed, self._spans_nodes = model, rollout, seed, spans_nodes
-        self._shares_gpus = shares_gpus
+        self._shares_gpus, self._loads_weights = shares_gpus, loads_weights
         self._returns_routes = returns_routes
         shape = read_shape(model.path)
         self._vocab_size = shape.vocab_size
@@ -153,16 +156,19 @@ class VllmEngine:
         self.weights = EngineWeights(self._thread, rollout, self._progress, shares_gpus)
 
     async def start(self) -> None:
-        """Start vLLM with dummy weights; the bridge brings the real ones.
+        """Start vLLM.
 
         Raises:
             ValueError: vLLM refuses the configuration.
         """
         try:
             options = self._seed, self._spans_nodes, self._returns_routes, self._progress, self._shares_gpus
-            await self._thread.start(partial(make_engine, self._model, self._rollout, *options))
+            start = partial(make_engine, self._model, self._rollout, *options, self._loads_weights)
+            await self._thread.start(start)
             longest = self._rollout.max_response_tokens
             await self._thread.call(lambda: self._thread.requests.attach(self._thread.engine, longest))
+            if self._loads_weights:
+                await self.weights.loaded()
         except ValidationError as error:  # it cannot be pickled, and it names vLLM's internals
             reasons = "; ".join(fault["msg"].removeprefix("Value error, ") for fault in error.errors())
             log.exception("vLLM refuses its configuration")

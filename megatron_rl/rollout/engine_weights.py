@@ -133,6 +133,15 @@ class EngineWeights:
 
         await self._call(join_bridge)
 
+    async def loaded(self) -> None:
+        """Call the weights that vLLM has loaded version 0."""
+
+        def name() -> None:
+            self._thread.engine.set_weight_version("0")
+            self.version = 0
+
+        await self._call(name)
+
     async def ready(self) -> None:
         """Wait until the engine is between two decode steps. If a call of `take` follows this one, it begins then."""
         await self._call(lambda: None)

@@ -43,14 +43,16 @@ def make_engine(
     returns_routes: bool,
     progress: Progress | None,
     shares_gpus: bool,
+    loads_weights: bool,
 ) -> LLMEngine:
-    """Start vLLM with dummy weights, in the process and the thread that call.
+    """Start vLLM in the process and the thread that call.
 
     Args:
         spans_nodes: whether the ranks are on several nodes; see `VllmEngine`.
         returns_routes: whether outputs hold the experts of each token.
         progress: what records the tokens of every step; None if nobody does.
         shares_gpus: whether trainers have the same GPUs; see `VllmEngine`.
+        loads_weights: whether vLLM loads the weights of the model's folder; otherwise it begins with dummy weights.
     """
     on_gpu = torch.cuda.is_available()
     if not on_gpu:
@@ -67,7 +69,7 @@ def make_engine(
 
     arguments = EngineArgs(
         model=str(model.path),
-        load_format="dummy",
+        load_format="auto" if loads_weights else "dummy",
         dtype=model.dtype,
         quantization=rollout.quantization,
         skip_tokenizer_init=True,

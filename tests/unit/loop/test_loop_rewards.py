@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from small_ports import World, config
 
-from megatron_rl.loop.rollouts import SilentRewards, right_answers
+from megatron_rl.loop.rollouts import MAX_DATASETS, SilentRewards, describe_datasets, describe_rewards, right_answers
 from megatron_rl.types import Group, Prompt, Sample, Verdict
 
 CONFIG = config(
@@ -39,3 +39,35 @@ def test_a_reward_is_silent_only_about_rows_that_it_should_score():
     silent.count([group("a", OF_A)], {}, sink)
     with pytest.raises(ValueError, match="reward for_b scored none of 1 answers in 2 steps in a row"):
         silent.count([group("a", OF_A), group("b", UNSCORED)], {}, sink)
+
+
+def test_the_metrics_of_a_reward_are_of_the_rows_that_it_scores():
+    metrics = describe_rewards(CONFIG.rewards, [group("a", OF_A), group("a", UNSCORED), group("c", UNSCORED)])
+    assert metrics == {"reward/for_a/abstained": 0.5, "reward/for_a/mean": 1.0}
+
+
+def test_each_data_set_has_its_metrics():
+    """A row of two data sets counts in each; a group without a score has no signal."""
+    two = Group(
+        Prompt("uid", (1,), "q", {"dataset": ["a", "b", "a"]}),
+        [Sample(3 + i, 1, 2, 0, "stop", verdict=verdict) for i, verdict in enumerate((OF_A, OF_B))],
+        None,
+        0,
+    )
+    none = Group(Prompt("uid", (1,), "q", {}), [Sample(9, 1, 8, 0, "stop", verdict=OF_A)], None, 0)
+    assert describe_datasets([two, group("b", UNSCORED), group("b", OF_A), none]) == {
+        "dataset/a/groups": 1.0,
+        "dataset/a/zero_signal": 0.0,
+        "dataset/a/response_mean": 2.5,
+        "dataset/a/score_mean": 0.5,
+        "dataset/b/groups": 3.0,
+        "dataset/b/zero_signal": 2 / 3,
+        "dataset/b/response_mean": 9 / 4,
+        "dataset/b/score_mean": 2 / 3,
+    }
+
+
+def test_the_number_of_data_sets_with_metrics_is_bounded():
+    metrics = describe_datasets([group(f"set {i % (MAX_DATASETS + 3)}", OF_A) for i in range(100)])
+    assert len({name.split("/")[1] for name in metrics}) == MAX_DATASETS + 1
+    assert sum(value for name, value in metrics.items() if name.endswith("/groups")) == 100

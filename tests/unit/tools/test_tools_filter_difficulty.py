@@ -1,0 +1,115 @@
+"""Which rows are kept, and what a stopped filter finds when it goes on."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from megatron_rl.config.load import validate
+from megatron_rl.config.schema import GrpoRunConfig
+from megatron_rl.tools.filter_difficulty import (
+    PASS_RATES,
+    ROWS,
+    check_settings,
+    configured,
+    main,
+    pass_rate_of,
+    read_pass_rates,
+    settings_of,
+    write_rows,
+)
+from megatron_rl.types import Group, Prompt, Sample, Verdict
+
+RUN = {
+    "run": {"name": "out", "steps": 1},
+    "model": {"path": "model"},
+    "data": {"train": "rows.jsonl"},
+    "balance": {"max_tokens_per_microbatch": 64},
+    "rollout": {"prompts_per_step": 1, "samples_per_prompt": 4, "max_prompt_tokens": 8, "max_response_tokens": 9},
+    "rewards": [{"kind": "exact_answer"}, {"kind": "function", "path": "my_rewards:brevity"}],
+}
+OVERRIDES = [
+    "run.name=x", "run.steps=1", "model.path=model", "data.train=rows.jsonl", "balance.max_tokens_per_microbatch=64",
+    "rollout.prompts_per_step=1", "rollout.samples_per_prompt=2", "rollout.max_prompt_tokens=8",
+    "rollout.max_response_tokens=9", "rewards=[{kind: exact_answer}]",
+]  # fmt: skip
+
+
+def config(**rollout) -> GrpoRunConfig:
+    return validate(GrpoRunConfig, RUN | {"rollout": RUN["rollout"] | rollout})
+
+
+def group(*parts: float | None) -> Group:
+    """Samples with these scores of the first reward; the second one is no verifier of record."""
+    samples = [
+        Sample(10 + i, 4, 6 + i, 0, "stop", oldest_version=0, verdict=Verdict(0.0, parts=(part, 0.7)))
+        for i, part in enumerate(parts)
+    ]
+    return Group(Prompt("rows.jsonl:3", (1, 2, 3, 4), "q", {}), samples, None, 0)
+
+
+def test_the_pass_rate_is_the_share_of_right_answers_among_those_with_a_score():
+    rate = pass_rate_of(config(), group(1.0, 0.5, None, 1.0))
+    assert (rate.uid, rate.pass_rate, rate.num_scored, rate.num_answers) == ("rows.jsonl:3", 2 / 3, 3, 4)
+    assert rate.mean_tokens == (6 + 7 + 8 + 9) / 4
+    assert pass_rate_of(config(), group(None, None)).pass_rate is None
+
+
+def written(folder, *rates: tuple[str, float | None]):
+    lines = [
+        json.dumps({"uid": uid, "pass_rate": rate, "num_scored": 8, "num_answers": 8, "mean_tokens": 5.0}) + "\n"
+        for uid, rate in rates
+    ]
+    (folder / PASS_RATES).write_text("".join(lines))
+    return lines
+
+
+def test_bounds_are_inclusive_and_every_row_is_counted(tmp_path):
+    written(tmp_path, ("a", 0.0), ("b", 0.25), ("c", 0.625), ("d", 0.75), ("e", None))
+    rows = [(uid, {"prompt": uid, "é": [1]}) for uid in "abcdef"]
+    counts = write_rows(tmp_path, rows, 0.25, 0.625)
+    assert counts == {"kept": 2, "too hard": 1, "too easy": 1, "without a score": 1, "not asked": 1}
+    kept = [json.loads(line) for line in (tmp_path / ROWS).read_text().splitlines()]
+    assert kept == [{"prompt": "b", "é": [1], "pass_rate": 0.25}, {"prompt": "c", "é": [1], "pass_rate": 0.625}]
+    assert not list(tmp_path.glob("*.part"))
+
+
+def test_a_line_that_a_kill_has_cut_is_asked_again(tmp_path):
+    lines = written(tmp_path, ("a", 0.0), ("b", 0.25))
+    assert read_pass_rates(tmp_path / "missing") == {}
+    path = tmp_path / PASS_RATES
+    for cut in range(len(lines[0]), len(lines[0] + lines[1])):
+        path.write_text((lines[0] + lines[1])[:cut])
+        assert list(read_pass_rates(path)) == ["a"]
+        assert path.read_text() == lines[0]
+
+
+def test_other_settings_are_refused_and_other_engines_are_not(tmp_path):
+    path = tmp_path / "settings.json"
+    check_settings(path, settings_of(config()))
+    check_settings(path, settings_of(config(num_engines=2, max_sequences=7)))
+    with pytest.raises(ValueError, match="pass rates of other settings: rollout changed"):
+        check_settings(path, settings_of(config(max_response_tokens=8)))
+
+
+def test_the_configuration_is_that_of_a_run(tmp_path):
+    given = configured([*OVERRIDES, "cluster.colocate=true"], tmp_path / "out", 8)
+    assert given.run_folder == tmp_path / "out"
+    assert given.rollout.samples_per_prompt == 8 and not given.cluster.colocate
+    with pytest.raises(ValueError, match=r"convert it with tools/megatron_to_hf.py, give the result as model.path"):
+        configured([*OVERRIDES, "model.weights=checkpoint"], tmp_path / "out", 8)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--min", "0.7"], "--min 0.7 and --max 0.625 must be in order, from 0 to 1"),
+        (["--max", "62.5"], "--min 0 and --max 62.5 must be in order"),
+        (["rollout.tensors=2"], "rollout.tensors"),
+    ],
+)
+def test_wrong_arguments_are_told_before_anything_starts(tmp_path, capsys, arguments, message):
+    assert main([*OVERRIDES, "--out", str(tmp_path / "out"), *arguments]) == 1
+    assert message in capsys.readouterr().out
+    assert not (tmp_path / "out").exists()
