@@ -203,16 +203,21 @@ def read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...], int]]:
         try:
             header = json.loads(file.read(length), object_pairs_hook=_without_duplicates)
             header.pop("__metadata__", None)
-            entries = {
-                name: (entry["dtype"], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0])
-                for name, entry in header.items()
-            }
-            end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+            read = {name: _entry(values) for name, values in header.items()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:  # a flipped bit may spoil a key or a value
             raise ValueError(f"{path}: the safetensors header is damaged ({error!r}); copy the file again") from error
+    end = max((end for _, _, _, end in read.values()), default=0)
     if 8 + length + end != size:
         raise ValueError(f"{path} has {size} bytes, but its header promises {8 + length + end}; copy it again")
-    return entries
+    return {name: (dtype, extents, 8 + length + begin) for name, (dtype, extents, begin, _) in read.items()}
+
+
+def _entry(values: dict[str, Any]) -> tuple[str, tuple[int, ...], int, int]:
+    """The dtype and the extents of a tensor, and where it begins and ends after the header."""
+    begin, end = values["data_offsets"]
+    if not all(type(number) is int and number >= 0 for number in (*values["shape"], begin, end)):
+        raise ValueError(f"shape or data_offsets of {values} are no whole numbers")
+    return values["dtype"], tuple(values["shape"]), begin, end
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

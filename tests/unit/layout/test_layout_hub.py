@@ -13,6 +13,7 @@ import transformers
 from safetensors.torch import save_file
 
 from megatron_rl.layout import FAMILIES, check_model, read_shape, scan
+from megatron_rl.layout.hub import read_header
 from megatron_rl.layout.quantised import Blocks
 from megatron_rl.types import Experts, LatentAttention, Llama3Rope, Mesh, ModelShape, YarnRope
 
@@ -158,6 +159,28 @@ def test_truncated_weights_are_named(tmp_path, keep):
     path.write_bytes(path.read_bytes()[:keep])
     with pytest.raises(ValueError, match="model.safetensors"):
         scan(folder, read_shape(folder))
+
+
+def test_every_flipped_bit_of_a_header_is_refused_or_gives_entries_of_the_right_types(tmp_path):
+    """What is still a header may describe other tensors, which the readers compare with config.json."""
+    path = tmp_path / "two.safetensors"
+    save_file({"a": torch.zeros(2, 3), "b": torch.zeros(4, dtype=torch.bfloat16)}, path)
+    whole = path.read_bytes()
+    length = 8 + struct.unpack("<Q", whole[:8])[0]
+    assert read_header(path) == {"a": ("F32", (2, 3), length), "b": ("BF16", (4,), length + 24)}
+    for position in range(length):
+        for bit in range(8):
+            broken = bytearray(whole)
+            broken[position] ^= 1 << bit
+            path.write_bytes(broken)
+            try:
+                entries = read_header(path)
+            except ValueError as error:
+                assert str(path) in str(error)
+                continue
+            for dtype, extents, start in entries.values():
+                assert type(dtype) is str and all(type(extent) is int and extent >= 0 for extent in extents)
+                assert type(start) is int and start >= length
 
 
 NORM = "model.norm.weight"
