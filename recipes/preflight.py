@@ -13,7 +13,7 @@ import shutil
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -24,13 +24,7 @@ from rich.console import Console
 from megatron_rl.actor.spec import check_trainable
 from megatron_rl.config.advantages import FunctionAdvantage
 from megatron_rl.config.losses import FunctionLoss
-from megatron_rl.config.rewards import (
-    CodeReward,
-    ComputeScoreReward,
-    GroundTruthReward,
-    ImportedReward,
-    RewardConfig,
-)
+from megatron_rl.config.rewards import CodeReward, ImportedReward, ServiceReward
 from megatron_rl.config.schema import BaseConfig, GrpoRunConfig, SftRunConfig
 from megatron_rl.data.files import read_rows
 from megatron_rl.data.forms import DESCRIPTIONS, Form, Question, Reading
@@ -46,9 +40,7 @@ from megatron_rl.recipes.parameters import checkpoint_bytes
 from megatron_rl.recipes.reward_source import fault_of_function, fault_of_reward
 from megatron_rl.recipes.tokenizer_files import ChatTemplate, TokenizerFiles
 from megatron_rl.types import ModelShape
-from megatron_rl.verifiers.compose import required_columns
-from megatron_rl.verifiers.compute_score import NO_TRUTH
-from megatron_rl.verifiers.ground_truth import fault_of_ground_truth
+from megatron_rl.verifiers.compose import fault_of_row, required_columns
 from megatron_rl.verifiers.sandbox import SandboxError, isolation
 
 ROWS_S = 2.5
@@ -120,6 +112,7 @@ def preflight(config: BaseConfig, tell: Tell, *, resume: bool = False, planning:
         tell(f"not checked, because {', '.join(map(str, absent))} is not there: rows and reward functions")
     else:
         faults += _rows(config, tokenizer, tell)
+    faults += _keys(config)
     named = _name(config)
     faults += named
     if not named:
@@ -308,7 +301,7 @@ def _rows(config: BaseConfig, tokenizer: TokenizerFiles | None, tell: Tell) -> l
             if not any(reward.scores(given) for reward in config.rewards):
                 unscored.append(f"no reward has the row's `dataset`, {given.get('dataset')!r}, in its `datasets`")
             for reward in config.rewards:
-                if (fault := _fault_of_truth(reward, given)) is None:
+                if (fault := fault_of_row(reward, given)) is None:
                     continue
                 if reward.on_error == "stop":
                     raise ValueError(fault)
@@ -348,14 +341,16 @@ def _rows(config: BaseConfig, tokenizer: TokenizerFiles | None, tell: Tell) -> l
     return faults
 
 
-def _fault_of_truth(reward: RewardConfig, row: Mapping[str, Any]) -> str | None:
-    """Why a reward could not score answers to this row because of its ground truth; None if there is no reason."""
-    if not isinstance(reward, GroundTruthReward | ComputeScoreReward) or not reward.scores(row):
-        return None
-    truth = reward.ground_truth(row)
-    if isinstance(reward, GroundTruthReward):
-        return fault_of_ground_truth(reward, truth)
-    return NO_TRUTH.reason if truth is None else None
+def _keys(config: BaseConfig) -> list[str]:
+    """Check that the keys of the rewards' servers are there. Returns the faults. The servers need not run yet."""
+    faults = []
+    for reward in config.rewards if isinstance(config, GrpoRunConfig) else ():
+        if isinstance(reward, ServiceReward):
+            try:
+                reward.api_key(os.environ)
+            except ValueError as error:
+                faults.append(str(error))
+    return faults
 
 
 def _file(

@@ -24,6 +24,7 @@ from megatron_rl.cluster.payloads import fetch
 from megatron_rl.cluster.process import Location, Process, begin_process, locate
 from megatron_rl.cluster.restarts import Restarts
 from megatron_rl.cluster.waiting import TICK_S, ProcessLost, gather, in_thread, locate_all, tick
+from megatron_rl.config.rewards import ServiceReward
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.data.journal import Entry, JournalWriter
 from megatron_rl.types import Group, Metrics, Prompt, Verdict
@@ -34,8 +35,8 @@ from megatron_rl.verifiers.metrics import merged
 log = logging.getLogger(__name__)
 
 CANCEL_S = 10.0
-"""The seconds that asynchronous rewards of one call have to end after their time limits, before the process is lost
-with the scores of all of them."""
+"""The seconds that asynchronous rewards of one call, or one that asks a server, have to end after their time limits,
+before the process is lost with the scores of all of them."""
 
 
 class VerifierRank:
@@ -208,7 +209,7 @@ class RayVerifier:
         """What the rewards of one call gave. If the call is lost, all of them have failed."""
         rewards = [self._config.rewards[index] for index in indices]
         timeout_s = max(reward.timeout_s for reward in rewards)
-        if len(rewards) > 1:
+        if len(rewards) > 1 or isinstance(rewards[0], ServiceReward):
             timeout_s += CANCEL_S
         finishes = [[sample.finish for sample in group.samples] for group in groups]
         prompts, payloads = [group.prompt for group in groups], [group.payload for group in groups]

@@ -80,8 +80,8 @@ class ClusterConfig(Section):
     verifiers: PositiveInt = 1
     """The number of processes that compute rewards. Answers are divided among them."""
     verifier_workers: PositiveInt = 2
-    """The number of further processes of each verifier. They judge mathematics, code and instructions, one answer at a
-    time, and are started when there is such a reward."""
+    """The number of further processes of each verifier. They judge texts, mathematics, code and instructions, one
+    answer at a time, and are started when there is such a reward."""
     gpus_per_node: PositiveInt | None = None
     """The number of GPUs of a node, for the dry run alone, which prints what runs on which node. A run reads from Ray
     what the nodes have. null prints no nodes."""

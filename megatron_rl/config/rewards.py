@@ -5,13 +5,26 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
+from urllib.parse import urlsplit
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import (
+    AfterValidator,
+    Field,
+    FiniteFloat,
+    PositiveFloat,
+    PositiveInt,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
 
 from megatron_rl.config.section import Section
 
 
-class _Reward(Section):
+class Reward(Section):
+    """What all kinds of rewards have in common."""
+
+    kind: str
     name: str | None = None
     """The reward's name in metrics and logs, which must be unique; null means the reward's kind, or the name of its
     function."""
@@ -30,6 +43,10 @@ class _Reward(Section):
     max_silent_steps: PositiveInt | None = 3
     """The run stops when this reward has scored no answer at all in this number of steps in a row; null means never.
     Steps without a row that it scores are not counted."""
+
+    @property
+    def label(self) -> str:
+        return self.name or self.kind
 
     def scores(self, columns: Mapping[str, Any]) -> bool:
         """Whether the reward scores the answers to a row with these columns."""
@@ -51,16 +68,11 @@ def datasets_of(columns: Mapping[str, Any]) -> list[str]:
     return list(dict.fromkeys(str(name) for name in names if name is not None))
 
 
-class GroundTruthReward(_Reward):
+class GroundTruthReward(Reward):
     """A reward that compares the text after the thought with the row's `ground_truth`."""
 
-    kind: str
     require_stop: bool = True
     """true: an answer that a token budget cut scores 0. false: it is compared like any other answer."""
-
-    @property
-    def label(self) -> str:
-        return self.name or self.kind
 
 
 class ExactAnswerReward(GroundTruthReward):
@@ -79,6 +91,18 @@ class JudgedReward(GroundTruthReward):
     answer_timeout_s: PositiveFloat = 10
     """The longest time, in seconds, that the verdict on one answer may take. After that its process is replaced, and
     `on_error` decides about the answer."""
+
+
+class TextReward(JudgedReward):
+    """The text after the thought, without white space at its ends, is compared with the row's `ground_truth`. If that
+    is a list, the best of its entries counts."""
+
+    kind: Literal["text"] = "text"
+    compare: Literal["exact", "normalised", "f1", "regex"] = "exact"
+    """`exact`: 1 if the texts are equal, else 0. `normalised`: the same for the texts in lower case, without
+    punctuation, without the articles a, an and the, and with single spaces, as SQuAD compares them (Rajpurkar et al.
+    2016, arXiv:1606.05250). `f1`: SQuAD's F1 of the words of these texts. `regex`: 1 if the ground truth, a pattern of
+    Python's `re`, matches the whole text, else 0."""
 
 
 class MathematicsReward(JudgedReward):
@@ -117,12 +141,34 @@ class InstructionsReward(JudgedReward):
     """`share`: the share of the instructions that are followed. `all`: 1 if all are followed, else 0."""
 
 
-class ImportedReward(_Reward):
+class FormatReward(Reward):
+    """The score is 1 if the answer is a thought, the delimiter (`rollout.delimiter`) and a text, else 0. Thought and
+    text must not be empty, there must be exactly one delimiter, and no token budget may have cut the answer. If the
+    delimiter is a closing tag such as `</think>`, its opening tag may stand at the beginning and nowhere else. A
+    delimiter that `rollout.thinking` has forced counts like one of the model's own."""
+
+    kind: Literal["format"] = "format"
+
+
+class LengthReward(Reward):
+    """The score of an answer with n tokens, the thought included, is max(0, 1 - |n - target| / target)."""
+
+    kind: Literal["length"] = "length"
+    target: PositiveInt | str = "ground_truth"
+    """The number of tokens, or the name of the column that has it."""
+
+    def target_of(self, columns: Mapping[str, Any]) -> Any:
+        """The target for answers to a row with these columns, as it stands there."""
+        if isinstance(self.target, int):
+            return self.target
+        return self.ground_truth(columns) if self.target == "ground_truth" else columns.get(self.target)
+
+
+class ImportedReward(Reward):
     """A reward that is Python code of the user's own."""
 
     given: ClassVar[tuple[str, ...]]
     """The names of the arguments with which every call is made."""
-    kind: str
     path: str
     """Where the function is: `package.module:function`, or `folder/file.py:function`. It may also be an object that can
     be called, or a class of such objects, of which one is made in each verifier's process."""
@@ -167,7 +213,176 @@ class ComputeScoreReward(ImportedReward):
         return columns.get("dataset") if source is None else source
 
 
+def _address(url: str) -> str:
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError(f"must be the address of a server, such as http://host:8000, but it is {url!r}")
+    if parts.username or parts.password:
+        raise ValueError("must hold no password; put the key into the variable that `api_key_env` names")
+    if parts.query or parts.fragment or parts.port == 0:  # `port` raises ValueError if it is no port
+        raise ValueError(f"must end with the path, because a path is appended to it, but it is {url!r}")
+    return url.rstrip("/")
+
+
+Address = Annotated[str, AfterValidator(_address)]
+"""An HTTP address, without a slash at its end."""
+
+
+def _variable(name: str) -> str:
+    if not (name.isascii() and name.isidentifier()):  # it may be the key itself, so it is not shown
+        raise ValueError("must be the name of an environment variable, such as JUDGE_API_KEY, and never the key itself")
+    return name
+
+
+class ServiceReward(Reward):
+    """A reward that a server computes, which is asked over HTTP. The limits hold for each process that computes rewards
+    (`cluster.verifiers`)."""
+
+    url: Address
+    """The address of the server."""
+    model: str
+    """The name under which the server knows the model."""
+    api_key_env: Annotated[str, AfterValidator(_variable)] | None = None
+    """The name of the environment variable that has the server's key; null sends no key. It must be set on each node
+    before Ray starts there."""
+    require_stop: bool = True
+    """true: the server is not asked about an answer that a token budget cut. false: it is judged like any other
+    answer."""
+    attempts: PositiveInt = 4
+    """The number of requests that are made for one answer, if there is no connection, or no reply in time, or one with
+    the status 408, 429 or 5xx, or one that makes no sense. Other errors are not asked again."""
+    answer_timeout_s: PositiveFloat = 120
+    """The longest time, in seconds, that one request may take."""
+    max_concurrency: PositiveInt = 64
+    """The largest number of requests at the same time."""
+    requests_per_minute: PositiveFloat | None = None
+    """The largest number of requests in a minute, which are made at equal distances; null means no limit."""
+
+    def api_key(self, environment: Mapping[str, str]) -> str | None:
+        """The server's key; None if none is configured.
+
+        Raises:
+            ValueError: the variable is not set, or holds no key. The message does not show it.
+        """
+        if self.api_key_env is None:
+            return None
+        key = environment.get(self.api_key_env, "").strip()
+        if not key:
+            raise ValueError(
+                f"rewards: {self.label} needs the server's key in the environment variable {self.api_key_env}, which "
+                "is not set; export it (on each node, before Ray starts there), or remove api_key_env"
+            )
+        if not (key.isascii() and key.isprintable()):
+            raise ValueError(
+                f"rewards: the environment variable {self.api_key_env} of {self.label} has characters that no header "
+                "can carry; export the key alone"
+            )
+        return key
+
+
+class Criterion(Section):
+    """One thing that a judge gives a score for."""
+
+    name: Annotated[str, Field(min_length=1)]
+    description: Annotated[str, Field(min_length=1)]
+    """What the judge reads about it."""
+    weight: PositiveFloat = 1.0
+    """The weight of this criterion in the mean."""
+
+
+def _distinct(criteria: tuple[Criterion, ...]) -> tuple[Criterion, ...]:
+    names = [one.name for one in criteria]
+    if len(set(names)) < len(names):
+        raise ValueError(f"the names of the criteria {names} are not distinct; rename some")
+    return criteria
+
+
+Rubrics = Annotated[tuple[Criterion, ...], Field(min_length=1), AfterValidator(_distinct)]
+_RUBRICS: TypeAdapter[tuple[Criterion, ...]] = TypeAdapter(Rubrics)
+_SENT = ("model", "messages", "response_format", "stream", "n")
+
+
+def _free(parameters: dict[str, Any]) -> dict[str, Any]:
+    if taken := sorted(parameters.keys() & set(_SENT)):
+        raise ValueError(f"has {taken[0]!r}, which the judge sets itself; remove it")
+    return parameters
+
+
+class JudgeReward(ServiceReward):
+    """A language model judges the text after the thought. It sees the question, the text and, if the row has one, the
+    `ground_truth` as a reference. It gives each criterion an integer score; the reward is the weighted mean of
+    (score - 1) / (scale - 1). An answer that a token budget cut, or that has no delimiter, scores 0."""
+
+    kind: Literal["judge"] = "judge"
+    url: Address
+    """The address of a server with OpenAI's interface, up to the version: `http://host:8000/v1`."""
+    rubrics: Rubrics = (
+        Criterion(
+            name="quality",
+            description="The answer is correct, complete and clear, and does what the question asks for.",
+        ),
+    )
+    """The criteria: `{name, description, weight}`. A row with a column `rubrics` in this form is judged by its own."""
+    scale: Annotated[int, Field(ge=2)] = 10
+    """The best score of a criterion; the worst one is 1. Scores outside of this range are clamped to it."""
+    parameters: Annotated[dict[str, Any], AfterValidator(_free)] = {"temperature": 0}
+    """Further fields of each request, such as `{temperature: 0, max_tokens: 2000}`."""
+
+    def rubrics_of(self, columns: Mapping[str, Any]) -> tuple[Criterion, ...]:
+        """The criteria for answers to a row with these columns.
+
+        Raises:
+            ValueError: the row's own criteria have the wrong form.
+        """
+        own = columns.get("rubrics")
+        if own is None:
+            return self.rubrics
+        if isinstance(own, list | tuple):  # Parquet gives each entry all keys
+            own = [{k: v for k, v in one.items() if v is not None} if isinstance(one, Mapping) else one for one in own]
+        try:
+            return _RUBRICS.validate_python(own)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"]))
+            raise ValueError(
+                f"the row's `rubrics` must be a list of {{name, description, weight}}: {where}: {first['msg']}"
+            ) from None
+
+
+class RewardModelReward(ServiceReward):
+    """A reward model, which vLLM serves as a classifier with one class, scores the question and the text after the
+    thought. The server renders both with the model's own chat template (`POST /classify` with `messages`). A question
+    that is plain text is sent as a turn of the user."""
+
+    kind: Literal["reward_model"] = "reward_model"
+    url: Address
+    """The address of vLLM's server: `http://host:8000`, without `/v1`."""
+    unfinished_score: FiniteFloat
+    """The score of an answer that a token budget cut, or that has no delimiter. It has no default, because models have
+    different scales; give one that is below the model's scores of bad answers."""
+    activation: Literal["none", "sigmoid"] = "none"
+    """`none`: the score is the model's logit. `sigmoid`: 1 / (1 + exp(-logit))."""
+    clamp: tuple[FiniteFloat, FiniteFloat] | None = None
+    """The smallest and the largest score, after the activation; null leaves the scores as they are."""
+
+    @model_validator(mode="after")
+    def _check_clamp(self) -> Self:
+        if self.clamp is not None and self.clamp[0] >= self.clamp[1]:
+            raise ValueError(f"clamp: {list(self.clamp)} is no range; give the smaller number first")
+        return self
+
+
 RewardConfig = Annotated[
-    ExactAnswerReward | MathematicsReward | CodeReward | InstructionsReward | FunctionReward | ComputeScoreReward,
+    ExactAnswerReward
+    | TextReward
+    | MathematicsReward
+    | CodeReward
+    | InstructionsReward
+    | FormatReward
+    | LengthReward
+    | FunctionReward
+    | ComputeScoreReward
+    | JudgeReward
+    | RewardModelReward,
     Field(discriminator="kind"),
 ]

@@ -24,7 +24,7 @@ from megatron_rl.config.balance import BalanceConfig
 from megatron_rl.config.cluster import BridgeConfig, ClusterConfig
 from megatron_rl.config.observe import TrackerConfigs
 from megatron_rl.config.policy import ModelConfig, PolicyConfig
-from megatron_rl.config.rewards import ExactAnswerReward, GroundTruthReward, RewardConfig
+from megatron_rl.config.rewards import ExactAnswerReward, FormatReward, GroundTruthReward, RewardConfig
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.config.section import Section
 from megatron_rl.config.shipped import find_shipped
@@ -248,6 +248,8 @@ class GrpoRunConfig(BaseConfig):
             raise ValueError(
                 f"eval.verifier is {self.eval.verifier!r}, but the rewards are named {labels}; choose one of them"
             )
+        if not self.rollout.delimiter and any(isinstance(reward, FormatReward) for reward in self.rewards):
+            raise ValueError("rewards: the kind format looks for rollout.delimiter, which is empty; remove the reward")
         if self.rollout.prompts_per_step < self.algorithm.updates_per_step:
             raise ValueError(
                 "algorithm.updates_per_step exceeds rollout.prompts_per_step, so some updates would be empty; lower it"

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from megatron_rl.types import Prompt
+from megatron_rl.types import Prompt, Verdict
 
 
 class Tokenizer(Protocol):
@@ -52,3 +52,12 @@ def text_after(delimiter: str, ids: Sequence[int], tokenizer: Tokenizer) -> str 
         same_token = tokenizer.decode(first, skip_special_tokens=False).partition(delimiter)[2]
         return same_token + tokenizer.decode(ids[start + len(first) :], skip_special_tokens=True)
     return None
+
+
+def judged_text(answer: Answer, require_stop: bool, delimiter: str, tokenizer: Tokenizer) -> str | Verdict:
+    """The text after the thought; the verdict with the score 0 if there is none, or if a budget cut the answer and
+    `require_stop` is set."""
+    if require_stop and answer.finish != "stop":
+        return Verdict(0.0, "cut by the length budget")
+    text = text_after(delimiter, answer.response_ids, tokenizer)
+    return Verdict(0.0, f"no {delimiter}") if text is None else text

@@ -2,24 +2,35 @@
 
 Invariants: there is one verdict for each sample, in order; the sum is an abstention only if every reward abstained; the
 prompt is never part of the scored text; the configuration decides whether an answer that a reward cannot score is an
-abstention or an error; asynchronous functions run at the same time, and an error or a time-out of one does not touch
-the others.
+abstention or an error; asynchronous functions and servers are asked at the same time, and an error or a time-out of one
+does not touch the others.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
-from megatron_rl.config.rewards import ComputeScoreReward, FunctionReward, GroundTruthReward, RewardConfig
+from megatron_rl.config.rewards import (
+    ComputeScoreReward,
+    FormatReward,
+    FunctionReward,
+    GroundTruthReward,
+    JudgeReward,
+    LengthReward,
+    RewardConfig,
+    RewardModelReward,
+    ServiceReward,
+)
 from megatron_rl.types import Metrics, Prompt, Tokens, Verdict
 from megatron_rl.verifiers.answer import Answer, Tokenizer
-from megatron_rl.verifiers.compute_score import ComputeScoreVerifier
+from megatron_rl.verifiers.compute_score import NO_TRUTH, ComputeScoreVerifier
+from megatron_rl.verifiers.form import FormatVerifier, LengthVerifier, fault_of_target
 from megatron_rl.verifiers.functions import FunctionVerifier
-from megatron_rl.verifiers.ground_truth import GroundTruthVerifier
+from megatron_rl.verifiers.ground_truth import GroundTruthVerifier, fault_of_ground_truth
 from megatron_rl.verifiers.imported import Logged, TrainerState
 
 
@@ -27,9 +38,32 @@ class AnswerVerifier(Protocol):
     def score(self, answers: Sequence[Answer]) -> list[Verdict]: ...
 
 
-VERIFIERS: dict[type, Callable[..., AnswerVerifier | FunctionVerifier | ComputeScoreVerifier]] = {
+class AsyncVerifier(Protocol):
+    async def score_async(self, answers: Sequence[Answer], state: TrainerState, logged: Logged) -> list[Verdict]: ...
+
+
+Verifier = AnswerVerifier | AsyncVerifier | FunctionVerifier | ComputeScoreVerifier
+
+
+def _judge(cfg: JudgeReward, tokenizer: Tokenizer, delimiter: str) -> AsyncVerifier:
+    from megatron_rl.verifiers.judge import JudgeVerifier  # httpx takes long to import
+
+    return JudgeVerifier(cfg, tokenizer, delimiter)
+
+
+def _reward_model(cfg: RewardModelReward, tokenizer: Tokenizer, delimiter: str) -> AsyncVerifier:
+    from megatron_rl.verifiers.reward_model import RewardModelVerifier  # as above
+
+    return RewardModelVerifier(cfg, tokenizer, delimiter)
+
+
+VERIFIERS: dict[type, Callable[..., Verifier]] = {
+    FormatReward: FormatVerifier,
+    LengthReward: LengthVerifier,
     FunctionReward: FunctionVerifier,
     ComputeScoreReward: ComputeScoreVerifier,
+    JudgeReward: _judge,
+    RewardModelReward: _reward_model,
 }
 """One line for each verifier beside `GroundTruthVerifier`: (its configuration, tokenizer, delimiter) -> verifier. The
 key is the class of its configuration."""
@@ -48,8 +82,32 @@ class Scored:
 
 def required_columns(configs: Sequence[RewardConfig]) -> tuple[str, ...]:
     """The columns that every row must have for these rewards."""
-    needs_truth = any(isinstance(cfg, GroundTruthReward) and cfg.datasets is None for cfg in configs)
-    return ("ground_truth",) if needs_truth else ()
+    needed: dict[str, None] = {}
+    for cfg in configs:
+        if isinstance(cfg, GroundTruthReward) and cfg.datasets is None:
+            needed["ground_truth"] = None
+        elif isinstance(cfg, LengthReward) and isinstance(cfg.target, str) and cfg.datasets is None:
+            needed[cfg.target] = None
+    return tuple(needed)
+
+
+def fault_of_row(cfg: RewardConfig, columns: Mapping[str, Any]) -> str | None:
+    """Why a reward could not score answers to a row with these columns; None if there is no reason that is quickly
+    found, or if the reward does not score the row."""
+    if not cfg.scores(columns):
+        return None
+    if isinstance(cfg, GroundTruthReward):
+        return fault_of_ground_truth(cfg, cfg.ground_truth(columns))
+    if isinstance(cfg, ComputeScoreReward):
+        return NO_TRUTH.reason if cfg.ground_truth(columns) is None else None
+    if isinstance(cfg, LengthReward):
+        return fault_of_target(cfg, columns)
+    if isinstance(cfg, JudgeReward):
+        try:
+            cfg.rubrics_of(columns)
+        except ValueError as error:
+            return str(error)
+    return None
 
 
 class RewardSet:
@@ -109,16 +167,19 @@ class RewardSet:
         elif isinstance(verifier, FunctionVerifier | ComputeScoreVerifier):
             verdicts = verifier.score(own, state, logged)
         else:
+            assert hasattr(verifier, "score"), "`calls` has put it here"
             verdicts = verifier.score(own)
         return Scored(verdicts, time.perf_counter() - start, logged.means())
 
     async def _score_async(self, index: int, answers: Sequence[Answer], state: TrainerState) -> Scored:
-        """The same for an asynchronous function."""
+        """The same for an asynchronous function, or for a server."""
         verifier, own, start = self._verifiers[index], self._own(index, answers), time.perf_counter()
-        assert isinstance(verifier, FunctionVerifier | ComputeScoreVerifier), "`calls` has put it here"
+        assert hasattr(verifier, "score_async"), "`calls` has put it here"
         logged, limit_s = Logged(self._configs[index].label, len(own)), self._configs[index].timeout_s
         verdicts: list[Verdict] = []
-        if own:
+        if own and isinstance(self._configs[index], ServiceReward):
+            verdicts = await verifier.score_async(own, state, logged)  # it keeps its time limit itself
+        elif own:
             try:
                 verdicts = await asyncio.wait_for(verifier.score_async(own, state, logged), limit_s)
             except TimeoutError:  # the verifier turns those of the function into verdicts

@@ -19,10 +19,12 @@ from megatron_rl.config.rewards import (
     InstructionsReward,
     JudgedReward,
     MathematicsReward,
+    TextReward,
 )
 from megatron_rl.types import Verdict
 from megatron_rl.verifiers import exact_answer
-from megatron_rl.verifiers.answer import Answer, Tokenizer, text_after
+from megatron_rl.verifiers import text as texts
+from megatron_rl.verifiers.answer import Answer, Tokenizer, judged_text
 from megatron_rl.verifiers.pool import Pool
 
 
@@ -63,6 +65,7 @@ def _instructions(cfg: InstructionsReward, text: str, truth: Any) -> Verdict:
 
 VERIFY: dict[type[GroundTruthReward], Callable[..., Verdict]] = {
     ExactAnswerReward: exact_answer.verify,
+    TextReward: texts.verify,
     MathematicsReward: _mathematics,
     CodeReward: _code,
     InstructionsReward: _instructions,
@@ -123,15 +126,12 @@ class Judge:
             VERIFY[type(self.cfg)](self.cfg, *EXAMPLES[type(self.cfg)])
 
     def __call__(self, answer: Answer) -> Verdict:
-        was_cut = self.cfg.require_stop and answer.finish != "stop"
-        text = None if was_cut else text_after(self.delimiter, answer.response_ids, self.tokenizer)
+        text = judged_text(answer, self.cfg.require_stop, self.delimiter, self.tokenizer)
         truth = self.cfg.ground_truth(answer.prompt.columns)
-        verdict = VERIFY[type(self.cfg)](self.cfg, text or "", truth)
+        verdict = VERIFY[type(self.cfg)](self.cfg, text if isinstance(text, str) else "", truth)
         if verdict.failed:
             return replace(verdict, reason=f"{answer.prompt.uid}: {verdict.reason}")
-        if was_cut:
-            return Verdict(0.0, "cut by the length budget")
-        return Verdict(0.0, f"no {self.delimiter}") if text is None else verdict
+        return verdict if isinstance(text, str) else text
 
 
 def fault_of_ground_truth(cfg: GroundTruthReward, truth: Any) -> str | None:

@@ -1,0 +1,61 @@
+"""The text reward: the text after the thought is compared with the row's `ground_truth` as text.
+
+Invariants (tests/unit/verifiers): scores are between 0 and 1; equal texts score 1, except as a pattern; of several
+ground truths the best one counts; it fails only if a row has no ground truth that can be compared.
+"""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter
+from typing import Any
+
+from megatron_rl.config.rewards import TextReward
+from megatron_rl.types import Verdict
+
+_ARTICLES = re.compile(r"\b(?:a|an|the)\b")
+_PUNCTUATION = dict.fromkeys(map(ord, string.punctuation))
+
+
+def normalised(text: str) -> str:
+    """The text in lower case, without ASCII punctuation and English articles, with single spaces between words. The
+    order of these steps is that of SQuAD's evaluation: `U.S.` becomes `us`."""
+    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+
+
+def f1(text: str, truth: str) -> float:
+    """SQuAD's F1 (Rajpurkar et al. 2016, arXiv:1606.05250): the harmonic mean of precision and recall of the normalised
+    words, each of which counts as often as it is in both texts. If a text has no words, it is 1 if the other one has
+    none either, as in SQuAD 2.0."""
+    words, expected = normalised(text).split(), normalised(truth).split()
+    if not words or not expected:
+        return float(words == expected)
+    shared = (Counter(words) & Counter(expected)).total()
+    return 2 * shared / (len(words) + len(expected))
+
+
+def verify(cfg: TextReward, text: str, truth: Any) -> Verdict:
+    """A pattern can take very long for some texts, which is why each answer has a deadline (`JudgedReward`)."""
+    truths = truth if isinstance(truth, list | tuple) and truth else [truth]
+    if not all(isinstance(one, str | int | float) for one in truths):
+        needs = "a `ground_truth` that is text or a number, or a list of these"
+        return Verdict(None, f"the text reward needs {needs}, but it is {truth!r}", failed=True)
+    found, expected = text.strip(), [str(one).strip() for one in truths]
+    if cfg.compare == "regex":
+        return _matched(found, [str(one) for one in truths])
+    if cfg.compare == "f1":
+        return Verdict(max(f1(found, one) for one in expected))
+    if cfg.compare == "normalised":
+        found, expected = normalised(found), list(map(normalised, expected))
+    return Verdict(1.0) if found in expected else Verdict(0.0, "other text")
+
+
+def _matched(text: str, patterns: list[str]) -> Verdict:
+    compiled = []
+    for pattern in patterns:
+        try:
+            compiled.append(re.compile(pattern))
+        except (re.error, OverflowError, RecursionError) as error:
+            return Verdict(None, f"ground_truth {pattern!r} is no pattern of Python's re: {error}", failed=True)
+    return Verdict(1.0) if any(one.fullmatch(text) for one in compiled) else Verdict(0.0, "no match")
