@@ -358,8 +358,8 @@ def test_humaneval_and_its_broken_solutions():
     """Four at a time from threads; no file descriptor and no process is left."""
     whole = [row["prompt"] + row["canonical_solution"] for row in ROWS]
     broken = [without_last_statement(program, row["entry_point"]) for program, row in zip(whole, ROWS, strict=True)]
-    gc.collect()  # what earlier tests left open must not be closed between the two looks at the open files
-    descriptors, processes = sorted(os.listdir("/proc/self/fd")), children()
+    gc.collect()  # what earlier tests left open
+    descriptors, processes = set(os.listdir("/proc/self/fd")), children()
     with ThreadPoolExecutor(4) as threads:
         scores = list(
             threads.map(
@@ -368,5 +368,5 @@ def test_humaneval_and_its_broken_solutions():
             )
         )
     assert scores == [1.0] * len(ROWS) + [0.0] * len(ROWS)
-    assert sorted(os.listdir("/proc/self/fd")) == descriptors
+    assert set(os.listdir("/proc/self/fd")) <= descriptors
     assert children() <= processes
