@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -30,11 +29,13 @@ from megatron_rl.recipes.dry_run import (  # noqa: E402
     describe_policy,
     describe_rollout,
 )
+from megatron_rl.recipes.row_sources import RowSource, heldout_source, training_sources  # noqa: E402
 from megatron_rl.types import Prompt  # noqa: E402
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from megatron_rl.data.prompt_table import PromptTable
     from megatron_rl.loop.train import Prompts
 
 
@@ -116,24 +117,29 @@ def run(config: GrpoRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) -
 
 
 def read_prompts(config: GrpoRunConfig, tokenizer: PreTrainedTokenizerBase) -> Prompts:
-    """The training prompts as a stream, and the held-out prompts as a list. Prints how many rows were skipped."""
-    from megatron_rl.data import ShuffledStream, load_prompts
-    from megatron_rl.data.forms import Reading
+    """The training prompts as a stream, and the held-out prompts. Prints what became of the rows of each source."""
+    from megatron_rl.data import Rules, ShuffledStream, Source, load_prompts
     from megatron_rl.loop.train import Prompts
     from megatron_rl.verifiers.compose import required_columns
 
     data, rollout = config.data, config.rollout
-    required = required_columns(config.rewards)
-    reading = Reading(data.columns, data.system_prompt, data.chat_template)
+    rules = Rules(rollout.max_prompt_tokens, data.on_bad_row, required_columns(config.rewards), data.deduplicate)
 
-    def read(path: Path | str) -> list[Prompt]:
-        rows, skipped = load_prompts(path, tokenizer, rollout.max_prompt_tokens, data.on_bad_row, required, reading)
-        if skipped:
-            console.print(f"[yellow]{path}: {skipped} of {skipped + len(rows)} rows skipped[/]", soft_wrap=True)
-        return rows
+    def tell(note: str, style: str | None = "yellow") -> None:
+        console.print(note, style=style, markup=False, highlight=False, soft_wrap=True)
 
-    stream = ShuffledStream(read(data.train), rollout.prompts_per_step, config.run.seed)
-    return Prompts(stream, read(data.eval)[: config.eval.num_prompts] if data.eval else [])
+    def read(source: RowSource) -> PromptTable:
+        table = load_prompts(source.path, tokenizer, rules, source.reading, data.cache, tell)
+        tell(f"{source.key}: {source.path}: {table.tally}", "yellow" if table.tally.skipped else None)
+        return table
+
+    sources: dict[str, Source[Prompt]] = {}
+    for source in training_sources(data):
+        table = read(source)
+        sources[source.name] = Source(table, table.tally.digest, source.share)
+    stream = ShuffledStream(sources, rollout.prompts_per_step, config.run.seed)
+    heldout = heldout_source(data)
+    return Prompts(stream, read(heldout)[: config.eval.num_prompts] if heldout else [])
 
 
 def describe(config: GrpoRunConfig, console: Console) -> None:

@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from megatron_rl.observe.trackers import missing_packages
 from megatron_rl.recipes.dry_run import gigabytes, planned_shape
 from megatron_rl.recipes.parameters import checkpoint_bytes
 from megatron_rl.recipes.reward_source import fault_of_function, fault_of_reward
+from megatron_rl.recipes.row_sources import RowSource, heldout_source, training_sources
 from megatron_rl.recipes.tokenizer_files import ChatTemplate, TokenizerFiles
 from megatron_rl.types import ModelShape
 from megatron_rl.verifiers.compose import fault_of_row, required_columns
@@ -267,7 +269,8 @@ def missing_rows(config: BaseConfig) -> list[Path]:
     if isinstance(config, SftRunConfig):
         paths = [config.sft.rows]
     elif isinstance(config, GrpoRunConfig):
-        paths = [config.data.train, config.data.eval]
+        train = config.data.train
+        paths = [*([source.path for source in train] if isinstance(train, tuple) else [train]), config.data.eval]
     return [path for path in paths if isinstance(path, Path) and not path.exists()]
 
 
@@ -287,13 +290,17 @@ def _rows(config: BaseConfig, tokenizer: TokenizerFiles | None, tell: Tell) -> l
     elif isinstance(config, GrpoRunConfig):
         required = required_columns(config.rewards)
         longest, data = config.rollout.max_prompt_tokens, config.data
-        seconds = ROWS_S / 2 if data.eval else ROWS_S
+        try:
+            sources = training_sources(data)
+        except ValueError as error:
+            return [f"data.train: {error}"]
+        heldout = heldout_source(data)
+        seconds = ROWS_S / (len(sources) + (heldout is not None))
         columns: set[str] = set()
         unscored: list[str] = []
         forms: Counter[Form] = Counter()
-        reading = Reading(data.columns, data.system_prompt, data.chat_template)
 
-        def check_prompt(row: Row) -> None:
+        def check_prompt(row: Row, reading: Reading) -> None:
             question = question_of(row, required, reading)
             given = question.columns
             forms[question.form] += 1
@@ -310,14 +317,19 @@ def _rows(config: BaseConfig, tokenizer: TokenizerFiles | None, tell: Tell) -> l
             if length is not None:
                 check_length(length, longest)
 
-        faults += _file("data.train", data.train, check_prompt, data.on_bad_row, seconds, tell)
+        def check_source(source: RowSource) -> list[str]:
+            check = partial(check_prompt, reading=source.reading)
+            return _file(source.key, source.path, check, data.on_bad_row, seconds, tell)
+
+        for source in sources:
+            faults += check_source(source)
         for form in sorted(forms.keys() - {"messages", "text"}):
             tell(f"data.train: {forms[form]:,} of the rows that were checked are in {DESCRIPTIONS[form]}")
         if unscored:
             tell(f"data.train: rewards will abstain on {len(unscored)} of the rows; the first reason is: {unscored[0]}")
         known = frozenset(columns)
-        if data.eval:
-            faults += _file("data.eval", data.eval, check_prompt, data.on_bad_row, seconds, tell)
+        if heldout:
+            faults += check_source(heldout)
         if any(isinstance(reward, CodeReward) for reward in config.rewards):
             try:
                 for missing in isolation().missing:

@@ -38,6 +38,7 @@ from megatron_rl.loop.rollouts import right_answers, verdicts_of
 from megatron_rl.loop.run_lock import run_lock
 from megatron_rl.ports import StopRequested
 from megatron_rl.recipes.launch import Interrupt, console, log_to_file, quiet_environment
+from megatron_rl.recipes.row_sources import training_sources
 from megatron_rl.types import Group, Prompt
 
 quiet_environment()
@@ -176,17 +177,18 @@ def rate_all(config: GrpoRunConfig, out: Path, interrupt: Interrupt) -> None:
     """Measure the pass rates that `out` does not have yet."""
     from transformers import AutoTokenizer
 
-    from megatron_rl.data import load_prompts
-    from megatron_rl.data.forms import Reading
+    from megatron_rl.data import Rules, load_prompts
     from megatron_rl.verifiers.compose import required_columns
 
     data, tokenizer = config.data, AutoTokenizer.from_pretrained(config.model.path)
-    reading, required = Reading(data.columns, data.system_prompt, data.chat_template), required_columns(config.rewards)
-    prompts, skipped = load_prompts(
-        data.train, tokenizer, config.rollout.max_prompt_tokens, data.on_bad_row, required, reading
-    )
-    if skipped:
-        console.print(f"[yellow]{data.train}: {skipped} of {skipped + len(prompts)} rows skipped[/]", soft_wrap=True)
+    rules = Rules(config.rollout.max_prompt_tokens, data.on_bad_row, required_columns(config.rewards), data.deduplicate)
+    [source] = training_sources(data)
+
+    def tell(note: str) -> None:
+        console.print(note, markup=False, highlight=False, soft_wrap=True)
+
+    prompts = load_prompts(source.path, tokenizer, rules, source.reading, data.cache, tell)
+    tell(f"{source.path}: {prompts.tally}")
     done = read_pass_rates(out / PASS_RATES)
     waiting = [(number, prompt) for number, prompt in enumerate(prompts) if prompt.uid not in done]
     if not waiting:
@@ -207,10 +209,12 @@ def rate_all(config: GrpoRunConfig, out: Path, interrupt: Interrupt) -> None:
 def configured(arguments: Sequence[str], out: Path, samples: int) -> GrpoRunConfig:
     """
     Raises:
-        ValueError: the configuration is wrong, or the engines could not load the weights themselves.
+        ValueError: the configuration is wrong, names several sources of rows, or weights that engines cannot load.
     """
     own = [f"run.folder={out.parent}", f"run.name={out.name}", "cluster.colocate=false", "policy.routing_replay=false"]
     config = load_config(GrpoRunConfig, [*arguments, f"rollout.samples_per_prompt={samples}", *own]).absolute()
+    if isinstance(config.data.train, tuple):
+        raise ValueError("data.train is a mixture; filter its sources one by one: data.train=PATH, each with its --out")
     if config.model.weights is not None:
         raise ValueError(
             f"the engines load Hugging Face's form, but model.weights is {config.model.weights}; convert it with "

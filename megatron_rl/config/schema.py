@@ -7,67 +7,25 @@ never keys. Importing this module loads neither torch nor any vendor's package.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import (
     Field,
-    PlainValidator,
     PositiveInt,
-    field_validator,
     model_validator,
 )
 
 from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.config.balance import BalanceConfig
 from megatron_rl.config.cluster import BridgeConfig, ClusterConfig
+from megatron_rl.config.data import DataConfig, Rows
 from megatron_rl.config.observe import TrackerConfigs
 from megatron_rl.config.policy import ModelConfig, PolicyConfig
 from megatron_rl.config.rewards import ExactAnswerReward, FormatReward, GroundTruthReward, RewardConfig
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.config.section import Section
-from megatron_rl.config.shipped import find_shipped
 from megatron_rl.config.slurm import SlurmConfig
-
-
-def _source_of_rows(value: Any) -> Path | str:
-    if not isinstance(value, str | Path):
-        raise ValueError(f"must be the path of a file or folder, or hf://owner/name:split, but it is {value!r}")
-    return value if str(value).startswith("hf://") else find_shipped(Path(value))
-
-
-Rows = Annotated[Path | str, PlainValidator(_source_of_rows)]
-"""Rows as a file of JSON lines, JSON, Parquet or Arrow, as a folder of such files, or as a data set of the Hugging Face
-hub, which stays text. A path begins at the working folder, or is one of the files that ship with the package."""
-
-
-class DataConfig(Section):
-    train: Rows
-    """The training rows: a file of JSON lines, JSON, Parquet or Arrow, a folder of such files, or
-    `hf://owner/name:split`. A row has `messages` (chat turns) or `prompt` (plain text, or chat turns as in TRL and
-    verl), for example a `ground_truth`, and any other columns, which the rewards receive."""
-    eval: Rows | None = None
-    """The held-out rows for evaluations, in the same form; null means that nothing is evaluated."""
-    columns: Mapping[str, str] = {}
-    """Our names of columns, and the names that the rows have for them: `{messages: conversation, ground_truth: answer,
-    dataset: source}`. A dot leads into a mapping: `{ground_truth: extra_info.answer}`. If the column for `messages` is
-    text, it becomes one turn of the user; `prompt` stays text without the chat template."""
-    system_prompt: str | None = None
-    """The system turn of chats that have none; null adds nothing."""
-    chat_template: Mapping[str, Any] = {}
-    """Arguments of the model's chat template, such as `{enable_thinking: false}`. A row's own arguments, in its column
-    `chat_template_kwargs`, go before them."""
-    on_bad_row: Literal["fail", "skip"] = "fail"
-    """What happens to an unreadable row and to a prompt that is too long. `fail` stops the run and names file and line;
-    `skip` leaves the row out and counts it."""
-
-    @field_validator("columns")
-    @classmethod
-    def _one_question(cls, columns: Mapping[str, str]) -> Mapping[str, str]:
-        if {"messages", "prompt"} <= columns.keys():
-            raise ValueError("gives both `messages` and `prompt`, and a row has one question; remove one of them")
-        return columns
 
 
 class SftConfig(Section):

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from megatron_rl.data.journal import JournalWriter, prune_journal, read_journal
-from megatron_rl.data.prompts import load_prompts
-from megatron_rl.data.stream import ShuffledStream
+from megatron_rl.data.prompts import Rules, load_prompts
+from megatron_rl.data.stream import RowsDigest, ShuffledStream, Source
 from megatron_rl.data.supervised import load_supervised
 
 __all__ = [
     "JournalWriter",
+    "RowsDigest",
+    "Rules",
     "ShuffledStream",
+    "Source",
     "load_prompts",
     "load_supervised",
     "prune_journal",

@@ -17,8 +17,28 @@ if TYPE_CHECKING:
 
 
 def plain_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return batch_ids(tokenizer, [encodable(text)])[0]
+
+
+def batch_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
+    """The token ids of each text."""
+    ids: list[list[int]] = tokenizer(
+        list(texts), add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False
+    )["input_ids"]
     return ids
+
+
+def encodable(text: str) -> str:
+    """The text itself.
+
+    Raises:
+        BadRow: the text is no valid Unicode, which JSON can write down, but no tokenizer can read.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise BadRow(f"the text is no valid Unicode: {error}") from error
+    return text
 
 
 def chat_ids(
@@ -27,8 +47,17 @@ def chat_ids(
     add_generation_prompt: bool,
     arguments: Mapping[str, Any],
 ) -> list[int]:
-    """The token ids of a conversation; with `add_generation_prompt`, up to the point where the assistant's answer
-    starts.
+    """The token ids of `chat_text`."""
+    return plain_ids(tokenizer, chat_text(tokenizer, turns, add_generation_prompt, arguments))
+
+
+def chat_text(
+    tokenizer: PreTrainedTokenizerBase,
+    turns: Sequence[Mapping[str, Any]],
+    add_generation_prompt: bool,
+    arguments: Mapping[str, Any],
+) -> str:
+    """The text of a conversation; with `add_generation_prompt`, up to the point where the assistant's answer starts.
 
     Args:
         arguments: further arguments of the chat template, such as `tools` and `enable_thinking`.
@@ -43,13 +72,12 @@ def chat_ids(
             f"`prompt` (plain text), or a model folder with chat_template.jinja"
         )
     try:
-        return list(
+        return str(
             tokenizer.apply_chat_template(
                 [dict(turn) for turn in turns],
                 **arguments,
                 add_generation_prompt=add_generation_prompt,
-                tokenize=True,
-                return_dict=False,
+                tokenize=False,
             )
         )
     except TemplateError as error:

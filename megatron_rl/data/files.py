@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
 from pathlib import Path
@@ -50,6 +51,36 @@ class ReadRow(NamedTuple):
     """The row, or the error about it."""
 
 
+class BadRows:
+    """Stops the run at the first bad row, or counts all of them."""
+
+    def __init__(self, on_bad_row: OnBadRow) -> None:
+        self._on_bad_row = on_bad_row
+        self.counts: Counter[str] = Counter()
+        """The number of bad rows by their reason."""
+        self.first = ""
+        """The name of the first bad row, and its error."""
+
+    def add(self, read: ReadRow, error: BadRow) -> None:
+        """
+        Raises:
+            ValueError: `on_bad_row` is `fail`.
+        """
+        if self._on_bad_row == "fail":
+            raise ValueError(f"{read.place}: {error}") from error
+        self.counts[error.reason] += 1
+        self.first = self.first or f"{read.uid}: {error}"
+
+    def require_good(self, num_good: int, source: Path | str) -> None:
+        """
+        Raises:
+            ValueError: the source has no good row.
+        """
+        if not num_good:
+            first = f"; the first bad one is {self.first}" if self.first else ""
+            raise ValueError(f"{source} holds no good row{first}; correct the file or the path")
+
+
 def load_rows(source: Path | str, make: Callable[[str, Row], T], on_bad_row: OnBadRow) -> tuple[list[T], int]:
     """Read all rows of a source.
 
@@ -64,20 +95,24 @@ def load_rows(source: Path | str, make: Callable[[str, Row], T], on_bad_row: OnB
         FileNotFoundError: the file does not exist.
     """
     items: list[T] = []
-    skipped: list[str] = []
-    for uid, place, row in read_rows(source):
+    bad = BadRows(on_bad_row)
+    for read in read_rows(source):
         try:
-            if isinstance(row, BadRow):
-                raise row
-            items.append(make(uid, row))
+            items.append(make(read.uid, good_row(read)))
         except BadRow as error:
-            if on_bad_row == "fail":
-                raise ValueError(f"{place}: {error}") from error
-            skipped.append(f"{uid}: {error}")
-    if not items:
-        first = f"; the first bad one is {skipped[0]}" if skipped else ""
-        raise ValueError(f"{source} holds no good row{first}; correct the file or the path")
-    return items, len(skipped)
+            bad.add(read, error)
+    bad.require_good(len(items), source)
+    return items, bad.counts.total()
+
+
+def good_row(read: ReadRow) -> Row:
+    """
+    Raises:
+        BadRow: the row could not be read.
+    """
+    if isinstance(read.row, BadRow):
+        raise read.row
+    return read.row
 
 
 def read_rows(source: Path | str) -> Iterator[ReadRow]:

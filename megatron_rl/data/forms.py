@@ -51,6 +51,8 @@ class Reading:
     """The system turn of chats that have none."""
     chat_template: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the chat template. Those of a row go before them."""
+    dataset: str | None = None
+    """The data set of rows that name none: the name of their source in a mixture."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +89,7 @@ def recognise(row: Mapping[str, Any], reading: Reading) -> Question:
                 f"data.system_prompt and data.chat_template belong to chats, but this row's `prompt` is plain text; "
                 f"set data.columns={{messages: {columns.get('prompt', 'prompt')}}} to make it a turn of the user"
             )
-        return Question("text", text, rest, {})
+        return Question("text", text, _in_dataset(rest, reading), {})
     form: Form = "messages" if question == "messages" else "TRL"
     if question == "messages" and question in columns and isinstance(value, str):
         turns: Turns = ({"role": "user", "content": text_of(renamed, "messages")},)
@@ -101,7 +103,14 @@ def recognise(row: Mapping[str, Any], reading: Reading) -> Question:
         for name, given in (("ground_truth", reward_model.get("ground_truth")), ("dataset", rest["data_source"])):
             if rest.get(name) is None:
                 rest[name] = given
-    return Question(form, turns, rest, _template_arguments(rest, reading.chat_template))
+    return Question(form, turns, _in_dataset(rest, reading), _template_arguments(rest, reading.chat_template))
+
+
+def _in_dataset(columns: Row, reading: Reading) -> Row:
+    """The columns, with the name of the source in `dataset` if they name no data set."""
+    if reading.dataset is None or columns.get("dataset") is not None:
+        return columns
+    return columns | {"dataset": reading.dataset}
 
 
 def _question_column(row: Mapping[str, Any], columns: Mapping[str, str]) -> str:

@@ -1,35 +1,62 @@
 """Turns rows into prompts, which have the questions of a run as tokens.
 
-Invariants: prompts have the order of the rows; the verifiers receive every column but the question's.
+Rows are read, rendered and tokenized some at a time, and each prompt is stored as bytes (`prompt_table.py`), so that
+neither the rows nor the prompts are Python objects all at once.
+
+Invariants (tests/unit/data): prompts have the order of the rows; the verifiers receive every column but the question's;
+every row is a prompt, or it is counted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from megatron_rl.data.encode import chat_ids, plain_ids
-from megatron_rl.data.files import load_rows
+from megatron_rl.data.cache import Tell, keep, tokenizer_digests
+from megatron_rl.data.encode import batch_ids, chat_text, encodable
+from megatron_rl.data.files import BadRows, ReadRow, good_row, read_rows
 from megatron_rl.data.forms import Question, Reading, recognise
-from megatron_rl.data.rows import BadRow, OnBadRow
+from megatron_rl.data.prompt_table import PromptTable, Tally
+from megatron_rl.data.rows import BadRow, LongRow, OnBadRow
+from megatron_rl.data.stream import RowsDigest
 from megatron_rl.types import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+T = TypeVar("T")
+BATCH_ROWS = 1024
+"""The number of rows that are tokenized at a time."""
 AS_IT_IS = Reading()
 """Rows whose columns have the names of their form, and chats without further turns and arguments."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """Which rows become prompts."""
+
+    max_prompt_tokens: int
+    """A row with more tokens is bad."""
+    on_bad_row: OnBadRow = "fail"
+    required_columns: tuple[str, ...] = ()
+    """The columns that every row must have."""
+    deduplicate: bool = False
+    """Whether of the rows with the same question, as tokens, and the same ground truth only the first is kept."""
 
 
 def load_prompts(
     source: Path | str,
     tokenizer: PreTrainedTokenizerBase,
-    max_prompt_tokens: int,
-    on_bad_row: OnBadRow,
-    required_columns: Sequence[str] = (),
+    rules: Rules,
     reading: Reading = AS_IT_IS,
-) -> tuple[list[Prompt], int]:
+    cache: Path | None = None,
+    tell: Tell = print,
+) -> PromptTable:
     """Read rows of any form in `forms.py`. Chat turns are turned into text by the model's chat template, up to the
     point where the answer starts; plain text stays as it is.
 
@@ -39,28 +66,94 @@ def load_prompts(
     Args:
         source: a file, a folder, or a name of the hub; see `files.py`.
         reading: keys of the section `data`, which say how a row is taken apart.
-
-    Returns:
-        The prompts, and the number of skipped rows.
+        cache: the folder in which prompts are kept for the next start; None keeps nothing.
+        tell: is called with a sentence if the cache cannot be used.
 
     Raises:
-        ValueError: an error of `load_rows`, or there are chats but no chat template.
+        ValueError: a row is bad and `on_bad_row` is `fail`, or no row is good, or an error of `read_rows`, or there are
+            chats but no chat template, or the source changed while it was read.
+        FileNotFoundError: the file does not exist.
     """
 
-    def make(uid: str, row: dict[str, Any]) -> Prompt:
-        question = question_of(row, required_columns, reading)
-        messages = question.messages
-        if isinstance(messages, str):
-            ids = plain_ids(tokenizer, messages)
-        else:
-            ids = chat_ids(tokenizer, messages, add_generation_prompt=True, arguments=question.template)
-        check_length(len(ids), max_prompt_tokens)
-        return Prompt(uid, tuple(ids), messages, question.columns)
+    def read(tally: Tally) -> Iterator[Prompt]:
+        return _prompts(source, tokenizer, rules, reading, tally)
 
-    return load_rows(source, make, on_bad_row)
+    if cache is not None and not isinstance(source, Path):
+        tell(f"the prompts of {source} are not kept in {cache}, because a name of the hub may get other rows")
+    if cache is None or not isinstance(source, Path):
+        return PromptTable.of(read)
+    return keep(cache, source, [asdict(rules), asdict(reading), tokenizer_digests(tokenizer)], read, tell)
 
 
-def question_of(row: Mapping[str, Any], required_columns: Sequence[str], reading: Reading) -> Question:
+def _prompts(
+    source: Path | str, tokenizer: PreTrainedTokenizerBase, rules: Rules, reading: Reading, tally: Tally
+) -> Iterator[Prompt]:
+    """The prompts of a source. When the last one is there, the tally is complete."""
+    bad, digest, known = BadRows(rules.on_bad_row), RowsDigest(), _Known()
+
+    def questions() -> Iterator[tuple[ReadRow, Question, str]]:
+        for read in read_rows(source):
+            tally.num_rows += 1
+            try:
+                question = question_of(good_row(read), rules.required_columns, reading)
+                messages = question.messages
+                if not isinstance(messages, str):
+                    messages = chat_text(tokenizer, messages, add_generation_prompt=True, arguments=question.template)
+                yield read, question, encodable(messages)
+            except BadRow as error:
+                bad.add(read, error)
+
+    num_kept = 0
+    for some in _batches(questions(), BATCH_ROWS):
+        for (read, question, _), ids in zip(some, batch_ids(tokenizer, [text for *_, text in some]), strict=True):
+            try:
+                check_length(len(ids), rules.max_prompt_tokens)
+            except BadRow as error:
+                bad.add(read, error)
+                continue
+            if rules.deduplicate and not known.adds(ids, question.columns.get("ground_truth")):
+                tally.num_duplicates += 1
+                continue
+            uid = read.uid if reading.dataset is None else f"{reading.dataset}/{read.uid}"
+            digest.add(uid, ids)
+            num_kept += 1
+            yield Prompt(uid, tuple(ids), question.messages, question.columns)
+    bad.require_good(num_kept, source)
+    tally.skipped, tally.first_skipped = dict(bad.counts), bad.first
+    tally.num_ambiguous, tally.digest = known.num_ambiguous, str(digest)
+
+
+class _Known:
+    """The questions that were there before, with their ground truths."""
+
+    def __init__(self) -> None:
+        self._truths: dict[bytes, tuple[bytes, ...]] = {}
+
+    def adds(self, ids: Iterable[int], truth: Any) -> bool:
+        """Whether question and ground truth are new together; they are known from then on."""
+        question, answer = _digest(list(ids)), _digest(truth)
+        known = self._truths.get(question, ())
+        if answer in known:
+            return False
+        self._truths[question] = (*known, answer)
+        return True
+
+    @property
+    def num_ambiguous(self) -> int:
+        """The number of questions with several ground truths."""
+        return sum(len(truths) > 1 for truths in self._truths.values())
+
+
+def _digest(value: Any) -> bytes:
+    return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=16).digest()
+
+
+def _batches(items: Iterator[T], size: int) -> Iterator[list[T]]:
+    while some := list(islice(items, size)):
+        yield some
+
+
+def question_of(row: Mapping[str, Any], required_columns: Iterable[str], reading: Reading) -> Question:
     """A row's question before tokenization, and its other columns.
 
     Raises:
@@ -82,4 +175,4 @@ def check_length(num_tokens: int, max_prompt_tokens: int) -> None:
     if not num_tokens:
         raise BadRow("the prompt has no tokens")
     if num_tokens > max_prompt_tokens:
-        raise BadRow(f"the prompt has {num_tokens} tokens, rollout.max_prompt_tokens is {max_prompt_tokens}")
+        raise LongRow(f"the prompt has {num_tokens} tokens, rollout.max_prompt_tokens is {max_prompt_tokens}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from datetime import date, datetime, time
 from decimal import Decimal
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 OnBadRow = Literal["fail", "skip"]
 Row = dict[str, Any]
@@ -17,7 +17,16 @@ Turns = tuple[dict[str, Any], ...]
 
 
 class BadRow(ValueError):
-    """The error about one row; `load_rows` adds file and row."""
+    """The error about one row; `BadRows` adds file and row."""
+
+    reason: ClassVar[str] = "malformed"
+    """In a word, for counts."""
+
+
+class LongRow(BadRow):
+    """A row has more tokens than the run allows."""
+
+    reason = "too long"
 
 
 def plain_row(row: Mapping[str, Any]) -> Row:

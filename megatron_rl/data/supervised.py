@@ -14,7 +14,7 @@ import numpy as np
 from megatron_rl.data.encode import chat_ids, plain_ids
 from megatron_rl.data.files import load_rows
 from megatron_rl.data.forms import Reading, recognise
-from megatron_rl.data.rows import BadRow, OnBadRow, Row, Turns, text_of, turns_of
+from megatron_rl.data.rows import BadRow, LongRow, OnBadRow, Row, Turns, text_of, turns_of
 from megatron_rl.types import Tokens
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def load_supervised(
         completion = ended(completion, tokenizer.eos_token_id)
         length = len(prompt) + len(completion)
         if length > max_tokens:
-            raise BadRow(f"the row has {length} tokens, but sft.max_tokens is {max_tokens}")
+            raise LongRow(f"the row has {length} tokens, but sft.max_tokens is {max_tokens}")
         return uid, Tokens(
             ids=np.array(prompt + completion, np.int32),
             action_mask=np.arange(length) >= len(prompt),

@@ -18,7 +18,8 @@ MAY_CHANGE = re.compile(
             r"run\.(name|folder|steps)",
             r"model\.(path|weights|recompute|layers)",
             r"policy\.(optimizer|parallel|megatron)\..*",
-            r"data\.(?!columns|system_prompt|chat_template).*",  # these would change the questions
+            # The other keys of `data` would change the questions, or their order.
+            r"data\.(train|train\.\d+\.path|eval|on_bad_row|deduplicate|cache)",
             r"sft\.(rows|on_bad_row)",
             r"rollout\.(num_engines|tensor|expert_parallel|prefix_cache|max_sequences|gpu_memory_utilization)",
             r"rewards\.\d+\.(on_error|timeout_s|max_silent_steps)",
@@ -28,8 +29,8 @@ MAY_CHANGE = re.compile(
         ]
     )
 )
-"""The dotted paths of the keys that may change. If the data change, their number of rows must stay the same: otherwise
-the stream of the checkpoint refuses them."""
+"""The dotted paths of the keys that may change. If the training rows change, their names and questions must
+stay the same: otherwise the stream of the checkpoint refuses them."""
 
 ABSENT = object()
 

@@ -6,8 +6,9 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from megatron_rl.data import load_prompts, load_supervised
+from megatron_rl.data import Rules, load_prompts, load_supervised
 from megatron_rl.data.forms import Reading
+from megatron_rl.data.prompt_table import Tally
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system turns') }}{% endif %}"
@@ -38,6 +39,7 @@ def write(tmp_path):
 
 USER = {"role": "user", "content": "hi"}
 ASSISTANT = {"role": "assistant", "content": "yo"}
+TRUTHFUL = Rules(100, required_columns=("ground_truth",))
 
 
 def test_prompts_of_both_forms(tokenizer, write):
@@ -46,8 +48,8 @@ def test_prompts_of_both_forms(tokenizer, write):
         b"  ",
         {"messages": [USER, ASSISTANT, USER], "ground_truth": 5},
     )
-    [plain, chat], num_skipped = load_prompts(path, tokenizer, 100, "fail")
-    assert num_skipped == 0
+    [plain, chat] = prompts = load_prompts(path, tokenizer, Rules(100))
+    assert prompts.tally == Tally(num_rows=2, digest=prompts.tally.digest)
     assert (plain.uid, plain.messages) == ("rows.jsonl:1", "1+2=")
     assert plain.columns == {"ground_truth": "3", "level": 4}
     assert tokenizer.convert_ids_to_tokens(plain.token_ids) == list("1+2=")
@@ -61,9 +63,7 @@ def test_a_row_of_verl_and_the_template_arguments_of_trl(tokenizer, write):
     tokenizer.chat_template = "{{ tools | length }}{% if not enable_thinking %}!{% endif %}" + TEMPLATE
     reward_model = {"style": "rule", "ground_truth": "3"}
     row = {"data_source": "sums", "prompt": [USER], "reward_model": reward_model, "tools": [{"name": "add"}]}
-    [prompt], _ = load_prompts(
-        write(row | {"chat_template_kwargs": {"enable_thinking": False}}), tokenizer, 100, "fail", ["ground_truth"]
-    )
+    [prompt] = load_prompts(write(row | {"chat_template_kwargs": {"enable_thinking": False}}), tokenizer, TRUTHFUL)
     assert tokenizer.decode(prompt.token_ids) == "1!<u>hi<eos>\n<a>"
     assert (prompt.messages, prompt.columns["ground_truth"], prompt.columns["dataset"]) == ((USER,), "3", "sums")
 
@@ -71,12 +71,12 @@ def test_a_row_of_verl_and_the_template_arguments_of_trl(tokenizer, write):
 def test_rows_whose_columns_have_other_names(tokenizer, write):
     path = write({"question": "hi", "answer": {"final": "3"}})
     columns = {"messages": "question", "ground_truth": "answer.final"}
-    [prompt], _ = load_prompts(path, tokenizer, 100, "fail", ["ground_truth"], Reading(columns))
+    [prompt] = load_prompts(path, tokenizer, TRUTHFUL, Reading(columns))
     assert tokenizer.decode(prompt.token_ids) == "<u>hi<eos>\n<a>" and prompt.columns["ground_truth"] == "3"
     with pytest.raises(
         ValueError, match=r"the row has \['answer', 'question'\]; .* data.columns=\{ground_truth: NAME\}"
     ):
-        load_prompts(path, tokenizer, 100, "fail", ["ground_truth"], Reading({"messages": "question"}))
+        load_prompts(path, tokenizer, TRUTHFUL, Reading({"messages": "question"}))
 
 
 BAD_PROMPTS = [
@@ -101,13 +101,16 @@ def test_a_bad_prompt_stops_with_file_and_line(tokenizer, write, bad, message):
     bad = bad if isinstance(bad, bytes) else {"ground_truth": 1} | bad
     path = write({"prompt": "1", "ground_truth": 1}, b"", bad)
     with pytest.raises(ValueError, match=rf"rows.jsonl:3: .*{message}"):
-        load_prompts(path, tokenizer, 10, "fail", required_columns=["ground_truth"])
+        load_prompts(path, tokenizer, Rules(10, required_columns=("ground_truth",)))
 
 
 def test_bad_prompts_are_skipped_and_counted(tokenizer, write):
     path = write({"prompt": "good"}, *[bad for bad, _ in BAD_PROMPTS[:-1]], {"prompt": "too"})
-    prompts, num_skipped = load_prompts(path, tokenizer, 10, "skip")
-    assert [p.messages for p in prompts] == ["good", "too"] and num_skipped == len(BAD_PROMPTS) - 1
+    prompts = load_prompts(path, tokenizer, Rules(10, "skip"))
+    assert [p.messages for p in prompts] == ["good", "too"]
+    assert (
+        prompts.tally.num_rows == len(BAD_PROMPTS) + 1 and sum(prompts.tally.skipped.values()) == len(BAD_PROMPTS) - 1
+    )
 
 
 @pytest.mark.parametrize(
@@ -116,13 +119,13 @@ def test_bad_prompts_are_skipped_and_counted(tokenizer, write):
 )
 def test_a_file_without_a_good_row_is_an_error(tokenizer, write, lines, message):
     with pytest.raises(ValueError, match=message):
-        load_prompts(write(*lines), tokenizer, 10, "skip")
+        load_prompts(write(*lines), tokenizer, Rules(10, "skip"))
 
 
 def test_no_chat_template_is_no_matter_of_rows(tokenizer, write):
     tokenizer.chat_template = None
     with pytest.raises(ValueError, match="no chat template"):
-        load_prompts(write({"messages": [USER]}), tokenizer, 10, "skip")
+        load_prompts(write({"messages": [USER]}), tokenizer, Rules(10, "skip"))
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.config.schema import DataConfig
+from megatron_rl.config.load import load_config
+from megatron_rl.config.schema import DataConfig, GrpoRunConfig
 from megatron_rl.data.forms import Reading, recognise
 from megatron_rl.data.rows import BadRow
 
@@ -164,6 +166,54 @@ def test_keys_of_a_turn_that_only_other_turns_have_are_left_out(more):
 def test_a_row_of_no_form_is_refused_with_what_it_has(row, columns, message):
     with pytest.raises(BadRow, match=message):
         recognise(row, Reading(columns))
+
+
+@pytest.mark.parametrize(
+    ("row", "dataset"),
+    [
+        ({"prompt": "x"}, "code"),
+        ({"messages": [USER], "dataset": None, "data_source": "sums"}, "code"),
+        ({"prompt": [USER], "data_source": "sums", "reward_model": {}}, "sums"),
+        ({"prompt": "x", "dataset": ["a", "b"]}, ["a", "b"]),
+    ],
+)
+def test_a_row_that_names_no_data_set_is_of_its_source(row, dataset):
+    assert recognise(row, Reading(dataset="code")).columns["dataset"] == dataset
+
+
+SOURCES = [{"path": "gsm8k.jsonl", "weight": 0.7}, {"path": "hf://openai/humaneval:test", "weight": 0.3}]
+
+
+def test_a_mixture_in_the_configuration():
+    data = DataConfig(train=SOURCES)
+    assert [source.label for source in data.train] == ["gsm8k", "openai/humaneval"]
+    assert DataConfig.model_validate_json(data.model_dump_json()) == data
+    assert [str(source.path) for source in data.absolute().train] == [
+        str(Path.cwd() / "gsm8k.jsonl"),
+        "hf://openai/humaneval:test",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("sources", "message"),
+    [
+        ([], "data.train: the list has no source"),
+        ([{"path": "a.jsonl"}], "data.train.0: the source a must have either `weight` or `count`"),
+        ([{"path": "a.jsonl", "weight": 1, "count": 1}], "data.train.0: the source a must have either"),
+        ([SOURCES[0], {"path": "b.jsonl", "weight": 0}], "data.train.1.weight: Input should be greater than 0"),
+        ([{"path": "b.jsonl", "weight": -1}], "data.train.0.weight: Input should be greater than 0"),
+        ([{"path": "b.jsonl", "count": 0}], "data.train.0.count: Input should be greater than 0"),
+        (
+            [SOURCES[0], {"path": "b.jsonl", "count": 3}],
+            "data.train: some sources have a `weight` and others a `count`",
+        ),
+        ([SOURCES[0], {"path": "x/gsm8k.json", "weight": 1}], r"data.train: the names \['gsm8k', 'gsm8k'\]"),
+        ([{"path": "a", "wieght": 1}], "data.train.0.wieght: unknown key; did you mean data.train.0.weight?"),
+    ],
+)
+def test_a_mixture_that_is_refused(sources, message):
+    with pytest.raises(ValueError, match=message):
+        load_config(GrpoRunConfig, ["configs/run/tiny_grpo.yaml", f"data.train={json.dumps(sources)}"])
 
 
 def test_the_configuration_names_columns_and_sources():

@@ -144,6 +144,17 @@ def test_lists_are_compared_entry_by_entry():
         compare({"rewards": []}, now)
 
 
+def test_a_source_may_move_but_its_share_and_its_questions_stay():
+    before = {"data": {"train": [{"path": "a.jsonl", "weight": 1.0, "columns": None}], "cache": None}}
+    now = {
+        "data": {"train": [{"path": "b/a.jsonl", "weight": 1.0, "columns": None}], "cache": "c", "deduplicate": False}
+    }
+    assert [change.path for change in compare(before, now)] == ["data.train.0.path", "data.cache", "data.deduplicate"]
+    for key, value in {"weight": 2.0, "columns": {"messages": "question"}, "name": "b"}.items():
+        with pytest.raises(ValueError, match=f"data.train.0.{key}: "):
+            compare(before, {"data": {"train": [before["data"]["train"][0] | {key: value}], "cache": None}})
+
+
 def test_exports_are_made_when_due(tmp_path):
     world = World()
     run(world, tmp_path / "c", config(checkpoint={"every": 0, "export_every": 1}))

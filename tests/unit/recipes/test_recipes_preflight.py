@@ -161,6 +161,25 @@ def test_missing_files(home):
     assert ["data.train: there is no file train.jsonl" in found[0], "data.eval: there is no file" in found[1]] == [1, 1]
 
 
+def test_every_source_of_a_mixture_is_checked_as_the_run_reads_it(home):
+    rows("more.jsonl", {"question": "1+1=", "answer": "2"})
+    more = {"path": "more.jsonl", "weight": 1, "columns": {"prompt": "question", "ground_truth": "answer"}}
+    first = {"path": "train.jsonl", "weight": 3, "name": "sums"}
+    rewards = [{"kind": "exact_answer", "datasets": ["sums", "more"]}]
+    rows("train.jsonl", GOOD)
+    notes = []
+    assert preflight(grpo(data__train=[first, more], data__eval=None, rewards=rewards), notes.append) == []
+    assert notes == []
+    [fault] = faults(grpo(data__train=[first, {"path": "more.jsonl", "weight": 1}]))
+    assert fault.startswith("data.train.1: more.jsonl:1: a row must have either `messages` (chat turns) or `prompt`")
+    assert (
+        "data.train.1: there is no file gone.jsonl"
+        in faults(grpo(data__train=[first, more | {"path": "gone.jsonl"}]))[0]
+    )
+    [fault] = faults(grpo(data__train=[first, more | {"weight": 0.12345678}]))
+    assert fault.startswith("data.train: the shares {'sums': 3.0, 'more': 0.12345678} of the sources repeat only after")
+
+
 def test_when_the_time_is_up_the_number_of_checked_rows_is_told(home, monkeypatch):
     monkeypatch.setattr(module, "ROWS_S", -1.0)
     rows("train.jsonl", *[GOOD] * 150, "{")

@@ -1,0 +1,122 @@
+"""Where the prompts of a run come from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import (
+    Field,
+    FiniteFloat,
+    PlainValidator,
+    PositiveInt,
+    TypeAdapter,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    field_validator,
+    model_validator,
+)
+
+from megatron_rl.config.section import Section
+from megatron_rl.config.shipped import find_shipped
+
+
+def _source_of_rows(value: Any) -> Path | str:
+    if not isinstance(value, str | Path):
+        raise ValueError(f"must be the path of a file or folder, or hf://owner/name:split, but it is {value!r}")
+    return value if str(value).startswith("hf://") else find_shipped(Path(value))
+
+
+Rows = Annotated[Path | str, PlainValidator(_source_of_rows)]
+"""Rows as a file of JSON lines, JSON, Parquet or Arrow, as a folder of such files, or as a data set of the Hugging Face
+hub, which stays text. A path begins at the working folder, or is one of the files that ship with the package."""
+
+
+class _Questions(Section):
+    """How the questions of rows are read."""
+
+    @field_validator("columns", check_fields=False)
+    @classmethod
+    def _one_question(cls, columns: Mapping[str, str] | None) -> Mapping[str, str] | None:
+        if {"messages", "prompt"} <= (columns or {}).keys():
+            raise ValueError("gives both `messages` and `prompt`, and a row has one question; remove one of them")
+        return columns
+
+
+class SourceConfig(_Questions):
+    """One source of a mixture, which has either a `weight` or a `count`."""
+
+    path: Rows
+    """The rows, as `data.train` has them if it is no list."""
+    weight: Annotated[FiniteFloat, Field(gt=0)] | None = None
+    """The source's share of the prompts, in relation to the weights of the other sources."""
+    count: PositiveInt | None = None
+    """The number of prompts of this source among as many prompts as the sum of all counts."""
+    name: str | None = None
+    """The source's name, which must be unique. It is the column `dataset` of rows that have none. null means the name
+    of the file or folder without its suffix, or the name of the data set on the hub."""
+    columns: Mapping[str, str] | None = None
+    """As `data.columns`, which it replaces; null means `data.columns`."""
+    system_prompt: str | None = None
+    """As `data.system_prompt`, which it replaces; null means `data.system_prompt`."""
+    chat_template: Mapping[str, Any] | None = None
+    """As `data.chat_template`, which it replaces; null means `data.chat_template`."""
+
+    @property
+    def label(self) -> str:
+        if self.name is not None or isinstance(self.path, Path):
+            return self.name or Path(self.path).stem
+        return self.path.removeprefix("hf://").partition(":")[0]
+
+    @model_validator(mode="after")
+    def _one_share(self) -> Self:
+        if (self.weight is None) == (self.count is None):
+            raise ValueError(f"the source {self.label} must have either `weight` or `count`; give one of them")
+        return self
+
+
+SOURCES = TypeAdapter(tuple[SourceConfig, ...])
+
+
+def _training_rows(value: Any, _: ValidatorFunctionWrapHandler) -> Path | str | tuple[SourceConfig, ...]:
+    """Chooses the kind by the value, so that an error is about this kind alone."""
+    if not isinstance(value, list | tuple):
+        return _source_of_rows(value)
+    if not value:
+        raise ValueError("the list has no source; give one or more")
+    sources = SOURCES.validate_python(value)
+    labels = [source.label for source in sources]
+    if len(set(labels)) < len(labels):
+        raise ValueError(f"the names {labels} of the sources are not distinct; give each source its own `name`")
+    if len({source.weight is None for source in sources}) > 1:
+        raise ValueError("some sources have a `weight` and others a `count`; give all of them the same key")
+    return sources
+
+
+class DataConfig(_Questions):
+    train: Annotated[Path | str | tuple[SourceConfig, ...], WrapValidator(_training_rows)]
+    """The training rows: a file of JSON lines, JSON, Parquet or Arrow, a folder of such files, or
+    `hf://owner/name:split`. A row has `messages` (chat turns) or `prompt` (plain text, or chat turns as in TRL and
+    verl), for example a `ground_truth`, and any other columns, which the rewards receive. A list is a mixture of such
+    sources: `[{path: gsm8k.jsonl, weight: 0.7}, {path: code.jsonl, weight: 0.3}]`."""
+    eval: Rows | None = None
+    """The held-out rows for evaluations, in the same form; null means that nothing is evaluated."""
+    columns: Mapping[str, str] = {}
+    """Our names of columns, and the names that the rows have for them: `{messages: conversation, ground_truth: answer,
+    dataset: source}`. A dot leads into a mapping: `{ground_truth: extra_info.answer}`. If the column for `messages` is
+    text, it becomes one turn of the user; `prompt` stays text without the chat template."""
+    system_prompt: str | None = None
+    """The system turn of chats that have none; null adds nothing."""
+    chat_template: Mapping[str, Any] = {}
+    """Arguments of the model's chat template, such as `{enable_thinking: false}`. A row's own arguments, in its column
+    `chat_template_kwargs`, go before them."""
+    on_bad_row: Literal["fail", "skip"] = "fail"
+    """What happens to an unreadable row and to a prompt that is too long. `fail` stops the run and names file and line;
+    `skip` leaves the row out and counts it."""
+    deduplicate: bool = False
+    """Whether of the rows of a source with the same question, as tokens, and the same `ground_truth` only the first is
+    kept. Questions with several ground truths are kept and counted."""
+    cache: Path | None = None
+    """The folder in which the tokenized rows of files are kept for the next start; null keeps nothing. Files are
+    added, and never removed."""

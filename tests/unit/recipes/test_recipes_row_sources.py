@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from megatron_rl.config.load import load_config
+from megatron_rl.config.schema import DataConfig, GrpoRunConfig
+from megatron_rl.data.forms import Reading
+from megatron_rl.recipes.row_sources import RowSource, heldout_source, training_sources
+
+
+def test_a_single_source_has_the_reading_of_the_section():
+    data = DataConfig(train="a.jsonl", eval="b.jsonl", columns={"messages": "question"}, system_prompt="Think.")
+    reading = Reading({"messages": "question"}, "Think.")
+    assert training_sources(data) == [RowSource("data.train", "data.train", data.train, reading)]
+    assert heldout_source(data) == RowSource("data.eval", "data.eval", data.eval, reading)
+    assert heldout_source(DataConfig(train="a.jsonl")) is None
+
+
+def test_a_source_of_a_mixture_replaces_the_reading_of_the_section():
+    data = DataConfig(
+        train=[
+            {"path": "a.jsonl", "count": 200},
+            {"path": "b.jsonl", "count": 100, "name": "code", "columns": {}, "chat_template": {"short": True}},
+        ],
+        columns={"messages": "question"},
+        system_prompt="Think.",
+    )
+    first, second = training_sources(data)
+    assert (first.key, first.name, first.share) == ("data.train.0", "a", 2)
+    assert first.reading == Reading({"messages": "question"}, "Think.", dataset="a")
+    assert (second.key, second.name, second.share) == ("data.train.1", "code", 1)
+    assert second.reading == Reading({}, "Think.", {"short": True}, "code")
+
+
+@pytest.fixture
+def environment():
+    """A recipe sets variables when it is imported."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+def test_a_mixture_becomes_a_stream_in_its_shares(environment, tmp_path, monkeypatch, capsys):
+    from megatron_rl.recipes.grpo import read_prompts
+
+    monkeypatch.chdir(tmp_path)
+    for name, count in {"sums": 5, "code": 2}.items():
+        rows = [{"prompt": f"{name}{i}", "ground_truth": i} for i in range(count)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    core = Tokenizer(models.WordLevel({c: i for i, c in enumerate("?sumcode01234")}, unk_token="?"))
+    core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    train = "[{path: sums.jsonl, weight: 0.75}, {path: code.jsonl, weight: 0.25}]"
+    keys = [f"data.train={train}", "data.eval=sums.jsonl", "eval.num_prompts=2", "rollout.prompts_per_step=8"]
+    config = load_config(GrpoRunConfig, ["configs/run/tiny_grpo.yaml", *keys, f"data.cache={tmp_path / 'cache'}"])
+    prompts = read_prompts(config, PreTrainedTokenizerFast(tokenizer_object=core, unk_token="?"))
+    shown = capsys.readouterr().out.splitlines()
+    assert shown == [
+        f"data.{key}: {rows}"
+        for key, rows in {
+            "train.0": "sums.jsonl: 5 rows",
+            "train.1": "code.jsonl: 2 rows",
+            "eval": "sums.jsonl: 5 rows",
+        }.items()
+    ]
+    step = prompts.train.next()
+    assert Counter(prompt.columns["dataset"] for prompt in step) == {"sums": 6, "code": 2}
+    assert {prompt.uid for prompt in step if prompt.columns["dataset"] == "code"} == {
+        "code/code.jsonl:1",
+        "code/code.jsonl:2",
+    }
+    assert [prompt.uid for prompt in prompts.heldout] == ["sums.jsonl:1", "sums.jsonl:2"]
+    assert len(list((tmp_path / "cache").iterdir())) == 3
