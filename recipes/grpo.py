@@ -118,6 +118,8 @@ def run(config: GrpoRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) -
 
 def read_prompts(config: GrpoRunConfig, tokenizer: PreTrainedTokenizerBase) -> Prompts:
     """The training prompts as a stream, and the held-out prompts. Prints what became of the rows of each source."""
+    import numpy as np
+
     from megatron_rl.data import Rules, ShuffledStream, Source, load_prompts
     from megatron_rl.loop.train import Prompts
     from megatron_rl.verifiers.compose import required_columns
@@ -136,8 +138,9 @@ def read_prompts(config: GrpoRunConfig, tokenizer: PreTrainedTokenizerBase) -> P
     sources: dict[str, Source[Prompt]] = {}
     for source in training_sources(data):
         table = read(source)
-        sources[source.name] = Source(table, table.tally.digest, source.share)
-    stream = ShuffledStream(sources, rollout.prompts_per_step, config.run.seed)
+        rates = np.array([prompt.columns["pass_rate"] for prompt in table]) if source.reading.rated else None
+        sources[source.name] = Source(table, table.tally.digest, source.share, rates)
+    stream = ShuffledStream(sources, rollout.prompts_per_step, config.run.seed, data.easy_first_epochs)
     heldout = heldout_source(data)
     return Prompts(stream, read(heldout)[: config.eval.num_prompts] if heldout else [])
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_rl.config.data import DataConfig
@@ -28,7 +28,8 @@ def training_sources(data: DataConfig) -> list[RowSource]:
         ValueError: the shares of a mixture's sources have too many digits.
     """
     if not isinstance(data.train, tuple):
-        return [RowSource("data.train", "data.train", data.train, _reading(data))]
+        reading = replace(_reading(data), rated=data.easy_first_epochs > 0)
+        return [RowSource("data.train", "data.train", data.train, reading)]
     shares = whole_shares({source.label: source.weight or source.count or 0 for source in data.train})
     return [
         RowSource(
@@ -40,6 +41,7 @@ def training_sources(data: DataConfig) -> list[RowSource]:
                 system_prompt=data.system_prompt if source.system_prompt is None else source.system_prompt,
                 chat_template=data.chat_template if source.chat_template is None else source.chat_template,
                 dataset=source.label,
+                rated=data.easy_first_epochs > 0,
             ),
             share=shares[source.label],
         )

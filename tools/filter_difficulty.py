@@ -211,7 +211,8 @@ def configured(arguments: Sequence[str], out: Path, samples: int) -> GrpoRunConf
     Raises:
         ValueError: the configuration is wrong, names several sources of rows, or weights that engines cannot load.
     """
-    own = [f"run.folder={out.parent}", f"run.name={out.name}", "cluster.colocate=false", "policy.routing_replay=false"]
+    own = [f"run.folder={out.parent}", f"run.name={out.name}", "data.easy_first_epochs=0"]
+    own += ["cluster.colocate=false", "policy.routing_replay=false"]
     config = load_config(GrpoRunConfig, [*arguments, f"rollout.samples_per_prompt={samples}", *own]).absolute()
     if isinstance(config.data.train, tuple):
         raise ValueError("data.train is a mixture; filter its sources one by one: data.train=PATH, each with its --out")

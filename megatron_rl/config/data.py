@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import (
     Field,
     FiniteFloat,
+    NonNegativeInt,
     PlainValidator,
     PositiveInt,
     TypeAdapter,
@@ -114,6 +115,10 @@ class DataConfig(_Questions):
     on_bad_row: Literal["fail", "skip"] = "fail"
     """What happens to an unreadable row and to a prompt that is too long. `fail` stops the run and names file and line;
     `skip` leaves the row out and counts it."""
+    easy_first_epochs: NonNegativeInt = 0
+    """The number of first epochs of each source in which its prompts come by falling `pass_rate`, and those with the
+    same rate in random order. Every row then needs this column, a number from 0 to 1, which tools/filter_difficulty.py
+    writes. The later epochs are shuffled, as all are with 0."""
     deduplicate: bool = False
     """Whether of the rows of a source with the same question, as tokens, and the same `ground_truth` only the first is
     kept. Questions with several ground truths are kept and counted."""

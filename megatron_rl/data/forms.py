@@ -53,6 +53,8 @@ class Reading:
     """Arguments of the chat template. Those of a row go before them."""
     dataset: str | None = None
     """The data set of rows that name none: the name of their source in a mixture."""
+    rated: bool = False
+    """Whether each row must have a `pass_rate`."""
 
 
 @dataclass(frozen=True, slots=True)

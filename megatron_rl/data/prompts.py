@@ -115,7 +115,7 @@ def _prompts(
                 tally.num_duplicates += 1
                 continue
             uid = read.uid if reading.dataset is None else f"{reading.dataset}/{read.uid}"
-            digest.add(uid, ids)
+            digest.add(uid, ids, question.columns["pass_rate"] if reading.rated else None)
             num_kept += 1
             yield Prompt(uid, tuple(ids), question.messages, question.columns)
     bad.require_good(num_kept, source)
@@ -166,6 +166,13 @@ def question_of(row: Mapping[str, Any], required_columns: Iterable[str], reading
             f"column `{missing[0]}` is missing; the configured rewards need it, and the row has {sorted(row)}; if one "
             f"of these is meant, set data.columns={{{missing[0]}: NAME}}"
         )
+    if reading.rated:
+        rate = question.columns.get("pass_rate")
+        if not isinstance(rate, int | float) or not 0 <= rate <= 1:
+            raise BadRow(
+                f"`pass_rate` must be a number from 0 to 1, but it is {rate!r}; data.easy_first_epochs needs it, and "
+                f"tools/filter_difficulty.py writes it"
+            )
     if not isinstance(question.messages, str) and question.messages[-1]["role"] == "assistant":
         raise BadRow("`messages` ends with the assistant's turn, but the model must write this turn; remove it")
     return question

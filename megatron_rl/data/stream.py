@@ -1,6 +1,7 @@
 """An endless, shuffled stream of the items of one or more sources, which can be resumed.
 
-Invariants (tests/unit/data): every epoch of a source has each of its items once. No item is dropped at the end of an
+Invariants (tests/unit/data): every epoch of a source has each of its items once, in the first epochs by falling pass
+rate if that is asked for. No item is dropped at the end of an
 epoch: the step is filled up from the next epoch. Every beginning of the stream has its sources in their shares, with
 less than one item more or less (`mixture.py`). The order depends only on the seed, the numbers of items and the shares.
 A stream that was restored from a state continues exactly.
@@ -31,17 +32,21 @@ class Source(Generic[T]):
     """The digest of the items' contents, by which a resumed run knows them."""
     share: int = 1
     """The number of items from this source among as many consecutive items of the stream as the sum of all shares."""
+    pass_rates: np.ndarray | None = None
+    """The share of right answers to each item, [number of items]. Epochs that begin with easy items need it."""
 
 
 class RowsDigest:
-    """The digest of rows, by their names and tokens."""
+    """The digest of rows, by their names and tokens, and by their pass rates if these decide the order."""
 
     def __init__(self) -> None:
         self._state = hashlib.blake2b(digest_size=16)
 
-    def add(self, uid: str, ids: Iterable[int]) -> None:
+    def add(self, uid: str, ids: Iterable[int], pass_rate: float | None = None) -> None:
         name, tokens = uid.encode(errors="surrogateescape"), np.array(ids, np.int32).tobytes()
         self._state.update(b"%d %d " % (len(name), len(tokens)) + name + tokens)
+        if pass_rate is not None:
+            self._state.update(repr(float(pass_rate)).encode())
 
     def __str__(self) -> str:
         return self._state.hexdigest()
@@ -55,9 +60,16 @@ class ShuffledStream(Generic[T]):
             one item.
         items_per_step: the number of items that `next` returns. It may exceed the number of all items.
         seed: the order of a source's epoch e is a function of the seed, e, and the place of the source.
+        easy_first_epochs: the number of first epochs of each source in which its items come by falling pass rate.
     """
 
-    def __init__(self, items: Sequence[T] | Mapping[str, Source[T]], items_per_step: int, seed: int) -> None:
+    def __init__(
+        self,
+        items: Sequence[T] | Mapping[str, Source[T]],
+        items_per_step: int,
+        seed: int,
+        easy_first_epochs: int = 0,
+    ) -> None:
         given = items if isinstance(items, Mapping) else {ALL: Source(items)}
         empty = [name for name, source in given.items() if not source.items]
         if not given or empty or items_per_step < 1:
@@ -66,7 +78,7 @@ class ShuffledStream(Generic[T]):
                 + "".join(f", and none in the source {name}" for name in empty)
             )
         self._names, self._sources = list(given), list(given.values())
-        self._items_per_step, self._seed = items_per_step, seed
+        self._items_per_step, self._seed, self._easy_first_epochs = items_per_step, seed, easy_first_epochs
         self._turns, self._before = turns_of([source.share for source in self._sources])
         self.position = 0
         """The number of the next item. Items are numbered through the whole stream."""
@@ -141,7 +153,11 @@ class ShuffledStream(Generic[T]):
                 del orders[old]
             # The first source has the order that it would have alone.
             seed = [self._seed, epoch, index] if index else [self._seed, epoch]
-            orders[epoch] = np.random.default_rng(seed).permutation(len(self._sources[index].items))
+            source = self._sources[index]
+            orders[epoch] = np.random.default_rng(seed).permutation(len(source.items))
+            if epoch < self._easy_first_epochs:
+                assert source.pass_rates is not None
+                orders[epoch] = orders[epoch][np.argsort(-source.pass_rates[orders[epoch]], kind="stable")]
         return orders[epoch]
 
 
@@ -153,7 +169,7 @@ def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
             return [f"{key} {before[key]} {source}, this run has {now[key]}"]
     if before["digest"] != now["digest"]:
         return [
-            f"other rows {source}: of the {now['num_items']:,} rows, names or tokens have changed (also a tokenizer or "
-            f"a chat template can do this, such as one that writes the date)"
+            f"other rows {source}: of the {now['num_items']:,} rows, names, tokens or pass rates have changed (also a "
+            f"tokenizer or a chat template can do this, such as one that writes the date)"
         ]
     return []

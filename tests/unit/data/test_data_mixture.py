@@ -113,7 +113,11 @@ def test_any_item_can_be_asked_for_again():
     [
         ({"a": (3, 1), "b": (5, 2)}, {}, "num_items 4 in the source b, this run has 5"),
         ({"a": (3, 2), "b": (4, 2)}, {}, "share 1 in the source a, this run has 2"),
-        ({"a": (3, 1), "b": (4, 2)}, {"b": "other"}, "other rows in the source b: of the 4 rows, names or tokens have"),
+        (
+            {"a": (3, 1), "b": (4, 2)},
+            {"b": "other"},
+            "other rows in the source b: of the 4 rows, names, tokens or pass rates have",
+        ),
         ({"a": (3, 1)}, {}, r"the sources \['a', 'b'\], this run has \['a'\]"),
         ({"b": (4, 2), "a": (3, 1)}, {}, r"the sources \['a', 'b'\], this run has \['b', 'a'\]"),
     ],

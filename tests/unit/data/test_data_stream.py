@@ -2,11 +2,12 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.data import ShuffledStream
+from megatron_rl.data import ShuffledStream, Source
 
 
 @given(st.integers(1, 9), st.integers(1, 12), st.integers(0, 3))
@@ -25,6 +26,19 @@ def test_epochs_and_seeds_differ_and_repeat():
     assert epoch(0) == epoch(0) != epoch(1)
     assert epoch(0)[:100] != epoch(0)[100:]
     assert epoch(0)[100:] != epoch(1)[:100]
+
+
+@given(st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0]), min_size=1, max_size=12), st.integers(0, 3))
+def test_the_first_epochs_go_from_easy_to_hard(rates, num_epochs):
+    n = len(rates)
+    source = {"rows": Source(range(n), pass_rates=np.array(rates))}
+    stream, shuffled = ShuffledStream(source, n, 5, num_epochs), ShuffledStream(range(n), n, 5)
+    for epoch in range(num_epochs + 2):
+        given, plain = stream.next(), shuffled.next()
+        if epoch < num_epochs:  # those with the same rate keep their random order
+            assert given == sorted(plain, key=lambda item: -rates[item])
+        else:
+            assert given == plain
 
 
 @given(st.integers(0, 20), st.integers(1, 7))

@@ -80,7 +80,7 @@ def test_answers_are_kept_as_text(tmp_path):
     first, second, _ = read_lines(tmp_path / "samples.jsonl")  # the fourth group is not kept
     assert first == {
         "step": 7, "uid": "r:1", "prompt": "ab", "thought": "c</think>", "answer": "d<eos>",
-        "ground_truth": "d", "reward": 1.0, "finish": "stop", "num_tokens": 4,
+        "ground_truth": "d", "reward": 1.0, "details": {}, "finish": "stop", "num_tokens": 4,
     }  # fmt: skip
     assert (second["prompt"], second["thought"], second["answer"]) == ("system: s\nuser: q", "", "ef")
 
