@@ -209,13 +209,19 @@ def rate_all(config: GrpoRunConfig, out: Path, interrupt: Interrupt) -> None:
 def configured(arguments: Sequence[str], out: Path, samples: int) -> GrpoRunConfig:
     """
     Raises:
-        ValueError: the configuration is wrong, names several sources of rows, or weights that engines cannot load.
+        ValueError: the configuration is wrong, has no reward that decides which answers are right, or names several
+            sources of rows, or weights that engines cannot load.
     """
     own = [f"run.folder={out.parent}", f"run.name={out.name}", "data.easy_first_epochs=0"]
     own += ["cluster.colocate=false", "policy.routing_replay=false"]
     config = load_config(GrpoRunConfig, [*arguments, f"rollout.samples_per_prompt={samples}", *own]).absolute()
     if isinstance(config.data.train, tuple):
         raise ValueError("data.train is a mixture; filter its sources one by one: data.train=PATH, each with its --out")
+    if not config.deciding_rewards:
+        raise ValueError(
+            "no reward compares answers with a ground truth, so none decides which answers are right; name the one "
+            f"that does with eval.verifier, one of {[reward.label for reward in config.rewards]}"
+        )
     if config.model.weights is not None:
         raise ValueError(
             f"the engines load Hugging Face's form, but model.weights is {config.model.weights}; convert it with "

@@ -30,6 +30,7 @@ def test_a_stopped_filter_goes_on_and_a_killed_engine_changes_nothing(recipe, ta
         f"model.path={task}/model",
         "data={train: rows.jsonl, eval: null}",
         "rewards=[{kind: function, path: 'my_rewards:parity'}]",
+        "eval.verifier=parity",
         "rollout.max_sequences=8",  # two groups are under way
         "--out",
     ]

@@ -47,19 +47,44 @@ def environment():
     os.environ.update(before)
 
 
-def test_a_mixture_becomes_a_stream_in_its_shares(environment, tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def tokenizer():
+    core = Tokenizer(models.WordLevel({c: i for i, c in enumerate("?sumcode01234")}, unk_token="?"))
+    core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    return PreTrainedTokenizerFast(tokenizer_object=core, unk_token="?")
+
+
+def test_easy_prompts_come_first_and_rates_that_changed_are_told(environment, tokenizer, tmp_path, monkeypatch):
+    from megatron_rl.recipes.grpo import read_prompts
+
+    monkeypatch.chdir(tmp_path)
+
+    def stream(**rates):
+        rows = [{"prompt": name, "ground_truth": 0, "pass_rate": rate} for name, rate in rates.items()]
+        (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        keys = ["data.train=rows.jsonl", "data.eval=null", "rollout.prompts_per_step=4", "data.easy_first_epochs=1"]
+        return read_prompts(load_config(GrpoRunConfig, ["configs/run/tiny_grpo.yaml", *keys]), tokenizer).train
+
+    first = stream(s=0.25, u=0, m=1, c=0.5)
+    assert "".join(prompt.messages for prompt in first.next()) == "mcsu"
+    with pytest.raises(ValueError, match="names, tokens or pass rates have changed"):
+        stream(s=0.25, u=0, m=1, c=0.75).restore(first.state())
+    for wrong in (None, "easy", 62.5, float("nan")):
+        with pytest.raises(ValueError, match=r"rows.jsonl:2: `pass_rate` must be a number from 0 to 1, but it is"):
+            stream(s=0.25, u=wrong)
+
+
+def test_a_mixture_becomes_a_stream_in_its_shares(environment, tokenizer, tmp_path, monkeypatch, capsys):
     from megatron_rl.recipes.grpo import read_prompts
 
     monkeypatch.chdir(tmp_path)
     for name, count in {"sums": 5, "code": 2}.items():
         rows = [{"prompt": f"{name}{i}", "ground_truth": i} for i in range(count)]
         (tmp_path / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    core = Tokenizer(models.WordLevel({c: i for i, c in enumerate("?sumcode01234")}, unk_token="?"))
-    core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     train = "[{path: sums.jsonl, weight: 0.75}, {path: code.jsonl, weight: 0.25}]"
     keys = [f"data.train={train}", "data.eval=sums.jsonl", "eval.num_prompts=2", "rollout.prompts_per_step=8"]
     config = load_config(GrpoRunConfig, ["configs/run/tiny_grpo.yaml", *keys, f"data.cache={tmp_path / 'cache'}"])
-    prompts = read_prompts(config, PreTrainedTokenizerFast(tokenizer_object=core, unk_token="?"))
+    prompts = read_prompts(config, tokenizer)
     shown = capsys.readouterr().out.splitlines()
     assert shown == [
         f"data.{key}: {rows}"

@@ -99,6 +99,8 @@ def test_the_configuration_is_that_of_a_run(tmp_path):
     assert given.rollout.samples_per_prompt == 8 and not given.cluster.colocate
     with pytest.raises(ValueError, match=r"convert it with tools/megatron_to_hf.py, give the result as model.path"):
         configured([*OVERRIDES, "model.weights=checkpoint"], tmp_path / "out", 8)
+    with pytest.raises(ValueError, match=r"name the one that does with eval.verifier, one of \['brevity'\]"):
+        configured([*OVERRIDES, "rewards=[{kind: function, path: 'my_rewards:brevity'}]"], tmp_path / "out", 8)
     with pytest.raises(ValueError, match="filter its sources one by one"):
         configured([*OVERRIDES, "data.train=[{path: a.jsonl, weight: 1}]"], tmp_path / "out", 8)
 
