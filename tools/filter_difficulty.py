@@ -34,7 +34,8 @@ from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
 from megatron_rl.config.load import load_config
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.data.files import load_rows
-from megatron_rl.loop.rollouts import right_answers, verdicts_of
+from megatron_rl.loop.evaluation import right_answers
+from megatron_rl.loop.rollouts import verdicts_of
 from megatron_rl.loop.run_lock import run_lock
 from megatron_rl.ports import StopRequested
 from megatron_rl.recipes.launch import Interrupt, console, log_to_file, quiet_environment

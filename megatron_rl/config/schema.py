@@ -47,7 +47,7 @@ class EvalConfig(Section):
     num_prompts: PositiveInt = 256
     """The number of prompts, taken from the beginning of `data.eval`."""
     samples_per_prompt: PositiveInt = 1
-    """The number of answers to each prompt."""
+    """The number of answers to each prompt, n. With two or more, `eval/pass@k` and `eval/maj@n` are reported, too."""
     verifier: str | None = None
     """The name of the reward that decides whether an answer is right, which means a score of 1 or more.
     `eval/accuracy` is the share of right answers. null means, for each row, the first reward that compares answers with

@@ -24,13 +24,12 @@ from megatron_rl.data import ShuffledStream, prune_journal, read_journal
 from megatron_rl.data.journal import Entry
 from megatron_rl.loop.admission import Admission
 from megatron_rl.loop.checkpoints import find_checkpoints
+from megatron_rl.loop.evaluation import describe_heldout, right_answers
 from megatron_rl.loop.pass_rates import PassRates
 from megatron_rl.loop.rollouts import (
     SilentRewards,
-    describe_heldout,
     describe_verified,
     require_a_score,
-    right_answers,
     scores_of,
     verdicts_of,
 )

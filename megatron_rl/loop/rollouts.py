@@ -1,4 +1,4 @@
-"""Answers with their verdicts, and their metrics: lengths, cuts, abstentions, held-out accuracy."""
+"""Answers with their verdicts, and their metrics: lengths, cuts, abstentions."""
 
 from __future__ import annotations
 
@@ -153,27 +153,6 @@ def require_a_score(verdicts: Sequence[Verdict]) -> None:
             f"every one of {len(verdicts)} answers was left without a score; the most frequent reason ({count} times) "
             f"is: {reason}"
         )
-
-
-def describe_heldout(config: GrpoRunConfig, groups: Sequence[Group]) -> Metrics:
-    """The mean reward and the share of right answers over the verified groups of the held-out prompts."""
-    samples, verdicts = [sample for group in groups for sample in group.samples], verdicts_of(groups)
-    scores = [verdict.score for verdict in verdicts if verdict.score is not None]
-    right = right_answers(config, verdicts)
-    return ({"eval/accuracy": fmean(right)} if right else {}) | {
-        "eval/reward_mean": fmean(scores),
-        "eval/num_samples": float(len(samples)),
-        "eval/abstained": float(len(samples) - len(scores)),
-        "eval/response_mean": fmean(sample.length - sample.num_prompt_tokens for sample in samples),
-    }
-
-
-def right_answers(config: GrpoRunConfig, verdicts: Sequence[Verdict]) -> list[bool]:
-    """Whether each answer is right: the first deciding reward (`eval.verifier`) that scored it gave it 1 or more.
-    Answers that no such reward scored are left out."""
-    of_answers = [[verdict.parts[i] for i in config.deciding_rewards] for verdict in verdicts]
-    parts = [next((part for part in parts if part is not None), None) for parts in of_answers]
-    return [part >= 1 for part in parts if part is not None]
 
 
 def verdicts_of(groups: Sequence[Group]) -> list[Verdict]:

@@ -12,11 +12,11 @@ from typing import Any, Protocol
 
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.data import ShuffledStream
+from megatron_rl.loop.evaluation import describe_heldout
 from megatron_rl.loop.rollouts import (
     EVALUATION_SEED,
     SilentRewards,
     answer_and_verify,
-    describe_heldout,
     score,
     scores_of,
 )

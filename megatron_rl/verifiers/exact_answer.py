@@ -12,6 +12,8 @@ from typing import Any
 from megatron_rl.config.rewards import ExactAnswerReward
 from megatron_rl.types import Verdict
 
+MAX_CHARACTERS = 400
+"""The number of characters of an answer that are kept to count majorities."""
 # A minus sign belongs to a number if no digit is before it (the last number of 7-3 is 3), and a comma if it separates
 # thousands.
 NUMBER = re.compile(r"(?<![0-9])(-\$?|\$-)?([0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(\.[0-9]+)?")
@@ -40,6 +42,7 @@ def verify(cfg: ExactAnswerReward, text: str, truth: Any) -> Verdict:
         fault = f"ground_truth {truth!r} holds no number; set the reward's answer to `all`"
         return Verdict(None, fault, failed=True)
     found = text.strip() if cfg.answer == "all" else last_number(text)
-    if found == expected:
-        return Verdict(1.0)
-    return Verdict(0.0, "no number" if found is None else "other answer")
+    if found is None:
+        return Verdict(0.0, "no number")
+    details = {"final_answer": str(found.normalize()) if isinstance(found, Decimal) else found[:MAX_CHARACTERS]}
+    return Verdict(1.0, details=details) if found == expected else Verdict(0.0, "other answer", details=details)

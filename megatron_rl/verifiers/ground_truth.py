@@ -131,7 +131,10 @@ class Judge:
         verdict = VERIFY[type(self.cfg)](self.cfg, text if isinstance(text, str) else "", truth)
         if verdict.failed:
             return replace(verdict, reason=f"{answer.prompt.uid}: {verdict.reason}")
-        return verdict if isinstance(text, str) else text
+        if not isinstance(text, str):
+            return text
+        details = {f"{self.cfg.label}/{name}": value for name, value in verdict.details.items()}
+        return replace(verdict, details=details) if details else verdict
 
 
 def fault_of_ground_truth(cfg: GroundTruthReward, truth: Any) -> str | None:

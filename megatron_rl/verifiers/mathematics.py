@@ -88,15 +88,25 @@ def verify(text: str, truth: str, mode: Mode) -> Verdict:
     found = final_answer(text, mode)
     if found is None:
         return Verdict(0.0, "no final answer")
+    details = {"final_answer": _vote(_clean(found))}
     try:
         equal = reference.equals(_clean(found))
     except _Unreadable as error:
-        return Verdict(0.0, f"found {_short(found)}, which {error}")
+        return Verdict(0.0, f"found {_short(found)}, which {error}", details=details)
     # sympy raises errors of many classes; whatever it is, it says nothing about the answer.
     except Exception as error:
         reason = f"comparing {_short(found)} with {_short(truth)} raised {type(error).__name__}: {_short(str(error))}"
         return Verdict(None, reason, failed=True)
-    return Verdict(float(equal), f"found {_short(found)}")
+    return Verdict(float(equal), f"found {_short(found)}", details=details)
+
+
+def _vote(found: str) -> str:
+    """The final answer in the form in which answers are counted for a majority. Plain numbers are equal as numbers (to
+    28 digits), everything else as text."""
+    number = plain_number(found)
+    if number is None:
+        return _plain_text(found)[:MAX_CHARACTERS]
+    return f"{number.value.normalize()}{'%' if number.percent else ''}"
 
 
 class _Unreadable(ValueError):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from small_ports import World, config
 
-from megatron_rl.loop.rollouts import MAX_DATASETS, SilentRewards, describe_datasets, describe_rewards, right_answers
+from megatron_rl.loop.evaluation import right_answers
+from megatron_rl.loop.rollouts import MAX_DATASETS, SilentRewards, describe_datasets, describe_rewards
 from megatron_rl.types import Group, Prompt, Sample, Verdict
 
 CONFIG = config(

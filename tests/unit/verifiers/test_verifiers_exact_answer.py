@@ -101,14 +101,18 @@ def score(text: str, truth, finish: str = "stop", delimiter: str = "</think>", *
     return verdict
 
 
+def found(score: float, final: str, reason: str = "") -> Verdict:
+    return Verdict(score, reason, details={"exact_answer/final_answer": final})
+
+
 def test_verdicts():
-    assert score("1406 is not it</think>1406<eos>", "1406") == Verdict(1.0)
-    assert score("1406</think>1407<eos>", "1406") == Verdict(0.0, "other answer")
+    assert score("1406 is not it</think>1406<eos>", "1406") == found(1.0, "1406")
+    assert score("1406</think>1407<eos>", "1406") == found(0.0, "1407", "other answer")
     assert score("1406<eos>", "1406") == Verdict(0.0, "no </think>")
-    assert score("1406<eos>", 1406, delimiter="") == Verdict(1.0)
+    assert score("1406<eos>", 1406, delimiter="") == found(1.0, "1406")
     assert score("</think>1406", "1406", finish="length") == Verdict(0.0, "cut by the length budget")
-    assert score("</think>1406", "1406", finish="length", require_stop=False) == Verdict(1.0)
-    assert score("</think>It is 1,406.00.<eos>", "#### 1406", answer="last_number") == Verdict(1.0)
+    assert score("</think>1406", "1406", finish="length", require_stop=False) == found(1.0, "1406")
+    assert score("</think>It is 1,406.00.<eos>", "#### 1406", answer="last_number") == found(1.0, "1406")
     assert score("</think>none<eos>", 1406, answer="last_number") == Verdict(0.0, "no number")
 
 

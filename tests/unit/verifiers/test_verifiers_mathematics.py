@@ -106,7 +106,8 @@ def test_math_verify_alone_judges_otherwise_where_the_table_says_so():
 def test_gsm8k(form, mode):
     for truth in GSM8K:
         value = Decimal(truth.replace(",", ""))
-        assert verify(form.replace("{}", truth), truth, mode) == Verdict(1.0, f"found {truth!r}")
+        final = {"final_answer": str(value.normalize())}
+        assert verify(form.replace("{}", truth), truth, mode) == Verdict(1.0, f"found {truth!r}", details=final)
         for other in {value + 1, value - 1, -value, value * 10} - {value}:
             assert verify(form.replace("{}", str(other)), truth, mode).score == 0.0
 
@@ -225,11 +226,19 @@ def test_small_numbers_are_not_rounded_to_zero():
 
 
 def test_verdicts_and_their_reasons():
-    assert verify("#### 71", "72", "strict") == Verdict(0.0, "found '71'")
+    assert verify("#### 71", "72", "strict") == Verdict(0.0, "found '71'", details={"final_answer": "71"})
     assert verify("It is 72", "72", "strict") == Verdict(0.0, "no final answer")
-    assert verify("It is 72", "72", "lenient") == Verdict(1.0, "found '72'")
-    assert verify(boxed("3"), "so it is #### 3", "strict") == Verdict(1.0, "found '3'"), "a truth may be a solution"
+    assert verify("It is 72", "72", "lenient") == Verdict(1.0, "found '72'", details={"final_answer": "72"})
+    assert verify(boxed("3"), "so it is #### 3", "strict").score == 1.0, "a truth may be a solution"
     assert len(verify(boxed("y" * 500), "72", "strict").reason) < 200
+
+
+def test_answers_are_counted_for_a_majority_in_one_form():
+    same = ["1,200", "1200.0", "$1200$", "1.2e3", r"1{,}200"]
+    assert {verify(boxed(text), "3", "strict").details["final_answer"] for text in same} == {"1.2E+3"}
+    assert verify(boxed(r"\text{Yes}"), "3", "strict").details == verify(boxed(" yes."), "3", "strict").details
+    assert verify(boxed("50%"), "3", "strict").details == {"final_answer": "5E+1%"}
+    assert verify("nothing", "3", "strict").details == {}
 
 
 def test_it_works_in_a_thread_and_after_pickling():
