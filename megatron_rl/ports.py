@@ -107,8 +107,8 @@ class Engine(Protocol):
             greedy: take the most probable tokens instead of sampling as the run does.
         """
 
-    def tokens(self, group: Group) -> Sequence[Tokens]:
-        """Fetch the payload of a group, for the few answers that people read."""
+    def tokens(self, group: Group, with_routes: bool = False) -> Sequence[Tokens]:
+        """Fetch the payload of a group, for the few answers that people read, and for what `rollout.dump` writes."""
 
 
 class Bridge(Protocol):

@@ -20,6 +20,7 @@ quiet_environment()
 from megatron_rl.config.schema import GrpoRunConfig  # noqa: E402
 from megatron_rl.layout import Links, check_model, read_shape  # noqa: E402
 from megatron_rl.loop.checkpoints import Checkpoints  # noqa: E402
+from megatron_rl.loop.replay import ports_without_engines  # noqa: E402
 from megatron_rl.ports import Ports  # noqa: E402
 from megatron_rl.recipes.dry_run import (  # noqa: E402
     check_memory,
@@ -84,10 +85,11 @@ def run(config: GrpoRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) -
             placement, restarts = RayPlacement(config), Restarts(config.cluster.restarts_per_hour)
             if config.cluster.ray_address is not None:  # the preflight has looked at this machine
                 check_nodes(config, placement.plan)
-            engines = EngineGroup(config, logs, placement, restarts)
-            cleaning.callback(engines.close)
+            if config.rollout.replay is None:
+                engines = EngineGroup(config, logs, placement, restarts)
+                cleaning.callback(engines.close)
+                verifier = VerifierGroup(config, logs, placement, restarts)
             policy = PolicyGroup(spec, config.cluster, logs, placement, restarts)
-            verifier = VerifierGroup(config, logs, placement, restarts)
             # While all processes import their libraries, the driver imports its own and reads the rows.
             from transformers import AutoTokenizer
 
@@ -103,11 +105,14 @@ def run(config: GrpoRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) -
                 Colocation(policy, engines)
                 links = shared_links(placement.plan)
             policy.start(is_resumed=checkpoints.first_step > 0)
-            engines.wait()
-            verifier.wait()
-            bridge = RayBridge(config, spec, policy, engines, logs, links)
+            if config.rollout.replay is None:
+                engines.wait()
+                verifier.wait()
+                bridge = RayBridge(config, spec, policy, engines, logs, links)
+                ports = Ports(policy, engines, bridge, verifier, RayStream(config, engines, verifier))
+            else:
+                ports = ports_without_engines(policy)
         with sink, interrupt.training():
-            ports = Ports(policy, engines, bridge, verifier, RayStream(config, engines, verifier))
             done = train(config, shape, ports, prompts, (sink, checkpoints), interrupt)
         if done == config.run.steps:
             policy.export_hf(folder / "hf")
@@ -147,7 +152,8 @@ def read_prompts(config: GrpoRunConfig, tokenizer: PreTrainedTokenizerBase) -> P
 
 def describe(config: GrpoRunConfig, console: Console) -> None:
     shape = describe_policy(config, console)
-    describe_rollout(config, shape, console)
+    if config.rollout.replay is None:
+        describe_rollout(config, shape, console)
     describe_placement(config, console)
     if config.cluster.gpus_per_trainer:
         memory = describe_memory(config, shape, console)

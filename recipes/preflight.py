@@ -30,6 +30,7 @@ from megatron_rl.config.schema import BaseConfig, GrpoRunConfig, SftRunConfig
 from megatron_rl.data.files import read_rows
 from megatron_rl.data.forms import DESCRIPTIONS, Form, Question, Reading
 from megatron_rl.data.prompts import check_length, question_of
+from megatron_rl.data.saved_rollouts import require_step
 from megatron_rl.data.rows import BadRow, Row, Turns
 from megatron_rl.data.supervised import demonstration_of, ended
 from megatron_rl.layout import FAMILIES, check_unquantised, read_shape, scan
@@ -114,6 +115,9 @@ def preflight(config: BaseConfig, tell: Tell, *, resume: bool = False, planning:
         tell(f"not checked, because {', '.join(map(str, absent))} is not there: rows and reward functions")
     else:
         faults += _rows(config, tokenizer, tell)
+    if isinstance(config, GrpoRunConfig) and config.rollout.replay is not None:
+        saved, last = config.rollout.replay, config.run.steps - 1
+        attempt(lambda: require_step(saved, last))
     faults += _keys(config)
     named = _name(config)
     faults += named

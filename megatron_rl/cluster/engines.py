@@ -304,9 +304,9 @@ class EngineGroup:
             if lives is True:
                 ray.kill(self.processes[i].actor)
 
-    def tokens(self, group: Group) -> list[Tokens]:
-        """Fetch a group's tokens to the driver. Only the few answers that are shown to people need this."""
-        return fetch([group.payload], self._config.cluster.step_timeout_s)[0]
+    def tokens(self, group: Group, with_routes: bool = False) -> list[Tokens]:
+        """See `ports.Engine`."""
+        return fetch([group.payload], self._config.cluster.step_timeout_s, with_routes)[0]
 
     def close(self) -> None:
         """End all engines that have started. Ray ends the others, and those that do not end in time."""

@@ -122,7 +122,7 @@ def demands_of(config: BaseConfig) -> tuple[Demand, ...]:
         advice="lower policy.parallel, cluster.cpus_per_trainer or cluster.gpus_per_trainer",
         pool=cluster.pools.get("trainer"),
     )
-    if not isinstance(config, GrpoRunConfig):
+    if not isinstance(config, GrpoRunConfig) or config.rollout.replay is not None:
         return (trainer,)
     engine = Demand(
         role="engine",

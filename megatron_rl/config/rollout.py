@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import (
@@ -70,6 +71,12 @@ class RolloutConfig(Section):
     """Separate budgets for thought and answer; null means that both share `max_response_tokens`."""
     sampling: SamplingConfig = SamplingConfig()
     """How the engine samples training answers and evaluation answers."""
+    dump: bool = False
+    """Whether the verified rollouts of each step are written into the run's folder, as `rollouts/step_000000.groups`
+    and so on. The driver fetches the tokens for it."""
+    replay: Path | None = None
+    """The folder with the rollouts that another run has written (`dump`). The run trains on them and starts no engine
+    and no verifier, so it also evaluates nothing. null means that engines answer."""
     prefix_cache: Literal["cleared", "salted"] = "cleared"
     """What a push of new weights does to the KV cache of older weights. `cleared` drops it all, and running requests
     are computed again with the new weights. `salted` lets running requests keep their cache, and hides it from later

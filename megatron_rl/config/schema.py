@@ -196,6 +196,8 @@ class GrpoRunConfig(BaseConfig):
                 f"rollout.late: {self.rollout.late} has no effect without rollout.max_lag and rollout.active_sampling, "
                 "because every group is then of the step that waits for it; remove it"
             )
+        if self.rollout.replay is not None:
+            self._check_replay()
         if self.cluster.colocate:
             self._check_colocation()
         self._refuse_missing_inputs()
@@ -220,6 +222,20 @@ class GrpoRunConfig(BaseConfig):
         if self.eval.verifier is not None:
             return [[reward.label for reward in self.rewards].index(self.eval.verifier)]
         return [i for i, reward in enumerate(self.rewards) if isinstance(reward, GroundTruthReward)]
+
+    def _check_replay(self) -> None:
+        """Refuse what needs engines."""
+        needs = {
+            "data.eval": self.data.eval,
+            "cluster.colocate": self.cluster.colocate,
+            "rollout.dump": self.rollout.dump,
+        }
+        for name, value in needs.items():
+            if value:
+                raise ValueError(
+                    f"rollout.replay trains on saved rollouts without engines, and {name} needs engines; remove one of "
+                    "the two"
+                )
 
     def _check_colocation(self) -> None:
         """Refuse what needs trainers and engines at the same time."""

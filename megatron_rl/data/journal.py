@@ -65,8 +65,7 @@ class JournalWriter:
         self._folder.mkdir(parents=True, exist_ok=True)
         records: dict[int, list[bytes]] = {}
         for entry in entries:
-            blob = _encode(entry)
-            records.setdefault(entry.version, []).extend([HEAD.pack(len(blob), zlib.crc32(blob)), blob])
+            records.setdefault(entry.version, []).append(framed(encode(entry)))
         for version, parts in records.items():
             with (self._folder / f"{version:06d}_{self._name}.groups").open("ab") as file:
                 file.write(b"".join(parts))
@@ -74,7 +73,8 @@ class JournalWriter:
 
 def read_journal(folder: Path) -> dict[int, Entry]:
     """All entries by their numbers. Of entries with the same number, that of the latest version wins."""
-    return {entry.number: entry for _, path in _files(folder) for entry in _read(path)}
+    entries = (decode(blob) for _, path in _files(folder) for blob in read_records(path))
+    return {entry.number: entry for entry in entries}
 
 
 def prune_journal(folder: Path, version: int) -> None:
@@ -92,7 +92,25 @@ def _files(folder: Path) -> list[tuple[int, Path]]:
     return sorted((int(match[1]), path) for match, path in found)
 
 
-def _encode(entry: Entry) -> bytes:
+def framed(blob: bytes) -> bytes:
+    """A record of a file, with its head."""
+    return HEAD.pack(len(blob), zlib.crc32(blob)) + blob
+
+
+def read_records(path: Path) -> Iterator[bytes]:
+    """The records of a file without their heads, up to one that is damaged or cut off."""
+    data, start = path.read_bytes(), 0
+    while start + HEAD.size <= len(data):
+        size, checksum = HEAD.unpack_from(data, start)
+        blob = data[start + HEAD.size : start + HEAD.size + size]
+        if len(blob) < size or zlib.crc32(blob) != checksum:
+            return
+        yield blob
+        start += HEAD.size + size
+
+
+def encode(entry: Entry) -> bytes:
+    """A group as a blob of safetensors."""
     columns = {
         name: np.concatenate([getattr(tokens, name) for tokens in entry.tokens]) if entry.tokens else np.zeros(0)
         for name in COLUMNS
@@ -112,18 +130,8 @@ def _encode(entry: Entry) -> bytes:
     return blob
 
 
-def _read(path: Path) -> Iterator[Entry]:
-    data, start = path.read_bytes(), 0
-    while start + HEAD.size <= len(data):
-        size, checksum = HEAD.unpack_from(data, start)
-        blob = data[start + HEAD.size : start + HEAD.size + size]
-        if len(blob) < size or zlib.crc32(blob) != checksum:
-            return
-        yield _decode(blob)
-        start += HEAD.size + size
-
-
-def _decode(blob: bytes) -> Entry:
+def decode(blob: bytes) -> Entry:
+    """The group of a blob."""
     size = int.from_bytes(blob[:8], "little")
     rest: dict[str, Any] = json.loads(json.loads(blob[8 : 8 + size])["__metadata__"]["group"])
     columns = load(blob)

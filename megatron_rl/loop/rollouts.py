@@ -177,9 +177,14 @@ def scores_of(config: GrpoRunConfig, ports: Ports, groups: Sequence[Group], step
         with sink.phase("verify"):
             score(ports, greedy)
         greedy_rewards = np.repeat(_numbers(verdict.reward for verdict in verdicts_of(greedy)), sizes)
+    return scores_with(config, groups, greedy_rewards)
+
+
+def scores_with(config: GrpoRunConfig, groups: Sequence[Group], greedy_rewards: np.ndarray | None) -> Scores:
+    """The same, with the reward of the greedy answer to each sample's prompt, if the estimator needs it."""
     samples, verdicts = [sample for group in groups for sample in group.samples], verdicts_of(groups)
     return Scores(
-        group_of=np.repeat(np.arange(len(groups)), sizes),
+        group_of=np.repeat(np.arange(len(groups)), [len(group.samples) for group in groups]),
         num_actions=np.array([sample.num_actions for sample in samples], np.int64),
         is_cut=np.array([sample.finish == "length" for sample in samples], bool),
         rewards=_numbers(verdict.reward for verdict in verdicts),

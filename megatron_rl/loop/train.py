@@ -21,6 +21,7 @@ from megatron_rl.loop.asynchronous import AsynchronousSource
 from megatron_rl.loop.checkpoints import Checkpoints, Stateful, WholeState, due
 from megatron_rl.loop.performance import performance
 from megatron_rl.loop.recovery import run_and_recover
+from megatron_rl.loop.replay import ReplayedSource, dump
 from megatron_rl.loop.shares import plan_step
 from megatron_rl.loop.source import RolloutSource, SynchronousSource
 from megatron_rl.loop.stopping import NEVER, Stopping
@@ -58,8 +59,12 @@ def train(
     is_exact = config.model.dtype == "float32" and config.rollout.quantization is None
     coefficients = Coefficients(config.algorithm, is_exact)
     overlaps = config.rollout.max_lag > 0 or config.rollout.active_sampling
-    kind = AsynchronousSource if overlaps else SynchronousSource
-    source: RolloutSource = kind(config, ports, prompts.train, sink, stopping)
+    source: RolloutSource
+    if config.rollout.replay is not None:
+        source = ReplayedSource(config, config.rollout.replay, sink)
+    else:
+        kind = AsynchronousSource if overlaps else SynchronousSource
+        source = kind(config, ports, prompts.train, sink, stopping)
     parts: dict[str, Stateful] = {"stream": source, "coefficients": coefficients}
     stragglers = Stragglers()
 
@@ -78,6 +83,9 @@ def train(
             source.pushed(step)
             ports.policy.mirror(step)
             rollouts = source.next(step)
+            if config.rollout.dump:
+                with sink.phase("dump"):
+                    dump(config.run_folder / "rollouts", step, rollouts, ports)
             with sink.phase("plan"):
                 shares, planned = plan_step(config, shape, rollouts, step)
                 metrics |= rollouts.metrics | planned

@@ -78,6 +78,8 @@ def test_override_values(text, value):
         ),
         ({"cluster": {"colocate": True}, "rollout": {"max_lag": 1}}, "so that rollout.max_lag, with which they answer"),
         ({"cluster": {"colocate": True}, "rollout": {"active_sampling": True}}, "so that rollout.active_sampling"),
+        ({"cluster": {"colocate": True}, "rollout": {"replay": "saved"}}, "and cluster.colocate needs engines"),
+        ({"rollout": {"replay": "saved", "dump": True}}, "and rollout.dump needs engines"),
         ({"cluster": {"colocate": True, "mirror": True}}, "set cluster.mirror to false"),
         ({"cluster": {"colocate": True, "gpus_per_trainer": 1}}, "must both be 1, or both 0 on CPUs; they are 1 and 0"),
         ({"cluster": {"colocate": True, "pools": {"engine": "a"}}}, "must give both the same pool"),

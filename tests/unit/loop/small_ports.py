@@ -136,7 +136,7 @@ class World:
             self.journal.write(entries)
         return Verified(groups, metrics)
 
-    def tokens(self, group):
+    def tokens(self, group, with_routes=False):
         return group.payload
 
     # Verifier

@@ -1,0 +1,105 @@
+"""The verified groups of a step in a file, from which the same step can be trained again without engines.
+
+A file is a sequence of records as in the journal (`journal.py`). The first one is JSON: the prompts, the metrics of the
+rollouts, and the rewards of the greedy answers, if the estimator needs them. Each other one is a group, in the order of
+the prompts.
+
+Invariants (tests/unit/data): what is read equals what was written; a file that was cut off or changed is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_rl.data.journal import Entry, decode, encode, framed, read_records
+from megatron_rl.types import Group, Metrics, Prompt, Tokens
+
+
+@dataclass(frozen=True, slots=True)
+class SavedStep:
+    """The rollouts of a step."""
+
+    groups: list[Group]
+    """The payload of a group is its tokens."""
+    greedy_rewards: np.ndarray | None
+    """float64 [S]; see `types.Scores`."""
+    metrics: Metrics
+
+
+def path_of(folder: Path, step: int) -> Path:
+    return folder / f"step_{step:06d}.groups"
+
+
+def write_step(
+    folder: Path,
+    step: int,
+    groups: Sequence[Group],
+    tokens: Iterable[Sequence[Tokens]],
+    greedy_rewards: np.ndarray | None,
+    metrics: Metrics,
+) -> None:
+    """Write the file of a step, in place of an earlier one.
+
+    Args:
+        tokens: the tokens of each group, which are taken one group after the other.
+
+    Raises:
+        OSError: the disk is full, or the folder cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    head: dict[str, Any] = {
+        "prompts": [[group.prompt.messages, group.prompt.columns] for group in groups],
+        "greedy_rewards": None if greedy_rewards is None else greedy_rewards.tolist(),
+        "metrics": metrics,
+    }
+    partial = path_of(folder, step).with_suffix(".partial")
+    with partial.open("wb") as file:
+        file.write(framed(json.dumps(head).encode()))
+        for number, (group, payload) in enumerate(zip(groups, tokens, strict=True)):
+            file.write(framed(encode(Entry(number, group.prompt.uid, group.version, group.samples, payload))))
+    os.replace(partial, path_of(folder, step))
+
+
+def require_step(folder: Path, step: int) -> Path:
+    """The file of a step.
+
+    Raises:
+        ValueError: it does not exist.
+    """
+    path = path_of(folder, step)
+    if not path.exists():
+        steps = sorted(int(file.stem.removeprefix("step_")) for file in folder.glob("step_*.groups"))
+        found = f"it has the steps {steps[0]} to {steps[-1]}" if steps else "it has no step"
+        raise ValueError(f"rollout.replay: {folder} has no rollouts of step {step}: {found}")
+    return path
+
+
+def read_step(folder: Path, step: int) -> SavedStep:
+    """
+    Raises:
+        ValueError: the file does not exist, or is not whole.
+    """
+    path = require_step(folder, step)
+    head, *blobs = list(read_records(path)) or [b"{}"]
+    given = json.loads(head)
+    if len(blobs) != len(given.get("prompts", ())) or not blobs:
+        raise ValueError(f"rollout.replay: {path} was cut off or changed; write it again with rollout.dump")
+    entries = [decode(blob) for blob in blobs]
+    groups = [
+        Group(_prompt(entry, messages, columns), list(entry.samples), list(entry.tokens), entry.version)
+        for entry, (messages, columns) in zip(entries, given["prompts"], strict=True)
+    ]
+    greedy = given["greedy_rewards"]
+    return SavedStep(groups, None if greedy is None else np.array(greedy, np.float64), given["metrics"])
+
+
+def _prompt(entry: Entry, messages: Any, columns: dict[str, Any]) -> Prompt:
+    ids = entry.tokens[0].ids[: entry.samples[0].num_prompt_tokens]
+    return Prompt(entry.uid, tuple(ids.tolist()), messages if isinstance(messages, str) else tuple(messages), columns)

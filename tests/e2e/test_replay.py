@@ -1,0 +1,29 @@
+"""Rollouts that one run writes are trained on by another, which has no engines."""
+
+from __future__ import annotations
+
+from megatron_rl.observe.records import METRICS, read_lines
+
+OF_ENGINES = ("sync/", "rollout/preempted")
+TIMES = ("time/", "perf/", "memory/", "slowest_rank/")
+
+
+def test_a_replay_computes_the_same_to_the_bit(recipe, task):
+    common = ["recipes/grpo.py", "configs/run/tiny_grpo.yaml", f"model.path={task}/model", "data.eval=null"]
+    common += [f"data.train={task}/train.jsonl", "run.steps=3", "rollout.max_lag=1"]
+    common += ["rewards=[{kind: function, path: 'rewards:share_of_digits'}]"]
+    first = recipe.run(*common, "run.name=first", "rollout.dump=true")
+    assert first.returncode == 0, first.stdout + first.stderr
+    again = recipe.run(*common, "run.name=again", "rollout.replay=runs/first/rollouts")
+    assert again.returncode == 0, again.stdout + again.stderr
+    expected, given = (
+        [
+            {name: value for name, value in record.items() if not name.startswith(OF_ENGINES + TIMES)}
+            for record in read_lines(recipe.folder / "runs" / name / METRICS)
+        ]
+        for name in ("first", "again")
+    )
+    assert given == expected and all(record["grad_norm"] > 0 for record in given[:3])
+    models = [(recipe.folder / "runs" / name / "hf" / "model.safetensors").read_bytes() for name in ("first", "again")]
+    assert models[0] == models[1]
+    assert not (recipe.folder / "runs" / "again" / "logs" / "engine_0.log").exists()
