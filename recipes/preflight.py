@@ -30,8 +30,8 @@ from megatron_rl.config.schema import BaseConfig, GrpoRunConfig, SftRunConfig
 from megatron_rl.data.files import read_rows
 from megatron_rl.data.forms import DESCRIPTIONS, Form, Question, Reading
 from megatron_rl.data.prompts import check_length, question_of
-from megatron_rl.data.saved_rollouts import require_step
 from megatron_rl.data.rows import BadRow, Row, Turns
+from megatron_rl.data.saved_rollouts import require_step
 from megatron_rl.data.supervised import demonstration_of, ended
 from megatron_rl.layout import FAMILIES, check_unquantised, read_shape, scan
 from megatron_rl.loop.checkpoints import Checkpoints, find_checkpoints
