@@ -28,10 +28,12 @@ from typing import Any
 from megatron_rl.types import Verdict
 
 REFUSED = {
+    "coin_flip": "its scorer gives 1 to the answer 0 wherever the right one begins with 0",
+    "complex_arithmetic": "its scorer gives 1 to the answer nan",
     "composite": "it is a mixture; name its tasks one by one",
     "game_of_life_halting": "its scorer gives 1 to every answer that is not empty",
 }
-"""The tasks that have no rows, with the reason."""
+"""The tasks that have no rows, with the reason. A constant answer that is always right would be learnt soon."""
 
 TRUTH = {"task": str, "answer": str | None, "metadata": dict, "config": dict}
 """The form of a row's ground truth: the task's name; the library's own answer, None where a task has none; what the

@@ -232,7 +232,8 @@ def test_the_library_s_own_answer_to_a_row_of_any_task_scores_1_after_json():
         read = json.loads(json.dumps(row))["ground_truth"]
         own = read["answer"]
         own_scores[task] = None if own is None else verify(f"<answer>{own}</answer>", read).score
-        texts = ["", "0", "[[1]]", "a b", (own or "")[:-1]]
+        assert verify("", read).score < 0.1, "a cut answer is judged as an empty one, to see if the row can be used"
+        texts = ["0", "[[1]]", "a b", (own or "")[:-1]]
         changed += [(task, text) for text in texts if scored(text, read) != scored(text, row["ground_truth"])]
     assert own_scores == {task: None if task in NO_ANSWER else 1.0 for task in tasks} and len(tasks) > 100
     assert changed == []
@@ -249,8 +250,10 @@ def test_tasks_that_are_refused_have_the_fault_that_is_said():
     from reasoning_gym.factory import DATASETS
 
     assert DATASETS.keys() - set(task_names()) == REFUSED.keys()
-    halting = library().create_dataset("game_of_life_halting", size=1, seed=1)
-    assert halting.score_answer("True", halting[0]) == halting.score_answer("False", halting[0]) == 1.0
+    for task, constant in {"coin_flip": "0", "complex_arithmetic": "nan", "game_of_life_halting": "x"}.items():
+        rows = list(library().create_dataset(task, size=8, seed=11))
+        assert len({row["answer"] for row in rows}) > 1
+        assert all(library().create_dataset(task).score_answer(constant, row) == 1.0 for row in rows)
 
 
 EVALUATION = re.compile(r"(?<![\w.])((?:(?:sp|sympy)\.)?(?:__import__|compile|eval|exec|parse_expr|sympify|S))\(")
