@@ -25,7 +25,7 @@ from rich.console import Console
 from megatron_rl.actor.spec import check_trainable
 from megatron_rl.config.advantages import FunctionAdvantage
 from megatron_rl.config.losses import FunctionLoss
-from megatron_rl.config.rewards import CodeReward, ImportedReward, ServiceReward
+from megatron_rl.config.rewards import CodeReward, ImportedReward, ReasoningGymReward, ServiceReward
 from megatron_rl.config.schema import BaseConfig, GrpoRunConfig, SftRunConfig
 from megatron_rl.data.files import read_rows
 from megatron_rl.data.forms import DESCRIPTIONS, Form, Question, Reading
@@ -44,6 +44,7 @@ from megatron_rl.recipes.row_sources import RowSource, heldout_source, training_
 from megatron_rl.recipes.tokenizer_files import ChatTemplate, TokenizerFiles
 from megatron_rl.types import ModelShape
 from megatron_rl.verifiers.compose import fault_of_row, required_columns
+from megatron_rl.verifiers.reasoning_gym import missing_package
 from megatron_rl.verifiers.sandbox import SandboxError, isolation
 
 ROWS_S = 2.5
@@ -125,7 +126,7 @@ def preflight(config: BaseConfig, tell: Tell, *, resume: bool = False, planning:
         usable = attempt(lambda: _check_folder(config, resume))
         if usable and splits and not elsewhere:
             faults += _disk(config, shape)
-    return faults + missing_packages(config)
+    return faults + missing_packages(config) + _packages(config)
 
 
 def _check_trainable(config: BaseConfig, shape: ModelShape) -> bool:
@@ -367,6 +368,13 @@ def _keys(config: BaseConfig) -> list[str]:
             except ValueError as error:
                 faults.append(str(error))
     return faults
+
+
+def _packages(config: BaseConfig) -> list[str]:
+    """Check that the packages of the rewards are installed. Returns the faults."""
+    rewards = config.rewards if isinstance(config, GrpoRunConfig) else ()
+    labels = [reward.label for reward in rewards if isinstance(reward, ReasoningGymReward)]
+    return [f"rewards: {labels[0]}: {fault}"] if labels and (fault := missing_package()) else []
 
 
 def _file(

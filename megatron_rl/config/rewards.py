@@ -141,6 +141,15 @@ class InstructionsReward(JudgedReward):
     """`share`: the share of the instructions that are followed. `all`: 1 if all are followed, else 0."""
 
 
+class ReasoningGymReward(JudgedReward):
+    """The row is one of a task of the library reasoning-gym, as `megatron-rl reasoning-gym-rows` writes it, and the
+    score is what the task's own scorer gives, from 0 to 1. It judges what stands in the last `<answer>...</answer>` of
+    the text after the thought, or else the whole text. It needs the library: `pip install
+    'megatron-rl[reasoning-gym]'`."""
+
+    kind: Literal["reasoning_gym"] = "reasoning_gym"
+
+
 class FormatReward(Reward):
     """The score is 1 if the answer is a thought, the delimiter (`rollout.delimiter`) and a text, else 0. Thought and
     text must not be empty, there must be exactly one delimiter, and no token budget may have cut the answer. If the
@@ -378,6 +387,7 @@ RewardConfig = Annotated[
     | MathematicsReward
     | CodeReward
     | InstructionsReward
+    | ReasoningGymReward
     | FormatReward
     | LengthReward
     | FunctionReward

@@ -19,10 +19,11 @@ from megatron_rl.config.rewards import (
     InstructionsReward,
     JudgedReward,
     MathematicsReward,
+    ReasoningGymReward,
     TextReward,
 )
 from megatron_rl.types import Verdict
-from megatron_rl.verifiers import exact_answer
+from megatron_rl.verifiers import exact_answer, reasoning_gym
 from megatron_rl.verifiers import text as texts
 from megatron_rl.verifiers.answer import Answer, Tokenizer, judged_text
 from megatron_rl.verifiers.pool import Pool
@@ -63,12 +64,17 @@ def _instructions(cfg: InstructionsReward, text: str, truth: Any) -> Verdict:
     return instructions.verify(text, truth, cfg.score)
 
 
+def _reasoning_gym(cfg: ReasoningGymReward, text: str, truth: Any) -> Verdict:
+    return reasoning_gym.verify(text, truth)
+
+
 VERIFY: dict[type[GroundTruthReward], Callable[..., Verdict]] = {
     ExactAnswerReward: exact_answer.verify,
     TextReward: texts.verify,
     MathematicsReward: _mathematics,
     CodeReward: _code,
     InstructionsReward: _instructions,
+    ReasoningGymReward: _reasoning_gym,
 }
 """One line for each kind of reward: (its configuration, text after the thought, ground truth) -> verdict."""
 
@@ -77,6 +83,7 @@ EXAMPLES: dict[type[GroundTruthReward], tuple[str, Any]] = {
     MathematicsReward: (r"\boxed{\frac{x}{2} + 1}", r"\frac{x + 2}{2}"),
     CodeReward: ("```python\nprint()\n```", [{"input": "", "output": ""}]),
     InstructionsReward: ("a text", {"instruction_id": ["punctuation:no_comma"], "kwargs": [None]}),
+    ReasoningGymReward: ("0", {"task": "leg_counting", "answer": "0", "metadata": {}, "config": {}}),
 }
 """A text and a ground truth, of which the verdict imports what the kind needs."""
 
@@ -141,5 +148,7 @@ def fault_of_ground_truth(cfg: GroundTruthReward, truth: Any) -> str | None:
     """Why no answer could be compared with this ground truth; None if there is no reason that is quickly found."""
     if isinstance(cfg, MathematicsReward) and isinstance(truth, str | int | float):
         return None  # to read it takes too long
+    if isinstance(cfg, ReasoningGymReward):
+        return reasoning_gym.fault_of(truth)  # to import the library takes too long
     verdict = VERIFY[type(cfg)](cfg, "", truth)
     return verdict.reason if verdict.failed else None

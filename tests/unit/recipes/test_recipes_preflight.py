@@ -484,6 +484,14 @@ def test_a_tracker_whose_package_is_missing(home, monkeypatch):
     assert "pip install mlflow" in faults(grpo(observe=[{"kind": "mlflow"}]))[0]
 
 
+def test_a_reward_whose_package_is_missing(home, monkeypatch):
+    config = grpo(rewards=[{"kind": "reasoning_gym", "datasets": ["reasoning_gym/lcm"]}, {"kind": "exact_answer"}])
+    assert faults(config) == []
+    monkeypatch.setattr("megatron_rl.verifiers.reasoning_gym.find_spec", lambda name: None)
+    [fault] = faults(config)
+    assert fault.startswith("rewards: reasoning_gym: ") and "pip install 'megatron-rl[reasoning-gym]'" in fault
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [
