@@ -1,6 +1,6 @@
 """Computes and shapes the rewards in separate processes; implements `ports.Verifier`.
 
-Invariants (tests/e2e): if a reward function hangs or kills its process, only its own scores of that step are lost, and
+Invariants (tests/e2e): if a reward function hangs or kills its process, only its own scores of that call are lost, and
 the process is replaced.
 """
 

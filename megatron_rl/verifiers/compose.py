@@ -1,4 +1,4 @@
-"""Combines the rewards of a run: each reward scores all answers, and then the scores are added.
+"""Combines the rewards of a run: each reward scores the answers of a call, and then the scores are added.
 
 Invariants: there is one verdict for each sample, in order; the sum is an abstention only if every reward abstained; the
 prompt is never part of the scored text; the configuration decides whether an answer that a reward cannot score is an
