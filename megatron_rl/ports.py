@@ -6,7 +6,7 @@ the same process.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,13 +98,24 @@ class Engine(Protocol):
     """The inference engines, which generate answers."""
 
     def generate(
-        self, prompts: Sequence[Prompt], num_samples: int, version: int, seed: int, greedy: bool = False
+        self,
+        prompts: Sequence[Prompt],
+        num_samples: int,
+        version: int,
+        seed: int,
+        finished: Callable[[Group], object],
+        greedy: bool = False,
     ) -> list[Group]:
         """Generate `num_samples` answers to every prompt. They have no verdicts. The same seed and
         weights give the same answers.
 
         Args:
+            finished: is called with each group as soon as all its answers are there, in any order. If an engine is
+                lost, its groups are generated again, and those that it has given before are not returned.
             greedy: take the most probable tokens instead of sampling as the run does.
+
+        Returns:
+            The groups, in the order of the prompts.
         """
 
     def tokens(self, group: Group, with_routes: bool = False) -> Sequence[Tokens]:
@@ -126,12 +137,31 @@ class Bridge(Protocol):
         """
 
 
+class Scoring(Protocol):
+    """Scores the groups of one step, while the engines still generate others."""
+
+    def add(self, group: Group) -> None:
+        """Begin to score a group, unless a reward needs all answers of the step. Returns at once."""
+
+    def finish(self, groups: Sequence[Group]) -> tuple[list[list[Verdict]], Metrics]:
+        """Wait until all is scored.
+
+        Args:
+            groups: the groups of the step, which have been added before, in any order. Others that were added do not
+                count.
+
+        Returns:
+            One verdict for each sample of each group, and metrics: `reward/<name>/seconds`, the time of all calls of
+            the reward, `reward/<name>/failed`, the share of answers that it could not score, and what its function
+            logs. Except for times, they do not depend on the order in which groups were added.
+        """
+
+
 class Verifier(Protocol):
     """The rewards of the run."""
 
-    def score(self, groups: Sequence[Group]) -> tuple[list[list[Verdict]], Metrics]:
-        """Returns one verdict for each sample of each group, and metrics of the scoring: `reward/<name>/seconds`,
-        `reward/<name>/failed`, the share of answers that the reward could not score, and what its function logs."""
+    def scoring(self) -> AbstractContextManager[Scoring]:
+        """A new scoring. At the end of the context, groups whose scoring has not begun are given up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +171,7 @@ class Verified:
     groups: Mapping[int, Group]
     """The groups, by the numbers with which they were asked for."""
     metrics: Metrics
-    """The metrics of the scoring (see `Verifier.score`), and `stream/idle_s`: the seconds in which engines were idle
+    """The metrics of the scoring (see `Scoring.finish`), and `stream/idle_s`: the seconds in which engines were idle
     since the last `Stream.collect`, of all engines together."""
 
 

@@ -13,7 +13,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from megatron_rl.cluster.nodes import RayPlacement
 from megatron_rl.cluster.payloads import StoredTokens, fetch, num_objects, objects_of
 from megatron_rl.cluster.process import Location, Process, begin_process, locate
 from megatron_rl.cluster.restarts import Restarts
-from megatron_rl.cluster.waiting import explain, gather, locate_all, settle
+from megatron_rl.cluster.waiting import explain, gather, locate_all, pieces, settle
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.layout import Recording
 from megatron_rl.rollout.engine import VllmEngine
@@ -107,15 +107,18 @@ class EngineRank:
 
     async def generate(
         self, prompts: list[Prompt], num_samples: int, version: int, seed: int, greedy: bool, first: int
-    ) -> tuple[Any, ...]:
-        """The samples of all groups, and after them the objects of each group (`payloads.objects_of`), which become
-        separate objects in Ray's store."""
+    ) -> AsyncIterator[Any]:
+        """Give each group as soon as it is complete: its objects (`payloads.objects_of`), which become separate objects
+        in Ray's store, and after them the number of its prompt with its samples."""
         log.info("version %d: answering %d prompts, %d times each", version, len(prompts), num_samples)
-        answers = await self.engine.generate(prompts, num_samples, version, seed, greedy, first)
-        num_tokens = sum(sample.length - sample.num_prompt_tokens for group in answers for sample, _ in group)
+        num_tokens = 0
+        asked = self.engine.generate_as_finished(prompts, num_samples, version, seed, greedy, first)
+        async for number, answers in asked:
+            for stored in self._objects(answers):
+                yield stored
+            yield number, [sample for sample, _ in answers]
+            num_tokens += sum(sample.length - sample.num_prompt_tokens for sample, _ in answers)
         log.info("version %d: answered with %d tokens", version, num_tokens)
-        samples = [[sample for sample, _ in group] for group in answers]
-        return samples, *(stored for group in answers for stored in self._objects(group))
 
     async def answer(
         self, ticket: int, number: int, prompt: Prompt, samples: range, earlier: list[str]
@@ -238,9 +241,15 @@ class EngineGroup:
         return len(dead)
 
     def generate(
-        self, prompts: Sequence[Prompt], num_samples: int, version: int, seed: int, greedy: bool = False
+        self,
+        prompts: Sequence[Prompt],
+        num_samples: int,
+        version: int,
+        seed: int,
+        finished: Callable[[Group], object],
+        greedy: bool = False,
     ) -> list[Group]:
-        """See `ports.Engine`.
+        """See `ports.Engine`. All groups of an engine that is lost are generated once more.
 
         Raises:
             ValueError: a prompt does not fit the engine.
@@ -252,7 +261,7 @@ class EngineGroup:
         answered: dict[int, list[Group]] = {}
         for attempt in range(ATTEMPTS):
             asked = {i: part for i, part in parts.items() if i not in answered}
-            failures = self._ask(asked, prompts, answered, (num_samples, version, seed, greedy))
+            failures = self._ask(asked, prompts, answered, finished, (num_samples, version, seed, greedy))
             if not failures:
                 return [group for i in parts for group in answered[i]]
             self._raise_errors_of_live_engines(failures)
@@ -271,27 +280,29 @@ class EngineGroup:
         parts: dict[int, range],
         prompts: Sequence[Prompt],
         answered: dict[int, list[Group]],
+        finished: Callable[[Group], object],
         options: tuple[int, int, int, bool],
     ) -> dict[int, RayError]:
         """Ask the engines of `parts`. Write the answers into `answered`, and return the errors, both by engine."""
         version, num = options[1], num_objects(self._config.policy.routing_replay)
         self.before("generating")
         calls = {
-            i: self.processes[i]
-            .actor.generate.options(num_returns=1 + num * len(part))
+            i: self.engines[i]
+            .generate.options(num_returns="streaming")
             .remote([prompts[k] for k in part], *options, part.start)
             for i, part in parts.items()
         }
-        outcomes = settle([first for first, *_ in calls.values()], self._config.cluster.step_timeout_s)
         failures: dict[int, RayError] = {}
-        for (i, (_, *payloads)), samples in zip(calls.items(), outcomes, strict=True):
-            if isinstance(samples, RayError):
-                failures[i] = samples
-            else:
-                asked = [prompts[k] for k in parts[i]]
-                starts = range(0, len(payloads), num)
-                stored = [StoredTokens((tuple(payloads[start : start + num]),)) for start in starts]
-                answered[i] = [Group(*each, version) for each in zip(asked, samples, stored, strict=True)]
+        groups: dict[int, dict[int, Group]] = {i: {} for i in calls}
+        for i, piece in pieces(calls, num + 1, self._config.cluster.step_timeout_s):
+            if isinstance(piece, RayError):
+                failures[i] = piece
+                continue
+            *stored, (number, samples) = piece
+            k = parts[i].start + number
+            groups[i][k] = Group(prompts[k], samples, StoredTokens((tuple(stored),)), version)
+            finished(groups[i][k])
+        answered |= {i: [groups[i][k] for k in part] for i, part in parts.items() if i not in failures}
         return failures
 
     def _raise_errors_of_live_engines(self, failures: dict[int, RayError]) -> None:

@@ -1,6 +1,6 @@
 """Computes and shapes the rewards in separate processes; implements `ports.Verifier`.
 
-Invariants (tests/e2e): if a reward function hangs or kills its process, only its own scores of that step are lost, and
+Invariants (tests/e2e): if a reward function hangs or kills its process, only its own scores of that call are lost, and
 the process is replaced.
 """
 
@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
-from concurrent.futures import wait
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -23,14 +21,14 @@ from megatron_rl.cluster.nodes import RayPlacement
 from megatron_rl.cluster.payloads import fetch
 from megatron_rl.cluster.process import Location, Process, begin_process, locate
 from megatron_rl.cluster.restarts import Restarts
-from megatron_rl.cluster.waiting import TICK_S, ProcessLost, gather, in_thread, locate_all, tick
+from megatron_rl.cluster.scoring import RayScoring, added_up
+from megatron_rl.cluster.waiting import ProcessLost, gather, locate_all
 from megatron_rl.config.rewards import ServiceReward
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.data.journal import Entry, JournalWriter
 from megatron_rl.types import Group, Metrics, Prompt, Verdict
-from megatron_rl.verifiers import RewardSet, Scored, TrainerState, answers_of, weighted_sum
+from megatron_rl.verifiers import RewardSet, Scored, TrainerState, answers_of
 from megatron_rl.verifiers.failures import FailureLog
-from megatron_rl.verifiers.metrics import merged
 
 log = logging.getLogger(__name__)
 
@@ -92,11 +90,12 @@ class VerifierRank:
 
 
 class VerifierGroup:
-    """All verifiers. Each of them gets a contiguous part of the groups."""
+    """All verifiers."""
 
     def __init__(self, config: GrpoRunConfig, logs: Path, placement: RayPlacement, restarts: Restarts) -> None:
-        failures, num = FailureLog(logs / "rewards.log"), config.cluster.verifiers
-        self.verifiers = [RayVerifier(config, logs, placement, restarts, failures, i) for i in range(num)]
+        self._rewards, self._failures = config.rewards, FailureLog(logs / "rewards.log")
+        more, num = (placement, restarts, self._failures), config.cluster.verifiers
+        self.verifiers = [RayVerifier(config, logs, *more, i) for i in range(num)]
 
     def wait(self) -> None:
         """Wait until all rewards are loaded. They load while engines and policy start.
@@ -107,23 +106,9 @@ class VerifierGroup:
         for verifier in self.verifiers:
             verifier.wait()
 
-    def score(self, groups: Sequence[Group]) -> tuple[list[list[Verdict]], Metrics]:
-        """See `ports.Verifier`. The metrics also have `verifier/restarts`, the number since the run began.
-
-        Raises:
-            ValueError: an answer cannot be scored, and the reward's `on_error` is stop.
-        """
-        num = len(self.verifiers)
-        bounds = [len(groups) * i // num for i in range(num + 1)]
-        parts = [(v, groups[a:b]) for v, a, b in zip(self.verifiers, bounds, bounds[1:]) if b > a]
-        calls = [in_thread(partial(verifier.score, part), "score") for verifier, part in parts]
-        while wait(calls, TICK_S).not_done:
-            tick()
-        scored = [call.result() for call in calls]
-        sizes = [sum(len(verdicts) for verdicts in given) for given, _ in scored]
-        metrics = merged([metrics for _, metrics in scored], sizes)
-        metrics["verifier/restarts"] = float(sum(verifier.num_restarts for verifier in self.verifiers))
-        return [verdicts for given, _ in scored for verdicts in given], metrics
+    def scoring(self) -> RayScoring:
+        """See `ports.Verifier`."""
+        return RayScoring(self._rewards, self.verifiers, self._failures)
 
 
 class RayVerifier:
@@ -165,35 +150,37 @@ class RayVerifier:
         self._calls = gather([self._loading], [self.process], "to load the rewards", timeout_s)[0]
 
     def score(self, groups: Sequence[Group]) -> tuple[list[list[Verdict]], Metrics]:
-        """See `ports.Verifier`.
+        """Score groups with all rewards.
 
         Returns:
-            The verdicts, and the metrics `reward/<name>/seconds`, `reward/<name>/failed`, the share of answers that the
-            reward could not score, and what its function has logged.
+            One verdict for each sample of each group, and the metrics of `added_up`.
 
         Raises:
             ValueError: an answer cannot be scored, and the reward's `on_error` is stop.
         """
-        rewards, metrics = self._config.rewards, {}
-        prompts = [group.prompt for group in groups for _ in group.samples]
+        rewards = self._config.rewards
+        given = self.scored(groups, range(len(rewards)))
+        verdicts, metrics = added_up(rewards, groups, given, self._failures)
+        return self.shaped(groups, verdicts), metrics
+
+    def scored(self, groups: Sequence[Group], indices: Collection[int]) -> dict[int, Scored]:
+        """What the rewards with these indices give for the answers, by index.
+
+        Raises:
+            ValueError: an answer cannot be scored, and the reward's `on_error` is stop.
+        """
         given: dict[int, Scored] = {}
-        for indices in self._calls:
-            given.update(zip(indices, self._score_with(indices, groups), strict=True))
-        columns = []
-        for index, reward in enumerate(rewards):
-            verdicts = given[index].verdicts
-            self._failures.write(groups[0].version, reward.label, prompts, verdicts)
-            metrics |= given[index].metrics
-            metrics[f"reward/{reward.label}/seconds"] = given[index].seconds
-            metrics[f"reward/{reward.label}/failed"] = sum(v.failed for v in verdicts) / len(verdicts)
-            columns.append(verdicts)
-        weights = [reward.weight for reward in rewards]
-        flat = iter([weighted_sum(weights, verdicts) for verdicts in zip(*columns, strict=True)])
-        verdicts = [[next(flat) for _ in group.samples] for group in groups]
-        if self._config.algorithm.shaping:
-            payloads, timeout_s = [g.payload for g in groups], self._config.cluster.step_timeout_s
-            verdicts = self._ask("shape", "to shape rewards", timeout_s, verdicts, [g.prompt for g in groups], payloads)
-        return verdicts, metrics
+        for call in self._calls:
+            if own := [index for index in call if index in indices]:
+                given.update(zip(own, self._score_with(own, groups), strict=True))
+        return given
+
+    def shaped(self, groups: Sequence[Group], verdicts: list[list[Verdict]]) -> list[list[Verdict]]:
+        """The verdicts with the rewards after `algorithm.shaping`."""
+        if not self._config.algorithm.shaping:
+            return verdicts
+        payloads, timeout_s = [g.payload for g in groups], self._config.cluster.step_timeout_s
+        return self._ask("shape", "to shape rewards", timeout_s, verdicts, [g.prompt for g in groups], payloads)
 
     def write(self, groups: Mapping[int, Group]) -> None:
         """Write verified groups, by their numbers, into the run's journal.

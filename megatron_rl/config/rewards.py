@@ -25,6 +25,9 @@ class Reward(Section):
     """What all kinds of rewards have in common."""
 
     kind: str
+    needs_all_answers: ClassVar[bool] = False
+    """Whether the score of an answer may depend on the other answers of the step, so that all are scored in one
+    call."""
     name: str | None = None
     """The reward's name in metrics and logs, which must be unique; null means the reward's kind, or the name of its
     function."""
@@ -38,8 +41,9 @@ class Reward(Section):
     time-out). `abstain` leaves the reward out of the answer's sum, counts the failure, and writes the row and the error
     to `logs/rewards.log`. `stop` ends the run after a checkpoint."""
     timeout_s: PositiveFloat = 600
-    """The longest time, in seconds, that scoring the answers of one step may take. After that the verifier's process is
-    replaced, or an asynchronous function is cancelled, and `on_error` decides about the answers."""
+    """The longest time, in seconds, that one call may take. A call scores the answers that have finished since the call
+    before it, or all answers of a step if it is that of a `function`. After this time the verifier's process is
+    replaced, or an asynchronous function is cancelled, and `on_error` decides about the answers of the call."""
     max_silent_steps: PositiveInt | None = 3
     """The run stops when this reward has scored no answer at all in this number of steps in a row; null means never.
     Steps without a row that it scores are not counted."""
@@ -195,10 +199,11 @@ class ImportedReward(Reward):
 
 
 class FunctionReward(ImportedReward):
-    """A function with TRL's signature, which scores all answers in one call: f(prompts, completions, completion_ids,
-    trainer_state, log_metric, log_extra, **columns) -> list[float | None]. It may be asynchronous."""
+    """A function with TRL's signature, which scores all answers of a step in one call: f(prompts, completions,
+    completion_ids, trainer_state, log_metric, log_extra, **columns) -> list[float | None]. It may be asynchronous."""
 
     given = ("prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra")
+    needs_all_answers = True
     kind: Literal["function"] = "function"
 
 

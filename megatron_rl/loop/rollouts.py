@@ -30,16 +30,43 @@ def answer_and_verify(
     Raises:
         ValueError: every verdict is an abstention. The message has the most frequent reason.
     """
-    start = time.perf_counter()
-    with sink.phase("generate"):
-        groups = ports.engine.generate(
-            prompts, config.rollout.samples_per_prompt, step, config.run.seed * EVALUATION_SEED + step
-        )
-    generate_s = time.perf_counter() - start
-    with sink.phase("verify"):
-        scoring = score(ports, groups)
-    metrics = describe_verified(config, groups) | scoring
-    return groups, metrics | {"rollout/tokens_per_s": metrics["rollout/num_tokens"] / generate_s}
+    seed = config.run.seed * EVALUATION_SEED + step
+    groups, scoring = verified(ports, sink, prompts, config.rollout.samples_per_prompt, step, seed)
+    return groups, describe_verified(config, groups) | scoring
+
+
+def verified(
+    ports: Ports,
+    sink: Sink,
+    prompts: Sequence[Prompt],
+    num_samples: int,
+    version: int,
+    seed: int,
+    greedy: bool = False,
+    phases: tuple[str, str] = ("generate", "verify"),
+) -> tuple[list[Group], Metrics]:
+    """Answers with their verdicts. A group is scored as soon as all its answers are there.
+
+    Args:
+        phases: the names of the time until the last answer is there, and of the rest, until all verdicts are there.
+
+    Returns:
+        The groups, the verifier's metrics, and `rollout/tokens_per_s`, the speed until the last answer is there.
+
+    Raises:
+        ValueError: every verdict is an abstention. The message has the most frequent reason.
+    """
+    with ports.verifier.scoring() as scoring:
+        start = time.perf_counter()
+        with sink.phase(phases[0]):
+            groups = ports.engine.generate(prompts, num_samples, version, seed, scoring.add, greedy)
+        generate_s = time.perf_counter() - start
+        with sink.phase(phases[1]):
+            verdicts, metrics = scoring.finish(groups)
+    give_verdicts(groups, verdicts)
+    require_a_score([verdict for given in verdicts for verdict in given])
+    num_tokens = sum(sample.length - sample.num_prompt_tokens for group in groups for sample in group.samples)
+    return groups, metrics | {"rollout/tokens_per_s": num_tokens / generate_s}
 
 
 def describe_verified(config: GrpoRunConfig, groups: Sequence[Group]) -> Metrics:
@@ -47,18 +74,6 @@ def describe_verified(config: GrpoRunConfig, groups: Sequence[Group]) -> Metrics
     metrics = describe(groups) | describe_rewards(config.rewards, groups) | describe_datasets(groups)
     if config.algorithm.shaping:  # reward/mean is the mean of the shaped rewards
         metrics["score/mean"] = fmean(v.score for v in verdicts_of(groups) if v.score is not None)
-    return metrics
-
-
-def score(ports: Ports, groups: Sequence[Group]) -> Metrics:
-    """Give all samples their verdicts, and return the verifier's metrics.
-
-    Raises:
-        ValueError: every verdict is an abstention. The message has the most frequent reason.
-    """
-    verdicts, metrics = ports.verifier.score(groups)
-    give_verdicts(groups, verdicts)
-    require_a_score([verdict for given in verdicts for verdict in given])
     return metrics
 
 
@@ -172,10 +187,7 @@ def scores_of(config: GrpoRunConfig, ports: Ports, groups: Sequence[Group], step
     sizes = [len(group.samples) for group in groups]
     if "greedy_reward" in needs:
         prompts = [group.prompt for group in groups]
-        with sink.phase("generate"):
-            greedy = ports.engine.generate(prompts, 1, step, config.run.seed * EVALUATION_SEED + step, greedy=True)
-        with sink.phase("verify"):
-            score(ports, greedy)
+        greedy, _ = verified(ports, sink, prompts, 1, step, config.run.seed * EVALUATION_SEED + step, greedy=True)
         greedy_rewards = np.repeat(_numbers(verdict.reward for verdict in verdicts_of(greedy)), sizes)
     return scores_with(config, groups, greedy_rewards)
 

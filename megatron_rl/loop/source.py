@@ -17,8 +17,8 @@ from megatron_rl.loop.rollouts import (
     EVALUATION_SEED,
     SilentRewards,
     answer_and_verify,
-    score,
     scores_of,
+    verified,
 )
 from megatron_rl.loop.stopping import Stopping
 from megatron_rl.ports import Ports, Sink
@@ -96,10 +96,10 @@ class SynchronousSource:
         pass
 
     def evaluate(self, prompts: Sequence[Prompt], version: int) -> None:
-        with self._sink.phase("evaluate"), self._stopping.promptly():
-            num_samples = self._config.eval.samples_per_prompt
-            groups = self._ports.engine.generate(prompts, num_samples, version, EVALUATION_SEED - 1)
-            score(self._ports, groups)
+        with self._stopping.promptly():
+            num_samples, phases = self._config.eval.samples_per_prompt, ("evaluate", "evaluate")
+            seed = EVALUATION_SEED - 1
+            groups, _ = verified(self._ports, self._sink, prompts, num_samples, version, seed, phases=phases)
             self._evaluation = describe_heldout(self._config, groups)
 
     def evaluated(self) -> Metrics:

@@ -27,7 +27,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -183,7 +183,15 @@ class VllmEngine:
         greedy: bool = False,
         first: int = 0,
     ) -> list[list[tuple[Sample, Tokens]]]:
-        """Answer every prompt `num_samples` times.
+        """The samples of each prompt, in the order of the prompts. See `generate_as_finished`."""
+        asked = self.generate_as_finished(prompts, num_samples, version, seed, greedy, first)
+        groups = {number: samples async for number, samples in asked}
+        return [groups[number] for number in range(len(prompts))]
+
+    async def generate_as_finished(
+        self, prompts: Sequence[Prompt], num_samples: int, version: int, seed: int, greedy: bool, first: int
+    ) -> AsyncIterator[tuple[int, list[tuple[Sample, Tokens]]]]:
+        """Answer every prompt `num_samples` times, and give each group as soon as all its answers are complete.
 
         Several calls may run at once, and pushes may arrive during a call. After a push the answers continue with the
         new weights, and `Tokens.version` gives the version of each token.
@@ -195,13 +203,13 @@ class VllmEngine:
                 `seed` and the number of its prompt, so it does not depend on the number of engines.
             greedy: always take the most probable token.
 
-        Returns:
-            The samples of each prompt, in the order of the prompts.
+        Yields:
+            The number of a prompt, counted from 0, and its samples.
 
         Raises:
             ValueError: a prompt is empty, too long or has tokens outside the vocabulary, or the engine does not hold
                 `version`.
-            RuntimeError: a push failed during the call, and the answers are lost.
+            RuntimeError: a push failed during the call, and the answers that were not given yet are lost.
         """
         self._check(prompts)
         call = self._program.next(Transcript())
@@ -213,6 +221,7 @@ class VllmEngine:
             for sample in range(num_samples)
         ]
         transcripts = [Transcript() for _ in prompt_ids]
+        num_left = [num_samples] * len(prompts)
         calls: dict[int, Call] = dict.fromkeys(range(len(transcripts)), call)
         begins_with: int | None = version
         while calls:
@@ -221,12 +230,20 @@ class VllmEngine:
                 Request([*prompt_ids[i], *transcripts[i].ids], call.max_tokens, seeds[i], greedy)
                 for i, call in calls.items()
             ]
-            for i, completion in zip(calls, await self._sample(requests, begins_with), strict=True):
+            asked, following = list(calls), {}
+            async for k, completion in self._sample(requests, begins_with):
+                i = asked[k]
                 transcripts[i].sampled(completion)
-            calls = {i: call for i in calls if (call := next_call(self._program, transcripts[i]))}
+                if (after := next_call(self._program, transcripts[i])) is not None:
+                    following[i] = after
+                    continue
+                number = i // num_samples
+                num_left[number] -= 1
+                if num_left[number] == 0:
+                    own = range(number * num_samples, (number + 1) * num_samples)
+                    yield number, [as_sample(prompt_ids[j], transcripts[j], self._delimiter) for j in own]
+            calls = {i: following[i] for i in sorted(following)}  # the order in which requests begin is fixed
             begins_with = None
-        samples = [as_sample(ids, t, self._delimiter) for ids, t in zip(prompt_ids, transcripts, strict=True)]
-        return [samples[i : i + num_samples] for i in range(0, len(samples), num_samples)]
 
     async def answer(
         self, ticket: int, number: int, prompt: Prompt, samples: range, earlier: Sequence[Path] = ()
@@ -317,11 +334,20 @@ class VllmEngine:
                     f"{self._vocab_size}: tokenise it with this model's tokenizer"
                 )
 
-    async def _sample(self, requests: Sequence[Request], version: int | None) -> list[Completion]:
-        """Begin requests and wait for their answers. If `version` is given, answers begin with them."""
+    async def _sample(self, requests: Sequence[Request], version: int | None) -> AsyncIterator[tuple[int, Completion]]:
+        """Begin requests, and give the number of each with its completion as soon as it has ended. If `version` is
+        given, answers begin with them."""
         begin = partial(self._begin, requests, version, is_first=version is not None)
-        answers = await self._thread.call(begin)
-        return [_completion(await asyncio.wrap_future(answer)) for answer in answers]
+        loop, ended = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Future["RequestOutput"]]]()
+
+        def put(k: int, future: Future[RequestOutput]) -> None:
+            loop.call_soon_threadsafe(ended.put_nowait, (k, future))
+
+        for k, future in enumerate(await self._thread.call(begin)):
+            future.add_done_callback(partial(put, k))
+        for _ in requests:
+            k, future = await ended.get()
+            yield k, _completion(future.result())
 
     def _begin(
         self, requests: Sequence[Request], version: int | None = None, is_first: bool = False

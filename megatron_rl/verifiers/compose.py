@@ -1,4 +1,4 @@
-"""Combines the rewards of a run: each reward scores all answers, and then the scores are added.
+"""Combines the rewards of a run: each reward scores the answers of a call, and then the scores are added.
 
 Invariants: there is one verdict for each sample, in order; the sum is an abstention only if every reward abstained; the
 prompt is never part of the scored text; the configuration decides whether an answer that a reward cannot score is an
@@ -12,6 +12,7 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import Any, Protocol
 
 from megatron_rl.config.rewards import (
@@ -71,13 +72,19 @@ key is the class of its configuration."""
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """What one reward gave for all answers."""
+    """What one reward gave for some answers, in one call or in several."""
 
     verdicts: list[Verdict]
     """One for each answer, in order."""
     seconds: float
-    metrics: Metrics
-    """What the reward has logged, as `reward/<label>/<name>`."""
+    """The time of the calls, added up."""
+    logged: Mapping[str, Sequence[float]]
+    """The values that the reward has logged, by the name of their metric, `reward/<label>/<name>`."""
+
+    @property
+    def metrics(self) -> Metrics:
+        """The means of what the reward has logged. They do not depend on the order of the values, to the bit."""
+        return {name: fmean(values) for name, values in self.logged.items()}
 
 
 def required_columns(configs: Sequence[RewardConfig]) -> tuple[str, ...]:
@@ -169,7 +176,7 @@ class RewardSet:
         else:
             assert hasattr(verifier, "score"), "`calls` has put it here"
             verdicts = verifier.score(own)
-        return Scored(verdicts, time.perf_counter() - start, logged.means())
+        return Scored(verdicts, time.perf_counter() - start, logged.values())
 
     async def _score_async(self, index: int, answers: Sequence[Answer], state: TrainerState) -> Scored:
         """The same for an asynchronous function, or for a server."""
@@ -185,7 +192,7 @@ class RewardSet:
             except TimeoutError:  # the verifier turns those of the function into verdicts
                 reason = f"{self._configs[index].label} was not done in its timeout_s, {limit_s:g} s"
                 verdicts = [Verdict(None, reason, failed=True)] * len(own)
-        return Scored(verdicts, time.perf_counter() - start, logged.means())
+        return Scored(verdicts, time.perf_counter() - start, logged.values())
 
     def _own(self, index: int, answers: Sequence[Answer]) -> list[Answer]:
         return [answer for answer in answers if self._configs[index].scores(answer.prompt.columns)]

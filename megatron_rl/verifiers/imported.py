@@ -15,12 +15,11 @@ import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
-from statistics import fmean
 from typing import Any
 
 from megatron_rl.config.function import load_function
 from megatron_rl.config.rewards import ImportedReward
-from megatron_rl.types import Metrics, Verdict
+from megatron_rl.types import Verdict
 
 log = logging.getLogger(__name__)
 
@@ -82,9 +81,9 @@ class Logged:
             raise ValueError(f"the column {column!r} has {len(plain)} values for {self._num_answers} completions")
         self._columns[column] = [as_json(value) for value in plain]
 
-    def means(self) -> Metrics:
-        """The metrics `reward/<label>/<name>`."""
-        return {f"reward/{self._label}/{name}": fmean(values) for name, values in self._values.items()}
+    def values(self) -> dict[str, list[float]]:
+        """The values of each metric, by its name `reward/<label>/<name>`."""
+        return {f"reward/{self._label}/{name}": values for name, values in self._values.items()}
 
     def onto(self, verdicts: Sequence[Verdict]) -> list[Verdict]:
         """The verdicts, one for each answer, with the columns in their details."""

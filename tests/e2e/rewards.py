@@ -1,9 +1,12 @@
-"""A reward that a random model can earn, with a gate that holds a run between two steps, and one that hangs."""
+"""A reward that a random model can earn, with a gate that holds a run between two steps, one that tells a test which
+step comes next, and two that hang."""
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
+from urllib.request import urlopen
 
 HERE = Path(__file__).parent
 
@@ -30,3 +33,18 @@ def hangs(prompts, completions, completion_ids, **columns) -> list[float]:
         while True:
             time.sleep(0.05)
     return [0.0] * len(completions)
+
+
+def tells_the_step(prompts, completions, completion_ids, trainer_state, listener, **columns) -> list[float]:
+    """Share of digits. Before it returns, a server learns the number of the step that comes next."""
+    urlopen(listener, json.dumps({"step": trainer_state.global_step + 1}).encode()).close()
+    return share_of_digits(prompts, completions, completion_ids)
+
+
+def stumbles(solution_str) -> float:
+    """Does not return, once, if there is a file `hang`, which it takes away."""
+    if (HERE / "hang").exists():
+        (HERE / "hang").unlink()
+        while True:
+            time.sleep(0.05)
+    return 1.0

@@ -6,6 +6,7 @@ import json
 import random
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 
@@ -97,10 +98,14 @@ class World:
     def export_hf(self, folder):
         self.calls.append(f"export {folder.parent.name}/{folder.name}")
 
-    def generate(self, prompts, num_samples, version, seed, greedy=False):
+    def generate(self, prompts, num_samples, version, seed, finished, greedy=False):
+        """The groups finish in any order."""
         assert version == self.version, "answers are of the weights that were pushed"
         self.calls.append(f"generate {len(prompts)} x {num_samples}, {'greedy' if greedy else f'seed {seed}'}")
-        return self.groups(prompts, num_samples, version)
+        groups = self.groups(prompts, num_samples, version)
+        for group in self.random.sample(groups, len(groups)):
+            finished(group)
+        return groups
 
     def groups(self, prompts, num_samples, version):
         tokens = Tokens(*(np.zeros(4, t) for t in (np.int32, bool, np.float32, np.int32)))
@@ -140,6 +145,15 @@ class World:
         return group.payload
 
     # Verifier
+    @contextmanager
+    def scoring(self):
+        self.added = []
+        yield SimpleNamespace(add=self.added.append, finish=self.finish)
+
+    def finish(self, groups):
+        assert {id(group) for group in groups} <= {id(group) for group in self.added}
+        return self.score(groups)
+
     def score(self, groups):
         def verdict(score):
             if isinstance(score, Verdict):

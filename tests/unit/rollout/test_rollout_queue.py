@@ -55,6 +55,24 @@ def test_nothing_is_preempted_and_more_answers_run_than_with_their_largest_lengt
     assert requests.num_preempted > 0, "without the queue vLLM preempts"
 
 
+def test_a_group_is_given_while_others_still_wait(stage, requests):
+    async def give():
+        given, left = {}, []
+        async for number, samples in stage.engine.generate_as_finished(PROMPTS, 16, 0, 1, greedy=False, first=0):
+            given[number] = samples
+            left.append(len(requests))
+        return given, left
+
+    given, left = stage.run(give())
+    assert left[0] > 128 and left[-1] == 0, "the first of 16 groups is there long before the last"
+    whole = stage.run(stage.engine.generate(PROMPTS, 16, 0, seed=1))
+    answers, expected = (
+        [[(tokens.ids.tolist(), tokens.logp_rollout.tolist()) for _, tokens in group] for group in groups]
+        for groups in ([given[number] for number in range(16)], whole)
+    )
+    assert len(given) == 16 and answers == expected, "to the bit"
+
+
 def test_a_cancelled_group_ends_whether_it_runs_or_waits(stage, requests):
     """The others go on, and the group can be asked for again from its start."""
 

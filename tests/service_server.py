@@ -29,11 +29,12 @@ class Served:
 
 
 @contextmanager
-def serving(reply: Callable[[Any, int], Reply]) -> Iterator[Served]:
+def serving(reply: Callable[[Any, int], Reply], port: int = 0) -> Iterator[Served]:
     """A server until the end of the context.
 
     Args:
         reply: gets a request, and the number of earlier ones with the same body.
+        port: 0 means any that is free.
     """
     served = Served()
 
@@ -71,7 +72,7 @@ def serving(reply: Callable[[Any, int], Reply]) -> Iterator[Served]:
         daemon_threads = True
         request_queue_size = 64
 
-    with Server(("127.0.0.1", 0), Handler) as server:
+    with Server(("127.0.0.1", port), Handler) as server:
         served.url = f"http://127.0.0.1:{server.server_port}"
         thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
