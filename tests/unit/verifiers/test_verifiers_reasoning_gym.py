@@ -169,7 +169,7 @@ def test_the_configuration_of_a_task_reaches_its_scorer():
 CODE = [
     "__import__('pathlib').Path({!r}).touch()",
     "[c for c in [open({!r}, 'w')]]",
-    "exec('open({!r}, \"w\")')",
+    "exec(\"open('{}', 'w')\")",
     "open({!r}, 'w')",
     "(lambda: open({!r}, 'w'))()",
     "sin(open({!r}, 'w'))",
@@ -179,7 +179,6 @@ EVALUATED = {
     "spiral_matrix": truth("spiral_matrix", "1 2 4 3"),
     "string_insertion": truth("string_insertion", "ABCD"),
     "n_queens": truth("n_queens", "Q", valid_answers=["Q"]),
-    "number_sorting": truth("number_sorting", "['1', '2']", direction="ascending"),
     "simple_integration": truth("simple_integration", variable="x", integrand="x"),
     "intermediate_integration": truth("intermediate_integration", variable="x", integrand="x"),
     "polynomial_multiplication": truth("polynomial_multiplication", "x"),
@@ -200,7 +199,7 @@ def test_no_expression_of_a_row_runs_as_code(tmp_path):
     made = tmp_path / "made"
     for code in CODE:
         assert verify("1", truth("bitwise_arithmetic", "1", problem=code.format(str(made)))).score == 0.0
-        assert verify("1", truth("number_sorting", code.format(str(made)), direction="ascending")).score == 0.0
+        assert verify("[1]", truth("number_sorting", code.format(str(made)), direction="ascending")).score == 0.0
     assert not made.exists()
 
 
