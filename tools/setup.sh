@@ -11,6 +11,7 @@ have packages "$packages" && have project "$project" && exit 0
 
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
     { echo "setup: $("$python" --version) is too old; install Python 3.11 or newer, or name one: make PYTHON=python3.12 ..." >&2; exit 1; }
+command -v cc >/dev/null || { echo "setup: no C compiler on PATH; install gcc (Debian: apt-get install gcc)" >&2; exit 1; }
 command -v c++ >/dev/null || { echo "setup: no C++ compiler on PATH; install g++ (Debian: apt-get install g++)" >&2; exit 1; }
 
 log=$(mktemp)

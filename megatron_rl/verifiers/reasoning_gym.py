@@ -7,7 +7,8 @@ and formulas must consist of numbers, operators, symbols and elementary function
 gives for a text that it cannot parse.
 
 Invariants (tests/unit/verifiers): no answer runs as code; a score is what the library gives, between 0 and 1; another
-score, or an exception of the scorer, is a failed verdict, never a score; a row scores the same before and after JSON.
+score, or an exception of the scorer that the row causes, is a failed verdict, never a score; a row scores the same
+before and after JSON.
 """
 
 from __future__ import annotations
@@ -47,16 +48,23 @@ _TUPLES = {"arc_agi": "output", "rearc": "output"}
 def verify(text: str, truth: Any) -> Verdict:
     """The verdict on the text after the thought.
 
-    Whatever a scorer raises is raised here; the worker's process makes it a failed verdict.
+    A scorer that raises on an answer, but not on the row's own one, cannot read the answer, which scores 0: an
+    abstention would let a policy escape the score 0 with nonsense. Otherwise the error is raised here, and the worker's
+    process makes it a failed verdict.
     """
     if fault := fault_of(truth):
         return Verdict(None, fault, failed=True)
     task, metadata = truth["task"], truth["metadata"]
     if name := _TUPLES.get(task):
         metadata = metadata | {name: tuple(map(tuple, metadata[name]))}
-    score = _scorer(task, json.dumps(truth["config"]))(
-        final_answer(text), {"answer": truth["answer"], "metadata": metadata}
-    )
+    scorer, entry = _scorer(task, json.dumps(truth["config"])), {"answer": truth["answer"], "metadata": metadata}
+    try:
+        score = scorer(final_answer(text), entry)
+    except Exception as error:  # of any class, from any of a hundred tasks
+        if truth["answer"] is None:
+            raise
+        scorer(truth["answer"], entry)
+        return Verdict(0.0, f"the scorer of {task} cannot read the answer: {type(error).__name__}")
     if not (isinstance(score, Real) and 0 <= score <= 1):
         return Verdict(None, f"the scorer of {task} gave {score!r}, which is no number from 0 to 1", failed=True)
     return Verdict(float(score))

@@ -138,17 +138,18 @@ def test_the_library_is_not_imported_to_check_rows():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
 
 
-def test_errors_of_a_scorer_are_failed_verdicts_of_their_answers_alone():
+def test_errors_of_a_scorer_are_failures_of_the_row_and_no_way_out_for_an_answer():
     verifier = GroundTruthVerifier(ReasoningGymReward(answer_timeout_s=deadline(20)), Letters(), "", 1)
     factors = truth("prime_factorization", "2 × 3")
-    rows = [factors, factors, truth("no_such_task"), truth("leg_counting", "6") | {"config": {"no_key": 1}}]
-    answers = [answer(text, row) for text, row in zip(["2 × 3", "x", "1", "6"], rows)]
-    right, raised, unknown, key = verifier.score(answers)
+    spoilt = truth("prime_factorization", "two × 3")
+    rows = [factors, factors, spoilt, truth("no_such_task"), truth("leg_counting", "6") | {"config": {"no_key": 1}}]
+    answers = [answer(text, row) for text, row in zip(["2 × 3", "x", "x", "1", "6"], rows)]
+    right, unreadable, raised, unknown, key = verifier.score(answers)
     verifier.close()
     assert right == Verdict(1.0)
+    assert unreadable == Verdict(0.0, "the scorer of prime_factorization cannot read the answer: ValueError")
     assert all(verdict.failed and verdict.score is None for verdict in (raised, unknown, key))
     assert raised.reason.startswith("rows.jsonl:7: the judge raised ValueError: invalid literal for int()")
-    assert "prime_factorization" in raised.reason
     assert "Dataset 'no_such_task' not registered" in unknown.reason and "no_key" in key.reason
 
 
