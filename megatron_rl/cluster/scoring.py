@@ -96,13 +96,14 @@ class RayScoring:
         bounds = [len(groups) * i // num for i in range(num + 1)]
         parts = [(v, slice(a, b)) for v, a, b in zip(self._verifiers, bounds, bounds[1:]) if b > a]
         if self._late:
-            calls = [in_thread(partial(v.scored, groups[part], self._late), "score") for v, part in parts]
-            late = [(groups[part], one) for (_, part), one in zip(parts, results(calls), strict=True)]
+            late_calls = [in_thread(partial(v.scored, groups[part], self._late), "score") for v, part in parts]
+            late = [(groups[part], one) for (_, part), one in zip(parts, results(late_calls), strict=True)]
             given |= {i: in_order(groups, late, i) for i in self._late}
         verdicts, metrics = added_up(self._rewards, groups, given, self._failures)
-        shaping = [in_thread(partial(v.shaped, groups[part], verdicts[part]), "shape") for v, part in parts]
+        calls = [in_thread(partial(v.shaped, groups[part], verdicts[part]), "shape") for v, part in parts]
+        shaped = [own for part in results(calls) for own in part]
         metrics["verifier/restarts"] = float(sum(verifier.num_restarts for verifier in self._verifiers))
-        return [given for part in results(shaping) for given in part], metrics
+        return shaped, metrics
 
 
 def results(calls: Sequence[Future[T]]) -> list[T]:

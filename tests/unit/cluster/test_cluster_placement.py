@@ -93,6 +93,24 @@ def test_pools_keep_roles_on_their_nodes():
         place([trainer(8, 4, pool="fast")], nodes)
 
 
+def test_verifiers_have_nodes_without_gpus_as_their_pool():
+    """The other nodes have more CPUs, which the verifiers leave alone. A lost node's verifiers stay in the pool."""
+    given = config(
+        cluster={"gpus_per_trainer": 1, "gpus_per_engine_rank": 1, "verifiers": 4, "pools": {"verifier": "cpu"}},
+        policy={"parallel": {"data": 8}},
+        rollout={"num_engines": 8},
+    )
+    cpu_nodes = [node(i, free=0, gpus=0, cpus=32, pool="cpu") for i in (2, 3)]
+    nodes = [node(0, cpus=128), node(1, cpus=128), *cpu_nodes]
+    plan = place(demands_of(given), nodes)
+    assert shown(plan, "verifier") == ["2x1", "3x1", "2x1", "3x1"], "the same number on equal nodes"
+    assert shown(plan, "trainer") == ["0x8"] and shown(plan, "engine") == ["1x1"] * 8
+    moved = place_again(plan, "verifier", 2, [*nodes[:2], cpu_nodes[1]])
+    assert shown(moved, "verifier") == ["2x1", "3x1", "3x1", "3x1"]
+    with pytest.raises(ValueError, match="the verifier needs nodes of the pool cpu, but no node of it is alive"):
+        place_again(plan, "verifier", 2, nodes[:2])
+
+
 def test_a_role_without_a_pool_leaves_room_for_those_that_have_one():
     plan = place([trainer(8, 8), engines(2, 4, pool="rollout")], [node(0, pool="rollout"), node(1)])
     assert shown(plan, "trainer") == ["1x8"] and shown(plan, "engine") == ["0x4", "0x4"]
