@@ -15,6 +15,7 @@ COMMANDS = {
     "demo": ("recipes.tiny.demo", "teach a tiny model to add, on two CPU cores"),
     "export": ("tools.export_checkpoint", "write any checkpoint of a run as a Hugging Face folder"),
     "filter-difficulty": ("tools.filter_difficulty", "keep the prompts that a model neither always nor never answers"),
+    "generate": ("tools.generate", "answer the prompts of a run's first steps without training, for rollout.replay"),
     "reasoning-gym-rows": ("tools.reasoning_gym_rows", "write rows of any task of the library reasoning-gym"),
     "size-run": ("tools.size_run", "print a run's memory by phase, and the trainer's layouts that fit"),
     "doctor": ("tools.doctor", "print what is installed, what a run will use, and what is slower for it"),

@@ -23,7 +23,6 @@ import os
 import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -31,13 +30,13 @@ from typing import Any
 
 from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
 
-from megatron_rl.config.load import load_config
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.data.files import load_rows
 from megatron_rl.loop.evaluation import right_answers
 from megatron_rl.loop.rollouts import verdicts_of
 from megatron_rl.loop.run_lock import run_lock
 from megatron_rl.ports import StopRequested
+from megatron_rl.recipes.engines_alone import check_settings, config_without_trainers, engines_alone, settings_of
 from megatron_rl.recipes.launch import Interrupt, console, log_to_file, quiet_environment
 from megatron_rl.recipes.row_sources import training_sources
 from megatron_rl.types import Group, Prompt
@@ -45,10 +44,6 @@ from megatron_rl.types import Group, Prompt
 quiet_environment()
 
 SETTINGS, PASS_RATES, ROWS = "settings.json", "pass_rates.jsonl", "rows.jsonl"
-SECTIONS = ("model", "data", "rollout", "rewards", "eval")
-"""What the pass rates depend on."""
-FREE = {"num_engines", "tensor", "expert_parallel", "gpu_memory_utilization", "max_sequences", "prompts_per_step"}
-"""The keys of `rollout` that may change when the tool goes on."""
 WAVES = 2
 """Twice as many answers are under way as the engines decode at once, so that they never wait."""
 
@@ -109,58 +104,16 @@ def write_rows(out: Path, rows: Sequence[tuple[str, Mapping[str, Any]]], low: fl
     return counts
 
 
-def settings_of(config: GrpoRunConfig) -> dict[str, Any]:
-    """What the pass rates depend on, in JSON's types."""
-    whole = config.model_dump(mode="json")
-    sections = {name: whole[name] for name in SECTIONS}
-    sections["rollout"] = {key: value for key, value in sections["rollout"].items() if key not in FREE}
-    return sections | {"seed": config.run.seed}
-
-
-def check_settings(path: Path, settings: Mapping[str, Any]) -> None:
-    """Write the settings, or compare them with those of the earlier start.
-
-    Raises:
-        ValueError: they differ.
-    """
-    if not path.exists():
-        path.write_text(json.dumps(settings, indent=1))
-        return
-    earlier = json.loads(path.read_text())
-    changed = [key for key in settings if settings[key] != earlier.get(key)]
-    if changed:
-        raise ValueError(
-            f"{path.parent} has pass rates of other settings: {', '.join(changed)} changed (its {path.name} has the "
-            f"earlier ones); give another --out, or the earlier settings"
-        )
-
-
 def rated(config: GrpoRunConfig, out: Path, waiting: Sequence[tuple[int, Prompt]], check: Any) -> Iterator[PassRate]:
     """Answer and judge the prompts, which have numbers that seed their answers.
 
     Args:
         check: is called several times a second, and ends the work by raising.
     """
-    from megatron_rl.cluster.engines import EngineGroup
-    from megatron_rl.cluster.nodes import RayPlacement
-    from megatron_rl.cluster.restarts import Restarts
-    from megatron_rl.cluster.session import ray_session
     from megatron_rl.cluster.stream import RayStream
-    from megatron_rl.cluster.verifier import VerifierGroup
-    from megatron_rl.rollout.shared_memory import remove_leftovers
 
-    rollout, logs = config.rollout, out / "logs"
-    with ExitStack() as cleaning:
-        cleaning.callback(remove_leftovers)
-        cleaning.enter_context(ray_session(config.cluster, 1, logs, check))
-        with console.status("starting Ray and vLLM"):
-            placement = RayPlacement(config, ("engine", "verifier"))
-            restarts = Restarts(config.cluster.restarts_per_hour)
-            engines = EngineGroup(config, logs, placement, restarts, loads_weights=True)
-            cleaning.callback(engines.close)
-            verifiers = VerifierGroup(config, logs, placement, restarts)
-            engines.wait()
-            verifiers.wait()
+    rollout = config.rollout
+    with engines_alone(config, out / "logs", check) as (engines, verifiers):
         stream = RayStream(config, engines, verifiers)
         left, under_way = list(reversed(waiting)), 0
         most = -(-WAVES * rollout.num_engines * rollout.max_sequences // rollout.samples_per_prompt)
@@ -213,20 +166,14 @@ def configured(arguments: Sequence[str], out: Path, samples: int) -> GrpoRunConf
         ValueError: the configuration is wrong, has no reward that decides which answers are right, or names several
             sources of rows, or weights that engines cannot load.
     """
-    own = [f"run.folder={out.parent}", f"run.name={out.name}", "data.easy_first_epochs=0"]
-    own += ["cluster.colocate=false", "policy.routing_replay=false"]
-    config = load_config(GrpoRunConfig, [*arguments, f"rollout.samples_per_prompt={samples}", *own]).absolute()
+    own = [f"rollout.samples_per_prompt={samples}", "data.easy_first_epochs=0"]
+    config = config_without_trainers([*arguments, *own], out)
     if isinstance(config.data.train, tuple):
         raise ValueError("data.train is a mixture; filter its sources one by one: data.train=PATH, each with its --out")
     if not config.deciding_rewards:
         raise ValueError(
             "no reward compares answers with a ground truth, so none decides which answers are right; name the one "
             f"that does with eval.verifier, one of {[reward.label for reward in config.rewards]}"
-        )
-    if config.model.weights is not None:
-        raise ValueError(
-            f"the engines load Hugging Face's form, but model.weights is {config.model.weights}; convert it with "
-            f"tools/megatron_to_hf.py, give the result as model.path, and set model.weights=null"
         )
     return config
 

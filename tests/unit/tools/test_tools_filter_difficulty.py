@@ -8,15 +8,14 @@ import pytest
 
 from megatron_rl.config.load import validate
 from megatron_rl.config.schema import GrpoRunConfig
+from megatron_rl.recipes.engines_alone import check_settings, settings_of
 from megatron_rl.tools.filter_difficulty import (
     PASS_RATES,
     ROWS,
-    check_settings,
     configured,
     main,
     pass_rate_of,
     read_pass_rates,
-    settings_of,
     write_rows,
 )
 from megatron_rl.types import Group, Prompt, Sample, Verdict
@@ -89,7 +88,7 @@ def test_other_settings_are_refused_and_other_engines_are_not(tmp_path):
     path = tmp_path / "settings.json"
     check_settings(path, settings_of(config()))
     check_settings(path, settings_of(config(num_engines=2, max_sequences=7)))
-    with pytest.raises(ValueError, match="pass rates of other settings: rollout changed"):
+    with pytest.raises(ValueError, match="answers of other settings: rollout changed"):
         check_settings(path, settings_of(config(max_response_tokens=8)))
 
 

@@ -1,0 +1,97 @@
+"""Answer the prompts of the first steps of a run, without training: engines and verifiers alone.
+
+The arguments are those of the run that will train: YAML files and overrides, merged from left to right. The engines
+load the weights of `model.path`, and answer the same prompts, with the same seeds, as the run would in its first steps.
+OUT gets a file for each step, as `rollout.dump` writes them, and a run with `rollout.replay=OUT` trains on them. The
+answers of step 0 are those of the run, up to rounding; those of later steps are not, because its weights would have
+changed.
+
+    python tools/generate.py configs/run/gsm8k_32b.yaml rollout.num_engines=8 --steps 20 --out rollouts/qwen3_32b
+    python recipes/grpo.py configs/run/gsm8k_32b.yaml run.steps=20 data.eval=null rollout.replay=rollouts/qwen3_32b
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from statistics import fmean
+from types import SimpleNamespace
+from typing import Any
+
+from megatron_rl.config.schema import GrpoRunConfig
+from megatron_rl.data.saved_rollouts import path_of
+from megatron_rl.loop.run_lock import run_lock
+from megatron_rl.ports import StopRequested
+from megatron_rl.recipes.engines_alone import check_settings, config_without_trainers, engines_alone, settings_of
+from megatron_rl.recipes.launch import Interrupt, console, log_to_file, quiet_environment
+
+quiet_environment()
+
+
+def generate(config: GrpoRunConfig, out: Path, interrupt: Interrupt) -> None:
+    """Write the steps that `out` does not have yet."""
+    from transformers import AutoTokenizer
+
+    from megatron_rl.loop.replay import dump
+    from megatron_rl.loop.rollouts import EVALUATION_SEED, describe_verified, scores_of, verdicts_of, verified
+    from megatron_rl.loop.source import Rollouts
+    from megatron_rl.ports import Ports
+    from megatron_rl.recipes.grpo import read_prompts
+
+    prompts = read_prompts(config, AutoTokenizer.from_pretrained(config.model.path)).train
+    none: Any = None
+    sink: Any = SimpleNamespace(phase=nullcontext)
+    with engines_alone(config, out / "logs", interrupt.check) as (engines, verifiers):
+        ports = Ports(none, engines, none, verifiers, none)
+        for step in range(config.run.steps):
+            asked = prompts.next()
+            if path_of(out, step).exists():
+                continue
+            seed = config.run.seed * EVALUATION_SEED + step
+            groups, scoring = verified(ports, sink, asked, config.rollout.samples_per_prompt, 0, seed)
+            metrics = describe_verified(config, groups) | scoring
+            dump(out, step, Rollouts(groups, scores_of(config, ports, groups, 0, sink), metrics), ports)
+            speed = f"{metrics['rollout/tokens_per_s']:,.0f} tokens/s"
+            scores = [verdict.score for verdict in verdicts_of(groups) if verdict.score is not None]
+            console.print(f"step {step}: {len(groups)} prompts, reward {fmean(scores):.3f}, {speed}")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("configuration", nargs="+", metavar="FILE.yaml | section.key=value")
+    parser.add_argument("--out", type=Path, required=True, help="the folder of the rollouts")
+    parser.add_argument("--steps", type=int, required=True, help="the number of steps")
+    options = parser.parse_intermixed_args(arguments)
+    sys.path.insert(0, os.getcwd())  # the module of a reward function may be in the working folder
+    interrupt, out = Interrupt(), options.out.absolute()
+    try:
+        with interrupt.listening():
+            config = config_without_trainers(
+                [*options.configuration, f"run.steps={options.steps}", "data.eval=null"], out
+            )
+            with run_lock(out):
+                log_to_file(out / "logs")
+                own = {
+                    "prompts_per_step": config.rollout.prompts_per_step,
+                    "algorithm": config.algorithm.model_dump(mode="json"),
+                }
+                check_settings(out / "settings.json", settings_of(config) | own)
+                generate(config, out, interrupt)
+        console.print(f"{out} has the rollouts of {options.steps} steps; rollout.replay={out} trains on them")
+        return 0
+    except (StopRequested, KeyboardInterrupt):
+        console.print(f"Stopped. {out} has the steps that are done; the same command goes on.", soft_wrap=True)
+        return 128 + (interrupt.signal or signal.SIGINT)
+    except (ValueError, OSError, RuntimeError) as error:
+        console.print("[bold red]error:[/]", end=" ")
+        console.print(str(error), markup=False, soft_wrap=True)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
