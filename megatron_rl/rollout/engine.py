@@ -27,26 +27,26 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from pydantic import ValidationError
 
 from megatron_rl.config.policy import ModelConfig
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.layout import read_shape
+from megatron_rl.rollout.budgets import Budgets
 from megatron_rl.rollout.engine_thread import EngineThread
 from megatron_rl.rollout.engine_weights import EngineWeights
 from megatron_rl.rollout.program import (
     Call,
     Completion,
-    OneCall,
     Program,
-    ThinkingBudget,
     Transcript,
     as_sample,
     next_call,
@@ -55,7 +55,7 @@ from megatron_rl.rollout.program import (
 from megatron_rl.rollout.progress import Progress, recorded
 from megatron_rl.rollout.request_queue import Request, RequestQueue
 from megatron_rl.rollout.start import make_engine
-from megatron_rl.rollout.vocabulary import delimiter_ids, stop_ids
+from megatron_rl.rollout.vocabulary import stop_ids
 from megatron_rl.types import Prompt, Sample, Tokens
 
 if TYPE_CHECKING:
@@ -74,6 +74,8 @@ class _Answer:
     prompt_ids: Sequence[int]
     name: tuple[int, int]
     """The ticket of the group and the number of the sample."""
+    program: Program
+    thought_budget: int | None
     transcript: Transcript
     call: Call | None
     """The call under way; None if the answer is complete."""
@@ -84,8 +86,8 @@ class _Answer:
     @property
     def request(self) -> Request:
         sampled = [*self.transcript.ids, *self.begun.ids]
-        max_tokens = self.call.max_tokens - len(self.begun.ids)
-        return Request([*self.prompt_ids, *sampled], max_tokens, self.seed, answer=self.name, goes_on=len(sampled) > 0)
+        call = replace(self.call, max_tokens=self.call.max_tokens - len(self.begun.ids))
+        return Request([*self.prompt_ids, *sampled], call, self.seed, answer=self.name, goes_on=len(sampled) > 0)
 
     def sampled(self, rest: Completion) -> None:
         """Complete the call."""
@@ -124,7 +126,7 @@ class VllmEngine:
 
         Raises:
             ValueError: the folder holds no model, the model has fewer positions than the longest sample has tokens, or
-                the thinking budget does not fit into max_response_tokens.
+                the thinking budget does not fit (see `Budgets`).
         """
         self._model, self._rollout, self._seed, self._spans_nodes = model, rollout, seed, spans_nodes
         self._shares_gpus, self._loads_weights = shares_gpus, loads_weights
@@ -132,24 +134,12 @@ class VllmEngine:
         shape = read_shape(model.path)
         self._vocab_size = shape.vocab_size
         self._stop_ids = stop_ids(model.path)
-        thinking = rollout.thinking
         if rollout.max_model_tokens > shape.max_positions:
             raise ValueError(
                 f"rollout.max_prompt_tokens + rollout.max_response_tokens = {rollout.max_model_tokens} "
                 f"exceeds the {shape.max_positions} positions of {model.path}; lower one of them"
             )
-        self._delimiter = delimiter_ids(model.path, rollout.delimiter) if rollout.delimiter else None
-        if thinking:
-            needed = thinking.thought_tokens + len(self._delimiter) + thinking.response_tokens
-            if needed > rollout.max_response_tokens:
-                raise ValueError(
-                    f"rollout.max_response_tokens ({rollout.max_response_tokens}) is less than rollout.thinking's "
-                    f"thought_tokens + the delimiter's {len(self._delimiter)} tokens + response_tokens = "
-                    f"{needed}; raise it"
-                )
-        self._program: Program = OneCall(rollout.max_response_tokens)
-        if thinking:
-            self._program = ThinkingBudget(self._delimiter, thinking.thought_tokens, thinking.response_tokens)
+        self._budgets = Budgets(model.path, rollout, torch.cuda.is_available())
         self._thread = EngineThread(RequestQueue(self._give))
         self._num_requests = 0
         self._progress = Progress(record) if record else None
@@ -163,7 +153,7 @@ class VllmEngine:
         """
         try:
             options = self._seed, self._spans_nodes, self._returns_routes, self._progress, self._shares_gpus
-            start = partial(make_engine, self._model, self._rollout, *options, self._loads_weights)
+            start = partial(make_engine, self._model, self._rollout, self._budgets, *options, self._loads_weights)
             await self._thread.start(start)
             longest = self._rollout.max_response_tokens
             await self._thread.call(lambda: self._thread.requests.attach(self._thread.engine, longest))
@@ -199,34 +189,37 @@ class VllmEngine:
             The samples of each prompt, in the order of the prompts.
 
         Raises:
-            ValueError: a prompt is empty, too long or has tokens outside the vocabulary, or the engine does not hold
-                `version`.
+            ValueError: a prompt is empty, too long or has tokens outside the vocabulary, or no usable thinking budget
+                (see `Budgets.of`), or vLLM did not keep it, or the engine does not hold `version`.
             RuntimeError: a push failed during the call, and the answers are lost.
         """
         self._check(prompts)
-        call = self._program.next(Transcript())
-        assert isinstance(call, Call), "a program begins with a call"
         prompt_ids = [prompt.token_ids for prompt in prompts for _ in range(num_samples)]
+        programs, budgets = self._programs(prompts, range(num_samples))
         seeds = [
             request_seed(self._seed, seed, number) + sample
             for number in range(first, first + len(prompts))
             for sample in range(num_samples)
         ]
         transcripts = [Transcript() for _ in prompt_ids]
-        calls: dict[int, Call] = dict.fromkeys(range(len(transcripts)), call)
+        wanted: Iterable[int] = range(len(transcripts))
         begins_with: int | None = version
-        while calls:
+        while calls := {i: call for i in wanted if (call := next_call(programs[i], transcripts[i]))}:
             # In later rounds the prefix cache still holds the tokens of the earlier ones.
             requests = [
-                Request([*prompt_ids[i], *transcripts[i].ids], call.max_tokens, seeds[i], greedy)
-                for i, call in calls.items()
+                Request([*prompt_ids[i], *transcripts[i].ids], call, seeds[i], greedy) for i, call in calls.items()
             ]
             for i, completion in zip(calls, await self._sample(requests, begins_with), strict=True):
                 transcripts[i].sampled(completion)
-            calls = {i: call for i in calls if (call := next_call(self._program, transcripts[i]))}
-            begins_with = None
-        samples = [as_sample(ids, t, self._delimiter) for ids, t in zip(prompt_ids, transcripts, strict=True)]
+            wanted, begins_with = calls, None
+        answers = zip(prompt_ids, transcripts, budgets, strict=True)
+        samples = [as_sample(ids, t, self._budgets.delimiter, budget) for ids, t, budget in answers]
         return [samples[i : i + num_samples] for i in range(0, len(samples), num_samples)]
+
+    def _programs(self, prompts: Sequence[Prompt], samples: range) -> tuple[list[Program], list[int | None]]:
+        """The program and the thought's budget of each answer, prompt by prompt."""
+        chosen = [self._budgets.of(prompt, sample) for prompt in prompts for sample in samples]
+        return [program for program, _ in chosen], [budget for _, budget in chosen]
 
     async def answer(
         self, ticket: int, number: int, prompt: Prompt, samples: range, earlier: Sequence[Path] = ()
@@ -244,7 +237,8 @@ class VllmEngine:
                 from the tokens in these records.
 
         Raises:
-            ValueError: the prompt is empty, too long or has tokens outside the vocabulary.
+            ValueError: the prompt is empty, too long or has tokens outside the vocabulary, or no usable thinking budget
+                (see `Budgets.of`), or vLLM did not keep it.
             RuntimeError: the engine holds no weights, the group was cancelled, or a push failed meanwhile, and the
                 answers are lost.
         """
@@ -273,12 +267,13 @@ class VllmEngine:
         await self._thread.call(end)
 
     def _begun(self, prompt: Prompt, name: tuple[int, int], number: int, earlier: Sequence[Path]) -> _Answer:
+        program, thought_budget = self._budgets.of(prompt, name[1])
         rows = recorded(earlier, *name)
         sampled = Completion(rows["token"].tolist(), rows["logp"].tolist(), rows["version"].tolist(), stopped=False)
-        transcript, call, used = replay(self._program, sampled, self._stop_ids)
+        transcript, call, used = replay(program, sampled, self._stop_ids)
         rest = Completion(sampled.ids[used:], sampled.logp[used:], sampled.version[used:], stopped=False)
         seed = request_seed(self._seed, number) + name[1]
-        return _Answer(prompt.token_ids, name, transcript, call, rest, seed)
+        return _Answer(prompt.token_ids, name, program, thought_budget, transcript, call, rest, seed)
 
     async def _complete(self, answer: _Answer, future: Future[RequestOutput] | None) -> tuple[Sample, Tokens]:
         """Carry out the program of one answer.
@@ -288,10 +283,10 @@ class VllmEngine:
         """
         while future is not None:
             answer.sampled(_completion(await asyncio.wrap_future(future)))
-            answer.call, future = next_call(self._program, answer.transcript), None
+            answer.call, future = next_call(answer.program, answer.transcript), None
             if answer.call is not None:
                 [future] = await self._thread.call(partial(self._begin, [answer.request]))
-        return as_sample(answer.prompt_ids, answer.transcript, self._delimiter)
+        return as_sample(answer.prompt_ids, answer.transcript, self._budgets.delimiter, answer.thought_budget)
 
     @property
     def alive(self) -> bool:
@@ -348,14 +343,18 @@ class VllmEngine:
             prompt["cache_salt"] = str(self.weights.version)
         self._num_requests += 1
         name = str(self._num_requests)
-        params = self._params(request.is_greedy) | {"max_tokens": request.max_tokens, "seed": request.seed}
+        params = self._params(request.is_greedy) | {
+            "max_tokens": request.call.max_tokens,
+            "thinking_token_budget": request.call.thinking_token_budget,
+            "seed": request.seed,
+        }
         internal_name = self._thread.engine.add_request(name, prompt, SamplingParams(**params))
         if self._progress is not None and request.answer is not None:
             self._progress.begin(internal_name, *request.answer)
         return name
 
     def _params(self, greedy: bool) -> dict[str, Any]:
-        """The fields of vLLM's SamplingParams, without the token limit and the seed."""
+        """The fields of vLLM's SamplingParams, without the limits of the call and the seed."""
         from vllm.sampling_params import RequestOutputKind
 
         sampling = self._rollout.sampling

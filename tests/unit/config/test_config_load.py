@@ -82,7 +82,10 @@ def test_override_values(text, value):
         ({"cluster": {"colocate": True, "gpus_per_trainer": 1}}, "must both be 1, or both 0 on CPUs; they are 1 and 0"),
         ({"cluster": {"colocate": True, "pools": {"engine": "a"}}}, "must give both the same pool"),
         ({"rollout": {"late": "requeue"}}, "rollout.late: requeue has no effect"),
-        ({"rollout": {"thinking": {"thought_tokens": 20, "response_tokens": 4}}}, "the delimiter needs room"),
+        (
+            {"rollout": {"thinking": {"thought_tokens": 20, "response_tokens": 4}}},
+            "tokens (24) is below 25",
+        ),
         ({"rollout": {"samples_per_prompt": 1}}, "every grpo advantage would be 0"),
     ],
 )

@@ -438,7 +438,7 @@ def test_a_loss_and_an_estimator_of_ones_own_are_seen_in_their_source(home):
         ({"rollout__delimiter": "</thought>"}, "rollout.delimiter '</thought>' is not in the vocabulary"),
         (
             {"rollout__thinking": {"thought_tokens": 12, "response_tokens": 7}, "rollout__delimiter": "end"},
-            "the delimiter's 3 tokens + response_tokens = 22; raise it",
+            "the closing's 3 tokens + response_tokens = 22; raise it",
         ),
         ({"run__name": "x" * 300}, "run.name has a part of 300 bytes"),
         ({"run__name": ""}, "run.name '' names no folder"),

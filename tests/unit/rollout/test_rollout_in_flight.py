@@ -209,7 +209,7 @@ def test_answers_go_on_from_the_tokens_of_an_engine_that_lost_them(recording, fo
         logp = tokens.logp_rollout[tokens.action_mask]
         row = row[: len(ids)]  # if the thought is short, the first call samples more than the answer may have
         num, thought = len(row), sample.num_thought_tokens
-        assert thought <= THOUGHT and sample.length == 5 + thought + len(stage.engine._delimiter) + RESPONSE
+        assert thought <= THOUGHT and sample.length == 5 + thought + len(stage.engine._budgets.delimiter) + RESPONSE
         assert sample.oldest_version == min(versions)
         assert (ids[:num], versions[:num].tolist()) == (row["token"].tolist(), [0] * num) and (
             versions[num:] == 1

@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from megatron_rl.rollout.vocabulary import delimiter_ids, stop_ids
+from megatron_rl.rollout.vocabulary import stop_ids, token_ids
 
 
 @pytest.fixture
@@ -28,16 +28,16 @@ def test_a_folder_without_an_end_is_refused(folder):
 
 
 def test_delimiters_of_one_and_more_tokens(folder):
-    assert delimiter_ids(folder, "</think>") == (3,)
-    assert delimiter_ids(folder, "=?") == (16, 18)
+    assert token_ids(folder, "</think>") == (3,)
+    assert token_ids(folder, "=?") == (16, 18)
 
 
 def test_a_delimiter_outside_the_vocabulary_is_refused(folder):
     with pytest.raises(ValueError, match="rollout.delimiter 'so'"):
-        delimiter_ids(folder, "so")
+        token_ids(folder, "so")
 
 
 def test_a_folder_without_a_tokenizer_is_refused(folder):
     (folder / "tokenizer.json").unlink()
     with pytest.raises(ValueError, match="tokenizer.json"):
-        delimiter_ids(folder, "</think>")
+        token_ids(folder, "</think>")
