@@ -175,7 +175,7 @@ class ThinkingBudget(Section):
     """The text that closes a thought, such as `Considering the limited time, I answer now. </think>`. It ends with
     `rollout.delimiter`. null means the delimiter alone."""
     opening: str = "<think>"
-    """The text with which the chat template opens the thought. Only `native` needs it: vLLM counts from there, and a
+    """The token with which the chat template opens the thought. Only `native` needs it: vLLM counts from there, and a
     prompt without it is refused."""
 
     def of_row(self, columns: Mapping[str, Any]) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.rollout.program import NativeBudget, OneCall, Program, ThinkingBudget
@@ -16,6 +17,16 @@ from megatron_rl.types import Prompt
 
 MAX_BLANKS = 8
 """A chat template appends at most so many tokens of white space to a thought that it has closed."""
+
+
+class Chosen(NamedTuple):
+    """How one answer is generated."""
+
+    program: Program
+    thought_budget: int | None = None
+    """The largest number of sampled tokens in its thought; None: it has no budget."""
+    delimiter: tuple[int, ...] | None = None
+    """The tokens that end its thought; None: it has none."""
 
 
 class Budgets:
@@ -33,8 +44,8 @@ class Budgets:
         self._thinking, self._most = rollout.thinking, rollout.max_response_tokens
         self.delimiter = token_ids(folder, rollout.delimiter) if rollout.delimiter else None
         """The tokens that end a thought; None if the model does not think."""
-        self.opening: tuple[int, ...] | None = None
-        """The tokens that open a thought; None if the engine need not know."""
+        self.opening: int | None = None
+        """The token that opens a thought; None if the engine need not know."""
         self.closing: tuple[int, ...] | None = self.delimiter
         """The tokens that close a thought which has no room left; None if nothing does."""
         if (thinking := self._thinking) is None:
@@ -48,9 +59,15 @@ class Budgets:
         elif thinking.closing is not None:
             self.closing = token_ids(folder, thinking.closing, "rollout.thinking.closing")
         if is_native:
-            self.opening = token_ids(folder, thinking.opening, "rollout.thinking.opening")
+            opened = token_ids(folder, thinking.opening, "rollout.thinking.opening")
+            if len(opened) > 1:
+                raise ValueError(
+                    f"rollout.thinking.opening {thinking.opening!r} is the tokens {list(opened)}, but mode native "
+                    "needs one token; set rollout.thinking.mode to two_call"
+                )
+            [self.opening] = opened
         faults = thinking_faults(self._tokenizer, rollout.delimiter, thinking.closing, opening)
-        if is_native and not on_gpu and (fault := native_fault(self.opening, self.delimiter, self.closing)):
+        if is_native and not on_gpu and (fault := native_fault(self.delimiter, self.closing)):
             faults.append(fault)
         needed = thinking.thought_tokens.largest + len(self.closing or ()) + thinking.response_tokens
         if needed > self._most:
@@ -62,8 +79,8 @@ class Budgets:
         if faults:
             raise ValueError("; ".join(faults))
 
-    def of(self, prompt: Prompt, sample: int) -> tuple[Program, int | None]:
-        """The program of an answer, and the budget of its thought, if it has one.
+    def of(self, prompt: Prompt, sample: int) -> Chosen:
+        """How an answer is generated.
 
         Args:
             sample: the number of the answer within its group.
@@ -73,30 +90,27 @@ class Budgets:
         """
         thinking = self._thinking
         if thinking is None:
-            return OneCall(self._most), None
+            return Chosen(OneCall(self._most), delimiter=self.delimiter)
         ids = prompt.token_ids
         if self.has_closed(ids):
-            return OneCall(thinking.response_tokens), None
+            return Chosen(OneCall(thinking.response_tokens))
         try:
             budget = prompt.thought_budgets[sample] if prompt.thought_budgets else thinking.of_row(prompt.columns)
         except ValueError as error:
             raise ValueError(f"prompt {prompt.uid}: {error}") from None
-        largest = thinking.thought_tokens.largest
+        largest, most = thinking.thought_tokens.largest, thinking.response_tokens
         if not 0 <= budget <= largest:
-            raise ValueError(
-                f"prompt {prompt.uid} is asked with a budget of {budget} tokens, not within 0 to {largest}"
-            )
+            raise ValueError(f"prompt {prompt.uid} has a budget of {budget} thought tokens, not one of 0 to {largest}")
         if thinking.mode != "native":
-            return ThinkingBudget(self.delimiter, self.closing, budget, thinking.response_tokens), budget
-        start = _last(ids, self.opening)
-        if start is None or _last(ids[start:], self.delimiter) is not None:
+            return Chosen(ThinkingBudget(self.delimiter, self.closing, budget, most), budget, self.delimiter)
+        before = next((size for size, token in enumerate(reversed(ids)) if token == self.opening), None)
+        if before is None or _last(ids[len(ids) - before :], self.delimiter) is not None:
             raise ValueError(
                 f"prompt {prompt.uid} does not open a thought with {thinking.opening!r}, where vLLM begins to count; "
-                f"set rollout.thinking.opening to what the prompts end with, or rollout.thinking.mode to two_call"
+                f"set rollout.thinking.opening to the token that does, or rollout.thinking.mode to two_call"
             )
-        before = len(ids) - start - len(self.opening)
-        program = NativeBudget(self.opening, self.delimiter, self.closing, budget, thinking.response_tokens, before)
-        return program, budget
+        program = NativeBudget(self.opening, self.delimiter, self.closing, budget, most, before)
+        return Chosen(program, budget, self.delimiter)
 
     def has_closed(self, ids: Sequence[int]) -> bool:
         """Whether a prompt ends with a thought that is closed: after its last delimiter there is only white space."""

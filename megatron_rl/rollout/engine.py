@@ -40,13 +40,12 @@ from pydantic import ValidationError
 from megatron_rl.config.policy import ModelConfig
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.layout import read_shape
-from megatron_rl.rollout.budgets import Budgets
+from megatron_rl.rollout.budgets import Budgets, Chosen
 from megatron_rl.rollout.engine_thread import EngineThread
 from megatron_rl.rollout.engine_weights import EngineWeights
 from megatron_rl.rollout.program import (
     Call,
     Completion,
-    Program,
     Transcript,
     as_sample,
     next_call,
@@ -74,8 +73,7 @@ class _Answer:
     prompt_ids: Sequence[int]
     name: tuple[int, int]
     """The ticket of the group and the number of the sample."""
-    program: Program
-    thought_budget: int | None
+    chosen: Chosen
     transcript: Transcript
     call: Call | None
     """The call under way; None if the answer is complete."""
@@ -195,7 +193,7 @@ class VllmEngine:
         """
         self._check(prompts)
         prompt_ids = [prompt.token_ids for prompt in prompts for _ in range(num_samples)]
-        programs, budgets = self._programs(prompts, range(num_samples))
+        chosen = [self._budgets.of(prompt, sample) for prompt in prompts for sample in range(num_samples)]
         seeds = [
             request_seed(self._seed, seed, number) + sample
             for number in range(first, first + len(prompts))
@@ -204,7 +202,7 @@ class VllmEngine:
         transcripts = [Transcript() for _ in prompt_ids]
         wanted: Iterable[int] = range(len(transcripts))
         begins_with: int | None = version
-        while calls := {i: call for i in wanted if (call := next_call(programs[i], transcripts[i]))}:
+        while calls := {i: call for i in wanted if (call := next_call(chosen[i].program, transcripts[i]))}:
             # In later rounds the prefix cache still holds the tokens of the earlier ones.
             requests = [
                 Request([*prompt_ids[i], *transcripts[i].ids], call, seeds[i], greedy) for i, call in calls.items()
@@ -212,14 +210,9 @@ class VllmEngine:
             for i, completion in zip(calls, await self._sample(requests, begins_with), strict=True):
                 transcripts[i].sampled(completion)
             wanted, begins_with = calls, None
-        answers = zip(prompt_ids, transcripts, budgets, strict=True)
-        samples = [as_sample(ids, t, self._budgets.delimiter, budget) for ids, t, budget in answers]
+        answers = zip(prompt_ids, transcripts, chosen, strict=True)
+        samples = [as_sample(ids, t, its.delimiter, its.thought_budget) for ids, t, its in answers]
         return [samples[i : i + num_samples] for i in range(0, len(samples), num_samples)]
-
-    def _programs(self, prompts: Sequence[Prompt], samples: range) -> tuple[list[Program], list[int | None]]:
-        """The program and the thought's budget of each answer, prompt by prompt."""
-        chosen = [self._budgets.of(prompt, sample) for prompt in prompts for sample in samples]
-        return [program for program, _ in chosen], [budget for _, budget in chosen]
 
     async def answer(
         self, ticket: int, number: int, prompt: Prompt, samples: range, earlier: Sequence[Path] = ()
@@ -267,13 +260,13 @@ class VllmEngine:
         await self._thread.call(end)
 
     def _begun(self, prompt: Prompt, name: tuple[int, int], number: int, earlier: Sequence[Path]) -> _Answer:
-        program, thought_budget = self._budgets.of(prompt, name[1])
+        chosen = self._budgets.of(prompt, name[1])
         rows = recorded(earlier, *name)
         sampled = Completion(rows["token"].tolist(), rows["logp"].tolist(), rows["version"].tolist(), stopped=False)
-        transcript, call, used = replay(program, sampled, self._stop_ids)
+        transcript, call, used = replay(chosen.program, sampled, self._stop_ids)
         rest = Completion(sampled.ids[used:], sampled.logp[used:], sampled.version[used:], stopped=False)
         seed = request_seed(self._seed, number) + name[1]
-        return _Answer(prompt.token_ids, name, program, thought_budget, transcript, call, rest, seed)
+        return _Answer(prompt.token_ids, name, chosen, transcript, call, rest, seed)
 
     async def _complete(self, answer: _Answer, future: Future[RequestOutput] | None) -> tuple[Sample, Tokens]:
         """Carry out the program of one answer.
@@ -282,11 +275,12 @@ class VllmEngine:
             future: the call that is under way; None if the answer is complete.
         """
         while future is not None:
-            answer.sampled(_completion(await asyncio.wrap_future(future)))
-            answer.call, future = next_call(answer.program, answer.transcript), None
+            answer.sampled(self._completion(await asyncio.wrap_future(future)))
+            answer.call, future = next_call(answer.chosen.program, answer.transcript), None
             if answer.call is not None:
                 [future] = await self._thread.call(partial(self._begin, [answer.request]))
-        return as_sample(answer.prompt_ids, answer.transcript, self._budgets.delimiter, answer.thought_budget)
+        chosen = answer.chosen
+        return as_sample(answer.prompt_ids, answer.transcript, chosen.delimiter, chosen.thought_budget)
 
     @property
     def alive(self) -> bool:
@@ -316,7 +310,7 @@ class VllmEngine:
         """Begin requests and wait for their answers. If `version` is given, answers begin with them."""
         begin = partial(self._begin, requests, version, is_first=version is not None)
         answers = await self._thread.call(begin)
-        return [_completion(await asyncio.wrap_future(answer)) for answer in answers]
+        return [self._completion(await asyncio.wrap_future(answer)) for answer in answers]
 
     def _begin(
         self, requests: Sequence[Request], version: int | None = None, is_first: bool = False
@@ -343,11 +337,9 @@ class VllmEngine:
             prompt["cache_salt"] = str(self.weights.version)
         self._num_requests += 1
         name = str(self._num_requests)
-        params = self._params(request.is_greedy) | {
-            "max_tokens": request.call.max_tokens,
-            "thinking_token_budget": request.call.thinking_token_budget,
-            "seed": request.seed,
-        }
+        params, call = self._params(request.is_greedy), request.call
+        params |= {"max_tokens": call.max_tokens, "thinking_token_budget": call.thinking_token_budget}
+        params |= {"seed": request.seed, "stop_token_ids": [*params["stop_token_ids"], *call.stops]}
         internal_name = self._thread.engine.add_request(name, prompt, SamplingParams(**params))
         if self._progress is not None and request.answer is not None:
             self._progress.begin(internal_name, *request.answer)
@@ -369,16 +361,16 @@ class VllmEngine:
             "output_kind": RequestOutputKind.FINAL_ONLY,
         }
 
-
-def _completion(output: RequestOutput) -> Completion:
-    [answer] = output.outputs
-    logp = answer.logprobs.logprobs
-    versions = [int(span.version) for span in answer.weight_versions for _ in range(span.start, span.end)]
-    assert len(logp) == len(versions) == len(answer.token_ids)
-    routes = answer.routed_experts
-    if routes is not None:  # those that were computed last are at the end; the last token is never computed
-        routes = routes[-(len(output.prompt_token_ids) + len(answer.token_ids) - 1) :]
-    return Completion(answer.token_ids, logp, versions, answer.finish_reason == "stop", routes)
+    def _completion(self, output: RequestOutput) -> Completion:
+        [answer] = output.outputs
+        logp = answer.logprobs.logprobs
+        versions = [int(span.version) for span in answer.weight_versions for _ in range(span.start, span.end)]
+        assert len(logp) == len(versions) == len(answer.token_ids)
+        routes = answer.routed_experts
+        if routes is not None:  # those that were computed last are at the end; the last token is never computed
+            routes = routes[-(len(output.prompt_token_ids) + len(answer.token_ids) - 1) :]
+        ended = answer.finish_reason == "stop" and answer.token_ids[-1] in self._stop_ids
+        return Completion(answer.token_ids, logp, versions, ended, routes)
 
 
 def request_seed(*parts: int) -> int:

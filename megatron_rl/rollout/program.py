@@ -31,7 +31,7 @@ class Completion:
     version: Sequence[int]
     """The version of the weights that sampled each token. A push may arrive in the middle of a call."""
     stopped: bool
-    """True if the model ended the call, False if the token limit did."""
+    """True if the model ended its answer, False if the token limit or one of `Call.stops` ended the call."""
     routes: np.ndarray | None = None
     """uint8 [R, layers, K]: the experts of the first R tokens of prompt and response, `Tokens.routes`; None if the
     engine does not give them."""
@@ -51,7 +51,7 @@ class Transcript:
     """The routes of the prompt and of the tokens so far; see `Completion.routes`."""
     num_calls: int = 0
     stopped: bool = False
-    """Whether the model ended the last call."""
+    """Whether the model ended its answer with the last call."""
 
     def sampled(self, completion: Completion) -> None:
         """Append the tokens of a call. Its routes are those of all tokens before, too."""
@@ -90,6 +90,8 @@ class Call:
     thinking_token_budget: int | None = None
     """vLLM's own thinking budget of this call: the largest number of tokens after the last opening of a thought, those
     of the prompt included; None: it has none."""
+    stops: tuple[int, ...] = ()
+    """Tokens that end the call, though not the answer, beside those that end both."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,11 +166,11 @@ class ThinkingBudget:
 class NativeBudget:
     """The same budgets, of which the engine keeps that of the thought: it forces the closing, in one call.
 
-    A model that opens another thought in its answer is given the same budget again by the engine. The tokens that close
-    this thought are no actions either.
+    vLLM begins to count anew wherever the model opens a thought. So a call ends there, and another one goes on with
+    what is left of the budget; a thought that an answer opens has none.
     """
 
-    opening: tuple[int, ...]
+    opening: int
     delimiter: tuple[int, ...]
     closing: tuple[int, ...]
     thought_tokens: int
@@ -182,41 +184,34 @@ class NativeBudget:
             ValueError: the engine did not force the closing where it had to.
         """
         ids = transcript.ids
-        if transcript.num_calls == 0:
-            most = self.thought_tokens + len(self.closing) + self.response_tokens
-            return Call(most, self.thought_tokens + self.num_before)
         forced = self._forced(ids)
         if any(transcript.is_action[i] for i in forced):
             return Disown(forced)
         start = find_delimiter(ids, self.delimiter)
-        if start is None:
+        if start is not None:
+            left = self.response_tokens - (len(ids) - start - len(self.delimiter))
+            return Done(len(ids) + min(left, 0)) if transcript.stopped or left <= 0 else Call(left)
+        if transcript.stopped:
             return Done(len(ids))
-        return Done(min(len(ids), start + len(self.delimiter) + self.response_tokens))
+        opened = next((i for i in range(len(ids), 0, -1) if ids[i - 1] == self.opening), -self.num_before)
+        left = self.thought_tokens - len(ids)
+        budget = len(ids) - opened + left
+        return Call(left + len(self.closing) + self.response_tokens, budget, stops=(self.opening,))
 
     def _forced(self, ids: Sequence[int]) -> tuple[int, ...]:
         """The indices of the tokens that the engine has forced."""
-        forced: list[int] = []
-        left: int | None = self.thought_tokens  # None: outside of a thought
-        i = 0
-        while i < len(ids):
-            if left == 0:
-                rest = self.closing[_begun(ids[:i], self.closing) :]
-                found = tuple(ids[i : i + len(rest)])
-                if found != rest[: len(found)]:
-                    raise ValueError(
-                        f"rollout.thinking: the engine was given a budget of {self.thought_tokens} thought tokens, and "
-                        f"then had to force {rest}, but the answer goes on with {found}: vLLM did not keep its "
-                        f"thinking budget. Set rollout.thinking.mode to two_call"
-                    )
-                forced += range(i, i + len(found))
-                i, left = i + len(rest), None
-                continue
-            i += 1
-            if left is None:
-                left = self.thought_tokens + self.num_before if _ends_with(ids, i, self.opening) else None
-            else:
-                left = None if _ends_with(ids, i, self.delimiter) else left - 1
-        return tuple(forced)
+        thought = ids[: self.thought_tokens]
+        if len(ids) <= self.thought_tokens or find_delimiter(thought, self.delimiter) is not None:
+            return ()
+        rest = self.closing[_begun(thought, self.closing) :]
+        found = tuple(ids[self.thought_tokens : self.thought_tokens + len(rest)])
+        if found != rest:
+            raise ValueError(
+                f"rollout.thinking: the engine was given a budget of {self.thought_tokens} thought tokens, and then "
+                f"had to force {rest}, but the answer goes on with {found}: vLLM did not keep its thinking budget. Set "
+                "rollout.thinking.mode to two_call"
+            )
+        return tuple(range(self.thought_tokens, self.thought_tokens + len(rest)))
 
 
 def _begun(ids: Sequence[int], closing: Sequence[int]) -> int:
@@ -224,10 +219,6 @@ def _begun(ids: Sequence[int], closing: Sequence[int]) -> int:
     none."""
     sizes = range(min(len(closing) - 1, len(ids)), 0, -1)
     return next((size for size in sizes if list(ids[-size:]) == list(closing[:size])), 0)
-
-
-def _ends_with(ids: Sequence[int], end: int, part: Sequence[int]) -> bool:
-    return end >= len(part) and list(ids[end - len(part) : end]) == list(part)
 
 
 def next_call(program: Program, transcript: Transcript) -> Call | None:
@@ -250,7 +241,7 @@ def replay(program: Program, sampled: Completion, stop_ids: Collection[int]) -> 
 
     Args:
         sampled: the tokens of all calls, one after the other; `stopped` has no meaning.
-        stop_ids: the tokens that end a call.
+        stop_ids: the tokens that end an answer.
 
     Returns:
         The transcript of the calls that are complete, the call under way (None if the answer is complete), and the
@@ -262,11 +253,12 @@ def replay(program: Program, sampled: Completion, stop_ids: Collection[int]) -> 
     transcript, used = Transcript(), 0
     while (call := next_call(program, transcript)) is not None:
         ids = sampled.ids[used : used + call.max_tokens]
-        stop = next((i for i, token in enumerate(ids) if token in stop_ids), None)
+        stop = next((i for i, token in enumerate(ids) if token in stop_ids or token in call.stops), None)
         if stop is None and len(ids) < call.max_tokens:
             return transcript, call, used
         part = slice(used, used + (len(ids) if stop is None else stop + 1))
-        transcript.sampled(Completion(sampled.ids[part], sampled.logp[part], sampled.version[part], stop is not None))
+        stopped = stop is not None and ids[stop] not in call.stops
+        transcript.sampled(Completion(sampled.ids[part], sampled.logp[part], sampled.version[part], stopped))
         used = part.stop
     return transcript, None, used
 

@@ -141,7 +141,7 @@ def _reasoning(budgets: Budgets) -> ReasoningConfig:
     from vllm.config.reasoning import ReasoningConfig
 
     reasoning = ReasoningConfig()
-    reasoning._reasoning_start_token_ids = list(budgets.opening)
+    reasoning._reasoning_start_token_ids = [budgets.opening]
     reasoning._reasoning_end_token_ids = list(budgets.closing)
     reasoning._natural_reasoning_end_token_ids = list(budgets.delimiter)
     return reasoning

@@ -92,16 +92,15 @@ def thinking_faults(tokenizer: Tokenizer, delimiter: str, closing: str | None, o
     return faults
 
 
-def native_fault(opening: Sequence[int], delimiter: Sequence[int], closing: Sequence[int]) -> str | None:
-    """Why vLLM cannot keep the thinking budget on a CPU; None if it can. Its model runner V2, for GPUs, can always. Its
-    older one, for CPUs, does not see a delimiter in place of a longer closing, begins a closing anew after a pause, and
-    miscounts an opening of several tokens."""
-    if len(opening) == 1 and len(closing) == 1 and list(closing) == list(delimiter):
+def native_fault(delimiter: Sequence[int], closing: Sequence[int]) -> str | None:
+    """Why vLLM cannot keep the thinking budget on a CPU; None if it can. Its model runner V2, for GPUs, can always. The
+    older one, for CPUs, looks for the closing alone, so that it does not see a thought that the model has ended with
+    the delimiter, and begins a closing anew if a push interrupts it."""
+    if len(closing) == 1 and list(closing) == list(delimiter):
         return None
     return (
-        "rollout.thinking.mode native works on a CPU only with an opening of one token, and with a closing that is the "
-        f"delimiter, of one token; they are the tokens {list(opening)}, {list(closing)} and {list(delimiter)}. Set it "
-        "to two_call"
+        "rollout.thinking.mode native works on a CPU only if rollout.thinking.closing is rollout.delimiter, and one "
+        f"token; they are the tokens {list(closing)} and {list(delimiter)}. Set it to two_call"
     )
 
 

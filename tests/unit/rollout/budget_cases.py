@@ -66,15 +66,10 @@ CASES = {
     "a budget of one": Case([D, y], same([D, y, y, y]), n=1),
     "a budget of one is used up": Case([x, D, y], closed([x, D, y, y, y], at=1), n=1),
     "a budget of none": Case([x], {m: Outcome([D, x, x, x], [0], "length", True) for m in ("two_call", "native")}, n=0),
-    "the answer opens another thought": Case(
-        [D, O, x],
-        {
-            "two_call": Outcome([D, O, x, x, x, x, x, x, x]),
-            "native": Outcome([D, O, x, x, x, x, x, D, x], [7]),
-            "truncate": Outcome([D, O, x, x, x, x, x, x, x]),
-        },
-        m=8,
-    ),
+    "the thought opens another one": Case([x, O, x], closed([x, O, x, x, D, x, x, x], at=4)),
+    "the thought opens another one at n - 1": Case([x, x, x, O, y], closed([x, x, x, O, D, y, y, y], at=4)),
+    "the answer opens another thought": Case([D, O, x], same([D, O, x, x, x, x, x, x, x]), m=8),
+    "the answer ends with an opening": Case([D, y, y, O], same([D, y, y, O])),
 }
 
 

@@ -29,7 +29,7 @@ PROMPT = [5, 6, O, 9]
 def program(mode: str, n: int, m: int, delimiter=(D,), closing=None, before: int = 1) -> Program:
     closing = closing or delimiter
     if mode == "native":
-        return NativeBudget((O,), delimiter, closing, n, m, before)
+        return NativeBudget(O, delimiter, closing, n, m, before)
     return ThinkingBudget(delimiter, closing if mode == "two_call" else None, n, m)
 
 
@@ -50,7 +50,7 @@ class Stub:
             ids.append(token)
             new.append(token)
             self.chosen.append(forced is None)
-            if token == EOS:
+            if token == EOS or token in call.stops:
                 break
         count = range(len(ids) - len(new), len(ids))
         return Completion(new, [-0.5 - i for i in count], list(count), bool(new) and new[-1] == EOS)
@@ -118,12 +118,6 @@ def test_an_engine_that_does_not_keep_the_budget_ends_the_run():
     carry_out(program("native", N, M), Deaf(CASES["delimiter at n - 1"].wants))
 
 
-def test_vllm_counts_anew_if_the_thought_opens_another_one():
-    """This is what its model runner for GPUs does, so the thought is longer than its budget, and the answer refused."""
-    with pytest.raises(ValueError, match="did not keep its thinking budget"):
-        carry_out(program("native", N, M), Stub(lambda i: O if i == 2 else x))
-
-
 CLOSINGS = [((3,), (3,)), ((3,), (5, 6, 3)), ((3, 4), (3, 4)), ((3, 4), (5, 3, 4)), ((3, 3), (3, 3))]
 
 
@@ -133,7 +127,7 @@ def random_answer(mode: str, seed: int, cut: bool = False) -> tuple[Stub, tuple,
     choice = random.Random(seed)
     delimiter, closing = choice.choice(CLOSINGS)
     n, m = choice.randint(1 if mode == "truncate" else 0, 7), choice.randint(1, 5)
-    chosen = [choice.choice([EOS, 3, 4, 5, 6, x]) for _ in range(40)]
+    chosen = [choice.choice([EOS, O, 3, 4, 5, 6, x]) for _ in range(40)]
     stub, its = Stub(lambda i: chosen[i], delimiter, closing), program(mode, n, m, delimiter, closing)
     transcript = carry_out(its, stub)
     if cut:
@@ -151,7 +145,7 @@ def go_on(program: Program, stub: Stub, lost_after: int) -> Transcript:
         parts = zip((emitted.ids, emitted.logp, emitted.version), (part.ids, part.logp, part.version))
         emitted = Completion(*([*a, *b] for a, b in parts), False)
         transcript.sampled(part)
-        if len(part.ids) < call.max_tokens and not part.stopped:
+        if not lost_after:
             break
     transcript, call, used = replay(program, emitted, {EOS})
     while call is not None:
