@@ -5,10 +5,13 @@ test_rollout_native.py has the same table on vLLM."""
 from __future__ import annotations
 
 import random
+import re
+from pathlib import Path
 
 import pytest
 from budget_cases import CASES, EOS, MODES, D, M, N, O, check, x, y
 
+import megatron_rl.rollout.program as program_module
 from megatron_rl.rollout.program import (
     Call,
     Completion,
@@ -84,6 +87,26 @@ def test_the_table(name, mode):
     transcript = carry_out(program(mode, case.n, case.m), Stub(case.wants))
     sample, tokens = as_sample(PROMPT, transcript, (D,), case.n)
     check(case.outcomes[mode], tokens.ids[4:].tolist(), tokens.action_mask[4:].tolist(), sample, len(PROMPT))
+
+
+def test_the_readme_has_the_table():
+    text = Path(program_module.__file__).with_name("README.md").read_text()
+    rows = re.findall(r"^\| ([^:|`]+): `[^|]*\| `([^`]+)`[^|]*\| (.+) \|$", text, re.MULTILINE)
+    assert [name for name, *_ in rows] == list(CASES)
+    for name, closed, truncated in rows:
+        outcomes = CASES[name].outcomes
+        assert written(outcomes["two_call"]) == written(outcomes["native"]) == closed
+        if truncated == "the same":
+            assert outcomes["truncate"] == outcomes["two_call"]
+        elif "truncate" in outcomes:
+            assert truncated == f"`{written(outcomes['truncate'])}`, cut" and outcomes["truncate"].cut
+        else:
+            assert truncated == "refused"
+
+
+def written(outcome) -> str:
+    names = {EOS: "EOS", O: "O", D: "D", x: "x", y: "y"}
+    return " ".join(f"[{names[t]}]" if i in outcome.forced else names[t] for i, t in enumerate(outcome.ids))
 
 
 @pytest.mark.parametrize(
