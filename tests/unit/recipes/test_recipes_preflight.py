@@ -451,6 +451,14 @@ def test_what_does_not_fit(home, changes, message):
     assert message in fault
 
 
+def test_a_row_without_its_thinking_budget_is_named(home):
+    rows("train.jsonl", *({"prompt": "1", "ground_truth": "2", "n": n} for n in (3, 9)))
+    tokens = {"kind": "column", "name": "n", "high": 8}
+    section = {"thought_tokens": tokens, "response_tokens": 4}
+    [fault] = faults(grpo(rollout__thinking=section, rollout__delimiter="end", data={"train": "train.jsonl"}))
+    assert "train.jsonl:2: column `n` has 9, but rollout.thinking.thought_tokens needs an integer from 0 to 8" in fault
+
+
 def test_a_full_disk_is_told_with_both_numbers(home, monkeypatch):
     """In fp32 a parameter takes 4 bytes of weights and 8 of state."""
     monkeypatch.setattr(module.shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(0, 0, 10**4))
