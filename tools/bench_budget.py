@@ -27,14 +27,18 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_rl.config.policy import ModelConfig
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.recipes.tiny.model import write_random_qwen3
 from megatron_rl.rollout.budgets import Budgets
 from megatron_rl.rollout.engine import VllmEngine
+from megatron_rl.rollout.program import Completion
 from megatron_rl.types import Prompt
+
+if TYPE_CHECKING:
+    from vllm.outputs import RequestOutput
 
 PROMPT, THOUGHT, ANSWER = 64, 256, 127
 """The numbers of tokens. A prompt ends with the token that opens the thought."""
@@ -48,12 +52,18 @@ class Engine(VllmEngine):
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self.num_computed = 0
+        """The number of prompt tokens that were computed, and not found in the prefix cache."""
         super().__init__(
             model=ModelConfig(path=folder, dtype="float32"), rollout=config("native"), seed=0, loads_weights=True
         )
 
     def use(self, mode: str) -> None:
         self._budgets = Budgets(self._folder, config(mode), on_gpu=False)
+
+    def _completion(self, output: RequestOutput) -> Completion:
+        self.num_computed += len(output.prompt_token_ids) - (output.num_cached_tokens or 0)
+        return super()._completion(output)
 
     def _params(self, greedy: bool) -> dict[str, Any]:
         return super()._params(greedy) | {"ignore_eos": True, "stop_token_ids": []}
@@ -104,21 +114,25 @@ async def answer(engine: Engine, number: int) -> list[Any]:
 
 
 async def measure(rounds: int) -> dict[str, dict[str, float]]:
-    """The median tokens/s of each way and mode, in rounds that alternate, and as a share of that without a budget."""
+    """For each way and mode: the median tokens/s in rounds that alternate, the same as a share of the rate without a
+    budget, and the number of prompt tokens that were computed for an answer, those of the second call included."""
     with tempfile.TemporaryDirectory() as name:
         write_model(Path(name))
         engine = Engine(Path(name))
         await engine.start()
         rates: dict[tuple[str, str], list[float]] = {}
+        computed: dict[tuple[str, str], float] = {}
         number = 0
         for turn in range(rounds + 1):
             for way in (generate, answer):
                 for mode in MODES:
                     engine.use(mode)
                     number += 1
+                    engine.num_computed = 0
                     start = time.process_time()
                     answers = await way(engine, number)
                     seconds = time.process_time() - start
+                    computed[way.__name__, mode] = engine.num_computed / len(answers)
                     if turn:  # the first one warms up
                         num_tokens = sum(sample.length - sample.num_prompt_tokens for sample, _ in answers)
                         rates.setdefault((way.__name__, mode), []).append(num_tokens / seconds)
@@ -126,6 +140,7 @@ async def measure(rounds: int) -> dict[str, dict[str, float]]:
     return {
         way.__name__: {
             **{f"{mode}_tokens_per_s": median(rates[way.__name__, mode]) for mode in MODES},
+            **{f"{mode}_prefill_tokens": computed[way.__name__, mode] for mode in MODES},
             # Rounds next to each other have the same company on the machine, so the ratio is that within a round.
             **{
                 f"{mode}_share": median(
@@ -154,6 +169,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for way, row in results.items():
         cells = [f"{row[f'{mode}_tokens_per_s']:8,.0f} ({row[f'{mode}_share']:.2f} times)" for mode in MODES[1:]]
         print(f"{way:12} {row['none_tokens_per_s']:14,.0f} {'  '.join(cells)}")
+        computed = ", ".join(f"{row[f'{mode}_prefill_tokens']:.0f} ({mode})" for mode in MODES)
+        print(f"{'':12} prompt tokens computed for an answer: {computed}")
     return 0
 
 
