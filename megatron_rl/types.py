@@ -241,6 +241,9 @@ class Prompt:
     """The source of the prompt: chat turns, or plain text. Reward functions receive it as `prompts`."""
     columns: Mapping[str, Any] = field(default_factory=dict)
     """All other columns of the row (`ground_truth`, `dataset`, ...), which the verifiers receive."""
+    thought_budgets: tuple[int, ...] = ()
+    """The budget of each answer's thought in tokens, which the asking gives it; empty: that of
+    `config.ThinkingBudget.of_row`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,11 +305,14 @@ class Sample:
     num_actions: int
     """The number of tokens that the policy sampled."""
     num_thought_tokens: int
-    """The number of response tokens before the first delimiter; 0 if the response has no delimiter."""
+    """The number of sampled tokens before the first delimiter. If there is no delimiter, all tokens of an answer with a
+    budget are a thought, and none of an answer without."""
     finish: str
     """`stop` if the model ended its answer, `length` if a budget cut it."""
     thought_cut: bool = False
     """Whether the thinking budget ended the thought."""
+    thought_budget: int | None = None
+    """The largest number of tokens that its thought was to have; None if there was no budget."""
     oldest_version: int = -1
     """The oldest version of the weights that sampled one of its actions; -1 if it has none."""
     verdict: Verdict | None = None

@@ -130,7 +130,8 @@ def read_prompts(config: GrpoRunConfig, tokenizer: PreTrainedTokenizerBase) -> P
     from megatron_rl.verifiers.compose import required_columns
 
     data, rollout = config.data, config.rollout
-    rules = Rules(rollout.max_prompt_tokens, data.on_bad_row, required_columns(config.rewards), data.deduplicate)
+    required, thought_column = required_columns(config.rewards), rollout.thought_column
+    rules = Rules(rollout.max_prompt_tokens, data.on_bad_row, required, thought_column, data.deduplicate)
 
     def tell(note: str, style: str | None = "yellow") -> None:
         console.print(note, style=style, markup=False, highlight=False, soft_wrap=True)

@@ -29,7 +29,7 @@ from megatron_rl.config.rewards import CodeReward, ImportedReward, ReasoningGymR
 from megatron_rl.config.schema import BaseConfig, GrpoRunConfig, SftRunConfig
 from megatron_rl.data.files import read_rows
 from megatron_rl.data.forms import DESCRIPTIONS, Form, Question, Reading
-from megatron_rl.data.prompts import check_length, question_of
+from megatron_rl.data.prompts import check_budget, check_length, question_of
 from megatron_rl.data.rows import BadRow, Row, Turns
 from megatron_rl.data.saved_rollouts import require_step
 from megatron_rl.data.supervised import demonstration_of, ended
@@ -42,6 +42,7 @@ from megatron_rl.recipes.parameters import checkpoint_bytes
 from megatron_rl.recipes.reward_source import fault_of_function, fault_of_reward
 from megatron_rl.recipes.row_sources import RowSource, heldout_source, training_sources
 from megatron_rl.recipes.tokenizer_files import ChatTemplate, TokenizerFiles
+from megatron_rl.rollout.budgets import Budgets
 from megatron_rl.types import ModelShape
 from megatron_rl.verifiers.compose import fault_of_row, required_columns
 from megatron_rl.verifiers.reasoning_gym import missing_package
@@ -207,21 +208,10 @@ def _vocabulary(config: BaseConfig, shape: ModelShape, tokenizer: TokenizerFiles
         )
     if not isinstance(config, GrpoRunConfig) or not config.rollout.delimiter:
         return faults
-    rollout = config.rollout
-    ids = tokenizer.ids(rollout.delimiter)
-    unknown = tokenizer.core.token_to_id(tokenizer.special.get("unk_token", ""))
-    if not ids or unknown in ids:
-        faults.append(
-            f"rollout.delimiter {rollout.delimiter!r} is not in the vocabulary of {folder}; choose a text that its "
-            f"tokenizer knows, or an empty one for a model that does not think"
-        )
-    elif thinking := rollout.thinking:
-        needed = thinking.thought_tokens + len(ids) + thinking.response_tokens
-        if needed > rollout.max_response_tokens:
-            faults.append(
-                f"rollout.max_response_tokens ({rollout.max_response_tokens}) is below thinking's thought_tokens + the "
-                f"delimiter's {len(ids)} tokens + response_tokens = {needed}; raise it"
-            )
+    try:
+        Budgets(folder, config.rollout, on_gpu=config.cluster.gpus_per_engine_rank > 0)
+    except ValueError as error:
+        faults.append(str(error))
     return faults
 
 
@@ -308,6 +298,7 @@ def _rows(config: BaseConfig, tokenizer: TokenizerFiles | None, tell: Tell) -> l
         def check_prompt(row: Row, reading: Reading) -> None:
             question = question_of(row, required, reading)
             given = question.columns
+            check_budget(given, config.rollout.thought_column)
             forms[question.form] += 1
             columns.update(given)
             if not any(reward.scores(given) for reward in config.rewards):

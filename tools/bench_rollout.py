@@ -48,6 +48,7 @@ from megatron_rl.loop.source import Rollouts
 from megatron_rl.loop.stopping import NEVER
 from megatron_rl.ports import Ports
 from megatron_rl.rollout.engine import VllmEngine
+from megatron_rl.rollout.program import Call
 from megatron_rl.rollout.request_queue import Request
 from megatron_rl.types import Group, Prompt
 
@@ -70,7 +71,7 @@ class DrawnLengths(VllmEngine):
         assert request.answer is not None
         ticket, sample = request.answer
         drawn = int(LENGTHS[(ticket * SAMPLES + sample) % len(LENGTHS)])
-        return super()._give(replace(request, max_tokens=drawn))
+        return super()._give(replace(request, call=Call(drawn)))
 
     def _params(self, greedy: bool) -> dict[str, Any]:
         return super()._params(greedy) | {"ignore_eos": True, "stop_token_ids": []}

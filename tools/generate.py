@@ -37,6 +37,7 @@ def generate(config: GrpoRunConfig, out: Path, interrupt: Interrupt) -> None:
     """Write the steps that `out` does not have yet."""
     from transformers import AutoTokenizer
 
+    from megatron_rl.loop.budgets import ThoughtBudgets
     from megatron_rl.loop.replay import dump
     from megatron_rl.loop.rollouts import EVALUATION_SEED, describe_verified, scores_of, verdicts_of, verified
     from megatron_rl.loop.source import Rollouts
@@ -44,12 +45,14 @@ def generate(config: GrpoRunConfig, out: Path, interrupt: Interrupt) -> None:
     from megatron_rl.recipes.grpo import read_prompts
 
     prompts = read_prompts(config, AutoTokenizer.from_pretrained(config.model.path)).train
+    budgets = ThoughtBudgets(config)
     none: Any = None
     sink: Any = SimpleNamespace(phase=nullcontext)
     with engines_alone(config, out / "logs", interrupt.check) as (engines, verifiers):
         ports = Ports(none, engines, none, verifiers, none)
         for step in range(config.run.steps):
-            asked = prompts.next()
+            numbered = prompts.take(config.rollout.prompts_per_step)
+            asked = [budgets.give(prompt, number, step) for number, prompt in numbered]
             if path_of(out, step).exists():
                 continue
             seed = config.run.seed * EVALUATION_SEED + step

@@ -12,6 +12,7 @@ from pydantic import (
 )
 
 from megatron_rl.config.section import Section
+from megatron_rl.config.thinking import ColumnBudget, ThinkingBudget
 
 
 class SamplingConfig(Section):
@@ -21,18 +22,6 @@ class SamplingConfig(Section):
     """The engine samples only from the most probable tokens whose probabilities add up to this; 1 means all tokens."""
     top_k: Annotated[int, Field(ge=0)] = 0
     """The engine samples only from this number of most probable tokens; 0 means all tokens."""
-
-
-class ThinkingBudget(Section):
-    """Separate token budgets for the thought and for the answer, by two calls of the engine.
-
-    The first call samples the thought. If it ends without the delimiter, the delimiter is appended as forced tokens,
-    which are no actions. The second call samples the rest of the answer."""
-
-    thought_tokens: PositiveInt
-    """The largest number of tokens that the first call may sample."""
-    response_tokens: PositiveInt
-    """The largest number of answer tokens. Tokens that the first call sampled after the delimiter count here."""
 
 
 class RolloutConfig(Section):
@@ -68,7 +57,8 @@ class RolloutConfig(Section):
     """The text that ends the thought. It may be one or more of the model's tokens. An empty text means that the model
     does not think."""
     thinking: ThinkingBudget | None = None
-    """Separate budgets for thought and answer; null means that both share `max_response_tokens`."""
+    """Separate budgets for thought and answer; null means that there is no budget for the thought, and both share
+    `max_response_tokens`."""
     sampling: SamplingConfig = SamplingConfig()
     """How the engine samples training answers and evaluation answers."""
     dump: bool = False
@@ -97,3 +87,9 @@ class RolloutConfig(Section):
     def max_model_tokens(self) -> int:
         """The length of the longest possible sample, in tokens."""
         return self.max_prompt_tokens + self.max_response_tokens
+
+    @property
+    def thought_column(self) -> ColumnBudget | None:
+        """Which numbers the rows must have in a column of their own, if they have the thinking budget."""
+        tokens = self.thinking and self.thinking.thought_tokens
+        return tokens if isinstance(tokens, ColumnBudget) else None

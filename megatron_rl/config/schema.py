@@ -26,6 +26,7 @@ from megatron_rl.config.rewards import ExactAnswerReward, FormatReward, GroundTr
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.config.section import Section
 from megatron_rl.config.slurm import SlurmConfig
+from megatron_rl.config.thinking import QuantileBudget, ThinkingBudget
 
 
 class SftConfig(Section):
@@ -163,15 +164,6 @@ class GrpoRunConfig(BaseConfig):
                 f"bridge.chains is {self.bridge.chains}, but there are {self.rollout.num_engines} engines "
                 "(rollout.num_engines); every chain needs at least one engine, so lower bridge.chains"
             )
-        thinking = self.rollout.thinking
-        if thinking and not self.rollout.delimiter:
-            raise ValueError("rollout.thinking needs rollout.delimiter, the text that ends the thought; set it")
-        if thinking and thinking.thought_tokens + thinking.response_tokens >= self.rollout.max_response_tokens:
-            raise ValueError(
-                f"rollout.max_response_tokens ({self.rollout.max_response_tokens}) must exceed thinking.thought_tokens "
-                f"+ thinking.response_tokens ({thinking.thought_tokens + thinking.response_tokens}), because the "
-                "delimiter needs room too; raise it"
-            )
         sampling = self.rollout.sampling
         weighs = self.algorithm.loss.corrects
         if (self.algorithm.correction or weighs) and (sampling.top_p < 1 or sampling.top_k > 0):
@@ -210,6 +202,8 @@ class GrpoRunConfig(BaseConfig):
             )
         if not self.rollout.delimiter and any(isinstance(reward, FormatReward) for reward in self.rewards):
             raise ValueError("rewards: the kind format looks for rollout.delimiter, which is empty; remove the reward")
+        if self.rollout.thinking:
+            self._check_thinking(self.rollout.thinking)
         if self.rollout.prompts_per_step < self.algorithm.updates_per_step:
             raise ValueError(
                 "algorithm.updates_per_step exceeds rollout.prompts_per_step, so some updates would be empty; lower it"
@@ -236,6 +230,30 @@ class GrpoRunConfig(BaseConfig):
                     f"rollout.replay trains on saved rollouts without engines, and {name} needs engines; remove one of "
                     "the two"
                 )
+
+    def _check_thinking(self, thinking: ThinkingBudget) -> None:
+        delimiter, most = self.rollout.delimiter, self.rollout.max_response_tokens
+        if not delimiter:
+            raise ValueError("rollout.thinking needs rollout.delimiter, the text that ends the thought; set it")
+        if thinking.closing is not None and not thinking.closing.endswith(delimiter):
+            raise ValueError(
+                f"rollout.thinking.closing {thinking.closing!r} must end with rollout.delimiter {delimiter!r}, or the "
+                "thought would go on"
+            )
+        longest, needs_delimiter = thinking.thought_tokens.largest, thinking.mode != "truncate"
+        needed = longest + thinking.response_tokens + needs_delimiter
+        if needed > most:
+            raise ValueError(
+                f"rollout.max_response_tokens ({most}) is below {needed}, which is the largest of "
+                f"thinking.thought_tokens ({longest}) + thinking.response_tokens ({thinking.response_tokens})"
+                + (" + at least 1 for the delimiter" if needs_delimiter else "")
+                + "; raise it"
+            )
+        if isinstance(thinking.thought_tokens, QuantileBudget) and not self.deciding_rewards:
+            raise ValueError(
+                "rollout.thinking.thought_tokens of kind quantile follows the thoughts of right answers, but no reward "
+                "says which answers are right; name one in eval.verifier"
+            )
 
     def _check_colocation(self) -> None:
         """Refuse what needs trainers and engines at the same time."""

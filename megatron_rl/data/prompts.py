@@ -17,6 +17,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from megatron_rl.config.thinking import ColumnBudget
 from megatron_rl.data.cache import Tell, keep, tokenizer_digests
 from megatron_rl.data.encode import batch_ids, chat_text, encodable
 from megatron_rl.data.files import BadRows, ReadRow, good_row, read_rows
@@ -45,6 +46,8 @@ class Rules:
     on_bad_row: OnBadRow = "fail"
     required_columns: tuple[str, ...] = ()
     """The columns that every row must have."""
+    thought_column: ColumnBudget | None = None
+    """The column in which every row must have the budget of its thoughts."""
     deduplicate: bool = False
     """Whether of the rows with the same question, as tokens, and the same ground truth only the first is kept."""
 
@@ -60,8 +63,8 @@ def load_prompts(
     """Read rows of any form in `forms.py`. Chat turns are turned into text by the model's chat template, up to the
     point where the answer starts; plain text stays as it is.
 
-    A row is bad if it is unreadable, has no known form, lacks a required column, is longer than `max_prompt_tokens`, or
-    is a chat that ends with the assistant's turn.
+    A row is bad if it is unreadable, has no known form, lacks a required column or its thinking budget, is longer than
+    `max_prompt_tokens`, or is a chat that ends with the assistant's turn.
 
     Args:
         source: a file, a folder, or a name of the hub; see `files.py`.
@@ -96,6 +99,7 @@ def _prompts(
             tally.num_rows += 1
             try:
                 question = question_of(good_row(read), rules.required_columns, reading)
+                check_budget(question.columns, rules.thought_column)
                 messages = question.messages
                 if not isinstance(messages, str):
                     messages = chat_text(tokenizer, messages, add_generation_prompt=True, arguments=question.template)
@@ -176,6 +180,18 @@ def question_of(row: Mapping[str, Any], required_columns: Iterable[str], reading
     if not isinstance(question.messages, str) and question.messages[-1]["role"] == "assistant":
         raise BadRow("`messages` ends with the assistant's turn, but the model must write this turn; remove it")
     return question
+
+
+def check_budget(columns: Mapping[str, Any], column: ColumnBudget | None) -> None:
+    """
+    Raises:
+        BadRow: the row has no usable budget in this column.
+    """
+    if column is not None:
+        try:
+            column.of(columns)
+        except ValueError as error:
+            raise BadRow(str(error)) from None
 
 
 def check_length(num_tokens: int, max_prompt_tokens: int) -> None:

@@ -23,6 +23,7 @@ from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.data import ShuffledStream, prune_journal, read_journal
 from megatron_rl.data.journal import Entry
 from megatron_rl.loop.admission import Admission
+from megatron_rl.loop.budgets import ThoughtBudgets
 from megatron_rl.loop.checkpoints import find_checkpoints
 from megatron_rl.loop.evaluation import describe_heldout, right_answers
 from megatron_rl.loop.pass_rates import PassRates
@@ -56,6 +57,10 @@ class AsynchronousSource:
         self._checkpoints = config.run_folder / "checkpoints"
         self._admission = Admission(rollout.prompts_per_step, rollout.max_lag, rollout.late == "wait")
         self._silence = SilentRewards(config.rewards)
+        self._budgets = ThoughtBudgets(config)
+        self._given: dict[int, tuple[int, ...]] = {}
+        """The thinking budgets that groups under way were asked with, by their numbers: they are asked again with the
+        same."""
         self._pass_rates = PassRates()
         self._num_resting = 0
         """The number of prompts that rested when their turn came, since the last step."""
@@ -88,6 +93,8 @@ class AsynchronousSource:
             self._written = {}
             prune_journal(self._journal, version=2**62)
         prune_journal(self._journal, max(find_checkpoints(self._checkpoints), default=0) - self._max_lag)
+        known = {*self._admission.running, *self._admission.ready, *self._again}
+        self._given = {number: budgets for number, budgets in self._given.items() if number in known}
         again, self._again = self._again, []
         for number in again:
             self._ask(number, self._prompts.item(number))
@@ -102,6 +109,7 @@ class AsynchronousSource:
             groups = [self._groups[number] for number in taken]
             self._step = step + 1
             self._hold(step, taken)
+            self._budgets.record(groups)
             num_late = self._give_up_late(step)
             require_a_score(verdicts_of(groups))
             metrics = self._describe(groups, step) | {"stream/late": float(num_late)}
@@ -139,6 +147,8 @@ class AsynchronousSource:
         return self._prompts.state() | {
             "waiting": waiting,
             "step": self._step,
+            "thoughts": self._budgets.state(),
+            "thought_budgets": [[n, list(self._given[n])] for n in waiting if n in self._given],
             "pass_rates": self._pass_rates.state(),
         }
 
@@ -166,6 +176,8 @@ class AsynchronousSource:
                 self._ports.stream.cancel(number)
         self._evaluating = {}
         self._pass_rates.restore(state.get("pass_rates", {}))
+        self._budgets.restore(state.get("thoughts", []))
+        self._given |= {number: tuple(budgets) for number, budgets in state.get("thought_budgets", [])}
         for number in state["waiting"]:
             admission = self._admission
             if any(number in known for known in (admission.running, admission.ready, self._again)):
@@ -208,6 +220,9 @@ class AsynchronousSource:
             self._finish(number, group)
         else:
             self._admission.admit(number, self._version)
+            if number not in self._given:
+                self._given[number] = self._budgets.give(prompt, number, self._version).thought_budgets
+            prompt = replace(prompt, thought_budgets=self._given[number])
             self._ports.stream.ask(number, prompt, self._config.rollout.samples_per_prompt, self._version)
 
     def _collect(self) -> None:

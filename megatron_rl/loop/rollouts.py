@@ -72,6 +72,7 @@ def verified(
 def describe_verified(config: GrpoRunConfig, groups: Sequence[Group]) -> Metrics:
     """The metrics of a step's answers and of their verdicts."""
     metrics = describe(groups) | describe_rewards(config.rewards, groups) | describe_datasets(groups)
+    metrics |= describe_thoughts(groups)
     if config.algorithm.shaping:  # reward/mean is the mean of the shaped rewards
         metrics["score/mean"] = fmean(v.score for v in verdicts_of(groups) if v.score is not None)
     return metrics
@@ -88,6 +89,25 @@ def describe_rewards(rewards: Sequence[RewardConfig], groups: Sequence[Group]) -
             metrics[f"reward/{reward.label}/abstained"] = 1 - len(scores) / len(column)
         if scores:
             metrics[f"reward/{reward.label}/mean"] = fmean(scores)
+    return metrics
+
+
+def describe_thoughts(groups: Sequence[Group]) -> Metrics:
+    """The metrics of the thinking budget, over the answers that had one; none if no answer had. The mean rewards are
+    those of answers whose thought the budget ended, and of the others. `thought/over_budget` is the number of answers
+    whose thought has more sampled tokens than its budget; it should be 0."""
+    samples = [s for group in groups for s in group.samples if s.thought_budget is not None]
+    if not samples:
+        return {}
+    metrics = {
+        "thought/budget_mean": fmean(s.thought_budget or 0 for s in samples),
+        "thought/over_budget": float(sum(s.num_thought_tokens > (s.thought_budget or 0) for s in samples)),
+    }
+    for name, cut in (("cut", True), ("whole", False)):
+        own = [s.verdict.reward for s in samples if s.thought_cut == cut and s.verdict]
+        rewards = [reward for reward in own if reward is not None]
+        if rewards:
+            metrics[f"thought/{name}_reward_mean"] = fmean(rewards)
     return metrics
 
 
@@ -212,13 +232,15 @@ def _numbers(values: Iterable[float | None]) -> np.ndarray:
 
 
 def describe(groups: Sequence[Group]) -> Metrics:
-    """The lengths of the answers in tokens, and the shares of answers that a budget cut."""
+    """The lengths of the answers in tokens, and the shares of answers that a budget cut. `length/answer_mean` counts
+    the sampled tokens after the thought; a delimiter that the model sampled is one of them."""
     samples = [sample for group in groups for sample in group.samples]
     responses = np.array([sample.length - sample.num_prompt_tokens for sample in samples])
     return {
         "length/response_mean": float(responses.mean()),
         "length/response_max": float(responses.max()),
         "length/thought_mean": float(np.mean([sample.num_thought_tokens for sample in samples])),
+        "length/answer_mean": float(np.mean([sample.num_actions - sample.num_thought_tokens for sample in samples])),
         "length/thought_cut": float(np.mean([sample.thought_cut for sample in samples])),
         "length/response_cut": float(np.mean([sample.finish == "length" for sample in samples])),
         "rollout/num_samples": float(len(samples)),

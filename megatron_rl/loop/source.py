@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.data import ShuffledStream
+from megatron_rl.loop.budgets import ThoughtBudgets
 from megatron_rl.loop.evaluation import describe_heldout
 from megatron_rl.loop.rollouts import (
     EVALUATION_SEED,
@@ -76,13 +77,15 @@ class SynchronousSource:
     ) -> None:
         self._config, self._ports, self._prompts, self._sink, self._stopping = config, ports, prompts, sink, stopping
         self._silence = SilentRewards(config.rewards)
+        self._budgets = ThoughtBudgets(config)
         self._verified: tuple[int, list[Group], Metrics] | None = None
         """The newest step and its groups, which outlive a policy that is lost in this step."""
         self._evaluation: Metrics = {}
         """The metrics of the evaluation that `evaluated` has not returned yet."""
 
     def next(self, step: int) -> Rollouts:
-        asked = self._prompts.next()
+        numbered = self._prompts.take(self._config.rollout.prompts_per_step)
+        asked = [self._budgets.give(prompt, number, step) for number, prompt in numbered]
         with self._stopping.promptly():
             if self._verified is None or self._verified[0] != step:
                 self._verified = None
@@ -90,6 +93,7 @@ class SynchronousSource:
                 self._verified = step, groups, metrics
                 self._silence.count(groups, metrics, self._sink)
             _, groups, metrics = self._verified
+            self._budgets.record(groups)
             return Rollouts(groups, scores_of(self._config, self._ports, groups, step, self._sink), dict(metrics))
 
     def pushed(self, version: int) -> None:
@@ -107,7 +111,7 @@ class SynchronousSource:
         return metrics
 
     def state(self) -> dict[str, Any]:
-        return self._prompts.state()
+        return self._prompts.state() | {"thoughts": self._budgets.state()}
 
     def restore(self, state: dict[str, Any]) -> None:
         """
@@ -120,4 +124,5 @@ class SynchronousSource:
                 "way would be lost; resume with the same settings, or start a new run from its export"
             )
         self._prompts.restore(state)
+        self._budgets.restore(state.get("thoughts", []))
         self._evaluation = {}  # it may be that of a later step, in which the policy was lost

@@ -33,9 +33,6 @@ SPARK_METRICS = {
 def figures(record: Mapping[str, float]) -> dict[str, str]:
     """The most important figures of a record, as text. Each reward has a figure of its own if there are several, or if
     it abstained."""
-    shown = dict(record)
-    if {"length/response_mean", "length/thought_mean"} <= shown.keys():
-        shown["length/answer_mean"] = shown["length/response_mean"] - shown["length/thought_mean"]
     label, heldout_name = heldout([record])
     formats = {
         "loss": ("loss", "{:.4f}"),
@@ -51,12 +48,12 @@ def figures(record: Mapping[str, float]) -> dict[str, str]:
         "grad norm": ("grad_norm", "{:.3g}"),
         "mismatch": ("mismatch/mean_abs", "{:.1e}"),
     }
-    told = {label: form.format(shown[name]) for label, (name, form) in formats.items() if name in shown}
+    told = {label: form.format(record[name]) for label, (name, form) in formats.items() if name in record}
     names = reward_names([record])
     for name in names:
-        abstained = shown.get(f"reward/{name}/abstained", 0.0)
+        abstained = record.get(f"reward/{name}/abstained", 0.0)
         if len(names) > 1 or abstained:
-            mean = f"{shown[f'reward/{name}/mean']:.3f}" if f"reward/{name}/mean" in shown else "no score"
+            mean = f"{record[f'reward/{name}/mean']:.3f}" if f"reward/{name}/mean" in record else "no score"
             told[name] = f"{mean}, {abstained:.1%} abstained" if abstained else mean
     return told
 

@@ -29,24 +29,23 @@ import hashlib
 import logging
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from pydantic import ValidationError
 
 from megatron_rl.config.policy import ModelConfig
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.layout import read_shape
+from megatron_rl.rollout.budgets import Budgets, Chosen
 from megatron_rl.rollout.engine_thread import EngineThread
 from megatron_rl.rollout.engine_weights import EngineWeights
 from megatron_rl.rollout.program import (
     Call,
     Completion,
-    OneCall,
-    Program,
-    ThinkingBudget,
     Transcript,
     as_sample,
     next_call,
@@ -55,7 +54,7 @@ from megatron_rl.rollout.program import (
 from megatron_rl.rollout.progress import Progress, recorded
 from megatron_rl.rollout.request_queue import Request, RequestQueue
 from megatron_rl.rollout.start import make_engine
-from megatron_rl.rollout.vocabulary import delimiter_ids, stop_ids
+from megatron_rl.rollout.vocabulary import stop_ids
 from megatron_rl.types import Prompt, Sample, Tokens
 
 if TYPE_CHECKING:
@@ -74,6 +73,7 @@ class _Answer:
     prompt_ids: Sequence[int]
     name: tuple[int, int]
     """The ticket of the group and the number of the sample."""
+    chosen: Chosen
     transcript: Transcript
     call: Call | None
     """The call under way; None if the answer is complete."""
@@ -84,8 +84,8 @@ class _Answer:
     @property
     def request(self) -> Request:
         sampled = [*self.transcript.ids, *self.begun.ids]
-        max_tokens = self.call.max_tokens - len(self.begun.ids)
-        return Request([*self.prompt_ids, *sampled], max_tokens, self.seed, answer=self.name, goes_on=len(sampled) > 0)
+        call = replace(self.call, max_tokens=self.call.max_tokens - len(self.begun.ids))
+        return Request([*self.prompt_ids, *sampled], call, self.seed, answer=self.name, goes_on=len(sampled) > 0)
 
     def sampled(self, rest: Completion) -> None:
         """Complete the call."""
@@ -124,7 +124,7 @@ class VllmEngine:
 
         Raises:
             ValueError: the folder holds no model, the model has fewer positions than the longest sample has tokens, or
-                the thinking budget does not fit into max_response_tokens.
+                the thinking budget does not fit (see `Budgets`).
         """
         self._model, self._rollout, self._seed, self._spans_nodes = model, rollout, seed, spans_nodes
         self._shares_gpus, self._loads_weights = shares_gpus, loads_weights
@@ -132,24 +132,12 @@ class VllmEngine:
         shape = read_shape(model.path)
         self._vocab_size = shape.vocab_size
         self._stop_ids = stop_ids(model.path)
-        thinking = rollout.thinking
         if rollout.max_model_tokens > shape.max_positions:
             raise ValueError(
                 f"rollout.max_prompt_tokens + rollout.max_response_tokens = {rollout.max_model_tokens} "
                 f"exceeds the {shape.max_positions} positions of {model.path}; lower one of them"
             )
-        self._delimiter = delimiter_ids(model.path, rollout.delimiter) if rollout.delimiter else None
-        if thinking:
-            needed = thinking.thought_tokens + len(self._delimiter) + thinking.response_tokens
-            if needed > rollout.max_response_tokens:
-                raise ValueError(
-                    f"rollout.max_response_tokens ({rollout.max_response_tokens}) is less than rollout.thinking's "
-                    f"thought_tokens + the delimiter's {len(self._delimiter)} tokens + response_tokens = "
-                    f"{needed}; raise it"
-                )
-        self._program: Program = OneCall(rollout.max_response_tokens)
-        if thinking:
-            self._program = ThinkingBudget(self._delimiter, thinking.thought_tokens, thinking.response_tokens)
+        self._budgets = Budgets(model.path, rollout, torch.cuda.is_available())
         self._thread = EngineThread(RequestQueue(self._give))
         self._num_requests = 0
         self._progress = Progress(record) if record else None
@@ -163,7 +151,7 @@ class VllmEngine:
         """
         try:
             options = self._seed, self._spans_nodes, self._returns_routes, self._progress, self._shares_gpus
-            start = partial(make_engine, self._model, self._rollout, *options, self._loads_weights)
+            start = partial(make_engine, self._model, self._rollout, self._budgets, *options, self._loads_weights)
             await self._thread.start(start)
             longest = self._rollout.max_response_tokens
             await self._thread.call(lambda: self._thread.requests.attach(self._thread.engine, longest))
@@ -207,14 +195,14 @@ class VllmEngine:
             The number of a prompt, counted from 0, and its samples.
 
         Raises:
-            ValueError: a prompt is empty, too long or has tokens outside the vocabulary, or the engine does not hold
-                `version`.
-            RuntimeError: a push failed during the call, and the answers that were not given yet are lost.
+            ValueError: a prompt is empty, too long or has tokens outside the vocabulary, or no usable thinking budget
+                (see `Budgets.of`), or vLLM did not keep it, or the engine does not hold `version`.
+            RuntimeError: a push failed during the call, and the answers that were not given yet are
+                lost.
         """
         self._check(prompts)
-        call = self._program.next(Transcript())
-        assert isinstance(call, Call), "a program begins with a call"
         prompt_ids = [prompt.token_ids for prompt in prompts for _ in range(num_samples)]
+        chosen = [self._budgets.of(prompt, sample) for prompt in prompts for sample in range(num_samples)]
         seeds = [
             request_seed(self._seed, seed, number) + sample
             for number in range(first, first + len(prompts))
@@ -222,26 +210,29 @@ class VllmEngine:
         ]
         transcripts = [Transcript() for _ in prompt_ids]
         num_left = [num_samples] * len(prompts)
-        calls: dict[int, Call] = dict.fromkeys(range(len(transcripts)), call)
+        calls: dict[int, Call] = {}
+        for i, transcript in enumerate(transcripts):
+            call = next_call(chosen[i].program, transcript)
+            assert call is not None, "a program begins with a call"
+            calls[i] = call
         begins_with: int | None = version
         while calls:
             # In later rounds the prefix cache still holds the tokens of the earlier ones.
             requests = [
-                Request([*prompt_ids[i], *transcripts[i].ids], call.max_tokens, seeds[i], greedy)
-                for i, call in calls.items()
+                Request([*prompt_ids[i], *transcripts[i].ids], call, seeds[i], greedy) for i, call in calls.items()
             ]
             asked, following = list(calls), {}
             async for k, completion in self._sample(requests, begins_with):
                 i = asked[k]
                 transcripts[i].sampled(completion)
-                if (after := next_call(self._program, transcripts[i])) is not None:
+                if (after := next_call(chosen[i].program, transcripts[i])) is not None:
                     following[i] = after
                     continue
                 number = i // num_samples
                 num_left[number] -= 1
                 if num_left[number] == 0:
                     own = range(number * num_samples, (number + 1) * num_samples)
-                    yield number, [as_sample(prompt_ids[j], transcripts[j], self._delimiter) for j in own]
+                    yield number, [_sample_of(prompt_ids[j], transcripts[j], chosen[j]) for j in own]
             calls = {i: following[i] for i in sorted(following)}  # the order in which requests begin is fixed
             begins_with = None
 
@@ -261,7 +252,8 @@ class VllmEngine:
                 from the tokens in these records.
 
         Raises:
-            ValueError: the prompt is empty, too long or has tokens outside the vocabulary.
+            ValueError: the prompt is empty, too long or has tokens outside the vocabulary, or no usable thinking budget
+                (see `Budgets.of`), or vLLM did not keep it.
             RuntimeError: the engine holds no weights, the group was cancelled, or a push failed meanwhile, and the
                 answers are lost.
         """
@@ -290,12 +282,13 @@ class VllmEngine:
         await self._thread.call(end)
 
     def _begun(self, prompt: Prompt, name: tuple[int, int], number: int, earlier: Sequence[Path]) -> _Answer:
+        chosen = self._budgets.of(prompt, name[1])
         rows = recorded(earlier, *name)
         sampled = Completion(rows["token"].tolist(), rows["logp"].tolist(), rows["version"].tolist(), stopped=False)
-        transcript, call, used = replay(self._program, sampled, self._stop_ids)
+        transcript, call, used = replay(chosen.program, sampled, self._stop_ids)
         rest = Completion(sampled.ids[used:], sampled.logp[used:], sampled.version[used:], stopped=False)
         seed = request_seed(self._seed, number) + name[1]
-        return _Answer(prompt.token_ids, name, transcript, call, rest, seed)
+        return _Answer(prompt.token_ids, name, chosen, transcript, call, rest, seed)
 
     async def _complete(self, answer: _Answer, future: Future[RequestOutput] | None) -> tuple[Sample, Tokens]:
         """Carry out the program of one answer.
@@ -304,11 +297,11 @@ class VllmEngine:
             future: the call that is under way; None if the answer is complete.
         """
         while future is not None:
-            answer.sampled(_completion(await asyncio.wrap_future(future)))
-            answer.call, future = next_call(self._program, answer.transcript), None
+            answer.sampled(self._completion(await asyncio.wrap_future(future)))
+            answer.call, future = next_call(answer.chosen.program, answer.transcript), None
             if answer.call is not None:
                 [future] = await self._thread.call(partial(self._begin, [answer.request]))
-        return as_sample(answer.prompt_ids, answer.transcript, self._delimiter)
+        return _sample_of(answer.prompt_ids, answer.transcript, answer.chosen)
 
     @property
     def alive(self) -> bool:
@@ -347,7 +340,7 @@ class VllmEngine:
             future.add_done_callback(partial(put, k))
         for _ in requests:
             k, future = await ended.get()
-            yield k, _completion(future.result())
+            yield k, self._completion(future.result())
 
     def _begin(
         self, requests: Sequence[Request], version: int | None = None, is_first: bool = False
@@ -374,14 +367,16 @@ class VllmEngine:
             prompt["cache_salt"] = str(self.weights.version)
         self._num_requests += 1
         name = str(self._num_requests)
-        params = self._params(request.is_greedy) | {"max_tokens": request.max_tokens, "seed": request.seed}
+        params, call = self._params(request.is_greedy), request.call
+        params |= {"max_tokens": call.max_tokens, "thinking_token_budget": call.thinking_token_budget}
+        params |= {"seed": request.seed, "stop_token_ids": [*params["stop_token_ids"], *call.stops]}
         internal_name = self._thread.engine.add_request(name, prompt, SamplingParams(**params))
         if self._progress is not None and request.answer is not None:
             self._progress.begin(internal_name, *request.answer)
         return name
 
     def _params(self, greedy: bool) -> dict[str, Any]:
-        """The fields of vLLM's SamplingParams, without the token limit and the seed."""
+        """The fields of vLLM's SamplingParams, without the limits of the call and the seed."""
         from vllm.sampling_params import RequestOutputKind
 
         sampling = self._rollout.sampling
@@ -396,18 +391,22 @@ class VllmEngine:
             "output_kind": RequestOutputKind.FINAL_ONLY,
         }
 
-
-def _completion(output: RequestOutput) -> Completion:
-    [answer] = output.outputs
-    logp = answer.logprobs.logprobs
-    versions = [int(span.version) for span in answer.weight_versions for _ in range(span.start, span.end)]
-    assert len(logp) == len(versions) == len(answer.token_ids)
-    routes = answer.routed_experts
-    if routes is not None:  # those that were computed last are at the end; the last token is never computed
-        routes = routes[-(len(output.prompt_token_ids) + len(answer.token_ids) - 1) :]
-    return Completion(answer.token_ids, logp, versions, answer.finish_reason == "stop", routes)
+    def _completion(self, output: RequestOutput) -> Completion:
+        [answer] = output.outputs
+        logp = answer.logprobs.logprobs
+        versions = [int(span.version) for span in answer.weight_versions for _ in range(span.start, span.end)]
+        assert len(logp) == len(versions) == len(answer.token_ids)
+        routes = answer.routed_experts
+        if routes is not None:  # those that were computed last are at the end; the last token is never computed
+            routes = routes[-(len(output.prompt_token_ids) + len(answer.token_ids) - 1) :]
+        ended = answer.finish_reason == "stop" and answer.token_ids[-1] in self._stop_ids
+        return Completion(answer.token_ids, logp, versions, ended, routes)
 
 
 def request_seed(*parts: int) -> int:
     """The seed of the first answer to a prompt, of 62 bits; that of another one is larger by its number."""
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "little") >> 2
+
+
+def _sample_of(prompt_ids: Sequence[int], transcript: Transcript, chosen: Chosen) -> tuple[Sample, Tokens]:
+    return as_sample(prompt_ids, transcript, chosen.delimiter, chosen.thought_budget)

@@ -4,9 +4,10 @@ A program sees the transcript of an answer, which is what the engine has sampled
 call that samples more tokens, tokens that are appended, or the end. It keeps no state of its own, so one program serves
 all answers.
 
-Invariants (tests/unit/rollout): with a thinking budget the thought has at most `thought_tokens` and the answer at most
-`response_tokens`; a sample contains the delimiter unless the model ended it within its thought; if the cut left the
-beginning of a delimiter, only its rest is appended; forced tokens are no actions; each action keeps its own version.
+Invariants (tests/unit/rollout): with a thinking budget at most `thought_tokens` of a thought are sampled, and at most
+`response_tokens` of an answer; a sample contains the delimiter unless the model ended it within its thought, or its
+thought was cut for good; if the thought ends with the beginning of the closing, only the rest is appended; forced
+tokens are no actions, and all other ones are; each action keeps its own version. README.md has the rules as a table.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Completion:
     version: Sequence[int]
     """The version of the weights that sampled each token. A push may arrive in the middle of a call."""
     stopped: bool
-    """True if the model ended the call, False if the token limit did."""
+    """True if the model ended its answer, False if the token limit or one of `Call.stops` ended the call."""
     routes: np.ndarray | None = None
     """uint8 [R, layers, K]: the experts of the first R tokens of prompt and response, `Tokens.routes`; None if the
     engine does not give them."""
@@ -50,7 +51,7 @@ class Transcript:
     """The routes of the prompt and of the tokens so far; see `Completion.routes`."""
     num_calls: int = 0
     stopped: bool = False
-    """Whether the model ended the last call."""
+    """Whether the model ended its answer with the last call."""
 
     def sampled(self, completion: Completion) -> None:
         """Append the tokens of a call. Its routes are those of all tokens before, too."""
@@ -68,6 +69,11 @@ class Transcript:
         self.logp += [0.0] * len(ids)
         self.version += [-1] * len(ids)
 
+    def disown(self, indices: Collection[int]) -> None:
+        """Note that the engine has forced these tokens, so that they are no actions."""
+        for i in indices:
+            self.is_action[i], self.logp[i], self.version[i] = False, 0.0, -1
+
     def cut(self, num_tokens: int) -> None:
         """Keep the first tokens. If tokens are cut off, the model did not end what remains."""
         if num_tokens < len(self.ids):
@@ -81,6 +87,11 @@ class Call:
     """Sample up to so many tokens."""
 
     max_tokens: int
+    thinking_token_budget: int | None = None
+    """vLLM's own thinking budget of this call: the largest number of tokens after the last opening of a thought, those
+    of the prompt included; None: it has none."""
+    stops: tuple[int, ...] = ()
+    """Tokens that end the call, though not the answer, beside those that end both."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +102,13 @@ class Force:
 
 
 @dataclass(frozen=True, slots=True)
+class Disown:
+    """The engine has forced the tokens with these indices: they are no actions."""
+
+    indices: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Done:
     """The answer is complete with the first `num_tokens` tokens of the transcript."""
 
@@ -98,63 +116,124 @@ class Done:
 
 
 class Program(Protocol):
-    def next(self, transcript: Transcript) -> Call | Force | Done: ...
+    def next(self, transcript: Transcript) -> Call | Force | Disown | Done: ...
 
 
+@dataclass(frozen=True, slots=True)
 class OneCall:
     """The model answers at once, with at most so many tokens."""
 
-    def __init__(self, max_tokens: int) -> None:
-        self._max_tokens = max_tokens
+    max_tokens: int
 
-    def next(self, transcript: Transcript) -> Call | Force | Done:
-        return Done(len(transcript.ids)) if transcript.num_calls else Call(self._max_tokens)
+    def next(self, transcript: Transcript) -> Call | Done:
+        return Done(len(transcript.ids)) if transcript.num_calls else Call(self.max_tokens)
 
 
+@dataclass(frozen=True, slots=True)
 class ThinkingBudget:
-    """A budget for the thought, and one for the answer.
+    """A budget for the thought, and one for the answer, kept by two calls.
 
     The first call samples at most `thought_tokens`. If the delimiter is among them, the tokens after it belong to the
-    answer. If it is not, the delimiter is forced. The second call samples the rest of the answer.
+    answer. If it is not, the closing is forced. The second call samples the rest of the answer.
     """
 
-    def __init__(self, delimiter: Sequence[int], thought_tokens: int, response_tokens: int) -> None:
-        self._delimiter, self._thought_tokens, self._response_tokens = delimiter, thought_tokens, response_tokens
+    delimiter: tuple[int, ...]
+    closing: tuple[int, ...] | None
+    """It ends with the delimiter. None: nothing is forced, and the answer ends with the cut thought."""
+    thought_tokens: int
+    response_tokens: int
 
     def next(self, transcript: Transcript) -> Call | Force | Done:
         """
-        Example with delimiter (3,), thought_tokens 3 and response_tokens 4, after the first call:
+        Example with delimiter and closing (3,), thought_tokens 3 and response_tokens 4, after the first call:
             [7 7 7] cut          -> force (3,), then call for 4
             [7 3 8] cut          -> call for 3
             [7 3 8 1] ended by 1 -> done
         """
-        if transcript.num_calls == 0:
-            return Call(self._thought_tokens)
         ids = transcript.ids
-        start = find_delimiter(ids, self._delimiter)
-        if start is None:
-            return Done(len(ids)) if transcript.stopped else Force(tuple(self._delimiter[self._begun(ids) :]))
-        left = self._response_tokens - (len(ids) - start - len(self._delimiter))
-        if transcript.num_calls == 2 or transcript.stopped or left <= 0:
-            return Done(len(ids) + min(left, 0))
-        return Call(left)
+        start = find_delimiter(ids, self.delimiter)
+        if start is not None:
+            left = self.response_tokens - (len(ids) - start - len(self.delimiter))
+            return Done(len(ids) + min(left, 0)) if transcript.stopped or left <= 0 else Call(left)
+        if transcript.num_calls == 0 and self.thought_tokens > 0:
+            return Call(self.thought_tokens)
+        if transcript.stopped or self.closing is None:
+            return Done(len(ids))
+        return Force(self.closing[_begun(ids, self.closing) :])
 
-    def _begun(self, ids: Sequence[int]) -> int:
-        """The length of the longest beginning of the delimiter that `ids` ends with; 0 if there is none."""
-        for size in range(min(len(self._delimiter) - 1, len(ids)), 0, -1):
-            if list(ids[-size:]) == list(self._delimiter[:size]):
-                return size
-        return 0
+
+@dataclass(frozen=True, slots=True)
+class NativeBudget:
+    """The same budgets, of which the engine keeps that of the thought: it forces the closing, in one call.
+
+    vLLM begins to count anew wherever the model opens a thought. So a call ends there, and another one goes on with
+    what is left of the budget; a thought that an answer opens has none.
+    """
+
+    opening: int
+    delimiter: tuple[int, ...]
+    closing: tuple[int, ...]
+    thought_tokens: int
+    response_tokens: int
+    num_before: int = 0
+    """The number of the prompt's tokens after the opening."""
+
+    def next(self, transcript: Transcript) -> Call | Disown | Done:
+        """
+        Raises:
+            ValueError: the engine did not force the closing where it had to.
+        """
+        ids = transcript.ids
+        forced = self._forced(ids)
+        if any(transcript.is_action[i] for i in forced):
+            return Disown(forced)
+        start = find_delimiter(ids, self.delimiter)
+        if start is not None:
+            left = self.response_tokens - (len(ids) - start - len(self.delimiter))
+            return Done(len(ids) + min(left, 0)) if transcript.stopped or left <= 0 else Call(left)
+        if transcript.stopped:
+            return Done(len(ids))
+        opened = next((i for i in range(len(ids), 0, -1) if ids[i - 1] == self.opening), -self.num_before)
+        left = self.thought_tokens - len(ids)
+        budget = len(ids) - opened + left
+        return Call(left + len(self.closing) + self.response_tokens, budget, stops=(self.opening,))
+
+    def _forced(self, ids: Sequence[int]) -> tuple[int, ...]:
+        """The indices of the tokens that the engine has forced."""
+        thought = ids[: self.thought_tokens]
+        if len(ids) <= self.thought_tokens or find_delimiter(thought, self.delimiter) is not None:
+            return ()
+        rest = self.closing[_begun(thought, self.closing) :]
+        found = tuple(ids[self.thought_tokens : self.thought_tokens + len(rest)])
+        if found != rest:
+            raise ValueError(
+                f"rollout.thinking: the engine was given a budget of {self.thought_tokens} thought tokens, and then "
+                f"had to force {rest}, but the answer goes on with {found}: vLLM did not keep its thinking budget. Set "
+                "rollout.thinking.mode to two_call"
+            )
+        return tuple(range(self.thought_tokens, self.thought_tokens + len(rest)))
+
+
+def _begun(ids: Sequence[int], closing: Sequence[int]) -> int:
+    """The length of the longest beginning of the closing, but not the whole, that `ids` ends with; 0 if there is
+    none."""
+    sizes = range(min(len(closing) - 1, len(ids)), 0, -1)
+    return next((size for size in sizes if list(ids[-size:]) == list(closing[:size])), 0)
 
 
 def next_call(program: Program, transcript: Transcript) -> Call | None:
     """Go on with a program until it wants a call, or until the answer is complete, which is None."""
-    while isinstance(step := program.next(transcript), Force):
-        transcript.force(step.ids)
-    if isinstance(step, Call):
-        return step
-    transcript.cut(step.num_tokens)
-    return None
+    while True:
+        step = program.next(transcript)
+        if isinstance(step, Call):
+            return step
+        if isinstance(step, Done):
+            transcript.cut(step.num_tokens)
+            return None
+        if isinstance(step, Force):
+            transcript.force(step.ids)
+        else:
+            transcript.disown(step.indices)
 
 
 def replay(program: Program, sampled: Completion, stop_ids: Collection[int]) -> tuple[Transcript, Call | None, int]:
@@ -162,7 +241,7 @@ def replay(program: Program, sampled: Completion, stop_ids: Collection[int]) -> 
 
     Args:
         sampled: the tokens of all calls, one after the other; `stopped` has no meaning.
-        stop_ids: the tokens that end a call.
+        stop_ids: the tokens that end an answer.
 
     Returns:
         The transcript of the calls that are complete, the call under way (None if the answer is complete), and the
@@ -174,11 +253,12 @@ def replay(program: Program, sampled: Completion, stop_ids: Collection[int]) -> 
     transcript, used = Transcript(), 0
     while (call := next_call(program, transcript)) is not None:
         ids = sampled.ids[used : used + call.max_tokens]
-        stop = next((i for i, token in enumerate(ids) if token in stop_ids), None)
+        stop = next((i for i, token in enumerate(ids) if token in stop_ids or token in call.stops), None)
         if stop is None and len(ids) < call.max_tokens:
             return transcript, call, used
         part = slice(used, used + (len(ids) if stop is None else stop + 1))
-        transcript.sampled(Completion(sampled.ids[part], sampled.logp[part], sampled.version[part], stop is not None))
+        stopped = stop is not None and ids[stop] not in call.stops
+        transcript.sampled(Completion(sampled.ids[part], sampled.logp[part], sampled.version[part], stopped))
         used = part.stop
     return transcript, None, used
 
@@ -191,23 +271,29 @@ def find_delimiter(ids: Sequence[int], delimiter: Sequence[int]) -> int | None:
 
 
 def as_sample(
-    prompt_ids: Sequence[int], transcript: Transcript, delimiter: Sequence[int] | None
+    prompt_ids: Sequence[int],
+    transcript: Transcript,
+    delimiter: Sequence[int] | None,
+    thought_budget: int | None = None,
 ) -> tuple[Sample, Tokens]:
     """The driver's record of a complete answer, and its tokens.
 
     Args:
-        delimiter: the tokens that end the thought; None if the model does not think. `num_thought_tokens` is the number
-            of response tokens before the first delimiter, or 0 if there is none.
+        delimiter: the tokens that end the thought; None if the model does not think.
+        thought_budget: the budget of the thought; None: it had none. See `Sample.num_thought_tokens`.
     """
-    prompt = len(prompt_ids)
-    thought = find_delimiter(transcript.ids, delimiter) if delimiter else None
+    prompt, has_budget = len(prompt_ids), thought_budget is not None
+    end = find_delimiter(transcript.ids, delimiter) if delimiter else None
+    thought = transcript.is_action[:end] if end is not None or has_budget else []
+    closed = None if end is None else transcript.is_action[: end + len(delimiter)]
     sample = Sample(
         length=prompt + len(transcript.ids),
         num_prompt_tokens=prompt,
         num_actions=sum(transcript.is_action),
-        num_thought_tokens=thought or 0,
+        num_thought_tokens=sum(thought),
         finish="stop" if transcript.stopped else "length",
-        thought_cut=not all(transcript.is_action),
+        thought_cut=has_budget and not (transcript.stopped if closed is None else all(closed)),
+        thought_budget=thought_budget,
         oldest_version=min((v for v in transcript.version if v >= 0), default=-1),
     )
     return sample, Tokens(

@@ -20,6 +20,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from megatron_rl.rollout.kv_budget import KvBudget
+from megatron_rl.rollout.program import Call
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
@@ -32,7 +33,7 @@ class Request:
 
     ids: Sequence[int]
     """The prompt, with what has been sampled after it."""
-    max_tokens: int
+    call: Call
     seed: int
     is_greedy: bool = False
     answer: tuple[int, int] | None = None

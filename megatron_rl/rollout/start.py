@@ -10,10 +10,12 @@ import torch
 from megatron_rl.config.policy import ModelConfig
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.layout import read_shape
+from megatron_rl.rollout.budgets import Budgets
 from megatron_rl.rollout.progress import Progress
 from megatron_rl.rollout.shared_memory import remove_leftovers, remove_own_names
 
 if TYPE_CHECKING:
+    from vllm.config.reasoning import ReasoningConfig
     from vllm.distributed.aux_output_connector.connector import AuxOutputConnectorMetadata
     from vllm.v1.engine import EngineCoreOutputs
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -38,6 +40,7 @@ def set_cpu_environment() -> None:
 def make_engine(
     model: ModelConfig,
     rollout: RolloutConfig,
+    budgets: Budgets,
     seed: int,
     spans_nodes: bool,
     returns_routes: bool,
@@ -48,6 +51,7 @@ def make_engine(
     """Start vLLM in the process and the thread that call.
 
     Args:
+        budgets: the thinking budget, whose opening, delimiter and closing vLLM is told if it keeps it.
         spans_nodes: whether the ranks are on several nodes; see `VllmEngine`.
         returns_routes: whether outputs hold the experts of each token.
         progress: what records the tokens of every step; None if nobody does.
@@ -60,6 +64,8 @@ def make_engine(
     remove_leftovers()
     latent = read_shape(model.path).latent is not None
     options = _gpu_options(rollout, shares_gpus) if on_gpu else _cpu_options(rollout, latent)
+    if budgets.opening is not None:
+        options["reasoning_config"] = _reasoning(budgets)
     if spans_nodes:
         options["distributed_executor_backend"] = "ray"
     from vllm.config import WeightTransferConfig
@@ -127,6 +133,18 @@ def _cpu_options(rollout: RolloutConfig, latent: bool) -> dict[str, Any]:
 def _gpu_options(rollout: RolloutConfig, shares_gpus: bool) -> dict[str, Any]:
     """vLLM's options on a GPU. They have not been run; the CPU tests cover everything but these and the environment."""
     return {"gpu_memory_utilization": rollout.gpu_memory_utilization, "enable_sleep_mode": shares_gpus}
+
+
+def _reasoning(budgets: Budgets) -> ReasoningConfig:
+    """What vLLM's thinking budget needs to know of a thought. vLLM would tokenise the texts with its own tokenizer,
+    which an engine of token ids does not load."""
+    from vllm.config.reasoning import ReasoningConfig
+
+    reasoning = ReasoningConfig()
+    reasoning._reasoning_start_token_ids = [budgets.opening]
+    reasoning._reasoning_end_token_ids = list(budgets.closing)
+    reasoning._natural_reasoning_end_token_ids = list(budgets.delimiter)
+    return reasoning
 
 
 def _return_routes_anew(engine: LLMEngine) -> None:

@@ -8,6 +8,7 @@ ones, and an answer with an id that is not listed would use up its whole budget.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -29,19 +30,82 @@ def stop_ids(folder: Path) -> tuple[int, ...]:
     return tuple(sorted(ids))
 
 
-def delimiter_ids(folder: Path, text: str) -> tuple[int, ...]:
-    """The delimiter as token ids of the model, at least one.
+def token_ids(folder: Path, text: str, key: str = "rollout.delimiter") -> tuple[int, ...]:
+    """A text of the configuration as token ids of the model, at least one.
+
+    Args:
+        key: the key of the configuration that has the text.
 
     Raises:
         ValueError: the tokenizer does not know the text or a part of it.
     """
-    ids = tuple(load_tokenizer(folder).encode(text, add_special_tokens=False).ids)
+    ids = tuple(_ids(load_tokenizer(folder), text))
     if not ids or _special_id(folder, "unk_token") in ids:
         raise ValueError(
-            f"rollout.delimiter {text!r} is not in the vocabulary of {folder}; choose a text that its tokenizer "
+            f"{key} {text!r} is not in the vocabulary of {folder}; choose a text that its tokenizer "
             "knows, or an empty one for a model that does not think"
         )
     return ids
+
+
+WORDS, SIGNS = ("x", "7"), (".", " ", "\n")
+"""What may stand before a delimiter or a closing. A closing that begins with white space may melt into a sign: nobody
+looks for it as a whole."""
+
+
+def thinking_faults(tokenizer: Tokenizer, delimiter: str, closing: str | None, opening: str | None) -> list[str]:
+    """Why these texts cannot end, close or open a thought; empty if they can.
+
+    Args:
+        closing: None: it is the delimiter.
+        opening: None: nobody needs it.
+    """
+    ids = _ids(tokenizer, delimiter)
+    texts = {"rollout.delimiter": delimiter, "rollout.thinking.opening": opening, "rollout.thinking.closing": closing}
+    faults = []
+    for key, text in texts.items():
+        if text is None:
+            continue
+        alone = _ids(tokenizer, text)
+        for before in WORDS if key == "rollout.thinking.closing" else WORDS + SIGNS:
+            found = _ids(tokenizer, before + text)
+            if found[len(found) - len(alone) :] != alone:
+                faults.append(
+                    f"{key} {text!r} is the tokens {alone}, but after {before!r} the tokenizer makes {found} of both: "
+                    f"it would not be found there; choose a text that is the same tokens everywhere, such as a special "
+                    f"token"
+                )
+                break
+    if closing is None or closing == delimiter:
+        return faults
+    whole, size = _ids(tokenizer, closing), len(ids)
+    if whole[-size:] != ids or any(whole[i : i + size] == ids for i in range(len(whole) - size)):
+        faults.append(
+            f"rollout.thinking.closing {closing!r} is the tokens {whole}, which must have those of rollout.delimiter, "
+            f"{ids}, once and at their end"
+        )
+    elif any(ids[-i:] == whole[:i] for i in range(1, size)):
+        faults.append(
+            f"rollout.thinking.closing {closing!r} begins with tokens with which rollout.delimiter ends ({whole} and "
+            f"{ids}): together with the end of a thought they could be a delimiter; begin it with another text"
+        )
+    return faults
+
+
+def native_fault(delimiter: Sequence[int], closing: Sequence[int]) -> str | None:
+    """Why vLLM cannot keep the thinking budget on a CPU; None if it can. Its model runner V2, for GPUs, can always. The
+    older one, for CPUs, looks for the closing alone, so that it does not see a thought that the model has ended with
+    the delimiter, and begins a closing anew if a push interrupts it."""
+    if len(closing) == 1 and list(closing) == list(delimiter):
+        return None
+    return (
+        "rollout.thinking.mode native works on a CPU only if rollout.thinking.closing is rollout.delimiter, and one "
+        f"token; they are the tokens {list(closing)} and {list(delimiter)}. Set it to two_call"
+    )
+
+
+def _ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    return tokenizer.encode(text, add_special_tokens=False).ids
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:

@@ -91,7 +91,8 @@ def test_real_rows_flow_though_an_engine_dies_and_a_reward_hangs(recipe):
     samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
     assert all("</think>" in sample["thought"] or sample["finish"] == "stop" for sample in samples)
     config = json.loads((folder / "config.json").read_text())
-    assert config["config"]["rollout"]["thinking"] == {"thought_tokens": 48, "response_tokens": 32}
+    thinking = config["config"]["rollout"]["thinking"]
+    assert thinking["thought_tokens"] == {"kind": "fixed", "tokens": 48} and thinking["response_tokens"] == 32
     assert config["versions"]["megatron-core"] == "0.16.1"
     assert (folder / "report.html").stat().st_size > 10_000 and (folder / "curves.png").exists()
     AutoModelForCausalLM.from_pretrained(folder / "hf")

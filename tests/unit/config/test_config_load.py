@@ -54,6 +54,10 @@ def test_override_values(text, value):
     assert parse_value(text) == value and type(parse_value(text)) is type(value)
 
 
+def thinks(tokens, **others) -> dict:
+    return {"rollout": {"thinking": {"thought_tokens": tokens, "response_tokens": 4, **others}}}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -84,7 +88,24 @@ def test_override_values(text, value):
         ({"cluster": {"colocate": True, "gpus_per_trainer": 1}}, "must both be 1, or both 0 on CPUs; they are 1 and 0"),
         ({"cluster": {"colocate": True, "pools": {"engine": "a"}}}, "must give both the same pool"),
         ({"rollout": {"late": "requeue"}}, "rollout.late: requeue has no effect"),
-        ({"rollout": {"thinking": {"thought_tokens": 20, "response_tokens": 4}}}, "the delimiter needs room"),
+        (
+            {"rollout": {"thinking": {"thought_tokens": 20, "response_tokens": 4}}},
+            "tokens (24) is below 25",
+        ),
+        ({"rollout": {"thinking": {"thought_tokens": -1, "response_tokens": 4}}}, "or equal to 0 (got -1)"),
+        (thinks({"kind": "uniform", "low": 5, "high": 4}), "thought_tokens: low is 5, above high, which is 4"),
+        (thinks({"kind": "uniform", "low": -1, "high": 4}), "thought_tokens.low: Input should be greater than or"),
+        (thinks({"kind": "schedule", "tokens": {9: 4}}), "tokens has no budget for step 0, only for [9]; add one"),
+        (thinks({"kind": "quantile", "quantile": 0.5, "low": 2, "high": 4, "start": 5}), "start is 5, which is not"),
+        (thinks(0, mode="truncate"), "such an answer would have no token"),
+        (thinks(21, mode="truncate"), "tokens (24) is below 25, which is the largest of thinking.thought_tokens (21)"),
+        (thinks(4, closing="</think>. "), "closing '</think>. ' must end with rollout.delimiter '</think>'"),
+        (thinks(4) | {"rollout": thinks(4)["rollout"] | {"delimiter": ""}}, "needs rollout.delimiter"),
+        (
+            thinks({"kind": "quantile", "quantile": 0.5, "low": 2, "high": 4, "start": 4})
+            | {"rewards": [{"kind": "function", "path": "mine:f"}]},
+            "follows the thoughts of right answers, but no reward says",
+        ),
         ({"rollout": {"samples_per_prompt": 1}}, "every grpo advantage would be 0"),
     ],
 )

@@ -126,7 +126,7 @@ def test_time_split_has_other_last():
 def test_figures():
     record = {
         "step": 3, "reward/mean": 0.5, "length/response_mean": 30.0, "length/thought_mean": 24.5,
-        "grad_norm": 0.25, "rollout/tokens_per_s": 12345.6, "mismatch/mean_abs": 2e-6,
+        "length/answer_mean": 5.5, "grad_norm": 0.25, "rollout/tokens_per_s": 12345.6, "mismatch/mean_abs": 2e-6,
     }  # fmt: skip
     assert figures(record) == {
         "reward": "0.500", "thought": "24.5 tokens", "answer": "5.5 tokens", "speed": "12,346 tokens/s",

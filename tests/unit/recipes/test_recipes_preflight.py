@@ -438,7 +438,7 @@ def test_a_loss_and_an_estimator_of_ones_own_are_seen_in_their_source(home):
         ({"rollout__delimiter": "</thought>"}, "rollout.delimiter '</thought>' is not in the vocabulary"),
         (
             {"rollout__thinking": {"thought_tokens": 12, "response_tokens": 7}, "rollout__delimiter": "end"},
-            "the delimiter's 3 tokens + response_tokens = 22; raise it",
+            "the closing's 3 tokens + response_tokens = 22; raise it",
         ),
         ({"run__name": "x" * 300}, "run.name has a part of 300 bytes"),
         ({"run__name": ""}, "run.name '' names no folder"),
@@ -449,6 +449,14 @@ def test_a_loss_and_an_estimator_of_ones_own_are_seen_in_their_source(home):
 def test_what_does_not_fit(home, changes, message):
     [fault] = faults(grpo(**changes))
     assert message in fault
+
+
+def test_a_row_without_its_thinking_budget_is_named(home):
+    rows("train.jsonl", *({"prompt": "1", "ground_truth": "2", "n": n} for n in (3, 9)))
+    tokens = {"kind": "column", "name": "n", "high": 8}
+    section = {"thought_tokens": tokens, "response_tokens": 4}
+    [fault] = faults(grpo(rollout__thinking=section, rollout__delimiter="end", data={"train": "train.jsonl"}))
+    assert "train.jsonl:2: column `n` has 9, but rollout.thinking.thought_tokens needs an integer from 0 to 8" in fault
 
 
 def test_a_full_disk_is_told_with_both_numbers(home, monkeypatch):

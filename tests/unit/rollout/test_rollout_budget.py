@@ -72,7 +72,7 @@ def engine(folder, **rollout) -> VllmEngine:
 
 
 def test_a_delimiter_without_room_is_refused(folders):
-    with pytest.raises(ValueError, match="the delimiter's 2 tokens .* 18; raise it"):
+    with pytest.raises(ValueError, match="the closing's 2 tokens .* 18; raise it"):
         engine(folders[0], max_response_tokens=17, **BUDGET)
 
 

@@ -7,11 +7,11 @@ never a token, so every running request still has many steps to go.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
+from pushes import flat, moment, sampled, with_push
 from tiny_references import reference_logp, reference_logp_across
 from transformers import AutoModelForCausalLM
 
@@ -72,53 +72,8 @@ def prompts(count: int, size: int) -> list[Prompt]:
     return [Prompt(f"row {i}", tuple(random.integers(5, 21, size).tolist()), "") for i in range(count)]
 
 
-def moment(engine, reached: Callable[[list[tuple[int, int]]], bool]) -> asyncio.Event:
-    """An event that is set when `reached` is true of the (prompt tokens, sampled tokens) of the unfinished requests."""
-    processor, event, loop = engine._thread.engine.output_processor, asyncio.Event(), asyncio.get_running_loop()
-    original = processor.process_outputs
-
-    def watch(*args, **kwargs):
-        outputs = original(*args, **kwargs)
-        states = processor.request_states.values()
-        if reached([(state.prompt_len, state.detokenizer.num_output_tokens()) for state in states]):
-            loop.call_soon_threadsafe(event.set)
-            processor.process_outputs = original
-        return outputs
-
-    processor.process_outputs = watch
-    return event
-
-
-def sampled(count: int) -> Callable[[list[tuple[int, int]]], bool]:
-    return lambda requests: any(num_sampled >= count for _, num_sampled in requests)
-
-
 def in_call_two(requests: list[tuple[int, int]]) -> bool:
     return any(num_prompt > THOUGHT and num_sampled >= 4 for num_prompt, num_sampled in requests)
-
-
-def with_push(stage, asked, num_samples: int, version: int, reached, receive_as: int, also=None):
-    """Generate with `version`, and receive weights as soon as `reached` is true.
-
-    Returns:
-        The answers, the number of requests that ran at that moment, and the results of `receive` and `also`. An error
-        takes the place of a result.
-    """
-
-    async def both():
-        event = moment(stage.engine, reached)
-        answers = asyncio.create_task(stage.engine.generate(asked, num_samples, version, seed=7))
-        await event.wait()
-        running = stage.engine._thread.engine.get_num_unfinished_requests()
-        received = await asyncio.gather(stage.engine.weights.receive(receive_as), return_exceptions=True)
-        others = [await also()] if also else []
-        return (*await asyncio.gather(answers, return_exceptions=True), running, *received, *others)
-
-    return stage.run(both())
-
-
-def flat(groups):
-    return [answer for group in groups for answer in group]
 
 
 def actions(tokens) -> tuple[list[int], np.ndarray]:
@@ -209,7 +164,7 @@ def test_answers_go_on_from_the_tokens_of_an_engine_that_lost_them(recording, fo
         logp = tokens.logp_rollout[tokens.action_mask]
         row = row[: len(ids)]  # if the thought is short, the first call samples more than the answer may have
         num, thought = len(row), sample.num_thought_tokens
-        assert thought <= THOUGHT and sample.length == 5 + thought + len(stage.engine._delimiter) + RESPONSE
+        assert thought <= THOUGHT and sample.length == 5 + thought + len(stage.engine._budgets.delimiter) + RESPONSE
         assert sample.oldest_version == min(versions)
         assert (ids[:num], versions[:num].tolist()) == (row["token"].tolist(), [0] * num) and (
             versions[num:] == 1

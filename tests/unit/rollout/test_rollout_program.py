@@ -40,7 +40,7 @@ def after(*completions: Completion) -> Transcript:
 
 def test_a_program_begins_with_a_call():
     assert OneCall(7).next(Transcript()) == Call(7)
-    assert ThinkingBudget((3,), THOUGHT, 4).next(Transcript()) == Call(THOUGHT)
+    assert ThinkingBudget((3,), (3,), THOUGHT, 4).next(Transcript()) == Call(THOUGHT)
 
 
 def test_one_call_is_all():
@@ -67,7 +67,7 @@ def test_one_call_is_all():
     ],
 )
 def test_thinking_budget(ids, stopped, delimiter, budget, expected):
-    program, transcript, steps = ThinkingBudget(delimiter, THOUGHT, budget), after(call(ids, stopped)), []
+    program, transcript, steps = ThinkingBudget(delimiter, delimiter, THOUGHT, budget), after(call(ids, stopped)), []
     steps.append(program.next(transcript))
     if isinstance(steps[0], Force):
         transcript.force(steps[0].ids)
@@ -80,7 +80,7 @@ def test_a_sample_golden():
     transcript = after(Completion([21, 22], [-0.7, -0.1], [4, 4], False))
     transcript.force((3,))
     transcript.sampled(Completion([31, 32], [-0.3, -0.2], [4, 5], True))
-    sample, tokens = as_sample([11, 12, 13], transcript, (3,))
+    sample, tokens = as_sample([11, 12, 13], transcript, (3,), thought_budget=2)
     assert tokens.ids.tolist() == [11, 12, 13, 21, 22, 3, 31, 32]
     assert tokens.action_mask.tolist() == [False, False, False, True, True, False, True, True]
     np.testing.assert_array_equal(tokens.logp_rollout, np.float32([0, 0, 0, -0.7, -0.1, 0, -0.3, -0.2]))
@@ -120,7 +120,7 @@ def test_find_delimiter_finds_the_first(ids):
 @given(small_ids, st.booleans(), delimiters, st.integers(1, 6), st.data())
 def test_budgets_hold_for_every_cut(thought, stopped, delimiter, budget, data):
     """Whatever the calls sample: one closed thought, an answer within budget, forced tokens no actions."""
-    program, transcript = ThinkingBudget(delimiter, THOUGHT, budget), Transcript()
+    program, transcript = ThinkingBudget(delimiter, delimiter, THOUGHT, budget), Transcript()
     first = call([*thought, EOS] if stopped else thought, stopped)
     calls, forced = [first], ()
     transcript.sampled(first)
@@ -137,7 +137,7 @@ def test_budgets_hold_for_every_cut(thought, stopped, delimiter, budget, data):
     whole = len(transcript.ids)
     transcript.cut(step.num_tokens)
     assert program.next(transcript) == Done(step.num_tokens)
-    sample, tokens = as_sample([1, 2], transcript, delimiter)
+    sample, tokens = as_sample([1, 2], transcript, delimiter, THOUGHT)
     response = tokens.ids[2:].tolist()
 
     start = find_delimiter(response, delimiter)
@@ -165,7 +165,7 @@ def test_budgets_hold_for_every_cut(thought, stopped, delimiter, budget, data):
 
 
 @settings(max_examples=300)
-@given(st.sampled_from([OneCall(7), ThinkingBudget((3,), 4, 3), ThinkingBudget((3, 4), 4, 3)]), st.data())
+@given(st.sampled_from([OneCall(7), ThinkingBudget((3,), (3,), 4, 3), ThinkingBudget((3, 4), (3, 4), 4, 3)]), st.data())
 def test_an_answer_goes_on_from_any_of_its_tokens(program, data):
     """The engine samples from a list. It is interrupted after any number of tokens, and another one goes on."""
     sampled = data.draw(st.lists(st.sampled_from([3, 4, 7, EOS]), min_size=7, max_size=7))

@@ -6,8 +6,11 @@ import json
 import shutil
 
 import pytest
+from tokenizers import Tokenizer, models
 
-from megatron_rl.rollout.vocabulary import delimiter_ids, stop_ids
+from megatron_rl.config.rollout import RolloutConfig
+from megatron_rl.rollout.budgets import Budgets
+from megatron_rl.rollout.vocabulary import stop_ids, thinking_faults, token_ids
 
 
 @pytest.fixture
@@ -28,16 +31,61 @@ def test_a_folder_without_an_end_is_refused(folder):
 
 
 def test_delimiters_of_one_and_more_tokens(folder):
-    assert delimiter_ids(folder, "</think>") == (3,)
-    assert delimiter_ids(folder, "=?") == (16, 18)
+    assert token_ids(folder, "</think>") == (3,)
+    assert token_ids(folder, "=?") == (16, 18)
 
 
 def test_a_delimiter_outside_the_vocabulary_is_refused(folder):
     with pytest.raises(ValueError, match="rollout.delimiter 'so'"):
-        delimiter_ids(folder, "so")
+        token_ids(folder, "so")
 
 
 def test_a_folder_without_a_tokenizer_is_refused(folder):
     (folder / "tokenizer.json").unlink()
     with pytest.raises(ValueError, match="tokenizer.json"):
-        delimiter_ids(folder, "</think>")
+        token_ids(folder, "</think>")
+
+
+def merging() -> Tokenizer:
+    """A tokenizer for which `.<` is one token."""
+    characters = ["x", "7", ".", " ", "\n", "<", ">", "T"]
+    return Tokenizer(models.BPE({c: i for i, c in enumerate([*characters, ".<"])}, merges=[(".", "<")]))
+
+
+def test_a_delimiter_that_a_sign_melts_into_is_refused():
+    assert thinking_faults(merging(), "T", None, None) == []
+    [fault] = thinking_faults(merging(), "<T>", None, None)
+    assert "rollout.delimiter '<T>' is the tokens [5, 7, 6], but after '.' the tokenizer makes [8, 7, 6]" in fault
+    [fault] = thinking_faults(merging(), "T", None, "<")
+    assert fault.startswith("rollout.thinking.opening '<' is the tokens [5], but after '.'")
+    assert thinking_faults(merging(), "T", "<T", None) == [], "a closing is forced, and nobody looks for its beginning"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"closing": "1=?2=?"}, r"is the tokens \[6, 16, 18, 7, 16, 18\], which must have those of .* once"),
+        ({"closing": "?1=?"}, r"begins with tokens with which rollout.delimiter ends \(\[18, 6, 16, 18\] and \[16, 18"),
+        ({"closing": "so =?"}, r"rollout.thinking.closing 'so =\?' is not in the vocabulary"),
+        ({"mode": "native"}, r"on a CPU only if .* one token; they are the tokens \[16, 18\] and \[16, 18\]"),
+        ({"mode": "native", "opening": "=="}, r"opening '==' is the tokens \[16, 16\], but mode native needs one"),
+        ({"closing": "123=?"}, r"\(17\) is below .* the closing's 5 tokens \+ response_tokens = 18; raise it"),
+    ],
+)
+def test_a_closing_that_cannot_work_is_refused(folders, changes, message):
+    section = {"thought_tokens": 9, "response_tokens": 4, **changes}
+    with pytest.raises(ValueError, match=message):
+        Budgets(folders[0], rollout(section), on_gpu=False)
+
+
+def rollout(section: dict, delimiter: str = "=?") -> RolloutConfig:
+    sizes = {"prompts_per_step": 1, "samples_per_prompt": 1, "max_prompt_tokens": 8, "max_response_tokens": 17}
+    return RolloutConfig(**sizes, delimiter=delimiter, thinking=section)
+
+
+def test_the_tokens_of_a_closing(folders):
+    section = {"thought_tokens": 9, "response_tokens": 4}
+    assert Budgets(folders[0], rollout(section | {"closing": "1 =?"}), on_gpu=False).closing == (6, 19, 16, 18)
+    assert Budgets(folders[0], rollout(section | {"mode": "truncate"}), on_gpu=False).closing is None
+    on_gpu = Budgets(folders[0], rollout(section | {"mode": "native"}), on_gpu=True)
+    assert (on_gpu.opening, on_gpu.delimiter, on_gpu.closing) == (2, (16, 18), (16, 18))

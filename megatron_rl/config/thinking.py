@@ -1,0 +1,202 @@
+"""The thinking budget: how many tokens a thought may have, and what happens when it has them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import (
+    BeforeValidator,
+    Field,
+    NonNegativeInt,
+    PositiveInt,
+    model_validator,
+)
+
+from megatron_rl.config.section import Section
+
+
+class FixedBudget(Section):
+    """Every thought has the same budget."""
+
+    kind: Literal["fixed"] = "fixed"
+    tokens: NonNegativeInt
+    """The largest number of tokens in a thought. 0: the thought is closed before it begins."""
+
+    @property
+    def smallest(self) -> int:
+        return self.tokens
+
+    @property
+    def largest(self) -> int:
+        return self.tokens
+
+
+class ColumnBudget(Section):
+    """Every row has its own budget."""
+
+    kind: Literal["column"] = "column"
+    name: str
+    """The column of the rows that has the number of tokens."""
+    low: NonNegativeInt = 0
+    """The smallest number that a row may have."""
+    high: NonNegativeInt
+    """The largest number that a row may have."""
+
+    def of(self, columns: Mapping[str, Any]) -> int:
+        """The budget of a row with these columns.
+
+        Raises:
+            ValueError: the column is missing, or has no integer within the bounds.
+        """
+        number = columns.get(self.name)
+        if type(number) is not int or not self.low <= number <= self.high:
+            raise ValueError(
+                f"column `{self.name}` has {number!r}, but rollout.thinking.thought_tokens needs an integer from "
+                f"{self.low} to {self.high} there"
+            )
+        return number
+
+    @property
+    def smallest(self) -> int:
+        return self.low
+
+    @property
+    def largest(self) -> int:
+        return self.high
+
+
+class UniformBudget(Section):
+    """Budgets are drawn; all numbers from `low` to `high` are equally probable."""
+
+    kind: Literal["uniform"] = "uniform"
+    low: NonNegativeInt
+    """The smallest budget in tokens."""
+    high: NonNegativeInt
+    """The largest budget in tokens."""
+    per: Literal["prompt", "sample"] = "sample"
+    """`prompt`: all answers to a prompt have the same budget. `sample`: each answer has its own, so that the answers of
+    a group are compared although they had more or less room."""
+
+    @property
+    def smallest(self) -> int:
+        return self.low
+
+    @property
+    def largest(self) -> int:
+        return self.high
+
+
+class ScheduledBudget(Section):
+    """The budget depends on the training step."""
+
+    kind: Literal["schedule"] = "schedule"
+    tokens: dict[NonNegativeInt, NonNegativeInt]
+    """Budgets in tokens by the step from which on they hold, such as `{0: 4096, 100: 2048}`. One of them is for step
+    0."""
+
+    def at(self, step: int) -> int:
+        return self.tokens[max(begin for begin in self.tokens if begin <= step)]
+
+    @property
+    def smallest(self) -> int:
+        return min(self.tokens.values())
+
+    @property
+    def largest(self) -> int:
+        return max(self.tokens.values())
+
+    @model_validator(mode="after")
+    def _begins_at_0(self) -> Self:
+        if 0 not in self.tokens:
+            raise ValueError(f"tokens has no budget for step 0, only for {sorted(self.tokens)}; add one")
+        return self
+
+
+class QuantileBudget(Section):
+    """The budget follows the lengths of the thoughts that led to right answers (see `eval.verifier`) and that no budget
+    ended. Such thoughts are never longer than the budgets that they had, so the budget can only fall while all of them
+    are; `low` ends this."""
+
+    kind: Literal["quantile"] = "quantile"
+    quantile: Annotated[float, Field(gt=0, le=1)]
+    """The share of these thoughts that would fit into the budget."""
+    low: NonNegativeInt
+    """The smallest budget in tokens."""
+    high: NonNegativeInt
+    """The largest budget in tokens."""
+    start: NonNegativeInt
+    """The budget in tokens until there is such a thought."""
+    num_steps: PositiveInt = 8
+    """The thoughts are those of so many last steps."""
+
+    @property
+    def smallest(self) -> int:
+        return self.low
+
+    @property
+    def largest(self) -> int:
+        return self.high
+
+    @model_validator(mode="after")
+    def _start_is_within(self) -> Self:
+        if not self.low <= self.start <= self.high:
+            raise ValueError(f"start is {self.start}, which is not within low ({self.low}) and high ({self.high})")
+        return self
+
+
+ThoughtTokens = Annotated[
+    Annotated[
+        FixedBudget | ColumnBudget | UniformBudget | ScheduledBudget | QuantileBudget, Field(discriminator="kind")
+    ],
+    BeforeValidator(lambda value: {"kind": "fixed", "tokens": value} if isinstance(value, int) else value),
+]
+
+
+class ThinkingBudget(Section):
+    """Separate token budgets for the thought and for the answer.
+
+    The thought is what is sampled before the delimiter (`rollout.delimiter`). Tokens that nobody sampled, because they
+    close a thought, are no actions. A prompt that has closed the thought already has no budget."""
+
+    mode: Literal["two_call", "truncate", "native"] = "two_call"
+    """What happens to a thought that has its `thought_tokens`, and no delimiter. `two_call`: the engine is called once
+    for the thought; `closing` is appended, and the engine is called again for the answer. `native`: the engine itself
+    forces `closing` in one call, with vLLM's own thinking budget; each answer is checked afterwards, and one that does
+    not keep its budget ends the run. `truncate`: the sample ends there, as one that was cut, which
+    `algorithm.overlong_filter` keeps or leaves out."""
+    thought_tokens: ThoughtTokens
+    """The largest number of sampled tokens in a thought: one number for all, or a section that says how the budget of
+    an answer is chosen. A delimiter that the model samples itself must be complete within them. Evaluations and greedy
+    answers have the budget of their row with `column`, and otherwise the largest one."""
+    response_tokens: PositiveInt
+    """The largest number of answer tokens, which are those after the delimiter."""
+    closing: str | None = None
+    """The text that closes a thought, such as `Considering the limited time, I answer now. </think>`. It ends with
+    `rollout.delimiter`. null means the delimiter alone."""
+    opening: str = "<think>"
+    """The token with which the chat template opens the thought. Only `native` needs it: vLLM counts from there, and a
+    prompt without it is refused."""
+
+    def of_row(self, columns: Mapping[str, Any]) -> int:
+        """The budget of an answer to which no other one was given.
+
+        Args:
+            columns: those of the prompt.
+
+        Raises:
+            ValueError: the row should have a budget of its own, and does not.
+        """
+        tokens = self.thought_tokens
+        return tokens.of(columns) if isinstance(tokens, ColumnBudget) else tokens.largest
+
+    @model_validator(mode="after")
+    def _bounds(self) -> Self:
+        tokens = self.thought_tokens
+        if tokens.smallest > tokens.largest:
+            raise ValueError(f"thought_tokens: low is {tokens.smallest}, above high, which is {tokens.largest}")
+        if self.mode == "truncate" and tokens.smallest == 0:
+            raise ValueError(
+                "thought_tokens may be 0, but with mode truncate such an answer would have no token; begin at 1"
+            )
+        return self

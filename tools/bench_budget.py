@@ -1,0 +1,178 @@
+"""Measure what a thinking budget costs: a real vLLM engine with a tiny model answers the same prompts without a budget,
+with two calls, and with vLLM's own budget.
+
+The model rarely ends a thought by itself, so almost every thought has its whole budget, and answers have equally many
+tokens in all modes. What the second call costs is then the difference: its prompt is in the prefix cache but for its
+last block, which is computed anew.
+
+    generate      all answers of a step together, as in a run in turns
+    answer        each answer goes on alone, as in an asynchronous run
+
+Scheduler and model run in one thread of this process, and seconds are those of its CPU time, so that other busy
+processes change little.
+
+    python tools/bench_budget.py
+    python tools/bench_budget.py --json --rounds 5
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from megatron_rl.config.policy import ModelConfig
+from megatron_rl.config.rollout import RolloutConfig
+from megatron_rl.recipes.tiny.model import write_random_qwen3
+from megatron_rl.rollout.budgets import Budgets
+from megatron_rl.rollout.engine import VllmEngine
+from megatron_rl.rollout.program import Completion
+from megatron_rl.types import Prompt
+
+if TYPE_CHECKING:
+    from vllm.outputs import RequestOutput
+
+PROMPT, THOUGHT, ANSWER = 64, 256, 127
+"""The numbers of tokens. A prompt ends with the token that opens the thought."""
+PROMPTS, SAMPLES = 4, 8
+VOCABULARY, EOS, OPENING = 512, 0, 1
+MODES = ("none", "two_call", "native")
+
+
+class Engine(VllmEngine):
+    """An engine whose answers end with their budgets alone, and whose mode may change."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.num_computed = 0
+        """The number of prompt tokens that were computed, and not found in the prefix cache."""
+        super().__init__(
+            model=ModelConfig(path=folder, dtype="float32"), rollout=config("native"), seed=0, loads_weights=True
+        )
+
+    def use(self, mode: str) -> None:
+        self._budgets = Budgets(self._folder, config(mode), on_gpu=False)
+
+    def _completion(self, output: RequestOutput) -> Completion:
+        self.num_computed += len(output.prompt_token_ids) - (output.num_cached_tokens or 0)
+        return super()._completion(output)
+
+    def _params(self, greedy: bool) -> dict[str, Any]:
+        return super()._params(greedy) | {"ignore_eos": True, "stop_token_ids": []}
+
+
+def config(mode: str) -> RolloutConfig:
+    thinking = {"mode": mode, "thought_tokens": THOUGHT, "response_tokens": ANSWER}
+    return RolloutConfig.model_validate(
+        {
+            "prompts_per_step": PROMPTS,
+            "samples_per_prompt": SAMPLES,
+            "max_prompt_tokens": PROMPT,
+            "max_response_tokens": THOUGHT + 1 + ANSWER,
+            "thinking": None if mode == "none" else thinking,
+        }
+    )
+
+
+def write_model(folder: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    positions = PROMPT + THOUGHT + 1 + ANSWER
+    write_random_qwen3(folder, 0, vocab_size=VOCABULARY, eos_token_id=EOS, max_position_embeddings=positions)
+    words = ["<eos>", "<think>", "</think>", "<unk>", *map(chr, range(32, 127))]
+    core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    special = ["<think>", "</think>"]
+    PreTrainedTokenizerFast(
+        tokenizer_object=core, eos_token="<eos>", unk_token="<unk>", additional_special_tokens=special
+    ).save_pretrained(folder)
+
+
+def prompts(number: int) -> list[Prompt]:
+    """The prompts of a round; no two are equal, so that none is in the cache."""
+    rows = [number * PROMPTS + i for i in range(PROMPTS)]
+    return [Prompt(str(row), (4 + row % 256, 4 + row // 256, *[9] * (PROMPT - 3), OPENING), "") for row in rows]
+
+
+async def generate(engine: Engine, number: int) -> list[Any]:
+    return [one for group in await engine.generate(prompts(number), SAMPLES, 0, number) for one in group]
+
+
+async def answer(engine: Engine, number: int) -> list[Any]:
+    asked = prompts(number)
+    calls = [engine.answer(number * PROMPTS + i, i, prompt, range(SAMPLES)) for i, prompt in enumerate(asked)]
+    return [one for group in await asyncio.gather(*calls) for one in group]
+
+
+async def measure(rounds: int) -> dict[str, dict[str, float]]:
+    """For each way and mode: the median tokens/s in rounds that alternate, the same as a share of the rate without a
+    budget, and the number of prompt tokens that were computed for an answer, those of the second call included."""
+    with tempfile.TemporaryDirectory() as name:
+        write_model(Path(name))
+        engine = Engine(Path(name))
+        await engine.start()
+        rates: dict[tuple[str, str], list[float]] = {}
+        computed: dict[tuple[str, str], float] = {}
+        number = 0
+        for turn in range(rounds + 1):
+            for way in (generate, answer):
+                for mode in MODES:
+                    engine.use(mode)
+                    number += 1
+                    engine.num_computed = 0
+                    start = time.process_time()
+                    answers = await way(engine, number)
+                    seconds = time.process_time() - start
+                    computed[way.__name__, mode] = engine.num_computed / len(answers)
+                    if turn:  # the first one warms up
+                        num_tokens = sum(sample.length - sample.num_prompt_tokens for sample, _ in answers)
+                        rates.setdefault((way.__name__, mode), []).append(num_tokens / seconds)
+        engine.close()
+    return {
+        way.__name__: {
+            **{f"{mode}_tokens_per_s": median(rates[way.__name__, mode]) for mode in MODES},
+            **{f"{mode}_prefill_tokens": computed[way.__name__, mode] for mode in MODES},
+            # Rounds next to each other have the same company on the machine, so the ratio is that within a round.
+            **{
+                f"{mode}_share": median(
+                    a / b for a, b in zip(rates[way.__name__, mode], rates[way.__name__, "none"], strict=True)
+                )
+                for mode in MODES[1:]
+            },
+        }
+        for way in (generate, answer)
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5, help="the number of rounds that are measured")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    args = parser.parse_args(arguments)
+    logging.disable(logging.WARNING)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    results = asyncio.run(measure(args.rounds))
+    if args.json:
+        print(json.dumps(results))
+        return 0
+    print("            tokens/s: none   two_call            native")
+    for way, row in results.items():
+        cells = [f"{row[f'{mode}_tokens_per_s']:8,.0f} ({row[f'{mode}_share']:.2f} times)" for mode in MODES[1:]]
+        print(f"{way:12} {row['none_tokens_per_s']:14,.0f} {'  '.join(cells)}")
+        computed = ", ".join(f"{row[f'{mode}_prefill_tokens']:.0f} ({mode})" for mode in MODES)
+        print(f"{'':12} prompt tokens computed for an answer: {computed}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
