@@ -135,7 +135,8 @@ def rate_all(config: GrpoRunConfig, out: Path, interrupt: Interrupt) -> None:
     from megatron_rl.verifiers.compose import required_columns
 
     data, tokenizer = config.data, AutoTokenizer.from_pretrained(config.model.path)
-    rules = Rules(config.rollout.max_prompt_tokens, data.on_bad_row, required_columns(config.rewards), data.deduplicate)
+    required, column = required_columns(config.rewards), config.rollout.thought_column
+    rules = Rules(config.rollout.max_prompt_tokens, data.on_bad_row, required, column, data.deduplicate)
     [source] = training_sources(data)
 
     def tell(note: str) -> None:
