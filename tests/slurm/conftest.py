@@ -17,6 +17,7 @@ import pytest
 from patience import deadline
 
 from megatron_rl.observe.records import METRICS, read_lines
+from megatron_rl.processes import command_line
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -131,7 +132,7 @@ class Slurm:
 
     def nodes_of(self, number: int, title: str) -> set[str]:
         """The nodes on which those processes of a job run that have a word in their titles."""
-        found = [p for p in self.processes(number) if title in " ".join(p.cmdline())]
+        found = [p for p in self.processes(number) if title in command_line(p)]
         return {_variable(process, "SLURMD_NODENAME") for process in found}
 
     def metrics(self, name: str) -> list[dict]:

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl.processes import command_line
+
 ON_TWO_NODES = ("slurm={nodes: 1, rollout_nodes: 1, time_limit_h: 1}", "checkpoint.every=1")
 
 
@@ -25,7 +27,7 @@ def whole(slurm) -> list[dict]:
     assert slurm.nodes_of(number, "ray::TrainerRank") == {"n1"}
     assert slurm.nodes_of(number, "ray::EngineRank") == {"n2"}
     token = next(filter(None, (process.environ().get("RAY_AUTH_TOKEN") for process in slurm.processes(number))))
-    lines = [" ".join(process.cmdline()) for process in slurm.processes(number)]
+    lines = [command_line(process) for process in slurm.processes(number)]
     assert len(token) == 64 and not any(token in line for line in lines)
     slurm.open_gate()
     assert slurm.ends(number) == ("COMPLETED", "0"), slurm.output(number)
