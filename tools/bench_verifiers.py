@@ -7,8 +7,9 @@
     nothing         a judge that does nothing: a verdict's time is what the pool adds to it
     long answers    answers of about 30 KB (8k tokens) with a boxed number at the end
 
-Each kind is judged with each number of workers; the ratio is that of the most workers to the fewest. The times begin
-when the workers are started and caches are filled. The tool fails if a verdict is not the expected one.
+Each kind is judged by each number of workers on as many cores (a verdict on a program uses two processes, so one worker
+would fill two cores); the ratio is that of the most workers to the fewest. The times begin when the workers are started
+and caches are filled. The tool fails if a verdict is not the expected one.
 
     python tools/bench_verifiers.py --json
     python tools/bench_verifiers.py --workers 1 16 --long 65536
@@ -19,10 +20,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -141,6 +143,17 @@ def workloads(num_long: int, quick: bool) -> dict[str, tuple[list[Item], list[fl
     return found
 
 
+@contextmanager
+def on_cores(number: int) -> Iterator[None]:
+    """This process and those that it starts use `number` of its cores, or all of them if it has fewer."""
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, sorted(cores)[:number])
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
+
+
 def measure(work: dict[str, tuple[list[Item], list[float]]], num_workers: int) -> dict[str, float]:
     """The seconds that all items of each kind take.
 
@@ -151,7 +164,7 @@ def measure(work: dict[str, tuple[list[Item], list[float]]], num_workers: int) -
     module = import_module("megatron_rl.tools.bench_verifiers")
     examples = [(kind, item) for kind, (items, _) in work.items() for item in items[: len(LATEX)]]
     found = {}
-    with closing(Pool(module.Judge(examples), num_workers, 60.0)) as pool:
+    with on_cores(num_workers), closing(Pool(module.Judge(examples), num_workers, 60.0)) as pool:
         pool.judge(examples)
         for kind, (items, expected) in work.items():
             named = [(kind, item) for item in items]
