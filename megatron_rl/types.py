@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -295,6 +295,16 @@ class Verdict:
         return self.score if self.shaped is None else self.shaped
 
 
+class TokenReward(NamedTuple):
+    """A reward at one token of a sample."""
+
+    position: int
+    """The token's index in `Tokens`. At a token that is no action it counts for the last action before it."""
+    kind: str
+    """What gave it. Each kind is normalised separately, so that one with a large scale does not hide the others."""
+    value: float
+
+
 @dataclass(slots=True)
 class Sample:
     """What the driver knows about one answer. The tokens are in the payload of its group."""
@@ -315,6 +325,8 @@ class Sample:
     """The largest number of tokens that its thought was to have; None if there was no budget."""
     oldest_version: int = -1
     """The oldest version of the weights that sampled one of its actions; -1 if it has none."""
+    token_rewards: tuple[TokenReward, ...] = ()
+    """Rewards at single tokens, in the order of their positions, which estimators of one number for each token use."""
     verdict: Verdict | None = None
     """The verifier's verdict; None before the verification."""
 
