@@ -305,6 +305,22 @@ class TokenReward(NamedTuple):
     value: float
 
 
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """What the driver knows about the turns of one answer, if there is `rollout.environment`."""
+
+    num_turns: int
+    """The number of the model's turns."""
+    last_turn: int
+    """The index in `Tokens` of the first token of the last turn."""
+    num_tool_errors: int = 0
+    """The number of calls of tools that gave an error."""
+    step_s: float = 0.0
+    """The seconds in which the model waited for the environment."""
+    fault: str = ""
+    """Why the environment failed, so that nothing can be said about the answer; empty if it did not."""
+
+
 @dataclass(slots=True)
 class Sample:
     """What the driver knows about one answer. The tokens are in the payload of its group."""
@@ -327,6 +343,8 @@ class Sample:
     """The oldest version of the weights that sampled one of its actions; -1 if it has none."""
     token_rewards: tuple[TokenReward, ...] = ()
     """Rewards at single tokens, in the order of their positions, which estimators of one number for each token use."""
+    episode: Episode | None = None
+    """The turns of the answer; None if there is no environment."""
     verdict: Verdict | None = None
     """The verifier's verdict; None before the verification."""
 

@@ -142,12 +142,12 @@ def read_prompts(config: GrpoRunConfig, tokenizer: PreTrainedTokenizerBase) -> P
         return table
 
     sources: dict[str, Source[Prompt]] = {}
-    for source in training_sources(data):
+    for source in training_sources(data, rollout.environment):
         table = read(source)
         rates = np.array([prompt.columns["pass_rate"] for prompt in table]) if source.reading.rated else None
         sources[source.name] = Source(table, table.tally.digest, source.share, rates)
     stream = ShuffledStream(sources, rollout.prompts_per_step, config.run.seed, data.easy_first_epochs)
-    heldout = heldout_source(data)
+    heldout = heldout_source(data, rollout.environment)
     return Prompts(stream, read(heldout)[: config.eval.num_prompts] if heldout else [])
 
 

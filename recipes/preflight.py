@@ -38,6 +38,7 @@ from megatron_rl.loop.checkpoints import Checkpoints, find_checkpoints
 from megatron_rl.observe.sink import check_unused
 from megatron_rl.observe.trackers import missing_packages
 from megatron_rl.recipes.dry_run import gigabytes, planned_shape
+from megatron_rl.recipes.environment_source import faults_of_environment
 from megatron_rl.recipes.parameters import checkpoint_bytes
 from megatron_rl.recipes.reward_source import fault_of_function, fault_of_reward
 from megatron_rl.recipes.row_sources import RowSource, heldout_source, training_sources
@@ -112,8 +113,12 @@ def preflight(config: BaseConfig, tell: Tell, *, resume: bool = False, planning:
         tokenizer = attempt(lambda: TokenizerFiles(folder))
     if tokenizer and shape:
         faults += _vocabulary(config, shape, tokenizer)
+    broken = faults_of_environment(config, tokenizer, tell) if isinstance(config, GrpoRunConfig) else []
+    faults += broken
     absent = missing_rows(config) if elsewhere else []
-    if absent:
+    if broken:
+        tell("not checked, because rollout.environment has a fault: rows and reward functions")
+    elif absent:
         tell(f"not checked, because {', '.join(map(str, absent))} is not there: rows and reward functions")
     else:
         faults += _rows(config, tokenizer, tell)
@@ -286,10 +291,10 @@ def _rows(config: BaseConfig, tokenizer: TokenizerFiles | None, tell: Tell) -> l
         required = required_columns(config.rewards)
         longest, data = config.rollout.max_prompt_tokens, config.data
         try:
-            sources = training_sources(data)
+            sources = training_sources(data, config.rollout.environment)
         except ValueError as error:
             return [f"data.train: {error}"]
-        heldout = heldout_source(data)
+        heldout = heldout_source(data, config.rollout.environment)
         seconds = ROWS_S / (len(sources) + (heldout is not None))
         columns: set[str] = set()
         unscored: list[str] = []

@@ -6,8 +6,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_rl.config.data import DataConfig
+from megatron_rl.config.environment import EnvironmentConfig
 from megatron_rl.data.forms import Reading
 from megatron_rl.data.mixture import whole_shares
+from megatron_rl.environments import schemas_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,24 +24,29 @@ class RowSource:
     """The source's share of the prompts in lowest terms."""
 
 
-def training_sources(data: DataConfig) -> list[RowSource]:
+def training_sources(data: DataConfig, environment: EnvironmentConfig | None = None) -> list[RowSource]:
     """
+    Args:
+        environment: `rollout.environment`, whose tools the chat template offers.
+
     Raises:
         ValueError: the shares of a mixture's sources have too many digits.
     """
     if not isinstance(data.train, tuple):
-        reading = replace(_reading(data), rated=data.easy_first_epochs > 0)
+        reading = replace(_reading(data, environment), rated=data.easy_first_epochs > 0)
         return [RowSource("data.train", "data.train", data.train, reading)]
+    of_run = _reading(data, environment)
     shares = whole_shares({source.label: source.weight or source.count or 0 for source in data.train})
     return [
         RowSource(
             key=f"data.train.{index}",
             name=source.label,
             path=source.path,
-            reading=Reading(
+            reading=replace(
+                of_run,
                 columns=data.columns if source.columns is None else source.columns,
                 system_prompt=data.system_prompt if source.system_prompt is None else source.system_prompt,
-                chat_template=data.chat_template if source.chat_template is None else source.chat_template,
+                chat_template=of_run.chat_template if source.chat_template is None else source.chat_template,
                 dataset=source.label,
                 rated=data.easy_first_epochs > 0,
             ),
@@ -49,9 +56,11 @@ def training_sources(data: DataConfig) -> list[RowSource]:
     ]
 
 
-def heldout_source(data: DataConfig) -> RowSource | None:
-    return RowSource("data.eval", "data.eval", data.eval, _reading(data)) if data.eval else None
+def heldout_source(data: DataConfig, environment: EnvironmentConfig | None = None) -> RowSource | None:
+    return RowSource("data.eval", "data.eval", data.eval, _reading(data, environment)) if data.eval else None
 
 
-def _reading(data: DataConfig) -> Reading:
-    return Reading(data.columns, data.system_prompt, data.chat_template)
+def _reading(data: DataConfig, environment: EnvironmentConfig | None) -> Reading:
+    tools = schemas_of(environment)
+    template = {**data.chat_template, "tools": tools} if tools else data.chat_template
+    return Reading(data.columns, data.system_prompt, template, in_turns=environment is not None)

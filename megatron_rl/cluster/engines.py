@@ -29,6 +29,7 @@ from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.layout import Recording
 from megatron_rl.rollout.engine import VllmEngine
 from megatron_rl.rollout.progress import remove_records
+from megatron_rl.rollout.turns import open_turns
 from megatron_rl.types import Group, Metrics, ModelShape, Phase, Prompt, Sample, Tokens
 
 ALIVE_S = 30.0
@@ -70,6 +71,7 @@ class EngineRank:
             record=Path(self.record),
             shares_gpus=config.cluster.colocate,
             loads_weights=self.loads_weights,
+            turns=open_turns(config.model.path, config.rollout, config.data.chat_template),
         )
         await self.engine.start()
         log.info("vLLM is ready")

@@ -26,7 +26,7 @@ from megatron_rl.cluster.waiting import ProcessLost, gather, locate_all
 from megatron_rl.config.rewards import ServiceReward
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.data.journal import Entry, JournalWriter
-from megatron_rl.types import Group, Metrics, Prompt, Verdict
+from megatron_rl.types import Group, Metrics, Prompt, Sample, Verdict
 from megatron_rl.verifiers import RewardSet, Scored, TrainerState, answers_of
 from megatron_rl.verifiers.failures import FailureLog
 
@@ -65,10 +65,10 @@ class VerifierRank:
         return self.rewards.calls
 
     def score(
-        self, indices: list[int], step: int, prompts: list[Prompt], payloads: list[Any], finishes: list[list[str]]
+        self, indices: list[int], step: int, prompts: list[Prompt], payloads: list[Any], samples: list[list[Sample]]
     ) -> list[Scored]:
         """What the rewards with these indices give for all answers. See `RewardSet.score`."""
-        answers = answers_of(prompts, fetch(payloads), finishes)
+        answers = answers_of(prompts, fetch(payloads), samples)
         given = self.rewards.score(indices, answers, TrainerState(step, self.config.run.steps))
         for index, scored in zip(indices, given, strict=True):
             num_scored = sum(verdict.score is not None for verdict in scored.verdicts)
@@ -198,12 +198,12 @@ class RayVerifier:
         timeout_s = max(reward.timeout_s for reward in rewards)
         if len(rewards) > 1 or isinstance(rewards[0], ServiceReward):
             timeout_s += CANCEL_S
-        finishes = [[sample.finish for sample in group.samples] for group in groups]
+        samples = [group.samples for group in groups]
         prompts, payloads = [group.prompt for group in groups], [group.payload for group in groups]
         start = time.perf_counter()
         try:
             doing = f"to score with {', '.join(reward.label for reward in rewards)}"
-            return self._ask("score", doing, timeout_s, indices, groups[0].version, prompts, payloads, finishes)
+            return self._ask("score", doing, timeout_s, indices, groups[0].version, prompts, payloads, samples)
         except ProcessLost as error:
             if any(reward.on_error == "stop" for reward in rewards):
                 raise

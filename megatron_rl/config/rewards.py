@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 from urllib.parse import urlsplit
 
@@ -18,6 +17,7 @@ from pydantic import (
     model_validator,
 )
 
+from megatron_rl.config.environment import absolute_path
 from megatron_rl.config.section import Section
 
 
@@ -177,6 +177,13 @@ class LengthReward(Reward):
         return self.ground_truth(columns) if self.target == "ground_truth" else columns.get(self.target)
 
 
+class EnvironmentReward(Reward):
+    """The score is the sum of the rewards that the answer's environment (`rollout.environment`) gave for its turns. The
+    reward abstains if it gave none."""
+
+    kind: Literal["environment"] = "environment"
+
+
 class ImportedReward(Reward):
     """A reward that is Python code of the user's own."""
 
@@ -193,9 +200,7 @@ class ImportedReward(Reward):
         return self.name or self.path.rpartition(":")[2]
 
     def absolute(self) -> Self:
-        file, colon, name = self.path.rpartition(":")
-        path = f"{Path(file).absolute()}{colon}{name}" if file.endswith(".py") else self.path
-        return super().absolute().model_copy(update={"path": path})
+        return super().absolute().model_copy(update={"path": absolute_path(self.path)})
 
 
 class FunctionReward(ImportedReward):
@@ -395,6 +400,7 @@ RewardConfig = Annotated[
     | ReasoningGymReward
     | FormatReward
     | LengthReward
+    | EnvironmentReward
     | FunctionReward
     | ComputeScoreReward
     | JudgeReward

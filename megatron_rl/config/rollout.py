@@ -11,6 +11,7 @@ from pydantic import (
     PositiveInt,
 )
 
+from megatron_rl.config.environment import EnvironmentConfig
 from megatron_rl.config.section import Section
 from megatron_rl.config.thinking import ColumnBudget, ThinkingBudget
 
@@ -59,6 +60,8 @@ class RolloutConfig(Section):
     thinking: ThinkingBudget | None = None
     """Separate budgets for thought and answer; null means that there is no budget for the thought, and both share
     `max_response_tokens`."""
+    environment: EnvironmentConfig | None = None
+    """What answers to the model's turns, so that an answer has several; null means that an answer is one turn."""
     sampling: SamplingConfig = SamplingConfig()
     """How the engine samples training answers and evaluation answers."""
     dump: bool = False

@@ -22,7 +22,13 @@ from megatron_rl.config.cluster import BridgeConfig, ClusterConfig
 from megatron_rl.config.data import DataConfig, Rows
 from megatron_rl.config.observe import TrackerConfigs
 from megatron_rl.config.policy import ModelConfig, PolicyConfig
-from megatron_rl.config.rewards import ExactAnswerReward, FormatReward, GroundTruthReward, RewardConfig
+from megatron_rl.config.rewards import (
+    EnvironmentReward,
+    ExactAnswerReward,
+    FormatReward,
+    GroundTruthReward,
+    RewardConfig,
+)
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.config.section import Section
 from megatron_rl.config.slurm import SlurmConfig
@@ -204,6 +210,7 @@ class GrpoRunConfig(BaseConfig):
             raise ValueError("rewards: the kind format looks for rollout.delimiter, which is empty; remove the reward")
         if self.rollout.thinking:
             self._check_thinking(self.rollout.thinking)
+        self._check_environment()
         if self.rollout.prompts_per_step < self.algorithm.updates_per_step:
             raise ValueError(
                 "algorithm.updates_per_step exceeds rollout.prompts_per_step, so some updates would be empty; lower it"
@@ -253,6 +260,29 @@ class GrpoRunConfig(BaseConfig):
             raise ValueError(
                 "rollout.thinking.thought_tokens of kind quantile follows the thoughts of right answers, but no reward "
                 "says which answers are right; name one in eval.verifier"
+            )
+
+    def _check_environment(self) -> None:
+        environment = self.rollout.environment
+        rewards = [reward.label for reward in self.rewards if isinstance(reward, EnvironmentReward)]
+        if rewards and (environment is None or environment.kind == "tools"):
+            raise ValueError(
+                f"rewards: {rewards[0]} needs the rewards of rollout.environment with kind class, which is "
+                + ("null" if environment is None else "of kind tools, and tools give none")
+                + "; remove one of the two"
+            )
+        if environment is None:
+            return
+        if self.rollout.thinking:
+            raise ValueError(
+                "rollout.thinking has a budget for one thought, but with rollout.environment an answer has one in each "
+                "turn; set rollout.thinking to null, and bound the turns with rollout.environment.turn_tokens"
+            )
+        train = self.data.train if isinstance(self.data.train, tuple) else ()
+        if any(source.chat_template is not None for source in train):
+            raise ValueError(
+                "data.train: with rollout.environment all rows have the same arguments of the chat template, because "
+                "the observations have them too; remove chat_template from the sources, and set data.chat_template"
             )
 
     def _check_colocation(self) -> None:

@@ -30,6 +30,8 @@ from megatron_rl.data.rows import BadRow, Row, Turns, text_of, turns_of, without
 Form = Literal["messages", "text", "TRL", "verl"]
 QUESTIONS = ("messages", "prompt")
 """The columns of which a row has exactly one."""
+TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")
+"""The columns with which a row gives arguments to the chat template."""
 RESERVED = frozenset({"conversation", "messages", "add_generation_prompt", "tokenize", "return_dict"})
 """The arguments of the chat template that no row can choose."""
 DESCRIPTIONS: dict[Form, str] = {
@@ -55,6 +57,9 @@ class Reading:
     """The data set of rows that name none: the name of their source in a mixture."""
     rated: bool = False
     """Whether each row must have a `pass_rate`."""
+    in_turns: bool = False
+    """Whether answers have several turns (`rollout.environment`), so that rows must be chats, and have no arguments of
+    the chat template of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +91,15 @@ def recognise(row: Mapping[str, Any], reading: Reading) -> Question:
     rest = {name: one for name, one in renamed.items() if name not in (question, columns.get(question))}
     if question == "prompt" and not _are_turns(value):
         text = text_of(renamed, "prompt")
-        if reading.system_prompt or reading.chat_template:
+        if not reading.in_turns and (reading.system_prompt or reading.chat_template):
             raise BadRow(
                 f"data.system_prompt and data.chat_template belong to chats, but this row's `prompt` is plain text; "
                 f"set data.columns={{messages: {columns.get('prompt', 'prompt')}}} to make it a turn of the user"
+            )
+        if reading.in_turns:
+            raise BadRow(
+                f"with rollout.environment an answer goes on by the chat template, but this row's `prompt` is plain "
+                f"text; set data.columns={{messages: {columns.get('prompt', 'prompt')}}} to make it a turn of the user"
             )
         return Question("text", text, _in_dataset(rest, reading), {})
     form: Form = "messages" if question == "messages" else "TRL"
@@ -99,6 +109,12 @@ def recognise(row: Mapping[str, Any], reading: Reading) -> Question:
         turns = turns_of(renamed, question)
     if reading.system_prompt and all(turn["role"] != "system" for turn in turns):
         turns = ({"role": "system", "content": reading.system_prompt}, *turns)
+    own = next((name for name in TEMPLATE_COLUMNS if rest.get(name)), None)
+    if reading.in_turns and own is not None:
+        raise BadRow(
+            f"`{own}` gives this row arguments of the chat template, but with rollout.environment all rows have those "
+            f"of the run; remove the column, or set data.chat_template"
+        )
     reward_model = rest.get("reward_model")
     if form == "TRL" and isinstance(reward_model, dict) and rest.get("data_source") is not None:
         form = "verl"

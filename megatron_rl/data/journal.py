@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load, save
 
-from megatron_rl.types import Sample, Tokens, Verdict
+from megatron_rl.types import Episode, Sample, TokenReward, Tokens, Verdict
 
 HEAD = struct.Struct("<QQ")
 NAME = re.compile(r"(\d{6,})_\w+\.groups")
@@ -158,4 +158,10 @@ def _split_routes(columns: Mapping[str, np.ndarray], routed: Sequence[int | None
 def _sample(values: dict[str, Any]) -> Sample:
     verdict = values.pop("verdict")
     given = Verdict(**verdict | {"parts": tuple(verdict["parts"])}) if verdict else None
-    return Sample(**values, verdict=given)
+    rewards, episode = values.pop("token_rewards"), values.pop("episode")
+    return Sample(
+        **values,
+        token_rewards=tuple(TokenReward(*reward) for reward in rewards),
+        episode=Episode(**episode) if episode else None,
+        verdict=given,
+    )

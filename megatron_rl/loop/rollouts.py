@@ -72,7 +72,7 @@ def verified(
 def describe_verified(config: GrpoRunConfig, groups: Sequence[Group]) -> Metrics:
     """The metrics of a step's answers and of their verdicts."""
     metrics = describe(groups) | describe_rewards(config.rewards, groups) | describe_datasets(groups)
-    metrics |= describe_thoughts(groups)
+    metrics |= describe_thoughts(groups) | describe_episodes(groups)
     if config.algorithm.shaping:  # reward/mean is the mean of the shaped rewards
         metrics["score/mean"] = fmean(v.score for v in verdicts_of(groups) if v.score is not None)
     return metrics
@@ -109,6 +109,23 @@ def describe_thoughts(groups: Sequence[Group]) -> Metrics:
         if rewards:
             metrics[f"thought/{name}_reward_mean"] = fmean(rewards)
     return metrics
+
+
+def describe_episodes(groups: Sequence[Group]) -> Metrics:
+    """The metrics of answers of several turns; none if there are none: the model's turns in an answer, the errors of
+    tools in an answer, the share of answers whose environment failed, and the seconds in which a turn waited for the
+    environment."""
+    episodes = [s.episode for group in groups for s in group.samples if s.episode is not None]
+    if not episodes:
+        return {}
+    num_turns = [episode.num_turns for episode in episodes]
+    return {
+        "environment/turns_mean": fmean(num_turns),
+        "environment/turns_max": float(max(num_turns)),
+        "environment/tool_errors": fmean(episode.num_tool_errors for episode in episodes),
+        "environment/failed": fmean(bool(episode.fault) for episode in episodes),
+        "environment/step_s": sum(episode.step_s for episode in episodes) / sum(num_turns),
+    }
 
 
 def describe_datasets(groups: Sequence[Group]) -> Metrics:

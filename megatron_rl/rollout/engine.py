@@ -43,6 +43,7 @@ from megatron_rl.layout import read_shape
 from megatron_rl.rollout.budgets import Budgets, Chosen
 from megatron_rl.rollout.engine_thread import EngineThread
 from megatron_rl.rollout.engine_weights import EngineWeights
+from megatron_rl.rollout.episodes import Episodes
 from megatron_rl.rollout.program import (
     Call,
     Completion,
@@ -54,6 +55,7 @@ from megatron_rl.rollout.program import (
 from megatron_rl.rollout.progress import Progress, recorded
 from megatron_rl.rollout.request_queue import Request, RequestQueue
 from megatron_rl.rollout.start import make_engine
+from megatron_rl.rollout.turns import Turns
 from megatron_rl.rollout.vocabulary import stop_ids
 from megatron_rl.types import Prompt, Sample, Tokens
 
@@ -110,6 +112,7 @@ class VllmEngine:
         record: Path | None = None,
         shares_gpus: bool = False,
         loads_weights: bool = False,
+        turns: Turns | None = None,
     ) -> None:
         """
         Args:
@@ -121,6 +124,7 @@ class VllmEngine:
             shares_gpus: whether trainers have the same GPUs, so that `weights.enter` gives them the memory.
             loads_weights: whether `start` loads the weights of the model's folder, as version 0; otherwise the bridge
                 brings them.
+            turns: carries out answers of several turns, if there is `rollout.environment`.
 
         Raises:
             ValueError: the folder holds no model, the model has fewer positions than the longest sample has tokens, or
@@ -139,6 +143,8 @@ class VllmEngine:
             )
         self._budgets = Budgets(model.path, rollout, torch.cuda.is_available())
         self._thread = EngineThread(RequestQueue(self._give))
+        assert (turns is None) == (rollout.environment is None), "an environment needs turns"
+        self._episodes = Episodes(turns, self._start, self._completion) if turns else None
         self._num_requests = 0
         self._progress = Progress(record) if record else None
         self.weights = EngineWeights(self._thread, rollout, self._progress, shares_gpus)
@@ -202,12 +208,16 @@ class VllmEngine:
         """
         self._check(prompts)
         prompt_ids = [prompt.token_ids for prompt in prompts for _ in range(num_samples)]
-        chosen = [self._budgets.of(prompt, sample) for prompt in prompts for sample in range(num_samples)]
         seeds = [
             request_seed(self._seed, seed, number) + sample
             for number in range(first, first + len(prompts))
             for sample in range(num_samples)
         ]
+        if self._episodes is not None:
+            async for number, samples in self._episodes.groups(prompts, num_samples, seeds, version, greedy):
+                yield number, samples
+            return
+        chosen = [self._budgets.of(prompt, sample) for prompt in prompts for sample in range(num_samples)]
         transcripts = [Transcript() for _ in prompt_ids]
         num_left = [num_samples] * len(prompts)
         calls: dict[int, Call] = {}
@@ -249,7 +259,7 @@ class VllmEngine:
             number: the number of the group, which seeds its answers.
             samples: the numbers of the answers within the group.
             earlier: the records of the engines that have begun this group and lost it, in order. The answers go on
-                from the tokens in these records.
+                from the tokens in these records, except with an environment, whose state is lost: they begin anew.
 
         Raises:
             ValueError: the prompt is empty, too long or has tokens outside the vocabulary, or no usable thinking budget
@@ -258,6 +268,8 @@ class VllmEngine:
                 answers are lost.
         """
         self._check([prompt])
+        if self._episodes is not None:
+            return await self._episodes.answers(ticket, prompt, samples, request_seed(self._seed, number))
         answers = [self._begun(prompt, (ticket, sample), number, earlier) for sample in samples]
         requests = [answer.request for answer in answers if answer.call is not None]
         begin = partial(self._begin, requests, is_first=True)
@@ -273,6 +285,8 @@ class VllmEngine:
 
     async def cancel(self, ticket: int) -> None:
         """End the answers of a group. Its call of `answer`, if it is under way, ends with an error."""
+        if self._episodes is not None:
+            self._episodes.cancel(ticket)
 
         def end() -> None:
             self._thread.requests.cancel(self._thread.engine, ticket)
@@ -342,6 +356,11 @@ class VllmEngine:
             k, future = await ended.get()
             yield k, self._completion(future.result())
 
+    async def _start(
+        self, requests: Sequence[Request], version: int | None = None, is_first: bool = False
+    ) -> list[Future[RequestOutput]]:
+        return await self._thread.call(partial(self._begin, requests, version, is_first))
+
     def _begin(
         self, requests: Sequence[Request], version: int | None = None, is_first: bool = False
     ) -> list[Future[RequestOutput]]:
@@ -371,7 +390,8 @@ class VllmEngine:
         params |= {"max_tokens": call.max_tokens, "thinking_token_budget": call.thinking_token_budget}
         params |= {"seed": request.seed, "stop_token_ids": [*params["stop_token_ids"], *call.stops]}
         internal_name = self._thread.engine.add_request(name, prompt, SamplingParams(**params))
-        if self._progress is not None and request.answer is not None:
+        # An answer with an environment does not go on in another engine, so nobody would read its tokens.
+        if self._progress is not None and request.answer is not None and self._episodes is None:
             self._progress.begin(internal_name, *request.answer)
         return name
 

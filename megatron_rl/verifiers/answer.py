@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from megatron_rl.types import Prompt, Verdict
+from megatron_rl.types import Episode, Prompt, TokenReward, Verdict
 
 
 class Tokenizer(Protocol):
@@ -24,6 +24,22 @@ class Answer:
     """All tokens after the prompt: thought, delimiter, answer and end of sequence."""
     finish: str
     """`stop` if the model ended its answer, `length` if a budget cut it."""
+    episode: Episode | None = None
+    """The turns of the answer, if it has several; the last one is then what is judged."""
+    token_rewards: tuple[TokenReward, ...] = ()
+    """See `Sample.token_rewards`."""
+
+    @property
+    def final_ids(self) -> list[int]:
+        """The tokens of the last turn, or of the whole response if there are no turns."""
+        if self.episode is None:
+            return self.response_ids
+        return self.response_ids[self.episode.last_turn - len(self.prompt.token_ids) :]
+
+    @property
+    def fault(self) -> str:
+        """Why nothing can be said about the answer; empty if something can."""
+        return self.episode.fault if self.episode else ""
 
 
 BLOCK_TOKENS = 256
@@ -59,5 +75,5 @@ def judged_text(answer: Answer, require_stop: bool, delimiter: str, tokenizer: T
     `require_stop` is set."""
     if require_stop and answer.finish != "stop":
         return Verdict(0.0, "cut by the length budget")
-    text = text_after(delimiter, answer.response_ids, tokenizer)
+    text = text_after(delimiter, answer.final_ids, tokenizer)
     return Verdict(0.0, f"no {delimiter}") if text is None else text

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from megatron_rl.config.rewards import (
     ComputeScoreReward,
+    EnvironmentReward,
     FormatReward,
     FunctionReward,
     GroundTruthReward,
@@ -26,9 +27,10 @@ from megatron_rl.config.rewards import (
     RewardModelReward,
     ServiceReward,
 )
-from megatron_rl.types import Metrics, Prompt, Tokens, Verdict
+from megatron_rl.types import Metrics, Prompt, Sample, Tokens, Verdict
 from megatron_rl.verifiers.answer import Answer, Tokenizer
 from megatron_rl.verifiers.compute_score import NO_TRUTH, ComputeScoreVerifier
+from megatron_rl.verifiers.environment import EnvironmentVerifier
 from megatron_rl.verifiers.form import FormatVerifier, LengthVerifier, fault_of_target
 from megatron_rl.verifiers.functions import FunctionVerifier
 from megatron_rl.verifiers.ground_truth import GroundTruthVerifier, fault_of_ground_truth
@@ -61,6 +63,7 @@ def _reward_model(cfg: RewardModelReward, tokenizer: Tokenizer, delimiter: str) 
 VERIFIERS: dict[type, Callable[..., Verifier]] = {
     FormatReward: FormatVerifier,
     LengthReward: LengthVerifier,
+    EnvironmentReward: EnvironmentVerifier,
     FunctionReward: FunctionVerifier,
     ComputeScoreReward: ComputeScoreVerifier,
     JudgeReward: _judge,
@@ -147,7 +150,8 @@ class RewardSet:
 
     def score(self, indices: Sequence[int], answers: Sequence[Answer], state: TrainerState) -> list[Scored]:
         """What the rewards with these indices, one entry of `calls`, give for the answers. A reward abstains on rows of
-        data sets that it does not score. Asynchronous ones run at the same time, each for its `timeout_s` at most.
+        data sets that it does not score, and fails on answers whose environment failed. Asynchronous ones run at the
+        same time, each for its `timeout_s` at most.
 
         Raises:
             ValueError: a reward could not score an answer, and its `on_error` is `stop`.
@@ -195,13 +199,20 @@ class RewardSet:
         return Scored(verdicts, time.perf_counter() - start, logged.values())
 
     def _own(self, index: int, answers: Sequence[Answer]) -> list[Answer]:
-        return [answer for answer in answers if self._configs[index].scores(answer.prompt.columns)]
+        cfg = self._configs[index]
+        return [answer for answer in answers if cfg.scores(answer.prompt.columns) and not answer.fault]
 
     def _for_all(self, index: int, answers: Sequence[Answer], own: Sequence[Verdict]) -> list[Verdict]:
         """One verdict for each answer, from those on the answers that the reward scores."""
         cfg, given = self._configs[index], iter(own)
         other = Verdict(None, f"{cfg.label} does not score rows of this data set")
-        verdicts = [next(given) if cfg.scores(answer.prompt.columns) else other for answer in answers]
+
+        def verdict(answer: Answer) -> Verdict:
+            if not cfg.scores(answer.prompt.columns):
+                return other
+            return Verdict(None, answer.fault, failed=True) if answer.fault else next(given)
+
+        verdicts = [verdict(answer) for answer in answers]
         if cfg.on_error == "stop":
             for answer, verdict in zip(answers, verdicts, strict=True):
                 if verdict.failed:
@@ -210,19 +221,19 @@ class RewardSet:
 
 
 def answers_of(
-    prompts: Sequence[Prompt], tokens: Sequence[Sequence[Tokens]], finishes: Sequence[Sequence[str]]
+    prompts: Sequence[Prompt], tokens: Sequence[Sequence[Tokens]], samples: Sequence[Sequence[Sample]]
 ) -> list[Answer]:
     """All samples of all groups, in the form in which the verifiers receive them.
 
     Args:
         prompts: the prompt of each group.
-        tokens: the samples of each group, including their prompt.
-        finishes: `stop` or `length` for each sample of each group.
+        tokens: those of the samples of each group, including their prompt.
+        samples: the samples of each group.
     """
     return [
-        Answer(prompt, sample.ids[len(prompt.token_ids) :].tolist(), finish)
-        for prompt, group, ends in zip(prompts, tokens, finishes, strict=True)
-        for sample, finish in zip(group, ends, strict=True)
+        Answer(prompt, one.ids[len(prompt.token_ids) :].tolist(), sample.finish, sample.episode, sample.token_rewards)
+        for prompt, of_group, group in zip(prompts, tokens, samples, strict=True)
+        for one, sample in zip(of_group, group, strict=True)
     ]
 
 

@@ -28,11 +28,11 @@ class FormatVerifier:
     def _fault(self, answer: Answer) -> str | None:
         if answer.finish != "stop":
             return "cut by the length budget"
-        whole = self._tokenizer.decode(answer.response_ids, skip_special_tokens=False)
+        whole = self._tokenizer.decode(answer.final_ids, skip_special_tokens=False)
         if (count := whole.count(self._delimiter)) != 1:
             return f"{count} times {self._delimiter}"
         thought = whole.partition(self._delimiter)[0].strip()
-        text = text_after(self._delimiter, answer.response_ids, self._tokenizer)
+        text = text_after(self._delimiter, answer.final_ids, self._tokenizer)
         if self._opening:
             thought = thought.removeprefix(self._opening)
             if self._opening in thought or self._opening in (text or ""):

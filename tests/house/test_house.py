@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "megatron_rl"
 LAYERS = {
     **dict.fromkeys(["config", "types", "ports", "processes"], 0),
-    **dict.fromkeys(["algorithms", "balance", "layout", "verifiers", "data", "observe"], 1),
+    **dict.fromkeys(["algorithms", "balance", "layout", "verifiers", "data", "observe", "environments"], 1),
     **dict.fromkeys(["loop", "convert"], 2),
     **dict.fromkeys(["actor", "rollout", "bridge"], 3),
     "cluster": 4,

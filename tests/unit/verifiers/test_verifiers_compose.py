@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megatron_rl.config.rewards import ExactAnswerReward, FunctionReward
-from megatron_rl.types import Prompt, Tokens, Verdict
+from megatron_rl.types import Prompt, Sample, Tokens, Verdict
 from megatron_rl.verifiers import RewardSet, TrainerState, answers_of, weighted_sum
 from megatron_rl.verifiers.compose import required_columns
 from megatron_rl.verifiers.failures import FailureLog
@@ -33,6 +33,10 @@ def tokens(prompt: Prompt, *response: int) -> Tokens:
     return Tokens(ids, np.arange(len(ids)) >= len(prompt.token_ids), np.zeros(len(ids)), np.zeros(len(ids)))
 
 
+def sample(tokens: Tokens) -> Sample:
+    return Sample(len(tokens.ids), 0, int(tokens.action_mask.sum()), 0, finish="stop")
+
+
 PLAIN = Prompt("r:1", (1, 2), "ab", {"ground_truth": "b"})
 CHAT = Prompt("r:2", (3,), ({"role": "user", "content": "c"},), {"ground_truth": "z", "level": 4})
 
@@ -44,7 +48,7 @@ def function(name: str, weight: float = 1.0, on_error: str = "abstain") -> Funct
 def score(*configs) -> list[Verdict]:
     groups = [[tokens(PLAIN, 2, 0), tokens(PLAIN, 1, 1, 0)], [tokens(CHAT, 2, 0)]]
     rewards = RewardSet(configs, Letters(), "")
-    answers = answers_of([PLAIN, CHAT], groups, [["stop", "stop"], ["stop"]])
+    answers = answers_of([PLAIN, CHAT], groups, [[sample(one) for one in group] for group in groups])
     columns = [rewards.score(call, answers, TrainerState(0, 1))[0].verdicts for call in rewards.calls]
     weights = [cfg.weight for cfg in configs]
     return [weighted_sum(weights, verdicts) for verdicts in zip(*columns, strict=True)]

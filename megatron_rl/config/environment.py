@@ -1,0 +1,64 @@
+"""What answers to a model's turns: an environment of the user's own, or tools."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+
+from megatron_rl.config.section import Section
+
+
+class _Turns(Section):
+    """The limits of an answer of several turns. All its tokens, those of the observations included, share
+    `rollout.max_response_tokens`."""
+
+    max_turns: PositiveInt = 8
+    """The largest number of the model's turns in an answer. One that would need another turn is cut."""
+    turn_tokens: PositiveInt | None = None
+    """The largest number of sampled tokens in a turn; a longer one is cut, and the answer ends with it. null means what
+    is left of `rollout.max_response_tokens`."""
+    max_observation_tokens: PositiveInt = 1024
+    """The largest number of tokens of an observation. A longer one is cut, and says so."""
+    step_timeout_s: PositiveFloat = 60
+    """The longest time, in seconds, that a call of a tool, or of a method of an environment, may take."""
+    processes: NonNegativeInt = 0
+    """The number of processes, beside each engine, in which environments or tools run. 0: they run in the engine's
+    process, as coroutines and in threads, which is right for those that mostly wait; one that computes much in Python
+    would slow the engine down."""
+
+
+class ClassEnvironment(_Turns):
+    """A class of the user's own with `reset(row)` and `step(text)`, of which every answer gets an object."""
+
+    kind: Literal["class"] = "class"
+    path: str
+    """Where the class is: `package.module:Class`, or `folder/file.py:Class`."""
+    arguments: dict[str, Any] = {}
+    """Keyword arguments of the class."""
+
+    def absolute(self) -> Self:
+        return super().absolute().model_copy(update={"path": absolute_path(self.path)})
+
+
+class ToolsEnvironment(_Turns):
+    """Functions that the chat template offers to the model, and that a turn of the model calls. A turn without a call
+    ends the answer."""
+
+    kind: Literal["tools"] = "tools"
+    paths: Annotated[tuple[str, ...], Field(min_length=1)]
+    """Where the functions are: `package.module:function`, or `folder/file.py:function`. Each has types for all
+    arguments, and a docstring that describes it and, under `Args:`, each of them. It may be asynchronous."""
+
+    def absolute(self) -> Self:
+        return super().absolute().model_copy(update={"paths": tuple(map(absolute_path, self.paths))})
+
+
+EnvironmentConfig = Annotated[ClassEnvironment | ToolsEnvironment, Field(discriminator="kind")]
+
+
+def absolute_path(path: str) -> str:
+    """The path of a function or class, with its file, if it names one, made absolute."""
+    file, colon, name = path.rpartition(":")
+    return f"{Path(file).absolute()}{colon}{name}" if file.endswith(".py") else path

@@ -1,0 +1,20 @@
+"""What answers to the turns of a model: environments and tools, and how their observations become tokens."""
+
+from __future__ import annotations
+
+from megatron_rl.environments.environment import EnvironmentFault, Reaction, Session, Step
+from megatron_rl.environments.observations import Continuation, Observations, Render, require_offered
+from megatron_rl.environments.sessions import Sessions, schemas_of
+
+__all__ = [
+    "Continuation",
+    "EnvironmentFault",
+    "Observations",
+    "Reaction",
+    "Render",
+    "Session",
+    "Sessions",
+    "Step",
+    "require_offered",
+    "schemas_of",
+]

@@ -1,0 +1,142 @@
+"""The contract of an environment, and one that is a class of the user's own.
+
+Invariants (tests/unit/environments): an exception, a time-out or a result of the wrong form of the user's class is an
+`EnvironmentFault` with the place where it came from; it is never a reward.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any, NamedTuple, Protocol
+
+from megatron_rl.config.environment import ClassEnvironment
+from megatron_rl.environments.calls import Calls
+
+log = logging.getLogger(__name__)
+
+MAX_REASON = 500
+"""The largest number of characters of the reason of a fault, which travels with the sample."""
+
+
+class EnvironmentFault(Exception):
+    """The environment has failed, so nothing can be said about the answer."""
+
+
+class Step(NamedTuple):
+    """What an environment answers to a turn of the model."""
+
+    observation: str
+    """What the model reads next. It has no effect if the episode is done."""
+    reward: float | None = None
+    """The reward of the turn; None: it has none."""
+    done: bool = False
+    """Whether the episode is over."""
+
+
+class Environment(Protocol):
+    """What a class of the user's own must have. Every answer gets an object of it, which is made and reset while the
+    first turn is sampled. `reset` and `step` may be `async`. If there is a method `close()`, it is called at the end,
+    whatever has happened."""
+
+    def reset(self, row: Mapping[str, Any]) -> None:
+        """Begin an episode. The first observation is the prompt of the row.
+
+        Args:
+            row: the columns of the row, without its question.
+        """
+
+    def step(self, text: str) -> Step:
+        """Answer to a turn of the model. A plain tuple (observation, reward, done) will do.
+
+        Args:
+            text: what the model has sampled in this turn, its thought included, without the end of the turn.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Reaction:
+    """What follows a turn of the model."""
+
+    messages: tuple[Mapping[str, str], ...] = ()
+    """The observations as turns of the chat template, `role` and `content`."""
+    reward: float | None = None
+    done: bool = False
+    num_errors: int = 0
+    """The number of calls of tools that gave an error."""
+
+
+class Session(Protocol):
+    """The environment of one answer. `begin` comes first, and `end` last, exactly once."""
+
+    async def begin(self, row: Mapping[str, Any]) -> None:
+        """
+        Raises:
+            EnvironmentFault: the environment has failed.
+        """
+
+    async def react(self, text: str) -> Reaction:
+        """
+        Raises:
+            EnvironmentFault: the environment has failed.
+        """
+        ...
+
+    async def end(self) -> None: ...
+
+
+class ClassSession:
+    """An object of the user's class.
+
+    Args:
+        made: the class.
+    """
+
+    def __init__(self, made: Callable[..., Any], cfg: ClassEnvironment, calls: Calls) -> None:
+        self._class, self._cfg, self._calls = made, cfg, calls
+        self._environment: Any = None
+
+    async def begin(self, row: Mapping[str, Any]) -> None:
+        self._environment = await self._call("__init__", self._class, **self._cfg.arguments)
+        given = await self._call("reset", self._environment.reset, dict(row))
+        if given is not None:
+            raise self._fault("reset", f"returned {given!r}, but the first observation is the row's prompt")
+
+    async def react(self, text: str) -> Reaction:
+        given = await self._call("step", self._environment.step, text)
+        wanted = "but it must return (observation, reward, done)"
+        if not isinstance(given, tuple) or not 1 <= len(given) <= 3:
+            raise self._fault("step", f"returned {given!r}, {wanted}")
+        step = Step(*given)
+        if not isinstance(step.observation, str):
+            raise self._fault("step", f"returned the observation {step.observation!r}, {wanted}, the first as text")
+        reward = step.reward
+        if reward is not None and not (isinstance(reward, Real) and math.isfinite(reward)):
+            raise self._fault("step", f"returned the reward {reward!r}, which is no finite number and not None")
+        message = {"role": "user", "content": step.observation}
+        return Reaction((message,), None if reward is None else float(reward), bool(step.done))
+
+    async def end(self) -> None:
+        close = getattr(self._environment, "close", None)
+        if close is None:
+            return
+        try:
+            await self._call("close", close)
+        except EnvironmentFault as fault:  # the answer is complete
+            log.warning("%s", fault)
+
+    async def _call(self, method: str, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        try:
+            return await self._calls.call(function, *arguments, **named)
+        except Exception as error:  # a user's class may raise anything
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            raise self._fault(
+                method, f"raised {type(error).__name__}: {error} ({last.filename}:{last.lineno})"
+            ) from error
+
+    def _fault(self, method: str, what: str) -> EnvironmentFault:
+        return EnvironmentFault(f"{self._cfg.path}, {method} {what}"[:MAX_REASON])

@@ -1,0 +1,127 @@
+"""Plain typed functions as tools that a model calls.
+
+A turn of the model calls tools in Hermes' form, one or several times:
+
+    <tool_call>
+    {"name": "multiply", "arguments": {"a": 6, "b": 7}}
+    </tool_call>
+
+The calls of a turn run at the same time. Each gives one observation, in their order. A turn without a call ends the
+answer.
+
+Invariants (tests/unit/environments): whatever a call is and does, there is one observation for it; an error is one that
+begins with `Error: `.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import ValidationError, validate_call
+from pydantic.errors import PydanticUserError
+
+from megatron_rl.config.function import load_function
+from megatron_rl.environments.calls import Calls, OutOfTime
+from megatron_rl.environments.environment import Reaction
+
+OPENING = "<tool_call>"
+CALL = re.compile(rf"{OPENING}(.*?)(?:</tool_call>|(?={OPENING})|\Z)", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    name: str
+    function: Callable[..., Any]
+    """Takes the arguments by name, and raises pydantic's ValidationError if they do not fit its types."""
+    schema: Mapping[str, Any] = field(hash=False)
+    """The JSON schema with which the chat template offers the tool."""
+
+
+def load_tools(paths: Sequence[str]) -> dict[str, Tool]:
+    """The tools at these import paths, by their names.
+
+    Raises:
+        ValueError: a function cannot be imported, or lacks a type or a description, or two have the same name.
+    """
+    from transformers.utils.chat_template_utils import (  # it takes a second to import
+        DocstringParsingException,
+        TypeHintParsingException,
+        get_json_schema,
+    )
+
+    tools: dict[str, Tool] = {}
+    for path in paths:
+        function = load_function(path)
+        if not inspect.isfunction(function):
+            raise ValueError(f"rollout.environment.paths: {path} is {type(function).__name__}, but must be a function")
+        try:
+            schema, checked = get_json_schema(function), validate_call(function)
+        except (DocstringParsingException, TypeHintParsingException, PydanticUserError, NameError) as error:
+            raise ValueError(f"rollout.environment.paths: {path} cannot be offered as a tool: {error}") from error
+        if function.__name__ in tools:
+            raise ValueError(f"rollout.environment.paths: two tools are named {function.__name__!r}; rename one")
+        tools[function.__name__] = Tool(function.__name__, checked, schema)
+    return tools
+
+
+class ToolSession:
+    """The tools of one answer. They share nothing, so there is nothing to begin or to end.
+
+    Args:
+        delimiter: the text that ends a thought; calls inside a thought do not count. Empty if the model does not think.
+    """
+
+    def __init__(self, tools: Mapping[str, Tool], delimiter: str, calls: Calls) -> None:
+        self._tools, self._delimiter, self._calls = tools, delimiter, calls
+
+    async def begin(self, row: Mapping[str, Any]) -> None:
+        pass
+
+    async def react(self, text: str) -> Reaction:
+        said = text.rpartition(self._delimiter)[2] if self._delimiter else text
+        given = await asyncio.gather(*(self._result(match[0], match[1]) for match in CALL.finditer(said)))
+        messages = tuple({"role": "tool", "name": name, "content": content} for name, content, _ in given)
+        return Reaction(messages, done=not given, num_errors=sum(failed for *_, failed in given))
+
+    async def end(self) -> None:
+        pass
+
+    async def _result(self, whole: str, call: str) -> tuple[str, str, bool]:
+        """The name of the tool, the text of the observation, and whether it is an error."""
+        name = "error"
+        try:
+            if not whole.endswith("</tool_call>"):
+                raise ValueError("a <tool_call> without </tool_call>")
+            name, arguments = _parsed(call)
+            tool = self._tools.get(name)
+            if tool is None:
+                raise ValueError(f"there is no tool {name!r}, only {', '.join(self._tools)}")
+            result = await self._calls.call(tool.function, **arguments)
+            return name, result if isinstance(result, str) else json.dumps(result, ensure_ascii=False), False
+        except ValidationError as error:
+            faults = (f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors())
+            return name, f"Error: wrong arguments of {name}: {'; '.join(faults)}", True
+        except OutOfTime as error:
+            return name, f"Error: {name} gave {error}", True
+        except Exception as error:  # a tool may raise anything, and the model is to read it
+            return name, f"Error: {type(error).__name__}: {error}", True
+
+
+def _parsed(call: str) -> tuple[str, dict[str, Any]]:
+    """The name and the arguments of a call."""
+    try:
+        given = json.loads(call)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"the call is not JSON: {error}") from None
+    if not isinstance(given, dict) or not isinstance(given.get("name"), str):
+        raise ValueError('a call must be {"name": ..., "arguments": {...}}')
+    arguments = given.get("arguments", {})
+    if not isinstance(arguments, dict):
+        raise ValueError("the arguments of a call must be a JSON object")
+    return given["name"], arguments

@@ -1,0 +1,28 @@
+"""The reward that an answer's environment gave while the answer was generated.
+
+Invariant (tests/unit/verifiers): an answer without a reward of its environment is an abstention, never the score 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import fsum
+
+from megatron_rl.config.rewards import EnvironmentReward
+from megatron_rl.types import Verdict
+from megatron_rl.verifiers.answer import Answer, Tokenizer
+
+
+class EnvironmentVerifier:
+    """Adds the rewards of the turns. `RewardSet` leaves out answers whose environment failed."""
+
+    def __init__(self, cfg: EnvironmentReward, tokenizer: Tokenizer, delimiter: str) -> None:
+        pass
+
+    def score(self, answers: Sequence[Answer]) -> list[Verdict]:
+        return [_verdict(answer) for answer in answers]
+
+
+def _verdict(answer: Answer) -> Verdict:
+    given = [reward.value for reward in answer.token_rewards if reward.kind == "environment"]
+    return Verdict(fsum(given)) if given else Verdict(None, "the environment gave no reward")

@@ -1,0 +1,103 @@
+"""The recipe's task: products of 3-digit numbers, which a model of 320,000 parameters cannot compute, but a calculator
+can.
+
+    [calculator]<user>876*530<end><assistant><call>876*530</call><end><tool>464280<end><assistant>464280<end>
+
+Here `<call>` and `</call>` stand for the texts around the expression, `<tool_call>{"name": "calculator", "arguments":
+{"expression": "` and `"}}</tool_call>`, whose pieces are tokens; otherwise each character is one. The demonstrations
+are imperfect on purpose: seven of ten answer at once, with a number that has the right length and nothing else right,
+and of the calls some copy a digit wrongly. So a policy that starts from them calls the calculator sometimes, and must
+learn that it is worth it. All files depend only on the seed. Training and held-out pairs are disjoint.
+
+    python -m megatron_rl.recipes.calculator.task runs/calculator/task
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.recipes.tiny.model import write_random_qwen3
+
+TURNS = ["<user>", "<assistant>", "<tool>"]
+CALL = ["<tool_call>", '{"name": "', "calculator", '", "arguments": {"expression": "', '"}}', "</tool_call>"]
+VOCABULARY = ["<pad>", "<end>", "<unk>", *TURNS, *CALL, *"0123456789*[] .:'-ErrValuoncticsygid,"]
+TEMPLATE = (
+    "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}"
+    "{% for message in messages %}<{{ message.role }}>{{ message.content }}<end>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+NUM_TRAIN, NUM_EVAL, NUM_DEMONSTRATIONS = 8000, 500, 40000
+SHARE_OF_CALLS, SLIP = 0.3, 0.02
+TOOLS = [{"type": "function", "function": {"name": "calculator"}}]
+
+
+def call(expression: str) -> str:
+    return "".join((*CALL[:4], expression, *CALL[4:]))
+
+
+def demonstration(a: int, b: int, rng: random.Random) -> list[dict[str, str]]:
+    """The turns after the question. The last one is what the model learns."""
+    if rng.random() > SHARE_OF_CALLS:
+        return [{"role": "assistant", "content": str(rng.randrange(100_000, 1_000_000))}]
+    copied = "".join(rng.choice("0123456789") if rng.random() < SLIP else c for c in f"{a}*{b}")
+    turns = [{"role": "assistant", "content": call(copied)}]
+    if rng.random() < 0.5:  # otherwise this turn is what the model learns
+        result = str(a * b)
+        turns += [{"role": "tool", "content": result}, {"role": "assistant", "content": result}]
+    return turns
+
+
+def write_task(folder: Path, seed: int = 0) -> None:
+    """Write train.jsonl, eval.jsonl, demonstrations.jsonl and model/ (random weights) into the folder."""
+    rng = random.Random(seed)
+    pairs = rng.sample([(a, b) for a in range(100, 1000) for b in range(100, 1000)], NUM_TRAIN + NUM_EVAL)
+    folder.mkdir(parents=True, exist_ok=True)
+
+    def write(name: str, rows: list[dict[str, Any]]) -> None:
+        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def question(a: int, b: int) -> list[dict[str, str]]:
+        return [{"role": "user", "content": f"{a}*{b}"}]
+
+    questions = [{"messages": question(a, b), "ground_truth": str(a * b)} for a, b in pairs]
+    write("train.jsonl", questions[:NUM_TRAIN])
+    write("eval.jsonl", questions[NUM_TRAIN:])
+    chosen = [rng.choice(pairs[:NUM_TRAIN]) for _ in range(NUM_DEMONSTRATIONS)]
+    rows = [{"messages": question(a, b) + demonstration(a, b, rng), "tools": TOOLS} for a, b in chosen]
+    write("demonstrations.jsonl", rows)
+    write_model(folder / "model", seed)
+
+
+def write_model(folder: Path, seed: int) -> None:
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = list(dict.fromkeys(VOCABULARY))
+    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>", unk_token="<unk>")
+    fast.add_special_tokens({"additional_special_tokens": TURNS})
+    fast.add_tokens(CALL)  # they are no special tokens, so that they are part of the text
+    fast.chat_template = TEMPLATE
+    fast.save_pretrained(folder)
+    write_random_qwen3(folder, seed, vocab_size=64, pad_token_id=0, eos_token_id=1, max_position_embeddings=128)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="the folder for model, rows and demonstrations")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args(arguments)
+    write_task(options.folder, seed=options.seed)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

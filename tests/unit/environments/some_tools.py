@@ -1,0 +1,121 @@
+"""Tools and environments that behave well, and badly."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from threading import Event
+
+RELEASED = Event()
+"""Set when a tool that hangs may go on."""
+CLOSED: list[str] = []
+
+
+def multiply(a: int, b: int) -> int:
+    """Multiply two integers.
+
+    Args:
+        a: the first factor.
+        b: the second factor.
+    """
+    return a * b
+
+
+async def later(text: str) -> str:
+    """Give a text back.
+
+    Args:
+        text: any text.
+    """
+    await asyncio.sleep(0)
+    return text
+
+
+def hang() -> str:
+    """Wait for ever."""
+    RELEASED.wait()
+    return "never"
+
+
+async def hang_async() -> str:
+    """Wait for ever, and refuse to end."""
+    while not RELEASED.is_set():
+        try:
+            await asyncio.sleep(3600)
+        except asyncio.CancelledError:
+            return "too late"
+    return "never"
+
+
+def megabyte() -> str:
+    """Return a megabyte."""
+    return "x" * 1_000_000
+
+
+def broken(kind: str) -> object:
+    """Fail.
+
+    Args:
+        kind: how.
+    """
+    if kind == "exit":
+        sys.exit(3)
+    if kind == "no JSON":
+        return object()
+    raise OSError("the disk is gone")
+
+
+def without_types(a):
+    """Do nothing.
+
+    Args:
+        a: anything.
+    """
+
+
+class Countdown:
+    """Asks for numbers, and gives a reward for each."""
+
+    def __init__(self, rounds: int = 2) -> None:
+        self.left = rounds
+
+    def reset(self, row) -> None:
+        self.name = row["name"]
+
+    def step(self, text: str):
+        self.left -= 1
+        return f"{self.name} {text}, {self.left} left", float(text), self.left == 0
+
+    def close(self) -> None:
+        CLOSED.append(self.name)
+
+
+class AsyncCountdown(Countdown):
+    async def reset(self, row) -> None:
+        super().reset(row)
+
+    async def step(self, text: str):
+        return super().step(text)
+
+
+class Greets(Countdown):
+    def reset(self, row) -> str:
+        return "hello"
+
+
+class Returns(Countdown):
+    """Returns what the row says."""
+
+    def reset(self, row) -> None:
+        self.given = row["given"]
+        self.name = "returns"
+
+    def step(self, text: str):
+        if isinstance(self.given, BaseException):
+            raise self.given
+        return self.given
+
+
+class Hangs(Countdown):
+    def step(self, text: str):
+        RELEASED.wait()

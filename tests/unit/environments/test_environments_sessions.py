@@ -1,0 +1,190 @@
+"""Tools and classes of the user's own, good and bad."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import some_tools
+from patience import deadline
+
+from megatron_rl.config.environment import ClassEnvironment, ToolsEnvironment
+from megatron_rl.environments import EnvironmentFault, Reaction, Sessions, schemas_of
+
+HERE = Path(some_tools.__file__)
+SHORT_S = 0.05
+
+
+@pytest.fixture(autouse=True)
+def released():
+    """Threads that hang end with the test."""
+    some_tools.RELEASED.clear()
+    yield
+    some_tools.RELEASED.set()
+
+
+def tools(*names: str, **options) -> ToolsEnvironment:
+    return ToolsEnvironment(paths=tuple(f"some_tools:{name}" for name in names), **options)
+
+
+def react(cfg, text: str, delimiter: str = "", row: dict | None = None) -> Reaction:
+    async def play() -> Reaction:
+        session = Sessions(cfg, delimiter).new()
+        await session.begin(row or {})
+        try:
+            return await session.react(text)
+        finally:
+            await session.end()
+
+    return asyncio.run(asyncio.wait_for(play(), deadline(30)))
+
+
+def call(name: str, arguments: str = "{}") -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
+PRODUCT = call("multiply", '{"a": 6, "b": 7}')
+
+
+def contents(reaction: Reaction) -> list[str]:
+    return [message["content"] for message in reaction.messages]
+
+
+def test_the_calls_of_a_turn_give_observations_in_their_order():
+    text = "I ask: " + call("later", '{"text": "slow"}') + " and " + PRODUCT
+    reaction = react(tools("multiply", "later"), text)
+    assert reaction == Reaction(
+        (
+            {"role": "tool", "name": "later", "content": "slow"},
+            {"role": "tool", "name": "multiply", "content": "42"},
+        )
+    )
+
+
+def test_a_turn_without_a_call_ends_the_answer():
+    assert react(tools("multiply"), "42") == Reaction(done=True)
+
+
+def test_a_call_in_a_thought_is_none():
+    assert react(tools("multiply"), f"<think>{call('multiply')}</think>42", "</think>") == Reaction(done=True)
+    assert contents(react(tools("multiply"), f"<think>hm</think>{PRODUCT}", "</think>")) == ["42"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (call("divide"), "ValueError: there is no tool 'divide', only multiply, broken"),
+        ("<tool_call>{name: multiply}</tool_call>", "ValueError: the call is not JSON: "),
+        ("<tool_call>" + "[" * 100_000 + "</tool_call>", "ValueError: the call is not JSON: "),
+        ("<tool_call>[1]</tool_call>", 'ValueError: a call must be {"name": ..., "arguments": {...}}'),
+        (call("multiply", "[1, 2]"), "ValueError: the arguments of a call must be a JSON object"),
+        (call("multiply", '{"a": 1}'), "wrong arguments of multiply: b: Missing required argument"),
+        (call("multiply", '{"a": 1, "b": "x"}'), "wrong arguments of multiply: b: Input should be a valid integer"),
+        (call("multiply", '{"a": 1, "b": 2, "c": 3}'), "wrong arguments of multiply: c: Unexpected keyword"),
+        ('<tool_call>{"name": "multiply"', "ValueError: a <tool_call> without </tool_call>"),
+        (call("broken", '{"kind": "raise"}'), "OSError: the disk is gone"),
+        (call("broken", '{"kind": "exit"}'), "RuntimeError: it called sys.exit(3)"),
+        (call("broken", '{"kind": "no JSON"}'), "TypeError: Object of type object is not JSON serializable"),
+    ],
+    ids=lambda value: value[:40],
+)
+def test_every_error_of_a_call_is_an_observation(text, message):
+    reaction = react(tools("multiply", "broken"), text)
+    [content] = contents(reaction)
+    assert content.startswith(f"Error: {message}")
+    assert (reaction.num_errors, reaction.done, reaction.reward) == (1, False, None)
+
+
+def test_a_call_that_is_not_closed_does_not_hide_the_next_one():
+    reaction = react(tools("multiply"), f"<tool_call>oh {PRODUCT}")
+    assert contents(reaction) == ["Error: ValueError: a <tool_call> without </tool_call>", "42"]
+
+
+@pytest.mark.parametrize("name", ["hang", "hang_async"])
+def test_a_tool_that_hangs_is_given_up_and_holds_up_no_other(name):
+    reaction = react(tools(name, "multiply", step_timeout_s=SHORT_S), call("hang_async" if "async" in name else "hang"))
+    assert contents(reaction) == [f"Error: {name} gave no result after 0.05 s"]
+
+
+def test_more_calls_hang_than_there_are_threads(monkeypatch):
+    """Those that are given up make room."""
+    monkeypatch.setattr("megatron_rl.environments.calls.MAX_THREADS", 2)
+    text = call("hang") * 5 + PRODUCT
+    reaction = react(tools("hang", "multiply", step_timeout_s=SHORT_S), text)
+    assert contents(reaction) == ["Error: hang gave no result after 0.05 s"] * 5 + ["42"]
+
+
+def test_a_megabyte_is_given_as_it_is():
+    assert contents(react(tools("megabyte"), call("megabyte"))) == ["x" * 1_000_000]
+
+
+def test_the_schemas_are_those_of_the_chat_template():
+    [schema] = schemas_of(tools("multiply"))
+    assert schema["function"]["name"] == "multiply"
+    assert schema["function"]["parameters"]["required"] == ["a", "b"]
+    assert schemas_of(None) == schemas_of(ClassEnvironment(path="some_tools:Countdown")) == []
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["without_types"], "some_tools:without_types cannot be offered as a tool: Argument a is missing a type hint"),
+        (["Countdown"], "some_tools:Countdown is type, but must be a function"),
+        (["multiply", "multiply"], "two tools are named 'multiply'"),
+        (["absent"], "has no function 'absent'"),
+    ],
+)
+def test_what_cannot_be_a_tool_is_refused(names, message):
+    with pytest.raises(ValueError, match=message):
+        Sessions(tools(*names), "")
+
+
+@pytest.mark.parametrize("name", ["Countdown", "AsyncCountdown"])
+def test_a_class_plays_an_episode(name):
+    async def play() -> list[Reaction]:
+        session = Sessions(ClassEnvironment(path=f"{HERE}:{name}", arguments={"rounds": 2}), "").new()
+        await session.begin({"name": "n"})
+        reactions = [await session.react(text) for text in ("1", "2.5")]
+        await session.end()
+        return reactions
+
+    assert asyncio.run(play()) == [
+        Reaction(({"role": "user", "content": "n 1, 1 left"},), 1.0),
+        Reaction(({"role": "user", "content": "n 2.5, 0 left"},), 2.5, done=True),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (OSError("gone"), r"Returns, step raised OSError: gone \(.*some_tools.py:\d+\)"),
+        (SystemExit(2), r"step raised RuntimeError: it called sys.exit\(2\)"),
+        ("text", "step returned 'text', but it must return"),
+        ((), r"step returned \(\), but it must return"),
+        ((1, 2.0, True), "returned the observation 1, but"),
+        (("a", float("nan"), True), "returned the reward nan, which is no finite number"),
+        (("a", "1", True), "returned the reward '1', which is no finite number"),
+    ],
+    ids=lambda value: repr(value)[:30],
+)
+def test_what_a_class_gets_wrong_is_a_fault(given, message):
+    with pytest.raises(EnvironmentFault, match=message):
+        react(ClassEnvironment(path="some_tools:Returns"), "x", row={"given": given})
+
+
+def test_an_environment_that_hangs_fails_and_is_closed():
+    some_tools.CLOSED.clear()
+    with pytest.raises(EnvironmentFault, match="Hangs, step raised OutOfTime: no result after 0.05 s"):
+        react(ClassEnvironment(path="some_tools:Hangs", step_timeout_s=SHORT_S), "x", row={"name": "h"})
+    assert some_tools.CLOSED == ["h"]
+
+
+def test_the_first_observation_is_the_prompt():
+    with pytest.raises(EnvironmentFault, match="reset returned 'hello', but the first observation is the row's prompt"):
+        react(ClassEnvironment(path="some_tools:Greets"), "x")
+
+
+def test_a_class_without_the_methods_is_refused():
+    with pytest.raises(ValueError, match="some_tools:multiply must be a class with methods reset and step"):
+        Sessions(ClassEnvironment(path="some_tools:multiply"), "")

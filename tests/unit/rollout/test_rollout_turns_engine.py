@@ -1,0 +1,139 @@
+"""Answers of several turns on the real engine."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+from tiny_references import reference_logp
+from tiny_turns import Lengths, turns_of
+from transformers import AutoModelForCausalLM
+
+from megatron_rl.environments import Reaction
+from megatron_rl.types import Mesh, Prompt
+
+ENDS, EQUALS, ASKS = 1, 16, 18
+TEMPERATURE = 2.0
+MADE: list[Lengths] = []
+
+
+@pytest.fixture(scope="module")
+def stage(make_stage, folders, tmp_path_factory):
+    """The temperature is high, so that turns end soon."""
+    stage = make_stage(
+        folders[0],
+        Mesh(),
+        record=tmp_path_factory.mktemp("records") / "engine.tokens",
+        turns=turns_of(folders[0], MADE),
+        environment={"kind": "class", "path": "unused:Unused", "max_turns": 5},
+        delimiter="",
+        max_prompt_tokens=8,
+        max_response_tokens=240,
+        sampling={"temperature": TEMPERATURE},
+    )
+    stage.push(folders[0], 0)
+    return stage
+
+
+@pytest.fixture(scope="module")
+def models(folders):
+    return [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for folder in folders]
+
+
+def prompts(count: int, **row) -> list[Prompt]:
+    return [Prompt(f"row {i}", (5 + i, 6, EQUALS), "", {"num_turns": 5, **row}) for i in range(count)]
+
+
+def largest_difference(model, tokens) -> float:
+    expected = reference_logp(model, tokens.ids, TEMPERATURE)
+    return float(np.abs(expected - tokens.logp_rollout)[tokens.action_mask].max())
+
+
+def check_transcript(sample, tokens, prompt: Prompt) -> None:
+    """Each turn ends with an `<eos>` that was sampled, and each observation is the one of its turn, forced."""
+    start = len(prompt.token_ids)
+    assert tuple(tokens.ids[:start]) == prompt.token_ids and not tokens.action_mask[:start].any()
+    edges = np.flatnonzero(np.diff(tokens.action_mask.astype(int), append=0)) + 1
+    begins, ends = edges[::2], edges[1::2]
+    assert len(begins) == sample.episode.num_turns and begins[-1] == sample.episode.last_turn
+    for end, following in zip(ends[:-1], begins[1:], strict=True):
+        assert tokens.ids[end - 1] == ENDS
+        observed = tokens.ids[end:following].tolist()
+        assert (observed[0], observed[-2:]) == (ASKS, [ENDS, EQUALS])
+    forced = ~tokens.action_mask
+    assert (tokens.version[forced] == -1).all() and (tokens.logp_rollout[forced] == 0).all()
+    assert [reward.position for reward in sample.token_rewards] == [end - 1 for end in ends if tokens.ids[end - 1] == 1]
+
+
+def test_five_turns_have_the_log_probs_of_one_forward_pass_over_the_transcript(stage, models):
+    asked = prompts(8)
+    groups = stage.run(stage.engine.generate(asked, 12, 0, seed=1))
+    whole = 0
+    for prompt, group in zip(asked, groups, strict=True):
+        for sample, tokens in group:
+            check_transcript(sample, tokens, prompt)
+            if sample.episode.num_turns == 5 and sample.finish == "stop":
+                # Both sides compute two layers in fp32 and round logits at 1e-6 relative.
+                assert largest_difference(models[0], tokens) < 1e-5
+                assert (tokens.version[tokens.action_mask] == 0).all()
+                whole += 1
+    assert whole >= 5, f"only {whole} answers have five turns"
+
+
+def test_the_same_seed_gives_the_same_answers(stage):
+    first, second = (stage.run(stage.engine.generate(prompts(4), 4, 0, seed=5)) for _ in range(2))
+    for (_, a), (_, b) in zip(sum(first, []), sum(second, []), strict=True):
+        assert a.ids.tolist() == b.ids.tolist()
+
+
+def test_a_push_in_the_middle_of_an_episode_is_seen_in_its_versions(stage, folders, models, monkeypatch):
+    """The environment waits for the push after the second turn."""
+    reached, pushed = asyncio.Event(), asyncio.Event()
+    react = Lengths.react
+
+    async def wait_and_react(self, text: str) -> Reaction:
+        if len(self.texts) == 1:
+            reached.set()
+            await pushed.wait()
+        return await react(self, text)
+
+    monkeypatch.setattr(Lengths, "react", wait_and_react)
+
+    async def answer():
+        asked = asyncio.ensure_future(stage.engine.answer(0, 3, prompts(1)[0], range(16)))
+        await reached.wait()
+        stage.trainers.begin_push(folders[1], 1)
+        await stage.engine.weights.receive(1)
+        pushed.set()
+        return await asked
+
+    answers = stage.run(answer())
+    stage.trainers.end_push()
+    seen = set()
+    for sample, tokens in answers:
+        versions = tokens.version[tokens.action_mask]
+        assert (np.diff(versions) >= 0).all()
+        seen |= set(versions.tolist())
+        if sample.episode.num_turns >= 3:
+            assert versions[-1] == 1 and sample.oldest_version == 0
+    assert seen == {0, 1}
+
+
+def test_an_answer_that_an_engine_has_lost_begins_anew(stage):
+    """Its record has no tokens, because the state of the environment is gone."""
+    prompt = prompts(1)[0]
+    [(_, first)] = stage.run(stage.engine.answer(1, 8, prompt, range(1)))
+    record = stage.engine._progress.path
+    assert record.read_bytes() == b""
+    [(_, again)] = stage.run(stage.engine.answer(2, 8, prompt, range(1), earlier=[record]))
+    assert again.ids.tolist() == first.ids.tolist()
+
+
+def test_the_environment_fails_alone(stage):
+    [group] = stage.run(stage.engine.generate(prompts(1, fails_at=2), 8, 1, seed=2))
+    assert any(sample.episode.fault for sample, _ in group)
+    for sample, _ in group:
+        failed = sample.episode.num_turns == 2 and sample.finish == "stop"
+        assert sample.episode.fault == ("it broke down" if failed else "")
