@@ -55,7 +55,25 @@ class ToolsEnvironment(_Turns):
         return super().absolute().model_copy(update={"paths": tuple(map(absolute_path, self.paths))})
 
 
-EnvironmentConfig = Annotated[ClassEnvironment | ToolsEnvironment, Field(discriminator="kind")]
+class AgentEnvironment(Section):
+    """An agent of somebody else, which asks the model through an OpenAI-compatible address. It is a function of the row
+    and of this address, runs once for each answer, on the engine's node, and returns the reward, or None if others
+    (`rewards`) judge. Sampling is that of `rollout.sampling`, whatever the agent asks for."""
+
+    kind: Literal["agent"] = "agent"
+    path: str
+    """Where the function is: `package.module:function`, or `folder/file.py:function`. It is called with the columns of
+    the row, without its question, and the `base_url`. It may be asynchronous; another one runs in a thread."""
+    arguments: dict[str, Any] = {}
+    """Keyword arguments of the function."""
+    timeout_s: PositiveFloat = 600
+    """The longest time, in seconds, that one run of the agent may take."""
+
+    def absolute(self) -> Self:
+        return super().absolute().model_copy(update={"path": absolute_path(self.path)})
+
+
+EnvironmentConfig = Annotated[ClassEnvironment | ToolsEnvironment | AgentEnvironment, Field(discriminator="kind")]
 
 
 def absolute_path(path: str) -> str:

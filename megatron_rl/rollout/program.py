@@ -63,6 +63,10 @@ class Transcript:
         self.num_calls += 1
         self.stopped = completion.stopped
 
+    def copy(self) -> Transcript:
+        columns = (list(column) for column in (self.ids, self.is_action, self.logp, self.version))
+        return Transcript(*columns, self.routes, self.num_calls, self.stopped)
+
     def force(self, ids: Sequence[int]) -> None:
         self.ids += ids
         self.is_action += [False] * len(ids)

@@ -1,0 +1,169 @@
+"""Answers of agents: a function of the user's own asks the model, by an OpenAI-compatible address, whatever it wants.
+
+Each answer is a run of the agent with an address of its own. When the agent has ended, every conversation that it had
+with the model is a sample (conversations.py), and all of them have the agent's reward. So a group can have more samples
+than `rollout.samples_per_prompt`.
+
+Invariants (tests/unit/rollout): an agent that raises, or takes too long, gives no reward, and what it has asked is not
+lost; nothing is sampled for an agent that has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from math import isfinite
+from numbers import Real
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_rl.config.environment import AgentEnvironment
+from megatron_rl.config.function import load_function
+from megatron_rl.config.rollout import RolloutConfig
+from megatron_rl.environments.calls import Calls, OutOfTime
+from megatron_rl.rollout.conversations import Conversations, RenderCall
+from megatron_rl.rollout.endpoint import Endpoint
+from megatron_rl.rollout.episodes import Samples, Start
+from megatron_rl.rollout.program import Call, Completion, Transcript, as_sample
+from megatron_rl.rollout.request_queue import Request
+from megatron_rl.rollout.vocabulary import load_tokenizer, stop_ids
+from megatron_rl.types import Episode, Prompt, TokenReward
+
+if TYPE_CHECKING:
+    from vllm.outputs import RequestOutput
+
+MAX_REASON = 500
+HOST = "127.0.0.1"
+NEXT_CALL = 0x1E3779B97F4A7C15
+"""What is added to the seed of an answer from call to call, so that a repeated call gives another answer."""
+
+
+class Agents:
+    """The same methods as `Episodes`.
+
+    Args:
+        folder: the model's.
+        rollout: with an environment of kind agent.
+        render: the chat template, with the arguments that all rows have.
+
+    Raises:
+        ValueError: the agent cannot be imported.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        rollout: RolloutConfig,
+        render: RenderCall,
+        start: Start,
+        completion: Callable[[RequestOutput], Completion],
+    ) -> None:
+        cfg = rollout.environment
+        assert isinstance(cfg, AgentEnvironment), "only agents need it"
+        self._cfg, self._render, self._start, self._completion = cfg, render, start, completion
+        self._run, self._calls = load_function(cfg.path), Calls(cfg.timeout_s)
+        self._tokenizer = load_tokenizer(folder)
+        self._end = self._tokenizer.id_to_token(stop_ids(folder)[0])
+        sampling = rollout.sampling
+        own = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
+        self._endpoint = Endpoint(HOST, self._decode, rollout.max_model_tokens, own)
+        self._starting: asyncio.Task[None] | None = None
+        self._playing: defaultdict[int, set[asyncio.Task[Any]]] = defaultdict(set)
+        """The answers of `answers`, by the tickets of their groups."""
+
+    async def groups(
+        self, prompts: Sequence[Prompt], num_samples: int, seeds: Sequence[int], version: int, greedy: bool
+    ) -> AsyncIterator[tuple[int, Samples]]:
+        """See `VllmEngine.generate_as_finished`."""
+        await self._start([], version, is_first=True)
+
+        async def group(number: int) -> tuple[int, Samples]:
+            own = range(number * num_samples, (number + 1) * num_samples)
+            played = await asyncio.gather(*(self._play(prompts[number], seeds[i], greedy) for i in own))
+            return number, [sample for samples in played for sample in samples]
+
+        groups = [asyncio.ensure_future(group(number)) for number in range(len(prompts))]
+        try:
+            for finished in asyncio.as_completed(groups):
+                yield await finished
+        finally:
+            await _end(groups)
+
+    async def answers(self, ticket: int, prompt: Prompt, samples: range, seed: int) -> Samples:
+        """See `VllmEngine.answer`."""
+        await self._start([], is_first=not self._playing)
+        tasks = [asyncio.ensure_future(self._play(prompt, seed + sample, greedy=False)) for sample in samples]
+        self._playing[ticket].update(tasks)
+        try:
+            return [sample for played in await asyncio.gather(*tasks) for sample in played]
+        except asyncio.CancelledError:
+            raise RuntimeError("the group was cancelled") from None
+        finally:
+            await _end(tasks)
+            self._playing[ticket].difference_update(tasks)
+            if not self._playing[ticket]:
+                del self._playing[ticket]
+
+    def cancel(self, ticket: int) -> None:
+        """End the answers of a group."""
+        for task in self._playing.get(ticket, ()):
+            task.cancel()
+
+    async def _play(self, prompt: Prompt, seed: int, greedy: bool) -> Samples:
+        """Run the agent once. Returns its conversations."""
+        if self._starting is None:
+            self._starting = asyncio.ensure_future(self._endpoint.start())
+        await self._starting
+        num_calls = 0
+
+        async def ask(ids: list[int], call: Call) -> Completion:
+            nonlocal num_calls
+            own = (seed + num_calls * NEXT_CALL) % 2**62
+            num_calls += 1
+            future: Future[RequestOutput]
+            [future] = await self._start([Request(ids, call, own, greedy, goes_on=num_calls > 1)])
+            return self._completion(await asyncio.wrap_future(future))
+
+        conversations = Conversations(self._render, self._tokenizer, self._end)
+        name, url = self._endpoint.open(conversations, ask)
+        reward, fault = None, ""
+        try:
+            given = await self._calls.call(self._run, dict(prompt.columns), url, **self._cfg.arguments)
+            if given is not None and not (isinstance(given, Real) and isfinite(given)):
+                fault = f"{self._cfg.path} returned {given!r}, which is no finite number and not None"
+            elif given is not None:
+                reward = float(given)
+        except OutOfTime:
+            fault = f"{self._cfg.path} took more than rollout.environment.timeout_s = {self._cfg.timeout_s:g} s"
+        except Exception as error:  # an agent may raise anything
+            fault = f"{self._cfg.path} raised {type(error).__name__}: {error}"
+        finally:
+            self._endpoint.end(name)
+        return self._samples(prompt, conversations, reward, fault[:MAX_REASON])
+
+    def _samples(self, prompt: Prompt, conversations: Conversations, reward: float | None, fault: str) -> Samples:
+        found = conversations.transcripts()
+        if not found:
+            sample, tokens = as_sample(prompt.token_ids, Transcript(), None)
+            episode = Episode(0, len(prompt.token_ids), fault=fault or f"{self._cfg.path} did not ask the model")
+            return [(replace(sample, episode=episode), tokens)]
+        samples = []
+        for ids, transcript, path in found:
+            sample, tokens = as_sample(ids, transcript, None)
+            rewards = () if reward is None else (TokenReward(sample.length - 1, "environment", reward),)
+            episode = Episode(len(path), len(ids) + path[-1].num_before, fault=fault)
+            samples.append((replace(sample, token_rewards=rewards, episode=episode), tokens))
+        return samples
+
+    def _decode(self, ids: list[int]) -> str:
+        return str(self._tokenizer.decode(ids, skip_special_tokens=False))
+
+
+async def _end(tasks: Sequence[asyncio.Future[Any]]) -> None:
+    """Cancel what is still under way, and wait for its end."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,193 @@
+"""What an agent has asked of a model, as a tree of tokens.
+
+An agent of somebody else sends whole conversations, again and again: each call repeats the turns before it. What the
+model sampled in these turns is known as tokens, and is not tokenised again. A call goes on from the call whose
+conversation, its answer included, it begins with; only the text after it is tokenised. Calls that begin alike and then
+differ are branches.
+
+Invariants (tests/unit/rollout): the tokens of a call are those of the call before it, and then the text that the chat
+template adds; they are the text that it renders for the whole conversation, if the answers are read as they were
+sampled; each sampled token is an action of one sample.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from megatron_rl.rollout.program import Completion, Transcript
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+Message = Mapping[str, Any]
+RenderCall = Callable[[Sequence[Message], Sequence[Mapping[str, Any]], bool], str]
+"""The chat template: (turns, tools, whether the text ends where the assistant's answer begins) -> the text."""
+SHOWN = 40
+
+
+class Refused(ValueError):
+    """A call that cannot be answered; the message is for the agent's author."""
+
+
+@dataclass(eq=False)
+class Node:
+    """A call that was answered."""
+
+    messages: tuple[Message, ...]
+    """The conversation with its answer, as `normalised`."""
+    tools: str
+    """The tools of the call as JSON."""
+    rendered: str
+    """The text of the conversation with its answer, without what follows the end of the answer."""
+    before: Node | None
+    """The call that it goes on from."""
+    prompt: list[int]
+    """The tokens before the first answer of the conversation."""
+    transcript: Transcript
+    """The tokens after them, up to the end of this answer."""
+    num_before: int
+    """The number of the transcript's tokens before this answer."""
+    is_last: bool = True
+    """Whether no call goes on from it."""
+
+    @property
+    def path(self) -> list[Node]:
+        """The calls from the beginning of the conversation to this one."""
+        return [*(self.before.path if self.before else ()), self]
+
+
+@dataclass(eq=False)
+class Asked:
+    """A call that is to be answered."""
+
+    messages: tuple[Message, ...]
+    tools: Sequence[Mapping[str, Any]]
+    text: str
+    """What the chat template renders for the call."""
+    before: Node | None
+    """The call that it goes on from; None if it begins a conversation."""
+    prompt: list[int]
+    transcript: Transcript
+
+    @property
+    def ids(self) -> list[int]:
+        """All tokens before the answer."""
+        return [*self.prompt, *self.transcript.ids]
+
+
+@dataclass
+class Conversations:
+    """
+    Args:
+        end: the text of the token that ends a turn.
+    """
+
+    render: RenderCall
+    tokenizer: Tokenizer
+    end: str
+    nodes: list[Node] = field(default_factory=list)
+
+    def ask(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> Asked:
+        """
+        Raises:
+            Refused: the chat template cannot render the turns, or it rewrites turns that were sampled.
+        """
+        wanted, key = tuple(map(normalised, messages)), json.dumps(tools, sort_keys=True)
+        try:
+            text = self.render(wanted, tools, True)
+        except Exception as error:  # templates raise jinja's errors and any others
+            raise Refused(f"the chat template cannot render these messages: {type(error).__name__}: {error}") from None
+        fitting = [n for n in self.nodes if n.tools == key and n.messages == wanted[: len(n.messages)]]
+        before = max(fitting, key=lambda node: len(node.messages), default=None)
+        if before is None:
+            return Asked(wanted, tools, text, None, self._ids(text), Transcript())
+        _require_beginning(before.rendered, text)
+        transcript = before.transcript.copy()
+        [end, *after] = self._ids(self.end + text[len(before.rendered) :])
+        # An answer that a limit has cut has no end of its own.
+        transcript.force(after if transcript.stopped else [end, *after])
+        return Asked(wanted, tools, text, before, before.prompt, transcript)
+
+    def answered(self, asked: Asked, completion: Completion, answer: Message) -> None:
+        """Note what the model answered.
+
+        Args:
+            answer: the turn that the agent gets.
+
+        Raises:
+            Refused: the chat template rewrites turns before the answer, or does not end it as the model does.
+        """
+        messages = (*asked.messages, normalised(answer))
+        rendered = self.render(messages, asked.tools, False)
+        _require_beginning(asked.text, rendered)
+        cut = rendered.rfind(self.end)
+        if cut < len(asked.text) or rendered[cut + len(self.end) :].strip():
+            raise Refused(f"the chat template does not end an answer with {self.end!r}: {rendered[-SHOWN:]!r}")
+        num_before = len(asked.transcript.ids)
+        asked.transcript.sampled(completion)
+        if asked.before is not None:
+            asked.before.is_last = False
+        key, text = json.dumps(asked.tools, sort_keys=True), rendered[: cut + len(self.end)]
+        self.nodes.append(Node(messages, key, text, asked.before, asked.prompt, asked.transcript, num_before))
+
+    def transcripts(self) -> list[tuple[list[int], Transcript, list[Node]]]:
+        """Each conversation that no other call goes on from, as the tokens of the prompt, the transcript and its calls,
+        in the order of the last calls. An answer that several of them contain is an action of the first one alone."""
+        found, seen = [], set[int]()
+        for last in (node for node in self.nodes if node.is_last):
+            transcript = last.transcript.copy()
+            for node in last.path:
+                if id(node) in seen:
+                    transcript.disown(range(node.num_before, len(node.transcript.ids)))
+                seen.add(id(node))
+            found.append((last.prompt, transcript, last.path))
+        return found
+
+    def _ids(self, text: str) -> list[int]:
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+
+def normalised(message: Message) -> dict[str, Any]:
+    """A turn as chat templates expect it: the content is text, and the arguments of a tool's call are an object.
+
+    Raises:
+        Refused: the content has other parts than text, or the arguments are no JSON object.
+    """
+    content = message.get("content") or ""
+    if not isinstance(content, str):
+        others = [part.get("type") for part in content if part.get("type") != "text"]
+        if others:
+            raise Refused(f"a message has a part of type {others[0]!r}, but only text can be answered")
+        content = "".join(part["text"] for part in content)
+    found = {"role": message.get("role"), "content": content}
+    found |= {name: message[name] for name in ("name", "reasoning_content") if message.get(name)}
+    if calls := message.get("tool_calls"):
+        found["tool_calls"] = [_normalised_call(call) for call in calls]
+    return found
+
+
+def _normalised_call(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call.get("function", {})
+    arguments = function.get("arguments") or {}
+    try:
+        given = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except ValueError:
+        given = None
+    if not isinstance(given, dict):
+        raise Refused(f"the arguments of a tool's call are no JSON object: {arguments!r}")
+    return {"type": "function", "function": {"name": function.get("name"), "arguments": given}}
+
+
+def _require_beginning(expected: str, text: str) -> None:
+    if text.startswith(expected):
+        return
+    at = next((i for i, (a, b) in enumerate(zip(expected, text)) if a != b), min(len(expected), len(text)))
+    raise Refused(
+        f"the chat template rewrites earlier turns: from character {at} on it renders {text[at : at + SHOWN]!r}, but "
+        f"what the model has seen is {expected[at : at + SHOWN]!r}. Use a template that keeps all turns, thoughts "
+        "included, as they were"
+    )

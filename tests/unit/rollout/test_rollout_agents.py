@@ -1,0 +1,290 @@
+"""Agents of somebody else, which reach the model by an OpenAI-compatible address. The client is OpenAI's own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from types import SimpleNamespace
+
+import httpx
+import numpy as np
+import pytest
+from openai import AsyncOpenAI, BadRequestError, NotFoundError, OpenAI
+from patience import deadline
+from tiny_chat import DROPS_THOUGHTS, HEAD, KEEPS, TURN, characters, compiled
+
+from megatron_rl.config.environment import AgentEnvironment
+from megatron_rl.rollout.agents import Agents
+from megatron_rl.rollout.conversations import Conversations, Refused
+from megatron_rl.rollout.endpoint import Endpoint, message_of
+from megatron_rl.rollout.program import Call, Completion
+
+TOKENIZER = characters()
+END = TOKENIZER.token_to_id("<end>")
+VERSION = 3
+WITH_CALLS = KEEPS.replace(
+    "= m.content",
+    "= m.content ~ (m.tool_calls | default([]) | map(attribute='function') | map('tojson') | join)",
+)
+
+
+def ids_of(text: str) -> list[int]:
+    return TOKENIZER.encode(text, add_special_tokens=False).ids
+
+
+def text_of(ids: Sequence[int]) -> str:
+    return TOKENIZER.decode(list(ids), skip_special_tokens=False)
+
+
+def completion(text: str, stopped: bool = True) -> Completion:
+    ids = [*ids_of(text), *([END] if stopped else [])]
+    return Completion(ids, [-0.5] * len(ids), [VERSION] * len(ids), stopped)
+
+
+def conversations(template: str = KEEPS) -> Conversations:
+    return Conversations(compiled(template), TOKENIZER, "<end>")
+
+
+def user(text: str) -> dict:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> dict:
+    return {"role": "assistant", "content": text}
+
+
+def say(held: Conversations, turns: list[dict], answer: str, stopped: bool = True, tools=()) -> str:
+    """Ask, and answer. Returns the text of the tokens before the answer."""
+    asked = held.ask(turns, tools)
+    before = text_of(asked.ids)
+    held.answered(asked, completion(answer, stopped), assistant(answer))
+    return before
+
+
+# Conversations.
+
+
+def test_a_call_goes_on_from_the_tokens_of_the_call_before_it():
+    held = conversations()
+    assert say(held, [user("a")], "one") == "<turn>user:a<end>\n<turn>assistant:"
+    turns = [user("a"), assistant("one"), user("b")]
+    rest = "<end>\n<turn>user:b<end>\n<turn>assistant:"
+    assert say(held, turns, "two") == "<turn>user:a<end>\n<turn>assistant:one" + rest
+    [(prompt, transcript, path)] = held.transcripts()
+    assert text_of(prompt) == "<turn>user:a<end>\n<turn>assistant:"
+    #          the answer and its end are actions, what the template adds is not, the last answer is
+    mask = [True] * 4 + [False] * (len(ids_of(rest)) - 1) + [True] * 4
+    assert text_of(transcript.ids) == "one" + rest + "two<end>" and transcript.is_action == mask
+    assert [v for v, own in zip(transcript.version, mask, strict=True) if own] == [VERSION] * 8
+    assert len(path) == 2 and transcript.stopped
+
+
+def test_calls_that_branch_share_their_tokens_and_each_action_is_of_one_sample():
+    held = conversations()
+    say(held, [user("a")], "one")
+    say(held, [user("a"), assistant("one"), user("b")], "two")
+    say(held, [user("a"), assistant("one"), user("c")], "three")
+    say(held, [user("other")], "four")
+    found = [(text_of(t.ids), text_of(np.array(t.ids)[np.array(t.is_action)])) for _, t, _ in held.transcripts()]
+    assert found == [
+        ("one<end>\n<turn>user:b<end>\n<turn>assistant:two<end>", "one<end>two<end>"),
+        ("one<end>\n<turn>user:c<end>\n<turn>assistant:three<end>", "three<end>"),
+        ("four<end>", "four<end>"),
+    ]
+
+
+def test_what_the_agent_changes_in_an_answer_begins_a_conversation_anew():
+    held = conversations()
+    say(held, [user("a")], "one")
+    say(held, [user("a"), assistant("One!"), user("b")], "two")
+    prompts = [text_of(prompt) for prompt, *_ in held.transcripts()]
+    assert prompts == [
+        "<turn>user:a<end>\n<turn>assistant:",
+        "<turn>user:a<end>\n<turn>assistant:One!<end>\n<turn>user:b<end>\n<turn>assistant:",
+    ]
+
+
+def test_other_tools_begin_a_conversation_anew():
+    held = conversations()
+    tool = {"type": "function", "function": {"name": "f"}}
+    say(held, [user("a")], "one")
+    assert say(held, [user("a"), assistant("one"), user("b")], "two", tools=[tool]).startswith("[f]<turn>user:a")
+    assert len(held.transcripts()) == 2
+
+
+def test_an_answer_that_was_cut_gets_its_end():
+    held = conversations()
+    say(held, [user("a")], "on", stopped=False)
+    say(held, [user("a"), assistant("on"), user("b")], "two")
+    [(_, transcript, _)] = held.transcripts()
+    assert text_of(transcript.ids) == "on<end>\n<turn>user:b<end>\n<turn>assistant:two<end>"
+    assert transcript.is_action[:3] == [True, True, False]
+
+
+def test_a_template_that_drops_thoughts_is_refused_with_the_position():
+    held = conversations(DROPS_THOUGHTS)
+    say(held, [user("a")], "<think>hm</think>one")
+    position = len("<turn>user:a<end>\n<turn>assistant:")
+    with pytest.raises(Refused, match=rf"rewrites earlier turns: from character {position} on it renders 'one<end>"):
+        held.ask([user("a"), assistant("<think>hm</think>one"), user("b")], [])
+    assert len(held.transcripts()) == 1, "a refused call changes nothing"
+
+
+def test_contents_in_parts_are_joined_and_pictures_are_refused():
+    held = conversations()
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert "user:ab<end>" in say(held, [{"role": "user", "content": parts}], "one")
+    with pytest.raises(Refused, match="a part of type 'image_url', but only text"):
+        held.ask([{"role": "user", "content": [{"type": "image_url"}]}], [])
+
+
+# The address.
+
+
+def play(agent, *answers: str, stopped: bool = True, template: str = KEEPS, max_tokens: int = 500):
+    """What an agent returns that is given the address, and its conversations. The model gives the answers one after the
+    other."""
+    held, calls, remaining = conversations(template), [], iter(answers)
+
+    async def ask(ids: list[int], call: Call) -> Completion:
+        calls.append(call)
+        return completion(next(remaining), stopped)
+
+    async def run():
+        endpoint = Endpoint("127.0.0.1", text_of, max_tokens, {"temperature": 1.0})
+        await endpoint.start()
+        name, url = endpoint.open(held, ask)
+        try:
+            return await asyncio.wait_for(agent(url), deadline(30))
+        finally:
+            endpoint.end(name)
+            await endpoint.close()
+
+    return asyncio.run(run()), held, calls
+
+
+def client(url: str) -> AsyncOpenAI:
+    return AsyncOpenAI(base_url=url, api_key="any", max_retries=0)
+
+
+def test_openais_client_has_a_conversation():
+    async def agent(url: str):
+        turns = [user("a")]
+        async with client(url) as model:
+            assert [m.id for m in (await model.models.list()).data] == ["policy"]
+            for text in ("b", "c"):
+                given = await model.chat.completions.create(model="any", messages=turns, max_tokens=9, temperature=0.3)
+                turns += [given.choices[0].message.model_dump(exclude_none=True), user(text)]
+            return given
+
+    given, held, calls = play(agent, "one", "two")
+    assert (given.choices[0].message.content, given.choices[0].finish_reason) == ("two", "stop")
+    assert given.usage.completion_tokens == 4 and given.usage.prompt_tokens == len(held.nodes[1].prompt) + 4 + 33
+    assert [call.max_tokens for call in calls] == [9, 9]
+    [(_, transcript, path)] = held.transcripts()
+    assert len(path) == 2 and sum(transcript.is_action) == 8
+
+
+def test_calls_of_tools_arrive_as_tool_calls_and_go_on_with_their_results():
+    text = 'I ask.\n<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+
+    async def agent(url: str):
+        async with client(url) as model:
+            tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+            first = await model.chat.completions.create(model="m", messages=[user("a")], tools=tools)
+            asked = first.choices[0].message
+            [call] = asked.tool_calls
+            assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 1})
+            assert (asked.content, first.choices[0].finish_reason) == ("I ask.", "tool_calls")
+            result = {"role": "tool", "tool_call_id": call.id, "content": "2"}
+            turns = [user("a"), asked.model_dump(exclude_none=True), result]
+            return await model.chat.completions.create(model="m", messages=turns, tools=tools)
+
+    given, held, _ = play(agent, text, "2", template=WITH_CALLS)
+    assert given.choices[0].message.content == "2"
+    [(_, transcript, path)] = held.transcripts()
+    assert len(path) == 2
+    assert text_of(transcript.ids) == text + "<end>\n<turn>tool:2<end>\n<turn>assistant:2<end>"
+
+
+def test_a_stream_is_the_answer_in_one_piece():
+    async def agent(url: str):
+        async with client(url) as model:
+            stream = await model.chat.completions.create(model="m", messages=[user("a")], stream=True)
+            return [piece async for piece in stream]
+
+    pieces, *_ = play(agent, "one")
+    choices = [piece.choices[0] for piece in pieces if piece.choices]
+    assert "".join(choice.delta.content or "" for choice in choices) == "one"
+    assert choices[-1].finish_reason == "stop" and pieces[-1].usage.completion_tokens == 4
+
+
+@pytest.mark.parametrize(
+    ("request_", "reason"),
+    [
+        ({"messages": []}, "no list of messages"),
+        ({"messages": [user("a")], "n": 2}, "n is 2, but a call has one answer"),
+        ({"messages": [user("a")], "logprobs": True}, "logprobs are not given"),
+        ({"messages": [user("a" * 600)]}, "the conversation has 6.. tokens, but rollout.max_prompt_tokens"),
+    ],
+)
+def test_what_cannot_be_answered_is_refused_and_says_why(request_, reason):
+    async def agent(url: str):
+        async with client(url) as model:
+            with pytest.raises(BadRequestError, match=reason):
+                await model.chat.completions.create(model="m", **request_)
+
+    _, held, calls = play(agent)
+    assert not held.nodes and not calls
+
+
+def test_an_answer_that_has_ended_is_no_longer_there():
+    async def agent(url: str):
+        async with httpx.AsyncClient() as http:
+            wrong = url.replace(url.split("/")[3], "nobody")
+            return [(await http.post(f"{wrong}/chat/completions", json={"messages": [user("a")]})).status_code]
+
+    assert play(agent)[0] == [404]
+
+
+def test_a_call_that_is_no_json_stays_text():
+    text = "<tool_call>{name: add}</tool_call>"
+    assert message_of(text) == {"role": "assistant", "content": text}
+
+
+# Agents.
+
+
+def two_turns(row, base_url, question="b"):
+    """An agent with a synchronous client, as people write them."""
+    with OpenAI(base_url=base_url, api_key="any", max_retries=0) as model:
+        turns = [user(row["name"])]
+        for _ in range(2):
+            given = model.chat.completions.create(model="m", messages=turns).choices[0].message.content
+            turns += [assistant(given), user(question)]
+    return float(len(turns))
+
+
+async def best_of_two(row, base_url):
+    async with client(base_url) as model:
+        ask = model.chat.completions.create
+        both = [await ask(model="m", messages=[user(row["name"])]) for _ in range(2)]
+    return None if row["name"] == "none" else both[0].choices[0].message.content == both[1].choices[0].message.content
+
+
+def breaks(row, base_url):
+    two_turns(row, base_url)
+    raise RuntimeError("the tool is gone")
+
+
+def silent(row, base_url):
+    return 1.0
+
+
+async def hangs(row, base_url):
+    await asyncio.Event().wait()
+
+
+def senseless(row, base_url):
+    return "good"
