@@ -20,16 +20,18 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
+from megatron_rl.cluster.environments import RemoteSessions
 from megatron_rl.cluster.nodes import RayPlacement
 from megatron_rl.cluster.payloads import StoredTokens, fetch, num_objects, objects_of
 from megatron_rl.cluster.process import Location, Process, begin_process, locate
 from megatron_rl.cluster.restarts import Restarts
 from megatron_rl.cluster.waiting import explain, gather, locate_all, pieces, settle
 from megatron_rl.config.schema import GrpoRunConfig
+from megatron_rl.environments import Sessions
 from megatron_rl.layout import Recording
 from megatron_rl.rollout.engine import VllmEngine
 from megatron_rl.rollout.progress import remove_records
-from megatron_rl.rollout.turns import open_turns
+from megatron_rl.rollout.turns import Turns, open_turns
 from megatron_rl.types import Group, Metrics, ModelShape, Phase, Prompt, Sample, Tokens
 
 ALIVE_S = 30.0
@@ -51,7 +53,8 @@ class EngineRank:
     def __init__(
         self, config: GrpoRunConfig, index: int, logs: str, spans_nodes: bool, record: str, loads_weights: bool = False
     ) -> None:
-        begin_process(Path(logs) / f"engine_{index}.log", f"engine {index}")
+        self.logs, self.name = Path(logs), f"engine {index}"
+        begin_process(self.logs / f"engine_{index}.log", self.name)
         self.config, self.spans_nodes, self.record, self.loads_weights = config, spans_nodes, record, loads_weights
 
     async def locate(self) -> Location:
@@ -71,10 +74,19 @@ class EngineRank:
             record=Path(self.record),
             shares_gpus=config.cluster.colocate,
             loads_weights=self.loads_weights,
-            turns=open_turns(config.model.path, config.rollout, config.data.chat_template),
+            turns=self._turns(),
         )
         await self.engine.start()
         log.info("vLLM is ready")
+
+    def _turns(self) -> Turns | None:
+        config, rollout = self.config, self.config.rollout
+        if rollout.environment is None:
+            return None
+        sessions: Sessions | RemoteSessions = Sessions(rollout.environment, rollout.delimiter)
+        if rollout.environment.processes:
+            sessions = RemoteSessions(rollout.environment, rollout.delimiter, self.logs, self.name)
+        return open_turns(config.model.path, rollout, config.data.chat_template, sessions.new)
 
     async def alive(self) -> bool:
         return self.engine.alive

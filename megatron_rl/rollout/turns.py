@@ -26,7 +26,6 @@ from megatron_rl.environments import (
     Reaction,
     Render,
     Session,
-    Sessions,
     schemas_of,
 )
 from megatron_rl.rollout.program import Call, Completion, Transcript, as_sample, find_delimiter
@@ -164,18 +163,20 @@ class _Played:
         ), tokens
 
 
-def open_turns(folder: Path, rollout: RolloutConfig, arguments: Mapping[str, Any]) -> Turns | None:
-    """How an engine carries out answers of several turns, in its own process; None if they have one.
+def open_turns(
+    folder: Path, rollout: RolloutConfig, arguments: Mapping[str, Any], new_session: Callable[[], Session]
+) -> Turns:
+    """How an engine carries out answers of several turns.
 
     Args:
         folder: the model's.
+        rollout: with an environment.
         arguments: those of the chat template, `data.chat_template`.
+        new_session: makes the environment of an answer.
 
     Raises:
-        ValueError: an environment or a tool cannot be imported, or the chat template cannot continue a transcript.
+        ValueError: a tool cannot be imported, or the chat template cannot continue a transcript.
     """
-    if rollout.environment is None:
-        return None
     from transformers import AutoTokenizer
 
     tokenizer, tools = AutoTokenizer.from_pretrained(folder), schemas_of(rollout.environment)
@@ -185,8 +186,7 @@ def open_turns(folder: Path, rollout: RolloutConfig, arguments: Mapping[str, Any
         options = {**given, "add_generation_prompt": add_generation_prompt, "tokenize": False}
         return tokenizer.apply_chat_template([dict(turn) for turn in turns], **options)
 
-    sessions = Sessions(rollout.environment, rollout.delimiter)
-    return Turns(folder, rollout, render, sessions.new)
+    return Turns(folder, rollout, render, new_session)
 
 
 def continuation_of(folder: Path, rollout: RolloutConfig, render: Render) -> Continuation:

@@ -32,7 +32,7 @@ TEMPLATE = (
     "{% for message in messages %}<{{ message.role }}>{{ message.content }}<end>{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-NUM_TRAIN, NUM_EVAL, NUM_DEMONSTRATIONS = 8000, 500, 40000
+NUM_TRAIN, NUM_EVAL, NUM_DEMONSTRATIONS = 4000, 500, 20000
 SHARE_OF_CALLS, SLIP = 0.3, 0.02
 TOOLS = [{"type": "function", "function": {"name": "calculator"}}]
 

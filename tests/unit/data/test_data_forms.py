@@ -226,3 +226,18 @@ def test_the_configuration_names_columns_and_sources():
         DataConfig(train=3)
     with pytest.raises(ValueError, match="a row has one question; remove one of them"):
         DataConfig(train="rows.jsonl", columns={"messages": "question", "prompt": "text"})
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "48 + 24 ="}, "an answer goes on by the chat template, but this row's `prompt` is plain text"),
+        ({"messages": [USER], "tools": [{"name": "a"}]}, "`tools` gives this row arguments of the chat template"),
+        ({"messages": [USER], "chat_template_kwargs": {"a": 1}}, "`chat_template_kwargs` gives this row arguments"),
+    ],
+)
+def test_with_several_turns_all_rows_are_chats_with_the_same_arguments(row, message):
+    with pytest.raises(BadRow, match=message):
+        recognise(row, Reading(in_turns=True, chat_template={"tools": []}))
+    given = recognise({"messages": [USER]}, Reading(in_turns=True, chat_template={"tools": [1]}))
+    assert given.template == {"tools": [1]}

@@ -1,0 +1,122 @@
+"""Environments in processes of their own, beside the engine whose answers they serve.
+
+The engine's actor owns these actors: they run on its node, and end with it.
+
+Invariants (tests/unit/cluster): an environment stays in one process; if the process dies, or does not answer, only its
+own answers fail, and a new one takes its place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from contextlib import suppress
+from itertools import count, cycle
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from megatron_rl.cluster.process import begin_process
+from megatron_rl.config.environment import EnvironmentConfig
+from megatron_rl.environments import EnvironmentFault, Reaction, Session, Sessions
+
+MAX_CALLS = 2**20
+"""Ray lets so many calls of a process run at once; threads bound what works (`environments.calls`)."""
+STUCK_S = 30.0
+"""A process that does not answer within the time limits of its calls, and so much longer, is ended."""
+
+log = logging.getLogger(__name__)
+
+
+class EnvironmentRank:
+    """A process of environments."""
+
+    def __init__(self, cfg: EnvironmentConfig, delimiter: str, path: str, name: str) -> None:
+        begin_process(Path(path), name)
+        self._sessions = Sessions(cfg, delimiter)
+        self._playing: dict[int, Session] = {}
+
+    async def begin(self, key: int, row: Mapping[str, Any]) -> None:
+        self._playing[key] = self._sessions.new()
+        await self._playing[key].begin(row)
+
+    async def react(self, key: int, text: str) -> Reaction:
+        return await self._playing[key].react(text)
+
+    async def end(self, key: int) -> None:
+        await self._playing.pop(key).end()
+
+
+class RemoteSessions:
+    """The processes of one engine. Each new environment goes to the next one in turn.
+
+    Args:
+        logs: the folder of the logs.
+        engine: the name of the engine, with which those of the processes begin.
+    """
+
+    def __init__(self, cfg: EnvironmentConfig, delimiter: str, logs: Path, engine: str) -> None:
+        self._cfg, self._delimiter = cfg, delimiter
+        self._names = [f"{engine} environments {i}" for i in range(cfg.processes)]
+        self._logs = logs
+        self._actors = [self._started(name) for name in self._names]
+        self._keys, self._next = count(), cycle(range(cfg.processes))
+
+    def new(self) -> Session:
+        """The environment of another answer."""
+        # A session begins with two calls, and the calls of a turn may wait for threads.
+        limit_s, index = 2 * self._cfg.step_timeout_s + STUCK_S, next(self._next)
+        return _RemoteSession(self, index, self._actors[index], next(self._keys), limit_s)
+
+    def replace(self, index: int, actor: Any, why: str) -> None:
+        """Start a process anew, unless this has been done since `actor` was its actor."""
+        if self._actors[index] is actor:
+            log.warning("%s %s, and is started anew", self._names[index], why)
+            ray.kill(actor)
+            self._actors[index] = self._started(self._names[index])
+
+    def _started(self, name: str) -> Any:
+        node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        options = {"num_cpus": 0, "max_concurrency": MAX_CALLS, "scheduling_strategy": node}
+        path = self._logs / f"{name.replace(' ', '_')}.log"
+        return ray.remote(EnvironmentRank).options(**options).remote(self._cfg, self._delimiter, str(path), name)
+
+
+class _RemoteSession:
+    """
+    Args:
+        index: that of the process among those of the engine.
+        key: names the environment in its process.
+        limit_s: the longest time of a call, in seconds.
+    """
+
+    def __init__(self, sessions: RemoteSessions, index: int, actor: Any, key: int, limit_s: float) -> None:
+        self._sessions, self._index, self._actor = sessions, index, actor
+        self._key, self._limit_s = key, limit_s
+
+    async def begin(self, row: Mapping[str, Any]) -> None:
+        await self._result(self._actor.begin.remote(self._key, row))
+
+    async def react(self, text: str) -> Reaction:
+        reaction: Reaction = await self._result(self._actor.react.remote(self._key, text))
+        return reaction
+
+    async def end(self) -> None:
+        with suppress(EnvironmentFault):  # the process has died, and the environment with it
+            await self._result(self._actor.end.remote(self._key))
+
+    async def _result(self, call: ray.ObjectRef) -> Any:
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(call.future()), self._limit_s)
+        except EnvironmentFault as fault:  # Ray's error has its own text around ours
+            raise EnvironmentFault(str(getattr(fault, "cause", fault))) from None
+        except RayActorError as error:
+            self._sessions.replace(self._index, self._actor, "has died")
+            raise EnvironmentFault("the process of this environment has died") from error
+        except TimeoutError:
+            self._sessions.replace(self._index, self._actor, "does not answer")
+            raise EnvironmentFault(f"the process of this environment did not answer in {self._limit_s:g} s") from None

@@ -1,0 +1,29 @@
+"""The metrics of answers of several turns."""
+
+from __future__ import annotations
+
+from megatron_rl.loop.rollouts import describe_episodes
+from megatron_rl.types import Episode, Group, Prompt, Sample
+
+
+def group(*episodes: Episode | None) -> Group:
+    samples = [Sample(3, 1, 2, 0, "stop", episode=episode) for episode in episodes]
+    return Group(Prompt("uid", (1,), "question"), samples, None, 0)
+
+
+def test_episodes_are_described_over_all_answers():
+    groups = [
+        group(Episode(1, 1, 0, 1.0), Episode(4, 9, 3, 0.5)),
+        group(Episode(3, 5, 0, 2.5, fault="it broke down"), Episode(2, 3, 1, 1.0)),
+    ]
+    assert describe_episodes(groups) == {
+        "environment/turns_mean": 2.5,
+        "environment/turns_max": 4.0,
+        "environment/tool_errors": 1.0,
+        "environment/failed": 0.25,
+        "environment/step_s": 0.5,
+    }
+
+
+def test_answers_of_one_turn_have_no_such_metrics():
+    assert describe_episodes([group(None, None)]) == {}

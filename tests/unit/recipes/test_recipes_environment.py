@@ -1,0 +1,161 @@
+"""Faults of `rollout.environment` that are found before anything starts."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+
+from megatron_rl.config.load import validate
+from megatron_rl.config.schema import GrpoRunConfig
+from megatron_rl.recipes.environment_source import faults_of_environment
+from megatron_rl.recipes.row_sources import heldout_source, training_sources
+from megatron_rl.recipes.tokenizer_files import TokenizerFiles
+
+TURNS = "{% for m in messages %}{{ m.role }}:{{ m.content }}<eos>{% endfor %}"
+TOOLS = "{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}"
+TEMPLATE = TOOLS + TURNS + "{% if add_generation_prompt %}assistant:{% endif %}"
+MODULE = """
+def add(a: int, b: int) -> int:
+    \"\"\"Add.
+
+    Args:
+        a: one.
+        b: the other.
+    \"\"\"
+    return a + b
+
+def untyped(a):
+    \"\"\"Nothing.\"\"\"
+
+class Game:
+    def reset(self, row): ...
+    def step(self, text): ...
+"""
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_tools.py").write_text(MODULE)
+    core = Tokenizer(models.WordLevel({"<eos>": 0, "<unk>": 1}, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Split(Regex("<eos>|."), "isolated")
+    core.save("tokenizer.json")
+    Path("tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>"}))
+    Path("config.json").write_text(json.dumps({"eos_token_id": 0}))
+    Path("chat_template.jinja").write_text(TEMPLATE)
+    return tmp_path
+
+
+def config(environment: dict, rewards=({"kind": "exact_answer"},), data=None, **rollout) -> GrpoRunConfig:
+    sizes = {"prompts_per_step": 4, "samples_per_prompt": 2, "max_prompt_tokens": 8, "max_response_tokens": 20}
+    merged = {
+        "run": {"name": "a", "steps": 3},
+        "model": {"path": "."},
+        "data": {"train": "train.jsonl", "eval": "eval.jsonl"} | (data or {}),
+        "rollout": sizes | {"environment": environment, "delimiter": ""} | rollout,
+        "balance": {"max_tokens_per_microbatch": 96},
+        "rewards": list(rewards),
+    }
+    return validate(GrpoRunConfig, merged)
+
+
+def tools(*names: str) -> dict:
+    return {"kind": "tools", "paths": [f"my_tools.py:{name}" for name in names]}
+
+
+GAME = {"kind": "class", "path": "my_tools.py:Game"}
+
+
+def faults(cfg: GrpoRunConfig) -> list[str]:
+    told: list[str] = []
+    found = faults_of_environment(cfg, TokenizerFiles(Path(".")), told.append)
+    assert told == []
+    return found
+
+
+def test_what_is_right_has_no_fault(home):
+    assert faults(config(tools("add"))) == faults(config(GAME)) == []
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        (tools("absent"), "rollout.environment.paths: my_tools.py:absent: .*has no function 'absent'"),
+        (tools("untyped"), "my_tools.py:untyped cannot be offered as a tool: Argument a is missing"),
+        (GAME | {"path": "other.py:Game"}, "rollout.environment.path: other.py:Game: there is no file other.py"),
+    ],
+)
+def test_code_that_cannot_be_loaded_is_named(home, environment, message):
+    [fault] = faults(config(environment))
+    assert re.search(message, fault), fault
+
+
+@pytest.mark.parametrize(
+    ("template", "environment", "message"),
+    [
+        (TEMPLATE.replace(TOOLS, ""), tools("add"), "cannot offer tools: 1 of 1 (add) do not appear"),
+        (
+            TEMPLATE.replace("m.content", "m.content if loop.last else ''"),
+            GAME,
+            "from character 5 of the conversation",
+        ),
+        (TEMPLATE.replace("<eos>", "<end>"), GAME, "ends an answer with '<end>"),
+    ],
+)
+def test_a_template_that_does_not_fit_is_refused(home, template, environment, message):
+    Path("chat_template.jinja").write_text(template)
+    [fault] = faults(config(environment))
+    assert fault.startswith("rollout.environment: .: the chat template") and message in fault
+
+
+def test_no_template_is_a_fault_and_one_for_transformers_alone_is_told(home):
+    Path("chat_template.jinja").write_text(TEMPLATE + "{{ unknown() }}")
+    told: list[str] = []
+    assert faults_of_environment(config(GAME), TokenizerFiles(home), told.append) == []
+    assert told == [
+        "the chat template is not checked for rollout.environment: it can be rendered by transformers alone"
+    ]
+    Path("chat_template.jinja").unlink()
+    assert faults(config(GAME)) == [
+        "rollout.environment: the tokenizer of . has no chat template; add chat_template.jinja"
+    ]
+
+
+def test_all_rows_are_rendered_with_the_tools(home):
+    cfg = config(tools("add"), data={"chat_template": {"enable_thinking": False}})
+    [train], heldout = (
+        training_sources(cfg.data, cfg.rollout.environment),
+        heldout_source(cfg.data, cfg.rollout.environment),
+    )
+    for source in (train, heldout):
+        assert source.reading.in_turns and source.reading.chat_template["enable_thinking"] is False
+        [schema] = source.reading.chat_template["tools"]
+        assert schema["function"]["parameters"]["required"] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"environment": tools("add"), "rewards": [{"kind": "environment"}]}, "of kind tools, and tools give none"),
+        ({"environment": None, "rewards": [{"kind": "environment"}]}, "with kind class, which is null"),
+        (
+            {
+                "environment": GAME,
+                "delimiter": "</think>",
+                "thinking": {"thought_tokens": 4, "response_tokens": 4},
+            },
+            "has a budget for one thought",
+        ),
+        (
+            {"environment": GAME, "data": {"train": [{"path": "a.jsonl", "weight": 1, "chat_template": {}}]}},
+            "remove chat_template from the sources",
+        ),
+    ],
+)
+def test_what_does_not_go_together_is_refused(home, changes, message):
+    with pytest.raises(ValueError, match=message):
+        config(**changes)
