@@ -75,4 +75,5 @@ def _check_template(config: GrpoRunConfig, tokenizer: TokenizerFiles, schemas: S
             require_offered(offering, with_arguments(plain), schemas)
         except ValueError as error:
             raise ValueError(f"rollout.environment: {folder}: {error}") from error
-    continuation_of(folder, config.rollout, offering)
+    if config.rollout.environment.kind != "agent":  # an agent that never goes on needs nothing of the template
+        continuation_of(folder, config.rollout, offering)

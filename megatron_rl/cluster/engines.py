@@ -14,6 +14,7 @@ import os
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,15 @@ from megatron_rl.cluster.payloads import StoredTokens, fetch, num_objects, objec
 from megatron_rl.cluster.process import Location, Process, begin_process, locate
 from megatron_rl.cluster.restarts import Restarts
 from megatron_rl.cluster.waiting import explain, gather, locate_all, pieces, settle
+from megatron_rl.config.environment import AgentEnvironment
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.environments import Sessions
 from megatron_rl.layout import Recording
+from megatron_rl.rollout.agents import Agents
 from megatron_rl.rollout.engine import VllmEngine
+from megatron_rl.rollout.episodes import Episodes, MakeAnswers
 from megatron_rl.rollout.progress import remove_records
-from megatron_rl.rollout.turns import Turns, open_turns
+from megatron_rl.rollout.turns import chat_template, open_turns
 from megatron_rl.types import Group, Metrics, ModelShape, Phase, Prompt, Sample, Tokens
 
 ALIVE_S = 30.0
@@ -74,19 +78,22 @@ class EngineRank:
             record=Path(self.record),
             shares_gpus=config.cluster.colocate,
             loads_weights=self.loads_weights,
-            turns=self._turns(),
+            make_answers=self._make_answers(),
         )
         await self.engine.start()
         log.info("vLLM is ready")
 
-    def _turns(self) -> Turns | None:
+    def _make_answers(self) -> MakeAnswers | None:
         config, rollout = self.config, self.config.rollout
         if rollout.environment is None:
             return None
+        render = chat_template(config.model.path, config.data.chat_template)
+        if isinstance(rollout.environment, AgentEnvironment):
+            return partial(Agents, config.model.path, rollout, render)
         sessions: Sessions | RemoteSessions = Sessions(rollout.environment, rollout.delimiter)
         if rollout.environment.processes:
             sessions = RemoteSessions(rollout.environment, rollout.delimiter, self.logs, self.name)
-        return open_turns(config.model.path, rollout, config.data.chat_template, sessions.new)
+        return partial(Episodes, open_turns(config.model.path, rollout, render, sessions.new))
 
     async def alive(self) -> bool:
         return self.engine.alive

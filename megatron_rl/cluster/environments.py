@@ -21,7 +21,7 @@ from ray.exceptions import RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megatron_rl.cluster.process import begin_process
-from megatron_rl.config.environment import EnvironmentConfig
+from megatron_rl.config.environment import TurnsEnvironment
 from megatron_rl.environments import EnvironmentFault, Reaction, Session, Sessions
 
 MAX_CALLS = 2**20
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 class EnvironmentRank:
     """A process of environments."""
 
-    def __init__(self, cfg: EnvironmentConfig, delimiter: str, path: str, name: str) -> None:
+    def __init__(self, cfg: TurnsEnvironment, delimiter: str, path: str, name: str) -> None:
         begin_process(Path(path), name)
         self._sessions = Sessions(cfg, delimiter)
         self._playing: dict[int, Session] = {}
@@ -59,7 +59,7 @@ class RemoteSessions:
         engine: the name of the engine, with which those of the processes begin.
     """
 
-    def __init__(self, cfg: EnvironmentConfig, delimiter: str, logs: Path, engine: str) -> None:
+    def __init__(self, cfg: TurnsEnvironment, delimiter: str, logs: Path, engine: str) -> None:
         self._cfg, self._delimiter = cfg, delimiter
         self._names = [f"{engine} environments {i}" for i in range(cfg.processes)]
         self._logs = logs

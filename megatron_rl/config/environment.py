@@ -73,7 +73,9 @@ class AgentEnvironment(Section):
         return super().absolute().model_copy(update={"path": absolute_path(self.path)})
 
 
-EnvironmentConfig = Annotated[ClassEnvironment | ToolsEnvironment | AgentEnvironment, Field(discriminator="kind")]
+TurnsEnvironment = ClassEnvironment | ToolsEnvironment
+"""What answers to turns that the engine asks for."""
+EnvironmentConfig = Annotated[TurnsEnvironment | AgentEnvironment, Field(discriminator="kind")]
 
 
 def absolute_path(path: str) -> str:

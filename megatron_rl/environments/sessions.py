@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from megatron_rl.config.environment import EnvironmentConfig
+from megatron_rl.config.environment import EnvironmentConfig, TurnsEnvironment
 from megatron_rl.config.function import load_function
 from megatron_rl.environments.calls import Calls
 from megatron_rl.environments.environment import ClassSession, Session
@@ -21,7 +21,7 @@ class Sessions:
         ValueError: the class or a function cannot be imported, or has not what it needs.
     """
 
-    def __init__(self, cfg: EnvironmentConfig, delimiter: str) -> None:
+    def __init__(self, cfg: TurnsEnvironment, delimiter: str) -> None:
         self._cfg, self._delimiter, self._calls = cfg, delimiter, Calls(cfg.step_timeout_s)
         if cfg.kind == "tools":
             self._tools = load_tools(cfg.paths)

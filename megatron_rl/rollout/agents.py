@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from math import isfinite
@@ -26,7 +26,7 @@ from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.environments.calls import Calls, OutOfTime
 from megatron_rl.rollout.conversations import Conversations, RenderCall
 from megatron_rl.rollout.endpoint import Endpoint
-from megatron_rl.rollout.episodes import Samples, Start
+from megatron_rl.rollout.episodes import Completed, Samples, Start
 from megatron_rl.rollout.program import Call, Completion, Transcript, as_sample
 from megatron_rl.rollout.request_queue import Request
 from megatron_rl.rollout.vocabulary import load_tokenizer, stop_ids
@@ -42,8 +42,7 @@ NEXT_CALL = 0x1E3779B97F4A7C15
 
 
 class Agents:
-    """The same methods as `Episodes`.
-
+    """
     Args:
         folder: the model's.
         rollout: with an environment of kind agent.
@@ -59,14 +58,14 @@ class Agents:
         rollout: RolloutConfig,
         render: RenderCall,
         start: Start,
-        completion: Callable[[RequestOutput], Completion],
+        completion: Completed,
     ) -> None:
         cfg = rollout.environment
         assert isinstance(cfg, AgentEnvironment), "only agents need it"
         self._cfg, self._render, self._start, self._completion = cfg, render, start, completion
         self._run, self._calls = load_function(cfg.path), Calls(cfg.timeout_s)
         self._tokenizer = load_tokenizer(folder)
-        self._end = self._tokenizer.id_to_token(stop_ids(folder)[0])
+        self._ends = [text for i in stop_ids(folder) if (text := self._tokenizer.id_to_token(i)) is not None]
         sampling = rollout.sampling
         own = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
         self._endpoint = Endpoint(HOST, self._decode, rollout.max_model_tokens, own)
@@ -77,12 +76,12 @@ class Agents:
     async def groups(
         self, prompts: Sequence[Prompt], num_samples: int, seeds: Sequence[int], version: int, greedy: bool
     ) -> AsyncIterator[tuple[int, Samples]]:
-        """See `VllmEngine.generate_as_finished`."""
+        """See `Answers`."""
         await self._start([], version, is_first=True)
 
         async def group(number: int) -> tuple[int, Samples]:
             own = range(number * num_samples, (number + 1) * num_samples)
-            played = await asyncio.gather(*(self._play(prompts[number], seeds[i], greedy) for i in own))
+            played = await asyncio.gather(*(self._play(prompts[number], seeds[i], greedy, None) for i in own))
             return number, [sample for samples in played for sample in samples]
 
         groups = [asyncio.ensure_future(group(number)) for number in range(len(prompts))]
@@ -93,9 +92,10 @@ class Agents:
             await _end(groups)
 
     async def answers(self, ticket: int, prompt: Prompt, samples: range, seed: int) -> Samples:
-        """See `VllmEngine.answer`."""
+        """See `Answers`."""
         await self._start([], is_first=not self._playing)
-        tasks = [asyncio.ensure_future(self._play(prompt, seed + sample, greedy=False)) for sample in samples]
+        plays = [self._play(prompt, seed + sample, False, (ticket, sample)) for sample in samples]
+        tasks = [asyncio.ensure_future(play) for play in plays]
         self._playing[ticket].update(tasks)
         try:
             return [sample for played in await asyncio.gather(*tasks) for sample in played]
@@ -112,8 +112,16 @@ class Agents:
         for task in self._playing.get(ticket, ()):
             task.cancel()
 
-    async def _play(self, prompt: Prompt, seed: int, greedy: bool) -> Samples:
-        """Run the agent once. Returns its conversations."""
+    async def close(self) -> None:
+        """End the server."""
+        await self._endpoint.close()
+
+    async def _play(self, prompt: Prompt, seed: int, greedy: bool, answer: tuple[int, int] | None) -> Samples:
+        """Run the agent once. Returns its conversations.
+
+        Args:
+            answer: the ticket of the group and the number of the answer, for `cancel`.
+        """
         if self._starting is None:
             self._starting = asyncio.ensure_future(self._endpoint.start())
         await self._starting
@@ -124,10 +132,10 @@ class Agents:
             own = (seed + num_calls * NEXT_CALL) % 2**62
             num_calls += 1
             future: Future[RequestOutput]
-            [future] = await self._start([Request(ids, call, own, greedy, goes_on=num_calls > 1)])
+            [future] = await self._start([Request(ids, call, own, greedy, answer, goes_on=num_calls > 1)])
             return self._completion(await asyncio.wrap_future(future))
 
-        conversations = Conversations(self._render, self._tokenizer, self._end)
+        conversations = Conversations(self._render, self._tokenizer, self._ends)
         name, url = self._endpoint.open(conversations, ask)
         reward, fault = None, ""
         try:

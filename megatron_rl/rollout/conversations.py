@@ -42,6 +42,8 @@ class Node:
     """The tools of the call as JSON."""
     rendered: str
     """The text of the conversation with its answer, without what follows the end of the answer."""
+    end: str
+    """The text with which the chat template ends the answer."""
     before: Node | None
     """The call that it goes on from."""
     prompt: list[int]
@@ -82,12 +84,12 @@ class Asked:
 class Conversations:
     """
     Args:
-        end: the text of the token that ends a turn.
+        ends: the texts of the tokens that end a turn.
     """
 
     render: RenderCall
     tokenizer: Tokenizer
-    end: str
+    ends: Sequence[str]
     nodes: list[Node] = field(default_factory=list)
 
     def ask(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> Asked:
@@ -106,7 +108,7 @@ class Conversations:
             return Asked(wanted, tools, text, None, self._ids(text), Transcript())
         _require_beginning(before.rendered, text)
         transcript = before.transcript.copy()
-        [end, *after] = self._ids(self.end + text[len(before.rendered) :])
+        [end, *after] = self._ids(before.end + text[len(before.rendered) :])
         # An answer that a limit has cut has no end of its own.
         transcript.force(after if transcript.stopped else [end, *after])
         return Asked(wanted, tools, text, before, before.prompt, transcript)
@@ -123,15 +125,19 @@ class Conversations:
         messages = (*asked.messages, normalised(answer))
         rendered = self.render(messages, asked.tools, False)
         _require_beginning(asked.text, rendered)
-        cut = rendered.rfind(self.end)
-        if cut < len(asked.text) or rendered[cut + len(self.end) :].strip():
-            raise Refused(f"the chat template does not end an answer with {self.end!r}: {rendered[-SHOWN:]!r}")
+        cut, end = max((rendered.rfind(end), end) for end in self.ends)
+        if cut < len(asked.text) or rendered[cut + len(end) :].strip():
+            expected = ", ".join(map(repr, self.ends))
+            raise Refused(
+                f"the model ends a turn with one of {expected}, but the chat template ends an answer with "
+                f"{rendered[-SHOWN:]!r}"
+            )
         num_before = len(asked.transcript.ids)
         asked.transcript.sampled(completion)
         if asked.before is not None:
             asked.before.is_last = False
-        key, text = json.dumps(asked.tools, sort_keys=True), rendered[: cut + len(self.end)]
-        self.nodes.append(Node(messages, key, text, asked.before, asked.prompt, asked.transcript, num_before))
+        key, text = json.dumps(asked.tools, sort_keys=True), rendered[: cut + len(end)]
+        self.nodes.append(Node(messages, key, text, end, asked.before, asked.prompt, asked.transcript, num_before))
 
     def transcripts(self) -> list[tuple[list[int], Transcript, list[Node]]]:
         """Each conversation that no other call goes on from, as the tokens of the prompt, the transcript and its calls,

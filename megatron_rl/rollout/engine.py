@@ -43,7 +43,7 @@ from megatron_rl.layout import read_shape
 from megatron_rl.rollout.budgets import Budgets, Chosen
 from megatron_rl.rollout.engine_thread import EngineThread
 from megatron_rl.rollout.engine_weights import EngineWeights
-from megatron_rl.rollout.episodes import Episodes
+from megatron_rl.rollout.episodes import MakeAnswers
 from megatron_rl.rollout.program import (
     Call,
     Completion,
@@ -55,7 +55,6 @@ from megatron_rl.rollout.program import (
 from megatron_rl.rollout.progress import Progress, recorded
 from megatron_rl.rollout.request_queue import Request, RequestQueue
 from megatron_rl.rollout.start import make_engine
-from megatron_rl.rollout.turns import Turns
 from megatron_rl.rollout.vocabulary import stop_ids
 from megatron_rl.types import Prompt, Sample, Tokens
 
@@ -112,7 +111,7 @@ class VllmEngine:
         record: Path | None = None,
         shares_gpus: bool = False,
         loads_weights: bool = False,
-        turns: Turns | None = None,
+        make_answers: MakeAnswers | None = None,
     ) -> None:
         """
         Args:
@@ -124,7 +123,7 @@ class VllmEngine:
             shares_gpus: whether trainers have the same GPUs, so that `weights.enter` gives them the memory.
             loads_weights: whether `start` loads the weights of the model's folder, as version 0; otherwise the bridge
                 brings them.
-            turns: carries out answers of several turns, if there is `rollout.environment`.
+            make_answers: makes what carries out the answers, if there is `rollout.environment`.
 
         Raises:
             ValueError: the folder holds no model, the model has fewer positions than the longest sample has tokens, or
@@ -143,8 +142,8 @@ class VllmEngine:
             )
         self._budgets = Budgets(model.path, rollout, torch.cuda.is_available())
         self._thread = EngineThread(RequestQueue(self._give))
-        assert (turns is None) == (rollout.environment is None), "an environment needs turns"
-        self._episodes = Episodes(turns, self._start, self._completion) if turns else None
+        assert (make_answers is None) == (rollout.environment is None), "only an environment needs them"
+        self._episodes = make_answers(self._start, self._completion) if make_answers else None
         self._num_requests = 0
         self._progress = Progress(record) if record else None
         self.weights = EngineWeights(self._thread, rollout, self._progress, shares_gpus)

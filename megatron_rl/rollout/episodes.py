@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 Samples = list[tuple[Sample, Tokens]]
 
 
+Completed = Callable[["RequestOutput"], Completion]
+"""Takes what an answer needs from vLLM's output."""
+
+
 class Start(Protocol):
     """Begin requests; see `VllmEngine._begin`."""
 
@@ -33,18 +37,10 @@ class Start(Protocol):
     ) -> Awaitable[list[Future[RequestOutput]]]: ...
 
 
-class Episodes:
-    """
-    Args:
-        completion: takes what an answer needs from vLLM's output.
-    """
+class Answers(Protocol):
+    """Carries out answers that are more than the calls of a program."""
 
-    def __init__(self, turns: Turns, start: Start, completion: Callable[[RequestOutput], Completion]) -> None:
-        self._turns, self._start, self._completion = turns, start, completion
-        self._playing: defaultdict[int, set[asyncio.Task[Any]]] = defaultdict(set)
-        """The answers of `answers`, by the tickets of their groups."""
-
-    async def groups(
+    def groups(
         self, prompts: Sequence[Prompt], num_samples: int, seeds: Sequence[int], version: int, greedy: bool
     ) -> AsyncIterator[tuple[int, Samples]]:
         """See `VllmEngine.generate_as_finished`.
@@ -52,6 +48,40 @@ class Episodes:
         Args:
             seeds: those of all answers.
         """
+        ...
+
+    async def answers(self, ticket: int, prompt: Prompt, samples: range, seed: int) -> Samples:
+        """See `VllmEngine.answer`.
+
+        Args:
+            seed: that of the group's first answer.
+        """
+        ...
+
+    def cancel(self, ticket: int) -> None:
+        """End the answers of a group."""
+
+
+MakeAnswers = Callable[[Start, Completed], Answers]
+"""Makes them for an engine, from what begins its requests and what takes an answer from vLLM's output."""
+
+
+class Episodes:
+    """Answers of several turns.
+
+    Args:
+        turns: carries out one answer.
+    """
+
+    def __init__(self, turns: Turns, start: Start, completion: Completed) -> None:
+        self._turns, self._start, self._completion = turns, start, completion
+        self._playing: defaultdict[int, set[asyncio.Task[Any]]] = defaultdict(set)
+        """The answers of `answers`, by the tickets of their groups."""
+
+    async def groups(
+        self, prompts: Sequence[Prompt], num_samples: int, seeds: Sequence[int], version: int, greedy: bool
+    ) -> AsyncIterator[tuple[int, Samples]]:
+        """See `Answers`."""
         asked = [prompt for prompt in prompts for _ in range(num_samples)]
         requests = [
             Request(prompt.token_ids, self._turns.first_call, seed, greedy)
@@ -71,11 +101,7 @@ class Episodes:
             await _end(groups)
 
     async def answers(self, ticket: int, prompt: Prompt, samples: range, seed: int) -> Samples:
-        """See `VllmEngine.answer`.
-
-        Args:
-            seed: that of the group's first answer.
-        """
+        """See `Answers`."""
         requests = [
             Request(prompt.token_ids, self._turns.first_call, seed + sample, answer=(ticket, sample))
             for sample in samples

@@ -28,6 +28,7 @@ from megatron_rl.environments import (
     Session,
     schemas_of,
 )
+from megatron_rl.rollout.conversations import RenderCall
 from megatron_rl.rollout.program import Call, Completion, Transcript, as_sample, find_delimiter
 from megatron_rl.rollout.vocabulary import load_tokenizer, stop_ids
 from megatron_rl.types import Episode, Prompt, Sample, TokenReward, Tokens
@@ -163,30 +164,38 @@ class _Played:
         ), tokens
 
 
-def open_turns(
-    folder: Path, rollout: RolloutConfig, arguments: Mapping[str, Any], new_session: Callable[[], Session]
-) -> Turns:
+def chat_template(folder: Path, arguments: Mapping[str, Any]) -> RenderCall:
+    """The chat template of a model.
+
+    Args:
+        arguments: those that all conversations have, `data.chat_template`.
+    """
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+
+    def render(turns: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], opens_answer: bool) -> str:
+        given = {**arguments, **({"tools": list(tools)} if tools else {})}
+        options = {**given, "add_generation_prompt": opens_answer, "tokenize": False}
+        return str(tokenizer.apply_chat_template([dict(turn) for turn in turns], **options))
+
+    return render
+
+
+def open_turns(folder: Path, rollout: RolloutConfig, render: RenderCall, new_session: Callable[[], Session]) -> Turns:
     """How an engine carries out answers of several turns.
 
     Args:
         folder: the model's.
         rollout: with an environment.
-        arguments: those of the chat template, `data.chat_template`.
+        render: the chat template.
         new_session: makes the environment of an answer.
 
     Raises:
         ValueError: a tool cannot be imported, or the chat template cannot continue a transcript.
     """
-    from transformers import AutoTokenizer
-
-    tokenizer, tools = AutoTokenizer.from_pretrained(folder), schemas_of(rollout.environment)
-    given = {**arguments, **({"tools": tools} if tools else {})}
-
-    def render(turns: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
-        options = {**given, "add_generation_prompt": add_generation_prompt, "tokenize": False}
-        return tokenizer.apply_chat_template([dict(turn) for turn in turns], **options)
-
-    return Turns(folder, rollout, render, new_session)
+    tools = schemas_of(rollout.environment)
+    return Turns(folder, rollout, lambda turns, opens_answer: render(turns, tools, opens_answer), new_session)
 
 
 def continuation_of(folder: Path, rollout: RolloutConfig, render: Render) -> Continuation:

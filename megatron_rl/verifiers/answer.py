@@ -28,13 +28,15 @@ class Answer:
     """The turns of the answer, if it has several; the last one is then what is judged."""
     token_rewards: tuple[TokenReward, ...] = ()
     """See `Sample.token_rewards`."""
+    num_prompt_tokens: int = 0
+    """The number of tokens before the response. Those of an agent's conversation are not the row's prompt."""
 
     @property
     def final_ids(self) -> list[int]:
         """The tokens of the last turn, or of the whole response if there are no turns."""
         if self.episode is None:
             return self.response_ids
-        return self.response_ids[self.episode.last_turn - len(self.prompt.token_ids) :]
+        return self.response_ids[self.episode.last_turn - self.num_prompt_tokens :]
 
     @property
     def fault(self) -> str:

@@ -231,7 +231,14 @@ def answers_of(
         samples: the samples of each group.
     """
     return [
-        Answer(prompt, one.ids[len(prompt.token_ids) :].tolist(), sample.finish, sample.episode, sample.token_rewards)
+        Answer(
+            prompt,
+            one.ids[sample.num_prompt_tokens :].tolist(),
+            sample.finish,
+            sample.episode,
+            sample.token_rewards,
+            sample.num_prompt_tokens,
+        )
         for prompt, of_group, group in zip(prompts, tokens, samples, strict=True)
         for one, sample in zip(of_group, group, strict=True)
     ]

@@ -27,7 +27,7 @@ class Stage:
         record: Path | None = None,
         shares_gpus: bool = False,
         returns_routes: bool = False,
-        turns: Callable[[RolloutConfig], Any] = lambda rollout: None,
+        answers: Callable[[RolloutConfig], Any] = lambda rollout: None,
         **rollout,
     ) -> None:
         from megatron_rl.rollout.engine import VllmEngine
@@ -43,7 +43,7 @@ class Stage:
             record=record,
             returns_routes=returns_routes,
             shares_gpus=shares_gpus,
-            turns=turns(self.config),
+            make_answers=answers(self.config),
         )
         self._loop = asyncio.new_event_loop()
         self.run(self.engine.start())

@@ -5,20 +5,22 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
-from types import SimpleNamespace
+from concurrent.futures import Future
 
 import httpx
 import numpy as np
 import pytest
-from openai import AsyncOpenAI, BadRequestError, NotFoundError, OpenAI
+from openai import AsyncOpenAI, BadRequestError, OpenAI
 from patience import deadline
-from tiny_chat import DROPS_THOUGHTS, HEAD, KEEPS, TURN, characters, compiled
+from tiny_chat import DROPS_THOUGHTS, KEEPS, characters, renderer
 
 from megatron_rl.config.environment import AgentEnvironment
+from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.rollout.agents import Agents
 from megatron_rl.rollout.conversations import Conversations, Refused
 from megatron_rl.rollout.endpoint import Endpoint, message_of
 from megatron_rl.rollout.program import Call, Completion
+from megatron_rl.types import Prompt
 
 TOKENIZER = characters()
 END = TOKENIZER.token_to_id("<end>")
@@ -27,6 +29,10 @@ WITH_CALLS = KEEPS.replace(
     "= m.content",
     "= m.content ~ (m.tool_calls | default([]) | map(attribute='function') | map('tojson') | join)",
 )
+
+
+def render_with(template: str):
+    return lambda turns, tools, generation: renderer(template, tools=tools)(turns, generation)
 
 
 def ids_of(text: str) -> list[int]:
@@ -43,7 +49,7 @@ def completion(text: str, stopped: bool = True) -> Completion:
 
 
 def conversations(template: str = KEEPS) -> Conversations:
-    return Conversations(compiled(template), TOKENIZER, "<end>")
+    return Conversations(render_with(template), TOKENIZER, ["<unk>", "<end>"])
 
 
 def user(text: str) -> dict:
@@ -180,7 +186,8 @@ def test_openais_client_has_a_conversation():
 
     given, held, calls = play(agent, "one", "two")
     assert (given.choices[0].message.content, given.choices[0].finish_reason) == ("two", "stop")
-    assert given.usage.completion_tokens == 4 and given.usage.prompt_tokens == len(held.nodes[1].prompt) + 4 + 33
+    node = held.nodes[1]
+    assert given.usage.completion_tokens == 4 and given.usage.prompt_tokens == len(node.prompt) + node.num_before
     assert [call.max_tokens for call in calls] == [9, 9]
     [(_, transcript, path)] = held.transcripts()
     assert len(path) == 2 and sum(transcript.is_action) == 8
@@ -288,3 +295,110 @@ async def hangs(row, base_url):
 
 def senseless(row, base_url):
     return "good"
+
+
+class Model:
+    """Stands for the engine: its n-th answer is the number n, and it notes what it was asked."""
+
+    def __init__(self) -> None:
+        self.requests, self.versions = [], []
+
+    async def start(self, requests, version=None, is_first=False):
+        self.requests += requests
+        self.versions.append((version, is_first))
+        futures = []
+        for _ in requests:
+            futures.append(Future())
+            futures[-1].set_result(completion(str(len(self.requests))))
+        return futures
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    TOKENIZER.save(str(folder / "tokenizer.json"))
+    (folder / "config.json").write_text(json.dumps({"eos_token_id": END}))
+    return folder
+
+
+def agents(folder, agent, model: Model, **options) -> Agents:
+    environment = AgentEnvironment(path=f"{__file__}:{agent}", **options)
+    rollout = RolloutConfig(
+        prompts_per_step=1,
+        samples_per_prompt=1,
+        max_prompt_tokens=100,
+        max_response_tokens=200,
+        delimiter="",
+        environment=environment,
+    )
+    return Agents(folder, rollout, render_with(KEEPS), model.start, lambda output: output)
+
+
+def groups_of(playing: Agents, names: list[str], num_samples: int = 1):
+    prompts = [Prompt(name, (5, 6), "", {"name": name}) for name in names]
+    seeds = list(range(0, 100 * len(names) * num_samples, 100))
+
+    async def run():
+        try:
+            found = {n: samples async for n, samples in playing.groups(prompts, num_samples, seeds, VERSION, False)}
+            return [found[n] for n in range(len(prompts))]
+        finally:
+            await playing.close()
+
+    return asyncio.run(asyncio.wait_for(run(), deadline(60)))
+
+
+def test_an_agent_of_somebody_else_is_an_answer(folder):
+    model = Model()
+    [first, second] = groups_of(agents(folder, "two_turns", model, arguments={"question": "go"}), ["x", "y"], 2)
+    for name, group in (("x", first), ("y", second)):
+        assert len(group) == 2
+        for sample, tokens in group:
+            text = text_of(tokens.ids)
+            assert text.startswith(f"<turn>user:{name}<end>") and text.count("<turn>user:go<end>") == 1
+            assert sample.num_prompt_tokens == len(ids_of(f"<turn>user:{name}<end>\n<turn>assistant:"))
+            assert (sample.length, sample.num_actions) == (len(tokens.ids), int(tokens.action_mask.sum()))
+            assert sample.episode.num_turns == 2 and not sample.episode.fault and sample.finish == "stop"
+            assert tokens.ids[sample.episode.last_turn] == tokens.ids[-2] and tokens.action_mask[-2:].all()
+            assert sample.token_rewards == ((sample.length - 1, "environment", 5.0),)
+    assert model.versions[0] == (VERSION, True) and model.requests[0].call.max_tokens > 200
+    assert len({request.seed for request in model.requests}) == 8, "each call has a seed of its own"
+
+
+def test_conversations_that_branch_are_samples_with_the_same_reward(folder):
+    [group] = groups_of(agents(folder, "best_of_two", Model()), ["x"])
+    assert [sample.token_rewards[0].value for sample, _ in group] == [0.0, 0.0]
+    assert [tokens.action_mask.sum() for _, tokens in group] == [2, 2]
+    [group] = groups_of(agents(folder, "best_of_two", Model()), ["none"])
+    assert [(sample.token_rewards, sample.episode.fault) for sample, _ in group] == [((), ""), ((), "")]
+
+
+@pytest.mark.parametrize(
+    ("agent", "num_actions", "fault"),
+    [
+        ("breaks", 4, "breaks raised RuntimeError: the tool is gone"),
+        ("silent", 0, "silent did not ask the model"),
+        ("hangs", 0, "hangs took more than rollout.environment.timeout_s = 0.2 s"),
+        ("senseless", 0, "senseless returned 'good', which is no finite number and not None"),
+    ],
+)
+def test_an_agent_that_fails_gives_no_reward_and_keeps_what_was_sampled(folder, agent, num_actions, fault):
+    timeout_s = 0.2 if agent == "hangs" else 60
+    [[(sample, tokens)]] = groups_of(agents(folder, agent, Model(), timeout_s=timeout_s), ["x"])
+    assert sample.episode.fault.endswith(fault) and not sample.token_rewards
+    assert tokens.action_mask.sum() == num_actions
+
+
+def test_a_cancelled_group_ends(folder):
+    playing = agents(folder, "hangs", Model())
+
+    async def run():
+        answers = asyncio.ensure_future(playing.answers(7, Prompt("x", (5,), "", {"name": "x"}), range(3), seed=1))
+        while not playing._playing:
+            await asyncio.sleep(0)
+        playing.cancel(7)
+        with pytest.raises(RuntimeError, match="the group was cancelled"):
+            await answers
+        await playing.close()
+
+    asyncio.run(asyncio.wait_for(run(), deadline(30)))

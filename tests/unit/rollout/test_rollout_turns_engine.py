@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from tiny_turns import Lengths, turns_of
 from transformers import AutoModelForCausalLM
 
 from megatron_rl.environments import Reaction
+from megatron_rl.rollout.episodes import Episodes
 from megatron_rl.types import Mesh, Prompt
 
 ENDS, EQUALS, ASKS = 1, 16, 18
@@ -26,7 +28,7 @@ def stage(make_stage, folders, tmp_path_factory):
         folders[0],
         Mesh(),
         record=tmp_path_factory.mktemp("records") / "engine.tokens",
-        turns=turns_of(folders[0], MADE),
+        answers=lambda rollout: partial(Episodes, turns_of(folders[0], MADE)(rollout)),
         environment={"kind": "class", "path": "unused:Unused", "max_turns": 5},
         delimiter="",
         max_prompt_tokens=8,

@@ -34,7 +34,7 @@ def tokens(prompt: Prompt, *response: int) -> Tokens:
 
 
 def sample(tokens: Tokens) -> Sample:
-    return Sample(len(tokens.ids), 0, int(tokens.action_mask.sum()), 0, finish="stop")
+    return Sample(len(tokens.ids), int((~tokens.action_mask).sum()), int(tokens.action_mask.sum()), 0, finish="stop")
 
 
 PLAIN = Prompt("r:1", (1, 2), "ab", {"ground_truth": "b"})
