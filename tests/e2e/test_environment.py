@@ -1,0 +1,58 @@
+"""The real loop with answers of several turns, asynchronously, and environments in processes of their own."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+from megatron_rl.data.journal import read_journal
+from megatron_rl.observe.records import METRICS, read_lines
+
+
+def test_rewards_of_turns_reach_the_trainer_and_a_fault_is_counted(recipe):
+    from megatron_rl.recipes.calculator.task import write_model
+
+    write_model(recipe.folder / "model", seed=0)
+    shutil.copyfile(Path(__file__).parent / "guesses.py", recipe.folder / "guesses.py")
+    rows = [
+        {"messages": [{"role": "user", "content": f"{i}*2"}], "ground_truth": "fails" if i % 4 == 0 else "0"}
+        for i in range(1, 33)
+    ]
+    (recipe.folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = recipe.run(
+        "recipes/grpo.py",
+        "configs/run/calculator_tiny_cpu.yaml",
+        "run.name=digits",
+        "run.steps=3",
+        "model.path=model",
+        "data.train=rows.jsonl",
+        "data.eval=null",
+        "policy.parallel.tensor=1",
+        "rollout.max_lag=1",
+        "rollout.prompts_per_step=8",
+        "rollout.samples_per_prompt=8",
+        "rollout.environment={kind: class, path: 'guesses.py:Digits', processes: 2, max_turns: 3}",
+        "rewards=[{kind: environment}]",
+        "checkpoint.every=1",
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    folder = recipe.folder / "runs" / "digits"
+    records = [record for record in read_lines(folder / METRICS) if "environment/turns_mean" in record]
+    assert len(records) == 3
+    assert any(record["environment/turns_max"] == 3 for record in records)
+    assert any(record["environment/failed"] > 0 for record in records)
+    for record in records:
+        assert record["environment/failed"] == record["reward/environment/failed"]
+        assert record["mismatch/mean_abs"] < 1e-5 or record["lag/max"] > 0
+    assert "step raised OSError: the disk is gone" in (folder / "logs" / "rewards.log").read_text()
+    assert {path.name for path in (folder / "logs").glob("*environments*")} == {
+        "engine_0_environments_0.log",
+        "engine_0_environments_1.log",
+    }
+    entries = read_journal(folder / "journal").values()
+    whole = [sample for entry in entries for sample in entry.samples if not sample.episode.fault]
+    for sample in whole:
+        scores = [reward.value for reward in sample.token_rewards]
+        assert sample.verdict.score == (sum(scores) if scores else None)
+    assert any(len(sample.token_rewards) > 1 for sample in whole)
