@@ -1,4 +1,4 @@
-"""The real loop with answers of several turns, asynchronously, and environments in processes of their own."""
+"""The real loop with answers of several turns: environments in processes of their own, and an agent with an address."""
 
 from __future__ import annotations
 
@@ -6,27 +6,36 @@ import json
 import shutil
 from pathlib import Path
 
+import pytest
+
 from megatron_rl.data.journal import read_journal
 from megatron_rl.observe.records import METRICS, read_lines
 
 
-def test_rewards_of_turns_reach_the_trainer_and_a_fault_is_counted(recipe):
+@pytest.fixture
+def rows(recipe) -> Path:
     from megatron_rl.recipes.calculator.task import write_model
 
     write_model(recipe.folder / "model", seed=0)
-    shutil.copyfile(Path(__file__).parent / "guesses.py", recipe.folder / "guesses.py")
+    for name in ("guesses.py", "agents.py"):
+        shutil.copyfile(Path(__file__).parent / name, recipe.folder / name)
     rows = [
         {"messages": [{"role": "user", "content": f"{i}*2"}], "ground_truth": "fails" if i % 4 == 0 else "0"}
         for i in range(1, 33)
     ]
-    (recipe.folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = recipe.folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_rewards_of_turns_reach_the_trainer_and_a_fault_is_counted(recipe, rows):
     run = recipe.run(
         "recipes/grpo.py",
         "configs/run/calculator_tiny_cpu.yaml",
         "run.name=digits",
         "run.steps=3",
         "model.path=model",
-        "data.train=rows.jsonl",
+        f"data.train={rows}",
         "data.eval=null",
         "policy.parallel.tensor=1",
         "rollout.max_lag=1",
@@ -43,7 +52,7 @@ def test_rewards_of_turns_reach_the_trainer_and_a_fault_is_counted(recipe):
     assert any(record["environment/turns_max"] == 3 for record in records)
     assert any(record["environment/failed"] > 0 for record in records)
     for record in records:
-        assert record["environment/failed"] == record["reward/environment/failed"]
+        assert (record["environment/failed"] > 0) == (record["reward/environment/failed"] > 0)
         assert record["mismatch/mean_abs"] < 1e-5 or record["lag/max"] > 0
     assert "step raised OSError: the disk is gone" in (folder / "logs" / "rewards.log").read_text()
     assert {path.name for path in (folder / "logs").glob("*environments*")} == {
@@ -56,3 +65,36 @@ def test_rewards_of_turns_reach_the_trainer_and_a_fault_is_counted(recipe):
         scores = [reward.value for reward in sample.token_rewards]
         assert sample.verdict.score == (sum(scores) if scores else None)
     assert any(len(sample.token_rewards) > 1 for sample in whole)
+
+
+def test_an_agent_of_somebody_else_is_trained(recipe, rows):
+    """Each answer is two conversations that begin alike, so a group has twice as many samples."""
+    run = recipe.run(
+        "recipes/grpo.py",
+        "configs/run/calculator_tiny_cpu.yaml",
+        "run.name=agent",
+        "run.steps=2",
+        "model.path=model",
+        f"data.train={rows}",
+        "data.eval=null",
+        "policy.parallel.tensor=1",
+        "rollout.prompts_per_step=8",
+        "rollout.samples_per_prompt=4",
+        "rollout.environment={kind: agent, path: 'agents.py:asks_twice'}",
+        "rewards=[{kind: environment}]",
+        "checkpoint.every=0",
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    folder = recipe.folder / "runs" / "agent"
+    records = [record for record in read_lines(folder / METRICS) if "environment/turns_mean" in record]
+    assert len(records) == 2
+    for record in records:
+        failed = record["environment/failed"]
+        assert 0 < failed < 1 and failed == record["reward/environment/failed"]
+        # An answer that failed has one sample, without a token; the others have two, of two turns each.
+        num_failed = record["rollout/num_samples"] * failed
+        assert (record["rollout/num_samples"] - num_failed) / 2 + num_failed == pytest.approx(32)
+        assert record["environment/turns_max"] == 2
+        # The same weights, and tokens that nobody has tokenised twice: both sides compute in fp32.
+        assert record["mismatch/mean_abs"] < 1e-5 and record["grad_norm"] > 0
+    assert "asks_twice raised OSError: the disk is gone" in (folder / "logs" / "rewards.log").read_text()
