@@ -327,6 +327,11 @@ class Sample:
     """The oldest version of the weights that sampled one of its actions; -1 if it has none."""
     token_rewards: tuple[TokenReward, ...] = ()
     """Rewards at single tokens, in the order of their positions, which estimators of one number for each token use."""
+    beam: int = 0
+    """The rank of its item among the beams of its thought, 0 for the most probable one; 0 without beam search. The
+    samples of a thought are adjacent, and the thought's tokens are actions of the one with rank 0 alone."""
+    num_item_tokens: int = 0
+    """The number of its last tokens that are an item, which beam search has found; 0: it has none."""
     verdict: Verdict | None = None
     """The verifier's verdict; None before the verification."""
 
