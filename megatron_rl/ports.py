@@ -34,16 +34,21 @@ class Policy(Protocol):
 
     mesh: Mesh
 
-    def begin(self, shares: Sequence[Share]) -> Metrics:
-        """Give every data-parallel rank its share of a step, and compute the log-probs of the policy and of the
-        reference policy that the objective needs from the step's start. The ranks keep both until the next call.
-        Returns the mismatch between trainer and engine over the action tokens, if pi_old was computed."""
+    def begin(self, shares: Sequence[Share], coefficients: Mapping[str, float]) -> Metrics:
+        """Give every data-parallel rank its share of a step, and compute what the objective needs from the step's
+        start: log-probs of the policy and of the reference policy, and advantages of tokens. The ranks keep them until
+        the next call. Returns the mismatch between trainer and engine over the action tokens, if pi_old was computed,
+        and the mean KL, if it is in the reward.
+
+        Args:
+            coefficients: see `update`.
+        """
 
     def update(self, minibatch: int, coefficients: Mapping[str, float]) -> Metrics:
         """One optimizer step on a mini-batch of the shares given to `begin`.
 
         Args:
-            coefficients: the factors of the terms `kl` and `entropy` of the loss.
+            coefficients: the factors of the terms `kl` and `entropy`.
 
         Raises:
             ValueError: a number is not finite. No weight has changed.

@@ -409,11 +409,26 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenRewards:
+    """Rewards at single tokens of several samples. The arrays have one entry for each of its N rewards, in any order;
+    several may be at one token."""
+
+    sample: np.ndarray
+    """int64 [N]: the index of the sample."""
+    position: np.ndarray
+    """int64 [N]: see `TokenReward.position`."""
+    value: np.ndarray
+    """float64 [N]"""
+
+
+@dataclass(frozen=True, slots=True)
 class Scores:
     """What the advantages of a batch are estimated from. The arrays have one entry for each sample."""
 
     group_of: np.ndarray
     """int64 [S]: the index of the sample's group."""
+    lengths: np.ndarray
+    """int64 [S]: the number of tokens in prompt and response together."""
     num_actions: np.ndarray
     """int64 [S]: the number of tokens that the policy sampled."""
     is_cut: np.ndarray
@@ -426,6 +441,10 @@ class Scores:
     """float64 [K]: the weights of the reward functions in `rewards`."""
     greedy_rewards: np.ndarray | None = None
     """float64 [S]: the reward of the greedy answer to the sample's prompt; NaN where every reward abstained on it."""
+    token_rewards: TokenRewards | None = None
+    """The rewards at single tokens, besides `rewards`."""
+    token_kinds: Sequence[str] = ()
+    """[N]: the kind of each of `token_rewards`; see `TokenReward.kind`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -436,6 +455,9 @@ class Credit:
     """float64 [S]: the advantage that all action tokens of a sample share."""
     active: np.ndarray
     """bool [S]: whether the sample has a gradient. Zero-signal groups and abstentions have none."""
+    token_rewards: TokenRewards | None = None
+    """The rewards from which the ranks compute an advantage for each token, which is added to `advantages`; None if the
+    estimator gives one number for each sample."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -464,6 +486,8 @@ class Share:
     """int64 [N]: the index of the payload of the sample's group."""
     index_in_group: np.ndarray
     """int64 [N]: the index of the sample in that payload."""
+    token_rewards: TokenRewards | None = None
+    """The samples' part of `Credit.token_rewards`; `TokenRewards.sample` is an index into the arrays."""
 
     def tokens(self, sample: int) -> Tokens:
         """The tokens of a sample, once the payloads are at hand."""

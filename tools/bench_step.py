@@ -74,7 +74,7 @@ def ours(folder: Path, rank: int, processes: int, store: dist.Store) -> Callable
         share = deal_rows(folder, parallel, rows, 1)[rank]
 
         def step() -> tuple[float, float]:
-            actor.begin(share)
+            actor.begin(share, {})
             metrics = actor.update(0, {})
             return metrics["loss"], metrics["grad_norm"]
 

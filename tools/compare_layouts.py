@@ -33,7 +33,7 @@ from megatron_rl.config.balance import BalanceConfig
 from megatron_rl.config.policy import ModelConfig, OptimizerConfig, ParallelConfig, PolicyConfig
 from megatron_rl.data.journal import COLUMNS
 from megatron_rl.layout import FAMILIES, read_shape
-from megatron_rl.types import Batch, Share, Tokens
+from megatron_rl.types import Batch, Credit, Share, Tokens
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -139,7 +139,7 @@ def train_once(
     )
     actor = MegatronActor(spec, rank=rank, world_size=mesh.world_size, store=store)
     load_weights(actor, folder)
-    actor.begin(shares[mesh.coordinates(rank)[2]])
+    actor.begin(shares[mesh.coordinates(rank)[2]], {})
     metrics = actor.update(0, {})
     gradient = {name: tensor.numpy() for name, tensor in gather_gradient(actor).items()}
     actor.close()
@@ -207,7 +207,7 @@ def deal_rows(folder: Path, parallel: ParallelConfig, rows: Sequence[Tokens], nu
         updates=1,
     )
     weights = loss_weights(batch, plan, "token-mean")
-    return deal(batch, plan, np.ones(len(rows)), weights, parallel.data)
+    return deal(batch, plan, Credit(np.ones(len(rows)), np.ones(len(rows), bool)), weights, parallel.data)
 
 
 def compare(folder: Path, layouts: Sequence[str], rows: Sequence[Tokens], dtype: str = "float32") -> list[Difference]:

@@ -412,7 +412,7 @@ def layers(recompute: str, device: str) -> Found:
     actor = build_actor(folder, model)
     rows = rows_of_lengths(shape.vocab_size, sizes.lengths, np.random.default_rng(0))
     [share] = deal_rows(folder, ParallelConfig(), rows, 1)
-    actor.begin(share)
+    actor.begin(share, {})
 
     marks: dict[str, Mark] = {}
     """Of the latest update, by their names."""
@@ -551,7 +551,7 @@ def _train_and_save(folder: Path, shares: Sequence[Share], checkpoint: Path) -> 
     actor = build_actor(folder, ModelConfig(path=folder, dtype="bfloat16", layers="local"))
     load_weights(actor, folder)
     for share in shares[:-1]:
-        actor.begin(share)
+        actor.begin(share, {})
         actor.update(0, {})
     start = time.perf_counter()
     actor.save(checkpoint, {})
@@ -571,7 +571,7 @@ def _resume(folder: Path, share: Share, checkpoint: Path) -> dict[str, Any]:
 
 def _next_step(actor, share: Share) -> dict[str, Any]:
     """The metrics of an update, and a digest of the weights after it."""
-    actor.begin(share)
+    actor.begin(share, {})
     metrics = actor.update(0, {})
     digest = hashlib.sha256()
     for name, parameter in sorted(actor.parameters().items()):

@@ -47,7 +47,14 @@ from megatron_rl.actor.router import (
 from megatron_rl.actor.spec import ActorSpec
 from megatron_rl.actor.step import Schedule
 from megatron_rl.algorithms.columns import PackedColumns
-from megatron_rl.algorithms.objective import FirstPass, Metric, NotFiniteError, mismatch, over_judged
+from megatron_rl.algorithms.objective import (
+    FirstPass,
+    Metric,
+    NotFiniteError,
+    mismatch,
+    over_judged,
+    require_finite,
+)
 from megatron_rl.convert.forms import open_chunks
 from megatron_rl.convert.manifest import WEIGHTS
 from megatron_rl.convert.pieces import clip, interval_view, pieces_of, written_shards
@@ -139,7 +146,7 @@ class MegatronActor:
         """
         self._memory.require(phase)
 
-    def begin(self, share: Share) -> Metrics:
+    def begin(self, share: Share, coefficients: Mapping[str, float]) -> Metrics:
         """Take the samples of a training step that belong to this data-parallel rank, and compute the log-probs that
         the objective needs of the policy and its reference at the step's start.
 
@@ -149,14 +156,16 @@ class MegatronActor:
         Args:
             share: its payloads are lists of tokens. Every rank has the same number of micro-batches in a mini-batch;
                 some may be empty. Its alignment must be a multiple of that of `policy.parallel`.
+            coefficients: see `update`.
 
         Returns:
             The mismatch of trainer and engine over all ranks' action tokens (`objective.mismatch`), if logp_old is
-            computed here. Otherwise the dictionary is empty, and the first update reports the mismatch.
+            computed here; otherwise the first update reports it. `kl`, the mean KL to the reference policy, if it is
+            in the reward.
 
         Raises:
-            ValueError: a sample is malformed or holds a token outside the vocabulary (the error names it), or the
-                alignment does not suit the layout.
+            ValueError: a sample is malformed or holds a token outside the vocabulary (the error names it), the
+                alignment does not suit the layout, or a log-prob from which advantages are computed is not finite.
         """
         self.require("training")
         with self.agreement.on_errors():
@@ -171,12 +180,13 @@ class MegatronActor:
         if needs.logp_ref:
             with self._as_reference():
                 self._keep("logp_ref_T", self._forward_all())
-        if not needs.logp_old or (len(packed) == 1 and not needs.before_update):
-            return {}
-        passes = self._forward_all()
-        self._at_start = passes[: len(self._minibatches[0])]
-        self._keep("logp_old_T", passes)
-        return self._describe_mismatch()
+        metrics: Metrics = {}
+        if needs.logp_old and (len(packed) > 1 or needs.before_update):
+            passes = self._forward_all()
+            self._at_start = passes[: len(self._minibatches[0])]
+            self._keep("logp_old_T", passes)
+            metrics = self._describe_mismatch()
+        return metrics | self._give_credit(coefficients) if needs.token_advantages else metrics
 
     def keep_reference(self) -> None:
         """Keep a copy of the present weights as the reference policy's, if the objective needs a reference."""
@@ -420,12 +430,34 @@ class MegatronActor:
         columns = [batch.columns for batch in microbatches]
         if not self._is_last_stage:
             return columns
+        return objective.prepare(columns, first_pass, self._denominators[minibatch], _sum_over_data_ranks)
 
-        def sum_over_ranks(x: Tensor) -> Tensor:
-            dist.all_reduce(x, group=parallel_state.get_data_parallel_group())
-            return x
+    def _give_credit(self, coefficients: Mapping[str, float]) -> Metrics:
+        """Replace the advantages of the step's tokens by those that the objective computes."""
+        objective, reports = self.spec.objective, []
+        batches = [batch for minibatch in self._minibatches for batch in minibatch]
+        with self.agreement.on_errors():
+            for batch in batches if self._is_last_stage else []:
+                self._check_credit(batch)
+        if self._is_last_stage:
+            in_force = coefficients.get("kl", 0.0)
+            columns, kl = objective.credit([batch.columns for batch in batches], in_force, _sum_over_data_ranks)
+            remaining = iter(columns)
+            self._minibatches = [
+                [replace(batch, columns=next(remaining)) for batch in minibatch] for minibatch in self._minibatches
+            ]
+            if objective.needs.logp_old_in_credit and self._reports_metrics:
+                num_tokens = sum(denominators.num_tokens for denominators in self._denominators)
+                reports.append({"kl": Metric(kl / num_tokens, "sum")})
+        return self.agreement.reduce(reports)
 
-        return objective.prepare(columns, first_pass, self._denominators[minibatch], sum_over_ranks)
+    def _check_credit(self, batch: Microbatch) -> None:
+        columns = batch.columns
+        given = {"logp_old": columns.logp_old_T, "logp_ref": columns.logp_ref_T, "the reward": columns.reward_T}
+        try:
+            require_finite(columns, {name: x_T for name, x_T in given.items() if x_T is not None})
+        except NotFiniteError as error:
+            raise ValueError(f"sample {batch.names[error.sample]}: {error}") from None
 
     def _describe_experts(self, load_RE: Tensor) -> list[dict[str, Metric]]:
         """The metrics of the experts of this pipeline stage, which one of its ranks reports. All its ranks call this
@@ -469,3 +501,8 @@ class MegatronActor:
 
     def _identity(self) -> Identity:
         return Identity(self.spec.shape, self.spec.model.dtype, self.mesh)
+
+
+def _sum_over_data_ranks(x: Tensor) -> Tensor:
+    dist.all_reduce(x, group=parallel_state.get_data_parallel_group())
+    return x

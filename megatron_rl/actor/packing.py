@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl.algorithms.columns import PackedColumns
+from megatron_rl.algorithms.process_rewards import at_actions
 from megatron_rl.types import Share, Tokens
 
 
@@ -77,7 +78,7 @@ def _pack_row(share: Share, samples: Sequence[int]) -> Microbatch:
     ids_T, target_T = np.zeros(num_tokens, np.int64), np.zeros(num_tokens, np.int64)
     action_mask_T, logp_rollout_T = np.zeros(num_tokens, bool), np.zeros(num_tokens, np.float32)
     token_T, lag_T = np.zeros(num_tokens, np.int64), np.zeros(num_tokens, np.int32)
-    padding_T = np.ones(num_tokens, bool)
+    padding_T, reward_T = np.ones(num_tokens, bool), np.zeros(num_tokens)
     start = 0
     for sample, mine, length, room in zip(samples, tokens, lengths, padded):
         here, predicting = slice(start, start + length), slice(start, start + length - 1)
@@ -86,6 +87,7 @@ def _pack_row(share: Share, samples: Sequence[int]) -> Microbatch:
         target_T[predicting] = mine.ids[1:]
         action_mask_T[predicting] = mine.action_mask[1:]
         logp_rollout_T[predicting] = mine.logp_rollout[1:]
+        reward_T[predicting] = _rewards(share, sample, mine)[1:]
         lag_T[predicting] = np.where(mine.action_mask[1:], share.version - mine.version[1:], 0)
         token_T[start : start + room] = (int(share.index[sample]) << 32) + np.arange(1, room + 1)
         start += room
@@ -108,9 +110,22 @@ def _pack_row(share: Share, samples: Sequence[int]) -> Microbatch:
             advantage_T=spread(share.advantages),
             logp_rollout_T=torch.from_numpy(logp_rollout_T),
             lag_T=torch.from_numpy(lag_T),
+            reward_T=None if share.token_rewards is None else torch.from_numpy(reward_T),
         ),
         routes=_pack_routes(tokens, padded),
     )
+
+
+def _rewards(share: Share, sample: int, tokens: Tokens) -> np.ndarray:
+    """The rewards at each token of a sample; 0 if there are none."""
+    rewards = share.token_rewards
+    if rewards is None:
+        return np.zeros(len(tokens.ids))
+    own = rewards.sample == sample
+    try:
+        return at_actions(rewards.position[own], rewards.value[own], tokens.action_mask)
+    except ValueError as error:
+        raise ValueError(f"sample {share.names[sample]}: {error}") from None
 
 
 def _pack_routes(tokens: Sequence[Tokens], padded: Sequence[int]) -> Routes | None:

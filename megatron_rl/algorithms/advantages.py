@@ -1,4 +1,5 @@
-"""The registry of the estimators that give one advantage for each sample, and their use on a step's scores.
+"""The registry of the estimators, and their use on a step's scores. Those that give one number for each token get the
+rewards at tokens here, and the ranks compute the advantages (token_advantages.py).
 
 Invariants: a sample without a reward is inactive. A group in which every advantage is 0 is a zero-signal group, for
 every estimator. What an estimator needs and does not get is named
@@ -25,13 +26,14 @@ from megatron_rl.algorithms.outcomes import (
     remax,
     rloo,
 )
+from megatron_rl.algorithms.process_rewards import grpo_process, outcome_rewards
 from megatron_rl.config.advantages import (
-    AdvantageConfig,
     FunctionAdvantage,
     GdpoAdvantage,
     GpgAdvantage,
     GrpoAdvantage,
     GrpoPasskAdvantage,
+    GrpoProcessAdvantage,
     OpoAdvantage,
     ReinforcePlusPlusAdvantage,
     ReinforcePlusPlusBaselineAdvantage,
@@ -41,7 +43,7 @@ from megatron_rl.config.advantages import (
 from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.config.function import load_function
 from megatron_rl.config.section import Method
-from megatron_rl.types import Credit, Metrics, Scores
+from megatron_rl.types import Credit, Metrics, Scores, TokenRewards
 
 ESTIMATORS: dict[type[Method], Callable[..., np.ndarray]] = {
     GrpoAdvantage: lambda section, s, cfg: grpo(s.rewards, s.group_of, section.std),
@@ -58,10 +60,20 @@ ESTIMATORS: dict[type[Method], Callable[..., np.ndarray]] = {
     FunctionAdvantage: lambda section, s, cfg: _by_function(section.path, s),
 }
 """One line for each estimator: (its configuration, Scores, AlgorithmConfig) -> advantages [S]. The key is the class of
-its configuration. `gae` and `grpo_process` give one number for each token: see `returns.py` and
-`process_rewards.py`."""
+its configuration."""
 
-SCORE_FIELDS = {"greedy_reward": ("greedy_rewards",), "reward_parts": ("reward_parts", "reward_weights")}
+TOKEN_ESTIMATORS: dict[type[Method], Callable[..., TokenRewards]] = {
+    GrpoProcessAdvantage: lambda section, s: grpo_process(s, section),
+    ReinforcePlusPlusAdvantage: lambda section, s: outcome_rewards(s),
+}
+"""One line for each estimator that gives one number for each token: (its configuration, Scores) -> the rewards at
+tokens. Its other part is in `token_advantages.ESTIMATORS`."""
+
+SCORE_FIELDS = {
+    "greedy_reward": ("greedy_rewards",),
+    "reward_parts": ("reward_parts", "reward_weights"),
+    "token_rewards": ("token_rewards",),
+}
 """The fields of `Scores` that hold what an estimator needs besides the rewards."""
 
 
@@ -87,16 +99,23 @@ def estimate_advantages(scores: Scores, cfg: AlgorithmConfig) -> tuple[Credit, M
         ValueError: what the estimator needs is missing.
     """
     estimator = cfg.adv_estimator
-    _require_inputs(scores, estimator)
+    _require_inputs(scores, cfg)
     rewards, group_of = scores.rewards, scores.group_of
     num_groups = int(group_of.max(initial=-1)) + 1
     scored = ~np.isnan(rewards)
     if "greedy_reward" in estimator.needs:
         assert scores.greedy_rewards is not None  # `_require_inputs` has checked it
         scored &= ~np.isnan(scores.greedy_rewards)
-    advantages = ESTIMATORS[type(estimator)](estimator, scores, cfg)
     has_score_G = np.bincount(group_of[scored], minlength=num_groups) > 0
-    has_signal_G = np.bincount(group_of[advantages != 0], minlength=num_groups) > 0
+    token_rewards = None
+    if cfg.is_per_token:
+        advantages, token_rewards = np.zeros(len(rewards)), TOKEN_ESTIMATORS[type(estimator)](estimator, scores)
+        signals = group_of[token_rewards.sample[token_rewards.value != 0]]
+    else:
+        advantages = ESTIMATORS[type(estimator)](estimator, scores, cfg)
+        signals = group_of[advantages != 0]
+    # A KL in the reward gives every group a signal.
+    has_signal_G = has_score_G if cfg.kl_in_reward else np.bincount(signals, minlength=num_groups) > 0
     active = scored & has_signal_G[group_of] if cfg.drop_zero_signal else scored
     overlong = scored & scores.is_cut & cfg.overlong_filter
     active = active & ~overlong
@@ -110,7 +129,7 @@ def estimate_advantages(scores: Scores, cfg: AlgorithmConfig) -> tuple[Credit, M
         "samples/overlong": float(overlong.sum()),
         "samples/active": float(active.sum()),
     }
-    return Credit(advantages, active), metrics
+    return Credit(advantages, active, token_rewards), metrics
 
 
 def _by_function(path: str, scores: Scores) -> np.ndarray:
@@ -133,12 +152,13 @@ def _by_function(path: str, scores: Scores) -> np.ndarray:
     return np.where(scored, advantages, 0.0)
 
 
-def _require_inputs(scores: Scores, estimator: AdvantageConfig) -> None:
-    if type(estimator) not in ESTIMATORS:
+def _require_inputs(scores: Scores, cfg: AlgorithmConfig) -> None:
+    estimator = cfg.adv_estimator
+    known = TOKEN_ESTIMATORS if cfg.is_per_token else ESTIMATORS
+    if type(estimator) not in known:
         raise ValueError(
-            f"adv_estimator {estimator.kind} gives one number for each token and needs "
-            f"{', '.join(sorted(estimator.needs))}, but this recipe estimates one number for each sample; choose one "
-            f"of {', '.join(cls.model_fields['kind'].default for cls in ESTIMATORS)}"
+            f"adv_estimator {estimator.kind} needs {', '.join(sorted(estimator.needs))}, which this recipe does not "
+            f"produce; choose one of {', '.join(cls.model_fields['kind'].default for cls in known)}"
         )
     for need in sorted(estimator.needs & SCORE_FIELDS.keys()):
         missing = [name for name in SCORE_FIELDS[need] if getattr(scores, name) is None]

@@ -92,4 +92,4 @@ def _written(default: Any) -> str:
         return "required"
     if default is None or isinstance(default, bool):
         return {None: "null", True: "true", False: "false"}[default]
-    return default if isinstance(default, str) else f"{default:g}"
+    return f"{default:g}" if isinstance(default, int | float) else str(default)

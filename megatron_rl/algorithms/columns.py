@@ -31,6 +31,9 @@ class PackedColumns:
     """Log-probs of the engine when it sampled the tokens."""
     lag_T: Tensor
     """int: the number of versions between the weights that sampled the token and those at the step's start."""
+    reward_T: Tensor | None = None
+    """float64: the rewards at actions, from which advantages are computed (token_advantages.py), 0 elsewhere; None if
+    the estimator gives one number for each sample."""
     logp_old_T: Tensor | None = None
     """Log-probs under the weights at the step's start. None if the loss does not need them, or if the step's only
     update computes them itself: see `Needs.logp_old`."""

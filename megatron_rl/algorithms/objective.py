@@ -28,6 +28,7 @@ from megatron_rl.algorithms.kl import kl_estimate
 from megatron_rl.algorithms.losses import LOSSES, SELECTIONS
 from megatron_rl.algorithms.losses.terms import MAX_LOG_RATIO, Terms
 from megatron_rl.algorithms.selection import choose_largest
+from megatron_rl.algorithms.token_advantages import token_advantages
 from megatron_rl.algorithms.whitening import SumOverRanks
 from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.config.correction import WeightConfig
@@ -65,12 +66,16 @@ class Needs:
     """`prepare` needs log-probs and entropies under the weights that the update begins with."""
     logp_old_in_prepare: bool = False
     """`prepare` needs `columns.logp_old_T`, for statistics of the whole mini-batch."""
+    token_advantages: bool = False
+    """Each token has its own advantage: `credit` must be called."""
+    logp_old_in_credit: bool = False
+    """`credit` needs `columns.logp_old_T` and `columns.logp_ref_T`."""
 
     @property
     def before_update(self) -> bool:
         """Whether a mini-batch needs a forward pass of the policy before its update, even if this is the step's only
         update. Statistics of samples do not need it, because a sample is whole in one micro-batch."""
-        return self.first_pass or self.logp_old_in_prepare
+        return self.first_pass or self.logp_old_in_prepare or self.logp_old_in_credit
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +88,12 @@ class FirstPass:
 
 class Objective(Protocol):
     needs: Needs
+
+    def credit(
+        self, columns: Sequence[PackedColumns], kl_coefficient: float, sum_over_ranks: SumOverRanks
+    ) -> tuple[list[PackedColumns], Tensor]:
+        """What `token_advantages` returns, if `needs.token_advantages`. It runs when a step begins, and it is a
+        collective that all data-parallel ranks must call."""
 
     def prepare(
         self,
@@ -157,18 +168,26 @@ class PolicyObjective:
         self._select = SELECTIONS.get(type(cfg.loss))
         self._around_engine = cfg.loss.anchor == "engine"
         self.needs = Needs(
-            logp_old=not self._around_engine,
+            logp_old=not self._around_engine or cfg.kl_in_reward,
             logp_ref=cfg.kl is not None,
             entropy=True,
             first_pass=self._select is not None or cfg.top_entropy_share < 1,
             logp_old_in_prepare=self._select is not None or self._normalised_weight is not None,
+            token_advantages=cfg.is_per_token,
+            logp_old_in_credit=cfg.kl_in_reward,
         )
+        self._kl = None if cfg.kl_in_reward else cfg.kl
 
     @property
     def _normalised_weight(self) -> WeightConfig | None:
         """The importance weight if it is divided by its mean over the mini-batch, else None."""
         weight = self.cfg.correction.weight if self.cfg.correction else None
         return weight if weight and weight.normalise else None
+
+    def credit(
+        self, columns: Sequence[PackedColumns], kl_coefficient: float, sum_over_ranks: SumOverRanks
+    ) -> tuple[list[PackedColumns], Tensor]:
+        return token_advantages(columns, self.cfg, kl_coefficient, sum_over_ranks)
 
     def prepare(
         self,
@@ -209,7 +228,7 @@ class PolicyObjective:
         given = {"logp": logp_T, "logp_rollout": columns.logp_rollout_T, "advantage": columns.advantage_T}
         if not self._around_engine:
             given["logp_old"] = anchor_T
-        if cfg.kl:
+        if self._kl:
             assert columns.logp_ref_T is not None  # `needs.logp_ref` asks for it
             given["logp_ref"] = columns.logp_ref_T
         if cfg.entropy or cfg.top_entropy_share < 1:
@@ -238,9 +257,9 @@ class PolicyObjective:
         policy_T = torch.where(kept_T, loss_T * factor_T, 0.0)
         total_T = policy_T
         shares["masked"] = ~kept_T
-        if cfg.kl:
-            logp_ref_T = actions(given["logp_ref"])
-            kl_T = kl_estimate(terms.logp_T, logp_ref_T, cfg.kl.estimator, cfg.kl.straight_through, cfg.kl.cap)
+        if self._kl:
+            kl, logp_ref_T = self._kl, actions(given["logp_ref"])
+            kl_T = kl_estimate(terms.logp_T, logp_ref_T, kl.estimator, kl.straight_through, kl.cap)
             total_T = total_T + coefficients["kl"] * kl_T
             shares["kl"] = kl_T
         if entropy_T is not None:
@@ -309,6 +328,11 @@ class SupervisedObjective:
     """The negative log-likelihood of the action tokens, which are the completions of the rows. Its metric is `loss`."""
 
     needs = Needs()
+
+    def credit(
+        self, columns: Sequence[PackedColumns], kl_coefficient: float, sum_over_ranks: SumOverRanks
+    ) -> tuple[list[PackedColumns], Tensor]:
+        raise AssertionError("a completion has no advantage")
 
     def prepare(
         self,

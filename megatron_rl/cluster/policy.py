@@ -94,10 +94,10 @@ class TrainerRank:
             log.info("loaded in %.1f s", time.perf_counter() - start)
         return self.actor.fused_norms
 
-    def begin(self, share: Share) -> Metrics:
+    def begin(self, share: Share, coefficients: Mapping[str, float]) -> Metrics:
         payloads = fetch(share.payloads, with_routes=True)
         start = time.perf_counter()
-        metrics = self.actor.begin(replace(share, payloads=payloads))
+        metrics = self.actor.begin(replace(share, payloads=payloads), coefficients)
         log.info("took %d samples of a step in %.2f s", len(share.names), time.perf_counter() - start)
         return metrics
 
@@ -237,10 +237,11 @@ class PolicyGroup:
         calls = [rank.load_mirror.remote(step, offers[number, step]) for number, rank in enumerate(self.ranks)]
         self._gather(calls, "to restore its state from a mirror")
 
-    def begin(self, shares: Sequence[Share]) -> Metrics:
+    def begin(self, shares: Sequence[Share], coefficients: Mapping[str, float]) -> Metrics:
         self.before("training")
         calls = [
-            trainer.begin.remote(shares[self.mesh.coordinates(rank)[2]]) for rank, trainer in enumerate(self.ranks)
+            trainer.begin.remote(shares[self.mesh.coordinates(rank)[2]], dict(coefficients))
+            for rank, trainer in enumerate(self.ranks)
         ]
         mirrored = self._finish_mirrors()
         return self._gather(calls, "to compute log-probs") | mirrored

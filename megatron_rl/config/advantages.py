@@ -15,10 +15,10 @@ from megatron_rl.config.section import Method
 
 Discount = Annotated[float, Field(gt=0, le=1)]
 Lambda = Annotated[float, Field(ge=0, le=1)]
-Need = Literal["group", "greedy_reward", "reward_parts", "values", "step_rewards"]
+Need = Literal["group", "greedy_reward", "reward_parts", "values", "token_rewards"]
 """What an estimator needs. group: several samples of each prompt. greedy_reward: the reward of the prompt's greedy
-answer. reward_parts: the separate scores of the reward functions. values: the values of a critic. step_rewards: rewards
-at single tokens."""
+answer. reward_parts: the separate scores of the reward functions. values: the values of a critic. token_rewards:
+rewards at single tokens. With one of the last two it gives each token its own advantage."""
 
 
 class GrpoAdvantage(Method):
@@ -173,17 +173,22 @@ class GrpoProcessAdvantage(Method):
     """GRPO with process supervision (Shao et al. 2024, arXiv:2402.03300): rewards stay at their tokens."""
 
     formula: ClassVar[str] = (
-        "A_t = sum over steps j at or after t of gamma^(actions between) (r_j - mean) / (std + 1e-6), with mean and "
-        "std of all rewards of the same kind in the group"
+        "A_t = sum over rewards j at or after t of gamma^(actions between) w_k (r_j - mean) / (std + 1e-6), with weight "
+        "w_k, mean and std of all rewards of j's kind k in the group, or in the batch; std false: not divided"
     )
     source: ClassVar[str] = "arXiv:2402.03300 section 4.1.3"
-    needs: ClassVar[frozenset[Need]] = frozenset({"group", "step_rewards"})
+    needs: ClassVar[frozenset[Need]] = frozenset({"group", "token_rewards"})
 
     kind: Literal["grpo_process"] = "grpo_process"
     gamma: Discount = 1.0
     """The discount for each action token between a token and a later reward; 1 means no discount."""
-    std: Literal["group", "none"] = "group"
-    """group: rewards are divided by the standard deviation of their kind in the group. none: they are not divided."""
+    over: Literal["group", "batch"] = "group"
+    """Which rewards of the same kind have a common mean and deviation: those of a group, or those of the batch."""
+    std: bool = True
+    """true: rewards are divided by the standard deviation of their kind. false: they are not."""
+    weights: dict[str, float] = {}
+    """The factor of each kind of reward, after the normalisation; that of a kind which is not named here is 1. The kind
+    `outcome` is the reward of the whole answer, which is at its last token."""
 
 
 class FunctionAdvantage(Method):

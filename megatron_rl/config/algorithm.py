@@ -12,7 +12,14 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from megatron_rl.config.advantages import AdvantageConfig, CosineShaping, GrpoAdvantage, ShapingConfig
+from megatron_rl.config.advantages import (
+    AdvantageConfig,
+    CosineShaping,
+    GaeAdvantage,
+    GrpoAdvantage,
+    ReinforcePlusPlusAdvantage,
+    ShapingConfig,
+)
 from megatron_rl.config.correction import CorrectionConfig, MaskedWeight, Rejection
 from megatron_rl.config.losses import Aggregation, DualClipLoss, LossConfig, Share
 from megatron_rl.config.section import Method, Section, default_kind
@@ -157,6 +164,15 @@ class AlgorithmConfig(Section):
     but at least 0.02. Tiny models showed 2e-7 in fp32 and 8e-3 in bf16 (one run)."""
 
     @property
+    def kl_in_reward(self) -> bool:
+        return self.kl is not None and self.kl.place == "reward"
+
+    @property
+    def is_per_token(self) -> bool:
+        """Whether each token has an advantage of its own."""
+        return self.kl_in_reward or not self.adv_estimator.needs.isdisjoint({"values", "token_rewards"})
+
+    @property
     def aggregation(self) -> Aggregation:
         """`loss_agg_mode` if it is given, else the aggregation of the loss's paper."""
         return self.loss_agg_mode or self.loss.aggregation
@@ -188,6 +204,11 @@ class AlgorithmConfig(Section):
             raise ValueError(
                 f"shaping changes the sum of the rewards, but adv_estimator {self.adv_estimator.kind} uses the "
                 "separate rewards; remove one of the two"
+            )
+        if self.kl_in_reward and not isinstance(self.adv_estimator, ReinforcePlusPlusAdvantage | GaeAdvantage):
+            raise ValueError(
+                f"kl.place: reward gives each token a reward, which adv_estimator {self.adv_estimator.kind} ignores; "
+                "choose reinforce_plus_plus or gae, or set kl.place to loss"
             )
         if loss.corrects and correction:
             raise ValueError(

@@ -289,17 +289,9 @@ class GrpoRunConfig(BaseConfig):
 
     def _refuse_missing_inputs(self) -> None:
         """Refuse the algorithms that are implemented, but whose inputs this recipe does not produce."""
-        estimator, kl = self.algorithm.adv_estimator, self.algorithm.kl
-        missing = {
-            "values": "a critic, and this recipe trains none",
-            "step_rewards": "rewards of single steps, but the verifiers give one reward for each answer",
-        }
-        for need in sorted(estimator.needs & missing.keys()):
+        estimator = self.algorithm.adv_estimator
+        if "values" in estimator.needs:
             raise ValueError(
-                f"algorithm.adv_estimator {estimator.kind} needs {missing[need]}; choose another estimator"
-            )
-        if kl and kl.place == "reward":
-            raise ValueError(
-                "algorithm.kl.place: reward needs one advantage for each token, but this recipe estimates one for each "
-                "sample; use place: loss"
+                f"algorithm.adv_estimator {estimator.kind} needs a critic, and this recipe trains none; choose another "
+                "estimator"
             )

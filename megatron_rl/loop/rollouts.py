@@ -12,7 +12,7 @@ import numpy as np
 from megatron_rl.config.rewards import RewardConfig, datasets_of
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.ports import Ports, Sink
-from megatron_rl.types import Group, Metrics, Prompt, Scores, Verdict, give_verdicts
+from megatron_rl.types import Group, Metrics, Prompt, Scores, TokenRewards, Verdict, give_verdicts
 
 EVALUATION_SEED = 2**20
 """Evaluations of a run in turns use the seed before this one in every step, so that their accuracies can be compared.
@@ -215,14 +215,22 @@ def scores_of(config: GrpoRunConfig, ports: Ports, groups: Sequence[Group], step
 def scores_with(config: GrpoRunConfig, groups: Sequence[Group], greedy_rewards: np.ndarray | None) -> Scores:
     """The same, with the reward of the greedy answer to each sample's prompt, if the estimator needs it."""
     samples, verdicts = [sample for group in groups for sample in group.samples], verdicts_of(groups)
+    given = [(i, reward) for i, sample in enumerate(samples) for reward in sample.token_rewards]
     return Scores(
         group_of=np.repeat(np.arange(len(groups)), [len(group.samples) for group in groups]),
+        lengths=np.array([sample.length for sample in samples], np.int64),
         num_actions=np.array([sample.num_actions for sample in samples], np.int64),
         is_cut=np.array([sample.finish == "length" for sample in samples], bool),
         rewards=_numbers(verdict.reward for verdict in verdicts),
         reward_parts=np.array([_numbers(verdict.parts) for verdict in verdicts]),
         reward_weights=np.array([reward.weight for reward in config.rewards]),
         greedy_rewards=greedy_rewards,
+        token_rewards=TokenRewards(
+            np.array([i for i, _ in given], np.int64),
+            np.array([reward.position for _, reward in given], np.int64),
+            np.array([reward.value for _, reward in given], np.float64),
+        ),
+        token_kinds=[reward.kind for _, reward in given],
     )
 
 

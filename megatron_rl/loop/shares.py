@@ -12,7 +12,7 @@ from megatron_rl.algorithms import estimate_advantages, loss_weights
 from megatron_rl.balance import plan_microbatches
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.loop.source import Rollouts
-from megatron_rl.types import Batch, Metrics, MicrobatchPlan, ModelShape, Share
+from megatron_rl.types import Batch, Credit, Metrics, MicrobatchPlan, ModelShape, Share, TokenRewards
 
 
 def plan_step(config: GrpoRunConfig, shape: ModelShape, rollouts: Rollouts, step: int) -> tuple[list[Share], Metrics]:
@@ -31,22 +31,19 @@ def plan_step(config: GrpoRunConfig, shape: ModelShape, rollouts: Rollouts, step
         recompute=config.model.recompute,
     )
     weights = loss_weights(batch, plan, algorithm.aggregation, algorithm.loss_agg_tokens)
-    return deal(batch, plan, credit.advantages, weights, parallel.data), {**metrics, **plan.metrics}
+    return deal(batch, plan, credit, weights, parallel.data), {**metrics, **plan.metrics}
 
 
-def deal(
-    batch: Batch, plan: MicrobatchPlan, advantages: np.ndarray, weights: np.ndarray, num_ranks: int
-) -> list[Share]:
+def deal(batch: Batch, plan: MicrobatchPlan, credit: Credit, weights: np.ndarray, num_ranks: int) -> list[Share]:
     """The share of each data-parallel rank.
 
     Args:
-        advantages: float64 [S], the advantage of every action token of a sample.
         weights: float64 [S], the factor of each action token's loss (`loss_weights`).
     """
-    return [_share(batch, plan, advantages, weights, rank) for rank in range(num_ranks)]
+    return [_share(batch, plan, credit, weights, rank) for rank in range(num_ranks)]
 
 
-def _share(batch: Batch, plan: MicrobatchPlan, advantages: np.ndarray, weights: np.ndarray, rank: int) -> Share:
+def _share(batch: Batch, plan: MicrobatchPlan, credit: Credit, weights: np.ndarray, rank: int) -> Share:
     of_rank = [minibatch[rank] for minibatch in plan.minibatches]
     index = np.array([sample for minibatch in of_rank for micro in minibatch for sample in micro], np.int64)
     place = {sample: position for position, sample in enumerate(index.tolist())}
@@ -58,9 +55,23 @@ def _share(batch: Batch, plan: MicrobatchPlan, advantages: np.ndarray, weights: 
         version=batch.version,
         names=[batch.names[sample] for sample in index],
         index=index,
-        advantages=advantages[index],
+        advantages=credit.advantages[index],
         weights=weights[index],
         payloads=[batch.payloads[group] for group in groups],
         payload_of=payload_of,
         index_in_group=batch.index_in_group[index],
+        token_rewards=credit.token_rewards and _rewards_of(credit.token_rewards, index),
     )
+
+
+def _rewards_of(rewards: TokenRewards, index: np.ndarray) -> TokenRewards:
+    """The rewards of some samples, which are numbered anew.
+
+    Args:
+        index: int64 [N], the samples in their new order.
+    """
+    place = np.full(max(rewards.sample.max(initial=-1), index.max(initial=-1)) + 1, -1)
+    place[index] = np.arange(len(index))
+    sample = place[rewards.sample]
+    own = sample >= 0
+    return TokenRewards(sample[own], rewards.position[own], rewards.value[own])

@@ -18,7 +18,7 @@ from megatron_rl.loop.shares import deal
 from megatron_rl.loop.stopping import NEVER, Stopping
 from megatron_rl.loop.stragglers import Stragglers
 from megatron_rl.ports import Policy, Sink
-from megatron_rl.types import Batch, ModelShape, Tokens
+from megatron_rl.types import Batch, Credit, ModelShape, Tokens
 
 
 def train_supervised(
@@ -39,9 +39,10 @@ def train_supervised(
             policy.mirror(step)
             with sink.phase("plan"):
                 batch = Batch.of_rows(rows.next(), version=step)
+                credit = Credit(np.zeros(len(batch.names)), np.ones(len(batch.names), bool))
                 plan = plan_microbatches(
                     batch,
-                    np.ones(len(batch.names), bool),
+                    credit.active,
                     shape,
                     config.policy.parallel,
                     config.balance,
@@ -49,10 +50,10 @@ def train_supervised(
                     recompute=config.model.recompute,
                 )
                 weights = loss_weights(batch, plan, "token-mean")
-                shares = deal(batch, plan, np.zeros(len(batch.names)), weights, policy.mesh.data)
+                shares = deal(batch, plan, credit, weights, policy.mesh.data)
             start = time.perf_counter()
             with sink.phase("update"):
-                metrics = {**plan.metrics, **policy.begin(shares)}
+                metrics = {**plan.metrics, **policy.begin(shares, {})}
                 updated = policy.update(0, {})
             metrics |= performance(config, metrics, time.perf_counter() - start)
             stragglers.count([updated], sink)

@@ -91,7 +91,7 @@ def train(
                 metrics |= rollouts.metrics | planned
             if shares[0].minibatches:
                 with sink.phase("logprobs"):
-                    metrics |= ports.policy.begin(shares)
+                    metrics |= ports.policy.begin(shares, coefficients.values)
                 check_agreement(metrics, coefficients.max_mismatch, step)
             updates = []
             start = time.perf_counter()

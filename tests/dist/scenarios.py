@@ -131,7 +131,7 @@ def begin(
 ) -> Metrics:
     """The same samples in every optimizer step: from the second on the ratio is not 1."""
     minibatches = [mine(samples, actor, layout.num_microbatches)] * num_updates
-    return actor.begin(share_of(minibatches, [denominators(samples)] * num_updates, layout.alignment, version))
+    return actor.begin(share_of(minibatches, [denominators(samples)] * num_updates, layout.alignment, version), {})
 
 
 COEFFICIENTS = {"kl": 0.3, "entropy": 0.05}
@@ -433,13 +433,13 @@ def refuse_routes(rank, world_size, url, *, folder, samples):
 
 def misalign(rank, world_size, url, *, folder, samples, layout):
     actor = build(rank, world_size, url, folder, layout)
-    error = _error(lambda: actor.begin(share_of([[samples]], [denominators(samples)], 1)))
+    error = _error(lambda: actor.begin(share_of([[samples]], [denominators(samples)], 1), {}))
     actor.close()
     return error
 
 
 def _begin_plain(actor: MegatronActor, microbatches, layout: Layout) -> None:
-    actor.begin(share_of([microbatches], [Denominators(100, 10)], layout.alignment))
+    actor.begin(share_of([microbatches], [Denominators(100, 10)], layout.alignment), {})
 
 
 def _error(call) -> str:
@@ -467,7 +467,7 @@ def save_at_once(rank, world_size, url, *, folder, layout, checkpoint):
 def time_updates(rank, world_size, url, *, folder, minibatches, layout, repeats):
     """CPU seconds of each mini-batch's supervised update, the fastest of some: other processes take none of them."""
     actor = build(rank, world_size, url, folder, layout, algorithm=None)
-    actor.begin(share_of(minibatches, [denominators(sum(each, [])) for each in minibatches], layout.alignment))
+    actor.begin(share_of(minibatches, [denominators(sum(each, [])) for each in minibatches], layout.alignment), {})
     seconds = [[] for _ in minibatches]
     for _ in range(repeats):
         for i, times in enumerate(seconds):

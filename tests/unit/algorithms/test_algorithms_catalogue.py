@@ -6,11 +6,12 @@ import sys
 from pathlib import Path
 from typing import get_args
 
-from megatron_rl.algorithms.advantages import ESTIMATORS
+from megatron_rl.algorithms import token_advantages
+from megatron_rl.algorithms.advantages import ESTIMATORS, TOKEN_ESTIMATORS
 from megatron_rl.algorithms.catalogue import markdown
 from megatron_rl.algorithms.losses import LOSSES
 from megatron_rl.algorithms.shaping import SHAPINGS
-from megatron_rl.config.advantages import AdvantageConfig, ShapingConfig
+from megatron_rl.config.advantages import AdvantageConfig, GaeAdvantage, ShapingConfig
 from megatron_rl.config.losses import LossConfig
 
 ROOT = Path(__file__).parents[3]
@@ -23,8 +24,8 @@ def members(union) -> set[type]:
 def test_everything_that_can_be_configured_is_registered_and_the_reverse():
     assert members(LossConfig) == set(LOSSES)
     assert members(ShapingConfig) == set(SHAPINGS)
-    token_level = {cls for cls in members(AdvantageConfig) if cls.needs & {"values", "step_rewards"}}
-    assert members(AdvantageConfig) - token_level == set(ESTIMATORS)
+    assert members(AdvantageConfig) == set(ESTIMATORS) | set(TOKEN_ESTIMATORS) | {GaeAdvantage}
+    assert set(TOKEN_ESTIMATORS) == set(token_advantages.ESTIMATORS)
 
 
 def test_the_readme_has_the_table_that_the_tool_prints():

@@ -10,12 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.algorithms.outcomes import grpo, reinforce_plus_plus
-from megatron_rl.algorithms.process_rewards import StepRewards, grpo_process, normalised
+from megatron_rl.algorithms.outcomes import reinforce_plus_plus
 from megatron_rl.algorithms.returns import at_last_action, gae, returns_to_go, reverse_scan
 from megatron_rl.algorithms.value_loss import explained_variance
 from megatron_rl.algorithms.whitening import moments, whiten
-from megatron_rl.config.advantages import GaeAdvantage, GrpoProcessAdvantage
+from megatron_rl.config.advantages import GaeAdvantage
 
 NAN = float("nan")
 EPS = 1e-6  # what is added to every standard deviation
@@ -142,26 +141,6 @@ def test_golden_returns_to_go():
     np.testing.assert_allclose(got, slow_whitened([[5.0, None, 8.0, 8.0, 2.0]])[0], rtol=1e-12)
 
 
-def test_golden_process_rewards():
-    """Two samples, a step judge (kind 0) and the outcome (kind 1), a hundred times larger."""
-    steps = StepRewards(
-        sample_N=torch.tensor([0, 0, 1, 0, 1]),
-        position_N=torch.tensor([1, 3, 2, 4, 3]),
-        kind_N=torch.tensor([0, 0, 0, 1, 1]),
-        value_N=tensor([1.0, 2, 6, 100, 300]),
-    )
-    #         sample 0: prompt, action, forced, action, action; sample 1: prompt, action, action, action
-    mask_T, sample_T = flags([0, 1, 0, 1, 1, 0, 1, 1, 1]), torch.tensor([0] * 5 + [1] * 4)
-    deviation = math.sqrt((4 + 1 + 9) / 2) + EPS  # of 1, 2, 6: mean 3
-    a, b, c = (x / deviation for x in (-2, -1, 3))
-    low, high = -100 / (math.sqrt(20000) + EPS), 100 / (math.sqrt(20000) + EPS)
-    expected = [0, a + b / 2 + low / 4, 0, b + low / 2, low, 0, c / 2 + high / 4, c + high / 2, high]
-    got = grpo_process(steps, torch.tensor([0, 0]), mask_T, sample_T, GrpoProcessAdvantage(gamma=0.5))
-    np.testing.assert_allclose(got, expected, rtol=1e-12)
-    got = grpo_process(steps, torch.tensor([0, 0]), mask_T, sample_T, GrpoProcessAdvantage(std="none"))
-    assert got.tolist() == [0, -2 - 1 - 100, 0, -1 - 100, -100, 0, 3 + 100, 3 + 100, 100]
-
-
 # Loops.
 
 
@@ -244,11 +223,11 @@ def test_without_whitening_the_recurrences_stay_as_they_are():
 
 
 def test_outcomes_alone_are_the_sample_level_estimator():
-    """REINFORCE++ at tokens with gamma 1, and process supervision with outcomes alone, are REINFORCE++ and GRPO."""
+    """REINFORCE++ at tokens with gamma 1 is REINFORCE++."""
     rng = random.Random(4)
     samples = [sample_of(rng) for _ in range(9)]
     samples[3]["mask"] = [True] + samples[3]["mask"][1:]
-    row, group_of = pack(samples), np.array([0, 0, 0, 1, 1, 1, 2, 2, 2])
+    row = pack(samples)
     reward_S = np.array([rng.gauss(0, 1) for _ in samples])
     num_actions = np.array([sum(s["mask"]) for s in samples])
     reward_T = at_last_action(tensor(reward_S), row["mask"], row["sample"])
@@ -256,54 +235,6 @@ def test_outcomes_alone_are_the_sample_level_estimator():
     expected = tensor(reinforce_plus_plus(reward_S, num_actions, True))[row["sample"]] * row["mask"]
     # float64: only the order of additions differs.
     torch.testing.assert_close(returns_to_go(reward_T, row["mask"], row["sample"]), expected, rtol=1e-12, atol=1e-12)
-
-    last = torch.tensor([len(s["mask"]) - 1 for s in samples])
-    steps = StepRewards(torch.arange(9), last, torch.zeros(9, dtype=torch.int64), tensor(reward_S))
-    got = grpo_process(steps, torch.tensor(group_of), row["mask"], row["sample"], GrpoProcessAdvantage())
-    expected = tensor(grpo(reward_S, group_of, "group"))[row["sample"]] * row["mask"]
-    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
-
-
-def slow_process(steps, group_of, samples, cfg):
-    """{(sample, position): advantage} of every action."""
-    result = {(s, t): 0.0 for s, sample in enumerate(samples) for t, m in enumerate(sample["mask"]) if m}
-    for sample, position, kind, value in steps:
-        peers = [x for x in steps if group_of[x[0]] == group_of[sample] and x[2] == kind and not math.isnan(x[3])]
-        numbers = [x[3] for x in peers]
-        if math.isnan(value) or len(set(numbers)) < 2 or len({x[0] for x in peers}) < 2:
-            continue
-        mean = math.fsum(numbers) / len(numbers)
-        deviation = math.sqrt(math.fsum((x - mean) ** 2 for x in numbers) / (len(numbers) - 1))
-        reward = (value - mean) / (deviation + EPS if cfg.std == "group" else 1.0)
-        actions = [t for t, m in enumerate(samples[sample]["mask"]) if m and t <= position]
-        for age, t in enumerate(reversed(actions)):
-            result[sample, t] += cfg.gamma**age * reward
-    return result
-
-
-@pytest.mark.parametrize("cfg", [GrpoProcessAdvantage(), GrpoProcessAdvantage(gamma=0.8, std="none")])
-@settings(max_examples=60, deadline=None)
-@given(seed=st.integers(0, 10_000), size=st.integers(1, 7), num_steps=st.integers(0, 25))
-def test_process_rewards_equal_a_loop(cfg, seed, size, num_steps):
-    rng = random.Random(seed)
-    samples, group_of = [sample_of(rng) for _ in range(size)], [rng.randrange(3) for _ in range(size)]
-    steps = []
-    for _ in range(num_steps):
-        sample = rng.randrange(size)
-        value = NAN if rng.random() < 0.1 else round(rng.gauss(0, 1), 1)
-        steps.append((sample, rng.randrange(len(samples[sample]["mask"])), rng.randrange(3), value))
-    columns = [torch.tensor([s[i] for s in steps], dtype=torch.int64) for i in range(3)]
-    packed = list(range(size))
-    rng.shuffle(packed)  # the order in the row is free
-    row = pack([samples[i] for i in packed])
-    sample_T = torch.tensor(packed)[row["sample"]]
-    got = grpo_process(
-        StepRewards(*columns, tensor([s[3] for s in steps])), torch.tensor(group_of), row["mask"], sample_T, cfg
-    )
-    expected = slow_process(steps, group_of, samples, cfg)
-    flat = [expected.get((i, t), 0.0) for i in packed for t in range(len(samples[i]["mask"]))]
-    # float64 sums; rewards are tenths, so deviations are .03 at least.
-    np.testing.assert_allclose(got, flat, rtol=1e-9, atol=1e-9)
 
 
 # Several ranks.
@@ -370,56 +301,6 @@ def test_no_actions_and_an_empty_row():
             assert x_T.tolist() == [0] * length
         assert returns_to_go(row["reward"], row["mask"], row["sample"]).tolist() == [0] * length
         assert at_last_action(tensor([1.0]), row["mask"], row["sample"]).tolist() == [0] * length
-        none = torch.zeros(0, dtype=torch.int64)
-        steps = StepRewards(none, none, none, tensor([]))
-        got = grpo_process(steps, torch.tensor([0]), row["mask"], row["sample"], GrpoProcessAdvantage())
-        assert got.tolist() == [0] * length
-
-
-def test_a_group_of_one_and_equal_steps_are_exactly_zero():
-    """Several steps of one sample are no group; a kind without spread is no signal; NaN abstains."""
-    steps = StepRewards(
-        sample_N=torch.tensor([0, 0, 1, 1, 2, 1, 2]),
-        position_N=torch.zeros(7, dtype=torch.int64),
-        kind_N=torch.tensor([0, 0, 0, 0, 0, 1, 1]),
-        value_N=tensor([1.0, 5, 0.1, 0.1, 0.1, 3, NAN]),
-    )
-    assert normalised(steps, torch.tensor([0, 1, 1]), "group").tolist() == [0] * 7
-
-
-def test_statistics_see_a_sample_whose_actions_were_masked():
-    steps = StepRewards(
-        sample_N=torch.tensor([0, 1]),
-        position_N=torch.tensor([0, 0]),
-        kind_N=torch.zeros(2, dtype=torch.int64),
-        value_N=tensor([0.0, 2.0]),
-    )
-    cfg = GrpoProcessAdvantage(std="none")
-    got = grpo_process(steps, torch.tensor([0, 0]), flags([0, 1]), torch.tensor([0, 1]), cfg)
-    assert got.tolist() == [0, 1]
-
-
-def test_a_reward_between_two_actions_is_that_of_the_earlier():
-    steps = StepRewards(
-        sample_N=torch.tensor([0, 0, 1]),
-        position_N=torch.tensor([2, 0, 0]),  # at a forced token; before any action; the other sample's only token
-        kind_N=torch.tensor([0, 0, 0]),
-        value_N=tensor([3.0, 0.0, 0.0]),
-    )
-    mask_T, sample_T = flags([0, 1, 0, 1, 1]), torch.tensor([0, 0, 0, 0, 1])
-    got = grpo_process(steps, torch.tensor([0, 0]), mask_T, sample_T, GrpoProcessAdvantage(std="none"))
-    assert got.tolist() == [0, 2, 0, 0, -1]
-
-
-@pytest.mark.parametrize(
-    ("sample", "position", "reason"),
-    [(0, 2, "token 2 of sample 0, which has 2 tokens"), (1, -1, "token -1"), (7, 0, "sample 7, which is not in")],
-)
-def test_a_step_outside_its_sample_is_refused(sample, position, reason):
-    one = torch.zeros(1, dtype=torch.int64)
-    steps = StepRewards(one + sample, one + position, one, tensor([1.0]))
-    with pytest.raises(ValueError, match=reason):
-        grpo_process(steps, torch.zeros(8), flags([1, 1, 1]), torch.tensor([0, 0, 1]), GrpoProcessAdvantage())
 
 
 @pytest.mark.parametrize("bad", [NAN, math.inf])

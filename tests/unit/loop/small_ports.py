@@ -41,7 +41,7 @@ class World:
         self.random = random.Random(0)
 
     # Policy
-    def begin(self, shares):
+    def begin(self, shares, coefficients):
         self.calls.append("begin")
         [share] = shares
         self.share, order = share, np.argsort(share.index)

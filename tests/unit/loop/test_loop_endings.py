@@ -62,7 +62,7 @@ def test_an_error_between_two_updates_of_a_step_saves_nothing(tmp_path):
 def test_a_lost_policy_is_not_asked_to_save(tmp_path):
     world = World()
 
-    def fails(shares):
+    def fails(shares, coefficients):
         raise PolicyLost("trainer rank 1 died")
 
     run(world, tmp_path / "c", config(), stopping=StopAfter(world, 1))

@@ -8,7 +8,7 @@ from megatron_rl.balance import plan_microbatches
 from megatron_rl.config.balance import BalanceConfig
 from megatron_rl.config.policy import ParallelConfig
 from megatron_rl.loop.shares import deal
-from megatron_rl.types import Batch, Group, ModelShape, Prompt, Sample
+from megatron_rl.types import Batch, Credit, Group, ModelShape, Prompt, Sample, TokenRewards
 
 SHAPE = ModelShape("qwen3", 1, 8, 2, 2, 4, 8, 32, 1e4, 1e-6, 64, False)
 
@@ -24,8 +24,13 @@ def test_every_active_sample_is_in_one_share_with_its_own_tokens_and_numbers():
     parallel = ParallelConfig(data=2)
     plan = plan_microbatches(batch, active, SHAPE, parallel, BalanceConfig(max_tokens_per_microbatch=64), updates=2)
 
-    seen = {}
-    for rank, share in enumerate(deal(batch, plan, np.arange(21) / 10, np.arange(21) / 100, num_ranks=2)):
+    # Of the rewards at tokens, two are of one sample, one is of a sample that is not planned.
+    rewards = TokenRewards(np.array([20, 4, 0, 20]), np.array([3, 2, 1, 2]), np.array([0.5, 9.0, 0.25, -1.0]))
+    credit = Credit(np.arange(21) / 10, active, rewards)
+    seen, seen_rewards = {}, []
+    for rank, share in enumerate(deal(batch, plan, credit, np.arange(21) / 100, num_ranks=2)):
+        own = share.token_rewards
+        seen_rewards += zip(share.index[own.sample].tolist(), own.position.tolist(), own.value.tolist(), strict=True)
         assert (share.version, share.denominators, share.alignment) == (3, plan.denominators, plan.alignment)
         assert set(share.payload_of) == set(range(len(share.payloads))), "every group that a rank gets is used"
         for mine, planned in zip(share.minibatches, plan.minibatches, strict=True):
@@ -34,6 +39,7 @@ def test_every_active_sample_is_in_one_share_with_its_own_tokens_and_numbers():
                 assert share.tokens(sample) not in seen, "each sample is in one share once"
                 numbers = (share.names[sample], share.index[sample], share.advantages[sample], share.weights[sample])
                 seen[share.tokens(sample)] = numbers
+    assert sorted(seen_rewards) == [(0, 1, 0.25), (20, 2, -1.0), (20, 3, 0.5)]
     assert seen == {
         f"tokens {g}.{i}": (f"row {g}, answer {i}", 3 * g + i, (3 * g + i) / 10, (3 * g + i) / 100)
         for g in range(7)
