@@ -445,6 +445,10 @@ class Scores:
     """The rewards at single tokens, besides `rewards`."""
     token_kinds: Sequence[str] = ()
     """[N]: the kind of each of `token_rewards`; see `TokenReward.kind`."""
+    thought_of: np.ndarray | None = None
+    """int64 [S]: the index of the sample's thought, which it shares with the other beams of a search."""
+    num_item_tokens: np.ndarray | None = None
+    """int64 [S]: see `Sample.num_item_tokens`."""
 
 
 @dataclass(frozen=True, slots=True)
