@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_rl.types import Denominators, Share, Tokens
+from megatron_rl.types import Denominators, Share, TokenRewards, Tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +19,8 @@ class TrainSample:
     advantage: float
     weight: float
     index: int = 0
+    token_rewards: tuple[tuple[int, float], ...] | None = None
+    """(position, value) of each reward at a token; None if the estimator gives one number for each sample."""
 
 
 def share_of(
@@ -34,6 +36,7 @@ def share_of(
         for micro in minibatch:
             places[-1].append(tuple(range(len(samples), len(samples) + len(micro))))
             samples += micro
+    rewards = [(i, *reward) for i, sample in enumerate(samples) for reward in sample.token_rewards or ()]
     return Share(
         minibatches=tuple(map(tuple, places)),
         denominators=tuple(denominators),
@@ -46,4 +49,11 @@ def share_of(
         payloads=[[sample.tokens] for sample in samples],
         payload_of=np.arange(len(samples)),
         index_in_group=np.zeros(len(samples), np.int64),
+        token_rewards=None
+        if all(sample.token_rewards is None for sample in samples)
+        else TokenRewards(
+            np.array([sample for sample, _, _ in rewards], np.int64),
+            np.array([position for _, position, _ in rewards], np.int64),
+            np.array([value for _, _, value in rewards], np.float64),
+        ),
     )

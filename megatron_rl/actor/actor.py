@@ -440,7 +440,7 @@ class MegatronActor:
             for batch in batches if self._is_last_stage else []:
                 self._check_credit(batch)
         if self._is_last_stage:
-            in_force = coefficients.get("kl", 0.0)
+            in_force = coefficients["kl"] if objective.needs.logp_old_in_credit else 0.0
             columns, kl = objective.credit([batch.columns for batch in batches], in_force, _sum_over_data_ranks)
             remaining = iter(columns)
             self._minibatches = [

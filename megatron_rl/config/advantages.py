@@ -174,8 +174,8 @@ class GrpoProcessAdvantage(Method):
     """GRPO with process supervision (Shao et al. 2024, arXiv:2402.03300): rewards stay at their tokens."""
 
     formula: ClassVar[str] = (
-        "A_t = sum over rewards j at or after t of gamma^(actions between) w_k (r_j - mean) / (std + 1e-6), with weight "
-        "w_k, mean and std of all rewards of j's kind k in the group, or in the batch; std false: not divided"
+        "A_t = sum over rewards j at or after t of gamma^(actions between) w_k (r_j - mean) / (std + 1e-6), where w_k "
+        "is the weight of j's kind k, with mean and std of this kind in the group or the batch; std false: not divided"
     )
     source: ClassVar[str] = "arXiv:2402.03300 section 4.1.3"
     needs: ClassVar[frozenset[Need]] = frozenset({"group", "token_rewards"})

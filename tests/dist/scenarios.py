@@ -62,6 +62,9 @@ class Layout:
         return tensor if self.mesh.context == 1 else 2 * self.mesh.context * tensor
 
 
+COEFFICIENTS = {"kl": 0.3, "entropy": 0.05}
+
+
 def build(
     rank: int,
     world_size: int,
@@ -131,10 +134,8 @@ def begin(
 ) -> Metrics:
     """The same samples in every optimizer step: from the second on the ratio is not 1."""
     minibatches = [mine(samples, actor, layout.num_microbatches)] * num_updates
-    return actor.begin(share_of(minibatches, [denominators(samples)] * num_updates, layout.alignment, version), {})
-
-
-COEFFICIENTS = {"kl": 0.3, "entropy": 0.05}
+    share = share_of(minibatches, [denominators(samples)] * num_updates, layout.alignment, version)
+    return actor.begin(share, COEFFICIENTS)
 
 
 def one_update(rank, world_size, url, **arguments):

@@ -4,6 +4,8 @@ PyTorch."""
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from statistics import fmean, pstdev
 
 import numpy as np
 import pytest
@@ -50,8 +52,14 @@ LAYOUTS = {
 }
 
 
-def plain_pytorch(folder, samples, num_updates: int, algorithm=AlgorithmConfig()) -> list[dict[str, float]]:
-    """Transformers, one sample at a time, torch's AdamW: no packing, no Megatron."""
+def plain_pytorch(
+    folder, samples, num_updates: int, algorithm=AlgorithmConfig(), steps_of_one: bool = False
+) -> list[dict[str, float]]:
+    """Transformers, one sample at a time, torch's AdamW: no packing, no Megatron.
+
+    Args:
+        steps_of_one: each update is a step of its own.
+    """
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -90,11 +98,16 @@ def plain_pytorch(folder, samples, num_updates: int, algorithm=AlgorithmConfig()
         logp_old_T=start.logp_T,
         logp_ref_T=start.logp_T,
     )
-    total = denominators(samples)
+    total, of_samples_T = denominators(samples), columns.advantage_T
     results = []
     for step in range(1, num_updates + 1):
         now = forward()
         first_pass = [FirstPass(now.logp_T.detach(), now.entropy_T.detach())]
+        if steps_of_one:
+            columns = replace(columns, logp_old_T=first_pass[0].logp_T)
+        told = {}
+        if algorithm.is_per_token and (step == 1 or steps_of_one):
+            columns, told = plain_credit(samples, replace(columns, advantage_T=of_samples_T), algorithm)
         (prepared,) = objective.prepare([columns], first_pass, total, lambda x: x)
         loss, _ = objective(now.logp_T, now.entropy_T, prepared, total, COEFFICIENTS)
         optimizer.zero_grad()
@@ -104,8 +117,40 @@ def plain_pytorch(folder, samples, num_updates: int, algorithm=AlgorithmConfig()
         for group in optimizer.param_groups:
             group["lr"] = lr
         optimizer.step()
-        results.append({"loss": loss.item(), "grad_norm": grad_norm.item(), "lr": lr})
+        results.append({"loss": loss.item(), "grad_norm": grad_norm.item(), "lr": lr, **told})
     return results
+
+
+def plain_credit(samples, columns: PackedColumns, algorithm) -> tuple[PackedColumns, dict[str, float]]:
+    """Advantages of tokens by loops over samples and tokens, in Python's floats."""
+    section, kl = algorithm.adv_estimator, algorithm.kl if algorithm.kl_in_reward else None
+    gamma, start, penalties = getattr(section, "gamma", 1.0), 0, []
+    rows = []
+    for sample in samples:
+        size = len(sample.tokens.ids) - 1
+        rewards = dict.fromkeys(range(1, size + 1), 0.0)
+        actions = [t for t in rewards if sample.tokens.action_mask[t]]
+        for position, value in sample.token_rewards:
+            before = [t for t in actions if t <= position]
+            if before:
+                rewards[before[-1]] += value
+        for t in actions if kl else []:
+            difference = float(columns.logp_old_T[start + t - 1]) - float(columns.logp_ref_T[start + t - 1])
+            assert kl.estimator == "k2"
+            penalties.append(difference**2 / 2)
+            rewards[t] -= COEFFICIENTS["kl"] * penalties[-1]
+        total, row = 0.0, dict.fromkeys(rewards, math.nan)
+        for t in reversed(actions):
+            total = row[t] = rewards[t] + gamma * total
+        rows.append([row[t] for t in rewards])
+        start += size
+    flat = [x for row in rows for x in row if not math.isnan(x)]
+    mean, deviation = fmean(flat), pstdev(flat)
+    if not getattr(section, "whiten", False):
+        mean, deviation = 0.0, 1.0 - 1e-6
+    given = [0.0 if math.isnan(x) else (x - mean) / (deviation + 1e-6) for row in rows for x in row]
+    advantage_T = columns.advantage_T + torch.tensor(given, dtype=torch.float32)
+    return replace(columns, advantage_T=advantage_T), {"kl": math.fsum(penalties) / len(flat)} if kl else {}
 
 
 def learning_rate(step: int) -> float:
@@ -186,6 +231,52 @@ def test_statistics_of_the_mini_batch_and_a_reference_in_every_layout(trainers, 
     check(results, expected)
     first, *_, last = results[0][1]
     assert first["kl"] == 0 and last["kl"] > 1e-4  # the reference stayed what the run began with
+
+
+AT_TOKENS = {
+    "process": AlgorithmConfig(adv_estimator={"kind": "grpo_process", "gamma": 0.9}),
+    "kl_in_reward": AlgorithmConfig(
+        adv_estimator={"kind": "reinforce_plus_plus"}, kl={"estimator": "k2", "place": "reward"}
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def rewarded(samples):
+    """Samples with rewards at three tokens, one of them forced, one before the first action, and two at one token."""
+    rng = np.random.default_rng(3)
+    given = []
+    for sample in samples:
+        positions = [0, *rng.integers(1, len(sample.tokens.ids), 2), len(sample.tokens.ids) - 1]
+        rewards = [(int(position), float(rng.normal())) for position in [*positions, positions[-1]]]
+        given.append(replace(sample, token_rewards=tuple(rewards)))
+    return given
+
+
+@pytest.fixture(scope="module", params=AT_TOKENS)
+def at_tokens(request, model_folder, rewarded):
+    algorithm = AT_TOKENS[request.param]
+    return algorithm, plain_pytorch(model_folder, rewarded, 3, algorithm, steps_of_one=True)
+
+
+@pytest.mark.parametrize(
+    "name", ["one_many_microbatches", "tp2", "pp2_dp2_empty_microbatch", "cp2_dp2_empty_microbatch", "tp2_pp2_vpp2"]
+)
+def test_advantages_of_tokens_in_every_layout(trainers, model_folder, rewarded, at_tokens, name):
+    algorithm, expected = at_tokens
+    layout = LAYOUTS[name]
+    ranks = trainers.run(
+        "train_steps",
+        layout.mesh.world_size,
+        folder=model_folder,
+        samples=rewarded,
+        layout=layout,
+        algorithm=algorithm,
+        pass_before_update=False,
+    )
+    check([(None, [metrics for metrics, _ in steps]) for steps, _ in ranks], expected)
+    last = ranks[0][0][-1][0]
+    assert last["grad_norm"] > 1e-3 and (last["kl"] > 1e-4 if algorithm.kl else "kl" not in last)
 
 
 @pytest.mark.parametrize("mesh", [Mesh(), Mesh(pipeline=2), Mesh(tensor=2, pipeline=2)], ids=str)

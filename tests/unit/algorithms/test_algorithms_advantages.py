@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
 from megatron_rl.algorithms import estimate_advantages
-from megatron_rl.algorithms.advantages import ESTIMATORS
 from megatron_rl.algorithms.outcomes import (
     gdpo,
     gpg,
