@@ -335,6 +335,11 @@ class Sample:
     verdict: Verdict | None = None
     """The verifier's verdict; None before the verification."""
 
+    @property
+    def num_new_tokens(self) -> int:
+        """The number of its response's tokens that are not those of the best beam of its thought."""
+        return self.num_item_tokens if self.beam else self.length - self.num_prompt_tokens
+
 
 @dataclass(slots=True)
 class Group:

@@ -66,7 +66,7 @@ def verified(
             verdicts, metrics = scoring.finish(groups)
     give_verdicts(groups, verdicts)
     require_a_score([verdict for given in verdicts for verdict in given])
-    num_tokens = sum(sample.length - sample.num_prompt_tokens for group in groups for sample in group.samples)
+    num_tokens = sum(sample.num_new_tokens for group in groups for sample in group.samples)
     return groups, metrics | {"rollout/tokens_per_s": num_tokens / generate_s}
 
 

@@ -130,6 +130,7 @@ def test_the_samples_of_a_thought_token_by_token():
     assert a.version.tolist() == [-1, -1, 4, 4, 5, -1, 5, 6] and b.version.tolist() == [-1] * 6 + [5, 6]
     assert (first.beam, first.num_actions, first.num_thought_tokens, first.num_item_tokens) == (0, 5, 2, 2)
     assert (second.beam, second.num_actions, second.num_thought_tokens, second.num_item_tokens) == (1, 2, 0, 2)
+    assert (first.num_new_tokens, second.num_new_tokens) == (6, 2)
     assert (first.thought_budget, second.thought_budget) == (8, None)
     assert not first.thought_cut and not second.thought_cut
     assert (first.finish, first.oldest_version, second.oldest_version) == ("stop", 4, 5)
