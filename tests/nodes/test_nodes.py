@@ -54,10 +54,11 @@ def numbers(run: Run) -> list[tuple[float, float, float]]:
 
 
 def test_a_rollout_node_that_is_lost_in_a_push_costs_nothing(cluster):
-    """The paths are relative and no variable names an interface. The cable of the engine's node is pulled while the
-    trainers push, and a new node joins."""
-    run = gated(cluster, "nodes")
+    """The paths are relative and no variable names an interface. The cable of the engine's node, where the verifier is
+    too, is pulled while the trainers push, and a new node joins."""
+    run = gated(cluster, "nodes", "cluster.pools={engine: rollout, verifier: rollout}")
     assert [hosts(run, name) for name in ("trainer_0", "trainer_1", "engine_0")] == [["node1"], ["node2"], ["node3"]]
+    assert hosts(run, "verifier") == ["node3"], "a pool of nodes can judge"
     assert "talks to other nodes through eth0 (10.77.0.2)" in run.log("trainer_1")
     stop(cluster, 2, "ray::EngineRank")  # so that the push stands in the middle
     open_gate(cluster)
