@@ -136,6 +136,18 @@ def test_the_samples_of_a_thought_token_by_token():
     assert (first.finish, first.oldest_version, second.oldest_version) == ("stop", 4, 5)
 
 
+def test_each_beam_has_the_experts_of_its_own_tokens():
+    """They come with the log-probs of the last token, from the request that computed all tokens before it."""
+    search = BeamSearch(Catalogue([(1,), (2,)]), width=2, prefix=(), num_candidates=4)
+    routes = np.arange(6, dtype=np.uint8).reshape(3, 1, 2)
+    completion = Completion([0], [-9.0], [0], False, routes, {1: -0.5, 2: -1.0})
+    thought = Transcript()
+    thought.sampled(Completion([21, 3], [-0.3, -0.2], [0, 0], False, routes[:2]))
+    beams = search.extended(search.begin(thought, (3,)), [completion])
+    for _, tokens in as_samples([11], thought, (3,), 5, beams):
+        assert tokens.routes.tolist() == routes.tolist() and len(tokens.routes) == len(tokens.ids) - 1
+
+
 def test_a_forced_closing_is_no_action_and_counts_as_a_cut_once():
     thought = Transcript()
     thought.sampled(Completion([21, 22], [-0.7, -0.1], [4, 4], False))
