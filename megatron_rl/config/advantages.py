@@ -193,8 +193,8 @@ class GrpoProcessAdvantage(Method):
 
 
 class TwoStageAdvantage(Method):
-    """Thoughts are compared with the thoughts of their group, and the items of a thought, which beam search has found,
-    with each other."""
+    """For answers of two stages as in OpenOneRec (arXiv:2512.24762): thoughts are compared with the thoughts of their
+    group, and the items of a thought, which beam search has found, with each other."""
 
     formula: ClassVar[str] = (
         "at an item: (r - mean) / (std + 1e-6) over the items of its thought; at a thought: the same of R over the "
