@@ -345,8 +345,18 @@ class Sample:
     """Rewards at single tokens, in the order of their positions, which estimators of one number for each token use."""
     episode: Episode | None = None
     """The turns of the answer; None if there is no environment."""
+    beam: int = 0
+    """The rank of its item among the beams of its thought, 0 for the most probable one; 0 without beam search. The
+    samples of a thought are adjacent, and the thought's tokens are actions of the one with rank 0 alone."""
+    num_item_tokens: int = 0
+    """The number of its last tokens that are an item, which beam search has found; 0: it has none."""
     verdict: Verdict | None = None
     """The verifier's verdict; None before the verification."""
+
+    @property
+    def num_new_tokens(self) -> int:
+        """The number of its response's tokens that are not those of the best beam of its thought."""
+        return self.num_item_tokens if self.beam else self.length - self.num_prompt_tokens
 
 
 @dataclass(slots=True)
@@ -458,6 +468,10 @@ class Scores:
     """The rewards at single tokens, besides `rewards`."""
     token_kinds: Sequence[str] = ()
     """[N]: the kind of each of `token_rewards`; see `TokenReward.kind`."""
+    thought_of: np.ndarray | None = None
+    """int64 [S]: the index of the sample's thought, which it shares with the other beams of a search."""
+    num_item_tokens: np.ndarray | None = None
+    """int64 [S]: see `Sample.num_item_tokens`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,7 +78,7 @@ def describe_policy(config: BaseConfig, console: Console) -> ModelShape:
 def describe_rollout(config: GrpoRunConfig, shape: ModelShape, console: Console) -> None:
     """Print the numbers of a step, and the bridge's transfer plan."""
     rollout, parallel = config.rollout, config.policy.parallel
-    num_samples = rollout.prompts_per_step * rollout.samples_per_prompt
+    num_samples = rollout.prompts_per_step * rollout.samples_per_group
     longest = rollout.max_model_tokens
     plan = largest_plan(config, shape, parallel)
     transfer = planned_transfer(config, shape, parallel.mesh)
@@ -88,7 +88,9 @@ def describe_rollout(config: GrpoRunConfig, shape: ModelShape, console: Console)
     table = Table(title="a step", show_header=False, title_justify="left")
     layout = f"TP{rollout.tensor}" + (", expert-parallel" if rollout.expert_parallel else "")
     table.add_row("engines", f"{rollout.num_engines} x {layout}")
-    table.add_row("samples", f"{rollout.prompts_per_step} prompts x {rollout.samples_per_prompt} = {num_samples:,}")
+    beams = f" thoughts x {rollout.beams.width} beams" if rollout.beams else ""
+    each = f"{rollout.samples_per_prompt}{beams}"
+    table.add_row("samples", f"{rollout.prompts_per_step} prompts x {each} = {num_samples:,}")
     if rollout.max_lag:
         asked = (rollout.max_lag + 1) * num_samples
         table.add_row("answers under way or ready", f"{rollout.max_lag + 1} batches = {asked:,}")

@@ -36,7 +36,7 @@ def largest_work(config: BaseConfig) -> Work:
     balancing = int(config.policy.load_balancing_loss > 0)  # the experts' shares are counted in a pass of their own
     if isinstance(config, GrpoRunConfig):
         rollout, algorithm = config.rollout, config.algorithm
-        num_samples = rollout.prompts_per_step * rollout.samples_per_prompt
+        num_samples = rollout.prompts_per_step * rollout.samples_per_group
         passes = balancing + (algorithm.updates_per_step > 1) + (algorithm.kl is not None)
         return Work(np.full(num_samples, rollout.max_model_tokens), algorithm.updates_per_step, passes)
     assert isinstance(config, SftRunConfig)
@@ -51,7 +51,7 @@ def largest_plan(config: BaseConfig, shape: ModelShape, parallel: ParallelConfig
     """
     work = largest_work(config)
     num_samples = len(work.lengths)
-    per_group = config.rollout.samples_per_prompt if isinstance(config, GrpoRunConfig) else 1
+    per_group = config.rollout.samples_per_group if isinstance(config, GrpoRunConfig) else 1
     batch = Batch(
         names=[f"sample {i}" for i in range(num_samples)],
         group_of=np.arange(num_samples) // per_group,

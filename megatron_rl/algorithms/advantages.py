@@ -27,6 +27,7 @@ from megatron_rl.algorithms.outcomes import (
     rloo,
 )
 from megatron_rl.algorithms.process_rewards import grpo_process, outcome_rewards
+from megatron_rl.algorithms.two_stage import two_stage
 from megatron_rl.config.advantages import (
     FunctionAdvantage,
     GdpoAdvantage,
@@ -39,6 +40,7 @@ from megatron_rl.config.advantages import (
     ReinforcePlusPlusBaselineAdvantage,
     RemaxAdvantage,
     RlooAdvantage,
+    TwoStageAdvantage,
 )
 from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.config.function import load_function
@@ -65,6 +67,7 @@ its configuration."""
 TOKEN_ESTIMATORS: dict[type[Method], Callable[..., TokenRewards]] = {
     GrpoProcessAdvantage: lambda section, s: grpo_process(s, section),
     ReinforcePlusPlusAdvantage: lambda section, s: outcome_rewards(s),
+    TwoStageAdvantage: lambda section, s: two_stage(s, section),
 }
 """One line for each estimator that gives one number for each token: (its configuration, Scores) -> the rewards at
 tokens. Its other part is in `token_advantages.ESTIMATORS`."""
@@ -73,6 +76,7 @@ SCORE_FIELDS = {
     "greedy_reward": ("greedy_rewards",),
     "reward_parts": ("reward_parts", "reward_weights"),
     "token_rewards": ("token_rewards",),
+    "thoughts": ("thought_of", "num_item_tokens"),
 }
 """The fields of `Scores` that hold what an estimator needs besides the rewards."""
 

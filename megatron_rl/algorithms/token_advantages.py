@@ -20,7 +20,7 @@ from megatron_rl.algorithms.columns import PackedColumns
 from megatron_rl.algorithms.kl import kl_estimate
 from megatron_rl.algorithms.returns import returns_to_go
 from megatron_rl.algorithms.whitening import SumOverRanks
-from megatron_rl.config.advantages import GrpoProcessAdvantage, ReinforcePlusPlusAdvantage
+from megatron_rl.config.advantages import GrpoProcessAdvantage, ReinforcePlusPlusAdvantage, TwoStageAdvantage
 from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.config.section import Method
 
@@ -30,6 +30,9 @@ ESTIMATORS: dict[type[Method], Callable[..., Tensor]] = {
     ),
     ReinforcePlusPlusAdvantage: lambda section, reward_T, mask_T, sample_T, total: returns_to_go(
         reward_T, mask_T, sample_T, sum_over_ranks=total, whitened=section.whiten
+    ),
+    TwoStageAdvantage: lambda section, reward_T, mask_T, sample_T, total: returns_to_go(
+        reward_T, mask_T, sample_T, whitened=False
     ),
 }
 """One line for each estimator: (its configuration, reward_T, action_mask_T, sample_T, SumOverRanks) -> advantage_T. The

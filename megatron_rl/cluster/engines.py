@@ -138,7 +138,7 @@ class EngineRank:
             for stored in self._objects(answers):
                 yield stored
             yield number, [sample for sample, _ in answers]
-            num_tokens += sum(sample.length - sample.num_prompt_tokens for sample, _ in answers)
+            num_tokens += sum(sample.num_new_tokens for sample, _ in answers)
         log.info("version %d: answered with %d tokens", version, num_tokens)
 
     async def answer(

@@ -50,7 +50,7 @@ class Needs:
     modules: tuple[str, ...]
     """The top-level modules of the reward functions."""
     files: tuple[Path, ...]
-    """The files of the reward functions that are named by a file."""
+    """The files of the reward functions that are named by a file, and the catalogue of `rollout.beams`."""
 
 
 def check_nodes(config: BaseConfig, placement: Placement) -> None:
@@ -65,6 +65,8 @@ def check_nodes(config: BaseConfig, placement: Placement) -> None:
     sources = {reward.path.rpartition(":")[0] for reward in rewards if isinstance(reward, ImportedReward)}
     files = {source for source in sources if source.endswith(".py")}
     modules = {source.partition(".")[0] for source in sources - files}
+    if isinstance(config, GrpoRunConfig) and config.rollout.beams is not None:
+        files.add(str(config.rollout.beams.catalogue))
     models = tuple(path for path in (config.model.path, config.model.weights) if path is not None)
     mark_name = f".seen_by_nodes_{secrets.token_hex(8)}"
     needs = Needs(models, config.run_folder, mark_name, tuple(sorted(modules)), tuple(map(Path, sorted(files))))
@@ -141,7 +143,7 @@ def look(needs: Needs) -> tuple[list[str], Interface | None]:
         if find_spec(module) is None
     ]
     faults += [
-        f"does not see {file}, which has a reward function; put it on a file system that all nodes share"
+        f"does not see {file}, which verifiers or engines read; put it on a file system that all nodes share"
         for file in needs.files
         if not file.is_file()
     ]

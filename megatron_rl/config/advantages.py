@@ -15,10 +15,11 @@ from megatron_rl.config.section import Method
 
 Discount = Annotated[float, Field(gt=0, le=1)]
 Lambda = Annotated[float, Field(ge=0, le=1)]
-Need = Literal["group", "greedy_reward", "reward_parts", "values", "token_rewards"]
+Need = Literal["group", "greedy_reward", "reward_parts", "values", "token_rewards", "thoughts"]
 """What an estimator needs. group: several samples of each prompt. greedy_reward: the reward of the prompt's greedy
 answer. reward_parts: the separate scores of the reward functions. values: the values of a critic. token_rewards:
-rewards at single tokens. With one of the last two it gives each token its own advantage."""
+rewards at single tokens. thoughts: several items of each thought (`rollout.beams`). With one of the last three it gives
+each token its own advantage."""
 
 
 class GrpoAdvantage(Method):
@@ -191,6 +192,24 @@ class GrpoProcessAdvantage(Method):
     `outcome` is the reward of the whole answer, which is at its last token."""
 
 
+class TwoStageAdvantage(Method):
+    """For answers of two stages as in OpenOneRec (arXiv:2512.24762): thoughts are compared with the thoughts of their
+    group, and the items of a thought, which beam search has found, with each other."""
+
+    formula: ClassVar[str] = (
+        "at an item: (r - mean) / (std + 1e-6) over the items of its thought; at a thought: the same of R over the "
+        "thoughts of the group, with R the mean or the max of its items' r; std none: not divided"
+    )
+    source: ClassVar[str] = "for answers as in OpenOneRec, arXiv:2512.24762; the formula is this package's"
+    needs: ClassVar[frozenset[Need]] = frozenset({"thoughts"})
+
+    kind: Literal["two_stage"] = "two_stage"
+    thought: Literal["mean", "max"] = "mean"
+    """What a thought is worth: the mean of its items' rewards, or the largest one."""
+    std: Literal["group", "none"] = "group"
+    """group: advantages are divided by the standard deviation of what is compared. none: they are not divided."""
+
+
 class FunctionAdvantage(Method):
     """An estimator of your own: any Python function of `types.Scores` that returns one advantage for each sample."""
 
@@ -216,7 +235,8 @@ AdvantageConfig = Annotated[
     | GdpoAdvantage
     | FunctionAdvantage
     | GaeAdvantage
-    | GrpoProcessAdvantage,
+    | GrpoProcessAdvantage
+    | TwoStageAdvantage,
     Field(discriminator="kind"),
 ]
 

@@ -170,7 +170,7 @@ class AlgorithmConfig(Section):
     @property
     def is_per_token(self) -> bool:
         """Whether each token has an advantage of its own."""
-        return self.kl_in_reward or not self.adv_estimator.needs.isdisjoint({"values", "token_rewards"})
+        return self.kl_in_reward or not self.adv_estimator.needs.isdisjoint({"values", "token_rewards", "thoughts"})
 
     @property
     def aggregation(self) -> Aggregation:

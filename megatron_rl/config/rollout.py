@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import (
     Field,
     NonNegativeInt,
     PositiveInt,
+    model_validator,
 )
 
+from megatron_rl.config.beams import Beams
 from megatron_rl.config.environment import EnvironmentConfig
 from megatron_rl.config.section import Section
 from megatron_rl.config.thinking import ColumnBudget, ThinkingBudget
@@ -62,6 +64,9 @@ class RolloutConfig(Section):
     `max_response_tokens`."""
     environment: EnvironmentConfig | None = None
     """What answers to the model's turns, so that an answer has several; null means that an answer is one turn."""
+    beams: Beams | None = None
+    """Items of a catalogue, which beam search finds after each thought; null means that the model answers itself.
+    `samples_per_prompt` is then the number of thoughts, and a group has `width` samples for each."""
     sampling: SamplingConfig = SamplingConfig()
     """How the engine samples training answers and evaluation answers."""
     dump: bool = False
@@ -92,7 +97,19 @@ class RolloutConfig(Section):
         return self.max_prompt_tokens + self.max_response_tokens
 
     @property
+    def samples_per_group(self) -> int:
+        """The largest number of samples in a group."""
+        return self.samples_per_prompt * (self.beams.width if self.beams else 1)
+
+    @property
     def thought_column(self) -> ColumnBudget | None:
         """Which numbers the rows must have in a column of their own, if they have the thinking budget."""
         tokens = self.thinking and self.thinking.thought_tokens
         return tokens if isinstance(tokens, ColumnBudget) else None
+
+    @model_validator(mode="after")
+    def _beams_fit(self) -> Self:
+        fault = self.beams and self.beams.fault(self.thinking, self.sampling.top_p, self.sampling.top_k)
+        if fault:
+            raise ValueError(f"beams {fault}")
+        return self

@@ -184,6 +184,11 @@ class GrpoRunConfig(BaseConfig):
             raise ValueError(
                 f"rollout.samples_per_prompt is 1, so every {estimator.kind} advantage would be 0; use 2 or more"
             )
+        if "thoughts" in estimator.needs and self.rollout.beams is None:
+            raise ValueError(
+                f"algorithm.adv_estimator {estimator.kind} compares the items of a thought, and without rollout.beams "
+                "there are none; set rollout.beams, or choose another estimator"
+            )
         if self.rollout.max_lag and self.rollout.prefix_cache == "salted":
             raise ValueError(
                 "rollout.prefix_cache: salted lets running answers keep the keys and values of older weights, so with "

@@ -229,7 +229,7 @@ class AsynchronousSource:
         verified = self._ports.stream.collect(self._version)
         samples = [sample for group in verified.groups.values() for sample in group.samples]
         self._scorings.append((verified.metrics, len(samples)))
-        self._num_tokens += sum(sample.length - sample.num_prompt_tokens for sample in samples)
+        self._num_tokens += sum(sample.num_new_tokens for sample in samples)
         for number, group in verified.groups.items():
             if number in self._evaluating:
                 self._evaluating[number] = group

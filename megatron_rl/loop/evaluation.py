@@ -1,6 +1,7 @@
 """The metrics of an evaluation: accuracies over prompts with several answers each, and how sure they are.
 
-Invariants (tests/unit/loop): pass@k is the mean over all subsets of k answers; an accuracy lies within its interval.
+Invariants (tests/unit/loop): pass@k is the mean over all subsets of k answers, or that of the first k beams of a
+thought; an accuracy lies within its interval.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ from math import comb, sqrt
 from statistics import fmean, variance
 
 from megatron_rl.config.schema import GrpoRunConfig
+from megatron_rl.loop.beams import thoughts_of
 from megatron_rl.loop.rollouts import verdicts_of
-from megatron_rl.types import Group, Metrics, Verdict
+from megatron_rl.types import Group, Metrics, Sample, Verdict
 
 Z = 1.959963984540054
 """The 97.5 % quantile of the normal distribution, for intervals of 95 %."""
@@ -25,9 +27,20 @@ def describe_heldout(config: GrpoRunConfig, groups: Sequence[Group]) -> Metrics:
     up to the number of answers, is the share of prompts of which k answers hold a right one, and `eval/maj@n` the share
     of prompts of which the most frequent final answer is right. They leave out answers that no deciding reward scored,
     and prompts with fewer than k scored answers. Each accuracy has the bounds of its interval, `_low` and `_high`.
+    With `rollout.beams` the items of each thought are a ranking: see `_describe_rankings`.
     """
     samples, verdicts = [sample for group in groups for sample in group.samples], verdicts_of(groups)
     scores = [verdict.score for verdict in verdicts if verdict.score is not None]
+    describe = _describe_answers if config.rollout.beams is None else _describe_rankings
+    return describe(config, groups) | {
+        "eval/reward_mean": fmean(scores),
+        "eval/num_samples": float(len(samples)),
+        "eval/abstained": float(len(samples) - len(scores)),
+        "eval/response_mean": fmean(sample.length - sample.num_prompt_tokens for sample in samples),
+    }
+
+
+def _describe_answers(config: GrpoRunConfig, groups: Sequence[Group]) -> Metrics:
     decided = [decide(config, verdicts_of([group])) for group in groups]
     right = [[is_right for is_right, _ in answers] for answers in decided if answers]
     metrics: Metrics = {}
@@ -41,12 +54,46 @@ def describe_heldout(config: GrpoRunConfig, groups: Sequence[Group]) -> Metrics:
     if num > 1 and any(final is not None for answers in decided for _, final in answers):
         voted = [majority(answers) for answers in decided if answers]
         metrics |= _accuracy(f"eval/maj@{num}", fmean(voted), voted, len(voted))
-    return metrics | {
-        "eval/reward_mean": fmean(scores),
-        "eval/num_samples": float(len(samples)),
-        "eval/abstained": float(len(samples) - len(scores)),
-        "eval/response_mean": fmean(sample.length - sample.num_prompt_tokens for sample in samples),
-    }
+    return metrics
+
+
+def _describe_rankings(config: GrpoRunConfig, groups: Sequence[Group]) -> Metrics:
+    """The metrics of rankings, as means over the thoughts.
+
+    `eval/accuracy` is the share of thoughts whose first item is right. For powers of 2 up to `rollout.beams.width`,
+    `eval/pass@k` is the share of thoughts of which one of the first k items is right, and `eval/recall@k` the share of
+    all right items of the row that are among the first k. The second one needs the number of these items, which the
+    deciding reward reports as `num_relevant` (`log_extra`). Thoughts with an item that no deciding reward scored are
+    left out.
+    """
+    hits = [[hits for samples in thoughts_of(group) if (hits := _hits(config, samples))] for group in groups]
+    hits = [of_group for of_group in hits if of_group]
+    metrics: Metrics = {}
+    if not hits:
+        return metrics
+    assert config.rollout.beams is not None, "there are rankings"
+    sizes = [2**i for i in range(config.rollout.beams.width.bit_length())]
+    for k in sizes:
+        passed = [[float(any(is_right for is_right, _ in one[:k])) for one in of_group] for of_group in hits]
+        flat = [value for values in passed for value in values]
+        name = "eval/accuracy" if k == 1 else f"eval/pass@{k}"
+        metrics |= _accuracy(name, fmean(flat), [fmean(values) for values in passed], len(flat))
+    counted = [one for of_group in hits for one in of_group if one[0][1]]
+    for k in sizes if counted else []:
+        metrics[f"eval/recall@{k}"] = fmean(sum(is_right for is_right, _ in one[:k]) / one[0][1] for one in counted)
+    return metrics
+
+
+def _hits(config: GrpoRunConfig, samples: Sequence[Sample]) -> list[tuple[bool, int]]:
+    """Whether each item of a thought is right, in the order of their ranks, and the number of right items of its row; 0
+    if no reward has reported it. An empty list if an item was not scored."""
+    verdicts = [sample.verdict for sample in samples if sample.verdict is not None]
+    right = right_answers(config, verdicts)
+    if len(right) < len(samples):
+        return []
+    names = [f"{config.rewards[i].label}/num_relevant" for i in config.deciding_rewards]
+    relevant = [next((v.details[name] for name in names if name in v.details), 0) for v in verdicts]
+    return list(zip(right, relevant, strict=True))
 
 
 def decide(config: GrpoRunConfig, verdicts: Sequence[Verdict]) -> list[tuple[bool, str | None]]:

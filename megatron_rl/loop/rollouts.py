@@ -11,6 +11,7 @@ import numpy as np
 
 from megatron_rl.config.rewards import RewardConfig, datasets_of
 from megatron_rl.config.schema import GrpoRunConfig
+from megatron_rl.loop.beams import describe_beams
 from megatron_rl.ports import Ports, Sink
 from megatron_rl.types import Group, Metrics, Prompt, Scores, TokenRewards, Verdict, give_verdicts
 
@@ -65,7 +66,7 @@ def verified(
             verdicts, metrics = scoring.finish(groups)
     give_verdicts(groups, verdicts)
     require_a_score([verdict for given in verdicts for verdict in given])
-    num_tokens = sum(sample.length - sample.num_prompt_tokens for group in groups for sample in group.samples)
+    num_tokens = sum(sample.num_new_tokens for group in groups for sample in group.samples)
     return groups, metrics | {"rollout/tokens_per_s": num_tokens / generate_s}
 
 
@@ -73,6 +74,8 @@ def describe_verified(config: GrpoRunConfig, groups: Sequence[Group]) -> Metrics
     """The metrics of a step's answers and of their verdicts."""
     metrics = describe(groups) | describe_rewards(config.rewards, groups) | describe_datasets(groups)
     metrics |= describe_thoughts(groups) | describe_episodes(groups)
+    if config.rollout.beams is not None:
+        metrics |= describe_beams(groups, config.rollout.beams.width)
     if config.algorithm.shaping:  # reward/mean is the mean of the shaped rewards
         metrics["score/mean"] = fmean(v.score for v in verdicts_of(groups) if v.score is not None)
     return metrics
@@ -248,6 +251,8 @@ def scores_with(config: GrpoRunConfig, groups: Sequence[Group], greedy_rewards: 
             np.array([reward.value for _, reward in given], np.float64),
         ),
         token_kinds=[reward.kind for _, reward in given],
+        thought_of=np.cumsum([sample.beam == 0 for sample in samples]) - 1,
+        num_item_tokens=np.array([sample.num_item_tokens for sample in samples], np.int64),
     )
 
 
@@ -258,15 +263,17 @@ def _numbers(values: Iterable[float | None]) -> np.ndarray:
 
 def describe(groups: Sequence[Group]) -> Metrics:
     """The lengths of the answers in tokens, and the shares of answers that a budget cut. `length/answer_mean` counts
-    the sampled tokens after the thought; a delimiter that the model sampled is one of them."""
+    the sampled tokens after the thought; a delimiter that the model sampled is one of them. The beams of a thought are
+    answers of their own, which have one thought together."""
     samples = [sample for group in groups for sample in group.samples]
+    thoughts = [sample for sample in samples if sample.beam == 0]
     responses = np.array([sample.length - sample.num_prompt_tokens for sample in samples])
     return {
         "length/response_mean": float(responses.mean()),
         "length/response_max": float(responses.max()),
-        "length/thought_mean": float(np.mean([sample.num_thought_tokens for sample in samples])),
+        "length/thought_mean": float(np.mean([sample.num_thought_tokens for sample in thoughts])),
         "length/answer_mean": float(np.mean([sample.num_actions - sample.num_thought_tokens for sample in samples])),
-        "length/thought_cut": float(np.mean([sample.thought_cut for sample in samples])),
+        "length/thought_cut": float(np.mean([sample.thought_cut for sample in thoughts])),
         "length/response_cut": float(np.mean([sample.finish == "length" for sample in samples])),
         "rollout/num_samples": float(len(samples)),
         "rollout/num_tokens": float(responses.sum()),

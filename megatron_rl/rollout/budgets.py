@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron_rl.config.rollout import RolloutConfig
-from megatron_rl.rollout.program import NativeBudget, OneCall, Program, ThinkingBudget
+from megatron_rl.rollout.beams import BeamSearch
+from megatron_rl.rollout.program import NativeBudget, OneCall, Program, ThinkingBudget, ThoughtAlone
 from megatron_rl.rollout.vocabulary import load_tokenizer, native_fault, thinking_faults, token_ids
 from megatron_rl.types import Prompt
 
@@ -36,8 +37,8 @@ class Budgets:
         on_gpu: whether the engine runs on GPUs.
 
     Raises:
-        ValueError: a text of `rollout.thinking` does not fit the tokenizer, the engine cannot keep the budget, or the
-            budgets do not fit into max_response_tokens.
+        ValueError: a text of `rollout.thinking` does not fit the tokenizer, the engine cannot keep the budget, the
+            budgets do not fit into max_response_tokens, or `rollout.beams` does not fit (see `BeamSearch.of`).
     """
 
     def __init__(self, folder: Path, rollout: RolloutConfig, on_gpu: bool) -> None:
@@ -48,6 +49,8 @@ class Budgets:
         """The token that opens a thought; None if the engine need not know."""
         self.closing: tuple[int, ...] | None = self.delimiter
         """The tokens that close a thought which has no room left; None if nothing does."""
+        self.beams = BeamSearch.of(folder, rollout) if rollout.beams is not None else None
+        """What follows a thought; None: the model answers itself."""
         if (thinking := self._thinking) is None:
             return
         assert self.delimiter is not None, "the configuration was validated"
@@ -86,13 +89,19 @@ class Budgets:
             sample: the number of the answer within its group.
 
         Raises:
-            ValueError: the row has no usable budget, or the engine could not keep it.
+            ValueError: the row has no usable budget, or the engine could not keep it, or `rollout.beams` has no thought
+                to begin with.
         """
         thinking = self._thinking
         if thinking is None:
             return Chosen(OneCall(self._most), delimiter=self.delimiter)
         ids = prompt.token_ids
         if self.has_closed(ids):
+            if self.beams is not None:
+                raise ValueError(
+                    f"prompt {prompt.uid} has closed its thought already, but with rollout.beams each answer begins "
+                    "with one; change the chat template, or remove the row"
+                )
             return Chosen(OneCall(thinking.response_tokens))
         try:
             budget = prompt.thought_budgets[sample] if prompt.thought_budgets else thinking.of_row(prompt.columns)
@@ -101,6 +110,8 @@ class Budgets:
         largest, most = thinking.thought_tokens.largest, thinking.response_tokens
         if not 0 <= budget <= largest:
             raise ValueError(f"prompt {prompt.uid} has a budget of {budget} thought tokens, not one of 0 to {largest}")
+        if self.beams is not None:
+            return Chosen(ThoughtAlone(self.delimiter, self.closing, budget), budget, self.delimiter)
         if thinking.mode != "native":
             return Chosen(ThinkingBudget(self.delimiter, self.closing, budget, most), budget, self.delimiter)
         before = next((size for size, token in enumerate(reversed(ids)) if token == self.opening), None)

@@ -31,6 +31,7 @@ from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,7 @@ from pydantic import ValidationError
 from megatron_rl.config.policy import ModelConfig
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.layout import read_shape
+from megatron_rl.rollout.beams import as_samples
 from megatron_rl.rollout.budgets import Budgets, Chosen
 from megatron_rl.rollout.engine_thread import EngineThread
 from megatron_rl.rollout.engine_weights import EngineWeights
@@ -127,7 +129,7 @@ class VllmEngine:
 
         Raises:
             ValueError: the folder holds no model, the model has fewer positions than the longest sample has tokens, or
-                the thinking budget does not fit (see `Budgets`).
+                thinking budget or beams do not fit (see `Budgets`).
         """
         self._model, self._rollout, self._seed, self._spans_nodes = model, rollout, seed, spans_nodes
         self._shares_gpus, self._loads_weights = shares_gpus, loads_weights
@@ -184,7 +186,8 @@ class VllmEngine:
     async def generate_as_finished(
         self, prompts: Sequence[Prompt], num_samples: int, version: int, seed: int, greedy: bool, first: int
     ) -> AsyncIterator[tuple[int, list[tuple[Sample, Tokens]]]]:
-        """Answer every prompt `num_samples` times, and give each group as soon as all its answers are complete.
+        """Answer every prompt `num_samples` times, and give each group as soon as all its answers are complete. With
+        `rollout.beams` these are thoughts, of which each gives a sample for each of its beams, the best one first.
 
         Several calls may run at once, and pushes may arrive during a call. After a push the answers continue with the
         new weights, and `Tokens.version` gives the version of each token.
@@ -239,11 +242,16 @@ class VllmEngine:
                     continue
                 number = i // num_samples
                 num_left[number] -= 1
-                if num_left[number] == 0:
+                if num_left[number] == 0 and self._budgets.beams is None:
                     own = range(number * num_samples, (number + 1) * num_samples)
                     yield number, [_sample_of(prompt_ids[j], transcripts[j], chosen[j]) for j in own]
             calls = {i: following[i] for i in sorted(following)}  # the order in which requests begin is fixed
             begins_with = None
+        if self._budgets.beams is not None:
+            found = await self._search(prompt_ids, transcripts, chosen, seeds, [None] * len(seeds))
+            for number in range(len(prompts)):
+                own = range(number * num_samples, (number + 1) * num_samples)
+                yield number, [sample for j in own for sample in found[j]]
 
     async def answer(
         self, ticket: int, number: int, prompt: Prompt, samples: range, earlier: Sequence[Path] = ()
@@ -251,7 +259,8 @@ class VllmEngine:
         """Give some of the answers of a group while others are given and pushes arrive, with the weights that the
         engine holds.
 
-        Each answer goes on as soon as its own call has ended.
+        Each answer goes on as soon as its own call has ended. With `rollout.beams` the answers are thoughts, as in
+        `generate_as_finished`; another engine goes on with a thought, and searches its beams from the start.
 
         Args:
             ticket: names this asking of the group in `cancel` and in the records. All engines have the same.
@@ -280,7 +289,7 @@ class VllmEngine:
                 raise outcome
         if self._progress is not None:
             self._progress.done(ticket)
-        return outcomes
+        return [sample for samples in outcomes for sample in samples]
 
     async def cancel(self, ticket: int) -> None:
         """End the answers of a group. Its call of `answer`, if it is under way, ends with an error."""
@@ -303,8 +312,8 @@ class VllmEngine:
         seed = request_seed(self._seed, number) + name[1]
         return _Answer(prompt.token_ids, name, chosen, transcript, call, rest, seed)
 
-    async def _complete(self, answer: _Answer, future: Future[RequestOutput] | None) -> tuple[Sample, Tokens]:
-        """Carry out the program of one answer.
+    async def _complete(self, answer: _Answer, future: Future[RequestOutput] | None) -> list[tuple[Sample, Tokens]]:
+        """Carry out the program of one answer, and search its beams if it has any.
 
         Args:
             future: the call that is under way; None if the answer is complete.
@@ -314,7 +323,38 @@ class VllmEngine:
             answer.call, future = next_call(answer.chosen.program, answer.transcript), None
             if answer.call is not None:
                 [future] = await self._thread.call(partial(self._begin, [answer.request]))
-        return _sample_of(answer.prompt_ids, answer.transcript, answer.chosen)
+        if self._budgets.beams is None:
+            return [_sample_of(answer.prompt_ids, answer.transcript, answer.chosen)]
+        one = [answer.prompt_ids], [answer.transcript], [answer.chosen], [answer.seed], [answer.name]
+        [samples] = await self._search(*one)
+        return samples
+
+    async def _search(
+        self,
+        prompt_ids: Sequence[Sequence[int]],
+        transcripts: Sequence[Transcript],
+        chosen: Sequence[Chosen],
+        seeds: Sequence[int],
+        names: Sequence[tuple[int, int] | None],
+    ) -> list[list[tuple[Sample, Tokens]]]:
+        """Search the beams of thoughts, one token of all of them after the other. Returns the samples of each
+        thought."""
+        search = self._budgets.beams
+        assert search is not None, "the configuration has beams"
+        beams = [search.begin(transcript, one.delimiter) for transcript, one in zip(transcripts, chosen, strict=True)]
+        for _ in range(search.num_tokens):
+            requests = [
+                Request([*prompt_ids[i], *transcripts[i].ids, *beam.ids], search.call, seeds[i], False, names[i], True)
+                for i, own in enumerate(beams)
+                for beam in own
+            ]
+            given = dict([one async for one in self._sample(requests, None)])
+            completions = iter([given[k] for k in range(len(requests))])
+            beams = [search.extended(own, list(islice(completions, len(own)))) for own in beams]
+        return [
+            as_samples(ids, transcript, one.delimiter, one.thought_budget, own)
+            for ids, transcript, one, own in zip(prompt_ids, transcripts, chosen, beams, strict=True)
+        ]
 
     @property
     def alive(self) -> bool:
@@ -387,10 +427,13 @@ class VllmEngine:
         name = str(self._num_requests)
         params, call = self._params(request.is_greedy), request.call
         params |= {"max_tokens": call.max_tokens, "thinking_token_budget": call.thinking_token_budget}
+        params |= {"logprobs": call.num_candidates}  # 0: only those of the sampled tokens
         params |= {"seed": request.seed, "stop_token_ids": [*params["stop_token_ids"], *call.stops]}
         internal_name = self._thread.engine.add_request(name, prompt, SamplingParams(**params))
-        # An answer with an environment does not go on in another engine, so nobody would read its tokens.
-        if self._progress is not None and request.answer is not None and self._episodes is None:
+        # An answer with an environment does not go on in another engine, so nobody would read its tokens; what is
+        # sampled after a beam is no token of the answer.
+        is_read = self._episodes is None and not call.num_candidates
+        if self._progress is not None and request.answer is not None and is_read:
             self._progress.begin(internal_name, *request.answer)
         return name
 
@@ -404,7 +447,6 @@ class VllmEngine:
             "top_p": sampling.top_p,
             "top_k": sampling.top_k,
             "stop_token_ids": list(self._stop_ids),
-            "logprobs": 0,  # only those of the sampled tokens
             "flat_logprobs": True,
             "detokenize": False,
             "output_kind": RequestOutputKind.FINAL_ONLY,
@@ -412,14 +454,16 @@ class VllmEngine:
 
     def _completion(self, output: RequestOutput) -> Completion:
         [answer] = output.outputs
-        logp = answer.logprobs.logprobs
+        given = answer.logprobs
+        logp = [given.logprobs[i] for i in given.start_indices]  # that of the sampled token is the first one of each
         versions = [int(span.version) for span in answer.weight_versions for _ in range(span.start, span.end)]
         assert len(logp) == len(versions) == len(answer.token_ids)
         routes = answer.routed_experts
         if routes is not None:  # those that were computed last are at the end; the last token is never computed
             routes = routes[-(len(output.prompt_token_ids) + len(answer.token_ids) - 1) :]
         ended = answer.finish_reason == "stop" and answer.token_ids[-1] in self._stop_ids
-        return Completion(answer.token_ids, logp, versions, ended, routes)
+        candidates = dict(zip(given.token_ids, given.logprobs)) if len(given.logprobs) > len(logp) else {}
+        return Completion(answer.token_ids, logp, versions, ended, routes, candidates)
 
 
 def request_seed(*parts: int) -> int:

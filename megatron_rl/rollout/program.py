@@ -12,7 +12,7 @@ tokens are no actions, and all other ones are; each action keeps its own version
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -35,6 +35,8 @@ class Completion:
     routes: np.ndarray | None = None
     """uint8 [R, layers, K]: the experts of the first R tokens of prompt and response, `Tokens.routes`; None if the
     engine does not give them."""
+    candidates: Mapping[int, float] = field(default_factory=dict)
+    """The log-probs of `Call.num_candidates` tokens."""
 
 
 @dataclass(slots=True)
@@ -96,6 +98,8 @@ class Call:
     of the prompt included; None: it has none."""
     stops: tuple[int, ...] = ()
     """Tokens that end the call, though not the answer, beside those that end both."""
+    num_candidates: int = 0
+    """In a call for one token: so many of the most probable tokens are wanted, and not the one that is sampled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +167,30 @@ class ThinkingBudget:
             return Call(self.thought_tokens)
         if transcript.stopped or self.closing is None:
             return Done(len(ids))
+        return Force(self.closing[_begun(ids, self.closing) :])
+
+
+@dataclass(frozen=True, slots=True)
+class ThoughtAlone:
+    """The model thinks, and something else answers: the transcript ends with the delimiter, which is forced if the
+    thought has none within its budget. It ends earlier if the model ends its answer within the thought."""
+
+    delimiter: tuple[int, ...]
+    closing: tuple[int, ...]
+    """It ends with the delimiter."""
+    thought_tokens: int
+
+    def next(self, transcript: Transcript) -> Call | Force | Done:
+        """A call ends where a delimiter may be complete, so that nothing is sampled after it."""
+        ids = transcript.ids
+        start = find_delimiter(ids, self.delimiter)
+        if start is not None:
+            return Done(start + len(self.delimiter))
+        if transcript.stopped:
+            return Done(len(ids))
+        left = self.thought_tokens - len(ids)
+        if left > 0:
+            return Call(left, stops=self.delimiter[-1:])
         return Force(self.closing[_begun(ids, self.closing) :])
 
 

@@ -117,8 +117,9 @@ class RequestQueue:
         """Give the outputs of vLLM to those who wait for them."""
         for output in outputs:
             if output.finished:
-                _, future = self._running.pop(output.request_id)
-                self._budget.finished(len(output.outputs[0].token_ids))
+                request, future = self._running.pop(output.request_id)
+                if not request.call.num_candidates:  # a token after a beam says nothing of the lengths of answers
+                    self._budget.finished(len(output.outputs[0].token_ids))
                 self._has_changed = True
                 self._unresolved.remove(future)
                 resolve(future, output)

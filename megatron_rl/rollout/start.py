@@ -51,7 +51,8 @@ def make_engine(
     """Start vLLM in the process and the thread that call.
 
     Args:
-        budgets: the thinking budget, whose opening, delimiter and closing vLLM is told if it keeps it.
+        budgets: the thinking budget, whose opening, delimiter and closing vLLM is told if it keeps it, and the beams,
+            whose number of log-probs vLLM is told.
         spans_nodes: whether the ranks are on several nodes; see `VllmEngine`.
         returns_routes: whether outputs hold the experts of each token.
         progress: what records the tokens of every step; None if nobody does.
@@ -66,6 +67,8 @@ def make_engine(
     options = _gpu_options(rollout, shares_gpus) if on_gpu else _cpu_options(rollout, latent)
     if budgets.opening is not None:
         options["reasoning_config"] = _reasoning(budgets)
+    if budgets.beams is not None:
+        options["max_logprobs"] = budgets.beams.call.num_candidates
     if spans_nodes:
         options["distributed_executor_backend"] = "ray"
     from vllm.config import WeightTransferConfig

@@ -48,6 +48,27 @@ def token_ids(folder: Path, text: str, key: str = "rollout.delimiter") -> tuple[
     return ids
 
 
+def single_ids(folder: Path, texts: Sequence[str], key: str) -> list[int]:
+    """The ids of texts of which each must be one token of the model.
+
+    Args:
+        key: the key of the configuration that has the texts.
+
+    Raises:
+        ValueError: the tokenizer splits a text, or does not know it.
+    """
+    tokenizer, unknown = load_tokenizer(folder), _special_id(folder, "unk_token")
+    encoded = [encoding.ids for encoding in tokenizer.encode_batch(list(texts), add_special_tokens=False)]
+    for text, ids in zip(texts, encoded, strict=True):
+        if len(ids) != 1 or ids[0] == unknown:
+            what = f"is the tokens {ids}" if len(ids) > 1 else "is not in the vocabulary"
+            raise ValueError(
+                f"{key}: {text!r} {what} of {folder}, but it must be one token; add it to the tokenizer and to the "
+                "model's vocabulary, or write it as several texts"
+            )
+    return [ids[0] for ids in encoded]
+
+
 WORDS, SIGNS = ("x", "7"), (".", " ", "\n")
 """What may stand before a delimiter or a closing. A closing that begins with white space may melt into a sign: nobody
 looks for it as a whole."""

@@ -1,0 +1,48 @@
+"""Beam search for items after the thought."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Self
+
+from pydantic import PositiveInt, model_validator
+
+from megatron_rl.config.section import Section
+from megatron_rl.config.thinking import ThinkingBudget
+
+
+class Beams(Section):
+    """Answers in two stages, as in OpenOneRec (arXiv:2512.24762): a sampled thought, and then the most probable items
+    of a catalogue, which beam search finds. An item is a fixed number of tokens (a semantic id). Each beam is a sample
+    of its own."""
+
+    width: PositiveInt
+    """The number of beams, which is also the number of items that each thought gives."""
+    prefix: tuple[str, ...] = ()
+    """The texts that are forced between the delimiter and the item, such as `["<item>"]`; each must be one token."""
+    catalogue: Path
+    """A JSON file with the list of all items. An item is a list of texts, each of which must be one token, such as
+    `["<a_3>", "<b_0>", "<c_5>"]`; all items have equally many. Beams never leave this list."""
+    candidates: PositiveInt = 256
+    """The number of most probable tokens of the whole vocabulary that are looked at after each beam. Those that
+    continue no item are left out; if too few remain, beams are lost, which `beams/missing` counts. Of a smaller
+    vocabulary all tokens are looked at, so that no beam is ever lost."""
+
+    @model_validator(mode="after")
+    def _enough_candidates(self) -> Self:
+        if self.width > self.candidates:
+            raise ValueError(
+                f"width is {self.width}, but the engine gives the log-probs of {self.candidates} tokens after a beam "
+                "(candidates); lower width, or raise candidates"
+            )
+        return self
+
+    def fault(self, thinking: ThinkingBudget | None, top_p: float, top_k: int) -> str | None:
+        """Why beams do not go with the other keys of the rollout; None if they do."""
+        if thinking is None or thinking.mode != "two_call":
+            return "needs a thought with a budget of its own: set rollout.thinking with mode two_call"
+        if thinking.thought_tokens.smallest == 0:
+            return "needs a thought, but rollout.thinking.thought_tokens may be 0; begin at 1"
+        if top_p < 1 or top_k > 0:
+            return "needs the engine's full distribution: set rollout.sampling.top_p to 1 and top_k to 0"
+        return None

@@ -1,0 +1,138 @@
+"""A recommendation task for a tiny model: a thought that says what a user wants next, and then an item.
+
+The catalogue has 128 items. An item is a semantic id of three levels with eight codes each: a genre, a theme and a
+volume. Only ids whose codes add up to a multiple of 4 exist, so each theme has two volumes. A user follows two series
+of different genres in turn. The next item of a series has the next theme and the volume before. After
+
+    <a_1><b_2><c_5> <a_3><b_0><c_1> <a_1><b_3><c_4> <a_3><b_1><c_0>
+
+the user wants the series that was not watched last, which goes on with `<a_1><b_4><c_3>`; the other volume of this
+theme, `<a_1><b_4><c_7>`, is as welcome. The thought is the genre. The demonstrations are imperfect on purpose: half of
+them think of the series that was watched last and continue that one, and a tenth of the items have a random theme. So a
+policy that starts from them must learn which thought leads to the right items. Training and held-out users are
+disjoint. All files depend only on the seed.
+
+    python -m megatron_rl.recipes.recommendation.task runs/recommendation/task
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from megatron_rl.recipes.tiny.model import write_random_qwen3
+
+CODES = 8
+"""The number of codes of each level."""
+MODULUS = 4
+LEVELS = "abc"
+ITEM, THINK, CLOSE = "<item>", "<think>", "</think>"
+NUM_TRAIN, NUM_EVAL, NUM_DEMONSTRATIONS = 4000, 300, 40000
+
+
+class Item(NamedTuple):
+    genre: int
+    theme: int
+    volume: int
+
+    @property
+    def tokens(self) -> list[str]:
+        return [f"<{level}_{code}>" for level, code in zip(LEVELS, self, strict=True)]
+
+    @property
+    def text(self) -> str:
+        return "".join(self.tokens)
+
+    @property
+    def next(self) -> Item:
+        """The next item of its series."""
+        return Item(self.genre, (self.theme + 1) % CODES, (self.volume - 1) % CODES)
+
+    @property
+    def other_volume(self) -> Item:
+        return Item(self.genre, self.theme, (self.volume + MODULUS) % CODES)
+
+
+CATALOGUE = [
+    Item(a, b, c) for a in range(CODES) for b in range(CODES) for c in range(CODES) if (a + b + c) % MODULUS == 0
+]
+
+
+class User(NamedTuple):
+    """The first items of the two series that a user follows."""
+
+    wanted: Item
+    other: Item
+
+    @property
+    def prompt(self) -> str:
+        history = (self.wanted, self.other, self.wanted.next, self.other.next)
+        return "".join(item.text for item in history) + THINK
+
+    @property
+    def items(self) -> list[str]:
+        """What the user would watch next."""
+        found = self.wanted.next.next
+        return [found.text, found.other_volume.text]
+
+
+def demonstration(user: User, rng: random.Random) -> str:
+    """A completion: half of them are about the wrong series, and a tenth of the items have a random theme."""
+    item = (user.wanted if rng.random() < 0.5 else user.other).next.next
+    if rng.random() < 0.1:
+        item = rng.choice([one for one in CATALOGUE if one.genre == item.genre])
+    if rng.random() < 0.5:
+        item = item.other_volume
+    return item.tokens[0] + CLOSE + ITEM + item.text
+
+
+def write_task(folder: Path, seed: int = 0) -> None:
+    """Write items.json, train.jsonl, eval.jsonl, demonstrations.jsonl and model/ (random weights) into the folder."""
+    rng = random.Random(seed)
+    every = [User(a, b) for a in CATALOGUE for b in CATALOGUE if a.genre != b.genre]
+    users = rng.sample(every, NUM_TRAIN + NUM_EVAL)
+    folder.mkdir(parents=True, exist_ok=True)
+
+    def write(name: str, rows: list[dict[str, object]]) -> None:
+        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    (folder / "items.json").write_text(json.dumps([item.tokens for item in CATALOGUE]))
+    rows: list[dict[str, object]] = [{"prompt": user.prompt, "items": user.items} for user in users]
+    write("train.jsonl", rows[:NUM_TRAIN])
+    write("eval.jsonl", rows[NUM_TRAIN:])
+    chosen = [rng.choice(users[:NUM_TRAIN]) for _ in range(NUM_DEMONSTRATIONS)]
+    write("demonstrations.jsonl", [{"prompt": u.prompt, "completion": demonstration(u, rng)} for u in chosen])
+    write_model(folder / "model", seed)
+
+
+def write_model(folder: Path, seed: int) -> None:
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    own = [THINK, CLOSE, ITEM, *(f"<{level}_{code}>" for level in LEVELS for code in range(CODES))]
+    vocabulary = ["<pad>", "<eos>", "<unk>", *own]
+    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(vocabulary)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+    fast.add_tokens(own)  # they are no special tokens, so that people and rewards see them in the text
+    fast.save_pretrained(folder)
+    write_random_qwen3(folder, seed, vocab_size=64, pad_token_id=0, eos_token_id=1, max_position_embeddings=64)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="the folder for model, catalogue, rows and demonstrations")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args(arguments)
+    write_task(options.folder, seed=options.seed)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
