@@ -30,6 +30,7 @@ from megatron_rl.actor.adam import AdamState, adam_states, set_num_updates
 from megatron_rl.actor.agreement import Agreement
 from megatron_rl.actor.checkpoint import Identity, Part, Saving, Target
 from megatron_rl.actor.context import ContextRank
+from megatron_rl.actor.credit import require_finite_rewards, with_credit
 from megatron_rl.actor.model import build_model, uses_fused_layers
 from megatron_rl.actor.optimizer import apply_gradients, build_optimizer, gradient_norm, parameter_norms
 from megatron_rl.actor.packing import Microbatch, pack
@@ -47,14 +48,7 @@ from megatron_rl.actor.router import (
 from megatron_rl.actor.spec import ActorSpec
 from megatron_rl.actor.step import Schedule
 from megatron_rl.algorithms.columns import PackedColumns
-from megatron_rl.algorithms.objective import (
-    FirstPass,
-    Metric,
-    NotFiniteError,
-    mismatch,
-    over_judged,
-    require_finite,
-)
+from megatron_rl.algorithms.objective import FirstPass, Metric, NotFiniteError, mismatch, over_judged
 from megatron_rl.convert.forms import open_chunks
 from megatron_rl.convert.manifest import WEIGHTS
 from megatron_rl.convert.pieces import clip, interval_view, pieces_of, written_shards
@@ -186,7 +180,9 @@ class MegatronActor:
             self._at_start = passes[: len(self._minibatches[0])]
             self._keep("logp_old_T", passes)
             metrics = self._describe_mismatch()
-        return metrics | self._give_credit(coefficients) if needs.token_advantages else metrics
+        if needs.token_advantages:
+            metrics |= self._give_credit(coefficients)
+        return metrics
 
     def keep_reference(self) -> None:
         """Keep a copy of the present weights as the reference policy's, if the objective needs a reference."""
@@ -433,31 +429,17 @@ class MegatronActor:
         return objective.prepare(columns, first_pass, self._denominators[minibatch], _sum_over_data_ranks)
 
     def _give_credit(self, coefficients: Mapping[str, float]) -> Metrics:
-        """Replace the advantages of the step's tokens by those that the objective computes."""
+        """Give the step's tokens the advantages that the objective computes."""
         objective, reports = self.spec.objective, []
-        batches = [batch for minibatch in self._minibatches for batch in minibatch]
         with self.agreement.on_errors():
-            for batch in batches if self._is_last_stage else []:
-                self._check_credit(batch)
+            if self._is_last_stage:
+                require_finite_rewards(self._minibatches)
         if self._is_last_stage:
-            in_force = coefficients["kl"] if objective.needs.logp_old_in_credit else 0.0
-            columns, kl = objective.credit([batch.columns for batch in batches], in_force, _sum_over_data_ranks)
-            remaining = iter(columns)
-            self._minibatches = [
-                [replace(batch, columns=next(remaining)) for batch in minibatch] for minibatch in self._minibatches
-            ]
+            self._minibatches, kl = with_credit(objective, self._minibatches, coefficients, _sum_over_data_ranks)
             if objective.needs.logp_old_in_credit and self._reports_metrics:
                 num_tokens = sum(denominators.num_tokens for denominators in self._denominators)
                 reports.append({"kl": Metric(kl / num_tokens, "sum")})
         return self.agreement.reduce(reports)
-
-    def _check_credit(self, batch: Microbatch) -> None:
-        columns = batch.columns
-        given = {"logp_old": columns.logp_old_T, "logp_ref": columns.logp_ref_T, "the reward": columns.reward_T}
-        try:
-            require_finite(columns, {name: x_T for name, x_T in given.items() if x_T is not None})
-        except NotFiniteError as error:
-            raise ValueError(f"sample {batch.names[error.sample]}: {error}") from None
 
     def _describe_experts(self, load_RE: Tensor) -> list[dict[str, Metric]]:
         """The metrics of the experts of this pipeline stage, which one of its ranks reports. All its ranks call this

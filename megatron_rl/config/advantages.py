@@ -189,7 +189,8 @@ class GrpoProcessAdvantage(Method):
     """true: rewards are divided by the standard deviation of their kind. false: they are not."""
     weights: dict[str, float] = {}
     """The factor of each kind of reward, after the normalisation; that of a kind which is not named here is 1. The kind
-    `outcome` is the reward of the whole answer, which is at its last token."""
+    `outcome` is the reward of the whole answer, which is at its last token. If that is the sum of the turns' rewards
+    (`{kind: environment}`), give it the weight 0, so that they do not count twice."""
 
 
 class TwoStageAdvantage(Method):

@@ -184,6 +184,12 @@ class GrpoRunConfig(BaseConfig):
             raise ValueError(
                 f"rollout.samples_per_prompt is 1, so every {estimator.kind} advantage would be 0; use 2 or more"
             )
+        environment = self.rollout.environment
+        if "token_rewards" in estimator.needs and (environment is None or environment.kind == "tools"):
+            raise ValueError(
+                f"algorithm.adv_estimator {estimator.kind} needs rewards at single tokens, which rollout.environment "
+                "gives, of kind class for each turn; set it, or choose another estimator"
+            )
         if "thoughts" in estimator.needs and self.rollout.beams is None:
             raise ValueError(
                 f"algorithm.adv_estimator {estimator.kind} compares the items of a thought, and without rollout.beams "
