@@ -109,9 +109,11 @@ class Turns:
         played.took(reaction)
         if reaction.done:
             return None
+        transcript.stopped = False  # whatever comes, the answer is to go on
+        if len(played.turns) == self._limits.max_turns:
+            return None
         ids = self._observations.ids(reaction.messages)
-        if len(played.turns) == self._limits.max_turns or len(transcript.ids) + len(ids) >= self._most:
-            transcript.stopped = False
+        if len(transcript.ids) + len(ids) >= self._most:
             return None
         transcript.force(ids)
         return self._call(len(transcript.ids))

@@ -10,11 +10,20 @@ MAX_CHARACTERS = 100
 """The length of an expression. It also bounds the size of the numbers, and the depth of the tree."""
 
 
-def calculator(expression: str) -> int:
+async def calculator(expression: str) -> int:
     """Compute an expression of integers.
 
     Args:
         expression: integers with +, -, * and parentheses, such as 12*(3+4).
+    """
+    return computed(expression)  # it is asynchronous because this takes less time than a thread does to start
+
+
+def computed(expression: str) -> int:
+    """The value of an expression.
+
+    Raises:
+        ValueError: it is no expression of integers with these operators.
     """
     if len(expression) > MAX_CHARACTERS:
         raise ValueError(f"the expression has {len(expression)} characters, and {MAX_CHARACTERS} are allowed")

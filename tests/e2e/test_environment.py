@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from math import fsum
 from pathlib import Path
 
 import pytest
@@ -51,19 +52,19 @@ def test_rewards_of_turns_reach_the_trainer_and_a_fault_is_counted(recipe, rows)
     assert len(records) == 3
     assert any(record["environment/turns_max"] == 3 for record in records)
     assert any(record["environment/failed"] > 0 for record in records)
-    for record in records:
-        assert (record["environment/failed"] > 0) == (record["reward/environment/failed"] > 0)
-        assert record["mismatch/mean_abs"] < 1e-5 or record["lag/max"] > 0
+    first = records[0]
+    assert first["lag/max"] == 0 and first["mismatch/mean_abs"] < 1e-5
     assert "step raised OSError: the disk is gone" in (folder / "logs" / "rewards.log").read_text()
     assert {path.name for path in (folder / "logs").glob("*environments*")} == {
         "engine_0_environments_0.log",
         "engine_0_environments_1.log",
     }
-    entries = read_journal(folder / "journal").values()
-    whole = [sample for entry in entries for sample in entry.samples if not sample.episode.fault]
+    samples = [sample for entry in read_journal(folder / "journal").values() for sample in entry.samples]
+    whole = [sample for sample in samples if not sample.episode.fault]
+    assert all(sample.verdict.score is None for sample in samples if sample.episode.fault)
     for sample in whole:
         scores = [reward.value for reward in sample.token_rewards]
-        assert sample.verdict.score == (sum(scores) if scores else None)
+        assert sample.verdict.score == (fsum(scores) if scores else None)
     assert any(len(sample.token_rewards) > 1 for sample in whole)
 
 

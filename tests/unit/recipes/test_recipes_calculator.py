@@ -16,7 +16,7 @@ from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.data import Rules, load_prompts
 from megatron_rl.environments import Sessions
 from megatron_rl.recipes.calculator.task import call, demonstration, write_model
-from megatron_rl.recipes.calculator.tools import calculator
+from megatron_rl.recipes.calculator.tools import computed
 from megatron_rl.recipes.environment_source import faults_of_environment
 from megatron_rl.recipes.row_sources import training_sources
 from megatron_rl.recipes.tokenizer_files import TokenizerFiles
@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[3]
     )
 )
 def test_the_calculator_computes_what_python_does(expression):
-    assert calculator(expression) == eval(expression)
+    assert computed(expression) == eval(expression)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_the_calculator_computes_what_python_does(expression):
 )
 def test_the_calculator_computes_nothing_else(expression, message):
     with pytest.raises(ValueError, match=message):
-        calculator(expression)
+        computed(expression)
 
 
 def test_a_call_of_the_demonstrations_is_one_of_the_tool():
