@@ -18,9 +18,9 @@ def test_an_asynchronous_run_trains_on_items_of_the_catalogue(recipe):
     run = recipe.run("recipes/grpo.py", "configs/run/recommendation.yaml", *changes, *smaller)
     assert run.returncode == 0, run.stdout + run.stderr
     first, second, last = read_lines(folder / "grpo" / METRICS)
+    assert first["mismatch/mean_abs"] < 1e-5, "the second step's answers may be those of older weights"
     for record in (first, second):
-        assert record["mismatch/mean_abs"] < 1e-5 and record["grad_norm"] > 0
-        assert record["beams/missing"] == record["length/response_cut"] == 0
+        assert record["grad_norm"] > 0 and record["beams/missing"] == record["length/response_cut"] == 0
     assert 0 <= last["eval/recall@2"] <= last["eval/recall@4"] and "eval/pass@4" in last
 
     vocabulary = json.loads((folder / "task" / "model" / "tokenizer.json").read_text())["model"]["vocab"]
