@@ -1,0 +1,51 @@
+"""Rewards for the parts of a thought that need no reward model: by how much each makes the right answer more probable."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+
+from megatron_rl.config.section import Section
+
+MARKERS = ("Wait,", "Alternatively,", "Actually,", "Hmm,", "Let me ", "I need to ", "So ", "But ")
+
+
+class PrefixValues(Section):
+    """The value of the beginning of a thought is the mean log-prob of the tokens of the right answer after it, as the
+    policy itself gives it. The reward of a passage of the thought is what it adds to this value. It is at the last
+    token of the passage (`Sample.token_rewards`, kind `utility`), for `adv_estimator: {kind: grpo_process}`."""
+
+    force: str = "\n</think>\n\nThe answer is "
+    """The text after a beginning of the thought, before the answer. It closes the thought."""
+    column: str = "ground_truth"
+    """The column of the rows with the right answer as text or number, or with a list of answers that are all right. A
+    row without one has no rewards of passages."""
+    several: Literal["max", "logsumexp"] = "max"
+    """The value if several answers are right: that of the most probable one, or the logarithm of the sum of the
+    exponentials."""
+    floor: Annotated[float, Field(lt=0)] = -10.0
+    """The smallest value, in nats a token."""
+    markers: tuple[str, ...] = MARKERS
+    """The texts with which a passage begins, after white space."""
+    min_tokens: PositiveInt = 16
+    """A passage ends at a marker only if it has so many tokens."""
+    max_tokens: PositiveInt = 256
+    """A longer passage ends earlier, after a sentence if there is one."""
+    positive_only: bool = False
+    """true: a passage that lowers the value has the reward 0 instead of one below 0."""
+    clip: PositiveFloat | None = None
+    """The largest absolute reward of a passage; null means no bound."""
+    idle_cost: NonNegativeFloat = 0.0
+    """What a passage of `max_tokens` loses if it changes the value by less than `idle_below`; a shorter one loses less,
+    in proportion."""
+    idle_below: NonNegativeFloat = 1e-3
+    """See `idle_cost`."""
+
+    @model_validator(mode="after")
+    def _lengths(self) -> Self:
+        if self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens is {self.min_tokens}, above max_tokens, which is {self.max_tokens}")
+        if not all(self.markers):
+            raise ValueError("markers has an empty text, with which every token would begin a passage; remove it")
+        return self
