@@ -1,4 +1,4 @@
-"""Rewards for the parts of a thought that need no reward model: by how much each makes the right answer more probable."""
+"""Rewards for parts of a thought, without a reward model: how much each makes the right answer more probable."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ class PrefixValues(Section):
     column: str = "ground_truth"
     """The column of the rows with the right answer as text or number, or with a list of answers that are all right. A
     row without one has no rewards of passages."""
+    forced_tokens: PositiveInt = 128
+    """The largest number of tokens of `force` and an answer together. The engine has room for them."""
     several: Literal["max", "logsumexp"] = "max"
     """The value if several answers are right: that of the most probable one, or the logarithm of the sum of the
     exponentials."""

@@ -14,6 +14,7 @@ from pydantic import (
 
 from megatron_rl.config.beams import Beams
 from megatron_rl.config.environment import EnvironmentConfig
+from megatron_rl.config.prefix_values import PrefixValues
 from megatron_rl.config.section import Section
 from megatron_rl.config.thinking import ColumnBudget, ThinkingBudget
 
@@ -67,6 +68,9 @@ class RolloutConfig(Section):
     beams: Beams | None = None
     """Items of a catalogue, which beam search finds after each thought; null means that the model answers itself.
     `samples_per_prompt` is then the number of thoughts, and a group has `width` samples for each."""
+    prefix_values: PrefixValues | None = None
+    """Rewards for the passages of a thought, by how probable each of its beginnings makes the right answer; null means
+    that there are none."""
     sampling: SamplingConfig = SamplingConfig()
     """How the engine samples training answers and evaluation answers."""
     dump: bool = False
@@ -97,6 +101,11 @@ class RolloutConfig(Section):
         return self.max_prompt_tokens + self.max_response_tokens
 
     @property
+    def max_engine_tokens(self) -> int:
+        """The length of the longest request to an engine, in tokens."""
+        return self.max_model_tokens + (self.prefix_values.forced_tokens if self.prefix_values else 0)
+
+    @property
     def samples_per_group(self) -> int:
         """The largest number of samples in a group."""
         return self.samples_per_prompt * (self.beams.width if self.beams else 1)
@@ -106,6 +115,15 @@ class RolloutConfig(Section):
         """Which numbers the rows must have in a column of their own, if they have the thinking budget."""
         tokens = self.thinking and self.thinking.thought_tokens
         return tokens if isinstance(tokens, ColumnBudget) else None
+
+    @model_validator(mode="after")
+    def _values_fit(self) -> Self:
+        for other in ("environment", "beams"):
+            if self.prefix_values and getattr(self, other):
+                raise ValueError(f"prefix_values are those of one thought and one answer, and {other} has others")
+        if self.prefix_values and not self.delimiter:
+            raise ValueError("prefix_values are those of thoughts, and with an empty delimiter there are none")
+        return self
 
     @model_validator(mode="after")
     def _beams_fit(self) -> Self:

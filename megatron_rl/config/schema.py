@@ -185,10 +185,17 @@ class GrpoRunConfig(BaseConfig):
                 f"rollout.samples_per_prompt is 1, so every {estimator.kind} advantage would be 0; use 2 or more"
             )
         environment = self.rollout.environment
-        if "token_rewards" in estimator.needs and (environment is None or environment.kind == "tools"):
+        gives_rewards = self.rollout.prefix_values or (environment is not None and environment.kind != "tools")
+        if "token_rewards" in estimator.needs and not gives_rewards:
             raise ValueError(
-                f"algorithm.adv_estimator {estimator.kind} needs rewards at single tokens, which rollout.environment "
-                "gives, of kind class for each turn; set it, or choose another estimator"
+                f"algorithm.adv_estimator {estimator.kind} needs rewards at single tokens, which "
+                "rollout.prefix_values gives for passages of a thought, and rollout.environment of kind class for "
+                "turns; set one of them, or choose another estimator"
+            )
+        if self.rollout.prefix_values and "token_rewards" not in estimator.needs:
+            raise ValueError(
+                f"rollout.prefix_values gives rewards at single tokens, which algorithm.adv_estimator {estimator.kind} "
+                "does not use; choose grpo_process, or remove rollout.prefix_values"
             )
         if "thoughts" in estimator.needs and self.rollout.beams is None:
             raise ValueError(

@@ -46,6 +46,7 @@ from megatron_rl.rollout.budgets import Budgets, Chosen
 from megatron_rl.rollout.engine_thread import EngineThread
 from megatron_rl.rollout.engine_weights import EngineWeights
 from megatron_rl.rollout.episodes import MakeAnswers
+from megatron_rl.rollout.prefix_values import PrefixValuer
 from megatron_rl.rollout.program import (
     Call,
     Completion,
@@ -137,12 +138,17 @@ class VllmEngine:
         shape = read_shape(model.path)
         self._vocab_size = shape.vocab_size
         self._stop_ids = stop_ids(model.path)
-        if rollout.max_model_tokens > shape.max_positions:
+        if (longest := rollout.max_engine_tokens) > shape.max_positions:
+            forced = " + rollout.prefix_values.forced_tokens" if rollout.prefix_values else ""
             raise ValueError(
-                f"rollout.max_prompt_tokens + rollout.max_response_tokens = {rollout.max_model_tokens} "
-                f"exceeds the {shape.max_positions} positions of {model.path}; lower one of them"
+                f"rollout.max_prompt_tokens + rollout.max_response_tokens{forced} = {longest} exceeds the "
+                f"{shape.max_positions} positions of {model.path}; lower one of them"
             )
         self._budgets = Budgets(model.path, rollout, torch.cuda.is_available())
+        self._valuer: PrefixValuer | None = None
+        if rollout.prefix_values is not None:
+            assert self._budgets.delimiter is not None, "the configuration was validated"
+            self._valuer = PrefixValuer(model.path, rollout.prefix_values, self._budgets.delimiter)
         self._thread = EngineThread(RequestQueue(self._give))
         assert (make_answers is None) == (rollout.environment is None), "only an environment needs them"
         self._episodes = make_answers(self._start, self._completion) if make_answers else None
@@ -209,6 +215,15 @@ class VllmEngine:
                 lost.
         """
         self._check(prompts)
+        groups = self._groups(prompts, num_samples, version, seed, greedy, first)
+        if self._valuer is not None:
+            groups = self._valuer.groups(groups, prompts, self._score)
+        async for number, samples in groups:
+            yield number, samples
+
+    async def _groups(
+        self, prompts: Sequence[Prompt], num_samples: int, version: int, seed: int, greedy: bool, first: int
+    ) -> AsyncIterator[tuple[int, list[tuple[Sample, Tokens]]]]:
         prompt_ids = [prompt.token_ids for prompt in prompts for _ in range(num_samples)]
         seeds = [
             request_seed(self._seed, seed, number) + sample
@@ -287,9 +302,12 @@ class VllmEngine:
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
                 raise outcome
+        found = [sample for samples in outcomes for sample in samples]
+        if self._valuer is not None:
+            found = await self._valuer.rewarded(prompt, found, self._score)
         if self._progress is not None:
             self._progress.done(ticket)
-        return [sample for samples in outcomes for sample in samples]
+        return found
 
     async def cancel(self, ticket: int) -> None:
         """End the answers of a group. Its call of `answer`, if it is under way, ends with an error."""
@@ -355,6 +373,12 @@ class VllmEngine:
             as_samples(ids, transcript, one.delimiter, one.thought_budget, own)
             for ids, transcript, one, own in zip(prompt_ids, transcripts, chosen, beams, strict=True)
         ]
+
+    async def _score(self, pairs: Sequence[tuple[list[int], int]]) -> list[float]:
+        """The log-prob of a token after others, for each of these pairs."""
+        requests = [Request(ids, Call(1, wanted=token), seed=0, goes_on=True) for ids, token in pairs]
+        given = dict([one async for one in self._sample(requests, None)])
+        return [given[k].candidates[token] for k, (_, token) in enumerate(pairs)]
 
     @property
     def alive(self) -> bool:
@@ -428,6 +452,8 @@ class VllmEngine:
         params, call = self._params(request.is_greedy), request.call
         params |= {"max_tokens": call.max_tokens, "thinking_token_budget": call.thinking_token_budget}
         params |= {"logprobs": call.num_candidates}  # 0: only those of the sampled tokens
+        if call.wanted is not None:
+            params |= {"logprobs": 1, "logprob_token_ids": [call.wanted]}
         params |= {"seed": request.seed, "stop_token_ids": [*params["stop_token_ids"], *call.stops]}
         internal_name = self._thread.engine.add_request(name, prompt, SamplingParams(**params))
         # An answer with an environment does not go on in another engine, so nobody would read its tokens; what is

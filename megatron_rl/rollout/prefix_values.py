@@ -12,9 +12,11 @@ value is never below the floor; a thought without passages, and a row without an
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice, pairwise
 from numbers import Number
 from pathlib import Path
 
@@ -25,6 +27,7 @@ from megatron_rl.rollout.vocabulary import load_tokenizer
 from megatron_rl.types import Prompt, Sample, TokenReward, Tokens
 
 KIND = "utility"
+Samples = list[tuple[Sample, Tokens]]
 
 Score = Callable[[Sequence[tuple[list[int], int]]], Awaitable[list[float]]]
 """Pairs of tokens and one more token -> the log-prob of this one after the others."""
@@ -71,6 +74,11 @@ class PrefixValuer:
         num_before = sum(end <= len(force) for _, end in encoded.offsets)
         if not text.strip() or num_before == len(encoded.ids):
             raise ValueError(f"prompt {prompt.uid}: the answer {answer!r} of rollout.prefix_values has no tokens")
+        if len(encoded.ids) > self._cfg.forced_tokens:
+            raise ValueError(
+                f"prompt {prompt.uid}: `force` and the answer {text[:40]!r} have {len(encoded.ids)} tokens, above "
+                f"rollout.prefix_values.forced_tokens = {self._cfg.forced_tokens}; raise it"
+            )
         return Wanted(tuple(encoded.ids[:num_before]), tuple(encoded.ids[num_before:]))
 
     def passages(self, sample: Sample, tokens: Tokens) -> list[range]:
@@ -83,26 +91,53 @@ class PrefixValuer:
         found = split(token_texts(self._tokenizer, thought), cfg.markers, cfg.min_tokens, cfg.max_tokens)
         return [range(start + passage.start, start + passage.stop) for passage in found]
 
-    async def rewarded(
-        self, prompt: Prompt, sample: Sample, tokens: Tokens, score: Score, empty: Awaitable[float] | None = None
-    ) -> Sample:
-        """The sample with the rewards of its passages.
+    async def groups(
+        self, finished: AsyncIterator[tuple[int, Samples]], prompts: Sequence[Prompt], score: Score
+    ) -> AsyncIterator[tuple[int, Samples]]:
+        """Groups with the rewards of their passages, each as soon as it has them, while others are still generated.
 
         Args:
-            empty: the value of the prompt alone, if somebody has it.
+            finished: numbers of prompts, and the samples of these.
         """
-        wanted, passages = self.wanted(prompt), self.passages(sample, tokens)
-        if not wanted or not passages:
-            return sample
-        ids = tokens.ids.tolist()
-        prefixes = [ids[: passage.stop] for passage in passages]
-        first = [ids[: sample.num_prompt_tokens]] if empty is None else []
-        values = await self.values([*first, *prefixes], wanted, score)
-        if empty is not None:
-            values = [await empty, *values]
-        rewards = utilities(values, [len(passage) for passage in passages], self._cfg)
-        given = [TokenReward(passage.stop - 1, KIND, u) for passage, u in zip(passages, rewards, strict=True)]
-        return replace(sample, token_rewards=(*sample.token_rewards, *given))
+
+        async def rewarded(number: int, samples: Samples) -> tuple[int, Samples]:
+            return number, await self.rewarded(prompts[number], samples, score)
+
+        under_way: set[asyncio.Task[tuple[int, Samples]]] = set()
+        try:
+            async for number, samples in finished:
+                under_way.add(asyncio.ensure_future(rewarded(number, samples)))
+                for task in [task for task in under_way if task.done()]:
+                    under_way.remove(task)
+                    yield task.result()
+            for task in asyncio.as_completed(list(under_way)):
+                yield await task
+        finally:
+            for task in under_way:
+                task.cancel()
+            await asyncio.gather(*under_way, return_exceptions=True)
+
+    async def rewarded(self, prompt: Prompt, samples: Samples, score: Score) -> Samples:
+        """Samples of one prompt with the rewards of their passages.
+
+        Raises:
+            ValueError: see `wanted`.
+        """
+        wanted = self.wanted(prompt)
+        passages = [self.passages(sample, tokens) for sample, tokens in samples] if wanted else []
+        if not any(passages):
+            return samples
+        prefixes = [list(prompt.token_ids)]
+        for (_, tokens), own in zip(samples, passages, strict=True):
+            ids = tokens.ids.tolist()
+            prefixes += [ids[: passage.stop] for passage in own]
+        empty, *rest = await self.values(prefixes, wanted, score)
+        values, found = iter(rest), []
+        for (sample, tokens), own in zip(samples, passages, strict=True):
+            rewards = utilities([empty, *islice(values, len(own))], [len(passage) for passage in own], self._cfg)
+            given = [TokenReward(passage.stop - 1, KIND, u) for passage, u in zip(own, rewards, strict=True)]
+            found.append((replace(sample, token_rewards=(*sample.token_rewards, *given)), tokens))
+        return found
 
     async def values(self, prefixes: Sequence[list[int]], wanted: Sequence[Wanted], score: Score) -> list[float]:
         """The value of each prefix."""
@@ -138,7 +173,7 @@ def utilities(values: Sequence[float], lengths: Sequence[int], cfg: PrefixValues
     Example: the values -3, -1, -1.5 give the rewards 2 and -0.5; with positive_only 2 and 0.
     """
     rewards = []
-    for before, after, length in zip(values, values[1:], lengths, strict=True):
+    for (before, after), length in zip(pairwise(values), lengths, strict=True):
         change = after - before
         reward = max(change, 0.0) if cfg.positive_only else change
         if cfg.clip is not None:

@@ -36,7 +36,7 @@ class Completion:
     """uint8 [R, layers, K]: the experts of the first R tokens of prompt and response, `Tokens.routes`; None if the
     engine does not give them."""
     candidates: Mapping[int, float] = field(default_factory=dict)
-    """The log-probs of `Call.num_candidates` tokens."""
+    """The log-probs of `Call.num_candidates` tokens, or of `Call.wanted`."""
 
 
 @dataclass(slots=True)
@@ -100,6 +100,8 @@ class Call:
     """Tokens that end the call, though not the answer, beside those that end both."""
     num_candidates: int = 0
     """In a call for one token: so many of the most probable tokens are wanted, and not the one that is sampled."""
+    wanted: int | None = None
+    """In a call for one token: the log-prob of this token is wanted, and not the one that is sampled."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,7 +86,7 @@ def make_engine(
         seed=seed,
         tensor_parallel_size=rollout.tensor,
         enable_expert_parallel=rollout.expert_parallel,
-        max_model_len=rollout.max_model_tokens,
+        max_model_len=rollout.max_engine_tokens,
         max_num_seqs=rollout.max_sequences,
         logprobs_mode="processed_logprobs",
         weight_transfer_config=WeightTransferConfig(backend="megatron_rl"),
@@ -122,7 +122,7 @@ def _cpu_options(rollout: RolloutConfig, latent: bool) -> dict[str, Any]:
     """
     options: dict[str, Any] = {
         "enforce_eager": True,
-        "max_num_batched_tokens": max(8192, rollout.max_model_tokens),
+        "max_num_batched_tokens": max(8192, rollout.max_engine_tokens),
     }
     if latent:
         options["attention_backend"] = "CPU_MLA"

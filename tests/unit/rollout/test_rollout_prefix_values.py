@@ -1,0 +1,185 @@
+"""Values of prefixes and utilities of passages, by hand."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+
+import numpy as np
+import pytest
+from patience import deadline
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from megatron_rl.config.prefix_values import PrefixValues
+from megatron_rl.rollout.prefix_values import KIND, PrefixValuer, together, utilities
+from megatron_rl.types import Prompt, Sample, TokenReward, Tokens
+
+WORDS = ["<unk>", "</think>", "The", "answer", "is", "4", "2", "So", "it", "hm", "."]
+CLOSE, FOUR, TWO = (WORDS.index(word) for word in ("</think>", "4", "2"))
+FORCE = [WORDS.index(word) for word in ("</think>", "The", "answer", "is")]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model whose tokens are words and digits."""
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Digits(individual_digits=True)]
+    )
+    tokenizer.decoder = decoders.WordPiece(prefix="##")
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def valuer(folder, **keys) -> PrefixValuer:
+    keys = {"force": "</think> The answer is ", "markers": ("So ",), "min_tokens": 1, "max_tokens": 9} | keys
+    return PrefixValuer(folder, PrefixValues(**keys), (CLOSE,))
+
+
+def prompt(truth) -> Prompt:
+    return Prompt("row", (9, 9), "", {"ground_truth": truth})
+
+
+def answer(*words: str) -> tuple[Sample, Tokens]:
+    ids = np.array([9, 9, *map(WORDS.index, words)], np.int32)
+    mask = np.arange(len(ids)) >= 2
+    tokens = Tokens(ids, mask, np.zeros(len(ids), np.float32), np.zeros(len(ids), np.int32))
+    return Sample(len(ids), 2, len(words), 0, "stop"), tokens
+
+
+class Model:
+    """Its log-prob of a token is minus the token's id, divided by the number of tokens before it."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[list[int], int]] = []
+
+    async def score(self, pairs):
+        self.asked += pairs
+        return [-token / len(ids) for ids, token in pairs]
+
+
+def rewards(held: PrefixValuer, truth, given, model: Model | None = None) -> tuple[TokenReward, ...]:
+    [(sample, _)] = asyncio.run(held.rewarded(prompt(truth), [given], (model or Model()).score))
+    return sample.token_rewards
+
+
+def test_golden_values_and_utilities(folder):
+    """The thought "hm . So it ." has the passages "hm ." and "So it ."; the right answer 42 is two tokens."""
+    model = Model()
+    given = answer("hm", ".", "So", "it", ".", "</think>", "4")
+    found = rewards(valuer(folder), "42", given, model)
+    #         prompt 2, force 4: the first token of the answer has 6 tokens before it, the second one 7
+    expected = [-(FOUR / (n + 6) + TWO / (n + 7)) / 2 for n in (0, 2, 5)]
+    assert [(r.position, r.kind) for r in found] == [(3, KIND), (6, KIND)]
+    assert [r.value for r in found] == pytest.approx([expected[1] - expected[0], expected[2] - expected[1]], rel=1e-12)
+    assert model.asked[:2] == [([9, 9, *FORCE], FOUR), ([9, 9, *FORCE, FOUR], TWO)]
+    assert model.asked[4] == ([9, 9, *map(WORDS.index, ("hm", ".", "So", "it", ".")), *FORCE], FOUR)
+
+
+def test_several_right_answers(folder):
+    means = [-FOUR / 6, -TWO / 6]
+    given = answer("hm", "</think>")
+    after = [-FOUR / 7, -TWO / 7]
+    [largest] = rewards(valuer(folder), ["4", 2], given)
+    assert largest.value == pytest.approx(max(after) - max(means), rel=1e-12)
+    [summed] = rewards(valuer(folder, several="logsumexp"), ["4", 2], given)
+    logsumexp = [math.log(sum(map(math.exp, each))) for each in (means, after)]
+    assert summed.value == pytest.approx(logsumexp[1] - logsumexp[0], rel=1e-12)
+    assert together([-1.0, -2.0], "logsumexp") == pytest.approx(-0.6867383124, rel=1e-9)
+    assert together([-math.inf, -math.inf], "logsumexp") == -math.inf
+
+
+def test_a_value_is_never_below_the_floor(folder):
+    held = valuer(folder, floor=-0.8)
+    values = asyncio.run(held.values([[], [9] * 50], held.wanted(prompt("4")), Model().score))
+    assert values == [-0.8, pytest.approx(-FOUR / 54)]
+
+
+def test_what_has_no_passage_or_no_answer_has_no_rewards(folder):
+    held, model = valuer(folder), Model()
+    assert rewards(held, "42", answer("</think>", "4"), model) == ()
+    assert rewards(held, None, answer("hm", "</think>"), model) == ()
+    assert rewards(held, [], answer("hm", "</think>"), model) == ()
+    assert not model.asked
+
+
+def test_a_thought_that_was_cut_has_passages_too(folder):
+    assert [r.position for r in rewards(valuer(folder), 42, answer("hm", ".", "So", "it"))] == [3, 5]
+
+
+def test_the_value_of_the_prompt_alone_is_asked_once_for_a_group(folder):
+    model, group = Model(), [answer("hm", "</think>"), answer("</think>"), answer("it", ".", "</think>")]
+    given = asyncio.run(valuer(folder).rewarded(prompt("4"), group, model.score))
+    assert [[r.value for r in sample.token_rewards] for sample, _ in given] == [
+        [pytest.approx(FOUR / 6 - FOUR / 7)],
+        [],
+        [pytest.approx(FOUR / 6 - FOUR / 8)],
+    ]
+    assert len(model.asked) == 3
+
+
+def test_groups_are_given_as_soon_as_they_have_their_values(folder):
+    """The first group waits for its values until the others have been given."""
+    model, release, order = Model(), asyncio.Event(), []
+
+    async def score(pairs):
+        if len(pairs[0][0]) > 6:  # the prompt of the first group is longer
+            await release.wait()
+        return await model.score(pairs)
+
+    async def finished():
+        for number in range(3):
+            yield number, [answer("hm", "</think>")]
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+        release.set()
+
+    async def run():
+        prompts = [Prompt("long", (9, 9, 9), "", {"ground_truth": "4"}), prompt("4"), prompt("4")]
+        async for number, [(sample, _)] in valuer(folder).groups(finished(), prompts, score):
+            order.append(number)
+            assert len(sample.token_rewards) == 1
+
+    asyncio.run(asyncio.wait_for(run(), deadline(20)))
+    assert order[-1] == 0 and sorted(order) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("truth", "reason"),
+    [
+        ("  ", "prompt row: the answer '  ' of rollout.prefix_values has no tokens"),
+        ({"a": 1}, "needs text or a number in the column `ground_truth`, not {'a': 1}"),
+        ([True], "not True"),
+        (["4", 10**130], "`force` and the answer '1000.* have 135 tokens, above rollout.prefix_values.forced_tokens"),
+    ],
+)
+def test_an_answer_that_has_no_tokens_is_refused(folder, truth, reason):
+    with pytest.raises(ValueError, match=reason):
+        valuer(folder).wanted(prompt(truth))
+
+
+def test_utilities_and_their_options():
+    values, lengths = [-3.0, -1.0, -1.5, -1.5005], [10, 100, 50]
+    changes = [2.0, -0.5, -0.0005]
+    for keys, expected in (
+        ({}, changes),
+        ({"positive_only": True}, [2.0, 0.0, 0.0]),
+        ({"clip": 0.25}, [0.25, -0.25, -0.0005]),
+        ({"idle_cost": 0.1, "max_tokens": 100}, [2.0, -0.5, -0.0005 - 0.05]),
+    ):
+        assert utilities(values, lengths, PrefixValues(**keys)) == pytest.approx(expected, abs=1e-12)
+    assert sum(utilities(values, lengths, PrefixValues())) == pytest.approx(values[-1] - values[0])
+
+
+@pytest.mark.parametrize(
+    ("keys", "reason"),
+    [
+        ({"min_tokens": 9, "max_tokens": 8}, "min_tokens is 9, above max_tokens, which is 8"),
+        ({"markers": ("So ", "")}, "markers has an empty text"),
+        ({"floor": 0.0}, "less than 0"),
+    ],
+)
+def test_the_configuration_refuses_what_means_nothing(keys, reason):
+    with pytest.raises(ValueError, match=reason):
+        PrefixValues(**keys)

@@ -1,0 +1,105 @@
+"""Values of prefixes on the real engine, against transformers."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+from tiny_references import reference_logp
+from transformers import AutoModelForCausalLM
+
+from megatron_rl.rollout.prefix_values import KIND
+from megatron_rl.types import Mesh, Prompt
+
+THINKS, CLOSES = 2, 3
+TEMPERATURE = 1.5
+
+
+@pytest.fixture(scope="module")
+def stage(make_stage, folders):
+    stage = make_stage(
+        folders[0],
+        Mesh(),
+        thinking={"thought_tokens": 40, "response_tokens": 4},
+        prefix_values={"force": "</think>", "markers": ["+"], "min_tokens": 4, "max_tokens": 12, "floor": -1000.0},
+        max_prompt_tokens=20,
+        max_response_tokens=64,
+        sampling={"temperature": TEMPERATURE},
+    )
+    stage.push(folders[0], 0)
+    return stage
+
+
+@pytest.fixture(scope="module")
+def models(folders):
+    return [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for folder in folders]
+
+
+def prompts(count: int, truth="42") -> list[Prompt]:
+    return [Prompt(f"row {i}", (5 + i, *range(6, 20), THINKS), "", {"ground_truth": truth}) for i in range(count)]
+
+
+def value(model, prefix, forced) -> float:
+    """The mean log-prob of the tokens after `</think>`."""
+    ids = torch.tensor([*prefix, *forced]).numpy()
+    return float(reference_logp(model, ids, TEMPERATURE)[-(len(forced) - 1) :].mean())
+
+
+def check(model, prompt: Prompt, sample, tokens, forced) -> int:
+    """Returns the number of passages."""
+    ids = tokens.ids.tolist()
+    given = [reward for reward in sample.token_rewards if reward.kind == KIND]
+    ends = [reward.position + 1 for reward in given]
+    thought_ends = ids.index(CLOSES) if CLOSES in ids else len(ids)
+    assert (ends[-1] if ends else len(prompt.token_ids)) == thought_ends
+    values = [value(model, ids[:end], forced) for end in (len(prompt.token_ids), *ends)]
+    changes = [after - before for before, after in zip(values, values[1:])]
+    # Both sides compute two layers in fp32 and round logits at 1e-6 relative.
+    assert [reward.value for reward in given] == pytest.approx(changes, abs=1e-5)
+    return len(given)
+
+
+def forced_ids(stage, text: str) -> list[int]:
+    [wanted] = stage.engine._valuer.wanted(prompts(1, text)[0])
+    return [*wanted.before, *wanted.ids]
+
+
+def test_values_are_those_of_a_forward_pass(stage, models):
+    forced = forced_ids(stage, "42")
+    assert forced[0] == CLOSES and len(forced) == 3
+    asked = prompts(4)
+    groups = stage.run(stage.engine.generate(asked, 6, 0, seed=1))
+    num = sum(
+        check(models[0], prompt, sample, tokens, forced)
+        for prompt, group in zip(asked, groups, strict=True)
+        for sample, tokens in group
+    )
+    assert num > 24, f"only {num} passages"
+    # Without anything in the cache the same values are found.
+    again = stage.run(stage.engine.generate(asked, 6, 0, seed=1))
+    for (one, _), (other, _) in zip(sum(groups, []), sum(again, []), strict=True):
+        assert one.token_rewards == other.token_rewards
+
+
+def test_a_row_without_an_answer_has_no_rewards(stage):
+    [group] = stage.run(stage.engine.generate(prompts(1, None), 2, 0, seed=1))
+    assert all(not sample.token_rewards for sample, _ in group)
+
+
+def test_answers_that_go_on_alone_have_values_too(stage, models, folders):
+    """The values are those of the weights that the engine holds when an answer is complete."""
+
+    async def answers():
+        prompt = prompts(1)[0]
+        one = await stage.engine.answer(0, 3, prompt, range(4))
+        two = await asyncio.gather(*(stage.engine.answer(1 + i, 4 + i, prompt, range(2)) for i in range(2)))
+        return prompt, [*one, *two[0], *two[1]]
+
+    prompt, found = stage.run(answers())
+    for sample, tokens in found:
+        check(models[0], prompt, sample, tokens, forced_ids(stage, "42"))
+    stage.push(folders[1], 1)
+    prompt, found = stage.run(answers())
+    for sample, tokens in found:
+        check(models[1], prompt, sample, tokens, forced_ids(stage, "42"))
