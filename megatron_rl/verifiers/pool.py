@@ -5,8 +5,9 @@ process that can be killed without harm to the other answers.
 
 Three kinds of processes take part. The process that has the `Pool` starts a fork server, which loads the judge once;
 the fork server forks the workers, so a new worker is ready within milliseconds and has nothing to import. A worker
-judges one item at a time and receives the next one with its verdict. Therefore no item waits behind a slow one, and
-nothing is lost when a worker is killed.
+judges one item at a time. While many items wait, a few small ones lie in its line already, so that it need not wait for
+the parent after each. It answers in the order in which it was asked: if it is killed, the first item without an answer
+is the one that it judged, and the others are given to another worker.
 
 The fork server is our own and not the one of `multiprocessing`, because that one imports the parent's `__main__` in
 each new worker (inside a Ray actor this is Ray's own program), exists once in a process, and remains when a pool is
@@ -36,7 +37,8 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -45,6 +47,13 @@ from megatron_rl.processes import STACKS
 from megatron_rl.types import Verdict
 
 T = TypeVar("T")
+
+MOST_AHEAD, SPREAD = 8, 8
+"""At most so many items lie in the line of a worker behind the one that it judges, and none while fewer than SPREAD for
+each worker wait: at the end of a call no item waits behind another one while a worker has nothing to do."""
+AHEAD_BYTES = 64 << 10
+"""The largest size of what lies in a line. It is below what a socket holds, so that the parent never waits for a worker
+that judges."""
 
 
 class Pool(Generic[T]):
@@ -58,7 +67,8 @@ class Pool(Generic[T]):
             inherit what it then prepares, such as caches. It runs in the main thread of a worker, and there OpenMP has
             one thread.
         num_workers: how many items are judged at the same time. Workers are started when there are items for them.
-        timeout_s: how long one item may take. The time begins when the item is given to a worker that waits for it.
+        timeout_s: how long one item may take. The time begins when a worker is given it, or has answered the one
+            before.
 
     Raises:
         ValueError: the judge cannot be pickled, or cannot be loaded in another process.
@@ -79,8 +89,9 @@ class Pool(Generic[T]):
         self._lines = selectors.DefaultSelector()
         """The lines of all workers."""
         self._idle: list[_Worker] = []
-        self._busy: dict[_Worker, tuple[int, float]] = {}
-        """Worker -> (index of its item, deadline), the earliest deadline first."""
+        self._busy: dict[_Worker, float] = {}
+        """Worker -> the deadline of the item that it judges, the earliest one first."""
+        self._waiting: deque[_Item] = deque()
 
     def judge(self, items: Sequence[T]) -> list[Verdict]:
         """The verdict on each item, in the order of the items. Calls from several threads run one after another.
@@ -93,13 +104,10 @@ class Pool(Generic[T]):
             for key, _ in self._lines.select(0):  # an idle worker says nothing, so these have ended
                 self._idle.remove(key.data)
                 self._end(key.data)
-            waiting = deque(range(len(items)))
+            self._waiting.extend(map(_Item, range(len(items)), items))
             try:
-                while waiting or self._busy:
-                    while waiting and (self._idle or len(self._busy) < self._num_workers):
-                        index = waiting.popleft()
-                        data = pickle.dumps(items[index])
-                        self._give(self._idle.pop() if self._idle else self._start(), index, data)
+                while self._waiting or self._busy:
+                    self._hand_out()
                     for index, verdict in self._next_verdicts():
                         verdicts[index] = verdict
             except BaseException:
@@ -122,6 +130,7 @@ class Pool(Generic[T]):
             key.data.line.close()
         self._idle.clear()
         self._busy.clear()
+        self._waiting.clear()
         self._server.close()
 
     def _start(self) -> _Worker:
@@ -134,15 +143,28 @@ class Pool(Generic[T]):
         self._lines.register(worker.line, selectors.EVENT_READ, worker)
         return worker
 
-    def _give(self, worker: _Worker, index: int, data: bytes) -> None:
+    def _hand_out(self) -> None:
+        """Give each worker an item to judge, and then, while many wait, small ones for later."""
+        while self._waiting and (self._idle or len(self._busy) < self._num_workers):
+            worker = self._idle.pop() if self._idle else self._start()
+            self._busy[worker] = time.monotonic() + self._timeout_s
+            self._give(worker)
+        for worker in self._busy:
+            while (
+                len(worker.items) <= min(MOST_AHEAD, len(self._waiting) // (SPREAD * self._num_workers))
+                and sum(len(item.data) for item in worker.items) + len(self._waiting[0].data) <= AHEAD_BYTES
+            ):
+                self._give(worker)
+
+    def _give(self, worker: _Worker) -> None:
+        worker.items.append(self._waiting.popleft())
         # A worker that has just died is noticed when its line is read.
         with suppress(OSError):
-            worker.line.send_bytes(data)
-        self._busy[worker] = index, time.monotonic() + self._timeout_s
+            worker.line.send_bytes(worker.items[-1].data)
 
     def _next_verdicts(self) -> list[tuple[int, Verdict]]:
         """Wait until a worker has judged its item, has died or is out of time. Returns index and verdict of each."""
-        _, earliest = next(iter(self._busy.values()))
+        earliest = next(iter(self._busy.values()))
         found = []
         for key, _ in self._lines.select(max(0.0, earliest - time.monotonic())):
             worker: _Worker = key.data
@@ -150,27 +172,34 @@ class Pool(Generic[T]):
                 self._idle.remove(worker)
                 self._end(worker)
                 continue
-            index, _ = self._busy[worker]
             try:
-                verdict = pickle.loads(worker.line.recv_bytes())
+                while worker.items and worker.line.poll():
+                    verdict = pickle.loads(worker.line.recv_bytes())
+                    found.append((worker.items.popleft().index, verdict))
             except (EOFError, OSError):
+                judged = worker.items.popleft()
                 reason = f"the process that judged the answer ended: {self._end(worker)}"
-                verdict = Verdict(None, reason, failed=True)
+                found.append((judged.index, Verdict(None, reason, failed=True)))
+                continue
+            del self._busy[worker]
+            if worker.items:
+                self._busy[worker] = time.monotonic() + self._timeout_s
             else:
-                del self._busy[worker]
                 self._idle.append(worker)
-            found.append((index, verdict))
         now = time.monotonic()
-        for worker, (index, deadline) in list(self._busy.items()):
+        for worker, deadline in list(self._busy.items()):
             if deadline > now:
                 break
+            judged = worker.items.popleft()
             self._end(worker)
-            found.append((index, Verdict(None, f"no verdict within {self._timeout_s:g} s", failed=True)))
+            found.append((judged.index, Verdict(None, f"no verdict within {self._timeout_s:g} s", failed=True)))
         return found
 
     def _end(self, worker: _Worker) -> str:
-        """Kill a worker and all that its judge has started. Returns how the worker ended."""
+        """Kill a worker and all that its judge has started. What lies in its line waits again. Returns how the worker
+        ended."""
         self._busy.pop(worker, None)
+        self._waiting.extendleft(reversed(worker.items))
         self._lines.unregister(worker.line)
         worker.line.close()
         return worker.server.end_worker(worker.pid)
@@ -180,12 +209,25 @@ class _ServerEnded(RuntimeError):
     """The fork server has ended."""
 
 
+@dataclass(frozen=True, eq=False)
+class _Item:
+    index: int
+    item: Any
+
+    @cached_property
+    def data(self) -> bytes:
+        """The pickled item. It is made when it is needed, because there may be thousands of long ones."""
+        return pickle.dumps(self.item)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Worker:
     pid: int
     line: Connection[Any, Any]
     """Carries pickled items to the worker and its pickled verdicts back."""
     server: _ForkServer
+    items: deque[_Item] = field(default_factory=deque)
+    """What it was given and has not answered; it judges the first one."""
 
 
 NUMBER = struct.Struct("q")

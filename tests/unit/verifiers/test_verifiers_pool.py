@@ -124,7 +124,7 @@ DEATHS = {("exit", 3): "exit status 3", ("exit", 0): "exit status 0", ("signal",
 
 
 @settings(max_examples=20)
-@given(st.lists(st.one_of(st.integers(0, 99), st.sampled_from(list(DEATHS))), max_size=40))
+@given(st.lists(st.one_of(st.integers(0, 99), st.sampled_from(list(DEATHS))), max_size=150))
 def test_each_item_is_judged_once_and_a_death_costs_its_own_item_alone(tmp_path_factory, pool, items):
     path = tmp_path_factory.mktemp("judged") / "file"
     path.touch()
@@ -178,6 +178,12 @@ def test_a_hung_item_is_ended(strict_pool, hangs):
     late = failed(f"no verdict within {deadline(0.5):g} s")
     items = [hangs, ("score", 1.0), hangs, ("score", 2.0), hangs, ("score", 3.0)]
     assert strict_pool.judge(items) == [late, Verdict(1.0), late, Verdict(2.0), late, Verdict(3.0)]
+
+
+def test_what_lies_behind_a_hung_item_is_judged_by_another_worker(strict_pool):
+    items = [("sleep",), *[("score", float(i)) for i in range(200)]]
+    late = failed(f"no verdict within {deadline(0.5):g} s")
+    assert strict_pool.judge(items) == [late, *[Verdict(value) for _, value in items[1:]]]
 
 
 def test_the_time_of_an_item_begins_with_its_judgement():
