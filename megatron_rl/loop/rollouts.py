@@ -127,7 +127,7 @@ def describe_episodes(groups: Sequence[Group]) -> Metrics:
         "environment/turns_max": float(max(num_turns)),
         "environment/tool_errors": fmean(episode.num_tool_errors for episode in episodes),
         "environment/failed": fmean(bool(episode.fault) for episode in episodes),
-        "environment/step_s": sum(episode.step_s for episode in episodes) / sum(num_turns),
+        "environment/step_s": sum(episode.step_s for episode in episodes) / max(sum(num_turns), 1),
     }
 
 

@@ -27,3 +27,8 @@ def test_episodes_are_described_over_all_answers():
 
 def test_answers_of_one_turn_have_no_such_metrics():
     assert describe_episodes([group(None, None)]) == {}
+
+
+def test_agents_that_asked_nothing_have_waited_for_nothing():
+    given = describe_episodes([group(Episode(0, 1, fault="it broke down"))])
+    assert (given["environment/step_s"], given["environment/failed"]) == (0.0, 1.0)
