@@ -295,6 +295,10 @@ class Verdict:
         return self.score if self.shaped is None else self.shaped
 
 
+UTILITY = "utility"
+"""The kind of the rewards of a thought's passages (`rollout.prefix_values`)."""
+
+
 class TokenReward(NamedTuple):
     """A reward at one token of a sample."""
 

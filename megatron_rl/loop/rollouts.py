@@ -12,6 +12,7 @@ import numpy as np
 from megatron_rl.config.rewards import RewardConfig, datasets_of
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.loop.beams import describe_beams
+from megatron_rl.loop.passages import describe_passages
 from megatron_rl.ports import Ports, Sink
 from megatron_rl.types import Group, Metrics, Prompt, Scores, TokenRewards, Verdict, give_verdicts
 
@@ -76,6 +77,8 @@ def describe_verified(config: GrpoRunConfig, groups: Sequence[Group]) -> Metrics
     metrics |= describe_thoughts(groups) | describe_episodes(groups)
     if config.rollout.beams is not None:
         metrics |= describe_beams(groups, config.rollout.beams.width)
+    if config.rollout.prefix_values is not None:
+        metrics |= describe_passages(groups)
     if config.algorithm.shaping:  # reward/mean is the mean of the shaped rewards
         metrics["score/mean"] = fmean(v.score for v in verdicts_of(groups) if v.score is not None)
     return metrics

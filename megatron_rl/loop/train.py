@@ -19,6 +19,7 @@ from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.data import ShuffledStream
 from megatron_rl.loop.asynchronous import AsynchronousSource
 from megatron_rl.loop.checkpoints import Checkpoints, Stateful, WholeState, due
+from megatron_rl.loop.passages import UnsplitThoughts
 from megatron_rl.loop.performance import performance
 from megatron_rl.loop.recovery import run_and_recover
 from megatron_rl.loop.replay import ReplayedSource, dump
@@ -66,7 +67,7 @@ def train(
         kind = AsynchronousSource if overlaps else SynchronousSource
         source = kind(config, ports, prompts.train, sink, stopping)
     parts: dict[str, Stateful] = {"stream": source, "coefficients": coefficients}
-    stragglers = Stragglers()
+    stragglers, thoughts = Stragglers(), UnsplitThoughts()
 
     def train_from(step: int) -> None:
         while True:
@@ -83,6 +84,7 @@ def train(
             source.pushed(step)
             ports.policy.mirror(step)
             rollouts = source.next(step)
+            thoughts.count(rollouts.metrics, sink)
             if config.rollout.dump:
                 with sink.phase("dump"):
                     dump(config.run_folder / "rollouts", step, rollouts, ports)

@@ -24,9 +24,8 @@ from megatron_rl.config.prefix_values import PrefixValues
 from megatron_rl.rollout.passages import split, token_texts
 from megatron_rl.rollout.program import find_delimiter
 from megatron_rl.rollout.vocabulary import load_tokenizer
-from megatron_rl.types import Prompt, Sample, TokenReward, Tokens
+from megatron_rl.types import UTILITY, Prompt, Sample, TokenReward, Tokens
 
-KIND = "utility"
 Samples = list[tuple[Sample, Tokens]]
 
 Score = Callable[[Sequence[tuple[list[int], int]]], Awaitable[list[float]]]
@@ -135,7 +134,7 @@ class PrefixValuer:
         values, found = iter(rest), []
         for (sample, tokens), own in zip(samples, passages, strict=True):
             rewards = utilities([empty, *islice(values, len(own))], [len(passage) for passage in own], self._cfg)
-            given = [TokenReward(passage.stop - 1, KIND, u) for passage, u in zip(own, rewards, strict=True)]
+            given = [TokenReward(passage.stop - 1, UTILITY, u) for passage, u in zip(own, rewards, strict=True)]
             found.append((replace(sample, token_rewards=(*sample.token_rewards, *given)), tokens))
         return found
 

@@ -11,8 +11,8 @@ from patience import deadline
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from megatron_rl.config.prefix_values import PrefixValues
-from megatron_rl.rollout.prefix_values import KIND, PrefixValuer, together, utilities
-from megatron_rl.types import Prompt, Sample, TokenReward, Tokens
+from megatron_rl.rollout.prefix_values import PrefixValuer, together, utilities
+from megatron_rl.types import UTILITY, Prompt, Sample, TokenReward, Tokens
 
 WORDS = ["<unk>", "</think>", "The", "answer", "is", "4", "2", "So", "it", "hm", "."]
 CLOSE, FOUR, TWO = (WORDS.index(word) for word in ("</think>", "4", "2"))
@@ -71,7 +71,7 @@ def test_golden_values_and_utilities(folder):
     found = rewards(valuer(folder), "42", given, model)
     #         prompt 2, force 4: the first token of the answer has 6 tokens before it, the second one 7
     expected = [-(FOUR / (n + 6) + TWO / (n + 7)) / 2 for n in (0, 2, 5)]
-    assert [(r.position, r.kind) for r in found] == [(3, KIND), (6, KIND)]
+    assert [(r.position, r.kind) for r in found] == [(3, UTILITY), (6, UTILITY)]
     assert [r.value for r in found] == pytest.approx([expected[1] - expected[0], expected[2] - expected[1]], rel=1e-12)
     assert model.asked[:2] == [([9, 9, *FORCE], FOUR), ([9, 9, *FORCE, FOUR], TWO)]
     assert model.asked[4] == ([9, 9, *map(WORDS.index, ("hm", ".", "So", "it", ".")), *FORCE], FOUR)

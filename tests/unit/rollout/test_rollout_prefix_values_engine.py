@@ -9,8 +9,7 @@ import torch
 from tiny_references import reference_logp
 from transformers import AutoModelForCausalLM
 
-from megatron_rl.rollout.prefix_values import KIND
-from megatron_rl.types import Mesh, Prompt
+from megatron_rl.types import UTILITY, Mesh, Prompt
 
 THINKS, CLOSES = 2, 3
 TEMPERATURE = 1.5
@@ -49,7 +48,7 @@ def value(model, prefix, forced) -> float:
 def check(model, prompt: Prompt, sample, tokens, forced) -> int:
     """Returns the number of passages."""
     ids = tokens.ids.tolist()
-    given = [reward for reward in sample.token_rewards if reward.kind == KIND]
+    given = [reward for reward in sample.token_rewards if reward.kind == UTILITY]
     ends = [reward.position + 1 for reward in given]
     thought_ends = ids.index(CLOSES) if CLOSES in ids else len(ids)
     assert (ends[-1] if ends else len(prompt.token_ids)) == thought_ends

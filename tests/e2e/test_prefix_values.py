@@ -1,0 +1,45 @@
+"""Passages of thoughts are rewarded in the real loop, by the engine that answers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from megatron_rl.data.saved_rollouts import read_step
+from megatron_rl.observe.records import METRICS, read_lines
+from megatron_rl.types import UTILITY
+
+
+@pytest.mark.parametrize("max_lag", [0, 1])
+def test_passages_are_rewarded_while_answers_are_generated(recipe, task, max_lag):
+    run = recipe.run(
+        "recipes/grpo.py",
+        "configs/run/tiny_grpo.yaml",
+        "run.name=passages",
+        "run.steps=2",
+        f"model.path={task}/model",
+        f"data.train={task}/train.jsonl",
+        "data.eval=null",
+        "policy.parallel.tensor=1",
+        "rollout.prompts_per_step=8",
+        "rollout.samples_per_prompt=4",
+        f"rollout.max_lag={max_lag}",
+        "rollout.dump=true",
+        "rollout.thinking={thought_tokens: 32, response_tokens: 6}",
+        "rollout.prefix_values={force: '</think>', markers: [','], min_tokens: 2, max_tokens: 12}",
+        "rewards=[{kind: function, path: 'rewards:share_of_digits'}]",
+        "algorithm.adv_estimator={kind: grpo_process, weights: {utility: 0.5}}",
+        "checkpoint.every=0",
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    folder = recipe.folder / "runs" / "passages"
+    records = [record for record in read_lines(folder / METRICS) if "passages/mean" in record]
+    assert len(records) == 2
+    for step, record in enumerate(records):
+        assert record["passages/mean"] > 1 and record["grad_norm"] > 0
+        if not record.get("lag/max"):
+            assert record["mismatch/mean_abs"] < 1e-5  # both sides compute in fp32
+        samples = [sample for group in read_step(folder / "rollouts", step).groups for sample in group.samples]
+        utilities = [[r.value for r in sample.token_rewards if r.kind == UTILITY] for sample in samples]
+        assert record["passages/mean"] == pytest.approx(np.mean([len(own) for own in utilities]))
+        assert np.std(sum(utilities, [])) > 1e-4
