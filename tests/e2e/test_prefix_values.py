@@ -26,7 +26,7 @@ def test_passages_are_rewarded_while_answers_are_generated(recipe, task, max_lag
         f"rollout.max_lag={max_lag}",
         "rollout.dump=true",
         "rollout.thinking={thought_tokens: 32, response_tokens: 6}",
-        "rollout.prefix_values={force: '</think>', markers: [','], min_tokens: 2, max_tokens: 12}",
+        "rollout.prefix_values={force: '</think>', markers: [','], min_tokens: 2, max_tokens: 12, forced_tokens: 16}",
         "rewards=[{kind: function, path: 'rewards:share_of_digits'}]",
         "algorithm.adv_estimator={kind: grpo_process, weights: {utility: 0.5}}",
         "checkpoint.every=0",
