@@ -131,7 +131,14 @@ def read_prompts(config: GrpoRunConfig, tokenizer: PreTrainedTokenizerBase) -> P
 
     data, rollout = config.data, config.rollout
     required, thought_column = required_columns(config.rewards), rollout.thought_column
-    rules = Rules(rollout.max_prompt_tokens, data.on_bad_row, required, thought_column, data.deduplicate)
+    rules = Rules(
+        rollout.max_prompt_tokens,
+        data.on_bad_row,
+        required,
+        thought_column,
+        rollout.prefix_values,
+        data.deduplicate,
+    )
 
     def tell(note: str, style: str | None = "yellow") -> None:
         console.print(note, style=style, markup=False, highlight=False, soft_wrap=True)

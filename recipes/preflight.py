@@ -29,7 +29,7 @@ from megatron_rl.config.rewards import CodeReward, ImportedReward, ReasoningGymR
 from megatron_rl.config.schema import BaseConfig, GrpoRunConfig, SftRunConfig
 from megatron_rl.data.files import read_rows
 from megatron_rl.data.forms import DESCRIPTIONS, Form, Question, Reading
-from megatron_rl.data.prompts import check_budget, check_length, question_of
+from megatron_rl.data.prompts import check_columns, check_length, question_of
 from megatron_rl.data.rows import BadRow, Row, Turns
 from megatron_rl.data.saved_rollouts import require_step
 from megatron_rl.data.supervised import demonstration_of, ended
@@ -151,7 +151,8 @@ def _check_trainable(config: BaseConfig, shape: ModelShape) -> bool:
 
 def _positions(config: BaseConfig, shape: ModelShape) -> list[str]:
     if isinstance(config, GrpoRunConfig):
-        longest, keys = config.rollout.max_model_tokens, "rollout.max_prompt_tokens + rollout.max_response_tokens"
+        longest, keys = config.rollout.max_engine_tokens, "rollout.max_prompt_tokens + rollout.max_response_tokens"
+        keys += " + rollout.prefix_values.forced_tokens" if config.rollout.prefix_values else ""
     elif isinstance(config, SftRunConfig):
         longest, keys = config.sft.max_tokens, "sft.max_tokens"
     else:
@@ -303,7 +304,7 @@ def _rows(config: BaseConfig, tokenizer: TokenizerFiles | None, tell: Tell) -> l
         def check_prompt(row: Row, reading: Reading) -> None:
             question = question_of(row, required, reading)
             given = question.columns
-            check_budget(given, config.rollout.thought_column)
+            check_columns(given, config.rollout.thought_column, config.rollout.prefix_values)
             forms[question.form] += 1
             columns.update(given)
             if not any(reward.scores(given) for reward in config.rewards):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
@@ -43,6 +44,24 @@ class PrefixValues(Section):
     in proportion."""
     idle_below: NonNegativeFloat = 1e-3
     """See `idle_cost`."""
+
+    def answers(self, columns: Mapping[str, Any]) -> list[str]:
+        """The right answers of a row with these columns; none if it has none.
+
+        Raises:
+            ValueError: an answer is neither text nor a number, or it is empty.
+        """
+        given = columns.get(self.column)
+        if given is None:
+            return []
+        answers = given if isinstance(given, list | tuple) else [given]
+        for answer in answers:
+            if isinstance(answer, bool) or not isinstance(answer, str | int | float) or not str(answer).strip():
+                raise ValueError(
+                    f"column `{self.column}` has {answer!r}, but rollout.prefix_values needs text or a number there, "
+                    "or a list of these"
+                )
+        return [str(answer) for answer in answers]
 
     @model_validator(mode="after")
     def _lengths(self) -> Self:

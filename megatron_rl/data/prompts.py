@@ -17,6 +17,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from megatron_rl.config.prefix_values import PrefixValues
 from megatron_rl.config.thinking import ColumnBudget
 from megatron_rl.data.cache import Tell, keep, tokenizer_digests
 from megatron_rl.data.encode import batch_ids, chat_text, encodable
@@ -48,6 +49,8 @@ class Rules:
     """The columns that every row must have."""
     thought_column: ColumnBudget | None = None
     """The column in which every row must have the budget of its thoughts."""
+    prefix_values: PrefixValues | None = None
+    """Which right answers a row may have."""
     deduplicate: bool = False
     """Whether of the rows with the same question, as tokens, and the same ground truth only the first is kept."""
 
@@ -99,7 +102,7 @@ def _prompts(
             tally.num_rows += 1
             try:
                 question = question_of(good_row(read), rules.required_columns, reading)
-                check_budget(question.columns, rules.thought_column)
+                check_columns(question.columns, rules.thought_column, rules.prefix_values)
                 messages = question.messages
                 if not isinstance(messages, str):
                     messages = chat_text(tokenizer, messages, add_generation_prompt=True, arguments=question.template)
@@ -182,16 +185,18 @@ def question_of(row: Mapping[str, Any], required_columns: Iterable[str], reading
     return question
 
 
-def check_budget(columns: Mapping[str, Any], column: ColumnBudget | None) -> None:
+def check_columns(columns: Mapping[str, Any], budget: ColumnBudget | None, values: PrefixValues | None) -> None:
     """
     Raises:
-        BadRow: the row has no usable budget in this column.
+        BadRow: the row has no usable thinking budget, or no usable right answer.
     """
-    if column is not None:
-        try:
-            column.of(columns)
-        except ValueError as error:
-            raise BadRow(str(error)) from None
+    try:
+        if budget is not None:
+            budget.of(columns)
+        if values is not None:
+            values.answers(columns)
+    except ValueError as error:
+        raise BadRow(str(error)) from None
 
 
 def check_length(num_tokens: int, max_prompt_tokens: int) -> None:

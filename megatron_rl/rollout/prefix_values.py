@@ -17,7 +17,6 @@ import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, pairwise
-from numbers import Number
 from pathlib import Path
 
 from megatron_rl.config.prefix_values import PrefixValues
@@ -55,27 +54,23 @@ class PrefixValuer:
         """The right answers of a row; none if it has none.
 
         Raises:
-            ValueError: an answer is neither text nor a number, or it has no tokens.
+            ValueError: an answer is neither text nor a number, or it has no tokens or too many.
         """
-        given = prompt.columns.get(self._cfg.column)
-        answers = given if isinstance(given, list | tuple) else [] if given is None else [given]
-        return [self._tokens(prompt, answer) for answer in answers]
+        try:
+            return [self._tokens(answer) for answer in self._cfg.answers(prompt.columns)]
+        except ValueError as error:
+            raise ValueError(f"prompt {prompt.uid}: {error}") from None
 
-    def _tokens(self, prompt: Prompt, answer: object) -> Wanted:
-        if not isinstance(answer, str | Number) or isinstance(answer, bool):
-            raise ValueError(
-                f"prompt {prompt.uid}: rollout.prefix_values needs text or a number in the column "
-                f"`{self._cfg.column}`, not {answer!r}"
-            )
+    def _tokens(self, text: str) -> Wanted:
         # Together, because tokens of words take the space before them with them.
-        force, text = self._cfg.force, str(answer)
+        force = self._cfg.force
         encoded = self._tokenizer.encode(force + text, add_special_tokens=False)
         num_before = sum(end <= len(force) for _, end in encoded.offsets)
-        if not text.strip() or num_before == len(encoded.ids):
-            raise ValueError(f"prompt {prompt.uid}: the answer {answer!r} of rollout.prefix_values has no tokens")
+        if num_before == len(encoded.ids):
+            raise ValueError(f"the answer {text!r} of rollout.prefix_values has no tokens")
         if len(encoded.ids) > self._cfg.forced_tokens:
             raise ValueError(
-                f"prompt {prompt.uid}: `force` and the answer {text[:40]!r} have {len(encoded.ids)} tokens, above "
+                f"`force` and the answer {text[:40]!r} have {len(encoded.ids)} tokens, above "
                 f"rollout.prefix_values.forced_tokens = {self._cfg.forced_tokens}; raise it"
             )
         return Wanted(tuple(encoded.ids[:num_before]), tuple(encoded.ids[num_before:]))

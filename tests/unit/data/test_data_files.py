@@ -6,6 +6,7 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from megatron_rl.config.prefix_values import PrefixValues
 from megatron_rl.data import Rules, load_prompts, load_supervised
 from megatron_rl.data.forms import Reading
 from megatron_rl.data.prompt_table import Tally
@@ -102,6 +103,13 @@ def test_a_bad_prompt_stops_with_file_and_line(tokenizer, write, bad, message):
     path = write({"prompt": "1", "ground_truth": 1}, b"", bad)
     with pytest.raises(ValueError, match=rf"rows.jsonl:3: .*{message}"):
         load_prompts(path, tokenizer, Rules(10, required_columns=("ground_truth",)))
+
+
+def test_a_right_answer_that_no_prefix_can_be_valued_by_is_refused_with_its_line(tokenizer, write):
+    rules = Rules(10, prefix_values=PrefixValues())
+    path = write({"prompt": "1", "ground_truth": ["2", 3]}, {"prompt": "1"}, {"prompt": "1", "ground_truth": " "})
+    with pytest.raises(ValueError, match=r"rows.jsonl:3: column `ground_truth` has ' ', but rollout.prefix_values"):
+        load_prompts(path, tokenizer, rules)
 
 
 def test_bad_prompts_are_skipped_and_counted(tokenizer, write):

@@ -148,9 +148,9 @@ def test_groups_are_given_as_soon_as_they_have_their_values(folder):
 @pytest.mark.parametrize(
     ("truth", "reason"),
     [
-        ("  ", "prompt row: the answer '  ' of rollout.prefix_values has no tokens"),
-        ({"a": 1}, "needs text or a number in the column `ground_truth`, not {'a': 1}"),
-        ([True], "not True"),
+        ("  ", "prompt row: column `ground_truth` has '  ', but rollout.prefix_values needs text or a number"),
+        ({"a": 1}, "has {'a': 1}, but"),
+        (["4", True], "has True, but"),
         (["4", 10**130], "`force` and the answer '1000.* have 135 tokens, above rollout.prefix_values.forced_tokens"),
     ],
 )
