@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatron_rl.types import Group, Mesh, Metrics, Prompt, Share, Tokens, Verdict
+from megatron_rl.types import Group, Mesh, Metrics, Prompt, Purpose, Share, Tokens, Verdict
 
 
 class StopRequested(BaseException):
@@ -109,7 +109,7 @@ class Engine(Protocol):
         version: int,
         seed: int,
         finished: Callable[[Group], object],
-        greedy: bool = False,
+        purpose: Purpose = "training",
     ) -> list[Group]:
         """Generate `num_samples` answers to every prompt. They have no verdicts. The same seed and
         weights give the same answers.
@@ -117,7 +117,7 @@ class Engine(Protocol):
         Args:
             finished: is called with each group as soon as all its answers are there, in any order. If an engine is
                 lost, its groups are generated again, and those that it has given before are not returned.
-            greedy: take the most probable tokens instead of sampling as the run does.
+            purpose: those for `training` get the rewards of their passages (`rollout.prefix_values`).
 
         Returns:
             The groups, in the order of the prompts.

@@ -295,6 +295,10 @@ class Verdict:
         return self.score if self.shaped is None else self.shaped
 
 
+Purpose = Literal["training", "evaluation", "baseline"]
+"""What an answer is for: the update, an evaluation, or the baseline of the estimator `remax`, for which the most
+probable tokens are taken."""
+
 UTILITY = "utility"
 """The kind of the rewards of a thought's passages (`rollout.prefix_values`)."""
 

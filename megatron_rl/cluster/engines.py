@@ -36,7 +36,7 @@ from megatron_rl.rollout.engine import VllmEngine
 from megatron_rl.rollout.episodes import Episodes, MakeAnswers
 from megatron_rl.rollout.progress import remove_records
 from megatron_rl.rollout.turns import chat_template, open_turns
-from megatron_rl.types import Group, Metrics, ModelShape, Phase, Prompt, Sample, Tokens
+from megatron_rl.types import Group, Metrics, ModelShape, Phase, Prompt, Purpose, Sample, Tokens
 
 ALIVE_S = 30.0
 """An engine that does not answer within this time whether it is alive is replaced."""
@@ -127,13 +127,13 @@ class EngineRank:
         return metrics
 
     async def generate(
-        self, prompts: list[Prompt], num_samples: int, version: int, seed: int, greedy: bool, first: int
+        self, prompts: list[Prompt], num_samples: int, version: int, seed: int, purpose: Purpose, first: int
     ) -> AsyncIterator[Any]:
         """Give each group as soon as it is complete: its objects (`payloads.objects_of`), which become separate objects
         in Ray's store, and after them the number of its prompt with its samples."""
         log.info("version %d: answering %d prompts, %d times each", version, len(prompts), num_samples)
         num_tokens = 0
-        asked = self.engine.generate_as_finished(prompts, num_samples, version, seed, greedy, first)
+        asked = self.engine.generate_as_finished(prompts, num_samples, version, seed, purpose, first)
         async for number, answers in asked:
             for stored in self._objects(answers):
                 yield stored
@@ -268,7 +268,7 @@ class EngineGroup:
         version: int,
         seed: int,
         finished: Callable[[Group], object],
-        greedy: bool = False,
+        purpose: Purpose = "training",
     ) -> list[Group]:
         """See `ports.Engine`. All groups of an engine that is lost are generated once more.
 
@@ -282,7 +282,7 @@ class EngineGroup:
         answered: dict[int, list[Group]] = {}
         for attempt in range(ATTEMPTS):
             asked = {i: part for i, part in parts.items() if i not in answered}
-            failures = self._ask(asked, prompts, answered, finished, (num_samples, version, seed, greedy))
+            failures = self._ask(asked, prompts, answered, finished, (num_samples, version, seed, purpose))
             if not failures:
                 return [group for i in parts for group in answered[i]]
             self._raise_errors_of_live_engines(failures)
@@ -302,7 +302,7 @@ class EngineGroup:
         prompts: Sequence[Prompt],
         answered: dict[int, list[Group]],
         finished: Callable[[Group], object],
-        options: tuple[int, int, int, bool],
+        options: tuple[int, int, int, Purpose],
     ) -> dict[int, RayError]:
         """Ask the engines of `parts`. Write the answers into `answered`, and return the errors, both by engine."""
         version, num = options[1], num_objects(self._config.policy.routing_replay)

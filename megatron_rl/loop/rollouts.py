@@ -14,7 +14,7 @@ from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.loop.beams import describe_beams
 from megatron_rl.loop.passages import describe_passages
 from megatron_rl.ports import Ports, Sink
-from megatron_rl.types import Group, Metrics, Prompt, Scores, TokenRewards, Verdict, give_verdicts
+from megatron_rl.types import Group, Metrics, Prompt, Purpose, Scores, TokenRewards, Verdict, give_verdicts
 
 EVALUATION_SEED = 2**20
 """Evaluations of a run in turns use the seed before this one in every step, so that their accuracies can be compared.
@@ -44,7 +44,7 @@ def verified(
     num_samples: int,
     version: int,
     seed: int,
-    greedy: bool = False,
+    purpose: Purpose = "training",
     phases: tuple[str, str] = ("generate", "verify"),
 ) -> tuple[list[Group], Metrics]:
     """Answers with their verdicts. A group is scored as soon as all its answers are there.
@@ -61,7 +61,7 @@ def verified(
     with ports.verifier.scoring() as scoring:
         start = time.perf_counter()
         with sink.phase(phases[0]):
-            groups = ports.engine.generate(prompts, num_samples, version, seed, scoring.add, greedy)
+            groups = ports.engine.generate(prompts, num_samples, version, seed, scoring.add, purpose)
         generate_s = time.perf_counter() - start
         with sink.phase(phases[1]):
             verdicts, metrics = scoring.finish(groups)
@@ -230,7 +230,8 @@ def scores_of(config: GrpoRunConfig, ports: Ports, groups: Sequence[Group], step
     sizes = [len(group.samples) for group in groups]
     if "greedy_reward" in needs:
         prompts = [group.prompt for group in groups]
-        greedy, _ = verified(ports, sink, prompts, 1, step, config.run.seed * EVALUATION_SEED + step, greedy=True)
+        seed = config.run.seed * EVALUATION_SEED + step
+        greedy, _ = verified(ports, sink, prompts, 1, step, seed, "baseline")
         greedy_rewards = np.repeat(_numbers(verdict.reward for verdict in verdicts_of(greedy)), sizes)
     return scores_with(config, groups, greedy_rewards)
 

@@ -103,7 +103,7 @@ class SynchronousSource:
         with self._stopping.promptly():
             num_samples, phases = self._config.eval.samples_per_prompt, ("evaluate", "evaluate")
             seed = EVALUATION_SEED - 1
-            groups, _ = verified(self._ports, self._sink, prompts, num_samples, version, seed, phases=phases)
+            groups, _ = verified(self._ports, self._sink, prompts, num_samples, version, seed, "evaluation", phases)
             self._evaluation = describe_heldout(self._config, groups)
 
     def evaluated(self) -> Metrics:

@@ -59,7 +59,7 @@ from megatron_rl.rollout.progress import Progress, recorded
 from megatron_rl.rollout.request_queue import Request, RequestQueue
 from megatron_rl.rollout.start import make_engine
 from megatron_rl.rollout.vocabulary import stop_ids
-from megatron_rl.types import Prompt, Sample, Tokens
+from megatron_rl.types import Prompt, Purpose, Sample, Tokens
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
@@ -181,16 +181,16 @@ class VllmEngine:
         num_samples: int,
         version: int,
         seed: int,
-        greedy: bool = False,
+        purpose: Purpose = "training",
         first: int = 0,
     ) -> list[list[tuple[Sample, Tokens]]]:
         """The samples of each prompt, in the order of the prompts. See `generate_as_finished`."""
-        asked = self.generate_as_finished(prompts, num_samples, version, seed, greedy, first)
+        asked = self.generate_as_finished(prompts, num_samples, version, seed, purpose, first)
         groups = {number: samples async for number, samples in asked}
         return [groups[number] for number in range(len(prompts))]
 
     async def generate_as_finished(
-        self, prompts: Sequence[Prompt], num_samples: int, version: int, seed: int, greedy: bool, first: int
+        self, prompts: Sequence[Prompt], num_samples: int, version: int, seed: int, purpose: Purpose, first: int
     ) -> AsyncIterator[tuple[int, list[tuple[Sample, Tokens]]]]:
         """Answer every prompt `num_samples` times, and give each group as soon as all its answers are complete. With
         `rollout.beams` these are thoughts, of which each gives a sample for each of its beams, the best one first.
@@ -203,7 +203,7 @@ class VllmEngine:
                 until it ends.
             first: the number of prompts that other engines answer before these ones. The seed of an answer comes from
                 `seed` and the number of its prompt, so it does not depend on the number of engines.
-            greedy: always take the most probable token.
+            purpose: only answers for `training` get the rewards of their passages.
 
         Yields:
             The number of a prompt, counted from 0, and its samples.
@@ -211,12 +211,11 @@ class VllmEngine:
         Raises:
             ValueError: a prompt is empty, too long or has tokens outside the vocabulary, or no usable thinking budget
                 (see `Budgets.of`), or vLLM did not keep it, or the engine does not hold `version`.
-            RuntimeError: a push failed during the call, and the answers that were not given yet are
-                lost.
+            RuntimeError: a push failed during the call, and the answers that were not given yet are lost.
         """
         self._check(prompts)
-        groups = self._groups(prompts, num_samples, version, seed, greedy, first)
-        if self._valuer is not None:
+        groups = self._groups(prompts, num_samples, version, seed, purpose == "baseline", first)
+        if self._valuer is not None and purpose == "training":
             groups = self._valuer.groups(groups, prompts, self._score)
         async for number, samples in groups:
             yield number, samples
@@ -279,7 +278,7 @@ class VllmEngine:
 
         Args:
             ticket: names this asking of the group in `cancel` and in the records. All engines have the same.
-            number: the number of the group, which seeds its answers.
+            number: the number of the group, which seeds its answers. Those of evaluations are below 0.
             samples: the numbers of the answers within the group.
             earlier: the records of the engines that have begun this group and lost it, in order. The answers go on
                 from the tokens in these records, except with an environment, whose state is lost: they begin anew.
@@ -303,7 +302,7 @@ class VllmEngine:
             if isinstance(outcome, BaseException):
                 raise outcome
         found = [sample for samples in outcomes for sample in samples]
-        if self._valuer is not None:
+        if self._valuer is not None and number >= 0:
             found = await self._valuer.rewarded(prompt, found, self._score)
         if self._progress is not None:
             self._progress.done(ticket)

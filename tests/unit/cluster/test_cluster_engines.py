@@ -97,7 +97,7 @@ def rank_class() -> type:
         def __init__(self, folder):
             self.folder, self.alive = folder, True
 
-        async def generate_as_finished(self, prompts, num_samples, version, seed, greedy, first):
+        async def generate_as_finished(self, prompts, num_samples, version, seed, purpose, first):
             for number in reversed(range(len(prompts))):
                 if prompts[number].uid == "row 2" and (self.folder / "die").exists():
                     (self.folder / "die").unlink()

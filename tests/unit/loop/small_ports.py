@@ -98,10 +98,12 @@ class World:
     def export_hf(self, folder):
         self.calls.append(f"export {folder.parent.name}/{folder.name}")
 
-    def generate(self, prompts, num_samples, version, seed, finished, greedy=False):
+    def generate(self, prompts, num_samples, version, seed, finished, purpose="training"):
         """The groups finish in any order."""
         assert version == self.version, "answers are of the weights that were pushed"
-        self.calls.append(f"generate {len(prompts)} x {num_samples}, {'greedy' if greedy else f'seed {seed}'}")
+        self.calls.append(
+            f"generate {len(prompts)} x {num_samples}, {'greedy' if purpose == 'baseline' else f'seed {seed}'}"
+        )
         groups = self.groups(prompts, num_samples, version)
         for group in self.random.sample(groups, len(groups)):
             finished(group)

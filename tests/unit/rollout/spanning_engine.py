@@ -60,7 +60,7 @@ if __name__ == "__main__":
         ray.get(engine.take.remote(version, False))
         ray.get(engine.commit.remote(version, None))
         trainers.end_push()
-    [group] = engines.generate([Prompt("row", ids, "")], 1, len(folders) - 1, 0, lambda group: None, greedy=True)
+    [group] = engines.generate([Prompt("row", ids, "")], 1, len(folders) - 1, 0, lambda group: None, "baseline")
     [tokens] = engines.tokens(group)
     workers = sorted(
         (actor for actor in actors().values() if actor["ActorClassName"] == "RayWorkerProc"), key=lambda a: a["Name"]

@@ -123,7 +123,7 @@ def test_the_beams_are_those_of_transformers(stage, folders, references):
 
 def test_greedy_thoughts_have_beams_at_the_sampling_temperature(stage, folders, references):
     stage.push(folders[0], 1)
-    [group] = stage.run(stage.engine.generate(prompts(1), 1, 1, seed=4, greedy=True))
+    [group] = stage.run(stage.engine.generate(prompts(1), 1, 1, seed=4, purpose="baseline"))
     check_thought(group, [references[0]] * 3)
 
 

@@ -86,6 +86,14 @@ def test_a_row_without_an_answer_has_no_rewards(stage):
     assert all(not sample.token_rewards for sample, _ in group)
 
 
+def test_answers_that_are_not_trained_on_have_no_rewards(stage):
+    async def answers():
+        [of_call] = await stage.engine.generate(prompts(1), 2, 0, seed=1, purpose="evaluation")
+        return [*of_call, *await stage.engine.answer(9, -1, prompts(1)[0], range(2))]
+
+    assert all(not sample.token_rewards for sample, _ in stage.run(answers()))
+
+
 def test_answers_that_go_on_alone_have_values_too(stage, models, folders):
     """The values are those of the weights that the engine holds when an answer is complete."""
 

@@ -58,7 +58,7 @@ def test_nothing_is_preempted_and_more_answers_run_than_with_their_largest_lengt
 def test_a_group_is_given_while_others_still_wait(stage, requests):
     async def give():
         given, left = {}, []
-        async for number, samples in stage.engine.generate_as_finished(PROMPTS, 16, 0, 1, greedy=False, first=0):
+        async for number, samples in stage.engine.generate_as_finished(PROMPTS, 16, 0, 1, purpose="training", first=0):
             given[number] = samples
             left.append(len(requests))
         return given, left
