@@ -118,6 +118,8 @@ class ModelShape:
     rope_scaling: Llama3Rope | YarnRope | None = None
     """The scaling of the rotary frequencies in the layers outside `sliding_layers`. A window is too short to need
     it."""
+    value_head: bool = False
+    """Whether the model ends with one number for each token, a value, in place of the logits of the next one."""
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer has the mixture of experts instead of the dense MLP."""
@@ -523,6 +525,9 @@ class Share:
     """int64 [N]: the index of the sample in that payload."""
     token_rewards: TokenRewards | None = None
     """The samples' part of `Credit.token_rewards`; `TokenRewards.sample` is an index into the arrays."""
+    values: Any = None
+    """The critic's values at the tokens of each sample, float32 [L] by `index`, or references to them; None if there is
+    no critic."""
 
     def tokens(self, sample: int) -> Tokens:
         """The tokens of a sample, once the payloads are at hand."""

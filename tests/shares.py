@@ -21,6 +21,8 @@ class TrainSample:
     index: int = 0
     token_rewards: tuple[tuple[int, float], ...] | None = None
     """(position, value) of each reward at a token; None if the estimator gives one number for each sample."""
+    values: np.ndarray | None = None
+    """float32 [L]: the critic's values; None if there is no critic."""
 
 
 def share_of(
@@ -56,4 +58,5 @@ def share_of(
             np.array([position for _, position, _ in rewards], np.int64),
             np.array([value for _, _, value in rewards], np.float64),
         ),
+        values={s.index: s.values for s in samples} if any(s.values is not None for s in samples) else None,
     )

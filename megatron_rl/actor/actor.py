@@ -1,144 +1,35 @@
-"""The policy's trainer. Every trainer process has one `MegatronActor`.
+"""The policy's trainer. Its public methods are collectives, as those of trainer.py, which says what holds for both.
 
-Its public methods are collectives: all ranks call them in the same order, and all return the same numbers or raise the
-same error. Invariants (tests/dist): loss and gradient norm do not depend on the layout or on the number of
-micro-batches; a resumed run continues bit for bit; a step with a number that is not finite changes no weight.
+Invariants (tests/dist): log-probs, advantages and gradients do not depend on the layout or on the number of
+micro-batches.
 
 Shape letters: T packed tokens of a micro-batch.
 """
 
 from __future__ import annotations
 
-import io
-import logging
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
-from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch import Tensor
 
-from megatron_rl.actor import checkpoint, platform, state
-from megatron_rl.actor.adam import AdamState, adam_states, set_num_updates
-from megatron_rl.actor.agreement import Agreement
-from megatron_rl.actor.checkpoint import Identity, Part, Saving, Target
-from megatron_rl.actor.context import ContextRank
 from megatron_rl.actor.credit import require_finite_rewards, with_credit
-from megatron_rl.actor.model import build_model, uses_fused_layers
-from megatron_rl.actor.optimizer import apply_gradients, build_optimizer, gradient_norm, parameter_norms
-from megatron_rl.actor.packing import Microbatch, pack
-from megatron_rl.actor.phases import PhasedMemory
-from megatron_rl.actor.router import (
-    describe_auxiliary_losses,
-    describe_load,
-    describe_replay,
-    set_auxiliary_losses,
-    start_counting,
-    total_load,
-    total_replay,
-    update_biases,
-)
+from megatron_rl.actor.packing import by_sample, column_of
 from megatron_rl.actor.spec import ActorSpec
-from megatron_rl.actor.step import Schedule
-from megatron_rl.algorithms.columns import PackedColumns
-from megatron_rl.algorithms.objective import FirstPass, Metric, NotFiniteError, mismatch, over_judged
-from megatron_rl.convert.forms import open_chunks
-from megatron_rl.convert.manifest import WEIGHTS
-from megatron_rl.convert.pieces import clip, interval_view, pieces_of, written_shards
-from megatron_rl.layout import check_parameters, megatron_shards, slices
-from megatron_rl.types import Denominators, Metrics, Phase, Share
-
-log = logging.getLogger(__name__)
+from megatron_rl.actor.trainer import MegatronTrainer, sum_over_data_ranks
+from megatron_rl.algorithms.objective import FirstPass, Metric, mismatch, over_judged
+from megatron_rl.types import Metrics, Share
 
 
-class MegatronActor:
-    def __init__(self, spec: ActorSpec, *, rank: int, world_size: int, store: dist.Store):
-        """Meet the other trainer processes over a store that all of them share, and build this rank's part of the
-        model. The weights are random until they are loaded (weights.py, or `load`).
-
-        Raises:
-            ValueError: world_size is not what the parallel sizes need, or the model does not divide by them.
-        """
-        parallel = spec.policy.parallel
-        self.spec, self.rank, self.mesh = spec, rank, parallel.mesh
-        if world_size != self.mesh.world_size:
-            raise ValueError(f"policy.parallel needs {self.mesh.world_size} ranks, but there are {world_size}")
-        self.fused_norms = uses_fused_layers(spec.model, spec.shape)
-        """Whether the layers are Transformer Engine's. These hold each norm inside the next linear layer, so their
-        parameters have other names."""
-        self.shards = megatron_shards(spec.shape, self.mesh, rank, self.fused_norms)
-        tensor, stage, data = self.mesh.coordinates(rank)
-        is_first = tensor == 0 and self.mesh.context_rank(rank) == 0
-        self._is_last_stage = stage == self.mesh.pipeline - 1
-        self._reports_metrics = is_first and self._is_last_stage
-        """One rank of each data-parallel replica reports its metrics."""
-        self._is_first_of_stage = is_first and data == 0
-        self._num_mixtures = sum(spec.shape.has_experts(layer) for layer in range(spec.shape.num_layers))
-        self._minibatches: list[list[Microbatch]] = []
-        self._denominators: Sequence[Denominators] = ()
-        self._at_start: list[FirstPass] = []
-        """The results of the pass for logp_old for each micro-batch of the first mini-batch; only the last pipeline
-        stage has them."""
-        self._saving: Saving | None = None
-        """The checkpoint that is being written."""
+class MegatronActor(MegatronTrainer):
+    def __init__(self, spec: ActorSpec, *, rank: int, world_size: int, store: dist.Store) -> None:
+        """See `MegatronTrainer`."""
+        super().__init__(spec, rank=rank, world_size=world_size, store=store)
         self._reference: dict[str, Tensor] = {}
         """The reference policy's weights, on the CPU; empty if the objective needs no reference."""
-
-        platform.start(rank, world_size, store)
-        self.agreement = Agreement()
-        with platform.running():
-            parallel_state.initialize_model_parallel(
-                tensor_model_parallel_size=parallel.tensor,
-                pipeline_model_parallel_size=parallel.pipeline,
-                virtual_pipeline_model_parallel_size=parallel.virtual if parallel.virtual > 1 else None,
-                context_parallel_size=parallel.context,
-                expert_model_parallel_size=self.mesh.expert,
-                expert_tensor_parallel_size=self.mesh.expert_ways,
-                distributed_timeout_minutes=int(platform.TIMEOUT.total_seconds() // 60),
-                create_gloo_process_groups=False,
-            )
-            model_parallel_cuda_manual_seed(spec.seed)
-            self.chunks = build_model(spec.shape, spec.model, spec.policy, stage)
-            self.optimizer, self.scheduler = build_optimizer(self.chunks, spec.policy, spec.total_steps)
-            self._memory = PhasedMemory(self.chunks, self.optimizer)
-            context = None
-            if parallel.context > 1:
-                group = parallel_state.get_context_parallel_group()
-                context = ContextRank(group, self.mesh.context_rank(rank), parallel.context)
-            entropy = spec.objective.needs.entropy
-            self._schedule = Schedule(self.chunks, spec.shape, spec.temperature, entropy, context)
-        live = {name: tuple(parameter.shape) for name, parameter in self.parameters().items()}
-        check_parameters(self.shards, live, "Megatron")
-        layers = "Transformer Engine's" if self.fused_norms else "local"
-        log.info("trainer rank %d of %d: %s layers on %s", rank, world_size, layers, platform.device())
-
-    def parameters(self) -> dict[str, Tensor]:
-        """This rank's live parameters by Megatron's names, which are the local names of `self.shards`."""
-        return state.local_parameters(self.chunks)
-
-    def weights_changed(self) -> None:
-        """Update the optimizer's fp32 copies of bf16 weights. Call this after writing to `parameters()`."""
-        with platform.running():
-            self.optimizer.reload_model_params()
-
-    def enter(self, phase: Phase) -> None:
-        """Give the memory of this rank's device that the phase does not need to the engine that shares the device, and
-        take back what it needs. An actor begins in the phase `training`. It is no collective."""
-        self._memory.enter(phase)
-
-    def require(self, phase: Phase) -> None:
-        """
-        Raises:
-            RuntimeError: this rank has given up what the phase needs.
-        """
-        self._memory.require(phase)
 
     def begin(self, share: Share, coefficients: Mapping[str, float]) -> Metrics:
         """Take the samples of a training step that belong to this data-parallel rank, and compute the log-probs that
@@ -148,8 +39,7 @@ class MegatronActor:
         same log-probs.
 
         Args:
-            share: its payloads are lists of tokens. Every rank has the same number of micro-batches in a mini-batch;
-                some may be empty. Its alignment must be a multiple of that of `policy.parallel`.
+            share: see `take`. It has the critic's values, if the estimator needs them.
             coefficients: see `update`.
 
         Returns:
@@ -158,24 +48,17 @@ class MegatronActor:
             in the reward.
 
         Raises:
-            ValueError: a sample is malformed or holds a token outside the vocabulary (the error names it), the
-                alignment does not suit the layout, or a log-prob from which advantages are computed is not finite.
+            ValueError: see `take`, or a log-prob or a value from which advantages are computed is not finite.
         """
-        self.require("training")
-        with self.agreement.on_errors():
-            self._check_alignment(share.alignment)
-            packed = pack(share)
-            for batch in (batch for minibatch in packed for batch in minibatch):
-                self._check_vocabulary(batch)
-                self._check_routes(batch)
-        self._minibatches = [[batch.to(platform.device()) for batch in minibatch] for minibatch in packed]
-        self._denominators, self._at_start = share.denominators, []
+        self.take(share)
+        if share.values is not None:
+            self._set("value_T", [column_of(batch, share.values) for batch in self._all()])
         needs = self.spec.objective.needs
         if needs.logp_ref:
             with self._as_reference():
                 self._keep("logp_ref_T", self._forward_all())
         metrics: Metrics = {}
-        if needs.logp_old and (len(packed) > 1 or needs.before_update):
+        if needs.logp_old and (len(self._minibatches) > 1 or needs.before_update):
             passes = self._forward_all()
             self._at_start = passes[: len(self._minibatches[0])]
             self._keep("logp_old_T", passes)
@@ -184,218 +67,19 @@ class MegatronActor:
             metrics |= self._give_credit(coefficients)
         return metrics
 
+    def returns(self) -> dict[int, np.ndarray]:
+        """The critic's targets at the tokens of this replica's samples, each float32 [L], by the sample's index in the
+        step. Only the rank that reports the replica's metrics has them; on others it is empty. It is no collective."""
+        found: dict[int, np.ndarray] = {}
+        for batch in self._all() if self._reports_metrics else []:
+            assert batch.columns.return_T is not None, "`begin` has computed them with the estimator gae"
+            found |= by_sample(batch, batch.columns.return_T)
+        return found
+
     def keep_reference(self) -> None:
         """Keep a copy of the present weights as the reference policy's, if the objective needs a reference."""
         if self.spec.objective.needs.logp_ref:
             self._reference = {name: parameter.detach().cpu().clone() for name, parameter in self.parameters().items()}
-
-    def update(self, minibatch: int, coefficients: Mapping[str, float]) -> Metrics:
-        """Do one optimizer step on a mini-batch that `begin` was given.
-
-        Args:
-            minibatch: its index.
-            coefficients: the factors of the objective's terms, and `max_mismatch`, the bound of the mismatch at the
-                step's start, if there is one; they are the same on all ranks.
-
-        Returns:
-            The objective's metrics, `loss`, `grad_norm` (before clipping), `param_norm` (after the update),
-            `update_ratio` (the norm of the update divided by that of the parameters) and `lr`; for a mixture of experts
-            also those of `describe_load`, `describe_replay` and `describe_auxiliary_losses` in router.py, as far as
-            they apply.
-
-        Raises:
-            ValueError: a log-prob, the loss or the gradient is not finite (the error names samples), or trainer and
-                engine disagree about the log-probs at the step's start. No weight has changed.
-        """
-        self.require("training")
-        microbatches, denominators = self._minibatches[minibatch], self._denominators[minibatch]
-        columns = self._prepare(minibatch)
-        problems: list[str] = []
-
-        def loss(i: int, logp_T: Tensor, entropy_T: Tensor | None) -> tuple[Tensor, dict[str, Metric]]:
-            batch = microbatches[i]
-            if not batch.names:
-                return logp_T.sum() * 0.0, {}
-            try:
-                return self.spec.objective(logp_T, entropy_T, columns[i], denominators, coefficients)
-            except NotFiniteError as error:
-                # Other ranks wait for this one in the schedule, so it must be finished before all raise together.
-                problems.append(f"sample {batch.names[error.sample]}: {error}")
-            except ValueError as error:  # of a loss of the user's own
-                problems.append(str(error))
-            return logp_T.sum() * 0.0, {}
-
-        has_auxiliary_losses = self._prepare_auxiliary_losses(microbatches)
-        with platform.running():
-            for chunk in self.chunks:
-                chunk.zero_grad_buffer()
-            self.optimizer.zero_grad()
-            start_counting(self.chunks)
-            results = self._schedule.run(microbatches, loss)
-            reports = results if self._reports_metrics else []
-            load_RE = total_load(self.chunks)
-            if load_RE is not None:
-                reports = [*reports, *self._describe_experts(load_RE)]
-            if has_auxiliary_losses:
-                reports = [*reports, describe_auxiliary_losses(self.chunks)]
-            metrics = self.agreement.reduce(reports, problems)
-            bound = coefficients.get("max_mismatch") if minibatch == 0 else None
-            metrics = self.spec.objective.conclude(metrics, bound)  # raises on all ranks or none
-            grad_norm = gradient_norm(self.optimizer)
-            if not math.isfinite(grad_norm):  # the norm is equal on all ranks, so all of them enter the collective
-                self.agreement.require_none([self._describe_gradients(grad_norm, microbatches)])
-            self.scheduler.step(1)
-            apply_gradients(self.optimizer, grad_norm)
-            if self.spec.policy.router_bias_update_rate and load_RE is not None:
-                update_biases(self.chunks, load_RE, self.spec.policy.router_bias_update_rate)
-            param_norm, update_norm = parameter_norms(self.optimizer)
-        norms = {"grad_norm": grad_norm, "param_norm": param_norm, "update_ratio": update_norm / param_norm}
-        return {**metrics, **norms, "lr": self.optimizer.param_groups[0]["lr"]}
-
-    def save(self, folder: Path, extra: dict[str, Any]) -> None:
-        """Begin to write the training state and rank 0's `extra`, which must consist of JSON's types. The state is
-        copied when this returns, so that training can go on; `finish_save` waits for the files.
-
-        Raises:
-            ValueError: the disk has too little space.
-        """
-        self.require("training")
-        assert self._saving is None, "finish_save comes first"
-        now = checkpoint.State(self.scheduler.num_steps, state.random_state(), extra)
-        model = Path(self.spec.model.path)
-        self._saving = Saving(Path(folder), self._identity(), self._parts(), now, model, self.agreement)
-
-    @property
-    def is_saved(self) -> bool:
-        """Whether `finish_save` need not wait for this rank. It is no collective."""
-        return self._saving is None or self._saving.is_done
-
-    def finish_save(self) -> None:
-        """Wait until the folder that `save` began is complete and has its name. It is complete or absent.
-
-        Raises:
-            ValueError: a rank could not write, for example because the disk is full. An older folder is kept.
-        """
-        saving, self._saving = self._saving, None
-        assert saving is not None
-        saving.finish()
-
-    def load(self, folder: Path) -> dict[str, Any]:
-        """Restore what `save` wrote, on any mesh, and return its `extra`. On the same mesh the run then continues bit
-        for bit (on a CPU).
-
-        Raises:
-            ValueError: the folder is missing or damaged, or another model wrote it.
-        """
-        self.require("training")
-        parameters = self.parameters()
-        targets = [Target(WEIGHTS, name, tuple(p.shape), 0, p.view(-1)) for name, p in parameters.items()]
-        for held in adam_states(self.chunks, self.optimizer):
-            extents = tuple(parameters[held.name].shape)
-            targets += [Target(kind, held.name, extents, held.start, flat) for kind, flat in held.tensors.items()]
-        saved = checkpoint.load(Path(folder), self._identity(), targets, self.shards, self.agreement)
-        set_num_updates(self.optimizer, saved.num_updates)
-        state.restore_schedule(self.scheduler, saved.num_updates)
-        if saved.random is not None:
-            state.restore_random(saved.random)
-        return saved.extra
-
-    def _parts(self) -> Iterator[Part]:
-        """What this rank writes of the weights and of the optimizer's state: of each parameter the interval whose state
-        it has. A buffer has no such state; the first of its data-parallel ranks writes it."""
-        parameters, trained = self.parameters(), {name for name, _ in state.named_parameters(self.chunks)}
-        intervals = {held.name: held for held in adam_states(self.chunks, self.optimizer)}
-        if self.mesh.coordinates(self.rank)[2] == 0 and self.mesh.context_rank(self.rank) == 0:
-            buffers = parameters.keys() - trained
-            intervals |= {name: AdamState(name, 0, parameters[name].numel(), {}) for name in buffers}
-        written = written_shards(self.spec.shape, self.mesh, self.rank, self.fused_norms)
-        for name, pieces in pieces_of(written, open_chunks(self.spec.shape)).items():
-            if name not in intervals:
-                continue
-            held, parameter = intervals[name], parameters[name]
-            extents = tuple(parameter.shape)
-            for piece in (part for whole in pieces for part in clip(whole, extents, held.start, held.stop)):
-                yield Part(WEIGHTS, piece, parameter[slices(piece.local_box)])
-                for kind, flat in held.tensors.items():
-                    yield Part(kind, piece, interval_view(flat, held.start, extents, piece.local_box))
-
-    def snapshot(self) -> np.ndarray:
-        """This rank's training state as bytes, which `restore` takes. It is no collective."""
-        self.require("training")
-        buffer = io.BytesIO()
-        torch.save(state.training_state(self.chunks, self.optimizer, self.scheduler), buffer)
-        return np.frombuffer(buffer.getbuffer(), np.uint8)
-
-    def restore(self, snapshot: np.ndarray) -> None:
-        """Restore what `snapshot` returned on the same rank of the same mesh."""
-        self.require("training")
-        saved = torch.load(io.BytesIO(snapshot), map_location="cpu", weights_only=True)
-        state.restore(saved, self.chunks, self.optimizer, self.scheduler)
-
-    def close(self) -> None:
-        parallel_state.destroy_model_parallel()
-        dist.destroy_process_group()
-
-    def _check_alignment(self, alignment: int) -> None:
-        needed = self.spec.policy.parallel.alignment
-        if alignment % needed:
-            raise ValueError(
-                f"alignment {alignment} is not a multiple of {needed}, which policy.parallel requires: it splits every "
-                f"sequence over the tensor-parallel and context-parallel ranks; plan the micro-batches with alignment "
-                f"{needed}"
-            )
-
-    def _check_vocabulary(self, batch: Microbatch) -> None:
-        vocab_size = self.spec.shape.vocab_size
-        wrong = ((batch.ids_T < 0) | (batch.ids_T >= vocab_size)).nonzero()
-        if len(wrong):
-            position = int(wrong[0])
-            name = batch.names[int(batch.columns.sample_T[position])]
-            raise ValueError(
-                f"sample {name} has the token id {int(batch.ids_T[position])}, but the vocabulary has {vocab_size} "
-                f"tokens; do engine and trainer use the same tokenizer?"
-            )
-
-    def _check_routes(self, batch: Microbatch) -> None:
-        shape = self.spec.shape
-        if batch.routes is None or shape.experts is None:
-            return
-        num_experts, num_active = shape.experts.num_experts, shape.experts.num_active
-        expected, found = (shape.num_layers, num_active), tuple(batch.routes.expert_TLK.shape[1:])
-        if found != expected:
-            raise ValueError(
-                f"sample {batch.names[0]}: the engine's choices of experts have {found[0]} layers with {found[1]} "
-                f"experts, but the model has {expected[0]} with {expected[1]}; do engine and trainer use the same "
-                f"model?"
-            )
-        wrong = (batch.routes.expert_TLK >= num_experts).flatten(1).any(1).nonzero()
-        if len(wrong):
-            name = batch.names[int(batch.columns.sample_T[int(wrong[0])])]
-            raise ValueError(
-                f"sample {name}: the engine chose the expert {int(batch.routes.expert_TLK[wrong[0]].max())}, but the "
-                f"model has {num_experts}; do engine and trainer use the same model?"
-            )
-
-    def _forward_all(self) -> list[FirstPass]:
-        """The log-probs and entropies of all micro-batches under the present weights. Only the last pipeline stage has
-        them; on the others the list is empty."""
-        return self._forward([batch for minibatch in self._minibatches for batch in minibatch])
-
-    def _forward(self, microbatches: Sequence[Microbatch]) -> list[FirstPass]:
-        def keep(i: int, logp_T: Tensor, entropy_T: Tensor | None) -> tuple[Tensor, FirstPass]:
-            return logp_T.new_zeros(()), FirstPass(logp_T, entropy_T)
-
-        with platform.running(), torch.no_grad():
-            return self._schedule.run(microbatches, keep, forward_only=True)
-
-    def _keep(self, column: str, passes: Sequence[FirstPass]) -> None:
-        """Store the log-probs of the passes as a column of the micro-batches."""
-        remaining = iter(passes)
-        if passes:
-            self._minibatches = [
-                [replace(b, columns=replace(b.columns, **{column: next(remaining).logp_T})) for b in minibatch]
-                for minibatch in self._minibatches
-            ]
 
     @contextmanager
     def _as_reference(self) -> Iterator[None]:
@@ -415,18 +99,10 @@ class MegatronActor:
         finally:
             exchange()
 
-    def _prepare(self, minibatch: int) -> list[PackedColumns]:
-        """The columns of this rank's micro-batches, with those that the objective adds."""
-        microbatches, objective = self._minibatches[minibatch], self.spec.objective
-        first_pass = None
-        if objective.needs.first_pass:
-            # The first update begins with the weights of logp_old, so the pass of `begin` is still valid.
-            known = minibatch == 0 and objective.needs.logp_old
-            first_pass = self._at_start if known else self._forward(microbatches)
-        columns = [batch.columns for batch in microbatches]
-        if not self._is_last_stage:
-            return columns
-        return objective.prepare(columns, first_pass, self._denominators[minibatch], _sum_over_data_ranks)
+    def _keep(self, column: str, passes: Sequence[FirstPass]) -> None:
+        """Store the log-probs of the passes as a column of the micro-batches."""
+        if passes:
+            self._set(column, [one.logp_T for one in passes])
 
     def _give_credit(self, coefficients: Mapping[str, float]) -> Metrics:
         """Give the step's tokens the advantages that the objective computes."""
@@ -435,56 +111,14 @@ class MegatronActor:
             if self._is_last_stage:
                 require_finite_rewards(self._minibatches)
         if self._is_last_stage:
-            self._minibatches, kl = with_credit(objective, self._minibatches, coefficients, _sum_over_data_ranks)
+            self._minibatches, kl = with_credit(objective, self._minibatches, coefficients, sum_over_data_ranks)
             if objective.needs.logp_old_in_credit and self._reports_metrics:
                 num_tokens = sum(denominators.num_tokens for denominators in self._denominators)
                 reports.append({"kl": Metric(kl / num_tokens, "sum")})
         return self.agreement.reduce(reports)
 
-    def _describe_experts(self, load_RE: Tensor) -> list[dict[str, Metric]]:
-        """The metrics of the experts of this pipeline stage, which one of its ranks reports. All its ranks call this
-        together."""
-        reports = [describe_load(load_RE, self._num_mixtures)]
-        if self.spec.policy.routing_replay:
-            reports.append(describe_replay(total_replay(self.chunks), load_RE, self._num_mixtures))
-        return reports if self._is_first_of_stage else []
-
-    def _prepare_auxiliary_losses(self, microbatches: Sequence[Microbatch]) -> bool:
-        """Count what the routers' auxiliary losses of a mini-batch need. Returns whether there are such losses."""
-        policy = self.spec.policy
-        if not (policy.load_balancing_loss or policy.router_z_loss):
-            return False
-        num_tokens = torch.stack([(~batch.padding_T).sum() for batch in microbatches]).sum()
-        dist.all_reduce(num_tokens, group=parallel_state.get_data_parallel_group())
-        load_RE = None
-        if policy.load_balancing_loss:
-            start_counting(self.chunks, with_gradients=False)
-            self._forward(microbatches)
-            load_RE = total_load(self.chunks)
-        set_auxiliary_losses(self.chunks, policy, int(num_tokens), load_RE)
-        return True
-
     def _describe_mismatch(self) -> Metrics:
         num_tokens = sum(denominators.num_tokens for denominators in self._denominators)
-        columns = [batch.columns for minibatch in self._minibatches for batch in minibatch if batch.names]
+        columns = [batch.columns for batch in self._all() if batch.names]
         reports = [mismatch(c.logp_old_T, c, num_tokens) for c in columns] if self._reports_metrics else []
         return over_judged(self.agreement.reduce(reports))
-
-    def _describe_gradients(self, grad_norm: float, microbatches: Sequence[Microbatch]) -> str:
-        parameters = (named for chunk in self.chunks for named in chunk.named_parameters())
-        broken = [name for name, parameter in parameters if not parameter.main_grad.isfinite().all()]
-        where = f"first in {broken[0].replace('module.', '')}" if broken else "in other ranks' parameters"
-        names = [name for batch in microbatches for name in batch.names]
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        return (
-            f"the gradient norm is {grad_norm}, {where}, with the samples {', '.join(names[:3])}{more}; no "
-            f"weight was changed"
-        )
-
-    def _identity(self) -> Identity:
-        return Identity(self.spec.shape, self.spec.model.dtype, self.mesh)
-
-
-def _sum_over_data_ranks(x: Tensor) -> Tensor:
-    dist.all_reduce(x, group=parallel_state.get_data_parallel_group())
-    return x

@@ -202,7 +202,7 @@ class Saving:
     def _write_rest(self, files: dict[str, Any]) -> None:
         """Write what rank 0 writes for all."""
         small = {EXTRA: json.dumps(self._state.extra, indent=1).encode()}
-        companions = hub.companions(self._model, self._identity.dtype)
+        companions = hub.companions(self._model, self._identity.dtype, self._identity.shape.value_head)
         small |= {f"hf/{name}": content for name, content in companions.items()}
         small |= _torch_dist_files(self._identity.shape, files, self._chunks, TENSORS.format(self._agreement.size))
         files |= {name: _write(self._temporary / name, content) for name, content in small.items()}

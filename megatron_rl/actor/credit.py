@@ -19,7 +19,8 @@ def require_finite_rewards(minibatches: Sequence[Sequence[Microbatch]]) -> None:
     """
     for batch in (batch for minibatch in minibatches for batch in minibatch):
         columns = batch.columns
-        given = {"the reward": columns.reward_T, "logp_old": columns.logp_old_T, "logp_ref": columns.logp_ref_T}
+        given = {"the reward": columns.reward_T, "the value": columns.value_T}
+        given |= {"logp_old": columns.logp_old_T, "logp_ref": columns.logp_ref_T}
         try:
             require_finite(columns, {name: x_T for name, x_T in given.items() if x_T is not None})
         except NotFiniteError as error:

@@ -33,6 +33,7 @@ from megatron_rl.actor.norm import Norm, PostNormLayer, WideNorm
 from megatron_rl.actor.replay import replay_routes
 from megatron_rl.actor.router import Router, keep_biases_in_float32
 from megatron_rl.actor.switches import build
+from megatron_rl.actor.value_head import add_value_head
 from megatron_rl.config.policy import ModelConfig, ParallelConfig, PolicyConfig
 from megatron_rl.layout import FAMILIES, padded_vocabulary
 from megatron_rl.types import Llama3Rope, Mesh, ModelShape, YarnRope
@@ -238,7 +239,9 @@ def _build_chunk(
         rope_scaling=scaling is not None,
         rope_scaling_factor=scaling.factor if scaling else 1.0,
     )
-    if gpt.post_process:
+    if gpt.post_process and shape.value_head:
+        add_value_head(gpt)
+    elif gpt.post_process:
         gpt.output_layer.__class__ = OutputLayer  # GPTModel has no option for this class; only `forward` differs
     if policy.routing_replay:
         replay_routes(gpt)

@@ -9,7 +9,7 @@ Shape letters: T packed tokens, S samples of the micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
@@ -114,6 +114,34 @@ def _pack_row(share: Share, samples: Sequence[int]) -> Microbatch:
         ),
         routes=_pack_routes(tokens, padded),
     )
+
+
+def by_sample(batch: Microbatch, x_T: Tensor) -> dict[int, np.ndarray]:
+    """A column as numbers at the tokens of each sample, each float32 [L], by the sample's index in the step. A sample's
+    first token, which nothing predicts, has 0."""
+    values_T = x_T.detach().float().cpu().numpy()
+    return {
+        index: np.concatenate([np.zeros(1, np.float32), values_T[predicting]])
+        for index, predicting in _predicting(batch)
+    }
+
+
+def column_of(batch: Microbatch, numbers: Mapping[int, np.ndarray]) -> Tensor:
+    """The column of which `by_sample` gives these numbers, on the device of the micro-batch; 0 at other tokens."""
+    column_T = np.zeros(len(batch.ids_T), np.float32)
+    for index, predicting in _predicting(batch):
+        column_T[predicting] = numbers[index][1:]
+    return torch.from_numpy(column_T).to(batch.ids_T.device)
+
+
+def _predicting(batch: Microbatch) -> Iterator[tuple[int, slice]]:
+    """The index of each sample in the step, and the positions that predict its tokens."""
+    is_token_T, token_T = (~batch.padding_T).cpu(), batch.columns.token_T.cpu()
+    start = 0
+    for room in batch.lengths_S.tolist() if batch.names else ():
+        length = int(is_token_T[start : start + room].sum())
+        yield int(token_T[start]) >> 32, slice(start, start + length - 1)
+        start += room
 
 
 def _rewards(share: Share, sample: int, tokens: Tokens) -> np.ndarray:

@@ -28,12 +28,14 @@ from megatron_rl.actor.context import ContextRank
 from megatron_rl.actor.logprobs import output_weight, vocabulary_shard
 from megatron_rl.actor.packing import Microbatch, Routes
 from megatron_rl.actor.router import padding_mask
+from megatron_rl.actor.value_head import values
 from megatron_rl.algorithms.logprobs import token_logprobs
 from megatron_rl.types import ModelShape
 
 MicrobatchLoss = Callable[[int, Tensor, Tensor | None], tuple[Tensor, Any]]
 """(index of the micro-batch, logp_T, entropy_T) -> (the micro-batch's share of the loss, any result). logp_T and
-entropy_T are 0 where the target is not an action. entropy_T is None unless the schedule computes entropies."""
+entropy_T are 0 where the target is not an action. entropy_T is None unless the schedule computes entropies. A critic
+has its values in the place of logp_T, which are not 0 there."""
 
 
 def finalize(model: list, num_tokens: Tensor | None = None, **groups) -> None:
@@ -103,9 +105,20 @@ class Schedule:
         )
 
     def _calculate(self, i: int, hidden_1TH: Tensor, batch: Microbatch, loss: MicrobatchLoss):
+        if self.shape.value_head:
+            number_T, entropy_T = values(hidden_1TH[0], self.last), None
+        else:
+            number_T, entropy_T = self._logprobs(hidden_1TH, batch)
+        if self.context is not None:
+            number_T = self.context.whole(number_T, batch.lengths_S)
+            entropy_T = None if entropy_T is None else self.context.whole(entropy_T, batch.lengths_S)
+        value, result = loss(i, number_T, entropy_T)
+        return value, torch.ones((), dtype=torch.int, device=platform.device()), result
+
+    def _logprobs(self, hidden_1TH: Tensor, batch: Microbatch) -> tuple[Tensor, Tensor | None]:
         weight_VH = output_weight(self.last)
         group = parallel_state.get_tensor_model_parallel_group()
-        logp_T, entropy_T = token_logprobs(
+        return token_logprobs(
             hidden_1TH[0],
             weight_VH,
             self._part(batch.target_T, batch),
@@ -114,11 +127,6 @@ class Schedule:
             mask_T=self._part(batch.columns.action_mask_T, batch),
             entropy=self.entropy,
         )
-        if self.context is not None:
-            logp_T = self.context.whole(logp_T, batch.lengths_S)
-            entropy_T = None if entropy_T is None else self.context.whole(entropy_T, batch.lengths_S)
-        value, result = loss(i, logp_T, entropy_T)
-        return value, torch.ones((), dtype=torch.int, device=platform.device()), result
 
     def _routes(self, batch: Microbatch) -> Routes | None:
         """The choices of experts for the tokens that this rank's routers see."""

@@ -26,46 +26,50 @@ from megatron_rl.convert.manifest import WEIGHTS
 from megatron_rl.convert.source import open_checkpoint
 from megatron_rl.convert.stored import Maps
 from megatron_rl.convert.work import sync
-from megatron_rl.layout import FAMILIES, Box, Shard, megatron_shards, slices, volume
+from megatron_rl.layout import FAMILIES, Box, Shard, critic_shape, megatron_shards, slices, volume
+from megatron_rl.layout.family import VALUE_HEAD
 from megatron_rl.layout.hub import INDEX
 from megatron_rl.types import Mesh, ModelShape
 
 if TYPE_CHECKING:
-    from megatron_rl.actor.actor import MegatronActor
+    from megatron_rl.actor.trainer import MegatronTrainer
 
 
 @torch.no_grad()
-def load_weights(actor: MegatronActor, folder: Path) -> None:
+def load_weights(actor: MegatronTrainer, folder: Path) -> None:
     """Fill the parameters from a checkpoint of any form that the converter knows: a Hugging Face folder, a distributed
-    checkpoint of Megatron-Core (that of a run, too), or files of ranks. All ranks must call this together.
+    checkpoint of Megatron-Core (that of a run, too), or files of ranks. A critic's value head, which a model for text
+    does not have, begins with zeros, and so all its values are 0. All ranks must call this together.
 
     Raises:
         ValueError: a rank finds a file missing, damaged or of another model; all ranks raise it.
     """
     shape = actor.spec.shape
     family = FAMILIES[shape.family]
+    ends_alike = critic_shape if shape.value_head else lambda shape: shape
     shards: dict[str, list[Shard]] = {}
     for shard in actor.shards:
         shards.setdefault(shard.local_name, []).append(shard)
     with actor.agreement.on_errors():
         source = open_checkpoint(Path(folder))
-        if (source.shape.family, FAMILIES[source.shape.family].hf_tensors(source.shape)) != (
-            shape.family,
-            family.hf_tensors(shape),
-        ):
+        found = ends_alike(source.shape)
+        if (found.family, FAMILIES[found.family].hf_tensors(found)) != (shape.family, family.hf_tensors(shape)):
             raise ValueError(
                 f"{folder} holds a {source.shape.family} of other sizes than {actor.spec.model.path}; take the weights "
                 f"and the configuration of one model"
             )
         maps = Maps(source.checksums)
         for name, parameter in actor.parameters().items():
+            if name.endswith(VALUE_HEAD.megatron) and not source.shape.value_head:
+                parameter.zero_()
+                continue
             target = Target(WEIGHTS, name, tuple(parameter.shape), 0, parameter.view(-1))
             fill(target, shards[name], source, maps)
     actor.weights_changed()
 
 
 @torch.no_grad()
-def export_hf(actor: MegatronActor, folder: Path) -> None:
+def export_hf(actor: MegatronTrainer, folder: Path) -> None:
     """Write a folder that transformers and vLLM load. It has the weights in the trainer's dtype (a router's bias in
     float32), and the configuration, tokenizer and chat template of model.path. All ranks must call this together. The
     folder is complete or absent."""
@@ -81,7 +85,7 @@ def export_hf(actor: MegatronActor, folder: Path) -> None:
                     write_tensors(temporary / file_name("model", i, len(files)), gathered)
         with actor.agreement.on_errors():
             if actor.rank == 0:
-                write_companions(temporary, source, files, dtype)
+                write_companions(temporary, source, files, dtype, shape.value_head)
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
@@ -89,9 +93,11 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
     sync(path)
 
 
-def write_companions(folder: Path, source: Path, files: list[dict[str, HubTensor]], dtype: torch.dtype) -> None:
+def write_companions(
+    folder: Path, source: Path, files: list[dict[str, HubTensor]], dtype: torch.dtype, value_head: bool = False
+) -> None:
     """Write the files that a Hugging Face folder has beside its tensors. They come from the folder `source`."""
-    for name, content in companions(source, str(dtype).removeprefix("torch.")).items():
+    for name, content in companions(source, str(dtype).removeprefix("torch."), value_head).items():
         (folder / name).write_bytes(content)
         sync(folder / name)
     if len(files) > 1:
@@ -138,7 +144,7 @@ def find_holders(shape: ModelShape, mesh: Mesh, fused_norms: bool) -> dict[str, 
 
 
 @torch.no_grad()
-def gather_gradient(actor: MegatronActor) -> dict[str, Tensor]:
+def gather_gradient(actor: MegatronTrainer) -> dict[str, Tensor]:
     """The whole gradient of the last update, float32, by HF names, on rank 0; an empty dictionary on the others. All
     ranks must call this together. The bias of a router has no gradient.
 
@@ -155,7 +161,7 @@ def gather_gradient(actor: MegatronActor) -> dict[str, Tensor]:
 
 
 def _gather(
-    actor: MegatronActor,
+    actor: MegatronTrainer,
     local: Mapping[str, Tensor],
     tensors: dict[str, HubTensor],
     holders: dict[str, list[tuple[int, Shard]]],

@@ -26,10 +26,11 @@ from megatron_rl.algorithms.outcomes import (
     remax,
     rloo,
 )
-from megatron_rl.algorithms.process_rewards import grpo_process, outcome_rewards
+from megatron_rl.algorithms.process_rewards import grpo_process, outcome_rewards, summed_rewards
 from megatron_rl.algorithms.two_stage import two_stage
 from megatron_rl.config.advantages import (
     FunctionAdvantage,
+    GaeAdvantage,
     GdpoAdvantage,
     GpgAdvantage,
     GrpoAdvantage,
@@ -65,6 +66,7 @@ ESTIMATORS: dict[type[Method], Callable[..., np.ndarray]] = {
 its configuration."""
 
 TOKEN_ESTIMATORS: dict[type[Method], Callable[..., TokenRewards]] = {
+    GaeAdvantage: lambda section, s: summed_rewards(s, section.weights),
     GrpoProcessAdvantage: lambda section, s: grpo_process(s, section),
     ReinforcePlusPlusAdvantage: lambda section, s: outcome_rewards(s),
     TwoStageAdvantage: lambda section, s: two_stage(s, section),
@@ -118,8 +120,9 @@ def estimate_advantages(scores: Scores, cfg: AlgorithmConfig) -> tuple[Credit, M
     else:
         advantages = ESTIMATORS[type(estimator)](estimator, scores, cfg)
         signals = group_of[advantages != 0]
-    # A KL in the reward gives every group a signal.
-    has_signal_G = has_score_G if cfg.kl_in_reward else np.bincount(signals, minlength=num_groups) > 0
+    # A KL in the reward gives every group a signal, and so does a critic: what it expected need not be the reward.
+    always = cfg.kl_in_reward or "values" in estimator.needs
+    has_signal_G = has_score_G if always else np.bincount(signals, minlength=num_groups) > 0
     active = scored & has_signal_G[group_of] if cfg.drop_zero_signal else scored
     overlong = scored & scores.is_cut & cfg.overlong_filter
     active = active & ~overlong

@@ -34,6 +34,11 @@ class PackedColumns:
     reward_T: Tensor | None = None
     """float64: the rewards at actions, from which advantages are computed (token_advantages.py), 0 elsewhere; None if
     the estimator gives one number for each sample."""
+    value_T: Tensor | None = None
+    """The critic's values at the step's start, of the states in which the tokens were chosen; None if there is no
+    critic."""
+    return_T: Tensor | None = None
+    """What the critic learns; None if there is no critic."""
     logp_old_T: Tensor | None = None
     """Log-probs under the weights at the step's start. None if the loss does not need them, or if the step's only
     update computes them itself: see `Needs.logp_old`."""

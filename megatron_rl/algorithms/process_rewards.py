@@ -12,7 +12,8 @@ Shape letters: N rewards, S samples, L the length of one sample, C cells, which 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -46,6 +47,25 @@ def grpo_process(scores: Scores, section: GrpoProcessAdvantage) -> TokenRewards:
     value_N *= np.array([section.weights.get(kind, 1.0) for kind in kinds])
     kept = value_N != 0
     return TokenRewards(sample_N[kept], position_N[kept], value_N[kept])
+
+
+def summed_rewards(scores: Scores, weights: Mapping[str, float]) -> TokenRewards:
+    """The rewards at single tokens and those of whole answers, each multiplied by the weight of its kind, as they are.
+
+    Args:
+        weights: the weight of a kind that is not named here is 1.
+    """
+    outcomes, given = outcome_rewards(scores), scores.token_rewards
+    outcomes = replace(outcomes, value=outcomes.value * weights.get(OUTCOME, 1.0))
+    if given is None:
+        return outcomes
+    value_N = given.value * np.array([weights.get(kind, 1.0) for kind in scores.token_kinds])
+    kept = ~np.isnan(value_N) & (value_N != 0)
+    return TokenRewards(
+        np.concatenate([given.sample[kept], outcomes.sample]),
+        np.concatenate([given.position[kept], outcomes.position]),
+        np.concatenate([value_N[kept], outcomes.value]),
+    )
 
 
 def outcome_rewards(scores: Scores) -> TokenRewards:

@@ -18,9 +18,14 @@ from torch import Tensor
 
 from megatron_rl.algorithms.columns import PackedColumns
 from megatron_rl.algorithms.kl import kl_estimate
-from megatron_rl.algorithms.returns import returns_to_go
+from megatron_rl.algorithms.returns import gae, returns_to_go
 from megatron_rl.algorithms.whitening import SumOverRanks
-from megatron_rl.config.advantages import GrpoProcessAdvantage, ReinforcePlusPlusAdvantage, TwoStageAdvantage
+from megatron_rl.config.advantages import (
+    GaeAdvantage,
+    GrpoProcessAdvantage,
+    ReinforcePlusPlusAdvantage,
+    TwoStageAdvantage,
+)
 from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.config.section import Method
 
@@ -35,8 +40,8 @@ ESTIMATORS: dict[type[Method], Callable[..., Tensor]] = {
         reward_T, mask_T, sample_T, whitened=False
     ),
 }
-"""One line for each estimator: (its configuration, reward_T, action_mask_T, sample_T, SumOverRanks) -> advantage_T. The
-key is the class of its configuration."""
+"""One line for each estimator without a critic: (its configuration, reward_T, action_mask_T, sample_T, SumOverRanks) ->
+advantage_T. The key is the class of its configuration. With a critic it is `gae`, which also gives the returns."""
 
 
 @torch.no_grad()
@@ -47,12 +52,13 @@ def token_advantages(
     all actions of a sample share (`Credit.advantages`) is added.
 
     Args:
-        columns: they have `reward_T`. For a KL in the reward they also have `logp_old_T` and `logp_ref_T`, and each
-            action then has the reward -kl_coefficient * KL besides. All of these are finite at actions.
+        columns: they have `reward_T`, and `value_T` for `gae`. For a KL in the reward they also have `logp_old_T` and
+            `logp_ref_T`, and each action then has the reward -kl_coefficient * KL besides. All of these are finite at
+            actions.
 
     Returns:
-        The columns, and the sum of the KL over this rank's actions, a float64 without dimensions; 0 if the KL is not in
-        the reward.
+        The columns, with `return_T` for `gae`, and the sum of the KL over this rank's actions, a float64 without
+        dimensions; 0 if the KL is not in the reward.
     """
     sizes = [len(c.sample_T) for c in columns]
     first = [sum(sizes[:i]) for i in range(len(sizes))]  # a micro-batch has fewer samples than tokens
@@ -65,8 +71,15 @@ def token_advantages(
         kl_T = torch.where(mask_T, kl_T, 0.0)
         reward_T, kl = reward_T - kl_coefficient * kl_T, kl_T.sum()
     section = cfg.adv_estimator
-    advantage_T = ESTIMATORS[type(section)](section, reward_T, mask_T, sample_T, sum_over_ranks)
-    parts = torch.split(advantage_T.to(columns[0].advantage_T.dtype), sizes)
+    dtype = columns[0].advantage_T.dtype
+    if isinstance(section, GaeAdvantage):
+        value_T = _joined(columns, "value_T")
+        advantage_T, return_T = gae(reward_T, value_T, mask_T, sample_T, section, sum_over_ranks)
+        returns = torch.split(return_T.to(dtype), sizes)
+        columns = [replace(c, return_T=part_T) for c, part_T in zip(columns, returns, strict=True)]
+    else:
+        advantage_T = ESTIMATORS[type(section)](section, reward_T, mask_T, sample_T, sum_over_ranks)
+    parts = torch.split(advantage_T.to(dtype), sizes)
     return [replace(c, advantage_T=c.advantage_T + part_T) for c, part_T in zip(columns, parts, strict=True)], kl
 
 

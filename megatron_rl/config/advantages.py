@@ -160,6 +160,10 @@ class GaeAdvantage(Method):
     """If it is set, lam is 1 - 1 / (alpha n), but not below 0 (VAPO has alpha 0.05); null means that `lam` is used."""
     whiten: bool = True
     """true: the policy's advantages are whitened over all action tokens of the batch. false: they are not."""
+    weights: dict[str, float] = {}
+    """The factor of each kind of reward; that of a kind which is not named here is 1. The kind `outcome` is the reward
+    of the whole answer, which is at its last token. If that is the sum of the turns' rewards (`{kind: environment}`),
+    give it the weight 0, so that they do not count twice."""
 
     @model_validator(mode="after")
     def _one_lambda(self) -> GaeAdvantage:

@@ -6,6 +6,8 @@ import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from megatron_rl.layout import critic_config
+
 MAX_FILE_BYTES = 4 * 2**30
 COMPANIONS = (
     "generation_config.json",
@@ -33,12 +35,13 @@ def index_text(files: Sequence[Iterable[str]], total_bytes: int) -> str:
     return json.dumps({"metadata": {"total_size": total_bytes}, "weight_map": weight_map}, indent=2)
 
 
-def companions(folder: Path, dtype: str | None) -> dict[str, bytes]:
+def companions(folder: Path, dtype: str | None, value_head: bool = False) -> dict[str, bytes]:
     """The contents of the configuration, tokenizer, chat template and generation configuration, by file name.
     config.json loses its `quantization_config`, because no written tensor is quantised.
 
     Args:
         dtype: the dtype that config.json is to name; None keeps the one that it names.
+        value_head: config.json is to describe the same model with a value head.
     """
     config = (folder / "config.json").read_bytes()
     fields = json.loads(config)
@@ -46,7 +49,9 @@ def companions(folder: Path, dtype: str | None) -> dict[str, bytes]:
     if dtype is not None:
         fields.pop("torch_dtype", None)  # the older name of the same key
         fields["dtype"] = dtype
-    if dtype is not None or is_quantised:
+    if value_head:
+        fields = critic_config(fields)
+    if dtype is not None or is_quantised or value_head:
         config = json.dumps(fields, indent=2).encode()
     files = {"config.json": config}
     for pattern in COMPANIONS:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_rl.layout.config import read_shape
+from megatron_rl.layout.config import critic_config, critic_shape, read_shape
 from megatron_rl.layout.copies import Copy
 from megatron_rl.layout.engines import Engines
 from megatron_rl.layout.families import FAMILIES
@@ -50,6 +50,8 @@ __all__ = [
     "check_model",
     "check_parameters",
     "check_unquantised",
+    "critic_config",
+    "critic_shape",
     "megatron_shards",
     "padded_vocabulary",
     "plan_weights",

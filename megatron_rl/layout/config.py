@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from megatron_rl.layout.families import FAMILIES
 from megatron_rl.types import Llama3Rope, ModelShape, YarnRope
 
 _FIXED = {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu"}
+_CLASSIFIES = "ForSequenceClassification"
 _YARN = {"beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"}
 
 
@@ -61,9 +63,37 @@ def _shape(family: str, config: Mapping[str, Any]) -> ModelShape:
         "rope_scaling": scaling,
     }
     shape = ModelShape(family, **(fields | FAMILIES[family].read_config(config)))
+    if _ends_with_value(config):
+        shape = critic_shape(shape)
     if shape.sliding_layers and shape.rope_scaling and family != "olmo3":
         raise ValueError("rope scaling together with sliding windows is supported only for olmo3")
     return shape
+
+
+def critic_shape(shape: ModelShape) -> ModelShape:
+    """The same model with a value head. Its embedding is tied to nothing."""
+    return replace(shape, tied_embeddings=False, value_head=True)
+
+
+def critic_config(config: dict[str, Any]) -> dict[str, Any]:
+    """The config.json of a model with a value head, with which transformers loads it as
+    `AutoModelForSequenceClassification`."""
+    names = [name.replace("ForCausalLM", _CLASSIFIES) for name in config.get("architectures", [])]
+    one_label = {"id2label": {"0": "value"}, "label2id": {"value": 0}}
+    return config | one_label | {"architectures": names, "tie_word_embeddings": False}
+
+
+def _ends_with_value(config: Mapping[str, Any]) -> bool:
+    """
+    Raises:
+        ValueError: the model gives several numbers, or none.
+    """
+    if not any(name.endswith(_CLASSIFIES) for name in config.get("architectures") or ()):
+        return False
+    num_labels = len(config.get("id2label", ("", "")))  # transformers' default is two
+    if num_labels != 1:
+        raise ValueError(f"the model gives {num_labels} numbers (id2label); only models that give one are supported")
+    return True
 
 
 def _rope(config: Mapping[str, Any], default: float) -> tuple[float, Llama3Rope | YarnRope | None]:

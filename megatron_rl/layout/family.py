@@ -16,7 +16,7 @@ from math import prod
 from typing import Any, Literal, NamedTuple
 
 from megatron_rl.layout.shards import Box, Shard
-from megatron_rl.layout.splits import Split, SplitKind, part
+from megatron_rl.layout.splits import REPLICATED, Split, SplitKind, part
 from megatron_rl.types import Mesh, ModelShape
 
 
@@ -37,6 +37,7 @@ def sizes(shape: ModelShape) -> dict[str, int]:
         "ffn": shape.ffn_size,
         "vocab": shape.vocab_size,
         "head": shape.head_dim,
+        "value_head": 1,
     }
     if experts := shape.experts:
         known |= {"experts": experts.num_experts, "expert_ffn": experts.ffn_size, "shared_ffn": experts.shared_ffn_size}
@@ -86,6 +87,15 @@ class Rule:
         for expert in range(_num_experts(shape) if self.per_expert else 1):
             for tensor, extents in zip(self.hf, self.extents(shape), strict=True):
                 yield tensor.name.format(expert), extents
+
+
+VALUE_HEAD = Rule(
+    REPLICATED,
+    hf=(HfTensor("score.weight", ("value_head", "hidden")),),
+    megatron="value_head.weight",
+)
+"""The row of a critic in every family. Its HF tensor is that of transformers' classes `...ForSequenceClassification`
+with one label."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,17 +208,20 @@ class Family:
         rules = (*self.attention, *self.dense, *self.mixture)
         return next((tensor.dims for rule in rules for tensor in rule.hf if tensor.name == name), None)
 
+    def last_rule(self, shape: ModelShape) -> Rule | None:
+        """The row after the final norm; None if the output layer is the embedding."""
+        if shape.value_head:
+            return VALUE_HEAD
+        return None if shape.tied_embeddings else self.output
+
     def layer_rules(self, shape: ModelShape, layer: int) -> list[Rule]:
         mlp = self.mixture if shape.has_experts(layer) else self.dense
         return [rule for rule in (*self.attention, *mlp) if rule.when(shape)]
 
     def hf_tensors(self, shape: ModelShape) -> dict[str, tuple[int, ...]]:
         """The extents of every HF tensor of a model, by name."""
-        ends = (
-            (self.embedding, self.final_norm)
-            if shape.tied_embeddings
-            else (self.embedding, self.final_norm, self.output)
-        )
+        last = self.last_rule(shape)
+        ends = (self.embedding, self.final_norm, *([last] if last else []))
         tensors = {name: extents for rule in ends for name, extents in rule.hf_names(shape)}
         rows: dict[bool, list[tuple[str, tuple[int, ...]]]] = {}
         for layer in range(shape.num_layers):
@@ -228,7 +241,8 @@ class Family:
         there is no such row."""
         pattern = re.escape(self.hf_layer).replace(re.escape("{}"), r"\d+")
         name = re.sub(rf"^{pattern}", "", hf_name)
-        for rule in (self.embedding, *self.attention, *self.dense, *self.mixture, self.final_norm, self.output):
+        ends = (self.embedding, self.final_norm, self.output, VALUE_HEAD)
+        for rule in (*self.attention, *self.dense, *self.mixture, *ends):
             for tensor in rule.hf:
                 if re.fullmatch(re.escape(tensor.name).replace(re.escape("{}"), r"\d+"), name):
                     return f"{self.name}'s row {rule.megatron}: {tensor.name} [{', '.join(tensor.dims)}]"
@@ -316,8 +330,8 @@ class Family:
                 placed += [Placed(row, hf_prefix, local_prefix) for row in rows[kind]]
             if last:
                 placed.append(Placed(place(self.final_norm), "", prefix))
-                if not shape.tied_embeddings:
-                    placed.append(Placed(place(self.output), "", prefix))
+                if rule := self.last_rule(shape):
+                    placed.append(Placed(place(rule), "", prefix))
                 elif not first:  # the last stage's own copy of the word embedding
                     placed.append(Placed(place(self.embedding, self.output.megatron), "", prefix))
         return placed

@@ -139,9 +139,13 @@ def plain_credit(samples, columns: PackedColumns, algorithm) -> tuple[PackedColu
             assert kl.estimator == "k2"
             penalties.append(difference**2 / 2)
             rewards[t] -= COEFFICIENTS["kl"] * penalties[-1]
-        total, row = 0.0, dict.fromkeys(rewards, math.nan)
+        total, row, value = 0.0, dict.fromkeys(rewards, math.nan), 0.0
         for t in reversed(actions):
-            total = row[t] = rewards[t] + gamma * total
+            if section.kind == "gae":
+                total = row[t] = rewards[t] + gamma * value - float(sample.values[t]) + gamma * section.lam * total
+                value = float(sample.values[t])
+            else:
+                total = row[t] = rewards[t] + gamma * total
         rows.append([row[t] for t in rewards])
         start += size
     flat = [x for row in rows for x in row if not math.isnan(x)]
@@ -238,18 +242,23 @@ AT_TOKENS = {
     "kl_in_reward": AlgorithmConfig(
         adv_estimator={"kind": "reinforce_plus_plus"}, kl={"estimator": "k2", "place": "reward"}
     ),
+    "gae": AlgorithmConfig(
+        adv_estimator={"kind": "gae", "gamma": 0.95, "lam": 0.9}, kl={"estimator": "k2", "place": "reward"}
+    ),
 }
 
 
 @pytest.fixture(scope="module")
 def rewarded(samples):
-    """Samples with rewards at three tokens, one of them forced, one before the first action, and two at one token."""
+    """Samples with rewards at three tokens, one of them forced, one before the first action, and two at one token. They
+    have a critic's values, too."""
     rng = np.random.default_rng(3)
     given = []
     for sample in samples:
         positions = [0, *rng.integers(1, len(sample.tokens.ids), 2), len(sample.tokens.ids) - 1]
         rewards = [(int(position), float(rng.normal())) for position in [*positions, positions[-1]]]
-        given.append(replace(sample, token_rewards=tuple(rewards)))
+        values = rng.normal(size=len(sample.tokens.ids)).astype(np.float32)
+        given.append(replace(sample, token_rewards=tuple(rewards), values=values))
     return given
 
 

@@ -1,0 +1,62 @@
+"""The critic's trainer: a model that ends with a value for each token, and learns the returns of the policy's answers.
+
+A step has three parts. The critic computes the values (`values`), the policy's ranks compute advantages and returns
+from them (token_advantages.py), and the critic learns the returns (`aim`, then `update`). Its mesh need not be that of
+the policy. Invariant (tests/dist): values and gradients do not depend on the layout or on the number of micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from megatron_rl.actor.packing import by_sample, column_of
+from megatron_rl.actor.trainer import MegatronTrainer, sum_over_data_ranks
+from megatron_rl.algorithms.objective import Metric
+from megatron_rl.algorithms.value_objective import describe_values
+from megatron_rl.types import Metrics, Share
+
+
+class MegatronCritic(MegatronTrainer):
+    def values(self, share: Share) -> dict[int, np.ndarray]:
+        """Take the samples of a step that belong to this data-parallel rank, and compute the value of each state in
+        which a token was chosen.
+
+        Args:
+            share: see `take`.
+
+        Returns:
+            The values at the tokens of this replica's samples, each float32 [L], by the sample's index in the step.
+            Only the rank that reports the replica's metrics has them; on others it is empty.
+
+        Raises:
+            ValueError: see `take`.
+        """
+        self.take(share)
+        passes = self._forward_all()
+        if not passes:
+            return {}
+        self._set("value_T", [one.logp_T for one in passes])
+        found: dict[int, np.ndarray] = {}
+        for batch, one in zip(self._all(), passes, strict=True) if self._reports_metrics else ():
+            found |= by_sample(batch, one.logp_T)
+        return found
+
+    def aim(self, returns: Mapping[int, np.ndarray]) -> Metrics:
+        """Take the targets of the step's updates.
+
+        Args:
+            returns: those of this replica's samples, as `MegatronActor.returns` gives them.
+
+        Returns:
+            What `describe_values` says about the values of this step.
+        """
+        self._set("return_T", [column_of(batch, returns) for batch in self._all()])
+        described = {}
+        if self._is_last_stage:
+            described = describe_values([batch.columns for batch in self._all()], sum_over_data_ranks)
+        # One replica reports, because the sums are those of all replicas.
+        reports = [{name: Metric(value, "sum") for name, value in described.items()}]
+        is_first = self._reports_metrics and self.mesh.coordinates(self.rank)[2] == 0
+        return self.agreement.reduce(reports if is_first else [])

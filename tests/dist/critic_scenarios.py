@@ -1,0 +1,77 @@
+"""What the critic's processes of the tests do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from scenarios import OPTIMIZER, TOTAL_STEPS, Layout, denominators, meet, mine
+
+from megatron_rl.actor.critic import MegatronCritic
+from megatron_rl.actor.spec import ActorSpec
+from megatron_rl.actor.weights import export_hf, load_weights
+from megatron_rl.algorithms.value_objective import ValueObjective
+from megatron_rl.config.policy import ModelConfig, ParallelConfig, PolicyConfig
+from megatron_rl.config.value import ValueLossConfig
+from megatron_rl.layout import critic_shape, read_shape
+from shares import TrainSample, share_of
+
+
+def build(rank: int, world_size: int, url: str, folder: Path, layout: Layout) -> MegatronCritic:
+    mesh = layout.mesh
+    parallel = ParallelConfig(
+        tensor=mesh.tensor,
+        pipeline=mesh.pipeline,
+        data=mesh.data,
+        context=mesh.context,
+        virtual=mesh.virtual,
+        sequence=layout.sequence,
+    )
+    spec = ActorSpec(
+        shape=critic_shape(read_shape(folder)),
+        model=ModelConfig(path=folder, dtype=layout.dtype, recompute=layout.recompute),
+        policy=PolicyConfig(parallel=parallel, optimizer=OPTIMIZER),
+        objective=ValueObjective(ValueLossConfig(cliprange_value=0.2)),
+        temperature=1.0,
+        total_steps=TOTAL_STEPS,
+        seed=0,
+    )
+    critic = MegatronCritic(spec, rank=rank, world_size=world_size, store=meet(rank, world_size, url))
+    load_weights(critic, folder)
+    return critic
+
+
+def step(critic: MegatronCritic, samples: list[TrainSample], layout: Layout, returns, num_updates: int):
+    """(values by sample, of the whole replica; what is said about them; metrics of each update)"""
+    minibatches = [mine(samples, critic, layout.num_microbatches)] * num_updates
+    share = share_of(minibatches, [denominators(samples)] * num_updates, layout.alignment)
+    values = critic.values(share)
+    described = critic.aim(returns)
+    return values, described, [critic.update(i, {}) for i in range(num_updates)]
+
+
+def learn(rank, world_size, url, *, folder, samples, layout, returns, export=None):
+    """Two steps of two updates each."""
+    critic = build(rank, world_size, url, folder, layout)
+    steps = [step(critic, samples, layout, returns, 2) for _ in range(2)]
+    if export is not None:
+        export_hf(critic, export)
+    critic.close()
+    return steps
+
+
+def save_and_go_on(rank, world_size, url, *, folder, samples, layout, returns, checkpoint):
+    critic = build(rank, world_size, url, folder, layout)
+    step(critic, samples, layout, returns, 1)
+    critic.save(checkpoint, {})
+    critic.finish_save()
+    after = step(critic, samples, layout, returns, 1)
+    critic.close()
+    return after
+
+
+def resume(rank, world_size, url, *, folder, samples, layout, returns, checkpoint):
+    critic = build(rank, world_size, url, folder, layout)
+    critic.load(checkpoint)
+    after = step(critic, samples, layout, returns, 1)
+    critic.close()
+    return after
