@@ -11,6 +11,7 @@ from importlib import import_module
 
 COMMANDS = {
     "grpo": ("recipes.grpo", "train by reinforcement: Megatron trains, vLLM answers"),
+    "ppo": ("recipes.ppo", "the same with a critic"),
     "sft": ("recipes.sft", "train on rows with completions"),
     "demo": ("recipes.tiny.demo", "teach a tiny model to add, on two CPU cores"),
     "export": ("tools.export_checkpoint", "write any checkpoint of a run as a Hugging Face folder"),

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatron_rl.types import Group, Mesh, Metrics, Prompt, Purpose, Share, Tokens, Verdict
+from megatron_rl.types import Group, Mesh, Metrics, Prompt, Purpose, Share, TokenNumbers, Tokens, Verdict
 
 
 class StopRequested(BaseException):
@@ -53,6 +53,9 @@ class Policy(Protocol):
         Raises:
             ValueError: a number is not finite. No weight has changed.
         """
+
+    def returns(self) -> TokenNumbers:
+        """What a critic has to learn from the step that `begin` was given, if the estimator needs one."""
 
     def save(self, folder: Path, extra: dict[str, Any]) -> None:
         """Begin to write model, optimizer, learning-rate schedule, random state and `extra`. The state is copied when
@@ -97,6 +100,31 @@ class Policy(Protocol):
 
     def load_mirror(self, step: int) -> None:
         """Restore the state of a step that `restart` returned."""
+
+
+class Critic(Protocol):
+    """The model that predicts the rewards to come at each token. It is saved, loaded and started anew with the policy.
+    Every method raises PolicyLost when a rank is lost."""
+
+    mesh: Mesh
+
+    def values(self, shares: Sequence[Share]) -> TokenNumbers:
+        """Give every data-parallel rank of the critic its share of a step, and compute the values of the states in
+        which the tokens were chosen."""
+
+    def learn(self, returns: TokenNumbers) -> None:
+        """Begin one optimizer step on each mini-batch of the shares. It returns at once, so that the policy is updated
+        at the same time."""
+
+    def finish(self) -> list[Metrics]:
+        """Wait until the updates are done.
+
+        Returns:
+            How well the values predict the returns, and then the metrics of each update.
+
+        Raises:
+            ValueError: a number is not finite. The weights are those before that update.
+        """
 
 
 class Engine(Protocol):
@@ -218,6 +246,7 @@ class Ports:
     bridge: Bridge
     verifier: Verifier
     stream: Stream
+    critic: Critic | None = None
 
 
 class Sink(Protocol):

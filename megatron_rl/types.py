@@ -536,6 +536,32 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenNumbers:
+    """A number at each token of a step's samples, such as the values of a critic, in parts that different processes
+    have computed."""
+
+    parts: Sequence[Any]
+    """A reference to each part, which gives float32 [L] by the index of the sample in the step."""
+    indices: Sequence[np.ndarray]
+    """int64: the samples of each part, by their indices in the step."""
+
+    @classmethod
+    def of_replicas(cls, mesh: Mesh, answers: Sequence[Any], indices: Sequence[np.ndarray]) -> TokenNumbers:
+        """
+        Args:
+            answers: what each rank of the mesh returned: a reference from one rank of each data-parallel replica that
+                has samples, and None from the others.
+            indices: the samples of each replica.
+        """
+        given = [(mesh.coordinates(rank)[2], answer) for rank, answer in enumerate(answers) if answer is not None]
+        return cls([answer for _, answer in given], [indices[replica] for replica, _ in given])
+
+    def needed_by(self, index: np.ndarray) -> list[Any]:
+        """The parts that have some of these samples."""
+        return [part for part, own in zip(self.parts, self.indices, strict=True) if np.isin(index, own).any()]
+
+
+@dataclass(frozen=True, slots=True)
 class Denominators:
     """The numbers by which the loss terms of one optimizer step are divided. They are counted over the whole mini-batch
     and all data-parallel ranks, before it is cut into micro-batches and before any rejection."""

@@ -17,7 +17,7 @@ from megatron_rl.balance.hardware import DECODING_SHARE, TRAINING_SHARE
 from megatron_rl.cluster.placement import Placement, demands_of, smallest_cluster
 from megatron_rl.config.schema import BaseConfig, GrpoRunConfig, SftRunConfig
 from megatron_rl.config.shipped import find_shipped
-from megatron_rl.layout import FAMILIES, read_shape
+from megatron_rl.layout import FAMILIES, critic_shape, read_shape
 from megatron_rl.recipes.estimates import (
     generation_seconds,
     largest_plan,
@@ -69,10 +69,30 @@ def describe_policy(config: BaseConfig, console: Console) -> ModelShape:
         "tokens of a micro-batch",
         f"at most {cap:,}, sequences padded to multiples of {config.policy.parallel.alignment}",
     )
+    if isinstance(config, GrpoRunConfig) and config.critic is not None:
+        _describe_critic(config, shape, table)
     if isinstance(config, SftRunConfig):
         table.add_row("rows of a step", f"{config.sft.rows_per_step}, of at most {config.sft.max_tokens} tokens")
     console.print(table)
     return shape
+
+
+def _describe_critic(config: GrpoRunConfig, policy: ModelShape, table: Table) -> None:
+    """Add the critic's numbers to the table of the trainer's."""
+    critic = config.critic
+    assert critic is not None, "the configuration has a critic"
+    model = critic.model or config.model
+    mesh = critic.parallel.mesh
+    shape = critic_shape(policy if critic.model is None or not model.path.exists() else read_shape(model.path))
+    held = max(
+        (rank_parameters(shape, mesh, stage * mesh.stage_size) for stage in range(mesh.pipeline)),
+        key=lambda one: one.total,
+    )
+    context = f"CP{mesh.context} x " if mesh.context > 1 else ""
+    layout = f"TP{mesh.tensor} x {context}PP{mesh.pipeline} x DP{mesh.data} = {mesh.world_size} ranks, {model.dtype}"
+    table.add_row("critic", f"{shape.family}, {layout}")
+    needed = held.weight_bytes(model.dtype) + held.gradient_bytes + held.state_bytes(mesh, model.dtype)
+    table.add_row("  weights, gradients and optimizer state of its largest rank", gigabytes(needed))
 
 
 def describe_rollout(config: GrpoRunConfig, shape: ModelShape, console: Console) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -18,7 +19,7 @@ from megatron_rl.recipes.launch import Interrupt, console, launch, quiet_environ
 quiet_environment()
 
 from megatron_rl.config.schema import GrpoRunConfig  # noqa: E402
-from megatron_rl.layout import Links, check_model, read_shape  # noqa: E402
+from megatron_rl.layout import Links, check_model, critic_shape, read_shape  # noqa: E402
 from megatron_rl.loop.checkpoints import Checkpoints  # noqa: E402
 from megatron_rl.loop.replay import ports_without_engines  # noqa: E402
 from megatron_rl.ports import Ports  # noqa: E402
@@ -31,11 +32,13 @@ from megatron_rl.recipes.dry_run import (  # noqa: E402
     describe_rollout,
 )
 from megatron_rl.recipes.row_sources import RowSource, heldout_source, training_sources  # noqa: E402
-from megatron_rl.types import Prompt  # noqa: E402
+from megatron_rl.types import ModelShape, Prompt  # noqa: E402
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from megatron_rl.cluster.critic import CriticGroup
+    from megatron_rl.cluster.nodes import RayPlacement
     from megatron_rl.data.prompt_table import PromptTable
     from megatron_rl.loop.train import Prompts
 
@@ -65,21 +68,20 @@ def run(config: GrpoRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) -
 
     folder, logs = config.run_folder, config.run_folder / "logs"
     write_provenance(folder, config)
+    num_warmup_steps = config.critic.warmup_steps if config.critic else 0
     spec = ActorSpec(
         shape=shape,
         model=config.model,
         policy=config.policy,
         objective=PolicyObjective(config.algorithm),
         temperature=config.rollout.sampling.temperature,
-        total_steps=config.run.steps * config.algorithm.updates_per_step,
+        total_steps=(config.run.steps - num_warmup_steps) * config.algorithm.updates_per_step,
         seed=config.run.seed,
     )
     with ExitStack() as cleaning:
         cleaning.callback(remove_leftovers)  # engines that were killed during their start leave shared memory
         cleaning.enter_context(
-            ray_session(
-                config.cluster, config.policy.parallel.mesh.world_size, logs, interrupt.check, interrupt.on_loss
-            )
+            ray_session(config.cluster, config.num_trainer_ranks, logs, interrupt.check, interrupt.on_loss)
         )
         with console.status("starting Ray, Megatron and vLLM"):
             placement, restarts = RayPlacement(config), Restarts(config.cluster.restarts_per_hour)
@@ -89,7 +91,8 @@ def run(config: GrpoRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) -
                 engines = EngineGroup(config, logs, placement, restarts)
                 cleaning.callback(engines.close)
                 verifier = VerifierGroup(config, logs, placement, restarts)
-            policy = PolicyGroup(spec, config.cluster, logs, placement, restarts)
+            critic = start_critic(config, shape, logs, placement) if config.critic else None
+            policy = PolicyGroup(spec, config.cluster, logs, placement, restarts, critic)
             # While all processes import their libraries, the driver imports its own and reads the rows.
             from transformers import AutoTokenizer
 
@@ -105,20 +108,45 @@ def run(config: GrpoRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) -
                 Colocation(policy, engines)
                 links = shared_links(placement.plan)
             policy.start(is_resumed=checkpoints.first_step > 0)
+            if critic is not None:
+                critic.start(is_resumed=checkpoints.first_step > 0)
             if config.rollout.replay is None:
                 engines.wait()
                 verifier.wait()
                 bridge = RayBridge(config, spec, policy, engines, logs, links)
-                ports = Ports(policy, engines, bridge, verifier, RayStream(config, engines, verifier))
+                ports = Ports(policy, engines, bridge, verifier, RayStream(config, engines, verifier), critic)
             else:
-                ports = ports_without_engines(policy)
+                ports = ports_without_engines(policy, critic)
         with sink, interrupt.training():
             done = train(config, shape, ports, prompts, (sink, checkpoints), interrupt)
         if done == config.run.steps:
             policy.export_hf(folder / "hf")
+            if critic is not None:
+                critic.export_hf(folder / "critic_hf")
     if done == config.run.steps:
         show(folder)
     return done
+
+
+def start_critic(config: GrpoRunConfig, shape: ModelShape, logs: Path, placement: RayPlacement) -> CriticGroup:
+    """The processes of the critic."""
+    from megatron_rl.actor.spec import ActorSpec
+    from megatron_rl.algorithms.value_objective import ValueObjective
+    from megatron_rl.cluster.critic import CriticGroup
+
+    critic = config.critic
+    assert critic is not None, "the configuration has a critic"
+    model = critic.model or config.model
+    spec = ActorSpec(
+        shape=critic_shape(shape if critic.model is None else read_shape(model.path)),
+        model=model,
+        policy=critic.trainer,
+        objective=ValueObjective(critic.loss),
+        temperature=1.0,
+        total_steps=config.run.steps * config.algorithm.updates_per_step,
+        seed=config.run.seed,
+    )
+    return CriticGroup(spec, config.cluster, logs, placement)
 
 
 def read_prompts(config: GrpoRunConfig, tokenizer: PreTrainedTokenizerBase) -> Prompts:

@@ -37,6 +37,7 @@ from megatron_rl.layout import FAMILIES, check_unquantised, read_shape, scan
 from megatron_rl.loop.checkpoints import Checkpoints, find_checkpoints
 from megatron_rl.observe.sink import check_unused
 from megatron_rl.observe.trackers import missing_packages
+from megatron_rl.recipes.critic import faults_of_critic
 from megatron_rl.recipes.dry_run import gigabytes, planned_shape
 from megatron_rl.recipes.environment_source import faults_of_environment
 from megatron_rl.recipes.parameters import checkpoint_bytes
@@ -113,6 +114,11 @@ def preflight(config: BaseConfig, tell: Tell, *, resume: bool = False, planning:
         tokenizer = attempt(lambda: TokenizerFiles(folder))
     if tokenizer and shape:
         faults += _vocabulary(config, shape, tokenizer)
+    if shape and isinstance(config, GrpoRunConfig) and config.critic is not None:
+        if planning and config.critic.model is not None and not config.critic.model.path.exists():
+            tell(f"not checked, because the folder {config.critic.model.path} is not there: the critic")
+        else:
+            faults += faults_of_critic(config, shape, tokenizer)
     broken = faults_of_environment(config, tokenizer, tell) if isinstance(config, GrpoRunConfig) else []
     faults += broken
     absent = missing_rows(config) if elsewhere else []
@@ -141,6 +147,11 @@ def _check_trainable(config: BaseConfig, shape: ModelShape) -> bool:
     Raises:
         ValueError: trainer or engine cannot split the model as configured.
     """
+    if shape.value_head:
+        raise ValueError(
+            f"model.path: {config.model.path} ends with one number in place of logits, as reward models and critics "
+            "do, so it writes no text; give the folder of a model that does"
+        )
     family = FAMILIES[shape.family]
     family.check_mesh(shape, config.policy.parallel.mesh)
     check_trainable(shape, config.policy)

@@ -33,7 +33,7 @@ class Job:
     name: str
     """The run's name."""
     recipe: str
-    """`grpo` or `sft`."""
+    """`grpo`, `ppo` or `sft`."""
     arguments: Sequence[str]
     """The configuration as it was given: YAML files and overrides."""
     working_folder: Path

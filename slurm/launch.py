@@ -1,6 +1,6 @@
 """Runs recipes as NeMo-Run experiments, on this machine or under Slurm, also through a tunnel.
 
-python slurm/launch.py {local | slurm} {grpo | sft} FILE.yaml ... section.key=value
+python slurm/launch.py {local | slurm} {grpo | ppo | sft} FILE.yaml ... section.key=value
     [--dryrun] [--tunnel USER@HOST:FOLDER]
 
 The section `slurm` says which nodes the job gets, as for `--slurm`; each of its seeds is a task of the experiment. The
@@ -22,11 +22,11 @@ from pathlib import Path
 import nemo_run
 
 from megatron_rl.config.load import load_config
-from megatron_rl.config.schema import BaseConfig, GrpoRunConfig, SftRunConfig
+from megatron_rl.config.schema import BaseConfig, GrpoRunConfig, PpoRunConfig, SftRunConfig
 from megatron_rl.config.slurm import SlurmConfig
 from megatron_rl.recipes.slurm import Job, read_job, variables
 
-KINDS: dict[str, type[BaseConfig]] = {"grpo": GrpoRunConfig, "sft": SftRunConfig}
+KINDS: dict[str, type[BaseConfig]] = {"grpo": GrpoRunConfig, "ppo": PpoRunConfig, "sft": SftRunConfig}
 
 
 Tunnel = nemo_run.SSHTunnel | nemo_run.LocalTunnel

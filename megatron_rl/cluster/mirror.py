@@ -100,8 +100,12 @@ def fetch_state(rank: int, step: int, holder: Any) -> np.ndarray:
 class Mirrors:
     """The holders of all nodes, as the driver sees them."""
 
-    def __init__(self, logs: Path) -> None:
-        self._logs = logs
+    def __init__(self, logs: Path, role: str) -> None:
+        """
+        Args:
+            role: that of the ranks, which names the holders' logs.
+        """
+        self._logs, self._role = logs, role
         self._holders: dict[str, Any] = {}
         """The actors by Ray's id of their node."""
 
@@ -116,7 +120,7 @@ class Mirrors:
             if node not in self._holders:
                 on_the_node = NodeAffinitySchedulingStrategy(node, soft=False)
                 actor = ray.remote(MirrorHolder).options(num_cpus=0, scheduling_strategy=on_the_node)
-                self._holders[node] = actor.remote(str(self._logs / f"mirror_{number}.log"))
+                self._holders[node] = actor.remote(str(self._logs / f"mirror_{self._role}_{number}.log"))
         after = {node: ring[(i + 1) % len(ring)] for i, node in enumerate(ring)}
         return [{there: self._holders[there] for there in (node, after[node])} for node in nodes]
 

@@ -22,7 +22,7 @@ from megatron_rl.config.schema import BaseConfig
 POOL_LABEL = "pool"
 """The label of a Ray node that names its pool, as in `ray start --labels pool=train`."""
 
-ROLES = ("trainer", "engine", "verifier")
+ROLES = ("trainer", "critic", "engine", "verifier")
 """What a run consists of."""
 
 log = logging.getLogger(__name__)

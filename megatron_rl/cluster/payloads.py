@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import ray
 
 from megatron_rl.types import Tokens
@@ -31,6 +32,11 @@ def objects_of(tokens: Sequence[Tokens], has_routes: bool) -> list[Any]:
     if not has_routes:
         return [tokens]
     return [[replace(one, routes=None) for one in tokens], [one.routes for one in tokens]]
+
+
+def fetch_numbers(parts: Iterable[Any]) -> dict[int, np.ndarray]:
+    """The numbers at the tokens of samples (`TokenNumbers`), from the references to some parts."""
+    return {index: numbers for part in ray.get(list(parts)) for index, numbers in part.items()}
 
 
 def fetch(payloads: Iterable[Any], timeout_s: float | None = None, with_routes: bool = False) -> list[list[Tokens]]:

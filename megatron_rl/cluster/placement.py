@@ -122,8 +122,14 @@ def demands_of(config: BaseConfig) -> tuple[Demand, ...]:
         advice="lower policy.parallel, cluster.cpus_per_trainer or cluster.gpus_per_trainer",
         pool=cluster.pools.get("trainer"),
     )
+    trainers = [trainer]
+    if isinstance(config, GrpoRunConfig) and config.critic is not None:
+        mesh = config.critic.parallel.mesh
+        critic = replace(trainer, role="critic", group_size=mesh.world_size, block=lcm(mesh.tensor, mesh.expert_ways))
+        advice = "lower critic.parallel, cluster.cpus_per_trainer or cluster.gpus_per_trainer"
+        trainers.append(replace(critic, advice=advice, pool=cluster.pools.get("critic")))
     if not isinstance(config, GrpoRunConfig) or config.rollout.replay is not None:
-        return (trainer,)
+        return tuple(trainers)
     engine = Demand(
         role="engine",
         num_groups=config.rollout.num_engines,
@@ -137,7 +143,7 @@ def demands_of(config: BaseConfig) -> tuple[Demand, ...]:
         beside="trainer" if cluster.colocate else None,
     )
     verifier = Demand("verifier", cluster.verifiers, 1, 1, cpus=0, gpus=0, pool=cluster.pools.get("verifier"))
-    return (trainer, engine, verifier)
+    return (*trainers, engine, verifier)
 
 
 def place(demands: Sequence[Demand], nodes: Sequence[Node]) -> Placement:

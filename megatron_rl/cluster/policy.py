@@ -1,105 +1,77 @@
 """The policy as a group of Ray actors, one Megatron rank each; implements `ports.Policy` for the loop.
 
 The driver sends each rank the numbers of its own samples and references to their tokens. The tokens go from the engine
-to the rank through Ray's object store. All ranks run each call at the same time, because they meet in collectives.
+to the rank through Ray's object store.
 """
 
 from __future__ import annotations
 
 import logging
-import os
-import secrets
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median_low
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.exceptions import RayActorError
-from torch.distributed import PrefixStore, TCPStore
 
 from megatron_rl.actor.spec import ActorSpec
-from megatron_rl.bridge.join import host_store
 from megatron_rl.bridge.sender import BridgeSender
 from megatron_rl.bridge.setup import BridgeSetup
-from megatron_rl.cluster.mirror import Mirrors, fetch_state, send_state, whole_steps
-from megatron_rl.cluster.network import find_interface
+from megatron_rl.cluster.critic import CriticGroup
 from megatron_rl.cluster.nodes import RayPlacement
-from megatron_rl.cluster.payloads import fetch
-from megatron_rl.cluster.process import Location, Process, begin_process, locate
+from megatron_rl.cluster.payloads import fetch, fetch_numbers
 from megatron_rl.cluster.restarts import Restarts
-from megatron_rl.cluster.waiting import ProcessLost, explain, gather, locate_all, settle
+from megatron_rl.cluster.trainers import MegatronRank, RankGroup
 from megatron_rl.config.cluster import ClusterConfig
+from megatron_rl.loop.checkpoints import critic_path
 from megatron_rl.ports import PolicyLost
-from megatron_rl.types import Mesh, Metrics, Phase, Share
+from megatron_rl.types import Metrics, Phase, Share, TokenNumbers
+
+if TYPE_CHECKING:
+    from megatron_rl.actor.actor import MegatronActor
 
 log = logging.getLogger(__name__)
 
-DEATH_S = 3.0
-"""The time that Ray gets to notice the death of a rank after another rank's error."""
 PEAK = "memory/trainer_bytes/max"
 """The metric of the largest memory that any rank has had: what torch has allocated on a GPU, or a process on a CPU."""
 
 
-class TrainerRank:
-    """The process of one Megatron rank."""
+class TrainerRank(MegatronRank):
+    """The process of one rank of the policy."""
 
-    def __init__(self, spec: ActorSpec, rank: int, logs: str) -> None:
-        begin_process(Path(logs) / f"trainer_{rank}.log", f"trainer rank {rank}")
-        self.spec, self.rank = spec, rank
+    def __init__(self, spec: ActorSpec, rank: int, logs: str, role: str) -> None:
+        super().__init__(spec, rank, logs, role)
         self.sender: BridgeSender | None = None
 
-    def locate(self) -> Location:
-        return locate()
-
-    def serve(self) -> tuple[str, int]:
-        """Serve the store over which the ranks will meet, and return its address and port."""
-        address = find_interface(os.environ).address
-        self.store = host_store(address)
-        return address, self.store.port
-
-    def start(self, address: str, port: int, secret: str, load_model: bool, gpu: str | None) -> bool:
-        """Build this rank's part of the model.
-
-        Args:
-            address, port: those of the store that rank 0 serves.
-            secret: a part of the names of all keys in the store, so that no process of another run reads or changes
-                them.
-            load_model: load the weights that the run begins with. Otherwise `load` must follow.
-            gpu: the GPU that the rank shares with an engine; None if it has what Ray gave it.
-
-        Returns:
-            Whether it has Transformer Engine's fused norms.
-        """
-        if gpu is not None:  # CUDA reads this when it starts
-            os.environ["CUDA_VISIBLE_DEVICES"] = gpu
-        # Only the ranks import this: the driver does not need Megatron-Core and need not wait for its import.
+    def build(self, store: Any) -> MegatronActor:
         from megatron_rl.actor.actor import MegatronActor
         from megatron_rl.actor.probe import SpeedProbe
-        from megatron_rl.actor.weights import load_weights
 
-        store = PrefixStore(f"megatron_rl/{secret}/trainers", TCPStore(address, port, is_master=False))
-        self.actor = MegatronActor(
-            self.spec, rank=self.rank, world_size=self.spec.policy.parallel.mesh.world_size, store=store
-        )
+        world_size = self.spec.policy.parallel.mesh.world_size
+        actor = MegatronActor(self.spec, rank=self.rank, world_size=world_size, store=store)
         self.probe = SpeedProbe()
+        return actor
+
+    def start(self, address: str, port: int, secret: str, load_model: bool, gpu: str | None) -> bool:
+        fused_norms = super().start(address, port, secret, load_model, gpu)
         if load_model:
-            folder = self.spec.model.weights or self.spec.model.path
-            log.info("loading its part of %s", folder)
-            start = time.perf_counter()
-            load_weights(self.actor, folder)
             self.actor.keep_reference()
-            log.info("loaded in %.1f s", time.perf_counter() - start)
-        return self.actor.fused_norms
+        return fused_norms
 
     def begin(self, share: Share, coefficients: Mapping[str, float]) -> Metrics:
         payloads = fetch(share.payloads, with_routes=True)
+        values = None if share.values is None else fetch_numbers(share.values)
         start = time.perf_counter()
-        metrics = self.actor.begin(replace(share, payloads=payloads), coefficients)
+        metrics = self.actor.begin(replace(share, payloads=payloads, values=values), coefficients)
         log.info("took %d samples of a step in %.2f s", len(share.names), time.perf_counter() - start)
         return metrics
+
+    def returns(self) -> ray.ObjectRef | None:
+        """The returns of this replica's samples (`MegatronActor.returns`); None on all its ranks but one."""
+        returns = self.actor.returns()
+        return ray.put(returns) if returns else None
 
     def update(self, minibatch: int, coefficients: Mapping[str, float]) -> tuple[Metrics, float]:
         """One optimizer step; returns its metrics with PEAK, and the seconds of this rank's speed probe."""
@@ -112,42 +84,6 @@ class TrainerRank:
         norm = metrics["grad_norm"]
         log.info("update %d: loss %.6g, gradient norm %.6g, %.2f s", minibatch, metrics["loss"], norm, seconds)
         return metrics | {PEAK: float(peak_memory_bytes())}, probe_s
-
-    def save(self, folder: str, extra: dict[str, Any]) -> None:
-        log.info("writing the checkpoint %s", folder)
-        self.actor.save(Path(folder), extra)
-
-    def is_saved(self) -> bool:
-        return self.actor.is_saved
-
-    def finish_save(self) -> None:
-        self.actor.finish_save()
-
-    def load(self, folder: str) -> dict[str, Any]:
-        log.info("reading the checkpoint %s", folder)
-        return self.actor.load(Path(folder))
-
-    def mirror(self, step: int, holders: Mapping[str, Any]) -> tuple[Metrics, list[str]]:
-        """Copy the state to the holders; returns metrics, and the names of the holders that are lost."""
-        start = time.perf_counter()
-        state = self.actor.snapshot()
-        lost = send_state(state, self.rank, step, holders)
-        metrics = {
-            "mirror/bytes": float(state.nbytes),
-            "mirror/copies": float(len(holders) - len(lost)),
-            "mirror/seconds": time.perf_counter() - start,
-        }
-        return metrics, lost
-
-    def load_mirror(self, step: int, holder: Any) -> None:
-        log.info("takes the state of step %d from a mirror", step)
-        self.actor.restore(fetch_state(self.rank, step, holder))
-
-    def export_hf(self, folder: str) -> None:
-        from megatron_rl.actor.weights import export_hf
-
-        log.info("writing the Hugging Face folder %s", folder)
-        export_hf(self.actor, Path(folder))
 
     def connect(self, setup: BridgeSetup) -> None:
         if self.sender is not None:
@@ -164,103 +100,63 @@ class TrainerRank:
         return self.sender.push(version, verify, late)
 
 
-class PolicyGroup:
-    """All ranks of the policy."""
+class PolicyGroup(RankGroup):
+    """All ranks of the policy.
+
+    Args:
+        critic: is saved, loaded and started anew together with the policy; None if there is no critic.
+    """
+
+    role, kind = "trainer", TrainerRank
 
     def __init__(
-        self, spec: ActorSpec, cluster: ClusterConfig, logs: Path, placement: RayPlacement, restarts: Restarts
+        self,
+        spec: ActorSpec,
+        cluster: ClusterConfig,
+        logs: Path,
+        placement: RayPlacement,
+        restarts: Restarts,
+        critic: CriticGroup | None = None,
     ) -> None:
-        """Start the processes on their nodes; `start` makes them load the model."""
-        self.mesh: Mesh = spec.policy.parallel.mesh
-        self._spec, self._cluster, self._logs = spec, cluster, logs
-        self._placement, self._restarts = placement, restarts
-        self._mirrors, self._mirroring = Mirrors(logs), []
+        self._restarts, self._critic = restarts, critic
+        self._indices: list[Any] = []
+        """The samples of each data-parallel rank, by their indices in the step."""
         self.before: Callable[[Phase], object] = _stay
         """Brings the run into a phase, if engines share the ranks' GPUs; the colocation sets it."""
-        self.make_room: Callable[[], Sequence[str | None]] = lambda: [None] * self.mesh.world_size
-        """Frees the GPUs of the ranks that start next, and returns the one of each; None if Ray gives it one. The
-        colocation sets it."""
-        self._begin()
-
-    def _begin(self) -> None:
-        remote = ray.remote(TrainerRank)
-        self.ranks = [
-            remote.options(**self._placement.rank_options("trainer", 0, rank)).remote(self._spec, rank, str(self._logs))
-            for rank in range(self.mesh.world_size)
-        ]
-        self.processes = [
-            Process(f"trainer rank {rank}", self._logs / f"trainer_{rank}.log", actor)
-            for rank, actor in enumerate(self.ranks)
-        ]
-
-    def start(self, *, is_resumed: bool = False) -> None:
-        """Connect the ranks and load the model. It is not part of the constructor, so that the engines can start at the
-        same time.
-
-        Args:
-            is_resumed: `load` follows, so the model's folder is read only if a reference policy needs its weights.
-        """
-        load_model = not is_resumed or self._spec.objective.needs.logp_ref
-        timeout_s = self._cluster.start_timeout_s
-        needs = f"{self._cluster.cpus_per_trainer:g} CPU and {self._cluster.gpus_per_trainer:g} GPU"
-        locate_all(self.processes, timeout_s, needs)
-        store = gather([self.ranks[0].serve.remote()], self.processes[:1], "to serve a store", timeout_s)[0]
-        secret, gpus = secrets.token_hex(16), self.make_room()
-        calls = [rank.start.remote(*store, secret, load_model, gpu) for rank, gpu in zip(self.ranks, gpus, strict=True)]
-        self.fused_norms: bool = gather(calls, self.processes, "to load the model", timeout_s)[0]
+        super().__init__(spec, cluster, logs, placement)
 
     def restart(self, cause: PolicyLost) -> Collection[int]:
         """See `ports.Policy`."""
         self._restarts.spend(str(cause))
-        for rank in self.ranks:
-            ray.kill(rank)
-        self._mirroring = []
-        self._placement.place_again("trainer")
-        try:
-            self._begin()
-            self.start()
-        except RuntimeError as error:
-            raise PolicyLost(str(error)) from error
-        return whole_steps(self._mirrors.offers(), self.mesh.world_size)
+        steps = self.start_again()
+        if self._critic is None:
+            return steps
+        of_critic = self._critic.start_again()
+        return [step for step in steps if step in of_critic]
 
     def mirror(self, step: int) -> None:
-        """See `ports.Policy`."""
-        if self._cluster.mirror:
-            holders = self._mirrors.holders_of([process.location.node for process in self.processes])
-            self._mirroring = [
-                rank.mirror.remote(step, of_rank) for rank, of_rank in zip(self.ranks, holders, strict=True)
-            ]
+        super().mirror(step)
+        if self._critic is not None:
+            self._critic.mirror(step)
 
     def load_mirror(self, step: int) -> None:
-        self._mirrors.forget_after(step)
-        offers = self._mirrors.offers()
-        calls = [rank.load_mirror.remote(step, offers[number, step]) for number, rank in enumerate(self.ranks)]
-        self._gather(calls, "to restore its state from a mirror")
+        super().load_mirror(step)
+        if self._critic is not None:
+            self._critic.load_mirror(step)
 
     def begin(self, shares: Sequence[Share], coefficients: Mapping[str, float]) -> Metrics:
+        """See `ports.Policy`."""
         self.before("training")
-        calls = [
-            trainer.begin.remote(shares[self.mesh.coordinates(rank)[2]], dict(coefficients))
-            for rank, trainer in enumerate(self.ranks)
-        ]
+        self._indices = [share.index for share in shares]
+        given = zip(self.ranks, self._of_replicas(shares), strict=True)
+        calls = [rank.begin.remote(share, dict(coefficients)) for rank, share in given]
         mirrored = self._finish_mirrors()
         return self._gather(calls, "to compute log-probs") | mirrored
 
-    def _finish_mirrors(self) -> Metrics:
-        """Wait for the copies that `mirror` began. The metrics are the bytes of all ranks, the fewest copies of a
-        rank's state, and the seconds of the slowest rank."""
-        if not self._mirroring:
-            return {}
-        calls, self._mirroring = self._mirroring, []
-        answers = self._gather_all(calls, "to mirror its state")
-        for node in {node for _, lost in answers for node in lost}:
-            self._mirrors.give_up(node)
-        told = [metrics for metrics, _ in answers]
-        return {
-            "mirror/bytes": sum(one["mirror/bytes"] for one in told),
-            "mirror/copies": min(one["mirror/copies"] for one in told),
-            "mirror/seconds": max(one["mirror/seconds"] for one in told),
-        }
+    def returns(self) -> TokenNumbers:
+        """See `ports.Policy`."""
+        answers = self._gather_all([rank.returns.remote() for rank in self.ranks], "to tell the returns")
+        return TokenNumbers.of_replicas(self.mesh, answers, self._indices)
 
     def update(self, minibatch: int, coefficients: Mapping[str, float]) -> Metrics:
         """See `ports.Policy`.
@@ -278,56 +174,28 @@ class PolicyGroup:
 
     def save(self, folder: Path, extra: dict[str, Any]) -> None:
         self.before("training")
-        self._all("save", "to copy its state for a checkpoint", str(folder.absolute()), extra)
+        if self._critic is not None:
+            self._critic.save(critic_path(folder), {})
+        super().save(folder, extra)
 
     def finish_save(self, wait: bool) -> bool:
-        """See `ports.Policy`."""
-        if not wait and not all(self._gather_all([rank.is_saved.remote() for rank in self.ranks], "to answer")):
+        if self._critic is not None and not self._critic.finish_save(wait):
             return False
-        self._all("finish_save", "to write a checkpoint")
-        return True
+        return super().finish_save(wait)
 
     def load(self, folder: Path) -> dict[str, Any]:
         self.before("training")
-        return self._all("load", "to read a checkpoint", str(folder.absolute()))
+        if self._critic is not None:
+            self._critic.load(critic_path(folder))
+        return super().load(folder)
 
     def export_hf(self, folder: Path) -> None:
         self.before("training")
-        self._all("export_hf", "to export the model", str(folder.absolute()))
+        super().export_hf(folder)
 
     def enter(self, phase: Phase) -> None:
         """Make all ranks enter a phase."""
         self._all("enter", f"to enter the phase {phase}", phase)
-
-    def _all(self, method: str, doing: str, *arguments: Any) -> Any:
-        """Call a method on all ranks; see `_gather`."""
-        return self._gather([getattr(rank, method).remote(*arguments) for rank in self.ranks], doing)
-
-    def _gather(self, calls: Sequence[ray.ObjectRef], doing: str) -> Any:
-        """The ranks' common answer; see `_gather_all`."""
-        return self._gather_all(calls, doing)[0]
-
-    def _gather_all(self, calls: Sequence[ray.ObjectRef], doing: str) -> list[Any]:
-        """The ranks' answers. They agree on a ValueError.
-
-        Raises:
-            ValueError: the ranks raised it.
-            PolicyLost: any other error occurred. Some ranks may then be inside a collective for ever.
-        """
-        try:
-            return gather(calls, self.processes, doing, self._cluster.step_timeout_s)
-        except ProcessLost as error:
-            raise PolicyLost(str(error)) from error
-        except RuntimeError as error:
-            raise PolicyLost(str(self._death() or error)) from error
-
-    def _death(self) -> Exception | None:
-        """The death of a rank, which its peers may notice as an error of a collective before Ray does."""
-        calls = [rank.locate.remote() for rank in self.ranks]
-        for process, outcome in zip(self.processes, settle(calls, DEATH_S), strict=True):
-            if isinstance(outcome, RayActorError):
-                return explain(outcome, process)
-        return None
 
 
 def _stay(phase: Phase) -> None:

@@ -74,7 +74,7 @@ class ClusterConfig(Section):
     """true: trainers and engines share GPUs. While engines generate, the trainer's weights, gradients and optimizer
     state are in the node's memory; while trainers train, the engines have nothing on the GPUs. There must be as many
     ranks of engines as trainer ranks. false: each has GPUs of its own."""
-    pools: dict[Literal["trainer", "engine", "verifier"], str] = {}
+    pools: dict[Literal["trainer", "critic", "engine", "verifier"], str] = {}
     """The pool of nodes that a role uses, such as {trainer: train, engine: rollout}. A node is in the pool `train` if
     its Ray was started with `ray start --labels pool=train`. A role without an entry may use every node."""
     verifiers: PositiveInt = 1

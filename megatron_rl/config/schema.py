@@ -16,9 +16,11 @@ from pydantic import (
     model_validator,
 )
 
+from megatron_rl.config.advantages import GaeAdvantage
 from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.config.balance import BalanceConfig
 from megatron_rl.config.cluster import BridgeConfig, ClusterConfig
+from megatron_rl.config.critic import CriticConfig
 from megatron_rl.config.data import DataConfig, Rows
 from megatron_rl.config.observe import TrackerConfigs
 from megatron_rl.config.policy import ModelConfig, PolicyConfig
@@ -152,6 +154,8 @@ class GrpoRunConfig(BaseConfig):
     rollout: RolloutConfig
     bridge: BridgeConfig = BridgeConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    critic: CriticConfig | None = None
+    """The critic of PPO; null means that there is none."""
     rewards: Annotated[tuple[RewardConfig, ...], Field(min_length=1)] = (ExactAnswerReward(),)
     """The reward functions. An answer's reward is the sum of their scores, each multiplied by its weight."""
     eval: EvalConfig = EvalConfig()
@@ -192,10 +196,10 @@ class GrpoRunConfig(BaseConfig):
                 "rollout.prefix_values gives for passages of a thought, and rollout.environment of kind class for "
                 "turns; set one of them, or choose another estimator"
             )
-        if self.rollout.prefix_values and "token_rewards" not in estimator.needs:
+        if self.rollout.prefix_values and not estimator.needs & {"token_rewards", "values"}:
             raise ValueError(
                 f"rollout.prefix_values gives rewards at single tokens, which algorithm.adv_estimator {estimator.kind} "
-                "does not use; choose grpo_process, or remove rollout.prefix_values"
+                "does not use; choose grpo_process or gae, or remove rollout.prefix_values"
             )
         if "thoughts" in estimator.needs and self.rollout.beams is None:
             raise ValueError(
@@ -216,7 +220,7 @@ class GrpoRunConfig(BaseConfig):
             self._check_replay()
         if self.cluster.colocate:
             self._check_colocation()
-        self._refuse_missing_inputs()
+        self._check_critic()
         labels = [reward.label for reward in self.rewards]
         if len(set(labels)) < len(labels):
             raise ValueError(f"rewards: the names {labels} are not distinct; give each reward its own `name`")
@@ -335,11 +339,45 @@ class GrpoRunConfig(BaseConfig):
                 "same pool, or none"
             )
 
-    def _refuse_missing_inputs(self) -> None:
-        """Refuse the algorithms that are implemented, but whose inputs this recipe does not produce."""
+    @property
+    def num_trainer_ranks(self) -> int:
+        """The number of Megatron ranks of policy and critic together."""
+        critic = self.critic.parallel.mesh.world_size if self.critic else 0
+        return self.policy.parallel.mesh.world_size + critic
+
+    def _check_critic(self) -> None:
         estimator = self.algorithm.adv_estimator
-        if "values" in estimator.needs:
+        if "values" in estimator.needs and self.critic is None:
             raise ValueError(
-                f"algorithm.adv_estimator {estimator.kind} needs a critic, and this recipe trains none; choose another "
-                "estimator"
+                f"algorithm.adv_estimator {estimator.kind} needs a critic; add the section critic (recipes/ppo.py has "
+                "one), or choose another estimator"
             )
+        if self.critic is None:
+            return
+        if "values" not in estimator.needs:
+            raise ValueError(
+                f"critic: algorithm.adv_estimator {estimator.kind} uses no critic; choose gae, or remove the section"
+            )
+        if self.cluster.colocate:
+            raise ValueError(
+                "cluster.colocate: a critic cannot share its GPUs with engines yet; set cluster.colocate to false"
+            )
+        if self.critic.warmup_steps >= self.run.steps:
+            raise ValueError(
+                f"critic.warmup_steps ({self.critic.warmup_steps}) leaves none of the {self.run.steps} run.steps for "
+                "the policy; lower it"
+            )
+        weights = getattr(estimator, "weights", {})
+        sums_turns = any(isinstance(reward, EnvironmentReward) for reward in self.rewards)
+        if sums_turns and weights.get("outcome", 1.0) and weights.get("environment", 1.0):
+            raise ValueError(
+                "algorithm.adv_estimator gae adds the rewards of turns, and the reward environment is their sum, so "
+                "that they would count twice; set adv_estimator.weights to {outcome: 0}, or to {environment: 0}"
+            )
+
+
+class PpoRunConfig(GrpoRunConfig):
+    """The configuration of recipes/ppo.py."""
+
+    algorithm: AlgorithmConfig = AlgorithmConfig(adv_estimator=GaeAdvantage())
+    critic: CriticConfig = CriticConfig()

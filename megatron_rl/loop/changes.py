@@ -18,6 +18,8 @@ MAY_CHANGE = re.compile(
             r"run\.(name|folder|steps)",
             r"model\.(path|weights|recompute|layers)",
             r"policy\.(optimizer|parallel|megatron)\..*",
+            r"critic\.(optimizer|parallel|megatron)\..*",
+            r"critic\.model(\.(path|weights|recompute|layers))?",
             # The other keys of `data` would change the questions, or their order.
             r"data\.(train|train\.\d+\.path|eval|on_bad_row|deduplicate|cache)",
             r"sft\.(rows|on_bad_row)",

@@ -42,6 +42,11 @@ class Stateful(Protocol):
     def restore(self, state: dict[str, Any]) -> None: ...
 
 
+def critic_path(folder: Path) -> Path:
+    """Where the critic's part of the checkpoint in `folder` is."""
+    return folder.parent / "critic" / folder.name
+
+
 def due(step: int, every: int) -> bool:
     """Whether something that happens every `every` steps happens after this step; 0 means never."""
     return every > 0 and step % every == 0
@@ -113,18 +118,24 @@ class Checkpoints:
         return None if self.resume is None else self.first_step
 
     def steps(self) -> list[int]:
-        """The steps that have a complete checkpoint, the oldest first."""
-        return list(find_checkpoints(self.folder))
+        """The steps that have a complete checkpoint, the oldest first. With a critic its part is complete, too."""
+        return [step for step in find_checkpoints(self.folder) if all(path.is_dir() for path in self._paths(step))]
 
     def path(self, step: int) -> Path:
         return self.folder / f"step_{step:06d}"
+
+    def _paths(self, step: int) -> list[Path]:
+        """The folders of a checkpoint."""
+        path = self.path(step)
+        return [path, critic_path(path)] if self._config.get("critic") else [path]
 
     def restore(self, policy: Policy, state: Mapping[str, Stateful]) -> int:
         """Load the checkpoint to resume from, if there is one, and return the step to begin with.
 
         Checkpoints of later steps are renamed to `superseded_step_...`, because the resumed run will write its own.
         """
-        for unfinished in self.folder.glob("step_*.tmp-*"):  # a killed run left it
+        left = [*self.folder.glob("step_*.tmp-*"), *self.folder.glob("critic/step_*.tmp-*")]
+        for unfinished in left:  # a killed run left it
             shutil.rmtree(unfinished)
         step = self.first_step
         if step:
@@ -133,9 +144,10 @@ class Checkpoints:
                 part.restore(extra[name])
         for later in self.steps():
             if later > step:
-                target = self.folder / f"superseded_{self.path(later).name}"
-                shutil.rmtree(target, ignore_errors=True)
-                self.path(later).rename(target)
+                for path in self._paths(later):
+                    target = path.with_name(f"superseded_{path.name}")
+                    shutil.rmtree(target, ignore_errors=True)
+                    path.rename(target)
         return step
 
     def save(self, policy: Policy, step: int, state: Mapping[str, Any]) -> None:
@@ -186,7 +198,8 @@ class Checkpoints:
         kept |= set(sorted(self._scores.keys() & steps, key=lambda step: (self._scores[step], step))[-1:])
         for step in steps:
             if step not in kept:
-                shutil.rmtree(self.path(step))
+                for path in self._paths(step):
+                    shutil.rmtree(path)
 
 
 class WholeState:

@@ -14,7 +14,7 @@ from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.data.saved_rollouts import read_step, write_step
 from megatron_rl.loop.rollouts import scores_with
 from megatron_rl.loop.source import Rollouts
-from megatron_rl.ports import Policy, Ports, Sink
+from megatron_rl.ports import Critic, Policy, Ports, Sink
 from megatron_rl.types import Group, Metrics, Prompt, Tokens
 
 
@@ -62,10 +62,10 @@ class ReplayedSource:
         pass
 
 
-def ports_without_engines(policy: Policy) -> Ports:
+def ports_without_engines(policy: Policy, critic: Critic | None = None) -> Ports:
     """The ports of a run that replays."""
     none: Any = _NoEngines()
-    return Ports(policy, none, none, none, none)
+    return Ports(policy, none, none, none, none, critic)
 
 
 class _NoEngines:

@@ -6,32 +6,58 @@ payload that it does not use.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
 import numpy as np
 
 from megatron_rl.algorithms import estimate_advantages, loss_weights
 from megatron_rl.balance import plan_microbatches
+from megatron_rl.config.losses import Aggregation
+from megatron_rl.config.policy import ModelConfig, ParallelConfig
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.loop.source import Rollouts
-from megatron_rl.types import Batch, Credit, Metrics, MicrobatchPlan, ModelShape, Share, TokenRewards
+from megatron_rl.types import Batch, Credit, Metrics, MicrobatchPlan, ModelShape, Share, TokenNumbers, TokenRewards
 
 
-def plan_step(config: GrpoRunConfig, shape: ModelShape, rollouts: Rollouts, step: int) -> tuple[list[Share], Metrics]:
-    """The share of each data-parallel rank, and the metrics of advantages and plan. The shares have no mini-batch if no
-    sample has a gradient."""
-    algorithm, parallel = config.algorithm, config.policy.parallel
+class Shares(NamedTuple):
+    """The share of each data-parallel rank. The shares have no mini-batch if no sample has a gradient."""
+
+    policy: list[Share]
+    critic: list[Share]
+    """Those of the critic's ranks, with the same samples in each mini-batch; empty if there is no critic."""
+
+
+def plan_step(config: GrpoRunConfig, shape: ModelShape, rollouts: Rollouts, step: int) -> tuple[Shares, Metrics]:
+    """The shares of a step, and the metrics of advantages and plan."""
+    algorithm = config.algorithm
     batch = Batch.of_groups(rollouts.groups, version=step)
     credit, metrics = estimate_advantages(rollouts.scores, algorithm)
-    plan = plan_microbatches(
-        batch,
-        credit.active,
-        shape,
-        parallel,
-        config.balance,
-        algorithm.updates_per_step,
-        recompute=config.model.recompute,
-    )
-    weights = loss_weights(batch, plan, algorithm.aggregation, algorithm.loss_agg_tokens)
-    return deal(batch, plan, credit, weights, parallel.data), {**metrics, **plan.metrics}
+
+    def dealt(parallel: ParallelConfig, model: ModelConfig, aggregation: Aggregation) -> tuple[list[Share], Metrics]:
+        plan = plan_microbatches(
+            batch,
+            credit.active,
+            shape,
+            parallel,
+            config.balance,
+            algorithm.updates_per_step,
+            recompute=model.recompute,
+        )
+        weights = loss_weights(batch, plan, aggregation, algorithm.loss_agg_tokens)
+        return deal(batch, plan, credit, weights, parallel.data), dict(plan.metrics)
+
+    policy, planned = dealt(config.policy.parallel, config.model, algorithm.aggregation)
+    critic: list[Share] = []
+    if config.critic is not None:
+        critic, _ = dealt(config.critic.parallel, config.critic.model or config.model, "token-mean")
+    return Shares(policy, critic), {**metrics, **planned}
+
+
+def with_values(shares: Sequence[Share], values: TokenNumbers) -> list[Share]:
+    """The policy's shares with the values of their samples."""
+    return [replace(share, values=values.needed_by(share.index)) for share in shares]
 
 
 def deal(batch: Batch, plan: MicrobatchPlan, credit: Credit, weights: np.ndarray, num_ranks: int) -> list[Share]:

@@ -2,6 +2,8 @@
 
     push weights -> evaluate -> answer -> verify -> estimate advantages -> plan -> log-probs -> update -> save
 
+With a critic its values come before the log-probs, and it learns while the policy is updated.
+
 Invariants (tests/unit/loop, tests/e2e): a run that was killed and resumed computes the same losses as a run without
 interruption; metrics count what leaves a step (zero-signal groups, abstentions); the run stops if trainer and engine
 give different log-probs to the same tokens; a run that ends early, for any reason, leaves its newest complete state.
@@ -23,7 +25,7 @@ from megatron_rl.loop.passages import UnsplitThoughts
 from megatron_rl.loop.performance import performance
 from megatron_rl.loop.recovery import run_and_recover
 from megatron_rl.loop.replay import ReplayedSource, dump
-from megatron_rl.loop.shares import plan_step
+from megatron_rl.loop.shares import plan_step, with_values
 from megatron_rl.loop.source import RolloutSource, SynchronousSource
 from megatron_rl.loop.stopping import NEVER, Stopping
 from megatron_rl.loop.stragglers import Stragglers
@@ -68,6 +70,7 @@ def train(
         source = kind(config, ports, prompts.train, sink, stopping)
     parts: dict[str, Stateful] = {"stream": source, "coefficients": coefficients}
     stragglers, thoughts = Stragglers(), UnsplitThoughts()
+    num_warmup_steps = config.critic.warmup_steps if config.critic else 0
 
     def train_from(step: int) -> None:
         while True:
@@ -91,16 +94,26 @@ def train(
             with sink.phase("plan"):
                 shares, planned = plan_step(config, shape, rollouts, step)
                 metrics |= rollouts.metrics | planned
-            if shares[0].minibatches:
+            num_updates = len(shares.policy[0].minibatches)
+            if num_updates:
+                if ports.critic is not None:
+                    with sink.phase("values"):
+                        values = ports.critic.values(shares.critic)
+                    shares = shares._replace(policy=with_values(shares.policy, values))
                 with sink.phase("logprobs"):
-                    metrics |= ports.policy.begin(shares, coefficients.values)
+                    metrics |= ports.policy.begin(shares.policy, coefficients.values)
                 check_agreement(metrics, coefficients.max_mismatch, step)
             updates = []
             start = time.perf_counter()
             with sink.phase("update"):
-                for minibatch in range(len(shares[0].minibatches)):
+                if ports.critic is not None and num_updates:
+                    whole.spoil()
+                    ports.critic.learn(ports.policy.returns())
+                for minibatch in range(num_updates if step >= num_warmup_steps else 0):
                     updates.append(ports.policy.update(minibatch, coefficients.values))
                     whole.spoil()
+                if ports.critic is not None and num_updates:
+                    metrics |= describe_critic(ports.critic.finish())
             if updates:
                 metrics |= performance(config, planned, time.perf_counter() - start)
                 stragglers.count(updates, sink)
@@ -127,6 +140,18 @@ def train(
         whole.mark(step)
         run_and_recover(train_from, step, ports.policy, whole, sink, ports.bridge.rejoin)
     return whole.step
+
+
+def describe_critic(told: Sequence[Metrics]) -> Metrics:
+    """The metrics of the critic's step: `critic/` and the names of `describe_values`, `ValueObjective` and an update.
+    Those of the updates are means.
+
+    Args:
+        told: what `Critic.finish` returned.
+    """
+    values, *updates = told
+    means = {name: fmean([update[name] for update in updates]) for name in updates[0]}
+    return {f"critic/{name}": value for name, value in (values | means).items()}
 
 
 def describe_updates(updates: Sequence[Metrics], coefficients: Coefficients) -> Metrics:

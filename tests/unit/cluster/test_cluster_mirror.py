@@ -49,7 +49,7 @@ def test_states_survive_the_death_of_a_holder(tmp_path, monkeypatch):
     monkeypatch.setattr(mirror, "ANSWER_S", deadline(mirror.ANSWER_S))
     with ray_session(ClusterConfig(), num_trainers=1, logs=tmp_path):
         node = ray.get_runtime_context().get_node_id()
-        mirrors = Mirrors(tmp_path)
+        mirrors = Mirrors(tmp_path, "trainer")
         assert [len(holders) for holders in mirrors.holders_of([node, node])] == [1, 1]
         first = mirrors._holders[node]
         second = mirrors._holders["another node"] = ray.remote(MirrorHolder).remote(str(tmp_path / "mirror_1.log"))

@@ -142,7 +142,7 @@ def test_gdpo_sees_the_rewards_apart(tmp_path):
 @pytest.mark.parametrize(
     ("algorithm", "reason"),
     [
-        ({"adv_estimator": {"kind": "gae"}}, "gae needs a critic, and this recipe trains none"),
+        ({"adv_estimator": {"kind": "gae"}}, "gae needs a critic; add the section critic"),
         ({"adv_estimator": {"kind": "grpo_process"}}, "needs rewards at single tokens, which rollout.prefix_values"),
         ({"kl": {"place": "reward"}}, "gives each token a reward, which adv_estimator grpo ignores"),
     ],

@@ -1,0 +1,73 @@
+"""The critic as a group of Ray actors, one Megatron rank each; implements `ports.Critic` for the loop.
+
+The values of a step's tokens go from the critic's ranks to those of the policy through Ray's object store, and the
+returns go back. A critic that is lost is lost together with the policy, because one cannot go on without the other.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from megatron_rl.cluster.payloads import fetch, fetch_numbers
+from megatron_rl.cluster.trainers import MegatronRank, RankGroup
+from megatron_rl.types import Metrics, Share, TokenNumbers
+
+if TYPE_CHECKING:
+    from megatron_rl.actor.critic import MegatronCritic
+
+log = logging.getLogger(__name__)
+
+
+class CriticRank(MegatronRank):
+    """The process of one rank of the critic."""
+
+    def build(self, store: Any) -> MegatronCritic:
+        from megatron_rl.actor.critic import MegatronCritic
+
+        world_size = self.spec.policy.parallel.mesh.world_size
+        return MegatronCritic(self.spec, rank=self.rank, world_size=world_size, store=store)
+
+    def values(self, share: Share) -> ray.ObjectRef | None:
+        """The values of this replica's samples (`MegatronCritic.values`); None on all its ranks but one."""
+        start = time.perf_counter()
+        values = self.actor.values(replace(share, payloads=fetch(share.payloads, with_routes=True)))
+        log.info("valued %d samples of a step in %.2f s", len(share.names), time.perf_counter() - start)
+        return ray.put(values) if values else None
+
+    def learn(self, returns: Sequence[Any], num_updates: int) -> list[Metrics]:
+        """All updates of a step; returns what is said about its values, and the metrics of each update."""
+        start = time.perf_counter()
+        metrics = [self.actor.aim(fetch_numbers(returns))]
+        metrics += [self.actor.update(minibatch, {}) for minibatch in range(num_updates)]
+        log.info("learned in %d updates, %.2f s", num_updates, time.perf_counter() - start)
+        return metrics
+
+
+class CriticGroup(RankGroup):
+    """All ranks of the critic."""
+
+    role, kind = "critic", CriticRank
+
+    def values(self, shares: Sequence[Share]) -> TokenNumbers:
+        """See `ports.Critic`."""
+        self._shares = shares
+        self._finish_mirrors()
+        given = zip(self.ranks, self._of_replicas(shares), strict=True)
+        answers = self._gather_all([rank.values.remote(share) for rank, share in given], "to compute values")
+        return TokenNumbers.of_replicas(self.mesh, answers, [share.index for share in shares])
+
+    def learn(self, returns: TokenNumbers) -> None:
+        """See `ports.Critic`."""
+        needed = self._of_replicas([returns.needed_by(share.index) for share in self._shares])
+        num_updates = len(self._shares[0].minibatches)
+        self._learning = [rank.learn.remote(parts, num_updates) for rank, parts in zip(self.ranks, needed, strict=True)]
+
+    def finish(self) -> list[Metrics]:
+        """See `ports.Critic`."""
+        return self._gather(self._learning, "to learn")

@@ -1,0 +1,277 @@
+"""Groups of Ray actors, one Megatron rank each: what those of the policy and of the critic have in common.
+
+All ranks of a group run each call at the same time, because they meet in collectives.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.exceptions import RayActorError
+from torch.distributed import PrefixStore, TCPStore
+
+from megatron_rl.actor.spec import ActorSpec
+from megatron_rl.bridge.join import host_store
+from megatron_rl.cluster.mirror import Mirrors, fetch_state, send_state, whole_steps
+from megatron_rl.cluster.network import find_interface
+from megatron_rl.cluster.nodes import RayPlacement
+from megatron_rl.cluster.process import Location, Process, begin_process, locate
+from megatron_rl.cluster.waiting import ProcessLost, explain, gather, locate_all, settle
+from megatron_rl.config.cluster import ClusterConfig
+from megatron_rl.ports import PolicyLost
+from megatron_rl.types import Mesh, Metrics
+
+if TYPE_CHECKING:
+    from megatron_rl.actor.trainer import MegatronTrainer
+
+log = logging.getLogger(__name__)
+
+DEATH_S = 3.0
+"""The time that Ray gets to notice the death of a rank after another rank's error."""
+
+
+class MegatronRank:
+    """The process of one Megatron rank.
+
+    Args:
+        role: `trainer` or `critic`.
+    """
+
+    def __init__(self, spec: ActorSpec, rank: int, logs: str, role: str) -> None:
+        begin_process(Path(logs) / f"{role}_{rank}.log", f"{role} rank {rank}")
+        self.spec, self.rank = spec, rank
+        self.actor: Any = None
+
+    def build(self, store: Any) -> MegatronTrainer:
+        """This rank's part of the model, after the ranks have met over the store."""
+        raise NotImplementedError
+
+    def locate(self) -> Location:
+        return locate()
+
+    def serve(self) -> tuple[str, int]:
+        """Serve the store over which the ranks will meet, and return its address and port."""
+        address = find_interface(os.environ).address
+        self.store = host_store(address)
+        return address, self.store.port
+
+    def start(self, address: str, port: int, secret: str, load_model: bool, gpu: str | None) -> bool:
+        """Build this rank's part of the model.
+
+        Args:
+            address, port: those of the store that rank 0 serves.
+            secret: a part of the names of all keys in the store, so that no process of another run reads or changes
+                them.
+            load_model: load the weights that the run begins with. Otherwise `load` must follow.
+            gpu: the GPU that the rank shares with an engine; None if it has what Ray gave it.
+
+        Returns:
+            Whether it has Transformer Engine's fused norms.
+        """
+        if gpu is not None:  # CUDA reads this when it starts
+            os.environ["CUDA_VISIBLE_DEVICES"] = gpu
+        # Only the ranks import this: the driver does not need Megatron-Core and need not wait for its import.
+        from megatron_rl.actor.weights import load_weights
+
+        store = PrefixStore(f"megatron_rl/{secret}/trainers", TCPStore(address, port, is_master=False))
+        self.actor = self.build(store)
+        if load_model:
+            folder = self.spec.model.weights or self.spec.model.path
+            log.info("loading its part of %s", folder)
+            start = time.perf_counter()
+            load_weights(self.actor, folder)
+            log.info("loaded in %.1f s", time.perf_counter() - start)
+        return self.actor.fused_norms
+
+    def save(self, folder: str, extra: dict[str, Any]) -> None:
+        log.info("writing the checkpoint %s", folder)
+        self.actor.save(Path(folder), extra)
+
+    def is_saved(self) -> bool:
+        return self.actor.is_saved
+
+    def finish_save(self) -> None:
+        self.actor.finish_save()
+
+    def load(self, folder: str) -> dict[str, Any]:
+        log.info("reading the checkpoint %s", folder)
+        return self.actor.load(Path(folder))
+
+    def mirror(self, step: int, holders: Mapping[str, Any]) -> tuple[Metrics, list[str]]:
+        """Copy the state to the holders; returns metrics, and the names of the holders that are lost."""
+        start = time.perf_counter()
+        state = self.actor.snapshot()
+        lost = send_state(state, self.rank, step, holders)
+        metrics = {
+            "mirror/bytes": float(state.nbytes),
+            "mirror/copies": float(len(holders) - len(lost)),
+            "mirror/seconds": time.perf_counter() - start,
+        }
+        return metrics, lost
+
+    def load_mirror(self, step: int, holder: Any) -> None:
+        log.info("takes the state of step %d from a mirror", step)
+        self.actor.restore(fetch_state(self.rank, step, holder))
+
+    def export_hf(self, folder: str) -> None:
+        from megatron_rl.actor.weights import export_hf
+
+        log.info("writing the Hugging Face folder %s", folder)
+        export_hf(self.actor, Path(folder))
+
+
+class RankGroup:
+    """All ranks of one model."""
+
+    role: str
+    """The name of the ranks in messages, logs and placement."""
+    kind: type[MegatronRank]
+    """What runs in their processes."""
+
+    def __init__(self, spec: ActorSpec, cluster: ClusterConfig, logs: Path, placement: RayPlacement) -> None:
+        """Start the processes on their nodes; `start` makes them load the model."""
+        self.mesh: Mesh = spec.policy.parallel.mesh
+        self._spec, self._cluster, self._logs, self._placement = spec, cluster, logs, placement
+        self._mirrors, self._mirroring = Mirrors(logs, self.role), []
+        self.make_room: Callable[[], Sequence[str | None]] = lambda: [None] * self.mesh.world_size
+        """Frees the GPUs of the ranks that start next, and returns the one of each; None if Ray gives it one. The
+        colocation sets it."""
+        self._begin()
+
+    def _begin(self) -> None:
+        remote = ray.remote(self.kind)
+        self.ranks = [
+            remote.options(**self._placement.rank_options(self.role, 0, rank)).remote(
+                self._spec, rank, str(self._logs), self.role
+            )
+            for rank in range(self.mesh.world_size)
+        ]
+        self.processes = [
+            Process(f"{self.role} rank {rank}", self._logs / f"{self.role}_{rank}.log", actor)
+            for rank, actor in enumerate(self.ranks)
+        ]
+
+    def start(self, *, is_resumed: bool = False) -> None:
+        """Connect the ranks and load the model. It is not part of the constructor, so that the engines can start at the
+        same time.
+
+        Args:
+            is_resumed: `load` follows, so the model's folder is read only if a reference policy needs its weights.
+        """
+        load_model = not is_resumed or self._spec.objective.needs.logp_ref
+        timeout_s = self._cluster.start_timeout_s
+        needs = f"{self._cluster.cpus_per_trainer:g} CPU and {self._cluster.gpus_per_trainer:g} GPU"
+        locate_all(self.processes, timeout_s, needs)
+        store = gather([self.ranks[0].serve.remote()], self.processes[:1], "to serve a store", timeout_s)[0]
+        secret, gpus = secrets.token_hex(16), self.make_room()
+        calls = [rank.start.remote(*store, secret, load_model, gpu) for rank, gpu in zip(self.ranks, gpus, strict=True)]
+        self.fused_norms: bool = gather(calls, self.processes, "to load the model", timeout_s)[0]
+
+    def start_again(self) -> list[int]:
+        """Start all ranks anew, with the weights that the run began with; returns the steps whose state the mirrors
+        hold.
+
+        Raises:
+            PolicyLost: a new rank was lost too.
+        """
+        for rank in self.ranks:
+            ray.kill(rank)
+        self._mirroring = []
+        self._placement.place_again(self.role)
+        try:
+            self._begin()
+            self.start()
+        except RuntimeError as error:
+            raise PolicyLost(str(error)) from error
+        return whole_steps(self._mirrors.offers(), self.mesh.world_size)
+
+    def mirror(self, step: int) -> None:
+        """See `ports.Policy`."""
+        if self._cluster.mirror:
+            holders = self._mirrors.holders_of([process.location.node for process in self.processes])
+            self._mirroring = [
+                rank.mirror.remote(step, of_rank) for rank, of_rank in zip(self.ranks, holders, strict=True)
+            ]
+
+    def load_mirror(self, step: int) -> None:
+        """See `ports.Policy`."""
+        self._mirrors.forget_after(step)
+        offers = self._mirrors.offers()
+        calls = [rank.load_mirror.remote(step, offers[number, step]) for number, rank in enumerate(self.ranks)]
+        self._gather(calls, "to restore its state from a mirror")
+
+    def _finish_mirrors(self) -> Metrics:
+        """Wait for the copies that `mirror` began. The metrics are the bytes of all ranks, the fewest copies of a
+        rank's state, and the seconds of the slowest rank."""
+        if not self._mirroring:
+            return {}
+        calls, self._mirroring = self._mirroring, []
+        answers = self._gather_all(calls, "to mirror its state")
+        for node in {node for _, lost in answers for node in lost}:
+            self._mirrors.give_up(node)
+        told = [metrics for metrics, _ in answers]
+        return {
+            "mirror/bytes": sum(one["mirror/bytes"] for one in told),
+            "mirror/copies": min(one["mirror/copies"] for one in told),
+            "mirror/seconds": max(one["mirror/seconds"] for one in told),
+        }
+
+    def save(self, folder: Path, extra: dict[str, Any]) -> None:
+        """See `ports.Policy`."""
+        self._all("save", "to copy its state for a checkpoint", str(folder.absolute()), extra)
+
+    def finish_save(self, wait: bool) -> bool:
+        """See `ports.Policy`."""
+        if not wait and not all(self._gather_all([rank.is_saved.remote() for rank in self.ranks], "to answer")):
+            return False
+        self._all("finish_save", "to write a checkpoint")
+        return True
+
+    def load(self, folder: Path) -> dict[str, Any]:
+        """See `ports.Policy`."""
+        return self._all("load", "to read a checkpoint", str(folder.absolute()))
+
+    def export_hf(self, folder: Path) -> None:
+        """See `ports.Policy`."""
+        self._all("export_hf", "to export the model", str(folder.absolute()))
+
+    def _all(self, method: str, doing: str, *arguments: Any) -> Any:
+        """Call a method on all ranks; see `_gather`."""
+        return self._gather([getattr(rank, method).remote(*arguments) for rank in self.ranks], doing)
+
+    def _of_replicas(self, arguments: Sequence[Any]) -> list[Any]:
+        """What each rank gets of the arguments, of which each data-parallel replica has one."""
+        return [arguments[self.mesh.coordinates(rank)[2]] for rank in range(self.mesh.world_size)]
+
+    def _gather(self, calls: Sequence[ray.ObjectRef], doing: str) -> Any:
+        """The ranks' common answer; see `_gather_all`."""
+        return self._gather_all(calls, doing)[0]
+
+    def _gather_all(self, calls: Sequence[ray.ObjectRef], doing: str) -> list[Any]:
+        """The ranks' answers. They agree on a ValueError.
+
+        Raises:
+            ValueError: the ranks raised it.
+            PolicyLost: any other error occurred. Some ranks may then be inside a collective for ever.
+        """
+        try:
+            return gather(calls, self.processes, doing, self._cluster.step_timeout_s)
+        except ProcessLost as error:
+            raise PolicyLost(str(error)) from error
+        except RuntimeError as error:
+            raise PolicyLost(str(self._death() or error)) from error
+
+    def _death(self) -> Exception | None:
+        """The death of a rank, which its peers may notice as an error of a collective before Ray does."""
+        calls = [rank.locate.remote() for rank in self.ranks]
+        for process, outcome in zip(self.processes, settle(calls, DEATH_S), strict=True):
+            if isinstance(outcome, RayActorError):
+                return explain(outcome, process)
+        return None

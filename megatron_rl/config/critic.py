@@ -1,0 +1,32 @@
+"""The critic of PPO."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from megatron_rl.config.policy import MegatronConfig, ModelConfig, OptimizerConfig, ParallelConfig, PolicyConfig
+from megatron_rl.config.section import Section
+from megatron_rl.config.value import ValueLossConfig
+
+
+class CriticConfig(Section):
+    """A second model, which predicts for each token the rewards to come, for `adv_estimator: {kind: gae}`. Its ranks
+    are processes of their own, and each has what `cluster.cpus_per_trainer` and `cluster.gpus_per_trainer` say."""
+
+    model: ModelConfig | None = None
+    """The model that it begins with; null means the policy's. A model for text gets a value head of zeros, so that all
+    its values are 0 at first; one that ends with a single number, such as a reward model
+    (`...ForSequenceClassification` with one label), keeps its head. Its tokenizer must be the policy's."""
+    parallel: ParallelConfig = ParallelConfig()
+    optimizer: OptimizerConfig = OptimizerConfig(lr=1e-5)
+    megatron: MegatronConfig = MegatronConfig()
+    loss: ValueLossConfig = ValueLossConfig()
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """The number of steps at the beginning of the run in which only the critic learns."""
+
+    @property
+    def trainer(self) -> PolicyConfig:
+        """How it is split and optimized, in the form in which a policy says it."""
+        return PolicyConfig(parallel=self.parallel, optimizer=self.optimizer, megatron=self.megatron)
