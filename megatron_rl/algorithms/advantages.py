@@ -161,12 +161,6 @@ def _by_function(path: str, scores: Scores) -> np.ndarray:
 
 def _require_inputs(scores: Scores, cfg: AlgorithmConfig) -> None:
     estimator = cfg.adv_estimator
-    known = TOKEN_ESTIMATORS if cfg.is_per_token else ESTIMATORS
-    if type(estimator) not in known:
-        raise ValueError(
-            f"adv_estimator {estimator.kind} needs {', '.join(sorted(estimator.needs))}, which this recipe does not "
-            f"produce; choose one of {', '.join(cls.model_fields['kind'].default for cls in known)}"
-        )
     for need in sorted(estimator.needs & SCORE_FIELDS.keys()):
         missing = [name for name in SCORE_FIELDS[need] if getattr(scores, name) is None]
         if missing:

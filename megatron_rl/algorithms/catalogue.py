@@ -64,7 +64,7 @@ def tables() -> list[Table]:
 def markdown() -> str:
     parts = []
     for table in tables():
-        place = f"`{table.key}`" if table.key else "This loss is for a critic, and no recipe trains one."
+        place = f"`{table.key}`" if table.key else "`critic.loss`"
         parts += [f"### {table.title}", "", place, "", "| kind | formula | source | defaults |", "|---|---|---|---|"]
         for entry in table.entries:
             cells = [f"`{entry.kind}`", entry.formula, entry.source, entry.defaults]

@@ -127,7 +127,7 @@ class Checkpoints:
     def _paths(self, step: int) -> list[Path]:
         """The folders of a checkpoint."""
         path = self.path(step)
-        return [path, critic_path(path)] if self._config.get("critic") else [path]
+        return [path, critic_path(path)] if self._config.get("critic") is not None else [path]
 
     def restore(self, policy: Policy, state: Mapping[str, Stateful]) -> int:
         """Load the checkpoint to resume from, if there is one, and return the step to begin with.

@@ -25,7 +25,6 @@ from megatron_rl.algorithms.outcomes import (
 from megatron_rl.config.advantages import (
     AdvantageConfig,
     FunctionAdvantage,
-    GaeAdvantage,
     GdpoAdvantage,
     GpgAdvantage,
     GrpoAdvantage,
@@ -38,7 +37,7 @@ from megatron_rl.config.advantages import (
     RlooAdvantage,
 )
 from megatron_rl.config.algorithm import AlgorithmConfig
-from megatron_rl.types import Scores
+from megatron_rl.types import Scores, TokenRewards
 
 NAN = float("nan")
 EPS = 1e-6  # what is added to every standard deviation
@@ -433,7 +432,6 @@ def test_every_kind_names_its_source():
     [
         (RemaxAdvantage(), "remax needs greedy_reward, but there are no greedy_rewards"),
         (GdpoAdvantage(), "gdpo needs reward_parts, but there are no reward_parts and no reward_weights"),
-        (GaeAdvantage(), "gae needs values, which this recipe does not produce; choose one of grpo_process, rein"),
         (GrpoProcessAdvantage(), "grpo_process needs token_rewards, but there are no token_rewards"),
     ],
 )
@@ -489,3 +487,24 @@ def test_a_function_that_is_no_estimator_is_named(name, message):
     cfg = AlgorithmConfig(adv_estimator=FunctionAdvantage(path=f"{__name__}:{name}"))
     with pytest.raises(ValueError, match=message):
         estimate_advantages(scores_of([1.0, 0.0]), cfg)
+
+
+def test_gae_takes_all_rewards_as_they_are():
+    """An outcome of 1 and rewards of 0.03 and -0.03 at tokens keep their sizes. A group of equal rewards has a signal,
+    because the critic may have expected something else."""
+    given = Scores(
+        group_of=np.array([0, 0, 1, 1]),
+        lengths=np.array([5, 6, 7, 8]),
+        num_actions=np.array([3, 3, 3, 3]),
+        is_cut=np.zeros(4, bool),
+        rewards=np.array([1.0, np.nan, 0.0, 0.0]),
+        token_rewards=TokenRewards(np.array([0, 0, 2]), np.array([2, 3, 4]), np.array([0.03, -0.03, np.nan])),
+        token_kinds=["utility", "tool", "utility"],
+    )
+    cfg = AlgorithmConfig(adv_estimator={"kind": "gae", "weights": {"tool": 2.0, "outcome": 0.5}})
+    credit, metrics = estimate_advantages(given, cfg)
+    rewards = credit.token_rewards
+    found = sorted(zip(rewards.sample.tolist(), rewards.position.tolist(), rewards.value.tolist()))
+    assert found == [(0, 2, 0.03), (0, 3, -0.06), (0, 4, 0.5), (2, 6, 0.0), (3, 7, 0.0)]
+    assert credit.active.tolist() == [True, False, True, True] and metrics["groups/zero_signal"] == 0
+    assert not credit.advantages.any()

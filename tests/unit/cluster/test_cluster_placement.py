@@ -196,6 +196,15 @@ def test_what_a_configuration_needs():
     assert [demand.role for demand in demands_of(config(SftRunConfig))] == ["trainer"]
 
 
+def test_a_critic_has_ranks_of_its_own():
+    cluster = {"gpus_per_trainer": 1, "gpus_per_engine_rank": 1, "pools": {"trainer": "train", "critic": "value"}}
+    algorithm, critic = {"adv_estimator": {"kind": "gae"}}, {"parallel": {"tensor": 4, "data": 3}}
+    train, value, _, _ = demands_of(config(cluster=cluster, algorithm=algorithm, critic=critic))
+    assert (train.role, train.pool) == ("trainer", "train")
+    assert (value.role, value.group_size, value.block, value.gpus, value.pool) == ("critic", 12, 4, 1, "value")
+    assert "lower critic.parallel" in value.advice
+
+
 def test_the_smallest_cluster_by_hand():
     demands = [trainer(12, 4, pool="train"), engines(3, 4, pool="rollout"), VERIFIER]
     plan = smallest_cluster(demands, 8)

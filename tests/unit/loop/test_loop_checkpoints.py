@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config.schema import CheckpointConfig
-from megatron_rl.loop.checkpoints import SCORES, Checkpoints, WholeState
+from megatron_rl.loop.checkpoints import SCORES, Checkpoints, WholeState, critic_path
 
 
 class Policy:
@@ -121,3 +121,22 @@ def test_what_a_killed_run_left_unfinished_is_removed(tmp_path):
     (tmp_path / "step_000003.tmp-abcd").mkdir()
     assert make(tmp_path).restore(Policy(), {}) == 0
     assert list(tmp_path.iterdir()) == []
+
+
+def test_with_a_critic_a_checkpoint_has_two_parts(tmp_path):
+    class Both(Policy):
+        def write(self) -> None:
+            critic_path(self.writing).mkdir(parents=True, exist_ok=True)
+            super().write()
+
+    def opened(resume=None) -> Checkpoints:
+        return Checkpoints(tmp_path, CheckpointConfig(keep=2), resume=resume, config={"critic": {}})
+
+    checkpoints = opened()
+    save_all(checkpoints, Both(), range(1, 5))
+    assert checkpoints.steps() == [3, 4]
+    assert sorted(path.name for path in (tmp_path / "critic").iterdir()) == ["step_000003", "step_000004"]
+
+    critic_path(checkpoints.path(4)).rename(tmp_path / "critic" / "step_000004.tmp-1")  # killed before its critic's
+    again = opened("auto")
+    assert again.first_step == 3

@@ -1,0 +1,98 @@
+"""Faults of a critic that would stop a run in its first minutes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+from test_recipes_preflight import CONFIG, VOCABULARY, faults, grpo, home, safetensors, write_tokenizer  # noqa: F401
+
+from megatron_rl.layout import FAMILIES, critic_config, critic_shape, read_shape
+
+GAE = {"adv_estimator": {"kind": "gae"}}
+
+
+def ppo(**critic):
+    return grpo(algorithm=GAE, critic=critic)
+
+
+@pytest.fixture
+def other(home):  # noqa: F811
+    """Another model's folder, with a value head."""
+    folder = home / "other"
+    shutil.copytree(home / "model", folder)
+    for path in folder.glob("*.safetensors*"):
+        path.unlink()
+    config = critic_config({**CONFIG, "architectures": ["Qwen3ForCausalLM"], "hidden_size": 16})
+    (folder / "config.json").write_text(json.dumps(config))
+    shape = read_shape(folder)
+    assert shape.value_head and shape == critic_shape(shape)
+    (folder / "model.safetensors").write_bytes(safetensors(FAMILIES["qwen3"].hf_tensors(shape)))
+    return folder
+
+
+def test_a_critic_without_fault_passes(other):
+    assert faults(ppo()) == []
+    assert faults(ppo(model={"path": "other"}, parallel={"tensor": 2})) == []
+
+
+def test_a_mesh_is_named_as_the_critics(other):
+    [fault] = faults(ppo(parallel={"tensor": 3}))
+    assert fault == "the model has 4 attention heads, which critic.parallel.tensor=3 does not divide"
+
+
+def test_another_tokenizer_is_refused(other):
+    write_tokenizer(other, [*VOCABULARY[:-1], "Z"])
+    [fault] = faults(ppo(model={"path": "other"}))
+    assert "the tokenizer of other is not that of model: only one of them has the token" in fault
+    assert "choose one with the same tokenizer" in fault
+
+
+def test_too_few_positions_are_refused(other):
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 27}))
+    [fault] = faults(ppo(model={"path": "other"}))
+    assert "other has 27 positions, and an answer with its prompt may have 28 tokens" in fault
+
+
+def test_weights_of_other_sizes_are_refused(other):
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"intermediate_size": 20}))
+    [fault] = faults(ppo(model={"path": "other"}))
+    assert "other/model.safetensors" in fault and "config.json asks for" in fault
+
+
+def test_a_model_of_several_numbers_is_refused(other):
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"id2label": {"0": "a", "1": "b"}}))
+    [fault] = faults(ppo(model={"path": "other"}))
+    assert "the model gives 2 numbers (id2label)" in fault
+
+
+def test_a_policy_that_writes_no_text_is_refused(other):
+    found = faults(grpo(model={"path": "other", "dtype": "float32"}))
+    assert any("other ends with one number in place of logits" in fault for fault in found)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"critic": {}}, "grpo uses no critic; choose gae, or remove the section"),
+        ({"algorithm": GAE}, "gae needs a critic; add the section critic"),
+        ({"algorithm": GAE, "critic": {"warmup_steps": 3}}, "leaves none of the 3 run.steps for the policy"),
+        ({"algorithm": GAE, "critic": {}, "cluster": {"colocate": True}}, "a critic cannot share its GPUs"),
+        (
+            {
+                "algorithm": GAE,
+                "critic": {},
+                "rollout__environment": {"kind": "class", "path": "games:Guess"},
+                "rewards": [{"kind": "environment"}],
+            },
+            "they would count twice; set adv_estimator.weights to",
+        ),
+    ],
+)
+def test_what_does_not_fit(home, changes, message):  # noqa: F811
+    with pytest.raises(ValueError, match=message):
+        grpo(**changes)
