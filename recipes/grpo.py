@@ -143,7 +143,7 @@ def start_critic(config: GrpoRunConfig, shape: ModelShape, logs: Path, placement
         policy=critic.trainer,
         objective=ValueObjective(critic.loss),
         temperature=1.0,
-        total_steps=config.run.steps * config.algorithm.updates_per_step,
+        total_steps=config.run.steps * (critic.updates_per_step or config.algorithm.updates_per_step),
         seed=config.run.seed,
     )
     return CriticGroup(spec, config.cluster, logs, placement)

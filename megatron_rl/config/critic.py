@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import Field, PositiveInt
 
 from megatron_rl.config.policy import MegatronConfig, ModelConfig, OptimizerConfig, ParallelConfig, PolicyConfig
 from megatron_rl.config.section import Section
@@ -23,6 +23,9 @@ class CriticConfig(Section):
     optimizer: OptimizerConfig = OptimizerConfig(lr=1e-5)
     megatron: MegatronConfig = MegatronConfig()
     loss: ValueLossConfig = ValueLossConfig()
+    updates_per_step: PositiveInt | None = None
+    """The number of optimizer steps of the critic in a training step, each on its own part of the prompts; null means
+    that of the policy, `algorithm.updates_per_step`."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """The number of steps at the beginning of the run in which only the critic learns."""
 

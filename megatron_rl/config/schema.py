@@ -367,6 +367,10 @@ class GrpoRunConfig(BaseConfig):
                 f"critic.warmup_steps ({self.critic.warmup_steps}) leaves none of the {self.run.steps} run.steps for "
                 "the policy; lower it"
             )
+        if self.rollout.prompts_per_step < (self.critic.updates_per_step or 1):
+            raise ValueError(
+                "critic.updates_per_step exceeds rollout.prompts_per_step, so some updates would be empty; lower it"
+            )
         weights = getattr(estimator, "weights", {})
         sums_turns = any(isinstance(reward, EnvironmentReward) for reward in self.rewards)
         if sums_turns and weights.get("outcome", 1.0) and weights.get("environment", 1.0):

@@ -26,7 +26,7 @@ class Shares(NamedTuple):
 
     policy: list[Share]
     critic: list[Share]
-    """Those of the critic's ranks, with the same samples in each mini-batch; empty if there is no critic."""
+    """Those of the critic's ranks, with the same samples; empty if there is no critic."""
 
 
 def plan_step(config: GrpoRunConfig, shape: ModelShape, rollouts: Rollouts, step: int) -> tuple[Shares, Metrics]:
@@ -35,23 +35,27 @@ def plan_step(config: GrpoRunConfig, shape: ModelShape, rollouts: Rollouts, step
     batch = Batch.of_groups(rollouts.groups, version=step)
     credit, metrics = estimate_advantages(rollouts.scores, algorithm)
 
-    def dealt(parallel: ParallelConfig, model: ModelConfig, aggregation: Aggregation) -> tuple[list[Share], Metrics]:
+    def dealt(
+        parallel: ParallelConfig, model: ModelConfig, aggregation: Aggregation, num_updates: int
+    ) -> tuple[list[Share], Metrics]:
         plan = plan_microbatches(
             batch,
             credit.active,
             shape,
             parallel,
             config.balance,
-            algorithm.updates_per_step,
+            num_updates,
             recompute=model.recompute,
         )
         weights = loss_weights(batch, plan, aggregation, algorithm.loss_agg_tokens)
         return deal(batch, plan, credit, weights, parallel.data), dict(plan.metrics)
 
-    policy, planned = dealt(config.policy.parallel, config.model, algorithm.aggregation)
+    policy, planned = dealt(config.policy.parallel, config.model, algorithm.aggregation, algorithm.updates_per_step)
     critic: list[Share] = []
     if config.critic is not None:
-        critic, _ = dealt(config.critic.parallel, config.critic.model or config.model, "token-mean")
+        own = config.critic
+        num_updates = own.updates_per_step or algorithm.updates_per_step
+        critic, _ = dealt(own.parallel, own.model or config.model, "token-mean", num_updates)
     return Shares(policy, critic), {**metrics, **planned}
 
 

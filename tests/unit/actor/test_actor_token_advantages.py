@@ -110,6 +110,20 @@ def test_golden_an_outcome_and_a_judge_of_steps_each_keep_their_weight():
     assert got[1] == pytest.approx([0, 0.06, 0.06, 0], rel=1e-12)
 
 
+def test_the_example_in_the_readme_of_rollout():
+    """Two answers to a prompt. The utilities 2, -0.5 and 0.5 have the mean 0.667 and the deviation 1.258; the outcomes
+    1 and 0 have 0.5 and 0.707."""
+    #         prompt, hm . | So it . | </think> 42        prompt, two tokens, forced delimiter, answer
+    masks = [[0, 1, 1, 1, 1, 1, 1, 1], [0, 1, 1, 0, 1]]
+    utilities = [(0, 2, "utility", 2.0), (0, 5, "utility", -0.5), (1, 2, "utility", 0.5)]
+    got = advantages(masks, scores_of(masks, [0, 0], [1.0, 0.0], utilities), GrpoProcessAdvantage(), [[0, 1]])
+    first, second, other, right = 1.0596, -0.9272, -0.1325, 0.7071
+    passages = [first + second + right] * 2 + [second + right] * 3
+    assert got[0] == pytest.approx([0, *passages, right, right], abs=2e-4)
+    assert got[0][1:4] == pytest.approx([0.8395, 0.8395, -0.2201], abs=2e-4)
+    assert got[1] == pytest.approx([0, other - right, other - right, 0, -right], abs=2e-4)
+
+
 def test_over_the_batch_all_groups_have_one_mean_and_deviation():
     masks, steps = [[0, 1]] * 4, [(0, 1, "k", 1.0), (1, 1, "k", 1.0), (2, 1, "k", 4.0), (3, 1, "k", 6.0)]
     scores = scores_of(masks, [0, 0, 1, 1], [0.0] * 4, steps)
