@@ -186,11 +186,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, suffix in (("seconds", "_s"), ("seconds of the CPU", "_cpu_s")):
         cells = "".join(f"{engine[f'{way}{suffix}']:8.2f} s" for way in WAYS)
         print(f"  {name:20} {cells}   {engine['saved_time' if suffix == '_s' else 'saved_cpu_time']:.0%}")
-    print(
-        f"an answer has {engine['tokens_per_answer']:.1f} tokens and {engine['passages_per_answer']:.1f} passages, whose "
-        f"values are {engine['requests_per_answer']:.1f} requests; {engine['cached_share']:.0%} of their tokens were in "
-        f"the prefix cache ({engine['cached_share_after']:.0%} if they come after)"
-    )
+    print(f"an answer has {engine['tokens_per_answer']:.1f} tokens and {engine['passages_per_answer']:.1f} passages")
+    print(f"its values are {engine['requests_per_answer']:.1f} requests; of their tokens the prefix cache had ", end="")
+    print(f"{engine['cached_share']:.0%} (after: {engine['cached_share_after']:.0%})")
     print(f"a step of training: {steps['none_s']:.2f} s without values, {steps['shadow_s']:.2f} s with them")
     print(f"the step takes {steps['ratio']:.2f} times as long; the target is at most 1.25")
     return 0

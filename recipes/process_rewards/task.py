@@ -1,13 +1,13 @@
-"""The recipe's task: addition of 5-digit numbers by a model that is right in one column of two, so that its whole answer
-is right in one case of some hundred.
+"""The recipe's task: addition of 5-digit numbers by a model that has half of the columns wrong, so that hardly any
+whole answer is right.
 
-    48876+53530=<think>#6+0+0=6 #7+3+0=10 #8+5+1=14 #8+3+1=12 #4+5+1=10</think>102406
+    48876+53530=<think>#6+0+0=6 #7+3+0=10 #8+5+1=14 #8+3+1=12 #4+5+1=10 </think>102406
 
-The thought has the columns from the right, with the carry as the third term; `#` begins a column. Each character is a
-token. The demonstrations are imperfect on purpose: each column is wrong with probability 0.5, in which case the error
-carries over to the next column, and a thought ends after any column, or before the first one. The digits of the answer
-are those of the thought; the others, which have no column, are right, but the model cannot compute them without
-columns. So it learns to copy the digits from its thought, and the right answer is more probable after each right
+The thought has the columns from the right, with the carry as the third term; `#` begins a column, and a space ends it.
+Each character is a token. The demonstrations are imperfect on purpose: each column is wrong with probability 0.5, in
+which case the error carries over to the next column, and a thought ends after any column, or before the first one. The
+last digits of the answer are those of the thought; the others, which have no column, are right, but the model cannot
+compute them without columns. So it learns to copy from its thought, and the right answer is more probable after a right
 column, and less after a wrong one. All files depend only on the seed. Training and held-out pairs are disjoint.
 
     python -m megatron_rl.recipes.process_rewards.task runs/process_rewards/task
@@ -34,15 +34,15 @@ def question(a: int, b: int) -> str:
 
 
 def derivation(a: int, b: int, num_columns: int, rng: random.Random | None = None) -> tuple[list[str], str]:
-    """The first columns of a + b, and the answer that follows from them: its other digits are what is right with the
-    carry of the last column. With `rng` the last digit of a column's sum is random with the probability `SLIP`."""
+    """The first columns of a + b, and the answer that follows from them: its other digits are right with the carry of
+    the last column. With `rng` the last digit of a column's sum is random with the probability `SLIP`."""
     columns, digits, carry = [], "", 0
     for _ in range(num_columns):
         x, y = a % 10, b % 10
         total = x + y + carry
         if rng and rng.random() < SLIP:
             total = total - total % 10 + rng.randrange(10)
-        columns.append(f"#{x}+{y}+{carry}={total}")
+        columns.append(f"#{x}+{y}+{carry}={total} ")
         digits = str(total % 10) + digits
         carry, a, b = total // 10, a // 10, b // 10
     rest = a + b + carry
@@ -52,7 +52,7 @@ def derivation(a: int, b: int, num_columns: int, rng: random.Random | None = Non
 def demonstration(a: int, b: int, rng: random.Random) -> str:
     """What follows the question."""
     columns, answer = derivation(a, b, rng.randint(0, DIGITS), rng)
-    return f"{' '.join(columns)}</think>{answer}"
+    return f"{''.join(columns)}</think>{answer}"
 
 
 def write_task(folder: Path, seed: int = 0) -> None:

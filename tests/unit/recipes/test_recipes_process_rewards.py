@@ -1,4 +1,4 @@
-"""The task of process rewards by hand, and that values of beginnings say which derivations are right."""
+"""The task of process rewards by hand."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import random
 from pathlib import Path
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
@@ -17,8 +16,6 @@ from megatron_rl.recipes.process_rewards.task import (
     DIGITS,
     demonstration,
     derivation,
-    question,
-    write_model,
     write_task,
 )
 from megatron_rl.rollout.passages import split, token_texts
@@ -31,7 +28,7 @@ OPERANDS = st.integers(10 ** (DIGITS - 1), 10**DIGITS - 1)
 def test_a_derivation_by_hand():
     """The example of the task."""
     columns, answer = derivation(48876, 53530, 5)
-    assert columns == ["#6+0+0=6", "#7+3+0=10", "#8+5+1=14", "#8+3+1=12", "#4+5+1=10"]
+    assert columns == ["#6+0+0=6 ", "#7+3+0=10 ", "#8+5+1=14 ", "#8+3+1=12 ", "#4+5+1=10 "]
     assert answer == "102406"
     assert derivation(48876, 53530, 2) == (columns[:2], "102406")
 
@@ -46,7 +43,7 @@ def test_without_slips_every_derivation_is_right(a, b, num_columns):
 @given(OPERANDS, OPERANDS, st.integers(0, DIGITS), st.randoms())
 def test_an_answer_follows_from_its_columns(a, b, num_columns, rng):
     columns, answer = derivation(a, b, num_columns, rng)
-    copied = "".join(column[-1] for column in reversed(columns))
+    copied = "".join(column[-2] for column in reversed(columns))
     assert answer.endswith(copied)
     carries = [int(column.split("+")[2].split("=")[0]) for column in columns]
     totals = [int(column.split("=")[1]) for column in columns]
@@ -81,5 +78,5 @@ def test_the_files_fit_the_configuration_and_columns_are_passages(tmp_path, monk
         thought = completion.partition("</think>")[0]
         texts = token_texts(tokenizer.backend_tokenizer, tokenizer.encode(thought))
         passages = split(texts, values.markers, values.min_tokens, values.max_tokens)
-        assert ["".join(texts[p.start : p.stop]).strip() for p in passages] == thought.split()
+        assert ["".join(texts[p.start : p.stop]) for p in passages] == [f"{column} " for column in thought.split()]
     assert len(tokenizer.encode("</think>" + "9" * (DIGITS + 1))) <= values.forced_tokens
