@@ -156,6 +156,8 @@ def activations(
         hidden = shape.hidden_size * num_own * width
         # The input of the last norm; hidden states of all tokens; two indices and four numbers of each token.
         kept += inputs + hidden + TOKEN_BYTES * num_own
-        # The gradient of the weight is summed in fp32 and then rounded.
-        output = CHUNKS * chunk_bytes + hidden + rows * shape.hidden_size * (4 + (width if width < 4 else 0))
+        if shape.value_head:  # the hidden states again in fp32
+            output = hidden + 4 * shape.hidden_size * num_own
+        else:  # the gradient of the weight is summed in fp32 and then rounded
+            output = CHUNKS * chunk_bytes + hidden + rows * shape.hidden_size * (4 + (width if width < 4 else 0))
     return Activations(kept, (2 if recompute == "full" else 1) * largest, output)

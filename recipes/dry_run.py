@@ -29,7 +29,7 @@ from megatron_rl.recipes.memory import PHASES, RunMemory, planned_transfer, run_
 from megatron_rl.recipes.parameters import BYTES, expert_data_ways, rank_parameters
 from megatron_rl.types import ModelShape
 
-COLUMNS = {"trainer": "trainer ranks", "engine": "engines", "verifier": "verifier"}
+COLUMNS = {"trainer": "trainer ranks", "critic": "critic ranks", "engine": "engines", "verifier": "verifier"}
 """The title of each role's column in the table of nodes."""
 
 
@@ -187,7 +187,7 @@ def describe_hours(config: GrpoRunConfig, shape: ModelShape, memory: RunMemory, 
     held = memory.engine.half if memory.engine else math.inf
     at_once = min(held or 1, rollout.max_sequences or math.inf)
     generation_s = generation_seconds(config, shape, num_parameters, BYTES[config.model.dtype], at_once)
-    num_gpus = parallel.mesh.world_size + (0 if config.cluster.colocate else rollout.num_engines * rollout.tensor)
+    num_gpus = config.num_trainer_ranks + (0 if config.cluster.colocate else rollout.num_engines * rollout.tensor)
     hours = (training_s + generation_s) * num_gpus / 3600
     table = Table(title="estimates for H100 GPUs, not measured", show_header=False, title_justify="left")
     table.add_row("a step in which every answer has the longest length", "")
@@ -219,10 +219,10 @@ def describe_placement(config: BaseConfig, console: Console) -> None:
 
 
 def _on_node(plan: Placement, role: str, node: str) -> str:
-    """The trainer's ranks or the numbers of the engines or verifiers on a node, with the ranks of an engine of which
-    only a part is there; for a single verifier whether it is there."""
+    """The ranks of trainer or critic or the numbers of the engines or verifiers on a node, with the ranks of an engine
+    of which only a part is there; for a single verifier whether it is there."""
     groups = [[i for i, rank in enumerate(group) if rank.node.id == node] for group in plan.groups[role]]
-    if role == "trainer":
+    if role in ("trainer", "critic"):
         return _ranges(groups[0])
     if role == "verifier" and len(groups) == 1:
         return "here" if groups[0] else ""

@@ -18,7 +18,7 @@ import numpy as np
 from megatron_rl.config.policy import ModelConfig, ParallelConfig
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.config.schema import BaseConfig, GrpoRunConfig
-from megatron_rl.layout import FAMILIES, Engines, Links, TransferPlan, plan_weights, volume
+from megatron_rl.layout import FAMILIES, Engines, Links, TransferPlan, critic_shape, plan_weights, read_shape, volume
 from megatron_rl.recipes.activations import activations, has_fused_layers
 from megatron_rl.recipes.parameters import BYTES, expert_data_ways, rank_parameters
 from megatron_rl.types import Mesh, ModelShape, Phase
@@ -241,6 +241,8 @@ class RunMemory:
     """What each trainer rank keeps of the reference policy in the memory of its node; 0 without a reference."""
     fused: bool
     """Whether the trainer's layers are Transformer Engine's."""
+    critic: GpuMemory | None = None
+    """None if there is no critic. It has the memory that a trainer rank has."""
 
     @property
     def on_gpus(self) -> bool:
@@ -248,25 +250,34 @@ class RunMemory:
 
     @property
     def gpus(self) -> list[GpuMemory]:
+        return [gpu for gpu, _ in self._limited]
+
+    @property
+    def _limited(self) -> list[tuple[GpuMemory, float]]:
+        """The fullest GPU of each kind, and the memory that it has."""
+        trainers = [(one, self.trainer_limit) for one in (self.trainer, self.critic) if one is not None]
         if self.engine is None:
-            return [self.trainer]
+            return trainers
         if self.is_shared:
-            return [self.trainer.beside(self.engine.gpu)]
-        return [self.trainer, self.engine.gpu]
+            return [(self.trainer.beside(self.engine.gpu), self.trainer_limit)]
+        return [*trainers, (self.engine.gpu, self.gpu_bytes)]
 
     @property
     def problems(self) -> list[str]:
         """What does not fit, one sentence each with what to change."""
         found = []
-        for gpu, limit in zip(self.gpus, (self.trainer_limit, self.gpu_bytes)):
+        for gpu, limit in self._limited:
             needed = max(gpu.totals)
             if needed > limit:
                 phase = gpu.totals.index(needed)
                 size, largest = max((values[phase], part) for part, values in gpu.parts.items())
                 of_engine = "engine" in (gpu.name, largest.partition(":")[0])
+                advice = _advice(largest.rpartition(": ")[2], of_engine)
+                if gpu is self.critic:
+                    advice = advice.replace("policy.", "critic.")
                 found.append(
                     f"{PHASES[phase]} needs {needed / 1e9:.1f} GB on a GPU of {limit / 1e9:.0f} GB ({gpu.name}), of "
-                    f"which {size / 1e9:.1f} GB are {largest}; {_advice(largest.rpartition(': ')[2], of_engine)}"
+                    f"which {size / 1e9:.1f} GB are {largest}; {advice}"
                 )
         if self.engine is not None and not self.engine.longest:
             cache = self.engine.gpu.parts.get("KV cache", _always(0.0))[PHASES.index("generating")]
@@ -297,6 +308,21 @@ def _advice(part: str, of_engine: bool) -> str:
     return "raise policy.parallel.tensor or policy.parallel.pipeline, or for a mixture policy.parallel.expert"
 
 
+def critic_memory(config: GrpoRunConfig, policy: ModelShape) -> GpuMemory:
+    """The memory of a critic's rank of the fullest stage.
+
+    Args:
+        policy: the sizes of the policy, which are the critic's if it has no model of its own, or none that is here.
+    """
+    critic = config.critic
+    assert critic is not None, "the configuration has a critic"
+    model, num_tokens = critic.model or config.model, config.balance.max_tokens_per_microbatch
+    shape = critic_shape(read_shape(model.path) if critic.model and model.path.exists() else policy)
+    bridge_bytes = 0.0 if config.cluster.gpus_per_trainer else None
+    memory = trainer_memory(shape, model, critic.parallel, num_tokens, bridge_bytes=bridge_bytes)
+    return replace(memory, name=memory.name.replace("trainer", "critic"))
+
+
 def run_memory(config: BaseConfig, shape: ModelShape) -> RunMemory:
     """The memory of a run's GPUs. On CPUs the trainer's numbers are those of the memory of one rank's process, without
     NCCL, and there is no limit.
@@ -307,6 +333,7 @@ def run_memory(config: BaseConfig, shape: ModelShape) -> RunMemory:
     cluster, parallel, model = config.cluster, config.policy.parallel, config.model
     on_gpus = cluster.gpus_per_trainer > 0
     communicators, engine, bucket_bytes, reference = BridgeBytes(), None, 0.0, 0.0
+    critic = critic_memory(config, shape) if isinstance(config, GrpoRunConfig) and config.critic else None
     if isinstance(config, GrpoRunConfig):
         bucket_bytes = config.bridge.bucket_mib * 2**20
         plan = planned_transfer(config, shape, parallel.mesh)
@@ -337,6 +364,7 @@ def run_memory(config: BaseConfig, shape: ModelShape) -> RunMemory:
         is_shared=cluster.colocate,
         reference_bytes=reference,
         fused=on_gpus and has_fused_layers(shape, model),
+        critic=critic,
     )
 
 

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 
 import pytest
 from test_recipes_preflight import CONFIG, VOCABULARY, faults, grpo, home, safetensors, write_tokenizer  # noqa: F401
 
+from megatron_rl.config.load import load_config
+from megatron_rl.config.schema import PpoRunConfig
 from megatron_rl.layout import FAMILIES, critic_config, critic_shape, read_shape
+from megatron_rl.recipes.dry_run import planned_shape
+from megatron_rl.recipes.memory import run_memory
+from megatron_rl.recipes.ppo import main
 
 GAE = {"adv_estimator": {"kind": "gae"}}
 
@@ -73,6 +79,31 @@ def test_a_model_of_several_numbers_is_refused(other):
 def test_a_policy_that_writes_no_text_is_refused(other):
     found = faults(grpo(model={"path": "other", "dtype": "float32"}))
     assert any("other ends with one number in place of logits" in fault for fault in found)
+
+
+SHIPPED = ["configs/model/qwen3_32b.yaml", "configs/cluster/h100_8n8g.yaml", "configs/run/gsm8k_32b.yaml"]
+
+
+def test_the_dry_run_places_and_weighs_a_critic(capsys):
+    layout = "critic.parallel={tensor: 4, pipeline: 2, data: 2}"
+    status = main([*SHIPPED, "algorithm.adv_estimator={kind: gae}", layout, "--dry-run"])
+    out = capsys.readouterr().out
+    assert status == 0, out
+    assert "qwen3, TP4 x PP2 x DP2 = 16 ranks" in out and "placement on 10 nodes" in out
+    assert re.search(r"critic, stage 0 +│ +56\.80", out)
+
+
+def test_a_critic_that_does_not_fit_is_refused_with_its_own_keys():
+    keys = ["algorithm.adv_estimator={kind: gae}", "critic.parallel={tensor: 4, pipeline: 1, data: 2}"]
+    config = load_config(PpoRunConfig, [*SHIPPED, *keys])
+    memory = run_memory(config, planned_shape(config))
+    [problem] = memory.problems
+    assert "(critic, stage 0)" in problem and "raise critic.parallel.data, critic.parallel.tensor" in problem
+    # A rank has a quarter of the model: 2 bytes of weights and 12 / DP2 bytes of optimizer state a parameter.
+    held = FAMILIES["qwen3"].num_parameters(critic_shape(planned_shape(config))) / 4
+    parts = {name: values[0] for name, values in memory.critic.parts.items()}
+    assert parts["weights"] == pytest.approx(2 * held, rel=0.01)
+    assert parts["optimizer state"] == pytest.approx(6 * held, rel=0.01)
 
 
 @pytest.mark.parametrize(
