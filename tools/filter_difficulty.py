@@ -136,7 +136,7 @@ def rate_all(config: GrpoRunConfig, out: Path, interrupt: Interrupt) -> None:
 
     data, tokenizer = config.data, AutoTokenizer.from_pretrained(config.model.path)
     required, column = required_columns(config.rewards), config.rollout.thought_column
-    rules = Rules(config.rollout.max_prompt_tokens, data.on_bad_row, required, column, data.deduplicate)
+    rules = Rules(config.rollout.max_prompt_tokens, data.on_bad_row, required, column, deduplicate=data.deduplicate)
     [source] = training_sources(data, config.rollout.environment)
 
     def tell(note: str) -> None:

@@ -118,7 +118,8 @@ class RequestQueue:
         for output in outputs:
             if output.finished:
                 request, future = self._running.pop(output.request_id)
-                if not request.call.num_candidates:  # a token after a beam says nothing of the lengths of answers
+                call = request.call
+                if not call.num_candidates and call.wanted is None:  # no answer, so it says nothing of their lengths
                     self._budget.finished(len(output.outputs[0].token_ids))
                 self._has_changed = True
                 self._unresolved.remove(future)
