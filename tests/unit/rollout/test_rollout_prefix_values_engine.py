@@ -75,6 +75,8 @@ def test_values_are_those_of_a_forward_pass(stage, models):
         for sample, tokens in group
     )
     assert num > 24, f"only {num} passages"
+    noted = stage.engine._thread.requests._budget._bins
+    assert len(noted) <= 2 * 24, "only the answers' own calls, one or two each, say how long answers are"
     # Without anything in the cache the same values are found.
     again = stage.run(stage.engine.generate(asked, 6, 0, seed=1))
     for (one, _), (other, _) in zip(sum(groups, []), sum(again, []), strict=True):
