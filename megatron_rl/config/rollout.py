@@ -70,7 +70,8 @@ class RolloutConfig(Section):
     `samples_per_prompt` is then the number of thoughts, and a group has `width` samples for each."""
     prefix_values: PrefixValues | None = None
     """Rewards for the passages of a thought, by how probable each of its beginnings makes the right answer; null means
-    that there are none."""
+    that there are none. With `environment` its passages are the turns before the last one, each with its
+    observation."""
     sampling: SamplingConfig = SamplingConfig()
     """How the engine samples training answers and evaluation answers."""
     dump: bool = False
@@ -118,10 +119,11 @@ class RolloutConfig(Section):
 
     @model_validator(mode="after")
     def _values_fit(self) -> Self:
-        for other in ("environment", "beams"):
-            if self.prefix_values and getattr(self, other):
-                raise ValueError(f"prefix_values are those of one thought and one answer, and {other} has others")
-        if self.prefix_values and not self.delimiter:
+        if self.prefix_values and self.beams:
+            raise ValueError("prefix_values are those of one thought and one answer, and beams has others")
+        if self.prefix_values and self.environment and self.environment.kind == "agent":
+            raise ValueError("prefix_values are those of turns or of a thought, and an agent's calls may be neither")
+        if self.prefix_values and not (self.delimiter or self.environment):
             raise ValueError("prefix_values are those of thoughts, and with an empty delimiter there are none")
         return self
 

@@ -47,14 +47,7 @@ from megatron_rl.rollout.engine_thread import EngineThread
 from megatron_rl.rollout.engine_weights import EngineWeights
 from megatron_rl.rollout.episodes import MakeAnswers
 from megatron_rl.rollout.prefix_values import PrefixValuer
-from megatron_rl.rollout.program import (
-    Call,
-    Completion,
-    Transcript,
-    as_sample,
-    next_call,
-    replay,
-)
+from megatron_rl.rollout.program import Call, Completion, Transcript, as_sample, next_call, replay
 from megatron_rl.rollout.progress import Progress, recorded
 from megatron_rl.rollout.request_queue import Request, RequestQueue
 from megatron_rl.rollout.start import make_engine
@@ -147,8 +140,7 @@ class VllmEngine:
         self._budgets = Budgets(model.path, rollout, torch.cuda.is_available())
         self._valuer: PrefixValuer | None = None
         if rollout.prefix_values is not None:
-            assert self._budgets.delimiter is not None, "the configuration was validated"
-            self._valuer = PrefixValuer(model.path, rollout.prefix_values, self._budgets.delimiter)
+            self._valuer = PrefixValuer(model.path, rollout.prefix_values, self._budgets.delimiter or ())
         self._thread = EngineThread(RequestQueue(self._give))
         assert (make_answers is None) == (rollout.environment is None), "only an environment needs them"
         self._episodes = make_answers(self._start, self._completion) if make_answers else None
@@ -291,7 +283,19 @@ class VllmEngine:
         """
         self._check([prompt])
         if self._episodes is not None:
-            return await self._episodes.answers(ticket, prompt, samples, request_seed(self._seed, number))
+            found = await self._episodes.answers(ticket, prompt, samples, request_seed(self._seed, number))
+        else:
+            found = await self._answers(ticket, number, prompt, samples, earlier)
+        if self._valuer is not None and number >= 0:
+            found = await self._valuer.rewarded(prompt, found, self._score)
+        if self._progress is not None:
+            self._progress.done(ticket)
+        return found
+
+    async def _answers(
+        self, ticket: int, number: int, prompt: Prompt, samples: range, earlier: Sequence[Path]
+    ) -> list[tuple[Sample, Tokens]]:
+        """See `answer`; without an environment."""
         answers = [self._begun(prompt, (ticket, sample), number, earlier) for sample in samples]
         requests = [answer.request for answer in answers if answer.call is not None]
         begin = partial(self._begin, requests, is_first=True)
@@ -301,12 +305,7 @@ class VllmEngine:
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
                 raise outcome
-        found = [sample for samples in outcomes for sample in samples]
-        if self._valuer is not None and number >= 0:
-            found = await self._valuer.rewarded(prompt, found, self._score)
-        if self._progress is not None:
-            self._progress.done(ticket)
-        return found
+        return [sample for samples in outcomes for sample in samples]
 
     async def cancel(self, ticket: int) -> None:
         """End the answers of a group. Its call of `answer`, if it is under way, ends with an error."""

@@ -1,4 +1,5 @@
-"""Splits a thought into passages, at the words with which a model begins a new idea ("Wait,", "Alternatively,").
+"""Splits a thought into passages, at the words with which a model begins a new idea ("Wait,", "Alternatively,"), and an
+answer of several turns into its turns.
 
 Invariants (tests/unit/rollout): the passages are the thought, in order, and none is empty; each boundary is between two
 tokens; none is longer than `max_tokens`; only the last one, or what follows a cut at `max_tokens`, is shorter than
@@ -9,8 +10,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
+import numpy as np
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
@@ -55,6 +57,19 @@ def split(texts: Sequence[str], markers: Sequence[str], min_tokens: int, max_tok
             passages.append(range(start, stop))
             start = stop
     return passages
+
+
+def chapters(action_mask: np.ndarray) -> list[range]:
+    """The turns of an answer but the last one, each with its observation, as indices of its tokens. So a turn is worth
+    what it has found out, too. The last turn is the answer itself.
+
+    Args:
+        action_mask: bool [L]; a turn is a run of actions.
+
+    Example: the mask 0 0 1 1 0 1 0 0 1 gives (2, 3, 4) and (5, 6, 7).
+    """
+    begins = np.flatnonzero(np.diff(action_mask.astype(np.int8), prepend=0) == 1).tolist()
+    return [range(first, following) for first, following in pairwise(begins)]
 
 
 def _tokens_at(characters: Sequence[int], ends: Sequence[int]) -> list[int]:

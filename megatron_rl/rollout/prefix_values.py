@@ -19,8 +19,10 @@ from dataclasses import dataclass, replace
 from itertools import islice, pairwise
 from pathlib import Path
 
+import numpy as np
+
 from megatron_rl.config.prefix_values import PrefixValues
-from megatron_rl.rollout.passages import split, token_texts
+from megatron_rl.rollout.passages import chapters, split, token_texts
 from megatron_rl.rollout.program import find_delimiter
 from megatron_rl.rollout.vocabulary import load_tokenizer
 from megatron_rl.types import UTILITY, Prompt, Sample, TokenReward, Tokens
@@ -44,7 +46,7 @@ class PrefixValuer:
     """
     Args:
         folder: the model's.
-        delimiter: the tokens that end a thought.
+        delimiter: the tokens that end a thought; answers of several turns need none.
     """
 
     def __init__(self, folder: Path, cfg: PrefixValues, delimiter: Sequence[int]) -> None:
@@ -76,12 +78,16 @@ class PrefixValuer:
         return Wanted(tuple(encoded.ids[:num_before]), tuple(encoded.ids[num_before:]))
 
     def passages(self, sample: Sample, tokens: Tokens) -> list[range]:
-        """The passages of an answer's thought, as indices of `tokens`; none if it has no thought."""
-        start = sample.num_prompt_tokens
+        """The passages of an answer's thought, as indices of `tokens`; none if it has no thought. Those of an answer of
+        several turns are its turns."""
+        if sample.episode is not None:
+            return chapters(tokens.action_mask)
+        start, cfg = sample.num_prompt_tokens, self._cfg
         response = tokens.ids[start:].tolist()
         end = find_delimiter(response, self._delimiter)
-        thought = response if end is None else response[:end]
-        cfg = self._cfg
+        sampled = np.flatnonzero(tokens.action_mask[start:][:end])
+        # What is forced to end a thought is not a part of it.
+        thought = response[: sampled[-1] + 1] if len(sampled) else []
         found = split(token_texts(self._tokenizer, thought), cfg.markers, cfg.min_tokens, cfg.max_tokens)
         return [range(start + passage.start, start + passage.stop) for passage in found]
 

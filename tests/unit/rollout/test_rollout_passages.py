@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from megatron_rl.rollout.passages import split, token_texts
+from megatron_rl.rollout.passages import chapters, split, token_texts
 
 MARKERS = ("Wait,", "So ", "But ")
 
@@ -68,6 +69,20 @@ def test_the_passages_are_the_thought(texts, least, more):
     assert all(0 < len(passage) <= least + more for passage in found)
     for before, passage in zip(found, found[1:-1]):
         assert len(passage) >= least or len(before) == least + more, "only what follows a cut is shorter"
+
+
+@pytest.mark.parametrize(
+    ("mask", "expected"),
+    [
+        ("001101001", [(2, 3, 4), (5, 6, 7)]),
+        ("00110", []),  # a turn alone is the answer, even with an observation after it
+        ("1011", [(0, 1)]),
+        ("0", []),
+        ("", []),
+    ],
+)
+def test_the_chapters_are_the_turns_before_the_last_one(mask, expected):
+    assert [tuple(chapter) for chapter in chapters(np.array(list(mask)) == "1")] == expected
 
 
 def test_a_character_of_several_tokens_belongs_to_the_one_that_completes_it():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,8 +12,9 @@ from patience import deadline
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from megatron_rl.config.prefix_values import PrefixValues
+from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.rollout.prefix_values import PrefixValuer, together, utilities
-from megatron_rl.types import UTILITY, Prompt, Sample, TokenReward, Tokens
+from megatron_rl.types import UTILITY, Episode, Prompt, Sample, TokenReward, Tokens
 
 WORDS = ["<unk>", "</think>", "The", "answer", "is", "4", "2", "So", "it", "hm", "."]
 CLOSE, FOUR, TWO = (WORDS.index(word) for word in ("</think>", "4", "2"))
@@ -108,6 +110,29 @@ def test_a_thought_that_was_cut_has_passages_too(folder):
     assert [r.position for r in rewards(valuer(folder), 42, answer("hm", ".", "So", "it"))] == [3, 5]
 
 
+def test_the_passages_of_an_episode_are_its_turns_with_their_observations(folder):
+    """The model says "hm .", the environment "it 2", the model "So", the environment "2", and the model "4"."""
+    sample, tokens = answer("hm", ".", "it", "2", "So", "2", "4")
+    tokens = replace(tokens, action_mask=np.array([0, 0, 1, 1, 0, 0, 1, 0, 1], bool))
+    sample = replace(sample, num_actions=4, episode=Episode(3, 8), token_rewards=(TokenReward(3, "environment", 0.5),))
+    model = Model()
+    turn, *found = rewards(valuer(folder), "4", (sample, tokens), model)
+    assert turn == TokenReward(3, "environment", 0.5), "the environment's own reward stays"
+    values = [-FOUR / (n + 6) for n in (0, 4, 6)]
+    assert [r.position for r in found] == [5, 7]
+    assert [r.value for r in found] == pytest.approx([values[1] - values[0], values[2] - values[1]], rel=1e-12)
+    assert model.asked[1] == ([*tokens.ids[:6], *FORCE], FOUR)
+
+
+def test_what_was_forced_to_end_a_thought_is_not_a_part_of_it(folder):
+    """With the closing text "So . </think>"."""
+    sample, tokens = answer("hm", "it", "So", ".", "</think>", "4")
+    tokens.action_mask[4:7] = False
+    assert [r.position for r in rewards(valuer(folder), "4", (sample, tokens))] == [3]
+    tokens.action_mask[2:7] = False
+    assert rewards(valuer(folder), "4", (sample, tokens)) == ()
+
+
 def test_the_value_of_the_prompt_alone_is_asked_once_for_a_group(folder):
     model, group = Model(), [answer("hm", "</think>"), answer("</think>"), answer("it", ".", "</think>")]
     given = asyncio.run(valuer(folder).rewarded(prompt("4"), group, model.score))
@@ -183,3 +208,23 @@ def test_utilities_and_their_options():
 def test_the_configuration_refuses_what_means_nothing(keys, reason):
     with pytest.raises(ValueError, match=reason):
         PrefixValues(**keys)
+
+
+@pytest.mark.parametrize(
+    ("keys", "reason"),
+    [
+        ({"delimiter": ""}, "with an empty delimiter there are none"),
+        ({"environment": {"kind": "agent", "path": "a:b"}}, "an agent's calls may be neither"),
+        ({"beams": {"width": 2, "catalogue": "items.json"}}, "beams has others"),
+    ],
+)
+def test_the_configuration_refuses_answers_of_other_kinds(keys, reason):
+    with pytest.raises(ValueError, match=reason):
+        RolloutConfig(
+            prompts_per_step=1,
+            samples_per_prompt=2,
+            max_prompt_tokens=8,
+            max_response_tokens=8,
+            prefix_values={},
+            **keys,
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -14,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from megatron_rl.environments import Reaction
 from megatron_rl.rollout.episodes import Episodes
-from megatron_rl.types import Mesh, Prompt
+from megatron_rl.types import UTILITY, Mesh, Prompt
 
 ENDS, EQUALS, ASKS = 1, 16, 18
 TEMPERATURE = 2.0
@@ -31,6 +32,7 @@ def stage(make_stage, folders, tmp_path_factory):
         answers=lambda rollout: partial(Episodes, turns_of(folders[0], MADE)(rollout)),
         environment={"kind": "class", "path": "unused:Unused", "max_turns": 5},
         delimiter="",
+        prefix_values={"force": "=", "floor": -1000.0, "forced_tokens": 8},
         max_prompt_tokens=8,
         max_response_tokens=240,
         sampling={"temperature": TEMPERATURE},
@@ -66,7 +68,8 @@ def check_transcript(sample, tokens, prompt: Prompt) -> None:
         assert (observed[0], observed[-2:]) == (ASKS, [ENDS, EQUALS])
     forced = ~tokens.action_mask
     assert (tokens.version[forced] == -1).all() and (tokens.logp_rollout[forced] == 0).all()
-    assert [reward.position for reward in sample.token_rewards] == [end - 1 for end in ends if tokens.ids[end - 1] == 1]
+    given = [reward.position for reward in sample.token_rewards if reward.kind != UTILITY]
+    assert given == [end - 1 for end in ends if tokens.ids[end - 1] == 1]
 
 
 def test_five_turns_have_the_log_probs_of_one_forward_pass_over_the_transcript(stage, models):
@@ -82,6 +85,30 @@ def test_five_turns_have_the_log_probs_of_one_forward_pass_over_the_transcript(s
                 assert (tokens.version[tokens.action_mask] == 0).all()
                 whole += 1
     assert whole >= 5, f"only {whole} answers have five turns"
+
+
+def test_the_values_of_turns_are_those_of_a_forward_pass(stage, models):
+    """The passages are the turns before the last one, each with its observation. A row without an answer has none."""
+    asked = [replace(prompt, columns={**prompt.columns, "ground_truth": "42"}) for prompt in prompts(4)]
+    [wanted] = stage.engine._valuer.wanted(asked[0])
+    forced, num = [*wanted.before, *wanted.ids], 0
+    assert (wanted.before, len(wanted.ids)) == ((EQUALS,), 2)
+
+    def value(ids) -> float:
+        return float(reference_logp(models[0], np.array([*ids, *forced]), TEMPERATURE)[-2:].mean())
+
+    for prompt, group in zip(asked, stage.run(stage.engine.generate(asked, 8, 0, seed=3)), strict=True):
+        for sample, tokens in group:
+            given = [reward for reward in sample.token_rewards if reward.kind == UTILITY]
+            begins = np.flatnonzero(np.diff(tokens.action_mask.astype(int), prepend=0) == 1)[1:]
+            assert [reward.position for reward in given] == (begins - 1).tolist()
+            values = [value(tokens.ids[:end]) for end in (len(prompt.token_ids), *begins)]
+            # Both sides compute two layers in fp32 and round logits at 1e-6 relative.
+            assert [reward.value for reward in given] == pytest.approx(np.diff(values).tolist(), abs=1e-5)
+            num += len(given)
+    assert num > 32, f"only {num} turns"
+    [group] = stage.run(stage.engine.generate(prompts(1), 2, 0, seed=3))
+    assert all(reward.kind != UTILITY for sample, _ in group for reward in sample.token_rewards)
 
 
 def test_the_same_seed_gives_the_same_answers(stage):
