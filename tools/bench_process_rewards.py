@@ -74,7 +74,7 @@ class Engine(VllmEngine):
 
     def _completion(self, output: RequestOutput) -> Completion:
         completion = super()._completion(output)
-        if completion.candidates:  # only requests for values want the log-prob of a token of their own
+        if output.prompt_logprobs is not None:  # only requests for values want those of the prompt
             scored = self.scored[self._way]
             scored.num_requests += 1
             scored.num_tokens += len(output.prompt_token_ids)

@@ -372,11 +372,18 @@ class VllmEngine:
             for ids, transcript, one, own in zip(prompt_ids, transcripts, chosen, beams, strict=True)
         ]
 
-    async def _score(self, pairs: Sequence[tuple[list[int], int]]) -> list[float]:
-        """The log-prob of a token after others, for each of these pairs."""
-        requests = [Request(ids, Call(1, wanted=token), seed=0, goes_on=True) for ids, token in pairs]
-        given = dict([one async for one in self._sample(requests, None)])
-        return [given[k].candidates[token] for k, (_, token) in enumerate(pairs)]
+    async def _score(self, texts: Sequence[tuple[list[int], int]]) -> list[Sequence[float]]:
+        """See `prefix_values.Score`."""
+        found: dict[int, Sequence[float]] = {}
+        for reads_cache in (True, False):  # again without the cache, if it held what is scored
+            left = [k for k in range(len(texts)) if k not in found]
+            calls = [Call(1, num_scored=texts[k][1], reads_cache=reads_cache) for k in left]
+            requests = [Request(texts[k][0], call, seed=0, goes_on=True) for k, call in zip(left, calls, strict=True)]
+            async for i, completion in self._sample(requests, None):
+                num = requests[i].call.num_scored
+                if num <= len(completion.prompt_logp):
+                    found[left[i]] = completion.prompt_logp[-num:]
+        return [found[k] for k in range(len(texts))]
 
     @property
     def alive(self) -> bool:
@@ -450,8 +457,8 @@ class VllmEngine:
         params, call = self._params(request.is_greedy), request.call
         params |= {"max_tokens": call.max_tokens, "thinking_token_budget": call.thinking_token_budget}
         params |= {"logprobs": call.num_candidates}  # 0: only those of the sampled tokens
-        if call.wanted is not None:
-            params |= {"logprobs": 1, "logprob_token_ids": [call.wanted]}
+        if call.num_scored:
+            params |= {"prompt_logprobs": 0, "skip_reading_prefix_cache": not call.reads_cache}
         params |= {"seed": request.seed, "stop_token_ids": [*params["stop_token_ids"], *call.stops]}
         internal_name = self._thread.engine.add_request(name, prompt, SamplingParams(**params))
         # An answer with an environment does not go on in another engine, so nobody would read its tokens; what is
@@ -487,12 +494,22 @@ class VllmEngine:
             routes = routes[-(len(output.prompt_token_ids) + len(answer.token_ids) - 1) :]
         ended = answer.finish_reason == "stop" and answer.token_ids[-1] in self._stop_ids
         candidates = dict(zip(given.token_ids, given.logprobs)) if len(given.logprobs) > len(logp) else {}
-        return Completion(answer.token_ids, logp, versions, ended, routes, candidates)
+        return Completion(answer.token_ids, logp, versions, ended, routes, candidates, _prompt_logp(output))
 
 
 def request_seed(*parts: int) -> int:
     """The seed of the first answer to a prompt, of 62 bits; that of another one is larger by its number."""
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "little") >> 2
+
+
+def _prompt_logp(output: RequestOutput) -> list[float]:
+    """See `Completion.prompt_logp`."""
+    given = output.prompt_logprobs
+    if given is None:
+        return []
+    # The first token has none. What vLLM gives for those of the cache depends on its model runner.
+    num_computed = len(output.prompt_token_ids) - (output.num_cached_tokens or 0) - 1
+    return [given.logprobs[i] for i in given.start_indices[len(given) - num_computed :]]
 
 
 def _sample_of(prompt_ids: Sequence[int], transcript: Transcript, chosen: Chosen) -> tuple[Sample, Tokens]:

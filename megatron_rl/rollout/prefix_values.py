@@ -2,9 +2,8 @@
 
 The value of the first i passages is V_i = mean log P(answer tokens | prompt, passages, force), and the utility of
 passage i is U_i = V_i - V_(i-1). V_0 is that of the prompt alone. The engine computes the values as soon as an answer
-is complete, while it generates others: for each token of the right answer it is asked for one token after everything
-before, and gives the log-prob of the one that is wanted. The prefix cache holds what these requests share with the
-answer.
+is complete, while it generates others: each prefix with a right answer is a request, whose last tokens' log-probs are
+wanted. The prefix cache holds what these requests share with the answer.
 
 Invariants (tests/unit/rollout): the utilities of a thought, not clipped, add up to the last value minus the first; a
 value is never below the floor; a thought without passages, and a row without an answer, have no rewards.
@@ -29,8 +28,8 @@ from megatron_rl.types import UTILITY, Prompt, Sample, TokenReward, Tokens
 
 Samples = list[tuple[Sample, Tokens]]
 
-Score = Callable[[Sequence[tuple[list[int], int]]], Awaitable[list[float]]]
-"""Pairs of tokens and one more token -> the log-prob of this one after the others."""
+Score = Callable[[Sequence[tuple[list[int], int]]], Awaitable[list[Sequence[float]]]]
+"""Tokens, and a number of them -> the log-probs of the last so many, each after those before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,15 +140,10 @@ class PrefixValuer:
 
     async def values(self, prefixes: Sequence[list[int]], wanted: Sequence[Wanted], score: Score) -> list[float]:
         """The value of each prefix."""
-        pairs = [
-            ([*prefix, *answer.before, *answer.ids[:j]], answer.ids[j])
-            for prefix in prefixes
-            for answer in wanted
-            for j in range(len(answer.ids))
-        ]
-        logps = iter(await score(pairs))
-        means = [[math.fsum(next(logps) for _ in answer.ids) / len(answer.ids) for answer in wanted] for _ in prefixes]
-        return [max(together(of_answers, self._cfg.several), self._cfg.floor) for of_answers in means]
+        texts = [([*prefix, *answer.before, *answer.ids], len(answer.ids)) for prefix in prefixes for answer in wanted]
+        means = [math.fsum(logps) / len(logps) for logps in await score(texts)]
+        of_prefixes = [means[i : i + len(wanted)] for i in range(0, len(means), len(wanted))]
+        return [max(together(of_answers, self._cfg.several), self._cfg.floor) for of_answers in of_prefixes]
 
 
 def together(means: Sequence[float], several: str) -> float:

@@ -36,7 +36,10 @@ class Completion:
     """uint8 [R, layers, K]: the experts of the first R tokens of prompt and response, `Tokens.routes`; None if the
     engine does not give them."""
     candidates: Mapping[int, float] = field(default_factory=dict)
-    """The log-probs of `Call.num_candidates` tokens, or of `Call.wanted`."""
+    """The log-probs of `Call.num_candidates` tokens."""
+    prompt_logp: Sequence[float] = ()
+    """With `Call.num_scored`: the log-probs of the prompt's last tokens, of the model itself, whatever the sampling
+    temperature is. Those that the engine found in its cache have none."""
 
 
 @dataclass(slots=True)
@@ -100,8 +103,11 @@ class Call:
     """Tokens that end the call, though not the answer, beside those that end both."""
     num_candidates: int = 0
     """In a call for one token: so many of the most probable tokens are wanted, and not the one that is sampled."""
-    wanted: int | None = None
-    """In a call for one token: the log-prob of this token is wanted, and not the one that is sampled."""
+    num_scored: int = 0
+    """In a call for one token: the log-probs of so many of the prompt's last tokens are wanted, and not the token that
+    is sampled."""
+    reads_cache: bool = True
+    """Whether the beginning of the prompt may come from the prefix cache."""
 
 
 @dataclass(frozen=True, slots=True)

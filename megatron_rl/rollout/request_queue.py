@@ -119,7 +119,7 @@ class RequestQueue:
             if output.finished:
                 request, future = self._running.pop(output.request_id)
                 call = request.call
-                if not call.num_candidates and call.wanted is None:  # no answer, so it says nothing of their lengths
+                if not call.num_candidates and not call.num_scored:  # no answer, so it says nothing of their lengths
                     self._budget.finished(len(output.outputs[0].token_ids))
                 self._has_changed = True
                 self._unresolved.remove(future)

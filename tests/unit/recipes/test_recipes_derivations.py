@@ -69,12 +69,11 @@ class Trained:
             schedule.step()
 
     @torch.no_grad()
-    async def score(self, pairs: Sequence[tuple[list[int], int]]) -> list[float]:
-        rows, wanted = zip(*pairs, strict=True)
-        ids_SL, is_row_SL = padded(rows)
-        last_S = is_row_SL.sum(1) - 1
-        logp_SV = self.model(input_ids=ids_SL).logits[torch.arange(len(rows)), last_S].log_softmax(-1)
-        return logp_SV[torch.arange(len(rows)), torch.tensor(wanted)].tolist()
+    async def score(self, texts: Sequence[tuple[list[int], int]]) -> list[list[float]]:
+        ids_SL, _ = padded([row for row, _ in texts])
+        logp_SLV = self.model(input_ids=ids_SL).logits[:, :-1].log_softmax(-1)
+        logp_SL = logp_SLV.gather(-1, ids_SL[:, 1:, None])[..., 0]
+        return [logp_SL[s, len(row) - 1 - num : len(row) - 1].tolist() for s, (row, num) in enumerate(texts)]
 
     def rise(self, a: int, b: int, columns: Sequence[str]) -> float:
         """By how much a whole thought makes the right answer more probable, in nats a token."""

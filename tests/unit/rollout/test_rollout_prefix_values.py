@@ -56,9 +56,9 @@ class Model:
     def __init__(self) -> None:
         self.asked: list[tuple[list[int], int]] = []
 
-    async def score(self, pairs):
-        self.asked += pairs
-        return [-token / len(ids) for ids, token in pairs]
+    async def score(self, texts):
+        self.asked += texts
+        return [[-ids[i] / i for i in range(len(ids) - num, len(ids))] for ids, num in texts]
 
 
 def rewards(held: PrefixValuer, truth, given, model: Model | None = None) -> tuple[TokenReward, ...]:
@@ -75,8 +75,9 @@ def test_golden_values_and_utilities(folder):
     expected = [-(FOUR / (n + 6) + TWO / (n + 7)) / 2 for n in (0, 2, 5)]
     assert [(r.position, r.kind) for r in found] == [(3, UTILITY), (6, UTILITY)]
     assert [r.value for r in found] == pytest.approx([expected[1] - expected[0], expected[2] - expected[1]], rel=1e-12)
-    assert model.asked[:2] == [([9, 9, *FORCE], FOUR), ([9, 9, *FORCE, FOUR], TWO)]
-    assert model.asked[4] == ([9, 9, *map(WORDS.index, ("hm", ".", "So", "it", ".")), *FORCE], FOUR)
+    assert model.asked[0] == ([9, 9, *FORCE, FOUR, TWO], 2)
+    assert model.asked[2] == ([9, 9, *map(WORDS.index, ("hm", ".", "So", "it", ".")), *FORCE, FOUR, TWO], 2)
+    assert len(model.asked) == 3
 
 
 def test_several_right_answers(folder):
@@ -121,7 +122,7 @@ def test_the_passages_of_an_episode_are_its_turns_with_their_observations(folder
     values = [-FOUR / (n + 6) for n in (0, 4, 6)]
     assert [r.position for r in found] == [5, 7]
     assert [r.value for r in found] == pytest.approx([values[1] - values[0], values[2] - values[1]], rel=1e-12)
-    assert model.asked[1] == ([*tokens.ids[:6], *FORCE], FOUR)
+    assert model.asked[1] == ([*tokens.ids[:6], *FORCE, FOUR], 1)
 
 
 def test_what_was_forced_to_end_a_thought_is_not_a_part_of_it(folder):
@@ -148,10 +149,10 @@ def test_groups_are_given_as_soon_as_they_have_their_values(folder):
     """The first group waits for its values until the others have been given."""
     model, release, order = Model(), asyncio.Event(), []
 
-    async def score(pairs):
-        if len(pairs[0][0]) > 6:  # the prompt of the first group is longer
+    async def score(texts):
+        if len(texts[0][0]) > 7:  # the prompt of the first group is longer
             await release.wait()
-        return await model.score(pairs)
+        return await model.score(texts)
 
     async def finished():
         for number in range(3):

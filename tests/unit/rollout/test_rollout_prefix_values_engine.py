@@ -40,9 +40,9 @@ def prompts(count: int, truth="42") -> list[Prompt]:
 
 
 def value(model, prefix, forced) -> float:
-    """The mean log-prob of the tokens after `</think>`."""
+    """The mean log-prob of the tokens after `</think>`, at temperature 1."""
     ids = torch.tensor([*prefix, *forced]).numpy()
-    return float(reference_logp(model, ids, TEMPERATURE)[-(len(forced) - 1) :].mean())
+    return float(reference_logp(model, ids, 1.0)[-(len(forced) - 1) :].mean())
 
 
 def check(model, prompt: Prompt, sample, tokens, forced) -> int:
@@ -81,6 +81,21 @@ def test_values_are_those_of_a_forward_pass(stage, models):
     again = stage.run(stage.engine.generate(asked, 6, 0, seed=1))
     for (one, _), (other, _) in zip(sum(groups, []), sum(again, []), strict=True):
         assert one.token_rewards == other.token_rewards
+
+
+def test_what_is_scored_may_lie_in_the_cache(stage, models):
+    """A block of the cache has 128 tokens. Tokens that were found in it have no log-probs, so they are asked again."""
+    ids = [5 + (i * i) % 13 for i in range(131)]
+    expected = reference_logp(models[0], torch.tensor(ids).numpy(), 1.0)
+
+    def num_requests(num: int) -> int:
+        before = stage.engine._num_requests
+        [scored] = stage.run(stage.engine._score([(ids, num)]))
+        # Both sides compute two layers in fp32 and round logits at 1e-6 relative.
+        assert list(scored) == pytest.approx(expected[-num:].tolist(), abs=1e-5)
+        return stage.engine._num_requests - before
+
+    assert [num_requests(num) for num in (5, 5, 2, 3)] == [1, 2, 1, 2]
 
 
 def test_a_row_without_an_answer_has_no_rewards(stage):

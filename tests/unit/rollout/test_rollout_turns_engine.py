@@ -95,7 +95,7 @@ def test_the_values_of_turns_are_those_of_a_forward_pass(stage, models):
     assert (wanted.before, len(wanted.ids)) == ((EQUALS,), 2)
 
     def value(ids) -> float:
-        return float(reference_logp(models[0], np.array([*ids, *forced]), TEMPERATURE)[-2:].mean())
+        return float(reference_logp(models[0], np.array([*ids, *forced]), 1.0)[-2:].mean())
 
     for prompt, group in zip(asked, stage.run(stage.engine.generate(asked, 8, 0, seed=3)), strict=True):
         for sample, tokens in group:
