@@ -480,6 +480,7 @@ class VllmEngine:
             "stop_token_ids": list(self._stop_ids),
             "flat_logprobs": True,
             "detokenize": False,
+            "skip_clone": True,  # each request has its own
             "output_kind": RequestOutputKind.FINAL_ONLY,
         }
 
