@@ -23,6 +23,7 @@ def arguments(task, name: str, *more: str) -> list[str]:
         "algorithm.updates_per_step=2",
         "algorithm.kl={estimator: k2, place: reward, coefficient: {kind: fixed, value: 0.05}}",
         "critic.parallel.data=2",
+        "critic.updates_per_step=2",
         "critic.warmup_steps=1",
         "checkpoint.every=2",
         *more,
