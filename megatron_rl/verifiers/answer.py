@@ -39,12 +39,21 @@ class Answer:
         return self.response_ids[self.episode.last_turn - self.num_prompt_tokens :]
 
     @property
+    def earlier_ids(self) -> list[int]:
+        """The tokens before those. What an agent's first call begins with is not known here."""
+        if self.episode is None:
+            return list(self.prompt.token_ids)
+        return self.response_ids[: self.episode.last_turn - self.num_prompt_tokens]
+
+    @property
     def fault(self) -> str:
         """Why nothing can be said about the answer; empty if something can."""
         return self.episode.fault if self.episode else ""
 
 
 BLOCK_TOKENS = 256
+MAX_BLANKS = 8
+"""A chat template appends at most so many tokens of white space to a thought that it has closed."""
 
 
 def text_after(delimiter: str, ids: Sequence[int], tokenizer: Tokenizer) -> str | None:
@@ -72,10 +81,19 @@ def text_after(delimiter: str, ids: Sequence[int], tokenizer: Tokenizer) -> str 
     return None
 
 
+def begins_closed(answer: Answer, delimiter: str, tokenizer: Tokenizer) -> bool:
+    """Whether the thought was closed before the answer began, as chat templates do that switch thinking off: what comes
+    before ends with the delimiter and white space. Then the whole answer is judged."""
+    tail = answer.earlier_ids[-len(delimiter.encode()) - MAX_BLANKS :]
+    return bool(delimiter) and tokenizer.decode(tail, skip_special_tokens=False).rstrip().endswith(delimiter)
+
+
 def judged_text(answer: Answer, require_stop: bool, delimiter: str, tokenizer: Tokenizer) -> str | Verdict:
     """The text after the thought; the verdict with the score 0 if there is none, or if a budget cut the answer and
     `require_stop` is set."""
     if require_stop and answer.finish != "stop":
         return Verdict(0.0, "cut by the length budget")
+    if begins_closed(answer, delimiter, tokenizer):
+        delimiter = ""
     text = text_after(delimiter, answer.final_ids, tokenizer)
     return Verdict(0.0, f"no {delimiter}") if text is None else text

@@ -11,11 +11,12 @@ from typing import Any
 
 from megatron_rl.config.rewards import FormatReward, LengthReward
 from megatron_rl.types import Verdict
-from megatron_rl.verifiers.answer import Answer, Tokenizer, text_after
+from megatron_rl.verifiers.answer import Answer, Tokenizer, begins_closed, text_after
 
 
 class FormatVerifier:
-    """Looks at the whole answer. The configuration refuses it without a delimiter."""
+    """Looks at the whole answer. After a thought that was closed before, the right form is a text alone. The
+    configuration refuses the reward without a delimiter."""
 
     def __init__(self, cfg: FormatReward, tokenizer: Tokenizer, delimiter: str) -> None:
         self._tokenizer, self._delimiter = tokenizer, delimiter
@@ -29,15 +30,16 @@ class FormatVerifier:
         if answer.finish != "stop":
             return "cut by the length budget"
         whole = self._tokenizer.decode(answer.final_ids, skip_special_tokens=False)
-        if (count := whole.count(self._delimiter)) != 1:
+        is_closed = begins_closed(answer, self._delimiter, self._tokenizer)
+        if (count := whole.count(self._delimiter)) != (0 if is_closed else 1):
             return f"{count} times {self._delimiter}"
-        thought = whole.partition(self._delimiter)[0].strip()
-        text = text_after(self._delimiter, answer.final_ids, self._tokenizer)
+        thought = "" if is_closed else whole.partition(self._delimiter)[0].strip()
+        text = text_after("" if is_closed else self._delimiter, answer.final_ids, self._tokenizer)
         if self._opening:
             thought = thought.removeprefix(self._opening)
             if self._opening in thought or self._opening in (text or ""):
                 return f"{self._opening} inside the answer"
-        if not thought.strip():
+        if not is_closed and not thought.strip():
             return "an empty thought"
         return None if text and text.strip() else "an empty text"
 

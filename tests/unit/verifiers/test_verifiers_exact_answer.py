@@ -7,8 +7,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from megatron_rl.config.rewards import ExactAnswerReward
-from megatron_rl.types import Prompt, Verdict
-from megatron_rl.verifiers.answer import BLOCK_TOKENS, Answer, text_after
+from megatron_rl.types import Episode, Prompt, Verdict
+from megatron_rl.verifiers.answer import BLOCK_TOKENS, Answer, judged_text, text_after
 from megatron_rl.verifiers.exact_answer import last_number
 from megatron_rl.verifiers.ground_truth import GroundTruthVerifier
 
@@ -95,7 +95,7 @@ def test_last_number(text, number):
 
 
 def score(text: str, truth, finish: str = "stop", delimiter: str = "</think>", **cfg) -> Verdict:
-    prompt = Prompt("rows.jsonl:3", (1,), "q", {"ground_truth": truth})
+    prompt = Prompt("rows.jsonl:3", (5,), "q", {"ground_truth": truth})
     answer = Answer(prompt, ids_of(ONE_WORD, text), finish)
     [verdict] = GroundTruthVerifier(ExactAnswerReward(**cfg), ONE_WORD, delimiter, 1).score([answer])
     return verdict
@@ -103,6 +103,34 @@ def score(text: str, truth, finish: str = "stop", delimiter: str = "</think>", *
 
 def found(score: float, final: str, reason: str = "") -> Verdict:
     return Verdict(score, reason, details={"exact_answer/final_answer": final})
+
+
+@pytest.mark.parametrize("tokenizer", ALL_TOKENIZERS)
+@pytest.mark.parametrize(
+    ("before", "text", "expected"),
+    [
+        ("q<think></think>\n\n", "12<eos>", "12"),
+        ("q</think>", "12<eos>", "12"),
+        ("q</think>", "3</think>12<eos>", "3</think>12"),
+        ("</think>q", "12<eos>", None),
+        ("q", "3</think>12<eos>", "12"),
+    ],
+)
+def test_after_a_thought_that_the_prompt_has_closed_all_is_answer(tokenizer, before, text, expected):
+    if tokenizer is SPECIAL and expected:  # there the delimiter is a special token, and dropped
+        expected = expected.replace("</think>", "")
+    prompt = Prompt("row", tuple(ids_of(tokenizer, before)), "q", {})
+    for_turn = Answer(  # what comes before the last turn of an episode
+        Prompt("row", (), "q", {}),
+        [*prompt.token_ids, *ids_of(tokenizer, text)],
+        "stop",
+        Episode(2, 7 + len(prompt.token_ids)),
+        (),
+        7,
+    )
+    for answer in (Answer(prompt, ids_of(tokenizer, text), "stop"), for_turn):
+        found = judged_text(answer, True, "</think>", tokenizer)
+        assert found == (Verdict(0.0, "no </think>") if expected is None else expected)
 
 
 def test_verdicts():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -110,6 +112,21 @@ def scores(cfg, answers, delimiter="</think>") -> list[Verdict]:
 )
 def test_the_format_is_one_thought_and_one_text(text, fault):
     assert scores(FormatReward(), [answer(text)]) == [Verdict(1.0) if fault is None else Verdict(0.0, fault)]
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("2", None),
+        ("so</think>2", "1 times </think>"),
+        ("<think>2", "<think> inside the answer"),
+        (" \n", "an empty text"),
+    ],
+)
+def test_the_format_after_a_closed_thought_is_one_text(text, fault):
+    closed = replace(answer(text).prompt, token_ids=tuple(map(ord, "<think></think>\n")))
+    after = replace(answer(text), prompt=closed)
+    assert scores(FormatReward(), [after]) == [Verdict(1.0) if fault is None else Verdict(0.0, fault)]
 
 
 def test_the_format_of_a_cut_answer_is_wrong_and_any_delimiter_will_do():
