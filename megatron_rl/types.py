@@ -315,6 +315,15 @@ class TokenReward(NamedTuple):
     value: float
 
 
+class Branch(NamedTuple):
+    """The end of a passage, from which other answers go on."""
+
+    sample: int
+    """The number of the sample within its group."""
+    passage: int
+    """The number of the passage within the sample's thought."""
+
+
 @dataclass(frozen=True, slots=True)
 class Episode:
     """What the driver knows about the turns of one answer, if there is `rollout.environment`."""
@@ -360,6 +369,9 @@ class Sample:
     samples of a thought are adjacent, and the thought's tokens are actions of the one with rank 0 alone."""
     num_item_tokens: int = 0
     """The number of its last tokens that are an item, which beam search has found; 0: it has none."""
+    branch: Branch | None = None
+    """Where it has left another answer, if it only tells what a passage of this one is worth
+    (`rollout.prefix_values.rollouts`). Such samples are behind all others of their group, until they are verified."""
     verdict: Verdict | None = None
     """The verifier's verdict; None before the verification."""
 
@@ -376,8 +388,8 @@ class Group:
     prompt: Prompt
     samples: list[Sample]
     payload: Any
-    """list[Tokens], one for each sample, or a reference to this list (a Ray object), which the trainer ranks and the
-    verifier resolve. Tokens do not pass through the driver."""
+    """list[Tokens], one for each sample (those of samples that have left the group may follow), or a reference to this
+    list (a Ray object), which the trainer ranks and the verifier resolve. Tokens do not pass through the driver."""
     version: int
     """The version of the weights with which the generation began; `Tokens.version` gives the one of each token."""
 

@@ -163,7 +163,7 @@ def _check_trainable(config: BaseConfig, shape: ModelShape) -> bool:
 def _positions(config: BaseConfig, shape: ModelShape) -> list[str]:
     if isinstance(config, GrpoRunConfig):
         longest, keys = config.rollout.max_engine_tokens, "rollout.max_prompt_tokens + rollout.max_response_tokens"
-        keys += " + rollout.prefix_values.forced_tokens" if config.rollout.prefix_values else ""
+        keys += " + rollout.prefix_values.forced_tokens" if longest > config.rollout.max_model_tokens else ""
     elif isinstance(config, SftRunConfig):
         longest, keys = config.sft.max_tokens, "sft.max_tokens"
     else:

@@ -88,7 +88,7 @@ class Engine(VllmEngine):
         self._valuer = valuer if way == "shadow" else None
         groups = await self.generate(prompts, num_samples, 0, seed)
         if way == "after":
-            asked = [valuer.rewarded(*one, self._score) for one in zip(prompts, groups, strict=True)]
+            asked = [valuer.rewarded(*one) for one in zip(prompts, groups, strict=True)]
             groups = await asyncio.gather(*asked)
         return [sample for group in groups for sample, _ in group]
 

@@ -338,7 +338,8 @@ class EngineGroup:
 
     def tokens(self, group: Group, with_routes: bool = False) -> list[Tokens]:
         """See `ports.Engine`."""
-        return fetch([group.payload], self._config.cluster.step_timeout_s, with_routes)[0]
+        # Behind them may be tokens of samples that have left the group.
+        return fetch([group.payload], self._config.cluster.step_timeout_s, with_routes)[0][: len(group.samples)]
 
     def close(self) -> None:
         """End all engines that have started. Ray ends the others, and those that do not end in time."""

@@ -27,6 +27,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
+from megatron_rl.algorithms.utilities import settle_branches
 from megatron_rl.cluster.engines import ATTEMPTS, EngineGroup
 from megatron_rl.cluster.payloads import StoredTokens, num_objects
 from megatron_rl.cluster.verifier import RayVerifier, VerifierGroup
@@ -97,7 +98,10 @@ class Scored:
 
 def largest_part(rollout: RolloutConfig) -> int:
     """The largest number of a group's answers that one engine gets, so that the engines have equal work. The answers of
-    a part share the keys and values of their prompt."""
+    a part share the keys and values of their prompt. If samples go on from passages, a group has one part, so that they
+    are behind all others."""
+    if rollout.prefix_values is not None and rollout.prefix_values.rollouts is not None:
+        return rollout.samples_per_prompt
     under_way = (rollout.max_lag + 1) * rollout.prompts_per_step * rollout.samples_per_prompt
     return max(1, under_way // (PARTS * rollout.num_engines))
 
@@ -134,6 +138,7 @@ class RayStream:
     def __init__(self, config: GrpoRunConfig, engines: EngineGroup, verifiers: VerifierGroup) -> None:
         self._engines, self._timeout_s = engines, config.cluster.step_timeout_s
         self._largest_part = largest_part(config.rollout)
+        self._values = config.rollout.prefix_values
         self._num_objects = num_objects(config.policy.routing_replay)
         self._tickets = count()
         self._asked: dict[int, Asked] = {}
@@ -253,7 +258,7 @@ class RayStream:
             try:
                 complete = [asked for part, future in answered if (asked := self._completed(part, future))]
                 if complete:
-                    self._events.put(_scored(verifier, complete))
+                    self._events.put(self._scored(verifier, complete))
             except Exception as error:  # the driver raises it
                 self._events.put(error)
 
@@ -279,12 +284,14 @@ class RayStream:
         self._events.put(Lost(part, error))
         return None
 
-
-def _scored(verifier: RayVerifier, complete: list[Asked]) -> Scored:
-    groups = [(asked, asked.group) for asked in complete]
-    verdicts, metrics = verifier.score([group for _, group in groups])
-    give_verdicts([group for _, group in groups], verdicts)
-    to_train_on = {asked.number: group for asked, group in groups if asked.number >= 0}
-    if to_train_on:
-        verifier.write(to_train_on)
-    return Scored(groups, metrics)
+    def _scored(self, verifier: RayVerifier, complete: list[Asked]) -> Scored:
+        groups = [(asked, asked.group) for asked in complete]
+        verdicts, metrics = verifier.score([group for _, group in groups])
+        give_verdicts([group for _, group in groups], verdicts)
+        if self._values is not None and self._values.rollouts is not None:
+            for _, group in groups:
+                settle_branches(group, self._values)
+        to_train_on = {asked.number: group for asked, group in groups if asked.number >= 0}
+        if to_train_on:
+            verifier.write(to_train_on)
+        return Scored(groups, metrics)

@@ -83,7 +83,8 @@ class VerifierRank:
             entries: without the tokens, which are the payloads.
         """
         groups = fetch(payloads, with_routes=True)
-        self.journal.write([replace(entry, tokens=tokens) for entry, tokens in zip(entries, groups, strict=True)])
+        kept = [tokens[: len(entry.samples)] for entry, tokens in zip(entries, groups, strict=True)]  # without branches
+        self.journal.write([replace(entry, tokens=tokens) for entry, tokens in zip(entries, kept, strict=True)])
 
     def shape(self, verdicts: list[list[Verdict]], prompts: list[Prompt], payloads: list[Any]) -> list[list[Verdict]]:
         return shape_verdicts(verdicts, prompts, fetch(payloads), self.config.algorithm.shaping)

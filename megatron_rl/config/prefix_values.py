@@ -17,6 +17,12 @@ class PrefixValues(Section):
     policy itself gives it. The reward of a passage of the thought is what it adds to this value. It is at the last
     token of the passage (`Sample.token_rewards`, kind `utility`), for `adv_estimator: {kind: grpo_process}`."""
 
+    rollouts: PositiveInt | None = None
+    """Monte Carlo values (VinePPO, Kazemnejad et al. 2024, arXiv:2410.01679): the value of a beginning is the mean
+    reward of so many answers that go on from it, and that of the prompt the mean reward of its group. It needs no right
+    answer in the rows and has no bias, but the engine generates so many more answers for each passage. null: the
+    log-prob of the right answer."""
+
     force: str = "\n</think>\n\nThe answer is "
     """The text after a beginning of the thought, before the answer. It closes the thought."""
     column: str = "ground_truth"
@@ -46,13 +52,13 @@ class PrefixValues(Section):
     """See `idle_cost`."""
 
     def answers(self, columns: Mapping[str, Any]) -> list[str]:
-        """The right answers of a row with these columns; none if it has none.
+        """The right answers of a row with these columns; none if it has none, or if none is needed.
 
         Raises:
             ValueError: an answer is neither text nor a number, or it is empty.
         """
         given = columns.get(self.column)
-        if given is None:
+        if given is None or self.rollouts is not None:
             return []
         answers = given if isinstance(given, list | tuple) else [given]
         for answer in answers:
@@ -63,10 +69,18 @@ class PrefixValues(Section):
                 )
         return [str(answer) for answer in answers]
 
+    @property
+    def num_scored(self) -> int:
+        """The largest number of tokens that the engine gets after a passage."""
+        return 0 if self.rollouts is not None else self.forced_tokens
+
     @model_validator(mode="after")
     def _lengths(self) -> Self:
         if self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens is {self.min_tokens}, above max_tokens, which is {self.max_tokens}")
+        for key in ("force", "column", "forced_tokens", "several", "floor") if self.rollouts is not None else ():
+            if getattr(self, key) != type(self).model_fields[key].default:
+                raise ValueError(f"with rollouts the values need no right answer, so {key} means nothing; remove it")
         if not all(self.markers):
             raise ValueError("markers has an empty text, with which every token would begin a passage; remove it")
         return self

@@ -104,7 +104,7 @@ class RolloutConfig(Section):
     @property
     def max_engine_tokens(self) -> int:
         """The length of the longest request to an engine, in tokens."""
-        return self.max_model_tokens + (self.prefix_values.forced_tokens if self.prefix_values else 0)
+        return self.max_model_tokens + (self.prefix_values.num_scored if self.prefix_values else 0)
 
     @property
     def samples_per_group(self) -> int:
@@ -123,6 +123,8 @@ class RolloutConfig(Section):
             raise ValueError("prefix_values are those of one thought and one answer, and beams has others")
         if self.prefix_values and self.environment and self.environment.kind == "agent":
             raise ValueError("prefix_values are those of turns or of a thought, and an agent's calls may be neither")
+        if self.prefix_values and self.prefix_values.rollouts and self.environment:
+            raise ValueError("prefix_values.rollouts begin in the middle of an answer, where no environment can begin")
         if self.prefix_values and not (self.delimiter or self.environment):
             raise ValueError("prefix_values are those of thoughts, and with an empty delimiter there are none")
         return self

@@ -46,7 +46,7 @@ from megatron_rl.rollout.budgets import Budgets, Chosen
 from megatron_rl.rollout.engine_thread import EngineThread
 from megatron_rl.rollout.engine_weights import EngineWeights
 from megatron_rl.rollout.episodes import MakeAnswers
-from megatron_rl.rollout.prefix_values import PrefixValuer
+from megatron_rl.rollout.prefix_values import Beginning, PrefixValuer
 from megatron_rl.rollout.program import Call, Completion, Transcript, as_sample, next_call, replay
 from megatron_rl.rollout.progress import Progress, recorded
 from megatron_rl.rollout.request_queue import Request, RequestQueue
@@ -68,8 +68,8 @@ class _Answer:
     """An answer whose program goes on while others do."""
 
     prompt_ids: Sequence[int]
-    name: tuple[int, int]
-    """The ticket of the group and the number of the sample."""
+    name: tuple[int, int] | None
+    """The ticket of the group and the number of the sample; None: its tokens are not recorded."""
     chosen: Chosen
     transcript: Transcript
     call: Call | None
@@ -132,7 +132,8 @@ class VllmEngine:
         self._vocab_size = shape.vocab_size
         self._stop_ids = stop_ids(model.path)
         if (longest := rollout.max_engine_tokens) > shape.max_positions:
-            forced = " + rollout.prefix_values.forced_tokens" if rollout.prefix_values else ""
+            values = rollout.prefix_values
+            forced = " + rollout.prefix_values.forced_tokens" if values and values.num_scored else ""
             raise ValueError(
                 f"rollout.max_prompt_tokens + rollout.max_response_tokens{forced} = {longest} exceeds the "
                 f"{shape.max_positions} positions of {model.path}; lower one of them"
@@ -140,7 +141,9 @@ class VllmEngine:
         self._budgets = Budgets(model.path, rollout, torch.cuda.is_available())
         self._valuer: PrefixValuer | None = None
         if rollout.prefix_values is not None:
-            self._valuer = PrefixValuer(model.path, rollout.prefix_values, self._budgets.delimiter or ())
+            self._valuer = PrefixValuer(
+                model.path, rollout.prefix_values, self._budgets.delimiter or (), self._score, self._go_on
+            )
         self._thread = EngineThread(RequestQueue(self._give))
         assert (make_answers is None) == (rollout.environment is None), "only an environment needs them"
         self._episodes = make_answers(self._start, self._completion) if make_answers else None
@@ -208,7 +211,7 @@ class VllmEngine:
         self._check(prompts)
         groups = self._groups(prompts, num_samples, version, seed, purpose == "baseline", first)
         if self._valuer is not None and purpose == "training":
-            groups = self._valuer.groups(groups, prompts, self._score)
+            groups = self._valuer.groups(groups, prompts)
         async for number, samples in groups:
             yield number, samples
 
@@ -287,7 +290,7 @@ class VllmEngine:
         else:
             found = await self._answers(ticket, number, prompt, samples, earlier)
         if self._valuer is not None and number >= 0:
-            found = await self._valuer.rewarded(prompt, found, self._score)
+            found = await self._valuer.rewarded(prompt, found)
         if self._progress is not None:
             self._progress.done(ticket)
         return found
@@ -296,10 +299,27 @@ class VllmEngine:
         self, ticket: int, number: int, prompt: Prompt, samples: range, earlier: Sequence[Path]
     ) -> list[tuple[Sample, Tokens]]:
         """See `answer`; without an environment."""
-        answers = [self._begun(prompt, (ticket, sample), number, earlier) for sample in samples]
+        answers = []
+        for sample in samples:
+            rows, seed = recorded(earlier, ticket, sample), request_seed(self._seed, number) + sample
+            sampled = Completion(rows["token"].tolist(), rows["logp"].tolist(), rows["version"].tolist(), stopped=False)
+            answers.append(self._begun(prompt, sample, sampled, seed, (ticket, sample)))
+        return await self._completed(answers, is_first=True)
+
+    async def _go_on(self, prompt: Prompt, beginnings: Sequence[Beginning]) -> list[tuple[Sample, Tokens]]:
+        """See `prefix_values.GoOn`. The tokens of a beginning are all sampled."""
+        answers = []
+        for beginning in beginnings:
+            tokens, own = beginning.tokens, slice(len(prompt.token_ids), beginning.length)
+            columns = tokens.ids[own].tolist(), tokens.logp_rollout[own].tolist(), tokens.version[own].tolist()
+            seed = request_seed(self._seed, beginning.sample, columns[0]) + beginning.rollout
+            answers.append(self._begun(prompt, beginning.sample, Completion(*columns, stopped=False), seed))
+        return await self._completed(answers, is_first=False)
+
+    async def _completed(self, answers: Sequence[_Answer], is_first: bool) -> list[tuple[Sample, Tokens]]:
+        """Carry out the programs of answers side by side."""
         requests = [answer.request for answer in answers if answer.call is not None]
-        begin = partial(self._begin, requests, is_first=True)
-        futures = iter(await self._thread.call(begin))
+        futures = iter(await self._thread.call(partial(self._begin, requests, is_first=is_first)))
         calls = [self._complete(answer, next(futures) if answer.call else None) for answer in answers]
         outcomes = await asyncio.gather(*calls, return_exceptions=True)
         for outcome in outcomes:
@@ -319,13 +339,13 @@ class VllmEngine:
 
         await self._thread.call(end)
 
-    def _begun(self, prompt: Prompt, name: tuple[int, int], number: int, earlier: Sequence[Path]) -> _Answer:
-        chosen = self._budgets.of(prompt, name[1])
-        rows = recorded(earlier, *name)
-        sampled = Completion(rows["token"].tolist(), rows["logp"].tolist(), rows["version"].tolist(), stopped=False)
+    def _begun(
+        self, prompt: Prompt, sample: int, sampled: Completion, seed: int, name: tuple[int, int] | None = None
+    ) -> _Answer:
+        """An answer of which some tokens have been sampled."""
+        chosen = self._budgets.of(prompt, sample)
         transcript, call, used = replay(chosen.program, sampled, self._stop_ids)
         rest = Completion(sampled.ids[used:], sampled.logp[used:], sampled.version[used:], stopped=False)
-        seed = request_seed(self._seed, number) + name[1]
         return _Answer(prompt.token_ids, name, chosen, transcript, call, rest, seed)
 
     async def _complete(self, answer: _Answer, future: Future[RequestOutput] | None) -> list[tuple[Sample, Tokens]]:

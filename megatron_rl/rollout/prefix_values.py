@@ -5,8 +5,11 @@ passage i is U_i = V_i - V_(i-1). V_0 is that of the prompt alone. The engine co
 is complete, while it generates others: each prefix with a right answer is a request, whose last tokens' log-probs are
 wanted. The prefix cache holds what these requests share with the answer.
 
-Invariants (tests/unit/rollout): the utilities of a thought, not clipped, add up to the last value minus the first; a
-value is never below the floor; a thought without passages, and a row without an answer, have no rewards.
+With `rollouts` the engine goes on with the answer from the end of each passage instead, and the values are what the
+verifiers say about the samples that it finds (algorithms/utilities.py).
+
+Invariants (tests/unit/rollout): a value is never below the floor; a thought without passages, and a row without an
+answer, have no rewards; samples that go on from a passage begin with its tokens, and are behind all others.
 """
 
 from __future__ import annotations
@@ -15,21 +18,39 @@ import asyncio
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice, pairwise
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
 
+from megatron_rl.algorithms.utilities import utilities
 from megatron_rl.config.prefix_values import PrefixValues
 from megatron_rl.rollout.passages import chapters, split, token_texts
 from megatron_rl.rollout.program import find_delimiter
 from megatron_rl.rollout.vocabulary import load_tokenizer
-from megatron_rl.types import UTILITY, Prompt, Sample, TokenReward, Tokens
+from megatron_rl.types import UTILITY, Branch, Prompt, Sample, TokenReward, Tokens
 
 Samples = list[tuple[Sample, Tokens]]
 
 Score = Callable[[Sequence[tuple[list[int], int]]], Awaitable[list[Sequence[float]]]]
 """Tokens, and a number of them -> the log-probs of the last so many, each after those before it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """The first tokens of an answer, from which another one goes on."""
+
+    sample: int
+    """The number of the answer within its group."""
+    tokens: Tokens
+    length: int
+    """The number of the tokens that are kept, those of the prompt included."""
+    rollout: int
+    """The number of the new answer among those from this beginning."""
+
+
+GoOn = Callable[[Prompt, Sequence[Beginning]], Awaitable[Samples]]
+"""A prompt and beginnings of answers to it -> one sample for each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +67,12 @@ class PrefixValuer:
     Args:
         folder: the model's.
         delimiter: the tokens that end a thought; answers of several turns need none.
+        score, go_on: what the engine does for it.
     """
 
-    def __init__(self, folder: Path, cfg: PrefixValues, delimiter: Sequence[int]) -> None:
+    def __init__(self, folder: Path, cfg: PrefixValues, delimiter: Sequence[int], score: Score, go_on: GoOn) -> None:
         self._cfg, self._delimiter, self._tokenizer = cfg, tuple(delimiter), load_tokenizer(folder)
+        self._score, self._go_on = score, go_on
 
     def wanted(self, prompt: Prompt) -> list[Wanted]:
         """The right answers of a row; none if it has none.
@@ -91,7 +114,7 @@ class PrefixValuer:
         return [range(start + passage.start, start + passage.stop) for passage in found]
 
     async def groups(
-        self, finished: AsyncIterator[tuple[int, Samples]], prompts: Sequence[Prompt], score: Score
+        self, finished: AsyncIterator[tuple[int, Samples]], prompts: Sequence[Prompt]
     ) -> AsyncIterator[tuple[int, Samples]]:
         """Groups with the rewards of their passages, each as soon as it has them, while others are still generated.
 
@@ -100,7 +123,7 @@ class PrefixValuer:
         """
 
         async def rewarded(number: int, samples: Samples) -> tuple[int, Samples]:
-            return number, await self.rewarded(prompts[number], samples, score)
+            return number, await self.rewarded(prompts[number], samples)
 
         under_way: set[asyncio.Task[tuple[int, Samples]]] = set()
         try:
@@ -116,12 +139,15 @@ class PrefixValuer:
                 task.cancel()
             await asyncio.gather(*under_way, return_exceptions=True)
 
-    async def rewarded(self, prompt: Prompt, samples: Samples, score: Score) -> Samples:
-        """Samples of one prompt with the rewards of their passages.
+    async def rewarded(self, prompt: Prompt, samples: Samples) -> Samples:
+        """Samples of one prompt with the rewards of their passages. With `rollouts` these are 0 as yet, and behind the
+        samples come those that go on from each passage.
 
         Raises:
             ValueError: see `wanted`.
         """
+        if self._cfg.rollouts is not None:
+            return await self._with_branches(prompt, samples, self._cfg.rollouts)
         wanted = self.wanted(prompt)
         passages = [self.passages(sample, tokens) for sample, tokens in samples] if wanted else []
         if not any(passages):
@@ -130,20 +156,37 @@ class PrefixValuer:
         for (_, tokens), own in zip(samples, passages, strict=True):
             ids = tokens.ids.tolist()
             prefixes += [ids[: passage.stop] for passage in own]
-        empty, *rest = await self.values(prefixes, wanted, score)
+        empty, *rest = await self.values(prefixes, wanted)
         values, found = iter(rest), []
         for (sample, tokens), own in zip(samples, passages, strict=True):
             rewards = utilities([empty, *islice(values, len(own))], [len(passage) for passage in own], self._cfg)
-            given = [TokenReward(passage.stop - 1, UTILITY, u) for passage, u in zip(own, rewards, strict=True)]
-            found.append((replace(sample, token_rewards=(*sample.token_rewards, *given)), tokens))
+            found.append((_with_rewards(sample, own, rewards), tokens))
         return found
 
-    async def values(self, prefixes: Sequence[list[int]], wanted: Sequence[Wanted], score: Score) -> list[float]:
+    async def _with_branches(self, prompt: Prompt, samples: Samples, rollouts: int) -> Samples:
+        found, branches, beginnings = [], [], []
+        for i, (sample, tokens) in enumerate(samples):
+            own = self.passages(sample, tokens)
+            found.append((_with_rewards(sample, own, [0.0] * len(own)), tokens))
+            for k, passage in enumerate(own):
+                branches += [Branch(i, k)] * rollouts
+                beginnings += [Beginning(i, tokens, passage.stop, j) for j in range(rollouts)]
+        others = await self._go_on(prompt, beginnings) if beginnings else []
+        return found + [
+            (replace(sample, branch=branch), tokens) for branch, (sample, tokens) in zip(branches, others, strict=True)
+        ]
+
+    async def values(self, prefixes: Sequence[list[int]], wanted: Sequence[Wanted]) -> list[float]:
         """The value of each prefix."""
         texts = [([*prefix, *answer.before, *answer.ids], len(answer.ids)) for prefix in prefixes for answer in wanted]
-        means = [math.fsum(logps) / len(logps) for logps in await score(texts)]
+        means = [math.fsum(logps) / len(logps) for logps in await self._score(texts)]
         of_prefixes = [means[i : i + len(wanted)] for i in range(0, len(means), len(wanted))]
         return [max(together(of_answers, self._cfg.several), self._cfg.floor) for of_answers in of_prefixes]
+
+
+def _with_rewards(sample: Sample, passages: Sequence[range], values: Sequence[float]) -> Sample:
+    given = [TokenReward(passage.stop - 1, UTILITY, value) for passage, value in zip(passages, values, strict=True)]
+    return replace(sample, token_rewards=tuple(sorted((*sample.token_rewards, *given))))
 
 
 def together(means: Sequence[float], several: str) -> float:
@@ -155,24 +198,3 @@ def together(means: Sequence[float], several: str) -> float:
     if several == "max" or largest == -math.inf:
         return largest
     return largest + math.log(math.fsum(math.exp(mean - largest) for mean in means))
-
-
-def utilities(values: Sequence[float], lengths: Sequence[int], cfg: PrefixValues) -> list[float]:
-    """The reward of each passage.
-
-    Args:
-        values: V_0 to V_n.
-        lengths: the number of tokens of each of the n passages.
-
-    Example: the values -3, -1, -1.5 give the rewards 2 and -0.5; with positive_only 2 and 0.
-    """
-    rewards = []
-    for (before, after), length in zip(pairwise(values), lengths, strict=True):
-        change = after - before
-        reward = max(change, 0.0) if cfg.positive_only else change
-        if cfg.clip is not None:
-            reward = min(max(reward, -cfg.clip), cfg.clip)
-        if abs(change) < cfg.idle_below:
-            reward -= cfg.idle_cost * length / cfg.max_tokens
-        rewards.append(reward)
-    return rewards

@@ -78,12 +78,16 @@ class Trained:
     def rise(self, a: int, b: int, columns: Sequence[str]) -> float:
         """By how much a whole thought makes the right answer more probable, in nats a token."""
         cfg = PrefixValues(force="</think>", markers=("#",), min_tokens=4, max_tokens=16)
-        valuer = PrefixValuer(self.folder, cfg, self.ids("</think>"))
+        valuer = PrefixValuer(self.folder, cfg, self.ids("</think>"), self.score, no_rollouts)
         asked = tuple(self.ids(question(a, b)))
         wanted = valuer.wanted(Prompt("row", asked, "", {"ground_truth": a + b}))
         beginnings = [[*asked], [*asked, *self.ids("".join(columns))]]
-        before, after = asyncio.run(valuer.values(beginnings, wanted, self.score))
+        before, after = asyncio.run(valuer.values(beginnings, wanted))
         return after - before
+
+
+async def no_rollouts(prompt, beginnings):
+    raise AssertionError("the values are log-probs")
 
 
 def padded(rows: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:

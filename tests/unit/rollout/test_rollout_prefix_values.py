@@ -11,9 +11,10 @@ import pytest
 from patience import deadline
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from megatron_rl.algorithms.utilities import utilities
 from megatron_rl.config.prefix_values import PrefixValues
 from megatron_rl.config.rollout import RolloutConfig
-from megatron_rl.rollout.prefix_values import PrefixValuer, together, utilities
+from megatron_rl.rollout.prefix_values import PrefixValuer, together
 from megatron_rl.types import UTILITY, Episode, Prompt, Sample, TokenReward, Tokens
 
 WORDS = ["<unk>", "</think>", "The", "answer", "is", "4", "2", "So", "it", "hm", "."]
@@ -34,9 +35,31 @@ def folder(tmp_path_factory):
     return folder
 
 
-def valuer(folder, **keys) -> PrefixValuer:
-    keys = {"force": "</think> The answer is ", "markers": ("So ",), "min_tokens": 1, "max_tokens": 9} | keys
-    return PrefixValuer(folder, PrefixValues(**keys), (CLOSE,))
+class Model:
+    """Its log-prob of a token is minus the token's id, divided by the number of tokens before it. An answer that goes
+    on has one more token, the number of the rollout."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[list[int], int]] = []
+
+    async def score(self, texts):
+        self.asked += texts
+        return [[-ids[i] / i for i in range(len(ids) - num, len(ids))] for ids, num in texts]
+
+    async def go_on(self, prompt, beginnings):
+        answers = []
+        for one in beginnings:
+            ids = np.append(one.tokens.ids[: one.length], one.rollout).astype(np.int32)
+            mask = np.arange(len(ids)) >= len(prompt.token_ids)
+            tokens = Tokens(ids, mask, np.zeros(len(ids), np.float32), np.zeros(len(ids), np.int32))
+            answers.append((Sample(len(ids), len(prompt.token_ids), mask.sum(), 0, "stop"), tokens))
+        return answers
+
+
+def valuer(folder, model=None, **keys) -> PrefixValuer:
+    model, given = model or Model(), {"markers": ("So ",), "min_tokens": 1, "max_tokens": 9}
+    given |= {} if "rollouts" in keys else {"force": "</think> The answer is "}
+    return PrefixValuer(folder, PrefixValues(**(given | keys)), (CLOSE,), model.score, model.go_on)
 
 
 def prompt(truth) -> Prompt:
@@ -50,19 +73,8 @@ def answer(*words: str) -> tuple[Sample, Tokens]:
     return Sample(len(ids), 2, len(words), 0, "stop"), tokens
 
 
-class Model:
-    """Its log-prob of a token is minus the token's id, divided by the number of tokens before it."""
-
-    def __init__(self) -> None:
-        self.asked: list[tuple[list[int], int]] = []
-
-    async def score(self, texts):
-        self.asked += texts
-        return [[-ids[i] / i for i in range(len(ids) - num, len(ids))] for ids, num in texts]
-
-
-def rewards(held: PrefixValuer, truth, given, model: Model | None = None) -> tuple[TokenReward, ...]:
-    [(sample, _)] = asyncio.run(held.rewarded(prompt(truth), [given], (model or Model()).score))
+def rewards(held: PrefixValuer, truth, given) -> tuple[TokenReward, ...]:
+    [(sample, _)] = asyncio.run(held.rewarded(prompt(truth), [given]))
     return sample.token_rewards
 
 
@@ -70,7 +82,7 @@ def test_golden_values_and_utilities(folder):
     """The thought "hm . So it ." has the passages "hm ." and "So it ."; the right answer 42 is two tokens."""
     model = Model()
     given = answer("hm", ".", "So", "it", ".", "</think>", "4")
-    found = rewards(valuer(folder), "42", given, model)
+    found = rewards(valuer(folder, model), "42", given)
     #         prompt 2, force 4: the first token of the answer has 6 tokens before it, the second one 7
     expected = [-(FOUR / (n + 6) + TWO / (n + 7)) / 2 for n in (0, 2, 5)]
     assert [(r.position, r.kind) for r in found] == [(3, UTILITY), (6, UTILITY)]
@@ -95,15 +107,16 @@ def test_several_right_answers(folder):
 
 def test_a_value_is_never_below_the_floor(folder):
     held = valuer(folder, floor=-0.8)
-    values = asyncio.run(held.values([[], [9] * 50], held.wanted(prompt("4")), Model().score))
+    values = asyncio.run(held.values([[], [9] * 50], held.wanted(prompt("4"))))
     assert values == [-0.8, pytest.approx(-FOUR / 54)]
 
 
 def test_what_has_no_passage_or_no_answer_has_no_rewards(folder):
-    held, model = valuer(folder), Model()
-    assert rewards(held, "42", answer("</think>", "4"), model) == ()
-    assert rewards(held, None, answer("hm", "</think>"), model) == ()
-    assert rewards(held, [], answer("hm", "</think>"), model) == ()
+    model = Model()
+    held = valuer(folder, model)
+    assert rewards(held, "42", answer("</think>", "4")) == ()
+    assert rewards(held, None, answer("hm", "</think>")) == ()
+    assert rewards(held, [], answer("hm", "</think>")) == ()
     assert not model.asked
 
 
@@ -117,7 +130,7 @@ def test_the_passages_of_an_episode_are_its_turns_with_their_observations(folder
     tokens = replace(tokens, action_mask=np.array([0, 0, 1, 1, 0, 0, 1, 0, 1], bool))
     sample = replace(sample, num_actions=4, episode=Episode(3, 8), token_rewards=(TokenReward(3, "environment", 0.5),))
     model = Model()
-    turn, *found = rewards(valuer(folder), "4", (sample, tokens), model)
+    turn, *found = rewards(valuer(folder, model), "4", (sample, tokens))
     assert turn == TokenReward(3, "environment", 0.5), "the environment's own reward stays"
     values = [-FOUR / (n + 6) for n in (0, 4, 6)]
     assert [r.position for r in found] == [5, 7]
@@ -136,7 +149,7 @@ def test_what_was_forced_to_end_a_thought_is_not_a_part_of_it(folder):
 
 def test_the_value_of_the_prompt_alone_is_asked_once_for_a_group(folder):
     model, group = Model(), [answer("hm", "</think>"), answer("</think>"), answer("it", ".", "</think>")]
-    given = asyncio.run(valuer(folder).rewarded(prompt("4"), group, model.score))
+    given = asyncio.run(valuer(folder, model).rewarded(prompt("4"), group))
     assert [[r.value for r in sample.token_rewards] for sample, _ in given] == [
         [pytest.approx(FOUR / 6 - FOUR / 7)],
         [],
@@ -147,12 +160,13 @@ def test_the_value_of_the_prompt_alone_is_asked_once_for_a_group(folder):
 
 def test_groups_are_given_as_soon_as_they_have_their_values(folder):
     """The first group waits for its values until the others have been given."""
-    model, release, order = Model(), asyncio.Event(), []
+    release, order = asyncio.Event(), []
 
-    async def score(texts):
-        if len(texts[0][0]) > 7:  # the prompt of the first group is longer
-            await release.wait()
-        return await model.score(texts)
+    class Waiting(Model):
+        async def score(self, texts):
+            if len(texts[0][0]) > 7:  # the prompt of the first group is longer
+                await release.wait()
+            return await super().score(texts)
 
     async def finished():
         for number in range(3):
@@ -163,12 +177,29 @@ def test_groups_are_given_as_soon_as_they_have_their_values(folder):
 
     async def run():
         prompts = [Prompt("long", (9, 9, 9), "", {"ground_truth": "4"}), prompt("4"), prompt("4")]
-        async for number, [(sample, _)] in valuer(folder).groups(finished(), prompts, score):
+        async for number, [(sample, _)] in valuer(folder, Waiting()).groups(finished(), prompts):
             order.append(number)
             assert len(sample.token_rewards) == 1
 
     asyncio.run(asyncio.wait_for(run(), deadline(20)))
     assert order[-1] == 0 and sorted(order) == [0, 1, 2]
+
+
+def test_other_answers_go_on_from_each_passage(folder):
+    """Behind both answers come those that go on: from two passages of the first one, and from none of the second."""
+    group = [answer("hm", ".", "So", "it", "</think>", "4"), answer("</think>", "4")]
+    found = asyncio.run(valuer(folder, rollouts=2).rewarded(prompt(None), group))
+    assert [sample.branch for sample, _ in found] == [None, None, (0, 0), (0, 0), (0, 1), (0, 1)]
+    assert found[0][0].token_rewards == (TokenReward(3, UTILITY, 0.0), TokenReward(5, UTILITY, 0.0))
+    kept = [WORDS.index(word) for word in ("hm", ".", "So", "it")]
+    assert [tokens.ids.tolist()[2:] for _, tokens in found[2:]] == [
+        [*kept[:2], 0],
+        [*kept[:2], 1],
+        [*kept, 0],
+        [*kept, 1],
+    ]
+    alone = asyncio.run(valuer(folder, rollouts=2).rewarded(prompt(None), group[1:]))
+    assert alone == [(group[1][0], group[1][1])]
 
 
 @pytest.mark.parametrize(
@@ -204,6 +235,8 @@ def test_utilities_and_their_options():
         ({"min_tokens": 9, "max_tokens": 8}, "min_tokens is 9, above max_tokens, which is 8"),
         ({"markers": ("So ", "")}, "markers has an empty text"),
         ({"floor": 0.0}, "less than 0"),
+        ({"rollouts": 0}, "greater than 0"),
+        ({"rollouts": 9, "floor": -5.0}, "need no right answer, so floor means nothing"),
     ],
 )
 def test_the_configuration_refuses_what_means_nothing(keys, reason):
@@ -216,6 +249,10 @@ def test_the_configuration_refuses_what_means_nothing(keys, reason):
     [
         ({"delimiter": ""}, "with an empty delimiter there are none"),
         ({"environment": {"kind": "agent", "path": "a:b"}}, "an agent's calls may be neither"),
+        (
+            {"environment": {"kind": "class", "path": "a:B"}, "prefix_values": {"rollouts": 9}},
+            "no environment can begin",
+        ),
         ({"beams": {"width": 2, "catalogue": "items.json"}}, "beams has others"),
     ],
 )
@@ -226,6 +263,5 @@ def test_the_configuration_refuses_answers_of_other_kinds(keys, reason):
             samples_per_prompt=2,
             max_prompt_tokens=8,
             max_response_tokens=8,
-            prefix_values={},
-            **keys,
+            **{"prefix_values": {}, **keys},
         )

@@ -9,7 +9,9 @@ import torch
 from tiny_references import reference_logp
 from transformers import AutoModelForCausalLM
 
-from megatron_rl.types import UTILITY, Mesh, Prompt
+from megatron_rl.config.prefix_values import PrefixValues
+from megatron_rl.rollout.prefix_values import PrefixValuer
+from megatron_rl.types import UTILITY, Branch, Mesh, Prompt
 
 THINKS, CLOSES = 2, 3
 TEMPERATURE = 1.5
@@ -127,3 +129,53 @@ def test_answers_that_go_on_alone_have_values_too(stage, models, folders):
     prompt, found = stage.run(answers())
     for sample, tokens in found:
         check(models[1], prompt, sample, tokens, forced_ids(stage, "42"))
+
+
+@pytest.fixture
+def branching(stage, folders, monkeypatch) -> int:
+    """The engine goes on from each passage, instead of scoring the right answer. Returns the number of rollouts."""
+    engine, cfg = stage.engine, PrefixValues(rollouts=3, markers=("+",), min_tokens=4, max_tokens=12)
+    monkeypatch.setattr(engine, "_valuer", PrefixValuer(folders[0], cfg, (CLOSES,), engine._score, engine._go_on))
+    return 3
+
+
+def check_branches(model, prompt: Prompt, group, rollouts: int) -> int:
+    """Returns the number of branches."""
+    answers = [one for one in group if one[0].branch is None]
+    branches = group[len(answers) :]
+    passages = [[reward.position + 1 for reward in sample.token_rewards] for sample, _ in answers]
+    expected = [Branch(i, k) for i, own in enumerate(passages) for k in range(len(own)) for _ in range(rollouts)]
+    assert [sample.branch for sample, _ in branches] == expected
+    for sample, tokens in branches:
+        end, start = passages[sample.branch.sample][sample.branch.passage], len(prompt.token_ids)
+        ids = tokens.ids.tolist()
+        assert ids[:end] == answers[sample.branch.sample][1].ids[:end].tolist()
+        # Its thought has what is left of the budget of 40 tokens, and its answer has 4.
+        assert sample.num_thought_tokens <= 40 and len(ids) <= start + 40 + 1 + 4
+        closes = start + 40
+        assert CLOSES in ids[start : closes + 1] or sample.finish == "stop"
+        assert tokens.action_mask[start:].sum() == len(ids) - start - (ids[closes : closes + 1] == [CLOSES])
+        expected = reference_logp(model, tokens.ids, TEMPERATURE)
+        # Both sides compute two layers in fp32 and round logits at 1e-6 relative.
+        assert abs(expected - tokens.logp_rollout)[tokens.action_mask].max() < 1e-5
+    return len(branches)
+
+
+def test_other_answers_go_on_from_each_passage(stage, models, branching):
+    asked = prompts(3, None)
+    groups = stage.run(stage.engine.generate(asked, 4, 1, seed=1))
+    num = sum(check_branches(models[1], *one, branching) for one in zip(asked, groups, strict=True))
+    assert num > 36, f"only {num} samples go on"
+    of_branch = {}
+    for sample, tokens in groups[0]:
+        if sample.branch is not None:
+            of_branch.setdefault(sample.branch, set()).add(tuple(tokens.ids.tolist()))
+    assert max(map(len, of_branch.values())) == branching, "each has its own seed"
+    again = stage.run(stage.engine.generate(asked, 4, 1, seed=1))
+    for (_, one), (_, other) in zip(sum(groups, []), sum(again, []), strict=True):
+        assert one.ids.tolist() == other.ids.tolist()
+    [alone] = asked[:1]
+    group = stage.run(stage.engine.answer(20, 7, alone, range(3)))
+    assert check_branches(models[1], alone, group, branching)
+    [evaluated] = stage.run(stage.engine.generate(asked[:1], 2, 1, seed=1, purpose="evaluation"))
+    assert len(evaluated) == 2

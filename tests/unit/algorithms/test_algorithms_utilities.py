@@ -1,0 +1,62 @@
+"""Monte Carlo values of passages, by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_rl.algorithms.utilities import settle_branches
+from megatron_rl.config.prefix_values import PrefixValues
+from megatron_rl.types import UTILITY, Branch, Group, Prompt, Sample, TokenReward, Verdict
+
+CFG = PrefixValues(rollouts=2)
+
+
+def sample(reward: float | None, *positions: int, branch: Branch | None = None) -> Sample:
+    given = tuple(TokenReward(position, UTILITY, 0.0) for position in positions)
+    verdict = Verdict(reward, "" if reward is not None else "nothing to say")
+    return Sample(30, 4, 26, 0, "stop", token_rewards=given, branch=branch, verdict=verdict)
+
+
+def settled(*samples: Sample, cfg: PrefixValues = CFG) -> list[list[float]]:
+    group = Group(Prompt("row", (1,), "q"), list(samples), None, 0)
+    settle_branches(group, cfg)
+    assert all(sample.branch is None for sample in group.samples)
+    return [[given.value for given in sample.token_rewards] for sample in group.samples]
+
+
+def after(number: int, passage: int, *rewards: float | None) -> list[Sample]:
+    return [sample(reward, branch=Branch(number, passage)) for reward in rewards]
+
+
+def test_golden_values():
+    """V of the prompt is 1/2. The first answer has 2/3, 1 and 1 after its passages, the second one 0 after its only
+    one, and the third has no passage."""
+    given = settled(
+        sample(1.0, 9, 15, 20),
+        sample(0.0, 12),
+        sample(0.5),
+        *after(0, 0, 1.0, 1.0, 0.0),
+        *after(0, 1, 1.0, 1.0),
+        *after(0, 2, 1.0),
+        *after(1, 0, 0.0, 0.0),
+    )
+    assert given == [pytest.approx([2 / 3 - 1 / 2, 1 / 3, 0.0]), [-0.5], []]
+
+
+def test_samples_without_a_reward_do_not_count():
+    """A passage of which nothing is known adds nothing; of a group of which nothing is known no passage has a
+    reward."""
+    assert settled(sample(1.0, 9, 15), sample(None), *after(0, 0, None, None), *after(0, 1, None, 0.5)) == [
+        [0.0, -0.5],
+        [],
+    ]
+    assert settled(sample(None, 9), *after(0, 0, 1.0)) == [[]]
+
+
+def test_other_rewards_stay_and_the_options_hold():
+    one = sample(1.0, 9, 15)
+    one.token_rewards = (TokenReward(5, "environment", 2.0), *one.token_rewards)
+    cfg = PrefixValues(rollouts=1, positive_only=True, idle_cost=0.5, max_tokens=16)
+    # The second passage has 6 tokens of 16, and changes nothing.
+    given = settled(one, sample(0.0), *after(0, 0, 1.0), *after(0, 1, 1.0), cfg=cfg)
+    assert given == [pytest.approx([2.0, 0.5, -0.5 * 6 / 16]), []]
