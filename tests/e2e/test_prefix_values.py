@@ -10,11 +10,14 @@ from megatron_rl.observe.records import METRICS, read_lines
 from megatron_rl.types import UTILITY
 
 
-def test_passages_are_rewarded_while_answers_are_generated(recipe, task):
+@pytest.mark.parametrize(
+    ("name", "values"), [("log_probs", "force: '</think>', forced_tokens: 16"), ("monte_carlo", "rollouts: 2")]
+)
+def test_passages_are_rewarded_while_answers_are_generated(recipe, task, name, values):
     run = recipe.run(
         "recipes/grpo.py",
         "configs/run/tiny_grpo.yaml",
-        "run.name=passages",
+        f"run.name={name}",
         "run.steps=2",
         f"model.path={task}/model",
         f"data.train={task}/train.jsonl",
@@ -25,13 +28,13 @@ def test_passages_are_rewarded_while_answers_are_generated(recipe, task):
         "rollout.max_lag=1",
         "rollout.dump=true",
         "rollout.thinking={thought_tokens: 32, response_tokens: 6}",
-        "rollout.prefix_values={force: '</think>', markers: [','], min_tokens: 2, max_tokens: 12, forced_tokens: 16}",
+        f"rollout.prefix_values={{{values}, markers: [','], min_tokens: 2, max_tokens: 12}}",
         "rewards=[{kind: function, path: 'rewards:share_of_digits'}]",
         "algorithm.adv_estimator={kind: grpo_process, weights: {utility: 0.5}}",
         "checkpoint.every=0",
     )
     assert run.returncode == 0, run.stdout + run.stderr
-    folder = recipe.folder / "runs" / "passages"
+    folder = recipe.folder / "runs" / name
     records = [record for record in read_lines(folder / METRICS) if "passages/mean" in record]
     assert len(records) == 2
     for step, record in enumerate(records):

@@ -48,8 +48,12 @@ def test_a_group_is_dealt_in_the_fewest_equal_parts(num_samples, largest):
 )
 def test_an_engine_works_on_several_parts(engines, lag, largest):
     prompts = 32 if engines < 3 else 128
-    rollout = SimpleNamespace(max_lag=lag, prompts_per_step=prompts, samples_per_prompt=8, num_engines=engines)
+    rollout = SimpleNamespace(
+        max_lag=lag, prompts_per_step=prompts, samples_per_prompt=8, num_engines=engines, prefix_values=None
+    )
     assert largest_part(rollout) == largest
+    rollout.prefix_values = SimpleNamespace(rollouts=9)
+    assert largest_part(rollout) == 8, "samples that go on from passages are behind all others of their group"
 
 
 class HeldEngine:
@@ -91,7 +95,7 @@ class OnesVerifier:
 def stage(monkeypatch):
     """A stream with two engines; groups of 8 are dealt in two parts."""
     engines, verifier = [HeldEngine(), HeldEngine()], OnesVerifier()
-    rollout = SimpleNamespace(max_lag=0, prompts_per_step=4, samples_per_prompt=8, num_engines=2)
+    rollout = SimpleNamespace(max_lag=0, prompts_per_step=4, samples_per_prompt=8, num_engines=2, prefix_values=None)
     cluster, policy = SimpleNamespace(step_timeout_s=60.0), SimpleNamespace(routing_replay=False)
     config = SimpleNamespace(rollout=rollout, cluster=cluster, policy=policy)
     group = SimpleNamespace(
