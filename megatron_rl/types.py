@@ -370,8 +370,9 @@ class Sample:
     num_item_tokens: int = 0
     """The number of its last tokens that are an item, which beam search has found; 0: it has none."""
     branch: Branch | None = None
-    """Where it has left another answer, if it only tells what a passage of this one is worth
-    (`rollout.prefix_values.rollouts`). Such samples are behind all others of their group, until they are verified."""
+    """The passage of another answer from which it goes on, if it only tells what this passage is worth
+    (`rollout.prefix_values.rollouts`); None for an answer. Samples with a branch are behind all others of their group,
+    and leave it when they have been verified."""
     verdict: Verdict | None = None
     """The verifier's verdict; None before the verification."""
 

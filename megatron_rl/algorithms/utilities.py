@@ -41,7 +41,7 @@ def settle_branches(group: Group, cfg: PrefixValues) -> None:
     """Give the passages of verified answers their utilities, and remove the samples that went on from them.
 
     V_0 is the mean reward of the group's answers, and the value after a passage the mean reward of the samples that
-    went on from it (VinePPO, arXiv:2410.01679, equation 4). Samples on which all rewards abstained do not count. A
+    went on from it (VinePPO, arXiv:2410.01679). Samples on which all rewards abstained do not count. A
     passage of which all samples were left without a reward has the value of the one before it.
 
     Example: answers with the rewards 1 and 0, and after the only passage of the first one samples with the rewards 1, 1

@@ -38,8 +38,8 @@ class Completion:
     candidates: Mapping[int, float] = field(default_factory=dict)
     """The log-probs of `Call.num_candidates` tokens."""
     prompt_logp: Sequence[float] = ()
-    """With `Call.num_scored`: the log-probs of the prompt's last tokens, of the model itself, whatever the sampling
-    temperature is. Those that the engine found in its cache have none."""
+    """The log-probs of the prompt's last tokens, if the call has `num_scored`. They are those of the model itself,
+    whatever the sampling temperature is. Tokens that the engine found in its cache have none."""
 
 
 @dataclass(slots=True)
@@ -104,8 +104,8 @@ class Call:
     num_candidates: int = 0
     """In a call for one token: so many of the most probable tokens are wanted, and not the one that is sampled."""
     num_scored: int = 0
-    """In a call for one token: the log-probs of so many of the prompt's last tokens are wanted, and not the token that
-    is sampled."""
+    """The number of the prompt's last tokens whose log-probs are wanted, in a call for one token. The token that is
+    sampled has no use then."""
     reads_cache: bool = True
     """Whether the beginning of the prompt may come from the prefix cache."""
 

@@ -43,7 +43,8 @@ class Answer:
         """The tokens before those. What an agent's first call begins with is not known here."""
         if self.episode is None:
             return list(self.prompt.token_ids)
-        return self.response_ids[: self.episode.last_turn - self.num_prompt_tokens]
+        prompt = self.prompt.token_ids if len(self.prompt.token_ids) == self.num_prompt_tokens else ()
+        return [*prompt, *self.response_ids[: self.episode.last_turn - self.num_prompt_tokens]]
 
     @property
     def fault(self) -> str:

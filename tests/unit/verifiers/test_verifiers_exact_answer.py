@@ -128,7 +128,9 @@ def test_after_a_thought_that_the_prompt_has_closed_all_is_answer(tokenizer, bef
         (),
         7,
     )
-    for answer in (Answer(prompt, ids_of(tokenizer, text), "stop"), for_turn):
+    size, ids = len(prompt.token_ids), ids_of(tokenizer, text)
+    one_turn = Answer(prompt, ids, "stop", Episode(1, size), (), size)
+    for answer in (Answer(prompt, ids, "stop"), for_turn, one_turn):
         found = judged_text(answer, True, "</think>", tokenizer)
         assert found == (Verdict(0.0, "no </think>") if expected is None else expected)
 
