@@ -35,6 +35,10 @@ class PrefixValues(Section):
     exponentials."""
     floor: Annotated[float, Field(lt=0)] = -10.0
     """The smallest value, in nats a token."""
+    scale: Literal["logp", "probability"] = "logp"
+    """`probability`: the value is the probability of the whole right answer, so that of the outcome reward 1 if the
+    thought ended there. A policy that is mostly wrong then loses nothing by thinking, because a right answer that was
+    improbable before a wrong passage is hardly less probable after it; the mean log-prob falls by nats."""
     markers: tuple[str, ...] = MARKERS
     """The texts with which a passage begins, after white space."""
     min_tokens: PositiveInt = 16
@@ -78,7 +82,8 @@ class PrefixValues(Section):
     def _lengths(self) -> Self:
         if self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens is {self.min_tokens}, above max_tokens, which is {self.max_tokens}")
-        for key in ("force", "column", "forced_tokens", "several", "floor") if self.rollouts is not None else ():
+        of_answers = ("force", "column", "forced_tokens", "several", "floor", "scale")
+        for key in of_answers if self.rollouts is not None else ():
             if getattr(self, key) != type(self).model_fields[key].default:
                 raise ValueError(f"with rollouts the values need no right answer, so {key} means nothing; remove it")
         if not all(self.markers):

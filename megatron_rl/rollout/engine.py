@@ -392,7 +392,7 @@ class VllmEngine:
             for ids, transcript, one, own in zip(prompt_ids, transcripts, chosen, beams, strict=True)
         ]
 
-    async def _score(self, texts: Sequence[tuple[list[int], int]]) -> list[Sequence[float]]:
+    async def _score(self, texts: Sequence[tuple[Sequence[int], int]]) -> list[Sequence[float]]:
         """See `prefix_values.Score`."""
         found: dict[int, Sequence[float]] = {}
         for reads_cache in (True, False):  # again without the cache, if it held what is scored
@@ -479,6 +479,7 @@ class VllmEngine:
         params |= {"logprobs": call.num_candidates}  # 0: only those of the sampled tokens
         if call.num_scored:
             params |= {"prompt_logprobs": 0, "skip_reading_prefix_cache": not call.reads_cache}
+            params["extra_args"] = {"num_scored": call.num_scored}  # for RolloutWorker.score_together
         params |= {"seed": request.seed, "stop_token_ids": [*params["stop_token_ids"], *call.stops]}
         internal_name = self._thread.engine.add_request(name, prompt, SamplingParams(**params))
         # An answer with an environment does not go on in another engine, so nobody would read its tokens; what is

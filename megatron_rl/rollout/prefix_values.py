@@ -32,7 +32,7 @@ from megatron_rl.types import UTILITY, Branch, Prompt, Sample, TokenReward, Toke
 
 Samples = list[tuple[Sample, Tokens]]
 
-Score = Callable[[Sequence[tuple[list[int], int]]], Awaitable[list[Sequence[float]]]]
+Score = Callable[[Sequence[tuple[Sequence[int], int]]], Awaitable[list[Sequence[float]]]]
 """Tokens, and a number of them -> the log-probs of the last so many, each after those before it."""
 
 
@@ -178,10 +178,20 @@ class PrefixValuer:
 
     async def values(self, prefixes: Sequence[list[int]], wanted: Sequence[Wanted]) -> list[float]:
         """The value of each prefix."""
-        texts = [([*prefix, *answer.before, *answer.ids], len(answer.ids)) for prefix in prefixes for answer in wanted]
-        means = [math.fsum(logps) / len(logps) for logps in await self._score(texts)]
-        of_prefixes = [means[i : i + len(wanted)] for i in range(0, len(means), len(wanted))]
-        return [max(together(of_answers, self._cfg.several), self._cfg.floor) for of_answers in of_prefixes]
+        texts = [((*prefix, *answer.before, *answer.ids), len(answer.ids)) for prefix in prefixes for answer in wanted]
+        different = list(dict.fromkeys(texts))  # the thoughts of a group may begin alike
+        value_of = dict(zip(different, map(self._value, await self._score(different)), strict=True))
+        found = [value_of[text] for text in texts]
+        of_prefixes = [found[i : i + len(wanted)] for i in range(0, len(found), len(wanted))]
+        values = [together(of_answers, self._cfg.several) for of_answers in of_prefixes]
+        if self._cfg.scale == "probability":
+            return [math.exp(value) for value in values]
+        return [max(value, self._cfg.floor) for value in values]
+
+    def _value(self, logps: Sequence[float]) -> float:
+        """The value of one right answer, as a log-prob: of a token in the mean, or of the whole answer."""
+        total = math.fsum(logps)
+        return total if self._cfg.scale == "probability" else total / len(logps)
 
 
 def _with_rewards(sample: Sample, passages: Sequence[range], values: Sequence[float]) -> Sample:

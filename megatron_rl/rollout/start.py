@@ -101,6 +101,7 @@ def make_engine(
     remove_own_names()
     if not on_gpu:
         engine.collective_rpc("sample_by_seed")
+        engine.collective_rpc("score_together")
         if shares_gpus:
             engine.collective_rpc("sleep_on_a_cpu")
         if returns_routes:
@@ -126,6 +127,8 @@ def _cpu_options(rollout: RolloutConfig, latent: bool) -> dict[str, Any]:
     }
     if latent:
         options["attention_backend"] = "CPU_MLA"
+    else:  # the prefix cache holds whole blocks; vLLM's default for CPUs, 128, is longer than many prompts
+        options["block_size"] = 32
     if rollout.tensor == 1:
         from vllm.v1.executor.uniproc_executor import UniProcExecutor
 

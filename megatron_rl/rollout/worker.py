@@ -11,6 +11,7 @@ import faulthandler
 import multiprocessing
 import signal
 import sys
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ from megatron_rl.types import ModelShape
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.outputs import ModelRunnerOutput
+    from vllm.v1.outputs import LogprobsTensors, ModelRunnerOutput
 
     from megatron_rl.layout import Recording
 
@@ -58,6 +59,49 @@ class RolloutWorker:
         from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
         sampler.forward = sample
+
+    def score_together(self) -> None:
+        """Compute the log-probs of the prompts that are scored (`Call.num_scored`) for all requests of a step at once,
+        and for their last tokens alone. On a CPU vLLM would compute those of whole prompts, one request after the
+        other."""
+        runner = self.model_runner
+
+        def of_step(hidden: torch.Tensor, num_scheduled: Mapping[str, int]) -> dict[str, LogprobsTensors]:
+            found: dict[str, LogprobsTensors] = {}
+            row_of, targets, places = [], [], []
+            for name in [name for name in runner.num_prompt_logprobs if name in num_scheduled]:
+                request = runner.requests[name]
+                ids, start, stop = request.prompt_token_ids, request.num_computed_tokens, num_scheduled[name]
+                stop += start
+                if request.in_progress_prompt_logprobs_cpu is None:
+                    request.in_progress_prompt_logprobs_cpu = LogprobsTensors.empty_cpu(len(ids) - 1, 1)
+                place = request.in_progress_prompt_logprobs_cpu
+                # The hidden state of each token gives the log-prob of the next one.
+                scored = range(
+                    max(start, len(ids) - 1 - request.sampling_params.extra_args["num_scored"]),
+                    min(stop, len(ids) - 1),
+                )
+                offset = int(runner.query_start_loc.np[runner.input_batch.req_id_to_index[name]]) - start
+                row_of += [offset + i for i in scored]
+                targets += ids[scored.start + 1 : scored.stop + 1]
+                places.append((place, scored))
+                if stop >= len(ids):
+                    found[name] = place
+            if row_of:
+                logits = runner.model.compute_logits(hidden[row_of])
+                target_R = torch.tensor(targets)
+                logp_R = logits.float().log_softmax(-1).gather(-1, target_R[:, None])[:, 0]
+                parts = zip(places, logp_R.split([len(scored) for _, scored in places]), strict=True)
+                for (place, scored), logp in parts:
+                    place.logprobs[scored.start : scored.stop, 0] = logp
+            for name in found:
+                del runner.num_prompt_logprobs[name]
+                runner.requests[name].in_progress_prompt_logprobs_cpu = None
+            return found
+
+        from vllm.v1.outputs import LogprobsTensors
+
+        runner._get_prompt_logprobs_dict = of_step
 
     def sleep_on_a_cpu(self) -> None:
         """Give this worker the methods `sleep` and `wake_up`, which do nothing in vLLM's worker on a CPU. As on a GPU,

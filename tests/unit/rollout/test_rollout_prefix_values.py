@@ -87,9 +87,30 @@ def test_golden_values_and_utilities(folder):
     expected = [-(FOUR / (n + 6) + TWO / (n + 7)) / 2 for n in (0, 2, 5)]
     assert [(r.position, r.kind) for r in found] == [(3, UTILITY), (6, UTILITY)]
     assert [r.value for r in found] == pytest.approx([expected[1] - expected[0], expected[2] - expected[1]], rel=1e-12)
-    assert model.asked[0] == ([9, 9, *FORCE, FOUR, TWO], 2)
-    assert model.asked[2] == ([9, 9, *map(WORDS.index, ("hm", ".", "So", "it", ".")), *FORCE, FOUR, TWO], 2)
+    assert model.asked[0] == ((9, 9, *FORCE, FOUR, TWO), 2)
+    assert model.asked[2] == ((9, 9, *map(WORDS.index, ("hm", ".", "So", "it", ".")), *FORCE, FOUR, TWO), 2)
     assert len(model.asked) == 3
+
+
+def test_the_value_may_be_the_probability_of_the_whole_answer(folder):
+    """The log-probs of 42 are added up, and a right answer that is one of two has the probability of both."""
+    given = answer("hm", "</think>")
+    [reward] = rewards(valuer(folder, scale="probability"), "42", given)
+    whole = [math.exp(-(FOUR / (n + 6) + TWO / (n + 7))) for n in (0, 1)]
+    assert reward.value == pytest.approx(whole[1] - whole[0], rel=1e-12)
+    [reward] = rewards(valuer(folder, scale="probability", several="logsumexp"), ["4", "2"], given)
+    both = [math.exp(-FOUR / n) + math.exp(-TWO / n) for n in (6, 7)]
+    assert reward.value == pytest.approx(both[1] - both[0], rel=1e-12)
+
+
+def test_thoughts_that_begin_alike_are_asked_about_once(folder):
+    model = Model()
+    held = valuer(folder, model)
+    given = [answer("hm", "So", *rest, "</think>") for rest in (["it"], ["it", "."], ["it"])]
+    found = asyncio.run(held.rewarded(prompt("4"), given))
+    assert len(model.asked) == len(set(model.asked)) == 4, "the prompt, `hm`, `hm So it` and `hm So it .`"
+    one, longer, other = (sample.token_rewards for sample, _ in found)
+    assert one == other and one[0] == longer[0] and one[1] != longer[1]
 
 
 def test_several_right_answers(folder):
@@ -135,7 +156,7 @@ def test_the_passages_of_an_episode_are_its_turns_with_their_observations(folder
     values = [-FOUR / (n + 6) for n in (0, 4, 6)]
     assert [r.position for r in found] == [5, 7]
     assert [r.value for r in found] == pytest.approx([values[1] - values[0], values[2] - values[1]], rel=1e-12)
-    assert model.asked[1] == ([*tokens.ids[:6], *FORCE, FOUR], 1)
+    assert model.asked[1] == ((*tokens.ids[:6], *FORCE, FOUR), 1)
 
 
 def test_what_was_forced_to_end_a_thought_is_not_a_part_of_it(folder):

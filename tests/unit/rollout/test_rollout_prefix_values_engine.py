@@ -86,7 +86,7 @@ def test_values_are_those_of_a_forward_pass(stage, models):
 
 
 def test_what_is_scored_may_lie_in_the_cache(stage, models):
-    """A block of the cache has 128 tokens. Tokens that were found in it have no log-probs, so they are asked again."""
+    """A block of the cache has 32 tokens. Tokens that were found in it have no log-probs, so they are asked again."""
     ids = [5 + (i * i) % 13 for i in range(131)]
     expected = reference_logp(models[0], torch.tensor(ids).numpy(), 1.0)
 
@@ -98,6 +98,15 @@ def test_what_is_scored_may_lie_in_the_cache(stage, models):
         return stage.engine._num_requests - before
 
     assert [num_requests(num) for num in (5, 5, 2, 3)] == [1, 2, 1, 2]
+
+
+def test_texts_that_do_not_fit_into_one_step_are_scored_in_parts(stage, models):
+    """A step has at most 8192 tokens, so some text of these 12,000 is computed in two of them."""
+    texts = [([5 + (i * i + i * k) % 13 for i in range(200)], 1 + k % 7) for k in range(60)]
+    for (ids, num), scored in zip(texts, stage.run(stage.engine._score(texts)), strict=True):
+        expected = reference_logp(models[0], torch.tensor(ids).numpy(), 1.0)[-num:]
+        # Both sides compute two layers in fp32 and round logits at 1e-6 relative.
+        assert list(scored) == pytest.approx(expected.tolist(), abs=1e-5)
 
 
 def test_a_row_without_an_answer_has_no_rewards(stage):
