@@ -1,4 +1,5 @@
 # make demo: watch a tiny model learn.   make check: style, types and the pure tests.   make test: all tests.
+# make lint: style and types alone.
 # make test-all: the same with every combination where make test runs a pairwise cover.
 # make test-slurm: jobs under a real Slurm on this machine (as root: it installs Debian's slurm-wlm and munge).
 # Each makes .venv first when it is missing.
@@ -10,17 +11,19 @@ pytest := $(python) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 # The rooms whose unit tests start neither Ray, vLLM nor Megatron.
 pure := algorithms balance config convert data environments layout loop observe verifiers
 
-.PHONY: setup demo check test test-all test-slurm
+.PHONY: setup demo lint check test test-all test-slurm
 setup:
 	@tools/setup.sh
 
 demo: setup
 	@$(python) -m megatron_rl demo
 
-check: setup
+lint: setup
 	@$(python) -m ruff check .
 	@$(python) -m ruff format --check .
 	@$(python) -m mypy
+
+check: lint
 	@$(pytest) tests/house $(pure:%=tests/unit/%)
 
 test: setup
