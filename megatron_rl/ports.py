@@ -34,6 +34,12 @@ class Policy(Protocol):
 
     mesh: Mesh
 
+    def score(self, shares: Sequence[Share]) -> Mapping[int, float]:
+        """The log-prob of all actions of each sample together, in nats and at temperature 1, under the present weights,
+        by the sample's index in the batch. Each data-parallel rank gets its share; what it had before is forgotten.
+        """
+        ...
+
     def begin(self, shares: Sequence[Share], coefficients: Mapping[str, float]) -> Metrics:
         """Give every data-parallel rank its share of a step, and compute what the objective needs from the step's
         start: log-probs of the policy and of the reference policy, and advantages of tokens. The ranks keep them until

@@ -324,6 +324,10 @@ class Branch(NamedTuple):
     """The number of the passage within the sample's thought."""
 
 
+FROM_PROMPT = Branch(-1, -1)
+"""The end of the prompt, before all thoughts of a group."""
+
+
 @dataclass(frozen=True, slots=True)
 class Episode:
     """What the driver knows about the turns of one answer, if there is `rollout.environment`."""
@@ -373,6 +377,9 @@ class Sample:
     """The passage of another answer from which it goes on, if it only tells what this passage is worth
     (`rollout.prefix_values.rollouts`); None for an answer. Samples with a branch are behind all others of their group,
     and leave it when they have been verified."""
+    is_probe: bool = False
+    """Whether it is a right answer that was forced after a branch, so that the trainer tells its log-prob
+    (`rollout.prefix_values.by`). Only the tokens of the right answer are its actions."""
     verdict: Verdict | None = None
     """The verifier's verdict; None before the verification."""
 
@@ -393,6 +400,9 @@ class Group:
     list (a Ray object), which the trainer ranks and the verifier resolve. Tokens do not pass through the driver."""
     version: int
     """The version of the weights with which the generation began; `Tokens.version` gives the one of each token."""
+    probes: Sequence[Sample] = ()
+    """Right answers after the passages of the samples (`Sample.is_probe`). Their tokens are in the payload, behind
+    those of the samples that the group began with."""
 
 
 def give_verdicts(groups: Iterable[Group], verdicts: Iterable[Sequence[Verdict]]) -> None:

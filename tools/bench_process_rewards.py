@@ -6,13 +6,17 @@ One engine answers the same prompts in three ways, in turn:
     shadow    with values, which it computes while it generates other answers, as in a run
     after     with the same values, which it computes when all answers have ended, as in the training phase
 
-Then real runs of recipes/grpo.py, without values and with them, in turn, give the time of a step. Their learning rate
-is next to 0, so that both have the same answers in all their steps, and both train on all of them.
+Then real runs of recipes/grpo.py, in turn, give the time of a step: without values, with those of the engine, and with
+those of the trainer (`prefix_values.by`). Their learning rate is next to 0, so that all have the same answers in all
+their steps, and train on all of them.
 
-The task and its warm start are those of recipes/process_rewards, and must have been made. Seconds of the engine are
-given twice: those that pass, and those of its process on the CPU, in which other busy processes change little.
+The task and its warm start are those of recipes/process_rewards, and must have been made. With --thoughts N a random
+model takes the place of the warm start, with 8 prompts x 8 answers a step, whose thoughts have N / 8 to 15 N / 8 tokens
+and passages of N / 4. Seconds of the engine are given twice: those that pass, and those of its process on the CPU, in
+which other busy processes change little.
 
     python tools/bench_process_rewards.py
+    python tools/bench_process_rewards.py --thoughts 512
     python tools/bench_process_rewards.py --json --rounds 5 --runs 3 --steps 8
 """
 
@@ -37,6 +41,8 @@ from megatron_rl.config.load import load_config
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.data import Rules, load_prompts
 from megatron_rl.observe.records import read_metrics
+from megatron_rl.recipes.process_rewards.task import VOCABULARY, write_model
+from megatron_rl.recipes.tiny.model import write_random_qwen3
 from megatron_rl.rollout.engine import VllmEngine
 from megatron_rl.rollout.program import Completion
 from megatron_rl.types import Prompt, Sample
@@ -46,7 +52,12 @@ if TYPE_CHECKING:
 
 YAML = "configs/run/process_rewards_tiny_cpu.yaml"
 WAYS = ("none", "shadow", "after")
-WITHOUT = ["rollout.prefix_values=null", "algorithm.adv_estimator={kind: grpo}"]
+RUNS = {
+    "none": ["rollout.prefix_values=null", "algorithm.adv_estimator={kind: grpo}"],
+    "shadow": [],
+    "trainer": ["rollout.prefix_values.by=trainer"],
+}
+"""How the runs differ from the configuration."""
 STILL = ["policy.optimizer.lr=1e-12", "algorithm.drop_zero_signal=false", "data.eval=null", "checkpoint.every=0"]
 """What makes the steps of a run equal."""
 SKIPPED = 2
@@ -143,34 +154,64 @@ def saved(seconds: dict[str, list[float]]) -> float:
 
 def measure_steps(arguments: Sequence[str], runs: int, steps: int) -> dict[str, Any]:
     """The seconds of the steps of real runs, the median of all."""
-    seconds: dict[str, list[float]] = {"none": [], "shadow": []}
-    generation: dict[str, list[float]] = {"none": [], "shadow": []}
+    seconds: dict[str, list[float]] = {way: [] for way in RUNS}
+    generation: dict[str, list[float]] = {way: [] for way in RUNS}
+    ways = list(RUNS)
     with tempfile.TemporaryDirectory() as name:
         for number in range(runs):
-            for way in ("none", "shadow") if number % 2 else ("shadow", "none"):
+            for way in ways[number % len(ways) :] + ways[: number % len(ways)]:
                 run = f"{way}_{number}"
                 words = [*arguments, *STILL, f"run.folder={name}", f"run.name={run}", f"run.steps={SKIPPED + steps}"]
-                words += WITHOUT if way == "none" else []
-                command = [sys.executable, "-m", "megatron_rl", "grpo", *words]
+                command = [sys.executable, "-m", "megatron_rl", "grpo", *words, *RUNS[way]]
                 done = subprocess.run(command, capture_output=True, text=True)
                 if done.returncode:
                     raise RuntimeError(f"the run {run} failed:\n{done.stdout}{done.stderr}")
                 records = [r for r in read_metrics(Path(name) / run) if "time/update_s" in r][SKIPPED:]
                 seconds[way] += [record["time/total_s"] for record in records]
                 generation[way] += [record["time/generate_s"] for record in records]
+    none, shadow, trainer = (median(seconds[way]) for way in RUNS)
     return {
-        **{f"{way}_s": median(seconds[way]) for way in seconds},
-        **{f"{way}_generation_s": median(generation[way]) for way in seconds},
-        "ratio": median(seconds["shadow"]) / median(seconds["none"]),
+        **{f"{way}_s": median(seconds[way]) for way in RUNS},
+        **{f"{way}_generation_s": median(generation[way]) for way in RUNS},
+        "ratio": shadow / none,
+        "trainer_ratio": trainer / none,
+        "saved_time": 1 - (shadow - none) / (trainer - none),
     }
+
+
+def long_thoughts(folder: Path, num_tokens: int) -> list[str]:
+    """Write a random model that ends hardly any thought by itself, and return the changes of the configuration that use
+    it."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    write_model(folder, seed=0)
+    longest, passage = 2 * num_tokens - num_tokens // 8, num_tokens // 4
+    write_random_qwen3(folder, 0, vocab_size=64, pad_token_id=0, eos_token_id=1, max_position_embeddings=4 * num_tokens)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    weight, ending = model.lm_head.weight, [VOCABULARY.index(text) for text in ("<eos>", "</think>")]
+    with torch.no_grad():  # logits of 0 where others have a deviation of 3: one token in 5,000
+        weight *= 13
+        weight[ending] = 0
+    model.save_pretrained(folder)
+    return [
+        f"model.path={folder}",
+        f"rollout.thinking={{thought_tokens: {{kind: uniform, low: {num_tokens // 8}, high: {longest}}}, "
+        "response_tokens: 8}",
+        f"rollout.max_response_tokens={longest + 16}",
+        "rollout.prompts_per_step=8",
+        f"rollout.prefix_values={{force: </think>, markers: [], min_tokens: 1, max_tokens: {passage}, "
+        "forced_tokens: 8}",
+    ]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("changes", nargs="*", help="changes of the configuration, such as model.path=FOLDER")
     parser.add_argument("--rounds", type=int, default=5, help="the number of rounds of the engine that are measured")
+    parser.add_argument("--runs", type=int, default=2, help="the number of runs of each kind; 0: none")
     parser.add_argument(
-        "--runs", type=int, default=2, help="the number of runs without values, and of those with them; 0: none"
+        "--thoughts", type=int, metavar="N", help="a random model with thoughts of N tokens, in the mean"
     )
     parser.add_argument("--steps", type=int, default=6, help="the number of steps of a run that are measured")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
@@ -178,9 +219,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.disable(logging.WARNING)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    words = [YAML, *args.changes]
-    engine = asyncio.run(measure_engine(load_config(GrpoRunConfig, words), args.rounds))
-    steps = measure_steps(words, args.runs, args.steps) if args.runs else None
+    with tempfile.TemporaryDirectory() as folder:
+        words = [YAML, *(long_thoughts(Path(folder), args.thoughts) if args.thoughts else []), *args.changes]
+        engine = asyncio.run(measure_engine(load_config(GrpoRunConfig, words), args.rounds))
+        steps = measure_steps(words, args.runs, args.steps) if args.runs else None
     if args.json:
         print(json.dumps({"engine": engine, "steps": steps}))
         return 0
@@ -193,8 +235,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"{engine['cached_share']:.0%} (after: {engine['cached_share_after']:.0%})")
     if steps is not None:
         print(
-            f"a step of training takes {steps['none_s']:.2f} s without values, {steps['shadow_s']:.2f} s with them, "
-            f"{steps['ratio']:.2f} times as long"
+            f"a step of training takes {steps['none_s']:.2f} s without values, {steps['shadow_s']:.2f} s with those of "
+            f"the engine, {steps['ratio']:.2f} times as long, and {steps['trainer_s']:.2f} s with those of the "
+            f"trainer, {steps['trainer_ratio']:.2f} times as long"
         )
     return 0
 

@@ -31,6 +31,27 @@ class MegatronActor(MegatronTrainer):
         self._reference: dict[str, Tensor] = {}
         """The reference policy's weights, on the CPU; empty if the objective needs no reference."""
 
+    def score(self, share: Share) -> dict[int, float]:
+        """The log-prob of all actions of each sample together, in nats, under the present weights at temperature 1,
+        whatever the sampling temperature is.
+
+        Args:
+            share: see `take`, which must follow before the next update. It has one mini-batch.
+
+        Returns:
+            The log-probs of this replica's samples, by their indices in the batch. Only the rank that reports the
+            replica's metrics has them; on others it is empty.
+
+        Raises:
+            ValueError: see `take`.
+        """
+        self.take(share)
+        passes = self._forward(self._all(), temperature=1.0)
+        found: dict[int, float] = {}
+        for batch, one in zip(self._all(), passes, strict=True) if self._reports_metrics else ():
+            found |= {index: float(logp.sum(dtype=np.float64)) for index, logp in by_sample(batch, one.logp_T).items()}
+        return found
+
     def begin(self, share: Share, coefficients: Mapping[str, float]) -> Metrics:
         """Take the samples of a training step that belong to this data-parallel rank, and compute the log-probs that
         the objective needs of the policy and its reference at the step's start.

@@ -68,13 +68,23 @@ class Schedule:
         """Whether the layers are Transformer Engine's."""
         self._run = get_forward_backward_func()
 
-    def run(self, microbatches: Sequence[Microbatch], loss: MicrobatchLoss, forward_only: bool = False) -> list[Any]:
+    def run(
+        self,
+        microbatches: Sequence[Microbatch],
+        loss: MicrobatchLoss,
+        forward_only: bool = False,
+        temperature: float | None = None,
+    ) -> list[Any]:
         """Run all micro-batches.
+
+        Args:
+            temperature: that of the log-probs; None means the schedule's own.
 
         Returns:
             The result that `loss` returned for each micro-batch, on the last pipeline stage; an empty list on others.
         """
         assert microbatches
+        divisor = self.temperature if temperature is None else temperature
 
         def forward_step(indices: Iterator[int], model) -> tuple[Tensor, Callable]:
             i = next(indices)
@@ -91,7 +101,7 @@ class Schedule:
                 padding_mask=padding_mask(self._part(batch.padding_T, batch), unwrap_model(model)),
                 **extra,
             )
-            return output, lambda hidden_1TH: self._calculate(i, hidden_1TH, batch, loss)
+            return output, lambda hidden_1TH: self._calculate(i, hidden_1TH, batch, divisor, loss)
 
         indices = [iter(range(len(microbatches))) for _ in self.chunks]
         return self._run(
@@ -104,18 +114,18 @@ class Schedule:
             forward_only=forward_only,
         )
 
-    def _calculate(self, i: int, hidden_1TH: Tensor, batch: Microbatch, loss: MicrobatchLoss):
+    def _calculate(self, i: int, hidden_1TH: Tensor, batch: Microbatch, temperature: float, loss: MicrobatchLoss):
         if self.shape.value_head:
             number_T, entropy_T = values(hidden_1TH[0], self.last), None
         else:
-            number_T, entropy_T = self._logprobs(hidden_1TH, batch)
+            number_T, entropy_T = self._logprobs(hidden_1TH, batch, temperature)
         if self.context is not None:
             number_T = self.context.whole(number_T, batch.lengths_S)
             entropy_T = None if entropy_T is None else self.context.whole(entropy_T, batch.lengths_S)
         value, result = loss(i, number_T, entropy_T)
         return value, torch.ones((), dtype=torch.int, device=platform.device()), result
 
-    def _logprobs(self, hidden_1TH: Tensor, batch: Microbatch) -> tuple[Tensor, Tensor | None]:
+    def _logprobs(self, hidden_1TH: Tensor, batch: Microbatch, temperature: float) -> tuple[Tensor, Tensor | None]:
         weight_VH = output_weight(self.last)
         group = parallel_state.get_tensor_model_parallel_group()
         return token_logprobs(
@@ -123,7 +133,7 @@ class Schedule:
             weight_VH,
             self._part(batch.target_T, batch),
             vocabulary_shard(len(weight_VH), self.shape.vocab_size, group),
-            temperature=self.temperature,
+            temperature=temperature,
             mask_T=self._part(batch.columns.action_mask_T, batch),
             entropy=self.entropy,
         )

@@ -350,12 +350,17 @@ class MegatronTrainer:
         them; on the others the list is empty."""
         return self._forward(self._all())
 
-    def _forward(self, microbatches: Sequence[Microbatch]) -> list[FirstPass]:
+    def _forward(self, microbatches: Sequence[Microbatch], temperature: float | None = None) -> list[FirstPass]:
+        """
+        Args:
+            temperature: None means that of the sampling.
+        """
+
         def keep(i: int, logp_T: Tensor, entropy_T: Tensor | None) -> tuple[Tensor, FirstPass]:
             return logp_T.new_zeros(()), FirstPass(logp_T, entropy_T)
 
         with platform.running(), torch.no_grad():
-            return self._schedule.run(microbatches, keep, forward_only=True)
+            return self._schedule.run(microbatches, keep, forward_only=True, temperature=temperature)
 
     def _set(self, column: str, values: Sequence[Tensor]) -> None:
         """Set a column of all micro-batches, in their order."""

@@ -321,7 +321,9 @@ class EngineGroup:
                 continue
             *stored, (number, samples) = piece
             k = parts[i].start + number
-            groups[i][k] = Group(prompts[k], samples, StoredTokens((tuple(stored),)), version)
+            answers = [sample for sample in samples if not sample.is_probe]
+            payload, probes = StoredTokens((tuple(stored),)), samples[len(answers) :]
+            groups[i][k] = Group(prompts[k], answers, payload, version, probes)
             finished(groups[i][k])
         answered |= {i: [groups[i][k] for k in part] for i, part in parts.items() if i not in failures}
         return failures

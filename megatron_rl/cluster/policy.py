@@ -68,6 +68,9 @@ class TrainerRank(MegatronRank):
         log.info("took %d samples of a step in %.2f s", len(share.names), time.perf_counter() - start)
         return metrics
 
+    def score(self, share: Share) -> dict[int, float]:
+        return self.actor.score(replace(share, payloads=fetch(share.payloads)))
+
     def returns(self) -> ray.ObjectRef | None:
         """The returns of this replica's samples (`MegatronActor.returns`); None on all its ranks but one."""
         returns = self.actor.returns()
@@ -143,6 +146,13 @@ class PolicyGroup(RankGroup):
         super().load_mirror(step)
         if self._critic is not None:
             self._critic.load_mirror(step)
+
+    def score(self, shares: Sequence[Share]) -> Mapping[int, float]:
+        """See `ports.Policy`."""
+        self.before("training")
+        given = zip(self.ranks, self._of_replicas(shares), strict=True)
+        answers = self._gather_all([rank.score.remote(share) for rank, share in given], "to score right answers")
+        return {index: logp for answer in answers for index, logp in answer.items()}
 
     def begin(self, shares: Sequence[Share], coefficients: Mapping[str, float]) -> Metrics:
         """See `ports.Policy`."""

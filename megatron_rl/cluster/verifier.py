@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from threading import Lock
@@ -26,7 +26,7 @@ from megatron_rl.cluster.waiting import ProcessLost, gather, locate_all
 from megatron_rl.config.rewards import ServiceReward
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.data.journal import Entry, JournalWriter
-from megatron_rl.types import Group, Metrics, Prompt, Sample, Verdict
+from megatron_rl.types import Group, Metrics, Prompt, Sample, Tokens, Verdict
 from megatron_rl.verifiers import RewardSet, Scored, TrainerState, answers_of
 from megatron_rl.verifiers.failures import FailureLog
 
@@ -68,7 +68,7 @@ class VerifierRank:
         self, indices: list[int], step: int, prompts: list[Prompt], payloads: list[Any], samples: list[list[Sample]]
     ) -> list[Scored]:
         """What the rewards with these indices give for all answers. See `RewardSet.score`."""
-        answers = answers_of(prompts, fetch(payloads), samples)
+        answers = answers_of(prompts, _fetch(payloads, map(len, samples)), samples)
         given = self.rewards.score(indices, answers, TrainerState(step, self.config.run.steps))
         for index, scored in zip(indices, given, strict=True):
             num_scored = sum(verdict.score is not None for verdict in scored.verdicts)
@@ -82,12 +82,21 @@ class VerifierRank:
         Args:
             entries: without the tokens, which are the payloads.
         """
-        groups = fetch(payloads, with_routes=True)
-        kept = [tokens[: len(entry.samples)] for entry, tokens in zip(entries, groups, strict=True)]  # without branches
+        kept = _fetch(payloads, [len(entry.samples) for entry in entries], with_routes=True)
         self.journal.write([replace(entry, tokens=tokens) for entry, tokens in zip(entries, kept, strict=True)])
 
     def shape(self, verdicts: list[list[Verdict]], prompts: list[Prompt], payloads: list[Any]) -> list[list[Verdict]]:
-        return shape_verdicts(verdicts, prompts, fetch(payloads), self.config.algorithm.shaping)
+        return shape_verdicts(verdicts, prompts, _fetch(payloads, map(len, verdicts)), self.config.algorithm.shaping)
+
+
+def _fetch(payloads: Iterable[Any], sizes: Iterable[int], with_routes: bool = False) -> list[list[Tokens]]:
+    """The tokens of the samples of each group. Those of branches that have left it, and of probes, may be behind them.
+
+    Args:
+        sizes: the number of samples of each group.
+    """
+    fetched = fetch(payloads, with_routes=with_routes)
+    return [tokens[:size] for tokens, size in zip(fetched, sizes, strict=True)]
 
 
 class VerifierGroup:

@@ -23,6 +23,10 @@ class PrefixValues(Section):
     answer in the rows and has no bias, but the engine generates so many more answers for each passage. null: the
     log-prob of the right answer."""
 
+    by: Literal["engine", "trainer"] = "engine"
+    """Who computes the log-probs: the engine while it generates other answers, or the trainer before the step's update,
+    in a forward pass of its own. The trainer's are those of the weights that are trained, also where an engine is
+    quantised. It needs a run in turns."""
     force: str = "\n</think>\n\nThe answer is "
     """The text after a beginning of the thought, before the answer. It closes the thought."""
     column: str = "ground_truth"
@@ -82,7 +86,7 @@ class PrefixValues(Section):
     def _lengths(self) -> Self:
         if self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens is {self.min_tokens}, above max_tokens, which is {self.max_tokens}")
-        of_answers = ("force", "column", "forced_tokens", "several", "floor", "scale")
+        of_answers = ("by", "force", "column", "forced_tokens", "several", "floor", "scale")
         for key in of_answers if self.rollouts is not None else ():
             if getattr(self, key) != type(self).model_fields[key].default:
                 raise ValueError(f"with rollouts the values need no right answer, so {key} means nothing; remove it")

@@ -119,6 +119,11 @@ class RolloutConfig(Section):
 
     @model_validator(mode="after")
     def _values_fit(self) -> Self:
+        if self.prefix_values and self.prefix_values.by == "trainer" and (self.max_lag or self.active_sampling):
+            raise ValueError(
+                "prefix_values.by is trainer, which computes values before a step's update, but with max_lag or "
+                "active_sampling groups are chosen and kept before that; set it to engine"
+            )
         if self.prefix_values and self.beams:
             raise ValueError("prefix_values are those of one thought and one answer, and beams has others")
         if self.prefix_values and self.environment and self.environment.kind == "agent":

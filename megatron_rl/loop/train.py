@@ -23,6 +23,7 @@ from megatron_rl.loop.asynchronous import AsynchronousSource
 from megatron_rl.loop.checkpoints import Checkpoints, Stateful, WholeState, due
 from megatron_rl.loop.passages import UnsplitThoughts
 from megatron_rl.loop.performance import performance
+from megatron_rl.loop.probes import with_utilities
 from megatron_rl.loop.recovery import run_and_recover
 from megatron_rl.loop.replay import ReplayedSource, dump
 from megatron_rl.loop.shares import plan_step, with_values
@@ -70,6 +71,7 @@ def train(
         source = kind(config, ports, prompts.train, sink, stopping)
     parts: dict[str, Stateful] = {"stream": source, "coefficients": coefficients}
     stragglers, thoughts = Stragglers(), UnsplitThoughts()
+    values = config.rollout.prefix_values
     num_warmup_steps = config.critic.warmup_steps if config.critic else 0
 
     def train_from(step: int) -> None:
@@ -87,6 +89,9 @@ def train(
             source.pushed(step)
             ports.policy.mirror(step)
             rollouts = source.next(step)
+            if values is not None and values.by == "trainer":
+                with sink.phase("prefix_values"):
+                    rollouts = with_utilities(config, shape, ports.policy, rollouts, step)
             thoughts.count(rollouts.metrics, sink)
             if config.rollout.dump:
                 with sink.phase("dump"):
@@ -98,8 +103,8 @@ def train(
             if num_updates:
                 if ports.critic is not None:
                     with sink.phase("values"):
-                        values = ports.critic.values(shares.critic)
-                    shares = shares._replace(policy=with_values(shares.policy, values))
+                        predicted = ports.critic.values(shares.critic)
+                    shares = shares._replace(policy=with_values(shares.policy, predicted))
                 with sink.phase("logprobs"):
                     metrics |= ports.policy.begin(shares.policy, coefficients.values)
                 check_agreement(metrics, coefficients.max_mismatch, step)

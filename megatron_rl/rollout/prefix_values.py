@@ -5,11 +5,12 @@ passage i is U_i = V_i - V_(i-1). V_0 is that of the prompt alone. The engine co
 is complete, while it generates others: each prefix with a right answer is a request, whose last tokens' log-probs are
 wanted. The prefix cache holds what these requests share with the answer.
 
-With `rollouts` the engine goes on with the answer from the end of each passage instead, and the values are what the
-verifiers say about the samples that it finds (algorithms/utilities.py).
+With `by: trainer` the engine only puts each prefix with a right answer behind the samples, as a probe. With `rollouts`
+it goes on with the answer from the end of each passage, and the values are what the verifiers say about the samples
+that it finds. In both cases algorithms/utilities.py makes the rewards of it.
 
-Invariants (tests/unit/rollout): a value is never below the floor; a thought without passages, and a row without an
-answer, have no rewards; samples that go on from a passage begin with its tokens, and are behind all others.
+Invariants (tests/unit/rollout): a thought without passages, and a row without an answer, have no rewards; samples that
+go on from a passage, and probes, begin with its tokens, and are behind all others.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_rl.algorithms.utilities import utilities
+from megatron_rl.algorithms.utilities import prefix_value, utilities
 from megatron_rl.config.prefix_values import PrefixValues
 from megatron_rl.rollout.passages import chapters, split, token_texts
 from megatron_rl.rollout.program import find_delimiter
 from megatron_rl.rollout.vocabulary import load_tokenizer
-from megatron_rl.types import UTILITY, Branch, Prompt, Sample, TokenReward, Tokens
+from megatron_rl.types import FROM_PROMPT, UTILITY, Branch, Prompt, Sample, TokenReward, Tokens
 
 Samples = list[tuple[Sample, Tokens]]
 
@@ -140,8 +141,8 @@ class PrefixValuer:
             await asyncio.gather(*under_way, return_exceptions=True)
 
     async def rewarded(self, prompt: Prompt, samples: Samples) -> Samples:
-        """Samples of one prompt with the rewards of their passages. With `rollouts` these are 0 as yet, and behind the
-        samples come those that go on from each passage.
+        """Samples of one prompt with the rewards of their passages. With `rollouts` or `by: trainer` these are 0 as
+        yet, and behind the samples come those that go on from each passage, or probes.
 
         Raises:
             ValueError: see `wanted`.
@@ -152,6 +153,8 @@ class PrefixValuer:
         passages = [self.passages(sample, tokens) for sample, tokens in samples] if wanted else []
         if not any(passages):
             return samples
+        if self._cfg.by == "trainer":
+            return self._with_probes(prompt, samples, passages, wanted)
         prefixes = [list(prompt.token_ids)]
         for (_, tokens), own in zip(samples, passages, strict=True):
             ids = tokens.ids.tolist()
@@ -162,6 +165,17 @@ class PrefixValuer:
             rewards = utilities([empty, *islice(values, len(own))], [len(passage) for passage in own], self._cfg)
             found.append((_with_rewards(sample, own, rewards), tokens))
         return found
+
+    def _with_probes(
+        self, prompt: Prompt, samples: Samples, passages: Sequence[Sequence[range]], wanted: Sequence[Wanted]
+    ) -> Samples:
+        found, probes = [], [probe(prompt.token_ids, FROM_PROMPT, answer) for answer in wanted]
+        for i, ((sample, tokens), own) in enumerate(zip(samples, passages, strict=True)):
+            found.append((_with_rewards(sample, own, [0.0] * len(own)), tokens))
+            for k, passage in enumerate(own):
+                prefix = tokens.ids[: passage.stop].tolist()
+                probes += [probe(prefix, Branch(i, k), answer) for answer in wanted]
+        return found + probes
 
     async def _with_branches(self, prompt: Prompt, samples: Samples, rollouts: int) -> Samples:
         found, branches, beginnings = [], [], []
@@ -180,31 +194,23 @@ class PrefixValuer:
         """The value of each prefix."""
         texts = [((*prefix, *answer.before, *answer.ids), len(answer.ids)) for prefix in prefixes for answer in wanted]
         different = list(dict.fromkeys(texts))  # the thoughts of a group may begin alike
-        value_of = dict(zip(different, map(self._value, await self._score(different)), strict=True))
-        found = [value_of[text] for text in texts]
-        of_prefixes = [found[i : i + len(wanted)] for i in range(0, len(found), len(wanted))]
-        values = [together(of_answers, self._cfg.several) for of_answers in of_prefixes]
-        if self._cfg.scale == "probability":
-            return [math.exp(value) for value in values]
-        return [max(value, self._cfg.floor) for value in values]
+        logp_of = dict(zip(different, map(math.fsum, await self._score(different)), strict=True))
+        lengths = [len(answer.ids) for answer in wanted]
+        return [
+            prefix_value([logp_of[text] for text in texts[i : i + len(wanted)]], lengths, self._cfg)
+            for i in range(0, len(texts), len(wanted))
+        ]
 
-    def _value(self, logps: Sequence[float]) -> float:
-        """The value of one right answer, as a log-prob: of a token in the mean, or of the whole answer."""
-        total = math.fsum(logps)
-        return total if self._cfg.scale == "probability" else total / len(logps)
+
+def probe(prefix: Sequence[int], branch: Branch, answer: Wanted) -> tuple[Sample, Tokens]:
+    """A right answer after a prefix, whose log-prob the trainer tells."""
+    ids = np.array([*prefix, *answer.before, *answer.ids], np.int32)
+    is_answer = np.arange(len(ids)) >= len(ids) - len(answer.ids)
+    tokens = Tokens(ids, is_answer, np.zeros(len(ids), np.float32), np.full(len(ids), -1, np.int32))
+    sample = Sample(len(ids), len(prefix), len(answer.ids), 0, "stop", branch=branch, is_probe=True)
+    return sample, tokens
 
 
 def _with_rewards(sample: Sample, passages: Sequence[range], values: Sequence[float]) -> Sample:
     given = [TokenReward(passage.stop - 1, UTILITY, value) for passage, value in zip(passages, values, strict=True)]
     return replace(sample, token_rewards=tuple(sorted((*sample.token_rewards, *given))))
-
-
-def together(means: Sequence[float], several: str) -> float:
-    """The value from those of several right answers.
-
-    Example: -1 and -2 give -1 with `max`, and -0.687 with `logsumexp`.
-    """
-    largest = max(means)
-    if several == "max" or largest == -math.inf:
-        return largest
-    return largest + math.log(math.fsum(math.exp(mean - largest) for mean in means))

@@ -151,6 +151,16 @@ def train(rank, world_size, url, *, folder, samples, layout, num_updates=3, algo
     return mismatch, metrics
 
 
+def score(rank, world_size, url, *, folder, samples, layout):
+    """The log-probs that this rank tells, and the first update of a step that follows."""
+    actor = build(rank, world_size, url, folder, layout)
+    told = actor.score(share_of([mine(samples, actor, layout.num_microbatches)], alignment=layout.alignment))
+    begin(actor, samples, layout, 1)
+    metrics = actor.update(0, COEFFICIENTS)
+    actor.close()
+    return told, metrics
+
+
 def train_steps(rank, world_size, url, *, folder, samples, layout, algorithm, pass_before_update, num_steps=3):
     """Steps of one update each. `pass_before_update`: logp_old comes from a forward pass, also where it could be left
     out.

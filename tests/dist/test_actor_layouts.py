@@ -420,6 +420,22 @@ def test_an_update_on_which_trainer_and_engine_disagree_changes_no_weight(traine
         assert "trainer and engine disagree" in error and "algorithm.max_mismatch = 0.001" in error and unchanged
 
 
+@pytest.mark.parametrize("mesh", [Mesh(), Mesh(tensor=2, pipeline=2), Mesh(data=2, context=2)], ids=str)
+def test_samples_are_scored_by_the_log_probs_of_the_model_itself(trainers, model_folder, samples, reference, mesh):
+    """They are those at temperature 1, where the sampling has another one, and the step after them knows nothing of
+    them."""
+    layout = Layout(mesh, num_microbatches=2)
+    results = trainers.run("score", mesh.world_size, folder=model_folder, samples=samples, layout=layout)
+    told = [own for own, _ in results if own]
+    assert len(told) == mesh.data, "one rank of each replica"
+    logp_of = {index: logp for own in told for index, logp in own.items()}
+    logp = iter(rollout_log_ratio(model_folder, samples, temperature=1.0) + rollout_logp(samples))
+    expected = [sum(next(logp) for _ in range(s.tokens.action_mask[1:].sum())) for s in samples]
+    # fp32: logits of order 1, sums of at most 23 log-probs
+    assert [logp_of[i] for i in range(len(samples))] == pytest.approx(expected, abs=1e-4)
+    assert results[0][1]["loss"] == pytest.approx(reference[0]["loss"], rel=RELATIVE)
+
+
 def rollout_logp(samples) -> np.ndarray:
     return np.concatenate([s.tokens.logp_rollout[1:][s.tokens.action_mask[1:]] for s in samples])
 

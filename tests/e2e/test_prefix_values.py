@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 from megatron_rl.data.saved_rollouts import read_step
 from megatron_rl.observe.records import METRICS, read_lines
@@ -11,9 +12,14 @@ from megatron_rl.types import UTILITY
 
 
 @pytest.mark.parametrize(
-    ("name", "values"), [("log_probs", "force: '</think>', forced_tokens: 16"), ("monte_carlo", "rollouts: 2")]
+    ("name", "values", "max_lag"),
+    [
+        ("log_probs", "force: '</think>', forced_tokens: 16", 1),
+        ("monte_carlo", "rollouts: 2", 1),
+        ("trainer", "force: '</think>', forced_tokens: 16, by: trainer", 0),
+    ],
 )
-def test_passages_are_rewarded_while_answers_are_generated(recipe, task, name, values):
+def test_passages_are_rewarded(recipe, task, name, values, max_lag):
     run = recipe.run(
         "recipes/grpo.py",
         "configs/run/tiny_grpo.yaml",
@@ -25,7 +31,7 @@ def test_passages_are_rewarded_while_answers_are_generated(recipe, task, name, v
         "policy.parallel.tensor=1",
         "rollout.prompts_per_step=8",
         "rollout.samples_per_prompt=4",
-        "rollout.max_lag=1",
+        f"rollout.max_lag={max_lag}",
         "rollout.dump=true",
         "rollout.thinking={thought_tokens: 32, response_tokens: 6}",
         f"rollout.prefix_values={{{values}, markers: [','], min_tokens: 2, max_tokens: 12}}",
@@ -45,3 +51,27 @@ def test_passages_are_rewarded_while_answers_are_generated(recipe, task, name, v
         utilities = [[r.value for r in sample.token_rewards if r.kind == UTILITY] for sample in samples]
         assert record["passages/mean"] == pytest.approx(np.mean([len(own) for own in utilities]))
         assert np.std(sum(utilities, [])) > 1e-4
+    if name == "trainer":
+        check_values(task / "model", read_step(folder / "rollouts", 0).groups)
+
+
+def check_values(model_folder, groups) -> None:
+    """The utilities are those that transformers' forward passes of the first weights give."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+
+    @torch.no_grad()
+    def value(prefix, right) -> float:
+        ids = torch.tensor([*prefix, *tokenizer.encode("</think>"), *right])
+        logp = model(ids[None, :-1]).logits[0].log_softmax(-1)
+        return float(logp[range(len(ids) - 1), ids[1:]][-len(right) :].mean())
+
+    for group in groups:
+        right = tokenizer.encode(group.prompt.columns["ground_truth"])
+        for sample, tokens in zip(group.samples, group.payload, strict=True):
+            ids, rewards = tokens.ids.tolist(), [r for r in sample.token_rewards if r.kind == UTILITY]
+            values = [value(ids[:end], right) for end in (sample.num_prompt_tokens, *(r.position + 1 for r in rewards))]
+            # Both sides compute in fp32; values are means of about 4 log-probs near -4.
+            assert [r.value for r in rewards] == pytest.approx(np.diff(values).tolist(), abs=1e-5)

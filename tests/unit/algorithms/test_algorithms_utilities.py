@@ -1,12 +1,14 @@
-"""Monte Carlo values of passages, by hand."""
+"""Values and utilities of passages, by hand."""
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
-from megatron_rl.algorithms.utilities import settle_branches
+from megatron_rl.algorithms.utilities import prefix_value, settle_branches, settle_probes
 from megatron_rl.config.prefix_values import PrefixValues
-from megatron_rl.types import UTILITY, Branch, Group, Prompt, Sample, TokenReward, Verdict
+from megatron_rl.types import FROM_PROMPT, UTILITY, Branch, Group, Prompt, Sample, TokenReward, Verdict
 
 CFG = PrefixValues(rollouts=2)
 
@@ -60,3 +62,30 @@ def test_other_rewards_stay_and_the_options_hold():
     # The second passage has 6 tokens of 16, and changes nothing.
     given = settled(one, sample(0.0), *after(0, 0, 1.0), *after(0, 1, 1.0), cfg=cfg)
     assert given == [pytest.approx([2.0, 0.5, -0.5 * 6 / 16]), []]
+
+
+def test_log_probs_of_right_answers():
+    """Two answers are right, of one and of two tokens. V of the prompt is the better mean, -2 / 2; after the first
+    passage of the first answer it is -0.25, after the second one the floor; the second answer has -3."""
+    one, other = sample(1.0, 9, 15), sample(0.0, 12)
+    told = {
+        FROM_PROMPT: (-3.0, -2.0),
+        Branch(0, 0): (-0.25, -8.0),
+        Branch(0, 1): (-90.0, -90.0),
+        Branch(1, 0): (-3.0, -8.0),
+    }
+    probes = [Sample(20, 10, length, 0, "stop", branch=branch, is_probe=True) for branch in told for length in (1, 2)]
+    group = Group(Prompt("row", (1,), "q"), [one, other], None, 0, probes)
+    logps = [logp for given in told.values() for logp in given]
+    for _ in range(2):  # a step that is begun again settles them again
+        settle_probes(group, logps, PrefixValues(by="trainer"))
+        given = [[reward.value for reward in sample.token_rewards] for sample in group.samples]
+        assert given == [[0.75, -9.75], [-2.0]]
+
+
+def test_values_of_right_answers():
+    assert prefix_value([-2.0, -2.0], [1, 2], PrefixValues()) == -1
+    assert prefix_value([-30.0], [2], PrefixValues()) == -10
+    probability = PrefixValues(scale="probability", several="logsumexp")
+    assert prefix_value([-2.0, -2.0], [1, 2], probability) == pytest.approx(2 * math.exp(-2))
+    assert prefix_value([-math.inf], [2], probability) == 0

@@ -11,11 +11,11 @@ import pytest
 from patience import deadline
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from megatron_rl.algorithms.utilities import utilities
+from megatron_rl.algorithms.utilities import together, utilities
 from megatron_rl.config.prefix_values import PrefixValues
 from megatron_rl.config.rollout import RolloutConfig
-from megatron_rl.rollout.prefix_values import PrefixValuer, together
-from megatron_rl.types import UTILITY, Episode, Prompt, Sample, TokenReward, Tokens
+from megatron_rl.rollout.prefix_values import PrefixValuer
+from megatron_rl.types import FROM_PROMPT, UTILITY, Branch, Episode, Prompt, Sample, TokenReward, Tokens
 
 WORDS = ["<unk>", "</think>", "The", "answer", "is", "4", "2", "So", "it", "hm", "."]
 CLOSE, FOUR, TWO = (WORDS.index(word) for word in ("</think>", "4", "2"))
@@ -286,3 +286,18 @@ def test_the_configuration_refuses_answers_of_other_kinds(keys, reason):
             max_response_tokens=8,
             **{"prefix_values": {}, **keys},
         )
+
+
+def test_the_trainer_gets_each_beginning_with_each_right_answer(folder):
+    model = Model()
+    given = [answer("hm", "So", "it", "</think>", "4"), answer("</think>")]
+    found = asyncio.run(valuer(folder, model, by="trainer").rewarded(prompt(["4", "42"]), given))
+    assert not model.asked
+    assert [(r.position, r.kind, r.value) for r in found[0][0].token_rewards] == [(2, UTILITY, 0.0), (4, UTILITY, 0.0)]
+    probes = found[2:]
+    assert all(sample.is_probe for sample, _ in probes) and not any(sample.is_probe for sample, _ in found[:2])
+    assert [sample.branch for sample, _ in probes[::2]] == [FROM_PROMPT, Branch(0, 0), Branch(0, 1)]
+    thought = [WORDS.index(word) for word in ("hm", "So", "it")]
+    for (sample, tokens), num, right in zip(probes, [0, 0, 1, 1, 3, 3], [[FOUR], [FOUR, TWO]] * 3, strict=True):
+        assert tokens.ids.tolist() == [9, 9, *thought[:num], *FORCE, *right] and sample.length == len(tokens.ids)
+        assert tokens.ids[tokens.action_mask].tolist() == right and sample.num_actions == len(right)
