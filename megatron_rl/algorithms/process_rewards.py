@@ -2,7 +2,8 @@
 
 Invariants: rewards are normalised before they are summed. Each kind of reward has its own mean and deviation, so that a
 kind with a large scale does not hide the others. A kind that only one sample has adds exactly 0, and so does a kind
-with equal rewards. The statistics contain every reward, whatever the action mask is.
+with equal rewards, but for kinds that are not centred, whose rewards keep their signs. The statistics contain every
+reward, whatever the action mask is.
 
 The driver normalises, because it has whole groups, and these are a few numbers for each sample. The trainer ranks place
 the results at actions and sum them (token_advantages.py).
@@ -12,7 +13,7 @@ Shape letters: N rewards, S samples, L the length of one sample, C cells, which 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -43,7 +44,8 @@ def grpo_process(scores: Scores, section: GrpoProcessAdvantage) -> TokenRewards:
     sample_N = np.concatenate([given.sample, outcomes.sample])
     position_N = np.concatenate([given.position, outcomes.position])
     group_N = scores.group_of[sample_N] if section.over == "group" else np.zeros(len(kinds), np.int64)
-    value_N = normalised(np.concatenate([given.value, outcomes.value]), kinds, sample_N, group_N, section.std)
+    value_N = np.concatenate([given.value, outcomes.value])
+    value_N = normalised(value_N, kinds, sample_N, group_N, section.std, section.uncentred)
     value_N *= np.array([section.weights.get(kind, 1.0) for kind in kinds])
     kept = value_N != 0
     return TokenRewards(sample_N[kept], position_N[kept], value_N[kept])
@@ -75,10 +77,16 @@ def outcome_rewards(scores: Scores) -> TokenRewards:
 
 
 def normalised(
-    value_N: np.ndarray, kinds: Sequence[str], sample_N: np.ndarray, group_N: np.ndarray, std: bool
+    value_N: np.ndarray,
+    kinds: Sequence[str],
+    sample_N: np.ndarray,
+    group_N: np.ndarray,
+    std: bool,
+    uncentred: Collection[str] = (),
 ) -> np.ndarray:
     """Every reward normalised by its kind and group, float64 [N]. It is 0 for an abstention (NaN), for a kind that only
     one sample of the group has, and for equal rewards. The standard deviation has the divisor n - 1, as in `grpo`.
+    Rewards of the kinds `uncentred` are only divided, by their root mean square over the cell.
 
     Args:
         value_N, kinds, sample_N, group_N: each reward, its kind, its sample, and the group of the sample.
@@ -91,14 +99,17 @@ def normalised(
     _, kind_N = np.unique(np.array(kinds)[scored_N], return_inverse=True)
     _, cell_N = np.unique(np.stack([group_N[scored_N], kind_N]), axis=1, return_inverse=True)
     count_C = np.bincount(cell_N)
-    mean_C = np.bincount(cell_N, x_N) / count_C
+    is_gain_N = np.isin(np.array(kinds)[scored_N], list(uncentred))
+    is_gain_C = np.bincount(cell_N, is_gain_N) > 0
+    mean_C = np.where(is_gain_C, 0.0, np.bincount(cell_N, x_N) / count_C)
     squares_C = np.bincount(cell_N, (x_N - mean_C[cell_N]) ** 2)
-    scale_C = np.sqrt(squares_C / np.maximum(count_C - 1, 1)) + STD_EPS if std else np.ones(len(count_C))
+    freedom_C = np.where(is_gain_C, count_C, np.maximum(count_C - 1, 1))
+    scale_C = np.sqrt(squares_C / freedom_C) + STD_EPS if std else np.ones(len(count_C))
     largest_C, smallest_C = np.full(len(count_C), -np.inf), np.full(len(count_C), np.inf)
     np.maximum.at(largest_C, cell_N, x_N)
     np.minimum.at(smallest_C, cell_N, x_N)
     contributors_C = np.bincount(np.unique(np.stack([cell_N, sample_N[scored_N]]), axis=1)[0])
-    has_signal_C = (largest_C > smallest_C) & (contributors_C > 1)
+    has_signal_C = is_gain_C | (largest_C > smallest_C) & (contributors_C > 1)
     result_N[scored_N] = np.where(has_signal_C[cell_N], (x_N - mean_C[cell_N]) / scale_C[cell_N], 0.0)
     return result_N
 

@@ -179,7 +179,8 @@ class GrpoProcessAdvantage(Method):
 
     formula: ClassVar[str] = (
         "A_t = sum over rewards j at or after t of gamma^(actions between) w_k (r_j - mean) / (std + 1e-6), where w_k "
-        "is the weight of j's kind k, with mean and std of this kind in the group or the batch; std false: not divided"
+        "is the weight of j's kind k, with mean and std of this kind in the group or the batch; std false: not "
+        "divided; a kind of `uncentred` has the mean 0"
     )
     source: ClassVar[str] = "arXiv:2402.03300 section 4.1.3"
     needs: ClassVar[frozenset[Need]] = frozenset({"group", "token_rewards"})
@@ -191,6 +192,10 @@ class GrpoProcessAdvantage(Method):
     """Which rewards of the same kind have a common mean and deviation: those of a group, or those of the batch."""
     std: bool = True
     """true: rewards are divided by the standard deviation of their kind. false: they are not."""
+    uncentred: tuple[str, ...] = ()
+    """The kinds of which no mean is subtracted, and which are divided by their root mean square: rewards that are gains
+    already, such as `utility`. With their mean subtracted, a passage that helps, but less than others, would be
+    punished, and thoughts become shorter as they become right."""
     weights: dict[str, float] = {}
     """The factor of each kind of reward, after the normalisation; that of a kind which is not named here is 1. The kind
     `outcome` is the reward of the whole answer, which is at its last token. If that is the sum of the turns' rewards

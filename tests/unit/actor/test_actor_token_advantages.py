@@ -134,6 +134,22 @@ def test_over_the_batch_all_groups_have_one_mean_and_deviation():
     assert sorted(credit.token_rewards.value.tolist()) == [-1.0, 1.0]
 
 
+def test_rewards_that_are_gains_keep_their_sign_and_their_zero():
+    """Utilities 0.3, 0.1 and -0.2 beside outcomes of 0 and 1. Less help than others is still help; and a kind of which
+    only one sample has a reward counts."""
+    masks, utilities = [[0, 1, 1], [0, 1, 1]], [(0, 1, "utility", 0.3), (0, 2, "utility", 0.1), (1, 1, "utility", -0.2)]
+    scores = scores_of(masks, [0, 0], [0.0, 1.0], utilities)
+    gains = GrpoProcessAdvantage(uncentred=("utility",), gamma=0.5)
+    rms = math.sqrt((0.09 + 0.01 + 0.04) / 3) + EPS
+    low, high = (x / (math.sqrt(0.5) + EPS) for x in (-0.5, 0.5))
+    got = advantages(masks, scores, gains, [[0, 1]])
+    assert got[0] == pytest.approx([0, 0.3 / rms + 0.1 / rms / 2 + low / 2, 0.1 / rms + low], rel=1e-12)
+    assert got[1] == pytest.approx([0, -0.2 / rms + high / 2, high], rel=1e-12)
+    undivided = gains.model_copy(update={"std": False})
+    got = advantages(masks, scores_of(masks, [0, 0], [1.0, 1.0], utilities[:1]), undivided, [[0, 1]])
+    assert got == {0: pytest.approx([0, 0.3, 0]), 1: [0, 0, 0]}
+
+
 def test_outcomes_alone_are_grpo():
     rng = random.Random(4)
     masks = [[0] + [int(rng.random() < 0.6) for _ in range(6)] for _ in range(9)]
