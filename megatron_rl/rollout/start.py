@@ -85,6 +85,7 @@ def make_engine(
         generation_config="vllm",  # ignore the folder's sampling defaults (top_k, temperature)
         seed=seed,
         tensor_parallel_size=rollout.tensor,
+        pipeline_parallel_size=rollout.pipeline,
         enable_expert_parallel=rollout.expert_parallel,
         max_model_len=rollout.max_engine_tokens,
         max_num_seqs=rollout.max_sequences,
@@ -101,6 +102,8 @@ def make_engine(
     remove_own_names()
     if not on_gpu:
         engine.collective_rpc("sample_by_seed")
+        if rollout.pipeline > 1:
+            engine.collective_rpc("receive_stages_on_a_cpu")
         if shares_gpus:
             engine.collective_rpc("sleep_on_a_cpu")
         if returns_routes:
@@ -126,7 +129,7 @@ def _cpu_options(rollout: RolloutConfig, latent: bool) -> dict[str, Any]:
     }
     if latent:
         options["attention_backend"] = "CPU_MLA"
-    if rollout.tensor == 1:
+    if rollout.engine_ranks == 1:
         from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
         options["distributed_executor_backend"] = UniProcExecutor

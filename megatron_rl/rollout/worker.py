@@ -59,6 +59,17 @@ class RolloutWorker:
 
         sampler.forward = sample
 
+    def receive_stages_on_a_cpu(self) -> None:
+        """Give a later pipeline stage the buffer in which its model runner keeps the hidden states of the stage before
+        it. vLLM makes it in its trial pass, and a CPU without compilation has none."""
+        from vllm.distributed import get_pp_group
+
+        runner = self.model_runner
+        if not get_pp_group().is_first_rank and runner.intermediate_tensors is None:
+            runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+                batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+            )
+
     def sleep_on_a_cpu(self) -> None:
         """Give this worker the methods `sleep` and `wake_up`, which do nothing in vLLM's worker on a CPU. As on a GPU,
         level 2 gives up what is left of weights and KV cache, and later both have new memory at the same tensors. The
