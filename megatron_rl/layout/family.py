@@ -439,8 +439,8 @@ def _linear(shape: ModelShape, ways: int, rank: int) -> tuple[int, int]:
 
 
 def engine_layers(num_layers: int, pipeline: int, stage: int) -> range:
-    """The layers of an engine's pipeline stage, as vllm.distributed.utils.get_pp_indices distributes them. If they do not
-    divide evenly, the stages just before the last one hold one more."""
+    """The layers of an engine's pipeline stage, as vllm.distributed.utils.get_pp_indices distributes them. If they do
+    not divide evenly, the stages just before the last one hold one more."""
     base, more = divmod(num_layers, pipeline)
     counts = [base + (pipeline - 1 - more <= s < pipeline - 1) for s in range(pipeline)]
     return range(sum(counts[:stage]), sum(counts[: stage + 1]))

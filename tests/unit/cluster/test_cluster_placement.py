@@ -86,7 +86,7 @@ def test_the_stages_of_an_engine_that_spans_nodes_stay_whole():
     assert shown(place([staged], [node(i, gpus=6, free=6) for i in range(4)]), "engine") == ["0x4 1x4 2x4 3x4"]
     assert shown(place([staged], [node(i, gpus=3, free=3) for i in range(6)]), "engine") == ["0x3 1x3 2x3 3x3 4x3 5x1"]
     with pytest.raises(NoRoom):
-        place([staged], [node(0, gpus=6, free=6), node(1, gpus=6, free=5), node(2, gpus=6, free=3), node(3, gpus=6)])
+        place([staged], [node(i, gpus=6, free=free) for i, free in enumerate((6, 5, 3, 3))])
     given = config(
         cluster={"gpus_per_trainer": 1, "gpus_per_engine_rank": 1},
         rollout={"tensor": 4, "pipeline": 3},
