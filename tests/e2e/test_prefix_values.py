@@ -11,9 +11,11 @@ from megatron_rl.types import UTILITY
 
 
 @pytest.mark.parametrize(
-    ("name", "values"), [("log_probs", "force: '</think>', forced_tokens: 16"), ("monte_carlo", "rollouts: 2")]
+    ("name", "values", "stages"),
+    [("log_probs", "force: '</think>', forced_tokens: 16", 2), ("monte_carlo", "rollouts: 2", 1)],
 )
-def test_passages_are_rewarded_while_answers_are_generated(recipe, task, name, values):
+def test_passages_are_rewarded_while_answers_are_generated(recipe, task, name, values, stages):
+    """Once by an engine of two pipeline stages, which gets new weights meanwhile."""
     run = recipe.run(
         "recipes/grpo.py",
         "configs/run/tiny_grpo.yaml",
@@ -26,6 +28,7 @@ def test_passages_are_rewarded_while_answers_are_generated(recipe, task, name, v
         "rollout.prompts_per_step=8",
         "rollout.samples_per_prompt=4",
         "rollout.max_lag=1",
+        f"rollout.pipeline={stages}",
         "rollout.dump=true",
         "rollout.thinking={thought_tokens: 32, response_tokens: 6}",
         f"rollout.prefix_values={{{values}, markers: [','], min_tokens: 2, max_tokens: 12}}",
