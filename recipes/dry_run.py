@@ -106,7 +106,8 @@ def describe_rollout(config: GrpoRunConfig, shape: ModelShape, console: Console)
     whole = BYTES[config.model.dtype] * FAMILIES[shape.family].num_parameters(shape)
 
     table = Table(title="a step", show_header=False, title_justify="left")
-    layout = f"TP{rollout.tensor}" + (", expert-parallel" if rollout.expert_parallel else "")
+    stages = f" x PP{rollout.pipeline}" if rollout.pipeline > 1 else ""
+    layout = f"TP{rollout.tensor}{stages}" + (", expert-parallel" if rollout.expert_parallel else "")
     table.add_row("engines", f"{rollout.num_engines} x {layout}")
     beams = f" thoughts x {rollout.beams.width} beams" if rollout.beams else ""
     each = f"{rollout.samples_per_prompt}{beams}"
@@ -187,7 +188,7 @@ def describe_hours(config: GrpoRunConfig, shape: ModelShape, memory: RunMemory, 
     held = memory.engine.half if memory.engine else math.inf
     at_once = min(held or 1, rollout.max_sequences or math.inf)
     generation_s = generation_seconds(config, shape, num_parameters, BYTES[config.model.dtype], at_once)
-    num_gpus = config.num_trainer_ranks + (0 if config.cluster.colocate else rollout.num_engines * rollout.tensor)
+    num_gpus = config.num_trainer_ranks + (0 if config.cluster.colocate else rollout.num_engines * rollout.engine_ranks)
     hours = (training_s + generation_s) * num_gpus / 3600
     table = Table(title="estimates for H100 GPUs, not measured", show_header=False, title_justify="left")
     table.add_row("a step in which every answer has the longest length", "")

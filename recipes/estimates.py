@@ -158,7 +158,8 @@ def generation_seconds(
     config: GrpoRunConfig, shape: ModelShape, num_parameters: int, width: int, at_once: float = math.inf
 ) -> float:
     """The least seconds of a generation in which every answer has the longest length: each engine reads its weights
-    once for each position of a batch, and each token reads the keys and values of those before it.
+    once for each position of a batch, and each token reads the keys and values of those before it. With pipeline stages
+    the answers are in as many batches as there are stages.
 
     The weights of all experts are read, because a batch of hundreds of answers needs nearly all of them.
 
@@ -167,7 +168,7 @@ def generation_seconds(
             as often as for several batches after each other.
     """
     rollout = config.rollout
-    gpus = rollout.num_engines * rollout.tensor
+    gpus = rollout.num_engines * rollout.engine_ranks
     latent = shape.latent
     key_width = latent.kv_rank + latent.rope_dim if latent else 2 * shape.num_kv_heads * shape.head_dim
     answers = rollout.prompts_per_step * rollout.samples_per_prompt
@@ -177,6 +178,6 @@ def generation_seconds(
     whole = (shape.num_layers - len(shape.sliding_layers)) * positions.sum()
     window = len(shape.sliding_layers) * np.minimum(positions, shape.sliding_window or 0).sum()
     values = answers * key_width * width * (whole + window)
-    batches = max(1.0, answers / rollout.num_engines / at_once)
+    batches = rollout.pipeline * max(1.0, answers / rollout.num_engines / at_once)
     weights = rollout.num_engines * batches * longest * num_parameters * width
     return float((values + weights) / (gpus * BANDWIDTH * DECODING_SHARE))

@@ -18,7 +18,17 @@ import numpy as np
 from megatron_rl.config.policy import ModelConfig, ParallelConfig
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.config.schema import BaseConfig, GrpoRunConfig
-from megatron_rl.layout import FAMILIES, Engines, Links, TransferPlan, critic_shape, plan_weights, read_shape, volume
+from megatron_rl.layout import (
+    FAMILIES,
+    Engines,
+    Links,
+    TransferPlan,
+    critic_shape,
+    engine_layers,
+    plan_weights,
+    read_shape,
+    volume,
+)
 from megatron_rl.recipes.activations import activations, has_fused_layers
 from megatron_rl.recipes.parameters import BYTES, expert_data_ways, rank_parameters
 from megatron_rl.types import Mesh, ModelShape, Phase
@@ -82,6 +92,7 @@ def planned_transfer(config: GrpoRunConfig, shape: ModelShape, mesh: Mesh) -> Tr
     engines = Engines(
         rollout.num_engines,
         rollout.tensor,
+        rollout.pipeline,
         expert_parallel=rollout.expert_parallel,
         num_chains=config.bridge.chains,
     )
@@ -162,28 +173,58 @@ def _always(num_bytes: float) -> tuple[float, float, float]:
 
 @dataclass(frozen=True, slots=True)
 class EngineMemory:
-    gpu: GpuMemory
+    stages: tuple[GpuMemory, ...]
+    """The fullest rank of each pipeline stage."""
     longest: int
     """The number of sequences of the largest length that the KV cache of an engine holds."""
     half: int
     """The number of sequences of half the largest length that it holds."""
 
+    @property
+    def gpu(self) -> GpuMemory:
+        """The fullest rank of the engine."""
+        return max(self.stages, key=lambda stage: max(stage.totals))
+
 
 def engine_memory(config: GrpoRunConfig, shape: ModelShape, plan: TransferPlan, bridge_bytes: float) -> EngineMemory:
-    """The memory of the fullest rank of an engine.
+    """The memory of the fullest rank of each pipeline stage of an engine.
 
     vLLM takes `rollout.gpu_memory_utilization` of the GPU for weights, work and KV cache, and the bridge's memory comes
-    beside it. Experts are repacked by vLLM on GPUs, so a rank holds those of each layer until all ranks of the engine
-    have the layer; `tools/plan_sync.py --repacked` computes how much this is. Each layer that is verified is made anew.
-    Weights that vLLM quantises are counted as if they were not.
+    beside it. A sequence has as many blocks of the KV cache on each stage, so the stage that has room for the fewest
+    sequences decides, and what the others have left stays empty. Experts are repacked by vLLM on GPUs, so a rank holds
+    those of each layer until all ranks of the engine have the layer; `tools/plan_sync.py --repacked` computes how much
+    this is. Each layer that is verified is made anew. Weights that vLLM quantises are counted as if they were not.
     """
     rollout, width = config.rollout, BYTES[config.model.dtype]
-    weights = float(plan.engine_bytes.max())
-    cache = max(0.0, rollout.gpu_memory_utilization * gpu_bytes(config) - weights - ENGINE_WORK_BYTES)
-    received = layer = engine_expert_bytes(shape, rollout, width)
+    longest, stages = rollout.max_model_tokens, range(rollout.pipeline)
+    layers = [engine_layers(shape.num_layers, rollout.pipeline, stage) for stage in stages]
+    weights = plan.engine_bytes.reshape(rollout.pipeline, rollout.tensor).max(1)
+    caches = np.maximum(0.0, rollout.gpu_memory_utilization * gpu_bytes(config) - weights - ENGINE_WORK_BYTES)
+    numbers = (
+        min(int(caches[stage] // sequence_bytes(shape, rollout.tensor, n, width, layers[stage])) for stage in stages)
+        for n in (longest, max(1, longest // 2))
+    )
+    gpus = [
+        _stage_memory(config, shape, plan, stage, float(weights[stage]), float(caches[stage]), bridge_bytes)
+        for stage in stages
+    ]
+    return EngineMemory(tuple(gpus), *numbers)
+
+
+def _stage_memory(
+    config: GrpoRunConfig,
+    shape: ModelShape,
+    plan: TransferPlan,
+    stage: int,
+    weights: float,
+    cache: float,
+    bridge_bytes: float,
+) -> GpuMemory:
+    rollout = config.rollout
+    received = layer = engine_expert_bytes(shape, rollout, BYTES[config.model.dtype], stage)
     bucket_bytes, chained = config.bridge.bucket_mib * 2**20, plan.engines.are_chained
-    if shape.experts:
-        layer /= shape.num_layers - shape.experts.first_dense_layers
+    layers = engine_layers(shape.num_layers, rollout.pipeline, stage)
+    layer /= max(1, sum(map(shape.has_experts, layers)))
     parts = {
         "weights": _always(weights),
         "KV cache": _always(cache),
@@ -193,15 +234,14 @@ def engine_memory(config: GrpoRunConfig, shape: ModelShape, plan: TransferPlan, 
         "NCCL communicators of the bridge": _always(bridge_bytes),
         f"{'three' if chained else 'two'} buffers of the bridge": _always((2 + chained) * bucket_bytes),
     }
-    gpu = GpuMemory("engine", {name: values for name, values in parts.items() if max(values)})
-    longest = rollout.max_model_tokens
-    numbers = (int(cache // sequence_bytes(shape, rollout.tensor, n, width)) for n in (longest, max(1, longest // 2)))
-    return EngineMemory(gpu, *numbers)
+    name = f"engine, stage {stage}" if rollout.pipeline > 1 else "engine"
+    return GpuMemory(name, {name: values for name, values in parts.items() if max(values)})
 
 
-def engine_expert_bytes(shape: ModelShape, rollout: RolloutConfig, width: int) -> float:
-    """The bytes of the routed experts on the fullest rank of an engine."""
-    placed = FAMILIES[shape.family].vllm_placed(shape, rollout.tensor, 0, rollout.expert_parallel)
+def engine_expert_bytes(shape: ModelShape, rollout: RolloutConfig, width: int, stage: int) -> float:
+    """The bytes of the routed experts on the fullest rank of a pipeline stage of an engine."""
+    first = stage * rollout.tensor
+    placed = FAMILIES[shape.family].vllm_placed(shape, rollout.tensor, first, rollout.expert_parallel, rollout.pipeline)
     elements = sum(
         placement.num_experts * sum(volume(local) for _, _, local in placement.pieces)
         for placement, _, _ in placed
@@ -210,15 +250,15 @@ def engine_expert_bytes(shape: ModelShape, rollout: RolloutConfig, width: int) -
     return float(elements * width)
 
 
-def sequence_bytes(shape: ModelShape, tensor: int, num_tokens: int, width: int) -> float:
-    """The bytes of the keys and values of one sequence on one rank of an engine. Ranks share the KV heads, but each has
-    at least one; latent attention keeps its low-rank projection on every rank."""
+def sequence_bytes(shape: ModelShape, tensor: int, num_tokens: int, width: int, layers: range) -> float:
+    """The bytes of the keys and values of one sequence in some layers on one rank of an engine. Ranks share the KV
+    heads, but each has at least one; latent attention keeps its low-rank projection on every rank."""
     latent = shape.latent
     numbers = 2 * max(shape.num_kv_heads // tensor, 1) * shape.head_dim
     if latent:
         numbers = latent.kv_rank + latent.rope_dim
-    windows = len(shape.sliding_layers)
-    tokens = (shape.num_layers - windows) * num_tokens + windows * min(num_tokens, shape.sliding_window or num_tokens)
+    windows = len(set(shape.sliding_layers) & set(layers))
+    tokens = (len(layers) - windows) * num_tokens + windows * min(num_tokens, shape.sliding_window or num_tokens)
     return float(tokens * numbers * width)
 
 
@@ -260,7 +300,7 @@ class RunMemory:
             return trainers
         if self.is_shared:
             return [(self.trainer.beside(self.engine.gpu), self.trainer_limit)]
-        return [*trainers, (self.engine.gpu, self.gpu_bytes)]
+        return [*trainers, *((stage, self.gpu_bytes) for stage in self.engine.stages)]
 
     @property
     def problems(self) -> list[str]:
@@ -271,7 +311,7 @@ class RunMemory:
             if needed > limit:
                 phase = gpu.totals.index(needed)
                 size, largest = max((values[phase], part) for part, values in gpu.parts.items())
-                of_engine = "engine" in (gpu.name, largest.partition(":")[0])
+                of_engine = gpu.name.startswith("engine") or largest.startswith("engine")
                 advice = _advice(largest.rpartition(": ")[2], of_engine)
                 if gpu is self.critic:
                     advice = advice.replace("policy.", "critic.")
@@ -283,7 +323,8 @@ class RunMemory:
             cache = self.engine.gpu.parts.get("KV cache", _always(0.0))[PHASES.index("generating")]
             found.append(
                 f"generating: an engine's KV cache of {cache / 1e9:.1f} GB a GPU holds no sequence of the largest "
-                f"length; raise rollout.tensor or rollout.gpu_memory_utilization, or lower rollout.max_response_tokens"
+                "length; raise rollout.tensor, rollout.pipeline or rollout.gpu_memory_utilization, or lower "
+                "rollout.max_response_tokens"
             )
         return found
 
@@ -295,7 +336,10 @@ def _advice(part: str, of_engine: bool) -> str:
     if part.endswith("buffers of the bridge"):
         return "lower bridge.bucket_mib"
     if of_engine:
-        return "lower rollout.gpu_memory_utilization, which makes the KV cache smaller, or raise rollout.tensor"
+        return (
+            "lower rollout.gpu_memory_utilization, which makes the KV cache smaller, or raise rollout.tensor or "
+            "rollout.pipeline"
+        )
     if part == "activations kept for the backward passes":
         return (
             "set model.recompute to full, lower balance.max_tokens_per_microbatch, or raise policy.parallel.tensor or "
@@ -342,7 +386,7 @@ def run_memory(config: BaseConfig, shape: ModelShape) -> RunMemory:
         if cluster.gpus_per_engine_rank > 0:
             engine = engine_memory(config, shape, plan, communicators.engine)
             if cluster.colocate:
-                engine = replace(engine, gpu=engine.gpu.lending(ENGINE_LENDS))
+                engine = replace(engine, stages=tuple(stage.lending(ENGINE_LENDS) for stage in engine.stages))
         if config.algorithm.kl is not None:
             stages = range(parallel.mesh.pipeline)
             held = [rank_parameters(shape, parallel.mesh, stage * parallel.mesh.stage_size) for stage in stages]

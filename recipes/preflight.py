@@ -156,7 +156,8 @@ def _check_trainable(config: BaseConfig, shape: ModelShape) -> bool:
     family.check_mesh(shape, config.policy.parallel.mesh)
     check_trainable(shape, config.policy)
     if isinstance(config, GrpoRunConfig):
-        family.vllm_placed(shape, config.rollout.tensor, 0, config.rollout.expert_parallel)
+        rollout = config.rollout
+        family.vllm_placed(shape, rollout.tensor, 0, rollout.expert_parallel, rollout.pipeline)
     return True
 
 

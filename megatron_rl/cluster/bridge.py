@@ -91,6 +91,7 @@ class RayBridge:
             engines=Engines(
                 rollout.num_engines,
                 rollout.tensor,
+                rollout.pipeline,
                 expert_parallel=rollout.expert_parallel,
                 num_chains=bridge.chains,
             ),

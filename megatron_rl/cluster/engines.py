@@ -51,7 +51,7 @@ log = logging.getLogger(__name__)
 
 
 class EngineRank:
-    """One engine, which is a TP group of vLLM workers, in an asyncio Ray actor: it can receive weights while it
+    """One engine, which is a group of vLLM workers, in an asyncio Ray actor: it can receive weights while it
     generates."""
 
     def __init__(
@@ -68,7 +68,7 @@ class EngineRank:
         config = self.config
         log.info("starting vLLM with %s", config.model.path)
         if self.spans_nodes:  # otherwise vLLM sorts the bundles by the ids of their nodes
-            os.environ["VLLM_RAY_BUNDLE_INDICES"] = ",".join(map(str, range(config.rollout.tensor)))
+            os.environ["VLLM_RAY_BUNDLE_INDICES"] = ",".join(map(str, range(config.rollout.engine_ranks)))
         self.engine = VllmEngine(
             model=config.model,
             rollout=config.rollout,
@@ -211,7 +211,7 @@ class EngineGroup:
             ProcessLost: an engine was not placed or did not start in time.
         """
         timeout_s = self._config.cluster.start_timeout_s
-        gpus = self._config.cluster.gpus_per_engine_rank * self._config.rollout.tensor
+        gpus = self._config.cluster.gpus_per_engine_rank * self._config.rollout.engine_ranks
         locate_all(self.processes, timeout_s, f"{gpus:g} GPU")
         gather(self._starting, self.processes, "to start vLLM", timeout_s)
 

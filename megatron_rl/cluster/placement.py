@@ -6,7 +6,8 @@ Invariants (tests/unit/cluster/test_cluster_placement.py):
 - The ranks of a tensor-parallel group are in one node. The blocks of ranks that must stay together are placed widest
   first, so if the widths divide each other (1, 2, 4, 8), GPUs alone never make the plan miss a placement that exists.
 - Trainers and engines fill one node before they begin the next.
-- An engine is in one node if any node is large enough, and otherwise in as few nodes as possible.
+- An engine is in one node if any node is large enough, and otherwise in as few nodes as possible. Each of its pipeline
+  stages is in one node if any node is large enough for a stage.
 - A rank that shares its GPU is in the node of the rank with which it does.
 - The plan depends only on its arguments.
 
@@ -59,6 +60,9 @@ class Demand:
     """The role with whose ranks these ranks share GPUs and nodes, rank by rank; None: they have their own."""
     can_span: bool = False
     """Whether a group spans nodes if its block is wider than every node; otherwise that is an error."""
+    stage: int = 1
+    """The number of consecutive ranks that stay together even if the group spans nodes, unless they are wider than
+    every node, too. It divides `block`."""
 
     @property
     def width(self) -> int:
@@ -111,7 +115,7 @@ class NoRoom(ValueError):
 def demands_of(config: BaseConfig) -> tuple[Demand, ...]:
     """What the roles of a run need."""
     cluster, mesh = config.cluster, config.policy.parallel.mesh
-    shared = config.rollout.tensor if isinstance(config, GrpoRunConfig) and cluster.colocate else 1
+    shared = config.rollout.engine_ranks if isinstance(config, GrpoRunConfig) and cluster.colocate else 1
     trainer = Demand(
         role="trainer",
         num_groups=1,
@@ -133,14 +137,15 @@ def demands_of(config: BaseConfig) -> tuple[Demand, ...]:
     engine = Demand(
         role="engine",
         num_groups=config.rollout.num_engines,
-        group_size=config.rollout.tensor,
-        block=config.rollout.tensor,
+        group_size=config.rollout.engine_ranks,
+        block=config.rollout.engine_ranks,
         cpus=0,
         gpus=cluster.gpus_per_engine_rank,
-        advice="lower rollout.num_engines or rollout.tensor",
+        advice="lower rollout.num_engines, rollout.tensor or rollout.pipeline",
         pool=cluster.pools.get("engine"),
         can_span=not cluster.colocate,
         beside="trainer" if cluster.colocate else None,
+        stage=config.rollout.tensor,
     )
     verifier = Demand("verifier", cluster.verifiers, 1, 1, cpus=0, gpus=0, pool=cluster.pools.get("verifier"))
     return (*trainers, engine, verifier)
@@ -286,7 +291,7 @@ def _fitted(demand: Demand, nodes: Sequence[Node]) -> Demand:
     if widest >= demand.block:
         return replace(demand, can_span=False)
     if demand.can_span and widest:
-        return replace(demand, block=1)
+        return replace(demand, block=demand.stage if widest >= demand.stage else 1)
     most = f"{_amount(max(n.cpus for n in allowed), 'CPU')} and {_amount(max(n.gpus for n in allowed), 'GPU')}"
     ranks = f"{demand.block} tensor-parallel ranks" if demand.block > 1 else "a rank"
     raise ValueError(

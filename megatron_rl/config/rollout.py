@@ -33,6 +33,10 @@ class RolloutConfig(Section):
     """The number of vLLM engines."""
     tensor: PositiveInt = 1
     """Tensor parallelism of each engine: the number of ranks over which its matrices are split."""
+    pipeline: PositiveInt = 1
+    """The number of pipeline stages of each engine. Each stage has `tensor` ranks and some of the layers. The stages
+    work on different batches of answers at the same time, and only the ranks of a stage exchange much, so an engine can
+    be wider than a node: the ranks of a stage are in one node, the stages may be in several."""
     expert_parallel: bool = False
     """true: each tensor rank of an engine holds some of the experts whole. false: each expert is split over all tensor
     ranks."""
@@ -95,6 +99,11 @@ class RolloutConfig(Section):
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.85
     """The share of each GPU's memory that vLLM may use. Without a GPU this key has no effect, and the KV cache has
     1 GiB."""
+
+    @property
+    def engine_ranks(self) -> int:
+        """The number of ranks of an engine."""
+        return self.tensor * self.pipeline
 
     @property
     def max_model_tokens(self) -> int:

@@ -216,6 +216,8 @@ class GrpoRunConfig(BaseConfig):
                 f"rollout.late: {self.rollout.late} has no effect without rollout.max_lag and rollout.active_sampling, "
                 "because every group is then of the step that waits for it; remove it"
             )
+        if self.rollout.pipeline > 1:
+            self._check_stages()
         if self.rollout.replay is not None:
             self._check_replay()
         if self.cluster.colocate:
@@ -245,6 +247,21 @@ class GrpoRunConfig(BaseConfig):
         if self.eval.verifier is not None:
             return [[reward.label for reward in self.rewards].index(self.eval.verifier)]
         return [i for i, reward in enumerate(self.rewards) if isinstance(reward, GroundTruthReward)]
+
+    def _check_stages(self) -> None:
+        """Refuse what an engine with pipeline stages cannot do."""
+        pipeline, most = self.rollout.pipeline, self.rollout.max_sequences
+        if self.policy.routing_replay:
+            raise ValueError(
+                f"policy.routing_replay needs the experts of all layers, and vLLM gives none with pipeline stages "
+                f"(rollout.pipeline is {pipeline}); set rollout.pipeline to 1 and raise rollout.tensor, or remove "
+                "policy.routing_replay"
+            )
+        if most < pipeline:
+            raise ValueError(
+                f"rollout.max_sequences ({most}) is below rollout.pipeline ({pipeline}), so that some stages would "
+                "always wait, because each works on other answers; raise max_sequences or lower pipeline"
+            )
 
     def _check_replay(self) -> None:
         """Refuse what needs engines."""
@@ -310,12 +327,13 @@ class GrpoRunConfig(BaseConfig):
     def _check_colocation(self) -> None:
         """Refuse what needs trainers and engines at the same time."""
         rollout, cluster = self.rollout, self.cluster
-        ranks, trainers = rollout.num_engines * rollout.tensor, self.policy.parallel.mesh.world_size
+        ranks, trainers = rollout.num_engines * rollout.engine_ranks, self.policy.parallel.mesh.world_size
+        sizes = (rollout.num_engines, rollout.tensor, *((rollout.pipeline,) if rollout.pipeline > 1 else ()))
         if ranks != trainers:
             raise ValueError(
                 f"cluster.colocate: trainers and engines share GPUs rank by rank, but there are {trainers} trainer "
-                f"ranks (policy.parallel) and {rollout.num_engines} x {rollout.tensor} = {ranks} ranks of engines; "
-                f"change rollout.num_engines or rollout.tensor so that their product is {trainers}"
+                f"ranks (policy.parallel) and {' x '.join(map(str, sizes))} = {ranks} ranks of engines; change "
+                f"rollout.num_engines, rollout.tensor or rollout.pipeline so that their product is {trainers}"
             )
         if rollout.max_lag or rollout.active_sampling:
             name = "rollout.max_lag" if rollout.max_lag else "rollout.active_sampling"

@@ -6,7 +6,7 @@ from megatron_rl.layout.config import critic_config, critic_shape, read_shape
 from megatron_rl.layout.copies import Copy
 from megatron_rl.layout.engines import Engines
 from megatron_rl.layout.families import FAMILIES
-from megatron_rl.layout.family import Family
+from megatron_rl.layout.family import Family, engine_layers
 from megatron_rl.layout.hub import HubIndex, check_model, scan
 from megatron_rl.layout.links import Links
 from megatron_rl.layout.quantised import check_unquantised
@@ -52,6 +52,7 @@ __all__ = [
     "check_unquantised",
     "critic_config",
     "critic_shape",
+    "engine_layers",
     "megatron_shards",
     "padded_vocabulary",
     "plan_weights",

@@ -357,8 +357,14 @@ class Family:
                 the tensor-parallel ranks.
 
         Raises:
-            ValueError: the ranks do not divide heads, FFN or vocabulary, or vLLM cannot split the family so widely.
+            ValueError: the ranks do not divide heads, FFN or vocabulary, there are more stages than layers, or vLLM
+                cannot split the family so widely.
         """
+        if pipeline > shape.num_layers:
+            raise ValueError(
+                f"an engine of {pipeline} pipeline stages cannot have the {shape.num_layers} layers of the model, "
+                "because a stage would be empty; lower rollout.pipeline"
+            )
         tensor_rank, stage = rank % tensor, rank // tensor
         first, last = stage == 0, stage == pipeline - 1
 
@@ -375,7 +381,7 @@ class Family:
         if first or self.vllm_repeats_ends or (shape.tied_embeddings and last):
             placed.append(Placed(place(self.embedding), "", ""))
         rows = {}
-        for layer in _vllm_layers(shape.num_layers, pipeline, stage):
+        for layer in engine_layers(shape.num_layers, pipeline, stage):
             kind = shape.has_experts(layer)
             if kind not in rows:
                 rows[kind] = [place(rule) for rule in self.layer_rules(shape, layer)]
@@ -432,9 +438,9 @@ def _linear(shape: ModelShape, ways: int, rank: int) -> tuple[int, int]:
     return start, start + base + (rank < more)
 
 
-def _vllm_layers(num_layers: int, pipeline: int, stage: int) -> range:
-    """The layers of a stage, as vllm.distributed.utils.get_pp_indices distributes them. If they do not divide evenly,
-    the stages just before the last one hold one more."""
+def engine_layers(num_layers: int, pipeline: int, stage: int) -> range:
+    """The layers of an engine's pipeline stage, as vllm.distributed.utils.get_pp_indices distributes them. If they do
+    not divide evenly, the stages just before the last one hold one more."""
     base, more = divmod(num_layers, pipeline)
     counts = [base + (pipeline - 1 - more <= s < pipeline - 1) for s in range(pipeline)]
     return range(sum(counts[:stage]), sum(counts[: stage + 1]))

@@ -16,12 +16,10 @@ of the routes.
 
 from __future__ import annotations
 
-import heapq
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
-
-import numpy as np
+from heapq import heappop, heappush
+from typing import NamedTuple
 
 NUM_BLOCKS = 128
 """The fullest end has about so many blocks. More blocks come closer to the bound, and take longer to order."""
@@ -32,8 +30,7 @@ BLOCKS_OF_ROUTE = 8
 """A route of a group has at least about so many blocks, unless they became much smaller than those of the others."""
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
+class Turn(NamedTuple):
     """A block of a route."""
 
     stop: int
@@ -51,109 +48,146 @@ def order_routes(
     """The turns of each route.
 
     Args:
-        source, destination: the two ends of each route; source i and destination i are different ends.
+        source, destination: the two ends of each route; source i and destination i are different ends, and no two
+            routes have both ends in common.
         num_bytes: the bytes of each route, above 0.
         groups: the group of each route, any numbers; None: no route waits for another one.
     """
-    return _Shop(list(source), list(destination), list(num_bytes), None if groups is None else list(groups)).run()
+    shop = _Shop(source, destination, num_bytes, None if groups is None else _Groups(groups, num_bytes))
+    return shop.run()
 
 
 class _Shop:
+    """An end is a number: the destinations are counted after the sources. A set of ends of one side is a whole number
+    with a bit for each of them, so an end finds those that are free among its partners in one operation.
+
+    Ends are compared by keys of which no two are equal: the end with more bytes left has the larger key, and of ends
+    with as many bytes the first one.
+    """
+
     def __init__(
-        self, source: list[int], destination: list[int], num_bytes: list[int], groups: list[int] | None
+        self, source: Sequence[int], destination: Sequence[int], num_bytes: Sequence[int], groups: _Groups | None
     ) -> None:
-        self._ends = (source, destination)
-        self._left = list(num_bytes)
-        """The bytes of each route that have not been started."""
-        self._loads = [
-            [int(load) for load in np.bincount(ends, num_bytes, max(ends, default=-1) + 1)] for ends in self._ends
-        ]
-        """The bytes of each end that have not been started, of sources and of destinations."""
-        self._block = max(1, -(-max(map(max, self._loads), default=1) // NUM_BLOCKS))
-        self._open: list[list[list[int]]] = [[[] for _ in loads] for loads in self._loads]
-        """The routes of each end that have bytes left."""
-        for route, ends in enumerate(zip(source, destination)):
-            for side, end in enumerate(ends):
-                self._open[side][end].append(route)
-        self._free = [[True] * len(loads) for loads in self._loads]
-        self._running: list[tuple[int, int, int]] = []
-        """(end of the block, its number, its route), a heap."""
-        self._turns: list[list[Turn]] = [[] for _ in num_bytes]
-        self._num_bytes, self._num_started = num_bytes, 0
+        self._num_sources, num_destinations = (max(ends, default=-1) + 1 for ends in (source, destination))
+        self._num_ends = self._num_sources + num_destinations
+        self._bits = [1 << end for end in (*range(self._num_sources), *range(num_destinations))]
+        self._ends = [(one, self._num_sources + other) for one, other in zip(source, destination, strict=True)]
+        self._route = {ends: route for route, ends in enumerate(self._ends)}
+        assert len(self._route) == len(self._ends), "no two routes have both ends in common"
+        self._partners, loads = [0] * self._num_ends, [0] * self._num_ends
+        """The other ends of the routes of each end that have bytes left: a set."""
+        for (one, other), size in zip(self._ends, num_bytes, strict=True):
+            self._partners[one] |= self._bits[other]
+            self._partners[other] |= self._bits[one]
+            loads[one] += size
+            loads[other] += size
+        self._keys = [load * self._num_ends + self._num_ends - 1 - end for end, load in enumerate(loads)]
+        """By which ends are compared. `load` is what has not been started of all routes of an end."""
+        self._block = max(1, -(-max(loads, default=1) // NUM_BLOCKS))
+        self._num_bytes, self._left = num_bytes, list(num_bytes)
+        """The bytes of each route, and those of them that have not been started."""
         self._groups = groups
-        self._members: defaultdict[int, list[int]] = defaultdict(list)
-        """The routes of each group."""
-        for route, group in enumerate(groups or ()):
-            self._members[group].append(route)
-        self._slowest = dict.fromkeys(self._members, 0.0)
-        """The smallest started share of the routes of each group."""
-        self._waiting: defaultdict[int, set[tuple[int, int]]] = defaultdict(set)
-        """The free ends that could start a route of a group if its slowest route were further."""
-        self._woken: list[tuple[int, int]] = []
+        self._idle = [0, 0]
+        """The free sources and the free destinations that have bytes left: two sets."""
+        self._turns: list[list[Turn]] = [[] for _ in num_bytes]
 
     def run(self) -> list[list[Turn]]:
-        now, free = 0, [(side, end) for side, loads in enumerate(self._loads) for end in range(len(loads))]
+        keys, partners, bits, idle = self._keys, self._partners, self._bits, self._idle
+        running: list[tuple[int, int, int]] = []  # (end of the block, its number, its route), a heap
+        now, number = 0, 0
+        free = [end for end, others in enumerate(partners) if others]
+        for end in free:
+            idle[end >= self._num_sources] |= bits[end]
         while free:
             while free:
                 # The fullest ends choose first.
-                for side, end in sorted(free, key=lambda one: (-self._loads[one[0]][one[1]], one)):
-                    if self._free[side][end]:
-                        self._start_one(side, end, now)
-                free, self._woken = self._woken, []
-            while self._running and (not free or self._running[0][0] == now):
-                now, _, route = heapq.heappop(self._running)
-                for side in (0, 1):
-                    end = self._ends[side][route]
-                    self._free[side][end] = True
-                    free.append((side, end))
+                for end in sorted(free, key=keys.__getitem__, reverse=True):
+                    if idle[end >= self._num_sources] & bits[end] and (route := self._chosen(end)) is not None:
+                        heappush(running, (now + self._start(route, number), number, route))
+                        number += 1
+                free = self._groups.woken() if self._groups is not None else []
+            while running and (not free or running[0][0] == now):
+                now, _, route = heappop(running)
+                for end in self._ends[route]:
+                    if partners[end]:
+                        idle[end >= self._num_sources] |= bits[end]
+                        free.append(end)
         return self._turns
 
-    def _start_one(self, side: int, end: int, now: int) -> None:
-        """Start a block of a route of this end whose other end is free, if there is one."""
-        others, free, loads = self._ends[1 - side], self._free[1 - side], self._loads[1 - side]
-        candidates = [route for route in self._open[side][end] if free[others[route]]]
+    def _chosen(self, end: int) -> int | None:
+        """The route of this end that starts now, if there is one whose other end is free."""
+        is_source = end < self._num_sources
+        found, most, chosen = self._partners[end] & self._idle[is_source], -1, None
+        while found:
+            place = found.bit_length() - 1
+            found ^= self._bits[place]
+            other = self._num_sources + place if is_source else place
+            if self._keys[other] > most:
+                route = self._route[(end, other) if is_source else (other, end)]
+                if self._groups is None or self._groups.may_start(route, end):
+                    most, chosen = self._keys[other], route
+        return chosen
+
+    def _start(self, route: int, number: int) -> int:
+        """Start a block. Returns its bytes."""
+        left, block = self._left[route], self._block
         if self._groups is not None:
-            candidates = [route for route in candidates if self._may_start(route, (side, end))]
-        if not candidates:
-            return
-        route = max(candidates, key=lambda route: loads[others[route]])
-        left, block = self._left[route], self._block_of(route)
+            block = min(block, max(-(-self._num_bytes[route] // BLOCKS_OF_ROUTE), -(-block // 4)))
         size = block if 2 * left > 3 * block else left  # no small rest is left for a turn of its own
-        share = self._share(route)
-        self._left[route] -= size
-        if self._groups is not None and share == self._slowest[self._groups[route]]:
-            self._advance(self._groups[route])
-        for side, ends in enumerate(self._ends):
-            self._loads[side][ends[route]] -= size
-            self._free[side][ends[route]] = False
-            if not self._left[route]:
-                self._open[side][ends[route]].remove(route)
-        stop = self._num_bytes[route] - self._left[route]
-        self._turns[route].append(Turn(stop, self._num_started))
-        heapq.heappush(self._running, (now + size, self._num_started, route))
-        self._num_started += 1
+        self._left[route] = left - size
+        self._turns[route].append(Turn(self._num_bytes[route] - left + size, number))
+        if self._groups is not None:
+            self._groups.advance(route, size)
+        one, other = self._ends[route]
+        self._keys[one] -= size * self._num_ends
+        self._keys[other] -= size * self._num_ends
+        self._idle[0] ^= self._bits[one]
+        self._idle[1] ^= self._bits[other]
+        if size == left:
+            self._partners[one] ^= self._bits[other]
+            self._partners[other] ^= self._bits[one]
+        return size
 
-    def _share(self, route: int) -> float:
-        """How much of a route has started."""
-        return 1 - self._left[route] / self._num_bytes[route]
 
-    def _block_of(self, route: int) -> int:
-        if self._groups is None:
-            return self._block
-        return min(self._block, max(-(-self._num_bytes[route] // BLOCKS_OF_ROUTE), -(-self._block // 4)))
+class _Groups:
+    """The routes that advance together."""
 
-    def _may_start(self, route: int, end: tuple[int, int]) -> bool:
+    def __init__(self, groups: Sequence[int], num_bytes: Sequence[int]) -> None:
+        self._group, self._num_bytes, self._left = groups, num_bytes, list(num_bytes)
+        self._members: defaultdict[int, list[int]] = defaultdict(list)
+        """The routes of each group."""
+        for route, group in enumerate(groups):
+            self._members[group].append(route)
+        self._slowest = dict.fromkeys(self._members, 0.0)
+        """The smallest started share of the routes of each group."""
+        self._waiting: defaultdict[int, set[int]] = defaultdict(set)
+        """The free ends that could start a route of a group if its slowest route were further."""
+        self._woken: list[int] = []
+
+    def may_start(self, route: int, end: int) -> bool:
         """Whether a route is not too far ahead of its group. If it is, the end will be woken."""
-        assert self._groups is not None
-        group = self._groups[route]
+        group = self._group[route]
         if self._share(route) < self._slowest[group] + WINDOW:
             return True
         self._waiting[group].add(end)
         return False
 
-    def _advance(self, group: int) -> None:
-        """The slowest route of a group has started a block."""
+    def advance(self, route: int, size: int) -> None:
+        """A block of a route has started."""
+        group, before = self._group[route], self._share(route)
+        self._left[route] -= size
+        if before > self._slowest[group]:
+            return
         slowest = min(map(self._share, self._members[group]))
         if slowest > self._slowest[group]:
             self._slowest[group] = slowest
             self._woken += self._waiting.pop(group, ())
+
+    def woken(self) -> list[int]:
+        """The ends that have waited for what has started since the last call."""
+        woken, self._woken = self._woken, []
+        return woken
+
+    def _share(self, route: int) -> float:
+        """How much of a route has started."""
+        return 1 - self._left[route] / self._num_bytes[route]

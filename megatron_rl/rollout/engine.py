@@ -93,7 +93,7 @@ class _Answer:
 
 
 class VllmEngine:
-    """One engine of `rollout.tensor` ranks. Call `start`, then `weights.init_transfer` and
+    """One engine of `rollout.tensor` x `rollout.pipeline` ranks. Call `start`, then `weights.init_transfer` and
     `weights.receive`, then `generate`. An engine that loads weights needs no transfer."""
 
     def __init__(
@@ -337,7 +337,7 @@ class VllmEngine:
             if self._progress is not None:
                 self._progress.forget(ticket)
 
-        await self._thread.call(end)
+        await self._thread.call(end, drained=True)
 
     def _begun(
         self, prompt: Prompt, sample: int, sampled: Completion, seed: int, name: tuple[int, int] | None = None
@@ -462,6 +462,7 @@ class VllmEngine:
         self.weights.require_version(version)
         engine, queue = self._thread.engine, self._thread.requests
         if is_first and not len(queue):
+            self._thread.drain()
             engine.reset_prefix_cache()
             queue.forget_lengths()
         return queue.add(requests)

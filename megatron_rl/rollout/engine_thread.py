@@ -5,8 +5,12 @@ adds requests or changes the weights runs between two steps, and needs no lock. 
 process: vLLM would import its libraries once more in a second one, and send the requests and every step's tokens to and
 fro.
 
-Invariants (tests/unit/rollout): calls are made in the order in which they came; after a failure of vLLM every call and
-every answer that is waited for ends with its cause.
+An engine with pipeline stages works on several batches at once, so a batch may be under way between two steps. A call
+that changes more than the requests therefore waits for these first (`drain`).
+
+Invariants (tests/unit/rollout): calls are made in the order in which they came; no batch is under way while a call is
+made that changes the engine; after a failure of vLLM every call and every answer that is waited for ends with its
+cause.
 """
 
 from __future__ import annotations
@@ -36,6 +40,7 @@ class _Call(NamedTuple):
     function: Callable[[], Any]
     future: Future[Any]
     while_paused: bool
+    drained: bool
 
 
 class EngineThread:
@@ -65,30 +70,37 @@ class EngineThread:
         self._thread.start()
         await self.call(begin)
 
-    async def call(self, function: Callable[[], Result], while_paused: bool = False) -> Result:
+    async def call(self, function: Callable[[], Result], while_paused: bool = False, drained: bool = False) -> Result:
         """Run a function in the thread, between two steps, and return its result.
 
         Args:
             while_paused: whether the call is made in a pause, too.
+            drained: whether no batch may be under way; see `drain`.
 
         Raises:
             RuntimeError: vLLM has failed.
         """
         future: Future[Result] = Future()
-        self._calls.put(_Call(function, future, while_paused))
+        self._calls.put(_Call(function, future, while_paused, drained))
         if self._failure is not None:  # the thread may have taken its last call
             resolve(future, error=RuntimeError(self._failure))
         return await asyncio.wrap_future(future)
 
     def drain(self) -> None:
-        """Wait for the steps that are under way, and hand out their tokens. The caller runs in the thread.
+        """Wait for the batches that are under way, and hand out their tokens. The caller runs in the thread.
 
-        Only asynchronous scheduling has steps under way between two steps. vLLM has none on a CPU, so the loop below
-        has not been run."""
+        Between two steps there are some with pipeline stages, and with asynchronous scheduling. vLLM has the latter on
+        GPUs alone, where this has not been run.
+
+        Raises:
+            RuntimeError: vLLM has failed.
+        """
         core = self.engine.engine_core.engine_core
+        if not core.batch_queue:
+            return
         core.pause_scheduler(mode="keep", clear_cache=False)
         while core.batch_queue:
-            self.requests.hand_out(self.engine.step())
+            self._guarded(self._hand_out_step)
         core.resume_scheduler()
 
     @property
@@ -115,6 +127,8 @@ class EngineThread:
                 continue
             self._calling = call.future
             try:
+                if call.drained:
+                    self.drain()
                 result = call.function()
             except Exception as error:  # it belongs to the caller
                 resolve(self._calling, error=RuntimeError(WORKER_DIED) if self._lost_a_worker else error)
@@ -136,12 +150,28 @@ class EngineThread:
         return self._calls.get(block=self.paused or not len(self.requests))
 
     def _step(self) -> None:
-        try:
+        def start_and_step() -> None:
             self.requests.start_fitting(self.engine)
-            self.requests.hand_out(self.engine.step())
+            self._hand_out_step()
+
+        with suppress(RuntimeError):  # all who wait are told
+            self._guarded(start_and_step)
+
+    def _hand_out_step(self) -> None:
+        self.requests.hand_out(self.engine.step())
+
+    def _guarded(self, step: Callable[[], None]) -> None:
+        """Make a step. If it fails, all that is waited for ends.
+
+        Raises:
+            RuntimeError: vLLM has failed.
+        """
+        try:
+            step()
         except Exception as error:
             log.exception("a step of vLLM failed")
             self._fail(WORKER_DIED if self._lost_a_worker else f"a step of vLLM failed: {error}")
+            raise RuntimeError(self._failure) from error
 
     @property
     def _lost_a_worker(self) -> bool:

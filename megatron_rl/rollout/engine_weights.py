@@ -44,7 +44,7 @@ class EngineWeights:
         ran."""
 
     async def _call(self, function: Callable[[], Result]) -> Result:
-        return await self._thread.call(function, while_paused=True)
+        return await self._thread.call(function, while_paused=True, drained=True)
 
     async def enter(self, phase: Phase) -> None:
         """Give the GPUs' memory that the phase does not need to the trainers, and take back what it needs. An engine
@@ -61,7 +61,6 @@ class EngineWeights:
             raise RuntimeError(f"the engine cannot enter the phase {phase} while answers are under way")
         engine, awake = self._thread.engine, set(HOLDS[self._phase])
         if awake - set(HOLDS[phase]):
-            self._thread.drain()
             engine.sleep(level=2)  # vLLM gives up everything at once
             awake, self.version = set(), None
             self._failure = "its memory was lent to the trainers"
@@ -171,7 +170,6 @@ class EngineWeights:
     def _take(self, version: int, verify: bool) -> list[dict[str, str]]:
         self.require("pushing")
         start = time.perf_counter()
-        self._thread.drain()
         running = self._thread.engine.has_unfinished_requests()
         held = "no whole set of weights" if self.version is None else f"version {self.version}"
         self._failure = f"the push of version {version} over {held} failed"

@@ -2,8 +2,9 @@
 
 vLLM would start every request at once and preempt some when its cache is full. The queue gives it only what fits; see
 `kv_budget.py`. Requests start in the order in which they came, but an answer that goes on with its next call comes
-before answers that have not begun, because the cache still holds its tokens. Only the engine's thread uses the queue,
-except for `fail`.
+before answers that have not begun, because the cache still holds its tokens. With pipeline stages the requests start in
+as many parts as there are stages, one part a step: vLLM would make one batch of all that start together, and all stages
+but one would wait. Only the engine's thread uses the queue, except for `fail`.
 
 Invariants (tests/unit/rollout): every future of `add` ends, with the output of vLLM or with an error; vLLM spends no
 step on a request after it was cancelled.
@@ -57,8 +58,10 @@ class RequestQueue:
         """The futures of all of these. `fail` reads it at any moment, also while a request moves from waiting to
         running."""
         self._budget: KvBudget | None = None
+        self._num_stages = 1
         self._has_changed = False
-        """Whether requests have come or gone since the queue last looked for room."""
+        """Whether requests have come or gone since the queue last looked for room, or some of those that fit have not
+        started."""
         self.num_preempted = 0
         """The number of requests that vLLM preempted because its cache was full."""
 
@@ -77,6 +80,7 @@ class RequestQueue:
         num_largest = get_max_concurrency_for_kv_cache_config(engine.vllm_config, scheduler.kv_cache_config)
         capacity = int(num_largest * engine.vllm_config.model_config.max_model_len)
         self._budget = KvBudget(capacity, longest, scheduler.block_size)
+        self._num_stages = engine.vllm_config.parallel_config.pipeline_parallel_size
         preempt = scheduler._preempt_request
 
         def count_and_preempt(request: Any, timestamp: float, drop_stale_output: bool = False) -> None:
@@ -105,7 +109,10 @@ class RequestQueue:
         running = [(request.num_tokens, request.num_output_tokens) for request in scheduler.requests.values()]
         num_free = scheduler.max_num_running_reqs - len(running)
         first = [len(request.ids) for request, _ in islice(self._waiting, num_free)]
-        for _ in range(self._budget.num_fitting(running, first)):
+        num_fitting = self._budget.num_fitting(running, first)
+        part = -(-(len(running) + num_fitting) // self._num_stages)
+        self._has_changed = num_fitting > part
+        for _ in range(min(num_fitting, part)):
             request, future = self._waiting.popleft()
             try:
                 self._running[self._give(request)] = request, future

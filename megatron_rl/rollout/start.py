@@ -85,6 +85,7 @@ def make_engine(
         generation_config="vllm",  # ignore the folder's sampling defaults (top_k, temperature)
         seed=seed,
         tensor_parallel_size=rollout.tensor,
+        pipeline_parallel_size=rollout.pipeline,
         enable_expert_parallel=rollout.expert_parallel,
         max_model_len=rollout.max_engine_tokens,
         max_num_seqs=rollout.max_sequences,
@@ -102,6 +103,8 @@ def make_engine(
     if not on_gpu:
         engine.collective_rpc("sample_by_seed")
         engine.collective_rpc("score_together")
+        if rollout.pipeline > 1:
+            engine.collective_rpc("receive_stages_on_a_cpu")
         if shares_gpus:
             engine.collective_rpc("sleep_on_a_cpu")
         if returns_routes:
@@ -129,7 +132,7 @@ def _cpu_options(rollout: RolloutConfig, latent: bool) -> dict[str, Any]:
         options["attention_backend"] = "CPU_MLA"
     else:  # the prefix cache holds whole blocks; vLLM's default for CPUs, 128, is longer than many prompts
         options["block_size"] = 32
-    if rollout.tensor == 1:
+    if rollout.engine_ranks == 1:
         from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
         options["distributed_executor_backend"] = UniProcExecutor

@@ -1,7 +1,8 @@
 """The code that the rollout adds to vLLM's own processes. vLLM imports it there.
 
 `RolloutWorker` is a `worker_extension_cls`. `die_with_parent` is an entry point `vllm.general_plugins`, which vLLM
-calls in every process that it starts. Without it a worker whose owner was killed would stay and keep its GPU memory.
+calls in every process that it starts. Without it a worker whose owner was killed would stay and keep its GPU memory,
+and on CPUs the ranks of an engine that spans nodes would wait for each other in vain.
 """
 
 from __future__ import annotations
@@ -9,9 +10,12 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import multiprocessing
+import os
 import signal
 import sys
+import zlib
 from collections.abc import Mapping
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -103,6 +107,17 @@ class RolloutWorker:
 
         runner._get_prompt_logprobs_dict = of_step
 
+    def receive_stages_on_a_cpu(self) -> None:
+        """Give a later pipeline stage the buffer in which its model runner keeps the hidden states of the stage before
+        it. vLLM makes it in its trial pass, and a CPU without compilation has none."""
+        from vllm.distributed import get_pp_group
+
+        runner = self.model_runner
+        if not get_pp_group().is_first_rank and runner.intermediate_tensors is None:
+            runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+                batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+            )
+
     def sleep_on_a_cpu(self) -> None:
         """Give this worker the methods `sleep` and `wake_up`, which do nothing in vLLM's worker on a CPU. As on a GPU,
         level 2 gives up what is left of weights and KV cache, and later both have new memory at the same tensors. The
@@ -193,7 +208,29 @@ def noise_seeds(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
 
 def die_with_parent() -> None:
     """Ask the kernel to kill this process when its parent ends for any reason. This affects vLLM's own processes, not
-    the process that uses vLLM."""
+    the process that uses vLLM. On a CPU it also tells the nodes apart (`tell_nodes_apart`)."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        tell_nodes_apart()
     if multiprocessing.parent_process() is not None and sys.platform == "linux":
         faulthandler.register(STACKS, file=2, all_threads=True)
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def tell_nodes_apart() -> None:
+    """Let the ranks of an engine exchange messages through shared memory only if they have one in common. On a CPU vLLM
+    compares the names of their memory for this, and gives all ranks of an engine the same name, whatever their nodes
+    are."""
+    from vllm.distributed.device_communicators import cpu_communicator
+
+    shared = cpu_communicator._CPUSHMDistributed
+    if not hasattr(shared, "name_in_a_node"):  # vLLM calls its plugins more than once
+        shared.name_in_a_node = staticmethod(shared.make_group_name)
+        shared.make_group_name = staticmethod(lambda one: f"{_shared_memory()}-{shared.name_in_a_node(one)}")
+
+
+def _shared_memory() -> str:
+    """What names the machine that runs, and its folder /dev/shm, which containers of a machine have of their own."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+    return f"{zlib.crc32(boot.encode()):x}-{os.stat('/dev/shm').st_dev:x}"

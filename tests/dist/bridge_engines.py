@@ -63,6 +63,7 @@ class Fleet:
         config = RolloutConfig(
             num_engines=engines.num,
             tensor=engines.tensor,
+            pipeline=engines.pipeline,
             expert_parallel=engines.expert_parallel,
             prompts_per_step=4,
             samples_per_prompt=2,

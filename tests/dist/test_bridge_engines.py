@@ -106,8 +106,10 @@ on a CPU. The answers are longer than the window."""
 FLEETS = {
     "dense, two TP1": ("dense", Engines(2, 1)),
     "tied, TP2": ("tied", Engines(1, 2)),
+    "tied, PP2": ("tied", Engines(1, pipeline=2)),
     "moe, TP2": ("moe", Engines(1, 2)),
     "moe, TP2 and expert parallel": ("moe", Engines(1, 2, expert_parallel=True)),
+    "moe, TP2 x PP2": ("moe", Engines(1, 2, 2)),
     "post-norm, TP1": ("post-norm", Engines(1, 1)),
     "post-norm, TP2": ("post-norm", Engines(1, 2)),
     "windows, TP1": ("windows", Engines(1, 1)),
@@ -127,10 +129,12 @@ CASES = [
     ("tied, TP2", TP2_PP2, 1),
     ("tied, TP2", TP4, 1),
     ("tied, TP2", PP4, 1),
+    ("tied, PP2", TP4, 1),
     ("moe, TP2", EP2_TP2, 1),
     ("moe, TP2", EP2_TP2_WHOLE, 1),
     ("moe, TP2 and expert parallel", EP2_TP2, 1),
     ("moe, TP2 and expert parallel", EP2_TP2_WHOLE, 1),
+    ("moe, TP2 x PP2", EP2_TP2, 1),
     ("post-norm, TP1", PP4, 1),
     ("post-norm, TP2", TP2_PP2, 1),
     ("windows, TP1", TP2_PP2, 1),
@@ -194,7 +198,7 @@ def store():
 def held_by_engine(folder: Path, shape: ModelShape, engines: Engines, rank: int) -> dict[str, Tensor]:
     """What a rank of vLLM must hold, rectangle by rectangle, of an HF folder."""
     weights, parts = load_file(folder / "model.safetensors"), {}
-    for shard in vllm_shards(shape, engines.tensor, rank, engines.expert_parallel):
+    for shard in vllm_shards(shape, engines.tensor, rank, engines.expert_parallel, engines.pipeline):
         parts[shard.local_name, shard.local_box] = weights[shard.hf_name][slices(shard.hf_box)]
     return parts
 
@@ -269,7 +273,7 @@ def test_engines_hold_and_say_what_the_trainers_do(trainers, store, fleet_of, ve
     carry_out(to_hub(open_checkpoint(checkpoint), Options()), tmp_path / "hub", 1, lambda num_bytes: None)
     needed = 0
     for i, parameters in enumerate(fleet.weights(num)):
-        expected = held_by_engine(tmp_path / "hub", shape, engines, i % engines.tensor)
+        expected = held_by_engine(tmp_path / "hub", shape, engines, i % engines.world_size)
         assert parameters.keys() == {name for name, _ in expected}
         needed += sum(value.nbytes for value in expected.values())
         for (name, box), value in expected.items():

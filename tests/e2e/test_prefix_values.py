@@ -12,14 +12,16 @@ from megatron_rl.types import UTILITY
 
 
 @pytest.mark.parametrize(
-    ("name", "values", "max_lag"),
+    ("name", "values", "max_lag", "stages"),
     [
-        ("log_probs", "force: '</think>', forced_tokens: 16", 1),
-        ("monte_carlo", "rollouts: 2", 1),
-        ("trainer", "force: '</think>', forced_tokens: 16, by: trainer", 0),
+        ("log_probs", "force: '</think>', forced_tokens: 16", 1, 2),
+        ("monte_carlo", "rollouts: 2", 1, 1),
+        ("trainer", "force: '</think>', forced_tokens: 16, by: trainer", 0, 1),
     ],
 )
-def test_passages_are_rewarded(recipe, task, name, values, max_lag):
+def test_passages_are_rewarded(recipe, task, name, values, max_lag, stages):
+    """While answers are generated, once by an engine of two pipeline stages, which gets new weights meanwhile; and once
+    by the trainer."""
     run = recipe.run(
         "recipes/grpo.py",
         "configs/run/tiny_grpo.yaml",
@@ -32,6 +34,7 @@ def test_passages_are_rewarded(recipe, task, name, values, max_lag):
         "rollout.prompts_per_step=8",
         "rollout.samples_per_prompt=4",
         f"rollout.max_lag={max_lag}",
+        f"rollout.pipeline={stages}",
         "rollout.dump=true",
         "rollout.thinking={thought_tokens: 32, response_tokens: 6}",
         f"rollout.prefix_values={{{values}, markers: [','], min_tokens: 2, max_tokens: 12}}",

@@ -17,6 +17,8 @@ from megatron_rl.observe.records import METRICS, read_lines
 from megatron_rl.tools.namespaces import Namespaces, Node, make_switch
 
 ROOT = Path(__file__).parents[2]
+RAY_ON_CPU = ROOT / "tests" / "unit" / "rollout" / "ray_on_cpu"
+"""With it vLLM's Ray executor runs on nodes that only say that they have GPUs."""
 RAY_PORT = 6390
 HEALTH_CHECKS = {
     "RAY_health_check_initial_delay_ms": "5000",
@@ -28,6 +30,7 @@ HEALTH_CHECKS = {
 """See megatron_rl/cluster/README.md: a node that cannot be reached is lost after 20 s or so."""
 TRAINER = ["--num-cpus=1"]
 ENGINE = ["--num-cpus=0", "--labels=pool=rollout"]
+STAGE = ["--num-cpus=0", "--num-gpus=1", "--labels=pool=stages"]
 """What the Ray of a node has room for."""
 
 
@@ -47,7 +50,8 @@ class Cluster:
             | {
                 "RAY_AUTH_MODE": "token",
                 "RAY_AUTH_TOKEN_PATH": str(token),
-                "PYTHONPATH": str(ROOT),
+                "PYTHONPATH": os.pathsep.join(map(str, (ROOT, RAY_ON_CPU))),
+                "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
                 "PYTHONUNBUFFERED": "1",
                 "OMP_NUM_THREADS": "1",
             }
@@ -86,15 +90,15 @@ class Cluster:
         words = [sys.executable, "-m", "ray.scripts.scripts", "start", f"--node-ip-address={node.address}"]
         words += [
             *(head if node is self.nodes[0] else joins),
-            *room,
             "--num-gpus=0",
+            *room,
             f"--object-store-memory={100 * 2**20}",
         ]
         # Ray's working folder is not that of the run.
         return node.start(Path("/"), self.folder / f"ray_{node.name}.txt", self.environment, *words)
 
     def add(self, room: Sequence[str]) -> None:
-        """Add a node for a trainer or an engine."""
+        """Add a node for a trainer, an engine or a part of one."""
         self.nodes.append(Node(self._switch, len(self.nodes) + 1))
         self._start_ray((self.nodes[-1], room))
 

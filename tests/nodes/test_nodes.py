@@ -11,7 +11,7 @@ import cover
 import psutil
 import pytest
 from patience import deadline
-from ray_nodes import ENGINE, TRAINER, Cluster, Run
+from ray_nodes import ENGINE, STAGE, TRAINER, Cluster, Run
 
 from megatron_rl.processes import command_line, descendants
 from megatron_rl.tools.namespaces import Node
@@ -74,6 +74,22 @@ def test_a_rollout_node_that_is_lost_in_a_push_costs_nothing(cluster):
     assert [record["sync/replaced_engines"] for record in run.metrics] == [0, 0, 1]
     assert max(step["mismatch/mean_abs"] for step in run.metrics[:-1]) < 1e-4  # as in one process, see the tiny recipe
     assert numbers(run) == numbers(single)
+
+
+def test_the_stages_of_an_engine_are_on_two_nodes(cluster):
+    """Each node has room for one rank of an engine. The hidden states, the weights and the tokens pass between nodes
+    that have no memory in common."""
+    for _ in range(2):
+        cluster.add(STAGE)
+    staged = ["rollout.pipeline=2", "cluster.gpus_per_engine_rank=1", "cluster.pools={engine: stages}"]
+    run = Run(cluster, "stages", cluster.arguments[0], *staged)
+    assert run.end() == 0, run.text
+    names = [node.name for node in cluster.nodes[-2:]]
+    assert f"engine 0 is placed on {', '.join(node.address for node in cluster.nodes[-2:])}" in run.log("driver")
+    assert hosts(run, "engine_0") == names[:1]
+    first, second, _ = run.metrics
+    for step in (first, second):
+        assert step["grad_norm"] > 0 and step["mismatch/mean_abs"] < 1e-5  # both sides compute in fp32
 
 
 with_all = pytest.mark.skipif(not cover.everything, reason="it takes a minute; `make test-all` runs it")

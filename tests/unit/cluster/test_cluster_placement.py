@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -74,6 +75,30 @@ def test_an_engine_that_an_empty_node_could_hold_is_not_split():
     """Eight GPUs are free, four in each node. An engine spans nodes only if it is wider than an empty node."""
     with pytest.raises(NoRoom):
         place([engines(1, 8)], [node(0, free=4), node(1, free=4)])
+
+
+def test_the_stages_of_an_engine_that_spans_nodes_stay_whole():
+    """Four stages of four. In a node of sixteen they stay together; in nodes of six there is one in each; if no node
+    holds a stage, the ranks fill the nodes."""
+    staged = replace(engines(1, 16), stage=4)
+    assert shown(place([staged], [node(0), node(1, gpus=16, free=16)]), "engine") == ["1x16"]
+    assert shown(place([staged], [node(i) for i in range(3)]), "engine") == ["0x8 1x8"]
+    assert shown(place([staged], [node(i, gpus=6, free=6) for i in range(4)]), "engine") == ["0x4 1x4 2x4 3x4"]
+    assert shown(place([staged], [node(i, gpus=3, free=3) for i in range(6)]), "engine") == ["0x3 1x3 2x3 3x3 4x3 5x1"]
+    with pytest.raises(NoRoom):
+        place([staged], [node(i, gpus=6, free=free) for i, free in enumerate((6, 5, 3, 3))])
+    given = config(
+        cluster={"gpus_per_trainer": 1, "gpus_per_engine_rank": 1},
+        rollout={"tensor": 4, "pipeline": 3},
+    )
+    [asked] = [demand for demand in demands_of(given) if demand.role == "engine"]
+    assert (asked.group_size, asked.block, asked.stage) == (12, 12, 4)
+    shared = config(
+        cluster={"gpus_per_trainer": 1, "gpus_per_engine_rank": 1, "colocate": True},
+        policy={"parallel": {"data": 8}},
+        rollout={"pipeline": 4, "num_engines": 2},
+    )
+    assert demands_of(shared)[0].block == 4, "an engine that shares its GPUs is in one node"
 
 
 def test_the_engines_of_a_cluster_without_gpus_are_spread_by_free_cpus():

@@ -80,6 +80,19 @@ def thinks(tokens, **others) -> dict:
             {"cluster": {"colocate": True}, "rollout": {"num_engines": 3}},
             "1 trainer ranks (policy.parallel) and 3 x 1 = 3",
         ),
+        (
+            {"cluster": {"colocate": True}, "rollout": {"pipeline": 2}},
+            "1 trainer ranks (policy.parallel) and 1 x 1 x 2 = 2 ranks of engines; change rollout.num_engines, "
+            "rollout.tensor or rollout.pipeline so that their product is 1",
+        ),
+        (
+            {"policy": {"routing_replay": True}, "rollout": {"pipeline": 2}},
+            "vLLM gives none with pipeline stages (rollout.pipeline is 2); set rollout.pipeline to 1",
+        ),
+        (
+            {"rollout": {"pipeline": 4, "max_sequences": 3}},
+            "rollout.max_sequences (3) is below rollout.pipeline (4), so that some stages would always wait",
+        ),
         ({"cluster": {"colocate": True}, "rollout": {"max_lag": 1}}, "so that rollout.max_lag, with which they answer"),
         ({"cluster": {"colocate": True}, "rollout": {"active_sampling": True}}, "so that rollout.active_sampling"),
         ({"cluster": {"colocate": True}, "rollout": {"replay": "saved"}}, "and cluster.colocate needs engines"),

@@ -157,6 +157,18 @@ def test_answers_that_the_kv_cache_does_not_hold_wait_for_another_batch():
     assert later - once == pytest.approx(weights * (4 / 1.5 - 1))
 
 
+def test_each_stage_reads_its_weights_for_as_many_batches_as_there_are_stages():
+    """Two stages of two ranks have the time of one stage of two: twice the GPUs, and every weight is read twice."""
+    given = config()
+    one, two = (
+        given.model_copy(update={"rollout": given.rollout.model_copy(update={"tensor": 2, "pipeline": pipeline})})
+        for pipeline in (1, 2)
+    )
+    keys = generation_seconds(one, SHAPE, 0, 2)
+    expected = generation_seconds(one, SHAPE, 10**12, 2) - keys / 2
+    assert generation_seconds(two, SHAPE, 10**12, 2) == pytest.approx(expected)
+
+
 def test_a_window_bounds_what_is_read():
     windowed = replace(SHAPE, sliding_window=11, sliding_layers=tuple(range(32)))
     whole, half = generation_seconds(config(), SHAPE, 0, 2), generation_seconds(config(), windowed, 0, 2)

@@ -199,15 +199,38 @@ def test_the_phases_of_a_run_by_hand():
     cache = 0.85 * 80e9 - engine.gpu.parts["weights"][0] - ENGINE_WORK_BYTES
     assert engine.gpu.parts["KV cache"][0] == pytest.approx(cache)
     # Two of eight KV heads on each rank, 64 layers, 2 x 128 numbers of 2 bytes: 65,536 bytes a token.
-    assert sequence_bytes(SHAPE, 4, 9216, 2) == 9216 * 65_536
+    assert sequence_bytes(SHAPE, 4, 9216, 2, range(64)) == 9216 * 65_536
     assert engine.longest == int(cache // (9216 * 65_536)) and engine.half == int(cache // (4608 * 65_536))
     assert memory.problems == []
 
 
 def test_a_window_and_shared_heads_bound_the_cache():
     windowed = replace(SHAPE, sliding_window=1000, sliding_layers=tuple(range(48)))
-    assert sequence_bytes(windowed, 8, 4000, 2) == (16 * 4000 + 48 * 1000) * 2 * 128 * 2
-    assert sequence_bytes(windowed, 16, 4000, 2) == sequence_bytes(windowed, 8, 4000, 2)  # at least one head
+    every = range(64)
+    assert sequence_bytes(windowed, 8, 4000, 2, every) == (16 * 4000 + 48 * 1000) * 2 * 128 * 2
+    assert sequence_bytes(windowed, 16, 4000, 2, every) == sequence_bytes(windowed, 8, 4000, 2, every)  # one head each
+    assert sequence_bytes(windowed, 8, 4000, 2, range(40, 60)) == (12 * 4000 + 8 * 1000) * 2 * 128 * 2
+
+
+def test_the_stages_of_an_engine_by_hand():
+    """64 layers of 489,709,824 parameters in three stages of 21, 22 and 21, each over four ranks but for the norms. The
+    first stage has the embedding, and the last one the output layer and a norm. The middle stage has the longest rows
+    in the KV cache, and no matrix of the vocabulary."""
+    memory = run_memory(config(rollout={"pipeline": 3}), SHAPE)
+    stages = memory.engine.stages
+    assert [stage.name for stage in stages] == ["engine, stage 0", "engine, stage 1", "engine, stage 2"]
+    layer, norms, vocabulary = 5120 * (10240 + 8192 + 3 * 25600), 2 * 5120 + 2 * 128, 151936 * 5120
+    weights = [2 * (n * (layer / 4 + norms)) + 2 * more for n, more in ((21, vocabulary / 4), (22, 0), (21, 0))]
+    weights[2] += 2 * (vocabulary / 4 + 5120)
+    assert [stage.parts["weights"][0] for stage in stages] == weights
+    caches = [0.85 * 80e9 - own - ENGINE_WORK_BYTES for own in weights]
+    assert [stage.parts["KV cache"][0] for stage in stages] == pytest.approx(caches)
+    fitting = [int(cache // (9216 * n * 1024)) for cache, n in zip(caches, (21, 22, 21))]
+    assert memory.engine.longest == min(fitting) == fitting[1] < fitting[0]
+    assert memory.engine.gpu in stages and memory.gpus[1:] == [*stages]
+    assert memory.problems == []
+    with pytest.raises(ValueError, match="65 pipeline stages cannot have the 64 layers .* lower rollout.pipeline"):
+        run_memory(config(rollout={"pipeline": 65}), SHAPE)
 
 
 def test_an_engine_holds_half_of_its_experts_twice_in_a_push():

@@ -33,7 +33,7 @@ class Stage:
         from megatron_rl.rollout.engine import VllmEngine
 
         self.config = RolloutConfig(prompts_per_step=8, samples_per_prompt=4, **rollout)
-        engines = Engines(1, self.config.tensor, expert_parallel=self.config.expert_parallel)
+        engines = Engines(1, self.config.tensor, self.config.pipeline, self.config.expert_parallel)
         self.trainers = TinyTrainers(folder, mesh, engines, dtype)
         model = ModelConfig(path=folder, dtype=dtype)
         self.engine = VllmEngine(
