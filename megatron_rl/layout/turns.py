@@ -28,6 +28,8 @@ WINDOW = 0.25
 incomplete, and lets more ends wait."""
 BLOCKS_OF_ROUTE = 8
 """A route of a group has at least about so many blocks, unless they became much smaller than those of the others."""
+SPAN = 2**40
+"""There are fewer blocks than this."""
 
 
 class Turn(NamedTuple):
@@ -72,15 +74,17 @@ class _Shop:
         self._num_ends = self._num_sources + num_destinations
         self._bits = [1 << end for end in (*range(self._num_sources), *range(num_destinations))]
         self._ends = [(one, self._num_sources + other) for one, other in zip(source, destination, strict=True)]
-        self._route = {ends: route for route, ends in enumerate(self._ends)}
-        assert len(self._route) == len(self._ends), "no two routes have both ends in common"
+        self._route: list[dict[int, int]] = [{} for _ in range(self._num_ends)]
+        """The route between an end and a place of the other side."""
         self._partners, loads = [0] * self._num_ends, [0] * self._num_ends
         """The other ends of the routes of each end that have bytes left: a set."""
-        for (one, other), size in zip(self._ends, num_bytes, strict=True):
+        for route, ((one, other), size) in enumerate(zip(self._ends, num_bytes, strict=True)):
             self._partners[one] |= self._bits[other]
             self._partners[other] |= self._bits[one]
+            self._route[one][other - self._num_sources] = self._route[other][one] = route
             loads[one] += size
             loads[other] += size
+        assert sum(map(len, self._route)) == 2 * len(self._ends), "no two routes have both ends in common"
         self._keys = [load * self._num_ends + self._num_ends - 1 - end for end, load in enumerate(loads)]
         """By which ends are compared. `load` is what has not been started of all routes of an end."""
         self._block = max(1, -(-max(loads, default=1) // NUM_BLOCKS))
@@ -89,64 +93,67 @@ class _Shop:
         self._groups = groups
         self._idle = [0, 0]
         """The free sources and the free destinations that have bytes left: two sets."""
-        self._turns: list[list[Turn]] = [[] for _ in num_bytes]
 
     def run(self) -> list[list[Turn]]:
-        keys, partners, bits, idle = self._keys, self._partners, self._bits, self._idle
-        running: list[tuple[int, int, int]] = []  # (end of the block, its number, its route), a heap
-        now, number = 0, 0
+        keys, partners, bits, idle, ends = self._keys, self._partners, self._bits, self._idle, self._ends
+        num_sources, num_ends, groups, left = self._num_sources, self._num_ends, self._groups, self._left
+        turns: list[list[Turn]] = [[] for _ in left]
+        routes: list[int] = []  # that of each block
+        running: list[int] = []  # SPAN * (end of the block) + its number, a heap
         free = [end for end, others in enumerate(partners) if others]
         for end in free:
-            idle[end >= self._num_sources] |= bits[end]
+            idle[end >= num_sources] |= bits[end]
+        now = 0
         while free:
             while free:
                 # The fullest ends choose first.
                 for end in sorted(free, key=keys.__getitem__, reverse=True):
-                    if idle[end >= self._num_sources] & bits[end] and (route := self._chosen(end)) is not None:
-                        heappush(running, (now + self._start(route, number), number, route))
-                        number += 1
-                free = self._groups.woken() if self._groups is not None else []
-            while running and (not free or running[0][0] == now):
-                now, _, route = heappop(running)
-                for end in self._ends[route]:
+                    is_source = end < num_sources
+                    if not (found := partners[end] & idle[is_source]) or not idle[not is_source] & bits[end]:
+                        continue
+                    if (route := self._chosen(end, found)) is None:
+                        continue
+                    size, rest = self._block_of(route), left[route]
+                    if 2 * rest <= 3 * size:
+                        size = rest  # no small rest is left for a turn of its own
+                    left[route] = rest = rest - size
+                    turns[route].append(Turn(self._num_bytes[route] - rest, len(routes)))
+                    heappush(running, SPAN * (now + size) + len(routes))
+                    routes.append(route)
+                    if groups is not None:
+                        groups.advance(route, size)
+                    one, other = ends[route]
+                    keys[one] -= size * num_ends
+                    keys[other] -= size * num_ends
+                    idle[0] ^= bits[one]
+                    idle[1] ^= bits[other]
+                    if not rest:
+                        partners[one] ^= bits[other]
+                        partners[other] ^= bits[one]
+                free = groups.woken() if groups is not None else []
+            while running and (not free or running[0] // SPAN == now):
+                now, number = divmod(heappop(running), SPAN)
+                for end in ends[routes[number]]:
                     if partners[end]:
-                        idle[end >= self._num_sources] |= bits[end]
+                        idle[end >= num_sources] |= bits[end]
                         free.append(end)
-        return self._turns
+        return turns
 
-    def _chosen(self, end: int) -> int | None:
-        """The route of this end that starts now, if there is one whose other end is free."""
-        is_source = end < self._num_sources
-        found, most, chosen = self._partners[end] & self._idle[is_source], -1, None
+    def _chosen(self, end: int, found: int) -> int | None:
+        """The route between this end and one of those that were found: the fullest one that may start."""
+        keys, bits, route, groups = self._keys, self._bits, self._route[end], self._groups
+        first, most, chosen = self._num_sources if end < self._num_sources else 0, -1, None
         while found:
             place = found.bit_length() - 1
-            found ^= self._bits[place]
-            other = self._num_sources + place if is_source else place
-            if self._keys[other] > most:
-                route = self._route[(end, other) if is_source else (other, end)]
-                if self._groups is None or self._groups.may_start(route, end):
-                    most, chosen = self._keys[other], route
-        return chosen
+            found ^= bits[place]
+            if (key := keys[first + place]) > most and (groups is None or groups.may_start(route[place], end)):
+                most, chosen = key, place
+        return None if chosen is None else route[chosen]
 
-    def _start(self, route: int, number: int) -> int:
-        """Start a block. Returns its bytes."""
-        left, block = self._left[route], self._block
-        if self._groups is not None:
-            block = min(block, max(-(-self._num_bytes[route] // BLOCKS_OF_ROUTE), -(-block // 4)))
-        size = block if 2 * left > 3 * block else left  # no small rest is left for a turn of its own
-        self._left[route] = left - size
-        self._turns[route].append(Turn(self._num_bytes[route] - left + size, number))
-        if self._groups is not None:
-            self._groups.advance(route, size)
-        one, other = self._ends[route]
-        self._keys[one] -= size * self._num_ends
-        self._keys[other] -= size * self._num_ends
-        self._idle[0] ^= self._bits[one]
-        self._idle[1] ^= self._bits[other]
-        if size == left:
-            self._partners[one] ^= self._bits[other]
-            self._partners[other] ^= self._bits[one]
-        return size
+    def _block_of(self, route: int) -> int:
+        if self._groups is None:
+            return self._block
+        return min(self._block, max(-(-self._num_bytes[route] // BLOCKS_OF_ROUTE), -(-self._block // 4)))
 
 
 class _Groups:
