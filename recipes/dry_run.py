@@ -146,8 +146,10 @@ def describe_memory(config: BaseConfig, shape: ModelShape, console: Console) -> 
     modes = [f"{total / 1e9:.2f} GB with {mode}" for mode, total in memory.training_bytes.items()]
     more.add_row("trainer in training, by model.recompute", ", ".join(modes))
     if memory.is_shared:
-        held = [memory.trainer.parts[part][0] for part in ("weights", "optimizer state")]
-        more.add_row("lent to the engines, in the node's memory", f"{gigabytes(sum(held))} a trainer rank")
+        sides = [one for one in (memory.trainer, memory.critic) if one is not None]
+        held = [one.parts[part][0] for one in sides for part in ("weights", "optimizer state")]
+        ranks = "a trainer rank" if memory.critic is None else "a trainer rank and a critic's rank together"
+        more.add_row("lent to the engines, in the node's memory", f"{gigabytes(sum(held))} {ranks}")
     if memory.reference_bytes:
         more.add_row("reference policy, in the node's memory", f"{gigabytes(memory.reference_bytes)} a trainer rank")
     if memory.engine is not None:
@@ -188,7 +190,9 @@ def describe_hours(config: GrpoRunConfig, shape: ModelShape, memory: RunMemory, 
     held = memory.engine.half if memory.engine else math.inf
     at_once = min(held or 1, rollout.max_sequences or math.inf)
     generation_s = generation_seconds(config, shape, num_parameters, BYTES[config.model.dtype], at_once)
-    num_gpus = config.num_trainer_ranks + (0 if config.cluster.colocate else rollout.num_engines * rollout.engine_ranks)
+    num_gpus = config.num_trainer_ranks + rollout.num_engines * rollout.engine_ranks
+    if config.cluster.colocate:
+        num_gpus = parallel.mesh.world_size
     hours = (training_s + generation_s) * num_gpus / 3600
     table = Table(title="estimates for H100 GPUs, not measured", show_header=False, title_justify="left")
     table.add_row("a step in which every answer has the longest length", "")

@@ -105,7 +105,7 @@ def run(config: GrpoRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) -
             links = Links()
             if config.cluster.colocate:
                 engines.wait()
-                Colocation(policy, engines)
+                Colocation(policy, engines, critic)
                 links = shared_links(placement.plan)
             policy.start(is_resumed=checkpoints.first_step > 0)
             if critic is not None:

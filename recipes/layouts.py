@@ -107,9 +107,11 @@ def fitting_layouts(config: BaseConfig, shape: ModelShape) -> list[Layout]:
 
 
 def resident_bytes(config: BaseConfig, shape: ModelShape) -> float:
-    """What engines that share the trainer's GPUs hold there while the trainer trains."""
+    """What engines, and a critic, that share the trainer's GPUs hold there while the trainer trains."""
     memory = run_memory(config, shape)
-    return memory.engine.gpu.totals[0] if memory.is_shared and memory.engine is not None else 0.0
+    if not memory.is_shared or memory.engine is None:
+        return 0.0
+    return memory.engine.gpu.totals[0] + (memory.critic.totals[0] if memory.critic else 0.0)
 
 
 def parallel_sizes(config: BaseConfig, shape: ModelShape, gpus_per_node: int) -> Iterator[ParallelConfig]:

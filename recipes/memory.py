@@ -47,9 +47,10 @@ INCOMPLETE = 0.5
 PHASES: tuple[Phase, ...] = get_args(Phase)
 
 TRAINER_LENDS = {"weights": (1, 1, 0), "gradients (fp32)": (1, 0, 0), "optimizer state": (1, 0, 0)}
+CRITIC_LENDS = {**TRAINER_LENDS, "weights": (1, 0, 0)}
 ENGINE_LENDS = {"weights": (0, 1, 1), "KV cache": (0, 0, 1)}
-"""The parts that trainers and engines which share GPUs lend each other, and whether they are there in each of PHASES
-(`actor.phases.HOLDS`, `rollout.engine.HOLDS`)."""
+"""The parts that trainers, critic and engines which share GPUs lend each other, and whether they are there in each of
+PHASES (`actor.phases.HOLDS`, `rollout.engine.HOLDS`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +73,16 @@ class GpuMemory:
         parts = {name: tuple(a * b for a, b in zip(size, held[name])) for name, size in self.parts.items()}
         return replace(self, parts=parts)
 
-    def beside(self, other: GpuMemory) -> GpuMemory:
-        """Both sides on one GPU."""
-        sides = {one.name.partition(",")[0]: one for one in (self, other)}
-        parts = {f"{name}: {part}": size for name, one in sides.items() for part, size in one.parts.items()}
-        return GpuMemory(f"{self.name}, and {other.name}", parts)
+    @classmethod
+    def together(cls, *sides: GpuMemory) -> GpuMemory:
+        """All sides on one GPU."""
+        names = [one.name for one in sides]
+        parts = {
+            f"{name.partition(',')[0]}: {part}": size
+            for name, one in zip(names, sides, strict=True)
+            for part, size in one.parts.items()
+        }
+        return cls(f"{'; '.join(names[:-1])}, and {names[-1]}", parts)
 
 
 class BridgeBytes(NamedTuple):
@@ -276,7 +282,7 @@ class RunMemory:
     engine: EngineMemory | None
     """None if the run has no engines on GPUs."""
     is_shared: bool
-    """Whether each trainer rank shares its GPU with a rank of an engine."""
+    """Whether each trainer rank shares its GPU with a rank of an engine, and with one of the critic if there is one."""
     reference_bytes: float
     """What each trainer rank keeps of the reference policy in the memory of its node; 0 without a reference."""
     fused: bool
@@ -299,7 +305,8 @@ class RunMemory:
         if self.engine is None:
             return trainers
         if self.is_shared:
-            return [(self.trainer.beside(self.engine.gpu), self.trainer_limit)]
+            sides = [one for one, _ in trainers]
+            return [(GpuMemory.together(*sides, self.engine.gpu), self.trainer_limit)]
         return [*trainers, *((stage, self.gpu_bytes) for stage in self.engine.stages)]
 
     @property
@@ -311,9 +318,9 @@ class RunMemory:
             if needed > limit:
                 phase = gpu.totals.index(needed)
                 size, largest = max((values[phase], part) for part, values in gpu.parts.items())
-                of_engine = gpu.name.startswith("engine") or largest.startswith("engine")
-                advice = _advice(largest.rpartition(": ")[2], of_engine)
-                if gpu is self.critic:
+                side = largest.partition(":")[0] if ": " in largest else gpu.name
+                advice = _advice(largest.rpartition(": ")[2], side.startswith("engine"))
+                if side.startswith("critic"):
                     advice = advice.replace("policy.", "critic.")
                 found.append(
                     f"{PHASES[phase]} needs {needed / 1e9:.1f} GB on a GPU of {limit / 1e9:.0f} GB ({gpu.name}), of "
@@ -378,6 +385,8 @@ def run_memory(config: BaseConfig, shape: ModelShape) -> RunMemory:
     on_gpus = cluster.gpus_per_trainer > 0
     communicators, engine, bucket_bytes, reference = BridgeBytes(), None, 0.0, 0.0
     critic = critic_memory(config, shape) if isinstance(config, GrpoRunConfig) and config.critic else None
+    if critic is not None and cluster.colocate:
+        critic = critic.lending(CRITIC_LENDS)
     if isinstance(config, GrpoRunConfig):
         bucket_bytes = config.bridge.bucket_mib * 2**20
         plan = planned_transfer(config, shape, parallel.mesh)

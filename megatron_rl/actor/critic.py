@@ -19,6 +19,8 @@ from megatron_rl.types import Metrics, Share
 
 
 class MegatronCritic(MegatronTrainer):
+    role = "critic"
+
     def values(self, share: Share) -> dict[int, np.ndarray]:
         """Take the samples of a step that belong to this data-parallel rank, and compute the value of each state in
         which a token was chosen.
@@ -52,6 +54,7 @@ class MegatronCritic(MegatronTrainer):
         Returns:
             What `describe_values` says about the values of this step.
         """
+        self.require("training")
         self._set("return_T", [column_of(batch, returns) for batch in self._all()])
         described = {}
         if self._is_last_stage:

@@ -21,19 +21,22 @@ from torch import Tensor
 from megatron_rl.actor import platform, state
 from megatron_rl.types import Phase
 
-HOLDS: dict[Phase, tuple[str, ...]] = {
-    "training": ("weights", "optimizer", "gradients"),
-    "pushing": ("weights",),
-    "generating": (),
+HOLDS: dict[str, dict[Phase, tuple[str, ...]]] = {
+    "trainer": {"training": ("weights", "optimizer", "gradients"), "pushing": ("weights",), "generating": ()},
+    "critic": {"training": ("weights", "optimizer", "gradients"), "pushing": (), "generating": ()},
 }
-"""What a rank has on its device in each phase."""
+"""What a rank of the policy or of the critic has on its device in each phase. A critic's weights are never pushed."""
 
 
 class PhasedMemory:
     """The device's memory of one rank's model and optimizer. It begins in the phase `training`."""
 
-    def __init__(self, chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer) -> None:
-        self._chunks, self._optimizer = chunks, optimizer
+    def __init__(self, role: str, chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer) -> None:
+        """
+        Args:
+            role: the rank's key in HOLDS.
+        """
+        self._role, self._chunks, self._optimizer = role, chunks, optimizer
         self.phase: Phase = "training"
         self._lent: dict[str, list[tuple[torch.UntypedStorage, int]]] = {}
         """The storages of each part that is not on the device, with the bytes that they had."""
@@ -42,7 +45,7 @@ class PhasedMemory:
 
     def enter(self, phase: Phase) -> None:
         """Give up what the phase does not hold, and take back what it holds."""
-        present, wanted = HOLDS[self.phase], HOLDS[phase]
+        present, wanted = HOLDS[self._role][self.phase], HOLDS[self._role][phase]
         leaving = {part: list(self._storages(part)) for part in present if part not in wanted}
         for part, storages in leaving.items():
             if part != "gradients":
@@ -68,10 +71,11 @@ class PhasedMemory:
         Raises:
             RuntimeError: the rank is in a phase that does not hold what `phase` does.
         """
-        missing = [part for part in HOLDS[phase] if part not in HOLDS[self.phase]]
+        holds = HOLDS[self._role]
+        missing = [part for part in holds[phase] if part not in holds[self.phase]]
         if missing:
             raise RuntimeError(
-                f"the trainer is in the phase {self.phase}, in which the engines have the memory of its "
+                f"the {self._role} is in the phase {self.phase}, in which the engines have the memory of its "
                 f"{' and '.join(missing)}; it must enter the phase {phase} first"
             )
 

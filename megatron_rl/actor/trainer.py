@@ -58,6 +58,9 @@ log = logging.getLogger(__name__)
 
 
 class MegatronTrainer:
+    role = "trainer"
+    """Its name in messages, and its key in `phases.HOLDS`."""
+
     def __init__(self, spec: ActorSpec, *, rank: int, world_size: int, store: dist.Store):
         """Meet the other trainer processes over a store that all of them share, and build this rank's part of the
         model. The weights are random until they are loaded (weights.py, or `load`).
@@ -104,7 +107,7 @@ class MegatronTrainer:
             model_parallel_cuda_manual_seed(spec.seed)
             self.chunks = build_model(spec.shape, spec.model, spec.policy, stage)
             self.optimizer, self.scheduler = build_optimizer(self.chunks, spec.policy, spec.total_steps)
-            self._memory = PhasedMemory(self.chunks, self.optimizer)
+            self._memory = PhasedMemory(self.role, self.chunks, self.optimizer)
             context = None
             if parallel.context > 1:
                 group = parallel_state.get_context_parallel_group()

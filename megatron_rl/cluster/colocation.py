@@ -1,7 +1,7 @@
-"""Leads trainers and engines that share GPUs through the phases of a run.
+"""Leads trainers, a critic and engines that share GPUs through the phases of a run.
 
-The training loop does not know of it: the policy, the engines and the bridge each ask for the phase that they need
-before they do anything. Whoever gives memory up does so before the other takes it.
+The training loop does not know of it: the policy, the critic, the engines and the bridge each ask for the phase that
+they need before they do anything. Whoever gives memory up does so before the other takes it.
 
 Invariants (tests/unit/cluster, tests/e2e): the two sides never hold more together than one of the phases allows; the
 numbers of the run are those of a run without shared GPUs, also after an engine or the policy was lost.
@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import get_args
 
+from megatron_rl.cluster.critic import CriticGroup
 from megatron_rl.cluster.engines import EngineGroup
 from megatron_rl.cluster.placement import Placement
 from megatron_rl.cluster.policy import PolicyGroup
@@ -27,30 +28,32 @@ ORDER: tuple[Phase, ...] = get_args(Phase)
 
 
 class Colocation:
-    def __init__(self, policy: PolicyGroup, engines: EngineGroup) -> None:
+    def __init__(self, policy: PolicyGroup, engines: EngineGroup, critic: CriticGroup | None = None) -> None:
         """
         Args:
-            policy: its ranks are not started yet, because vLLM starts on GPUs without trainers.
+            policy, critic: their ranks are not started yet, because vLLM starts on GPUs without trainers.
             engines: they have started, so the run begins in the phase `generating`.
         """
         self._policy, self._engines = policy, engines
+        self._trainers = [policy] if critic is None else [policy, critic]
         self._phase: Phase = "generating"
-        policy.before = engines.before = self.enter
-        policy.make_room = self.make_room
+        engines.before = self.enter
+        for group in self._trainers:
+            group.before, group.make_room = self.enter, self.make_room
 
     def enter(self, phase: Phase) -> None:
-        """Bring both sides into a phase."""
+        """Bring all sides into a phase."""
         if phase == self._phase:
             return
         log.info("phase %s", phase)
         trainers_give = ORDER.index(phase) > ORDER.index(self._phase)
-        for side in (self._policy, self._engines) if trainers_give else (self._engines, self._policy):
+        for side in [*self._trainers, self._engines] if trainers_give else [self._engines, *self._trainers]:
             side.enter(phase)
         self._phase = phase
 
     def make_room(self) -> Sequence[str | None]:
-        """Bring the engines into the phase `training`, in which the trainer ranks that start next begin. Returns the
-        GPU that each of them shares with a rank of an engine; None if the run has no GPUs."""
+        """Bring the engines into the phase `training`, in which the ranks of policy or critic that start next begin.
+        Returns the GPU that each of them shares with a rank of an engine; None if the run has no GPUs."""
         self._engines.enter("training")
         self._phase = "training"
         gpus = [gpu for process in self._engines.processes for gpu in process.location.gpus]

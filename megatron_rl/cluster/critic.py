@@ -56,6 +56,7 @@ class CriticGroup(RankGroup):
 
     def values(self, shares: Sequence[Share]) -> TokenNumbers:
         """See `ports.Critic`."""
+        self.before("training")
         self._shares = shares
         self._finish_mirrors()
         given = zip(self.ranks, self._of_replicas(shares), strict=True)
@@ -64,6 +65,7 @@ class CriticGroup(RankGroup):
 
     def learn(self, returns: TokenNumbers) -> None:
         """See `ports.Critic`."""
+        self.before("training")
         needed = self._of_replicas([returns.needed_by(share.index) for share in self._shares])
         num_updates = len(self._shares[0].minibatches)
         self._learning = [rank.learn.remote(parts, num_updates) for rank, parts in zip(self.ranks, needed, strict=True)]

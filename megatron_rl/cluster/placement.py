@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from math import ceil, inf, lcm
 
 from megatron_rl.config.schema import BaseConfig, GrpoRunConfig
+from megatron_rl.types import Mesh
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,8 @@ class Demand:
     """The only pool whose nodes may be used; None allows all nodes."""
     beside: str | None = None
     """The role with whose ranks these ranks share GPUs and nodes, rank by rank; None: they have their own."""
+    included: str = ""
+    """What `cpus` includes beside the role's own, for the message."""
     can_span: bool = False
     """Whether a group spans nodes if its block is wider than every node; otherwise that is an error."""
     stage: int = 1
@@ -74,7 +77,7 @@ class Demand:
         if self.block < self.group_size and not self.can_span:
             ranks = _count(self.num_groups * self.group_size, f"{self.role} rank")
             where = f", with the {self.block} ranks of a tensor-parallel group in one node" if self.block > 1 else ""
-            return f"{ranks} of {_amounts(self.cpus, self.gpus)} each{where}{pool}"
+            return f"{ranks} of {_amounts(self.cpus, self.gpus)} each{self.included}{where}{pool}"
         each = _amounts(self.cpus * self.group_size, self.gpus * self.group_size)
         where = f"over several nodes{pool}" if self.can_span else f"in one node{pool}"
         return f"{_count(self.num_groups, self.role)} of {each} {where}{' each' if self.num_groups > 1 else ''}"
@@ -115,7 +118,10 @@ class NoRoom(ValueError):
 def demands_of(config: BaseConfig) -> tuple[Demand, ...]:
     """What the roles of a run need."""
     cluster, mesh = config.cluster, config.policy.parallel.mesh
-    shared = config.rollout.engine_ranks if isinstance(config, GrpoRunConfig) and cluster.colocate else 1
+    of_critic = config.critic.parallel.mesh if isinstance(config, GrpoRunConfig) and config.critic else Mesh()
+    shared = 1  # ranks of other groups that share the GPUs of these ranks, and must also be in one node
+    if isinstance(config, GrpoRunConfig) and cluster.colocate:
+        shared = lcm(config.rollout.engine_ranks, of_critic.tensor, of_critic.expert_ways)
     trainer = Demand(
         role="trainer",
         num_groups=1,
@@ -128,10 +134,11 @@ def demands_of(config: BaseConfig) -> tuple[Demand, ...]:
     )
     trainers = [trainer]
     if isinstance(config, GrpoRunConfig) and config.critic is not None:
-        mesh = config.critic.parallel.mesh
-        critic = replace(trainer, role="critic", group_size=mesh.world_size, block=lcm(mesh.tensor, mesh.expert_ways))
+        block = lcm(of_critic.tensor, of_critic.expert_ways)
+        critic = replace(trainer, role="critic", group_size=of_critic.world_size, block=block)
         advice = "lower critic.parallel, cluster.cpus_per_trainer or cluster.gpus_per_trainer"
-        trainers.append(replace(critic, advice=advice, pool=cluster.pools.get("critic")))
+        critic = replace(critic, advice=advice, pool=cluster.pools.get("critic"))
+        trainers.append(replace(critic, gpus=0, beside="trainer") if cluster.colocate else critic)
     if not isinstance(config, GrpoRunConfig) or config.rollout.replay is not None:
         return tuple(trainers)
     engine = Demand(
@@ -161,7 +168,7 @@ def place(demands: Sequence[Demand], nodes: Sequence[Node]) -> Placement:
         NoRoom: the nodes have too few free CPUs or GPUs.
         ValueError: a block is wider than every node, so that more nodes would not help; or a pool has no node.
     """
-    fitted = [_fitted(demand, nodes) for demand in demands if demand.beside is None]
+    fitted = [_fitted(demand, nodes) for demand in _hosts(demands)]
     free = {node.id: _Free(node) for node in nodes}
     needs = "the run needs " + ", and ".join(str(demand) for demand in fitted if demand.cpus or demand.gpus)
     groups: dict[str, tuple[Group, ...]] = {}
@@ -173,8 +180,11 @@ def place(demands: Sequence[Demand], nodes: Sequence[Node]) -> Placement:
             hosts = [rank for group in groups[guest.beside] for rank in group]
             ranks = [replace(host, cpus=guest.cpus, gpus=guest.gpus) for host in hosts]
             groups[guest.role] = _cut(ranks, guest.group_size)
-            # Ray reserves each GPU once. The guests have it, because they start first.
-            groups[guest.beside] = _cut([replace(host, gpus=0) for host in hosts], len(groups[guest.beside][0]))
+    for host in demands:
+        if any(guest.beside == host.role for guest in demands):
+            # Ray reserves each GPU once. The engines have it, because they start first.
+            ranks = [replace(rank, cpus=host.cpus, gpus=0) for group in groups[host.role] for rank in group]
+            groups[host.role] = _cut(ranks, host.group_size)
     return Placement(tuple(nodes), tuple(demands), {demand.role: groups[demand.role] for demand in demands})
 
 
@@ -231,12 +241,12 @@ def smallest_cluster(demands: Sequence[Demand], gpus_per_node: int) -> Placement
     Raises:
         ValueError: a block is wider than a node.
     """
-    cpus = max(gpus_per_node / d.gpus * d.cpus if d.gpus else d.cpus * d.num_groups * d.group_size for d in demands)
+    hosts = _hosts(demands)
+    cpus = max(gpus_per_node / d.gpus * d.cpus if d.gpus else d.cpus * d.num_groups * d.group_size for d in hosts)
     size = (cpus, float(gpus_per_node))
     used = {demand.pool: 0.0 for demand in demands}
-    for demand in demands:
-        if demand.beside is None:
-            used[demand.pool] += demand.gpus * demand.num_groups * demand.group_size
+    for demand in hosts:
+        used[demand.pool] += demand.gpus * demand.num_groups * demand.group_size
     # A role without a pool and GPUs needs no node of its own, unless there is no other.
     counts = {pool: max(int(pool is not None), ceil(gpus / gpus_per_node)) for pool, gpus in used.items()}
     counts = counts if any(counts.values()) else {None: 1}
@@ -269,6 +279,16 @@ class _Free:
         """The order in which nodes are chosen for ranks that reserve nothing: nodes whose GPUs are all in use come
         last; then the most free CPUs decide, of which each such rank is taken to use one, and then the fewest GPUs."""
         return self.node.gpus > 0 and self.gpus < 1, self.guests - self.cpus, self.gpus
+
+
+def _hosts(demands: Sequence[Demand]) -> list[Demand]:
+    """The demands of the roles that have GPUs of their own, with the CPUs of the roles that share them."""
+    found = []
+    for host in (demand for demand in demands if demand.beside is None):
+        guests = [guest for guest in demands if guest.beside == host.role and guest.cpus]
+        included = "".join(f", of which {_amount(guest.cpus, 'CPU')} for its {guest.role} rank" for guest in guests)
+        found.append(replace(host, cpus=host.cpus + sum(guest.cpus for guest in guests), included=included))
+    return found
 
 
 def _times(have: float, need: float) -> float:

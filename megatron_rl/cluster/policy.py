@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median_low
@@ -27,7 +27,7 @@ from megatron_rl.cluster.trainers import MegatronRank, RankGroup
 from megatron_rl.config.cluster import ClusterConfig
 from megatron_rl.loop.checkpoints import critic_path
 from megatron_rl.ports import PolicyLost
-from megatron_rl.types import Metrics, Phase, Share, TokenNumbers
+from megatron_rl.types import Metrics, Share, TokenNumbers
 
 if TYPE_CHECKING:
     from megatron_rl.actor.actor import MegatronActor
@@ -93,11 +93,6 @@ class TrainerRank(MegatronRank):
             self.sender.close()
         self.sender = BridgeSender(setup, self.rank, self.actor.parameters())
 
-    def enter(self, phase: Phase) -> None:
-        start = time.perf_counter()
-        self.actor.enter(phase)
-        log.info("entered the phase %s in %.3f s", phase, time.perf_counter() - start)
-
     def push(self, version: int, verify: bool, late: list[int]) -> Metrics:
         self.actor.require("pushing")
         return self.sender.push(version, verify, late)
@@ -124,8 +119,6 @@ class PolicyGroup(RankGroup):
         self._restarts, self._critic = restarts, critic
         self._indices: list[Any] = []
         """The samples of each data-parallel rank, by their indices in the step."""
-        self.before: Callable[[Phase], object] = _stay
-        """Brings the run into a phase, if engines share the ranks' GPUs; the colocation sets it."""
         super().__init__(spec, cluster, logs, placement)
 
     def restart(self, cause: PolicyLost) -> Collection[int]:
@@ -183,7 +176,6 @@ class PolicyGroup(RankGroup):
         return answers[0][0] | {PEAK: peak, "slowest_rank/number": float(number), "slowest_rank/ratio": ratio}
 
     def save(self, folder: Path, extra: dict[str, Any]) -> None:
-        self.before("training")
         if self._critic is not None:
             self._critic.save(critic_path(folder), {})
         super().save(folder, extra)
@@ -194,22 +186,9 @@ class PolicyGroup(RankGroup):
         return super().finish_save(wait)
 
     def load(self, folder: Path) -> dict[str, Any]:
-        self.before("training")
         if self._critic is not None:
             self._critic.load(critic_path(folder))
         return super().load(folder)
-
-    def export_hf(self, folder: Path) -> None:
-        self.before("training")
-        super().export_hf(folder)
-
-    def enter(self, phase: Phase) -> None:
-        """Make all ranks enter a phase."""
-        self._all("enter", f"to enter the phase {phase}", phase)
-
-
-def _stay(phase: Phase) -> None:
-    """Ranks that have their GPUs for themselves hold everything in every phase."""
 
 
 def slowest(seconds: Sequence[float]) -> tuple[int, float]:

@@ -26,7 +26,7 @@ from megatron_rl.cluster.process import Location, Process, begin_process, locate
 from megatron_rl.cluster.waiting import ProcessLost, explain, gather, locate_all, settle
 from megatron_rl.config.cluster import ClusterConfig
 from megatron_rl.ports import PolicyLost
-from megatron_rl.types import Mesh, Metrics
+from megatron_rl.types import Mesh, Metrics, Phase
 
 if TYPE_CHECKING:
     from megatron_rl.actor.trainer import MegatronTrainer
@@ -90,6 +90,11 @@ class MegatronRank:
             log.info("loaded in %.1f s", time.perf_counter() - start)
         return self.actor.fused_norms
 
+    def enter(self, phase: Phase) -> None:
+        start = time.perf_counter()
+        self.actor.enter(phase)
+        log.info("entered the phase %s in %.3f s", phase, time.perf_counter() - start)
+
     def save(self, folder: str, extra: dict[str, Any]) -> None:
         log.info("writing the checkpoint %s", folder)
         self.actor.save(Path(folder), extra)
@@ -143,6 +148,8 @@ class RankGroup:
         self.make_room: Callable[[], Sequence[str | None]] = lambda: [None] * self.mesh.world_size
         """Frees the GPUs of the ranks that start next, and returns the one of each; None if Ray gives it one. The
         colocation sets it."""
+        self.before: Callable[[Phase], object] = _stay
+        """Brings the run into a phase, if engines share the ranks' GPUs; the colocation sets it."""
         self._begin()
 
     def _begin(self) -> None:
@@ -225,6 +232,7 @@ class RankGroup:
 
     def save(self, folder: Path, extra: dict[str, Any]) -> None:
         """See `ports.Policy`."""
+        self.before("training")
         self._all("save", "to copy its state for a checkpoint", str(folder.absolute()), extra)
 
     def finish_save(self, wait: bool) -> bool:
@@ -236,11 +244,17 @@ class RankGroup:
 
     def load(self, folder: Path) -> dict[str, Any]:
         """See `ports.Policy`."""
+        self.before("training")
         return self._all("load", "to read a checkpoint", str(folder.absolute()))
 
     def export_hf(self, folder: Path) -> None:
         """See `ports.Policy`."""
+        self.before("training")
         self._all("export_hf", "to export the model", str(folder.absolute()))
+
+    def enter(self, phase: Phase) -> None:
+        """Make all ranks enter a phase."""
+        self._all("enter", f"to enter the phase {phase}", phase)
 
     def _all(self, method: str, doing: str, *arguments: Any) -> Any:
         """Call a method on all ranks; see `_gather`."""
@@ -275,3 +289,7 @@ class RankGroup:
             if isinstance(outcome, RayActorError):
                 return explain(outcome, process)
         return None
+
+
+def _stay(phase: Phase) -> None:
+    """Ranks that have their GPUs for themselves hold everything in every phase."""

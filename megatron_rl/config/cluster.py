@@ -71,9 +71,10 @@ class ClusterConfig(Section):
     gpus_per_engine_rank: Annotated[float, Field(ge=0)] = 0
     """The number of GPUs that Ray reserves for each rank of an engine; 0 means that engines run on the CPU."""
     colocate: bool = False
-    """true: trainers and engines share GPUs. While engines generate, the trainer's weights, gradients and optimizer
-    state are in the node's memory; while trainers train, the engines have nothing on the GPUs. There must be as many
-    ranks of engines as trainer ranks. false: each has GPUs of its own."""
+    """true: trainers, a critic and engines share GPUs. While engines generate, the weights, gradients and optimizer
+    states of trainers and critic are in the node's memory; while these train, the engines have nothing on the GPUs.
+    There must be as many ranks of engines as trainer ranks, and as many of a critic. false: each has GPUs of its
+    own."""
     pools: dict[Literal["trainer", "critic", "engine", "verifier"], str] = {}
     """The pool of nodes that a role uses, such as {trainer: train, engine: rollout}. A node is in the pool `train` if
     its Ray was started with `ray start --labels pool=train`. A role without an entry may use every node."""

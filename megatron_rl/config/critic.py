@@ -13,7 +13,8 @@ from megatron_rl.config.value import ValueLossConfig
 
 class CriticConfig(Section):
     """A second model, which predicts for each token the rewards to come, for `adv_estimator: {kind: gae}`. Its ranks
-    are processes of their own, and each has what `cluster.cpus_per_trainer` and `cluster.gpus_per_trainer` say."""
+    are processes of their own, and each has what `cluster.cpus_per_trainer` and `cluster.gpus_per_trainer` say; with
+    `cluster.colocate` each has the GPU of the policy's rank of the same number."""
 
     model: ModelConfig | None = None
     """The model that it begins with; null means the policy's. A model for text gets a value head of zeros, so that all

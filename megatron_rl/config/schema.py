@@ -335,6 +335,13 @@ class GrpoRunConfig(BaseConfig):
                 f"ranks (policy.parallel) and {' x '.join(map(str, sizes))} = {ranks} ranks of engines; change "
                 f"rollout.num_engines, rollout.tensor or rollout.pipeline so that their product is {trainers}"
             )
+        of_critic = self.critic.parallel.mesh.world_size if self.critic else trainers
+        if of_critic != trainers:
+            raise ValueError(
+                f"cluster.colocate: the critic has the GPUs of the policy, rank by rank, but there are {trainers} "
+                f"ranks of the policy (policy.parallel) and {of_critic} of the critic (critic.parallel); make the "
+                "two numbers equal"
+            )
         if rollout.max_lag or rollout.active_sampling:
             name = "rollout.max_lag" if rollout.max_lag else "rollout.active_sampling"
             raise ValueError(
@@ -356,6 +363,11 @@ class GrpoRunConfig(BaseConfig):
                 "cluster.colocate: trainers and engines are on the same nodes, so cluster.pools must give both the "
                 "same pool, or none"
             )
+        if self.critic and cluster.pools.get("critic") != cluster.pools.get("trainer"):
+            raise ValueError(
+                "cluster.colocate: trainers and critic are on the same nodes, so cluster.pools must give both the "
+                "same pool, or none"
+            )
 
     @property
     def num_trainer_ranks(self) -> int:
@@ -375,10 +387,6 @@ class GrpoRunConfig(BaseConfig):
         if "values" not in estimator.needs:
             raise ValueError(
                 f"critic: algorithm.adv_estimator {estimator.kind} uses no critic; choose gae, or remove the section"
-            )
-        if self.cluster.colocate:
-            raise ValueError(
-                "cluster.colocate: a critic cannot share its GPUs with engines yet; set cluster.colocate to false"
             )
         if self.critic.warmup_steps >= self.run.steps:
             raise ValueError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from memory_scenarios import held_bytes
 from scenarios import OPTIMIZER, TOTAL_STEPS, Layout, denominators, meet, mine
 
 from megatron_rl.actor.critic import MegatronCritic
@@ -75,3 +76,37 @@ def resume(rank, world_size, url, *, folder, samples, layout, returns, checkpoin
     after = step(critic, samples, layout, returns, 1)
     critic.close()
     return after
+
+
+def lend(rank, world_size, url, *, folder, samples, layout, target, enters):
+    """Two steps of one update; if `enters`, the rank goes through all phases between them.
+
+    Returns:
+        The metrics and the values of the second step; the bytes of this rank's storages by phase; and what was refused,
+        as (phase, name of the call, message).
+    """
+    critic = build(rank, world_size, url, folder, layout)
+    returns = {sample.index: sample.tokens.logp_rollout for sample in samples}
+    step(critic, samples, layout, returns, 1)
+    sizes, refusals = {"training": held_bytes(critic)}, []
+    share = share_of([mine(samples, critic, layout.num_microbatches)], [denominators(samples)], layout.alignment)
+    calls = {
+        "values": lambda: critic.values(share),
+        "aim": lambda: critic.aim(returns),
+        "update": lambda: critic.update(0, {}),
+        "save": lambda: critic.save(target / "refused", {}),
+        "load": lambda: critic.load(target / "refused"),
+        "snapshot": critic.snapshot,
+    }
+    for phase in ("pushing", "generating") if enters else ():
+        critic.enter(phase)
+        sizes[phase] = held_bytes(critic)
+        for name, call in calls.items():
+            try:
+                call()
+            except RuntimeError as error:
+                refusals.append((phase, name, str(error)))
+    critic.enter("training")
+    values, _, metrics = step(critic, samples, layout, returns, 1)
+    critic.close()
+    return metrics, values, sizes, refusals

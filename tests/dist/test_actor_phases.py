@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import filecmp
 
+import numpy as np
 import pytest
 from scenarios import Layout
 from test_actor_families import LAYOUTS as FAMILY_LAYOUTS
@@ -41,6 +42,20 @@ def check(trainers, tmp_path, folder, samples, layout: Layout) -> None:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_lending_changes_no_bit_and_holds_only_what_the_phase_needs(trainers, model_folder, samples, tmp_path, name):
     check(trainers, tmp_path, model_folder, samples, LAYOUTS[name])
+
+
+def test_a_critic_refuses_by_name_what_its_phase_does_not_hold(trainers, model_folder, samples, tmp_path):
+    layout = Layout(Mesh(data=2))
+    arguments = dict(folder=model_folder, samples=samples, layout=layout, target=tmp_path)
+    apart, lent = (trainers.run("critic_scenarios.lend", 2, **arguments, enters=enters) for enters in (False, True))
+    for (metrics, values, _, _), (metrics2, values2, sizes, refusals) in zip(apart, lent, strict=True):
+        assert metrics2 == metrics and values2.keys() == values.keys() != set()
+        assert all(np.array_equal(values2[k], values[k]) for k in values)
+        assert sizes == {"training": sizes["training"], "pushing": 0, "generating": 0} and sizes["training"] > 0
+        asked = ["values", "aim", "update", "save", "load", "snapshot"]
+        assert [name for _, name, _ in refusals] == asked * 2
+        for phase, _, message in refusals:
+            assert f"the critic is in the phase {phase}, in which the engines have the memory of its weights" in message
 
 
 def test_experts_are_lent_too(trainers, folders, samples, tmp_path):

@@ -1,4 +1,5 @@
-"""PPO in the real loop: a critic on its own ranks learns beside the policy, and both go on after a kill."""
+"""PPO in the real loop: a critic on its own ranks learns beside the policy, and both go on after a kill, also where
+policy, critic and engines share their machine's memory in phases."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ def arguments(task, name: str, *more: str) -> list[str]:
         "recipes/ppo.py",
         "configs/run/tiny_ppo.yaml",
         f"run.name={name}",
-        "run.steps=4",
+        "run.steps=6",
         f"model.path={task}/model",
         f"data.train={task}/train.jsonl",
         "data.eval=null",
@@ -22,7 +23,8 @@ def arguments(task, name: str, *more: str) -> list[str]:
         "rewards=[{kind: function, path: 'rewards:share_of_digits'}]",
         "algorithm.updates_per_step=2",
         "algorithm.kl={estimator: k2, place: reward, coefficient: {kind: fixed, value: 0.05}}",
-        "critic.parallel.data=2",
+        "policy.parallel.data=2",
+        "critic.parallel.tensor=2",
         "critic.updates_per_step=2",
         "critic.warmup_steps=1",
         "checkpoint.every=2",
@@ -34,40 +36,44 @@ def metrics_of(folder) -> list[dict]:
     return [record for record in read_lines(folder / METRICS) if "critic/loss" in record]
 
 
-def test_a_critic_learns_beside_the_policy_and_both_resume_to_the_bit(recipe, task):
-    run = recipe.run(*arguments(task, "whole"))
-    assert run.returncode == 0, run.stdout + run.stderr
-    runs = recipe.folder / "runs"
-    whole = metrics_of(runs / "whole")
-    assert [record["step"] for record in whole] == [0, 1, 2, 3]
-    assert "loss" not in whole[0] and all(record["grad_norm"] > 0 for record in whole[1:])  # the critic's warm-up
-    assert whole[0]["critic/value_mean"] == 0 and whole[1]["critic/value_mean"] != 0
-    assert all(record["critic/grad_norm"] > 0 for record in whole)
-    assert read_shape(runs / "whole" / "critic_hf").value_head
-    assert sorted(path.name for path in (runs / "whole" / "checkpoints" / "critic").iterdir()) == [
-        "step_000002",
-        "step_000004",
-    ]
-
-    stopped = recipe.run(*arguments(task, "resumed", "run.steps=2"))
-    assert stopped.returncode == 0, stopped.stdout + stopped.stderr
-    resumed = recipe.run(*arguments(task, "resumed", "--resume", "auto"))
-    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
-    again = metrics_of(runs / "resumed")
-    # The learning rate is constant after the warm-up of 5 updates, so that the shorter run has had the same one.
-    for first, second in zip(whole[2:], again[2:], strict=True):
+def check_same(records: list[dict], others: list[dict]) -> None:
+    for first, second in zip(records, others, strict=True):
         for name, value in first.items():
             if not NOT_COMPARED.fullmatch(name):
                 assert second[name] == value, name
 
 
-def test_a_lost_critic_is_started_anew_with_the_policy(recipe, task):
-    run = recipe.start(*arguments(task, "lost", "run.steps=6"))
-    checkpoint = recipe.folder / "runs" / "lost" / "checkpoints" / "critic" / "step_000002"
+def test_a_critic_learns_beside_the_policy_and_both_go_on_to_the_bit(recipe, task):
+    run = recipe.run(*arguments(task, "whole"))
+    assert run.returncode == 0, run.stdout + run.stderr
+    runs = recipe.folder / "runs"
+    whole = metrics_of(runs / "whole")
+    assert [record["step"] for record in whole] == list(range(6))
+    assert "loss" not in whole[0] and all(record["grad_norm"] > 0 for record in whole[1:])  # the critic's warm-up
+    assert whole[0]["critic/value_mean"] == 0 and whole[1]["critic/value_mean"] != 0
+    assert all(record["critic/grad_norm"] > 0 for record in whole)
+    assert read_shape(runs / "whole" / "critic_hf").value_head
+    assert sorted(path.name for path in (runs / "whole" / "checkpoints" / "critic").iterdir()) == [
+        "step_000004",
+        "step_000006",
+    ]
+
+    stopped = recipe.run(*arguments(task, "resumed", "run.steps=2"))
+    assert stopped.returncode == 0, stopped.stdout + stopped.stderr
+    resumed = recipe.run(*arguments(task, "resumed", "run.steps=4", "--resume", "auto"))
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    again = metrics_of(runs / "resumed")
+    # The learning rate is constant after the warm-up of 5 updates, so that the shorter run has had the same one.
+    check_same(whole[2:4], again[2:])
+
+    # Policy, critic and engines share their memory, and the critic is lost.
+    run = recipe.start(*arguments(task, "lost", "cluster.colocate=true", "rollout.num_engines=2"))
+    checkpoint = runs / "lost" / "checkpoints" / "critic" / "step_000002"
     recipe.wait_until(run, checkpoint.exists)
     recipe.process(run, "ray::CriticRank").kill()
     recipe.wait_until(None, lambda: run.poll() is not None)
     assert run.returncode == 0, (recipe.folder / "out.txt").read_text()
     assert "started anew" in (recipe.folder / "out.txt").read_text()
-    records = metrics_of(recipe.folder / "runs" / "lost")
-    assert [record["step"] for record in records] == list(range(6))
+    check_same(whole, metrics_of(runs / "lost"))
+    log = (runs / "lost" / "logs" / "critic_1.log").read_text()
+    assert "entered the phase generating" in log and "entered the phase training" in log

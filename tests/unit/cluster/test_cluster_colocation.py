@@ -13,6 +13,7 @@ from megatron_rl.cluster.placement import Node, Place, Placement
 from megatron_rl.types import Mesh
 
 TRAINER = {"training": 3, "pushing": 1, "generating": 0}
+CRITIC = {"training": 3, "pushing": 0, "generating": 0}
 ENGINE = {"training": 0, "pushing": 1, "generating": 3}
 """What each side holds, in parts of equal size."""
 
@@ -43,6 +44,22 @@ def test_memory_is_given_up_before_it_is_taken(phases):
         assert (policy.phase, engines.phase) == (phase, phase)
     engines.before("generating")
     assert engines.before.__self__ is colocation and room == [0]
+
+
+@given(st.lists(st.sampled_from(ORDER), max_size=12))
+def test_a_critic_gives_up_its_memory_before_engines_take_theirs(phases):
+    """A device of six parts holds everything of policy and critic, which train together, or everything of an engine."""
+    room = [0]
+    engines = Side({"training": 0, "pushing": 1, "generating": 6}, "generating", room)
+    policy, critic = Side(TRAINER, "generating", room), Side(CRITIC, "generating", room)
+    Colocation(policy, engines, critic)
+    for trainers in (policy, critic):  # they start one after the other
+        assert trainers.make_room() == ["4", "6"]
+        trainers.enter("training")
+    assert room == [0]
+    for phase in phases:
+        critic.before(phase)
+        assert {side.phase for side in (policy, critic, engines)} == {phase}
 
 
 def test_each_change_of_phase_is_made_once():

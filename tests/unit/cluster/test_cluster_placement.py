@@ -246,8 +246,9 @@ def test_the_smallest_cluster_by_hand():
 WIDTHS = st.sampled_from([1, 2, 4, 8])
 
 
-def shared_run(num_nodes: int, tensor: int, width: int) -> tuple[Demand, ...]:
-    """The demands of a run on whole nodes of 8 GPUs, which trainers and engines share."""
+def shared_run(num_nodes: int, tensor: int, width: int, critic: int | None = None) -> tuple[Demand, ...]:
+    """The demands of a run on whole nodes of 8 GPUs, which trainers and engines share, and a critic of this tensor
+    parallelism, if there is one."""
     world = 8 * num_nodes
     cluster = {"colocate": True, "gpus_per_trainer": 1, "gpus_per_engine_rank": 1, "cpus_per_trainer": 4}
     changes = {"policy": {"parallel": {"tensor": tensor, "data": world // tensor}}, "cluster": cluster}
@@ -259,6 +260,9 @@ def shared_run(num_nodes: int, tensor: int, width: int) -> tuple[Demand, ...]:
         "rollout": rollout | {"max_prompt_tokens": 8, "max_response_tokens": 8},
         "balance": {"max_tokens_per_microbatch": 16},
     }
+    if critic is not None:
+        tree |= {"critic": {"parallel": {"tensor": critic, "data": world // critic}}}
+        tree |= {"algorithm": {"adv_estimator": {"kind": "gae"}}}
     return demands_of(validate(GrpoRunConfig, tree | changes))
 
 
@@ -278,10 +282,26 @@ def test_shared_gpus_are_reserved_once_and_pair_ranks_on_one_node(tensor, width)
         place(demands, nodes[:2])
 
 
+@pytest.mark.parametrize(("tensor", "critic"), [(2, 8), (4, 1)])
+def test_a_critic_shares_the_gpus_of_the_policy_and_has_cpus_of_its_own(tensor, critic):
+    demands, nodes = shared_run(2, tensor, 2, critic), [node(i, cpus=64) for i in range(3)]
+    plan = place(demands, nodes)
+    [trainers], [critics] = plan.groups["trainer"], plan.groups["critic"]
+    assert [rank.node for rank in critics] == [rank.node for rank in trainers]
+    assert {(rank.cpus, rank.gpus) for rank in (*trainers, *critics)} == {(4, 0)}
+    blocks = [critics[i : i + critic] for i in range(0, 16, critic)]
+    assert all(len({rank.node.id for rank in block}) == 1 for block in blocks)
+    assert len(smallest_cluster(demands, 8).nodes) == 2
+    with pytest.raises(NoRoom, match="8 CPUs and 1 GPU each, of which 4 CPUs for its critic rank"):
+        place(demands, nodes[:1])
+    with pytest.raises(ValueError, match="CPU"):
+        place(demands, [node(i, cpus=32) for i in range(2)])  # enough for the policy's ranks alone
+
+
 def test_a_lost_node_of_shared_gpus_ends_the_run_with_what_to_do():
-    plan = place(shared_run(2, 4, 4), [node(0), node(1), node(2)])
+    plan = place(shared_run(2, 4, 4, critic=2), [node(0), node(1), node(2)])
     lives = [one for one in plan.nodes if one.id != "id1"]
-    for role, index in (("trainer", 0), ("engine", 2)):
+    for role, index in (("trainer", 0), ("critic", 0), ("engine", 2)):
         assert place_again(plan, role, index, plan.nodes) == plan
         with pytest.raises(ValueError, match=r"the node 10.0.0.1 is gone, .* --resume auto"):
             place_again(plan, role, index, lives)
