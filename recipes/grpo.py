@@ -62,6 +62,7 @@ def run(config: GrpoRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) -
     from megatron_rl.cluster.stream import RayStream
     from megatron_rl.cluster.verifier import VerifierGroup
     from megatron_rl.cluster.visibility import check_nodes
+    from megatron_rl.data.tokenizer import open_tokenizer
     from megatron_rl.loop.train import train
     from megatron_rl.observe import RunSink, open_trackers, write_provenance
     from megatron_rl.rollout.shared_memory import remove_leftovers
@@ -94,9 +95,7 @@ def run(config: GrpoRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) -
             critic = start_critic(config, shape, logs, placement) if config.critic else None
             policy = PolicyGroup(spec, config.cluster, logs, placement, restarts, critic)
             # While all processes import their libraries, the driver imports its own and reads the rows.
-            from transformers import AutoTokenizer
-
-            tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+            tokenizer = open_tokenizer(config.model.path)
             prompts = read_prompts(config, tokenizer)
             sink = RunSink(
                 folder, config.run.steps, console, tokenizer, config.rollout.delimiter, checkpoints.resume_at

@@ -32,8 +32,6 @@ def run(config: SftRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) ->
         check_model(config.model.path, shape, config.policy.parallel.mesh)
 
     # These imports take seconds. They are here so that a dry run, or an error in the configuration, does not wait.
-    from transformers import AutoTokenizer
-
     from megatron_rl.actor.spec import ActorSpec
     from megatron_rl.algorithms import SupervisedObjective
     from megatron_rl.cluster.nodes import RayPlacement
@@ -42,10 +40,11 @@ def run(config: SftRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) ->
     from megatron_rl.cluster.session import ray_session
     from megatron_rl.cluster.visibility import check_nodes
     from megatron_rl.data import RowsDigest, ShuffledStream, Source, load_supervised
+    from megatron_rl.data.tokenizer import open_tokenizer
     from megatron_rl.loop.supervised import train_supervised
     from megatron_rl.observe import RunSink, open_trackers, write_provenance
 
-    tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+    tokenizer = open_tokenizer(config.model.path)
     sft = config.sft
     rows, skipped = load_supervised(sft.rows, tokenizer, sft.max_tokens, sft.on_bad_row)
     if skipped:

@@ -25,6 +25,7 @@ IMPORTS = [
     "vllm.v1.engine.core",
     "vllm.v1.worker.cpu_worker",
     "transformers",
+    "frozen",
 ]
 STARTERS = ("vllm.v1.engine.utils", "vllm.v1.executor.multiproc_executor")
 """vLLM's modules that start processes; each has `get_mp_context` of its own."""

@@ -129,12 +129,11 @@ def rated(config: GrpoRunConfig, out: Path, waiting: Sequence[tuple[int, Prompt]
 
 def rate_all(config: GrpoRunConfig, out: Path, interrupt: Interrupt) -> None:
     """Measure the pass rates that `out` does not have yet."""
-    from transformers import AutoTokenizer
-
     from megatron_rl.data import Rules, load_prompts
+    from megatron_rl.data.tokenizer import open_tokenizer
     from megatron_rl.verifiers.compose import required_columns
 
-    data, tokenizer = config.data, AutoTokenizer.from_pretrained(config.model.path)
+    data, tokenizer = config.data, open_tokenizer(config.model.path)
     required, column = required_columns(config.rewards), config.rollout.thought_column
     rules = Rules(config.rollout.max_prompt_tokens, data.on_bad_row, required, column, deduplicate=data.deduplicate)
     [source] = training_sources(data, config.rollout.environment)

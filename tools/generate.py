@@ -35,8 +35,7 @@ quiet_environment()
 
 def generate(config: GrpoRunConfig, out: Path, interrupt: Interrupt) -> None:
     """Write the steps that `out` does not have yet."""
-    from transformers import AutoTokenizer
-
+    from megatron_rl.data.tokenizer import open_tokenizer
     from megatron_rl.loop.budgets import ThoughtBudgets
     from megatron_rl.loop.replay import dump
     from megatron_rl.loop.rollouts import EVALUATION_SEED, describe_verified, scores_of, verdicts_of, verified
@@ -44,7 +43,7 @@ def generate(config: GrpoRunConfig, out: Path, interrupt: Interrupt) -> None:
     from megatron_rl.ports import Ports
     from megatron_rl.recipes.grpo import read_prompts
 
-    prompts = read_prompts(config, AutoTokenizer.from_pretrained(config.model.path)).train
+    prompts = read_prompts(config, open_tokenizer(config.model.path)).train
     budgets = ThoughtBudgets(config)
     none: Any = None
     sink: Any = SimpleNamespace(phase=nullcontext)

@@ -24,6 +24,7 @@ import psutil
 import ray
 from ray._private import worker as ray_worker
 from ray._private.authentication import authentication_token_setup as ray_token
+from ray._private.node import Node
 from ray._private.utils import read_ray_address
 from ray._raylet import AuthenticationTokenLoader, GcsClient
 from ray.exceptions import AuthenticationError, RayError
@@ -50,6 +51,10 @@ SLOW = "timed out during startup"
 """Part of Ray's error if a node does not start within 30 s, which no setting changes: a busy machine takes longer."""
 ATTEMPTS = 3
 """How often a Ray that was too slow is started."""
+
+HELPERS = ("start_monitor", "start_log_monitor", "start_api_server")
+"""What starts the processes of a local Ray that nobody needs: the autoscaler of a cluster of one node, the reader of
+logs that are ours, and the server of the dashboard, for which `ray.init` waits. Each costs a second of CPU time."""
 
 VITAL = ("gcs_server", "raylet")
 """The names of the processes of a local Ray without which no call is answered."""
@@ -99,6 +104,8 @@ def ray_session(
         local = {"num_cpus": num_cpus, "object_store_memory": OBJECT_STORE_BYTES, "include_dashboard": False}
         # By Ray's own setting, 15, any other busy process of the machine would take 97 % of a core from a trainer.
         os.environ.setdefault("RAY_worker_niceness", "0")
+        # Ray would start an idle worker for every CPU, which cannot become one of ours, because ours have variables.
+        os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
         if not AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True):
             os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)  # Ray would write one that all users can read
     else:
@@ -123,7 +130,8 @@ def ray_session(
     try:
         for attempts_left in reversed(range(ATTEMPTS)):
             try:
-                start()
+                with _without_helpers():
+                    start()
                 break
             except Exception as error:
                 if SLOW not in str(error) or not attempts_left:
@@ -159,6 +167,19 @@ def ray_session(
         _kill(family)
         if cluster.ray_address is None:
             _kill(_users_of(session))  # on a busy machine Ray may have started an agent since `family` was read
+
+
+@contextmanager
+def _without_helpers() -> Iterator[None]:
+    """A local Ray that starts in the body has no process of `HELPERS`. Joining a cluster starts none of them."""
+    starts = {name: getattr(Node, name) for name in HELPERS}
+    try:
+        for name in starts:
+            setattr(Node, name, lambda self, **options: None)
+        yield
+    finally:
+        for name, value in starts.items():
+            setattr(Node, name, value)
 
 
 def _watch(

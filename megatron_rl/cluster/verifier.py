@@ -26,6 +26,7 @@ from megatron_rl.cluster.waiting import ProcessLost, gather, locate_all
 from megatron_rl.config.rewards import ServiceReward
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.data.journal import Entry, JournalWriter
+from megatron_rl.data.tokenizer import open_tokenizer
 from megatron_rl.types import Group, Metrics, Prompt, Sample, Tokens, Verdict
 from megatron_rl.verifiers import RewardSet, Scored, TrainerState, answers_of
 from megatron_rl.verifiers.failures import FailureLog
@@ -55,11 +56,9 @@ class VerifierRank:
         Raises:
             ValueError: a reward function cannot be imported.
         """
-        from transformers import AutoTokenizer
-
         config = self.config
         log.info("loading the tokenizer and the rewards: %s", ", ".join(reward.label for reward in config.rewards))
-        tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+        tokenizer = open_tokenizer(config.model.path)
         self.rewards = RewardSet(config.rewards, tokenizer, config.rollout.delimiter, config.cluster.verifier_workers)
         self.journal = JournalWriter(config.run_folder / "journal")
         return self.rewards.calls

@@ -31,6 +31,7 @@ def arguments(task: Path, steps: int) -> list[str]:
         f"model.path={task}/model",
         f"data.train={task}/train.jsonl",
         "data.eval=null",
+        "policy.parallel.tensor=1",
         f"rollout.max_lag={MAX_LAG}",
         "rollout.num_engines=2",
         "rollout.prompts_per_step=2",

@@ -95,6 +95,23 @@ def test_lower_layers_load_no_vendor():
     assert done.stdout.split() == []
 
 
+def test_what_starts_without_torch_does_not_import_it():
+    """Dry runs and errors of a configuration, which a person waits for, and the processes of the verifiers."""
+    modules = ["megatron_rl.recipes.grpo", "megatron_rl.recipes.sft", "megatron_rl.cluster.verifier"]
+    code = f"import sys, {', '.join(modules)}; print(*sorted({{'torch', 'transformers'}} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
+
+
+def test_the_names_of_the_algorithms_are_those_of_their_modules():
+    """They are imported at their first use."""
+    algorithms = import_module("megatron_rl.algorithms")
+    for name in algorithms.__all__:
+        assert getattr(algorithms, name).__name__ == name
+    with pytest.raises(ImportError, match="misspelt"):
+        exec("from megatron_rl.algorithms import misspelt")
+
+
 def test_make_check_runs_the_tests_of_all_rooms_without_vendors_and_they_load_none():
     """The modules of these rooms load none either: see the test above."""
     checked = re.search(r"^pure := (.*)$", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)[1].split()

@@ -112,6 +112,15 @@ def test_a_process_has_the_priority_of_its_driver(ranks):
     assert psutil.Process(location.pid).nice() == psutil.Process().nice()
 
 
+def test_ray_has_the_processes_that_it_needs_and_no_idle_ones(ranks):
+    wait(ranks(1), "locate")
+    driver = psutil.Process()
+    lines = [command_line(process) for process in descendants(driver)]
+    assert [sum(name in line for line in lines) for name in ("raylet/raylet", "gcs_server", "ray::Rank")] == [1, 1, 1]
+    for name in ("log_monitor.py", "monitor.py", "dashboard/dashboard.py", "ray::IDLE"):
+        assert not any(name in line for line in lines), name
+
+
 def test_a_refusal_keeps_its_type_and_does_not_wait_for_the_others(ranks):
     with pytest.raises(ValueError, match="^rank 1: the disk is full$"):
         wait(ranks(2), "wait_for_ever", "refuse")

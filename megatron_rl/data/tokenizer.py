@@ -1,0 +1,56 @@
+"""Loads the tokenizer of a model's folder.
+
+`transformers.AutoTokenizer` does it for every folder, but its module imports all that generates with a model, torch
+and its compiler included, which takes two to three seconds of every process that needs a tokenizer. Of the folders of
+Qwen3 it is known which class it takes.
+
+Invariant: the tokenizer is the one that AutoTokenizer returns.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+FAMILIES = ("qwen3", "qwen3_moe")
+"""For these model types AutoTokenizer takes the class that the tokenizer's file names, if it is one of `CLASSES`."""
+CLASSES = {
+    "TokenizersBackend": "TokenizersBackend",
+    "Qwen2Tokenizer": "Qwen2Tokenizer",
+    "Qwen2TokenizerFast": "Qwen2Tokenizer",
+}
+"""The class of transformers that loads a folder, by the class that the folder names."""
+
+
+def open_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer that `AutoTokenizer.from_pretrained(folder)` returns.
+
+    Raises:
+        OSError, ValueError: the folder has none that transformers can load.
+    """
+    name = _known_class(folder)
+    import transformers
+
+    loader: Any = getattr(transformers, name)  # its modules are imported by name, when they are asked for
+    tokenizer: PreTrainedTokenizerBase = loader.from_pretrained(folder)
+    return tokenizer
+
+
+def _known_class(folder: Path) -> str:
+    model, tokenizer = _read(folder / "config.json"), _read(folder / "tokenizer_config.json")
+    if model.get("model_type") not in FAMILIES or "auto_map" in tokenizer or not (folder / "tokenizer.json").is_file():
+        return "AutoTokenizer"
+    return CLASSES.get(str(tokenizer.get("tokenizer_class")), "AutoTokenizer")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The file's object; empty if there is none, of which AutoTokenizer knows what to say."""
+    try:
+        read = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return read if isinstance(read, dict) else {}
