@@ -28,7 +28,7 @@ def run_of(recipe):
     [("trl", {"accuracy", "digits"}), ("verl", {"compute_score"}), ("open_instruct", {"mathematics"})],
 )
 def test_rows_and_rewards_of_another_project_train_without_an_edit(run_of, project, rewards):
-    [record] = run_of(OTHERS, f"configs/run/from_{project}.yaml", "run.steps=1")
+    [record] = run_of(OTHERS, f"configs/run/from_{project}.yaml", "run.steps=1", "policy.parallel.tensor=1")
     assert record["reward/mean"] > 0 and record["grad_norm"] > 0
     for name in rewards:
         assert record[f"reward/{name}/abstained"] == record[f"reward/{name}/failed"] == 0

@@ -76,6 +76,7 @@ def test_training_goes_on_without_the_judge(recipe, task):
             f"model.path={task}/model",
             f"data.train={task}/train.jsonl",
             "data.eval=null",
+            "policy.parallel.tensor=1",
             "rollout.delimiter=''",
             "rollout.prompts_per_step=8",
             "rollout.samples_per_prompt=4",

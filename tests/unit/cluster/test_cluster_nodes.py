@@ -36,6 +36,7 @@ class Nodes:
 @pytest.fixture
 def cluster(monkeypatch):
     """A head without GPUs; ends with all nodes."""
+    monkeypatch.setenv("RAY_prestart_worker_first_driver", "0")  # otherwise eight idle workers on each node
     monkeypatch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     nodes = Nodes()
     variables = {"PYTHONPATH": os.pathsep.join(path for path in [os.getcwd(), os.environ.get("PYTHONPATH")] if path)}

@@ -16,6 +16,7 @@ from pathlib import Path
 os.environ["RAY_AUTH_MODE"] = "disabled"
 
 import ray  # noqa: E402
+import warm  # noqa: E402
 from ray._private.state import actors  # noqa: E402
 from ray.cluster_utils import Cluster  # noqa: E402
 from tiny_trainers import TinyTrainers  # noqa: E402
@@ -43,6 +44,7 @@ if __name__ == "__main__":
             "cluster": {"gpus_per_engine_rank": 1},
         },
     )
+    warm.IMPORTS[:] = ["megatron_rl.bridge.sender"]  # two trainers are all that its server starts
     cluster = Cluster()
     for num_gpus in (0, 1, 1):
         cluster.add_node(num_cpus=2, num_gpus=num_gpus, object_store_memory=80 * 2**20, include_dashboard=False)

@@ -24,7 +24,7 @@ def answer_of(program: str, *arguments: str) -> dict:
     """What a program of this folder prints as JSON."""
     command = [sys.executable, str(HERE / program), *arguments, ",".join(map(str, PROMPT))]
     path = os.pathsep.join(map(str, [HERE / "ray_on_cpu", HERE, HERE.parents[1], HERE.parents[2]]))
-    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "RAY_prestart_worker_first_driver": "0"}
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=deadline(240))
     assert run.returncode == 0, run.stdout + run.stderr
     return json.loads(next(line for line in run.stdout.splitlines() if line.startswith("{")))
