@@ -145,7 +145,7 @@ class _Shop:
         first, most, chosen = self._num_sources if end < self._num_sources else 0, -1, None
         while found:
             place = found.bit_length() - 1
-            found ^= bits[place]
+            found ^= bits[first + place]
             if (key := keys[first + place]) > most and (groups is None or groups.may_start(route[place], end)):
                 most, chosen = key, place
         return None if chosen is None else route[chosen]
