@@ -3,8 +3,8 @@
 The training loop does not know of it: the policy, the critic, the engines and the bridge each ask for the phase that
 they need before they do anything. Whoever gives memory up does so before the other takes it.
 
-Invariants (tests/unit/cluster, tests/e2e): the two sides never hold more together than one of the phases allows; the
-numbers of the run are those of a run without shared GPUs, also after an engine or the policy was lost.
+Invariants (tests/unit/cluster, tests/e2e): the sides never hold more together than one of the phases allows; the
+numbers of the run are those of a run without shared GPUs, also after an engine, the policy or the critic was lost.
 """
 
 from __future__ import annotations
