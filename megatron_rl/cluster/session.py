@@ -52,7 +52,7 @@ SLOW = "timed out during startup"
 ATTEMPTS = 3
 """How often a Ray that was too slow is started."""
 
-HELPERS = ("start_monitor", "start_log_monitor", "start_api_server")
+UNNEEDED = ("start_monitor", "start_log_monitor", "start_api_server")
 """What starts the processes of a local Ray that nobody needs: the autoscaler of a cluster of one node, the reader of
 logs that are ours, and the server of the dashboard, for which `ray.init` waits. Each costs a second of CPU time."""
 
@@ -130,7 +130,7 @@ def ray_session(
     try:
         for attempts_left in reversed(range(ATTEMPTS)):
             try:
-                with _without_helpers():
+                with _without_unneeded():
                     start()
                 break
             except Exception as error:
@@ -170,9 +170,9 @@ def ray_session(
 
 
 @contextmanager
-def _without_helpers() -> Iterator[None]:
-    """A local Ray that starts in the body has no process of `HELPERS`. Joining a cluster starts none of them."""
-    starts = {name: getattr(Node, name) for name in HELPERS}
+def _without_unneeded() -> Iterator[None]:
+    """A local Ray that starts in the body has no process of `UNNEEDED`. Joining a cluster starts none of them."""
+    starts = {name: getattr(Node, name) for name in UNNEEDED if hasattr(Node, name)}
     try:
         for name in starts:
             setattr(Node, name, lambda self, **options: None)

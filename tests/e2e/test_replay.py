@@ -13,7 +13,7 @@ TIMES = ("time/", "perf/", "memory/", "slowest_rank/")
 
 def test_a_replay_computes_the_same_to_the_bit(recipe, task):
     common = ["recipes/grpo.py", "configs/run/tiny_grpo.yaml", f"model.path={task}/model", "data.eval=null"]
-    common += [f"data.train={task}/train.jsonl", "run.steps=3"]
+    common += [f"data.train={task}/train.jsonl", "run.steps=3", "rollout.prompts_per_step=8"]
     common += ["rewards=[{kind: function, path: 'rewards:share_of_digits'}]"]
     first = recipe.run(*common, "run.name=first", "rollout.dump=true")
     assert first.returncode == 0, first.stdout + first.stderr
