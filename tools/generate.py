@@ -35,6 +35,7 @@ quiet_environment()
 
 def generate(config: GrpoRunConfig, out: Path, interrupt: Interrupt) -> None:
     """Write the steps that `out` does not have yet."""
+    from megatron_rl.algorithms.utilities import settle
     from megatron_rl.data.tokenizer import open_tokenizer
     from megatron_rl.loop.budgets import ThoughtBudgets
     from megatron_rl.loop.replay import dump
@@ -43,6 +44,12 @@ def generate(config: GrpoRunConfig, out: Path, interrupt: Interrupt) -> None:
     from megatron_rl.ports import Ports
     from megatron_rl.recipes.grpo import read_prompts
 
+    values = config.rollout.prefix_values
+    if values is not None and values.by == "trainer":
+        raise ValueError(
+            "rollout.prefix_values.by is trainer, and there are no trainers here; set it to engine, or take the "
+            "rollouts of a run with rollout.dump=true"
+        )
     prompts = read_prompts(config, open_tokenizer(config.model.path)).train
     budgets = ThoughtBudgets(config)
     none: Any = None
@@ -56,6 +63,7 @@ def generate(config: GrpoRunConfig, out: Path, interrupt: Interrupt) -> None:
                 continue
             seed = config.run.seed * EVALUATION_SEED + step
             groups, scoring = verified(ports, sink, asked, config.rollout.samples_per_prompt, 0, seed)
+            settle(groups, values)
             metrics = describe_verified(config, groups) | scoring
             dump(out, step, Rollouts(groups, scores_of(config, ports, groups, 0, sink), metrics), ports)
             speed = f"{metrics['rollout/tokens_per_s']:,.0f} tokens/s"

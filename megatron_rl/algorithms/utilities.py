@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from statistics import fmean
@@ -62,6 +62,13 @@ def utilities(values: Sequence[float], lengths: Sequence[int], cfg: PrefixValues
             reward -= cfg.idle_cost * length / cfg.max_tokens
         rewards.append(reward)
     return rewards
+
+
+def settle(groups: Iterable[Group], cfg: PrefixValues | None) -> None:
+    """`settle_branches` of verified groups, if the passages have Monte Carlo values."""
+    if cfg is not None and cfg.rollouts is not None:
+        for group in groups:
+            settle_branches(group, cfg)
 
 
 def settle_branches(group: Group, cfg: PrefixValues) -> None:

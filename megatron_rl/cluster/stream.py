@@ -27,7 +27,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from megatron_rl.algorithms.utilities import settle_branches
+from megatron_rl.algorithms.utilities import settle
 from megatron_rl.cluster.engines import ATTEMPTS, EngineGroup
 from megatron_rl.cluster.payloads import StoredTokens, num_objects
 from megatron_rl.cluster.verifier import RayVerifier, VerifierGroup
@@ -288,9 +288,7 @@ class RayStream:
         groups = [(asked, asked.group) for asked in complete]
         verdicts, metrics = verifier.score([group for _, group in groups])
         give_verdicts([group for _, group in groups], verdicts)
-        if self._values is not None and self._values.rollouts is not None:
-            for _, group in groups:
-                settle_branches(group, self._values)
+        settle((group for _, group in groups), self._values)
         to_train_on = {asked.number: group for asked, group in groups if asked.number >= 0}
         if to_train_on:
             verifier.write(to_train_on)

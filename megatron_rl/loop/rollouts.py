@@ -9,7 +9,7 @@ from statistics import fmean
 
 import numpy as np
 
-from megatron_rl.algorithms.utilities import settle_branches
+from megatron_rl.algorithms.utilities import settle
 from megatron_rl.config.rewards import RewardConfig, datasets_of
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.loop.beams import describe_beams
@@ -35,10 +35,7 @@ def answer_and_verify(
     """
     seed = config.run.seed * EVALUATION_SEED + step
     groups, scoring = verified(ports, sink, prompts, config.rollout.samples_per_prompt, step, seed)
-    values = config.rollout.prefix_values
-    if values is not None and values.rollouts is not None:
-        for group in groups:
-            settle_branches(group, values)
+    settle(groups, config.rollout.prefix_values)
     return groups, describe_verified(config, groups) | scoring
 
 
