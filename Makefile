@@ -5,9 +5,9 @@
 # Each makes .venv first when it is missing.
 export OMP_NUM_THREADS ?= 1
 python := .venv/bin/python
-# Two processes, each with whole files: most tests wait for other processes, or keep one core busy.
+# Three processes for two cores, each with whole files: most tests wait for other processes, or keep one core busy.
 # The order is that of testpaths, with the long files first.
-pytest := $(python) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+pytest := $(python) -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 # The rooms whose unit tests start neither Ray, vLLM nor Megatron.
 pure := algorithms balance config convert data environments layout loop observe verifiers
 
