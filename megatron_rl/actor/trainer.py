@@ -354,7 +354,8 @@ class MegatronTrainer:
         return self._forward(self._all())
 
     def _forward(self, microbatches: Sequence[Microbatch], temperature: float | None = None) -> list[FirstPass]:
-        """
+        """The same of some micro-batches.
+
         Args:
             temperature: None means that of the sampling.
         """

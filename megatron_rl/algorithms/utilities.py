@@ -115,7 +115,8 @@ def settle_probes(group: Group, logps: Sequence[float], cfg: PrefixValues) -> No
 
 
 def _settled(number: int, sample: Sample, value_of: Mapping[Branch, float], cfg: PrefixValues) -> Sample:
-    """
+    """An answer whose passages have their utilities.
+
     Args:
         value_of: the values of the group's beginnings. One that is missing is that of the passage before it.
     """

@@ -195,7 +195,7 @@ class GrpoProcessAdvantage(Method):
     uncentred: tuple[str, ...] = ()
     """The kinds of which no mean is subtracted, and which are divided by their root mean square: rewards that are gains
     already, such as `utility`. With their mean subtracted, a passage that helps, but less than others, would be
-    punished, and thoughts become shorter as they become right."""
+    punished."""
     weights: dict[str, float] = {}
     """The factor of each kind of reward, after the normalisation; that of a kind which is not named here is 1. The kind
     `outcome` is the reward of the whole answer, which is at its last token. If that is the sum of the turns' rewards
