@@ -40,8 +40,8 @@ class PrefixValues(Section):
     floor: Annotated[float, Field(lt=0)] = -10.0
     """The smallest value, in nats a token."""
     scale: Literal["logp", "probability"] = "logp"
-    """`logp`: the value is the mean log-prob of a token of the right answer. `probability`: it is the probability of the
-    whole right answer, which is that of the outcome reward 1 if the thought ended there."""
+    """`logp`: the value is the mean log-prob of a token of the right answer. `probability`: it is the probability of
+    the whole right answer, which is that of the outcome reward 1 if the thought ended there."""
     markers: tuple[str, ...] = MARKERS
     """The texts with which a passage begins, after white space."""
     min_tokens: PositiveInt = 16
