@@ -48,10 +48,12 @@ def describe_policy(config: BaseConfig, console: Console) -> ModelShape:
     dtype = config.model.dtype
     # All ranks of a stage hold the same number of parameters, so the first one stands for all of them.
     stages = [rank_parameters(shape, mesh, stage * mesh.stage_size) for stage in range(mesh.pipeline)]
+    optimizer = config.policy.optimizer
     largest = max(
         stages, key=lambda held: held.weight_bytes(dtype) + held.gradient_bytes + held.state_bytes(mesh, dtype)
     )
     split = "dense over DP, experts over expert-DP" if largest.expert else "split over DP"
+    split += ", in the node's memory" if optimizer.offload else ""
     context = f"CP{mesh.context} x " if mesh.context > 1 else ""
     trainer = f"TP{mesh.tensor} x {context}PP{mesh.pipeline} x DP{mesh.data} = {mesh.world_size} ranks, {dtype}"
     if shape.experts and (mesh.expert > 1 or mesh.expert_tensor is not None):
@@ -64,7 +66,7 @@ def describe_policy(config: BaseConfig, console: Console) -> ModelShape:
     table.add_row("parameters of the largest rank", f"{largest.total:,}")
     table.add_row("  weights", gigabytes(largest.weight_bytes(dtype)))
     table.add_row("  gradients (fp32)", gigabytes(largest.gradient_bytes))
-    table.add_row(f"  optimizer state, {split}", gigabytes(largest.state_bytes(mesh, dtype)))
+    table.add_row(f"  optimizer state, {split}", gigabytes(largest.state_bytes(mesh, dtype, optimizer)))
     table.add_row(
         "tokens of a micro-batch",
         f"at most {cap:,}, sequences padded to multiples of {config.policy.parallel.alignment}",
@@ -91,7 +93,8 @@ def _describe_critic(config: GrpoRunConfig, policy: ModelShape, table: Table) ->
     context = f"CP{mesh.context} x " if mesh.context > 1 else ""
     layout = f"TP{mesh.tensor} x {context}PP{mesh.pipeline} x DP{mesh.data} = {mesh.world_size} ranks, {model.dtype}"
     table.add_row("critic", f"{shape.family}, {layout}")
-    needed = held.weight_bytes(model.dtype) + held.gradient_bytes + held.state_bytes(mesh, model.dtype)
+    needed = held.weight_bytes(model.dtype) + held.gradient_bytes
+    needed += held.state_bytes(mesh, model.dtype, critic.optimizer)
     table.add_row("  weights, gradients and optimizer state of its largest rank", gigabytes(needed))
 
 
@@ -147,9 +150,12 @@ def describe_memory(config: BaseConfig, shape: ModelShape, console: Console) -> 
     more.add_row("trainer in training, by model.recompute", ", ".join(modes))
     if memory.is_shared:
         sides = [one for one in (memory.trainer, memory.critic) if one is not None]
-        held = [one.parts[part][0] for one in sides for part in ("weights", "optimizer state")]
+        held = [one.parts[part][0] for one in sides for part in ("weights", "optimizer state") if part in one.parts]
         ranks = "a trainer rank" if memory.critic is None else "a trainer rank and a critic's rank together"
         more.add_row("lent to the engines, in the node's memory", f"{gigabytes(sum(held))} {ranks}")
+    for side, one in (("a trainer rank", memory.trainer), ("a critic's rank", memory.critic)):
+        if one is not None and one.host_bytes:
+            more.add_row("optimizer state, in the node's memory", f"{gigabytes(one.host_bytes)} {side}")
     if memory.reference_bytes:
         more.add_row("reference policy, in the node's memory", f"{gigabytes(memory.reference_bytes)} a trainer rank")
     if memory.engine is not None:

@@ -64,7 +64,7 @@ def fitting_layouts(config: BaseConfig, shape: ModelShape) -> list[Layout]:
     """
     gpus_per_node = config.cluster.gpus_per_node or 8
     work, limit = largest_work(config), trainer_limit(config) - resident_bytes(config, shape)
-    num_tokens = config.balance.max_tokens_per_microbatch
+    num_tokens, optimizer = config.balance.max_tokens_per_microbatch, config.policy.optimizer
     bucket_bytes = config.bridge.bucket_mib * 2**20 if isinstance(config, GrpoRunConfig) else 0.0
     planned: dict[tuple[int, ...], int] = {}
     """The number of micro-batches by what it depends on: data-parallel ranks, alignment, and what divides it."""
@@ -74,7 +74,7 @@ def fitting_layouts(config: BaseConfig, shape: ModelShape) -> list[Layout]:
             continue
         for recompute in ("none", "full"):
             model = config.model.model_copy(update={"recompute": recompute})
-            memory = trainer_memory(shape, model, parallel, num_tokens, bucket_bytes, bridge_bytes=0.0)
+            memory = trainer_memory(shape, model, parallel, num_tokens, bucket_bytes, 0.0, optimizer)
             if max(memory.totals) > limit:
                 continue
             key = (parallel.data, parallel.alignment, parallel.microbatch_multiple)
@@ -98,7 +98,7 @@ def fitting_layouts(config: BaseConfig, shape: ModelShape) -> list[Layout]:
         plan = planned_transfer(config, shape, layout.parallel.mesh)
         bridge_bytes = bridge_communicators(plan, config.cluster.colocate).trainer
         model = config.model.model_copy(update={"recompute": layout.recompute})
-        memory = trainer_memory(shape, model, layout.parallel, num_tokens, bucket_bytes, bridge_bytes)
+        memory = trainer_memory(shape, model, layout.parallel, num_tokens, bucket_bytes, bridge_bytes, optimizer)
         if max(memory.totals) <= limit:
             found.append(Layout(layout.parallel, layout.recompute, layout.seconds, memory))
         if len(found) == MAX_SHOWN:

@@ -15,7 +15,7 @@ from typing import NamedTuple, get_args
 
 import numpy as np
 
-from megatron_rl.config.policy import ModelConfig, ParallelConfig
+from megatron_rl.config.policy import IN_FLIGHT, PIECE_ELEMENTS, ModelConfig, OptimizerConfig, ParallelConfig
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.config.schema import BaseConfig, GrpoRunConfig
 from megatron_rl.layout import (
@@ -30,7 +30,7 @@ from megatron_rl.layout import (
     volume,
 )
 from megatron_rl.recipes.activations import activations, has_fused_layers
-from megatron_rl.recipes.parameters import BYTES, expert_data_ways, rank_parameters
+from megatron_rl.recipes.parameters import BYTES, RankParameters, expert_data_ways, rank_parameters, state_width
 from megatron_rl.types import Mesh, ModelShape, Phase
 
 COMMUNICATOR_BYTES = 512 * 2**20
@@ -61,6 +61,8 @@ class GpuMemory:
     """The rank or ranks that use the GPU."""
     parts: Mapping[str, tuple[float, float, float]]
     """The bytes of each part in each of PHASES."""
+    host_bytes: float = 0.0
+    """The bytes of optimizer state in the memory of the node (`optimizer.offload`)."""
 
     @property
     def totals(self) -> tuple[float, ...]:
@@ -141,6 +143,7 @@ def trainer_memory(
     num_tokens: int,
     bucket_bytes: float = 0.0,
     bridge_bytes: float | None = None,
+    optimizer: OptimizerConfig = OptimizerConfig(),
 ) -> GpuMemory:
     """The memory of a rank of the fullest stage.
 
@@ -161,16 +164,34 @@ def trainer_memory(
         parts = {
             "weights": _always(held.weight_bytes(model.dtype)),
             "gradients (fp32)": _always(held.gradient_bytes),
-            "optimizer state": _always(held.state_bytes(mesh, model.dtype)),
+            **_state_parts(held, mesh, model.dtype, optimizer),
             "activations kept for the backward passes": (used.kept, 0.0, 0.0),
             f"the {computed} being computed": (used.computing, 0.0, 0.0),
             f"{number} NCCL communicators": _always(number * COMMUNICATOR_BYTES),
             "NCCL communicators of the bridge": _always(bridge_bytes or 0.0),
             "two buffers of the bridge": _always(2 * bucket_bytes),
         }
-        return GpuMemory(f"trainer, stage {stage}", {name: values for name, values in parts.items() if max(values)})
+        host_bytes = held.state_bytes(mesh, model.dtype, optimizer) if optimizer.offload else 0.0
+        return GpuMemory(
+            f"trainer, stage {stage}", {name: values for name, values in parts.items() if max(values)}, host_bytes
+        )
 
     return max((of_stage(stage) for stage in range(mesh.pipeline)), key=lambda memory: max(memory.totals))
+
+
+def _state_parts(
+    held: RankParameters, mesh: Mesh, dtype: str, optimizer: OptimizerConfig
+) -> dict[str, tuple[float, float, float]]:
+    """What of the optimizer's state is on the GPU. A state that rests passes through it in pieces of fp32."""
+    resting = held.state_bytes(mesh, dtype, optimizer)
+    if not optimizer.rests:
+        return {"optimizer state": _always(resting)}
+    width = state_width(dtype, OptimizerConfig())
+    pieces = min(IN_FLIGHT * PIECE_ELEMENTS, held.state_elements(mesh)) * width
+    return {
+        "optimizer state": _always(0.0 if optimizer.offload else resting),
+        "optimizer state in an update": (pieces, 0.0, 0.0),
+    }
 
 
 def _always(num_bytes: float) -> tuple[float, float, float]:
@@ -355,7 +376,10 @@ def _advice(part: str, of_engine: bool) -> str:
     if part.endswith("being computed"):
         return "lower balance.max_tokens_per_microbatch, or raise policy.parallel.tensor or policy.parallel.context"
     if part == "optimizer state":
-        return "raise policy.parallel.data, policy.parallel.tensor or policy.parallel.pipeline"
+        return (
+            "set policy.optimizer.offload, or raise policy.parallel.data, policy.parallel.tensor or "
+            "policy.parallel.pipeline"
+        )
     return "raise policy.parallel.tensor or policy.parallel.pipeline, or for a mixture policy.parallel.expert"
 
 
@@ -370,7 +394,9 @@ def critic_memory(config: GrpoRunConfig, policy: ModelShape) -> GpuMemory:
     model, num_tokens = critic.model or config.model, config.balance.max_tokens_per_microbatch
     shape = critic_shape(read_shape(model.path) if critic.model and model.path.exists() else policy)
     bridge_bytes = 0.0 if config.cluster.gpus_per_trainer else None
-    memory = trainer_memory(shape, model, critic.parallel, num_tokens, bridge_bytes=bridge_bytes)
+    memory = trainer_memory(
+        shape, model, critic.parallel, num_tokens, bridge_bytes=bridge_bytes, optimizer=critic.optimizer
+    )
     return replace(memory, name=memory.name.replace("trainer", "critic"))
 
 
@@ -405,7 +431,9 @@ def run_memory(config: BaseConfig, shape: ModelShape) -> RunMemory:
         chosen = model.model_copy(update={"recompute": recompute})
         num_tokens = config.balance.max_tokens_per_microbatch
         bridge_bytes = communicators.trainer if on_gpus else None
-        memory = trainer_memory(shape, chosen, parallel, num_tokens, bucket_bytes, bridge_bytes)
+        memory = trainer_memory(
+            shape, chosen, parallel, num_tokens, bucket_bytes, bridge_bytes, config.policy.optimizer
+        )
         return memory.lending(TRAINER_LENDS) if cluster.colocate else memory
 
     return RunMemory(

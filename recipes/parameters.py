@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
+from megatron_rl.config.policy import OptimizerConfig
 from megatron_rl.layout import FAMILIES, padded_vocabulary, volume
 from megatron_rl.layout.shards import is_vocabulary
 from megatron_rl.types import Mesh, ModelShape
@@ -43,18 +44,23 @@ class RankParameters:
         """The bytes of the buffer of gradients, which is fp32 whatever the model's dtype is."""
         return (self.dense + self.expert + self.padding) * 4
 
-    def state_bytes(self, mesh: Mesh, dtype: str) -> float:
-        """The bytes of the optimizer's state on this rank: two fp32 moments, and an fp32 copy of bf16 weights.
+    def state_elements(self, mesh: Mesh) -> float:
+        """The parameters of which this rank has the optimizer's state.
 
         This is the mean of the ranks that share the state. Megatron gives each of them an equal interval of the padded
         buffer, so that a single rank may hold more by no more than the padding, which the others then hold.
         """
         dense_ways, expert_ways = optimizer_ways(mesh)
-        return (self.dense / dense_ways + self.expert / expert_ways) * (8 if dtype == "float32" else 12)
+        return self.dense / dense_ways + self.expert / expert_ways
 
-    def held_bytes(self, mesh: Mesh, dtype: str) -> float:
-        """The bytes of weights, gradients and optimizer state."""
-        return self.weight_bytes(dtype) + self.gradient_bytes + self.state_bytes(mesh, dtype)
+    def state_bytes(self, mesh: Mesh, dtype: str, optimizer: OptimizerConfig = OptimizerConfig()) -> float:
+        """The bytes of the optimizer's state of this rank between two updates, wherever it is."""
+        return self.state_elements(mesh) * state_width(dtype, optimizer)
+
+
+def state_width(dtype: str, optimizer: OptimizerConfig) -> int:
+    """The bytes of a parameter's state between two updates: two moments, and an fp32 copy of a bf16 weight."""
+    return 2 * BYTES[optimizer.moments] + (4 if dtype == "bfloat16" else 0)
 
 
 @lru_cache(maxsize=4096)
@@ -114,8 +120,6 @@ def expert_data_ways(mesh: Mesh) -> int:
     return mesh.stage_size // (mesh.expert * mesh.expert_ways)
 
 
-def checkpoint_bytes(shape: ModelShape, dtype: str) -> int:
-    """The bytes of one checkpoint: the weights and the optimizer's state, once, whatever the layout. Adam's moments are
-    fp32, and so is the copy of a bf16 weight."""
-    state = 8 if dtype == "float32" else 12
-    return FAMILIES[shape.family].num_parameters(shape) * (BYTES[dtype] + state)
+def checkpoint_bytes(shape: ModelShape, dtype: str, optimizer: OptimizerConfig = OptimizerConfig()) -> int:
+    """The bytes of one checkpoint: the weights and the optimizer's state, once, whatever the layout."""
+    return FAMILIES[shape.family].num_parameters(shape) * (BYTES[dtype] + state_width(dtype, optimizer))

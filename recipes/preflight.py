@@ -472,7 +472,7 @@ def _disk(config: BaseConfig, shape: ModelShape) -> list[str]:
     If there is a checkpoint already, room for one more is enough. Returns the faults."""
     is_resumed = bool(find_checkpoints(config.run_folder / "checkpoints"))
     number, told = (1, "a further checkpoint needs") if is_resumed else (2, "two checkpoints need")
-    needed = number * checkpoint_bytes(shape, config.model.dtype)
+    needed = number * checkpoint_bytes(shape, config.model.dtype, config.policy.optimizer)
     free = shutil.disk_usage(_nearest(config.run_folder)).free
     if free >= needed:
         return []

@@ -39,6 +39,7 @@ from megatron_rl.layout import FAMILIES, Engines, Shard, megatron_shards, read_s
 from megatron_rl.layout.shards import local_extents
 from megatron_rl.recipes.activations import layer_bytes
 from megatron_rl.recipes.memory import COMMUNICATOR_BYTES, trainer_memory
+from megatron_rl.recipes.parameters import checkpoint_bytes
 from megatron_rl.tools import bench_logprobs
 from megatron_rl.tools.compare_layouts import (
     Difference,
@@ -426,7 +427,7 @@ def layers(recompute: str, device: str) -> Found:
     [decoder] = (module for name, module in actor.chunks[0].named_modules() if name.endswith(".decoder"))
     decoder.register_forward_pre_hook(marker("first layer"))
     decoder.final_layernorm.register_forward_pre_hook(marker("last norm"))
-    [chained] = actor.optimizer.chained_optimizers
+    [chained] = actor.optimizer.megatron.chained_optimizers
     chained.optimizer.register_step_pre_hook(marker("optimizer"))
     passes_s, updates_s = [], []
     for number in range(NUM_UPDATES):
@@ -495,17 +496,18 @@ class Mark:
         return cls(time.perf_counter(), torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated())
 
 
-def build_actor(folder: Path, model: ModelConfig):
+def build_actor(folder: Path, model: ModelConfig, offload: bool = False):
     """A trainer of one rank, with random weights."""
     from megatron_rl.actor.actor import MegatronActor
     from megatron_rl.actor.spec import ActorSpec
     from megatron_rl.algorithms import SupervisedObjective
     from megatron_rl.bridge.join import host_store
 
+    optimizer = OptimizerConfig(lr=1e-3, warmup_steps=2, schedule="cosine", min_lr_ratio=0.1, offload=offload)
     spec = ActorSpec(
         shape=read_shape(folder),
         model=model,
-        policy=PolicyConfig(optimizer=OptimizerConfig(lr=1e-3, warmup_steps=2, schedule="cosine", min_lr_ratio=0.1)),
+        policy=PolicyConfig(optimizer=optimizer),
         objective=SupervisedObjective(),
         temperature=1.0,
         total_steps=2 * NUM_STEPS,
@@ -581,17 +583,74 @@ def _next_step(actor, share: Share) -> dict[str, Any]:
     return {**metrics, "digest": digest.hexdigest()}
 
 
+def offload(device: str) -> Found:
+    """Updates with the optimizer's state in the host's memory, and with all of it on the device. Both must give the
+    same bits, and the device must hold less by the bytes of the state."""
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    sizes, folder = SIZES[device], Path(tempfile.mkdtemp()) / "model"
+    shape = write_model(folder, sizes.pushed)
+    shares = []
+    for step in range(NUM_STEPS):
+        rows = random_rows(shape.vocab_size, sizes.num_rows, sizes.longest, seed=step)
+        shares += deal_rows(folder, ParallelConfig(), rows, 1)
+    [kept] = all_at_once([(_updates, (folder, shares, False, device))])
+    [offloaded] = all_at_once([(_updates, (folder, shares, True, device))])
+    state = checkpoint_bytes(shape, "bfloat16") * 12 / 14
+    numbers = {
+        "optimizer state, bytes": state,
+        "optimizer's step, seconds": kept["seconds"],
+        "optimizer's step, offloaded, seconds": offloaded["seconds"],
+        "both directions together, offloaded, bytes a second": 2 * state / offloaded["seconds"],
+    }
+    problems = [
+        f"{name} of the last update has other bits where the state is offloaded."
+        for name in ("loss", "grad_norm", "digest")
+        if kept[name] != offloaded[name]
+    ]
+    if device == "cuda":
+        freed = kept["held"] - offloaded["held"]
+        numbers |= {"held after an update, bytes": kept["held"], "less of it, offloaded, bytes": freed}
+        if freed < 0.99 * state:
+            problems.append(f"Offloading has freed {freed:,} bytes of the GPU, but the state has {state:,.0f}.")
+    return Found(numbers, problems)
+
+
+def _updates(folder: Path, shares: Sequence[Share], offload: bool, device: str) -> dict[str, Any]:
+    """The last of some updates, the time of its optimizer's step, and what the device held then."""
+    from megatron_rl.actor.weights import load_weights
+
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    actor = build_actor(folder, ModelConfig(path=folder, dtype="bfloat16", layers="local"), offload)
+    load_weights(actor, folder)
+    update, marks = actor.optimizer.update, []
+
+    def timed_update(grad_norm: float) -> tuple[float, float]:
+        begin = Mark.now(device)
+        norms = update(grad_norm)
+        marks.append((begin, Mark.now(device)))
+        return norms
+
+    actor.optimizer.update = timed_update
+    for share in shares[:-1]:
+        actor.begin(share, {})
+        actor.update(0, {})
+    found = _next_step(actor, shares[-1])
+    begin, end = marks[-1]
+    return found | {"seconds": end.time_s - begin.time_s, "held": end.held_bytes}
+
+
 PARTS = {
-    "machine": Part("names the hardware and the versions", machine, 30),
-    "layouts": Part("compares loss and gradient with a CPU's", layouts, 90),
-    "logprobs": Part("compares log-probs in chunks with those of whole logits", logprobs, 60),
+    "machine": Part("names the hardware and the versions", machine, 20),
+    "layouts": Part("compares loss and gradient with a CPU's", layouts, 80),
+    "logprobs": Part("compares log-probs in chunks with those of whole logits", logprobs, 50),
     "bridge": Part("pushes weights from one process of the device to another", bridge, 60),
     "communicators": Part("measures the memory of communicators of one rank", communicators, 40),
     **{
         f"layers, recompute {mode}": Part("measures updates of Qwen3-32B's layers in bf16", partial(layers, mode), 55)
         for mode in get_args(ModelConfig.model_fields["recompute"].annotation)
     },
-    "resume": Part("resumes a checkpoint in a new process, bit for bit", resume, 80),
+    "resume": Part("resumes a checkpoint in a new process, bit for bit", resume, 75),
+    "offload": Part("updates with the optimizer's state in the host's memory, bit for bit", offload, 40),
 }
 """The parts in their order. All deadlines together are below eight minutes."""
 
@@ -614,6 +673,12 @@ LINES = (
         "megatron_rl/algorithms/README.md",
         "It was not run on a GPU.",
         "It has run on a GPU, and nothing remains.",
+    ),
+    Line(
+        "offload",
+        "megatron_rl/actor/README.md",
+        "It has not been run on a GPU.",
+        "It has run on one GPU.",
     ),
     Line("bridge", "README.md", "| NCCL and CUDA IPC |", "CUDA IPC has run, without vLLM. NCCL remains."),
     Line(

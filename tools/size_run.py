@@ -45,6 +45,7 @@ def as_dict(memory: RunMemory, layouts: Sequence[Layout]) -> dict[str, object]:
         "training_bytes": memory.training_bytes,
         "layers": "transformer_engine" if memory.fused else "local",
         "reference_bytes": memory.reference_bytes,
+        "offloaded_bytes": {"trainer": memory.trainer.host_bytes, "critic": memory.critic and memory.critic.host_bytes},
         "kv_sequences": None if engine is None else {"longest": engine.longest, "half": engine.half},
         "layouts": [
             {
@@ -95,8 +96,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console.print(shown(layouts, config))
     elif memory.on_gpus:
         console.print(
-            f"No layout of the trainer fits on {config.policy.parallel.mesh.world_size} GPUs. Use more GPUs, or lower "
-            f"balance.max_tokens_per_microbatch.",
+            f"No layout of the trainer fits on {config.policy.parallel.mesh.world_size} GPUs. Use more GPUs, set "
+            f"policy.optimizer.offload, or lower balance.max_tokens_per_microbatch.",
             soft_wrap=True,
         )
     return 1 if memory.problems else 0

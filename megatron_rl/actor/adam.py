@@ -1,80 +1,124 @@
-"""The state of Megatron's Adam for each parameter, wherever its optimizers keep it.
+"""Megatron's Adam: which part of which parameter a rank updates, the state of these parts, and the norms of an update.
 
-With the distributed optimizer a rank has a flat interval of each parameter's state, otherwise the whole. The state is a
-view: writing to it changes the optimizer. Invariant (tests/dist): the intervals of a parameter's data-parallel ranks
-follow each other without gap or overlap.
+With the distributed optimizer a rank has a flat interval of each parameter, otherwise the whole. Invariant
+(tests/dist): the intervals of a parameter's data-parallel ranks follow each other without gap or overlap.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from megatron.core.distributed import DistributedDataParallel
+import torch.distributed as dist
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import FP32Optimizer, MegatronOptimizer
+from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+from megatron.core.transformer.module import param_is_not_shared
 from torch import Tensor
+from torch.nn import Parameter
 
-from megatron_rl.actor.state import named_parameters
+from megatron_rl.actor import platform
+
+COPY, MOMENTS = "fp32_param", ("exp_avg", "exp_avg_sq")
+"""The names of the parts of the state: the fp32 copy of a bfloat16 parameter, and Adam's two moments."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdamState:
-    """The state of the flat interval [start, stop) of a parameter."""
+    """The state of the flat interval [start, stop) of a parameter. Writing to its tensors changes the optimizer."""
 
     name: str
     """The parameter's local name."""
     start: int
     stop: int
     tensors: dict[str, Tensor]
-    """float32 [stop - start]: `exp_avg`, `exp_avg_sq`, and `fp32_param` if the parameter is bfloat16."""
+    """[stop - start]: MOMENTS, and COPY if the parameter is bfloat16."""
 
 
-def adam_states(chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer) -> Iterator[AdamState]:
-    """The states of this rank. Moments that no update has touched yet are made, as zeros."""
-    names = {id(parameter): name for name, parameter in named_parameters(chunks)}
-    for inner in optimizer.chained_optimizers:
-        for parameter, main, start, stop in _mains(inner):
-            moments = inner.optimizer.state[main]
-            if "exp_avg" not in moments:
-                moments |= {"exp_avg": torch.zeros_like(main), "exp_avg_sq": torch.zeros_like(main)}
-                if isinstance(inner.optimizer, torch.optim.AdamW):
-                    moments["step"] = torch.tensor(0.0)  # as torch itself begins
-            tensors = {kind: moments[kind].view(-1) for kind in ("exp_avg", "exp_avg_sq")}
-            if parameter.dtype != torch.float32:
-                tensors["fp32_param"] = main.detach().view(-1)
-            yield AdamState(names[id(parameter)], start, stop, tensors)
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """The flat interval [start, stop) of a parameter that one of Megatron's optimizers updates."""
+
+    parameter: Parameter
+    main: Tensor
+    """float32, stop - start elements: what Megatron gives the gradient of the interval to. It is the parameter itself
+    or a view of it, or the fp32 copy of a bfloat16 one."""
+    start: int
+    stop: int
+    group: int
+    """The index of its settings in `param_groups`."""
+
+    @property
+    def has_copy(self) -> bool:
+        return self.parameter.dtype != torch.float32
 
 
-def set_num_updates(optimizer: MegatronOptimizer, num_updates: int) -> None:
-    """Set the number of updates that Adam corrects its moments by. torch's AdamW has it for each parameter, the fused
-    ones of Apex and Transformer Engine for each group."""
-    for inner in optimizer.chained_optimizers:
-        if isinstance(inner.optimizer, torch.optim.AdamW):
-            for moments in inner.optimizer.state.values():
-                moments["step"].fill_(num_updates)
-        else:
-            for group in inner.optimizer.param_groups:
-                group["step"] = num_updates
-
-
-def _mains(inner: MegatronOptimizer) -> Iterator[tuple[Tensor, Tensor, int, int]]:
-    """(parameter, the tensor that Adam updates, start, stop): the tensor is float32, and holds the interval [start,
-    stop) of the parameter."""
+def intervals(inner: MegatronOptimizer) -> Iterator[Interval]:
+    """Of all parameters that one of Megatron's optimizers (not a chain of them) has a part of."""
     if isinstance(inner, DistributedOptimizer):
         for parameter, (group, order) in inner.model_param_group_index_map.items():
-            interval = inner._get_model_param_range_map(parameter)["param"]
-            yield parameter, inner.optimizer.param_groups[group]["params"][order], interval.start, interval.end
+            found = inner._get_model_param_range_map(parameter)["param"]
+            main = inner.optimizer.param_groups[group]["params"][order]
+            yield Interval(parameter, main, found.start, found.end, group)
         return
     if isinstance(inner, FP32Optimizer):
-        pairs = [(parameter, parameter) for group in inner.optimizer.param_groups for parameter in group["params"]]
+        pairs = [[(p, p) for p in group["params"]] for group in inner.optimizer.param_groups]
     else:
-        pairs = [
-            pair
-            for models, mains in zip(inner.float16_groups, inner.fp32_from_float16_groups, strict=True)
-            for pair in zip(models, mains, strict=True)
-        ]
-        pairs += [(parameter, parameter) for group in inner.fp32_from_fp32_groups for parameter in group]
-    for parameter, main in pairs:
-        yield parameter, main, 0, parameter.numel()
+        groups = zip(inner.float16_groups, inner.fp32_from_float16_groups, inner.fp32_from_fp32_groups, strict=True)
+        pairs = [[*zip(halves, mains, strict=True), *((p, p) for p in wholes)] for halves, mains, wholes in groups]
+    for group, members in enumerate(pairs):
+        for parameter, main in members:
+            yield Interval(parameter, main, 0, parameter.numel(), group)
+
+
+def set_step(optimizer: torch.optim.Optimizer, state: dict[str, Any], group: dict[str, Any], num_updates: int) -> None:
+    """Set the number of updates that Adam corrects its moments by. torch's AdamW has it for each parameter, the fused
+    ones of Apex and Transformer Engine for each group."""
+    if isinstance(optimizer, torch.optim.AdamW):
+        state["step"] = torch.tensor(float(num_updates))  # as torch itself begins
+    else:
+        group["step"] = num_updates
+
+
+class Norms:
+    """The L2 norms of the parameters and of the last update of one of Megatron's optimizers.
+
+    No copy of the weights is needed, because Adam's moments m and v give the update again. The n-th update with the
+    learning rate a and the decay w changed the parameters p into q (Loshchilov and Hutter 2019, arXiv:1711.05101):
+
+        q = p - a w p - s  with  s = a / (1 - b1^n) m / (sqrt(v / (1 - b2^n)) + eps),
+
+    so that p = (q + s) / (1 - a w). Each rank adds up the parameters whose state it has.
+    """
+
+    def __init__(self, inner: MegatronOptimizer, num_updates: int) -> None:
+        self._inner, self._number = inner, num_updates
+        self._sums = torch.zeros(2, dtype=torch.float64, device=platform.device())
+
+    def add(self, interval: Interval, value: Tensor, state: Mapping[str, Tensor]) -> None:
+        """
+        Args:
+            value: float32: an interval after the update, or a part of it.
+            state: float32: its moments.
+        """
+        # Tied embeddings, and what the tensor-parallel ranks all hold, count once.
+        if not param_is_not_shared(interval.main) or not param_is_not_tensor_parallel_duplicate(
+            interval.main, getattr(self._inner, "tp_group", None)
+        ):
+            return
+        group = self._inner.optimizer.param_groups[interval.group]
+        rate, (beta1, beta2) = group["lr"], group["betas"]
+        deviation = (state["exp_avg_sq"] / (1 - beta2**self._number)).sqrt_().add_(group["eps"])
+        step = (state["exp_avg"] / deviation).mul_(rate / (1 - beta1**self._number))
+        decay = rate * group["weight_decay"]
+        if decay:
+            step.add_((value + step).mul_(decay / (1 - decay)))
+        for i, tensor in enumerate((value, step)):
+            self._sums[i] += torch.linalg.vector_norm(tensor, dtype=torch.float32).double() ** 2
+
+    def squares(self) -> Tensor:
+        """float64 [2]: the squares of both norms over all ranks. It is a collective."""
+        dist.all_reduce(self._sums, group=self._inner.get_grad_stats_parallel_group())
+        return self._sums

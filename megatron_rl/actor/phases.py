@@ -15,10 +15,10 @@ from collections.abc import Iterator, Sequence
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer.optimizer import MegatronOptimizer
 from torch import Tensor
 
 from megatron_rl.actor import platform, state
+from megatron_rl.actor.optimizer import Optimizer
 from megatron_rl.types import Phase
 
 HOLDS: dict[str, dict[Phase, tuple[str, ...]]] = {
@@ -31,7 +31,7 @@ HOLDS: dict[str, dict[Phase, tuple[str, ...]]] = {
 class PhasedMemory:
     """The device's memory of one rank's model and optimizer. It begins in the phase `training`."""
 
-    def __init__(self, role: str, chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer) -> None:
+    def __init__(self, role: str, chunks: Sequence[DistributedDataParallel], optimizer: Optimizer) -> None:
         """
         Args:
             role: the rank's key in HOLDS.
@@ -97,7 +97,7 @@ class PhasedMemory:
             for chunk in self._chunks:
                 yield from (buffer.grad_data for buffer in chunk.buffers + chunk.expert_parallel_buffers)
         else:
-            yield from state.optimizer_tensors(self._optimizer)
+            yield from self._optimizer.device_tensors()
 
     def _copy_to_host(self, storage: torch.UntypedStorage) -> None:
         copy = self._copies.get(storage._cdata)

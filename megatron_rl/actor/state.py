@@ -1,8 +1,4 @@
-"""Reads and restores everything that the next training step of a rank depends on: the weights, the optimizer's state,
-the position in the learning rate's schedule, and the random generators of Python, NumPy, torch and Megatron.
-
-Invariant (tests/dist): a run that continues from a restored state equals, bit for bit, one that never stopped.
-"""
+"""A rank's parameters and gradients by their names, and the random generators of Python, NumPy, torch and Megatron."""
 
 from __future__ import annotations
 
@@ -14,8 +10,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer.optimizer import MegatronOptimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import Tensor
 from torch.nn import Parameter
@@ -63,16 +57,6 @@ def _prefixed(chunks: Chunks) -> Iterator[tuple[str, DistributedDataParallel]]:
     return zip(prefixes, chunks, strict=True)
 
 
-def training_state(chunks: Chunks, optimizer: MegatronOptimizer, scheduler: OptimizerParamScheduler) -> dict[str, Any]:
-    return {
-        "model": local_parameters(chunks),
-        "optimizer": [inner.state_dict() for inner in _inner(optimizer)],
-        "main_parameters": [parameter.detach() for parameter in _main_parameters(chunks, optimizer)],
-        "num_updates": scheduler.num_steps,
-        "random": random_state(),
-    }
-
-
 def random_state() -> dict[str, Any]:
     """The states of all random generators."""
     return {
@@ -90,31 +74,6 @@ def _numpy_state() -> tuple[Any, ...]:
     return (kind, keys.tolist(), *others)
 
 
-@torch.no_grad()
-def restore(
-    state: dict[str, Any],
-    chunks: Chunks,
-    optimizer: MegatronOptimizer,
-    scheduler: OptimizerParamScheduler,
-) -> None:
-    for name, parameter in local_parameters(chunks).items():
-        parameter.copy_(state["model"][name])
-    for inner, saved in zip(_inner(optimizer), state["optimizer"], strict=True):
-        mine = [{k: v for k, v in group.items() if k not in ("params", "step")} for group in inner.param_groups]
-        inner.load_state_dict(saved)
-        for group, settings in zip(inner.param_groups, mine, strict=True):
-            group.update(settings)  # keep this run's learning rate, betas and decay, and only restore the moments
-    for parameter, saved in zip(_main_parameters(chunks, optimizer), state["main_parameters"], strict=True):
-        parameter.copy_(saved)
-    restore_schedule(scheduler, state["num_updates"])
-    restore_random(state["random"])
-
-
-def restore_schedule(scheduler: OptimizerParamScheduler, num_updates: int) -> None:
-    scheduler.num_steps = num_updates
-    scheduler.step(0)  # sets the learning rate and decay that this run's configuration has at that step
-
-
 def restore_random(generators: dict[str, Any]) -> None:
     random.setstate(generators["python"])
     np.random.set_state(generators["numpy"])
@@ -122,24 +81,3 @@ def restore_random(generators: dict[str, Any]) -> None:
     if platform.HAS_CUDA:
         torch.cuda.set_rng_state(generators["cuda"])
     get_cuda_rng_tracker().set_states(generators["megatron"])
-
-
-def _inner(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer]:
-    """The torch optimizers that hold the state. Their state is saved as it is in memory, because Megatron's own
-    checkpoint of a distributed optimizer fails with torch's AdamW, which keeps a step for each parameter."""
-    return [chained.optimizer for chained in optimizer.chained_optimizers]
-
-
-def optimizer_tensors(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
-    """The optimizer's parameters and their state. The parameters may be views of the model's weights."""
-    for inner in _inner(optimizer):
-        yield from (parameter for group in inner.param_groups for parameter in group["params"])
-        for values in inner.state.values():
-            yield from (value for value in values.values() if isinstance(value, Tensor))
-
-
-def _main_parameters(chunks: Chunks, optimizer: MegatronOptimizer) -> list[Tensor]:
-    """The optimizer's fp32 copies of the weights. They exist only for bf16 weights."""
-    if not chunks[0].config.bf16:
-        return []
-    return [p for inner in _inner(optimizer) for group in inner.param_groups for p in group["params"]]

@@ -13,8 +13,16 @@ REFUSED = {
     "use_custom_fsdp": "the weights are split as policy.parallel says",
     "num_distributed_optimizer_instances": "checkpoints split the optimizer's state over all data-parallel ranks",
     "overlap_param_gather": "the weights are read between two steps, for pushes and checkpoints",
-    "use_precision_aware_optimizer": "checkpoints hold the optimizer's state in fp32",
-    "optimizer_cpu_offload": "checkpoints cannot read the state from there yet",
+    "use_precision_aware_optimizer": "policy.optimizer.moments does it, with every Adam and in every layout",
+    "optimizer_cpu_offload": "policy.optimizer.offload does it, with every Adam and in every layout",
+    **dict.fromkeys(
+        ("exp_avg_dtype", "exp_avg_sq_dtype", "main_grads_dtype", "main_params_dtype", "store_param_remainders"),
+        "it belongs to Megatron's precision-aware optimizer; policy.optimizer.moments is in its place",
+    ),
+    **dict.fromkeys(
+        ("optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d", "use_torch_optimizer_for_cpu_offload"),
+        "it belongs to Megatron's offloaded optimizer; policy.optimizer.offload is in its place",
+    ),
     "moe_z_loss_coeff": "Megatron's depends on the micro-batches; policy.router_z_loss does not",
     "moe_expert_capacity_factor": "the engine drops no token, so the trainer must not either",
     "moe_pad_expert_input_to_capacity": "the engine drops no token, so the trainer must not either",

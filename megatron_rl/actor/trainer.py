@@ -26,12 +26,11 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch import Tensor
 
 from megatron_rl.actor import checkpoint, platform, state
-from megatron_rl.actor.adam import AdamState, adam_states, set_num_updates
+from megatron_rl.actor.adam import AdamState
 from megatron_rl.actor.agreement import Agreement
 from megatron_rl.actor.checkpoint import Identity, Part, Saving, Target
 from megatron_rl.actor.context import ContextRank
 from megatron_rl.actor.model import build_model, uses_fused_layers
-from megatron_rl.actor.optimizer import apply_gradients, build_optimizer, gradient_norm, parameter_norms
 from megatron_rl.actor.packing import Microbatch, pack
 from megatron_rl.actor.phases import PhasedMemory
 from megatron_rl.actor.router import (
@@ -46,6 +45,7 @@ from megatron_rl.actor.router import (
 )
 from megatron_rl.actor.spec import ActorSpec
 from megatron_rl.actor.step import Schedule
+from megatron_rl.actor.streaming import build_optimizer
 from megatron_rl.algorithms.columns import PackedColumns
 from megatron_rl.algorithms.objective import FirstPass, Metric, NotFiniteError
 from megatron_rl.convert.forms import open_chunks
@@ -106,7 +106,7 @@ class MegatronTrainer:
             )
             model_parallel_cuda_manual_seed(spec.seed)
             self.chunks = build_model(spec.shape, spec.model, spec.policy, stage)
-            self.optimizer, self.scheduler = build_optimizer(self.chunks, spec.policy, spec.total_steps)
+            self.optimizer = build_optimizer(self.chunks, spec.policy, spec.total_steps)
             self._memory = PhasedMemory(self.role, self.chunks, self.optimizer)
             context = None
             if parallel.context > 1:
@@ -126,7 +126,7 @@ class MegatronTrainer:
     def weights_changed(self) -> None:
         """Update the optimizer's fp32 copies of bf16 weights. Call this after writing to `parameters()`."""
         with platform.running():
-            self.optimizer.reload_model_params()
+            self.optimizer.weights_changed()
 
     def enter(self, phase: Phase) -> None:
         """Give the memory of this rank's device that the phase does not need to the engine that shares the device, and
@@ -201,7 +201,7 @@ class MegatronTrainer:
         with platform.running():
             for chunk in self.chunks:
                 chunk.zero_grad_buffer()
-            self.optimizer.zero_grad()
+            self.optimizer.megatron.zero_grad()
             start_counting(self.chunks)
             results = self._schedule.run(microbatches, loss)
             reports = results if self._reports_metrics else []
@@ -213,16 +213,14 @@ class MegatronTrainer:
             metrics = self.agreement.reduce(reports, problems)
             bound = coefficients.get("max_mismatch") if minibatch == 0 else None
             metrics = self.spec.objective.conclude(metrics, bound)  # raises on all ranks or none
-            grad_norm = gradient_norm(self.optimizer)
+            grad_norm = self.optimizer.gradient_norm()
             if not math.isfinite(grad_norm):  # the norm is equal on all ranks, so all of them enter the collective
                 self.agreement.require_none([self._describe_gradients(grad_norm, microbatches)])
-            self.scheduler.step(1)
-            apply_gradients(self.optimizer, grad_norm)
+            param_norm, update_norm = self.optimizer.update(grad_norm)
             if self.spec.policy.router_bias_update_rate and load_RE is not None:
                 update_biases(self.chunks, load_RE, self.spec.policy.router_bias_update_rate)
-            param_norm, update_norm = parameter_norms(self.optimizer)
         norms = {"grad_norm": grad_norm, "param_norm": param_norm, "update_ratio": update_norm / param_norm}
-        return {**metrics, **norms, "lr": self.optimizer.param_groups[0]["lr"]}
+        return {**metrics, **norms, "lr": self.optimizer.lr}
 
     def save(self, folder: Path, extra: dict[str, Any]) -> None:
         """Begin to write the training state and rank 0's `extra`, which must consist of JSON's types. The state is
@@ -233,7 +231,7 @@ class MegatronTrainer:
         """
         self.require("training")
         assert self._saving is None, "finish_save comes first"
-        now = checkpoint.State(self.scheduler.num_steps, state.random_state(), extra)
+        now = checkpoint.State(self.optimizer.num_updates, state.random_state(), extra)
         model = Path(self.spec.model.path)
         self._saving = Saving(Path(folder), self._identity(), self._parts(), now, model, self.agreement)
 
@@ -262,12 +260,11 @@ class MegatronTrainer:
         self.require("training")
         parameters = self.parameters()
         targets = [Target(WEIGHTS, name, tuple(p.shape), 0, p.view(-1)) for name, p in parameters.items()]
-        for held in adam_states(self.chunks, self.optimizer):
+        for held in self.optimizer.states():
             extents = tuple(parameters[held.name].shape)
             targets += [Target(kind, held.name, extents, held.start, flat) for kind, flat in held.tensors.items()]
         saved = checkpoint.load(Path(folder), self._identity(), targets, self.shards, self.agreement)
-        set_num_updates(self.optimizer, saved.num_updates)
-        state.restore_schedule(self.scheduler, saved.num_updates)
+        self.optimizer.resume_at(saved.num_updates)
         if saved.random is not None:
             state.restore_random(saved.random)
         return saved.extra
@@ -276,33 +273,46 @@ class MegatronTrainer:
         """What this rank writes of the weights and of the optimizer's state: of each parameter the interval whose state
         it has. A buffer has no such state; the first of its data-parallel ranks writes it."""
         parameters, trained = self.parameters(), {name for name, _ in state.named_parameters(self.chunks)}
-        intervals = {held.name: held for held in adam_states(self.chunks, self.optimizer)}
+        held_of: dict[str, list[AdamState]] = {}
+        for held in self.optimizer.states():
+            held_of.setdefault(held.name, []).append(held)
         if self.mesh.coordinates(self.rank)[2] == 0 and self.mesh.context_rank(self.rank) == 0:
             buffers = parameters.keys() - trained
-            intervals |= {name: AdamState(name, 0, parameters[name].numel(), {}) for name in buffers}
+            held_of |= {name: [AdamState(name, 0, parameters[name].numel(), {})] for name in buffers}
         written = written_shards(self.spec.shape, self.mesh, self.rank, self.fused_norms)
         for name, pieces in pieces_of(written, open_chunks(self.spec.shape)).items():
-            if name not in intervals:
-                continue
-            held, parameter = intervals[name], parameters[name]
+            parameter = parameters[name]
             extents = tuple(parameter.shape)
-            for piece in (part for whole in pieces for part in clip(whole, extents, held.start, held.stop)):
-                yield Part(WEIGHTS, piece, parameter[slices(piece.local_box)])
-                for kind, flat in held.tensors.items():
-                    yield Part(kind, piece, interval_view(flat, held.start, extents, piece.local_box))
+            for held in held_of.get(name, ()):
+                for piece in (part for whole in pieces for part in clip(whole, extents, held.start, held.stop)):
+                    yield Part(WEIGHTS, piece, parameter[slices(piece.local_box)])
+                    for kind, flat in held.tensors.items():
+                        yield Part(kind, piece, interval_view(flat, held.start, extents, piece.local_box))
 
     def snapshot(self) -> np.ndarray:
         """This rank's training state as bytes, which `restore` takes. It is no collective."""
         self.require("training")
         buffer = io.BytesIO()
-        torch.save(state.training_state(self.chunks, self.optimizer, self.scheduler), buffer)
+        training_state = {
+            "weights": self.parameters(),
+            "optimizer": [held.tensors for held in self.optimizer.states()],
+            "num_updates": self.optimizer.num_updates,
+            "random": state.random_state(),
+        }
+        torch.save(training_state, buffer)
         return np.frombuffer(buffer.getbuffer(), np.uint8)
 
     def restore(self, snapshot: np.ndarray) -> None:
-        """Restore what `snapshot` returned on the same rank of the same mesh."""
+        """Restore what `snapshot` returned on the same rank of the same mesh. The settings of the optimizer stay those
+        of this run."""
         self.require("training")
         saved = torch.load(io.BytesIO(snapshot), map_location="cpu", weights_only=True)
-        state.restore(saved, self.chunks, self.optimizer, self.scheduler)
+        targets = [self.parameters(), *(held.tensors for held in self.optimizer.states())]
+        for tensors, values in zip(targets, [saved["weights"], *saved["optimizer"]], strict=True):
+            for name, tensor in tensors.items():
+                tensor.copy_(values[name])
+        self.optimizer.resume_at(saved["num_updates"])
+        state.restore_random(saved["random"])
 
     def close(self) -> None:
         parallel_state.destroy_model_parallel()

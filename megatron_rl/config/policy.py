@@ -6,10 +6,7 @@ import math
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import (
-    Field,
-    PositiveInt,
-)
+from pydantic import Field, PositiveInt, model_validator
 
 from megatron_rl.config.section import Section
 from megatron_rl.types import Mesh
@@ -74,6 +71,11 @@ class ParallelConfig(Section):
         return self.pipeline if self.virtual > 1 else 1
 
 
+PIECE_ELEMENTS, IN_FLIGHT = 2**24, 3
+"""An update of a state that rests elsewhere or in fewer bits goes through pieces of so many elements, with so many
+pieces on the device at once."""
+
+
 class OptimizerConfig(Section):
     """Adam with decoupled weight decay."""
 
@@ -93,6 +95,29 @@ class OptimizerConfig(Section):
     """The coefficient of the decoupled weight decay; 0 means none."""
     clip_grad: Annotated[float, Field(ge=0)] = 1.0
     """The gradient is scaled down if its global norm exceeds this bound; 0 means no bound."""
+    offload: bool = False
+    """true: Adam's state, with the fp32 copies of bf16 weights, is in the memory of the node. An update brings it to
+    the GPU piece by piece, which takes 24 bytes a parameter of PCIe traffic, and changes no bit of the result. false:
+    it stays on the GPU."""
+    moments: Literal["float32", "bfloat16"] = "float32"
+    """The data type in which Adam's moments are kept between two updates, here and in checkpoints. Updates compute in
+    fp32. bfloat16 saves 4 bytes a parameter and rounds both moments after every update; DeepSeek-V3 was trained so
+    (arXiv:2412.19437)."""
+
+    @property
+    def rests(self) -> bool:
+        """Whether the state is elsewhere or in fewer bits between two updates."""
+        return self.offload or self.moments != "float32"
+
+    @model_validator(mode="after")
+    def _moments_must_decay(self) -> OptimizerConfig:
+        # Half a unit in the last place of bfloat16 is at most 2^-8 of the number.
+        if self.moments == "bfloat16" and max(self.betas) >= 1 - 2**-8:
+            raise ValueError(
+                f"betas {list(self.betas)} with moments bfloat16: a moment that keeps {max(self.betas)} of itself in "
+                f"an update is rounded back to what it was, and never decays; both must be below {1 - 2**-8}"
+            )
+        return self
 
 
 class ModelConfig(Section):
@@ -103,7 +128,7 @@ class ModelConfig(Section):
     has written, or a checkpoint of another run. `path` may then be its subfolder `hf`, which has everything but the
     weights."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """The data type of the weights in the trainer's forward pass and in the engine. The optimizer's state is fp32."""
+    """The data type of the weights in the trainer's forward pass and in the engine. The optimizer computes in fp32."""
     layers: Literal["auto", "transformer_engine", "local"] = "auto"
     """The trainer's layers. `transformer_engine`: the fused layers of that library, on GPUs. `local`: Megatron's own
     linear layers with this project's attention and norms, which run everywhere. `auto`: Transformer Engine's if it is

@@ -18,7 +18,7 @@ def allocated(rank, world_size, url, *, folder, samples, layout):
     begin(actor, samples, layout, 1)
     actor.update(0, COEFFICIENTS)
     parameters = [p for chunk in actor.chunks for p in chunk.parameters()]
-    inner = [chained.optimizer for chained in actor.optimizer.chained_optimizers]
+    inner = [chained.optimizer for chained in actor.optimizer.megatron.chained_optimizers]
     owned = [p for optimizer in inner for group in optimizer.param_groups for p in group["params"]]
     weights = _storages(p.data for p in parameters)
     gradients = _storages([*(p.main_grad for p in parameters), *(p.grad for p in owned if p.grad is not None)])
@@ -113,7 +113,5 @@ def held_bytes(actor) -> int:
     tensors = [*actor.parameters().values()]
     for chunk in actor.chunks:
         tensors += [p.main_grad for p in chunk.parameters()]
-    for chained in actor.optimizer.chained_optimizers:
-        tensors += [p for group in chained.optimizer.param_groups for p in group["params"]]
-        tensors += [t for state in chained.optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
+    tensors += actor.optimizer.device_tensors()
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())

@@ -340,7 +340,7 @@ def resume_with_other_settings(rank, world_size, url, *, folder, samples, layout
     other = OptimizerConfig(lr=0.5, betas=(0.8, 0.7), weight_decay=0.3)
     actor = build(rank, world_size, url, folder, layout, optimizer=other)
     actor.load(checkpoint)
-    settings = [(group["lr"], *group["betas"], group["weight_decay"]) for group in actor.optimizer.param_groups]
+    settings = [(group["lr"], *group["betas"], group["weight_decay"]) for group in actor.optimizer.megatron.param_groups]
     begin(actor, samples, layout, 1)
     rate = actor.update(0, COEFFICIENTS)["lr"]
     actor.close()

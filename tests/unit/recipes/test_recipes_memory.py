@@ -33,7 +33,7 @@ from megatron_rl.recipes.memory import (
     sequence_bytes,
     trainer_memory,
 )
-from megatron_rl.recipes.parameters import rank_parameters
+from megatron_rl.recipes.parameters import checkpoint_bytes, rank_parameters
 from megatron_rl.tools import size_run
 from megatron_rl.types import Mesh
 
@@ -247,7 +247,7 @@ def test_an_engine_holds_half_of_its_experts_twice_in_a_push():
             {"model": {"recompute": "none"}},
             ["training needs 103", "trainer, stage 0", "activations kept for the backward passes", "recompute to full"],
         ),
-        ({"parallel": {"tensor": 4}}, ["optimizer state", "raise policy.parallel.data"]),
+        ({"parallel": {"tensor": 4}}, ["optimizer state", "policy.optimizer.offload, or raise policy.parallel.data"]),
         ({"rollout": {"gpu_memory_utilization": 1.0}}, ["(engine)", "lower rollout.gpu_memory_utilization"]),
         ({"rollout": {"tensor": 1}}, ["KV cache", "holds no sequence of the largest length", "raise rollout.tensor"]),
         (
@@ -379,6 +379,38 @@ def test_shared_gpus_hold_in_each_phase_what_the_phase_needs():
     greedy = config(rollout={"num_engines": 8, "tensor": 4, "gpu_memory_utilization": 0.99}, cluster=shared)
     [problem] = run_memory(greedy, SHAPE).problems
     assert "generating needs" in problem and "lower rollout.gpu_memory_utilization" in problem
+
+
+@pytest.mark.parametrize(
+    ("settings", "resting", "of_gpu"),
+    [
+        ({}, 12, 12),
+        ({"offload": True}, 12, 0),
+        ({"moments": "bfloat16"}, 8, 8),
+        ({"moments": "bfloat16", "offload": True}, 8, 0),
+    ],
+)
+def test_an_optimizer_state_that_rests_passes_through_the_gpu_in_pieces(settings, resting, of_gpu):
+    run = config(policy={"optimizer": settings})
+    trainer = run_memory(run, SHAPE).trainer
+    held = rank_parameters(SHAPE, run.policy.parallel.mesh, 0)
+    elements = (held.dense + held.expert) / 2
+    state = tuple(trainer.parts.get("optimizer state", (0, 0, 0)))
+    assert state == (of_gpu * elements,) * 3
+    assert trainer.host_bytes == (resting * elements if settings.get("offload") else 0)
+    updated = trainer.parts.get("optimizer state in an update")
+    assert updated == ((3 * 2**24 * 12, 0, 0) if settings else None)
+    num_parameters = FAMILIES["qwen3"].num_parameters(SHAPE)
+    assert checkpoint_bytes(SHAPE, "bfloat16", run.policy.optimizer) == (2 + resting) * num_parameters
+
+
+def test_the_dry_run_says_what_is_in_the_memory_of_the_node(capsys):
+    recipe = str(ROOT / "recipes" / "qwen3_32b" / "qwen3_32b-dapo-4n8g-tp4pp4.yaml")
+    assert size_run.main([recipe, "policy.optimizer.offload=true"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "optimizer state, in the node's memory │ 25.74 GB a trainer rank" in shown
+    assert size_run.main([recipe, "policy.optimizer.offload=true", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["offloaded_bytes"]["trainer"] == pytest.approx(25.74e9, rel=1e-3)
 
 
 def test_a_larger_gpu_has_a_larger_cache_and_bound():

@@ -94,6 +94,13 @@ def test_a_resumed_step_has_the_same_numbers(numbers):
         assert found[f"{name} of the next step"] == found[f"{name} of the next step, resumed"] > 0
 
 
+def test_an_offloaded_state_has_the_bytes_of_hand(numbers):
+    """27,360 numbers, as above; each has an fp32 copy and two moments."""
+    found = numbers["offload"]
+    assert found["optimizer state, bytes"] == 12 * 27_360
+    assert min(found["optimizer's step, seconds"], found["optimizer's step, offloaded, seconds"]) > 0
+
+
 def test_communicators_and_log_probs_are_measured(numbers):
     assert numbers["communicators"]["communicators of one rank: 32, bytes"] > 0
     assert numbers["logprobs"]["plain_peak_bytes"] >= 256 * 4096 * 4, "all logits"

@@ -1,0 +1,265 @@
+"""An optimizer whose state rests between updates: in the host's memory, or in fewer bits.
+
+An update brings the state to the device piece by piece, as fp32, lets Adam update the piece, and puts it back. While a
+piece is updated, the next one arrives and the one before it leaves, on two streams beside the computation. So a rank
+needs the memory of IN_FLIGHT pieces instead of that of all its state, and an update lasts about as long as the bytes
+need between host and GPU. Adam runs on the GPU, with the same kernels as without.
+
+Invariants (tests/dist): in the host's memory the weights and the state are, bit for bit, those of an optimizer that
+keeps everything; moments in bfloat16 are those of one that rounds them after each update. On a CPU the same copies are
+made. The CUDA path has not been run.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from megatron_rl.actor import platform
+from megatron_rl.actor.adam import COPY, MOMENTS, AdamState, Interval, Norms, intervals, set_step
+from megatron_rl.actor.optimizer import Optimizer
+from megatron_rl.config.policy import IN_FLIGHT, PIECE_ELEMENTS, PolicyConfig
+
+
+def build_optimizer(chunks: Sequence[DistributedDataParallel], policy: PolicyConfig, total_steps: int) -> Optimizer:
+    """
+    Raises:
+        ValueError: a setting of `policy.megatron.optimizer` is unknown or refused, or does not go with the others.
+    """
+    if policy.optimizer.rests:
+        return StreamedOptimizer(chunks, policy, total_steps)
+    return Optimizer(chunks, policy, total_steps)
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """The flat interval [start, stop) of a parameter, whose state lies in one piece."""
+
+    interval: Interval
+    start: int
+    stop: int
+    place: slice
+    """Where the state is in the piece's tensors."""
+
+    @property
+    def weights(self) -> Tensor:
+        return self.interval.parameter.data.view(-1)[self.start : self.stop]
+
+    @property
+    def gradients(self) -> Tensor:
+        first = self.interval.start
+        assert self.interval.main.grad is not None, "the gradients have been taken"
+        return self.interval.main.grad.view(-1)[self.start - first : self.stop - first]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    segments: list[Segment]
+    resting: dict[str, Tensor]
+    """[PIECE_ELEMENTS] at most: MOMENTS, and COPY if the parameters are bfloat16, as they are between two updates."""
+
+
+def cut(owned: Sequence[Interval], num_elements: int) -> Iterator[list[Segment]]:
+    """Cut intervals into pieces of `num_elements`, only the last of which has fewer."""
+    segments: list[Segment] = []
+    filled = 0
+    for interval in owned:
+        start = interval.start
+        while start < interval.stop:
+            size = min(interval.stop - start, num_elements - filled)
+            segments.append(Segment(interval, start, start + size, slice(filled, filled + size)))
+            start, filled = start + size, filled + size
+            if filled == num_elements:
+                yield segments
+                segments, filled = [], 0
+    if segments:
+        yield segments
+
+
+class _NoCopies(TorchFunctionMode):
+    """In this block Megatron makes no fp32 copies of bfloat16 weights, but tensors of their shapes that need the memory
+    of one number: it only gives them gradients, and the copies would need the memory that offloading saves."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.float and args[0].dtype == torch.bfloat16:
+            return args[0].new_zeros(1, dtype=torch.float32).expand(args[0].shape)
+        return func(*args, **(kwargs or {}))
+
+
+class StreamedOptimizer(Optimizer):
+    def __init__(self, chunks: Sequence[DistributedDataParallel], policy: PolicyConfig, total_steps: int) -> None:
+        with _NoCopies():
+            super().__init__(chunks, policy, total_steps)
+        if chunks[0].config.fp8_param:
+            raise ValueError(
+                "policy.optimizer.offload and policy.optimizer.moments need weights in bfloat16 or float32; leave out "
+                "policy.megatron.transformer.fp8_param"
+            )
+        self._offloads = policy.optimizer.offload
+        self._moments = getattr(torch, policy.optimizer.moments)
+        self._arriving, self._leaving = _Copies(), _Copies()
+        self._pieces: list[tuple[MegatronOptimizer, list[Piece]]] = []
+        for inner in self.megatron.chained_optimizers:
+            owned = list(intervals(inner))
+            pieces = []
+            for has_copy in (False, True):  # in one piece all parameters have the same parts of the state
+                alike = [interval for interval in owned if interval.has_copy == has_copy]
+                pieces += [self._rest(segments, has_copy) for segments in cut(alike, PIECE_ELEMENTS)]
+            self._pieces.append((inner, pieces))
+        self.weights_changed()
+
+    def _rest(self, segments: list[Segment], has_copy: bool) -> Piece:
+        size = segments[-1].place.stop
+        place: dict[str, object] = {"device": platform.device()}
+        if self._offloads:
+            # torch rounds pinned memory up to a power of two, which a whole piece is.
+            place = {"device": "cpu", "pin_memory": platform.HAS_CUDA}
+        resting = {kind: torch.zeros(size, dtype=self._moments, **place) for kind in MOMENTS}
+        if has_copy:
+            resting[COPY] = torch.zeros(size, dtype=torch.float32, **place)
+        return Piece(segments, resting)
+
+    @torch.no_grad()
+    def weights_changed(self) -> None:
+        for _, pieces in self._pieces:
+            for piece in pieces:
+                for segment in piece.segments:
+                    if segment.interval.has_copy:
+                        piece.resting[COPY][segment.place].copy_(segment.weights.float())
+
+    def states(self) -> Iterator[AdamState]:
+        for _, pieces in self._pieces:
+            for piece in pieces:
+                for segment in piece.segments:
+                    name = self._names[id(segment.interval.parameter)]
+                    tensors = {kind: tensor[segment.place] for kind, tensor in piece.resting.items()}
+                    yield AdamState(name, segment.start, segment.stop, tensors)
+
+    def resume_at(self, num_updates: int) -> None:
+        self._scheduler.num_steps = num_updates
+        self._scheduler.step(0)
+
+    def device_tensors(self) -> Iterator[Tensor]:
+        for _, pieces in self._pieces:
+            for piece in pieces:
+                yield from (tensor for tensor in piece.resting.values() if tensor.device == platform.device())
+
+    def _apply(self) -> list[Norms]:
+        found = []
+        for inner, pieces in self._pieces:
+            norms = Norms(inner, self.num_updates)
+            self._stream(inner, pieces, norms)
+            found.append(norms)
+        for chunk in self._chunks:
+            if chunk.ddp_config.use_distributed_optimizer:
+                chunk.start_param_sync()
+        return found
+
+    def _stream(self, inner: MegatronOptimizer, pieces: Sequence[Piece], norms: Norms) -> None:
+        arriving: deque[_Arrival] = deque()
+        leaving: deque[_Departure] = deque()
+        for i in range(len(pieces)):
+            while len(leaving) > IN_FLIGHT - 2:
+                leaving.popleft().wait()
+            arriving += [self._bring(piece) for piece in pieces[i + len(arriving) : i + 2]]
+            here = arriving.popleft().floats()
+            self._step(inner, pieces[i], here, norms)
+            leaving.append(self._put(pieces[i], here))
+        for departure in leaving:
+            departure.wait()
+
+    def _bring(self, piece: Piece) -> _Arrival:
+        if not self._offloads:
+            return _Arrival(piece.resting, None)
+        tensors = {kind: torch.empty_like(x, device=platform.device()) for kind, x in piece.resting.items()}
+        with self._arriving.behind_computation():
+            for kind, tensor in tensors.items():
+                tensor.copy_(piece.resting[kind], non_blocking=True)
+        return _Arrival(tensors, self._arriving.event())
+
+    def _step(self, inner: MegatronOptimizer, piece: Piece, here: dict[str, Tensor], norms: Norms) -> None:
+        """Let Adam update a piece that is on the device."""
+        adam, updated = inner.optimizer, []
+        groups = [group["params"] for group in adam.param_groups]
+        for group in adam.param_groups:
+            group["params"] = []
+        for segment in piece.segments:
+            state = {kind: here[kind][segment.place] for kind in MOMENTS}
+            value = here[COPY][segment.place] if segment.interval.has_copy else segment.weights.detach()
+            value.grad = segment.gradients
+            group = adam.param_groups[segment.interval.group]
+            group["params"].append(value)
+            adam.state[value] = dict(state)
+            set_step(adam, adam.state[value], group, self.num_updates - 1)
+            updated.append((segment, value, state))
+        adam.step()
+        for segment, value, state in updated:
+            if segment.interval.has_copy:
+                segment.weights.copy_(value)
+            norms.add(segment.interval, value, state)
+        adam.state.clear()
+        for group, mains in zip(adam.param_groups, groups, strict=True):
+            group["params"] = mains
+
+    def _put(self, piece: Piece, here: dict[str, Tensor]) -> _Departure:
+        tensors = {kind: here[kind].to(resting.dtype) for kind, resting in piece.resting.items()}
+        copies = self._leaving if self._offloads else None
+        with copies.behind_computation() if copies else nullcontext():
+            for kind, resting in piece.resting.items():
+                if resting.data_ptr() != tensors[kind].data_ptr():  # otherwise it was updated where it rests
+                    resting.copy_(tensors[kind], non_blocking=True)
+        return _Departure(tensors, copies.event() if copies else None)
+
+
+class _Copies:
+    """A stream for copies between host and device beside the computation. On a CPU they are made at once."""
+
+    def __init__(self) -> None:
+        self._stream = torch.cuda.Stream() if platform.HAS_CUDA else None
+
+    def behind_computation(self):
+        """The block whose copies begin when what has been computed so far is done."""
+        if self._stream is None:
+            return nullcontext()
+        # The allocator may have given memory that earlier kernels still use.
+        self._stream.wait_stream(torch.cuda.current_stream())
+        return torch.cuda.stream(self._stream)
+
+    def event(self) -> torch.cuda.Event | None:
+        """It happens when all copies so far are made."""
+        return None if self._stream is None else self._stream.record_event()
+
+
+@dataclass(frozen=True, slots=True)
+class _Arrival:
+    """A piece on its way to the device."""
+
+    tensors: dict[str, Tensor]
+    event: torch.cuda.Event | None
+
+    def floats(self) -> dict[str, Tensor]:
+        """The piece in fp32, for kernels that are started from now on."""
+        if self.event is not None:
+            torch.cuda.current_stream().wait_event(self.event)
+        return {kind: tensor.float() for kind, tensor in self.tensors.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class _Departure:
+    """A piece on its way back. It holds the memory on the device until `wait` returns, because the allocator does not
+    know about the copies."""
+
+    tensors: dict[str, Tensor]
+    event: torch.cuda.Event | None
+
+    def wait(self) -> None:
+        if self.event is not None:
+            self.event.synchronize()

@@ -1,0 +1,37 @@
+"""How the state of an optimizer that rests is cut into pieces, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from megatron_rl.actor import platform  # noqa: F401  before Megatron: it silences its import
+from megatron_rl.actor.adam import Interval
+from megatron_rl.actor.streaming import cut
+from megatron_rl.config.policy import OptimizerConfig
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 70)), max_size=8), st.integers(1, 20))
+def test_pieces_hold_every_element_once_and_in_order(bounds, num_elements):
+    owned = [Interval(None, None, start, start + size, i) for i, (start, size) in enumerate(bounds)]
+    pieces = list(cut(owned, num_elements))
+    found = [(s.interval.group, i) for segments in pieces for s in segments for i in range(s.start, s.stop)]
+    assert found == [(one.group, i) for one in owned for i in range(one.start, one.stop)]
+    for number, segments in enumerate(pieces):
+        places = [i for s in segments for i in range(s.place.start, s.place.stop)]
+        assert places == list(range(len(places))) and all(s.stop > s.start for s in segments)
+        assert sum(s.stop - s.start for s in segments) == len(places)
+        assert len(places) == num_elements or (number == len(pieces) - 1 and 0 < len(places) < num_elements)
+
+
+def test_a_moment_that_bfloat16_never_lets_decay_is_refused():
+    significands = torch.arange(128, 256).bfloat16()  # all of bfloat16's
+    kept = {beta: int(((significands.float() * beta).bfloat16() == significands).sum()) for beta in (0.996, 0.999)}
+    assert kept == {0.996: 0, 0.999: 128}
+    assert OptimizerConfig(moments="bfloat16", betas=(0.9, 0.996)).rests
+    with pytest.raises(ValidationError, match=r"a moment that keeps 0.999 of itself .* both must be below 0.99609375"):
+        OptimizerConfig(moments="bfloat16", betas=(0.9, 0.999))
+    assert not OptimizerConfig(betas=(0.9, 0.999)).rests
