@@ -251,7 +251,7 @@ def _build_chunk(
     is_split = parallel.data * parallel.context > 1
     ours = {"grad_reduce_in_fp32": True, "use_distributed_optimizer": is_split}
     # On CPUs, communication beside the backward pass would take the cores from it.
-    fast = {"overlap_grad_reduce": is_split and platform.HAS_CUDA}
+    fast = dict.fromkeys(("overlap_grad_reduce", "overlap_param_gather"), is_split and platform.HAS_CUDA)
     ddp = build(DistributedDataParallelConfig, "ddp", ours, policy.megatron.ddp, fast)
     return DistributedDataParallel(config, ddp, wrapped)
 

@@ -82,9 +82,13 @@ class Optimizer:
         return float(self.megatron.get_grad_norm())
 
     @torch.no_grad()
-    def update(self, grad_norm: float) -> tuple[float, float]:
+    def update(self, grad_norm: float, is_last: bool = True) -> tuple[float, float]:
         """Clip the gradients by the norm that `gradient_norm` returned, and update the weights. Megatron does both in
         one `step`; here they are separate, so that a gradient with a norm that is not finite never reaches the weights.
+
+        Args:
+            is_last: the weights are whole on every rank when this returns. Otherwise the next forward pass may gather
+                them from the data-parallel ranks layer by layer (`overlap_param_gather`).
 
         Returns:
             The global L2 norms of the parameters and of the update, which are equal on every rank.
@@ -96,7 +100,11 @@ class Optimizer:
         parameters = [p for inner in self.megatron.chained_optimizers for p in inner.get_parameters()]
         if clip > 0 and parameters:
             clip_grad_by_total_norm_fp32(parameters, max_norm=clip, total_norm=grad_norm)
-        squares = [norms.squares() for norms in self._apply()]
+        found = self._apply()
+        for chunk in self._chunks:
+            if is_last and chunk.ddp_config.overlap_param_gather:
+                chunk.start_param_sync(force_sync=True)
+        squares = [norms.squares() for norms in found]
         parameter_square, update_square = sum(squares[1:], start=squares[0]).tolist()
         return math.sqrt(parameter_square), math.sqrt(update_square)
 

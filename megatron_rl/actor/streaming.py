@@ -159,7 +159,7 @@ class StreamedOptimizer(Optimizer):
             self._stream(inner, pieces, norms)
             found.append(norms)
         for chunk in self._chunks:
-            if chunk.ddp_config.use_distributed_optimizer:
+            if chunk.ddp_config.use_distributed_optimizer and not chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync()
         return found
 

@@ -12,7 +12,6 @@ REFUSED = {
     "use_megatron_fsdp": "the weights are split as policy.parallel says",
     "use_custom_fsdp": "the weights are split as policy.parallel says",
     "num_distributed_optimizer_instances": "checkpoints split the optimizer's state over all data-parallel ranks",
-    "overlap_param_gather": "the weights are read between two steps, for pushes and checkpoints",
     "use_precision_aware_optimizer": "policy.optimizer.moments does it, with every Adam and in every layout",
     "optimizer_cpu_offload": "policy.optimizer.offload does it, with every Adam and in every layout",
     **dict.fromkeys(

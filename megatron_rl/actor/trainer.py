@@ -162,7 +162,7 @@ class MegatronTrainer:
         self._denominators, self._at_start = share.denominators, []
 
     def update(self, minibatch: int, coefficients: Mapping[str, float]) -> Metrics:
-        """Do one optimizer step on a mini-batch that `take` was given.
+        """Do one optimizer step on a mini-batch that `take` was given. The weights may be read after the last one.
 
         Args:
             minibatch: its index.
@@ -216,7 +216,8 @@ class MegatronTrainer:
             grad_norm = self.optimizer.gradient_norm()
             if not math.isfinite(grad_norm):  # the norm is equal on all ranks, so all of them enter the collective
                 self.agreement.require_none([self._describe_gradients(grad_norm, microbatches)])
-            param_norm, update_norm = self.optimizer.update(grad_norm)
+            is_last = minibatch == len(self._minibatches) - 1
+            param_norm, update_norm = self.optimizer.update(grad_norm, is_last)
             if self.spec.policy.router_bias_update_rate and load_RE is not None:
                 update_biases(self.chunks, load_RE, self.spec.policy.router_bias_update_rate)
         norms = {"grad_norm": grad_norm, "param_norm": param_norm, "update_ratio": update_norm / param_norm}

@@ -20,13 +20,21 @@ def add_value_head(gpt: GPTModel) -> None:
     """Give the last stage of a model a value head. The model then ends with hidden states."""
     config = gpt.config
     gpt.output_layer = _HiddenStates(config.sequence_parallel, gpt.pg_collection.tp)
-    gpt.value_head = torch.nn.Linear(config.hidden_size, 1, bias=False, dtype=config.params_dtype)
+    gpt.value_head = _ValueHead(config.hidden_size, 1, bias=False, dtype=config.params_dtype)
     torch.nn.init.zeros_(gpt.value_head.weight)
 
 
 def values(hidden_TH: Tensor, gpt: GPTModel) -> Tensor:
-    """The value at each token, float32 [T]. The product is in float32, because bf16 has two digits."""
-    return torch.mv(hidden_TH.float(), gpt.value_head.weight[0].float())
+    """The value at each token, float32 [T]."""
+    return gpt.value_head(hidden_TH)
+
+
+class _ValueHead(torch.nn.Linear):
+    """It is called as a module, because a call is what Megatron gathers the module's parameters for."""
+
+    def forward(self, hidden_TH: Tensor) -> Tensor:
+        # bf16 has two digits, so the product is in float32.
+        return torch.mv(hidden_TH.float(), self.weight[0].float())
 
 
 class _HiddenStates(torch.nn.Module):

@@ -146,8 +146,9 @@ class MegatronConfig(Section):
     """Settings of Megatron-Core that have no key of their own here, by their names there. The names are checked when a
     run starts; what the project sets itself, and what would change the loss, is refused.
 
-    On GPUs `overlap_grad_reduce` is on where gradients are reduced, and with Transformer Engine's layers so are
-    `moe_permute_fusion` and, if Apex has its extension, `gradient_accumulation_fusion`; false turns them off."""
+    On GPUs `overlap_grad_reduce` and `overlap_param_gather` are on where the optimizer's state is split, and with
+    Transformer Engine's layers so are `moe_permute_fusion` and, if Apex has its extension,
+    `gradient_accumulation_fusion`; false turns them off."""
 
     transformer: dict[str, Switch] = {}
     """Fields of `TransformerConfig`, for example `{recompute_granularity: selective, recompute_modules: [mlp]}`, or

@@ -30,7 +30,7 @@ def build(rank: int, world_size: int, url: str, folder: Path, layout: Layout) ->
     spec = ActorSpec(
         shape=critic_shape(read_shape(folder)),
         model=ModelConfig(path=folder, dtype=layout.dtype, recompute=layout.recompute),
-        policy=PolicyConfig(parallel=parallel, optimizer=OPTIMIZER),
+        policy=PolicyConfig(parallel=parallel, optimizer=OPTIMIZER, megatron=layout.megatron),
         objective=ValueObjective(ValueLossConfig(cliprange_value=0.2)),
         temperature=1.0,
         total_steps=TOTAL_STEPS,

@@ -35,23 +35,24 @@ def _state(actor) -> dict:
 
 
 def updates(rank, world_size, url, *, folder, samples, layout, settings, rounds=False, target=None):
-    """Three updates, with all that may happen between two of them, if the state rests; in the end a checkpoint.
+    """Three steps of two updates, with all that may happen between steps if the state rests; in the end a checkpoint.
 
     Args:
         rounds: round the moments to bfloat16 after each update.
 
     Returns:
-        The metrics of each update; and this rank's weights and state after each of them.
+        The metrics of each update; and this rank's weights and state after each step.
     """
     actor = _build(rank, world_size, url, folder, layout, settings)
     metrics, states = [], []
     for _ in range(3):
-        begin(actor, samples, layout, 1)
-        metrics.append(actor.update(0, COEFFICIENTS))
-        if rounds:
-            for held in actor.optimizer.states():
-                for kind in ("exp_avg", "exp_avg_sq"):
-                    held.tensors[kind].copy_(held.tensors[kind].bfloat16())
+        begin(actor, samples, layout, 2)
+        for i in range(2):
+            metrics.append(actor.update(i, COEFFICIENTS))
+            if rounds:
+                for held in actor.optimizer.states():
+                    for kind in ("exp_avg", "exp_avg_sq"):
+                        held.tensors[kind].copy_(held.tensors[kind].bfloat16())
         states.append(_state(actor))
         if settings:
             _disturb(actor, samples, layout)

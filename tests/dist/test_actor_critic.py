@@ -12,6 +12,7 @@ from scenarios import OPTIMIZER, Layout, denominators
 from test_actor_layouts import LAYOUTS, learning_rate
 
 from megatron_rl.algorithms.value_loss import value_loss
+from megatron_rl.config.policy import MegatronConfig
 from megatron_rl.layout import read_shape
 from megatron_rl.types import Mesh
 
@@ -115,6 +116,20 @@ def test_values_and_gradients_are_those_of_plain_pytorch(
     assert ranks[0][0][2][1]["clipfrac"] > 0, "the clip is felt"
     assert read_shape(export).value_head
     check_export(export, samples)
+
+
+def test_a_value_head_is_gathered_before_it_is_used(trainers, critic_folder, samples, returns):
+    """Each parameter is a bucket of its own, so the head's arrives with no other."""
+    runs = []
+    for overlap in (False, True):
+        ddp = {"overlap_grad_reduce": True, "overlap_param_gather": overlap, "bucket_size": 1}
+        layout = Layout(Mesh(data=2), megatron=MegatronConfig(ddp=ddp))
+        arguments = {"folder": critic_folder, "samples": samples, "layout": layout, "returns": returns}
+        runs.append(trainers.run("critic_scenarios.learn", 2, **arguments))
+    for steps, expected in zip(*runs, strict=True):
+        for (values, *told), (values2, *told2) in zip(steps, expected, strict=True):
+            assert told == told2
+            assert all(np.array_equal(values[index], values2[index]) for index in values | values2)
 
 
 def _actions(sample):

@@ -20,6 +20,7 @@ from test_actor_checkpoint import check_resumed
 from test_actor_layouts import check, plain_pytorch
 
 from shares import TrainSample
+from megatron_rl.config.policy import MegatronConfig
 from megatron_rl.tools import megatron_to_hf
 from megatron_rl.types import Mesh, Tokens
 
@@ -155,6 +156,28 @@ def test_every_layout_trains_like_plain_pytorch(trainers, folders, long_samples,
     layout = LAYOUTS[layout_name]
     results = trainers.run("train", layout.mesh.world_size, folder=folders[name], samples=long_samples, layout=layout)
     check(results, references(name))
+
+
+@pytest.mark.parametrize(
+    "name, mesh",
+    [
+        ("olmo3", Mesh(data=2)),
+        ("qwen2", Mesh(pipeline=2, data=2)),
+        ("qwen3_moe", Mesh(tensor=2, data=2, expert=2, expert_tensor=1)),
+        ("deepseek_v3", Mesh(tensor=2, data=2)),
+    ],
+    ids=str,
+)
+def test_every_parameter_is_gathered_before_it_is_used(trainers, folders, long_samples, name, mesh):
+    """Each parameter is a bucket of its own, so none arrives with another one."""
+    runs = []
+    for overlap in (False, True):
+        ddp = {"overlap_grad_reduce": True, "overlap_param_gather": overlap, "bucket_size": 1}
+        layout = Layout(mesh, num_microbatches=2, megatron=MegatronConfig(ddp=ddp))
+        runs.append(
+            trainers.run("train", mesh.world_size, folder=folders[name], samples=long_samples, layout=layout)
+        )
+    assert runs[0] == runs[1]
 
 
 MESHES = [(name, mesh) for name in MODELS for mesh in (Mesh(), Mesh(tensor=2))]

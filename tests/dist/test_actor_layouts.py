@@ -301,9 +301,12 @@ def test_virtual_stages_with_different_numbers_of_layers(trainers, deep_model_fo
     check(results, plain_pytorch(deep_model_folder, samples, 3))
 
 
+OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 5000}
 SWITCHES = {
     "dp2_overlap": (Mesh(data=2), {"ddp": {"overlap_grad_reduce": True, "bucket_size": 5000}}),
-    "pp2_dp2_overlap": (Mesh(pipeline=2, data=2), {"ddp": {"overlap_grad_reduce": True, "bucket_size": 5000}}),
+    "dp2_overlap_both": (Mesh(data=2), {"ddp": OVERLAP}),
+    "pp2_dp2_overlap": (Mesh(pipeline=2, data=2), {"ddp": OVERLAP}),
+    "pp2_cp2_virtual_overlap": (Mesh(pipeline=2, context=2, virtual=2), {"ddp": OVERLAP}),
     "tp2_recompute_attention": (
         Mesh(tensor=2),
         {"transformer": {"recompute_granularity": "selective", "recompute_modules": ("core_attn",)}},
@@ -331,6 +334,24 @@ def test_megatrons_own_switches_change_no_number(trainers, model_folder, samples
     layout = Layout(mesh, num_microbatches=2, megatron=MegatronConfig(**switches))
     results = trainers.run("train", mesh.world_size, folder=model_folder, samples=samples, layout=layout)
     check(results, reference)
+
+
+def test_weights_that_are_gathered_beside_the_next_pass_are_the_same_to_the_bit(
+    trainers, model_folder, samples, tmp_path
+):
+    """Two steps of two updates, with a checkpoint between them: whole on both ranks whenever they may be read. The
+    buckets are the same, because the norm of the gradient is summed over them."""
+    runs = {}
+    for name, ddp in {"plain": OVERLAP | {"overlap_param_gather": False}, "overlap": OVERLAP}.items():
+        layout = Layout(Mesh(data=2), megatron=MegatronConfig(ddp=ddp))
+        arguments = dict(folder=model_folder, samples=samples, layout=layout, checkpoint=tmp_path / name)
+        runs[name] = trainers.run("save_and_go_on", 2, **arguments)
+    for (mismatch, metrics, parameters), expected in zip(runs["overlap"], runs["plain"], strict=True):
+        assert (mismatch, metrics) == expected[:2]
+        for name, values in parameters.items():
+            assert np.array_equal(values, expected[2][name]) and np.array_equal(values, runs["overlap"][0][2][name])
+    plain, overlap = ({p.name: p.read_bytes() for p in (tmp_path / name).glob("*.distcp")} for name in runs)
+    assert plain == overlap != {}
 
 
 def test_supervised_training_computes_no_old_log_probs(trainers, model_folder, samples):

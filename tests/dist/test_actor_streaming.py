@@ -10,9 +10,10 @@ import torch
 from scenarios import Layout
 from streaming_scenarios import NUM_ELEMENTS
 from test_actor_families import LAYOUTS as FAMILY_LAYOUTS
+from test_actor_layouts import OVERLAP
 
 from megatron_rl.actor.checkpoint import read_manifest
-from megatron_rl.config.policy import IN_FLIGHT, OptimizerConfig
+from megatron_rl.config.policy import IN_FLIGHT, MegatronConfig, OptimizerConfig
 from megatron_rl.layout import read_shape
 from megatron_rl.recipes.parameters import rank_parameters
 from megatron_rl.types import Mesh
@@ -22,7 +23,8 @@ LAYOUTS = {
     "one_bf16": Layout(dtype="bfloat16"),
     "tp2": Layout(Mesh(tensor=2)),
     "dp2": Layout(Mesh(data=2)),  # the optimizer's parameters are views of the weights
-    "dp2_bf16": Layout(Mesh(data=2), dtype="bfloat16"),  # it has fp32 copies of its part of them
+    # It has fp32 copies of its part of them.
+    "dp2_bf16": Layout(Mesh(data=2), dtype="bfloat16", megatron=MegatronConfig(ddp=OVERLAP)),
     "pp2_virtual_bf16": Layout(Mesh(pipeline=2, virtual=2), num_microbatches=2, dtype="bfloat16"),
 }
 NORMS = ("param_norm", "update_ratio")
