@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -32,7 +32,7 @@ from megatron_rl.config.policy import IN_FLIGHT, PIECE_ELEMENTS, PolicyConfig
 def build_optimizer(chunks: Sequence[DistributedDataParallel], policy: PolicyConfig, total_steps: int) -> Optimizer:
     """
     Raises:
-        ValueError: a setting of `policy.megatron.optimizer` is unknown or refused, or does not go with the others.
+        ValueError: a setting of `policy.megatron.optimizer` is unknown or refused.
     """
     if policy.optimizer.rests:
         return StreamedOptimizer(chunks, policy, total_steps)
@@ -98,11 +98,6 @@ class StreamedOptimizer(Optimizer):
     def __init__(self, chunks: Sequence[DistributedDataParallel], policy: PolicyConfig, total_steps: int) -> None:
         with _NoCopies():
             super().__init__(chunks, policy, total_steps)
-        if chunks[0].config.fp8_param:
-            raise ValueError(
-                "policy.optimizer.offload and policy.optimizer.moments need weights in bfloat16 or float32; leave out "
-                "policy.megatron.transformer.fp8_param"
-            )
         self._offloads = policy.optimizer.offload
         self._moments = getattr(torch, policy.optimizer.moments)
         self._arriving, self._leaving = _Copies(), _Copies()
@@ -129,19 +124,15 @@ class StreamedOptimizer(Optimizer):
 
     @torch.no_grad()
     def weights_changed(self) -> None:
-        for _, pieces in self._pieces:
-            for piece in pieces:
-                for segment in piece.segments:
-                    if segment.interval.has_copy:
-                        piece.resting[COPY][segment.place].copy_(segment.weights.float())
+        for piece, segment in self._segments():
+            if segment.interval.has_copy:
+                piece.resting[COPY][segment.place].copy_(segment.weights.float())
 
     def states(self) -> Iterator[AdamState]:
-        for _, pieces in self._pieces:
-            for piece in pieces:
-                for segment in piece.segments:
-                    name = self._names[id(segment.interval.parameter)]
-                    tensors = {kind: tensor[segment.place] for kind, tensor in piece.resting.items()}
-                    yield AdamState(name, segment.start, segment.stop, tensors)
+        for piece, segment in self._segments():
+            name = self._names[id(segment.interval.parameter)]
+            tensors = {kind: tensor[segment.place] for kind, tensor in piece.resting.items()}
+            yield AdamState(name, segment.start, segment.stop, tensors)
 
     def resume_at(self, num_updates: int) -> None:
         self._scheduler.num_steps = num_updates
@@ -151,6 +142,11 @@ class StreamedOptimizer(Optimizer):
         for _, pieces in self._pieces:
             for piece in pieces:
                 yield from (tensor for tensor in piece.resting.values() if tensor.device == platform.device())
+
+    def _segments(self) -> Iterator[tuple[Piece, Segment]]:
+        for _, pieces in self._pieces:
+            for piece in pieces:
+                yield from ((piece, segment) for segment in piece.segments)
 
     def _apply(self) -> list[Norms]:
         found = []
@@ -225,7 +221,7 @@ class _Copies:
     def __init__(self) -> None:
         self._stream = torch.cuda.Stream() if platform.HAS_CUDA else None
 
-    def behind_computation(self):
+    def behind_computation(self) -> AbstractContextManager[object]:
         """The block whose copies begin when what has been computed so far is done."""
         if self._stream is None:
             return nullcontext()

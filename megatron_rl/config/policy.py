@@ -182,3 +182,13 @@ class PolicyConfig(Section):
     """The coefficient of the z-loss of each layer with experts (arXiv:2202.08906): the mean over all tokens of a
     mini-batch of the squared log-sum-exp of the router's logits, which keeps the logits small. 0 means no such
     loss."""
+
+    @model_validator(mode="after")
+    def _state_rests_beside_plain_weights(self) -> PolicyConfig:
+        megatron = self.megatron
+        if self.optimizer.rests and (megatron.transformer.get("fp8_param") or megatron.ddp.get("fp8_param_gather")):
+            raise ValueError(
+                "optimizer.offload and optimizer.moments need weights in bfloat16 or float32; leave out "
+                "megatron.transformer.fp8_param and megatron.ddp.fp8_param_gather"
+            )
+        return self

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from megatron_rl.actor import platform  # noqa: F401  before Megatron: it silences its import
 from megatron_rl.actor.adam import Interval
 from megatron_rl.actor.streaming import cut
-from megatron_rl.config.policy import OptimizerConfig
+from megatron_rl.config.policy import OptimizerConfig, PolicyConfig
 
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 70)), max_size=8), st.integers(1, 20))
@@ -35,3 +35,10 @@ def test_a_moment_that_bfloat16_never_lets_decay_is_refused():
     with pytest.raises(ValidationError, match=r"a moment that keeps 0.999 of itself .* both must be below 0.99609375"):
         OptimizerConfig(moments="bfloat16", betas=(0.9, 0.999))
     assert not OptimizerConfig(betas=(0.9, 0.999)).rests
+
+
+@pytest.mark.parametrize("megatron", [{"transformer": {"fp8_param": True}}, {"ddp": {"fp8_param_gather": True}}])
+def test_a_state_that_rests_beside_weights_in_fp8_is_refused(megatron):
+    assert PolicyConfig(megatron=megatron, optimizer={}).megatron.model_dump(exclude_defaults=True) == megatron
+    with pytest.raises(ValidationError, match="need weights in bfloat16 or float32; leave out megatron.transformer"):
+        PolicyConfig(megatron=megatron, optimizer={"offload": True})
