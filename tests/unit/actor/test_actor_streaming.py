@@ -14,7 +14,7 @@ from megatron_rl.actor.streaming import cut
 from megatron_rl.config.policy import OptimizerConfig, PolicyConfig
 
 
-@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 70)), max_size=8), st.integers(1, 20))
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 25)), max_size=6), st.integers(1, 12))
 def test_pieces_hold_every_element_once_and_in_order(bounds, num_elements):
     owned = [Interval(None, None, start, start + size, i) for i, (start, size) in enumerate(bounds)]
     pieces = list(cut(owned, num_elements))
