@@ -190,6 +190,7 @@ def describe_hours(config: GrpoRunConfig, shape: ModelShape, memory: RunMemory, 
         dtype=config.model.dtype,
         recompute=config.model.recompute,
         gpus_per_node=config.cluster.gpus_per_node or 8,
+        optimizer=config.policy.optimizer,
     )
     num_parameters = FAMILIES[shape.family].num_parameters(shape)
     # While answers of all ages are decoded, they have half of the largest length in the mean.

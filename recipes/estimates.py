@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_rl.balance import flops_by_layer, forward_flops, plan_microbatches, training_flops
-from megatron_rl.balance.hardware import BANDWIDTH, DECODING_SHARE, PEAK_FLOPS, TRAINING_SHARE
-from megatron_rl.config.policy import ParallelConfig
+from megatron_rl.balance.hardware import BANDWIDTH, DECODING_SHARE, HOST_LINK, PEAK_FLOPS, TRAINING_SHARE
+from megatron_rl.config.policy import OptimizerConfig, ParallelConfig
 from megatron_rl.config.schema import BaseConfig, GrpoRunConfig, SftRunConfig
 from megatron_rl.layout import Links
 from megatron_rl.recipes.parameters import BYTES, expert_data_ways, rank_parameters
@@ -80,10 +80,11 @@ def training_seconds(
     dtype: str,
     recompute: str,
     gpus_per_node: int,
+    optimizer: OptimizerConfig = OptimizerConfig(),
 ) -> float:
     """The seconds of a step's forward passes and updates:
 
-        C (1 + (p - 1) / (m v)) + (T + E + X) + D
+        C (1 + (p - 1) / (m v)) + (T + E + X) + D + O
 
     C is the time of the FLOPs of the slowest stage at TRAINING_SHARE of the peak; the last stage has the output layer
     beside its layers. The factor is that of a pipeline of p stages of v chunks
@@ -101,7 +102,8 @@ def training_seconds(
            of experts over their own group.
 
     A forward pass counts once, the backward pass of T and E once more, that of X twice, and a recomputation once. A
-    group that is larger than a node sends at the rate of a NIC, any other at that of NVLink.
+    group that is larger than a node sends at the rate of a NIC, any other at that of NVLink. O is the time in which an
+    offloaded optimizer state passes from the node's memory to the GPU and back in each update, both ways at once.
 
     Args:
         num_micro: the number of micro-batches of a rank in an update.
@@ -139,7 +141,8 @@ def training_seconds(
         one.dense * (dense_ways - 1) / dense_ways + one.expert * (expert_ways - 1) / expert_ways for one in held
     )
     sent_s += work.num_updates * reduced * (4 + width) / rate(mesh.stage_size if dense_ways > 1 else 1)
-    return float(compute_s + sent_s)
+    moved = max(one.state_bytes(mesh, dtype, optimizer) for one in held) if optimizer.offload else 0.0
+    return float(compute_s + sent_s + work.num_updates * moved / HOST_LINK)
 
 
 def _slowest_stage(length: int, shape: ModelShape, mesh: Mesh) -> float:

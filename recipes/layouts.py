@@ -7,9 +7,9 @@ configured layout is among the candidates.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from megatron_rl.config.policy import ParallelConfig
+from megatron_rl.config.policy import OptimizerConfig, ParallelConfig
 from megatron_rl.config.schema import BaseConfig, GrpoRunConfig
 from megatron_rl.layout import FAMILIES
 from megatron_rl.recipes.estimates import largest_plan, largest_work, num_microbatches, training_seconds
@@ -31,6 +31,8 @@ MAX_SHOWN = 10
 class Layout:
     parallel: ParallelConfig
     recompute: str
+    offload: bool
+    """Whether the optimizer's state is in the memory of the nodes."""
     seconds: float
     """The trainer's time of a step in which every sample has the largest length."""
     memory: GpuMemory
@@ -43,7 +45,7 @@ class Layout:
         experts = f", EP{mesh.expert} x ETP{mesh.expert_ways}" if mesh.expert > 1 else ""
         stages = f" of {' '.join(map(str, self.parallel.layers))} layers" if self.parallel.layers else ""
         parts = f" x VPP{mesh.virtual}" if mesh.virtual > 1 else ""
-        return f"{text}{parts}{experts}{stages}, recompute {self.recompute}"
+        return f"{text}{parts}{experts}{stages}, recompute {self.recompute}{', offload' if self.offload else ''}"
 
     @property
     def overrides(self) -> list[str]:
@@ -52,20 +54,20 @@ class Layout:
         if self.parallel.layers is not None:
             chosen["layers"] = list(self.parallel.layers)
         keys = [f"policy.parallel.{name}={str(value).lower().replace(' ', '')}" for name, value in chosen.items()]
-        return [*keys, f"model.recompute={self.recompute}"]
+        return [*keys, f"model.recompute={self.recompute}", f"policy.optimizer.offload={str(self.offload).lower()}"]
 
 
 def fitting_layouts(config: BaseConfig, shape: ModelShape) -> list[Layout]:
-    """The fastest layouts of the trainer that fit, MAX_SHOWN at most, with as many GPUs as the configuration has. The
-    engines stay as they are. Stages whose number does not divide the layers get those of `layers: auto`.
+    """The fastest layouts of the trainer that fit, MAX_SHOWN at most, and the configured one if it is slower and fits,
+    with as many GPUs as the configuration has. The engines stay as they are. Stages whose number does not divide the
+    layers get those of `layers: auto`. Where a layout only fits with an offloaded optimizer state, it is offered so.
 
     The bridge's communicators depend on the layout, and planning a transfer takes longer than everything else. So the
     layouts are ordered without them, and only the fastest ones are planned.
     """
     gpus_per_node = config.cluster.gpus_per_node or 8
     work, limit = largest_work(config), trainer_limit(config) - resident_bytes(config, shape)
-    num_tokens, optimizer = config.balance.max_tokens_per_microbatch, config.policy.optimizer
-    bucket_bytes = config.bridge.bucket_mib * 2**20 if isinstance(config, GrpoRunConfig) else 0.0
+    num_tokens = config.balance.max_tokens_per_microbatch
     planned: dict[tuple[int, ...], int] = {}
     """The number of micro-batches by what it depends on: data-parallel ranks, alignment, and what divides it."""
     candidates = []
@@ -73,13 +75,13 @@ def fitting_layouts(config: BaseConfig, shape: ModelShape) -> list[Layout]:
         if parallel.alignment > num_tokens:
             continue
         for recompute in ("none", "full"):
-            model = config.model.model_copy(update={"recompute": recompute})
-            memory = trainer_memory(shape, model, parallel, num_tokens, bucket_bytes, 0.0, optimizer)
-            if max(memory.totals) > limit:
+            fitting = _fitting(config, shape, parallel, recompute, limit, bridge_bytes=0.0)
+            if fitting is None:
                 continue
             key = (parallel.data, parallel.alignment, parallel.microbatch_multiple)
             if key not in planned:
                 planned[key] = num_microbatches(largest_plan(config, shape, parallel))
+            optimizer, memory = fitting
             seconds = training_seconds(
                 work,
                 shape,
@@ -88,22 +90,45 @@ def fitting_layouts(config: BaseConfig, shape: ModelShape) -> list[Layout]:
                 dtype=config.model.dtype,
                 recompute=recompute,
                 gpus_per_node=gpus_per_node,
+                optimizer=optimizer,
             )
-            candidates.append(Layout(parallel, recompute, seconds, memory))
+            candidates.append(Layout(parallel, recompute, optimizer.offload, seconds, memory))
     candidates.sort(key=lambda layout: layout.seconds)
-    if not isinstance(config, GrpoRunConfig):
-        return candidates[:MAX_SHOWN]
     found: list[Layout] = []
     for layout in candidates:
+        present = config.policy.parallel, config.model.recompute
+        if len(found) >= MAX_SHOWN and (layout.parallel, layout.recompute) != present:
+            continue
+        if not isinstance(config, GrpoRunConfig):
+            found.append(layout)
+            continue
         plan = planned_transfer(config, shape, layout.parallel.mesh)
         bridge_bytes = bridge_communicators(plan, config.cluster.colocate).trainer
-        model = config.model.model_copy(update={"recompute": layout.recompute})
-        memory = trainer_memory(shape, model, layout.parallel, num_tokens, bucket_bytes, bridge_bytes, optimizer)
-        if max(memory.totals) <= limit:
-            found.append(Layout(layout.parallel, layout.recompute, layout.seconds, memory))
-        if len(found) == MAX_SHOWN:
-            break
+        fitting = _fitting(config, shape, layout.parallel, layout.recompute, limit, bridge_bytes)
+        if fitting is not None:
+            optimizer, memory = fitting
+            found.append(replace(layout, offload=optimizer.offload, memory=memory))
     return found
+
+
+def _fitting(
+    config: BaseConfig,
+    shape: ModelShape,
+    parallel: ParallelConfig,
+    recompute: str,
+    limit: float,
+    bridge_bytes: float,
+) -> tuple[OptimizerConfig, GpuMemory] | None:
+    """The trainer's memory in a layout, if it fits, with an offloaded optimizer state where it must be."""
+    model = config.model.model_copy(update={"recompute": recompute})
+    bucket_bytes = config.bridge.bucket_mib * 2**20 if isinstance(config, GrpoRunConfig) else 0.0
+    num_tokens, present = config.balance.max_tokens_per_microbatch, config.policy.optimizer
+    for offload in (False, True)[present.offload :]:
+        optimizer = present.model_copy(update={"offload": offload})
+        memory = trainer_memory(shape, model, parallel, num_tokens, bucket_bytes, bridge_bytes, optimizer)
+        if max(memory.totals) <= limit:
+            return optimizer, memory
+    return None
 
 
 def resident_bytes(config: BaseConfig, shape: ModelShape) -> float:

@@ -1,8 +1,9 @@
 """Print what a run needs before it is started: the memory of its GPUs by phase, and the trainer's layouts that fit.
 
 The arguments are those of the recipes: YAML files and overrides, merged from left to right. The first table is that of
-the dry run (recipes/memory.py has what it counts). The second one has at most 10 layouts of the trainer on the same
-number of GPUs that fit into their memory, the fastest one first; the times are those of recipes/estimates.py for a step
+the dry run (recipes/memory.py has what it counts). The second one has the 10 fastest layouts of the trainer on the same
+number of GPUs that fit into their memory, and the configured one; where it must be, the optimizer's state is offloaded
+to the memory of the nodes. The times are those of recipes/estimates.py for a step
 in which every sample has the largest length. With --json each layout also has its overrides. Neither weights nor GPUs
 are needed. The exit status is 0 if the run fits, and 1 if it does not or if the configuration is wrong.
 
@@ -65,7 +66,11 @@ def shown(layouts: Sequence[Layout], config: BaseConfig) -> Table:
     table.add_column("a step, s", justify="right")
     table.add_column("GB", justify="right")
     for layout in layouts:
-        is_present = layout.parallel.mesh == config.policy.parallel.mesh and layout.recompute == config.model.recompute
+        is_present = (layout.parallel.mesh, layout.recompute, layout.offload) == (
+            config.policy.parallel.mesh,
+            config.model.recompute,
+            config.policy.optimizer.offload,
+        )
         name = layout.label + (" (configured)" if is_present else "")
         table.add_row(name, f"{layout.seconds:,.0f}", f"{max(layout.memory.totals) / 1e9:.1f}")
     return table
@@ -96,8 +101,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console.print(shown(layouts, config))
     elif memory.on_gpus:
         console.print(
-            f"No layout of the trainer fits on {config.policy.parallel.mesh.world_size} GPUs. Use more GPUs, set "
-            f"policy.optimizer.offload, or lower balance.max_tokens_per_microbatch.",
+            f"No layout of the trainer fits on {config.policy.parallel.mesh.world_size} GPUs. Use more GPUs, or lower "
+            f"balance.max_tokens_per_microbatch.",
             soft_wrap=True,
         )
     return 1 if memory.problems else 0

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_rl.balance.flops import forward_flops, training_flops
 from megatron_rl.config.load import validate
-from megatron_rl.config.policy import ParallelConfig
+from megatron_rl.config.policy import OptimizerConfig, ParallelConfig
 from megatron_rl.config.schema import GrpoRunConfig, SftRunConfig
 from megatron_rl.layout import read_shape
 from megatron_rl.recipes.estimates import (
@@ -31,14 +31,24 @@ RATE = 989e12 * 0.4
 """The FLOPs per second that one GPU is taken to reach."""
 
 
-def seconds(shape, work=WORK, micro=4, recompute="none", **parallel) -> float:
-    return training_seconds(
-        work, shape, ParallelConfig(**parallel), micro, dtype="bfloat16", recompute=recompute, gpus_per_node=8
-    )
+def seconds(shape, work=WORK, micro=4, recompute="none", optimizer=OptimizerConfig(), **parallel) -> float:
+    how = {"dtype": "bfloat16", "recompute": recompute, "gpus_per_node": 8, "optimizer": optimizer}
+    return training_seconds(work, shape, ParallelConfig(**parallel), micro, **how)
 
 
 def test_one_gpu_only_computes():
     assert seconds(SHAPE) == pytest.approx(training_flops(WORK.lengths, SHAPE).sum() / RATE)
+
+
+@pytest.mark.parametrize(("moments", "width"), [("float32", 12), ("bfloat16", 8)])
+def test_an_offloaded_state_crosses_the_link_to_the_host_in_each_update(moments, width):
+    """Each GPU of TP8 has the state of its eighth of the parameters."""
+    work, held = replace(WORK, num_updates=3), rank_parameters(SHAPE, ParallelConfig(tensor=8).mesh, 0)
+    kept, offloaded = (
+        seconds(SHAPE, work, optimizer=OptimizerConfig(moments=moments, offload=offload), tensor=8)
+        for offload in (False, True)
+    )
+    assert offloaded - kept == pytest.approx(3 * width * held.total / 50e9)
 
 
 def test_forward_passes_before_the_updates_are_added():

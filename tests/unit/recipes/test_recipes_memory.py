@@ -328,13 +328,25 @@ def test_the_kind_of_layers_is_the_actors(monkeypatch):
 def test_layouts_that_fit_come_fastest_first():
     run = config(model={"recompute": "none"})
     layouts = fitting_layouts(run, SHAPE)
-    assert 0 < len(layouts) <= MAX_SHOWN
+    assert 0 < len(layouts) <= MAX_SHOWN + 1
     seconds = [layout.seconds for layout in layouts]
     assert seconds == sorted(seconds)
     for layout in layouts:
         assert layout.parallel.mesh.world_size == 32
-        changed = config(layout.parallel.model_dump(exclude_defaults=True), model={"recompute": layout.recompute})
+        parallel = layout.parallel.model_dump(exclude_defaults=True)
+        policy = {"parallel": parallel, "optimizer": {"offload": layout.offload}}
+        changed = config(policy=policy, model={"recompute": layout.recompute})
         assert run_memory(changed, SHAPE).trainer == layout.memory and max(layout.memory.totals) <= 80e9
+
+
+def test_a_state_is_offloaded_only_where_the_layout_does_not_fit_otherwise():
+    layouts = fitting_layouts(config({"tensor": 4, "pipeline": 4}), SHAPE)
+    assert {layout.offload for layout in layouts} == {False, True}
+    for layout in layouts:
+        policy = {"parallel": layout.parallel.model_dump(exclude_defaults=True)}
+        kept = run_memory(config(policy=policy, model={"recompute": layout.recompute}), SHAPE).trainer
+        assert layout.offload == (max(kept.totals) > 80e9)
+        assert layout.label.endswith(", offload") == layout.offload
 
 
 def test_the_command_prints_tables_or_json(capsys, monkeypatch):
