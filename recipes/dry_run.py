@@ -148,22 +148,32 @@ def describe_memory(config: BaseConfig, shape: ModelShape, console: Console) -> 
     more.add_row("layers", "Transformer Engine's" if memory.fused else "Megatron's local layers")
     modes = [f"{total / 1e9:.2f} GB with {mode}" for mode, total in memory.training_bytes.items()]
     more.add_row("trainer in training, by model.recompute", ", ".join(modes))
-    if memory.is_shared:
-        sides = [one for one in (memory.trainer, memory.critic) if one is not None]
-        held = [one.parts[part][0] for one in sides for part in ("weights", "optimizer state") if part in one.parts]
-        ranks = "a trainer rank" if memory.critic is None else "a trainer rank and a critic's rank together"
-        more.add_row("lent to the engines, in the node's memory", f"{gigabytes(sum(held))} {ranks}")
-    for side, one in (("a trainer rank", memory.trainer), ("a critic's rank", memory.critic)):
-        if one is not None and one.host_bytes:
-            more.add_row("optimizer state, in the node's memory", f"{gigabytes(one.host_bytes)} {side}")
-    if memory.reference_bytes:
-        more.add_row("reference policy, in the node's memory", f"{gigabytes(memory.reference_bytes)} a trainer rank")
     if memory.engine is not None:
         longest = config.rollout.max_model_tokens
         held = f"{memory.engine.longest:,} sequences of {longest:,} tokens, {memory.engine.half:,} of {longest // 2:,}"
         more.add_row("KV cache of an engine", held)
     console.print(more)
+    if memory.on_gpus:
+        console.print(_table_of_nodes(config, memory))
     return memory
+
+
+def _table_of_nodes(config: BaseConfig, memory: RunMemory) -> Table:
+    """What the ranks keep in the memory of their nodes."""
+    cluster, sides = config.cluster, {"a trainer rank": memory.trainer, "a critic's rank": memory.critic}
+    of_node = 1
+    if cluster.gpus_per_node is not None:
+        of_node = min(int(cluster.gpus_per_node // cluster.gpus_per_trainer), config.policy.parallel.mesh.world_size)
+    table = Table(title="in the nodes' memory, in GB", title_justify="left")
+    for column in ("", "one", f"{of_node} of a node"):
+        table.add_column(column, justify="right" if column else "left")
+    for name, side in sides.items():
+        parts = side.host if side else {}
+        rows = [(name, sum(parts.values())), *((f"  {part}", size) for part, size in parts.items())]
+        for row, size in rows if parts else ():
+            style = "bold" if row == name else ""
+            table.add_row(row, f"{size / 1e9:.2f}", f"{of_node * size / 1e9:.2f}", style=style)
+    return table
 
 
 def check_memory(memory: RunMemory) -> None:

@@ -9,8 +9,8 @@ for them.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, get_args
 
 import numpy as np
@@ -48,6 +48,8 @@ PHASES: tuple[Phase, ...] = get_args(Phase)
 
 TRAINER_LENDS = {"weights": (1, 1, 0), "gradients (fp32)": (1, 0, 0), "optimizer state": (1, 0, 0)}
 CRITIC_LENDS = {**TRAINER_LENDS, "weights": (1, 0, 0)}
+COPIED = ("weights", "optimizer state")
+"""What trainers and critic have in the memory of the node while the engines have the GPU."""
 ENGINE_LENDS = {"weights": (0, 1, 1), "KV cache": (0, 0, 1)}
 """The parts that trainers, critic and engines which share GPUs lend each other, and whether they are there in each of
 PHASES (`actor.phases.HOLDS`, `rollout.engine.HOLDS`)."""
@@ -61,19 +63,24 @@ class GpuMemory:
     """The rank or ranks that use the GPU."""
     parts: Mapping[str, tuple[float, float, float]]
     """The bytes of each part in each of PHASES."""
-    host_bytes: float = 0.0
-    """The bytes of optimizer state in the memory of the node (`optimizer.offload`)."""
+    host: Mapping[str, float] = field(default_factory=dict)
+    """The bytes that the rank keeps in the memory of its node, by what they are."""
 
     @property
     def totals(self) -> tuple[float, ...]:
         """The bytes of each of PHASES."""
         return tuple(sum(values[phase] for values in self.parts.values()) for phase in range(len(PHASES)))
 
-    def lending(self, there: Mapping[str, tuple[int, int, int]]) -> GpuMemory:
-        """The memory of a side that gives the parts in `there` up in the phases that have a 0."""
+    def lending(self, there: Mapping[str, tuple[int, int, int]], *, copied: Sequence[str] = ()) -> GpuMemory:
+        """The memory of a side that gives the parts in `there` up in the phases that have a 0.
+
+        Args:
+            copied: the parts that are meanwhile in the memory of the node.
+        """
         held = {name: there.get(name, (1, 1, 1)) for name in self.parts}
         parts = {name: tuple(a * b for a, b in zip(size, held[name])) for name, size in self.parts.items()}
-        return replace(self, parts=parts)
+        lent = sum(self.parts[name][0] for name in copied if name in self.parts)
+        return replace(self, parts=parts, host={**self.host, "lent to the engines": lent} if lent else self.host)
 
     @classmethod
     def together(cls, *sides: GpuMemory) -> GpuMemory:
@@ -144,6 +151,7 @@ def trainer_memory(
     bucket_bytes: float = 0.0,
     bridge_bytes: float | None = None,
     optimizer: OptimizerConfig = OptimizerConfig(),
+    num_mirrors: int = 0,
 ) -> GpuMemory:
     """The memory of a rank of the fullest stage.
 
@@ -152,6 +160,7 @@ def trainer_memory(
         bucket_bytes: the largest size of one of the bridge's messages.
         bridge_bytes: the memory of the bridge's NCCL communicators; None means that the trainers run on CPUs, with
             local layers and without NCCL.
+        num_mirrors: the number of states that the nodes keep for each rank.
     """
     mesh, width = parallel.mesh, BYTES[model.dtype]
     fused = bridge_bytes is not None and has_fused_layers(shape, model)
@@ -171,9 +180,13 @@ def trainer_memory(
             "NCCL communicators of the bridge": _always(bridge_bytes or 0.0),
             "two buffers of the bridge": _always(2 * bucket_bytes),
         }
-        host_bytes = held.state_bytes(mesh, model.dtype, optimizer) if optimizer.offload else 0.0
+        state = held.state_bytes(mesh, model.dtype, optimizer)
+        host = {"optimizer state": state} if optimizer.offload else {}
+        host["a checkpoint's copy"] = held.state_elements(mesh) * width + state
+        if num_mirrors:
+            host[f"{num_mirrors} mirrors"] = num_mirrors * (held.weight_bytes(model.dtype) + state)
         return GpuMemory(
-            f"trainer, stage {stage}", {name: values for name, values in parts.items() if max(values)}, host_bytes
+            f"trainer, stage {stage}", {name: values for name, values in parts.items() if max(values)}, host
         )
 
     return max((of_stage(stage) for stage in range(mesh.pipeline)), key=lambda memory: max(memory.totals))
@@ -304,8 +317,6 @@ class RunMemory:
     """None if the run has no engines on GPUs."""
     is_shared: bool
     """Whether each trainer rank shares its GPU with a rank of an engine, and with one of the critic if there is one."""
-    reference_bytes: float
-    """What each trainer rank keeps of the reference policy in the memory of its node; 0 without a reference."""
     fused: bool
     """Whether the trainer's layers are Transformer Engine's."""
     critic: GpuMemory | None = None
@@ -395,7 +406,13 @@ def critic_memory(config: GrpoRunConfig, policy: ModelShape) -> GpuMemory:
     shape = critic_shape(read_shape(model.path) if critic.model and model.path.exists() else policy)
     bridge_bytes = 0.0 if config.cluster.gpus_per_trainer else None
     memory = trainer_memory(
-        shape, model, critic.parallel, num_tokens, bridge_bytes=bridge_bytes, optimizer=critic.optimizer
+        shape,
+        model,
+        critic.parallel,
+        num_tokens,
+        bridge_bytes=bridge_bytes,
+        optimizer=critic.optimizer,
+        num_mirrors=num_mirrors(config, critic.parallel),
     )
     return replace(memory, name=memory.name.replace("trainer", "critic"))
 
@@ -412,7 +429,7 @@ def run_memory(config: BaseConfig, shape: ModelShape) -> RunMemory:
     communicators, engine, bucket_bytes, reference = BridgeBytes(), None, 0.0, 0.0
     critic = critic_memory(config, shape) if isinstance(config, GrpoRunConfig) and config.critic else None
     if critic is not None and cluster.colocate:
-        critic = critic.lending(CRITIC_LENDS)
+        critic = critic.lending(CRITIC_LENDS, copied=COPIED)
     if isinstance(config, GrpoRunConfig):
         bucket_bytes = config.bridge.bucket_mib * 2**20
         plan = planned_transfer(config, shape, parallel.mesh)
@@ -432,9 +449,18 @@ def run_memory(config: BaseConfig, shape: ModelShape) -> RunMemory:
         num_tokens = config.balance.max_tokens_per_microbatch
         bridge_bytes = communicators.trainer if on_gpus else None
         memory = trainer_memory(
-            shape, chosen, parallel, num_tokens, bucket_bytes, bridge_bytes, config.policy.optimizer
+            shape,
+            chosen,
+            parallel,
+            num_tokens,
+            bucket_bytes,
+            bridge_bytes,
+            config.policy.optimizer,
+            num_mirrors(config, parallel),
         )
-        return memory.lending(TRAINER_LENDS) if cluster.colocate else memory
+        if reference:
+            memory = replace(memory, host={**memory.host, "reference policy": reference})
+        return memory.lending(TRAINER_LENDS, copied=COPIED) if cluster.colocate else memory
 
     return RunMemory(
         trainer=of_trainer(model.recompute),
@@ -443,10 +469,17 @@ def run_memory(config: BaseConfig, shape: ModelShape) -> RunMemory:
         gpu_bytes=gpu_bytes(config),
         engine=engine,
         is_shared=cluster.colocate,
-        reference_bytes=reference,
         fused=on_gpus and has_fused_layers(shape, model),
         critic=critic,
     )
+
+
+def num_mirrors(config: BaseConfig, parallel: ParallelConfig) -> int:
+    """The states that a node keeps for each of its ranks: those of two steps, of the rank and of one on another node
+    (`cluster/mirror.py`)."""
+    if not config.cluster.mirror:
+        return 0
+    return 4 if parallel.mesh.world_size > (config.cluster.gpus_per_node or math.inf) else 2
 
 
 def trainer_limit(config: BaseConfig) -> float:

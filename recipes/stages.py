@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from math import prod
 from typing import TypeVar
 
@@ -24,7 +25,7 @@ def with_layers(config: Config) -> Config:
     parallel = config.policy.parallel
     if parallel.layers != "auto":
         return config
-    layers = distribute_layers(*_loads(planned_shape(config), _longest(config)), parallel.mesh.num_chunks)
+    layers = _distributed(planned_shape(config), _longest(config), parallel.mesh.num_chunks)
     policy = config.policy.model_copy(update={"parallel": parallel.model_copy(update={"layers": layers})})
     return config.model_copy(update={"policy": policy})
 
@@ -37,6 +38,12 @@ def _longest(config: BaseConfig) -> int:
     return config.sft.max_tokens
 
 
+@lru_cache  # a search for layouts asks for the same numbers of parts again and again
+def _distributed(shape: ModelShape, length: int, num_chunks: int) -> tuple[int, ...]:
+    return distribute_layers(*_loads(shape, length), num_chunks)
+
+
+@lru_cache
 def _loads(shape: ModelShape, length: int) -> tuple[list[Load], Load, Load]:
     """The loads of the layers, of the embedding and of the output layer for a sample of this length."""
     family = FAMILIES[shape.family]

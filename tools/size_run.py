@@ -45,8 +45,7 @@ def as_dict(memory: RunMemory, layouts: Sequence[Layout]) -> dict[str, object]:
         "ranks": [{"name": gpu.name, "bytes": gpu.parts, "total_bytes": gpu.totals} for gpu in memory.gpus],
         "training_bytes": memory.training_bytes,
         "layers": "transformer_engine" if memory.fused else "local",
-        "reference_bytes": memory.reference_bytes,
-        "offloaded_bytes": {"trainer": memory.trainer.host_bytes, "critic": memory.critic and memory.critic.host_bytes},
+        "host_bytes": {"trainer": memory.trainer.host, "critic": memory.critic.host if memory.critic else None},
         "kv_sequences": None if engine is None else {"longest": engine.longest, "half": engine.half},
         "layouts": [
             {

@@ -107,7 +107,10 @@ def test_a_critic_on_the_gpus_of_policy_and_engines_is_counted_in_each_phase(cap
     assert gpu.name == "trainer, stage 0; critic, stage 0, and engine"
     assert main([*keys, "--dry-run"]) == 0
     out = capsys.readouterr().out
-    assert "placement on 1 node of 8 GPUs" in out and "8 of 8" in out and "critic's rank together" in out
+    assert "placement on 1 node of 8 GPUs" in out and "8 of 8" in out
+    lent = [line.split("│")[2:4] for line in out.splitlines() if "lent to the engines" in line]
+    sides = [one.host["lent to the engines"] / 1e9 for one in (memory.trainer, memory.critic)]
+    assert [[float(x) for x in row] for row in lent] == [pytest.approx([x, 8 * x], abs=0.006) for x in sides]
     many = load_config(PpoRunConfig, [*keys, "critic.parallel={tensor: 1, data: 8}", "model.recompute=none"])
     [problem] = run_memory(many, planned_shape(many)).problems
     assert "training needs" in problem and "are critic: " in problem and "critic.parallel.tensor" in problem

@@ -191,7 +191,10 @@ def test_the_phases_of_a_run_by_hand():
     memory = run_memory(config(algorithm={"kl": {}}), SHAPE)
     trainer, engine = memory.trainer, memory.engine
     held = rank_parameters(SHAPE, Mesh(tensor=4, pipeline=4, data=2), 0)
-    assert memory.reference_bytes == (held.total + 5120) * 2  # the last stage has the final norm too
+    assert trainer.host == {
+        "a checkpoint's copy": held.total / 2 * 14,
+        "reference policy": (held.total + 5120) * 2,  # the last stage has the final norm too
+    }
     always = held.total * (2 + 4) + held.total / 2 * 12 + (5 + 1) * COMMUNICATOR_BYTES + 7 * PEER_BYTES + 2 * 64 * 2**20
     used = of_stage(0)
     assert trainer.name == "trainer, stage 0"
@@ -409,7 +412,8 @@ def test_an_optimizer_state_that_rests_passes_through_the_gpu_in_pieces(settings
     elements = (held.dense + held.expert) / 2
     state = tuple(trainer.parts.get("optimizer state", (0, 0, 0)))
     assert state == (of_gpu * elements,) * 3
-    assert trainer.host_bytes == (resting * elements if settings.get("offload") else 0)
+    assert trainer.host.get("optimizer state", 0) == (resting * elements if settings.get("offload") else 0)
+    assert trainer.host["a checkpoint's copy"] == (2 + resting) * elements
     updated = trainer.parts.get("optimizer state in an update")
     assert updated == ((3 * 2**24 * 12, 0, 0) if settings else None)
     num_parameters = FAMILIES["qwen3"].num_parameters(SHAPE)
@@ -420,9 +424,10 @@ def test_the_dry_run_says_what_is_in_the_memory_of_the_node(capsys):
     recipe = str(ROOT / "recipes" / "qwen3_32b" / "qwen3_32b-dapo-4n8g-tp4pp4.yaml")
     assert size_run.main([recipe, "policy.optimizer.offload=true"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "optimizer state, in the node's memory │ 25.74 GB a trainer rank" in shown
+    assert "in the nodes' memory" in shown and "│ optimizer state │ 25.74 │ 205.92 │" in shown
     assert size_run.main([recipe, "policy.optimizer.offload=true", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["offloaded_bytes"]["trainer"] == pytest.approx(25.74e9, rel=1e-3)
+    host = json.loads(capsys.readouterr().out)["host_bytes"]
+    assert host["trainer"]["optimizer state"] == pytest.approx(25.74e9, rel=1e-3) and host["critic"] is None
 
 
 def test_a_larger_gpu_has_a_larger_cache_and_bound():
@@ -431,3 +436,19 @@ def test_a_larger_gpu_has_a_larger_cache_and_bound():
     cache = [memory.engine.gpu.parts["KV cache"][0] for memory in (small, large)]
     assert cache[1] - cache[0] == pytest.approx(0.85 * 56e9)
     assert (small.trainer_limit, large.trainer_limit) == (80e9, 136e9)
+
+
+def test_mirrors_and_what_is_lent_are_in_the_memory_of_the_node():
+    """Two steps of a rank and of one of the node before it; with the ranks of one node alone two of its own. While the
+    engines have the GPU, weights and state are in the node too."""
+    held, mesh = rank_parameters(SHAPE, Mesh(tensor=4, pipeline=4, data=2), 0), {"tensor": 8}
+    state = held.total * 2 + held.total / 2 * 12
+    gpus = {"gpus_per_trainer": 1, "gpus_per_engine_rank": 1, "gpus_per_node": 8}
+    several, one = (
+        run_memory(config(parallel, cluster=gpus | {"mirror": True}), SHAPE).trainer.host for parallel in (None, mesh)
+    )
+    assert several["4 mirrors"] == 4 * state
+    whole = rank_parameters(SHAPE, Mesh(tensor=8), 0)
+    assert one["2 mirrors"] == 2 * whole.total * 14 and "4 mirrors" not in one
+    shared = config(rollout={"num_engines": 8, "tensor": 4}, cluster=gpus | {"colocate": True})
+    assert run_memory(shared, SHAPE).trainer.host["lent to the engines"] == state
