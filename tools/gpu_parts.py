@@ -624,9 +624,9 @@ def _updates(folder: Path, shares: Sequence[Share], offload: bool, device: str) 
     load_weights(actor, folder)
     update, marks = actor.optimizer.update, []
 
-    def timed_update(grad_norm: float) -> tuple[float, float]:
+    def timed_update(*arguments: Any) -> tuple[float, float]:
         begin = Mark.now(device)
-        norms = update(grad_norm)
+        norms = update(*arguments)
         marks.append((begin, Mark.now(device)))
         return norms
 
