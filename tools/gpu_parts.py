@@ -676,6 +676,12 @@ LINES = (
     ),
     Line(
         "offload",
+        "README.md",
+        "moments in bf16 (`policy.optimizer.moments`) | on GPUs not run |",
+        "The offloaded state has run on one GPU. Moments in bf16 remain.",
+    ),
+    Line(
+        "offload",
         "megatron_rl/actor/README.md",
         "It has not been run on a GPU.",
         "It has run on one GPU.",

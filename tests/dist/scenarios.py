@@ -233,6 +233,7 @@ def logprobs(rank, world_size, url, *, hidden_TH, weight_VH, target_T, grad_2T, 
         entropy=True,
     )
     torch.autograd.backward(values, torch.from_numpy(grad_2T).unbind())
+    dist.barrier()  # without tokens nothing else has waited for the other ranks, which may still be connecting
     dist.destroy_process_group()
     return [x.detach().numpy() for x in values], hidden.grad.numpy(), weight.grad.numpy()
 
