@@ -95,8 +95,8 @@ def fitting_layouts(config: BaseConfig, shape: ModelShape) -> list[Layout]:
             candidates.append(Layout(parallel, recompute, optimizer.offload, seconds, memory))
     candidates.sort(key=lambda layout: layout.seconds)
     found: list[Layout] = []
+    present = config.policy.parallel, config.model.recompute
     for layout in candidates:
-        present = config.policy.parallel, config.model.recompute
         if len(found) >= MAX_SHOWN and (layout.parallel, layout.recompute) != present:
             continue
         if not isinstance(config, GrpoRunConfig):

@@ -412,7 +412,7 @@ def critic_memory(config: GrpoRunConfig, policy: ModelShape) -> GpuMemory:
         num_tokens,
         bridge_bytes=bridge_bytes,
         optimizer=critic.optimizer,
-        num_mirrors=num_mirrors(config, critic.parallel),
+        num_mirrors=count_mirrors(config, critic.parallel),
     )
     return replace(memory, name=memory.name.replace("trainer", "critic"))
 
@@ -456,7 +456,7 @@ def run_memory(config: BaseConfig, shape: ModelShape) -> RunMemory:
             bucket_bytes,
             bridge_bytes,
             config.policy.optimizer,
-            num_mirrors(config, parallel),
+            count_mirrors(config, parallel),
         )
         if reference:
             memory = replace(memory, host={**memory.host, "reference policy": reference})
@@ -474,7 +474,7 @@ def run_memory(config: BaseConfig, shape: ModelShape) -> RunMemory:
     )
 
 
-def num_mirrors(config: BaseConfig, parallel: ParallelConfig) -> int:
+def count_mirrors(config: BaseConfig, parallel: ParallelConfig) -> int:
     """The states that a node keeps for each of its ranks: those of two steps, of the rank and of one on another node
     (`cluster/mirror.py`)."""
     if not config.cluster.mirror:

@@ -39,7 +39,7 @@ from megatron_rl.layout import FAMILIES, Engines, Shard, megatron_shards, read_s
 from megatron_rl.layout.shards import local_extents
 from megatron_rl.recipes.activations import layer_bytes
 from megatron_rl.recipes.memory import COMMUNICATOR_BYTES, trainer_memory
-from megatron_rl.recipes.parameters import checkpoint_bytes
+from megatron_rl.recipes.parameters import rank_parameters
 from megatron_rl.tools import bench_logprobs
 from megatron_rl.tools.compare_layouts import (
     Difference,
@@ -595,7 +595,7 @@ def offload(device: str) -> Found:
         shares += deal_rows(folder, ParallelConfig(), rows, 1)
     [kept] = all_at_once([(_updates, (folder, shares, False, device))])
     [offloaded] = all_at_once([(_updates, (folder, shares, True, device))])
-    state = checkpoint_bytes(shape, "bfloat16") * 12 / 14
+    state = rank_parameters(shape, Mesh(), 0).state_bytes(Mesh(), "bfloat16")
     numbers = {
         "optimizer state, bytes": state,
         "optimizer's step, seconds": kept["seconds"],

@@ -1,11 +1,11 @@
 """Print what a run needs before it is started: the memory of its GPUs by phase, and the trainer's layouts that fit.
 
-The arguments are those of the recipes: YAML files and overrides, merged from left to right. The first table is that of
-the dry run (recipes/memory.py has what it counts). The second one has the 10 fastest layouts of the trainer on the same
-number of GPUs that fit into their memory, and the configured one; where it must be, the optimizer's state is offloaded
-to the memory of the nodes. The times are those of recipes/estimates.py for a step
-in which every sample has the largest length. With --json each layout also has its overrides. Neither weights nor GPUs
-are needed. The exit status is 0 if the run fits, and 1 if it does not or if the configuration is wrong.
+The arguments are those of the recipes: YAML files and overrides, merged from left to right. The first tables are those
+of the dry run (recipes/memory.py has what they count). The last one has the 10 fastest layouts of the trainer on the
+same number of GPUs that fit into their memory, and the configured one if it fits; where it must be, the optimizer's
+state is offloaded to the memory of the nodes. The times are those of recipes/estimates.py for a step in which every
+sample has the largest length. With --json each layout also has its overrides. Neither weights nor GPUs are needed. The
+exit status is 0 if the run fits, and 1 if it does not or if the configuration is wrong.
 
     python tools/size_run.py recipes/qwen3_32b/qwen3_32b-dapo-4n8g-tp4pp4.yaml
     python tools/size_run.py recipes/qwen3_32b/qwen3_32b-dapo-4n8g-tp4pp4.yaml model.recompute=none --json

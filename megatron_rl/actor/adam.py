@@ -56,7 +56,7 @@ class Interval:
 
 
 def intervals(inner: MegatronOptimizer) -> Iterator[Interval]:
-    """Of all parameters that one of Megatron's optimizers (not a chain of them) has a part of."""
+    """Yield the interval of each parameter that one of Megatron's optimizers, not a chain of them, has a part of."""
     if isinstance(inner, DistributedOptimizer):
         for parameter, (group, order) in inner.model_param_group_index_map.items():
             found = inner._get_model_param_range_map(parameter)["param"]

@@ -82,7 +82,7 @@ class Optimizer:
         return float(self.megatron.get_grad_norm())
 
     @torch.no_grad()
-    def update(self, grad_norm: float, is_last: bool = True) -> tuple[float, float]:
+    def update(self, grad_norm: float, is_last: bool) -> tuple[float, float]:
         """Clip the gradients by the norm that `gradient_norm` returned, and update the weights. Megatron does both in
         one `step`; here they are separate, so that a gradient with a norm that is not finite never reaches the weights.
 

@@ -2,8 +2,8 @@
 
 An update brings the state to the device piece by piece, as fp32, lets Adam update the piece, and puts it back. While a
 piece is updated, the next one arrives and the one before it leaves, on two streams beside the computation. So a rank
-needs the memory of IN_FLIGHT pieces instead of that of all its state, and an update lasts about as long as the bytes
-need between host and GPU. Adam runs on the GPU, with the same kernels as without.
+needs the memory of IN_FLIGHT pieces instead of that of all its state. Adam runs on the GPU, with the same kernels as
+without.
 
 Invariants (tests/dist): in the host's memory the weights and the state are, bit for bit, those of an optimizer that
 keeps everything; moments in bfloat16 are those of one that rounds them after each update. On a CPU the same copies are
@@ -85,8 +85,9 @@ def cut(owned: Sequence[Interval], num_elements: int) -> Iterator[list[Segment]]
 
 
 class _NoCopies(TorchFunctionMode):
-    """In this block Megatron makes no fp32 copies of bfloat16 weights, but tensors of their shapes that need the memory
-    of one number: it only gives them gradients, and the copies would need the memory that offloading saves."""
+    """Inside the block, a bfloat16 weight of which Megatron wants an fp32 copy gives it a tensor of the same shape that
+    needs the memory of one number. Megatron only gives these tensors gradients, and real copies would need the memory
+    that offloading saves."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is torch.Tensor.float and args[0].dtype == torch.bfloat16:
@@ -133,10 +134,6 @@ class StreamedOptimizer(Optimizer):
             name = self._names[id(segment.interval.parameter)]
             tensors = {kind: tensor[segment.place] for kind, tensor in piece.resting.items()}
             yield AdamState(name, segment.start, segment.stop, tensors)
-
-    def resume_at(self, num_updates: int) -> None:
-        self._scheduler.num_steps = num_updates
-        self._scheduler.step(0)
 
     def device_tensors(self) -> Iterator[Tensor]:
         for _, pieces in self._pieces:
@@ -194,7 +191,7 @@ class StreamedOptimizer(Optimizer):
             group = adam.param_groups[segment.interval.group]
             group["params"].append(value)
             adam.state[value] = dict(state)
-            set_step(adam, adam.state[value], group, self.num_updates - 1)
+            set_step(adam, adam.state[value], group, self.num_updates - 1)  # Adam itself counts this one
             updated.append((segment, value, state))
         adam.step()
         for segment, value, state in updated:
