@@ -118,7 +118,7 @@ def test_a_push_in_the_middle_finds_no_batch_and_each_token_has_its_version(stag
         last = 5 + num_old - 1  # the last token of the old weights, which the wait has handed out
         apart = max(apart, abs(expected[1, last] - tokens.logp_rollout[last]))
     assert worst < TOLERANCE and apart > 1
-    assert len(numbers) == 2, "the two batches were at different tokens"
+    assert len(numbers) <= 2, "all answers of a batch change their weights at the same token"
 
 
 def test_a_cancelled_group_ends_between_batches_and_the_others_go_on(stage, folders, seen):
