@@ -9,7 +9,7 @@ python := .venv/bin/python
 # The order is that of testpaths, with the long files first.
 pytest := $(python) -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 # The rooms whose unit tests start neither Ray, vLLM nor Megatron.
-pure := algorithms balance config convert data environments layout loop observe verifiers
+pure := algorithms balance config convert data environments layout loop observe planning verifiers
 
 .PHONY: setup demo lint check test test-all test-slurm
 setup:

@@ -18,6 +18,13 @@ import numpy as np
 Phase = Literal["training", "pushing", "generating"]
 """What the GPUs of a run do. Where trainers and engines share them, a phase decides who has the memory: while training
 the trainers have all, while pushing both have their weights, while generating the engines have all."""
+HOLDS: dict[str, dict[Phase, tuple[str, ...]]] = {
+    "trainer": {"training": ("weights", "optimizer", "gradients"), "pushing": ("weights",), "generating": ()},
+    "critic": {"training": ("weights", "optimizer", "gradients"), "pushing": (), "generating": ()},
+    "engine": {"training": (), "pushing": ("weights",), "generating": ("weights", "kv_cache")},
+}
+"""What a rank has on a GPU that it shares, in each phase. A critic's weights are never pushed. The engine's parts are
+vLLM's tags."""
 
 
 @dataclass(frozen=True, slots=True)

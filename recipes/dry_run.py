@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
@@ -16,29 +15,23 @@ from rich.table import Table
 from megatron_rl.balance.hardware import DECODING_SHARE, TRAINING_SHARE
 from megatron_rl.cluster.placement import Placement, demands_of, smallest_cluster
 from megatron_rl.config.schema import BaseConfig, GrpoRunConfig, SftRunConfig
-from megatron_rl.config.shipped import find_shipped
-from megatron_rl.layout import FAMILIES, critic_shape, read_shape
-from megatron_rl.recipes.estimates import (
+from megatron_rl.layout import FAMILIES
+from megatron_rl.planning.estimates import (
     generation_seconds,
     largest_plan,
     largest_work,
-    num_microbatches,
+    most_microbatches,
     training_seconds,
 )
-from megatron_rl.recipes.memory import PHASES, RunMemory, planned_transfer, run_memory
-from megatron_rl.recipes.parameters import BYTES, expert_data_ways, rank_parameters
+from megatron_rl.planning.gpu import PHASES
+from megatron_rl.planning.memory import RunMemory, run_memory
+from megatron_rl.planning.parameters import BYTES, expert_data_ways, largest_stage
+from megatron_rl.planning.shapes import planned_critic_shape, planned_shape
+from megatron_rl.planning.transfer import planned_transfer
 from megatron_rl.types import ModelShape
 
 COLUMNS = {"trainer": "trainer ranks", "critic": "critic ranks", "engine": "engines", "verifier": "verifier"}
 """The title of each role's column in the table of nodes."""
-
-
-def planned_shape(config: BaseConfig) -> ModelShape:
-    """The model's sizes. If its folder does not exist, they come from configs/model/<folder's name>.json."""
-    stand_in = find_shipped(Path("configs", "model", f"{config.model.path.name}.json"))
-    if not config.model.path.exists() and stand_in.is_file():
-        return read_shape(stand_in)
-    return read_shape(config.model.path)
 
 
 def describe_policy(config: BaseConfig, console: Console) -> ModelShape:
@@ -46,12 +39,8 @@ def describe_policy(config: BaseConfig, console: Console) -> ModelShape:
     shape = planned_shape(config)
     mesh, cap = config.policy.parallel.mesh, config.balance.max_tokens_per_microbatch
     dtype = config.model.dtype
-    # All ranks of a stage hold the same number of parameters, so the first one stands for all of them.
-    stages = [rank_parameters(shape, mesh, stage * mesh.stage_size) for stage in range(mesh.pipeline)]
     optimizer = config.policy.optimizer
-    largest = max(
-        stages, key=lambda held: held.weight_bytes(dtype) + held.gradient_bytes + held.state_bytes(mesh, dtype)
-    )
+    largest = largest_stage(shape, mesh, dtype, optimizer)
     split = "dense over DP, experts over expert-DP" if largest.expert else "split over DP"
     split += ", in the node's memory" if optimizer.offload else ""
     context = f"CP{mesh.context} x " if mesh.context > 1 else ""
@@ -72,29 +61,25 @@ def describe_policy(config: BaseConfig, console: Console) -> ModelShape:
         f"at most {cap:,}, sequences padded to multiples of {config.policy.parallel.alignment}",
     )
     if isinstance(config, GrpoRunConfig) and config.critic is not None:
-        _describe_critic(config, shape, table)
+        _describe_critic(config, table)
     if isinstance(config, SftRunConfig):
         table.add_row("rows of a step", f"{config.sft.rows_per_step}, of at most {config.sft.max_tokens} tokens")
     console.print(table)
     return shape
 
 
-def _describe_critic(config: GrpoRunConfig, policy: ModelShape, table: Table) -> None:
+def _describe_critic(config: GrpoRunConfig, table: Table) -> None:
     """Add the critic's numbers to the table of the trainer's."""
     critic = config.critic
     assert critic is not None, "the configuration has a critic"
     model = critic.model or config.model
     mesh = critic.parallel.mesh
-    shape = critic_shape(policy if critic.model is None or not model.path.exists() else read_shape(model.path))
-    held = max(
-        (rank_parameters(shape, mesh, stage * mesh.stage_size) for stage in range(mesh.pipeline)),
-        key=lambda one: one.total,
-    )
+    shape = planned_critic_shape(config)
+    held = largest_stage(shape, mesh, model.dtype, critic.optimizer)
     context = f"CP{mesh.context} x " if mesh.context > 1 else ""
     layout = f"TP{mesh.tensor} x {context}PP{mesh.pipeline} x DP{mesh.data} = {mesh.world_size} ranks, {model.dtype}"
     table.add_row("critic", f"{shape.family}, {layout}")
-    needed = held.weight_bytes(model.dtype) + held.gradient_bytes
-    needed += held.state_bytes(mesh, model.dtype, critic.optimizer)
+    needed = held.bytes(mesh, model.dtype, critic.optimizer)
     table.add_row("  weights, gradients and optimizer state of its largest rank", gigabytes(needed))
 
 
@@ -119,7 +104,7 @@ def describe_rollout(config: GrpoRunConfig, shape: ModelShape, console: Console)
         asked = (rollout.max_lag + 1) * num_samples
         table.add_row("answers under way or ready", f"{rollout.max_lag + 1} batches = {asked:,}")
     table.add_row("tokens", f"at most {num_samples} x {longest:,} = {num_samples * longest:,}")
-    steps = f"{len(plan.minibatches)}, of at most {num_microbatches(plan)} micro-batches a rank"
+    steps = f"{len(plan.minibatches)}, of at most {most_microbatches(plan)} micro-batches a rank"
     table.add_row("optimizer steps", steps)
     table.add_row("bridge", f"{transfer.num_routes} routes, plan {transfer.digest}")
     table.add_row(
@@ -160,18 +145,20 @@ def describe_memory(config: BaseConfig, shape: ModelShape, console: Console) -> 
 
 def _table_of_nodes(config: BaseConfig, memory: RunMemory) -> Table:
     """What the ranks keep in the memory of their nodes."""
-    cluster, sides = config.cluster, {"a trainer rank": memory.trainer, "a critic's rank": memory.critic}
-    of_node = 1
-    if cluster.gpus_per_node is not None:
-        of_node = min(int(cluster.gpus_per_node // cluster.gpus_per_trainer), config.policy.parallel.mesh.world_size)
+    cluster, sides = config.cluster, [("a trainer rank", memory.trainer, config.policy.parallel)]
+    if isinstance(config, GrpoRunConfig) and config.critic is not None and memory.critic is not None:
+        sides.append(("a critic's rank", memory.critic, config.critic.parallel))
     table = Table(title="in the nodes' memory, in GB", title_justify="left")
-    for column in ("", "one", f"{of_node} of a node"):
+    for column in ("", "one rank", "all ranks of a node"):
         table.add_column(column, justify="right" if column else "left")
-    for name, side in sides.items():
-        parts = side.host if side else {}
-        rows = [(name, sum(parts.values())), *((f"  {part}", size) for part, size in parts.items())]
-        for row, size in rows if parts else ():
-            style = "bold" if row == name else ""
+    for name, side, parallel in sides:
+        of_node = 1
+        if cluster.gpus_per_node is not None:
+            of_node = min(int(cluster.gpus_per_node // cluster.gpus_per_trainer), parallel.mesh.world_size)
+        title = f"{name}, {of_node} on a node"
+        rows = [(title, sum(side.host.values())), *((f"  {part}", size) for part, size in side.host.items())]
+        for row, size in rows:
+            style = "bold" if row == title else ""
             table.add_row(row, f"{size / 1e9:.2f}", f"{of_node * size / 1e9:.2f}", style=style)
     return table
 
@@ -196,7 +183,7 @@ def describe_hours(config: GrpoRunConfig, shape: ModelShape, memory: RunMemory, 
         largest_work(config),
         shape,
         parallel,
-        num_microbatches(largest_plan(config, shape, parallel)),
+        most_microbatches(largest_plan(config, shape, parallel)),
         dtype=config.model.dtype,
         recompute=config.model.recompute,
         gpus_per_node=config.cluster.gpus_per_node or 8,
@@ -210,13 +197,14 @@ def describe_hours(config: GrpoRunConfig, shape: ModelShape, memory: RunMemory, 
     num_gpus = config.num_trainer_ranks + rollout.num_engines * rollout.engine_ranks
     if config.cluster.colocate:
         num_gpus = parallel.mesh.world_size
+    uncounted = "; the critic's work is not counted" if config.critic else ""
     hours = (training_s + generation_s) * num_gpus / 3600
-    table = Table(title="estimates for H100 GPUs, not measured", show_header=False, title_justify="left")
+    table = Table(title=f"estimates for H100 GPUs, not measured{uncounted}", show_header=False, title_justify="left")
     table.add_row("a step in which every answer has the longest length", "")
     table.add_row(f"  generation, at {DECODING_SHARE:.0%} of the memory bandwidth", f"{generation_s:,.0f} s")
     table.add_row(f"  passes and update, at {TRAINING_SHARE:.0%} of the peak", f"{training_s:,.0f} s")
     table.add_row("  GPU-hours", f"{hours:,.1f}")
-    table.add_row(f"GPU-hours of {config.run.steps:,} such steps, at most", f"{hours * config.run.steps:,.0f}")
+    table.add_row(f"GPU-hours of {config.run.steps:,} such steps", f"{hours * config.run.steps:,.0f}")
     console.print(table)
 
 

@@ -27,11 +27,11 @@ from megatron_rl.config.load import load_config
 from megatron_rl.config.schema import BaseConfig
 from megatron_rl.loop.checkpoints import Checkpoints, Resume, find_checkpoints
 from megatron_rl.loop.run_lock import run_lock
+from megatron_rl.planning.stages import with_layers
 from megatron_rl.ports import StopRequested
 from megatron_rl.processes import STACKS, log_to
 from megatron_rl.recipes.preflight import check_before_start
 from megatron_rl.recipes.slurm import read_job, render, submit
-from megatron_rl.recipes.stages import with_layers
 
 Config = TypeVar("Config", bound=BaseConfig)
 

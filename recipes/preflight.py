@@ -37,10 +37,11 @@ from megatron_rl.layout import FAMILIES, check_unquantised, read_shape, scan
 from megatron_rl.loop.checkpoints import Checkpoints, find_checkpoints
 from megatron_rl.observe.sink import check_unused
 from megatron_rl.observe.trackers import missing_packages
+from megatron_rl.planning.parameters import checkpoint_bytes
+from megatron_rl.planning.shapes import planned_shape
 from megatron_rl.recipes.critic import faults_of_critic
-from megatron_rl.recipes.dry_run import gigabytes, planned_shape
+from megatron_rl.recipes.dry_run import gigabytes
 from megatron_rl.recipes.environment_source import faults_of_environment
-from megatron_rl.recipes.parameters import checkpoint_bytes
 from megatron_rl.recipes.reward_source import fault_of_function, fault_of_reward
 from megatron_rl.recipes.row_sources import RowSource, heldout_source, training_sources
 from megatron_rl.recipes.tokenizer_files import ChatTemplate, TokenizerFiles

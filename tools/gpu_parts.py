@@ -37,9 +37,10 @@ from megatron_rl.config.policy import ModelConfig, OptimizerConfig, ParallelConf
 from megatron_rl.config.shipped import find_shipped
 from megatron_rl.layout import FAMILIES, Engines, Shard, megatron_shards, read_shape, slices, vllm_shards
 from megatron_rl.layout.shards import local_extents
-from megatron_rl.recipes.activations import layer_bytes
-from megatron_rl.recipes.memory import COMMUNICATOR_BYTES, trainer_memory
-from megatron_rl.recipes.parameters import rank_parameters
+from megatron_rl.planning.activations import layer_bytes
+from megatron_rl.planning.parameters import rank_parameters
+from megatron_rl.planning.trainer import trainer_memory
+from megatron_rl.planning.transfer import COMMUNICATOR_BYTES
 from megatron_rl.tools import bench_logprobs
 from megatron_rl.tools.compare_layouts import (
     Difference,
@@ -387,7 +388,7 @@ def communicators(device: str) -> Found:
         {
             **{f"communicators of one rank: {number}, bytes": size for number, size in held.items()},
             "each one after the first, bytes": (held[last] - held[first]) / (last - first),
-            "taken for one of several ranks (recipes/memory.py), bytes": COMMUNICATOR_BYTES,
+            "taken for one of several ranks (planning/transfer.py), bytes": COMMUNICATOR_BYTES,
             "note": "one rank each, because NCCL joins no two ranks on one GPU; buffers between ranks are not in it",
         }
     )
@@ -403,7 +404,7 @@ def _used_bytes(device: str) -> int:
 
 
 def layers(recompute: str, device: str) -> Found:
-    """An update of a few layers of Qwen3-32B's shape: memory, time and FLOPs, against recipes/memory.py.
+    """An update of a few layers of Qwen3-32B's shape: memory, time and FLOPs, against planning/trainer.py.
 
     The memory is what torch has allocated. On a CPU nobody counts it.
     """
@@ -450,9 +451,7 @@ def layers(recompute: str, device: str) -> Found:
         "full": 2.0 * shape.hidden_size,  # the layer's input
     }[recompute]
     peak = marks["optimizer"].peak_bytes
-    predicted = trainer_memory(
-        shape, model, ParallelConfig(), num_tokens, bridge_bytes=0.0 if device == "cuda" else None
-    )
+    predicted = trainer_memory(shape, model, ParallelConfig(), num_tokens, on_gpus=device == "cuda")
     done, needed = (float(training_flops(np.array(sizes.lengths), shape, how).sum()) for how in (recompute, "none"))
     numbers = {
         "layers": shape.num_layers,

@@ -1,9 +1,9 @@
 """Print what a run needs before it is started: the memory of its GPUs by phase, and the trainer's layouts that fit.
 
 The arguments are those of the recipes: YAML files and overrides, merged from left to right. The first tables are those
-of the dry run (recipes/memory.py has what they count). The last one has the 10 fastest layouts of the trainer on the
+of the dry run (planning/memory.py has what they count). The last one has the 10 fastest layouts of the trainer on the
 same number of GPUs that fit into their memory, and the configured one if it fits; where it must be, the optimizer's
-state is offloaded to the memory of the nodes. The times are those of recipes/estimates.py for a step in which every
+state is offloaded to the memory of the nodes. The times are those of planning/estimates.py for a step in which every
 sample has the largest length. With --json each layout also has its overrides. Neither weights nor GPUs are needed. The
 exit status is 0 if the run fits, and 1 if it does not or if the configuration is wrong.
 
@@ -23,10 +23,12 @@ from rich.table import Table
 
 from megatron_rl.config.load import merge_arguments, validate
 from megatron_rl.config.schema import BaseConfig, GrpoRunConfig, SftRunConfig
-from megatron_rl.recipes.dry_run import describe_memory, describe_policy, planned_shape
-from megatron_rl.recipes.layouts import Layout, fitting_layouts
-from megatron_rl.recipes.memory import PHASES, RunMemory, run_memory
-from megatron_rl.recipes.stages import with_layers
+from megatron_rl.planning.gpu import PHASES
+from megatron_rl.planning.layouts import Layout, fitting_layouts
+from megatron_rl.planning.memory import RunMemory, run_memory
+from megatron_rl.planning.shapes import planned_shape
+from megatron_rl.planning.stages import with_layers
+from megatron_rl.recipes.dry_run import describe_memory, describe_policy
 
 
 def read(arguments: Sequence[str]) -> BaseConfig:

@@ -79,7 +79,7 @@ class MegatronActor(MegatronTrainer):
             with self._as_reference():
                 self._keep("logp_ref_T", self._forward_all())
         metrics: Metrics = {}
-        if needs.logp_old and (len(self._minibatches) > 1 or needs.before_update):
+        if needs.begins_with_pass(len(self._minibatches)):
             passes = self._forward_all()
             self._at_start = passes[: len(self._minibatches[0])]
             self._keep("logp_old_T", passes)

@@ -44,7 +44,7 @@ class Interval:
     parameter: Parameter
     main: Tensor
     """float32, stop - start elements: what Megatron gives the gradient of the interval to. It is the parameter itself
-    or a view of it, or the fp32 copy of a bfloat16 one."""
+    or a view of it, or the fp32 copy of a bfloat16 one; with a streamed optimizer a placeholder of this copy."""
     start: int
     stop: int
     group: int

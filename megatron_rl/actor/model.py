@@ -1,10 +1,10 @@
 """Builds the model from a ModelShape: Megatron-Core's GPTModel, which ends with hidden states here (logprobs.py).
 
 The layers are Transformer Engine's fused ones (not run yet), or Megatron's own linear layers with our norms and packed
-attention; `model.layers` chooses. The family's table (`layout`) says what its layers
-have. Megatron initialises the weights although they are loaded afterwards (weights.py): without initialisation it does
-not mark which weights are split over TP, and gradient norms are wrong. Invariant (tests/dist): logits equal those of
-transformers for the same Hugging Face folder.
+attention; `model.layers` chooses. The family's table (`layout`) says what its layers have. Megatron initialises the
+weights although they are loaded afterwards (weights.py): without initialisation it does not mark which weights are
+split over TP, and gradient norms are wrong. Invariant (tests/dist): logits equal those of transformers for the same
+Hugging Face folder.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from megatron_rl.actor.router import Router, keep_biases_in_float32
 from megatron_rl.actor.switches import build
 from megatron_rl.actor.value_head import add_value_head
 from megatron_rl.config.policy import ModelConfig, ParallelConfig, PolicyConfig
-from megatron_rl.layout import FAMILIES, padded_vocabulary
-from megatron_rl.types import Llama3Rope, Mesh, ModelShape, YarnRope
+from megatron_rl.layout import FAMILIES, obstacle_to_fused_layers, padded_vocabulary
+from megatron_rl.types import Mesh, ModelShape, YarnRope
 
 
 def uses_fused_layers(model: ModelConfig, shape: ModelShape) -> bool:
@@ -55,18 +55,6 @@ def uses_fused_layers(model: ModelConfig, shape: ModelShape) -> bool:
     if obstacle:
         raise ValueError(f"model.layers is transformer_engine, but {obstacle}; set model.layers to local")
     return True
-
-
-def obstacle_to_fused_layers(shape: ModelShape) -> str | None:
-    """Why Transformer Engine's layers, as Megatron uses them, cannot express the model; None if they can."""
-    rope = shape.rope_scaling
-    if FAMILIES[shape.family].post_norm:
-        return f"{shape.family} has norms after its blocks, and its layers have none"
-    if shape.latent:
-        return f"the latent attention of {shape.family} has not been tried with its layers"
-    if rope is not None and rope != Llama3Rope(rope.factor, 1.0, 4.0, 8192):
-        return "Megatron gives its layers no other rotary scaling than Llama 3.1's"
-    return None
 
 
 def transformer_config(

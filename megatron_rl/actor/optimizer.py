@@ -77,7 +77,8 @@ class Optimizer:
 
     @torch.no_grad()
     def gradient_norm(self) -> float:
-        """Take the summed gradients, and return their global L2 norm, which is equal on every rank."""
+        """Hand the summed gradients to Megatron's optimizers, and return their global L2 norm, which is equal on every
+        rank. It is a collective."""
         self.megatron.prepare_grads()
         return float(self.megatron.get_grad_norm())
 
@@ -122,7 +123,8 @@ class Optimizer:
         return found
 
     def weights_changed(self) -> None:
-        """Take over the model's weights, which something else than an update has changed."""
+        """Copy the model's weights into the optimizer's fp32 copies. Call it after anything but an update has changed
+        them."""
         self.megatron.reload_model_params()
 
     def states(self) -> Iterator[AdamState]:
@@ -150,7 +152,7 @@ class Optimizer:
                 set_step(adam, adam.state[interval.main], adam.param_groups[interval.group], num_updates)
 
     def device_tensors(self) -> Iterator[Tensor]:
-        """What it has on the rank's device. It may be views of the model's weights."""
+        """The optimizer's tensors on the rank's device. Those of an fp32 model may be views of its weights."""
         for inner in self.megatron.chained_optimizers:
             yield from (main for group in inner.optimizer.param_groups for main in group["params"])
             for state in inner.optimizer.state.values():

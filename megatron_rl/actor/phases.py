@@ -19,13 +19,7 @@ from torch import Tensor
 
 from megatron_rl.actor import platform, state
 from megatron_rl.actor.optimizer import Optimizer
-from megatron_rl.types import Phase
-
-HOLDS: dict[str, dict[Phase, tuple[str, ...]]] = {
-    "trainer": {"training": ("weights", "optimizer", "gradients"), "pushing": ("weights",), "generating": ()},
-    "critic": {"training": ("weights", "optimizer", "gradients"), "pushing": (), "generating": ()},
-}
-"""What a rank of the policy or of the critic has on its device in each phase. A critic's weights are never pushed."""
+from megatron_rl.types import HOLDS, Phase
 
 
 class PhasedMemory:

@@ -1,9 +1,9 @@
-"""An optimizer whose state rests between updates: in the host's memory, or in fewer bits.
+"""An optimizer whose state is kept in the host's memory, or in bfloat16, and is updated in fp32 piece by piece.
 
-An update brings the state to the device piece by piece, as fp32, lets Adam update the piece, and puts it back. While a
-piece is updated, the next one arrives and the one before it leaves, on two streams beside the computation. So a rank
-needs the memory of IN_FLIGHT pieces instead of that of all its state. Adam runs on the GPU, with the same kernels as
-without.
+An update brings each piece of the state to the device as fp32, lets Adam update it, and stores it again. Of an
+offloaded state, while a piece is updated the next one arrives and the one before it leaves, on two streams beside the
+computation. So a rank needs the memory of IN_FLIGHT pieces instead of that of all its state. Adam runs on the GPU, with
+the same kernels as otherwise.
 
 Invariants (tests/dist): in the host's memory the weights and the state are, bit for bit, those of an optimizer that
 keeps everything; moments in bfloat16 are those of one that rounds them after each update. On a CPU the same copies are
@@ -30,11 +30,16 @@ from megatron_rl.config.policy import IN_FLIGHT, PIECE_ELEMENTS, PolicyConfig
 
 
 def build_optimizer(chunks: Sequence[DistributedDataParallel], policy: PolicyConfig, total_steps: int) -> Optimizer:
-    """
+    """Build the optimizer of this rank, as `policy.optimizer` says.
+
+    Args:
+        chunks: one model for each virtual stage.
+        total_steps: the optimizer steps of the run, for the learning rate's schedule.
+
     Raises:
         ValueError: a setting of `policy.megatron.optimizer` is unknown or refused.
     """
-    if policy.optimizer.rests:
+    if policy.optimizer.is_streamed:
         return StreamedOptimizer(chunks, policy, total_steps)
     return Optimizer(chunks, policy, total_steps)
 
@@ -61,9 +66,11 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class StatePiece:
+    """A part of the state that is updated at once."""
+
     segments: list[Segment]
-    resting: dict[str, Tensor]
+    stored: dict[str, Tensor]
     """[PIECE_ELEMENTS] at most: MOMENTS, and COPY if the parameters are bfloat16, as they are between two updates."""
 
 
@@ -85,9 +92,9 @@ def cut(owned: Sequence[Interval], num_elements: int) -> Iterator[list[Segment]]
 
 
 class _NoCopies(TorchFunctionMode):
-    """Inside the block, a bfloat16 weight of which Megatron wants an fp32 copy gives it a tensor of the same shape that
-    needs the memory of one number. Megatron only gives these tensors gradients, and real copies would need the memory
-    that offloading saves."""
+    """Inside the block, `float()` of a bfloat16 tensor returns a placeholder of the same shape that needs the memory of
+    one number. Megatron makes its fp32 copies with this call, and here it only stores gradients on them. The real
+    copies are in `StatePiece.stored`."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is torch.Tensor.float and args[0].dtype == torch.bfloat16:
@@ -96,51 +103,54 @@ class _NoCopies(TorchFunctionMode):
 
 
 class StreamedOptimizer(Optimizer):
+    """An optimizer whose state is kept between updates in pinned memory of the host (`policy.optimizer.offload`), in
+    bfloat16 (`policy.optimizer.moments`), or both."""
+
     def __init__(self, chunks: Sequence[DistributedDataParallel], policy: PolicyConfig, total_steps: int) -> None:
         with _NoCopies():
             super().__init__(chunks, policy, total_steps)
         self._offloads = policy.optimizer.offload
         self._moments = getattr(torch, policy.optimizer.moments)
         self._arriving, self._leaving = _Copies(), _Copies()
-        self._pieces: list[tuple[MegatronOptimizer, list[Piece]]] = []
+        self._pieces: list[tuple[MegatronOptimizer, list[StatePiece]]] = []
         for inner in self.megatron.chained_optimizers:
             owned = list(intervals(inner))
             pieces = []
             for has_copy in (False, True):  # in one piece all parameters have the same parts of the state
                 alike = [interval for interval in owned if interval.has_copy == has_copy]
-                pieces += [self._rest(segments, has_copy) for segments in cut(alike, PIECE_ELEMENTS)]
+                pieces += [self._allocate(segments, has_copy) for segments in cut(alike, PIECE_ELEMENTS)]
             self._pieces.append((inner, pieces))
         self.weights_changed()
 
-    def _rest(self, segments: list[Segment], has_copy: bool) -> Piece:
+    def _allocate(self, segments: list[Segment], has_copy: bool) -> StatePiece:
         size = segments[-1].place.stop
         place: dict[str, object] = {"device": platform.device()}
         if self._offloads:
             # torch rounds pinned memory up to a power of two, which a whole piece is.
             place = {"device": "cpu", "pin_memory": platform.HAS_CUDA}
-        resting = {kind: torch.zeros(size, dtype=self._moments, **place) for kind in MOMENTS}
+        stored = {kind: torch.zeros(size, dtype=self._moments, **place) for kind in MOMENTS}
         if has_copy:
-            resting[COPY] = torch.zeros(size, dtype=torch.float32, **place)
-        return Piece(segments, resting)
+            stored[COPY] = torch.zeros(size, dtype=torch.float32, **place)
+        return StatePiece(segments, stored)
 
     @torch.no_grad()
     def weights_changed(self) -> None:
         for piece, segment in self._segments():
             if segment.interval.has_copy:
-                piece.resting[COPY][segment.place].copy_(segment.weights.float())
+                piece.stored[COPY][segment.place].copy_(segment.weights.float())
 
     def states(self) -> Iterator[AdamState]:
         for piece, segment in self._segments():
             name = self._names[id(segment.interval.parameter)]
-            tensors = {kind: tensor[segment.place] for kind, tensor in piece.resting.items()}
+            tensors = {kind: tensor[segment.place] for kind, tensor in piece.stored.items()}
             yield AdamState(name, segment.start, segment.stop, tensors)
 
     def device_tensors(self) -> Iterator[Tensor]:
         for _, pieces in self._pieces:
             for piece in pieces:
-                yield from (tensor for tensor in piece.resting.values() if tensor.device == platform.device())
+                yield from (tensor for tensor in piece.stored.values() if tensor.device == platform.device())
 
-    def _segments(self) -> Iterator[tuple[Piece, Segment]]:
+    def _segments(self) -> Iterator[tuple[StatePiece, Segment]]:
         for _, pieces in self._pieces:
             for piece in pieces:
                 yield from ((piece, segment) for segment in piece.segments)
@@ -156,29 +166,35 @@ class StreamedOptimizer(Optimizer):
                 chunk.start_param_sync()
         return found
 
-    def _stream(self, inner: MegatronOptimizer, pieces: Sequence[Piece], norms: Norms) -> None:
-        arriving: deque[_Arrival] = deque()
-        leaving: deque[_Departure] = deque()
-        for i in range(len(pieces)):
-            while len(leaving) > IN_FLIGHT - 2:
-                leaving.popleft().wait()
-            arriving += [self._bring(piece) for piece in pieces[i + len(arriving) : i + 2]]
-            here = arriving.popleft().floats()
-            self._step(inner, pieces[i], here, norms)
-            leaving.append(self._put(pieces[i], here))
-        for departure in leaving:
-            departure.wait()
-
-    def _bring(self, piece: Piece) -> _Arrival:
+    def _stream(self, inner: MegatronOptimizer, pieces: Sequence[StatePiece], norms: Norms) -> None:
         if not self._offloads:
-            return _Arrival(piece.resting, None)
-        tensors = {kind: torch.empty_like(x, device=platform.device()) for kind, x in piece.resting.items()}
-        with self._arriving.behind_computation():
-            for kind, tensor in tensors.items():
-                tensor.copy_(piece.resting[kind], non_blocking=True)
-        return _Arrival(tensors, self._arriving.event())
+            for piece in pieces:
+                here = _floats(piece.stored)
+                self._step(inner, piece, here, norms)
+                for kind in MOMENTS:  # a copy is fp32, and has been updated where it is
+                    piece.stored[kind].copy_(here[kind])
+            return
+        coming, leaving = deque(pieces), deque[_Transfer]()
+        arriving: deque[_Transfer] = deque()
+        for piece in pieces:
+            while coming and len(arriving) < 2:  # the piece that is updated now, and the next one
+                while len(leaving) + len(arriving) >= IN_FLIGHT:
+                    leaving.popleft().wait()
+                arriving.append(self._bring(coming.popleft()))
+            here = _floats(arriving.popleft().arrived())
+            self._step(inner, piece, here, norms)
+            leaving.append(self._put(piece, here))
+        for transfer in leaving:
+            transfer.wait()
 
-    def _step(self, inner: MegatronOptimizer, piece: Piece, here: dict[str, Tensor], norms: Norms) -> None:
+    def _bring(self, piece: StatePiece) -> _Transfer:
+        tensors = {kind: torch.empty_like(x, device=platform.device()) for kind, x in piece.stored.items()}
+        with self._arriving.after_computation():
+            for kind, tensor in tensors.items():
+                tensor.copy_(piece.stored[kind], non_blocking=True)
+        return _Transfer(tensors, self._arriving.event())
+
+    def _step(self, inner: MegatronOptimizer, piece: StatePiece, here: dict[str, Tensor], norms: Norms) -> None:
         """Let Adam update a piece that is on the device."""
         adam, updated = inner.optimizer, []
         groups = [group["params"] for group in adam.param_groups]
@@ -202,14 +218,16 @@ class StreamedOptimizer(Optimizer):
         for group, mains in zip(adam.param_groups, groups, strict=True):
             group["params"] = mains
 
-    def _put(self, piece: Piece, here: dict[str, Tensor]) -> _Departure:
-        tensors = {kind: here[kind].to(resting.dtype) for kind, resting in piece.resting.items()}
-        copies = self._leaving if self._offloads else None
-        with copies.behind_computation() if copies else nullcontext():
-            for kind, resting in piece.resting.items():
-                if resting.data_ptr() != tensors[kind].data_ptr():  # otherwise it was updated where it rests
-                    resting.copy_(tensors[kind], non_blocking=True)
-        return _Departure(tensors, copies.event() if copies else None)
+    def _put(self, piece: StatePiece, here: dict[str, Tensor]) -> _Transfer:
+        tensors = {kind: here[kind].to(stored.dtype) for kind, stored in piece.stored.items()}
+        with self._leaving.after_computation():
+            for kind, stored in piece.stored.items():
+                stored.copy_(tensors[kind], non_blocking=True)
+        return _Transfer(tensors, self._leaving.event())
+
+
+def _floats(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {kind: tensor.float() for kind, tensor in tensors.items()}
 
 
 class _Copies:
@@ -218,8 +236,8 @@ class _Copies:
     def __init__(self) -> None:
         self._stream = torch.cuda.Stream() if platform.HAS_CUDA else None
 
-    def behind_computation(self) -> AbstractContextManager[object]:
-        """The block whose copies begin when what has been computed so far is done."""
+    def after_computation(self) -> AbstractContextManager[object]:
+        """The block whose copies start after the kernels that are already queued."""
         if self._stream is None:
             return nullcontext()
         # The allocator may have given memory that earlier kernels still use.
@@ -232,27 +250,20 @@ class _Copies:
 
 
 @dataclass(frozen=True, slots=True)
-class _Arrival:
-    """A piece on its way to the device."""
+class _Transfer:
+    """A piece on its way to the device, or back. It holds the piece's memory on the device, because the allocator does
+    not know about the copies."""
 
     tensors: dict[str, Tensor]
     event: torch.cuda.Event | None
 
-    def floats(self) -> dict[str, Tensor]:
-        """The piece in fp32, for kernels that are started from now on."""
+    def arrived(self) -> dict[str, Tensor]:
+        """The piece, for kernels that are started from now on."""
         if self.event is not None:
             torch.cuda.current_stream().wait_event(self.event)
-        return {kind: tensor.float() for kind, tensor in self.tensors.items()}
-
-
-@dataclass(frozen=True, slots=True)
-class _Departure:
-    """A piece on its way back. It holds the memory on the device until `wait` returns, because the allocator does not
-    know about the copies."""
-
-    tensors: dict[str, Tensor]
-    event: torch.cuda.Event | None
+        return self.tensors
 
     def wait(self) -> None:
+        """Wait until the copies are made."""
         if self.event is not None:
             self.event.synchronize()

@@ -59,7 +59,7 @@ log = logging.getLogger(__name__)
 
 class MegatronTrainer:
     role = "trainer"
-    """Its name in messages, and its key in `phases.HOLDS`."""
+    """Its name in messages, and its key in `types.HOLDS`."""
 
     def __init__(self, spec: ActorSpec, *, rank: int, world_size: int, store: dist.Store):
         """Meet the other trainer processes over a store that all of them share, and build this rank's part of the

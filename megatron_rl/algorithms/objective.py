@@ -27,6 +27,7 @@ from megatron_rl.algorithms.correction import importance_weight, mean_weight, re
 from megatron_rl.algorithms.kl import kl_estimate
 from megatron_rl.algorithms.losses import LOSSES, SELECTIONS
 from megatron_rl.algorithms.losses.terms import MAX_LOG_RATIO, Terms
+from megatron_rl.algorithms.needs import Needs
 from megatron_rl.algorithms.selection import choose_largest
 from megatron_rl.algorithms.token_advantages import token_advantages
 from megatron_rl.algorithms.whitening import SumOverRanks
@@ -48,34 +49,6 @@ class Metric:
     value: Tensor
     """A detached tensor without dimensions."""
     reduction: Literal["sum", "max", "min"]
-
-
-@dataclass(frozen=True, slots=True)
-class Needs:
-    """The inputs that an objective needs."""
-
-    logp_old: bool = False
-    """It needs `columns.logp_old_T`: the log-probs under the weights at the step's start, from a forward pass before
-    the first update. If the step has only one update, the update itself computes the same log-probs. This pass can then
-    be left out unless `before_update` is True: `logp_old_T` is None, and the objective detaches its own log-probs."""
-    logp_ref: bool = False
-    """It needs `columns.logp_ref_T`, from a forward pass of the reference policy."""
-    entropy: bool = False
-    """It needs the entropy of each token."""
-    first_pass: bool = False
-    """`prepare` needs log-probs and entropies under the weights that the update begins with."""
-    logp_old_in_prepare: bool = False
-    """`prepare` needs `columns.logp_old_T`, for statistics of the whole mini-batch."""
-    token_advantages: bool = False
-    """Each token has its own advantage: `credit` must be called."""
-    logp_old_in_credit: bool = False
-    """`credit` needs `columns.logp_old_T` and `columns.logp_ref_T`."""
-
-    @property
-    def before_update(self) -> bool:
-        """Whether a mini-batch needs a forward pass of the policy before its update, even if this is the step's only
-        update. Statistics of samples do not need it, because a sample is whole in one micro-batch."""
-        return self.first_pass or self.logp_old_in_prepare or self.logp_old_in_credit
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,15 +140,7 @@ class PolicyObjective:
         self._token_loss = LOSSES[type(cfg.loss)](cfg.loss)
         self._select = SELECTIONS.get(type(cfg.loss))
         self._around_engine = cfg.loss.anchor == "engine"
-        self.needs = Needs(
-            logp_old=not self._around_engine or cfg.kl_in_reward,
-            logp_ref=cfg.kl is not None,
-            entropy=True,
-            first_pass=self._select is not None or cfg.top_entropy_share < 1,
-            logp_old_in_prepare=self._select is not None or self._normalised_weight is not None,
-            token_advantages=cfg.is_per_token,
-            logp_old_in_credit=cfg.kl_in_reward,
-        )
+        self.needs = Needs.of(cfg)
         self._kl = None if cfg.kl_in_reward else cfg.kl
 
     @property

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from megatron_rl.algorithms.columns import PackedColumns
-from megatron_rl.algorithms.objective import FirstPass, Metric, Needs, require_finite
+from megatron_rl.algorithms.needs import Needs
+from megatron_rl.algorithms.objective import FirstPass, Metric, require_finite
 from megatron_rl.algorithms.value_loss import explained_variance, value_loss
 from megatron_rl.algorithms.whitening import SumOverRanks, moments
 from megatron_rl.config.value import ValueLossConfig

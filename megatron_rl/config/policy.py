@@ -72,8 +72,8 @@ class ParallelConfig(Section):
 
 
 PIECE_ELEMENTS, IN_FLIGHT = 2**24, 3
-"""An update of a state that rests elsewhere or in fewer bits goes through pieces of so many elements, with so many
-pieces on the device at once."""
+"""A streamed optimizer updates pieces of so many elements. Of an offloaded state so many pieces are on the device at
+once: one arrives, one is updated, and one leaves."""
 
 
 class OptimizerConfig(Section):
@@ -96,17 +96,17 @@ class OptimizerConfig(Section):
     clip_grad: Annotated[float, Field(ge=0)] = 1.0
     """The gradient is scaled down if its global norm exceeds this bound; 0 means no bound."""
     offload: bool = False
-    """true: Adam's state, with the fp32 copies of bf16 weights, is in the memory of the node. An update brings it to
-    the GPU piece by piece, which takes 24 bytes a parameter of PCIe traffic, and changes no bit of the result. false:
-    it stays on the GPU."""
+    """true: Adam's state, with the fp32 copies of bf16 weights, is in the memory of the node. An update copies it to
+    the GPU and back piece by piece, so PCIe carries twice the bytes of the state: 24 a parameter with bf16 weights and
+    fp32 moments. No bit of the result changes. false: the state stays on the GPU."""
     moments: Literal["float32", "bfloat16"] = "float32"
     """The data type in which Adam's moments are kept between two updates, here and in checkpoints. Updates compute in
     fp32. bfloat16 saves 4 bytes a parameter and rounds both moments after every update; DeepSeek-V3 was trained so
     (arXiv:2412.19437)."""
 
     @property
-    def rests(self) -> bool:
-        """Whether the state is elsewhere or in fewer bits between two updates."""
+    def is_streamed(self) -> bool:
+        """Whether an update takes the state piece by piece from where, or from how, it is kept between two updates."""
         return self.offload or self.moments != "float32"
 
     @model_validator(mode="after")
@@ -143,8 +143,8 @@ Switch = bool | int | float | str | tuple[str, ...] | None
 
 
 class MegatronConfig(Section):
-    """Settings of Megatron-Core that have no key of their own here, by their names there. The names are checked when a
-    run starts; what the project sets itself, and what would change the loss, is refused.
+    """Fields of Megatron-Core's configuration classes for which there is no key here. When a run starts, unknown names
+    are refused, and so are fields that the project sets itself, and those in `actor/switches.py`, each with its reason.
 
     On GPUs `overlap_grad_reduce` and `overlap_param_gather` are on where the optimizer's state is split, and with
     Transformer Engine's layers so are `moe_permute_fusion` and, if Apex has its extension,
@@ -184,9 +184,9 @@ class PolicyConfig(Section):
     loss."""
 
     @model_validator(mode="after")
-    def _state_rests_beside_plain_weights(self) -> PolicyConfig:
-        megatron = self.megatron
-        if self.optimizer.rests and (megatron.transformer.get("fp8_param") or megatron.ddp.get("fp8_param_gather")):
+    def _no_streamed_state_of_fp8_weights(self) -> PolicyConfig:
+        in_fp8 = self.megatron.transformer.get("fp8_param") or self.megatron.ddp.get("fp8_param_gather")
+        if self.optimizer.is_streamed and in_fp8:
             raise ValueError(
                 "optimizer.offload and optimizer.moments need weights in bfloat16 or float32; leave out "
                 "megatron.transformer.fp8_param and megatron.ddp.fp8_param_gather"

@@ -7,6 +7,7 @@ from megatron_rl.layout.copies import Copy
 from megatron_rl.layout.engines import Engines
 from megatron_rl.layout.families import FAMILIES
 from megatron_rl.layout.family import Family, engine_layers
+from megatron_rl.layout.fused import obstacle_to_fused_layers
 from megatron_rl.layout.hub import HubIndex, check_model, scan
 from megatron_rl.layout.links import Links
 from megatron_rl.layout.quantised import check_unquantised
@@ -54,6 +55,7 @@ __all__ = [
     "critic_shape",
     "engine_layers",
     "megatron_shards",
+    "obstacle_to_fused_layers",
     "padded_vocabulary",
     "plan_weights",
     "read_shape",

@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from megatron_rl.config.policy import ModelConfig, ParallelConfig
-from megatron_rl.layout import FAMILIES, padded_vocabulary
-from megatron_rl.types import Experts, Llama3Rope, Mesh, ModelShape
+from megatron_rl.layout import FAMILIES, obstacle_to_fused_layers, padded_vocabulary
+from megatron_rl.types import Experts, Mesh, ModelShape
 
 CHUNK_BYTES = 256 * 2**20
 """The logits of one chunk of the output layer in fp32, as `algorithms.logprobs.CHUNK_BYTES` (which needs torch)."""
@@ -24,9 +24,7 @@ def has_fused_layers(shape: ModelShape, model: ModelConfig) -> bool:
     """Whether the layers on GPUs are Transformer Engine's, if it is installed (`actor.model.uses_fused_layers`)."""
     if model.layers != "auto":
         return model.layers == "transformer_engine"
-    rope = shape.rope_scaling
-    is_known_rope = rope is None or rope == Llama3Rope(rope.factor, 1.0, 4.0, 8192)
-    return model.dtype == "bfloat16" and not FAMILIES[shape.family].post_norm and is_known_rope
+    return model.dtype == "bfloat16" and obstacle_to_fused_layers(shape) is None
 
 
 def layer_bytes(shape: ModelShape, parallel: ParallelConfig, layer: int, width: int, *, fused: bool) -> float:

@@ -1,7 +1,7 @@
 """The seconds of a step on H100 GPUs, estimated from the model's sizes.
 
 These are sums of the operations and bytes that must happen, divided by the rates of `balance/hardware.py` and
-`layout.Links`, not measurements. Invariant (tests/unit/recipes): they are those of calculations by hand.
+`layout.Links`, not measurements. Invariant (tests/unit/planning): they are those of calculations by hand.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_rl.algorithms.needs import Needs
 from megatron_rl.balance import flops_by_layer, forward_flops, plan_microbatches, training_flops
 from megatron_rl.balance.hardware import BANDWIDTH, DECODING_SHARE, HOST_LINK, PEAK_FLOPS, TRAINING_SHARE
 from megatron_rl.config.policy import OptimizerConfig, ParallelConfig
 from megatron_rl.config.schema import BaseConfig, GrpoRunConfig, SftRunConfig
 from megatron_rl.layout import Links
-from megatron_rl.recipes.parameters import BYTES, expert_data_ways, rank_parameters
+from megatron_rl.planning.parameters import BYTES, expert_data_ways, stage_parameters
 from megatron_rl.types import Batch, Mesh, MicrobatchPlan, ModelShape
 
 
@@ -27,17 +28,18 @@ class Work:
     lengths: np.ndarray
     """int64 [S]: the lengths of the samples, in tokens."""
     num_updates: int
-    num_passes: int
-    """The number of forward passes over all samples beside those of the updates: for logp_old, for the reference, and
-    for the load-balancing loss."""
+    num_passes: float
+    """The forward passes over all samples beside those of the updates: what the objective needs
+    (`algorithms.needs.Needs.num_passes`), and the shares of the experts for the load-balancing loss."""
 
 
 def largest_work(config: BaseConfig) -> Work:
+    """The work of the policy's trainers; that of a critic is not counted."""
     balancing = int(config.policy.load_balancing_loss > 0)  # the experts' shares are counted in a pass of their own
     if isinstance(config, GrpoRunConfig):
         rollout, algorithm = config.rollout, config.algorithm
         num_samples = rollout.prompts_per_step * rollout.samples_per_group
-        passes = balancing + (algorithm.updates_per_step > 1) + (algorithm.kl is not None)
+        passes = balancing + Needs.of(algorithm).num_passes(algorithm.updates_per_step)
         return Work(np.full(num_samples, rollout.max_model_tokens), algorithm.updates_per_step, passes)
     assert isinstance(config, SftRunConfig)
     return Work(np.full(config.sft.rows_per_step, config.sft.max_tokens), 1, balancing)
@@ -66,7 +68,7 @@ def largest_plan(config: BaseConfig, shape: ModelShape, parallel: ParallelConfig
     return plan_microbatches(batch, active, shape, parallel, config.balance, work.num_updates, recompute=recompute)
 
 
-def num_microbatches(plan: MicrobatchPlan) -> int:
+def most_microbatches(plan: MicrobatchPlan) -> int:
     """The number of micro-batches of a rank in the longest optimizer step."""
     return max(len(minibatch[0]) for minibatch in plan.minibatches)
 
@@ -75,7 +77,7 @@ def training_seconds(
     work: Work,
     shape: ModelShape,
     parallel: ParallelConfig,
-    num_micro: int,
+    num_microbatches: int,
     *,
     dtype: str,
     recompute: str,
@@ -87,12 +89,11 @@ def training_seconds(
         C (1 + (p - 1) / (m v)) + (T + E + X) + D + O
 
     C is the time of the FLOPs of the slowest stage at TRAINING_SHARE of the peak; the last stage has the output layer
-    beside its layers. The factor is that of a pipeline of p stages of v chunks
-    with m micro-batches, whose stages are idle for the share (p - 1) / (m v + p - 1) of the time (Narayanan et al.
-    2021, arXiv:2104.04473). T, E, X and D are the times in which tensor, expert, context and data parallelism send
-    bytes. Nothing is taken to overlap, although on GPUs D overlaps with C in part. With N tokens of a step on a
-    data- and context-parallel rank, L layers of a stage, H hidden, w bytes of an element, and groups of t, e, c and d
-    ranks:
+    beside its layers. The factor is that of a pipeline of p stages of v chunks with m micro-batches, whose stages are
+    idle for the share (p - 1) / (m v + p - 1) of the time (Narayanan et al. 2021, arXiv:2104.04473). T, E, X and D are
+    the times in which tensor, expert, context and data parallelism send bytes. Nothing is taken to overlap, although on
+    GPUs D overlaps with C in part. With N tokens of a step on a data- and context-parallel rank, L layers of a stage, H
+    hidden, w bytes of an element, and groups of t, e, c and d ranks:
 
         T: attention and a dense MLP each gather and scatter N H w (t - 1) / t bytes in a pass of a layer.
         E: a mixture sends its active tokens to their experts and back: 2 N/t k H w (e - 1) / e bytes in a pass of a
@@ -106,14 +107,14 @@ def training_seconds(
     offloaded optimizer state passes from the node's memory to the GPU and back in each update, both ways at once.
 
     Args:
-        num_micro: the number of micro-batches of a rank in an update.
+        num_microbatches: the number of micro-batches of a rank in an update.
     """
     mesh, links, width = parallel.mesh, Links(gpus_per_node), BYTES[dtype]
     flops = work.num_passes * forward_flops(work.lengths, shape).sum()
     flops += training_flops(work.lengths, shape, recompute).sum()
     compute_s = flops / (mesh.world_size * PEAK_FLOPS * TRAINING_SHARE)
     compute_s *= _slowest_stage(int(work.lengths.max()), shape, mesh)
-    compute_s *= 1 + (mesh.pipeline - 1) / (num_micro * mesh.virtual)
+    compute_s *= 1 + (mesh.pipeline - 1) / (num_microbatches * mesh.virtual)
 
     def rate(span: int) -> float:
         """The bytes per second of a group whose ranks lie within `span` neighbouring ranks."""
@@ -135,7 +136,7 @@ def training_seconds(
     ring = layers * tokens * 2 * shape.num_kv_heads * shape.head_dim / mesh.tensor * width * (mesh.context - 1)
     sent_s += (forward + 2) * ring / rate(mesh.tensor * mesh.context)
 
-    held = [rank_parameters(shape, mesh, stage * mesh.stage_size) for stage in range(mesh.pipeline)]
+    held = stage_parameters(shape, mesh)
     dense_ways, expert_ways = mesh.data * mesh.context, expert_data_ways(mesh)
     reduced = max(
         one.dense * (dense_ways - 1) / dense_ways + one.expert * (expert_ways - 1) / expert_ways for one in held

@@ -1,27 +1,23 @@
 """The layouts of a trainer that fit into the memory of its GPUs, in order of the estimated time of a step.
 
-Invariants (tests/unit/recipes): every layout has the GPUs of the configuration, divides the model, and fits; the
+Invariants (tests/unit/planning): every layout has the GPUs of the configuration, divides the model, and fits; the
 configured layout is among the candidates.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from megatron_rl.config.policy import OptimizerConfig, ParallelConfig
 from megatron_rl.config.schema import BaseConfig, GrpoRunConfig
 from megatron_rl.layout import FAMILIES
-from megatron_rl.recipes.estimates import largest_plan, largest_work, num_microbatches, training_seconds
-from megatron_rl.recipes.memory import (
-    GpuMemory,
-    bridge_communicators,
-    planned_transfer,
-    run_memory,
-    trainer_limit,
-    trainer_memory,
-)
-from megatron_rl.recipes.stages import with_layers
+from megatron_rl.planning.estimates import largest_plan, largest_work, most_microbatches, training_seconds
+from megatron_rl.planning.gpu import GpuMemory
+from megatron_rl.planning.memory import run_memory, trainer_limit
+from megatron_rl.planning.stages import with_layers
+from megatron_rl.planning.trainer import trainer_memory
+from megatron_rl.planning.transfer import bridge_communicators, planned_transfer
 from megatron_rl.types import ModelShape
 
 MAX_SHOWN = 10
@@ -58,9 +54,10 @@ class Layout:
 
 
 def fitting_layouts(config: BaseConfig, shape: ModelShape) -> list[Layout]:
-    """The fastest layouts of the trainer that fit, MAX_SHOWN at most, and the configured one if it is slower and fits,
-    with as many GPUs as the configuration has. The engines stay as they are. Stages whose number does not divide the
-    layers get those of `layers: auto`. Where a layout only fits with an offloaded optimizer state, it is offered so.
+    """The fastest layouts of the trainer that fit, at most MAX_SHOWN, and the configured one if it fits but is slower;
+    the fastest first. All have as many GPUs as the configuration; the engines stay as configured. If the number of
+    stages does not divide the number of layers, the layers are distributed as with `layers: auto`. A layout that fits
+    only with `policy.optimizer.offload` is returned with it.
 
     The bridge's communicators depend on the layout, and planning a transfer takes longer than everything else. So the
     layouts are ordered without them, and only the fastest ones are planned.
@@ -70,45 +67,44 @@ def fitting_layouts(config: BaseConfig, shape: ModelShape) -> list[Layout]:
     num_tokens = config.balance.max_tokens_per_microbatch
     planned: dict[tuple[int, ...], int] = {}
     """The number of micro-batches by what it depends on: data-parallel ranks, alignment, and what divides it."""
-    candidates = []
-    for parallel in parallel_sizes(config, shape, gpus_per_node):
-        if parallel.alignment > num_tokens:
-            continue
-        for recompute in ("none", "full"):
-            fitting = _fitting(config, shape, parallel, recompute, limit, bridge_bytes=0.0)
-            if fitting is None:
-                continue
-            key = (parallel.data, parallel.alignment, parallel.microbatch_multiple)
-            if key not in planned:
-                planned[key] = num_microbatches(largest_plan(config, shape, parallel))
-            optimizer, memory = fitting
-            seconds = training_seconds(
-                work,
-                shape,
-                parallel,
-                planned[key],
-                dtype=config.model.dtype,
-                recompute=recompute,
-                gpus_per_node=gpus_per_node,
-                optimizer=optimizer,
-            )
-            candidates.append(Layout(parallel, recompute, optimizer.offload, seconds, memory))
-    candidates.sort(key=lambda layout: layout.seconds)
+
+    def fitting(parallel: ParallelConfig, recompute: str, bridge_bytes: float) -> Layout | None:
+        found = _fitting(config, shape, parallel, recompute, limit, bridge_bytes)
+        if found is None:
+            return None
+        key = (parallel.data, parallel.alignment, parallel.microbatch_multiple)
+        if key not in planned:
+            planned[key] = most_microbatches(largest_plan(config, shape, parallel))
+        optimizer, memory = found
+        seconds = training_seconds(
+            work,
+            shape,
+            parallel,
+            planned[key],
+            dtype=config.model.dtype,
+            recompute=recompute,
+            gpus_per_node=gpus_per_node,
+            optimizer=optimizer,
+        )
+        return Layout(parallel, recompute, optimizer.offload, seconds, memory)
+
+    sizes = [one for one in parallel_sizes(config, shape, gpus_per_node) if one.alignment <= num_tokens]
+    without = [fitting(parallel, recompute, 0.0) for parallel in sizes for recompute in ("none", "full")]
+    candidates = sorted((layout for layout in without if layout), key=lambda layout: layout.seconds)
     found: list[Layout] = []
-    present = config.policy.parallel, config.model.recompute
+    configured = config.policy.parallel, config.model.recompute
     for layout in candidates:
-        if len(found) >= MAX_SHOWN and (layout.parallel, layout.recompute) != present:
+        if len(found) >= MAX_SHOWN and (layout.parallel, layout.recompute) != configured:
             continue
-        if not isinstance(config, GrpoRunConfig):
-            found.append(layout)
-            continue
-        plan = planned_transfer(config, shape, layout.parallel.mesh)
-        bridge_bytes = bridge_communicators(plan, config.cluster.colocate).trainer
-        fitting = _fitting(config, shape, layout.parallel, layout.recompute, limit, bridge_bytes)
-        if fitting is not None:
-            optimizer, memory = fitting
-            found.append(replace(layout, offload=optimizer.offload, memory=memory))
-    return found
+        whole: Layout | None = layout
+        if isinstance(config, GrpoRunConfig):
+            plan = planned_transfer(config, shape, layout.parallel.mesh)
+            bridge_bytes = bridge_communicators(plan, config.cluster.colocate).trainer
+            whole = fitting(layout.parallel, layout.recompute, bridge_bytes)
+        if whole is not None:
+            found.append(whole)
+    # With the bridge's memory a layout may fit only with `offload`, and is slower then.
+    return sorted(found, key=lambda layout: layout.seconds)
 
 
 def _fitting(
@@ -122,10 +118,19 @@ def _fitting(
     """The trainer's memory in a layout, if it fits, with an offloaded optimizer state where it must be."""
     model = config.model.model_copy(update={"recompute": recompute})
     bucket_bytes = config.bridge.bucket_mib * 2**20 if isinstance(config, GrpoRunConfig) else 0.0
-    num_tokens, present = config.balance.max_tokens_per_microbatch, config.policy.optimizer
-    for offload in (False, True)[present.offload :]:
-        optimizer = present.model_copy(update={"offload": offload})
-        memory = trainer_memory(shape, model, parallel, num_tokens, bucket_bytes, bridge_bytes, optimizer)
+    configured = config.policy.optimizer
+    for offload in (False, True)[configured.offload :]:
+        optimizer = configured.model_copy(update={"offload": offload})
+        memory = trainer_memory(
+            shape,
+            model,
+            parallel,
+            config.balance.max_tokens_per_microbatch,
+            on_gpus=True,
+            optimizer=optimizer,
+            bucket_bytes=bucket_bytes,
+            bridge_bytes=bridge_bytes,
+        )
         if max(memory.totals) <= limit:
             return optimizer, memory
     return None

@@ -1,7 +1,7 @@
 """The bytes of weights, gradients and optimizer state of a trainer rank, counted from the rows of a family's table.
 
-Invariants (tests/unit/recipes, tests/dist): weights and gradients have the bytes that the actor allocates on every
-rank, and so has the optimizer's state of the ranks that share it.
+Invariants (tests/unit/planning, tests/dist): weights and gradients have the bytes that the actor allocates on every
+rank on a CPU, and so has the optimizer's state of the ranks that share it.
 """
 
 from __future__ import annotations
@@ -57,6 +57,10 @@ class RankParameters:
         """The bytes of the optimizer's state of this rank between two updates, wherever it is."""
         return self.state_elements(mesh) * state_width(dtype, optimizer)
 
+    def bytes(self, mesh: Mesh, dtype: str, optimizer: OptimizerConfig) -> float:
+        """The bytes of weights, gradients and optimizer state together."""
+        return self.weight_bytes(dtype) + self.gradient_bytes + self.state_bytes(mesh, dtype, optimizer)
+
 
 def state_width(dtype: str, optimizer: OptimizerConfig) -> int:
     """The bytes of a parameter's state between two updates: two moments, and an fp32 copy of a bf16 weight."""
@@ -97,6 +101,16 @@ def rank_parameters(shape: ModelShape, mesh: Mesh, rank: int) -> RankParameters:
         buffers = sum(_rounded(size, math.lcm(ways[expert], 128)) for (_, expert, _), size in buckets.items())
         padding = buffers - sum(totals.values())
     return RankParameters(totals[False], totals[True], padding, constant)
+
+
+def stage_parameters(shape: ModelShape, mesh: Mesh) -> list[RankParameters]:
+    """The parameters of a rank of each pipeline stage; all ranks of a stage hold equally many."""
+    return [rank_parameters(shape, mesh, stage * mesh.stage_size) for stage in range(mesh.pipeline)]
+
+
+def largest_stage(shape: ModelShape, mesh: Mesh, dtype: str, optimizer: OptimizerConfig) -> RankParameters:
+    """The parameters of a rank of the stage whose weights, gradients and optimizer state have the most bytes."""
+    return max(stage_parameters(shape, mesh), key=lambda held: held.bytes(mesh, dtype, optimizer))
 
 
 def _rounded(number: int, multiple: int) -> int:

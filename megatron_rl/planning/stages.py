@@ -10,7 +10,7 @@ from megatron_rl.balance import flops_by_layer
 from megatron_rl.balance.stages import Load, distribute_layers
 from megatron_rl.config.schema import BaseConfig, GrpoRunConfig, SftRunConfig
 from megatron_rl.layout import FAMILIES
-from megatron_rl.recipes.dry_run import planned_shape
+from megatron_rl.planning.shapes import planned_shape
 from megatron_rl.types import ModelShape
 
 Config = TypeVar("Config", bound=BaseConfig)

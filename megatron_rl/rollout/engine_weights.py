@@ -13,18 +13,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from megatron_rl import types
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.layout import Recording
 from megatron_rl.rollout.engine_thread import EngineThread, Result
 from megatron_rl.rollout.progress import Progress
 from megatron_rl.types import Metrics, ModelShape, Phase
 
-HOLDS: dict[Phase, tuple[str, ...]] = {
-    "training": (),
-    "pushing": ("weights",),
-    "generating": ("weights", "kv_cache"),
-}
-"""What an engine that shares its GPUs has there in each phase, by vLLM's tags."""
+HOLDS = types.HOLDS["engine"]
 
 
 class EngineWeights:

@@ -1,4 +1,4 @@
-"""Scenarios of an optimizer whose state rests between updates."""
+"""Scenarios of an optimizer whose state is streamed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _state(actor) -> dict:
 
 
 def updates(rank, world_size, url, *, folder, samples, layout, settings, rounds=False, target=None):
-    """Three steps of two updates, with all that may happen between steps if the state rests; in the end a checkpoint.
+    """Three steps of two updates, with all that may happen between steps if the state is streamed; in the end a checkpoint.
 
     Args:
         rounds: round the moments to bfloat16 after each update.
@@ -93,7 +93,7 @@ def resume(rank, world_size, url, *, folder, samples, layout, settings, checkpoi
 
 
 def memory(rank, world_size, url, *, folder, samples, layout, settings):
-    """The bytes of the state that rests on this rank; the largest number of bytes that pieces had on the device in an
+    """The bytes of the state that is stored on this rank; the largest number of bytes that pieces had on the device in an
     update; and the number of pieces."""
     actor = _build(rank, world_size, url, folder, layout, settings)
     optimizer = actor.optimizer
@@ -121,6 +121,6 @@ def memory(rank, world_size, url, *, folder, samples, layout, settings):
     begin(actor, samples, layout, 1)
     actor.update(0, COEFFICIENTS)
     pieces = [piece for _, pieces in optimizer._pieces for piece in pieces]
-    resting = sum(tensor.untyped_storage().nbytes() for piece in pieces for tensor in piece.resting.values())
+    stored = sum(tensor.untyped_storage().nbytes() for piece in pieces for tensor in piece.stored.values())
     actor.close()
-    return resting, most, len(pieces)
+    return stored, most, len(pieces)

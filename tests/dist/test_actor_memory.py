@@ -1,4 +1,4 @@
-"""The estimates of recipes/parameters.py and recipes/activations.py against what the actor allocates and what autograd saves."""
+"""The estimates of planning/parameters.py and planning/activations.py against what the actor allocates and what autograd saves."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from test_actor_layouts import LAYOUTS
 
 from megatron_rl.config.policy import ParallelConfig
 from megatron_rl.layout import read_shape
-from megatron_rl.recipes.activations import activations
-from megatron_rl.recipes.parameters import rank_parameters
+from megatron_rl.planning.activations import activations
+from megatron_rl.planning.parameters import rank_parameters
 from megatron_rl.types import Mesh, Tokens
 from shares import TrainSample
 

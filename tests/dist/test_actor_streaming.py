@@ -1,4 +1,4 @@
-"""An optimizer whose state rests between updates, against one that keeps everything on its device."""
+"""An optimizer whose state is streamed, against one that keeps everything on its device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from test_actor_layouts import OVERLAP
 from megatron_rl.actor.checkpoint import read_manifest
 from megatron_rl.config.policy import IN_FLIGHT, MegatronConfig, OptimizerConfig
 from megatron_rl.layout import read_shape
-from megatron_rl.recipes.parameters import rank_parameters
+from megatron_rl.planning.parameters import rank_parameters
 from megatron_rl.types import Mesh
 
 OFFLOAD, SHORT = {"offload": True}, {"moments": "bfloat16"}
@@ -47,7 +47,7 @@ def check_equal(found, expected, moments=torch.float32) -> None:
 
 @pytest.fixture(scope="module")
 def plain(trainers, model_folder, samples):
-    """The updates of the layouts without resting state, by (name of the layout, whether moments are rounded)."""
+    """The updates of the layouts without streaming, by (name of the layout, whether moments are rounded)."""
     known: dict = {}
 
     def updates(name: str, rounds: bool = False):
@@ -133,9 +133,9 @@ def test_the_bytes_are_those_of_the_table_of_memory(trainers, model_folder, samp
         settings=settings,
     )
     found, expected = defaultdict(float), defaultdict(float)
-    for rank, (resting, most, num_pieces) in enumerate(results):
+    for rank, (stored, most, num_pieces) in enumerate(results):
         held, stage = rank_parameters(read_shape(model_folder), layout.mesh, rank), layout.mesh.coordinates(rank)[1]
-        found[stage] += resting
+        found[stage] += stored
         expected[stage] += held.state_bytes(layout.mesh, layout.dtype, optimizer)
         assert num_pieces > 2 * IN_FLIGHT, "more than are there at once"
         if optimizer.offload:

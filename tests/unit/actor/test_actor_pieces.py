@@ -1,4 +1,4 @@
-"""How the state of an optimizer that rests is cut into pieces, and what is refused."""
+"""How the state of a streamed optimizer is cut into pieces, and what is refused."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def test_a_moment_that_bfloat16_never_lets_decay_is_refused():
     significands = torch.arange(128, 256).bfloat16()  # all of bfloat16's
     kept = {beta: int(((significands.float() * beta).bfloat16() == significands).sum()) for beta in (0.996, 0.999)}
     assert kept == {0.996: 0, 0.999: 128}
-    assert OptimizerConfig(moments="bfloat16", betas=(0.9, 0.996)).rests
+    assert OptimizerConfig(moments="bfloat16", betas=(0.9, 0.996)).is_streamed
     with pytest.raises(ValidationError, match=r"a moment that keeps 0.999 of itself .* both must be below 0.99609375"):
         OptimizerConfig(moments="bfloat16", betas=(0.9, 0.999))
-    assert not OptimizerConfig(betas=(0.9, 0.999)).rests
+    assert not OptimizerConfig(betas=(0.9, 0.999)).is_streamed
 
 
 @pytest.mark.parametrize("megatron", [{"transformer": {"fp8_param": True}}, {"ddp": {"fp8_param_gather": True}}])
-def test_a_state_that_rests_beside_weights_in_fp8_is_refused(megatron):
+def test_a_streamed_state_beside_weights_in_fp8_is_refused(megatron):
     assert PolicyConfig(megatron=megatron, optimizer={}).megatron.model_dump(exclude_defaults=True) == megatron
     with pytest.raises(ValidationError, match="need weights in bfloat16 or float32; leave out megatron.transformer"):
         PolicyConfig(megatron=megatron, optimizer={"offload": True})

@@ -12,6 +12,7 @@ from megatron_rl.actor.model import uses_fused_layers
 from megatron_rl.actor.spec import ActorSpec
 from megatron_rl.algorithms.objective import SupervisedObjective
 from megatron_rl.config.policy import ModelConfig, ParallelConfig, PolicyConfig
+from megatron_rl.planning.activations import has_fused_layers
 from megatron_rl.types import Experts, LatentAttention, Llama3Rope, ModelShape, YarnRope
 
 QWEN3 = ModelShape("qwen3", 4, 32, 4, 2, 16, 48, 60, 1e4, 1e-6, 128, False)
@@ -111,6 +112,11 @@ def transformer_engine(monkeypatch):
 def test_transformer_engines_layers_are_used_where_they_can_be(transformer_engine, shape):
     assert fused(shape) and fused(shape, "transformer_engine") and fused(shape, "transformer_engine", "float32")
     assert not fused(shape, dtype="float32") and not fused(shape, "local")
+
+
+@pytest.mark.parametrize("shape", [*FUSED, *(shape for shape, _ in NOT_FUSED)], ids=str)
+def test_the_memory_that_is_planned_is_that_of_the_same_layers(transformer_engine, shape):
+    assert has_fused_layers(shape, ModelConfig(path=Path("model"))) == fused(shape)
 
 
 @pytest.mark.parametrize("shape, message", NOT_FUSED)

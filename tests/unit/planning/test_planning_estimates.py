@@ -13,15 +13,15 @@ from megatron_rl.config.load import validate
 from megatron_rl.config.policy import OptimizerConfig, ParallelConfig
 from megatron_rl.config.schema import GrpoRunConfig, SftRunConfig
 from megatron_rl.layout import read_shape
-from megatron_rl.recipes.estimates import (
+from megatron_rl.planning.estimates import (
     Work,
     generation_seconds,
     largest_plan,
     largest_work,
-    num_microbatches,
+    most_microbatches,
     training_seconds,
 )
-from megatron_rl.recipes.parameters import rank_parameters
+from megatron_rl.planning.parameters import rank_parameters
 
 CONFIGS = Path(__file__).parents[3] / "configs" / "model"
 SHAPE = read_shape(CONFIGS / "Qwen3-32B.json")
@@ -132,9 +132,14 @@ def test_the_work_of_a_step_is_that_of_its_longest_samples():
     work = largest_work(config(updates_per_step=2, kl={}))
     assert work.lengths.tolist() == [13] * 8 and (work.num_updates, work.num_passes) == (2, 2)
     assert largest_work(config()).num_passes == 0
+    kl_cov = {"loss": {"kind": "kl_cov"}, "updates_per_step": 4}
+    assert largest_work(config(**kl_cov)).num_passes == 1 + 3 / 4, "of each later mini-batch before its update, too"
+    assert largest_work(config(kl={"place": "reward"}, adv_estimator={"kind": "reinforce_plus_plus"})).num_passes == 2
+    without = {"loss": {"kind": "dppo_tv"}, "correction": None, "updates_per_step": 4}
+    assert largest_work(config(**without)).num_passes == 0, "its anchor is the engine's policy"
     plan = largest_plan(config(updates_per_step=2), SHAPE, ParallelConfig(tensor=4))
     # 13 tokens are padded to 16, so two samples fill a micro-batch of 32; an update has four samples.
-    assert len(plan.minibatches) == 2 and num_microbatches(plan) == 2
+    assert len(plan.minibatches) == 2 and most_microbatches(plan) == 2
 
 
 def test_the_work_of_a_supervised_step():
@@ -149,7 +154,7 @@ def test_the_work_of_a_supervised_step():
     )
     work = largest_work(supervised)
     assert work.lengths.tolist() == [16] * 6 and (work.num_updates, work.num_passes) == (1, 0)
-    assert num_microbatches(largest_plan(supervised, SHAPE, ParallelConfig())) == 3
+    assert most_microbatches(largest_plan(supervised, SHAPE, ParallelConfig())) == 3
 
 
 def test_generation_by_hand():

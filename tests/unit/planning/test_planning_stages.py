@@ -6,8 +6,9 @@ import pytest
 
 from megatron_rl.config.load import load_config
 from megatron_rl.config.schema import GrpoRunConfig
-from megatron_rl.recipes.dry_run import planned_shape, rank_parameters
-from megatron_rl.recipes.stages import with_layers
+from megatron_rl.planning.parameters import rank_parameters
+from megatron_rl.planning.shapes import planned_shape
+from megatron_rl.planning.stages import with_layers
 
 QWEN3_32B = "recipes/qwen3_32b/qwen3_32b-dapo-4n8g-tp4pp4.yaml"
 

@@ -12,8 +12,8 @@ from test_recipes_preflight import CONFIG, VOCABULARY, faults, grpo, home, safet
 from megatron_rl.config.load import load_config
 from megatron_rl.config.schema import PpoRunConfig
 from megatron_rl.layout import FAMILIES, critic_config, critic_shape, read_shape
-from megatron_rl.recipes.dry_run import planned_shape
-from megatron_rl.recipes.memory import run_memory
+from megatron_rl.planning.memory import run_memory
+from megatron_rl.planning.shapes import planned_shape
 from megatron_rl.recipes.ppo import main
 
 GAE = {"adv_estimator": {"kind": "gae"}}

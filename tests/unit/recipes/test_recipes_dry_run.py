@@ -12,8 +12,8 @@ from rich.console import Console
 from megatron_rl.config.load import validate
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.layout import FAMILIES
+from megatron_rl.planning.parameters import checkpoint_bytes, expert_data_ways, optimizer_ways, rank_parameters
 from megatron_rl.recipes.dry_run import describe_placement, describe_policy
-from megatron_rl.recipes.parameters import checkpoint_bytes, expert_data_ways, optimizer_ways, rank_parameters
 from megatron_rl.types import Experts, Mesh, ModelShape
 
 MIXTURE = ModelShape(

@@ -1,0 +1,18 @@
+"""Which models Transformer Engine's layers can express, as Megatron-Core uses them."""
+
+from __future__ import annotations
+
+from megatron_rl.layout.families import FAMILIES
+from megatron_rl.types import Llama3Rope, ModelShape
+
+
+def obstacle_to_fused_layers(shape: ModelShape) -> str | None:
+    """Why Transformer Engine's layers, as Megatron uses them, cannot express the model; None if they can."""
+    rope = shape.rope_scaling
+    if FAMILIES[shape.family].post_norm:
+        return f"{shape.family} has norms after its blocks, and its layers have none"
+    if shape.latent:
+        return f"the latent attention of {shape.family} has not been tried with its layers"
+    if rope is not None and rope != Llama3Rope(rope.factor, 1.0, 4.0, 8192):
+        return "Megatron gives its layers no other rotary scaling than Llama 3.1's"
+    return None

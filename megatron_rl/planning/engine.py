@@ -1,0 +1,134 @@
+"""The memory of the GPUs of an engine by phase, and the sequences that its KV cache holds.
+
+The bytes of weights and of the KV cache are exact, those of vLLM's own work are a constant.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from megatron_rl.config.rollout import RolloutConfig
+from megatron_rl.config.schema import BaseConfig, GrpoRunConfig
+from megatron_rl.layout import FAMILIES, TransferPlan, engine_layers, volume
+from megatron_rl.planning.gpu import GpuMemory, Part, always
+from megatron_rl.planning.parameters import BYTES
+from megatron_rl.types import HOLDS, ModelShape
+
+ENGINE_WORK_BYTES = 4e9
+"""What an engine's rank needs for its activations, its CUDA graphs and its NCCL communicator. This is an estimate."""
+INCOMPLETE = 0.5
+"""The largest part of what a push brings that an engine's rank holds in layers that are not complete. It was 0.20 to
+0.48 in the plans that were computed."""
+PARTS = {"weights": "weights", "kv_cache": "KV cache"}
+"""The rows of what engines that share their GPUs give up, by its names in HOLDS."""
+SMALLER = (
+    "lower rollout.gpu_memory_utilization, which makes the KV cache smaller, or raise rollout.tensor or "
+    "rollout.pipeline"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineMemory:
+    stages: tuple[GpuMemory, ...]
+    """The fullest rank of each pipeline stage."""
+    longest: int
+    """The number of sequences of the largest length that the KV cache of an engine holds."""
+    half: int
+    """The number of sequences of half the largest length that it holds."""
+
+    @property
+    def gpu(self) -> GpuMemory:
+        """The fullest rank of the engine."""
+        return max(self.stages, key=lambda stage: max(stage.totals))
+
+    def sharing(self) -> EngineMemory:
+        """The memory of an engine that shares its GPUs with trainers."""
+        holds = HOLDS["engine"]
+        present = {row: [phase for phase, held in holds.items() if part in held] for part, row in PARTS.items()}
+        return replace(self, stages=tuple(stage.sharing(present) for stage in self.stages))
+
+
+def gpu_bytes(config: BaseConfig) -> float:
+    """The bytes of memory of a whole GPU."""
+    return config.cluster.gpu_memory_gb * 1e9
+
+
+def engine_memory(config: GrpoRunConfig, shape: ModelShape, plan: TransferPlan, bridge_bytes: float) -> EngineMemory:
+    """The memory of the fullest rank of each pipeline stage of an engine.
+
+    vLLM takes `rollout.gpu_memory_utilization` of the GPU for weights, work and KV cache, and the bridge's memory comes
+    beside it. A sequence has as many blocks of the KV cache on each stage, so the stage that has room for the fewest
+    sequences decides, and what the others have left stays empty. Experts are repacked by vLLM on GPUs, so a rank holds
+    those of each layer until all ranks of the engine have the layer; `tools/plan_sync.py --repacked` computes how much
+    this is. Each layer that is verified is made anew. Weights that vLLM quantises are counted as if they were not.
+    """
+    rollout, width = config.rollout, BYTES[config.model.dtype]
+    longest, stages = rollout.max_model_tokens, range(rollout.pipeline)
+    layers = [engine_layers(shape.num_layers, rollout.pipeline, stage) for stage in stages]
+    weights = plan.engine_bytes.reshape(rollout.pipeline, rollout.tensor).max(1)
+    caches = np.maximum(0.0, rollout.gpu_memory_utilization * gpu_bytes(config) - weights - ENGINE_WORK_BYTES)
+    numbers = (
+        min(int(caches[stage] // sequence_bytes(shape, rollout.tensor, n, width, layers[stage])) for stage in stages)
+        for n in (longest, max(1, longest // 2))
+    )
+    gpus = [
+        _stage_memory(config, shape, plan, stage, float(weights[stage]), float(caches[stage]), bridge_bytes)
+        for stage in stages
+    ]
+    return EngineMemory(tuple(gpus), *numbers)
+
+
+def _stage_memory(
+    config: GrpoRunConfig,
+    shape: ModelShape,
+    plan: TransferPlan,
+    stage: int,
+    weights: float,
+    cache: float,
+    bridge_bytes: float,
+) -> GpuMemory:
+    rollout = config.rollout
+    received = layer = engine_expert_bytes(shape, rollout, BYTES[config.model.dtype], stage)
+    bucket_bytes, chained = config.bridge.bucket_mib * 2**20, plan.engines.are_chained
+    layers = engine_layers(shape.num_layers, rollout.pipeline, stage)
+    layer /= max(1, sum(map(shape.has_experts, layers)))
+    parts = {
+        "weights": Part(always(weights), SMALLER),
+        "KV cache": Part(always(cache), SMALLER),
+        "work of vLLM": Part(always(ENGINE_WORK_BYTES), SMALLER),
+        "experts before vLLM repacks them": Part((0.0, max(layer, INCOMPLETE * received), 0.0), SMALLER),
+        "a layer's experts, made anew to verify them": Part((0.0, layer, 0.0), SMALLER),
+        "NCCL communicators of the bridge": Part(
+            always(bridge_bytes), "set bridge.chains, so that trainers send to fewer engines"
+        ),
+        f"{'three' if chained else 'two'} buffers of the bridge": Part(
+            always((2 + chained) * bucket_bytes), "lower bridge.bucket_mib"
+        ),
+    }
+    return GpuMemory.of(f"engine, stage {stage}" if rollout.pipeline > 1 else "engine", parts)
+
+
+def engine_expert_bytes(shape: ModelShape, rollout: RolloutConfig, width: int, stage: int) -> float:
+    """The bytes of the routed experts on the fullest rank of a pipeline stage of an engine."""
+    first = stage * rollout.tensor
+    placed = FAMILIES[shape.family].vllm_placed(shape, rollout.tensor, first, rollout.expert_parallel, rollout.pipeline)
+    elements = sum(
+        placement.num_experts * sum(volume(local) for _, _, local in placement.pieces)
+        for placement, _, _ in placed
+        if placement.experts is not None
+    )
+    return float(elements * width)
+
+
+def sequence_bytes(shape: ModelShape, tensor: int, num_tokens: int, width: int, layers: range) -> float:
+    """The bytes of the keys and values of one sequence in some layers on one rank of an engine. Ranks share the KV
+    heads, but each has at least one; latent attention keeps its low-rank projection on every rank."""
+    latent = shape.latent
+    numbers = 2 * max(shape.num_kv_heads // tensor, 1) * shape.head_dim
+    if latent:
+        numbers = latent.kv_rank + latent.rope_dim
+    windows = len(set(shape.sliding_layers) & set(layers))
+    tokens = (len(layers) - windows) * num_tokens + windows * min(num_tokens, shape.sliding_window or num_tokens)
+    return float(tokens * numbers * width)

@@ -1,0 +1,39 @@
+"""The sizes of the models of a run, before their folders exist."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron_rl.config.policy import ModelConfig
+from megatron_rl.config.schema import BaseConfig, GrpoRunConfig
+from megatron_rl.config.shipped import find_shipped
+from megatron_rl.layout import critic_shape, read_shape
+from megatron_rl.types import ModelShape
+
+
+def planned_shape(config: BaseConfig) -> ModelShape:
+    """The sizes of the policy's model. If its folder does not exist, they come from configs/model/<its name>.json.
+
+    Raises:
+        ValueError: there are neither the folder nor the file, or the model is of no known family.
+    """
+    return _read(config.model, "model")
+
+
+def planned_critic_shape(config: GrpoRunConfig) -> ModelShape:
+    """The sizes of the critic's model with its value head, found as those of the policy are.
+
+    Raises:
+        ValueError: see `planned_shape`.
+    """
+    assert config.critic is not None, "the configuration has a critic"
+    own = config.critic.model
+    return critic_shape(_read(own, "critic.model") if own else planned_shape(config))
+
+
+def _read(model: ModelConfig, key: str) -> ModelShape:
+    stand_in = find_shipped(Path("configs", "model", f"{model.path.name}.json"))
+    try:
+        return read_shape(stand_in if not model.path.exists() and stand_in.is_file() else model.path)
+    except ValueError as error:
+        raise ValueError(str(error).replace("model.path", f"{key}.path", 1)) from error

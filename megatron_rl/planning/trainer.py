@@ -1,0 +1,125 @@
+"""The memory of a trainer's GPU, of the policy or of a critic, by phase.
+
+The bytes of weights, gradients and optimizer state are those that the actor allocates on a CPU (parameters.py); on GPUs
+the padding of further gradient buckets is left out. Those of activations are estimates (activations.py), and those of
+NCCL are constants.
+"""
+
+from __future__ import annotations
+
+from megatron_rl.config.policy import IN_FLIGHT, PIECE_ELEMENTS, ModelConfig, OptimizerConfig, ParallelConfig
+from megatron_rl.planning.activations import activations, has_fused_layers
+from megatron_rl.planning.gpu import GpuMemory, Part, always
+from megatron_rl.planning.parameters import (
+    BYTES,
+    RankParameters,
+    expert_data_ways,
+    stage_parameters,
+    state_width,
+)
+from megatron_rl.planning.transfer import COMMUNICATOR_BYTES
+from megatron_rl.types import HOLDS, Mesh, ModelShape
+
+PARTS = {"weights": "weights", "gradients": "gradients (fp32)", "optimizer": "optimizer state"}
+"""The rows of what trainers that share their GPUs give up, by its names in HOLDS."""
+
+
+def num_communicators(mesh: Mesh) -> int:
+    """The number of NCCL communicators of a trainer rank: those of its groups of more than one rank that Megatron's
+    collectives use, and the one of all ranks."""
+    dense, expert = mesh.data * mesh.context, expert_data_ways(mesh)
+    groups = [mesh.world_size, mesh.tensor, mesh.pipeline, dense, mesh.context, mesh.tensor * mesh.pipeline]
+    if mesh.expert > 1:
+        groups += [mesh.expert, mesh.expert_ways, expert]
+    return sum(size > 1 for size in groups)
+
+
+def trainer_memory(
+    shape: ModelShape,
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    num_tokens: int,
+    *,
+    on_gpus: bool,
+    optimizer: OptimizerConfig = OptimizerConfig(),
+    bucket_bytes: float = 0.0,
+    bridge_bytes: float = 0.0,
+    num_mirrors: int = 0,
+    section: str = "policy",
+) -> GpuMemory:
+    """The memory of the rank of a trainer that needs the most.
+
+    Args:
+        num_tokens: the largest number of tokens of a micro-batch.
+        on_gpus: whether the trainers run on GPUs. On CPUs they have local layers and no NCCL.
+        bucket_bytes: the largest size of one of the bridge's messages.
+        bridge_bytes: the memory of the bridge's NCCL communicators.
+        num_mirrors: the number of states that the nodes keep for each rank.
+        section: the trainer's section of the configuration, `policy` or `critic`, for the remedies.
+    """
+    mesh, width = parallel.mesh, BYTES[model.dtype]
+    fused = on_gpus and has_fused_layers(shape, model)
+    number = num_communicators(mesh) if on_gpus else 0
+    shorter = "lower balance.max_tokens_per_microbatch"
+    split = f"{section}.parallel.tensor"
+    fewer = f"raise {split} or {section}.parallel.pipeline, or for a mixture {section}.parallel.expert"
+    recompute = "model.recompute" if section == "policy" else "recompute of its model"
+
+    def of_stage(stage: int, held: RankParameters) -> GpuMemory:
+        used = activations(shape, parallel, stage, num_tokens, width=width, recompute=model.recompute, fused=fused)
+        computed = "output layer" if used.output > used.layer else "layer"
+        state = held.state_bytes(mesh, model.dtype, optimizer)
+        parts = {
+            "weights": Part(always(held.weight_bytes(model.dtype)), fewer),
+            "gradients (fp32)": Part(always(held.gradient_bytes), fewer),
+            "optimizer state": Part(
+                always(0.0 if optimizer.offload else state),
+                f"set {section}.optimizer.offload, or {section}.optimizer.moments to bfloat16, or raise "
+                f"{section}.parallel.data, {split} or {section}.parallel.pipeline",
+            ),
+            "optimizer state in an update": Part(
+                (_streamed_bytes(held.state_elements(mesh), model.dtype, optimizer), 0.0, 0.0), fewer
+            ),
+            "activations kept for the backward passes": Part(
+                (used.kept, 0.0, 0.0),
+                f"set {recompute} to full, {shorter}, or raise {split} or {section}.parallel.context",
+            ),
+            f"the {computed} being computed": Part(
+                (used.computing, 0.0, 0.0), f"{shorter}, or raise {split} or {section}.parallel.context"
+            ),
+            f"{number} NCCL communicators": Part(
+                always(number * COMMUNICATOR_BYTES),
+                f"set one of the sizes of {section}.parallel to 1",
+            ),
+            "NCCL communicators of the bridge": Part(
+                always(bridge_bytes), "set bridge.chains, so that trainers send to fewer engines"
+            ),
+            "two buffers of the bridge": Part(always(2 * bucket_bytes), "lower bridge.bucket_mib"),
+        }
+        host = {"optimizer state": state} if optimizer.offload else {}
+        host["a checkpoint's copy"] = held.state_elements(mesh) * width + state
+        if num_mirrors:
+            host[f"{num_mirrors} mirrors"] = num_mirrors * (held.weight_bytes(model.dtype) + state)
+        return GpuMemory.of(f"{'trainer' if section == 'policy' else section}, stage {stage}", parts, host)
+
+    stages = [of_stage(stage, held) for stage, held in enumerate(stage_parameters(shape, mesh))]
+    return max(stages, key=lambda memory: max(memory.totals))
+
+
+def _streamed_bytes(elements: float, dtype: str, optimizer: OptimizerConfig) -> float:
+    """The fp32 pieces of the optimizer's state that are on the GPU in an update, at most (`actor/streaming.py`)."""
+    if optimizer.offload:  # one arrives, one is updated, one leaves
+        return min(IN_FLIGHT * PIECE_ELEMENTS, elements) * state_width(dtype, OptimizerConfig())
+    if optimizer.is_streamed:  # the moments of one, beside those in fewer bits; an fp32 copy is updated in place
+        return min(PIECE_ELEMENTS, elements) * state_width("float32", OptimizerConfig())
+    return 0.0
+
+
+def sharing(memory: GpuMemory, role: str) -> GpuMemory:
+    """The memory of a trainer rank that shares its GPU with an engine's.
+
+    Args:
+        role: its key in HOLDS, `trainer` or `critic`.
+    """
+    present = {row: [phase for phase, held in HOLDS[role].items() if part in held] for part, row in PARTS.items()}
+    return memory.sharing(present, copied=[PARTS["weights"], PARTS["optimizer"]])

@@ -1,0 +1,57 @@
+"""The bridge's transfer plan of a run, and the memory of its NCCL communicators."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron_rl.config.schema import GrpoRunConfig
+from megatron_rl.layout import Engines, Links, TransferPlan, plan_weights
+from megatron_rl.types import Mesh, ModelShape
+
+COMMUNICATOR_BYTES = 512 * 2**20
+"""The memory of one NCCL communicator on each of its ranks. This is an estimate from users' reports (NVIDIA/nccl#964,
+NVIDIA/nccl#2363); nobody has measured it here."""
+PEER_BYTES = 16 * 2**20
+"""What a communicator takes on a rank for each other rank with which it exchanges messages: a MiB for each of eight
+channels, in both directions. This is an estimate from NCCL's defaults; nobody has measured it here."""
+
+
+class BridgeBytes(NamedTuple):
+    """The memory of the bridge's NCCL communicators on the fullest trainer rank, and on the fullest engine's rank."""
+
+    trainer: float = 0.0
+    engine: float = 0.0
+
+
+def planned_transfer(config: GrpoRunConfig, shape: ModelShape, mesh: Mesh) -> TransferPlan:
+    """The bridge's plan for this mesh of the trainer."""
+    rollout = config.rollout
+    engines = Engines(
+        rollout.num_engines,
+        rollout.tensor,
+        rollout.pipeline,
+        expert_parallel=rollout.expert_parallel,
+        num_chains=config.bridge.chains,
+    )
+    colocated = config.cluster.colocate
+    links = Links(config.cluster.gpus_per_node or 1, colocated=True) if colocated else Links()
+    return plan_weights(shape, mesh, engines, dtype=config.model.dtype, links=links)
+
+
+def bridge_communicators(plan: TransferPlan, colocated: bool = False) -> BridgeBytes:
+    """All GPUs have one communicator together, and a second one if engines feed engines; it takes more memory for each
+    GPU with which a rank exchanges messages. On shared GPUs each pair of ranks on different GPUs has a communicator of
+    its own (`bridge/join.py`)."""
+    links, engines = Links(colocated=colocated), plan.engines
+    pairs = np.unique(plan.source.astype(np.int64) * plan.num_destinations + plan.destination)
+    source, destination = np.divmod(pairs, plan.num_destinations)
+    far = source != links.gpu(destination, plan.num_sources)
+    sent = int(np.bincount(source[far], minlength=1).max())
+    # An engine in a chain also has a line to the one before it, or after it.
+    fed = int(np.bincount(destination[far], minlength=1).max()) + engines.are_chained
+    if colocated:
+        return BridgeBytes(sent * COMMUNICATOR_BYTES, fed * COMMUNICATOR_BYTES)
+    shared = (1 + engines.are_chained) * COMMUNICATOR_BYTES
+    return BridgeBytes(shared + sent * PEER_BYTES, shared + fed * PEER_BYTES)
