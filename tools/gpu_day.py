@@ -12,8 +12,9 @@ have passed, and 130 after Ctrl-C.
 
 Without a GPU the parts run with tiny sizes over gloo and shared memory, which takes a minute on a quiet core.
 
-Needed are torch and the packages below; neither vLLM, Ray, transformers nor Transformer Engine. To a machine without a
-network they come as wheels (22 MB). Elsewhere, with the Python and the platform of the GPU machine:
+It needs torch and the packages below. vLLM, Ray, transformers and Transformer Engine are not needed. If the GPU machine
+has no network, download the wheels (22 MB) elsewhere, with the GPU machine's Python version and platform in this
+command:
 
     pip download --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \\
         --platform manylinux_2_28_x86_64 --platform manylinux_2_27_x86_64 --platform manylinux2014_x86_64 -d wheels \\
@@ -49,7 +50,8 @@ from typing import Any
 
 import torch
 
-from megatron_rl.tools.gpu_parts import LINES, PARTS
+from megatron_rl.tools.gpu_lines import LINES
+from megatron_rl.tools.gpu_parts import PARTS
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU_PATIENCE = 10
@@ -118,7 +120,7 @@ class Record:
             if one.numbers:
                 rows += ["", f"## {one.name}", "", "| | |", "|---|---|"]
                 rows += [f"| {_cell(name)} | {_cell(_shown(value))} |" for name, value in one.numbers.items()]
-        rows += ["", "## Lines of the documents that these parts have run", ""]
+        rows += ["", "## Statements of the documents that these parts make obsolete", ""]
         lines = self.lines(outcomes)
         if not lines:
             return "\n".join([*rows, "None: only parts that have passed on a GPU count."])
@@ -235,6 +237,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if args.out.exists() and any(args.out.iterdir()):
         print(f"{args.out} is not empty, and a record is never mixed with another; give a new folder", file=sys.stderr)
+        return 2
+    if args.device == "cuda" and not torch.cuda.is_available():
+        print(
+            "torch finds no GPU here; install a CUDA build of torch, or give --device cpu, which runs tiny sizes",
+            file=sys.stderr,
+        )
         return 2
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     args.out.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The trainer: Megatron-Core, split by tensor, pipeline and data parallelism."""
+"""The trainer: Megatron-Core, split by tensor, pipeline, context, expert, sequence and data parallelism."""
 
 from __future__ import annotations
 

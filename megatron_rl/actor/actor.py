@@ -16,10 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_rl.actor.agreement import sum_over_data_ranks
 from megatron_rl.actor.credit import require_finite_rewards, with_credit
 from megatron_rl.actor.packing import by_sample, column_of
 from megatron_rl.actor.spec import ActorSpec
-from megatron_rl.actor.trainer import MegatronTrainer, sum_over_data_ranks
+from megatron_rl.actor.trainer import MegatronTrainer
 from megatron_rl.algorithms.objective import FirstPass, Metric, mismatch, over_judged
 from megatron_rl.types import Metrics, Share
 

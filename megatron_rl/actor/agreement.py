@@ -1,7 +1,7 @@
 """Numbers and errors that all trainer ranks share.
 
 If one rank alone raised an error, the others would wait in their next collective. So an error on one rank is raised on
-all of them, with the same message. Everything here is a collective over all trainer ranks, on the CPU.
+all of them, with the same message. Everything of `Agreement` is a collective over all trainer ranks, on the CPU.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
 
 from megatron_rl.actor import platform
 from megatron_rl.algorithms.objective import Metric
@@ -78,3 +80,10 @@ def _raise(problems: Sequence[Sequence[str]]) -> None:
     if distinct:
         more = f" (and {len(distinct) - 3} more)" if len(distinct) > 3 else ""
         raise ValueError("; ".join(distinct[:3]) + more)
+
+
+def sum_over_data_ranks(x: Tensor) -> Tensor:
+    """The elementwise sum over the data-parallel ranks, in place, on the rank's device. It is a collective of these
+    ranks."""
+    dist.all_reduce(x, group=parallel_state.get_data_parallel_group())
+    return x

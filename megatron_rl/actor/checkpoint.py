@@ -14,18 +14,15 @@ another mesh with the same weights and moments.
 
 from __future__ import annotations
 
-import ctypes
-import errno
 import json
 import logging
 import os
 import pickle
 import shutil
 import threading
-import uuid
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -35,22 +32,25 @@ import torch
 from torch import Tensor
 
 from megatron_rl.actor.agreement import Agreement
+from megatron_rl.actor.fill import Target, fill
+from megatron_rl.actor.folders import begin_folder, first_line, publish, write, writing
 from megatron_rl.convert import forms, hub, manifest, torch_dist
 from megatron_rl.convert.forms import Chunk
 from megatron_rl.convert.manifest import WEIGHTS
-from megatron_rl.convert.pieces import Piece, interval_boxes, interval_view
-from megatron_rl.convert.source import Source, open_checkpoint
+from megatron_rl.convert.pieces import Piece
+from megatron_rl.convert.source import open_checkpoint
 from megatron_rl.convert.stored import Maps
 from megatron_rl.convert.target import check_frame
 from megatron_rl.convert.work import sync
 from megatron_rl.layout import Shard
-from megatron_rl.layout.shards import extents, intersect, translate
+from megatron_rl.layout.shards import extents
 from megatron_rl.loop.checkpoints import EXTRA
 from megatron_rl.types import Mesh, ModelShape
 
 log = logging.getLogger(__name__)
 
 FORMAT = 5
+OTHER_FORMAT = "resume with the version of megatron_rl that wrote it, or start a new run from an export of it"
 CHECKSUM = "manifest.crc32"
 """The file with the crc32 of the manifest, as hexadecimal digits."""
 TENSORS, RANDOM = "__{}_0.distcp", "rank{}.random.pt"
@@ -58,8 +58,6 @@ TENSORS, RANDOM = "__{}_0.distcp", "rank{}.random.pt"
 WRITTEN, FAILED = "rank{}.written", "rank{}.failed"
 """The files that say that a rank has written its files, with their entries in the manifest, and that it could not. They
 are not published."""
-AT_FDCWD, RENAME_EXCHANGE = -100, 2
-"""Constants of linux/fcntl.h and linux/fs.h."""
 
 
 class Part(NamedTuple):
@@ -72,7 +70,8 @@ class Part(NamedTuple):
 
 
 class Identity(NamedTuple):
-    """What a checkpoint and the actor that loads it must have in common, except for the mesh."""
+    """What a checkpoint says about its model. A trainer that loads it must have the same shape and dtype. With another
+    mesh it resumes too, but without the states of the random generators."""
 
     shape: ModelShape
     dtype: str
@@ -111,10 +110,10 @@ class Saving:
         """
         self._folder, self._identity, self._state, self._model = folder, identity, state, model
         self._agreement = agreement
-        self._chunks = {chunk.tensor.name: chunk for chunk in forms.open_chunks(identity.shape)}
-        copies = [_copy(part, self._chunks[part.piece.tensor]) for part in parts]
+        self._open_tensors = {chunk.tensor.name: chunk for chunk in forms.open_chunks(identity.shape)}
+        copies = [_copy(part, self._open_tensors[part.piece.tensor]) for part in parts]
         random = torch_dist.archive(state.random)
-        self._temporary = _begin_folder(folder, agreement)
+        self._temporary = begin_folder(folder, agreement)
         needed = sum(agreement.gather(sum(copy.data.nbytes for copy in copies)))
         try:
             with agreement.on_errors():
@@ -161,7 +160,11 @@ class Saving:
             if isinstance(self._failure, (ValueError, OSError)):
                 raise self._failure
             if self._failure:  # a defect, which ends all ranks as a wrong disk does
-                raise ValueError(f"the checkpoint {self._folder} could not be written") from self._failure
+                error = f"{type(self._failure).__name__}: {self._failure}"
+                raise ValueError(
+                    f"rank {self._agreement.rank} could not write the checkpoint {self._folder} ({error}); its "
+                    f"log has the traceback, and the last checkpoint is untouched"
+                ) from self._failure
 
     def _work(self, copies: Sequence[_Copy], random: bytes) -> None:
         rank = self._agreement.rank
@@ -169,15 +172,15 @@ class Saving:
             name, files = TENSORS.format(rank), {}
             files[name] = _write_copies(self._temporary / name, copies)
             name = RANDOM.format(rank)
-            files[name] = _write(self._temporary / name, random)
+            files[name] = write(self._temporary / name, random)
             # The others must not find the file before it is whole.
             unfinished = self._temporary / f"{WRITTEN.format(rank)}.unfinished"
-            _write(unfinished, json.dumps(files).encode())
+            write(unfinished, json.dumps(files).encode())
             unfinished.rename(self._temporary / WRITTEN.format(rank))
             self._has_written.set()
             if rank == 0 and (files := self._wait_for_all()):
                 self._write_rest(files)
-                _publish(self._temporary, self._folder)
+                publish(self._temporary, self._folder)
         except Exception as error:  # `finish` raises it on all ranks
             log.exception("rank %d cannot write the checkpoint", rank)
             self._failure = error
@@ -204,8 +207,10 @@ class Saving:
         small = {EXTRA: json.dumps(self._state.extra, indent=1).encode()}
         companions = hub.companions(self._model, self._identity.dtype, self._identity.shape.value_head)
         small |= {f"hf/{name}": content for name, content in companions.items()}
-        small |= _torch_dist_files(self._identity.shape, files, self._chunks, TENSORS.format(self._agreement.size))
-        files |= {name: _write(self._temporary / name, content) for name, content in small.items()}
+        small |= _torch_dist_files(
+            self._identity.shape, files, self._open_tensors, TENSORS.format(self._agreement.size)
+        )
+        files |= {name: write(self._temporary / name, content) for name, content in small.items()}
         _write_manifest(self._temporary, self._identity, self._state.num_updates, files)
 
     def _remove(self) -> None:
@@ -235,7 +240,7 @@ def _copy(part: Part, chunk: Chunk) -> _Copy:
 def _write_copies(path: Path, copies: Sequence[_Copy]) -> dict[str, Any]:
     """Write the archives of a rank's parts; returns the file's entry in the manifest."""
     frame, position, tensors = 0, 0, {}
-    with _writing(path), path.open("wb") as file:
+    with writing(path), path.open("wb") as file:
         for before, data, after, described in copies:
             for content in (before, data, after):
                 file.write(content)
@@ -279,21 +284,9 @@ def _write_manifest(folder: Path, identity: Identity, num_updates: int, files: d
         "versions": {name: version(name) for name in ("torch", "megatron-core")},
     }
     text = manifest.describe(manifest.OPEN, identity.shape, None, True, files, training=training)
-    _write(folder / manifest.NAME, text)
-    _write(folder / CHECKSUM, f"{zlib.crc32(text):08x}".encode())
+    write(folder / manifest.NAME, text)
+    write(folder / CHECKSUM, f"{zlib.crc32(text):08x}".encode())
     sync(folder / "hf")
-
-
-class Target(NamedTuple):
-    """What a rank reads: the flat interval of a parameter, of its fp32 copy or of one of its moments."""
-
-    kind: str
-    local_name: str
-    extents: tuple[int, ...]
-    """The extents of the whole parameter."""
-    start: int
-    """The index of the interval's first element in the parameter."""
-    flat: Tensor
 
 
 @torch.no_grad()
@@ -327,30 +320,8 @@ def load(
                 check_frame(folder / name, entry)
             state = _read_state(folder, fields, identity, agreement.rank)
         except (ValueError, OSError) as error:
-            raise ValueError(f"{error}; or resume from another checkpoint: --resume STEP") from error
+            raise ValueError(f"{error}. Otherwise resume from another checkpoint: --resume STEP") from error
     return state
-
-
-def fill(target: Target, shards: Iterable[Shard], source: Source, maps: Maps) -> None:
-    """Fill a target with what a checkpoint holds of it, and its other elements (padding) with zeros.
-
-    Args:
-        shards: those of the target's parameter.
-
-    Raises:
-        ValueError: a tensor has other bytes than the manifest says.
-    """
-    target.flat.zero_()
-    boxes = interval_boxes(target.extents, target.start, target.start + len(target.flat))
-    for shard in shards:
-        for local_box in (common for box in boxes if (common := intersect(shard.local_box, box))):
-            hf_box = translate(local_box, shard.local_box, shard.hf_box)
-            for region in source.regions[shard.hf_name]:
-                if common := intersect(hf_box, region.hf_box):
-                    here = interval_view(
-                        target.flat, target.start, target.extents, translate(common, hf_box, local_box)
-                    )
-                    here.copy_(maps.values(region.stored)(translate(common, region.hf_box, region.box)))
 
 
 def _read_state(folder: Path, fields: dict[str, Any], identity: Identity, rank: int) -> State:
@@ -360,7 +331,7 @@ def _read_state(folder: Path, fields: dict[str, Any], identity: Identity, rank: 
         try:
             random = torch.load(path, map_location="cpu", weights_only=True)
         except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
-            raise ValueError(f"{path} is damaged: {_first_line(error)}") from error
+            raise ValueError(f"{path} is damaged: {first_line(error)}") from error
     return State(training["num_updates"], random, json.loads((folder / EXTRA).read_text()))
 
 
@@ -371,17 +342,21 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """
     path, checksum = folder / manifest.NAME, folder / CHECKSUM
     if not path.is_file():
-        raise ValueError(f"{folder} is not a checkpoint: it has no {manifest.NAME}")
+        raise ValueError(
+            f"{folder} is not a checkpoint, it has no {manifest.NAME}; resume from another one: --resume STEP"
+        )
     content = path.read_bytes()
     if not checksum.is_file() and b'"training"' not in content:
-        raise ValueError(f"{folder} is no checkpoint of the format {FORMAT}, which this version reads")
+        raise ValueError(f"{folder} is no checkpoint of the format {FORMAT}, which this version reads; {OTHER_FORMAT}")
     if not checksum.is_file() or checksum.read_bytes() != f"{zlib.crc32(content):08x}".encode():
         raise ValueError(
             f"{path} or {CHECKSUM} beside it is damaged or was changed; resume from another checkpoint: --resume STEP"
         )
     fields: dict[str, Any] = json.loads(content)
     if (found := fields["training"]["format"]) != FORMAT:
-        raise ValueError(f"{folder} has the checkpoint format {found}, but this version reads format {FORMAT}")
+        raise ValueError(
+            f"{folder} has the checkpoint format {found}, but this version reads format {FORMAT}; {OTHER_FORMAT}"
+        )
     return fields
 
 
@@ -398,88 +373,3 @@ def _check_identity(folder: Path, fields: dict[str, Any], identity: Identity) ->
 
 def _as_json(value: Any) -> Any:
     return json.loads(json.dumps(asdict(value)))  # JSON has no tuples
-
-
-@contextmanager
-def atomic_folder(folder: Path, agreement: Agreement) -> Iterator[Path]:
-    """A temporary folder beside `folder`. It is renamed to `folder` when all ranks have left the block without an
-    error, and removed otherwise. It replaces an older folder of that name."""
-    temporary = _begin_folder(folder, agreement)
-    try:
-        yield temporary
-        with agreement.on_errors():
-            if agreement.rank == 0:
-                _publish(temporary, folder)
-    finally:
-        if agreement.rank == 0:
-            shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _begin_folder(folder: Path, agreement: Agreement) -> Path:
-    """Make a temporary folder beside `folder`."""
-    token = agreement.gather(uuid.uuid4().hex[:8])[0]
-    temporary = folder.with_name(f"{folder.name}.tmp-{token}")
-    with agreement.on_errors():
-        if agreement.rank == 0:
-            for stale in folder.parent.glob(f"{folder.name}.tmp-*"):  # a process that was killed left it
-                shutil.rmtree(stale)
-            temporary.mkdir(parents=True)
-    return temporary
-
-
-def _publish(temporary: Path, folder: Path) -> None:
-    """Give the folder its name in one atomic operation, so that the name always belongs to a complete folder."""
-    sync(temporary)
-    if folder.exists():
-        _exchange(temporary, folder)
-        shutil.rmtree(temporary)
-    else:
-        temporary.rename(folder)
-    sync(folder.parent)
-
-
-def _exchange(a: Path, b: Path) -> None:
-    """Exchange the names of two folders of one file system atomically (Linux's renameat2).
-
-    Some network file systems cannot do this; there the names are exchanged by renames. A crash between them leaves the
-    older folder under the name `a` with `-old` at its end.
-    """
-    libc = ctypes.CDLL(None, use_errno=True)
-    if not libc.renameat2(AT_FDCWD, os.fsencode(a), AT_FDCWD, os.fsencode(b), RENAME_EXCHANGE):
-        return
-    code = ctypes.get_errno()
-    if code not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
-        raise OSError(code, os.strerror(code), str(b))
-    old = a.with_name(a.name + "-old")
-    b.rename(old)
-    a.rename(b)
-    old.rename(a)
-
-
-@contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    """Errors of the file system inside the block, such as a full disk, name the file."""
-    try:
-        yield
-    except OSError as error:
-        raise ValueError(
-            f"cannot write {path}: {_first_line(error)}; is the disk full? The last checkpoint is untouched"
-        ) from error
-
-
-def _write(path: Path, content: bytes) -> dict[str, Any]:
-    """Write a file without tensors and return its entry in the manifest."""
-    with _writing(path):
-        path.parent.mkdir(exist_ok=True)
-        path.write_bytes(content)
-        sync(path)
-    return {"bytes": len(content), "crc32": f"{zlib.crc32(content):08x}"}
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]
-
-
-def write_text(path: Path, text: str) -> None:
-    path.write_text(text)
-    sync(path)

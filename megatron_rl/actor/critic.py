@@ -1,8 +1,9 @@
 """The critic's trainer: a model that ends with a value for each token, and learns the returns of the policy's answers.
 
 A step has three parts. The critic computes the values (`values`), the policy's ranks compute advantages and returns
-from them (token_advantages.py), and the critic learns the returns (`aim`, then `update`). Its mesh need not be that of
-the policy. Invariant (tests/dist): values and gradients do not depend on the layout or on the number of micro-batches.
+from them (token_advantages.py), and the critic learns the returns (`set_targets`, then `update`). Its mesh need not be
+that of the policy. Invariant (tests/dist): values and gradients do not depend on the layout or on the number of
+micro-batches.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from megatron_rl.actor.agreement import sum_over_data_ranks
 from megatron_rl.actor.packing import by_sample, column_of
-from megatron_rl.actor.trainer import MegatronTrainer, sum_over_data_ranks
+from megatron_rl.actor.trainer import MegatronTrainer
 from megatron_rl.algorithms.objective import Metric
 from megatron_rl.algorithms.value_objective import describe_values
 from megatron_rl.types import Metrics, Share
@@ -45,11 +47,12 @@ class MegatronCritic(MegatronTrainer):
             found |= by_sample(batch, one.logp_T)
         return found
 
-    def aim(self, returns: Mapping[int, np.ndarray]) -> Metrics:
-        """Take the targets of the step's updates.
+    def set_targets(self, returns: Mapping[int, np.ndarray]) -> Metrics:
+        """Set the targets of the step's updates.
 
         Args:
-            returns: those of this replica's samples, as `MegatronActor.returns` gives them.
+            returns: float32 [L] of each of this replica's samples, by its index in the step, as
+                `MegatronActor.returns` gives them.
 
         Returns:
             What `describe_values` says about the values of this step.

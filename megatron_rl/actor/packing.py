@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_rl.algorithms.columns import PackedColumns
 from megatron_rl.algorithms.process_rewards import at_actions
-from megatron_rl.types import Share, Tokens
+from megatron_rl.types import ModelShape, Share, Tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,3 +184,54 @@ def _length(name: str, tokens: Tokens) -> int:
     if tokens.routes is not None and len(tokens.routes) > lengths[0]:
         raise ValueError(f"sample {name}: routes has {len(tokens.routes)} entries, but there are {lengths[0]} tokens")
     return lengths[0]
+
+
+def check_alignment(alignment: int, needed: int) -> None:
+    """
+    Args:
+        alignment: that of the share.
+        needed: `policy.parallel.alignment`.
+
+    Raises:
+        ValueError: the sequences cannot be split over the ranks.
+    """
+    if alignment % needed:
+        raise ValueError(
+            f"alignment {alignment} is not a multiple of {needed}, which policy.parallel requires: it splits every "
+            f"sequence over the tensor-parallel and context-parallel ranks; plan the micro-batches with alignment "
+            f"{needed}"
+        )
+
+
+def check_microbatch(batch: Microbatch, shape: ModelShape) -> None:
+    """
+    Raises:
+        ValueError: a token is outside the vocabulary, or the engine's choices of experts are not those of this model.
+            The message names the sample.
+    """
+    wrong = ((batch.ids_T < 0) | (batch.ids_T >= shape.vocab_size)).nonzero()
+    if len(wrong):
+        raise ValueError(
+            f"sample {_name_at(batch, wrong[0])} has the token id {int(batch.ids_T[wrong[0]])}, but the vocabulary has "
+            f"{shape.vocab_size} tokens; do engine and trainer use the same tokenizer?"
+        )
+    if batch.routes is None or shape.experts is None:
+        return
+    expected, found = (shape.num_layers, shape.experts.num_active), tuple(batch.routes.expert_TLK.shape[1:])
+    if found != expected:
+        raise ValueError(
+            f"sample {batch.names[0]}: the engine's choices of experts have {found[0]} layers with {found[1]} experts, "
+            f"but the model has {expected[0]} with {expected[1]}; do engine and trainer use the same model?"
+        )
+    wrong = (batch.routes.expert_TLK >= shape.experts.num_experts).flatten(1).any(1).nonzero()
+    if len(wrong):
+        raise ValueError(
+            f"sample {_name_at(batch, wrong[0])}: the engine chose the expert "
+            f"{int(batch.routes.expert_TLK[wrong[0]].max())}, but the model has {shape.experts.num_experts}; do engine "
+            f"and trainer use the same model?"
+        )
+
+
+def _name_at(batch: Microbatch, position: Tensor) -> str:
+    """The name of the sample at a position of the row."""
+    return batch.names[int(batch.columns.sample_T[int(position)])]

@@ -2,7 +2,8 @@
 
 A storage shrinks to nothing and later grows again, so every tensor and every view of it stays valid. Weights and
 optimizer state are copied to host memory before, which is pinned on a machine with a GPU and kept for the next time.
-Gradients are not copied, because every update begins with zeros. On a CPU the same code runs.
+Gradients are not copied, because every update begins with zeros. On a CPU the same code runs. The
+CUDA path has not been run.
 
 Invariants (tests/dist): contents come back bit for bit, in every layout; a phase holds the bytes that it says and no
 others.

@@ -27,11 +27,12 @@ from torch import Tensor
 
 from megatron_rl.actor import checkpoint, platform, state
 from megatron_rl.actor.adam import AdamState
-from megatron_rl.actor.agreement import Agreement
-from megatron_rl.actor.checkpoint import Identity, Part, Saving, Target
+from megatron_rl.actor.agreement import Agreement, sum_over_data_ranks
+from megatron_rl.actor.checkpoint import Identity, Part, Saving
 from megatron_rl.actor.context import ContextRank
+from megatron_rl.actor.fill import Target
 from megatron_rl.actor.model import build_model, uses_fused_layers
-from megatron_rl.actor.packing import Microbatch, pack
+from megatron_rl.actor.packing import Microbatch, check_alignment, check_microbatch, pack
 from megatron_rl.actor.phases import PhasedMemory
 from megatron_rl.actor.router import (
     describe_auxiliary_losses,
@@ -71,7 +72,10 @@ class MegatronTrainer:
         parallel = spec.policy.parallel
         self.spec, self.rank, self.mesh = spec, rank, parallel.mesh
         if world_size != self.mesh.world_size:
-            raise ValueError(f"policy.parallel needs {self.mesh.world_size} ranks, but there are {world_size}")
+            raise ValueError(
+                f"{self.role}: tensor x context x pipeline x data are {self.mesh.world_size} ranks, but there are "
+                f"{world_size}; start as many ranks, or change the sizes"
+            )
         self.fused_norms = uses_fused_layers(spec.model, spec.shape)
         """Whether the layers are Transformer Engine's. These hold each norm inside the next linear layer, so their
         parameters have other names."""
@@ -153,11 +157,10 @@ class MegatronTrainer:
         """
         self.require("training")
         with self.agreement.on_errors():
-            self._check_alignment(share.alignment)
+            check_alignment(share.alignment, self.spec.policy.parallel.alignment)
             packed = pack(share)
             for batch in (batch for minibatch in packed for batch in minibatch):
-                self._check_vocabulary(batch)
-                self._check_routes(batch)
+                check_microbatch(batch, self.spec.shape)
         self._minibatches = [[batch.to(platform.device()) for batch in minibatch] for minibatch in packed]
         self._denominators, self._at_start = share.denominators, []
 
@@ -319,46 +322,6 @@ class MegatronTrainer:
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
 
-    def _check_alignment(self, alignment: int) -> None:
-        needed = self.spec.policy.parallel.alignment
-        if alignment % needed:
-            raise ValueError(
-                f"alignment {alignment} is not a multiple of {needed}, which policy.parallel requires: it splits every "
-                f"sequence over the tensor-parallel and context-parallel ranks; plan the micro-batches with alignment "
-                f"{needed}"
-            )
-
-    def _check_vocabulary(self, batch: Microbatch) -> None:
-        vocab_size = self.spec.shape.vocab_size
-        wrong = ((batch.ids_T < 0) | (batch.ids_T >= vocab_size)).nonzero()
-        if len(wrong):
-            position = int(wrong[0])
-            name = batch.names[int(batch.columns.sample_T[position])]
-            raise ValueError(
-                f"sample {name} has the token id {int(batch.ids_T[position])}, but the vocabulary has {vocab_size} "
-                f"tokens; do engine and trainer use the same tokenizer?"
-            )
-
-    def _check_routes(self, batch: Microbatch) -> None:
-        shape = self.spec.shape
-        if batch.routes is None or shape.experts is None:
-            return
-        num_experts, num_active = shape.experts.num_experts, shape.experts.num_active
-        expected, found = (shape.num_layers, num_active), tuple(batch.routes.expert_TLK.shape[1:])
-        if found != expected:
-            raise ValueError(
-                f"sample {batch.names[0]}: the engine's choices of experts have {found[0]} layers with {found[1]} "
-                f"experts, but the model has {expected[0]} with {expected[1]}; do engine and trainer use the same "
-                f"model?"
-            )
-        wrong = (batch.routes.expert_TLK >= num_experts).flatten(1).any(1).nonzero()
-        if len(wrong):
-            name = batch.names[int(batch.columns.sample_T[int(wrong[0])])]
-            raise ValueError(
-                f"sample {name}: the engine chose the expert {int(batch.routes.expert_TLK[wrong[0]].max())}, but the "
-                f"model has {num_experts}; do engine and trainer use the same model?"
-            )
-
     def _forward_all(self) -> list[FirstPass]:
         """The log-probs and entropies of all micro-batches under the present weights. Only the last pipeline stage has
         them; on the others the list is empty."""
@@ -431,15 +394,9 @@ class MegatronTrainer:
         names = [name for batch in microbatches for name in batch.names]
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         return (
-            f"the gradient norm is {grad_norm}, {where}, with the samples {', '.join(names[:3])}{more}; no "
-            f"weight was changed"
+            f"the gradient norm is {grad_norm}, {where}, with the samples {', '.join(names[:3])}{more}; no weight was "
+            f"changed. Look at the rewards and log-probs of these samples, or lower the learning rate"
         )
 
     def _identity(self) -> Identity:
         return Identity(self.spec.shape, self.spec.model.dtype, self.mesh)
-
-
-def sum_over_data_ranks(x: Tensor) -> Tensor:
-    """The elementwise sum over the data-parallel ranks, in place. It is a collective."""
-    dist.all_reduce(x, group=parallel_state.get_data_parallel_group())
-    return x

@@ -30,7 +30,7 @@ def values(hidden_TH: Tensor, gpt: GPTModel) -> Tensor:
 
 
 class _ValueHead(torch.nn.Linear):
-    """It is called as a module, because a call is what Megatron gathers the module's parameters for."""
+    """It is a module, because `overlap_param_gather` gathers the parameters of a module before its forward pass."""
 
     def forward(self, hidden_TH: Tensor) -> Tensor:
         # bf16 has two digits, so the product is in float32.

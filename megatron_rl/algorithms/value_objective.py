@@ -53,7 +53,7 @@ class ValueObjective:
         coefficients: Mapping[str, float],
     ) -> tuple[Tensor, dict[str, Metric]]:
         old_T, return_T, mask_T = columns.value_T, columns.return_T, columns.action_mask_T
-        assert old_T is not None and return_T is not None, "`values` and `aim` come first"
+        assert old_T is not None and return_T is not None, "`values` and `set_targets` come first"
         require_finite(columns, {"value": value_T, "value_old": old_T, "return": return_T})
 
         def actions(x_T: Tensor) -> Tensor:

@@ -43,7 +43,7 @@ class CriticRank(MegatronRank):
     def learn(self, returns: Sequence[Any], num_updates: int) -> list[Metrics]:
         """All updates of a step; returns what is said about its values, and the metrics of each update."""
         start = time.perf_counter()
-        metrics = [self.actor.aim(fetch_numbers(returns))]
+        metrics = [self.actor.set_targets(fetch_numbers(returns))]
         metrics += [self.actor.update(minibatch, {}) for minibatch in range(num_updates)]
         log.info("learned in %d updates, %.2f s", num_updates, time.perf_counter() - start)
         return metrics

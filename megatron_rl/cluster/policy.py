@@ -47,11 +47,11 @@ class TrainerRank(MegatronRank):
 
     def build(self, store: Any) -> MegatronActor:
         from megatron_rl.actor.actor import MegatronActor
-        from megatron_rl.actor.probe import SpeedProbe
+        from megatron_rl.actor.speed import SpeedMeter
 
         world_size = self.spec.policy.parallel.mesh.world_size
         actor = MegatronActor(self.spec, rank=self.rank, world_size=world_size, store=store)
-        self.probe = SpeedProbe()
+        self.speed = SpeedMeter()
         return actor
 
     def start(self, address: str, port: int, secret: str, load_model: bool, gpu: str | None) -> bool:
@@ -77,16 +77,16 @@ class TrainerRank(MegatronRank):
         return ray.put(returns) if returns else None
 
     def update(self, minibatch: int, coefficients: Mapping[str, float]) -> tuple[Metrics, float]:
-        """One optimizer step; returns its metrics with PEAK, and the seconds of this rank's speed probe."""
+        """One optimizer step; returns its metrics with PEAK, and the seconds of this rank's matrix product."""
         from megatron_rl.actor.platform import peak_memory_bytes
 
-        probe_s = self.probe.seconds()
+        product_s = self.speed.seconds()
         start = time.perf_counter()
         metrics = self.actor.update(minibatch, coefficients)
         seconds = time.perf_counter() - start
         norm = metrics["grad_norm"]
         log.info("update %d: loss %.6g, gradient norm %.6g, %.2f s", minibatch, metrics["loss"], norm, seconds)
-        return metrics | {PEAK: float(peak_memory_bytes())}, probe_s
+        return metrics | {PEAK: float(peak_memory_bytes())}, product_s
 
     def connect(self, setup: BridgeSetup) -> None:
         if self.sender is not None:
@@ -165,7 +165,7 @@ class PolicyGroup(RankGroup):
         """See `ports.Policy`.
 
         Returns:
-            The metrics of the update, and `slowest_rank/number` and `slowest_rank/ratio`: the rank whose speed probe
+            The metrics of the update, and `slowest_rank/number` and `slowest_rank/ratio`: the rank whose matrix product
             took longest, and how many times as long as that of the median rank; and PEAK.
         """
         self.before("training")

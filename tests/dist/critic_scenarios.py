@@ -46,7 +46,7 @@ def step(critic: MegatronCritic, samples: list[TrainSample], layout: Layout, ret
     minibatches = [mine(samples, critic, layout.num_microbatches)] * num_updates
     share = share_of(minibatches, [denominators(samples)] * num_updates, layout.alignment)
     values = critic.values(share)
-    described = critic.aim(returns)
+    described = critic.set_targets(returns)
     return values, described, [critic.update(i, {}) for i in range(num_updates)]
 
 
@@ -92,7 +92,7 @@ def lend(rank, world_size, url, *, folder, samples, layout, target, enters):
     share = share_of([mine(samples, critic, layout.num_microbatches)], [denominators(samples)], layout.alignment)
     calls = {
         "values": lambda: critic.values(share),
-        "aim": lambda: critic.aim(returns),
+        "set_targets": lambda: critic.set_targets(returns),
         "update": lambda: critic.update(0, {}),
         "save": lambda: critic.save(target / "refused", {}),
         "load": lambda: critic.load(target / "refused"),

@@ -52,7 +52,7 @@ def test_a_critic_refuses_by_name_what_its_phase_does_not_hold(trainers, model_f
         assert metrics2 == metrics and values2.keys() == values.keys() != set()
         assert all(np.array_equal(values2[k], values[k]) for k in values)
         assert sizes == {"training": sizes["training"], "pushing": 0, "generating": 0} and sizes["training"] > 0
-        asked = ["values", "aim", "update", "save", "load", "snapshot"]
+        asked = ["values", "set_targets", "update", "save", "load", "snapshot"]
         assert [name for _, name, _ in refusals] == asked * 2
         for phase, _, message in refusals:
             assert f"the critic is in the phase {phase}, in which the engines have the memory of its weights" in message

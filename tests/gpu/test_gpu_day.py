@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from megatron_rl.tools.gpu_day import environment_of, job_of, run_job
-from megatron_rl.tools.gpu_parts import PARTS, SIZES, push_between
+from megatron_rl.tools.gpu_parts import PARTS, push_between
+from megatron_rl.tools.gpu_sizes import SIZES
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

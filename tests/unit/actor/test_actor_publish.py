@@ -13,7 +13,7 @@ import pytest
 KILLED = """
     import os, signal, sys
     from pathlib import Path
-    from megatron_rl.actor import checkpoint
+    from megatron_rl.actor import folders
 
     def kill(*arguments, **options):
         os.kill(os.getpid(), signal.SIGKILL)
@@ -21,10 +21,10 @@ KILLED = """
     new, old = Path(sys.argv[1]), Path(sys.argv[2])
     where = sys.argv[3]
     if where == "before":
-        checkpoint._exchange = kill
+        folders._exchange = kill
     else:
-        checkpoint.shutil.rmtree = kill
-    checkpoint._publish(new, old)
+        folders.shutil.rmtree = kill
+    folders.publish(new, old)
 """
 
 
@@ -39,17 +39,17 @@ def test_a_kill_leaves_a_whole_folder_under_the_name(tmp_path, where, survivor):
 
 
 def test_a_file_system_that_cannot_exchange_gets_renames(tmp_path, monkeypatch):
-    from megatron_rl.actor import checkpoint
+    from megatron_rl.actor import folders
 
     class Libc:
         def renameat2(self, *arguments):
-            checkpoint.ctypes.set_errno(errno.EINVAL)
+            folders.ctypes.set_errno(errno.EINVAL)
             return -1
 
-    monkeypatch.setattr(checkpoint.ctypes, "CDLL", lambda *arguments, **options: Libc())
+    monkeypatch.setattr(folders.ctypes, "CDLL", lambda *arguments, **options: Libc())
     for name in ("new", "old"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "content").write_text(name)
-    checkpoint._publish(tmp_path / "new", tmp_path / "old")
+    folders.publish(tmp_path / "new", tmp_path / "old")
     assert [path.name for path in tmp_path.iterdir()] == ["old"]
     assert (tmp_path / "old" / "content").read_text() == "new"

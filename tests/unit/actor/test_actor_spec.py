@@ -74,7 +74,7 @@ def test_the_specification_refuses_what_cannot_be_trained(shape, parallel, messa
 @pytest.mark.parametrize(
     "shape, parallel, world_size, message",
     [
-        (QWEN3, dict(tensor=2, data=2), 2, "needs 4 ranks, but there are 2"),
+        (QWEN3, dict(tensor=2, data=2), 2, "are 4 ranks, but there are 2"),
         (QWEN3, dict(tensor=8), 8, "4 attention heads.*policy.parallel.tensor=8"),
         (QWEN3, dict(pipeline=3), 3, "4 layers.*policy.parallel.pipeline=3"),
         (QWEN3, dict(data=2, expert=2), 2, "policy.parallel.expert=2.*no experts"),

@@ -12,12 +12,14 @@ from pathlib import Path
 from threading import Event
 
 import pytest
+import torch
 from patience import deadline
 
 from megatron_rl.tools import gpu_day
 from megatron_rl.tools.compare_layouts import Difference
 from megatron_rl.tools.gpu_day import Job, Outcome, Record, run_jobs
-from megatron_rl.tools.gpu_parts import BOUNDS, LINES, PARTS, judged
+from megatron_rl.tools.gpu_lines import LINES
+from megatron_rl.tools.gpu_parts import BOUNDS, PARTS, judged
 
 ROOT = Path(__file__).parents[3]
 RECORD = Record("cpu", "gpu_day --out X", "c0ffee", "today")
@@ -166,14 +168,14 @@ def test_a_part_that_hangs_writes_its_stacks_before_its_deadline(tmp_path):
     code = (
         "import os\n"
         "from pathlib import Path\n"
-        "from megatron_rl.tools import gpu_day, gpu_parts\n"
+        "from megatron_rl.tools import gpu_day, gpu_parts, gpu_sizes\n"
         "written, standard_error = os.pipe()\n"
         "os.dup2(standard_error, 2)\n"
         "def wait_for_stacks(device):\n"
         "    text = b''\n"
         "    while b'in wait_for_stacks' not in text:\n"
         "        text += os.read(written, 1000)\n"
-        "    return gpu_parts.Found({})\n"
+        "    return gpu_sizes.Found({})\n"
         "gpu_parts.PARTS['hangs'] = gpu_parts.Part('hangs', wait_for_stacks, 0.1)\n"
         f"gpu_day.measure('hangs', 'cuda', Path({str(tmp_path / 'found.json')!r}))\n"
     )
@@ -203,6 +205,12 @@ def test_a_record_is_never_mixed_with_another(tmp_path, capsys):
     assert (tmp_path / "RECORD.md").read_text() == "of yesterday\n"
 
 
+def test_without_a_gpu_cuda_is_refused_at_once(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert gpu_day.main(["--out", str(tmp_path / "day"), "--device", "cuda"]) == 2
+    assert "give --device cpu" in capsys.readouterr().err and not (tmp_path / "day").exists()
+
+
 def test_all_deadlines_together_are_below_eight_minutes():
     assert sum(part.limit_s for part in PARTS.values()) < 480
 
@@ -218,7 +226,7 @@ def test_only_parts_that_have_passed_on_a_gpu_have_run_lines():
     outcomes = [Outcome("layouts", "passed"), Outcome("bridge", "failed"), Outcome("logprobs")]
     on_gpu = Record("cuda", "gpu_day", "c0ffee", "today")
     rows = on_gpu.lines(outcomes)
-    assert [row["part"] for row in rows] == ["layouts", "layouts"]
+    assert [row["part"] for row in rows] == [line.part for line in LINES if line.part == "layouts"] != []
     assert rows[0]["quote"] == "**every GPU path**: written, not run"
     assert f"| README.md | {rows[0]['quote']} | layouts | {rows[0]['now']} |" in on_gpu.text(outcomes)
     assert RECORD.lines(outcomes) == []

@@ -17,7 +17,7 @@ SIZE = {"cuda": 8192, "cpu": 512}
 NUM_RUNS = 3
 
 
-class SpeedProbe:
+class SpeedMeter:
     def __init__(self) -> None:
         device, dtype = ("cuda", torch.bfloat16) if platform.HAS_CUDA else ("cpu", torch.float32)
         self._matrix = torch.ones(SIZE[device], SIZE[device], device=device, dtype=dtype)
