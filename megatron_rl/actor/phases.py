@@ -1,9 +1,8 @@
 """Lends the memory of a trainer rank to the engine that shares its GPU, and takes it back.
 
 A storage shrinks to nothing and later grows again, so every tensor and every view of it stays valid. Weights and
-optimizer state are copied to host memory before, which is pinned on a machine with a GPU and kept for the next time.
-Gradients are not copied, because every update begins with zeros. On a CPU the same code runs. The
-CUDA path has not been run.
+optimizer state are copied to host memory before (host_copy.py), which is kept for the next time. Gradients are not
+copied, because every update begins with zeros. On a CPU the same code runs. The CUDA path has not been run.
 
 Invariants (tests/dist): contents come back bit for bit, in every layout; a phase holds the bytes that it says and no
 others.
@@ -19,6 +18,7 @@ from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
 from megatron_rl.actor import platform, state
+from megatron_rl.actor.host_copy import HostCopy
 from megatron_rl.actor.optimizer import Optimizer
 from megatron_rl.types import HOLDS, Phase
 
@@ -35,8 +35,8 @@ class PhasedMemory:
         self.phase: Phase = "training"
         self._lent: dict[str, list[tuple[torch.UntypedStorage, int]]] = {}
         """The storages of each part that is not on the device, with the bytes that they had."""
-        self._copies: dict[int, Tensor] = {}
-        """The host's copy of each storage, by the address of torch's record of the storage, which never changes."""
+        self._copies: dict[str, HostCopy] = {}
+        """The host's copy of each part."""
 
     def enter(self, phase: Phase) -> None:
         """Give up what the phase does not hold, and take back what it holds."""
@@ -44,8 +44,7 @@ class PhasedMemory:
         leaving = {part: list(self._storages(part)) for part in present if part not in wanted}
         for part, storages in leaving.items():
             if part != "gradients":
-                for storage in storages:
-                    self._copy_to_host(storage)
+                self._copy_of(part, sum(storage.nbytes() for storage in storages)).store(storages)
         _synchronize()
         for part, storages in leaving.items():
             self._lent[part] = [(storage, storage.nbytes()) for storage in storages]
@@ -54,10 +53,11 @@ class PhasedMemory:
         if leaving:
             _empty_caches()
         for part in wanted:
-            for storage, num_bytes in self._lent.pop(part, ()):
+            lent = self._lent.pop(part, [])
+            for storage, num_bytes in lent:
                 storage.resize_(num_bytes)
-                if part != "gradients":
-                    storage.copy_(self._copies[storage._cdata].untyped_storage(), non_blocking=True)
+            if lent and part != "gradients":
+                self._copies[part].restore([storage for storage, _ in lent])
         _synchronize()
         self.phase = phase
 
@@ -94,12 +94,11 @@ class PhasedMemory:
         else:
             yield from self._optimizer.device_tensors()
 
-    def _copy_to_host(self, storage: torch.UntypedStorage) -> None:
-        copy = self._copies.get(storage._cdata)
-        if copy is None or copy.nbytes != storage.nbytes():
-            copy = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=platform.HAS_CUDA)
-            self._copies[storage._cdata] = copy
-        copy.untyped_storage().copy_(storage, non_blocking=True)
+    def _copy_of(self, part: str, num_bytes: int) -> HostCopy:
+        if part not in self._copies or self._copies[part].num_bytes != num_bytes:
+            self._copies.pop(part, None)  # before room is made for the new one
+            self._copies[part] = HostCopy(num_bytes)
+        return self._copies[part]
 
 
 def _synchronize() -> None:
