@@ -64,6 +64,7 @@ def trainer_memory(
     split = f"{section}.parallel.tensor"
     fewer = f"raise {split} or {section}.parallel.pipeline, or for a mixture {section}.parallel.expert"
     recompute = "model.recompute" if section == "policy" else "recompute of its model"
+    fewer_bits = f"{section}.optimizer.moments to bfloat16, or " if optimizer.moments == "float32" else ""
 
     def of_stage(stage: int, held: RankParameters) -> GpuMemory:
         used = activations(shape, parallel, stage, num_tokens, width=width, recompute=model.recompute, fused=fused)
@@ -74,8 +75,8 @@ def trainer_memory(
             "gradients (fp32)": Part(always(held.gradient_bytes), fewer),
             "optimizer state": Part(
                 always(0.0 if optimizer.offload else state),
-                f"set {section}.optimizer.offload, or {section}.optimizer.moments to bfloat16, or raise "
-                f"{section}.parallel.data, {split} or {section}.parallel.pipeline",
+                f"set {section}.optimizer.offload, or {fewer_bits}raise {section}.parallel.data, {split} or "
+                f"{section}.parallel.pipeline",
             ),
             "optimizer state in an update": Part(
                 (_streamed_bytes(held.state_elements(mesh), model.dtype, optimizer), 0.0, 0.0), fewer
