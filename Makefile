@@ -1,8 +1,10 @@
-# make demo: watch a tiny model learn.   make check: style, types and the pure tests.   make test: all tests.
-# make lint: style and types alone.
-# make test-all: the same with every combination where make test runs a pairwise cover.
+# make demo: watch a tiny model learn.
+# make check: style, types and the pure tests; a minute.
+# make test: these and the essentials of every room: real processes, the real engine, the real loop with kills.
+# make test-deep: everything else that a change can break.   make test-touched: as much of it as a change touches.
+# make test-all: both, with every combination where the others run a pairwise cover.
 # make test-slurm: jobs under a real Slurm on this machine (as root: it installs Debian's slurm-wlm and munge).
-# Each makes .venv first when it is missing.
+# Each makes .venv first when it is missing. ARGS are for pytest, or for tools/touched.py: make test ARGS="-k resume".
 export OMP_NUM_THREADS ?= 1
 python := .venv/bin/python
 # Three processes for two cores, each with whole files: most tests wait for other processes, or keep one core busy.
@@ -10,8 +12,9 @@ python := .venv/bin/python
 pytest := $(python) -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 # The rooms whose unit tests start neither Ray, vLLM nor Megatron.
 pure := algorithms balance config convert data environments layout loop observe planning verifiers
+ARGS ?=
 
-.PHONY: setup demo lint check test test-all test-slurm
+.PHONY: setup demo lint types check test test-deep test-touched test-all test-slurm
 setup:
 	@tools/setup.sh
 
@@ -23,17 +26,33 @@ lint: setup
 	@$(python) -m ruff format --check .
 	@$(python) -m mypy
 
-check: lint
-	@$(pytest) tests/house $(pure:%=tests/unit/%)
+# Types are checked on one core while the tests have the other one.
+check: setup
+	@$(python) -m ruff check .
+	@$(python) -m ruff format --check .
+	@$(MAKE) --no-print-directory -j 2 types pure
+
+types: setup
+	@$(python) -m mypy
+
+.PHONY: pure
+pure: setup
+	@$(python) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not deep" tests/house $(pure:%=tests/unit/%) $(ARGS)
 
 test: setup
-	@$(pytest)
+	@$(pytest) -m "not deep" $(ARGS)
+
+test-deep: setup
+	@$(pytest) -m deep $(ARGS)
+
+test-touched: setup
+	@$(python) tools/touched.py $(ARGS)
 
 test-all: setup
-	@$(pytest) --all
+	@$(pytest) --all $(ARGS)
 
 test-slurm: setup .venv-nemo/installed
-	@$(python) -m pytest tests/slurm
+	@$(python) -m pytest tests/slurm $(ARGS)
 
 # NeMo-Run's own environment.
 .venv-nemo/installed: requirements/nemo.txt

@@ -7,6 +7,8 @@ import os
 import cover
 from hypothesis import settings
 
+pytest_plugins = ["leaks", "budget", "deadlines"]
+
 # PyTorch's store asks for the name of each address that it connects to, and some machines have no name server that
 # answers for their own addresses: a joining then takes the resolver's 5 s.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")

@@ -1,14 +1,35 @@
-"""How much of a large set of cases a test runs: with `--all` the whole set, otherwise a part that proves as much of
-what can go wrong between two choices."""
+"""How much of a large set of cases runs in which tier.
+
+`make test` runs the cases without the mark `deep`, `make test-deep` those that have it, and `make test-all` (`--all`)
+every combination where the other tiers run a part of them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import combinations, product
 from typing import Any
 
+import pytest
+
 everything = False
 """Set by tests/conftest.py before a test is collected."""
+
+
+def essential(cases: Iterable[Any], *chosen: Any) -> list[Any]:
+    """All cases, for `pytest.mark.parametrize`; those that are not chosen are deep.
+
+    >>> essential(["tp2", "pp2", "cp2"], "pp2")  # "tp2" and "cp2" run in the deep tier
+    """
+    known = list(cases)
+    for case in chosen:
+        assert case in known, f"{case} is not one of the cases {known}"
+    return [case if case in chosen else _deep(case) for case in known]
+
+
+def _deep(case: Any) -> Any:
+    values = case if isinstance(case, tuple) else (case,)
+    return pytest.param(*values, marks=pytest.mark.deep)
 
 
 def cases(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:

@@ -21,7 +21,12 @@ def deadline(seconds: float) -> float:
 
 @cache
 def patience() -> float:
-    """How many times slower than the reference this machine is now, at least 1; measured once a process."""
+    """How many times slower than the reference this machine was when this process first asked."""
+    return measure()
+
+
+def measure() -> float:
+    """How many times slower than the reference this machine is now, at least 1."""
     start = time.perf_counter()
     _work()
     return max(1.0, (time.perf_counter() - start) / REFERENCE_S)

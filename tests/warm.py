@@ -16,6 +16,8 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any
 
+import leaks
+
 from megatron_rl.rollout.start import set_cpu_environment
 
 IMPORTS = [
@@ -54,14 +56,20 @@ class WarmContext(ForkServerContext):
 def context() -> WarmContext:
     """A `multiprocessing` context; its server starts with the first call and ends with this process."""
     warm, before = WarmContext(), dict(os.environ)
-    warm.set_forkserver_preload(IMPORTS)
-    set_cpu_environment()  # vLLM reads it when it is imported
-    try:
-        forkserver.ensure_running()
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
+    if server_pid() is None:
+        warm.set_forkserver_preload(IMPORTS)
+        with leaks.lasting():
+            set_cpu_environment()  # vLLM reads it when it is imported
+            try:
+                forkserver.ensure_running()
+            finally:
+                os.environ.clear()
+                os.environ.update(before)
     return warm
+
+
+def server_pid() -> int | None:
+    return forkserver._forkserver._forkserver_pid
 
 
 def warm_engines() -> None:

@@ -319,6 +319,12 @@ class MegatronTrainer:
         state.restore_random(saved["random"])
 
     def close(self) -> None:
+        for chunk in self.chunks:
+            for module in chunk.modules():
+                if hasattr(module, "token_dispatcher"):
+                    # Megatron keeps the last micro-batch's graph there. Its nodes hold the model, and that the process
+                    # groups with their threads, in a circle that Python does not see.
+                    module.token_dispatcher.probs = None
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
 

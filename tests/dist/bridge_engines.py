@@ -8,6 +8,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import leaks
 import warm
 from patience import deadline
 from torch import Tensor
@@ -76,14 +77,15 @@ class Fleet:
         options = dict(model=ModelConfig(path=folder, dtype=dtype), rollout=config, returns_routes=returns_routes)
         context = warm.context()
         self._pipes, self._processes = [], []
-        for seed in range(engines.num):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(theirs, options | {"seed": seed}))
-            process.start()
-            theirs.close()
-            self._pipes.append(ours)
-            self._processes.append(process)
-        self._all([("start",)] * engines.num)
+        with leaks.lasting("module"):
+            for seed in range(engines.num):
+                ours, theirs = context.Pipe()
+                process = context.Process(target=serve, args=(theirs, options | {"seed": seed}))
+                process.start()
+                theirs.close()
+                self._pipes.append(ours)
+                self._processes.append(process)
+            self._all([("start",)] * engines.num)
 
     def record(self, shape: ModelShape) -> tuple[Recording, ...]:
         """What the ranks of the first engine hold."""

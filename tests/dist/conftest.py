@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 import trainers as worlds
+from shares import TrainSample
 from sizes import VOCAB_SIZE
 
-from shares import TrainSample
 from megatron_rl.types import Tokens
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from memory_scenarios import held_bytes
 from scenarios import OPTIMIZER, TOTAL_STEPS, Layout, denominators, meet, mine
+from shares import TrainSample, share_of
 
 from megatron_rl.actor.critic import MegatronCritic
 from megatron_rl.actor.spec import ActorSpec
@@ -14,7 +15,6 @@ from megatron_rl.algorithms.value_objective import ValueObjective
 from megatron_rl.config.policy import ModelConfig, ParallelConfig, PolicyConfig
 from megatron_rl.config.value import ValueLossConfig
 from megatron_rl.layout import critic_shape, read_shape
-from shares import TrainSample, share_of
 
 
 def build(rank: int, world_size: int, url: str, folder: Path, layout: Layout) -> MegatronCritic:

@@ -6,10 +6,10 @@ import weakref
 
 import torch
 from scenarios import COEFFICIENTS, begin, build, save
+from shares import share_of
 
 from megatron_rl.actor import platform
 from megatron_rl.actor.packing import pack
-from shares import share_of
 
 
 def allocated(rank, world_size, url, *, folder, samples, layout):

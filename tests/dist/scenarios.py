@@ -1,4 +1,4 @@
-"""What the trainer processes of the tests do; each function is called on every rank of a fresh world."""
+"""What the trainer processes of the tests do; each function is called on every rank of a world."""
 
 from __future__ import annotations
 
@@ -15,24 +15,25 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 
-from megatron_rl.actor import platform  # before Megatron: it silences its import
 from megatron_rl.actor import checkpoint as checkpoint_room
+from megatron_rl.actor import platform  # before Megatron: it silences its import
 
 from megatron.core import parallel_state  # isort: skip
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region  # isort: skip
 from megatron.core.utils import unwrap_model  # isort: skip
+from shares import TrainSample, share_of
+
 from megatron_rl.actor.actor import MegatronActor
 from megatron_rl.actor.attention import packed_sequences
 from megatron_rl.actor.logprobs import output_weight, vocabulary_shard
-from shares import TrainSample, share_of
 from megatron_rl.actor.packing import pack
 from megatron_rl.actor.spec import ActorSpec
 from megatron_rl.actor.weights import export_hf, load_weights
 from megatron_rl.algorithms import PolicyObjective, SupervisedObjective
 from megatron_rl.algorithms.logprobs import token_logprobs
 from megatron_rl.bridge.sender import BridgeSender
-from megatron_rl.config.policy import MegatronConfig, ModelConfig, OptimizerConfig, ParallelConfig, PolicyConfig
 from megatron_rl.config.algorithm import AlgorithmConfig
+from megatron_rl.config.policy import MegatronConfig, ModelConfig, OptimizerConfig, ParallelConfig, PolicyConfig
 from megatron_rl.layout import FAMILIES, read_shape, slices
 from megatron_rl.tools.compare_layouts import train_once
 from megatron_rl.types import Denominators, Mesh, Metrics
@@ -341,7 +342,9 @@ def resume_with_other_settings(rank, world_size, url, *, folder, samples, layout
     other = OptimizerConfig(lr=0.5, betas=(0.8, 0.7), weight_decay=0.3)
     actor = build(rank, world_size, url, folder, layout, optimizer=other)
     actor.load(checkpoint)
-    settings = [(group["lr"], *group["betas"], group["weight_decay"]) for group in actor.optimizer.megatron.param_groups]
+    settings = [
+        (group["lr"], *group["betas"], group["weight_decay"]) for group in actor.optimizer.megatron.param_groups
+    ]
     begin(actor, samples, layout, 1)
     rate = actor.update(0, COEFFICIENTS)["lr"]
     actor.close()
@@ -357,7 +360,7 @@ def load_each(rank, world_size, url, *, folder, layout, checkpoints):
 
 
 def save_on_a_full_disk(rank, world_size, url, *, folder, samples, layout, checkpoint):
-    """The disk has 1,000 bytes free, and then rank 1 may write files of 4 KiB at most; afterwards saving works again."""
+    """The disk has 1,000 bytes free, then rank 1 may write files of 4 KiB at most, and then saving works again."""
     import resource
     import signal
 

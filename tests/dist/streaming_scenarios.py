@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import replace
+from unittest.mock import patch
 
 import torch
 from memory_scenarios import held_bytes
@@ -15,10 +16,10 @@ from megatron_rl.actor.optimizer import Optimizer
 
 NUM_ELEMENTS = 1000
 """Of a piece: a fraction of the larger parameters."""
+small_pieces = patch.object(streaming, "PIECE_ELEMENTS", NUM_ELEMENTS)
 
 
 def _build(rank, world_size, url, folder, layout, settings):
-    streaming.PIECE_ELEMENTS = NUM_ELEMENTS
     actor = build(rank, world_size, url, folder, layout, optimizer=OPTIMIZER.model_copy(update=settings))
     assert (type(actor.optimizer) is Optimizer) == (not settings)
     return actor
@@ -30,12 +31,15 @@ def _state(actor) -> dict:
     for held in actor.optimizer.states():
         for kind, tensor in held.tensors.items():
             parts.setdefault((kind, held.name), []).append((held.start, tensor.clone()))
-    found = {key: torch.cat([tensor for _, tensor in sorted(values, key=lambda v: v[0])]) for key, values in parts.items()}
+    found = {
+        key: torch.cat([tensor for _, tensor in sorted(values, key=lambda v: v[0])]) for key, values in parts.items()
+    }
     return found | {("weights", name): p.detach().flatten().clone() for name, p in actor.parameters().items()}
 
 
+@small_pieces
 def updates(rank, world_size, url, *, folder, samples, layout, settings, rounds=False, target=None):
-    """Three steps of two updates, with all that may happen between steps if the state is streamed; in the end a checkpoint.
+    """Three steps of two updates, with all that may happen between steps if the state is streamed, and a checkpoint.
 
     Args:
         rounds: round the moments to bfloat16 after each update.
@@ -81,6 +85,7 @@ def _disturb(actor, samples, layout) -> None:
     assert all(torch.equal(before[key], after[key]) for key in before)
 
 
+@small_pieces
 def resume(rank, world_size, url, *, folder, samples, layout, settings, checkpoint):
     """The metrics of an update after a checkpoint was loaded, and the weights and the state after it."""
     actor = _build(rank, world_size, url, folder, layout, settings)
@@ -92,9 +97,10 @@ def resume(rank, world_size, url, *, folder, samples, layout, settings, checkpoi
     return metrics, state
 
 
+@small_pieces
 def memory(rank, world_size, url, *, folder, samples, layout, settings):
-    """The bytes of the state that is stored on this rank; the largest number of bytes that pieces had on the device in an
-    update; and the number of pieces."""
+    """The bytes of the state that is stored on this rank; the largest number of bytes that pieces had on the device in
+    an update; and the number of pieces."""
     actor = _build(rank, world_size, url, folder, layout, settings)
     optimizer = actor.optimizer
     for inner in optimizer.megatron.chained_optimizers:

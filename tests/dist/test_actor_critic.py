@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from statistics import fmean, pvariance
 
+import cover
 import numpy as np
 import pytest
 import torch
@@ -85,7 +86,7 @@ def reference(critic_folder, samples, returns):
     return plain_pytorch(critic_folder, samples, returns)
 
 
-@pytest.mark.parametrize("name", CHOSEN)
+@pytest.mark.parametrize("name", cover.essential(CHOSEN, "cp2_dp2_empty_microbatch"))
 def test_values_and_gradients_are_those_of_plain_pytorch(
     trainers, critic_folder, samples, returns, reference, name, tmp_path
 ):
@@ -118,6 +119,7 @@ def test_values_and_gradients_are_those_of_plain_pytorch(
     check_export(export, samples)
 
 
+@pytest.mark.deep
 def test_a_value_head_is_gathered_before_it_is_used(trainers, critic_folder, samples, returns):
     """Each parameter is a bucket of its own, so the head's arrives with no other."""
     runs = []
@@ -145,6 +147,7 @@ def check_export(folder, samples) -> None:
     assert model.score.weight.shape == (1, 32) and model.score.weight.abs().sum() > 0
 
 
+@pytest.mark.deep
 def test_a_model_without_a_head_begins_with_zeros(trainers, tied_model_folder, samples, returns):
     layout = Layout(Mesh(tensor=2, pipeline=2), num_microbatches=2)
     arguments = {"folder": tied_model_folder, "samples": samples, "layout": layout, "returns": returns}
@@ -159,7 +162,7 @@ def test_a_model_without_a_head_begins_with_zeros(trainers, tied_model_folder, s
     assert denominators(samples).num_tokens == len(targets)
 
 
-@pytest.mark.parametrize("mesh", [Mesh(), Mesh(tensor=2, data=2)], ids=str)
+@pytest.mark.parametrize("mesh", cover.essential([Mesh(), Mesh(tensor=2, data=2)], Mesh()), ids=str)
 def test_a_critic_goes_on_bit_for_bit(trainers, critic_folder, samples, returns, mesh, tmp_path):
     layout = Layout(mesh, num_microbatches=2)
     arguments = {"folder": critic_folder, "samples": samples, "layout": layout, "returns": returns}

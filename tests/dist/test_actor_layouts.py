@@ -1,5 +1,5 @@
-"""The same dump gives the same loss and gradient norm in every layout, and they are those of plain
-PyTorch."""
+"""The same dump gives the same updates in every layout, and they are those of plain PyTorch. The whole gradient in
+every layout is in test_actor_gradients.py."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 from dataclasses import replace
 from statistics import fmean, pstdev
 
+import cover
 import numpy as np
 import pytest
 import torch
@@ -181,7 +182,16 @@ def check(results, reference) -> None:
             assert update[name] == pytest.approx(value, rel=relative, abs=1e-6 if name == "loss" else 0), name
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+TRAINED = (
+    *("one_recompute", "tp2_no_sequence", "tp4_two_kv_heads", "pp4_recompute", "pp2_uneven", "cp4_recompute", "dp2"),
+    *("tp2_pp2_vpp2", "pp2_vpp2_dp2_empty_microbatch", "tp2_dp2_empty_microbatch", "cp2_dp2_empty_microbatch"),
+    "pp2_dp2_empty_microbatch",
+)
+"""Each way in which an optimizer's state can be split, and in which a mini-batch can be dealt."""
+OF_TRAINED = ("one_recompute", "tp2_pp2_vpp2", "tp2_dp2_empty_microbatch", "cp2_dp2_empty_microbatch")
+
+
+@pytest.mark.parametrize("name", cover.essential(TRAINED, *OF_TRAINED))
 def test_every_layout_trains_like_plain_pytorch(trainers, model_folder, samples, reference, name):
     layout = LAYOUTS[name]
     results = trainers.run("train", layout.mesh.world_size, folder=model_folder, samples=samples, layout=layout)
@@ -225,7 +235,10 @@ def rich(request, model_folder, samples):
     return RICH[request.param], plain_pytorch(model_folder, samples, 3, RICH[request.param])
 
 
-@pytest.mark.parametrize("name", ["one_many_microbatches", "tp2_dp2_empty_microbatch", "pp2_dp2_empty_microbatch"])
+OF_STATISTICS = ("one_many_microbatches", "tp2_dp2_empty_microbatch", "pp2_dp2_empty_microbatch")
+
+
+@pytest.mark.parametrize("name", cover.essential(OF_STATISTICS, "pp2_dp2_empty_microbatch"))
 def test_statistics_of_the_mini_batch_and_a_reference_in_every_layout(trainers, model_folder, samples, rich, name):
     algorithm, expected = rich
     layout = LAYOUTS[name]
@@ -268,9 +281,10 @@ def at_tokens(request, model_folder, rewarded):
     return algorithm, plain_pytorch(model_folder, rewarded, 3, algorithm, steps_of_one=True)
 
 
-@pytest.mark.parametrize(
-    "name", ["one_many_microbatches", "tp2", "pp2_dp2_empty_microbatch", "cp2_dp2_empty_microbatch", "tp2_pp2_vpp2"]
-)
+OF_TOKENS = ("one_many_microbatches", "tp2", "pp2_dp2_empty_microbatch", "cp2_dp2_empty_microbatch", "tp2_pp2_vpp2")
+
+
+@pytest.mark.parametrize("name", cover.essential(OF_TOKENS, "one_many_microbatches", "pp2_dp2_empty_microbatch"))
 def test_advantages_of_tokens_in_every_layout(trainers, model_folder, rewarded, at_tokens, name):
     algorithm, expected = at_tokens
     layout = LAYOUTS[name]
@@ -288,7 +302,10 @@ def test_advantages_of_tokens_in_every_layout(trainers, model_folder, rewarded, 
     assert last["grad_norm"] > 1e-3 and (last["kl"] > 1e-4 if algorithm.kl else "kl" not in last)
 
 
-@pytest.mark.parametrize("mesh", [Mesh(), Mesh(pipeline=2), Mesh(tensor=2, pipeline=2)], ids=str)
+TIED = (Mesh(), Mesh(pipeline=2), Mesh(tensor=2, pipeline=2))
+
+
+@pytest.mark.parametrize("mesh", cover.essential(TIED, Mesh(pipeline=2)), ids=str)
 def test_tied_embeddings(trainers, tied_model_folder, samples, mesh):
     layout = Layout(mesh, num_microbatches=2)
     results = trainers.run("train", mesh.world_size, folder=tied_model_folder, samples=samples, layout=layout)
@@ -328,7 +345,7 @@ SWITCHES = {
 }
 
 
-@pytest.mark.parametrize("name", SWITCHES)
+@pytest.mark.parametrize("name", cover.essential(SWITCHES, "pp2_dp2_overlap", "tp2_recompute_mlp"))
 def test_megatrons_own_switches_change_no_number(trainers, model_folder, samples, reference, name):
     mesh, switches = SWITCHES[name]
     layout = Layout(mesh, num_microbatches=2, megatron=MegatronConfig(**switches))
@@ -336,6 +353,7 @@ def test_megatrons_own_switches_change_no_number(trainers, model_folder, samples
     check(results, reference)
 
 
+@pytest.mark.deep
 def test_weights_that_are_gathered_beside_the_next_pass_are_the_same_to_the_bit(
     trainers, model_folder, samples, tmp_path
 ):
@@ -365,7 +383,7 @@ def test_supervised_training_computes_no_old_log_probs(trainers, model_folder, s
     assert updates[2]["loss"] < updates[0]["loss"]
 
 
-@pytest.mark.parametrize("num_updates", [1, 2])
+@pytest.mark.parametrize("num_updates", cover.essential([1, 2], 1))
 def test_mismatch_is_of_action_tokens_over_all_ranks(trainers, model_folder, samples, num_updates):
     """The only update of a step reports it itself; several want it before the first one changes the weights."""
     layout = LAYOUTS["tp2_dp2_empty_microbatch"]
@@ -397,21 +415,20 @@ ONE_UPDATE = {
 }
 
 
-@pytest.mark.parametrize("algorithm", ONE_UPDATE)
-@pytest.mark.parametrize(
-    "layout",
-    [
-        *(
-            LAYOUTS[name]
-            for name in ("one_many_microbatches", "one_recompute", "tp2", "pp2", "tp2_dp2_empty_microbatch")
-        ),
-        Layout(Mesh(tensor=2), num_microbatches=2, dtype="bfloat16"),
-    ],
-    ids=["one", "recompute", "tp2", "pp2", "tp2_dp2", "tp2_bf16"],
-)
+WITHOUT_A_PASS = [
+    ("gspo", "one_recompute", "float32"),
+    ("gspo", "tp2_dp2_empty_microbatch", "float32"),
+    ("gspo", "pp2", "float32"),
+    ("dual_clip", "one_many_microbatches", "float32"),
+    ("dual_clip", "tp2", "bfloat16"),
+]
+
+
+@pytest.mark.parametrize("algorithm, name, dtype", cover.essential(WITHOUT_A_PASS, ("gspo", "pp2", "float32")))
 def test_a_step_of_one_update_is_the_same_to_the_bit_without_the_pass_before_it(
-    trainers, model_folder, samples, layout, algorithm
+    trainers, model_folder, samples, algorithm, name, dtype
 ):
+    layout = replace(LAYOUTS[name], dtype=dtype)
     with_pass, without = (
         trainers.run(
             "train_steps",
@@ -432,7 +449,7 @@ def test_a_step_of_one_update_is_the_same_to_the_bit_without_the_pass_before_it(
     assert with_pass[0][0][0][0]["loss"] != with_pass[0][0][2][0]["loss"]
 
 
-@pytest.mark.parametrize("name", ["one", "tp2", "pp2"])
+@pytest.mark.parametrize("name", cover.essential(["one", "tp2", "pp2"], "pp2"))
 def test_an_update_on_which_trainer_and_engine_disagree_changes_no_weight(trainers, model_folder, samples, name):
     layout = LAYOUTS[name]
     results = trainers.run("disagree", layout.mesh.world_size, folder=model_folder, samples=samples, layout=layout)
@@ -441,7 +458,10 @@ def test_an_update_on_which_trainer_and_engine_disagree_changes_no_weight(traine
         assert "trainer and engine disagree" in error and "algorithm.max_mismatch = 0.001" in error and unchanged
 
 
-@pytest.mark.parametrize("mesh", [Mesh(), Mesh(tensor=2, pipeline=2), Mesh(data=2, context=2)], ids=str)
+SCORED = (Mesh(), Mesh(tensor=2, pipeline=2), Mesh(data=2, context=2))
+
+
+@pytest.mark.parametrize("mesh", cover.essential(SCORED, Mesh(data=2, context=2)), ids=str)
 def test_samples_are_scored_by_the_log_probs_of_the_model_itself(trainers, model_folder, samples, reference, mesh):
     """They are those at temperature 1, where the sampling has another one, and the step after them knows nothing of
     them."""
@@ -476,8 +496,8 @@ def rollout_log_ratio(folder, samples, temperature: float = TEMPERATURE) -> np.n
     return np.concatenate(rows).astype(np.float64)
 
 
-@pytest.mark.parametrize("layout", [Layout(), Layout(Mesh(tensor=2))], ids=["one", "tp2"])
-def test_logits_equal_those_of_transformers(trainers, model_folder, samples, layout):
+def test_logits_equal_those_of_transformers(trainers, model_folder, samples):
+    layout = Layout(Mesh(tensor=2))
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
@@ -493,6 +513,7 @@ def test_logits_equal_those_of_transformers(trainers, model_folder, samples, lay
         np.testing.assert_allclose(got, expected, atol=1e-5)  # fp32 rounding of logits of order 1
 
 
+@pytest.mark.deep
 def test_bf16_is_near_fp32(trainers, model_folder, samples, reference):
     for mesh in (Mesh(), Mesh(tensor=2, data=2)):
         layout = Layout(mesh, num_microbatches=2, dtype="bfloat16")

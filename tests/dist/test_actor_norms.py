@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cover
 import pytest
 import torch
 from scenarios import Layout
@@ -59,15 +60,17 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", cover.essential(LAYOUTS, "tp2_dp2"))
 def test_norms_are_those_of_the_whole_model_in_every_layout(trainers, model_folder, samples, whole, name):
-    for (metrics, _), (expected, _) in zip(steps_of(trainers, model_folder, samples, LAYOUTS[name]), whole, strict=True):
+    for (metrics, _), (expected, _) in zip(
+        steps_of(trainers, model_folder, samples, LAYOUTS[name]), whole, strict=True
+    ):
         for key in ("param_norm", "update_ratio"):
             # The updates themselves differ by 5e-5 after three steps (RELATIVE_OF_UPDATE of test_actor_layouts).
             assert metrics[key] == pytest.approx(expected[key], rel=10 * RELATIVE)
 
 
-@pytest.mark.parametrize("mesh", [Mesh(), Mesh(pipeline=2)], ids=str)
+@pytest.mark.parametrize("mesh", cover.essential([Mesh(), Mesh(pipeline=2)], Mesh(pipeline=2)), ids=str)
 def test_a_tied_embedding_counts_once(trainers, tied_model_folder, samples, mesh):
     steps = steps_of(trainers, tied_model_folder, samples, Layout(mesh))
     if mesh == Mesh():
@@ -77,7 +80,10 @@ def test_a_tied_embedding_counts_once(trainers, tied_model_folder, samples, mesh
         assert metrics["param_norm"] == pytest.approx(alone["param_norm"], rel=10 * RELATIVE)
 
 
-@pytest.mark.parametrize("mesh", [Mesh(), Mesh(data=2, expert=2), Mesh(tensor=2, data=2, expert=2)], ids=str)
+OF_EXPERTS = (Mesh(data=2, expert=2), Mesh(tensor=2, data=2, expert=2))
+
+
+@pytest.mark.parametrize("mesh", cover.essential(OF_EXPERTS, Mesh(data=2, expert=2)), ids=str)
 def test_experts_are_counted_once(trainers, folders, samples, mesh):
     alone = steps_of(trainers, folders["qwen3_moe"], samples, Layout())
     check_norms(alone)
@@ -88,6 +94,7 @@ def test_experts_are_counted_once(trainers, folders, samples, mesh):
             assert metrics[key] == pytest.approx(expected[key], rel=10 * RELATIVE)
 
 
+@pytest.mark.deep
 def test_norms_of_a_bf16_model_are_those_of_its_fp32_copies(trainers, model_folder, samples, whole):
     """bf16 has 8 bits, so gradients are off by 1 %; Adam's steps are of nearly the same size."""
     steps = steps_of(trainers, model_folder, samples, Layout(Mesh(data=2), dtype="bfloat16"))

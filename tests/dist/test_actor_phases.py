@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import filecmp
 
+import cover
 import numpy as np
 import pytest
 from scenarios import Layout
@@ -39,7 +40,7 @@ def check(trainers, tmp_path, folder, samples, layout: Layout) -> None:
         assert filecmp.cmp(checkpoints[0] / file, checkpoints[1] / file, shallow=False), file
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", cover.essential(LAYOUTS, "dp2_bf16"))
 def test_lending_changes_no_bit_and_holds_only_what_the_phase_needs(trainers, model_folder, samples, tmp_path, name):
     check(trainers, tmp_path, model_folder, samples, LAYOUTS[name])
 
@@ -58,6 +59,7 @@ def test_a_critic_refuses_by_name_what_its_phase_does_not_hold(trainers, model_f
             assert f"the critic is in the phase {phase}, in which the engines have the memory of its weights" in message
 
 
+@pytest.mark.deep
 def test_experts_are_lent_too(trainers, folders, samples, tmp_path):
     layout = next(layout for name, layout in FAMILY_LAYOUTS.items() if "ep2" in name)
     check(trainers, tmp_path, folders["qwen3_moe"], samples, layout)

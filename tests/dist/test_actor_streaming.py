@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from pathlib import Path
 
+import cover
 import pytest
 import torch
 from scenarios import Layout
@@ -35,7 +36,9 @@ def check_equal(found, expected, moments=torch.float32) -> None:
     """Metrics and states of all ranks, to the bit. The norms are summed over other parts, so in another order."""
     for (metrics, states), (metrics2, states2) in zip(found, expected, strict=True):
         for one, other in zip(metrics, metrics2, strict=True):
-            assert {k: v for k, v in one.items() if k not in NORMS} == {k: v for k, v in other.items() if k not in NORMS}
+            assert {k: v for k, v in one.items() if k not in NORMS} == {
+                k: v for k, v in other.items() if k not in NORMS
+            }
             for name in NORMS:
                 assert one[name] == pytest.approx(other[name], rel=1e-6)  # float32 sums
         for one, other in zip(states, states2, strict=True):
@@ -60,7 +63,7 @@ def plain(trainers, model_folder, samples):
     return updates
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", cover.essential(LAYOUTS, "dp2_bf16"))
 def test_offloading_changes_no_bit(trainers, model_folder, samples, plain, name):
     layout = LAYOUTS[name]
     arguments = dict(folder=model_folder, samples=samples, layout=layout, settings=OFFLOAD)
@@ -68,6 +71,7 @@ def test_offloading_changes_no_bit(trainers, model_folder, samples, plain, name)
     check_equal(found, plain(name))
 
 
+@pytest.mark.deep
 def test_offloaded_experts_change_no_bit(trainers, folders, samples):
     """Megatron has an optimizer of their own for them."""
     layout = next(layout for name, layout in FAMILY_LAYOUTS.items() if "ep2" in name)
@@ -79,8 +83,10 @@ def test_offloaded_experts_change_no_bit(trainers, folders, samples):
     check_equal(found, expected)
 
 
-@pytest.mark.parametrize("name", ["tp2", "dp2_bf16"])
-@pytest.mark.parametrize("settings", [SHORT, SHORT | OFFLOAD], ids=["on the device", "offloaded"])
+@pytest.mark.deep
+@pytest.mark.parametrize(
+    "name, settings", [("tp2", SHORT), ("tp2", SHORT | OFFLOAD), ("dp2_bf16", SHORT | OFFLOAD)], ids=str
+)
 def test_moments_in_bfloat16_are_those_that_are_rounded_after_each_update(
     trainers, model_folder, samples, plain, name, settings
 ):
@@ -90,6 +96,7 @@ def test_moments_in_bfloat16_are_those_that_are_rounded_after_each_update(
     check_equal(found, plain(name, rounds=True), moments=torch.bfloat16)
 
 
+@pytest.mark.deep
 def test_a_checkpoint_has_no_traces_of_where_the_state_was(trainers, model_folder, samples, tmp_path):
     """Offloaded on one mesh, resumed with everything on the device of another; and with moments in bfloat16, of which
     the files have the bytes."""
@@ -102,7 +109,12 @@ def test_a_checkpoint_has_no_traces_of_where_the_state_was(trainers, model_folde
 
     def resumed(checkpoint: str, layout: Layout, settings: dict):
         results = trainers.run(
-            "streaming_scenarios.resume", 2, **arguments, layout=layout, settings=settings, checkpoint=tmp_path / checkpoint
+            "streaming_scenarios.resume",
+            2,
+            **arguments,
+            layout=layout,
+            settings=settings,
+            checkpoint=tmp_path / checkpoint,
         )
         return [([metrics], [state]) for metrics, state in results]
 
@@ -111,7 +123,9 @@ def test_a_checkpoint_has_no_traces_of_where_the_state_was(trainers, model_folde
         check_equal(resumed("offloaded", layout, {}), expected)
         check_equal(resumed("plain", layout, OFFLOAD), expected)
     check_equal(resumed("short", deep, SHORT), resumed("short", deep, SHORT | OFFLOAD), moments=torch.bfloat16)
-    assert moment_bytes(tmp_path / "plain") == moment_bytes(tmp_path / "offloaded") == 2 * moment_bytes(tmp_path / "short")
+    assert (
+        moment_bytes(tmp_path / "plain") == moment_bytes(tmp_path / "offloaded") == 2 * moment_bytes(tmp_path / "short")
+    )
 
 
 def moment_bytes(checkpoint: Path) -> int:
@@ -120,8 +134,10 @@ def moment_bytes(checkpoint: Path) -> int:
     return sum(part["bytes"] for part in parts if part["kind"].startswith("exp_avg"))
 
 
-@pytest.mark.parametrize("settings", [OFFLOAD, SHORT, SHORT | OFFLOAD], ids=str)
-@pytest.mark.parametrize("name", ["tp2", "dp2_bf16"])
+WEIGHED = [("tp2", SHORT), ("tp2", SHORT | OFFLOAD), ("dp2_bf16", OFFLOAD), ("dp2_bf16", SHORT | OFFLOAD)]
+
+
+@pytest.mark.parametrize("name, settings", cover.essential(WEIGHED, WEIGHED[-1]), ids=str)
 def test_the_bytes_are_those_of_the_table_of_memory(trainers, model_folder, samples, name, settings):
     layout, optimizer = LAYOUTS[name], OptimizerConfig(**settings)
     results = trainers.run(

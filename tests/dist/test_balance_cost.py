@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 from scenarios import Layout
-
 from shares import TrainSample
+
 from megatron_rl.balance import fit_cost, plan_microbatches, sample_costs
 from megatron_rl.config.balance import BalanceConfig
 from megatron_rl.config.policy import ParallelConfig
@@ -50,6 +50,7 @@ def ranks_of(values) -> np.ndarray:
     return np.argsort(np.argsort(values))
 
 
+@pytest.mark.deep
 def test_step_time_follows_the_predicted_cost(trainers, wide_model_folder):
     shape = read_shape(wide_model_folder)
     groups = [

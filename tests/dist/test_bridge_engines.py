@@ -19,19 +19,19 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+import cover
 import numpy as np
 import pytest
 import torch
 import transformers
-import warm
 from bridge_engines import Fleet
 from patience import deadline
 from safetensors.torch import load_file
 from scenarios import TEMPERATURE, Layout
+from shares import TrainSample
 from sizes import VOCAB_SIZE
 from torch import Tensor
 
-from shares import TrainSample
 from megatron_rl.bridge.join import host_store
 from megatron_rl.bridge.setup import BridgeSetup
 from megatron_rl.convert import Options, carry_out, open_checkpoint, to_hub, to_ranks
@@ -242,7 +242,10 @@ def named(case: tuple[str, Mesh, int]) -> str:
     return f"{'-'.join([*axes, *(['whole'] if mesh.expert_tensor == 1 else [])])} to {num} of {name}"
 
 
-@pytest.mark.parametrize(("name", "mesh", "num"), CASES, ids=map(named, CASES))
+ESSENTIAL = (("dense, two TP1", TP2_PP2, 2), ("moe, TP2 and expert parallel", EP2_TP2_WHOLE, 1))
+
+
+@pytest.mark.parametrize(("name", "mesh", "num"), cover.essential(CASES, *ESSENTIAL), ids=map(named, CASES))
 def test_engines_hold_and_say_what_the_trainers_do(trainers, store, fleet_of, versions, name, mesh, num, tmp_path):
     fleet, version = fleet_of(name), next(versions)
     shape = read_shape(fleet.folder)

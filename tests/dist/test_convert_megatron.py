@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import convert_ranks
+import pytest
 import torch
 import torch.multiprocessing
 import transformers
@@ -64,6 +65,7 @@ def run(function, cases: list, tmp_path: Path) -> None:
     torch.multiprocessing.spawn(function, arguments, nprocs=2)
 
 
+@pytest.mark.deep
 def test_megatron_loads_what_the_actor_loads_from_the_folder(model_folder, tied_model_folder, tmp_path):
     cases = [
         (folder, convert(folder), mesh)
@@ -83,6 +85,7 @@ def test_megatron_loads_what_the_actor_saves(model_folder, tied_model_folder, tm
     run(convert_ranks.load_what_was_saved, cases, tmp_path)
 
 
+@pytest.mark.deep
 def test_megatrons_own_models_load_it_in_any_layout(tmp_path):
     cases = []
     for name, (family, more) in MODELS.items():

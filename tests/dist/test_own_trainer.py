@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import warm
 from patience import deadline
 
 from megatron_rl.tools import own_trainer
 
 
+@pytest.mark.deep
 def test_the_engine_answers_with_what_the_trainer_has_learnt():
     [rounds] = warm.together(own_trainer.play, [()], deadline(180))
     assert [one["learnt"] for one in rounds] == list(own_trainer.TEXTS)

@@ -1,5 +1,5 @@
-"""The models that vLLM builds: class, names and extents of the parameters, and what its loaders would copy into them, in
-a process for each rank over gloo. No weight is loaded."""
+"""The models that vLLM builds: class, names and extents of the parameters, and what its loaders would copy into them,
+in a process for each rank over gloo. No weight is loaded."""
 
 from __future__ import annotations
 

@@ -1,20 +1,20 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 
-import psutil
 import pytest
-from patience import deadline
+from recipe_runs import Recipe
 
-from megatron_rl.processes import command_line, descendants
 
-ROOT = Path(__file__).parents[2]
+@pytest.fixture(scope="session", autouse=True)
+def libraries() -> None:
+    """The first import of this library sets variables of the environment, for the rest of the process."""
+    from transformers import AutoModelForCausalLM  # noqa: F401
 
 
 @pytest.fixture(scope="session")
@@ -27,55 +27,30 @@ def task(tmp_path_factory) -> Path:
     return folder
 
 
-class Recipe:
-    """Starts recipes as a person would, in a working folder."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-        self.deadline_s = deadline(240)
-        """Of a run, or of what is waited for in it."""
-        shutil.copyfile(Path(__file__).parent / "rewards.py", folder / "rewards.py")
-
-    def command(self, *arguments: str) -> list[str]:
-        return [sys.executable, str(ROOT / arguments[0]), *arguments[1:]]
-
-    def start(self, *arguments: str, log: str = "out.txt") -> subprocess.Popen:
-        with (self.folder / log).open("w") as file:
-            return subprocess.Popen(
-                self.command(*arguments),
-                cwd=self.folder,
-                env=self.environment,
-                stdout=file,
-                stderr=file,
-                start_new_session=True,
-            )
-
-    def process(self, run: subprocess.Popen, name: str) -> psutil.Process:
-        """One of the run's processes with `name` in its command line."""
-        return next(process for process in descendants(psutil.Process(run.pid)) if name in command_line(process))
-
-    def wait_until(self, run: subprocess.Popen | None, holds: Callable[[], bool]) -> None:
-        """Until a condition holds, while the run, if one is given, goes on."""
-        end = time.monotonic() + self.deadline_s
-        while not holds():
-            assert run is None or run.poll() is None, (self.folder / "out.txt").read_text()
-            assert time.monotonic() < end, (self.folder / "out.txt").read_text()
-            time.sleep(0.02)
-
-    def run(self, *arguments: str) -> subprocess.CompletedProcess:
-        return subprocess.run(
-            self.command(*arguments),
-            cwd=self.folder,
-            env=self.environment,
-            capture_output=True,
-            text=True,
-            timeout=self.deadline_s,
-        )
+@pytest.fixture
+def recipe(tmp_path) -> Recipe:
+    return Recipe(tmp_path)
 
 
 @pytest.fixture
-def recipe(tmp_path) -> Recipe:
-    (tmp_path / "configs").symlink_to(ROOT / "configs")
-    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
-    return Recipe(tmp_path)
+def run_here(recipe, monkeypatch, capsys) -> Callable[..., subprocess.CompletedProcess]:
+    """Runs the `main` of a recipe or a tool in the test's process, in the recipe's folder: for what ends before Ray, or
+    needs none. A recipe that begins to train here fails the test."""
+
+    def run(program: str, *arguments: str) -> subprocess.CompletedProcess:
+        before = dict(os.environ)
+        with monkeypatch.context() as patch:
+            patch.chdir(recipe.folder)
+            patch.setattr(sys, "path", list(sys.path))
+            try:
+                module = import_module(f"megatron_rl.{program.removesuffix('.py').replace('/', '.')}")
+                if program.startswith("recipes/"):
+                    patch.setattr(module, "run", lambda *_: pytest.fail("the run has begun"))
+                status = module.main(list(arguments))
+            finally:  # recipes set variables when they are imported
+                os.environ.clear()
+                os.environ.update(before)
+        shown = capsys.readouterr()
+        return subprocess.CompletedProcess(arguments, status, shown.out, shown.err)
+
+    return run

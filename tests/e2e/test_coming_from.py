@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import pytest
 
+from megatron_rl.config.load import load_config
+from megatron_rl.config.schema import GrpoRunConfig
+from megatron_rl.data.tokenizer import open_tokenizer
 from megatron_rl.observe.records import METRICS, read_lines
+from megatron_rl.recipes.grpo import read_prompts
 from megatron_rl.recipes.tiny.gsm8k import write_model
+from megatron_rl.verifiers import RewardSet, TrainerState
+from megatron_rl.verifiers.answer import Answer
 
 OTHERS = "configs/run/gsm8k_tiny_cpu.yaml"
+FROM = "configs/run/from_{}.yaml"
 
 
 @pytest.fixture
@@ -23,17 +30,51 @@ def run_of(recipe):
     return records
 
 
-@pytest.mark.parametrize(
-    ("project", "rewards"),
-    [("trl", {"accuracy", "digits"}), ("verl", {"compute_score"}), ("open_instruct", {"mathematics"})],
-)
-def test_rows_and_rewards_of_another_project_train_without_an_edit(run_of, project, rewards):
-    [record] = run_of(OTHERS, f"configs/run/from_{project}.yaml", "run.steps=1", "policy.parallel.tensor=1")
+def test_rows_and_rewards_of_trl_train_without_an_edit(run_of):
+    [record] = run_of(OTHERS, FROM.format("trl"), "run.steps=1", "policy.parallel.tensor=1")
     assert record["reward/mean"] > 0 and record["grad_norm"] > 0
-    for name in rewards:
+    for name in ("accuracy", "digits"):
         assert record[f"reward/{name}/abstained"] == record[f"reward/{name}/failed"] == 0
 
 
+@pytest.mark.parametrize(
+    ("project", "column", "deciding", "other"),
+    [
+        ("trl", "solution", "accuracy", {"digits"}),
+        ("verl", "ground_truth", "compute_score", set()),
+        ("open_instruct", "ground_truth", "mathematics", {"digits_in_answer"}),
+    ],
+)
+def test_rows_and_rewards_of_another_project_score_answers_without_an_edit(
+    recipe, monkeypatch, project, column, deciding, other
+):
+    """All rows, as a run reads them, with a right answer and a wrong one to each, as a verifier's process scores them.
+    The run of TRL's rows shows that a loop trains on such scores."""
+    monkeypatch.chdir(recipe.folder)
+    write_model(recipe.folder / "runs" / "gsm8k_tiny")
+    config = load_config(GrpoRunConfig, [OTHERS, FROM.format(project)])
+    tokenizer = open_tokenizer(config.model.path)
+    prompts = [prompt for _, prompt in read_prompts(config, tokenizer).train.take(16)]
+    assert len({prompt.uid for prompt in prompts}) == 16
+    answers = []
+    for prompt in prompts:
+        truth = prompt.columns[column]
+        [number] = truth if isinstance(truth, list) else [truth]
+        for text in (number, number + "1"):
+            answers.append(Answer(prompt, tokenizer.encode(f"</think>It is {text}"), "stop"))
+    assert {reward.label for reward in config.rewards} == {deciding, *other}
+    scoring = RewardSet(config.rewards, tokenizer, config.rollout.delimiter)
+    for call in scoring.calls:
+        for index, scored in zip(call, scoring.score(call, answers, TrainerState(0, 1)), strict=True):
+            scores = [verdict.score for verdict in scored.verdicts]
+            assert not any(verdict.failed for verdict in scored.verdicts) and all(0 <= score <= 1 for score in scores)
+            if config.rewards[index].label == deciding:
+                assert set(scores[::2]) == {1.0} and max(scores[1::2]) < 0.1
+            else:
+                assert min(scores) > 0, "the answers have digits"
+
+
+@pytest.mark.deep
 def test_each_domain_of_a_mixture_has_its_verifier(run_of):
     records = run_of("configs/run/olmo_tiny_cpu.yaml", "run.steps=2", "rollout.active_sampling=false")
     # Whether a step of a random model has a signal to learn from is chance; each step has its groups and verdicts.

@@ -1,4 +1,5 @@
-"""The README's commands on real rows, and what a person reads when the input is wrong."""
+"""Supervised training from rows to a model, what a person reads when the input is wrong, and stops before the first
+step."""
 
 from __future__ import annotations
 
@@ -10,11 +11,12 @@ import signal
 import pytest
 
 
-def test_supervised_training_learns_and_counts_what_it_skips(recipe, task):
+def test_supervised_training_learns_and_counts_what_it_skips(recipe, run_here, task):
     lines = (task / "demonstrations.jsonl").read_text().splitlines()[:200]
     (recipe.folder / "rows.jsonl").write_text("\n".join([*lines, '{"prompt": "1+1="}']) + "\n")
     arguments = ["recipes/sft.py", "configs/run/tiny_sft.yaml", f"model.path={task}/model", "sft.rows=rows.jsonl"]
-    refused = recipe.run(*arguments)
+    arguments += ["policy.parallel.tensor=1"]
+    refused = run_here(*arguments)
     assert refused.returncode == 1 and "rows.jsonl:201" in refused.stdout
     done = recipe.run(*arguments, "sft.on_bad_row=skip", "run.steps=12", "policy.optimizer.warmup_steps=2")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -62,12 +64,19 @@ def broken_row(folder, task):
         ("configs/run/none.yaml", "no such file"),
     ],
 )
-def test_wrong_input_is_named_before_anything_starts(recipe, task, change, message):
+def test_wrong_input_is_named_before_anything_starts(recipe, run_here, task, change, message):
     change = change(recipe.folder, task) if callable(change) else change
-    done = recipe.run(*tiny(task, change))
+    done = run_here(*tiny(task, change))
     assert done.returncode == 1
     assert message in " ".join(done.stdout.split()), done.stdout + done.stderr
     assert "Traceback" not in done.stdout + done.stderr
+    assert not (recipe.folder / "runs" / "tiny" / "grpo").exists()
+
+
+def test_a_shell_sees_a_refusal_as_status_1_and_no_traceback(recipe, task):
+    done = recipe.run(*tiny(task, broken_row(recipe.folder, task)))
+    assert done.returncode == 1 and "rows.jsonl:2" in done.stdout, done.stdout + done.stderr
+    assert "Traceback" not in done.stdout and done.stderr == ""
 
 
 @pytest.mark.parametrize(
@@ -75,7 +84,7 @@ def test_wrong_input_is_named_before_anything_starts(recipe, task, change, messa
 )
 def test_a_stop_while_starting_is_prompt_and_says_that_nothing_was_saved(recipe, task, number, status, when):
     """Before Ray starts, and when its processes do."""
-    run = recipe.start(*tiny(task, "run.name=stopped"))
+    run = recipe.start(*tiny(task, "run.name=stopped", "policy.parallel.tensor=1"))
     folder = recipe.folder / "runs" / "stopped"
     recipe.wait_until(run, (folder / "logs" / when).exists)
     run.send_signal(number)

@@ -29,6 +29,7 @@ def rows(recipe) -> Path:
     return path
 
 
+@pytest.mark.deep
 def test_rewards_of_turns_reach_the_trainer_and_a_fault_is_counted(recipe, rows):
     run = recipe.run(
         "recipes/grpo.py",
@@ -68,6 +69,7 @@ def test_rewards_of_turns_reach_the_trainer_and_a_fault_is_counted(recipe, rows)
     assert any(len(sample.token_rewards) > 1 for sample in whole)
 
 
+@pytest.mark.deep
 def test_an_agent_of_somebody_else_is_trained(recipe, rows):
     """Each answer is two conversations that begin alike, so a group has twice as many samples."""
     run = recipe.run(

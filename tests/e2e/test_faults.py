@@ -9,6 +9,7 @@ import signal
 from pathlib import Path
 
 import psutil
+import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_rl.processes import command_line, descendants
@@ -47,6 +48,7 @@ def let_go(recipe, run) -> tuple[int, str]:
     return run.wait(recipe.deadline_s), (recipe.folder / "out.txt").read_text()
 
 
+@pytest.mark.deep
 def test_real_rows_flow_though_an_engine_dies_and_a_reward_hangs(recipe):
     """Two engines, one fed by the other. The run goes on and says what happened."""
     write_model(recipe.folder / "runs" / "gsm8k_tiny")
@@ -60,6 +62,7 @@ def test_real_rows_flow_though_an_engine_dies_and_a_reward_hangs(recipe):
     run = recipe.start(
         "recipes/grpo.py",
         "configs/run/gsm8k_tiny_cpu.yaml",
+        "policy.parallel.tensor=1",
         "rollout.num_engines=2",
         "bridge.chains=1",
         f"rewards=[{', '.join(rewards)}]",
@@ -107,6 +110,7 @@ def shared_memory(run) -> set[Path]:
     return {Path(name) for name in re.findall(r"(/dev/shm/(?:psm_|\S*cpushm_)\S*)", maps)}
 
 
+@pytest.mark.deep
 def test_a_trainer_rank_that_is_stopped_ends_the_run_at_its_deadline_and_leaves_nothing(recipe, task):
     """The engine has two ranks, which share memory: no end of the run could leave it, since it has no name any more."""
     run = start_at_the_gate(

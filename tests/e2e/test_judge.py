@@ -50,6 +50,7 @@ class Judge:
         return 200, GOOD
 
 
+@pytest.mark.deep
 def test_training_goes_on_without_the_judge(recipe, task):
     with ExitStack() as servers:
         judge = Judge(servers)

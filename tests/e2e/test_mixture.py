@@ -33,7 +33,7 @@ def mixture(task, tmp_path_factory) -> Path:
     return folder
 
 
-def arguments(task: Path, mixture: Path, steps: int, max_lag: int) -> list[str]:
+def arguments(task: Path, mixture: Path, steps: int) -> list[str]:
     return [
         "recipes/grpo.py",
         "configs/run/tiny_grpo.yaml",
@@ -45,7 +45,7 @@ def arguments(task: Path, mixture: Path, steps: int, max_lag: int) -> list[str]:
         "policy.parallel={tensor: 1, data: 2, expert: 2}",
         "policy.routing_replay=true",
         "policy.load_balancing_loss=0.01",
-        f"rollout.max_lag={max_lag}",
+        "rollout.max_lag=1",
         "rollout.prompts_per_step=4",
         "rollout.samples_per_prompt=4",
         "rewards=[{kind: function, path: 'rewards:share_of_digits'}]",
@@ -53,17 +53,11 @@ def arguments(task: Path, mixture: Path, steps: int, max_lag: int) -> list[str]:
     ]
 
 
-def test_in_turns_engine_and_trainer_choose_the_same(recipe, task, mixture):
-    run = recipe.run(*arguments(task, mixture, 2, max_lag=0), "rollout.num_engines=2")
-    assert run.returncode == 0, run.stdout + run.stderr
-    for record in read_lines(recipe.folder / "runs" / "mixture" / METRICS)[:-1]:
-        assert 0.9 < record["routing/replayed"] < 1 and record["mismatch/mean_abs"] < 1e-5
-        assert record["routing/differing"] < 1e-3  # nearly equal scores
-
-
+@pytest.mark.deep
+@pytest.mark.deadline(900)
 def test_a_run_that_was_killed_replays_the_choices_in_its_journal(recipe, task, mixture):
     folder = recipe.folder / "runs" / "mixture"
-    run = recipe.start(*arguments(task, mixture, 1000, max_lag=1))
+    run = recipe.start(*arguments(task, mixture, 1000))
     recipe.wait_until(run, lambda: len(find_checkpoints(folder / "checkpoints")) > 1)
     for process in [psutil.Process(run.pid), *descendants(psutil.Process(run.pid))]:
         process.kill()
@@ -72,7 +66,7 @@ def test_a_run_that_was_killed_replays_the_choices_in_its_journal(recipe, task, 
     assert entries and all(len(t.routes) == len(t.ids) - 1 for entry in entries for t in entry.tokens)
 
     last = max(find_checkpoints(folder / "checkpoints")) + 3
-    resumed = recipe.run(*arguments(task, mixture, last, max_lag=1), "--resume", "auto")
+    resumed = recipe.run(*arguments(task, mixture, last), "--resume", "auto")
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     trained = [record for record in read_lines(folder / METRICS)[:-1] if "loss" in record]
     assert len(trained) >= last - 1

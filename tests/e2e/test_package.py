@@ -33,6 +33,7 @@ def run(installed: Path, folder: Path, *arguments: str) -> subprocess.CompletedP
     return subprocess.run([*script, *arguments], cwd=folder, env=environment, capture_output=True, text=True)
 
 
+@pytest.mark.deep
 def test_a_dry_run_needs_no_repository(installed, tmp_path):
     done = run(installed, tmp_path, "grpo", *PLAN)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -40,6 +41,7 @@ def test_a_dry_run_needs_no_repository(installed, tmp_path):
     assert not list(tmp_path.iterdir()), "a plan leaves nothing behind"
 
 
+@pytest.mark.deep
 def test_only_one_name_is_installed_and_the_data_is_inside(installed):
     names = {path.name for path in installed.iterdir() if not path.name.endswith(".dist-info")}
     assert names - {"bin", "__pycache__"} == {"megatron_rl"}
@@ -48,6 +50,7 @@ def test_only_one_name_is_installed_and_the_data_is_inside(installed):
     assert list(installed.glob("*.dist-info/licenses/LICENSE"))
 
 
+@pytest.mark.deep
 def test_every_command_has_a_help_and_a_wrong_one_is_told(installed, tmp_path):
     from megatron_rl.__main__ import COMMANDS
 

@@ -1,8 +1,11 @@
-"""PPO in the real loop: a critic on its own ranks learns beside the policy, and both go on after a kill, also where
-policy, critic and engines share their machine's memory in phases."""
+"""PPO in the real loop: a critic on its own ranks learns beside the policy, and both go on from a checkpoint and after
+a kill, also where policy, critic and engines share their machine's memory in phases."""
 
 from __future__ import annotations
 
+import shutil
+
+import pytest
 from test_resume import NOT_COMPARED
 
 from megatron_rl.layout import read_shape
@@ -43,6 +46,8 @@ def check_same(records: list[dict], others: list[dict]) -> None:
                 assert second[name] == value, name
 
 
+@pytest.mark.deep
+@pytest.mark.deadline(900)
 def test_a_critic_learns_beside_the_policy_and_both_go_on_to_the_bit(recipe, task):
     run = recipe.run(*arguments(task, "whole"))
     assert run.returncode == 0, run.stdout + run.stderr
@@ -58,21 +63,21 @@ def test_a_critic_learns_beside_the_policy_and_both_go_on_to_the_bit(recipe, tas
         "step_000006",
     ]
 
-    resumed = recipe.run(*arguments(task, "whole", "--resume", "4"))
-    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
-    again = metrics_of(runs / "whole")
-    assert again[:4] == whole[:4] and again[4:] != whole[4:], "two steps were done again, in other times"
-    check_same(whole, again)
-
-    # Policy, critic and engines share their memory, and the critic is lost.
-    run = recipe.start(*arguments(task, "lost", "cluster.colocate=true", "rollout.num_engines=2"))
-    checkpoint = runs / "lost" / "checkpoints" / "critic" / "step_000002"
-    recipe.wait_until(run, checkpoint.exists)
+    # Another run goes on from step 4. Policy, critic and engines share their memory, and the critic is lost in step 5,
+    # while the engines have it.
+    shutil.copytree(runs / "whole", runs / "lost")
+    (recipe.folder / "gate").touch()
+    shared = ["cluster.colocate=true", "rollout.num_engines=2", "--resume", "4"]
+    run = recipe.start(*arguments(task, "lost", *shared))
+    recipe.wait_until(run, (recipe.folder / "waiting").exists)
     recipe.process(run, "ray::CriticRank").kill()
-    recipe.wait_until(None, lambda: run.poll() is not None)
-    assert run.returncode == 0, (recipe.folder / "out.txt").read_text()
-    assert "started anew" in (recipe.folder / "out.txt").read_text()
+    (recipe.folder / "gate").unlink()
+    said = recipe.folder / "out.txt"
+    assert run.wait(recipe.deadline_s) == 0, said.read_text()
+    assert "Continuing after step 4" in said.read_text() and "started anew" in said.read_text()
+    lost = metrics_of(runs / "lost")
+    assert lost[:4] == whole[:4] and lost[4:] != whole[4:], "two steps were done again, in other times"
     pushed_twice = [record | {"sync/bytes": 2 * record["sync/bytes"]} for record in whole]  # there are two engines
-    check_same(pushed_twice, metrics_of(runs / "lost"))
+    check_same(pushed_twice[4:], lost[4:])
     log = (runs / "lost" / "logs" / "critic_1.log").read_text()
     assert "entered the phase generating" in log and "entered the phase training" in log

@@ -11,11 +11,11 @@ from megatron_rl.observe.records import METRICS, read_lines
 from megatron_rl.types import UTILITY
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("name", "values", "max_lag", "stages"),
     [
         ("log_probs", "force: '</think>', forced_tokens: 16", 1, 2),
-        ("monte_carlo", "rollouts: 2", 1, 1),
         ("trainer", "force: '</think>', forced_tokens: 16, by: trainer", 0, 1),
     ],
 )

@@ -19,14 +19,19 @@ from pathlib import Path
 from urllib.error import URLError
 from urllib.request import Request, urlopen
 
+import psutil
 import pytest
 import torch
+from leaks import lasting
 from patience import deadline
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from megatron_rl.bridge.join import _gloo_device
 from megatron_rl.bridge.sender import BridgeSender
 from megatron_rl.convert import Options, carry_out, open_checkpoint, to_open
+from megatron_rl.processes import descendants
+from megatron_rl.rollout.shared_memory import remove_leftovers
 from megatron_rl.tools import push_checkpoint
 
 ROOT = Path(__file__).parents[2]
@@ -90,9 +95,12 @@ class Server:
         return largest
 
     def close(self) -> None:
+        family = descendants(psutil.Process(self.process.pid))
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+        psutil.wait_procs(family, deadline(30))
+        remove_leftovers()  # what the ranks have shared
 
 
 @pytest.fixture(scope="module")
@@ -113,6 +121,8 @@ def models(task, tmp_path_factory) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 def server(task, tmp_path_factory):
+    with lasting():  # a process that has pushed keeps gloo's port
+        _gloo_device()
     server = Server(task / "model", tmp_path_factory.mktemp("server") / "log.txt")
     try:
         server.wait()
@@ -125,6 +135,7 @@ def push(*arguments: object) -> int:
     return push_checkpoint.main([str(argument) for argument in arguments])
 
 
+@pytest.mark.deep
 def test_checkpoints_of_both_forms_replace_each_other(server, models, tmp_path):
     a, b = models
     command = [sys.executable, ROOT / "tools" / "push_checkpoint.py", a, server.url, "--version", "3", "--json"]
@@ -142,6 +153,7 @@ def test_checkpoints_of_both_forms_replace_each_other(server, models, tmp_path):
     assert server.label == "4" and server.difference(b) < 1e-5  # the prefix cache of the first was not read
 
 
+@pytest.mark.deep
 def test_a_push_that_breaks_off_is_told_and_mended(server, models, monkeypatch, capsys):
     """The trainer speaks of another version than it announced: all ranks of the engine fail in the move."""
     send = BridgeSender.push
@@ -155,6 +167,7 @@ def test_a_push_that_breaks_off_is_told_and_mended(server, models, monkeypatch, 
     assert server.label == "6" and server.difference(models[1]) < 1e-5
 
 
+@pytest.mark.deep
 def test_a_model_of_another_shape_is_refused_by_name(server, models, tmp_path, capsys):
     config = json.loads((models[0] / "config.json").read_text())
     model = AutoModelForCausalLM.from_pretrained(models[0])
@@ -167,6 +180,7 @@ def test_a_model_of_another_shape_is_refused_by_name(server, models, tmp_path, c
     assert server.label == "7" and server.difference(models[0]) < 1e-5
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("where", ["__init__", "push"])
 def test_after_the_pusher_was_killed_the_server_waits_for_the_next(server, models, where, capsys):
     killed = f"""

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from megatron_rl.data.saved_rollouts import read_step
 from megatron_rl.loop.beams import thoughts_of
 from megatron_rl.observe.records import METRICS, read_lines
 from megatron_rl.recipes.recommendation.task import CATALOGUE, write_task
 
 
+@pytest.mark.deep
 def test_an_asynchronous_run_trains_on_items_of_the_catalogue(recipe):
     folder = recipe.folder / "runs" / "recommendation"
     write_task(folder / "task")

@@ -8,13 +8,17 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import chdir, redirect_stderr, redirect_stdout
+from functools import cache
 from importlib import import_module
+from io import StringIO
 from pathlib import Path
+from typing import NamedTuple
 
+import cover
 import pytest
 
 from megatron_rl.recipes.launch import console
-from megatron_rl.tools.record_times import replaced
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "megatron_rl"
@@ -49,30 +53,76 @@ def room(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
-def imports(path: Path) -> list[str]:
-    """Every imported module, lazy ones and those under TYPE_CHECKING included."""
-    names = []
-    for node in ast.walk(ast.parse(path.read_text())):
+RUNS_CODE = {"pickle.load", "pickle.loads", "pickle.Unpickler", "marshal.load", "marshal.loads", "cloudpickle.loads"}
+
+
+class Facts(NamedTuple):
+    imports: list[str]
+    """Every imported module, lazy ones and those under TYPE_CHECKING included; a relative import begins with a dot."""
+    code_runners: list[str]
+    """The calls that would run code from the bytes that they read."""
+
+
+@cache  # several rules read the same files
+def facts(source: str) -> Facts:
+    found = Facts([], [])
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            names += [alias.name for alias in node.names]
+            found.imports.extend(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: relative import"
-            names += [f"{node.module}.{alias.name}" for alias in node.names]
-    return names
+            found.imports.extend(f"{'.' * node.level}{node.module}.{alias.name}" for alias in node.names)
+            if node.module in {"pickle", "marshal", "cloudpickle", "dill"}:
+                found.code_runners.append(ast.unparse(node))
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            options = {keyword.arg: keyword.value for keyword in node.keywords}
+            if node.func.attr in {"load", "loads", "Unpickler"} or "allow_pickle" in options:
+                name = ast.unparse(node.func)
+                safe = ast.unparse(options.get("weights_only", ast.Constant(False))) == "True"
+                if name in RUNS_CODE or name == "torch.load" and not safe or "allow_pickle" in options:
+                    found.code_runners.append(ast.unparse(node))
+    return found
 
 
-@pytest.mark.parametrize("path", sources(), ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_imports_go_down_and_never_sideways(path):
-    here = room(path)
-    for name in imports(path):
-        top, *rest = name.split(".")
-        if top == "megatron_rl":
-            there = rest[0]
-            ordinary = LAYERS[there] < LAYERS[here] or there == here
-            assert ordinary or LAYERS[here] == LAYERS[there] == 0, f"{here} (L{LAYERS[here]}) imports {name}"
-        assert top not in {"recipes", "tools"}, f"{path} imports {name}, which an installed package does not have"
-        if top in VENDOR_ROOMS and here != "tools":  # benchmarks of the bridge drive both its ends
-            assert here in VENDOR_ROOMS[top], f"{here} imports {name}"
+def imports(path: Path) -> list[str]:
+    return facts(path.read_text()).imports
+
+
+def fault_of_import(here: str, name: str) -> str | None:
+    """What is wrong with an import of `name` in the room `here`."""
+    top, *rest = name.split(".")
+    if not top:
+        return "is a relative import"
+    if top == "megatron_rl":
+        there = rest[0]
+        ordinary = LAYERS[there] < LAYERS[here] or there == here
+        if not ordinary and not LAYERS[here] == LAYERS[there] == 0:
+            return f"is of layer {LAYERS[there]}, and {here} of {LAYERS[here]}"
+    if top in {"recipes", "tools"}:
+        return "is nothing that an installed package has"
+    if top in VENDOR_ROOMS and here != "tools" and here not in VENDOR_ROOMS[top]:
+        return f"is a vendor that {here} does not know"  # benchmarks of the bridge, in tools, drive both its ends
+    return None
+
+
+def test_imports_go_down_and_never_sideways():
+    read = sources()
+    assert {room(path) for path in read} == set(LAYERS)
+    faults = [
+        f"{path.relative_to(PACKAGE)}: {name} {fault}"
+        for path in read
+        for name in imports(path)
+        if (fault := fault_of_import(room(path), name))
+    ]
+    assert faults == []
+    for here, name in [
+        ("loop", "megatron_rl.actor.actor"),
+        ("data", "megatron_rl.verifiers"),
+        ("cluster", "recipes.grpo"),
+        ("loop", "ray"),
+        ("actor", "vllm"),
+        ("actor", ".phases"),
+    ]:
+        assert fault_of_import(here, name)
 
 
 def test_vllm_in_the_bridge_is_in_the_files_that_only_its_workers_import():
@@ -81,7 +131,9 @@ def test_vllm_in_the_bridge_is_in_the_files_that_only_its_workers_import():
             assert path.name in ("receiver.py", "recording.py")
 
 
+@pytest.mark.deep
 def test_lower_layers_load_no_vendor():
+    """Through other packages neither; the rule above is for what they import themselves."""
     modules = [
         ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
         for path in sources()
@@ -120,100 +172,87 @@ def test_make_check_runs_the_tests_of_all_rooms_without_vendors_and_they_load_no
     for path in (path for name in checked for path in (ROOT / "tests" / "unit" / name).glob("*.py")):
         for name in imports(path):
             top, *rest = name.split(".")
-            assert top not in VENDOR_ROOMS, f"{path} imports {name}"
+            assert top and top not in VENDOR_ROOMS, f"{path} imports {name}"
             assert top != "megatron_rl" or rest[0] == "tools" or LAYERS[rest[0]] <= 2, f"{path} imports {name}"
-
-
-RUNS_CODE = {"pickle.load", "pickle.loads", "pickle.Unpickler", "marshal.load", "marshal.loads", "cloudpickle.loads"}
-
-
-def code_runners(source: str) -> list[str]:
-    """The calls that would run code from the bytes that they read."""
-    found = []
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            name, options = ast.unparse(node.func), {keyword.arg: keyword.value for keyword in node.keywords}
-            safe = ast.unparse(options.get("weights_only", ast.Constant(False))) == "True"
-            if name in RUNS_CODE or name == "torch.load" and not safe or "allow_pickle" in options:
-                found.append(ast.unparse(node))
-        elif isinstance(node, ast.ImportFrom) and node.module in {"pickle", "marshal", "cloudpickle", "dill"}:
-            found.append(ast.unparse(node))
-    return found
 
 
 def test_no_file_or_message_that_is_read_can_run_code():
     """A checkpoint may come from a stranger, and the stores of PyTorch have no password. The pool's pipes are private
     to a process and the processes that it forks."""
     for path in sources():
-        found = code_runners(path.read_text())
+        found = facts(path.read_text()).code_runners
         assert found == [] or path.match("megatron_rl/verifiers/pool.py"), (path, found)
     for bad in ("pickle.loads(x)", "torch.load(x)", "torch.load(x, weights_only=False)", "from pickle import loads"):
-        assert code_runners(bad)
-    assert not code_runners("torch.load(x, weights_only=True)")
+        assert facts(bad).code_runners
+    assert not facts("torch.load(x, weights_only=True)").code_runners
 
 
-def commands(path: Path) -> list[list[str]]:
+YAMLS = sorted([*(ROOT / "configs").rglob("*.yaml"), *(ROOT / "recipes").rglob("*.yaml")])
+
+
+def commands(path: Path) -> list[tuple[str, ...]]:
     """The `$` lines that a YAML's head, or the README, tells a person to type."""
-    return [match.split() for match in re.findall(r"^(?:# )?\$ (.+)$", path.read_text(), flags=re.MULTILINE)]
+    return [tuple(match.split()) for match in re.findall(r"^(?:# )?\$ (.+)$", path.read_text(), flags=re.MULTILINE)]
 
 
-@pytest.fixture
-def folder(tmp_path) -> Path:
-    (tmp_path / "configs").symlink_to(ROOT / "configs")
-    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
-    return tmp_path
-
-
-def planned(words: list[str]) -> list[str]:
+def planned(words: tuple[str, ...]) -> list[str]:
     """The command's arguments after `python`; a recipe is only planned."""
     assert words[0] == "python"
     dry = ["--dry-run"] if words[1].startswith("recipes/") and "--dry-run" not in words else []
     return [*words[1:], *dry]
 
 
-def printed(words: list[str], folder: Path) -> str:
-    """What a command prints in a process of its own."""
-    command = [sys.executable, *planned(words)]
-    environment = os.environ | {"COLUMNS": "100"}
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A working folder for all commands: what one has written is there for the next."""
+    folder = tmp_path_factory.mktemp("house")
+    (folder / "configs").symlink_to(ROOT / "configs")
+    (folder / "recipes").symlink_to(ROOT / "recipes")
+    return folder
 
 
-@pytest.fixture
-def run_here(folder, monkeypatch, capsys) -> Callable[[list[str]], str]:
-    """What a command prints, without a process for it: a module's `main` in the folder."""
+@pytest.fixture(scope="module")
+def run_here(folder) -> Callable[..., str]:
+    """What a command prints, without a process for it: a module's `main` in the folder. A command of several heads runs
+    once."""
 
-    def run(words: list[str]) -> str:
-        monkeypatch.chdir(folder)
-        monkeypatch.setattr(sys, "path", list(sys.path))
-        before = dict(os.environ)
+    @cache
+    def run(words: tuple[str, ...], width: int = 160) -> str:
         first, *arguments = planned(words)
         name = arguments.pop(0) if first == "-m" else "megatron_rl." + first.removesuffix(".py").replace("/", ".")
+        variables, path, text = dict(os.environ), list(sys.path), StringIO()
         try:
-            status = import_module(name).main(arguments)
+            with pytest.MonkeyPatch.context() as patch, redirect_stdout(text), redirect_stderr(text), chdir(folder):
+                patch.setattr(console, "width", width)
+                status = import_module(name).main(arguments)
         finally:  # recipes set variables when they are imported
             os.environ.clear()
-            os.environ.update(before)
-        shown = capsys.readouterr()
-        assert status in (0, None), shown.out + shown.err
-        return shown.out
+            os.environ.update(variables)
+            sys.path[:] = path
+        assert status in (0, None), text.getvalue()
+        return text.getvalue()
 
     return run
 
 
-@pytest.mark.parametrize(
-    "path", sorted([*(ROOT / "configs").rglob("*.yaml"), *(ROOT / "recipes").rglob("*.yaml")]), ids=lambda p: p.name
-)
+# The heads of the others first make a model, for which transformers is imported; tests/e2e runs recipes of each kind.
+ESSENTIAL = [path for path in YAMLS if len(commands(path)) == 1 and "deepseek" not in path.name]
+
+
+@pytest.mark.parametrize("path", cover.essential(YAMLS, *ESSENTIAL), ids=lambda p: p.name)
 def test_every_yaml_dry_runs_with_the_command_at_its_head(path, run_here):
     given = commands(path)
     assert given and any(str(path.relative_to(ROOT)) in words for words in given)
     assert "parameters" in [run_here(words) for words in given][-1]
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*/*.yaml")), ids=lambda p: p.name)
-def test_the_record_of_a_recipe_has_the_numbers_of_its_dry_run(path, run_here, monkeypatch):
-    monkeypatch.setattr(console, "width", 160)
+RECIPES = sorted((ROOT / "recipes").glob("*/*.yaml"))
+
+
+@pytest.mark.parametrize(
+    "path", cover.essential(RECIPES, *(path for path in RECIPES if path in ESSENTIAL)), ids=lambda p: p.name
+)
+def test_the_record_of_a_recipe_has_the_numbers_of_its_dry_run(path, run_here):
     [words] = commands(path)
     text = run_here(words)
     cells = {key.strip(): value.strip() for key, value in re.findall(r"│(.*?)│(.*?)│", text)}
@@ -242,22 +281,20 @@ def test_the_record_of_a_recipe_has_the_numbers_of_its_dry_run(path, run_here, m
     ]
 
 
+def test_the_readme_shows_the_plan_that_its_last_command_prints(run_here):
+    given, shown = commands(ROOT / "README.md"), (ROOT / "README.md").read_text()
+    assert ("make", "demo") in given and ("make", "test") in given
+    lines = [line for line in run_here(given[-1], width=100).splitlines() if line.startswith("│")]
+    assert lines and [line for line in lines if line.strip() not in shown] == [], "the README's dry run is an old one"
+
+
+@pytest.mark.deep
 def test_the_readmes_commands_work(folder):
     """Typed as they stand there, so each in a process; `make demo` is what it calls, `make test` is this run."""
-    given = commands(ROOT / "README.md")
-    assert ["make", "demo"] in given and ["make", "test"] in given
-    plan = [printed(words, folder) for words in given if words[0] == "python"][-1]
-    shown = (ROOT / "README.md").read_text()
-    for line in plan.splitlines():
-        if line.startswith("│"):
-            assert line.strip() in shown, "the README's dry run is an old one"
-
-
-def test_the_times_in_the_readme_are_one_line_that_a_tool_writes():
-    text = (ROOT / "README.md").read_text()
-    changed = replaced(text, "other times")
-    assert [line for line in changed.splitlines() if line not in text.splitlines()] == ["other times"]
-    assert len(changed.splitlines()) == len(text.splitlines())
+    for words in commands(ROOT / "README.md"):
+        if words[0] == "python":
+            done = subprocess.run([sys.executable, *planned(words)], cwd=folder, capture_output=True, text=True)
+            assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_no_file_speaks_of_a_machine_or_an_index():

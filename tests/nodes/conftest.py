@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from leaks import lasting
 from ray_nodes import ROOT, Cluster
 
 from megatron_rl.tools.namespaces import why_not
@@ -15,6 +16,8 @@ def shared(tmp_path_factory) -> Path:
     """A folder as a shared file system would have it."""
     from megatron_rl.recipes.tiny.task import write_task
 
+    with lasting():  # the first import of this library sets variables of the environment
+        from transformers import AutoModelForCausalLM  # noqa: F401
     folder = tmp_path_factory.mktemp("shared")
     write_task(folder / "task")
     (folder / "configs").symlink_to(ROOT / "configs")

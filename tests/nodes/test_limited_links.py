@@ -55,6 +55,7 @@ def pair(possible):
             end.end()
 
 
+@pytest.mark.deep
 def test_both_directions_of_a_limited_link_take_their_time(pair):
     """Only the first node has a limited cable: 4 MB leave it, and then 4 MB come to it. A lower bound holds on every
     machine. The last bytes of what it sends may still be on their way when the first byte comes back, and a full bucket
@@ -70,6 +71,7 @@ def test_both_directions_of_a_limited_link_take_their_time(pair):
         assert seconds > (NUM_BYTES - 2 * BURST_BYTES) / 10e6
 
 
+@pytest.mark.deep
 def test_a_push_between_nodes_needs_the_time_of_its_bytes_and_no_more_bytes(possible):
     row = measure_links(Layout(Mesh(), Engines(1, 1)), Size(512, 0.01, 2**20), "400mbit", repeats=1)
     assert row["received_bytes"] == row["held_bytes"] == [row["fullest_link_bytes"]]

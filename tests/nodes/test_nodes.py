@@ -53,6 +53,7 @@ def numbers(run: Run) -> list[tuple[float, float, float]]:
     return [(step["loss"], step["grad_norm"], step["reward/mean"]) for step in steps]
 
 
+@pytest.mark.deep
 def test_a_rollout_node_that_is_lost_in_a_push_costs_nothing(cluster):
     """The paths are relative and no variable names an interface. The cable of the engine's node, where the verifier is
     too, is pulled while the trainers push, and a new node joins."""
@@ -76,6 +77,7 @@ def test_a_rollout_node_that_is_lost_in_a_push_costs_nothing(cluster):
     assert numbers(run) == numbers(single)
 
 
+@pytest.mark.deep
 def test_the_stages_of_an_engine_are_on_two_nodes(cluster):
     """Each node has room for one rank of an engine. The hidden states, the weights and the tokens pass between nodes
     that have no memory in common."""
@@ -97,6 +99,7 @@ MANY = ["rollout.prompts_per_step=32", "rollout.samples_per_prompt=8", "rollout.
 """Answers that take long enough to be interrupted."""
 
 
+@pytest.mark.deep
 @with_all
 @pytest.mark.parametrize("end", [Node.pull, Node.end], ids=["cable pulled", "node gone"])
 def test_a_rollout_node_that_is_lost_while_it_answers_costs_nothing(shared, end):
@@ -114,6 +117,7 @@ def test_a_rollout_node_that_is_lost_while_it_answers_costs_nothing(shared, end)
         assert numbers(run) == numbers(single)
 
 
+@pytest.mark.deep
 @with_all
 @pytest.mark.parametrize("end", [Node.pull, Node.end], ids=["cable pulled", "node gone"])
 def test_a_trainer_node_that_is_lost_in_a_step_costs_the_steps_since_the_checkpoint(shared, end):
@@ -130,6 +134,7 @@ def test_a_trainer_node_that_is_lost_in_a_step_costs_the_steps_since_the_checkpo
         assert numbers(run) == numbers(single)
 
 
+@pytest.mark.deep
 def test_a_node_that_does_not_see_the_model_is_named(cluster):
     folder = cluster.folder / "task" / "model"
     cluster.nodes[1].do("mount", "-t", "tmpfs", "empty", str(folder))
@@ -142,6 +147,7 @@ def test_a_node_that_does_not_see_the_model_is_named(cluster):
     assert "node1" not in run.text and not list(run.folder.glob(".seen*"))
 
 
+@pytest.mark.deep
 def test_another_token_is_refused_at_once(cluster):
     code = (
         "from pathlib import Path; from megatron_rl.cluster.session import ray_session; "

@@ -24,6 +24,7 @@ def test_cuda_means_cpu_inside_the_block_only():
         torch.zeros(2, device="cuda")
 
 
+@pytest.mark.deep
 def test_importing_the_actor_is_quiet():
     process = subprocess.run(
         [sys.executable, "-c", "import megatron_rl.actor.actor"], capture_output=True, text=True, timeout=120

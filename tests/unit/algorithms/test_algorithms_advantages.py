@@ -4,6 +4,7 @@ import math
 import statistics
 from typing import get_args
 
+import cover
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -223,9 +224,10 @@ def close(got, expected):
     np.testing.assert_allclose(got, np.array(expected, np.float64).reshape(got.shape), rtol=1e-9, atol=1e-9)
 
 
-@settings(max_examples=150, deadline=None)
+@pytest.mark.parametrize("part", cover.essential(range(4), 0))  # each has examples of its own
+@settings(max_examples=40, deadline=None)
 @given(outcomes())
-def test_every_estimator_equals_its_loop(case):
+def test_every_estimator_equals_its_loop(part, case):
     rewards, group_of, num_actions = case
     for std in ("group", "batch", "none"):
         close(grpo(rewards, group_of, std), slow_grpo(rewards, group_of, std))
@@ -262,7 +264,7 @@ UNDIVIDED = {"dr_grpo", "rloo", "opo", "gpg"}
 
 
 @pytest.mark.parametrize("name", sorted(PARTS))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=cover.examples(40), deadline=None)
 @given(case=outcomes(), seed=st.integers(0, 99))
 def test_the_order_of_the_samples_does_not_matter(name, case, seed):
     order = np.random.default_rng(seed).permutation(len(case[0]))
@@ -271,7 +273,7 @@ def test_the_order_of_the_samples_does_not_matter(name, case, seed):
 
 
 @pytest.mark.parametrize("name", sorted(PARTS.keys() - {"gdpo"}))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=cover.examples(40), deadline=None)
 @given(case=outcomes(), shift=st.integers(-8, 8), scale=st.sampled_from([0.5, 2.0, 4.0]))
 def test_a_shift_changes_nothing_and_a_scale_only_what_is_not_divided(name, case, shift, scale):
     rewards, group_of, num_actions = case

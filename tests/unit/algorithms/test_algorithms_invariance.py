@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from itertools import cycle
 
+import cover
 import pytest
 import torch
 from toy_batch import step, toy_samples, weigh
@@ -66,8 +68,14 @@ def check(cfg: AlgorithmConfig, samples) -> None:
         assert metrics == pytest.approx(reference[1], rel=1e-6, abs=1e-12)
 
 
-@pytest.mark.parametrize("mode", AGGREGATIONS)
-@pytest.mark.parametrize("loss", VARIANTS, ids=lambda loss: loss.kind + getattr(loss, "proximal", ""))
+EVERY = [(loss, mode) for loss in VARIANTS for mode in AGGREGATIONS]
+SOME = [*EVERY[: len(AGGREGATIONS)], *zip(VARIANTS, cycle(AGGREGATIONS))]
+"""The first loss with every aggregation, and every loss with one of them."""
+
+
+@pytest.mark.parametrize(
+    ("loss", "mode"), cover.essential(EVERY, *SOME), ids=lambda x: getattr(x, "kind", x) + getattr(x, "proximal", "")
+)
 def test_every_loss_with_every_aggregation(loss, mode):
     check(config(loss, mode), toy_samples(seed=len(mode)))
 
@@ -89,7 +97,10 @@ def test_every_correction(correction):
     check(AlgorithmConfig(correction=correction), toy_samples(seed=4))
 
 
-@pytest.mark.parametrize("loss", [loss for loss in VARIANTS[:-1] if loss.level == "token"], ids=lambda c: c.kind)
+OF_TOKENS = [loss for loss in VARIANTS[:-1] if loss.level == "token"]
+
+
+@pytest.mark.parametrize("loss", cover.essential(OF_TOKENS, *OF_TOKENS[::3]), ids=lambda c: c.kind)
 def test_kl_entropy_and_tokens_of_high_entropy(loss):
     coefficient = FixedCoefficient(value=0.1)
     more = {

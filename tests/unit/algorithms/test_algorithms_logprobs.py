@@ -266,6 +266,7 @@ def test_no_tensor_holds_all_logits(monkeypatch, dtype):
     assert recorder.largest == num_tokens * vocab_size, "the recorder sees what it should"
 
 
+@pytest.mark.deep
 def test_the_benchmark_runs():
     command = [sys.executable, "tools/bench_logprobs.py", "--json", "--repeats", "1"]
     sizes = ["--tokens", "256", "--vocabulary", "4096", "--hidden", "16"]

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 
+import cover
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -108,7 +109,7 @@ def answers(draw):
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=cover.examples(80), deadline=None)
 @given(answers())
 def test_all_in_order_equal_a_loop(case):
     rewards, *_ = case
@@ -119,7 +120,7 @@ def test_all_in_order_equal_a_loop(case):
     np.testing.assert_array_equal(rewards, before)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=cover.examples(40), deadline=None)
 @given(answers(), st.integers(0, 99))
 def test_the_order_of_the_samples_does_not_matter(case, seed):
     rewards, lengths, group_of, responses = case

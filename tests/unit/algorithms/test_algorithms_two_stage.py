@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 
+import cover
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -103,7 +104,7 @@ def slow(values: list[float], std: str) -> list[float]:
 rewards = st.one_of(st.just(NAN), st.floats(-10, 10).map(lambda x: round(x, 3)))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=cover.examples(160), deadline=None)
 @given(
     st.lists(st.lists(st.lists(rewards, min_size=1, max_size=4), min_size=1, max_size=4), min_size=1, max_size=3),
     st.sampled_from(["mean", "max"]),

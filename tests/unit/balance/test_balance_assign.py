@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cover
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -38,9 +39,10 @@ def steps(draw):
     return lengths, alignment, Limits(cap, draw(st.integers(1, 9)), draw(st.integers(1, 4)))
 
 
-@settings(max_examples=300, deadline=None)
+@pytest.mark.parametrize("part", cover.essential(range(4), 0))  # each has examples of its own
+@settings(max_examples=75, deadline=None)
 @given(steps(), st.integers(0, 10**6))
-def test_properties(step, seed):
+def test_properties(part, step, seed):
     lengths, alignment, limits = step
     sizes, costs = padded(lengths, alignment), cost_of(lengths)
     packing = assign(sizes, costs, limits)
@@ -70,7 +72,7 @@ def contents(lengths, packing) -> dict[int, list[int]]:
     return {int(cell): sorted(lengths[packing.cell_S == cell].tolist()) for cell in np.unique(packing.cell_S)}
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=cover.examples(120), deadline=None)
 @given(steps(), st.integers(1, 12), st.integers(0, 10**6))
 def test_groups_stay_on_one_rank(step, num_groups, seed):
     lengths, alignment, limits = step
@@ -84,7 +86,7 @@ def test_groups_stay_on_one_rank(step, num_groups, seed):
     assert (packing.cell_S == assign(sizes, costs, limits, group).cell_S).all()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=cover.examples(120), deadline=None)
 @given(steps(), st.booleans())
 def test_exchanges_keep_every_sample_and_the_cap(step, within_ranks):
     lengths, alignment, limits = step

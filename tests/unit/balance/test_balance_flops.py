@@ -5,20 +5,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import cover
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import (
-    DeepseekV3Config,
-    DeepseekV3ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
 
 from megatron_rl.balance import forward_flops, training_flops
 from megatron_rl.balance.flops import attention_flops, layer_flops_per_token
@@ -122,8 +115,13 @@ class Plain:
         return self.linear("output", x, self.shape.vocab_size)
 
 
-@pytest.mark.parametrize("name", SHAPES)
-@pytest.mark.parametrize("passes", ["forward", "none", "full"])
+COUNTED = [(name, passes) for name in SHAPES for passes in ("forward", "none", "full")]
+
+
+@pytest.mark.parametrize(
+    ("name", "passes"),
+    cover.essential(COUNTED, *((name, "forward") for name in SHAPES), ("latent", "none")),
+)
 def test_equals_counted_operations(name, passes):
     torch.manual_seed(0)
     shape, length = SHAPES[name], 128
@@ -145,30 +143,32 @@ COMMON = dict(
 )  # fmt: skip
 
 
-def transformers_models():
+def transformers_model(name: str) -> tuple[torch.nn.Module, ModelShape]:
+    import transformers as tf  # its modules take seconds to import
+
     base = replace(DENSE, num_layers=3)
-    qwen = Qwen3Config(**COMMON, num_key_value_heads=2, head_dim=32)
-    yield "qwen3", Qwen3ForCausalLM, qwen, base
-    moe = Qwen3MoeConfig(
-        **COMMON, num_key_value_heads=2, head_dim=32, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=24,
-        mlp_only_layers=[0], decoder_sparse_step=1, experts_implementation="eager",
-    )  # fmt: skip
-    yield "qwen3_moe", Qwen3MoeForCausalLM, moe, replace(base, experts=Experts(8, 2, 24, first_dense_layers=1))
-    deepseek = DeepseekV3Config(
+    if name == "qwen3":
+        return tf.Qwen3ForCausalLM(tf.Qwen3Config(**COMMON, num_key_value_heads=2, head_dim=32)), base
+    if name == "qwen3_moe":
+        config = tf.Qwen3MoeConfig(
+            **COMMON, num_key_value_heads=2, head_dim=32, num_experts=8, num_experts_per_tok=2,
+            moe_intermediate_size=24, mlp_only_layers=[0], decoder_sparse_step=1, experts_implementation="eager",
+        )  # fmt: skip
+        return tf.Qwen3MoeForCausalLM(config), replace(base, experts=Experts(8, 2, 24, first_dense_layers=1))
+    config = tf.DeepseekV3Config(
         **COMMON, num_key_value_heads=4, n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=24,
         n_shared_experts=2, first_k_dense_replace=1, n_group=1, topk_group=1, q_lora_rank=24, kv_lora_rank=16,
         qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=20, experts_implementation="eager",
     )  # fmt: skip
     experts = Experts(8, 2, 24, shared_ffn_size=48, first_dense_layers=1)
-    yield "deepseek_v3", DeepseekV3ForCausalLM, deepseek, replace(base, experts=experts, latent=LATENT)
+    return tf.DeepseekV3ForCausalLM(config), replace(base, experts=experts, latent=LATENT)
 
 
-@pytest.mark.parametrize(
-    "name, model_class, config, shape", transformers_models(), ids=lambda x: x if type(x) is str else ""
-)
-def test_equals_counted_operations_of_transformers(name, model_class, config, shape):
+@pytest.mark.deep
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "deepseek_v3"])
+def test_equals_counted_operations_of_transformers(name):
     torch.manual_seed(0)
-    model, length = model_class(config), 96
+    (model, shape), length = transformers_model(name), 96
     with FlopCounterMode(display=False) as counter:
         model(torch.arange(length)[None], use_cache=False).logits.sum().backward()
     lengths = np.array([length])

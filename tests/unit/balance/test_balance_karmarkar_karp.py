@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 
+import cover
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -69,7 +70,7 @@ def test_refuses_no_parts(method):
         method([1.0], 0)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=cover.examples(100), deadline=None)
 @given(weights_lists, st.integers(1, 3))
 def test_against_every_assignment(weights, num_parts):
     parts = karmarkar_karp(weights, num_parts)
@@ -81,7 +82,7 @@ def test_against_every_assignment(weights, num_parts):
     assert max(sums(parts, weights)) <= best_largest_sum(weights, num_parts) * bound + 1e-9
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=cover.examples(100), deadline=None)
 @given(weights_lists, st.integers(1, 3))
 def test_equal_numbers_against_every_assignment(weights, num_parts):
     parts = karmarkar_karp_equal(weights, num_parts)
@@ -94,7 +95,7 @@ def test_equal_numbers_against_every_assignment(weights, num_parts):
     assert max(sums(parts, weights)) <= best_largest_sum(weights, num_parts, equal=True) * bound + 1e-9
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=cover.examples(160), deadline=None)
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=40), st.integers(1, 7))
 def test_equals_the_papers_method_written_slowly(weights, num_parts):
     got = sorted(sums(karmarkar_karp(weights, num_parts), weights), reverse=True)

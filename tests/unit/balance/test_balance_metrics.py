@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 
+import cover
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -19,7 +20,7 @@ def test_golden():
     assert lockstep_floor(np.array([10] * 4), np.array([1.0] * 4), 90, 2) == 2
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=cover.examples(80), deadline=None)
 @given(st.lists(st.integers(1, 10), min_size=1, max_size=4), st.integers(1, 2))
 def test_no_plan_beats_the_floor(sizes, num_ranks):
     """Every assignment under a cap of 10 to a grid of as many positions as there are samples."""
@@ -67,7 +68,7 @@ def test_bubble():
     assert bubble(np.full(8, 2.0), 4, virtual=2) == pytest.approx(1.5 / 9.5)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=cover.examples(160), deadline=None)
 @given(st.lists(st.floats(0.1, 10), min_size=1, max_size=10), st.integers(1, 5))
 def test_bubble_is_a_part_of_the_idle_time_of_the_schedule(costs, pipeline):
     assert bubble(np.array(costs), pipeline) <= one_forward_one_backward(costs, pipeline) + 1e-9

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import cover
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -97,7 +98,7 @@ def test_sizes_above_half_the_cap_need_a_bin_each():
     assert least_bins(np.array([9, 9, 7, 7, 1]), 16) == 3
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=cover.examples(240), deadline=None)
 @given(
     st.lists(st.integers(1, 50), min_size=1, max_size=40),
     st.integers(50, 120),

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import cover
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -201,9 +202,10 @@ def steps(draw):
     }
 
 
-@settings(max_examples=200, deadline=None)
+@pytest.mark.parametrize("part", cover.essential(range(4), 0))  # each has examples of its own
+@settings(max_examples=50, deadline=None)
 @given(steps())
-def test_plan_properties(step):
+def test_plan_properties(part, step):
     plan = plan_of(**step)
     assert plan == plan_of(**step)
     tensor = step["parallel"]["tensor"]

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from threading import Event
 
+import cover
 import pytest
 import torch
 from bridge_models import SHAPES, cut, hf_weights
@@ -112,9 +113,12 @@ ROUTES = [
 ]
 
 
+LARGE_BUCKETS, SMALL_BUCKETS = ([(*route, size) for route in ROUTES] for size in (2**26, 5000))
+
+
 @pytest.mark.parametrize(
     ("mesh", "engines", "bucket_bytes"),
-    [(*route, size) for route in ROUTES for size in (2**26, 5000)] + [(Mesh(), Engines(), 1)],
+    cover.essential([*LARGE_BUCKETS, *SMALL_BUCKETS, (Mesh(), Engines(), 1)], LARGE_BUCKETS[1], *SMALL_BUCKETS),
     ids=str,
 )
 @pytest.mark.parametrize("share_memory", [True, False], ids=["shared memory", "gloo"])

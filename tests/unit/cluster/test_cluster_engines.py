@@ -1,34 +1,33 @@
-"""Engines as real Ray actors, whose answers follow a script: groups come as they finish, whatever dies."""
+"""Engines as real Ray actors, whose answers follow a script: groups come as they finish, whatever dies, with their
+tokens in Ray's store."""
 
 from __future__ import annotations
 
 import os
-import signal
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import ray
-from patience import deadline, patiently
+from leaks import lasting
+from patience import deadline
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayError, RayTaskError
 
 from megatron_rl.cluster.engines import EngineGroup, EngineRank
+from megatron_rl.cluster.payloads import StoredTokens, fetch, num_objects, objects_of
 from megatron_rl.cluster.restarts import Restarts
+from megatron_rl.cluster.session import ray_session
 from megatron_rl.cluster.waiting import pieces
+from megatron_rl.config.cluster import ClusterConfig
 from megatron_rl.types import Prompt, Sample, Tokens
 
 ROWS = [Prompt(f"row {i}", (i,), "") for i in range(5)]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def store():
-    handler = signal.getsignal(signal.SIGTERM)
-    variables = {"PYTHONPATH": os.pathsep.join(path for path in [os.getcwd(), os.environ.get("PYTHONPATH")] if path)}
-    options = {"num_cpus": 1, "include_dashboard": False, "object_store_memory": 80 * 2**20, "log_to_driver": False}
-    patiently(lambda: ray.init("local", runtime_env={"env_vars": variables}, **options))
-    signal.signal(signal.SIGTERM, handler)  # Ray replaces it, and other tests of this process look at it
-    yield
-    ray.shutdown()
+def store(tmp_path_factory):
+    with ray_session(ClusterConfig(), num_trainers=1, logs=tmp_path_factory.mktemp("logs")):
+        yield
 
 
 def source_class() -> type:
@@ -55,7 +54,9 @@ def source_class() -> type:
 
 @pytest.fixture(scope="module")
 def source(store):
-    return ray.remote(source_class()).options(num_cpus=0).remote()
+    actor = ray.remote(source_class()).options(num_cpus=0).remote()
+    ray.get(actor.ready.remote())
+    return actor
 
 
 def given(calls, limit_s: float) -> tuple[dict[int, list], dict[int, RayError]]:
@@ -107,7 +108,8 @@ def rank_class() -> type:
                 if prompts[number].uid == "too long":
                     raise ValueError("prompt too long does not fit")
                 ids = np.array([*prompts[number].token_ids, seed + first + number], np.int32)
-                tokens = Tokens(ids, ids > 0, ids.astype(np.float32), ids)
+                routes = np.full((1, 1, 1), number, np.uint8)
+                tokens = Tokens(ids, ids > 0, ids.astype(np.float32), ids, routes)
                 sample = Sample(2, 1, 1, 0, "stop", oldest_version=version)
                 yield number, [(sample, tokens)] * num_samples
 
@@ -141,11 +143,13 @@ def engines(store, tmp_path_factory):
     limits = SimpleNamespace(step_timeout_s=deadline(60.0), start_timeout_s=deadline(60.0))
     config = SimpleNamespace(
         cluster=limits,
-        policy=SimpleNamespace(routing_replay=False),
+        policy=SimpleNamespace(routing_replay=True),
         rollout=SimpleNamespace(num_engines=2),
     )
     folder = tmp_path_factory.mktemp("engines")
-    return ScriptedGroup(config, folder / "logs", AnyPlace(), Restarts(1), loads_weights=True)
+    group = ScriptedGroup(config, folder / "logs", AnyPlace(), Restarts(1), loads_weights=True)
+    assert ray.get([engine.alive.remote() for engine in group.engines]) == [True, True]
+    return group
 
 
 def test_groups_come_as_they_finish_and_are_returned_in_the_order_of_the_prompts(engines):
@@ -157,6 +161,9 @@ def test_groups_come_as_they_finish_and_are_returned_in_the_order_of_the_prompts
     assert [n for n in numbers if n < 2] == [1, 0] and [n for n in numbers if n >= 2] == [4, 3, 2]
     ids = [[tokens.ids.tolist() for tokens in engines.tokens(group)] for group in groups]
     assert ids == [[[i, 100 + i]] * 2 for i in range(5)], "the numbers of the prompts seed the answers"
+    assert all(tokens.routes is None for group in groups for tokens in engines.tokens(group))
+    routes = [[tokens.routes.item() for tokens in engines.tokens(group, with_routes=True)] for group in groups]
+    assert routes == [[0, 0], [1, 1], [0, 0], [1, 1], [2, 2]], "the numbers of the prompts in their engine's part"
 
 
 def test_what_the_engine_refuses_is_told(engines):
@@ -174,9 +181,30 @@ def test_the_groups_that_a_dead_engine_has_given_are_given_again(engines):
             (folder / "given").touch()
 
     (folder / "die").touch()
-    groups = engines.generate(ROWS, 2, 0, 100, note)
+    with lasting("module"):
+        groups = engines.generate(ROWS, 2, 0, 100, note)
     assert engines.num_replaced == 1 and not (folder / "die").exists()
     assert [group.prompt for group in groups] == ROWS
     lost = [group.prompt for group in finished if not any(group is one for one in groups)]
     assert len(finished) == 5 + len(lost) and lost in (ROWS[4:], ROWS[4:2:-1])
     assert [engines.tokens(group)[1].ids.tolist() for group in groups] == [[i, 100 + i] for i in range(5)]
+
+
+def stored(number: int, has_routes: bool) -> Tokens:
+    ids = np.arange(number, number + 3, dtype=np.int32)
+    routes = np.full((2, 1, 1), number, np.uint8) if has_routes and number != 2 else None
+    return Tokens(ids, ids > 0, ids.astype(np.float32), ids, routes)
+
+
+@pytest.mark.parametrize("has_routes", [False, True])
+def test_routes_come_only_to_those_who_ask_for_them(has_routes):
+    """A group of two parts, and one that is at hand, as those of a journal. The engine told no routes of sample 2."""
+    parts = [[stored(1, has_routes), stored(2, has_routes)], [stored(3, has_routes)]]
+    objects = [tuple(map(ray.put, objects_of(part, has_routes))) for part in parts]
+    assert all(len(own) == num_objects(has_routes) for own in objects)
+    at_hand = [stored(7, True)]
+    for with_routes in (False, True):
+        group, other = fetch([StoredTokens(tuple(objects)), at_hand], with_routes=with_routes)
+        assert [one.ids[0] for one in group] == [1, 2, 3] and other is at_hand
+        known = [None if one.routes is None else int(one.routes[0, 0, 0]) for one in group]
+        assert known == ([1, None, 3] if with_routes and has_routes else [None] * 3)

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import psutil
 import pytest
-import ray
 import waiting_environments
-from patience import deadline, patiently
+from patience import deadline
 
 from megatron_rl.cluster.environments import RemoteSessions
+from megatron_rl.cluster.session import ray_session
+from megatron_rl.config.cluster import ClusterConfig
 from megatron_rl.config.environment import ClassEnvironment
 from megatron_rl.environments import EnvironmentFault
 
@@ -21,10 +22,9 @@ FILE = Path(waiting_environments.__file__)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def session():
-    patiently(lambda: ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False))
-    yield
-    ray.shutdown()
+def session(tmp_path_factory):
+    with ray_session(ClusterConfig(), num_trainers=2, logs=tmp_path_factory.mktemp("logs")):
+        yield
 
 
 def remote(name: str, logs: Path, processes: int, **options) -> RemoteSessions:

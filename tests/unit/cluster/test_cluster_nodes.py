@@ -83,6 +83,7 @@ def start(placement: RayPlacement, role: str, index: int) -> ray.actor.ActorHand
     return ray.remote(rank_class()).options(**placement.group_options(role, index)).remote()
 
 
+@pytest.mark.deep
 def test_processes_are_where_the_plan_says_and_a_lost_node_is_left(cluster):
     """Two trainer nodes and three for engines. One GPU of a trainer node is in use already."""
     for _ in range(2):
@@ -152,6 +153,7 @@ def test_an_engine_wider_than_a_node_has_a_bundle_for_each_rank_in_the_order_of_
     assert ray.get(process.actor.bundles.remote()) == dict(enumerate(planned)), "its bundles are still reserved"
 
 
+@pytest.mark.deep
 def test_the_benchmark_places_all_processes_as_planned(monkeypatch):
     """Two nodes of 4 GPUs: TP2 x PP2 trainers and two engines of 2 take them all."""
     monkeypatch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")

@@ -6,22 +6,19 @@ import json
 import os
 import resource
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
+import cover
 import pytest
 import torch
 from folders import read, write, write_folder
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from patience import deadline
 from safetensors.torch import load_file, save_file
 
 from megatron_rl.convert import Options, Verification, open_checkpoint, smallest_mesh, to_hub, to_open, to_ranks, work
 from megatron_rl.tools import hf_to_megatron, megatron_to_hf, verify_checkpoint
 
-ROOT = Path(__file__).parents[3]
 SMALL = dict(num_hidden_layers=2, hidden_size=8, vocab_size=40)
 
 
@@ -57,13 +54,15 @@ def test_what_is_whole_is_found_whole(forms, form):
     assert verified.num_copies == (2 * 4 + 1 + 2 if form == "ranks" else 0)
 
 
-@pytest.mark.parametrize("form", (*FORMS, "origin"))
-def test_a_file_truncated_at_any_byte_is_named(forms, form, tmp_path):
+@pytest.mark.parametrize(
+    ("form", "step"), [*((form, 0) for form in FORMS), ("origin", 41), *cover.essential([("origin", 1)])]
+)
+def test_a_file_truncated_at_any_byte_is_named(forms, form, step, tmp_path):
     """With a manifest every wrong size is an error; without one the headers must show that bytes are missing."""
     broken = shutil.copytree(forms[form], tmp_path / "broken")
     for path in data_files(broken)[-1:]:
         whole = path.read_bytes()
-        lengths = range(len(whole) - 1, -1, -1) if form == "origin" else (len(whole) - 1, len(whole) // 2, 0)
+        lengths = range(len(whole) - 1, -1, -step) if step else (len(whole) - 1, len(whole) // 2, 0)
         for length in lengths:
             os.truncate(path, length)
             with pytest.raises(ValueError, match=path.name):
@@ -72,7 +71,7 @@ def test_a_file_truncated_at_any_byte_is_named(forms, form, tmp_path):
 
 
 @pytest.mark.parametrize("form", FORMS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=cover.examples(24), deadline=None)
 @given(data=st.data())
 def test_a_flipped_bit_is_found_by_file_and_tensor(forms, form, tmp_path_factory, data):
     broken = shutil.copytree(forms[form], tmp_path_factory.mktemp("flip") / "broken")
@@ -89,9 +88,11 @@ def test_a_flipped_bit_is_found_by_file_and_tensor(forms, form, tmp_path_factory
             assert str(path) in str(error.value) and tensor in str(error.value)
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("dtype", [None, "bfloat16"])
-@settings(max_examples=10, deadline=None)
+REFUSALS = [(form, dtype) for form in FORMS for dtype in (None, "bfloat16")]
+
+
+@pytest.mark.parametrize(("form", "dtype"), cover.essential(REFUSALS, ("ranks", None), ("open", "bfloat16")))
+@settings(max_examples=cover.examples(20), deadline=None)
 @given(data=st.data())
 def test_a_conversion_refuses_a_flipped_bit(forms, form, dtype, tmp_path_factory, data):
     """This holds whether the bytes are copied or converted. The small files split the parts of fused tensors, and two
@@ -210,24 +211,22 @@ def test_a_disk_without_space_is_refused_before_the_start(forms, tmp_path, monke
     assert not (tmp_path / "target").exists()
 
 
-def tool(name: str, *arguments: object, **options) -> subprocess.CompletedProcess:
-    command = [sys.executable, ROOT / "tools" / f"{name}.py", *arguments]
-    return subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=deadline(100), **options)
-
-
-def test_a_full_disk_names_the_file_and_the_same_command_continues(tmp_path):
+def test_a_full_disk_names_the_file_and_the_same_command_continues(tmp_path, capfd):
     """No file may be larger than 40,000 bytes, so the embedding's file fails as on a full disk."""
     hub = write_folder(tmp_path / "hub", "qwen3_tied", num_hidden_layers=2, hidden_size=8, vocab_size=2000)
     target = tmp_path / "target"
-    arguments = ("hf_to_megatron", hub, target, "--tensor", 1, "--max-file-bytes", 2000, "--workers", 1)
-    failed = tool(*arguments, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (40000, 40000)))
-    name = "target.partial/tensor0_pipeline0-00001-of-00010.safetensors.unfinished"
-    assert failed.returncode == 1
-    assert "error: [Errno 27] File too large" in failed.stderr and name in failed.stderr
+    arguments = [*map(str, (hub, target, "--tensor", 1, "--max-file-bytes", 2000, "--workers", 1))]
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (40000, before[1]))
+    try:
+        status = hf_to_megatron.main(arguments)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    errors, name = capfd.readouterr().err, "target.partial/tensor0_pipeline0-00001-of-00010.safetensors.unfinished"
+    assert status == 1 and "error: [Errno 27] File too large" in errors and name in errors
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hub", "target.partial"]
     assert not list((tmp_path / "target.partial").rglob("*.unfinished"))
-    done = tool(*arguments, "--json")
-    assert done.returncode == 0, done.stderr
+    assert hf_to_megatron.main(arguments) == 0
     assert verify(target, hub).num_compared
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hub", "target"]
 
@@ -257,9 +256,9 @@ def test_the_tools_print_json_and_a_dry_run_has_the_exact_sizes(forms, tmp_path,
     assert {tensor.dtype for tensor in read(tmp_path / "hub").values()} == {torch.float16}
 
 
-def test_a_fault_is_one_line_and_an_exit_code(forms, tmp_path):
+def test_a_fault_is_one_line_and_an_exit_code(forms, tmp_path, capfd):
     broken = shutil.copytree(forms["open"], tmp_path / "broken")
     os.truncate(broken / "__0_0.distcp", 100)
-    done = tool("verify_checkpoint", broken)
-    assert done.returncode == 1 and done.stdout == ""
-    assert done.stderr.count("\n") == 1 and "__0_0.distcp has 100 bytes" in done.stderr
+    assert verify_checkpoint.main([str(broken)]) == 1
+    said = capfd.readouterr()
+    assert said.out == "" and said.err.count("\n") == 1 and "__0_0.distcp has 100 bytes" in said.err

@@ -7,6 +7,7 @@ import json
 import os
 from pathlib import Path
 
+import cover
 import numpy as np
 import pytest
 import torch
@@ -106,14 +107,14 @@ def comparable(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: torch.where(tensor.isnan(), torch.nan, tensor) for name, tensor in tensors.items()}
 
 
-@pytest.fixture(scope="module", params=SIZES)
+@pytest.fixture(scope="module", params=cover.essential(SIZES, "blocks that no cut respects"))
 def published(request, tmp_path_factory) -> tuple[Path, dict[str, Tensor]]:
     folder = tmp_path_factory.mktemp("fp8") / "published"
     block, sizes = SIZES[request.param]
     return folder, write_fp8(folder, block, **sizes)
 
 
-@pytest.mark.parametrize("dtype", [None, "float32"])
+@pytest.mark.parametrize("dtype", cover.essential([None, "float32"], None))
 def test_every_form_has_the_bits_of_the_reference(published, dtype, tmp_path):
     """Without --dtype the values get the dtype that config.json names. The cuts of 2 and 4 ranks, and the query groups
     and gates that Megatron fuses, lie inside blocks."""
@@ -198,6 +199,7 @@ def test_changed_scales_make_another_conversion(tmp_path):
     assert _identity(to_open(open_checkpoint(tmp_path / "fp8"))) != first
 
 
+@pytest.mark.deep
 def test_a_matrix_takes_the_memory_of_a_few_blocks(tmp_path):
     """A matrix of 2**23 values needs less than 16 blocks of this process's private memory: a block of bf16, its values
     in float32 (two blocks), and what they are made with. The whole matrix in float32 would need 32."""

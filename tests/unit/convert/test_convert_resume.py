@@ -23,7 +23,7 @@ from megatron_rl.convert.work import Workers, _identity
 from megatron_rl.processes import descendants
 
 ROOT = Path(__file__).parents[3]
-OPTIONS = Options(max_file_bytes=200_000)
+OPTIONS, SMALL_OPTIONS = Options(max_file_bytes=200_000), Options(max_file_bytes=50_000)
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +31,13 @@ def hub(tmp_path_factory) -> Path:
     """About 100 MB, which become five hundred files: the conversion takes long enough to be killed."""
     sizes = dict(hidden_size=256, intermediate_size=512, num_hidden_layers=24, vocab_size=20000)
     return write_folder(tmp_path_factory.mktemp("large") / "hub", "qwen3", torch.bfloat16, **sizes)
+
+
+@pytest.fixture(scope="module")
+def small_hub(tmp_path_factory) -> Path:
+    """About 1 MB, which become a dozen files."""
+    sizes = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=4, vocab_size=2000)
+    return write_folder(tmp_path_factory.mktemp("small") / "hub", "qwen3", torch.bfloat16, **sizes)
 
 
 def journal(target: Path) -> list[dict]:
@@ -52,11 +59,11 @@ def start(hub: Path, target: Path) -> subprocess.Popen:
     return process
 
 
-def test_what_torch_save_writes_around_a_tensor_does_not_tell_conversions_apart(hub, monkeypatch):
+def test_what_torch_save_writes_around_a_tensor_does_not_tell_conversions_apart(small_hub, monkeypatch):
     """Some of these bytes differ from process to process, so a run after a kill once wrote everything again."""
 
     def identity(**options) -> str:
-        return _identity(to_open(open_checkpoint(hub), Options(max_file_bytes=200_000, **options)))
+        return _identity(to_open(open_checkpoint(small_hub), Options(max_file_bytes=50_000, **options)))
 
     first, frame = identity(), torch_dist.archive_frame
     assert identity(dtype="float32") != first
@@ -64,6 +71,7 @@ def test_what_torch_save_writes_around_a_tensor_does_not_tell_conversions_apart(
     assert identity() == first
 
 
+@pytest.mark.deep
 def test_the_run_after_a_kill_writes_only_what_is_missing(hub, tmp_path):
     target = tmp_path / "target"
     process = start(hub, target)
@@ -85,6 +93,7 @@ def test_the_run_after_a_kill_writes_only_what_is_missing(hub, tmp_path):
     assert not psutil.wait_procs(workers, timeout=deadline(30))[1], "workers outlive the tool"
 
 
+@pytest.mark.deep
 def test_ctrl_c_is_clean(hub, tmp_path):
     process = start(hub, tmp_path / "target")
     process.send_signal(signal.SIGINT)
@@ -99,23 +108,41 @@ def test_ctrl_c_is_clean(hub, tmp_path):
     }
 
 
-def test_another_conversion_of_the_same_name_begins_anew(hub, tmp_path):
-    target = tmp_path / "target"
+def stop_after_five(hub: Path, target: Path) -> list[str]:
+    """The files that a conversion had finished when it was stopped."""
 
     def give_up(done_bytes: int) -> None:
         if len(journal(target)) >= 5:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        carry_out(to_open(open_checkpoint(hub), OPTIONS), target, 1, give_up)
-    assert len(journal(target)) >= 5
-    outcome = write(to_open(open_checkpoint(hub), Options(dtype="float32")), target)
+        carry_out(to_open(open_checkpoint(hub), SMALL_OPTIONS), target, 1, give_up)
+    finished = [entry["file"] for entry in journal(target)]
+    assert len(finished) >= 5
+    return finished
+
+
+def test_the_run_after_a_stop_reuses_what_is_whole(small_hub, tmp_path):
+    target = tmp_path / "target"
+    damaged, *whole = stop_after_five(small_hub, target)
+    path = tmp_path / "target.partial" / damaged
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    assert write(to_open(open_checkpoint(small_hub), SMALL_OPTIONS), target).num_reused == len(whole)
+    assert Verification(target, small_hub).run(1, lambda done_bytes: None).num_compared
+
+
+def test_another_conversion_of_the_same_name_begins_anew(small_hub, tmp_path):
+    target = tmp_path / "target"
+    stop_after_five(small_hub, target)
+    outcome = write(to_open(open_checkpoint(small_hub), Options(dtype="float32")), target)
     assert outcome.num_reused == 0
     assert {entry.name for entry in target.glob("*.distcp")} == {"__0_0.distcp", "__0_1.distcp"}
 
 
-def test_two_at_once_are_refused(hub, tmp_path):
-    conversion, errors = to_open(open_checkpoint(hub), OPTIONS), []
+def test_two_at_once_are_refused(small_hub, tmp_path):
+    conversion, errors = to_open(open_checkpoint(small_hub), SMALL_OPTIONS), []
 
     def try_too(done_bytes: int) -> None:
         if not errors:
@@ -127,7 +154,7 @@ def test_two_at_once_are_refused(hub, tmp_path):
     assert "target.partial is being written by another process" in errors[0]
 
 
-def test_a_worker_that_dies_is_an_error_and_stops_the_others(hub, tmp_path):
+def test_a_worker_that_dies_is_an_error_and_stops_the_others():
     workers = Workers(2)
 
     def task(i: int) -> None:
@@ -140,8 +167,8 @@ def test_a_worker_that_dies_is_an_error_and_stops_the_others(hub, tmp_path):
         workers.run(task, [0, 1], lambda i, result: None, lambda done_bytes: None)
 
 
-def test_progress_ends_at_all_bytes(hub, tmp_path):
-    conversion, seen = to_open(open_checkpoint(hub)), []
+def test_progress_ends_at_all_bytes(small_hub, tmp_path):
+    conversion, seen = to_open(open_checkpoint(small_hub)), []
     carry_out(conversion, tmp_path / "target", 2, seen.append)
     assert seen == sorted(seen) and seen[-1] == conversion.num_bytes
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 
+import cover
 import pytest
 import torch
-from cover import cases
 from folders import CONFIGS, assert_same, back, read, write, write_folder
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -45,13 +45,13 @@ def tensors_of(conversion) -> dict[tuple[str, str], torch.Tensor]:
     return result
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", cover.essential(CONFIGS, "qwen2", "qwen3_moe_dense", "deepseek_v3"))
 def test_the_ranks_of_every_mesh_hold_what_their_shards_say(hubs, name):
     """The test makes the tensors in memory. Each element comes from where the family's table says; padding is zero."""
     source, hf = open_checkpoint(hubs[name]), read(hubs[name])
     shape = source.shape
     experts = EXPERTS if shape.experts else EXPERTS[:1]
-    for tensor, pipeline, (expert, expert_tensor), fused in cases((1, 2, 4), PIPELINES, experts, (False, True)):
+    for tensor, pipeline, (expert, expert_tensor), fused in cover.cases((1, 2, 4), PIPELINES, experts, (False, True)):
         mesh = smallest_mesh(tensor, expert, expert_tensor, **pipeline)
         found = tensors_of(to_ranks(source, mesh, fused))
         seen = set()
@@ -80,7 +80,7 @@ MESHES = [
 ]
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", cover.essential(CONFIGS, "deepseek_v3_direct"))
 def test_round_trips_are_bitwise(hubs, name, tmp_path):
     hf = read(hubs[name])
     write(to_open(open_checkpoint(hubs[name]), Options(max_file_bytes=4000)), tmp_path / "open")
@@ -161,6 +161,7 @@ def test_dtypes_are_converted_on_request_and_the_routers_bias_is_not(tmp_path):
     )
 
 
+@pytest.mark.deep
 def test_a_tensor_takes_the_memory_of_a_few_blocks(tmp_path):
     """Converting a tensor of 256 MB needs less than 32 MiB of this process's private memory."""
     folder = write_folder(
@@ -179,7 +180,7 @@ def test_a_tensor_takes_the_memory_of_a_few_blocks(tmp_path):
     assert peak - before < 2**25
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=cover.examples(24), deadline=None)
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 2**14))
 def test_the_block_size_changes_nothing(hubs, a, b, block_bytes):
     from megatron_rl.convert import target

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import zlib
 
+import cover
 import pytest
 import torch
 from folders import write, write_folder
@@ -33,8 +34,8 @@ def checked(tmp_path_factory):
     return root / "open"
 
 
-@pytest.mark.parametrize("form", FORMS)
-@settings(max_examples=12, deadline=None)
+@pytest.mark.parametrize("form", cover.essential(FORMS, "ranks", "bfloat16"))
+@settings(max_examples=cover.examples(24), deadline=None)
 @given(data=st.data(), max_bytes=st.integers(1, 5000))
 def test_the_cuts_and_their_order_change_nothing(checked, form, tmp_path_factory, data, max_bytes):
     """The expected bytes are those of all segments, one after the other."""

@@ -5,6 +5,7 @@ import resource
 import threading
 from pathlib import Path
 
+import cover
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -56,9 +57,10 @@ def stored(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-@settings(max_examples=40)
+@pytest.mark.parametrize("part", cover.essential(range(4), 0))  # each has examples of its own
+@settings(max_examples=10)
 @given(st.lists(PROMPTS, max_size=3))
-def test_what_is_read_equals_what_was_written(prompts):
+def test_what_is_read_equals_what_was_written(part, prompts):
     table = PromptTable.of(lambda tally: iter(prompts))
     assert list(table) == prompts and len(table) == len(prompts)
     assert table[1:] == prompts[1:] and [table[-1 - i] for i in range(len(table))] == prompts[::-1]

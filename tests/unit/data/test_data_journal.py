@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import cover
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -62,7 +63,7 @@ def test_what_is_read_is_what_was_written(tmp_path):
     assert read_journal(tmp_path / "none") == {}
 
 
-@settings(max_examples=60)
+@settings(max_examples=cover.examples(100))
 @given(st.data())
 def test_a_file_that_was_cut_anywhere_gives_its_whole_records(tmp_path_factory, data):
     folder = tmp_path_factory.mktemp("cut")

@@ -58,6 +58,7 @@ def test_a_folder_with_a_fault_is_refused_as_by_auto_tokenizer(tmp_path, damage)
     assert said[0] == said[1]
 
 
+@pytest.mark.deep
 def test_that_of_a_qwen3_needs_no_torch(tmp_path):
     folder = folder_of(tmp_path, "qwen3", "TokenizersBackend")
     code = (

@@ -7,9 +7,9 @@ import random
 from collections import Counter
 from dataclasses import replace
 
+import cover
 import numpy as np
 import pytest
-from cover import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numbered import SHAPES, carry_out, cut, numbered
@@ -51,9 +51,10 @@ def test_the_rectangle_of_a_view(drawn):
     assert whole[slices(found)].ravel().tolist() == view.ravel().tolist()
 
 
+@pytest.mark.parametrize("part", cover.essential(range(4), 0))  # each has examples of its own
 @given(st.data())
-@settings(max_examples=300)
-def test_any_view_is_a_rectangle_exactly_if_some_rectangle_has_its_elements(data):
+@settings(max_examples=75)
+def test_any_view_is_a_rectangle_exactly_if_some_rectangle_has_its_elements(part, data):
     full = tuple(data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=3)))
     whole = np.arange(np.prod(full)).reshape(full)
     sizes = data.draw(st.lists(st.integers(1, 3), min_size=0, max_size=3))
@@ -74,9 +75,10 @@ def test_an_empty_view_is_no_rectangle():
     assert box_of_view(0, (0, 3), (3, 1), (2, 3)) is None
 
 
+@pytest.mark.parametrize("part", cover.essential(range(4), 0))  # each has examples of its own
 @given(st.data())
-@settings(max_examples=examples(60))
-def test_a_recording_plans_what_the_table_plans(data):
+@settings(max_examples=cover.examples(16))
+def test_a_recording_plans_what_the_table_plans(part, data):
     engines = data.draw(any_engines())
     shape = data.draw(served(engines))
     family = FAMILIES[shape.family]

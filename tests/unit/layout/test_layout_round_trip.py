@@ -4,10 +4,11 @@ should. Pure slices, no process."""
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
+import cover
 import numpy as np
 import pytest
-from cover import cases
 from numbered import SHAPES, Tensors, cut, join, numbered
 
 from megatron_rl.layout import FAMILIES, Shard, megatron_shards, vllm_shards
@@ -64,28 +65,38 @@ def check_copies(shape: ModelShape, mesh: Mesh, fused: bool) -> None:
         assert (count == wanted).all(), f"{name} on {mesh}: {np.unique(count)} copies, not {wanted}"
 
 
-@pytest.mark.parametrize("name", SHAPES)
+MIXTURES = [name for name, shape in SHAPES.items() if shape.experts]
+
+
+@pytest.mark.parametrize("name", cover.essential(SHAPES, "llama", "qwen2", "qwen3_tied", "olmo3", "deepseek_v3"))
 def test_megatron_holds_every_element(name):
     shape = SHAPES[name]
-    for tensor, pipeline, fused in cases((1, 2, 4), PIPELINES, (False, True)):
+    for tensor, pipeline, fused in cover.cases((1, 2, 4), PIPELINES, (False, True)):
         check_copies(shape, Mesh(tensor=tensor, **pipeline), fused)
 
 
-@pytest.mark.parametrize("name", [name for name, shape in SHAPES.items() if shape.experts])
-@pytest.mark.parametrize("pipeline", [PIPELINES[0], PIPELINES[4], PIPELINES[5]], ids=["pp1", "pp3", "pp2_vpp2"])
-def test_megatron_holds_every_expert(name, pipeline):
-    shape = SHAPES[name]
-    for tensor, expert, ways, context in cases((1, 2, 4), (1, 2, 4), (None, 1, 2), (1, 2)):
+STAGES = {"pp1": PIPELINES[0], "pp3": PIPELINES[4], "pp2_vpp2": PIPELINES[5]}
+
+
+@pytest.mark.parametrize(
+    ("stages", "name"),
+    cover.essential(product(STAGES, MIXTURES), ("pp1", "qwen3_moe"), ("pp3", "mixtral"), ("pp2_vpp2", "deepseek_v3")),
+)
+def test_megatron_holds_every_expert(stages, name):
+    shape, pipeline = SHAPES[name], STAGES[stages]
+    for tensor, expert, ways, context in cover.cases((1, 2, 4), (1, 2, 4), (None, 1, 2), (1, 2)):
         options = dict(expert=expert, expert_tensor=ways, context=context)
         mesh = Mesh(tensor=tensor, data=smallest_data(tensor, options), **pipeline, **options)
         check_copies(shape, mesh, fused=tensor == 2)
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", cover.essential(SHAPES, "qwen2", "qwen3_tied", "olmo3", "mixtral", "deepseek_v3"))
 def test_vllm_holds_every_element(name):
     shape = SHAPES[name]
     wide_norms = FAMILIES[shape.family].qk_norm == "full"
-    for tensor, expert_parallel, pipeline in cases((1, 2, 4) if wide_norms else (1, 2, 4, 8), (False, True), (1, 4)):
+    for tensor, expert_parallel, pipeline in cover.cases(
+        (1, 2, 4) if wide_norms else (1, 2, 4, 8), (False, True), (1, 4)
+    ):
         ranks = range(tensor * pipeline)
         times = round_trip(shape, [vllm_shards(shape, tensor, rank, expert_parallel, pipeline) for rank in ranks])
         for hf_name, count in times.items():

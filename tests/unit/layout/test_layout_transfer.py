@@ -11,9 +11,9 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import cover
 import numpy as np
 import pytest
-from cover import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numbered import SHAPES, carry_out, cut, numbered
@@ -38,9 +38,12 @@ def engine_shards(shape: ModelShape, engines: Engines, rank: int):
     return vllm_shards(shape, engines.tensor, rank, engines.expert_parallel, engines.pipeline)
 
 
+@pytest.mark.parametrize("part", cover.essential(range(4), 0))  # each has examples of its own
 @given(st.data(), engines(), links, st.booleans(), st.integers(1, 300))
-@settings(max_examples=examples(200))
-def test_every_element_of_every_engine_is_written_once_from_its_own_source(data, engines, links, fused, max_bytes):
+@settings(max_examples=cover.examples(50))
+def test_every_element_of_every_engine_is_written_once_from_its_own_source(
+    part, data, engines, links, fused, max_bytes
+):
     """Each side reads the plan by itself, and both get the same pieces for any bound on their size."""
     shape = data.draw(served(engines))
     mesh, hf = data.draw(meshes(shape)), numbered(shape)
@@ -50,9 +53,10 @@ def test_every_element_of_every_engine_is_written_once_from_its_own_source(data,
     carry_out(plan, sources, wanted, max_bytes)
 
 
+@pytest.mark.parametrize("part", cover.essential(range(4), 0))  # each has examples of its own
 @given(st.data(), engines(), links, st.sampled_from(["bfloat16", "float32"]))
-@settings(max_examples=50, deadline=None)
-def test_sums_of_bytes_are_those_of_the_copies(data, engines, links, dtype):
+@settings(max_examples=12, deadline=None)
+def test_sums_of_bytes_are_those_of_the_copies(part, data, engines, links, dtype):
     shape = data.draw(served(engines))
     mesh = data.draw(meshes(shape))
     plan = plan_weights(shape, mesh, engines, links=links, dtype=dtype)
@@ -107,9 +111,10 @@ def test_without_replicas_it_is_the_slow_reference_copy_by_copy(name, pipeline, 
     assert found == expected
 
 
+@pytest.mark.parametrize("part", cover.essential(range(4), 0))  # each has examples of its own
 @given(st.data(), links)
-@settings(max_examples=40, deadline=None)
-def test_with_replicas_every_copy_is_a_part_of_the_slow_reference(data, links):
+@settings(max_examples=10, deadline=None)
+def test_with_replicas_every_copy_is_a_part_of_the_slow_reference(part, data, links):
     engines = Engines(2, 2)
     shape = data.draw(served(engines))
     mesh = data.draw(meshes(shape))
@@ -131,9 +136,10 @@ def test_with_replicas_every_copy_is_a_part_of_the_slow_reference(data, links):
             assert copy.source_box == translate(copy.destination_box[front:], box[front:], source_box)
 
 
+@pytest.mark.parametrize("part", cover.essential(range(4), 0))  # each has examples of its own
 @given(st.data(), engines())
-@settings(max_examples=100, deadline=None)
-def test_replicas_share_the_load(data, engines):
+@settings(max_examples=25, deadline=None)
+def test_replicas_share_the_load(part, data, engines):
     """Ranks that hold the same parameters outside the experts send amounts within 5 % of each other, whichever experts
     they hold. A cut is at most one row off, and 5 % of these sizes are many rows."""
     shape = data.draw(served(engines))
@@ -219,8 +225,10 @@ def test_chains_by_hand():
     assert [alone.upstream(rank) for rank in range(10)] == [alone.downstream(rank) for rank in range(10)] == [None] * 10
 
 
+@pytest.mark.parametrize("part", cover.essential(range(4), 0))  # each has examples of its own
+@settings(max_examples=25)
 @given(engines())
-def test_every_engine_is_fed_once_and_in_its_turn(engines):
+def test_every_engine_is_fed_once_and_in_its_turn(part, engines):
     plan = plan_weights(SHAPES["qwen3"], Mesh(tensor=2), replace(engines, expert_parallel=False))
     ranks = range(plan.num_destinations)
     assert {plan.upstream(rank): rank for rank in ranks if plan.upstream(rank) is not None} == {
@@ -271,7 +279,7 @@ def test_a_rows_dtype_is_a_matter_of_its_table(monkeypatch):
     assert after.digest != before.digest
 
 
-def test_the_digest_tells_plans_apart_and_is_the_same_in_every_process():
+def test_the_digest_tells_plans_apart():
     shape, mesh = SHAPES["mixtral"], Mesh(tensor=2, data=2)
     plans = [
         plan_weights(shape, mesh, Engines(2, 2)),
@@ -286,6 +294,11 @@ def test_the_digest_tells_plans_apart_and_is_the_same_in_every_process():
     ]
     digests = [plan.digest for plan in plans]
     assert len(set(digests)) == len(plans)
+
+
+@pytest.mark.deep
+def test_the_digest_is_the_same_in_every_process():
+    digest = plan_weights(SHAPES["mixtral"], Mesh(tensor=2, data=2), Engines(2, 2)).digest
     code = (
         "from numbered import SHAPES; from megatron_rl.layout import *; from megatron_rl.types import Mesh;"
         "print(plan_weights(SHAPES['mixtral'], Mesh(tensor=2, data=2), Engines(2, 2)).digest)"
@@ -293,7 +306,7 @@ def test_the_digest_tells_plans_apart_and_is_the_same_in_every_process():
     for seed in ("1", "77"):
         environment = os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": str(Path(__file__).parents[2])}
         said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
-        assert said.stdout.strip() == digests[0]
+        assert said.stdout.strip() == digest
 
 
 def test_a_plan_is_kept():

@@ -15,6 +15,7 @@ from patience import deadline
 
 from megatron_rl.layout import Engines, Links, plan_weights
 from megatron_rl.layout.traffic import choose_chains, traffic
+from megatron_rl.tools import plan_sync
 from megatron_rl.types import Mesh
 
 ROOT = Path(__file__).parents[3]
@@ -66,17 +67,15 @@ def test_number_of_chains_by_hand(sender_s, receiver_s, bucket_s, chains):
     assert choose_chains(sender_s, receiver_s, 8, bucket_s) == chains
 
 
-def tool(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "tools/plan_sync.py", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=deadline(120))
-
-
+@pytest.mark.deep
 def test_the_tool_plans_671b_on_2048_gpus():
-    done = tool(
-        *("--model", "configs/model/DeepSeek-V3.json", "--train", "pp=16,dp=64,ep=64,etp=1,layers=3+4x14+2"),
-        *("--rollout", "tp=32,ep=true,replicas=32", "--links", "gpus_per_node=8,nvlink_gbps=3600,nic_gbps=400"),
-        "--json",
-    )
+    """In a process of its own, whose peak memory it reports."""
+    command = [
+        *(sys.executable, "tools/plan_sync.py", "--model", "configs/model/DeepSeek-V3.json", "--json"),
+        *("--train", "pp=16,dp=64,ep=64,etp=1,layers=3+4x14+2", "--rollout", "tp=32,ep=true,replicas=32"),
+        *("--links", "gpus_per_node=8,nvlink_gbps=3600,nic_gbps=400"),
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=deadline(120))
     assert done.returncode == 0, done.stderr
     row = json.loads(done.stdout.splitlines()[-1])
     assert (row["trainer_gpus"], row["engine_gpus"]) == (1024, 1024)
@@ -87,12 +86,16 @@ def test_the_tool_plans_671b_on_2048_gpus():
     assert row["peak_memory_bytes"] < 1e9
 
 
-def test_the_tool_says_what_it_does_not_understand():
-    for option, text, message in (
+@pytest.mark.parametrize(
+    ("option", "text", "message"),
+    [
         ("--train", "tp=2,zz=3", "zz=3 is not understood"),
         ("--rollout", "ep=yes", "'yes' is neither true nor false"),
         ("--links", "gpus_per_node=8,nics_per_node=3", "3 NICs per node"),
         ("--train", "pp=3", "64 layers"),
-    ):
-        done = tool("--model", "configs/model/Qwen3-32B.json", option, text)
-        assert done.returncode == 2 and message in done.stderr
+    ],
+)
+def test_the_tool_says_what_it_does_not_understand(option, text, message, capsys):
+    with pytest.raises(SystemExit) as end:
+        plan_sync.main(["--model", str(ROOT / "configs/model/Qwen3-32B.json"), option, text])
+    assert end.value.code == 2 and message in capsys.readouterr().err

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import cover
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.layout import Engines, plan_weights, read_shape
@@ -38,8 +39,10 @@ def blocks(routes: dict[tuple[int, int], int]) -> list[tuple[int, int, tuple[int
     return played
 
 
+@pytest.mark.parametrize("part", cover.essential(range(4), 0))  # each has examples of its own
+@settings(max_examples=25)
 @given(ROUTES)
-def test_the_order_is_that_of_time_and_nobody_waits_without_need(routes):
+def test_the_order_is_that_of_time_and_nobody_waits_without_need(part, routes):
     played = blocks(routes)
     assert [begin for begin, *_ in played] == sorted(begin for begin, *_ in played), "numbers follow the time"
     for side in (0, 1):  # while an end is idle, the other ends of what it has left are busy
@@ -70,8 +73,10 @@ def gaps(played, side: int):
                 free = stop
 
 
+@pytest.mark.parametrize("part", cover.essential(range(4), 0))  # each has examples of its own
+@settings(max_examples=25)
 @given(ROUTES, st.data())
-def test_the_routes_of_a_group_advance_together(routes, data):
+def test_the_routes_of_a_group_advance_together(part, routes, data):
     groups = data.draw(st.lists(st.integers(0, 2), min_size=len(routes), max_size=len(routes)))
     turns = order_routes(*zip(*routes), list(routes.values()), groups)
     sizes = list(routes.values())

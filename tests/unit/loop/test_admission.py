@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 
+import cover
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -46,9 +47,10 @@ class Play:
         return taken
 
 
-@settings(max_examples=200, deadline=None)
+@pytest.mark.parametrize("part", cover.essential(range(4), 0))  # each has examples of its own
+@settings(max_examples=50, deadline=None)
 @given(st.integers(1, 6), st.integers(0, 5), st.integers(0, 10**6))
-def test_every_group_is_taken_once_and_in_time(batch, max_lag, seed):
+def test_every_group_is_taken_once_and_in_time(part, batch, max_lag, seed):
     play = Play(batch, max_lag, seed)
     for step in range(20):
         assert len(play.step(step)) == batch
@@ -60,9 +62,10 @@ def test_every_group_is_taken_once_and_in_time(batch, max_lag, seed):
     assert play.admission.num_surplus == play.admission.num_useless == 0
 
 
-@settings(max_examples=200, deadline=None)
+@pytest.mark.parametrize("part", cover.essential(range(4), 0))  # each has examples of its own
+@settings(max_examples=50, deadline=None)
 @given(st.integers(1, 6), st.integers(0, 4), st.sampled_from([0.0625, 0.1, 0.5, 0.9]), st.integers(0, 10**6))
-def test_the_batch_is_full_however_few_groups_are_useful(batch, max_lag, useful, seed):
+def test_the_batch_is_full_however_few_groups_are_useful(part, batch, max_lag, useful, seed):
     play = Play(batch, max_lag, seed, useful)
     for step in range(12):
         assert len(play.step(step)) == batch
@@ -72,9 +75,10 @@ def test_the_batch_is_full_however_few_groups_are_useful(batch, max_lag, useful,
     assert len(counted) + play.admission.num_useless + play.admission.num_surplus == len(play.admitted)
 
 
-@settings(max_examples=200, deadline=None)
+@pytest.mark.parametrize("part", cover.essential(range(4), 0))  # each has examples of its own
+@settings(max_examples=50, deadline=None)
 @given(st.integers(1, 6), st.integers(0, 4), st.sampled_from([0.1, 0.5, 1.0]), st.integers(0, 10**6))
-def test_a_step_with_a_full_batch_never_waits_if_late_groups_are_given_up(batch, max_lag, useful, seed):
+def test_a_step_with_a_full_batch_never_waits_if_late_groups_are_given_up(part, batch, max_lag, useful, seed):
     play = Play(batch, max_lag, seed, useful, waits=False)
     for step in range(12):
         play.refill(step)

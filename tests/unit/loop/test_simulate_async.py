@@ -58,6 +58,7 @@ def test_more_lag_is_never_slower_for_long_tails():
     assert speeds[-1] > 1.5 * speeds[0]
 
 
+@pytest.mark.deep
 def test_the_command(capsys):
     assert main(["--nodes", "8", "--steps", "1", "--json"]) == 0
     modes = json.loads(capsys.readouterr().out)["8"]

@@ -301,6 +301,7 @@ def test_layouts_that_fit_come_fastest_first():
         assert run_memory(changed, SHAPE).trainer == layout.memory and max(layout.memory.totals) <= 80e9
 
 
+@pytest.mark.deep
 def test_a_layout_that_the_bridge_makes_offload_has_the_time_of_an_offloaded_one():
     """The GPU has room for the fastest layout, but not for the communicators of its bridge beside it."""
     fastest = fitting_layouts(config(), SHAPE)[0]
@@ -316,6 +317,7 @@ def test_a_layout_that_the_bridge_makes_offload_has_the_time_of_an_offloaded_one
     assert [one.seconds for one in layouts] == sorted(one.seconds for one in layouts)
 
 
+@pytest.mark.deep
 def test_a_state_is_offloaded_only_where_the_layout_does_not_fit_otherwise():
     layouts = fitting_layouts(config({"tensor": 4, "pipeline": 4}), SHAPE)
     assert {layout.offload for layout in layouts} == {False, True}

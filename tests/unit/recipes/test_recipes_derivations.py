@@ -110,6 +110,7 @@ def bounds(values: Sequence[float]) -> tuple[float, float]:
     return float(x.mean()) - margin, float(x.mean()) + margin
 
 
+@pytest.mark.deep
 def test_values_rise_along_right_derivations_and_not_along_shuffled_ones(trained):
     """The same sums, and the same columns in another order: a model that reads them copies digits to wrong places."""
     right, shuffled = [], []
@@ -124,6 +125,7 @@ def test_values_rise_along_right_derivations_and_not_along_shuffled_ones(trained
     assert bounds([one - other for one, other in zip(right, shuffled, strict=True)])[0] > 0
 
 
+@pytest.mark.deep
 def test_a_wrong_column_is_worth_less_than_the_right_one(trained):
     """They differ in one digit, the first column's last one."""
     right, wrong = [], []

@@ -1,23 +1,35 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import leaks
 import pytest
 import warm
 from tiny_trainers import TinyTrainers, write_model
 
+from megatron_rl.bridge import join
 from megatron_rl.config.policy import ModelConfig
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.layout import Engines
+from megatron_rl.rollout import start
 from megatron_rl.types import Mesh
+
+CACHE_TOKENS = 2**17
+"""The size of the KV cache. vLLM's smallest one on a CPU has a GiB, which costs more to fill with zeros than a test."""
 
 
 class Stage:
     """An engine and the trainers that push weights into it. All calls are awaited on one event loop."""
+
+    living: list[Stage] = []
+    """One at most. vLLM's parallel groups and its forward context are globals, and the end of an engine, even of one
+    whose ranks are other processes, destroys the groups of the process in which it was started."""
 
     def __init__(
         self,
@@ -28,16 +40,22 @@ class Stage:
         shares_gpus: bool = False,
         returns_routes: bool = False,
         answers: Callable[[RolloutConfig], Any] = lambda rollout: None,
+        vllm: dict[str, Any] | None = None,
         **rollout,
     ) -> None:
+        """
+        Args:
+            vllm: further options of vLLM.
+        """
         from megatron_rl.rollout.engine import VllmEngine
 
+        assert not self.living, "another engine lives"
         self.config = RolloutConfig(prompts_per_step=8, samples_per_prompt=4, **rollout)
         engines = Engines(1, self.config.tensor, self.config.pipeline, self.config.expert_parallel)
-        self.trainers = TinyTrainers(folder, mesh, engines, dtype)
-        model = ModelConfig(path=folder, dtype=dtype)
+        self._trained = folder, mesh, engines, dtype
+        self.trainers = TinyTrainers(*self._trained)
         self.engine = VllmEngine(
-            model=model,
+            model=ModelConfig(path=folder, dtype=dtype),
             rollout=self.config,
             seed=0,
             record=record,
@@ -46,43 +64,131 @@ class Stage:
             make_answers=answers(self.config),
         )
         self._loop = asyncio.new_event_loop()
-        self.run(self.engine.start())
-        self.run(self.engine.weights.init_transfer(self.trainers.info))
+        self.living.append(self)
+        # vLLM collects garbage several times while it starts, and need not look each time at all that tests have
+        # imported. It thaws everything when the engine ends.
+        gc.collect()
+        gc.freeze()
+        with pytest.MonkeyPatch.context() as patch:
+            original = start._cpu_options
+            patch.setattr(start, "_cpu_options", lambda *choices: _with_small_cache(original(*choices)) | (vllm or {}))
+            self.run(self.engine.start())
+        self._join()
 
     def run(self, awaitable: Awaitable):
+        assert self in self.living, "another stage has taken the place of this one"
         return self._loop.run_until_complete(awaitable)
+
+    def _join(self) -> None:
+        self.run(self.engine.weights.init_transfer(self.trainers.info))
 
     def rejoin(self, **changes) -> None:
         """Join the bridge again, with these changes of its setup."""
         self.trainers.rejoin(**changes)
-        self.run(self.engine.weights.init_transfer(self.trainers.info))
+        self._join()
+
+    def restart_trainers(self) -> None:
+        """Other trainers take the place of these, as after the loss of one."""
+        self.trainers.close()
+        with leaks.lasting("module"):
+            self.trainers = TinyTrainers(*self._trained)
+        self._join()
 
     def push(self, folder: Path, version: int):
         self.trainers.begin_push(folder, version)
         metrics = self.run(self.engine.weights.receive(version))
         return metrics, self.trainers.end_push()
 
+    def load(self, folder: Path) -> int:
+        """Push the weights of a folder as the next version, and return its number."""
+        version = (self.engine.weights.version or 0) + 1
+        self.push(folder, version)
+        return version
+
+    def left_behind(self) -> list[str]:
+        """What tests have left in the engine; afterwards it is gone. The prefix cache is emptied, which shows whether
+        anything holds a block of the KV cache."""
+        thread, weights = self.engine._thread, self.engine.weights
+        if not thread.alive:
+            return ["a failure of vLLM"]
+
+        def look_and_end() -> list[str]:
+            requests, scheduler = thread.requests, thread.engine.engine_core.engine_core.scheduler
+            numbers = {
+                "requests in the queue": len(requests),
+                "answers without an end": len(requests._unresolved),
+                "requests in vLLM's scheduler": len(scheduler.requests),
+                "a pause": thread.paused,
+                "calls put off by a pause": len(thread._deferred),
+                f"the phase {weights._phase}": weights._phase != "generating",
+            }
+            thread.paused = False
+            requests.abort(thread.engine, "its test has ended")
+            thread.engine.reset_prefix_cache()
+            pool = scheduler.kv_cache_manager.block_pool
+            # One block is vLLM's own.
+            numbers["held blocks of the KV cache"] = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
+            return [f"{what} ({int(number)})" for what, number in numbers.items() if number]
+
+        return self.run(thread.call(look_and_end, while_paused=True, drained=True))
+
     def close(self) -> None:
-        self.engine.close()
-        self.trainers.close()
-        self._loop.close()
+        if self in self.living:
+            self.living.remove(self)
+            self.engine.close()
+            self.trainers.close()
+            self._loop.close()
+
+
+def _with_small_cache(options: dict[str, Any]) -> dict[str, Any]:
+    return options | {"num_gpu_blocks_override": CACHE_TOKENS // options.get("block_size", 128)}
+
+
+@contextmanager
+def _making_stages() -> Iterator[Callable[..., Stage]]:
+    """Makes stages, of which each takes the place of the one before it. At the end the last one is closed, and the
+    environment variables are restored."""
+    environment = dict(os.environ)
+    warm.warm_engines()
+    with leaks.lasting():
+        join._gloo_device()  # a process keeps the one that its engine of one rank makes
+
+    def make(folder: Path, mesh: Mesh, **options) -> Stage:
+        for before in [*Stage.living]:
+            before.close()
+        return Stage(folder, mesh, **options)
+
+    try:
+        yield make
+    finally:
+        for stage in [*Stage.living]:
+            stage.close()
+        os.environ.clear()
+        os.environ.update(environment)
 
 
 @pytest.fixture(scope="module")
-def make_stage() -> Callable[..., Stage]:
-    """Makes stages. At the end of the module they are closed, and the environment variables are restored."""
-    environment, stages = dict(os.environ), []
-    warm.warm_engines()
+def make_stage() -> Iterator[Callable[..., Stage]]:
+    """For a stage that several tests of a module use, one after the other. A test that ends its engine closes the
+    stage, too."""
+    with _making_stages() as make:
+        yield make
 
-    def make(folder: Path, mesh: Mesh, **options) -> Stage:
-        stages.append(Stage(folder, mesh, **options))
-        return stages[-1]
 
-    yield make
-    for stage in stages:
-        stage.close()
-    os.environ.clear()
-    os.environ.update(environment)
+@pytest.fixture
+def make_own_stage() -> Iterator[Callable[..., Stage]]:
+    """For the stage of a single test. Such tests are behind those that share the stage of a module."""
+    with _making_stages() as make:
+        yield make
+
+
+@pytest.fixture(autouse=True)
+def engines_are_left_clean(request) -> Iterator[None]:
+    """A test that leaves something in an engine that others use fails by name."""
+    yield
+    for stage in Stage.living:
+        left = stage.left_behind()
+        assert not left, f"{request.node.nodeid} leaves in its engine: {', '.join(left)}"
 
 
 @pytest.fixture(scope="session")

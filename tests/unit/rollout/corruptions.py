@@ -1,17 +1,23 @@
 """Damage to what an engine's kernels read, done in its workers after vLLM has processed a push and before it is
-verified."""
+verified; and the error of a push that is damaged."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
+from vllm_workers import called_in_workers
+
+from megatron_rl.types import Prompt
 
 Damage = Callable[[Any, dict[str, Tensor]], None]
 """What a damage does with a model and a copy of the tensors that it held before the push."""
+PROMPT = Prompt("row", (5, 6, 7), "")
 
 
 def tensors_of(model) -> dict[str, Tensor]:
@@ -65,3 +71,19 @@ def damage(worker, rank: int, how: Damage) -> None:
 
 def damaging(rank: int, how: Damage) -> Callable:
     return partial(damage, rank=rank, how=how)
+
+
+def refused(stage, folders: tuple[Path, Path], rank: int, how: Damage) -> str:
+    """Push sound weights, then others that one rank damages; the error of the second push."""
+    stage.push(folders[0], 0)
+    assert len(stage.run(stage.engine.generate([PROMPT], 1, version=0, seed=0))[0]) == 1
+    stage.rejoin()
+    stage.run(called_in_workers(stage.engine, damaging(rank, how)))
+    stage.trainers.begin_push(folders[1], 1)
+    with pytest.raises(RuntimeError) as error:
+        stage.run(stage.engine.weights.receive(1))
+    stage.trainers.end_push()
+    with pytest.raises(ValueError, match="holds no whole set of weights"):
+        stage.run(stage.engine.generate([PROMPT], 1, version=1, seed=0))
+    stage.rejoin()
+    return str(error.value)

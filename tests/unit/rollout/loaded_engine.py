@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from pathlib import Path
 
@@ -11,7 +12,9 @@ from megatron_rl.rollout.start import set_cpu_environment
 def checksums(
     folder: Path, quantization: str, tensor: int, attention_backend: str | None = None
 ) -> list[dict[str, str]]:
-    """For each rank the digest of every tensor, by its name. The engine core runs in this process."""
+    """For each rank the digest of every tensor, by its name. The engine core runs in this process, which is killed when
+    it has answered."""
+    multiprocessing.set_start_method("fork", force=True)  # semaphores then lose their names at once
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
     set_cpu_environment()
     from vllm import LLM

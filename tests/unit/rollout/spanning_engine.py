@@ -27,6 +27,7 @@ from megatron_rl.cluster.restarts import Restarts  # noqa: E402
 from megatron_rl.config.load import validate  # noqa: E402
 from megatron_rl.config.schema import GrpoRunConfig  # noqa: E402
 from megatron_rl.layout import Engines  # noqa: E402
+from megatron_rl.rollout.shared_memory import remove_leftovers  # noqa: E402
 from megatron_rl.types import Mesh, Prompt  # noqa: E402
 
 if __name__ == "__main__":
@@ -81,3 +82,4 @@ if __name__ == "__main__":
     trainers.close()
     ray.shutdown()
     cluster.shutdown()
+    remove_leftovers()  # as the driver of a run does at its end

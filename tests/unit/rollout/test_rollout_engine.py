@@ -1,4 +1,5 @@
-"""The real engine gets weights from real trainer processes over the bridge. All tests here share one engine."""
+"""The real engine gets weights from real trainer processes over the bridge. All tests here share one engine, which the
+last one ends."""
 
 from __future__ import annotations
 
@@ -96,15 +97,14 @@ def test_log_probs_are_those_of_the_pushed_model(stage, folders, references):
 
 
 def test_samples_are_what_they_say(stage, folders):
-    stage.push(folders[0], 2)
     asked = prompts()
-    groups = stage.run(stage.engine.generate(asked, 64, 2, seed=0))
+    groups = stage.run(stage.engine.generate(asked, 64, stage.load(folders[0]), seed=0))
     finishes = set()
     for prompt, group in zip(asked, groups, strict=True):
         assert len(group) == 64
         for sample, tokens in group:
             size = len(prompt.token_ids)
-            assert tuple(tokens.ids[:size]) == prompt.token_ids
+            assert tuple(tokens.ids[:size]) == prompt.token_ids and tokens.routes is None
             assert tokens.action_mask.tolist() == [False] * size + [True] * sample.num_actions
             response = tokens.ids[size:].tolist()
             assert sample.num_thought_tokens == (response.index(3) if 3 in response else 0)
@@ -159,20 +159,46 @@ def test_a_push_of_another_version_fails_on_both_sides_and_leaves_no_weights(sta
     assert stage.run(stage.engine.generate(prompts(1), 1, 10, seed=0))
 
 
-def test_a_trainer_that_dies_is_an_error_not_a_hang(stage):
-    """This is the last test of the module, because it kills a trainer."""
+def test_a_trainer_that_dies_is_an_error_not_a_hang_and_others_take_its_place(stage, folders):
     stage.trainers.processes[1].kill()
     stage.trainers.processes[1].join()
     with pytest.raises(RuntimeError):
         stage.run(stage.engine.weights.receive(11))
     with pytest.raises(ValueError, match="holds no whole set of weights"):
         stage.run(stage.engine.generate(prompts(), 2, 11, seed=0))
+    stage.restart_trainers()
+    assert stage.run(stage.engine.generate(prompts(1), 1, stage.load(folders[0]), seed=0))
 
 
-def test_vllms_refusal_of_a_configuration_is_told_in_its_own_words(make_stage, folders):
-    """`make_stage` restores the environment that starting an engine changes."""
-    sizes = dict(prompts_per_step=1, samples_per_prompt=1, max_prompt_tokens=8, max_response_tokens=8)
-    rollout = RolloutConfig(quantization="misspelt", **sizes)
-    engine = VllmEngine(model=ModelConfig(path=folders[0], dtype="float32"), rollout=rollout, seed=0)
+def engine(folder, **rollout) -> VllmEngine:
+    sizes = {"max_prompt_tokens": 8, "max_response_tokens": 8} | rollout
+    config = RolloutConfig(prompts_per_step=1, samples_per_prompt=1, **sizes)
+    return VllmEngine(model=ModelConfig(path=folder, dtype="float32"), rollout=config, seed=0)
+
+
+def test_more_tokens_than_positions_are_refused(folders):
+    with pytest.raises(ValueError, match="= 257 exceeds the 256 positions"):
+        engine(folders[0], max_response_tokens=249)
+
+
+def test_vllms_refusal_of_a_configuration_is_told_in_its_own_words(stage, folders):
+    """`stage` restores the environment that starting an engine changes."""
+    refused = engine(folders[0], quantization="misspelt")
     with pytest.raises(ValueError, match="^vLLM refuses the configuration: Unknown quantization method: misspelt"):
-        asyncio.run(engine.start())
+        asyncio.run(refused.start())
+    refused.close()
+
+
+def test_a_step_that_fails_ends_all_that_is_waited_for(stage, folders, monkeypatch):
+    """It is the last test, because it ends the engine."""
+    version = stage.load(folders[0])
+
+    def fails():
+        raise OSError("the device is gone")
+
+    monkeypatch.setattr(stage.engine._thread.engine, "step", fails)
+    for _ in range(2):  # while it generates, and afterwards
+        with pytest.raises(RuntimeError, match="^a step of vLLM failed: the device is gone$"):
+            stage.run(stage.engine.generate(prompts(1), 4, version, seed=0))
+    assert not stage.engine.alive
+    stage.close()

@@ -15,6 +15,7 @@ from pushes import flat, moment, sampled, with_push
 from tiny_references import reference_logp, reference_logp_across
 from transformers import AutoModelForCausalLM
 
+from megatron_rl.rollout.budgets import Budgets
 from megatron_rl.rollout.progress import MAX_SAMPLES, ROW, recorded
 from megatron_rl.types import Mesh, Prompt
 
@@ -24,36 +25,36 @@ LONG = 150
 TOLERANCE = 5e-5
 """With fp32, contexts of 200 tokens and logits of 20, both sides round at 1e-6 relative. Log-probs of other weights
 differ by more than 1."""
-THOUGHT, RESPONSE = 120, 80
+THOUGHT, RESPONSE = 60, 40
 
 
 @pytest.fixture(scope="module")
-def cleared(make_stage, folders):
-    return endless(
+def stage(make_stage, folders, tmp_path_factory):
+    stage = endless(
         make_stage(
             folders[0],
             Mesh(),
-            max_prompt_tokens=8,
+            record=tmp_path_factory.mktemp("record") / "engine.tokens",
+            max_prompt_tokens=LONG,
             max_response_tokens=THOUGHT + RESPONSE + 2,
             delimiter="=?",
             thinking={"thought_tokens": THOUGHT, "response_tokens": RESPONSE},
             sampling={"temperature": TEMPERATURE},
         )
     )
+    stage.engine._stop_ids = ()
+    return stage
 
 
-@pytest.fixture(scope="module")
-def salted(make_stage, folders):
-    return endless(
-        make_stage(
-            folders[0],
-            Mesh(),
-            max_prompt_tokens=LONG,
-            max_response_tokens=100,
-            prefix_cache="salted",
-            sampling={"temperature": TEMPERATURE},
-        )
-    )
+@pytest.fixture
+def salted(stage, folders, monkeypatch):
+    """Requests have one call, and keep their cache over a push. Nothing that vLLM is told when it starts depends on
+    this."""
+    config = stage.config.model_copy(update={"prefix_cache": "salted", "thinking": None})
+    monkeypatch.setattr(stage.engine, "_rollout", config)
+    monkeypatch.setattr(stage.engine.weights, "_rollout", config)
+    monkeypatch.setattr(stage.engine, "_budgets", Budgets(folders[0], config, on_gpu=False))
+    return stage
 
 
 def endless(stage):
@@ -86,15 +87,15 @@ def answer_group(stage, number, prompt, earlier=()):
 
 
 @pytest.mark.parametrize(("reached", "least"), [(sampled(6), 64), (in_call_two, 32)], ids=["in call 1", "in call 2"])
-def test_a_push_in_the_middle(cleared, folders, references, reached, least):
+def test_a_push_in_the_middle(stage, folders, references, reached, least):
     """No request is lost or started again, each token's version is right, and the new weights compute the whole context
     anew. At least `least` of the 64 answers have tokens of both versions; in call 2 fewer answers are still running."""
     asked = prompts(16, 5)
-    cleared.push(folders[0], 0)
-    unbroken = cleared.run(cleared.engine.generate(asked, 4, 0, seed=7))
-    cleared.trainers.begin_push(folders[1], 1)
-    groups, running, metrics = with_push(cleared, asked, 4, 0, reached, 1)
-    cleared.trainers.end_push()
+    stage.push(folders[0], 0)
+    unbroken = stage.run(stage.engine.generate(asked, 4, 0, seed=7))
+    stage.trainers.begin_push(folders[1], 1)
+    groups, running, metrics = with_push(stage, asked, 4, 0, reached, 1)
+    stage.trainers.end_push()
 
     assert running >= least and 0 < metrics["paused_s"] <= metrics["seconds"]
     assert [len(group) for group in groups] == [4] * 16
@@ -112,29 +113,11 @@ def test_a_push_in_the_middle(cleared, folders, references, reached, least):
     assert num_crossed >= least and worst < TOLERANCE
 
 
-@pytest.fixture(scope="module")
-def recording(make_stage, folders, tmp_path_factory):
-    stage = endless(
-        make_stage(
-            folders[0],
-            Mesh(),
-            record=tmp_path_factory.mktemp("record") / "engine.tokens",
-            max_prompt_tokens=8,
-            max_response_tokens=THOUGHT + RESPONSE + 2,
-            delimiter="=?",
-            thinking={"thought_tokens": THOUGHT, "response_tokens": RESPONSE},
-            sampling={"temperature": TEMPERATURE},
-        )
-    )
-    stage.engine._stop_ids = ()
-    return stage
-
-
 @pytest.mark.parametrize(("reached", "least"), [(sampled(6), 64), (in_call_two, 32)], ids=["in call 1", "in call 2"])
-def test_answers_go_on_from_the_tokens_of_an_engine_that_lost_them(recording, folders, references, reached, least):
+def test_answers_go_on_from_the_tokens_of_an_engine_that_lost_them(stage, folders, references, reached, least):
     """No token is sampled twice: what the record has is the beginning of the answers that another call completes, with
     other weights."""
-    stage, asked, path = recording, prompts(16, 5), recording.engine._progress.path
+    asked, path = prompts(16, 5), stage.engine._progress.path
 
     async def answer(earlier=()):
         calls = [answer_group(stage, 100 * least + i, prompt, earlier) for i, prompt in enumerate(asked)]
@@ -176,11 +159,11 @@ def test_answers_go_on_from_the_tokens_of_an_engine_that_lost_them(recording, fo
     assert worst < TOLERANCE
 
 
-def test_an_answer_is_the_same_in_any_company_and_when_it_goes_on(recording, folders, tmp_path):
+def test_an_answer_is_the_same_in_any_company_and_when_it_goes_on(stage, folders, tmp_path):
     """The noise of a token belongs to its group's number, its sample's number and its position. Batches of other sizes
-    round otherwise, at 1e-6 to 1e-5, which changes a choice as often: of 32 answers with 200 tokens each, three differ
-    once in 30,000 times, and without the common noise all would."""
-    stage, asked = recording, prompts(8, 5)
+    round otherwise, at 1e-6 to 1e-5, which changes a choice as often: of 32 answers with 100 tokens each, three differ
+    once in 200,000 times, and without the common noise all would."""
+    asked = prompts(8, 5)
     stage.push(folders[0], 20)
 
     def answered(groups, earlier=()) -> list[list[int]]:
@@ -196,7 +179,7 @@ def test_an_answer_is_the_same_in_any_company_and_when_it_goes_on(recording, fol
     rows = [
         ((900 + i // 4) * MAX_SAMPLES + i % 4, token, 20, 0.0)
         for i, ids in enumerate(expected)
-        for token in ids[: 6 * i]  # of the long ones the second call has begun
+        for token in ids[: 3 * i]  # of the long ones the second call has begun
     ]
     np.array(rows, ROW).tofile(tmp_path / "lost.tokens")
     assert num_equal(answered(range(8), [tmp_path / "lost.tokens"]), expected) >= 30
@@ -206,26 +189,56 @@ def num_equal(answers: list[list[int]], expected: list[list[int]]) -> int:
     return sum(a == b for a, b in zip(answers, expected, strict=True))
 
 
-def test_without_running_requests_nothing_is_paused(cleared, folders):
-    metrics, _ = cleared.push(folders[0], 2)
+def test_without_running_requests_nothing_is_paused(stage, folders):
+    metrics, _ = stage.push(folders[0], 2)
     assert metrics["paused_s"] == 0 < metrics["seconds"]
 
 
-def test_a_call_that_begins_in_a_push_waits_for_it(cleared, folders):
+def test_a_call_that_begins_in_a_push_waits_for_it(stage, folders):
     """The cache of the older weights is gone: the answers equal those of a later call."""
 
     async def both():
-        receiving = asyncio.create_task(cleared.engine.weights.receive(3))
-        answering = asyncio.create_task(cleared.engine.generate(prompts(4, 5), 4, 3, seed=1))
+        receiving = asyncio.create_task(stage.engine.weights.receive(3))
+        answering = asyncio.create_task(stage.engine.generate(prompts(4, 5), 4, 3, seed=1))
         await asyncio.sleep(0)  # both have begun
-        cleared.trainers.begin_push(folders[1], 3)
+        stage.trainers.begin_push(folders[1], 3)
         return (await asyncio.gather(receiving, answering))[1]
 
-    first = cleared.run(both())
-    cleared.trainers.end_push()
-    later = cleared.run(cleared.engine.generate(prompts(4, 5), 4, 3, seed=1))
+    first = stage.run(both())
+    stage.trainers.end_push()
+    later = stage.run(stage.engine.generate(prompts(4, 5), 4, 3, seed=1))
     assert [actions(tokens)[0] for _, tokens in flat(first)] == [actions(tokens)[0] for _, tokens in flat(later)]
     assert all(set(actions(tokens)[1]) == {3} for _, tokens in flat(first))
+
+
+def test_a_push_that_fails_ends_what_runs_and_a_whole_one_heals(stage, folders):
+    stage.push(folders[0], 10)
+    expected = stage.run(stage.engine.generate(prompts(16, 5), 4, 10, seed=7))
+    stage.trainers.begin_push(folders[1], 12)
+    failed, running, error = with_push(stage, prompts(16, 5), 4, 10, sampled(6), 11)
+    stage.trainers.end_push()
+    assert running == 64 and isinstance(error, RuntimeError) and isinstance(failed, RuntimeError)
+    assert "the push of version 11 over version 10 failed: " in str(failed) and str(error) in str(failed)
+    with pytest.raises(
+        ValueError, match="holds no whole set of weights .the push of version 11 over version 10 failed"
+    ):
+        stage.run(stage.engine.generate(prompts(1, 5), 1, 10, seed=7))
+    stage.rejoin()
+    stage.push(folders[0], 12)
+    healed = stage.run(stage.engine.generate(prompts(16, 5), 4, 12, seed=7))
+    for (_, a), (_, b) in zip(flat(healed), flat(expected), strict=True):
+        assert a.ids.tolist() == b.ids.tolist() and a.logp_rollout.tolist() == b.logp_rollout.tolist()
+
+
+def test_a_trainer_that_dies_in_the_middle_is_an_error_of_both(stage, folders):
+    stage.push(folders[0], 20)
+    stage.trainers.processes[0].kill()
+    stage.trainers.processes[0].join()
+    failed, running, error = with_push(stage, prompts(16, 5), 4, 20, sampled(4), 21)
+    assert running == 64 and isinstance(error, RuntimeError) and isinstance(failed, RuntimeError)
+    with pytest.raises(ValueError, match="the push of version 21 over version 20 failed"):
+        stage.run(stage.engine.generate(prompts(1, 5), 1, 20, seed=7))
+    stage.restart_trainers()
 
 
 def test_running_requests_keep_their_cache_and_later_ones_never_see_it(salted, folders, references):
@@ -258,33 +271,3 @@ def test_running_requests_keep_their_cache_and_later_ones_never_see_it(salted, f
         assert set(actions(tokens)[1]) == {1}
         expected = reference_logp(new, tokens.ids, TEMPERATURE)
         assert np.abs(expected - tokens.logp_rollout)[tokens.action_mask].max() < TOLERANCE
-
-
-def test_a_push_that_fails_ends_what_runs_and_a_whole_one_heals(cleared, folders):
-    cleared.push(folders[0], 10)
-    expected = cleared.run(cleared.engine.generate(prompts(16, 5), 4, 10, seed=7))
-    cleared.trainers.begin_push(folders[1], 12)
-    failed, running, error = with_push(cleared, prompts(16, 5), 4, 10, sampled(6), 11)
-    cleared.trainers.end_push()
-    assert running == 64 and isinstance(error, RuntimeError) and isinstance(failed, RuntimeError)
-    assert "the push of version 11 over version 10 failed: " in str(failed) and str(error) in str(failed)
-    with pytest.raises(
-        ValueError, match="holds no whole set of weights .the push of version 11 over version 10 failed"
-    ):
-        cleared.run(cleared.engine.generate(prompts(1, 5), 1, 10, seed=7))
-    cleared.rejoin()
-    cleared.push(folders[0], 12)
-    healed = cleared.run(cleared.engine.generate(prompts(16, 5), 4, 12, seed=7))
-    for (_, a), (_, b) in zip(flat(healed), flat(expected), strict=True):
-        assert a.ids.tolist() == b.ids.tolist() and a.logp_rollout.tolist() == b.logp_rollout.tolist()
-
-
-def test_a_trainer_that_dies_in_the_middle_is_an_error_of_both(salted, folders):
-    """This is the last test of the module, because it kills a trainer."""
-    salted.push(folders[0], 20)
-    salted.trainers.processes[0].kill()
-    salted.trainers.processes[0].join()
-    failed, running, error = with_push(salted, prompts(2, LONG), 16, 20, sampled(4), 21)
-    assert running == 32 and isinstance(error, RuntimeError) and isinstance(failed, RuntimeError)
-    with pytest.raises(ValueError, match="the push of version 21 over version 20 failed"):
-        salted.run(salted.engine.generate(prompts(1, 5), 1, 20, seed=7))

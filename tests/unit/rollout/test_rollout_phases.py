@@ -11,7 +11,7 @@ from megatron_rl.types import Mesh, Prompt
 PROMPTS = [Prompt("row 0", (7, 8, 9, 10, 11), ""), Prompt("row 1", (12, 6), "")]
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["tp1", "tp2"])
+@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.deep)], ids=["tp1", "tp2"])
 def stage(request, make_stage, folders):
     return make_stage(
         folders[0],

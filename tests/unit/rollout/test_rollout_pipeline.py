@@ -9,15 +9,15 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from corruptions import flip_a_bit
+from corruptions import flip_a_bit, refused
 from pushes import flat, moment, sampled, with_push
 from test_rollout_in_flight import TOLERANCE, actions, answer_group, endless, prompts
-from test_rollout_verification import refused
 from tiny_references import reference_logp
 from transformers import AutoModelForCausalLM
 
 from megatron_rl.types import Mesh
 
+pytestmark = pytest.mark.deep
 TEMPERATURE = 0.7
 CHANGES = ("collective_rpc", "abort_requests", "reset_prefix_cache", "set_weight_version", "sleep", "wake_up")
 """The methods of vLLM's core that change more than the requests."""

@@ -18,8 +18,8 @@ TEMPERATURE = 1.5
 
 
 @pytest.fixture(scope="module")
-def stage(make_stage, folders):
-    stage = make_stage(
+def valuing(make_stage, folders):
+    return make_stage(
         folders[0],
         Mesh(),
         thinking={"thought_tokens": 40, "response_tokens": 4},
@@ -28,8 +28,12 @@ def stage(make_stage, folders):
         max_response_tokens=64,
         sampling={"temperature": TEMPERATURE},
     )
-    stage.push(folders[0], 0)
-    return stage
+
+
+@pytest.fixture
+def stage(valuing, folders):
+    valuing.push(folders[0], 0)
+    return valuing
 
 
 @pytest.fixture(scope="module")
@@ -170,7 +174,8 @@ def check_branches(model, prompt: Prompt, group, rollouts: int) -> int:
     return len(branches)
 
 
-def test_other_answers_go_on_from_each_passage(stage, models, branching):
+def test_other_answers_go_on_from_each_passage(stage, folders, models, branching):
+    stage.push(folders[1], 1)
     asked = prompts(3, None)
     groups = stage.run(stage.engine.generate(asked, 4, 1, seed=1))
     num = sum(check_branches(models[1], *one, branching) for one in zip(asked, groups, strict=True))

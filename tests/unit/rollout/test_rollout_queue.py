@@ -7,7 +7,6 @@ import asyncio
 
 import pytest
 
-from megatron_rl.rollout import start
 from megatron_rl.rollout.progress import recorded
 from megatron_rl.types import Mesh, Prompt
 
@@ -17,11 +16,14 @@ PROMPTS = [Prompt(f"row {i}", (5, 6, 7 + i), "") for i in range(16)]
 
 @pytest.fixture(scope="module")
 def stage(make_stage, folders, tmp_path_factory):
-    options, original = {"num_gpu_blocks_override": CAPACITY // BLOCK, "block_size": BLOCK}, start._cpu_options
-    start._cpu_options = lambda rollout, latent: original(rollout, latent) | options
-    record = tmp_path_factory.mktemp("record") / "engine.tokens"
-    made = make_stage(folders[0], Mesh(), max_prompt_tokens=8, max_response_tokens=LONGEST, record=record)
-    start._cpu_options = original
+    made = make_stage(
+        folders[0],
+        Mesh(),
+        vllm={"num_gpu_blocks_override": CAPACITY // BLOCK, "block_size": BLOCK},
+        record=tmp_path_factory.mktemp("record") / "engine.tokens",
+        max_prompt_tokens=8,
+        max_response_tokens=LONGEST,
+    )
     made.push(folders[0], 0)
     return made
 
@@ -36,7 +38,10 @@ def lengths(answers) -> list[int]:
     return [sample.length for group in answers for sample, _ in group]
 
 
-def test_nothing_is_preempted_and_more_answers_run_than_with_their_largest_lengths(stage, requests, monkeypatch):
+@pytest.mark.deep
+def test_nothing_is_preempted_more_answers_run_than_with_their_largest_lengths_and_groups_are_given_when_they_end(
+    stage, requests, monkeypatch
+):
     most_running, start_fitting = 0, requests.start_fitting
 
     def watch(engine):
@@ -44,18 +49,6 @@ def test_nothing_is_preempted_and_more_answers_run_than_with_their_largest_lengt
         start_fitting(engine)
         most_running = max(most_running, engine.get_num_unfinished_requests())
 
-    monkeypatch.setattr(requests, "start_fitting", watch)
-    answers = stage.run(stage.engine.generate(PROMPTS, 16, 0, seed=1))
-    assert len(lengths(answers)) == 256 and requests.num_preempted == 0 and len(requests) == 0
-    assert sum(lengths(answers)) > 3 * CAPACITY, "the cache was filled several times"
-    assert most_running > 2 * CAPACITY // (LONGEST + 8)
-
-    monkeypatch.setattr(requests._budget, "num_fitting", lambda running, waiting: len(waiting))
-    stage.run(stage.engine.generate(PROMPTS, 16, 0, seed=1))
-    assert requests.num_preempted > 0, "without the queue vLLM preempts"
-
-
-def test_a_group_is_given_while_others_still_wait(stage, requests):
     async def give():
         given, left = {}, []
         async for number, samples in stage.engine.generate_as_finished(PROMPTS, 16, 0, 1, purpose="training", first=0):
@@ -63,14 +56,27 @@ def test_a_group_is_given_while_others_still_wait(stage, requests):
             left.append(len(requests))
         return given, left
 
-    given, left = stage.run(give())
+    with monkeypatch.context() as patch:
+        patch.setattr(requests, "start_fitting", watch)
+        given, left = stage.run(give())
+    groups = [given[number] for number in range(16)]
+    assert len(given) == 16 and len(lengths(groups)) == 256 and requests.num_preempted == 0
+    assert sum(lengths(groups)) > 3 * CAPACITY, "the cache was filled several times"
+    assert most_running > 2 * CAPACITY // (LONGEST + 8)
     assert left[0] > 128 and left[-1] == 0, "the first of 16 groups is there long before the last"
+
     whole = stage.run(stage.engine.generate(PROMPTS, 16, 0, seed=1))
     answers, expected = (
-        [[(tokens.ids.tolist(), tokens.logp_rollout.tolist()) for _, tokens in group] for group in groups]
-        for groups in ([given[number] for number in range(16)], whole)
+        [[(tokens.ids.tolist(), tokens.logp_rollout.tolist()) for _, tokens in group] for group in each]
+        for each in (groups, whole)
     )
-    assert len(given) == 16 and answers == expected, "to the bit"
+    assert answers == expected, "to the bit"
+
+
+def test_without_the_queue_vllm_preempts(stage, requests, monkeypatch):
+    monkeypatch.setattr(requests._budget, "num_fitting", lambda running, waiting: len(waiting))
+    stage.run(stage.engine.generate(PROMPTS[:6], 16, 0, seed=1))
+    assert requests.num_preempted > 0
 
 
 def test_a_cancelled_group_ends_whether_it_runs_or_waits(stage, requests):

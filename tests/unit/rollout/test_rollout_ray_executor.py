@@ -9,14 +9,13 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 from patience import deadline
 from tiny_references import reference_logp
 from tiny_trainers import write_model
 from transformers import AutoModelForCausalLM
 
 HERE = Path(__file__).parent
-
-
 PROMPT = [5, 6, 7, 15]
 
 
@@ -37,6 +36,7 @@ def check_logp(answer: dict, folder: Path) -> None:
     np.testing.assert_allclose(answer["logp"], expected, atol=2e-5)  # in fp32 two ranks sum in another order
 
 
+@pytest.mark.deep
 def test_an_engine_that_is_wider_than_a_node_runs_on_its_planned_nodes(tmp_path):
     """It receives two pushes, and its answer is that of the second weights."""
     folders = [write_model(tmp_path / str(seed), seed=seed) for seed in (0, 1)]

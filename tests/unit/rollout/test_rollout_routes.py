@@ -1,24 +1,26 @@
-"""The experts that the real engine says it chose, against those that transformers chooses."""
+"""The experts that the real engine says it chose, against those that transformers chooses; and damage to experts."""
 
 from __future__ import annotations
 
 import asyncio
+import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from corruptions import flip_a_bit, refused, swap
 from test_rollout_in_flight import endless, flat, moment, prompts, sampled, with_push
-from test_rollout_queue import BLOCK, CAPACITY
 from tiny_trainers import EXPERTS, write_model
 from transformers import AutoModelForCausalLM
 
-from megatron_rl.rollout import start
 from megatron_rl.types import Mesh, Tokens
 
-LONG = 150
-"""A prompt of this length is longer than vLLM's largest cache block, so that its prefix is cached."""
+LONG, STEP, CACHE = 150, 128, 4096
+"""A prompt of this length is computed in parts, because a step has fewer tokens, and it is longer than vLLM's largest
+cache block, so that its prefix is cached. The last one is the number of tokens in the cache."""
 THOUGHT, RESPONSE = 60, 40
 THINKING = {"thought_tokens": THOUGHT, "response_tokens": RESPONSE}
 TIES = 1e-3
@@ -80,6 +82,8 @@ def stage(make_stage, mixtures, tmp_path_factory):
         Mesh(),
         returns_routes=True,
         record=tmp_path_factory.mktemp("record") / "engine.tokens",
+        vllm={"max_num_batched_tokens": STEP, "num_gpu_blocks_override": CACHE // 32, "block_size": 32},
+        max_sequences=64,
         max_prompt_tokens=LONG,
         max_response_tokens=THOUGHT + RESPONSE + 2,
         delimiter="=?",
@@ -90,7 +94,9 @@ def stage(make_stage, mixtures, tmp_path_factory):
 
 
 def test_every_token_but_the_last_has_its_experts(stage, mixtures, choices):
-    """Samples share the cached prompt, and the second call of each answer begins with what the first one has cached."""
+    """Samples share the cached prompt, and the second call of each answer begins with what the first one has cached.
+    Long prompts are computed in parts."""
+    assert stage.engine._thread.engine.vllm_config.scheduler_config.max_num_batched_tokens == STEP < LONG
     stage.push(mixtures[0], 0)
     groups = stage.run(stage.engine.generate([*prompts(3, 5), *prompts(2, LONG)], 3, 0, seed=3))
     assert share_of_others(tokens_of(groups), choices) < TIES
@@ -137,43 +143,33 @@ def test_an_answer_that_goes_on_has_the_experts_of_the_engine_that_ends_it(stage
     assert share_of_others(answers, choices) < TIES
 
 
-def test_experts_of_answers_that_were_preempted(make_stage, mixtures, choices, monkeypatch):
-    """The cache is small, and the queue lets too many requests start."""
-    options, original = {"num_gpu_blocks_override": CAPACITY // BLOCK, "block_size": BLOCK}, start._cpu_options
-    monkeypatch.setattr(start, "_cpu_options", lambda rollout, latent: original(rollout, latent) | options)
-    stage = endless(make_stage(mixtures[0], Mesh(), returns_routes=True, max_prompt_tokens=8, max_response_tokens=100))
-    stage.push(mixtures[0], 0)
+def test_experts_of_answers_that_were_preempted(stage, mixtures, choices, monkeypatch):
+    """The queue lets too many requests start."""
+    stage.push(mixtures[0], 30)
     requests = stage.engine._thread.requests
     monkeypatch.setattr(requests._budget, "num_fitting", lambda running, waiting: len(waiting))
-    groups = stage.run(stage.engine.generate(prompts(10, 5), 4, 0, seed=1))
+    groups = stage.run(stage.engine.generate(prompts(12, 5), 4, 30, seed=1))
     assert requests.num_preempted > 0
     assert share_of_others(tokens_of(groups), choices) < TIES
 
 
-def test_experts_of_prompts_that_are_computed_in_parts(make_stage, mixtures, choices, monkeypatch):
-    original = start._cpu_options
-    monkeypatch.setattr(
-        start, "_cpu_options", lambda rollout, latent: original(rollout, latent) | {"max_num_batched_tokens": 64}
-    )
-    options = dict(max_sequences=64, max_prompt_tokens=LONG, max_response_tokens=20)
-    stage = make_stage(mixtures[0], Mesh(), returns_routes=True, **options)
-    stage.push(mixtures[0], 0)
-    groups = stage.run(stage.engine.generate(prompts(3, LONG), 3, 0, seed=1))
-    assert share_of_others(tokens_of(groups), choices) < TIES
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        ("model.layers.1.mlp.experts.routed_experts.w13_weight", swap),
+        ("model.layers.0.self_attn.k_norm.weight", flip_a_bit),
+    ],
+)
+def test_damage_to_experts_and_norms_is_named(stage, mixtures, name, how):
+    error = refused(stage, mixtures, 0, partial(how, name))
+    assert re.match(rf"engine 0, rank 0: {name} .* has changed since version 1 arrived", error), error
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("expert_parallel", [False, True])
-def test_experts_of_an_engine_of_two_ranks(make_stage, mixtures, choices, expert_parallel):
-    options = dict(tensor=2, expert_parallel=expert_parallel, max_prompt_tokens=8, max_response_tokens=60)
-    stage = make_stage(mixtures[1], Mesh(), returns_routes=True, **options)
+def test_experts_of_an_engine_of_two_ranks(make_own_stage, mixtures, choices, expert_parallel):
+    options = dict(tensor=2, expert_parallel=expert_parallel, max_prompt_tokens=8, max_response_tokens=30)
+    stage = make_own_stage(mixtures[1], Mesh(), returns_routes=True, **options)
     stage.push(mixtures[1], 1)
     groups = stage.run(stage.engine.generate(prompts(8, 5), 4, 1, seed=1))
     assert share_of_others(tokens_of(groups), choices) < TIES
-
-
-def test_without_routes_an_engine_gives_none(make_stage, mixtures):
-    stage = make_stage(mixtures[0], Mesh(), max_prompt_tokens=8, max_response_tokens=4)
-    stage.push(mixtures[0], 0)
-    assert all(
-        tokens.routes is None for tokens in tokens_of(stage.run(stage.engine.generate(prompts(1, 5), 2, 0, seed=1)))
-    )

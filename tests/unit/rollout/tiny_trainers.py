@@ -100,6 +100,7 @@ class TinyTrainers:
             ours, theirs = context.Pipe()
             self.processes.append(context.Process(target=serve, args=(self.setup, rank, theirs), daemon=True))
             self.processes[-1].start()
+            theirs.close()
             self._commands.append(ours)
 
     @property
@@ -120,6 +121,8 @@ class TinyTrainers:
         return [commands.recv() for commands in self._commands]
 
     def close(self) -> None:
-        for process in self.processes:
+        for process, commands in zip(self.processes, self._commands, strict=True):
             process.kill()
             process.join()
+            commands.close()
+        self._store = None  # it serves as long as something refers to it

@@ -21,6 +21,7 @@ def test_what_is_saved_is_a_share_of_what_is_added_in_the_same_round():
     assert saved(seconds) == pytest.approx(0.5)
 
 
+@pytest.mark.deep
 def test_an_engine_answers_alike_in_all_ways(tmp_path):
     """A random model, whose passages are those of the largest length."""
     write_model(tmp_path / "model", seed=0)

@@ -16,6 +16,7 @@ from megatron_rl.tools import bench_step
 ROOT = Path(__file__).parents[3]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("processes", [1, 2] if cover.everything else [2])
 def test_both_steps_compute_the_same_losses_and_gradient_norms(processes):
     sizes = ["--tokens", "512", "--length", "32", "--vocabulary", "8192", "--processes", str(processes)]

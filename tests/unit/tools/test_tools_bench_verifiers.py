@@ -16,6 +16,7 @@ from megatron_rl.types import Verdict
 ROOT = Path(__file__).parents[3]
 
 
+@pytest.mark.deep
 def test_every_kind_is_judged_with_each_number_of_workers():
     command = [sys.executable, "tools/bench_verifiers.py", "--quick", "--json", "--workers", "2", "1"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=deadline(180))

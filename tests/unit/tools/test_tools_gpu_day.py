@@ -47,6 +47,7 @@ def numbers(folder) -> dict[str, dict]:
     return {part["name"]: part["numbers"] for part in record["parts"]}
 
 
+@pytest.mark.deep
 def test_every_part_passes_on_a_cpu(folder, numbers):
     text = (folder / "RECORD.md").read_text()
     assert f"**{len(PARTS)} of {len(PARTS)} parts have passed** on a CPU, with tiny sizes." in text
@@ -58,6 +59,7 @@ def test_every_part_passes_on_a_cpu(folder, numbers):
     assert sorted(path.name for path in (folder / "resume").iterdir()) == ["found.json", "log.txt"], "no model is left"
 
 
+@pytest.mark.deep
 def test_a_cpu_agrees_with_itself(numbers):
     """In fp32 the two runs are the same program, so they agree to the bit; bf16 is another program."""
     found = numbers["layouts"]
@@ -65,6 +67,7 @@ def test_a_cpu_agrees_with_itself(numbers):
     assert 0 < found["bfloat16, gradient_difference"] <= BOUNDS["bfloat16"].gradient
 
 
+@pytest.mark.deep
 def test_the_bridge_pushes_every_byte_of_the_model(numbers):
     """Qwen3 with 2 layers, hidden size 32, 4 and 2 heads of 16, MLP 64, vocabulary 40: 27,360 numbers of bf16."""
     layer = 32 * 64 + 2 * 32 * 32 + 64 * 32 + 3 * 32 * 64 + 2 * 32 + 2 * 16
@@ -72,6 +75,7 @@ def test_the_bridge_pushes_every_byte_of_the_model(numbers):
     assert numbers["bridge"]["tensors with other bits"] == 0
 
 
+@pytest.mark.deep
 def test_the_flops_and_the_memory_of_layers_are_those_of_hand(numbers):
     """4 layers of hidden size 32, 4 and 2 heads of 16, MLP 48, vocabulary 96; 8 samples of 48 tokens."""
     multiplications = 2 * 32 * (4 + 2) * 16 + 3 * 32 * 48
@@ -90,12 +94,14 @@ def test_the_flops_and_the_memory_of_layers_are_those_of_hand(numbers):
     assert kept["full"] == 2 * 32 and kept["none"] > 10 * kept["full"]
 
 
+@pytest.mark.deep
 def test_a_resumed_step_has_the_same_numbers(numbers):
     found = numbers["resume"]
     for name in ("loss", "gradient norm"):
         assert found[f"{name} of the next step"] == found[f"{name} of the next step, resumed"] > 0
 
 
+@pytest.mark.deep
 def test_an_offloaded_state_has_the_bytes_of_hand(numbers):
     """27,360 numbers, as above, and the 24 rows with which embedding and output layer are padded to 64 tokens; each has
     an fp32 copy and two moments."""
@@ -104,6 +110,7 @@ def test_an_offloaded_state_has_the_bytes_of_hand(numbers):
     assert min(found["optimizer's step, seconds"], found["optimizer's step, offloaded, seconds"]) > 0
 
 
+@pytest.mark.deep
 def test_communicators_and_log_probs_are_measured(numbers):
     assert numbers["communicators"]["communicators of one rank: 32, bytes"] > 0
     assert numbers["logprobs"]["plain_peak_bytes"] >= 256 * 4096 * 4, "all logits"

@@ -17,6 +17,7 @@ from fractions import Fraction
 from pathlib import Path
 from textwrap import dedent
 
+import cover
 import psutil
 import pytest
 from hostile import FORGED_TEST, FORGERIES
@@ -263,7 +264,7 @@ def through_a_message(value):
     return decode(json.loads(json.dumps(encode(value, refuse))), refuse)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=cover.examples(100), deadline=None)
 @given(VALUE)
 def test_a_value_survives_a_message(value):
     back = through_a_message(value)
@@ -295,7 +296,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=cover.examples(200), deadline=None)
 @given(JSON)
 def test_no_message_makes_another_kind_of_value(data):
     """What a hostile program sends is refused, or gives values of known types."""
@@ -310,12 +311,27 @@ def test_no_message_makes_another_kind_of_value(data):
 # --- forgeries ---
 
 
-@pytest.mark.parametrize("name", FORGERIES)
+ESSENTIAL_FORGERIES = [  # of each kind
+    "equals everything",
+    "calls itself another class",
+    "exits in the call",
+    "ends the loop of the test",
+    "raises what cannot be shown",
+    "writes a verdict everywhere",
+    "answers with another kind",
+    "patches the builtins",
+    "patches its caller",
+    "reads the expected value",
+]
+
+
+@pytest.mark.parametrize("name", cover.essential(FORGERIES, *ESSENTIAL_FORGERIES))
 def test_no_forgery_passes(name):
     verdict = judge(FORGERIES[name], [FORGED_TEST], cpu_s=1, memory_bytes=1 << 29)
     assert verdict.score == 0.0 and not verdict.failed and verdict.reason
 
 
+@pytest.mark.deep
 def test_a_value_without_end_is_a_failure():
     program = "import itertools\ndef answer(n): return itertools.count()"
     verdict = judge(program, ["assert list(answer(3)) == [3]"], cpu_s=1)
@@ -354,6 +370,7 @@ def children() -> set[int]:
     return {child.pid for child in psutil.Process().children(recursive=True)}
 
 
+@pytest.mark.deep
 def test_humaneval_and_its_broken_solutions():
     """Four at a time from threads; no file descriptor and no process is left."""
     whole = [row["prompt"] + row["canonical_solution"] for row in ROWS]

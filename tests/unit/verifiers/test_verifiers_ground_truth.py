@@ -84,7 +84,7 @@ def test_an_answer_that_takes_too_long_costs_only_its_own_verdict():
     """Each answer is judged in a process that can be ended."""
     cfg = CodeReward(cpu_s=1000, answer_timeout_s=min(deadline(3), 40))  # the sandbox ends it after 60 s
     verifier = GroundTruthVerifier(cfg, Letters(), "", 2)
-    programs = [PROGRAM.format("2 * x"), "```python\nwhile True:\n    pass\n```", PROGRAM.format("x")]
+    programs = [PROGRAM.format("2 * x"), "```python\nimport time\ntime.sleep(1000)\n```", PROGRAM.format("x")]
     right, hung, wrong = verifier.score([answer(program, TESTS) for program in programs])
     assert (right.score, wrong.score) == (1.0, 0.0)
     assert hung.failed and hung.score is None and hung.reason.startswith("rows.jsonl:7: no verdict within")

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
 from pathlib import Path
 
+import cover
 import math_verify
 import pytest
 from hypothesis import given, settings
@@ -84,12 +85,18 @@ def test_final_answer(text, strict, lenient):
     assert (final_answer(text, "strict"), final_answer(text, "lenient")) == (strict, lenient)
 
 
-def test_the_table_of_pairs_is_right_but_for_the_three_that_say_so():
-    wrong = [row for row in PAIRS if verify(row["text"], row["truth"], "strict").score != float(row["equal"])]
-    assert wrong == [row for row in PAIRS if row.get("why", "").startswith("Ours is wrong too")]
-    assert len(wrong) <= 0.01 * len(PAIRS)
+OURS_WRONG = [row for row in PAIRS if row.get("why", "").startswith("Ours is wrong too")]
 
 
+@pytest.mark.parametrize("part", cover.essential(range(6), 0))
+def test_the_table_of_pairs_is_right_but_for_the_three_that_say_so(part):
+    rows = PAIRS[part::6]
+    wrong = [row for row in rows if verify(row["text"], row["truth"], "strict").score != float(row["equal"])]
+    assert wrong == [row for row in rows if row in OURS_WRONG]
+    assert len(OURS_WRONG) <= 0.01 * len(PAIRS)
+
+
+@pytest.mark.deep
 def test_math_verify_alone_judges_otherwise_where_the_table_says_so():
     for row in PAIRS:
         if "why" in row:
@@ -247,7 +254,7 @@ def test_it_works_in_a_thread_and_after_pickling():
     assert verdict.score == 1.0
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=cover.examples(40), deadline=None, derandomize=True)
 @given(st.text(alphabet=r"\{}()[]$^_=<>,.+-*/!|% 0179xei", max_size=10), st.sampled_from(["2", "x+1", "(1,2)", "x>1"]))
 def test_any_text_gets_a_verdict(text, truth):
     for mode in ("strict", "lenient"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
 import signal
@@ -16,11 +15,15 @@ from functools import partial
 from pathlib import Path
 from textwrap import dedent
 
+import cover
+import leaks
 import psutil
 import pytest
+import told_judge
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from patience import deadline
+from told_judge import judge, scaled
 
 from megatron_rl.processes import descendants, status_of
 from megatron_rl.types import Verdict
@@ -29,53 +32,11 @@ from megatron_rl.verifiers.pool import Pool
 ROOT = Path(__file__).parents[3]
 
 
-def judge(item: tuple) -> Verdict:
-    """Do what the item says, in a worker."""
-    match item:
-        case "score", value:
-            return Verdict(value)
-        case "file", path, value:
-            with open(path, "a") as file:
-                file.write(f"{value} ")
-            return Verdict(value)
-        case "wait for", path:
-            while not os.path.exists(path):
-                time.sleep(0.001)
-            return Verdict(1.0)
-        case "rest", seconds:
-            time.sleep(seconds)
-            return Verdict(1.0)
-        case "raise", text:
-            raise LookupError(text)
-        case "exit", status:
-            os._exit(status)
-        case "sys.exit", status:
-            sys.exit(status)
-        case "signal", number:
-            os.kill(os.getpid(), number)
-            return Verdict(1.0)
-        case ("null pointer",):
-            ctypes.string_at(0)
-        case ("sleep",):
-            time.sleep(1e6)
-        case ("loop",):
-            while True:
-                pass
-        case ("loop in C",):  # holds the GIL
-            re.fullmatch("(a|a)*b", "a" * 100)
-        case "descendants", path, then:
-            # One in the group, one in a session of its own, and one whose parent has ended.
-            ids = [subprocess.Popen(["sleep", "1000"], start_new_session=new).pid for new in (False, True)]
-            ids += [int(subprocess.check_output(["sh", "-c", "setsid sleep 1000 > /dev/null & echo $!"]))]
-            Path(path).write_text(" ".join(map(str, ids)))
-            return judge(then)
-        case ("threads",):
-            return Verdict(float(os.environ["OMP_NUM_THREADS"]))
-        case ("worker",):
-            return Verdict(float(os.getpid()))
-        case ("fork server",):
-            return Verdict(float(os.getppid()))
-    return "no verdict"  # type: ignore[return-value]
+@pytest.fixture(autouse=True)
+def _workers_may_live() -> Iterator[None]:
+    """A pool starts and replaces its workers in any test; they end with the pool, at the end of the module."""
+    with leaks.lasting("module"):
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -143,8 +104,9 @@ def test_a_crash_in_c(pool):
 
 def test_an_exception_is_a_failed_verdict_with_its_place(pool):
     first, second, third, fourth = pool.judge([("raise", "no such word"), ("sys.exit", 0), ("other",), ("score", 0.5)])
-    line = 1 + Path(__file__).read_text().split("\n").index("            raise LookupError(text)")
-    assert first == failed(f"the judge raised LookupError: no such word ({__file__}:{line})")
+    file = told_judge.__file__
+    line = 1 + Path(file).read_text().split("\n").index("            raise LookupError(text)")
+    assert first == failed(f"the judge raised LookupError: no such word ({file}:{line})")
     assert second.failed and second.reason.startswith("the judge raised SystemExit: 0 (")
     assert third.failed and "the judge must return a Verdict, but it returned str" in third.reason
     assert fourth == Verdict(0.5)
@@ -173,10 +135,10 @@ def test_one_hung_item_holds_up_no_other_one(pool, tmp_path):
 # --- deadlines ---
 
 
-@pytest.mark.parametrize("hangs", [("sleep",), ("loop",), ("loop in C",)])
+@pytest.mark.parametrize("hangs", cover.essential(["sleep", "loop", "loop in C"], "sleep"))
 def test_a_hung_item_is_ended(strict_pool, hangs):
     late = failed(f"no verdict within {deadline(0.5):g} s")
-    items = [hangs, ("score", 1.0), hangs, ("score", 2.0), hangs, ("score", 3.0)]
+    items = [(hangs,), ("score", 1.0), (hangs,), ("score", 2.0), (hangs,), ("score", 3.0)]
     assert strict_pool.judge(items) == [late, Verdict(1.0), late, Verdict(2.0), late, Verdict(3.0)]
 
 
@@ -198,6 +160,7 @@ def test_what_the_judge_has_started_ends_with_its_worker(pool, tmp_path):
     assert len(ids) == 3 and not any(map(psutil.pid_exists, ids))
 
 
+@pytest.mark.deep
 def test_no_sandbox_outlives_its_worker():
     from megatron_rl.verifiers.code import verify as verify_program
     from megatron_rl.verifiers.sandbox import Limits
@@ -205,7 +168,9 @@ def test_no_sandbox_outlives_its_worker():
     judge_program = partial(verify_program, cases=["assert f() == 1"], limits=Limits(cpu_s=100), score="all")
     before = {process.pid for process in descendants(psutil.Process())}
     with closing(Pool(judge_program, 1, 3.0)) as pool:
-        hung, right = pool.judge([f"```python\ndef f():\n    {text}\n```" for text in ("while True: pass", "return 1")])
+        hung, right = pool.judge(
+            [f"```python\ndef f():\n    {text}\n```" for text in ("import time; time.sleep(1000)", "return 1")]
+        )
         assert (hung, right) == (failed("no verdict within 3 s"), Verdict(1.0))
         left = [process for process in descendants(psutil.Process()) if process.pid not in before]
         assert len(left) == 2, "the fork server and its worker"
@@ -264,7 +229,7 @@ SCRIPT = """
     import sys
     print("begin", flush=True)
     sys.path.insert(0, {folder!r})
-    from test_verifiers_pool import judge
+    from told_judge import judge
     from megatron_rl.verifiers.pool import Pool
 
     def own(item):
@@ -311,10 +276,5 @@ def test_a_judge_that_another_process_cannot_have_is_refused():
 
 
 def test_a_judge_that_is_a_partial_function():
-    # Each fork server of the other tests imports this module, and sympy alone would double its time.
-    from megatron_rl.verifiers.mathematics import verify as verify_mathematics
-
-    judge_answer = partial(verify_mathematics, truth=r"\frac{1}{2}", mode="strict")
-    with closing(Pool(judge_answer, 2, deadline(60))) as pool:
-        verdicts = pool.judge([rf"\boxed{{{answer}}}" for answer in ("0.5", "2", r"\frac{2}{4}")])
-    assert [verdict.score for verdict in verdicts] == [1.0, 0.0, 1.0]
+    with closing(Pool(partial(scaled, factor=0.5), 2, deadline(60))) as pool:
+        assert pool.judge([1.0, 2.0]) == [Verdict(0.5), Verdict(1.0)]

@@ -125,6 +125,7 @@ def test_a_row_without_the_ground_truth_of_a_task_fails(row):
     assert verify("26", row) == Verdict(None, fault, failed=True)
 
 
+@pytest.mark.deep
 def test_the_library_is_not_imported_to_check_rows():
     code = (
         "import sys\n"
@@ -138,16 +139,32 @@ def test_the_library_is_not_imported_to_check_rows():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
 
 
-def test_errors_of_a_scorer_are_failures_of_the_row_and_no_way_out_for_an_answer():
+FACTORS, SPOILT = truth("prime_factorization", "2 × 3"), truth("prime_factorization", "two × 3")
+UNREADABLE = Verdict(0.0, "the scorer of prime_factorization cannot read the answer: ValueError")
+
+
+def test_an_error_of_a_scorer_is_no_way_out_for_an_answer():
+    assert verify("2 × 3", FACTORS) == Verdict(1.0)
+    assert verify("x", FACTORS) == UNREADABLE
+    wrong_key = truth("leg_counting", "6") | {"config": {"no_key": 1}}
+    for row, fault in [
+        (SPOILT, "invalid literal for int"),
+        (truth("no_such_task"), "not registered"),
+        (wrong_key, "no_key"),
+    ]:
+        with pytest.raises((ValueError, TypeError), match=fault):
+            verify("x", row)
+
+
+@pytest.mark.deep
+def test_errors_of_a_scorer_are_failures_of_the_row():
     verifier = GroundTruthVerifier(ReasoningGymReward(answer_timeout_s=deadline(20)), Letters(), "", 1)
-    factors = truth("prime_factorization", "2 × 3")
-    spoilt = truth("prime_factorization", "two × 3")
-    rows = [factors, factors, spoilt, truth("no_such_task"), truth("leg_counting", "6") | {"config": {"no_key": 1}}]
+    rows = [FACTORS, FACTORS, SPOILT, truth("no_such_task"), truth("leg_counting", "6") | {"config": {"no_key": 1}}]
     answers = [answer(text, row) for text, row in zip(["2 × 3", "x", "x", "1", "6"], rows)]
     right, unreadable, raised, unknown, key = verifier.score(answers)
     verifier.close()
     assert right == Verdict(1.0)
-    assert unreadable == Verdict(0.0, "the scorer of prime_factorization cannot read the answer: ValueError")
+    assert unreadable == UNREADABLE
     assert all(verdict.failed and verdict.score is None for verdict in (raised, unknown, key))
     assert raised.reason.startswith("rows.jsonl:7: the judge raised ValueError: invalid literal for int()")
     assert "Dataset 'no_such_task' not registered" in unknown.reason and "no_key" in key.reason
@@ -225,6 +242,7 @@ NO_ANSWER = {"boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rus
 """The tasks for which the library has no answer of its own, because many answers are right or none is known."""
 
 
+@pytest.mark.deep
 def test_the_library_s_own_answer_to_a_row_of_any_task_scores_1_after_json():
     tasks, own_scores, changed = task_names(), {}, []
     for task in tasks:

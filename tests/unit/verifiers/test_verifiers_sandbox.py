@@ -18,6 +18,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
+import cover
 import psutil
 import pytest
 from hostile import ATTACKS, LIMITS, ONLY_OWN_FILE_SYSTEM, SLEEPS, THREADS, program_of
@@ -27,6 +28,8 @@ from megatron_rl.verifiers import confinement, sandbox
 from megatron_rl.verifiers.sandbox import Ended, Isolation, Limits, SandboxError, isolation, run_script
 
 MEANS = ("root", "user", "landlock")
+COMPUTES = {name for name, (_, reason) in LIMITS.items() if "used the CPU" in reason}
+"""Each of these programs takes a second of the CPU."""
 TIGHT = Limits(cpu_s=1, wall_s=60, memory_bytes=1 << 29, files_bytes=1 << 20, output_bytes=100_000)
 
 
@@ -71,7 +74,7 @@ def facts(path: Path) -> tuple[int, ...]:
     return stat.st_mode, stat.st_uid, stat.st_nlink, stat.st_size, stat.st_mtime_ns
 
 
-@pytest.mark.parametrize("means", MEANS)
+@pytest.mark.parametrize("means", cover.essential(MEANS, "user"))
 def test_no_attack_does_harm(means, tmp_path):
     """Eight at a time, from threads, as verifiers call it."""
     secret = tmp_path / "canary"
@@ -96,6 +99,7 @@ def test_no_attack_does_harm(means, tmp_path):
     assert children() <= processes and set(os.listdir("/proc/self/fd")) <= descriptors
 
 
+@pytest.mark.deep
 def test_the_attacks_are_real(tmp_path):
     """Without the sandbox they succeed: here those that do no harm to a test."""
     secret = tmp_path / "canary"
@@ -165,7 +169,7 @@ def test_threads_are_limited(means):
     assert not ended.reason and 10 <= int(ended.output) < 20
 
 
-@pytest.mark.parametrize("name", LIMITS)
+@pytest.mark.parametrize("name", cover.essential(LIMITS, "computes without end", *(LIMITS.keys() - COMPUTES)))
 def test_what_exceeds_a_limit_ends_with_its_reason(name):
     program, reason = LIMITS[name]
     ended = run_script(program, "", TIGHT)

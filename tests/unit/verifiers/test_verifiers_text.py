@@ -79,6 +79,7 @@ def test_a_row_without_a_usable_text_fails(compare, truth, reason):
     assert verdict.failed and verdict.score is None
 
 
+@pytest.mark.deep
 def test_a_pattern_that_takes_for_ever_costs_only_its_own_verdict():
     cfg = TextReward(compare="regex", answer_timeout_s=1)
     verifier = GroundTruthVerifier(cfg, Letters(), "", 1)

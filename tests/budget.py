@@ -1,0 +1,185 @@
+"""A budget for each test file: the CPU seconds that it may take, processes of its tests included. (pytest plugin)
+
+    make test ARGS="--write-costs tests/budget.json"    # run a tier and write what its files took
+    make test                                           # a file that takes more than 1.5 times its budget fails
+    make test-deep ARGS="--shard 2/4"                   # the files of a shard: about a quarter of the tier's seconds
+
+Seconds are those of the reference core of tests/patience.py, so a slow or a busy machine has the same budgets. What is
+started once for many files (the server of tests/warm.py) belongs to none.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import time
+from pathlib import Path
+
+import leaks
+import pytest
+import warm
+
+BUDGET = Path(__file__).parent / "budget.json"
+FACTOR = 1.5
+SMALLEST_S = {"pure": 5.0, "other": 15.0}
+"""Budgets below these count as these: a file may be the first to import what later ones find imported, which is torch
+in the pure rooms, and vLLM or Megatron-Core in the others."""
+PROBE_S = 0.0225
+"""What `_probe` takes on the reference core."""
+TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+TIERS = {"not deep": "test", "deep": "deep"}
+
+
+class Costs:
+    """What this process and its descendants have used, file by file."""
+
+    def __init__(self) -> None:
+        self.of_file: dict[str, float] = {}
+        self._before = self._used()
+
+    def end_file(self, name: str) -> None:
+        used = self._used()
+        spent, self._before = used - self._before, used
+        self.of_file[name] = self.of_file.get(name, 0.0) + (spent / slowness() if spent > 1.0 else spent)
+        self._before = self._used()
+
+    def _used(self) -> float:
+        usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+        total = sum(usage.ru_utime + usage.ru_stime for usage in usages)
+        for pid, fields in leaks.family().items():
+            own, of_ended_children = fields[11:13], fields[13:15]
+            counted = of_ended_children if pid == warm.server_pid() else [*own, *of_ended_children]
+            total += sum(map(int, counted)) * TICK_S
+        return total
+
+
+def slowness() -> float:
+    """How many times slower than the reference core this one is now; other processes on the same core slow it down."""
+    times = []
+    for _ in range(3):
+        start = time.process_time()
+        sum(i * i % 7 for i in range(500_000))
+        times.append(time.process_time() - start)
+    return max(1.0, sorted(times)[1] / PROBE_S)
+
+
+_costs = pytest.StashKey[Costs]()
+_all = pytest.StashKey[dict[str, float]]()
+
+
+def pytest_addoption(parser):
+    parser.addoption("--write-costs", metavar="FILE", help="write the CPU seconds of each file into a budget")
+    parser.addoption("--shard", metavar="I/N", help="run the I-th of N parts, 1 to N, of about equal budgets")
+
+
+def pytest_configure(config):
+    config.stash[_all] = {}
+
+
+def pytest_sessionstart(session):
+    session.config.stash[_costs] = Costs()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item, nextitem):
+    result = yield
+    if nextitem is None or nextitem.path != item.path:
+        item.config.stash[_costs].end_file(item.nodeid.partition("::")[0])
+    return result
+
+
+def pytest_sessionfinish(session):
+    config = session.config
+    costs = config.stash[_costs].of_file
+    if hasattr(config, "workeroutput"):
+        config.workeroutput["costs"] = costs
+        return
+    config.stash[_all].update(costs)
+    tier = tier_of(config)
+    if target := config.getoption("--write-costs"):
+        write(Path(target), tier or "all", config.stash[_all])
+    elif budget := json.loads(BUDGET.read_text()).get(tier or ""):
+        config.stash[_over] = over(config.stash[_all], budget)
+        if config.stash[_over] and not session.exitstatus:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+_over = pytest.StashKey[list[str]]()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    for name, seconds in getattr(node, "workeroutput", {}).get("costs", {}).items():
+        total = node.config.stash[_all]
+        total[name] = total.get(name, 0.0) + seconds
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    costs = config.stash[_all]
+    terminalreporter.write_line(f"{sum(costs.values()):.0f} CPU seconds in {len(costs)} files")
+    for line in config.stash.get(_over, []):
+        terminalreporter.write_line(line, red=True)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config, items):
+    if not config.getoption("--shard"):
+        return
+    index, count = map(int, config.getoption("--shard").split("/"))
+    assert 1 <= index <= count, f"--shard {index}/{count}: the first number is one of 1 to {count}"
+    budget = json.loads(BUDGET.read_text()).get(tier_of(config) or "", {})
+    files = {item.nodeid.partition("::")[0] for item in items}
+    if len(files) == 1:  # its tests, in their order
+        mine = items[len(items) * (index - 1) // count : len(items) * index // count]
+    else:
+        chosen = shard(files, budget, index - 1, count)
+        mine = [item for item in items if item.nodeid.partition("::")[0] in chosen]
+    config.hook.pytest_deselected(items=[item for item in items if item not in mine])
+    items[:] = mine
+
+
+def shard(names: set[str], budget: dict[str, float], index: int, count: int) -> set[str]:
+    """The files of one of `count` parts whose budgets are about equal: the largest file goes to the smallest part."""
+    parts: list[tuple[float, set[str]]] = [(0.0, set()) for _ in range(count)]
+    for name in sorted(names, key=lambda name: (-budget.get(name, 1.0), name)):
+        smallest = min(range(count), key=lambda i: parts[i][0])
+        seconds, part = parts[smallest]
+        parts[smallest] = seconds + budget.get(name, 1.0), part | {name}
+    return parts[index][1]
+
+
+def tier_of(config) -> str | None:
+    """The tier whose files run whole; None where somebody has chosen single tests."""
+    chosen = config.getoption("keyword") or any("::" in argument for argument in config.args)
+    return None if chosen or config.getoption("--all") else TIERS.get(config.getoption("markexpr"))
+
+
+def over(costs: dict[str, float], budget: dict[str, float]) -> list[str]:
+    """A sentence for each file that took too much, or that has no budget."""
+    lines = []
+    for name, seconds in sorted(costs.items()):
+        smallest = SMALLEST_S["pure" if is_pure(name) else "other"]
+        allowed = FACTOR * max(budget.get(name, 0.0), smallest)
+        if seconds > allowed:
+            lines.append(
+                f"{name} took {seconds:.1f} CPU seconds, and its budget in tests/budget.json is"
+                f" {budget.get(name, 0.0):.1f}: make it cheaper, mark what is dear and redundant as deep"
+                " (tests/cover.py), or, if the new proof is worth it, write a new budget (tests/budget.py)"
+            )
+    return lines
+
+
+def is_pure(name: str) -> bool:
+    makefile = (Path(__file__).parents[1] / "Makefile").read_text()
+    pure = next(line for line in makefile.splitlines() if line.startswith("pure := ")).split()[2:]
+    return name.startswith(("tests/house/", *(f"tests/unit/{room}/" for room in pure)))
+
+
+def write(target: Path, tier: str, costs: dict[str, float]) -> None:
+    """Replace the budgets of the files that ran; the others stay, unless their file is gone."""
+    known = json.loads(target.read_text()) if target.exists() else {}
+    merged = known.get(tier, {}) | {name: round(seconds, 1) for name, seconds in costs.items()}
+    root = Path(__file__).parents[1]
+    known[tier] = {name: merged[name] for name in sorted(merged) if (root / name).exists()}
+    target.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")

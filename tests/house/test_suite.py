@@ -1,0 +1,168 @@
+"""The suite's own rules: what a test leaves behind, a test that hangs, a file above its budget, and tiers are told by
+name. Each rule is seen to fail."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import budget
+import cover
+import leaks
+import pytest
+
+TESTS = Path(__file__).parents[1]
+
+BAD = """
+import os, signal, socket, subprocess, sys, time
+import leaks
+import pytest
+
+kept = []
+
+def test_clean():
+    subprocess.run([sys.executable, "-c", ""], check=True)
+
+def test_leaves_a_process():
+    kept.append(subprocess.Popen(["sleep", "20"]))
+
+def test_leaves_an_orphan():
+    subprocess.run(["sh", "-c", "sleep 20 & exit"], check=True, start_new_session=True)
+
+def test_leaves_a_port():
+    kept.append(socket.create_server(("127.0.0.1", 0)))
+
+def test_leaves_a_variable():
+    os.environ["LEFT_BEHIND"] = "1"
+
+def test_leaves_a_folder(tmp_path):
+    os.chdir(tmp_path)
+
+def test_leaves_shared_memory():
+    (leaks.SHARED_MEMORY / "left_behind").touch()
+
+@pytest.fixture(scope="module")
+def server():
+    one = subprocess.Popen(["sleep", "20"])
+    yield one
+    one.kill()
+    one.wait()
+
+def test_has_a_server(server):
+    with leaks.lasting("module"):
+        started = subprocess.Popen(["sleep", "20"])
+    kept.append(started)
+
+def test_ends_what_was_to_last():
+    kept[-1].kill()
+    kept[-1].wait()
+
+@pytest.mark.deadline(0.2)
+def test_hangs():
+    time.sleep(60)
+
+def test_last():
+    pass
+"""
+
+
+CONFTEST = """
+import leaks
+
+pytest_plugins = ["leaks", "deadlines"]
+leaks.GRACE_S = 0.5
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "deadline(seconds)")
+"""
+
+
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory):
+    """What pytest says of these tests: {name: [outcomes and messages]}."""
+    folder = tmp_path_factory.mktemp("bad")
+    (folder / "test_bad.py").write_text(BAD)
+    (folder / "conftest.py").write_text(CONFTEST)
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "-rA", "--tb=line", "-c", os.devnull]
+    done = subprocess.run(
+        [*command, "--rootdir", folder, folder],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(TESTS)},
+    )
+    return done.stdout
+
+
+OWN = pytest.mark.skipif(not leaks.shared_memory_is_own(), reason="shared memory of their own takes the right to mount")
+
+
+@pytest.mark.parametrize(
+    ("name", "left"),
+    [
+        ("test_leaves_a_process", "process"),
+        ("test_leaves_a_port", "port"),
+        ("test_leaves_a_variable", "variable LEFT_BEHIND=1"),
+        ("test_leaves_a_folder", "working folder"),
+        pytest.param("test_leaves_shared_memory", "shared memory left_behind", marks=OWN),
+        ("test_last", "sleep 20"),  # an orphan is found at the end of its module
+    ],
+)
+def test_what_is_left_behind_fails_the_test_by_name(outcome, name, left):
+    [line] = [line for line in outcome.splitlines() if f"::{name} leaves behind: " in line and left in line][:1]
+    assert "leaves behind: " in line
+
+
+def test_a_test_that_hangs_is_ended_and_named(outcome):
+    assert "::test_hangs has not ended by its deadline of 0 s" in outcome
+
+
+def test_what_may_last_and_what_is_clean_passes(outcome):
+    passed = {line.partition("::")[2] for line in outcome.splitlines() if line.startswith("PASSED")}
+    failed = {line.partition("::")[2].partition(" ")[0] for line in outcome.splitlines() if line.startswith("ERROR")}
+    assert {"test_clean", "test_has_a_server", "test_ends_what_was_to_last"} <= passed - failed, outcome
+
+
+def test_a_file_above_its_budget_is_named():
+    budgets = {"tests/dist/test_a.py": 20.0, "tests/unit/balance/test_b.py": 6.0}
+    at_most = {"tests/dist/test_a.py": 30.0, "tests/unit/balance/test_b.py": 9.0, "tests/unit/balance/test_new.py": 7.5}
+    assert budget.over(at_most, budgets) == []
+    for name in at_most:
+        [line] = budget.over(at_most | {name: at_most[name] + 0.1}, budgets)
+        assert name in line and "its budget" in line and "tests/cover.py" in line
+
+
+def test_shards_are_all_files_once_and_about_equal():
+    budgets = {f"tests/test_{i}.py": float(i % 7 + 1) for i in range(40)}
+    parts = [budget.shard(set(budgets), budgets, index, 4) for index in range(4)]
+    assert sorted(name for part in parts for name in part) == sorted(budgets)
+    seconds = [sum(budgets[name] for name in part) for part in parts]
+    assert max(seconds) - min(seconds) <= 7
+
+
+def test_a_budget_keeps_what_did_not_run_and_forgets_files_that_are_gone(tmp_path):
+    target = tmp_path / "budget.json"
+    target.write_text(
+        json.dumps({"test": {"tests/gone.py": 1.0, "tests/cover.py": 2.0}, "deep": {"tests/leaks.py": 1.0}})
+    )
+    budget.write(target, "test", {"tests/budget.py": 3.04})
+    assert json.loads(target.read_text()) == {
+        "test": {"tests/budget.py": 3.0, "tests/cover.py": 2.0},
+        "deep": {"tests/leaks.py": 1.0},
+    }
+
+
+def test_cases_that_are_not_essential_are_deep():
+    cases = cover.essential(["tp2", ("pp2", 3)], "tp2")
+    assert cases[0] == "tp2" and cases[1].values == ("pp2", 3)
+    assert [mark.name for mark in cases[1].marks] == ["deep"]
+    with pytest.raises(AssertionError, match="cp2 is not one of the cases"):
+        cover.essential(["tp2"], "cp2")
+
+
+def test_every_budget_is_of_a_file_that_exists():
+    budgets = json.loads(budget.BUDGET.read_text())
+    assert [name for tier in budgets.values() for name in tier if not (TESTS.parent / name).exists()] == []

@@ -1,0 +1,224 @@
+"""A test that leaves something behind fails by name: a process, a listening port, shared memory, a changed environment
+or working folder. (pytest plugin)
+
+What a fixture of a module or a session starts may live until the end of that scope; so may what is started inside
+`lasting`. Processes are known by a variable of the environment that they inherit, so an orphan is found too, at the end
+of its module at the latest.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+
+MARK = "MEGATRON_RL_TESTS"
+os.environ[MARK] = _TAG = uuid.uuid4().hex
+SHARED_MEMORY = Path("/dev/shm")
+LISTEN = "0A"
+CLONE_NEWNS, MS_REC, MS_PRIVATE = 0x20000, 0x4000, 1 << 18
+GRACE_S = 5.0
+"""How long what is being taken down may take to disappear: a process that was killed, a name that is removed next."""
+
+_allowed: dict[str, set] = {"module": set(), "session": set()}
+"""What may live until the end of a module or of the session: (kind, which one)."""
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat behind the name: [0] is the state, [11:15] are clock ticks, [19] is the start."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
+def children() -> set:
+    """The living descendants of this process."""
+    found, asked = set(), [os.getpid()]
+    while asked:
+        pid = asked.pop()
+        try:
+            fields = _stat(pid)
+            tasks = os.listdir(f"/proc/{pid}/task")
+            asked += [int(c) for t in tasks for c in Path(f"/proc/{pid}/task/{t}/children").read_text().split()]
+        except OSError:  # it ended meanwhile
+            continue
+        if pid != os.getpid() and fields[0] not in "ZX":
+            found.add(("process", pid, fields[19]))
+    return found
+
+
+_ours: dict[tuple[int, str], bool] = {}
+
+
+def family() -> dict[int, list[str]]:
+    """The fields of /proc/PID/stat behind the name, of every process that descends from this one, orphans too."""
+    found = {}
+    for name in os.listdir("/proc"):
+        if not name.isdigit() or int(name) == os.getpid():
+            continue
+        pid = int(name)
+        try:
+            fields = _stat(pid)
+            key = pid, fields[19]
+            if key not in _ours:
+                _ours[key] = f"{MARK}={_TAG}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            if _ours[key]:
+                found[pid] = fields
+        except OSError:
+            continue
+    return found
+
+
+def listening() -> set:
+    """The sockets of this process that listen."""
+    links = []
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            links.append(os.readlink(f"/proc/self/fd/{name}"))
+        except OSError:  # that of the listing itself
+            continue
+    return _listening(frozenset(link for link in links if link.startswith("socket:[")))
+
+
+@lru_cache(maxsize=1)
+def _listening(sockets: frozenset[str]) -> frozenset:
+    """Those of some sockets that listen. The kernel's table is slow to read, and most tests open no socket."""
+    found = set()
+    for name in ("tcp", "tcp6") if sockets else ():
+        for line in Path(f"/proc/self/net/{name}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == LISTEN and (link := f"socket:[{fields[9]}]") in sockets:
+                found.add(("port", int(fields[1].rpartition(":")[2], 16), link))
+    return frozenset(found)
+
+
+def _own_shared_memory() -> bool:
+    """Give this process and what it starts a /dev/shm of their own, so that every name there is of these tests. It
+    takes the right to mount; without it nobody looks at shared memory."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(CLONE_NEWNS) != 0:
+        return False
+    private = libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None) == 0
+    return private and libc.mount(b"tmpfs", str(SHARED_MEMORY).encode(), b"tmpfs", 0, None) == 0
+
+
+def pytest_sessionstart(session):
+    global _is_own
+    if not hasattr(session.config, "workerinput") and session.config.getoption("numprocesses", None):
+        return  # the tests run in other processes
+    _is_own = sys.platform == "linux" and _own_shared_memory()
+
+
+_is_own = False
+
+
+def shared_memory_is_own() -> bool:
+    return _is_own
+
+
+def shared_memory() -> set:
+    return {("shared memory", name) for name in os.listdir(SHARED_MEMORY)} if _is_own else set()
+
+
+def surroundings() -> set:
+    variables = {("variable", name, value) for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+    return variables | {("working folder", os.getcwd())}
+
+
+def everything() -> set:
+    return children() | listening() | shared_memory() | surroundings()
+
+
+@contextmanager
+def lasting(until: str = "session") -> Iterator[None]:
+    """What is started in this block, or changed in the environment, may live until the end of the module or of the
+    session."""
+    before = everything()
+    try:
+        yield
+    finally:
+        _allowed[until] |= everything() - before
+
+
+def _left(before: set, look) -> set:
+    """What is new, as soon as it does not go away any more."""
+    end = time.monotonic() + GRACE_S
+    while True:
+        new = look() - before - _allowed["module"] - _allowed["session"]
+        if not new or time.monotonic() > end:
+            return new
+        gc.collect()
+        time.sleep(0.05)
+
+
+def described(left: set) -> str:
+    def words(one: tuple) -> str:
+        if one[0] == "process":
+            try:
+                command = Path(f"/proc/{one[1]}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            except OSError:
+                command = "ended meanwhile"
+            return f"process {one[1]} ({command.strip()[:100]})"
+        return f"{one[0]} {one[1]}" + (f"={one[2]}" if one[0] == "variable" else "")
+
+    return ", ".join(sorted(map(words, left)))
+
+
+_before = pytest.StashKey[set]()
+_before_module: set = set()
+_failed = pytest.StashKey[bool]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item):
+    report = yield
+    item.stash[_failed] = item.stash.get(_failed, False) or report.failed
+    return report
+
+
+def _whole_family() -> set:
+    return {("process", pid, fields[19]) for pid, fields in family().items() if fields[0] not in "ZX"}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    global _before_module
+    item.stash[_before] = everything()
+    if not _allowed["module"] and item.path not in _seen:
+        _seen.add(item.path)
+        _before_module = item.stash[_before] | _whole_family()
+
+
+_seen: set[Path] = set()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef):
+    if fixturedef.scope in ("function", "class"):
+        return (yield)
+    with lasting("module" if fixturedef.scope == "module" else "session"):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_teardown(item, nextitem):
+    """Runs after the test's own teardown, and after that of its module if it was the last one there. The traceback of a
+    test that failed may hold anything, so nothing more is said of it."""
+    result = yield
+    item.funcargs.clear()  # pytest keeps the values of fixtures for a moment longer
+    if nextitem is None or nextitem.path != item.path:
+        _allowed["module"].clear()
+        left = _left(_before_module, lambda: everything() | _whole_family())
+    else:
+        left = _left(item.stash[_before], everything)
+    _allowed["session"] |= left  # it is told once
+    if left and not item.stash.get(_failed, False):
+        pytest.fail(f"{item.nodeid} leaves behind: {described(left)}", pytrace=False)
+    return result
