@@ -1,5 +1,5 @@
 # make demo: watch a tiny model learn.
-# make check: style, types and the pure tests; a minute.
+# make check: style, types and the pure tests.
 # make test: these and the essentials of every room: real processes, the real engine, the real loop with kills.
 # make test-deep: everything else that a change can break.   make test-touched: as much of it as a change touches.
 # make test-all: both, with every combination where the others run a pairwise cover.
