@@ -1,4 +1,4 @@
-"""Rows and rewards in the forms of other projects, and a mixture of domains through the real loop."""
+"""Rows and rewards in the forms of other projects, and a mixture of domains, through the real loop."""
 
 from __future__ import annotations
 
@@ -13,6 +13,29 @@ from megatron_rl.recipes.tiny.gsm8k import write_model
 from megatron_rl.verifiers import RewardSet, TrainerState
 from megatron_rl.verifiers.answer import Answer
 
+OTHERS = "configs/run/gsm8k_tiny_cpu.yaml"
+FROM = "configs/run/from_{}.yaml"
+
+
+@pytest.fixture
+def run_of(recipe):
+    write_model(recipe.folder / "runs" / "gsm8k_tiny")
+
+    def records(*arguments: str) -> list[dict]:
+        run = recipe.run("recipes/grpo.py", *arguments)
+        assert run.returncode == 0, run.stdout + run.stderr
+        [metrics] = (recipe.folder / "runs" / "gsm8k_tiny").glob(f"*/{METRICS}")
+        return [record for record in read_lines(metrics) if "reward/mean" in record]
+
+    return records
+
+
+def test_rows_and_rewards_of_trl_train_without_an_edit(run_of):
+    [record] = run_of(OTHERS, FROM.format("trl"), "run.steps=1", "policy.parallel.tensor=1")
+    assert record["reward/mean"] > 0 and record["grad_norm"] > 0
+    for name in ("accuracy", "digits"):
+        assert record[f"reward/{name}/abstained"] == record[f"reward/{name}/failed"] == 0
+
 
 @pytest.mark.parametrize(
     ("project", "column", "deciding", "other"),
@@ -26,10 +49,10 @@ def test_rows_and_rewards_of_another_project_score_answers_without_an_edit(
     recipe, monkeypatch, project, column, deciding, other
 ):
     """All rows, as a run reads them, with a right answer and a wrong one to each, as a verifier's process scores them.
-    tests/e2e/test_asynchronous.py trains on TRL's."""
+    The run of TRL's rows shows that a loop trains on such scores."""
     monkeypatch.chdir(recipe.folder)
     write_model(recipe.folder / "runs" / "gsm8k_tiny")
-    config = load_config(GrpoRunConfig, ["configs/run/gsm8k_tiny_cpu.yaml", f"configs/run/from_{project}.yaml"])
+    config = load_config(GrpoRunConfig, [OTHERS, FROM.format(project)])
     tokenizer = open_tokenizer(config.model.path)
     prompts = [prompt for _, prompt in read_prompts(config, tokenizer).train.take(16)]
     assert len({prompt.uid for prompt in prompts}) == 16
@@ -52,14 +75,8 @@ def test_rows_and_rewards_of_another_project_score_answers_without_an_edit(
 
 
 @pytest.mark.deep
-def test_each_domain_of_a_mixture_has_its_verifier(recipe):
-    folder = recipe.folder / "runs" / "gsm8k_tiny"
-    write_model(folder)
-    run = recipe.run(
-        "recipes/grpo.py", "configs/run/olmo_tiny_cpu.yaml", "run.steps=2", "rollout.active_sampling=false"
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
-    records = [record for record in read_lines(folder / "olmo" / METRICS) if "reward/mean" in record]
+def test_each_domain_of_a_mixture_has_its_verifier(run_of):
+    records = run_of("configs/run/olmo_tiny_cpu.yaml", "run.steps=2", "rollout.active_sampling=false")
     # Whether a step of a random model has a signal to learn from is chance; each step has its groups and verdicts.
     assert len(records) == 2
     for record in records:

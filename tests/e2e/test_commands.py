@@ -14,7 +14,8 @@ import pytest
 def test_supervised_training_learns_and_counts_what_it_skips(recipe, run_here, task):
     lines = (task / "demonstrations.jsonl").read_text().splitlines()[:200]
     (recipe.folder / "rows.jsonl").write_text("\n".join([*lines, '{"prompt": "1+1="}']) + "\n")
-    arguments = sft(task, "sft.rows=rows.jsonl")
+    arguments = ["recipes/sft.py", "configs/run/tiny_sft.yaml", f"model.path={task}/model", "sft.rows=rows.jsonl"]
+    arguments += ["policy.parallel.tensor=1"]
     refused = run_here(*arguments)
     assert refused.returncode == 1 and "rows.jsonl:201" in refused.stdout
     done = recipe.run(*arguments, "sft.on_bad_row=skip", "run.steps=12", "policy.optimizer.warmup_steps=2")
@@ -78,18 +79,12 @@ def test_a_shell_sees_a_refusal_as_status_1_and_no_traceback(recipe, task):
     assert "Traceback" not in done.stdout and done.stderr == ""
 
 
-def sft(task, *changes: str) -> list[str]:
-    files = [f"model.path={task}/model", f"sft.rows={task}/demonstrations.jsonl"]
-    return ["recipes/sft.py", "configs/run/tiny_sft.yaml", *files, "policy.parallel.tensor=1", *changes]
-
-
 @pytest.mark.parametrize(
-    ("recipes", "number", "status", "when"),
-    [(tiny, signal.SIGUSR1, 138, "driver.log"), (sft, signal.SIGTERM, 143, "trainer_0.log")],
+    ("number", "status", "when"), [(signal.SIGUSR1, 138, "driver.log"), (signal.SIGTERM, 143, "trainer_0.log")]
 )
-def test_a_stop_while_starting_is_prompt_and_says_that_nothing_was_saved(recipe, task, recipes, number, status, when):
+def test_a_stop_while_starting_is_prompt_and_says_that_nothing_was_saved(recipe, task, number, status, when):
     """Before Ray starts, and when its processes do."""
-    run = recipe.start(*recipes(task, "run.name=stopped"))
+    run = recipe.start(*tiny(task, "run.name=stopped", "policy.parallel.tensor=1"))
     folder = recipe.folder / "runs" / "stopped"
     recipe.wait_until(run, (folder / "logs" / when).exists)
     run.send_signal(number)
