@@ -6,6 +6,8 @@
 # make test-slurm: jobs under a real Slurm on this machine (as root: it installs Debian's slurm-wlm and munge).
 # Each makes .venv first when it is missing. ARGS are for pytest, or for tools/touched.py: make test ARGS="-k resume".
 export OMP_NUM_THREADS ?= 1
+# Without files of bytecode each of the tests' processes compiles the project again, about a second.
+unexport PYTHONDONTWRITEBYTECODE
 python := .venv/bin/python
 # Three processes for two cores, each with whole files: most tests wait for other processes, or keep one core busy.
 # The order is that of testpaths, with the long files first.

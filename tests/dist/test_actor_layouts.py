@@ -188,7 +188,7 @@ TRAINED = (
     "pp2_dp2_empty_microbatch",
 )
 """Each way in which an optimizer's state can be split, and in which a mini-batch can be dealt."""
-OF_TRAINED = ("one_recompute", "tp2_pp2_vpp2", "tp2_dp2_empty_microbatch", "cp2_dp2_empty_microbatch")
+OF_TRAINED = ("one_recompute", "tp2_pp2_vpp2", "cp2_dp2_empty_microbatch")
 
 
 @pytest.mark.parametrize("name", cover.essential(TRAINED, *OF_TRAINED))
@@ -284,7 +284,7 @@ def at_tokens(request, model_folder, rewarded):
 OF_TOKENS = ("one_many_microbatches", "tp2", "pp2_dp2_empty_microbatch", "cp2_dp2_empty_microbatch", "tp2_pp2_vpp2")
 
 
-@pytest.mark.parametrize("name", cover.essential(OF_TOKENS, "one_many_microbatches", "pp2_dp2_empty_microbatch"))
+@pytest.mark.parametrize("name", cover.essential(OF_TOKENS, "pp2_dp2_empty_microbatch"))
 def test_advantages_of_tokens_in_every_layout(trainers, model_folder, rewarded, at_tokens, name):
     algorithm, expected = at_tokens
     layout = LAYOUTS[name]

@@ -75,6 +75,7 @@ def test_megatron_loads_what_the_actor_loads_from_the_folder(model_folder, tied_
     run(convert_ranks.load_into_actor, cases, tmp_path)
 
 
+@pytest.mark.deep
 def test_megatron_loads_what_the_actor_saves(model_folder, tied_model_folder, tmp_path):
     """Saved on the first mesh, loaded on all of them."""
     cases = [

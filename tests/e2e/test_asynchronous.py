@@ -22,6 +22,7 @@ from megatron_rl.rollout.progress import MAX_SAMPLES, ROW
 
 MAX_LAG = 2
 """With 2 groups of 8 answers a step, each group is dealt to engines in two parts."""
+ALONE = ["rollout.num_engines=1", "cluster.verifiers=1"]
 
 
 def arguments(task: Path, steps: int) -> list[str]:
@@ -92,6 +93,39 @@ class Killer:
 
 
 @pytest.mark.deadline(900)
+def test_an_engine_that_dies_costs_no_token(recipe, task):
+    folder, seen = recipe.folder / "runs" / "stream", {}
+    run = recipe.start(*arguments(task, steps=1000), *ALONE)
+    killer = Killer(recipe, run, folder)
+    killer.kill(0, num_rows=100)
+    groups = {answer // MAX_SAMPLES for answer in killer.rows}
+
+    def verified() -> bool:
+        killer.keep()
+        seen.update(read_journal(killer.kept))
+        return groups <= seen.keys() and len(metrics(folder)) > MAX_LAG
+
+    recipe.wait_until(run, verified)
+    run.send_signal(signal.SIGTERM)
+    assert run.wait(recipe.deadline_s) == 143, (recipe.folder / "out.txt").read_text()
+    assert "is replaced" in (folder / "logs" / "driver.log").read_text()
+    check_answers(killer, seen)
+    for record in metrics(folder):
+        assert record["rollout/num_samples"] == 16 and np.isfinite(record["loss"])
+        assert record.get("mismatch/mean_abs", 0) < 1e-4 and record["lag/max"] <= MAX_LAG
+
+
+def check_answers(killer: Killer, seen: dict) -> None:
+    """What the dead engines had recorded is what the verified answers begin with."""
+    for answer, parts in killer.rows.items():
+        tokens, mine = seen[answer // MAX_SAMPLES].tokens[answer % MAX_SAMPLES], np.concatenate(parts)
+        actions = tokens.action_mask
+        for name, column in (("token", tokens.ids), ("version", tokens.version), ("logp", tokens.logp_rollout)):
+            assert column[actions][: len(mine)].tolist() == mine[name].tolist(), "no token was sampled again"
+
+
+@pytest.mark.deep
+@pytest.mark.deadline(900)
 @pytest.mark.parametrize("num_kills", [1, 20] if cover.everything else [1])
 def test_kills_cost_no_token_and_no_group(recipe, task, num_kills):
     folder, random = recipe.folder / "runs" / "stream", np.random.default_rng()
@@ -116,15 +150,10 @@ def test_kills_cost_no_token_and_no_group(recipe, task, num_kills):
     run.wait()
     seen, before = read_journal(killer.kept), read_journal(folder / "journal")
     assert (folder / "logs" / "driver.log").read_text().count("is replaced") == num_kills
-    for answer, parts in killer.rows.items():
-        tokens, mine = seen[answer // MAX_SAMPLES].tokens[answer % MAX_SAMPLES], np.concatenate(parts)
-        actions = tokens.action_mask
-        for name, column in (("token", tokens.ids), ("version", tokens.version), ("logp", tokens.logp_rollout)):
-            assert column[actions][: len(mine)].tolist() == mine[name].tolist(), "no token was sampled again"
+    check_answers(killer, seen)
 
     resumed_at = max(find_checkpoints(folder / "checkpoints"))
-    alone = ["rollout.num_engines=1", "cluster.verifiers=1"]
-    command = [*arguments(task, 1000), *alone, "--resume", "auto"]
+    command = [*arguments(task, 1000), *ALONE, "--resume", "auto"]
     num_steps = stop_while_rewards_are_computed(recipe, command, folder, num_more=4)
     records = metrics(folder)
     assert num_steps >= resumed_at + 4 and [record["step"] for record in records] == list(range(num_steps))

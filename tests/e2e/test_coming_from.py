@@ -30,6 +30,7 @@ def run_of(recipe):
     return records
 
 
+@pytest.mark.deep
 def test_rows_and_rewards_of_trl_train_without_an_edit(run_of):
     [record] = run_of(OTHERS, FROM.format("trl"), "run.steps=1", "policy.parallel.tensor=1")
     assert record["reward/mean"] > 0 and record["grad_norm"] > 0

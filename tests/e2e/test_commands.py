@@ -8,6 +8,7 @@ import math
 import shutil
 import signal
 
+import cover
 import pytest
 
 
@@ -79,9 +80,10 @@ def test_a_shell_sees_a_refusal_as_status_1_and_no_traceback(recipe, task):
     assert "Traceback" not in done.stdout and done.stderr == ""
 
 
-@pytest.mark.parametrize(
-    ("number", "status", "when"), [(signal.SIGUSR1, 138, "driver.log"), (signal.SIGTERM, 143, "trainer_0.log")]
-)
+STOPS = [(signal.SIGUSR1, 138, "driver.log"), (signal.SIGTERM, 143, "trainer_0.log")]
+
+
+@pytest.mark.parametrize(("number", "status", "when"), cover.essential(STOPS, STOPS[0]))
 def test_a_stop_while_starting_is_prompt_and_says_that_nothing_was_saved(recipe, task, number, status, when):
     """Before Ray starts, and when its processes do."""
     run = recipe.start(*tiny(task, "run.name=stopped", "policy.parallel.tensor=1"))

@@ -8,6 +8,7 @@ import filecmp
 import json
 import os
 import re
+import shutil
 import signal
 from contextlib import suppress
 from pathlib import Path
@@ -76,7 +77,7 @@ def whole(task, tmp_path_factory) -> Path:
     """The folder of the undisturbed run. It evaluates every second step, which the runs without evaluation show to
     change nothing."""
     recipe = Recipe(tmp_path_factory.mktemp("whole"))
-    done = recipe.run(*arguments(task, "whole"), "eval.every=2", "rollout.dump=true")
+    done = recipe.run(*arguments(task, "whole"), "eval.every=2", "rollout.dump=true", "checkpoint.every=2")
     assert done.returncode == 0, done.stdout + done.stderr
     return recipe.folder / "runs" / "whole"
 
@@ -90,7 +91,7 @@ def opened(task, tmp_path_factory) -> list[str]:
 
 
 @pytest.mark.deadline(900)
-def test_kills_and_stops_change_no_number_and_leave_nothing(recipe, run_here, task, whole, opened):
+def test_the_undisturbed_run_and_its_export(recipe, run_here, whole):
     expected = lines(whole)
     assert [record["step"] for record in expected] == [0, 1, 2, 3, 4]
     assert expected[0]["loss"] != expected[1]["loss"] and expected[0]["grad_norm"] > 0
@@ -111,6 +112,34 @@ def test_kills_and_stops_change_no_number_and_leave_nothing(recipe, run_here, ta
     assert of_ranks.keys() == exported_tensors.keys()
     assert all(torch.equal(tensor, exported_tensors[name]) for name, tensor in of_ranks.items())
 
+
+@pytest.mark.deadline(900)
+def test_a_resumed_run_in_which_every_process_dies_has_the_same_numbers(recipe, task, whole):
+    """It goes on from what the undisturbed run has left at step 2. In step 3 the verifier, the engine and a trainer
+    rank die together; the state of the trainer comes from a mirror."""
+    folder = recipe.folder / "runs" / "whole"
+    shutil.copytree(whole, folder)
+    shutil.rmtree(folder / "checkpoints" / "step_000004")
+    (recipe.folder / "gate").touch()
+    changes = ["data.eval=null", "cluster.mirror=true", "rollout.dump=false", "checkpoint.every=2"]
+    run = recipe.start(*arguments(task, "whole"), *changes, "--resume", "auto")
+    recipe.wait_until(run, (recipe.folder / "waiting").exists)  # a verifier's first call, of step 2, does not wait
+    for name in ("VerifierRank", "TrainerRank", "EngineRank"):
+        recipe.process(run, f"ray::{name}").kill()
+    (recipe.folder / "gate").unlink()
+    assert run.wait(recipe.deadline_s) == 0, (recipe.folder / "out.txt").read_text()
+    assert lines(folder) == lines(whole)
+    assert [record["verifier/restarts"] for record in read_lines(folder / METRICS)[:4]] == [0, 0, 0, 1]
+    assert re.search(
+        r"the trainer was started anew and continues with step 3, because trainer rank \d .*died",
+        (folder / "logs" / "warnings.log").read_text(),
+    )
+    assert "is replaced" in (folder / "logs" / "driver.log").read_text()
+
+
+@pytest.mark.deep
+@pytest.mark.deadline(900)
+def test_kills_and_stops_change_no_number_and_leave_nothing(recipe, run_here, task, whole, opened):
     folder = recipe.folder / "runs" / "broken"
     broken = [*arguments(task, "broken"), *opened, "data.eval=null"]
     stop_after_three_deaths(recipe, [*broken, "cluster.mirror=true"], folder)
@@ -119,7 +148,7 @@ def test_kills_and_stops_change_no_number_and_leave_nothing(recipe, run_here, ta
     (recipe.folder / "gate").unlink()
     resumed = recipe.run(*broken, "--resume", "auto")
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
-    assert lines(folder) == expected
+    assert lines(folder) == lines(whole)
 
 
 def stop_after_three_deaths(recipe, command: list[str], folder: Path) -> None:

@@ -18,8 +18,6 @@ from typing import NamedTuple
 import cover
 import pytest
 
-from megatron_rl.recipes.launch import console
-
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "megatron_rl"
 LAYERS = {
@@ -223,7 +221,7 @@ def run_here(folder) -> Callable[..., str]:
         variables, path, text = dict(os.environ), list(sys.path), StringIO()
         try:
             with pytest.MonkeyPatch.context() as patch, redirect_stdout(text), redirect_stderr(text), chdir(folder):
-                patch.setattr(console, "width", width)
+                patch.setattr(import_module("megatron_rl.recipes.launch").console, "width", width)
                 status = import_module(name).main(arguments)
         finally:  # recipes set variables when they are imported
             os.environ.clear()

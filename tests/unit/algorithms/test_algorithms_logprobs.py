@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from leaks import lasting
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -226,7 +227,7 @@ def test_only_needed_gradients_are_computed(needed):
     hidden, weight, target, grads = inputs()
     expected, grad_hidden, grad_weight = plain(hidden, weight, target, [grads[0], None])
     one = {"hidden": hidden, "weight": weight}[needed].requires_grad_()
-    with Recorder() as recorder:
+    with lasting(), Recorder() as recorder:
         logp, entropy = token_logprobs(hidden, weight, target, VocabularyShard(VOCAB_SIZE), temperature=TEMPERATURE)
         logp.backward(grads[0])
     assert entropy is None
@@ -235,7 +236,8 @@ def test_only_needed_gradients_are_computed(needed):
 
 
 class Recorder(TorchDispatchMode):
-    """The largest tensor that an operation made, and the number of matrix products."""
+    """The largest tensor that an operation made, and the number of matrix products. The first one imports torch's
+    compiler, which sets a variable of the environment."""
 
     largest = 0
     num_products = 0
@@ -256,7 +258,7 @@ def test_no_tensor_holds_all_logits(monkeypatch, dtype):
     hidden = torch.randn(num_tokens, hidden_size, dtype=dtype, requires_grad=True)
     weight = torch.randn(vocab_size, hidden_size, dtype=dtype, requires_grad=True)
     target = torch.randint(vocab_size, (num_tokens,))
-    with Recorder() as recorder:
+    with lasting(), Recorder() as recorder:
         values = token_logprobs(hidden, weight, target, VocabularyShard(vocab_size), temperature=1.0, entropy=True)
         sum(x.sum() for x in values).backward()
     assert recorder.num_products == 4 * num_tokens / chunk, "backward was seen too"

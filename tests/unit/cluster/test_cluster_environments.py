@@ -77,6 +77,7 @@ def test_an_environment_stays_in_its_process_whose_death_costs_its_own_answers_a
     ]
 
 
+@pytest.mark.deep
 def test_a_process_that_does_not_answer_is_started_anew(tmp_path):
     async def play() -> None:
         sessions = remote("Blocks", tmp_path, processes=1, step_timeout_s=deadline(60))

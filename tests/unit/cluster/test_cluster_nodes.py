@@ -135,6 +135,7 @@ def test_processes_are_where_the_plan_says_and_a_lost_node_is_left(cluster):
     assert ray.get(engines[0].actor.locate.remote()).node == planned["engine"][0][0].node.id, "it was left alone"
 
 
+@pytest.mark.deep
 def test_an_engine_wider_than_a_node_has_a_bundle_for_each_rank_in_the_order_of_the_ranks(cluster):
     for _ in range(3):
         cluster.add(2)

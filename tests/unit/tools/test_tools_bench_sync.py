@@ -36,6 +36,7 @@ def test_plain_sends_bring_every_engine_rank_its_bytes_over_the_hops_of_the_push
     assert len(fed_by_engines) == (engines.num - engines.heads) * engines.world_size
 
 
+@pytest.mark.deep
 def test_a_push_on_this_machine_is_measured_both_ways():
     row = measure_here(Layout(Mesh(), Engines(1, 1)), SMALL, repeats=1)
     assert row["received_bytes"] == row["held_bytes"] == [row["fullest_link_bytes"]]

@@ -170,6 +170,7 @@ def test_a_part_that_hangs_ends_at_its_deadline_with_what_it_has_started(tmp_pat
     os.close(mine)
 
 
+@pytest.mark.deep
 def test_a_part_that_hangs_writes_its_stacks_before_its_deadline(tmp_path):
     """This part waits for nothing else than its own stacks."""
     code = (
@@ -190,6 +191,7 @@ def test_a_part_that_hangs_writes_its_stacks_before_its_deadline(tmp_path):
     assert json.loads((tmp_path / "found.json").read_text()) == {"numbers": {}, "problems": []}
 
 
+@pytest.mark.deep
 def test_ctrl_c_ends_the_part_and_the_record_says_what_was_done(tmp_path):
     folder = tmp_path / "record"
     with subprocess.Popen(command(folder), stdout=subprocess.PIPE, text=True) as process:

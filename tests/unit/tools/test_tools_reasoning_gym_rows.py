@@ -54,6 +54,7 @@ def test_settings_come_from_arguments_and_files_and_reach_the_scorer(tmp_path):
     assert [truth["metadata"]["num_animals"] for truth in truths[:3]] == [2] * 3
 
 
+@pytest.mark.deep
 def test_the_same_arguments_give_the_same_file_whatever_the_hashes_are(tmp_path):
     """These tasks draw from sets."""
     tasks, files = ["isomorphic_strings", "polynomial_multiplication", "ransom_note"], []
