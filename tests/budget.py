@@ -1,6 +1,6 @@
 """A budget for each test file: the CPU seconds that it may take, processes of its tests included. (pytest plugin)
 
-    make test ARGS="--write-costs tests/budget.json"    # run a tier and write what its files took
+    make test ARGS="--write-costs=tests/budget.json"    # run a tier and write what its files took
     make test                                           # a file that takes more than 1.5 times its budget fails
     make test-deep ARGS="--shard 2/4"                   # the files of a shard: about a quarter of the tier's seconds
 
@@ -14,6 +14,7 @@ import json
 import os
 import resource
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import leaks
@@ -28,23 +29,35 @@ in the pure rooms, and vLLM or Megatron-Core in the others."""
 PROBE_S = 0.0225
 """What `_probe` takes on the reference core."""
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+ACCOUNTS = Path("/sys/fs/cgroup/cpuacct")
 TIERS = {"not deep": "test", "deep": "deep"}
 
 
 class Costs:
-    """What this process and its descendants have used, file by file."""
+    """What this process and its descendants have used, file by file. A control group of their own also counts what was
+    killed, as Ray ends its processes; without the right to make one, only what ended and was waited for is counted."""
 
     def __init__(self) -> None:
         self.of_file: dict[str, float] = {}
-        self._before = self._used()
+        self.group = own_group()
+        self._before = self.used()
+
+    def close(self) -> None:
+        if self.group:
+            with suppress(OSError):  # a process is left in it
+                (ACCOUNTS / "cgroup.procs").write_text(str(os.getpid()))
+                self.group.rmdir()
 
     def end_file(self, name: str) -> None:
-        used = self._used()
+        used = self.used()
         spent, self._before = used - self._before, used
         self.of_file[name] = self.of_file.get(name, 0.0) + (spent / slowness() if spent > 1.0 else spent)
-        self._before = self._used()
+        self._before = self.used()
 
-    def _used(self) -> float:
+    def used(self) -> float:
+        if self.group:
+            own_of_server = (int(leaks.stat(pid)[i]) * TICK_S for pid in [warm.server_pid()] if pid for i in (11, 12))
+            return int((self.group / "cpuacct.usage").read_text()) * 1e-9 - sum(own_of_server)
         usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
         total = sum(usage.ru_utime + usage.ru_stime for usage in usages)
         for pid, fields in leaks.family().items():
@@ -62,6 +75,20 @@ def slowness() -> float:
         sum(i * i % 7 for i in range(500_000))
         times.append(time.process_time() - start)
     return max(1.0, sorted(times)[1] / PROBE_S)
+
+
+def own_group() -> Path | None:
+    """A new control group that this process is in (cgroup v1, as root), or None."""
+    group = ACCOUNTS / f"megatron_rl_tests_{os.getpid()}"
+    for old in ACCOUNTS.glob("megatron_rl_tests_*"):
+        with suppress(OSError):  # it is in use
+            old.rmdir()
+    try:
+        group.mkdir()
+        (group / "cgroup.procs").write_text(str(os.getpid()))
+    except OSError:
+        return None
+    return group
 
 
 _costs = pytest.StashKey[Costs]()
@@ -92,6 +119,7 @@ def pytest_runtest_protocol(item, nextitem):
 def pytest_sessionfinish(session):
     config = session.config
     costs = config.stash[_costs].of_file
+    config.stash[_costs].close()
     if hasattr(config, "workeroutput"):
         config.workeroutput["costs"] = costs
         return

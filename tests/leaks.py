@@ -33,7 +33,7 @@ _allowed: dict[str, set] = {"module": set(), "session": set()}
 """What may live until the end of a module or of the session: (kind, which one)."""
 
 
-def _stat(pid: int) -> list[str]:
+def stat(pid: int) -> list[str]:
     """The fields of /proc/PID/stat behind the name: [0] is the state, [11:15] are clock ticks, [19] is the start."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
@@ -44,7 +44,7 @@ def children() -> set:
     while asked:
         pid = asked.pop()
         try:
-            fields = _stat(pid)
+            fields = stat(pid)
             tasks = os.listdir(f"/proc/{pid}/task")
             asked += [int(c) for t in tasks for c in Path(f"/proc/{pid}/task/{t}/children").read_text().split()]
         except OSError:  # it ended meanwhile
@@ -65,7 +65,7 @@ def family() -> dict[int, list[str]]:
             continue
         pid = int(name)
         try:
-            fields = _stat(pid)
+            fields = stat(pid)
             key = pid, fields[19]
             if key not in _ours:
                 _ours[key] = f"{MARK}={_TAG}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")

@@ -215,6 +215,7 @@ def test_a_changed_byte_anywhere_is_refused_by_the_name_of_its_file(trainers, mo
         assert name.name in error and "--resume STEP" in error, name
 
 
+@pytest.mark.deep
 def test_a_checkpoint_of_something_else_is_refused(trainers, model_folder, tied_model_folder, samples, tmp_path):
     saved, checkpoint = Layout(Mesh(tensor=2)), tmp_path / "step2"
     saving = dict(folder=model_folder, samples=samples, layout=saved, checkpoint=checkpoint)

@@ -53,10 +53,10 @@ LAYOUTS = {
 three mixtures whose routers are away from ties; qwen2 has one embedding for both ends."""
 CASES = [(name, layout) for name, layouts in LAYOUTS.items() for layout in layouts]
 ESSENTIAL = [
-    *(("qwen3", layout) for layout in ("tp2-pp2", "tp2-cp2", "dp2-cp2", "pp2-vpp2-cp2")),
+    *(("qwen3", layout) for layout in ("tp2-pp2", "tp2-cp2", "pp2-vpp2-cp2")),
     *(("qwen3_moe", layout) for layout in ("tp2-dp2-ep2", "cp2-ep2")),
     *(("deepseek_v3", layout) for layout in ("tp2-cp2", "pp2-vpp2")),
-    *(("llama", "cp2"), ("qwen2", "pp2"), ("qwen2_windows", "cp2"), ("olmo2", "tp2"), ("mixtral", "tp2-ep2-etp1")),
+    *(("qwen2", "pp2"), ("qwen2_windows", "cp2"), ("olmo2", "tp2")),
 ]
 RECOMPUTED = [
     ("llama", "tp2"),

@@ -312,6 +312,7 @@ def test_tied_embeddings(trainers, tied_model_folder, samples, mesh):
     check(results, plain_pytorch(tied_model_folder, samples, 3))
 
 
+@pytest.mark.deep
 def test_virtual_stages_with_different_numbers_of_layers(trainers, deep_model_folder, samples):
     layout = Layout(Mesh(pipeline=2, virtual=2, layers=(1, 2, 1, 1)), num_microbatches=6, recompute="full")
     results = trainers.run("train", 2, folder=deep_model_folder, samples=samples, layout=layout)
@@ -345,7 +346,7 @@ SWITCHES = {
 }
 
 
-@pytest.mark.parametrize("name", cover.essential(SWITCHES, "pp2_dp2_overlap", "tp2_recompute_mlp"))
+@pytest.mark.parametrize("name", cover.essential(SWITCHES, "pp2_dp2_overlap"))
 def test_megatrons_own_switches_change_no_number(trainers, model_folder, samples, reference, name):
     mesh, switches = SWITCHES[name]
     layout = Layout(mesh, num_microbatches=2, megatron=MegatronConfig(**switches))

@@ -242,7 +242,7 @@ def named(case: tuple[str, Mesh, int]) -> str:
     return f"{'-'.join([*axes, *(['whole'] if mesh.expert_tensor == 1 else [])])} to {num} of {name}"
 
 
-ESSENTIAL = (("dense, two TP1", TP2_PP2, 2), ("moe, TP2 and expert parallel", EP2_TP2_WHOLE, 1))
+ESSENTIAL = (("moe, TP2 and expert parallel", EP2_TP2_WHOLE, 1),)
 
 
 @pytest.mark.parametrize(("name", "mesh", "num"), cover.essential(CASES, *ESSENTIAL), ids=map(named, CASES))

@@ -155,6 +155,7 @@ def test_a_push_between_two_tokens_of_the_items(stage, folders, references, monk
                 assert tokens.version[-3:].tolist() == [2, 3, 3] and sample.oldest_version == 2
 
 
+@pytest.mark.deep
 def test_another_engine_goes_on_with_a_thought_and_searches_its_beams_again(stage, folders, references, monkeypatch):
     """The record has the thoughts alone, and no token of them is sampled again."""
     stage.push(folders[0], 4)

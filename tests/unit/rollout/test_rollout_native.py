@@ -99,6 +99,7 @@ def known(sample, tokens) -> tuple:
     return tokens.ids.tolist(), tokens.action_mask.tolist(), sample.finish, sample.thought_cut
 
 
+@pytest.mark.deep
 def test_vllms_budget_and_two_calls_give_the_same_answers(stage, folders):
     """The noise of a token belongs to its answer and its position, so both modes give the same answers, up to the
     rounding of batches of other sizes. Another seed gives others."""

@@ -73,6 +73,7 @@ def test_nothing_is_preempted_more_answers_run_than_with_their_largest_lengths_a
     assert answers == expected, "to the bit"
 
 
+@pytest.mark.deep
 def test_without_the_queue_vllm_preempts(stage, requests, monkeypatch):
     monkeypatch.setattr(requests._budget, "num_fitting", lambda running, waiting: len(waiting))
     stage.run(stage.engine.generate(PROMPTS[:6], 16, 0, seed=1))

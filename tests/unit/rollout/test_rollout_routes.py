@@ -143,6 +143,7 @@ def test_an_answer_that_goes_on_has_the_experts_of_the_engine_that_ends_it(stage
     assert share_of_others(answers, choices) < TIES
 
 
+@pytest.mark.deep
 def test_experts_of_answers_that_were_preempted(stage, mixtures, choices, monkeypatch):
     """The queue lets too many requests start."""
     stage.push(mixtures[0], 30)

@@ -49,6 +49,7 @@ def test_log_probs_after_a_push_from_pipeline_stages_to_tensor_ranks(stage, fold
     assert max(sampled) > 63, "tokens of the second rank's part of the vocabulary are sampled"
 
 
+@pytest.mark.deep
 def test_a_worker_that_dies_ends_all_that_is_waited_for(stage, folder):
     """The thread itself may wait for the dead worker: the answers end all the same. It is the last test, because it
     ends the engine."""
