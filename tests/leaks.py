@@ -2,8 +2,8 @@
 or working folder. (pytest plugin)
 
 What a fixture of a module or a session starts may live until the end of that scope; so may what is started inside
-`lasting`. Processes are known by a variable of the environment that they inherit, so an orphan is found too, at the end
-of its module at the latest.
+`lasting`, and what a process of the module starts, as a daemon of Ray does. Processes are known by a variable of the
+environment that they inherit, so an orphan is found too, at the end of its module at the latest.
 """
 
 from __future__ import annotations
@@ -152,10 +152,27 @@ def _left(before: set, look) -> set:
     end = time.monotonic() + GRACE_S
     while True:
         new = look() - before - _allowed["module"] - _allowed["session"]
+        new = {one for one in new if not _is_of_the_module(one)}
         if not new or time.monotonic() > end:
             return new
         gc.collect()
         time.sleep(0.05)
+
+
+def _is_of_the_module(one: tuple) -> bool:
+    """Whether it is a process that one which may live until the end of the module has started."""
+    known = {other[1] for other in _allowed["module"] if other[0] == "process"}
+    if one[0] != "process" or not known:
+        return False
+    pid = one[1]
+    try:
+        while pid > 1:
+            pid = int(stat(pid)[1])
+            if pid in known:
+                return True
+    except OSError:  # it ended meanwhile
+        pass
+    return False
 
 
 def described(left: set) -> str:

@@ -30,6 +30,7 @@ SHAPES = (
     "pp2_dp2_empty_microbatch",
 )
 ALL = {name: Layout(LAYOUTS[name].mesh) for name in SHAPES}
+ALL["tp2_pp2_vpp2"] = LAYOUTS["tp2_pp2_vpp2"]  # virtual stages need as many micro-batches as there are stages
 ALL |= {f"{name}_bf16": Layout(LAYOUTS[name].mesh, dtype="bfloat16") for name in ("one", "tp2_dp2_empty_microbatch")}
 """The bytes of weights, gradients and state are the same whatever the micro-batches, recomputation and sequence
 parallelism are."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from leaks import lasting
 from patience import deadline
 
 from megatron_rl.observe.records import METRICS, read_lines
@@ -99,8 +100,9 @@ class Cluster:
 
     def add(self, room: Sequence[str]) -> None:
         """Add a node for a trainer, an engine or a part of one."""
-        self.nodes.append(Node(self._switch, len(self.nodes) + 1))
-        self._start_ray((self.nodes[-1], room))
+        with lasting("module"):
+            self.nodes.append(Node(self._switch, len(self.nodes) + 1))
+            self._start_ray((self.nodes[-1], room))
 
     def said(self, pattern: str) -> str:
         return "\n".join(f"{path.name}: {path.read_text()}" for path in sorted(self.folder.glob(pattern)))
