@@ -2,9 +2,10 @@
 
 Invariants: advantages are computed from whole groups, before any filter or mask. An abstention (a NaN reward) is left
 out of all statistics, and its advantage is 0. Group-relative estimators give exactly 0 to a group of one and to a group
-of equal rewards, and whitened estimators give exactly 0 to a batch of equal rewards. Whitening is over the whole batch,
-and weighs each sample by 1 or by its action tokens. The order of the samples does not matter. A number that is added to
-every reward changes only `remax` and `reinforce_plus_plus` without whitening.
+of equal rewards, and whitened estimators give exactly 0 to a batch of equal rewards. Rewards that differ by rounding
+alone are equal (`equality.py`). Whitening is over the whole batch, and weighs each sample by 1 or by its action tokens.
+The order of the samples does not matter. A number that is added to every reward changes only `remax` and
+`reinforce_plus_plus` without whitening.
 
 Shape letters: S samples, G groups, K reward functions.
 """
@@ -12,6 +13,8 @@ Shape letters: S samples, G groups, K reward functions.
 from __future__ import annotations
 
 import numpy as np
+
+from megatron_rl.algorithms.equality import all_equal, differ
 
 STD_EPS = 1e-6
 """This is added to a standard deviation, so that almost equal rewards give finite advantages. It is far below the
@@ -65,8 +68,8 @@ def rloo(rewards: np.ndarray, group_of: np.ndarray, std: str) -> np.ndarray:
 
 def _deviation_of_others(rewards: np.ndarray, group_of: np.ndarray) -> np.ndarray:
     """float64 [S]: the standard deviation + 1e-6 of the other rewards in each sample's group; 1 where these are equal.
-    It is computed from these rewards themselves, because a difference of sums would give rounding errors instead of
-    0."""
+    It is computed from these rewards themselves, because the rounding of a difference of sums grows with the rewards.
+    """
     divisors = np.ones(len(rewards))
     for group in range(_num_groups(group_of)):
         members = np.flatnonzero((group_of == group) & ~np.isnan(rewards))
@@ -74,7 +77,7 @@ def _deviation_of_others(rewards: np.ndarray, group_of: np.ndarray) -> np.ndarra
             continue
         apart = ~np.eye(len(members), dtype=bool)
         others = np.broadcast_to(rewards[members], apart.shape)[apart].reshape(len(members), -1)
-        divisors[members] = np.where(np.ptp(others, 1) > 0, others.std(1, ddof=1) + STD_EPS, 1.0)
+        divisors[members] = np.where(differ(others.min(1), others.max(1)), others.std(1, ddof=1) + STD_EPS, 1.0)
     return divisors
 
 
@@ -136,7 +139,8 @@ def grpo_passk(rewards: np.ndarray, group_of: np.ndarray, std: str) -> np.ndarra
     rank = np.flatnonzero(opens[:-1] & ~opens[1:])  # the best of each group of two or more; the second best is next
     best, second = best_first[rank], best_first[rank + 1]
     advantages = np.zeros(len(rewards))
-    advantages[best] = rewards[best] - rewards[second]
+    first = differ(rewards[best], rewards[second])
+    advantages[best[first]] = (rewards[best] - rewards[second])[first]
     if std == "group":
         advantages /= std_G[group_of] + STD_EPS
     return advantages
@@ -203,12 +207,12 @@ def remax(rewards: np.ndarray, greedy_rewards: np.ndarray) -> np.ndarray:
     Args:
         rewards, greedy_rewards: float64 [S]; where one of them is NaN, the advantage is 0.
     """
-    return np.where(np.isnan(rewards) | np.isnan(greedy_rewards), 0.0, rewards - greedy_rewards)
+    return np.where(differ(rewards, greedy_rewards), rewards - greedy_rewards, 0.0)  # a comparison with NaN is false
 
 
 def group_statistics(rewards: np.ndarray, group_of: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The mean, the standard deviation (divisor n - 1) and the spread (largest minus smallest) of the rewards of every
-    group without the abstentions, float64 [G]. A group without any score has 0, 0 and -inf."""
+    """The mean, the standard deviation (divisor n - 1) and the spread (largest minus smallest, 0 if they are equal) of
+    the rewards of every group without the abstentions, float64 [G]. A group without any score has 0, 0 and -inf."""
     num_groups = _num_groups(group_of)
     scored = ~np.isnan(rewards)
     values, owner = rewards[scored], group_of[scored]
@@ -218,7 +222,11 @@ def group_statistics(rewards: np.ndarray, group_of: np.ndarray) -> tuple[np.ndar
     largest, smallest = np.full(num_groups, -np.inf), np.full(num_groups, np.inf)
     np.maximum.at(largest, owner, values)
     np.minimum.at(smallest, owner, values)
-    return mean, np.sqrt(squares / np.maximum(count - 1, 1)), np.where(count > 0, largest - smallest, -np.inf)
+    spread = np.full(num_groups, -np.inf)
+    has_score = count > 0
+    low, high = smallest[has_score], largest[has_score]
+    spread[has_score] = np.where(differ(low, high), high - low, 0.0)
+    return mean, np.sqrt(squares / np.maximum(count - 1, 1)), spread
 
 
 def _num_groups(group_of: np.ndarray) -> int:
@@ -236,7 +244,7 @@ def _whitened(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
     """(x - mean) / (std + 1e-6), with weighted mean and std (divisor n). It is 0 for NaN and for weight 0, and for all
     if the values with a weight are equal."""
     counted = ~np.isnan(values) & (weights > 0)
-    if not counted.any() or np.ptp(values[counted]) == 0:
+    if all_equal(values[counted]):
         return np.zeros(len(values))
     mean = np.average(values[counted], weights=weights[counted])
     std = np.sqrt(np.average((values[counted] - mean) ** 2, weights=weights[counted]))

@@ -18,6 +18,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from megatron_rl.algorithms.equality import differ
 from megatron_rl.algorithms.outcomes import STD_EPS
 from megatron_rl.config.advantages import GrpoProcessAdvantage
 from megatron_rl.types import Scores, TokenRewards
@@ -109,7 +110,7 @@ def normalised(
     np.maximum.at(largest_C, cell_N, x_N)
     np.minimum.at(smallest_C, cell_N, x_N)
     contributors_C = np.bincount(np.unique(np.stack([cell_N, sample_N[scored_N]]), axis=1)[0])
-    has_signal_C = is_gain_C | (largest_C > smallest_C) & (contributors_C > 1)
+    has_signal_C = is_gain_C | differ(smallest_C, largest_C) & (contributors_C > 1)
     result_N[scored_N] = np.where(has_signal_C[cell_N], (x_N - mean_C[cell_N]) / scale_C[cell_N], 0.0)
     return result_N
 

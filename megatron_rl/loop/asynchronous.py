@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_rl.algorithms.equality import all_equal
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.data import ShuffledStream, prune_journal, read_journal
 from megatron_rl.data.journal import Entry
@@ -241,7 +242,7 @@ class AsynchronousSource:
         rewards = [verdict.reward for verdict in verdicts_of([group])]
         useful = True
         if self._config.rollout.active_sampling:
-            useful = len({r for r in rewards if r is not None}) > 1
+            useful = not all_equal(r for r in rewards if r is not None)
             right = right_answers(self._config, verdicts_of([group]))
             if right:
                 self._pass_rates.record(group.prompt.uid, fmean(right), self._prompts.epoch(number))

@@ -9,6 +9,7 @@ from statistics import fmean
 
 import numpy as np
 
+from megatron_rl.algorithms.equality import all_equal
 from megatron_rl.algorithms.utilities import settle
 from megatron_rl.config.rewards import RewardConfig, datasets_of
 from megatron_rl.config.schema import GrpoRunConfig
@@ -152,7 +153,8 @@ def describe_datasets(groups: Sequence[Group]) -> Metrics:
         lengths = [sample.length - sample.num_prompt_tokens for group in own for sample in group.samples]
         metrics |= {
             f"dataset/{name}/groups": float(len(own)),
-            f"dataset/{name}/zero_signal": sum(len(set(given)) == 1 for given in scores) / len(own),
+            f"dataset/{name}/zero_signal": sum(all_equal(s for s in given if s is not None) for given in scores)
+            / len(own),
             f"dataset/{name}/response_mean": fmean(lengths),
         }
         if flat:

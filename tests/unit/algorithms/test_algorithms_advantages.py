@@ -89,6 +89,22 @@ def test_others_that_are_equal_but_for_rounding_divide_nothing():
     assert rloo(np.array([1.0, 0.1, 0.1, 0.1]), np.zeros(4, int), "others")[0] == pytest.approx(0.9)
 
 
+@pytest.mark.parametrize(
+    "rewards",
+    [
+        [1.0, 0.1 + 0.2, 0.3, 0.3],
+        [0.0, 0.8, 0.1 + 0.7, 0.8],
+        [2.0, 3.3, 1.1 + 2.2, 3.3, 3.3],
+        [1.0, 0.1 + 0.2 - 0.3, 0.0, 0.0],
+        [1.0, float(np.float32(0.1) + np.float32(0.2)), float(np.float32(0.3)), 0.3],
+        [-5e8, 1e9, 1e9 * (0.1 + 0.2) / 0.3, 1e9],
+    ],
+)
+def test_others_that_differ_by_rounding_alone_are_equal(rewards):
+    given, one_group = np.array(rewards), np.zeros(len(rewards), int)
+    np.testing.assert_allclose(rloo(given, one_group, "others")[0], rloo(given, one_group, "none")[0])
+
+
 def test_golden_optimal_baseline():
     advantages = opo(np.array([1.0, 0, 4]), np.array([0, 0, 0]), np.array([1, 3, 4]))
     assert advantages.tolist() == [1 - 17 / 8, -17 / 8, 4 - 17 / 8]
@@ -296,6 +312,23 @@ def test_no_signal_is_exactly_zero(name):
     advantages = PARTS[name](rewards, np.array([0, 0, 0, 1, 2, 2, 3, 4, 4]), np.array([3, 1, 7, 2, 2, 2, 2, 1, 4]))
     assert advantages[:7].tolist() == [0] * 7
     assert advantages[7] > 0
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e6, 1e-4])
+@pytest.mark.parametrize("name", GROUP_RELATIVE)
+def test_rewards_that_differ_by_rounding_alone_are_no_signal(name, scale):
+    sums = np.array([0.1 + 0.2, 0.3, float(np.float32(0.3))]) * scale
+    rewards = np.concatenate([sums, [0.1 + 0.2 - 0.3, 0.0, 1.0, 0.0]])
+    advantages = PARTS[name](rewards, np.array([0, 0, 0, 1, 1, 2, 2]), np.array([3, 1, 7, 2, 2, 1, 4]))
+    assert advantages[:5].tolist() == [0] * 5
+    assert advantages[5] > 0
+
+
+def test_a_step_drops_groups_whose_rewards_differ_by_rounding_alone():
+    scores = scores_of([0.1 + 0.2, 0.3], [0.3, 0.30001], [1e9, 1e9 + 500])
+    credit, metrics = estimate_advantages(scores, AlgorithmConfig(adv_estimator=GrpoAdvantage()))
+    assert credit.active.tolist() == [False, False, True, True, True, True]
+    assert metrics["groups/zero_signal"] == 1
 
 
 @pytest.mark.parametrize("name", sorted(PARTS))
