@@ -13,14 +13,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import replace
-from numbers import Real
 from typing import Any
 
 from megatron_rl.config.rewards import ComputeScoreReward
 from megatron_rl.types import Verdict
 from megatron_rl.verifiers.answer import Answer, Tokenizer
-from megatron_rl.verifiers.imported import ImportedFunction, Logged, TrainerState, as_json, as_plain
+from megatron_rl.verifiers.imported import NOT_ITS_OWN, ImportedFunction, Logged, TrainerState, as_json, as_number
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,9 @@ class ComputeScoreVerifier:
                 return NO_TRUTH
             try:
                 return self._verdict(self._function.call(self._offered(answer)), logged)
-            except Exception as error:  # a user's function may raise anything, and this is never a score
+            except NOT_ITS_OWN:
+                raise
+            except BaseException as error:  # a user's function may raise anything, and this is never a score
                 return self._failed(error)
 
         return list(map(one, answers))
@@ -56,7 +58,9 @@ class ComputeScoreVerifier:
                 return NO_TRUTH
             try:
                 return self._verdict(await self._function.call(self._offered(answer)), logged)
-            except Exception as error:  # as above
+            except NOT_ITS_OWN:
+                raise
+            except BaseException as error:  # as above
                 return self._failed(error)
 
         return list(await asyncio.gather(*map(one, answers)))
@@ -66,11 +70,11 @@ class ComputeScoreVerifier:
         return {
             "data_source": self._cfg.data_source(columns),
             "solution_str": self._tokenizer.decode(answer.response_ids, skip_special_tokens=True),
-            "ground_truth": self._cfg.ground_truth(columns),
-            "extra_info": dict(columns.get("extra_info") or {}),  # functions may write into it
+            "ground_truth": deepcopy(self._cfg.ground_truth(columns)),  # functions may write into them
+            "extra_info": deepcopy(dict(columns.get("extra_info") or {})),
         }
 
-    def _failed(self, error: Exception) -> Verdict:
+    def _failed(self, error: BaseException) -> Verdict:
         if not self._has_raised:  # one traceback is enough: all failures are counted and have their reasons
             log.error("%s raised", self._cfg.path, exc_info=error)
         self._has_raised = True
@@ -85,7 +89,7 @@ class ComputeScoreVerifier:
         details = {}
         for name, value in result.items():
             if name != "score":
-                if isinstance(as_plain(value), Real):
+                if as_number(value) is not None:
                     logged.log_metric(name, value)
                 details[f"{self._cfg.label}/{name}"] = as_json(value)
         return replace(self._function.verdict_of(result["score"]), details=details)

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from typing import Any
 
 from megatron_rl.config.rewards import FunctionReward
 from megatron_rl.types import Prompt, Verdict
 from megatron_rl.verifiers.answer import Answer, Tokenizer
-from megatron_rl.verifiers.imported import ImportedFunction, Logged, TrainerState, as_plain
+from megatron_rl.verifiers.imported import NOT_ITS_OWN, ImportedFunction, Logged, TrainerState, as_plain
 
 log = logging.getLogger(__name__)
 
@@ -41,10 +42,11 @@ class FunctionVerifier:
         if isinstance(offered, Verdict):
             return [offered] * len(answers)
         try:
-            scores = self._function.call(offered)
-        except Exception as error:  # a user's function may raise anything, and this is never a score
+            return logged.onto(self._verdicts(self._function.call(offered), len(answers)))
+        except NOT_ITS_OWN:
+            raise
+        except BaseException as error:  # a user's function may raise anything, and this is never a score
             return self._failed(error, len(answers))
-        return logged.onto(self._verdicts(scores, len(answers)))
 
     async def score_async(self, answers: Sequence[Answer], state: TrainerState, logged: Logged) -> list[Verdict]:
         """The same for an asynchronous function."""
@@ -52,10 +54,11 @@ class FunctionVerifier:
         if isinstance(offered, Verdict):
             return [offered] * len(answers)
         try:
-            scores = await self._function.call(offered)
-        except Exception as error:  # as above
+            return logged.onto(self._verdicts(await self._function.call(offered), len(answers)))
+        except NOT_ITS_OWN:
+            raise
+        except BaseException as error:  # as above
             return self._failed(error, len(answers))
-        return logged.onto(self._verdicts(scores, len(answers)))
 
     def _offered(self, answers: Sequence[Answer], state: TrainerState, logged: Logged) -> dict[str, Any] | Verdict:
         """The arguments of a call, or a failed verdict if the rows' columns cannot be arguments."""
@@ -63,7 +66,7 @@ class FunctionVerifier:
         given = {
             "prompts": [_conversation(answer.prompt) for answer in answers],
             "completions": [self._completion(answer) for answer in answers],
-            "completion_ids": [answer.response_ids for answer in answers],
+            "completion_ids": [list(answer.response_ids) for answer in answers],
             "trainer_state": state,
             "log_metric": logged.log_metric,
             "log_extra": logged.log_extra,
@@ -77,14 +80,15 @@ class FunctionVerifier:
         text = self._tokenizer.decode(answer.response_ids, skip_special_tokens=True)
         return text if isinstance(answer.prompt.messages, str) else [{"role": "assistant", "content": text}]
 
-    def _failed(self, error: Exception, num_answers: int) -> list[Verdict]:
+    def _failed(self, error: BaseException, num_answers: int) -> list[Verdict]:
         log.error("%s raised", self._cfg.path, exc_info=error)
         return [self._function.fault_of(error)] * num_answers
 
     def _verdicts(self, result: Any, num_answers: int) -> list[Verdict]:
         path, scores = self._cfg.path, as_plain(result)
-        if not isinstance(scores, Sequence) or isinstance(scores, str):
-            reason = f"{path} returned {type(scores).__name__}, but it must return a list of numbers or None"
+        if not isinstance(scores, Sequence) or isinstance(result, str | bytes | bytearray | memoryview):
+            found = result if isinstance(result, memoryview) else scores
+            reason = f"{path} returned {type(found).__name__}, but it must return a list of numbers or None"
             return [Verdict(None, reason, failed=True)] * num_answers
         if len(scores) != num_answers:
             reason = f"{path} returned {len(scores)} scores for {num_answers} completions"
@@ -97,5 +101,6 @@ def _conversation(prompt: Prompt) -> str | list[Mapping[str, str]]:
 
 
 def _columns(answers: Sequence[Answer]) -> dict[str, list[Any]]:
+    """Copies: functions that run at the same time do not see what another one writes into them."""
     names = dict.fromkeys(name for answer in answers for name in answer.prompt.columns)
-    return {name: [answer.prompt.columns.get(name) for answer in answers] for name in names}
+    return deepcopy({name: [answer.prompt.columns.get(name) for answer in answers] for name in names})

@@ -2,18 +2,21 @@
 run, what they may report, and which values are scores.
 
 Invariants (tests/unit/verifiers): a function gets only the arguments that its signature has; a class is made once; a
-value that is no finite number gives a failed verdict, and is never the score 0.
+value that is no finite number gives a failed verdict, and is never the score 0; whatever a function raises, also
+`SystemExit` and `KeyboardInterrupt`, gives a failed verdict with its name and line.
 """
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import json
 import logging
 import math
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from decimal import Decimal
 from numbers import Real
 from typing import Any
 
@@ -25,6 +28,11 @@ log = logging.getLogger(__name__)
 
 RESERVED = ("seconds", "failed", "abstained", "mean")
 """The last parts of the names `reward/<name>/...` that the run itself writes."""
+NOT_ITS_OWN = (asyncio.CancelledError, GeneratorExit)
+"""What ends a function from outside. All else that a call raises is of the function, or of what the model wrote and the
+function runs: `exit()` raises SystemExit, and a test library's `fail` is no Exception either."""
+MAX_SHOWN = 200
+"""Characters of a value in a message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +68,10 @@ class Logged:
         """
         if name.rpartition("/")[2] in RESERVED:
             raise ValueError(f"the metric {name!r} has a name that the run uses itself; give it another one")
-        plain = as_plain(value)
-        if not isinstance(plain, Real):
-            raise ValueError(f"the metric {name!r} is {value!r} ({type(value).__name__}), but it must be a number")
-        self._values.setdefault(name, []).append(float(plain))
+        number = as_number(value)
+        if number is None:
+            raise ValueError(f"the metric {name!r} is {shown(value)}, but it must be a number")
+        self._values.setdefault(name, []).append(number)
 
     def log_extra(self, column: str, values: Any) -> None:
         """Set the values of a column, one for each answer. TRL passes this method as `log_extra`.
@@ -103,6 +111,7 @@ class ImportedFunction:
     def __init__(self, cfg: ImportedReward) -> None:
         self.path = cfg.path
         loaded = load_function(cfg.path)
+        self._file = _file_of(loaded)
         self._arguments: Mapping[str, Any] = {} if inspect.isclass(loaded) else cfg.arguments
         self._function: Any = _made(loaded, cfg) if inspect.isclass(loaded) else loaded
         self.is_async = any(map(inspect.iscoroutinefunction, (self._function, type(self._function).__call__)))
@@ -116,11 +125,13 @@ class ImportedFunction:
         named = {**offered, **self._arguments}
         return self._function(**{name: named[name] for name in named if self._names is None or name in self._names})
 
-    def fault_of(self, error: Exception) -> Verdict:
-        """The verdict on answers for which a call raised."""
-        where = traceback.extract_tb(error.__traceback__)[-1]
-        reason = f"{self.path} raised {type(error).__name__}: {error} ({where.filename}:{where.lineno})"
-        return Verdict(None, reason, failed=True)
+    def fault_of(self, error: BaseException) -> Verdict:
+        """The verdict on answers for which a call raised. The line is the last one in the function's own file, where
+        somebody can change it."""
+        frames = traceback.extract_tb(error.__traceback__)
+        where = ([frame for frame in frames if frame.filename == self._file] or frames)[-1]
+        said = traceback.format_exception_only(error)[-1].strip()
+        return Verdict(None, f"{self.path} raised {said} ({where.filename}:{where.lineno})", failed=True)
 
     def verdict_of(self, score: Any, place: str = "") -> Verdict:
         """The verdict of one score; None is an abstention.
@@ -128,12 +139,18 @@ class ImportedFunction:
         Args:
             place: is added to the reason of a failed verdict.
         """
-        plain = as_plain(score)
-        if plain is None:
+        if score is None:
             return Verdict(None, f"{self.path} abstained")
-        if isinstance(plain, Real) and math.isfinite(plain):
-            return Verdict(float(plain))
-        found = f"{self.path} returned {score!r} ({type(score).__name__}){place}"
+        try:
+            number = as_number(score)
+        except NOT_ITS_OWN:
+            raise
+        except BaseException as error:  # a value's own methods may raise anything
+            said = traceback.format_exception_only(error)[-1].strip()
+            return Verdict(None, f"{self.path} returned {shown(score)}{place}, which raised {said}", failed=True)
+        if number is not None and math.isfinite(number):
+            return Verdict(number)
+        found = f"{self.path} returned {shown(score)}{place}"
         return Verdict(None, f"{found}, but it must return a finite number, or None to abstain", failed=True)
 
 
@@ -143,13 +160,49 @@ def as_plain(value: Any) -> Any:
     return value.tolist() if callable(getattr(value, "tolist", None)) else value
 
 
+def as_number(value: Any) -> float | None:
+    """A real number, NumPy scalar, tensor of one element or Decimal as a float, infinite if it is too large for one;
+    None for anything else."""
+    plain = as_plain(value)
+    if not isinstance(plain, Real | Decimal):
+        return None
+    try:
+        return float(plain)
+    except OverflowError:
+        return math.inf if plain > 0 else -math.inf
+
+
 def as_json(value: Any) -> Any:
     """The value as JSON reads it back, or as text if JSON does not have it, such as NaN."""
     plain = as_plain(value)
     try:
         return json.loads(json.dumps(plain, allow_nan=False))
-    except (TypeError, ValueError):
-        return str(plain)
+    except (TypeError, ValueError, RecursionError):
+        return _text(str, plain)
+
+
+def shown(value: Any) -> str:
+    """A value and its type in a message."""
+    text = _text(repr, value)
+    cut = text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
+    return f"{cut} ({type(value).__name__})"
+
+
+def _text(method: Callable[[Any], str], value: Any) -> str:
+    """str() or repr() of a value, whatever its own methods do."""
+    try:
+        return method(value)
+    except NOT_ITS_OWN:
+        raise
+    except BaseException:
+        return "a value that cannot be shown"
+
+
+def _file_of(function: Any) -> str | None:
+    try:
+        return inspect.getsourcefile(inspect.unwrap(function))
+    except TypeError:  # a partial or an instance
+        return None
 
 
 def _made(cls: type, cfg: ImportedReward) -> Any:

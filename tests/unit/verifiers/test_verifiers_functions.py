@@ -5,6 +5,10 @@ from __future__ import annotations
 import asyncio
 import functools
 import re
+import sys
+from dataclasses import replace
+from decimal import Decimal
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -156,6 +160,15 @@ def test_an_object_of_a_module_keeps_its_state():
     assert [scores(trl("counting")), scores(trl("counting"))] == [[11.0, 11.0], [12.0, 12.0]]
 
 
+class Exits:
+    """All that one asks of it ends the process, as code that a model wrote may do."""
+
+    def tolist(self):
+        raise SystemExit(3)
+
+    __repr__ = __str__ = __float__ = tolist
+
+
 @pytest.mark.parametrize(
     ("result", "expected"),
     [
@@ -173,6 +186,17 @@ def test_an_object_of_a_module_keeps_its_state():
         (["1.0", 1.0], r"returned '1.0' \(str\) for completion 0"),
         (np.ones((2, 1)), r"returned \[1.0\] \(list\) for completion"),
         ([1.0, float("inf")], r"returned inf \(float\) for completion 1"),
+        ([Decimal("0.5"), Fraction(1, 4)], [0.5, 0.25]),
+        ([10**400, 1.0], r"returned 1000+\.\.\. \(int\) for completion 0, but it must return a finite number"),
+        ([10**5000, 1.0], r"returned a value that cannot be shown \(int\) for completion 0"),
+        ([Fraction(-(10**400)), 1.0], r"\(Fraction\) for completion 0, but it must return a finite number"),
+        (
+            [1.0, Exits()],
+            r"returned a value that cannot be shown \(Exits\) for completion 1, which raised .*SystemExit: 3",
+        ),
+        (Exits(), "raised .*SystemExit: 3"),
+        (b"12", "returned bytes, but"),
+        (memoryview(b"12"), "returned memoryview, but"),
     ],
 )
 def test_what_a_function_may_return(monkeypatch, result, expected):
@@ -194,6 +218,87 @@ def test_an_abstention_is_no_failure(monkeypatch):
     monkeypatch.setitem(globals(), "answers", lambda completions, **kwargs: [None, 0.0])
     path = f"{__name__}:answers"
     assert scored(trl("answers")).verdicts == [Verdict(None, f"{path} abstained"), Verdict(0.0)]
+
+
+class WithoutText(BaseException):
+    def __str__(self):
+        raise KeyboardInterrupt
+
+
+def exits(**_):
+    exec("raise SystemExit(1)")
+
+
+def interrupts(**_):
+    raise KeyboardInterrupt
+
+
+def fails_a_test(**_):
+    pytest.fail("not the answer")
+
+
+def raises_without_text(**_):
+    raise WithoutText
+
+
+async def exits_later(**_):
+    await asyncio.sleep(0)
+    sys.exit("enough")
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (exits, "SystemExit: 1"),
+        (interrupts, "KeyboardInterrupt"),
+        (fails_a_test, "Failed: not the answer"),
+        (raises_without_text, "WithoutText"),
+        (exits_later, "SystemExit: enough"),
+    ],
+)
+@pytest.mark.parametrize("contract", ["function", "compute_score"])
+def test_what_would_end_the_process_is_a_failed_verdict_with_name_and_line(function, said, contract):
+    configured = FunctionReward if contract == "function" else ComputeScoreReward
+    reward = configured(path=f"{__name__}:{function.__name__}")
+    for verdict in scored(reward).verdicts:
+        assert verdict.failed and f"{__name__}:{function.__name__} raised " in verdict.reason and said in verdict.reason
+        line = int(re.search(r"test_verifiers_functions\.py:(\d+)\)$", verdict.reason)[1])
+        first = function.__code__.co_firstlineno
+        assert first < line <= first + 3, "the line of the function, whatever it has called"
+
+
+async def takes_away(completion_ids, nested, **_):
+    await asyncio.sleep(0)
+    for ids, values in zip(completion_ids, nested, strict=True):
+        ids.clear()
+        values.append(100.0)
+    return [0.0 for _ in completion_ids]
+
+
+async def counts(completion_ids, nested, **_):
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    return [float(len(ids) + sum(values)) for ids, values in zip(completion_ids, nested, strict=True)]
+
+
+def test_functions_of_one_call_do_not_see_what_another_one_writes():
+    answers = [replace(one, prompt=replace(one.prompt, columns={"nested": [3.0]})) for one in TWO]
+    together = RewardSet([trl("takes_away"), trl("counts")], Letters(), "")
+    alone = RewardSet([trl("counts")], Letters(), "")
+    [expected] = alone.score([0], answers, STATE)
+    assert together.score([0, 1], answers, STATE)[1].verdicts == expected.verdicts
+    assert all(verdict.score >= 3 for verdict in expected.verdicts)
+
+
+def logs_too_much(completions, log_metric, **_):
+    with pytest.raises(ValueError, match="inf|number"):
+        log_metric("size", "large")
+    log_metric("size", 2.0)
+    return [0.0 for _ in completions]
+
+
+def test_a_metric_that_was_refused_leaves_nothing():
+    assert scored(trl("logs_too_much")).metrics == {"reward/logs_too_much/size": 2.0}
 
 
 def crashes(**_):
