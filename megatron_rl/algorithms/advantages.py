@@ -148,7 +148,7 @@ def _by_function(path: str, scores: Scores) -> np.ndarray:
     function = load_function(path)
     try:
         advantages = np.asarray(function(scores), np.float64)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(f"algorithm.adv_estimator {path} raised {type(error).__name__}: {error}") from error
     scored = ~np.isnan(scores.rewards)
     if advantages.shape != scored.shape or not np.isfinite(advantages[scored]).all():

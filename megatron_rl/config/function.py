@@ -28,6 +28,11 @@ def load_function(path: str) -> Callable[..., Any]:
         raise ValueError(f"function {path!r}: {error}; is its folder on PYTHONPATH?") from error
     except SyntaxError as error:
         raise ValueError(f"function {path!r}: {error}") from error
+    except SystemExit as error:  # a script, whose last lines are not under `if __name__ == "__main__"`
+        raise ValueError(
+            f"function {path!r}: {module_name} calls exit when it is imported; put what it runs as a script under "
+            f'`if __name__ == "__main__":`'
+        ) from error
     function: Any = vars(module).get(name)
     if not callable(function):
         raise ValueError(f"function {path!r}: {module.__file__} has no function {name!r}")

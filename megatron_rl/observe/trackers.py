@@ -68,7 +68,7 @@ def open_trackers(config: BaseConfig, resume_at: int | None) -> list[Feed]:
     for section in config.observe:
         try:
             tracker = _OPEN[type(section)](section, config, identities, resume_at)
-        except Exception as error:  # each package has its own exceptions
+        except (Exception, SystemExit) as error:  # each package has its own exceptions
             for feed in feeds:
                 feed.close(finished=False)
             raise ValueError(
@@ -118,7 +118,7 @@ class Feed:
                     self._tracker.close(work)
                     return
                 self._tracker.log(work)
-            except Exception as error:  # each package has its own exceptions; the sink shows the failure
+            except (Exception, SystemExit) as error:  # each package has its own exceptions; the sink shows the failure
                 self.failure = self.failure or f"{type(error).__name__}: {error}"
                 if isinstance(work, bool):
                     return

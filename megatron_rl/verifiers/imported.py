@@ -208,7 +208,7 @@ def _file_of(function: Any) -> str | None:
 def _made(cls: type, cfg: ImportedReward) -> Any:
     try:
         made = cls(**cfg.arguments)
-    except Exception as error:  # a user's class may raise anything
+    except (Exception, SystemExit) as error:  # a user's class may raise anything
         raise ValueError(f"function {cfg.path!r}: its class raised {type(error).__name__}: {error}") from error
     if not callable(made):
         raise ValueError(f"function {cfg.path!r}: the class has no method __call__, which must score the answers")

@@ -22,7 +22,7 @@ def function_loss(cfg: FunctionLoss) -> TokenLoss:
     def loss(terms: Terms) -> tuple[Tensor, dict[str, Tensor]]:
         try:
             result = function(terms)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise ValueError(f"algorithm.loss {cfg.path} raised {type(error).__name__}: {error}") from error
         if not _is_well_formed(result, terms):
             raise ValueError(

@@ -53,12 +53,12 @@ class Recorded:
 
     where = "memory"
 
-    def __init__(self, fails_at: int) -> None:
-        self.fails_at, self.steps, self.finished = fails_at, [], None
+    def __init__(self, fails_at: int, error: BaseException | None = None) -> None:
+        self.fails_at, self.error, self.steps, self.finished = fails_at, error, [], None
 
     def log(self, record) -> None:
         if record["step"] >= self.fails_at:
-            raise ConnectionError("the server is away")
+            raise self.error
         self.steps.append(record["step"])
 
     def close(self, finished: bool) -> None:
@@ -77,10 +77,11 @@ def test_a_tracker_gets_every_record_in_order(tmp_path):
     assert not (sink.run_folder / "logs").exists()
 
 
-def test_a_failing_tracker_is_told_once_and_counted_and_the_run_goes_on(tmp_path):
+@pytest.mark.parametrize("error", [ConnectionError, SystemExit])
+def test_a_failing_tracker_is_told_once_and_counted_and_the_run_goes_on(tmp_path, error):
     config = config_of(tmp_path)
     sink, screen = sink_of(config)
-    feed = Feed("wandb", Recorded(fails_at=2))
+    feed = Feed("wandb", Recorded(fails_at=2, error=error("the server is away")))
     sink.feed([feed])
     with sink:
         for step in range(5):
@@ -88,7 +89,7 @@ def test_a_failing_tracker_is_told_once_and_counted_and_the_run_goes_on(tmp_path
     assert feed.num_lost == 3
     assert [record["loss"] for record in read_lines(config.run_folder / "metrics.jsonl")] == [1.0] * 5
     text = screen.getvalue()
-    assert text.count("wandb does not accept the run's numbers (ConnectionError: the server is away)") == 1
+    assert text.count(f"wandb does not accept the run's numbers ({error.__name__}: the server is away)") == 1
     assert text.count("wandb lost 3 records") == 1
     assert (config.run_folder / "logs" / "warnings.log").read_text().count("\n") == 2
 

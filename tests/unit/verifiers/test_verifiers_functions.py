@@ -84,6 +84,11 @@ class CountedAsync(Counted):
         return super().__call__(completions)
 
 
+class GivesUp:
+    def __init__(self):
+        sys.exit("no licence")
+
+
 class NotCallable:
     pass
 
@@ -491,6 +496,7 @@ def test_a_wrong_path_is_named(path, message):
         ("takes_two", {"metod": "strict"}, "takes_two' does not take 'metod', which its `arguments` give"),
         ("Counted", {"last": 1}, "Counted': its class raised TypeError: .*last"),
         ("NeedsMore", {}, "NeedsMore': its class raised TypeError: .*model"),
+        ("GivesUp", {}, "GivesUp': its class raised SystemExit: no licence"),
         ("NotCallable", {}, "NotCallable': the class has no method __call__"),
     ],
 )
@@ -515,8 +521,15 @@ def test_a_function_of_a_file_is_loaded_once(tmp_path, monkeypatch):
     assert load_function(f"{tmp_path}/json.py:number_of_calls")() == 2, "both functions share one module"
 
 
-def test_a_file_that_cannot_be_run_is_named_each_time(tmp_path):
-    (tmp_path / "broken.py").write_text("import no_such_module\n")
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("import no_such_module\n", r"broken.py:f': No module named 'no_such_module'"),
+        ("import sys\nsys.exit(2)\n", r"broken.py calls exit when it is imported; put .* under `if __name__ =="),
+    ],
+)
+def test_a_file_that_cannot_be_run_is_named_each_time(tmp_path, source, message):
+    (tmp_path / "broken.py").write_text(source)
     for _ in range(2):
-        with pytest.raises(ValueError, match=r"broken.py:f': No module named 'no_such_module'"):
+        with pytest.raises(ValueError, match=message):
             load_function(f"{tmp_path}/broken.py:f")
