@@ -18,24 +18,35 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from operator import itemgetter
 from typing import Any, Literal
 
 from megatron_rl.types import Verdict
+from megatron_rl.verifiers.code_tests import Case, cases_of
 from megatron_rl.verifiers.sandbox import Limits, SandboxError, run_script, run_tests
 
 FENCE = re.compile(r"( *)(`{3,}|~{3,})(.*)")
+LABEL = re.compile(r"[{.\s]*([\w+#-]*)")
+PYTHON = re.compile(r"(python|py|ipython)[\d.]*", re.IGNORECASE)
+OTHERS = frozenset(
+    "bash c c# c++ cmd console cpp cs csharp css csv diff dockerfile go haskell html ini java javascript js json julia"
+    " kotlin latex log makefile markdown matlab md mermaid none output perl php plain plaintext powershell r ruby rust"
+    " scala sh shell sql stderr stdin stdout swift tex text toml ts txt typescript xml yaml yml zsh".split()
+)
+"""Labels of blocks that are surely no program in Python."""
 
 Score = Literal["share", "all"] | float
 
 
-def verify(text: str, cases: Sequence[str | Mapping[str, str]], limits: Limits, score: Score) -> Verdict:
-    """The verdict on the last fenced code block of an answer.
+def verify(text: str, truth: Any, limits: Limits, score: Score) -> Verdict:
+    """The verdict on the program in an answer (`last_block`).
 
     Args:
         text: the part of the answer after the thought.
-        cases: Python texts whose asserts call the program's functions, such as HumanEval's `check` followed by a call
-            of it with the entry point; or mappings with the `input` that the program reads and the `output` that it
-            must print. Outputs are compared token by token: `1.0` is not `1`, and white space only separates.
+        truth: the tests, in a form of `code_tests`: Python texts whose asserts call the program's functions, such as
+            HumanEval's `check` followed by a call of it with the entry point; or mappings with the `input` that the
+            program reads and the `output` that it must print. Outputs are compared token by token: `1.0` is not `1`,
+            and white space only separates.
         limits: of each process. A test that another one slowed down or ended is run again, alone.
         score: `share` gives the share of the passed cases, `all` gives 1 if all pass, and a number gives 1 if at least
             this share passes.
@@ -45,12 +56,13 @@ def verify(text: str, cases: Sequence[str | Mapping[str, str]], limits: Limits, 
     """
     if score not in ("share", "all") and not (isinstance(score, float | int) and 0 < score <= 1):
         raise ValueError(f"score must be `share`, `all` or a share above 0 and up to 1, but it is {score!r}")
-    fault = fault_of(cases)
-    if fault:
-        return Verdict(None, f"the row's tests are broken: {fault}", failed=True)
+    try:
+        cases = cases_of(truth)
+    except ValueError as error:
+        return Verdict(None, f"the row's tests are broken: {error}", failed=True)
     program = last_block(text)
     if program is None:
-        return Verdict(0.0, "no fenced code block")
+        return Verdict(0.0, "no fenced block of Python")
     required = None if score == "share" else 1.0 if score == "all" else float(score)
     num_passed, num_failed, first_reason = 0, 0, ""
     try:
@@ -73,40 +85,33 @@ class BrokenCase(ValueError):
     """A test cannot be run on any program."""
 
 
-def fault_of(cases: Any) -> str:
-    """What is wrong with the cases of a row; empty if nothing is."""
-    if not isinstance(cases, Sequence) or isinstance(cases, str) or not cases:
-        return f"they must be a list with at least one test, but they are {str(cases)[:100]!r}"
-    kinds = {"text" if isinstance(case, str) else "mapping" for case in cases}
-    if len(kinds) > 1:
-        return "they are partly Python texts and partly mappings"
-    for number, case in enumerate(cases, 1):
-        pair = isinstance(case, Mapping) and all(isinstance(case.get(key), str) for key in ("input", "output"))
-        if not pair and not isinstance(case, str):
-            return f"case {number} must be a Python text, or have the texts `input` and `output`"
-    return ""
-
-
 def last_block(text: str) -> str | None:
-    """The last fenced block of a Markdown text, up to the end of the text if it is not closed; None if there is none.
+    """The program in a Markdown text; None if there is none: the last fenced block that is labelled as Python, or else
+    the last one whose label does not say something else. A block goes up to the end of the text if it is not closed,
+    and an empty one is none.
 
     As in CommonMark, a fence has three or more backticks or tildes, and one of at least as many closes it. The
     indentation of the fence is taken from the lines. In a list item it may be deep.
     """
-    block: list[str] | None = None
+    blocks: list[tuple[bool, list[str]]] = []
+    block: list[str] = []
     fence, indent = "", 0
     for line in text.replace("\r\n", "\n").split("\n"):
         match = FENCE.fullmatch(line)
         if fence and match and match[2].startswith(fence) and len(match[1]) <= indent + 3 and not match[3].strip():
             fence = ""
-        elif fence and block is not None:
+        elif fence:
             block.append(line[min(indent, len(line) - len(line.lstrip(" "))) :])
         elif match and not (match[2][0] == "`" and "`" in match[3]):
             fence, indent, block = match[2], len(match[1]), []
-    return None if block is None else "\n".join(block) + "\n"
+            label = LABEL.match(match[3])[1]  # type: ignore[index]  # it matches any text
+            if label.lower() not in OTHERS:
+                blocks.append((bool(PYTHON.fullmatch(label)), block))
+    programs = [(is_python, block) for is_python, block in blocks if any(line.strip() for line in block)]
+    return "\n".join(max(reversed(programs), key=itemgetter(0))[1]) + "\n" if programs else None
 
 
-def outcomes(program: str, cases: Sequence[str | Mapping[str, str]], limits: Limits) -> Iterator[tuple[bool, str]]:
+def outcomes(program: str, cases: Sequence[Case], limits: Limits) -> Iterator[tuple[bool, str]]:
     """Whether each case passed, and why not.
 
     Raises:

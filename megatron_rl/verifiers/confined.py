@@ -3,6 +3,7 @@ cannot import this package, and little of it, because every import costs each pr
 
 from __future__ import annotations
 
+import builtins
 import sys
 from types import CodeType, ModuleType
 
@@ -21,4 +22,6 @@ def compiled(text: str, name: str) -> CodeType:
 def module_of(name: str) -> ModuleType:
     """A new module under a name by which dataclasses and pickle can find it."""
     sys.modules[name] = module = ModuleType(name)
+    # Python without the module `site`, which the sandbox leaves out, has no `exit` and `quit`.
+    vars(builtins).update(exit=sys.exit, quit=sys.exit)
     return module

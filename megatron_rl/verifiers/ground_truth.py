@@ -7,7 +7,6 @@ them.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -44,18 +43,7 @@ def _code(cfg: CodeReward, text: str, truth: Any) -> Verdict:
     from megatron_rl.verifiers import code, sandbox
 
     limits = sandbox.Limits(cpu_s=cfg.cpu_s, memory_bytes=cfg.memory_mib * 2**20)
-    return code.verify(text, _cases(truth), limits, cfg.score)
-
-
-def _cases(truth: Any) -> Any:
-    """The tests of a row. Some data sets have their list as a JSON text."""
-    if not isinstance(truth, str):
-        return truth
-    try:
-        cases = json.loads(truth)
-    except json.JSONDecodeError:
-        cases = None
-    return cases if isinstance(cases, list) else [truth]
+    return code.verify(text, truth, limits, cfg.score)
 
 
 def _instructions(cfg: InstructionsReward, text: str, truth: Any) -> Verdict:

@@ -1,7 +1,7 @@
 """The messages between a program and its tests. Only the standard library is used, as in confined.py.
 
-Invariants: a message is a line of JSON, so nothing in it can run; `decode` makes only values of builtin types, and a
-deque, a Decimal or a Fraction, so their operators are those of Python.
+Invariants: a message is a line of JSON, so nothing in it can run; `decode` makes only values of builtin types, of
+namedtuples, and of the types in STANDARD, so their operators are those of Python.
 """
 
 from __future__ import annotations
@@ -15,6 +15,23 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
+STANDARD = {
+    "deque": "collections",
+    "Counter": "collections",
+    "OrderedDict": "collections",
+    "defaultdict": "collections",
+    "Decimal": "decimal",
+    "Fraction": "fractions",
+    "date": "datetime",
+    "datetime": "datetime",
+    "time": "datetime",
+    "timedelta": "datetime",
+    "timezone": "datetime",
+    "UUID": "uuid",
+    "PurePosixPath": "pathlib",
+    "PosixPath": "pathlib",
+}
+"""Types of the standard library that travel, and their modules, which are imported where they are needed."""
 MAX_MESSAGE_BYTES = 64 << 20
 MAX_REASON_CHARACTERS = 300
 
@@ -43,7 +60,7 @@ class Line:
 
 
 def encode(value: Any, refer: Callable[[Any], list[Any]]) -> Any:
-    """A value as JSON. Subclasses of the builtin types travel as what they extend, such as a Counter as a dict.
+    """A value as JSON. Subclasses of the builtin types travel as what they extend.
 
     Args:
         refer: gives the reference to an object that is of no such type.
@@ -59,6 +76,10 @@ def encode(value: Any, refer: Callable[[Any], list[Any]]) -> Any:
         return str.__str__(value)
     if isinstance(value, bytes | bytearray):
         return ["bytes" if isinstance(value, bytes) else "bytearray", bytes(value).decode("latin-1")]
+    if STANDARD.get(type(value).__name__) == type(value).__module__.partition(".")[0]:
+        return [type(value).__name__, *(encode(item, refer) for item in parts_of(value))]
+    if isinstance(value, tuple) and isinstance(fields := getattr(type(value), "_fields", None), tuple):
+        return ["namedtuple", type(value).__name__, list(fields), *(encode(item, refer) for item in value)]
     for name in ("list", "tuple", "set", "frozenset"):
         if isinstance(value, getattr(builtins, name)):
             return [name, *(encode(item, refer) for item in value)]
@@ -70,16 +91,35 @@ def encode(value: Any, refer: Callable[[Any], list[Any]]) -> Any:
         return ["range", value.start, value.stop, value.step]
     if isinstance(value, type) and value in vars(builtins).values():
         return ["type", type.__getattribute__(value, "__name__")]
-    match type(value).__module__, type(value).__name__:
-        case "collections", "deque":
-            return ["deque", *(encode(item, refer) for item in value)]
-        case ("decimal", "Decimal" as name) | ("fractions", "Fraction" as name):
-            return [name, str(value)]
     return refer(value)
 
 
+def parts_of(value: Any) -> list[Any]:
+    """The arguments from which `made` makes a value of a type in STANDARD."""
+    match type(value).__name__:
+        case "deque":
+            return [list(value), value.maxlen]
+        case "Counter" | "OrderedDict":
+            return [dict(value)]
+        case "defaultdict":
+            factory = value.default_factory
+            return [factory if factory in vars(builtins).values() else None, dict(value)]
+        case "date" | "datetime" | "time":
+            return [value.isoformat()]
+        case "timedelta":
+            return [value.days, value.seconds, value.microseconds]
+        case "timezone":
+            return [value.utcoffset(None)]
+    return [str(value)]  # the others read what they write
+
+
+def made(name: str, parts: list[Any]) -> Any:
+    kind = getattr(__import__(STANDARD[name]), name)
+    return kind.fromisoformat(*parts) if name in ("date", "datetime", "time") else kind(*parts)
+
+
 def decode(data: Any, resolve: Callable[[list[Any]], Any]) -> Any:
-    """The value of `encode`'s result, of exactly a builtin type, a deque, a Decimal or a Fraction.
+    """The value of `encode`'s result, of exactly a builtin type, one in STANDARD, or a namedtuple.
 
     Args:
         resolve: gives the object to which a reference refers.
@@ -104,18 +144,13 @@ def decode(data: Any, resolve: Callable[[list[Any]], Any]) -> Any:
         return getattr(builtins, kind)(*items)
     if kind == "type" and isinstance(getattr(builtins, items[0]), type):
         return getattr(builtins, items[0])
-    if kind == "deque":
-        from collections import deque
+    if kind in STANDARD:
+        return made(kind, [decode(item, resolve) for item in items])
+    if kind == "namedtuple":
+        from collections import namedtuple
 
-        return deque(decode(item, resolve) for item in items)
-    if kind == "Decimal":
-        from decimal import Decimal
-
-        return Decimal(items[0])
-    if kind == "Fraction":
-        from fractions import Fraction
-
-        return Fraction(items[0])
+        name, fields, *values = items
+        return namedtuple(name, fields)(*(decode(value, resolve) for value in values))  # type: ignore[misc]
     return resolve(data)
 
 

@@ -432,5 +432,5 @@ confinement.main(confinement.Confinement(**{confinement!r}), {role}, *{numbers!r
 """
 """Loads the modules from their files: a bare interpreter cannot import this package, which has dependencies."""
 
-COMMAND = (os.path.realpath(sys.executable), "-I", "-S", "-X", "utf8", "-c")
+COMMAND = (os.path.realpath(sys.executable), "-I", "-S", "-X", "utf8", "-X", "int_max_str_digits=0", "-c")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")

@@ -144,6 +144,11 @@ class Callback:
 # --- the tests' side ---
 
 
+CAPTURES = {"redirect_stdout", "redirect_stderr", "stdin", "stdout", "stderr", "patch", "monkeypatch", "capsys"}
+"""Names of a test that fails because it captures what the program prints, feeds it, or changes its names. Such a row
+says so; its test can be written as an `input` and an `output`."""
+
+
 class ProgramEnded(BaseException):
     """The program's process has ended, or has sent what is no answer."""
 
@@ -246,13 +251,17 @@ class Program:
     def _encode(self, value: Any) -> Any:
         return encode(value, self._refer)
 
-    def _refer(self, value: Any) -> list[Any]:
+    def require_that_it_travels(self, value: Any) -> None:
+        """Raises CannotCarry if the program cannot have made a value that equals this one of the test."""
+        encode(value, lambda inner: [] if callable(inner) else self._refer(inner, "compares the program's result with"))
+
+    def _refer(self, value: Any, does: str = "gives the program") -> list[Any]:
         if type(value) is Remote:
             return ["object", object.__getattribute__(value, "_number")]
         if callable(value):
             self._callbacks.append(value)
             return ["callback", len(self._callbacks) - 1]
-        self.fault = CannotCarry(f"the test gives the program an object of type {type(value).__name__}")
+        self.fault = CannotCarry(f"the test {does} an object of type {type(value).__name__}")
         raise self.fault
 
     def _decode(self, data: Any) -> Any:
@@ -322,7 +331,10 @@ class Remote:
         return str(self._program.ask("repr", self))
 
     def __eq__(self, other: object) -> bool:
-        """Two of the program's own objects are compared by the program; nothing else equals one."""
+        """Two of the program's own objects are compared by the program; nothing else equals one. What does not travel
+        could not equal the program's result whatever the program does."""
+        if type(other) is not Remote and not callable(other):
+            self._program.require_that_it_travels(other)
         return type(other) is Remote and self._program.ask("eq", self, other) is True
 
     def __hash__(self) -> int:
@@ -401,6 +413,8 @@ def run_test(program: Program, code: CodeType) -> tuple[str, str]:
         return "broken", str(program.fault)
     if program.fault is not None:
         return "ended", str(program.fault)
+    if failure and (name := CAPTURES.intersection(names_of(code))):
+        return "broken", f"it uses {min(name)}, but the program prints and reads in another process: {failure}"
     if failure:
         return "failed", failure
     if program.num_requests == before:

@@ -9,13 +9,16 @@ import math
 import os
 import sys
 import tempfile
-from collections import Counter, deque
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from concurrent.futures import ThreadPoolExecutor
+from datetime import date, datetime, time, timedelta, timezone
 from decimal import Decimal
 from enum import IntEnum
 from fractions import Fraction
-from pathlib import Path
+from importlib import import_module
+from pathlib import Path, PurePosixPath
 from textwrap import dedent
+from uuid import UUID
 
 import cover
 import psutil
@@ -27,7 +30,7 @@ from hypothesis import strategies as st
 from megatron_rl.types import Verdict
 from megatron_rl.verifiers import sandbox
 from megatron_rl.verifiers.code import last_block, verify
-from megatron_rl.verifiers.messages import decode, encode
+from megatron_rl.verifiers.messages import STANDARD, decode, encode
 from megatron_rl.verifiers.sandbox import Limits
 
 ROWS = [json.loads(line) for line in (Path(__file__).parent / "data" / "humaneval.jsonl").open()]
@@ -58,14 +61,25 @@ def judge(program: str, cases, score="share", **limits) -> Verdict:
         ("the words ```x``` are no block", None),
         ("```x``` are no block\n```\ny\n```", "y\n"),
         ("```python\ns = '```x'\n``` no end\n```", "s = '```x'\n``` no end\n"),
+        ("```python\nx = 1\n```\nOutput:\n```text\n2\n```", "x = 1\n"),
+        ("```python\nx = 1\n```\nRun it:\n```bash\npython a.py\n```", "x = 1\n"),
+        ("```Python3\nx = 1\n```\nIt prints\n```\n2\n```", "x = 1\n"),
+        ("```python\nx = 1\n```\n```python\n \n```\n```\n```", "x = 1\n"),
+        ("```solution\nx = 1\n```", "x = 1\n"),
+        ("```{.python title='a.py'}\nx = 1\n```\n```python\nx = 2\n```", "x = 2\n"),
+        ("```\nx = 1\n```\n```JSON\n{}\n```", "x = 1\n"),
+        ("```c++\nint x;\n```", None),
+        ("```python\n```", None),
     ],
 )
-def test_the_last_fenced_block(text, block):
+def test_the_program_is_the_last_block_that_may_be_one(text, block):
     assert last_block(text) == block
 
 
 def test_an_answer_without_a_block_scores_0():
-    assert verify("def f(): return 1", ["assert f() == 1"], Limits(), "all") == Verdict(0.0, "no fenced code block")
+    assert verify("def f(): return 1", ["assert f() == 1"], Limits(), "all") == Verdict(
+        0.0, "no fenced block of Python"
+    )
 
 
 # --- rows ---
@@ -76,16 +90,75 @@ def test_an_answer_without_a_block_scores_0():
     [
         (None, "they must be a list with at least one test, but they are 'None'"),
         ([], "they must be a list with at least one test"),
-        ("assert f() == 1", "they must be a list"),
         (["assert f()", {"input": "", "output": ""}], "they are partly Python texts and partly mappings"),
-        ([{"input": "1"}], "case 1 must be a Python text, or have the texts `input` and `output`"),
-        ([{"input": 1, "output": "2"}], "case 1 must be a Python text"),
-        ([7], "case 1 must be a Python text"),
+        ([{"input": "1"}], "case 1 must be a Python text, or have `input` and `output`; it has input"),
+        ([{"input": 1, "output": "2"}], "the input of case 1 must be a text, or a list of its lines, but it is '1'"),
+        ([7], "case 1 must be a Python text, or have `input` and `output`; it has neither"),
+        ('{"tests": ["assert f()"]}', "case 1 must be a Python text, or have `input` and `output`; it has tests"),
+        ({"inputs": ["1", "2"], "outputs": ["1"]}, "`inputs` and `outputs` must be lists of the same length"),
+        ({"inputs": [], "outputs": []}, "they must be a list with at least one test, but they are '[]'"),
+        ([{"input": "1", "output": "2", "testtype": "functional"}], "case 1 is functional, and names no function"),
+        ([{"input": "1", "output": "2", "testtype": "graph"}], "case 1 has the testtype 'graph', which is neither"),
+        ([{"input": "1", "output": "2", "fn_name": "f(); g"}], "case 1 has the fn_name 'f(); g', which is no name"),
+        ([{"input": "1 2", "output": "2", "fn_name": "f"}], "case 1 calls f, and its input or output is no JSON"),
+        ([{"input": "1", "output": "NaN", "fn_name": "f"}], "case 1 has the number nan, which no test can compare"),
     ],
 )
 def test_a_broken_row_is_an_abstention_that_names_its_fault(cases, message):
     verdict = judge("def f(): return 1", cases)
     assert verdict.score is None and verdict.failed and f"the row's tests are broken: {message}" in verdict.reason
+
+
+ADDS = "def add(a, b): return a + b"
+METHOD = "class Solution:\n    def add(self, a, b): return a + b"
+PAIR = "def pair(a): return a, a"
+READS = "print(sum(map(int, input().split())))"
+
+
+@pytest.mark.parametrize(
+    ("truth", "right", "wrong"),
+    [
+        ({"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}, READS, "print(3)"),
+        ({"inputs": [["1 2"]], "outputs": [["3"]], "fn_name": None}, READS, "print(4)"),
+        ([{"input": "1 2", "output": "3", "testtype": "stdin", "fn_name": "add"}], READS, "print(4)"),
+        ({"input": "1 2", "output": "3"}, READS, "print(4)"),
+        ({"inputs": [[1, 2], [3, 4]], "outputs": [3, [7]], "fn_name": "add"}, ADDS, "def add(a, b): return 3"),
+        ({"inputs": ["1\n2"], "outputs": ["3"], "fn_name": "add"}, METHOD, METHOD.replace("a + b", "a - b")),
+        (
+            [{"input": "1\n2", "output": "3", "testtype": "functional", "fn_name": "add"}],
+            METHOD,
+            ADDS.replace("+", "*"),
+        ),
+        ([{"input": '"a"', "output": '["a", "a"]', "metadata": {"func_name": "pair"}}], PAIR, "def pair(a): return a"),
+        (
+            [{"input": '{"a": [1.5, null]}', "output": "[true]", "fn_name": "g"}],
+            "def g(d): return ['a' in d]",
+            "g = len",
+        ),
+        ({"inputs": [[[1, 2]]], "outputs": [[3]], "fn_name": "sum"}, "def sum(x): return x[0] + x[1]", "sum = max"),
+    ],
+)
+@pytest.mark.parametrize("as_text", [False, True])
+def test_the_forms_in_which_data_sets_have_their_tests(truth, right, wrong, as_text):
+    given = json.dumps(truth) if as_text else truth
+    assert judge(right, given) == Verdict(1.0)
+    verdict = judge(wrong, given, "all")
+    assert verdict.score == 0.0 and not verdict.failed
+
+
+LARGE = 7**6000
+
+
+@pytest.mark.parametrize(
+    ("program", "output"),
+    [
+        ("n = 0\nif n == 0:\n    print(0)\n    exit()\nprint(1)", "0"),
+        ("print(1)\nquit(0)", "1"),
+        ("print(len(str(7 ** 6000)), hex(7 ** 6000))", f"{int(6000 * math.log10(7)) + 1} {LARGE:#x}"),
+    ],
+)
+def test_a_program_may_call_exit_and_print_large_numbers(program, output):
+    assert judge(program, [{"input": "", "output": output}]) == Verdict(1.0)
 
 
 @pytest.mark.parametrize(
@@ -97,6 +170,14 @@ def test_a_broken_row_is_an_abstention_that_names_its_fault(cases, message):
         ("return f(1)", "'return f(1)' is no Python: SyntaxError: 'return' outside function"),
         ("  ", "it passes without using the program"),
         ("def test_f():\n    assert f(1) == 2", "it passes without using the program"),
+        (
+            "import io, contextlib as c\nwith c.redirect_stdout(io.StringIO()) as b:\n    f(1)\nassert b.getvalue()",
+            "it uses redirect_stdout, but the program prints and reads in another process: line 4 of the test",
+        ),
+        (
+            "import io, sys\nsys.stdin = io.StringIO('2')\nassert f(1) == 2",
+            "it uses stdin, but the program prints and reads in another process",
+        ),
     ],
 )
 def test_a_test_that_no_program_can_run_is_an_abstention(test, reason):
@@ -278,10 +359,56 @@ def test_what_extends_a_builtin_type_travels_as_this_type():
 
         __hash__ = int.__hash__
 
-    for value, plain in ((Sly(3), 3), (Colour.RED, 3), (Counter("aa"), {"a": 2}), (Fraction(2, 4), Fraction(1, 2))):
+    class Words(dict):
+        pass
+
+    for value, plain in ((Sly(3), 3), (Colour.RED, 3), (Words(a=2), {"a": 2}), (Fraction(2, 4), Fraction(1, 2))):
         back = through_a_message(value)
         assert back == plain and type(back) is type(plain)
     assert through_a_message(Decimal("1.50")).as_tuple() == Decimal("1.50").as_tuple()
+
+
+Point = namedtuple("Point", "x y")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        date(2020, 1, 31),
+        datetime(2020, 1, 31, 12, 30, 5, 7),
+        datetime(2020, 1, 31, tzinfo=timezone(timedelta(hours=2))),
+        time(12, 30),
+        timedelta(days=-3, seconds=7, microseconds=5),
+        timezone(timedelta(hours=-5)),
+        UUID(int=5),
+        Path("a") / "b",
+        PurePosixPath("/a"),
+        Counter("aab"),
+        OrderedDict(b=1, a=2),
+        defaultdict(list, {"a": [1]}),
+        deque([1, 2], maxlen=3),
+        Decimal("NaN"),
+        Point(1, [2, Point(3, 4)]),
+    ],
+    ids=repr,
+)
+def test_a_value_of_the_standard_library_is_itself_on_the_other_side(value):
+    back = through_a_message(value)
+    assert repr(back) == repr(value) and (type(back) is type(value) or isinstance(value, Point))
+    text = f"({value!r})"
+    modules = "collections", "datetime", "decimal", "pathlib", "uuid"
+    imports = "".join(f"from {module} import *\n" for module in modules)
+    imports += "import datetime as d\nPoint = namedtuple('Point', 'x y')\n"
+    text = text.replace("datetime.", "d.").replace("<class 'list'>", "list")
+    if value == value:
+        program = f"{imports}def f():\n    return {text}\ndef g(x):\n    return type(x).__name__, x == f(), repr(x)"
+        test = f"{imports}assert f() == {text} and g({text}) == ({type(value).__name__!r}, True, {repr(value)!r})"
+        assert judge(program, [test]) == Verdict(1.0)
+
+
+def test_a_comparison_with_what_cannot_travel_is_a_fault_of_the_row():
+    verdict = judge("def f():\n    class A: pass\n    return A()", ["import re\nassert f() == re.compile('a')"])
+    assert verdict.failed and "compares the program's result with an object of type Pattern" in verdict.reason
 
 
 JSON = st.recursive(
@@ -289,7 +416,10 @@ JSON = st.recursive(
     lambda inner: (
         st.lists(inner)
         | st.tuples(
-            st.sampled_from(["int", "dict", "set", "type", "bytes", "range", "object", "Fraction", "complex"]), inner
+            st.sampled_from(
+                ["int", "dict", "set", "type", "bytes", "range", "object", "complex", "namedtuple", *STANDARD]
+            ),
+            inner,
         ).map(list)
         | st.dictionaries(st.text(), inner)
     ),
@@ -305,7 +435,8 @@ def test_no_message_makes_another_kind_of_value(data):
         value = decode(data, lambda reference: None)
     except Exception:
         return
-    assert type(value) in (*known, bool, deque, Decimal, Fraction)
+    standard = [getattr(import_module(module), name) for name, module in STANDARD.items()]
+    assert type(value) in (*known, bool, *standard) or type(value).__mro__[1:] == (tuple, object)
 
 
 # --- forgeries ---

@@ -1,0 +1,127 @@
+"""The tests of a row in the forms that data sets have, as what `code.verify` runs.
+
+| form | who has it |
+|---|---|
+| a list of Python texts with asserts | HumanEval, MBPP, KodCode |
+| a list of mappings with `input` and `output`, for a program that reads and prints | Codeforces, verl |
+| the same with `testtype: functional` and `fn_name`; each line of `input`, and `output`, is JSON | LiveCodeBench |
+| a mapping with the lists `inputs` and `outputs`, and maybe `fn_name` | APPS, TACO, verl |
+| one of these as a text of JSON | all of them |
+
+Invariant (tests/unit/verifiers): what is in no such form is a fault that names it, and is never run as something else.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Case = str | Mapping[str, str]
+"""A Python text that calls the program's functions, or the `input` and the `output` of the program."""
+
+STANDARD = ("stdin", "stdin_stdout", "standard_input")
+FUNCTIONAL = ("functional", "function_call", "call_based")
+NAMES = ("fn_name", "func_name")
+CALL = """
+try:
+    tested_ = Solution().{name}
+except (NameError, AttributeError):
+    tested_ = {name}
+given_ = tested_(*{arguments})
+assert given_ in {expected}
+"""
+"""Calls the function, or the method of a class `Solution`, as the sites of these tasks have it. It uses no builtin,
+because a program that is tested by a builtin's name could replace others."""
+
+
+def cases_of(truth: Any) -> list[Case]:
+    """The cases of a row's ground truth, at least one.
+
+    Raises:
+        ValueError: it is in none of the forms.
+
+    Example:
+        >>> cases_of('{"inputs": ["1 2"], "outputs": ["3"]}')
+        [{'input': '1 2', 'output': '3'}]
+    """
+    if isinstance(truth, str):
+        try:
+            read = json.loads(truth)
+        except (ValueError, RecursionError):
+            read = None
+        # A text of JSON that is no form of tests, such as a number, may be a Python text: it is told when it runs.
+        truth = read if isinstance(read, list | Mapping) else [truth]
+    if isinstance(truth, Mapping):
+        truth = _of_lists(truth) if {"inputs", "outputs"} <= truth.keys() else [truth]
+    if not isinstance(truth, Sequence) or not truth:
+        raise ValueError(f"they must be a list with at least one test, but they are {str(truth)[:100]!r}")
+    kinds = {"text" if isinstance(case, str) else "mapping" for case in truth}
+    if len(kinds) > 1:
+        raise ValueError("they are partly Python texts and partly mappings")
+    return [case if isinstance(case, str) else _case(case, f"case {number}") for number, case in enumerate(truth, 1)]
+
+
+def _of_lists(truth: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    inputs, outputs = truth["inputs"], truth["outputs"]
+    if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
+        raise ValueError("`inputs` and `outputs` must be lists of the same length")
+    others = {key: value for key, value in truth.items() if key not in ("inputs", "outputs")}
+    return [{**others, "input": one, "output": other} for one, other in zip(inputs, outputs, strict=True)]
+
+
+def _case(case: Any, place: str) -> Case:
+    if not isinstance(case, Mapping) or not {"input", "output"} <= case.keys():
+        has = f"it has {', '.join(map(str, case)) or 'nothing'}" if isinstance(case, Mapping) else "it has neither"
+        raise ValueError(f"{place} must be a Python text, or have `input` and `output`; {has}")
+    kind, metadata = case.get("testtype"), case.get("metadata")
+    named = {**metadata, **case} if isinstance(metadata, Mapping) else case
+    name = next((named[key] for key in NAMES if named.get(key)), None)
+    if kind is not None and kind not in STANDARD + FUNCTIONAL:
+        raise ValueError(f"{place} has the testtype {kind!r}, which is neither stdin nor functional")
+    if kind in FUNCTIONAL and not name:
+        raise ValueError(f"{place} is functional, and names no function; add `fn_name`")
+    if name and kind not in STANDARD:
+        if not (isinstance(name, str) and name.isidentifier()):
+            raise ValueError(f"{place} has the fn_name {name!r}, which is no name of Python")
+        return _call(name, case["input"], case["output"], place)
+    return {key: _lines(case[key], f"the {key} of {place}") for key in ("input", "output")}
+
+
+def _lines(value: Any, place: str) -> str:
+    """A text, or the lines of one."""
+    if isinstance(value, list) and all(isinstance(line, str) for line in value):
+        return "\n".join(value)
+    if not isinstance(value, str):
+        raise ValueError(f"{place} must be a text, or a list of its lines, but it is {str(value)[:100]!r}")
+    return value
+
+
+def _call(name: str, given: Any, output: Any, place: str) -> str:
+    """The Python text that calls a function. A list may come back as a tuple, and in the native form the output may be
+    in a list of its own."""
+    try:
+        if isinstance(given, str):
+            arguments = [json.loads(line) for line in given.splitlines() if line.strip()]
+            expected = [json.loads(output) if isinstance(output, str) else output]
+        else:
+            arguments = given if isinstance(given, list) else [given]
+            expected = [output, output[0]] if isinstance(output, list) and len(output) == 1 else [output]
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{place} calls {name}, and its input or output is no JSON: {error}") from error
+    expected += [tuple(one) for one in expected if isinstance(one, list)]
+    literals = (_literal(arguments, place), _literal(tuple(expected), place))
+    return CALL.format(name=name, arguments=literals[0], expected=literals[1])
+
+
+def _literal(value: Any, place: str) -> str:
+    """The value as a Python text."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{place} has the number {value}, which no test can compare")
+    if isinstance(value, list | tuple):
+        inner = "".join(f"{_literal(item, place)}, " for item in value)
+        return f"[{inner}]" if isinstance(value, list) else f"({inner})"
+    if isinstance(value, Mapping):
+        return "{" + "".join(f"{_literal(k, place)}: {_literal(v, place)}, " for k, v in value.items()) + "}"
+    return repr(value)
