@@ -69,7 +69,7 @@ def datasets_of(columns: Mapping[str, Any]) -> list[str]:
     """The data sets of a row with these columns: its `dataset`, which is a name or a list of names."""
     value = columns.get("dataset")
     names = value if isinstance(value, list | tuple) else [value]
-    return list(dict.fromkeys(str(name) for name in names if name is not None))
+    return list(dict.fromkeys(str(name) for name in names if name is not None and name == name))  # NaN is no name
 
 
 class GroundTruthReward(Reward):

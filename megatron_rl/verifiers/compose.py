@@ -35,6 +35,7 @@ from megatron_rl.verifiers.form import FormatVerifier, LengthVerifier, fault_of_
 from megatron_rl.verifiers.functions import FunctionVerifier
 from megatron_rl.verifiers.ground_truth import GroundTruthVerifier, fault_of_ground_truth
 from megatron_rl.verifiers.imported import Logged, TrainerState
+from megatron_rl.verifiers.truth import is_missing
 
 
 class AnswerVerifier(Protocol):
@@ -109,7 +110,7 @@ def fault_of_row(cfg: RewardConfig, columns: Mapping[str, Any]) -> str | None:
     if isinstance(cfg, GroundTruthReward):
         return fault_of_ground_truth(cfg, cfg.ground_truth(columns))
     if isinstance(cfg, ComputeScoreReward):
-        return NO_TRUTH.reason if cfg.ground_truth(columns) is None else None
+        return NO_TRUTH.reason if is_missing(cfg.ground_truth(columns)) else None
     if isinstance(cfg, LengthReward):
         return fault_of_target(cfg, columns)
     if isinstance(cfg, JudgeReward):

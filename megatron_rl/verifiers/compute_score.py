@@ -21,6 +21,7 @@ from megatron_rl.config.rewards import ComputeScoreReward
 from megatron_rl.types import Verdict
 from megatron_rl.verifiers.answer import Answer, Tokenizer
 from megatron_rl.verifiers.imported import NOT_ITS_OWN, ImportedFunction, Logged, TrainerState, as_json, as_number
+from megatron_rl.verifiers.truth import is_missing
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +40,7 @@ class ComputeScoreVerifier:
 
     def score(self, answers: Sequence[Answer], state: TrainerState, logged: Logged) -> list[Verdict]:
         def one(answer: Answer) -> Verdict:
-            if self._cfg.ground_truth(answer.prompt.columns) is None:
+            if is_missing(self._cfg.ground_truth(answer.prompt.columns)):
                 return NO_TRUTH
             try:
                 return self._verdict(self._function.call(self._offered(answer)), logged)
@@ -54,7 +55,7 @@ class ComputeScoreVerifier:
         """The same for an asynchronous function."""
 
         async def one(answer: Answer) -> Verdict:
-            if self._cfg.ground_truth(answer.prompt.columns) is None:
+            if is_missing(self._cfg.ground_truth(answer.prompt.columns)):
                 return NO_TRUTH
             try:
                 return self._verdict(await self._function.call(self._offered(answer)), logged)

@@ -11,6 +11,7 @@ from typing import Any
 
 from megatron_rl.config.rewards import ExactAnswerReward
 from megatron_rl.types import Verdict
+from megatron_rl.verifiers.truth import composed, texts_of
 
 MAX_CHARACTERS = 400
 """The number of characters of an answer that are kept to count majorities."""
@@ -34,14 +35,16 @@ def last_number(text: str) -> Decimal | None:
 
 def verify(cfg: ExactAnswerReward, text: str, truth: Any) -> Verdict:
     """With `answer="last_number"` the last number of the text is compared with the last number of the ground truth."""
-    if not isinstance(truth, str | int | float):
-        fault = f"the exact_answer reward needs a `ground_truth` that is text or a number, but it is {truth!r}"
-        return Verdict(None, fault, failed=True)
-    expected: str | Decimal | None = str(truth).strip() if cfg.answer == "all" else last_number(str(truth))
+    try:
+        [given] = texts_of(truth, "exact_answer")
+    except ValueError as error:
+        several = f"the exact_answer reward needs one ground truth, but the row has {truth!r}"
+        return Verdict(None, several if isinstance(truth, list | tuple) and len(truth) > 1 else str(error), failed=True)
+    expected: str | Decimal | None = composed(given.strip()) if cfg.answer == "all" else last_number(given)
     if expected is None:
         fault = f"ground_truth {truth!r} holds no number; set the reward's answer to `all`"
         return Verdict(None, fault, failed=True)
-    found = text.strip() if cfg.answer == "all" else last_number(text)
+    found = composed(text.strip()) if cfg.answer == "all" else last_number(text)
     if found is None:
         return Verdict(0.0, "no number")
     details = {"final_answer": str(found.normalize()) if isinstance(found, Decimal) else found[:MAX_CHARACTERS]}

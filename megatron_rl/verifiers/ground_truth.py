@@ -26,16 +26,17 @@ from megatron_rl.verifiers import exact_answer, reasoning_gym
 from megatron_rl.verifiers import text as texts
 from megatron_rl.verifiers.answer import Answer, Tokenizer, judged_text
 from megatron_rl.verifiers.pool import Pool
+from megatron_rl.verifiers.truth import texts_of
 
 
 def _mathematics(cfg: MathematicsReward, text: str, truth: Any) -> Verdict:
     from megatron_rl.verifiers import mathematics  # sympy takes a second to import
 
-    truths = truth if isinstance(truth, list | tuple) and truth else [truth]
-    if not all(isinstance(one, str | int | float) for one in truths):
-        needs = "a `ground_truth` that is text or a number, or a list of these"
-        return Verdict(None, f"the mathematics reward needs {needs}, but it is {truth!r}", failed=True)
-    verdicts = [mathematics.verify(text, str(one), cfg.mode) for one in truths]
+    try:
+        truths = texts_of(truth, "mathematics")
+    except ValueError as error:
+        return Verdict(None, str(error), failed=True)
+    verdicts = [mathematics.verify(text, one, cfg.mode) for one in truths]
     return max(verdicts, key=lambda verdict: (verdict.failed, verdict.score))
 
 
@@ -134,8 +135,12 @@ class Judge:
 
 def fault_of_ground_truth(cfg: GroundTruthReward, truth: Any) -> str | None:
     """Why no answer could be compared with this ground truth; None if there is no reason that is quickly found."""
-    if isinstance(cfg, MathematicsReward) and isinstance(truth, str | int | float):
-        return None  # to read it takes too long
+    if isinstance(cfg, MathematicsReward):  # to read it takes too long
+        try:
+            texts_of(truth, "mathematics")
+        except ValueError as error:
+            return str(error)
+        return None
     if isinstance(cfg, ReasoningGymReward):
         return reasoning_gym.fault_of(truth)  # to import the library takes too long
     verdict = VERIFY[type(cfg)](cfg, "", truth)

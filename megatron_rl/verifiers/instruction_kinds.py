@@ -17,7 +17,10 @@ definition here. These are all differences:
   character, as in two rows of IFEval.
 - Language: langdetect runs with a fixed seed and order of profiles. An answer without letters is in no language; it
   counted as followed. Words in capitals, of which langdetect ignores most, are made lower case for `english_capital`.
-  `zh` stands for both forms of Chinese.
+  `zh` stands for both forms of Chinese. Fewer than 50 letters, all of them ASCII, count as English for
+  `english_capital` and `english_lowercase`.
+- Accents are composed and apostrophes are straight on both sides, so `café` and `don't` are found however they are
+  written.
 - Sentences are split by the rules of `instruction_text.sentences`, without trained data.
 - Words in capitals or lower case, and the words of all IFTrain kinds, are those of `instruction_text.words`:
   punctuation is never a word, `don't` is one word. Only `number_words` counts runs of word characters, as published.
@@ -165,12 +168,21 @@ def response_language(text: str, /, *, language: Phrase) -> bool:
 
 def english_capital(text: str, /) -> bool:
     """The answer is in English, in capital letters."""
-    return text.isupper() and language_of(text.lower()) == "en"
+    return text.isupper() and _may_be_english(text.lower())
 
 
 def english_lowercase(text: str, /) -> bool:
     """The answer is in English, in lower-case letters."""
-    return text.islower() and language_of(text) == "en"
+    return text.islower() and _may_be_english(text)
+
+
+SHORT = 50
+"""Letters below which langdetect takes English for any language: one in five English texts of a few words."""
+
+
+def _may_be_english(text: str) -> bool:
+    letters = [character for character in text if character.isalpha()]
+    return "".join(letters).isascii() and len(letters) < SHORT or language_of(text) == "en"
 
 
 def capital_word_frequency(text: str, /, *, capital_frequency: Count, capital_relation: Relation) -> bool:

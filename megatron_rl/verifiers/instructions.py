@@ -20,6 +20,7 @@ from pydantic import ValidationError, validate_call
 
 from megatron_rl.types import Verdict
 from megatron_rl.verifiers import instruction_kinds as kinds
+from megatron_rl.verifiers.truth import composed
 
 CHECKERS: dict[str, Callable[..., bool]] = {
     # IFEval
@@ -96,7 +97,8 @@ def verify(text: str, truth: object, score: Literal["share", "all"]) -> Verdict:
         score: `share` is the share of the instructions that are followed; `all` is 1 if all are followed, else 0.
     """
     try:
-        results = [(name, _follows(text, name, arguments)) for name, arguments in _instructions(truth)]
+        text = composed(text)
+        results = [(name, _follows(text, name, _composed(arguments))) for name, arguments in _instructions(truth)]
     except ValueError as error:
         return Verdict(None, str(error), failed=True)
     if not text.strip():
@@ -105,6 +107,15 @@ def verify(text: str, truth: object, score: Literal["share", "all"]) -> Verdict:
     share = (len(results) - len(broken)) / len(results)
     reason = f"not followed: {', '.join(broken)}" if broken else ""
     return Verdict(share if score == "share" else float(not broken), reason)
+
+
+def _composed(value: Any) -> Any:
+    """The arguments, with every text in them composed as the answer's is."""
+    if isinstance(value, str):
+        return composed(value)
+    if isinstance(value, Mapping):
+        return {key: _composed(inner) for key, inner in value.items()}
+    return [_composed(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def _follows(text: str, name: str, arguments: Mapping[str, object]) -> bool:

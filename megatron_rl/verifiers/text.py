@@ -9,10 +9,12 @@ from __future__ import annotations
 import re
 import string
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 from megatron_rl.config.rewards import TextReward
 from megatron_rl.types import Verdict
+from megatron_rl.verifiers.truth import composed, texts_of
 
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 _PUNCTUATION = dict.fromkeys(map(ord, string.punctuation))
@@ -21,14 +23,29 @@ _PUNCTUATION = dict.fromkeys(map(ord, string.punctuation))
 def normalised(text: str) -> str:
     """The text in lower case, without ASCII punctuation and English articles, with single spaces between words. The
     order of these steps is that of SQuAD's evaluation: `U.S.` becomes `us`."""
-    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+    return " ".join(_ARTICLES.sub(" ", _without_punctuation(text)).split())
+
+
+def _without_punctuation(text: str) -> str:
+    return " ".join(text.lower().translate(_PUNCTUATION).split())
+
+
+def _lower(text: str) -> str:
+    return " ".join(text.lower().split())
+
+
+def form_of(truth: str) -> Callable[[str], str]:
+    """The normalisation in which a ground truth is compared: `normalised`, unless nothing would be left of it. The
+    choice `A` keeps its article and `?!` its punctuation, because otherwise every empty answer would be right."""
+    return next((form for form in (normalised, _without_punctuation) if form(truth)), _lower)
 
 
 def f1(text: str, truth: str) -> float:
     """SQuAD's F1 (Rajpurkar et al. 2016, arXiv:1606.05250): the harmonic mean of precision and recall of the normalised
     words, each of which counts as often as it is in both texts. If a text has no words, it is 1 if the other one has
     none either, as in SQuAD 2.0."""
-    words, expected = normalised(text).split(), normalised(truth).split()
+    form = form_of(truth)
+    words, expected = form(text).split(), form(truth).split()
     if not words or not expected:
         return float(words == expected)
     shared = (Counter(words) & Counter(expected)).total()
@@ -37,17 +54,18 @@ def f1(text: str, truth: str) -> float:
 
 def verify(cfg: TextReward, text: str, truth: Any) -> Verdict:
     """A pattern can take very long for some texts, which is why each answer has a deadline (`JudgedReward`)."""
-    truths = truth if isinstance(truth, list | tuple) and truth else [truth]
-    if not all(isinstance(one, str | int | float) for one in truths):
-        needs = "a `ground_truth` that is text or a number, or a list of these"
-        return Verdict(None, f"the text reward needs {needs}, but it is {truth!r}", failed=True)
-    found, expected = text.strip(), [str(one).strip() for one in truths]
+    try:
+        truths = list(map(composed, texts_of(truth, "text")))
+    except ValueError as error:
+        return Verdict(None, str(error), failed=True)
+    found, expected = composed(text.strip()), [one.strip() for one in truths]
     if cfg.compare == "regex":
-        return _matched(found, [str(one) for one in truths])
+        return _matched(found, truths)
     if cfg.compare == "f1":
         return Verdict(max(f1(found, one) for one in expected))
     if cfg.compare == "normalised":
-        found, expected = normalised(found), list(map(normalised, expected))
+        forms = [(form_of(one), one) for one in expected]
+        return Verdict(1.0) if any(form(found) == form(one) for form, one in forms) else Verdict(0.0, "other text")
     return Verdict(1.0) if found in expected else Verdict(0.0, "other text")
 
 

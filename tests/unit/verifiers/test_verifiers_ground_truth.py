@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 from patience import deadline
@@ -65,6 +66,11 @@ def test_the_text_after_the_thought_is_judged(cfg, text, truth, score):
             "the mathematics reward needs a `ground_truth` that is text or a number, or a list",
         ),
         (MathematicsReward(), [], "the mathematics reward needs"),
+        (MathematicsReward(), math.nan, "the row has no ground truth: it is NaN"),
+        (ExactAnswerReward(), math.nan, "the row has no ground truth: it is NaN"),
+        (ExactAnswerReward(answer="last_number"), math.nan, "the row has no ground truth: it is NaN"),
+        (InstructionsReward(), math.nan, "but it is nan"),
+        (CodeReward(), math.nan, "but they are 'nan'"),
         (CodeReward(), [], "the row's tests are broken"),
         (InstructionsReward(), {"instruction_id": ["no_such:kind"], "kwargs": [None]}, "no_such:kind"),
         (ExactAnswerReward(answer="last_number"), "two", "holds no number"),

@@ -180,12 +180,16 @@ CASES: dict[str, list[tuple[dict[str, object], list[str], list[str]]]] = {
     "change_case:english_capital": [
         (
             {},
-            [ENGLISH.upper(), "THE PARADOX OF POWER AND RESPONSIBILITY WEIGHS HEAVILY ON HIM."],
+            [ENGLISH.upper(), "THE PARADOX OF POWER AND RESPONSIBILITY WEIGHS HEAVILY ON HIM.", "NO."],
             [ENGLISH, GERMAN.upper(), "12"],
         )
     ],
     "change_case:english_lowercase": [
-        ({}, [ENGLISH, f"1. {ENGLISH}!"], [ENGLISH.capitalize(), GERMAN.lower(), HINDI, "12"])
+        (
+            {},
+            [ENGLISH, f"1. {ENGLISH}!", "bananas, apples, pears."],
+            [ENGLISH.capitalize(), "größer.", GERMAN.lower(), HINDI, "12"],
+        )
     ],
     "punctuation:no_comma": [({}, ["No comma; none.", "1'000"], ["a, b", "1,000", "`f(a,b)`", "这，那", "هذا، ذلك"])],
     "copy:repeat_phrase": [

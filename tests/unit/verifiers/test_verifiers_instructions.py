@@ -125,3 +125,16 @@ def test_integral_numbers_may_have_the_form_of_floats():
     """Tables with empty cells turn whole numbers into floats."""
     truth = {"instruction_id": [WORDS], "kwargs": [{"num_words": 3.0, "relation": "at least"}]}
     assert verify("a b c", truth, "all") == Verdict(1.0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "text", "score"),
+    [
+        ("keywords:forbidden_words", {"forbidden_words": ["caf\u00e9"]}, "le cafe\u0301", 0.0),
+        ("keywords:forbidden_words", {"forbidden_words": ["don't"]}, "I don\u2019t", 0.0),
+        ("keywords:existence", {"keywords": ["cafe\u0301"]}, "le caf\u00e9", 1.0),
+        ("startend:end_checker", {"end_phrase": "that\u2019s all"}, "and that's all", 1.0),
+    ],
+)
+def test_accents_and_apostrophes_are_found_however_they_are_written(kind, arguments, text, score):
+    assert verify(text, {"instruction_id": [kind], "kwargs": [arguments]}, "share").score == score

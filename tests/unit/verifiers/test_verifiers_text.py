@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -15,7 +16,7 @@ from megatron_rl.verifiers import RewardSet, TrainerState
 from megatron_rl.verifiers.answer import Answer
 from megatron_rl.verifiers.compose import fault_of_row, required_columns
 from megatron_rl.verifiers.ground_truth import GroundTruthVerifier, fault_of_ground_truth
-from megatron_rl.verifiers.text import f1, normalised, verify
+from megatron_rl.verifiers.text import f1, form_of, verify
 
 
 class Letters:
@@ -28,6 +29,11 @@ class Letters:
 def answer(text: str, finish: str = "stop", **columns: object) -> Answer:
     ids = [*map(ord, text), *([0] if finish == "stop" else [])]
     return Answer(Prompt("rows.jsonl:7", (1,), "question", columns), ids, finish)
+
+
+CHOICES = {"A": 1.0, "a": 1.0, "(A)": 1.0, "A.": 1.0, "": 0.0, ".": 0.0, "B": 0.0, "The": 0.0, "an": 0.0}
+THE = {"the": 1.0, "'The'": 1.0, "": 0.0, "a": 0.0, "!": 0.0}
+"""Texts and scores where normalisation as in SQuAD leaves no word of the ground truth."""
 
 
 @pytest.mark.parametrize(
@@ -44,7 +50,15 @@ def answer(text: str, finish: str = "stop", **columns: object) -> Answer:
         ("f1", "dog dog dog", "dog cat", 2 * (1 / 3) * (1 / 2) / (5 / 6)),
         ("f1", "dog", ["cat", "red dog", "big red dog"], 2 / 3),
         ("f1", "the", "cat", 0.0),
-        ("f1", "", "an", 1.0),
+        ("f1", "", "", 1.0),
+        *((compare, text, "A", score) for compare in ("normalised", "f1") for text, score in CHOICES.items()),
+        *((compare, text, "The", score) for compare in ("normalised", "f1") for text, score in THE.items()),
+        ("normalised", "?!", "?!", 1.0),
+        ("normalised", ".", "?!", 0.0),
+        ("normalised", ".", "", 0.0),
+        ("exact", "caf\u00e9", "cafe\u0301", 1.0),
+        ("normalised", "He doesn\u2019t", "he doesn't", 1.0),
+        ("regex", "cafe\u0301", "caf\u00e9", 1.0),
         ("regex", " 2024-05-06\n", r"\d{4}-\d\d-\d\d", 1.0),
         ("regex", "on 2024-05-06", r"\d{4}-\d\d-\d\d", 0.0),
         ("regex", "yes", ["no", "(?i)YES"], 1.0),
@@ -56,9 +70,9 @@ def test_scores_by_hand(compare, text, truth, score):
 
 @given(st.text(), st.text())
 def test_f1_is_symmetric_and_1_for_equal_words_alone(one, other):
-    assert 0 <= f1(one, other) <= 1 and f1(one, other) == f1(other, one)
-    same_words = sorted(normalised(one).split()) == sorted(normalised(other).split())
-    assert (f1(one, other) == 1) == same_words
+    form = form_of(other)
+    assert 0 <= f1(one, other) <= 1 and (form_of(one) is not form or f1(one, other) == f1(other, one))
+    assert (f1(one, other) == 1) == (sorted(form(one).split()) == sorted(form(other).split()))
 
 
 @pytest.mark.parametrize(
@@ -67,6 +81,8 @@ def test_f1_is_symmetric_and_1_for_equal_words_alone(one, other):
         ("exact", None, "the text reward needs a `ground_truth` that is text or a number, or a list of these, but it"),
         ("f1", [], "the text reward needs"),
         ("exact", ["a", None], "the text reward needs"),
+        ("exact", math.nan, "the row has no ground truth: it is NaN"),
+        ("f1", ["a", math.nan], "the row has no ground truth: it is NaN"),
         ("regex", "(", "ground_truth '(' is no pattern of Python's re: missing )"),
         ("regex", ["a", "a{99999999999}"], "is no pattern of Python's re"),
     ],
