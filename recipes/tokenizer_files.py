@@ -8,10 +8,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
-from jinja2 import Template
+from jinja2 import Template, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
+from megatron_rl.data.encode import template_fault
 from megatron_rl.data.rows import BadRow
 
 SLOW_FORMS = (("tokenizer.model",), ("vocab.json", "merges.txt"), ("vocab.txt",))
@@ -83,15 +84,17 @@ class ChatTemplate:
             arguments: further arguments of the template, such as `tools`.
 
         Raises:
-            BadRow: the template refuses the turns.
+            BadRow: the template refuses the turns, or fails on them.
         """
         try:
             given = {"tools": None, "documents": None, **self._special, **arguments}
             return self._template.render(messages=turns, add_generation_prompt=add_generation_prompt, **given)
         except BadRow:
             raise
-        except Exception:  # a template may raise anything; the run will find out with transformers
+        except TemplateError:  # such as a filter that only transformers has; the run will find out with it
             return None
+        except Exception as error:
+            raise template_fault(error, turns) from error
 
 
 def _refuse(message: str) -> NoReturn:

@@ -64,7 +64,7 @@ def chat_text(
 
     Raises:
         ValueError: the tokenizer has no chat template.
-        BadRow: the template refuses the turns.
+        BadRow: the template refuses the turns, or raises whatever else.
     """
     if tokenizer.chat_template is None:
         raise ValueError(
@@ -82,3 +82,14 @@ def chat_text(
         )
     except TemplateError as error:
         raise BadRow(f"the chat template refuses `messages`: {error}") from error
+    except Exception as error:  # a template is a program: it adds texts to numbers, and asks texts for their items
+        raise template_fault(error, turns) from error
+
+
+def template_fault(error: Exception, turns: Sequence[Mapping[str, Any]]) -> BadRow:
+    """The error about a row on which a chat template raised what is not its own error."""
+    calls = [call.get("function", call) for turn in turns for call in turn.get("tool_calls") or ()]
+    hint = ""
+    if any(isinstance(call.get("arguments"), str) for call in calls):
+        hint = "; the arguments of a tool call are text, and this template may need a mapping"
+    return BadRow(f"the chat template fails on this row: {type(error).__name__}: {error}{hint}")

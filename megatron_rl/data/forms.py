@@ -8,7 +8,8 @@
 | verl | `prompt`, chat turns | `reward_model.ground_truth`, `data_source` |
 
 TRL's columns `tools` and `chat_template_kwargs` are arguments of the chat template in every form with chat turns. The
-forms are those of docs/dataset_formats of TRL, docs/preparation of verl, and the data sets of open-instruct.
+forms are those of docs/dataset_formats of TRL, docs/preparation of verl, and the data sets of open-instruct. Chat turns
+may be a text of JSON.
 
 `data.columns` maps our names to those of the row, and goes before the forms. A column with the value None counts as
 absent when a form is recognised, because Parquet and Arrow give all rows of a file the same columns.
@@ -25,7 +26,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from megatron_rl.data.rows import BadRow, Row, Turns, text_of, turns_of, without_none
+from megatron_rl.data.rows import BadRow, Row, Turns, listed_turns, text_of, turns_of, without_none
 
 Form = Literal["messages", "text", "TRL", "verl"]
 QUESTIONS = ("messages", "prompt")
@@ -103,7 +104,7 @@ def recognise(row: Mapping[str, Any], reading: Reading) -> Question:
             )
         return Question("text", text, _in_dataset(rest, reading), {})
     form: Form = "messages" if question == "messages" else "TRL"
-    if question == "messages" and question in columns and isinstance(value, str):
+    if question == "messages" and question in columns and isinstance(value, str) and not _are_turns(value):
         turns: Turns = ({"role": "user", "content": text_of(renamed, "messages")},)
     else:
         turns = turns_of(renamed, question)
@@ -146,7 +147,7 @@ def _question_column(row: Mapping[str, Any], columns: Mapping[str, str]) -> str:
 
 
 def _are_turns(value: Any) -> bool:
-    return isinstance(value, list) and any(isinstance(turn, dict) for turn in value)
+    return any(isinstance(turn, dict) for turn in listed_turns(value) or ())
 
 
 def _value(row: Mapping[str, Any], name: str, source: str) -> Any:

@@ -5,6 +5,7 @@ Invariants: a value that is not plain is made plain, or the row is refused by th
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from datetime import date, datetime, time
 from decimal import Decimal
@@ -68,15 +69,37 @@ def turns_of(row: Mapping[str, Any], key: str = "messages") -> Turns:
     """The chat turns in a column: a list of {"role": ..., "content": ...}.
 
     Further keys of a turn stay if they have a value: Parquet and Arrow give all turns of a file the same keys, and fill
-    them with None.
+    them with None. As in OpenAI's form, `content` may be a list of parts of text, and null beside `tool_calls`.
     """
-    turns = row.get(key)
-    if not isinstance(turns, list) or not turns:
-        raise BadRow(f"`{key}` must be a list of chat turns and not empty, but it is {turns!r}")
-    for index, turn in enumerate(turns):
-        if not isinstance(turn, dict) or not all(isinstance(turn.get(k), str) for k in ("role", "content")):
-            raise BadRow(f"`{key}[{index}]` must have `role` and `content` as text, but it is {turn!r}")
-    return tuple(without_none(turns))
+    turns = listed_turns(row.get(key))
+    if not turns:
+        raise BadRow(f"`{key}` must be a list of chat turns and not empty, but it is {row.get(key)!r}")
+    return tuple(_turn(turn, f"`{key}[{index}]`") for index, turn in enumerate(turns))
+
+
+def listed_turns(value: Any) -> list[Any] | None:
+    """The value if it is a list, or the list of chat turns of which it is the JSON; None if it is neither."""
+    if isinstance(value, str) and value.lstrip().startswith("[") and '"role"' in value:
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            return None
+        return value if isinstance(value, list) and all(isinstance(turn, dict) for turn in value) else None
+    return value if isinstance(value, list) else None
+
+
+def _turn(turn: Any, place: str) -> dict[str, Any]:
+    if isinstance(turn, dict):
+        content = turn.get("content")
+        if content is None and turn.get("tool_calls"):
+            turn = turn | {"content": ""}
+        elif isinstance(content, list):
+            if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
+                raise BadRow(f"{place} has parts that are no text: {content!r}; only models of text are trained")
+            turn = turn | {"content": "".join(part["text"] for part in content)}
+    if not isinstance(turn, dict) or not all(isinstance(turn.get(k), str) for k in ("role", "content")):
+        raise BadRow(f"{place} must have `role` and `content` as text, but it is {turn!r}")
+    return {name: without_none(value) for name, value in turn.items() if value is not None}
 
 
 def without_none(value: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import fields as fields_of
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,10 @@ from megatron_rl.layout.families import FAMILIES
 from megatron_rl.types import Llama3Rope, ModelShape, YarnRope
 
 _FIXED = {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu"}
+_NUMBERS = (
+    *("num_attention_heads", "num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size"),
+    *("rms_norm_eps", "max_position_embeddings"),
+)
 _CLASSIFIES = "ForSequenceClassification"
 _YARN = {"beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"}
 
@@ -31,6 +36,8 @@ def read_shape(folder: Path) -> ModelShape:
         config = json.loads(path.read_text())
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} is no JSON ({error}); copy the checkpoint again") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} holds no mapping; give the folder of a Hugging Face checkpoint")
     family = config.get("model_type")
     if family not in FAMILIES:
         raise ValueError(f"{path}: model_type {family!r} is not supported; supported: {', '.join(sorted(FAMILIES))}")
@@ -40,12 +47,18 @@ def read_shape(folder: Path) -> ModelShape:
         raise ValueError(f"{path}: the key {error} is missing; is this the config.json of a {family} model?") from error
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
+    except (TypeError, AttributeError) as error:
+        empty = ", ".join(key for key, value in config.items() if value is None)
+        said = f"these keys are null: {empty}" if empty else str(error)
+        raise ValueError(f"{path}: a value has the wrong type ({said}); is this the config.json of a model?") from error
 
 
 def _shape(family: str, config: Mapping[str, Any]) -> ModelShape:
     for key, value in _FIXED.items():
         if config.get(key, value) != value:
             raise ValueError(f"{key} is {config[key]!r}; for the family {family} only {value!r} is supported")
+    for key in _NUMBERS:
+        _number(config, key)
     heads = config["num_attention_heads"]
     theta, scaling = _rope(config, FAMILIES[family].rope_theta)
     fields: dict[str, Any] = {
@@ -59,10 +72,13 @@ def _shape(family: str, config: Mapping[str, Any]) -> ModelShape:
         "rope_theta": theta,
         "norm_eps": config["rms_norm_eps"],
         "max_positions": config["max_position_embeddings"],
-        "tied_embeddings": config.get("tie_word_embeddings", False),
+        "tied_embeddings": _flag(config, "tie_word_embeddings"),
         "rope_scaling": scaling,
     }
     shape = ModelShape(family, **(fields | FAMILIES[family].read_config(config)))
+    for part in (shape.experts, shape.latent):
+        if empty := [field.name for field in fields_of(part) if getattr(part, field.name) is None] if part else []:
+            raise TypeError(f"{', '.join(empty)} of {type(part).__name__}")
     if _ends_with_value(config):
         shape = critic_shape(shape)
     if shape.sliding_layers and shape.rope_scaling and family != "olmo3":
@@ -96,36 +112,81 @@ def _ends_with_value(config: Mapping[str, Any]) -> bool:
     return True
 
 
+def _rope_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What transformers reads: `rope_scaling` alone, if there is one, and else `rope_parameters`. So with both of them
+    `rope_theta` in `rope_parameters` is lost, which nobody means.
+
+    Raises:
+        ValueError: both are there and differ, or one is no mapping.
+    """
+    sections = {key: config[key] for key in ("rope_parameters", "rope_scaling") if config.get(key)}
+    for key, section in sections.items():
+        if not isinstance(section, Mapping):
+            raise ValueError(f"{key} must be a mapping, but it is {section!r}")
+    if len(sections) == 2 and sections["rope_parameters"] != sections["rope_scaling"]:
+        whole = {**sections["rope_parameters"], **sections["rope_scaling"]}
+        raise ValueError(
+            "it has both rope_parameters and rope_scaling; transformers reads rope_scaling alone, and forgets "
+            f"what only rope_parameters has. Remove rope_scaling, and write rope_parameters: {json.dumps(whole)}"
+        )
+    return next(iter(sections.values()), {})
+
+
+def _number(section: Mapping[str, Any], key: str, default: float | None = None) -> Any:
+    """
+    Raises:
+        KeyError: there is no such key, and no default.
+        ValueError: its value is no number.
+    """
+    value = section[key] if default is None else section.get(key, default)
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise ValueError(f"{key} must be a number, but it is {json.dumps(value)}")
+    return value
+
+
+def _flag(config: Mapping[str, Any], key: str) -> bool:
+    value = config.get(key, False)
+    if not isinstance(value, bool):
+        raise ValueError(f"{key} must be true or false, but it is {json.dumps(value)}")
+    return value
+
+
 def _rope(config: Mapping[str, Any], default: float) -> tuple[float, Llama3Rope | YarnRope | None]:
     """The base and the scaling of the rotary embeddings. transformers 5 writes them as rope_parameters, and for OLMo 3
     separately for each kind of attention; earlier versions wrote rope_theta and rope_scaling."""
-    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    rope = dict(_rope_section(config))
     if "full_attention" in rope:
         rope, sliding = dict(rope["full_attention"]), rope["sliding_attention"]
         if sliding.get("rope_type", "default") != "default" or sliding.get("rope_theta") != rope.get("rope_theta"):
             raise ValueError(
                 "rope_parameters: sliding layers must be unscaled and have the same rope_theta as full attention"
             )
-    theta = float(rope.pop("rope_theta") if "rope_theta" in rope else config.get("rope_theta", default))
+    theta = float(_number(rope if "rope_theta" in rope else config, "rope_theta", default))
+    rope.pop("rope_theta", None)
     kind = rope.pop("rope_type", None) or rope.pop("type", "default")
     rope.pop("type", None)
     if rope.pop("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError("partial_rotary_factor: partly rotated heads are not supported")
     scaling: Llama3Rope | YarnRope | None = None
     known: set[str] = set()
+    # transformers prefers the number beside the section to the one in it.
+    if kind in ("llama3", "yarn") and config.get("original_max_position_embeddings") is not None:
+        rope["original_max_position_embeddings"] = config["original_max_position_embeddings"]
     if kind == "llama3":
         known = {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
         scaling = Llama3Rope(
-            factor=rope["factor"],
-            low_freq_factor=rope["low_freq_factor"],
-            high_freq_factor=rope["high_freq_factor"],
-            original_max_positions=rope["original_max_position_embeddings"],
+            factor=_number(rope, "factor"),
+            low_freq_factor=_number(rope, "low_freq_factor"),
+            high_freq_factor=_number(rope, "high_freq_factor"),
+            original_max_positions=_number(rope, "original_max_position_embeddings"),
         )
     elif kind == "yarn":
         known = {"factor", "original_max_position_embeddings", *_YARN}
         scaling = YarnRope(
-            factor=rope["factor"],
-            original_max_positions=rope.get("original_max_position_embeddings", config["max_position_embeddings"]),
+            factor=_number(rope, "factor"),
+            original_max_positions=_number(
+                rope, "original_max_position_embeddings", _number(config, "max_position_embeddings")
+            ),
             **{key: rope[key] for key in _YARN if rope.get(key) is not None},
         )
     elif kind != "default":

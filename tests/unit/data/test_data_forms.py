@@ -135,9 +135,52 @@ def test_keys_of_a_turn_that_only_other_turns_have_are_left_out(more):
     assert turn == USER | {key: value for key, value in more.items() if value is not None}
 
 
+CALL = {"type": "function", "function": {"name": "search", "arguments": {"q": 1}}}
+
+
+@pytest.mark.parametrize(
+    ("given", "content"),
+    [
+        ({"role": "assistant", "content": None, "tool_calls": [CALL]}, ""),
+        ({"role": "assistant", "tool_calls": [CALL]}, ""),
+        (
+            {"role": "user", "content": [{"type": "text", "text": "How "}, {"type": "text", "text": "many?"}]},
+            "How many?",
+        ),
+        ({"role": "user", "content": []}, ""),
+    ],
+)
+def test_the_content_of_a_turn_as_openai_has_it(given, content):
+    [turn, _] = recognise({"messages": [given, USER]}, Reading()).messages
+    assert turn == {**given, "content": content}
+
+
+@pytest.mark.parametrize(
+    "row", [{"prompt": [USER], "solution": "72"}, {"messages": [USER], "ground_truth": "72"}, VERL]
+)
+def test_turns_may_be_a_text_of_json(row):
+    name = "messages" if "messages" in row else "prompt"
+    stored = row | {name: " " + json.dumps(row[name])}
+    assert recognise(stored, Reading()) == recognise(row, Reading())
+    mapped = {"question": stored[name]} | {key: value for key, value in row.items() if key != name}
+    assert recognise(mapped, Reading({"messages": "question"})).messages == (USER,)
+
+
+@pytest.mark.parametrize("text", ['[1, 2] has "role"', '["role"]', '[{"role": "user"', "[1]"])
+def test_a_prompt_that_only_looks_like_json_stays_text(text):
+    assert recognise({"prompt": text}, Reading()).messages == text
+
+
 @pytest.mark.parametrize(
     ("row", "columns", "message"),
     [
+        ({"messages": [{"role": "user", "content": None}]}, {}, r"`messages\[0\]` must have `role` and `content`"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
+            {},
+            r"`messages\[0\]` has parts that are no text",
+        ),
+        ({"prompt": '[{"role": "user"}]'}, {}, r"`prompt\[0\]` must have `role` and `content`"),
         (
             {"question": "1"},
             {},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import struct
 from dataclasses import replace
 
@@ -89,6 +90,59 @@ def test_olmo_3_in_the_older_and_the_newer_form(tmp_path):
     }
     assert read(tmp_path, newer) == shape
     assert read(tmp_path, OLMO3 | {"layer_types": ["full_attention"] * 8}).sliding_window is None
+
+
+TO_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 10240}
+PARAMETERS = {"rope_type": "default", "rope_theta": 1000000.0}
+
+
+def test_two_sections_about_rotation_that_differ_are_refused_with_what_to_write(tmp_path):
+    """transformers reads rope_scaling alone, so that the base would be the family's default."""
+    both = QWEN3 | {"rope_parameters": PARAMETERS, "rope_scaling": TO_YARN}
+    with pytest.raises(ValueError, match=r"config.json: it has both .* write rope_parameters: (.*)$") as raised:
+        read(tmp_path, both)
+    written = json.loads(str(raised.value).partition("write rope_parameters: ")[2])
+    shape = read(
+        tmp_path, {key: value for key, value in QWEN3.items() if key != "rope_theta"} | {"rope_parameters": written}
+    )
+    assert (shape.rope_theta, shape.rope_scaling) == (1e6, YarnRope(4.0, 10240))
+    same = QWEN3 | {"rope_parameters": written, "rope_scaling": written}
+    assert read(tmp_path, same) == shape
+    assert read(tmp_path, QWEN3 | {"rope_parameters": written, "rope_scaling": None}) == shape
+
+
+def test_the_original_length_beside_the_section_goes_before_the_one_in_it(tmp_path):
+    shape = read(tmp_path, QWEN3 | {"rope_scaling": TO_YARN, "original_max_position_embeddings": 4096})
+    assert shape.rope_scaling == YarnRope(4.0, 4096)
+
+
+@pytest.mark.parametrize("config", [QWEN3, LLAMA, DEEPSEEK, MIXTRAL, OLMO3], ids=lambda c: c["model_type"])
+@pytest.mark.parametrize("value", [None, "12", True, [1]], ids=json.dumps)
+def test_a_key_that_is_no_number_is_named_with_the_file(tmp_path, config, value):
+    keys = ("num_hidden_layers", "hidden_size", "vocab_size", "rms_norm_eps", "max_position_embeddings", "rope_theta")
+    for key in keys:
+        if key in config:
+            with pytest.raises(
+                ValueError, match=rf"config.json: {key} must be a number, but it is {re.escape(json.dumps(value))}"
+            ):
+                read(tmp_path, config | {key: value})
+
+
+@pytest.mark.parametrize("config", [DEEPSEEK, MIXTRAL, QWEN3_MOE, LLAMA, OLMO3], ids=lambda c: c["model_type"])
+def test_null_anywhere_is_an_error_with_the_file_or_means_what_a_missing_key_means(tmp_path, config):
+    for key in config.keys() - {"q_lora_rank"}:  # null is its value for queries without a rank
+        try:
+            shape = read(tmp_path, config | {key: None})
+        except ValueError as error:
+            assert "config.json" in str(error)
+            continue
+        assert shape == read(tmp_path, {name: value for name, value in config.items() if name != key})
+
+
+def test_a_config_json_that_is_no_mapping_is_named(tmp_path):
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ValueError, match="config.json holds no mapping"):
+        read_shape(tmp_path)
 
 
 def test_windows(tmp_path):
