@@ -20,9 +20,10 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Self
 
 from aiohttp import web
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from megatron_rl.environments.tools import CALL
 from megatron_rl.rollout.conversations import Conversations, Refused
@@ -33,6 +34,70 @@ log = logging.getLogger(__name__)
 MODEL = "policy"
 """The name of the model, as `{base_url}/models` gives it. Any name in a request is taken for it."""
 MAX_REQUEST_BYTES = 64 << 20
+
+NumTokens = Annotated[int, Field(strict=True, ge=1)]
+
+
+class _Part(BaseModel, extra="allow"):
+    type: str
+    text: str | None = None
+
+    @model_validator(mode="after")
+    def _has_its_text(self) -> Self:
+        if self.type == "text" and self.text is None:
+            raise ValueError("a part of the type text has no text")
+        return self
+
+
+class _Function(BaseModel):
+    name: str
+    arguments: str | dict[str, Any] = "{}"
+
+
+class _ToolCall(BaseModel, extra="allow"):
+    function: _Function
+
+
+class _Message(BaseModel, extra="allow"):
+    role: str
+    content: str | list[_Part] | None = None
+    tool_calls: list[_ToolCall] | None = None
+
+
+class Body(BaseModel, extra="allow"):
+    """A request to `chat/completions`. What it has beside these fields has no effect."""
+
+    messages: Annotated[list[_Message], Field(min_length=1)]
+    tools: list[dict[str, Any]] | None = None
+    max_tokens: NumTokens | None = None
+    max_completion_tokens: NumTokens | None = None
+    stream: bool | None = None
+    n: Annotated[int, Field(strict=True)] | None = None
+    logprobs: bool | int | None = None
+
+    @model_validator(mode="after")
+    def _has_one_answer(self) -> Self:
+        if self.n not in (None, 1):
+            raise ValueError(f"n is {self.n}, but a call has one answer; make several calls")
+        if self.logprobs:
+            raise ValueError("logprobs are not given; the run records them itself")
+        return self
+
+
+async def _body_of(request: web.Request) -> Body:
+    """
+    Raises:
+        Refused: the body is no JSON, or a field of it is wrong.
+    """
+    try:
+        return Body.model_validate(await request.json())
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise Refused(f"{where}: {first['msg']}" if where else first["msg"].removeprefix("Value error, ")) from None
+    except (ValueError, LookupError, RecursionError) as error:
+        raise Refused(f"the request is no JSON: {error}") from None
+
 
 Ask = Callable[[list[int], Call], Awaitable[Completion]]
 """Sample what follows these tokens."""
@@ -95,22 +160,23 @@ class Endpoint:
         if line is None:
             return _error(404, "this answer has ended, or there is none with this address")
         try:
-            body = await request.json()
+            body = await _body_of(request)
             answered = await self._answer(line, body)
         except (Refused, ValueError) as error:
             log.warning("a call of an agent was refused: %s", error)
             return _error(400, str(error))
-        if not body.get("stream"):
+        if not body.stream:
             return web.json_response(answered)
         return await _streamed(request, answered)
 
-    async def _answer(self, line: Line, body: Mapping[str, Any]) -> dict[str, Any]:
+    async def _answer(self, line: Line, body: Body) -> dict[str, Any]:
         """
         Raises:
             Refused: the request cannot be answered.
         """
-        self._check(body)
-        asked = line.conversations.ask(body["messages"], body.get("tools") or [])
+        self._tell_differences(body)
+        messages = [message.model_dump(exclude_none=True) for message in body.messages]
+        asked = line.conversations.ask(messages, body.tools or [])
         size = len(asked.ids)
         left = self._max_tokens - size
         if left < 1:
@@ -118,7 +184,7 @@ class Endpoint:
                 f"the conversation has {size} tokens, but rollout.max_prompt_tokens + "
                 f"rollout.max_response_tokens is {self._max_tokens}"
             )
-        wanted = body.get("max_completion_tokens") or body.get("max_tokens") or left
+        wanted = body.max_completion_tokens or body.max_tokens or left
         completion = await line.ask(asked.ids, Call(min(left, wanted)))
         text = self._decode(list(completion.ids[:-1] if completion.stopped else completion.ids))
         message = message_of(text)
@@ -134,17 +200,12 @@ class Endpoint:
             "usage": used | {"total_tokens": sum(used.values())},
         }
 
-    def _check(self, body: Mapping[str, Any]) -> None:
-        if not isinstance(body, Mapping) or not isinstance(body.get("messages"), list) or not body["messages"]:
-            raise Refused("the request has no list of messages")
-        if (body.get("n") or 1) != 1:
-            raise Refused(f"n is {body['n']}, but a call has one answer; make several calls")
-        if body.get("logprobs"):
-            raise Refused("logprobs are not given; the run records them itself")
+    def _tell_differences(self, body: Body) -> None:
+        asked = body.model_extra or {}
         for name, own in self._sampling.items():
-            if body.get(name) not in (None, own) and name not in self._told:
+            if asked.get(name) not in (None, own) and name not in self._told:
                 self._told.add(name)
-                log.warning("an agent asks for %s %s, but the run samples with %s", name, body[name], own)
+                log.warning("an agent asks for %s %s, but the run samples with %s", name, asked[name], own)
 
 
 def message_of(text: str) -> dict[str, Any]:

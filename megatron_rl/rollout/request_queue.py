@@ -116,7 +116,7 @@ class RequestQueue:
             request, future = self._waiting.popleft()
             try:
                 self._running[self._give(request)] = request, future
-            except ValueError as error:  # vLLM refuses this request
+            except Exception as error:  # vLLM refuses this request, which is no reason to end another one
                 self._unresolved.remove(future)
                 resolve(future, error=error)
 

@@ -230,7 +230,7 @@ def test_a_stream_is_the_answer_in_one_piece():
 @pytest.mark.parametrize(
     ("request_", "reason"),
     [
-        ({"messages": []}, "no list of messages"),
+        ({"messages": []}, "messages: List should have at least 1 item"),
         ({"messages": [user("a")], "n": 2}, "n is 2, but a call has one answer"),
         ({"messages": [user("a")], "logprobs": True}, "logprobs are not given"),
         ({"messages": [user("a" * 600)]}, "the conversation has 6.. tokens, but rollout.max_prompt_tokens"),
@@ -244,6 +244,49 @@ def test_what_cannot_be_answered_is_refused_and_says_why(request_, reason):
 
     _, held, calls = play(agent)
     assert not held.nodes and not calls
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        (b"{", "the request is no JSON"),
+        (b"[" * 100_000, "the request is no JSON"),
+        (b"[1]", "Input should be a valid dictionary"),
+        ({"messages": "a"}, "messages"),
+        ({"messages": ["a"]}, "messages.0"),
+        ({"messages": [None]}, "messages.0"),
+        ({"messages": [{"role": "user", "content": 1}]}, "messages.0.content"),
+        ({"messages": [{"role": "user", "content": {"text": "a"}}]}, "messages.0.content"),
+        ({"messages": [{"role": "user", "content": ["a"]}]}, "messages.0.content"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "a part of type 'image_url'"),
+        ({"messages": [user("a") | {"tool_calls": ["a"]}]}, "messages.0.tool_calls.0"),
+        ({"messages": [user("a") | {"tool_calls": [{"function": None}]}]}, "messages.0.tool_calls.0.function"),
+        ({"messages": [user("a")], "tools": ["a"]}, "tools.0"),
+        *(({"messages": [user("a")], "max_tokens": wrong}, "max_tokens") for wrong in (-1, 0, 2.5, True, "8", [8])),
+        ({"messages": [user("a")], "max_completion_tokens": -1}, "max_completion_tokens"),
+        ({"messages": [user("a")], "n": "1"}, "n: "),
+    ],
+    ids=repr,
+)
+def test_a_malformed_request_is_refused_with_its_field_and_asks_the_engine_nothing(body, field):
+    async def agent(url: str):
+        async with httpx.AsyncClient() as http:
+            content = body if isinstance(body, bytes) else json.dumps(body).encode()
+            return await http.post(f"{url}/chat/completions", content=content)
+
+    given, held, calls = play(agent)
+    assert given.status_code == 400 and field in given.json()["error"]["message"], given.text
+    assert not held.nodes and not calls
+
+
+def test_an_unknown_charset_is_refused():
+    async def agent(url: str):
+        async with httpx.AsyncClient() as http:
+            kind = {"content-type": "application/json; charset=no-such"}
+            return await http.post(f"{url}/chat/completions", content=b"{}", headers=kind)
+
+    assert play(agent)[0].status_code == 400
 
 
 def test_an_answer_that_has_ended_is_no_longer_there():
