@@ -48,6 +48,12 @@ class Restarts:
         if before:
             waiting.pause(min(2.0 ** (before - 1), LONGEST_PAUSE_S))
 
+    def take_back(self, cause: str) -> None:
+        """Forget a restart that turned out to have a cause which will not pass."""
+        with self._lock:
+            kept = [one for one in self._recent if one[1] != cause]
+            self._recent = deque(kept)
+
     def _history(self, now: float) -> str:
         if not self._recent:
             return ""

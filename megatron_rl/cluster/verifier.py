@@ -224,6 +224,9 @@ class RayVerifier:
         cause. The same holds if something outside has stopped it. Otherwise a call that is not answered in time is not
         repeated.
 
+        What scores answers and dies in the same call again was ended by a reward: that costs these answers, and none of
+        the restarts that the run has for what happens to it.
+
         Raises:
             ProcessLost: there is no answer. The process has been replaced.
         """
@@ -233,7 +236,20 @@ class RayVerifier:
             except ProcessLost as error:
                 if error.silent and not error.stopped:
                     raise
-            return self._ask_once(method, doing, timeout_s, *arguments)
+                first = error
+            try:
+                return self._ask_once(method, doing, timeout_s, *arguments)
+            except ProcessLost as error:
+                if method != "score" or any(lost.silent or lost.stopped for lost in (first, error)):
+                    raise
+                for lost in (first, error):
+                    self._restarts.take_back(str(lost))
+                name = doing.removeprefix("to score with ")
+                raise ProcessLost(
+                    f"{name}: the verifier's process died twice while it scored these answers, so that a reward has "
+                    f"ended it: by os._exit, a signal, an error in a library, or too much memory. {error}",
+                    silent=False,
+                ) from None
 
     def _ask_once(self, method: str, doing: str, timeout_s: float, *arguments: Any) -> Any:
         call = getattr(self.process.actor, method).remote(*arguments)
