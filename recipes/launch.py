@@ -2,7 +2,8 @@
 
 Ctrl-C, SIGTERM and SIGUSR1 stop a run with a checkpoint. However a run ends, it writes its report; if it is not
 finished, it prints the command that continues it. The exit status is 0 after a finished run, 1 after an error, and
-128 + the signal's number after a stop (130 for Ctrl-C, 143 for SIGTERM).
+128 + the signal's number after a stop (130 for Ctrl-C, 143 for SIGTERM). A run whose terminal hangs up, or whose
+output nobody reads any more, goes on.
 """
 
 from __future__ import annotations
@@ -31,13 +32,14 @@ from megatron_rl.planning.stages import with_layers
 from megatron_rl.ports import StopRequested
 from megatron_rl.processes import STACKS, log_to
 from megatron_rl.recipes.preflight import check_before_start
+from megatron_rl.recipes.screen import screen
 from megatron_rl.recipes.slurm import read_job, render, submit
 
 Config = TypeVar("Config", bound=BaseConfig)
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
-console = Console(highlight=False)
+console = screen()
 
 
 class Interrupt:
@@ -98,6 +100,8 @@ class Interrupt:
         """The context of the training loop, which saves its state when it is asked to stop."""
         self.check()
         self._phase = "training"
+        if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+            signal.signal(signal.SIGHUP, _tell_hang_up)
         try:
             yield
         finally:
@@ -115,11 +119,16 @@ class Interrupt:
     @contextmanager
     def listening(self) -> Iterator[Interrupt]:
         before = {number: signal.signal(number, self.ask) for number in SIGNALS}
+        before[signal.SIGHUP] = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # Ray's processes inherit it
         try:
             yield self
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+def _tell_hang_up(number: int, frame: object) -> None:
+    log.warning("the terminal has hung up (SIGHUP): the run goes on without it")
 
 
 def launch(

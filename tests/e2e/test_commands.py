@@ -5,24 +5,45 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 import signal
+import subprocess
 
 import cover
 import pytest
 
 
-def test_supervised_training_learns_and_counts_what_it_skips(recipe, run_here, task):
+def test_supervised_training_learns_though_nobody_reads_its_output_any_more(recipe, run_here, task):
+    """As with `| head` and a lost connection: the reader of the output goes, and the terminal hangs up."""
     lines = (task / "demonstrations.jsonl").read_text().splitlines()[:200]
     (recipe.folder / "rows.jsonl").write_text("\n".join([*lines, '{"prompt": "1+1="}']) + "\n")
     arguments = ["recipes/sft.py", "configs/run/tiny_sft.yaml", f"model.path={task}/model", "sft.rows=rows.jsonl"]
     arguments += ["policy.parallel.tensor=1"]
     refused = run_here(*arguments)
     assert refused.returncode == 1 and "rows.jsonl:201" in refused.stdout
-    done = recipe.run(*arguments, "sft.on_bad_row=skip", "run.steps=12", "policy.optimizer.warmup_steps=2")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "rows.jsonl: 1 of 201 rows skipped" in done.stdout
+    command = recipe.command(*arguments, "sft.on_bad_row=skip", "run.steps=12", "policy.optimizer.warmup_steps=2")
+    started = subprocess.Popen(
+        command,
+        cwd=recipe.folder,
+        env=recipe.environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    said = ""
+    while "rows.jsonl: 1 of 201 rows skipped" not in said:
+        line = started.stdout.readline()
+        assert line, said
+        said += line
     run = recipe.folder / "runs" / "tiny" / "warm_start"
+    recipe.wait_until(started, (run / "logs" / "trainer_0.log").exists)  # Ray's processes hear it too
+    started.stdout.close()
+    os.killpg(started.pid, signal.SIGHUP)
+    assert started.wait(recipe.deadline_s) == 0, (run / "logs" / "driver.log").read_text()
+    assert "nobody reads the output any more" in (run / "logs" / "driver.log").read_text()
+    assert (run / "report.html").exists()
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert all(record["perf/tokens_per_s"] > 0 and "perf/mfu" not in record for record in records)
     # An update of Adam changes a parameter by about its learning rate; a process with torch has some 100 MB.

@@ -1,0 +1,44 @@
+"""What a person sees of a run. It is only a view: a run whose reader goes away (`| head`, a `tee` that ends, a closed
+terminal, a lost connection) trains on, into its files, and says so in `driver.log`."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from typing import Any
+
+from rich.console import Console
+
+log = logging.getLogger("megatron_rl.driver")
+
+
+class Output:
+    """Standard output, until nobody reads it any more; then nothing."""
+
+    def write(self, text: str) -> int:
+        try:
+            return sys.stdout.write(text)
+        except OSError as error:  # EPIPE of a pipe, EIO of a terminal that has hung up
+            return self._lose(error)
+
+    def flush(self) -> None:
+        try:
+            sys.stdout.flush()
+        except OSError as error:
+            self._lose(error)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sys.stdout, name)
+
+    def _lose(self, error: OSError) -> int:
+        """From now on everything goes to /dev/null, also what others print, and what Python writes when it ends."""
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())
+        os.close(null)
+        log.warning("nobody reads the output any more (%s): the run goes on without it", error)
+        return 0
+
+
+def screen() -> Console:
+    return Console(highlight=False, file=Output())  # type: ignore[arg-type]  # it has what a console asks a file for
