@@ -193,7 +193,10 @@ def test_when_the_time_is_up_the_number_of_checked_rows_is_told(home, monkeypatc
 
 @pytest.mark.parametrize(
     ("truth", "message"),
-    [("two", "ground_truth 'two' holds no number"), ([2], "the exact_answer reward needs a `ground_truth` that is")],
+    [
+        ("two", "ground_truth 'two' holds no number"),
+        ([2, 3], "the exact_answer reward needs one ground truth, but the row has [2, 3]"),
+    ],
 )
 def test_a_row_that_cannot_be_scored_is_an_abstention_or_a_fault(home, truth, message):
     rows("train.jsonl", GOOD, {"prompt": "1", "ground_truth": truth})
