@@ -441,7 +441,8 @@ def _name(config: BaseConfig) -> list[str]:
     longest = max((len(part.encode()) for part in Path(name).parts), default=0)
     if longest > 255:
         return [f"run.name has a part of {longest} bytes, and a folder's name has 255 at most; shorten it"]
-    if not name.strip() or "\0" in name or Path(name).is_absolute() or set(Path(name).parts) <= {".", ".."}:
+    parts = Path(name).parts
+    if not name.strip() or "\0" in name or Path(name).is_absolute() or ".." in parts or not parts:
         return [f"run.name {name!r} names no folder below run.folder; write a relative name, like `gsm8k/first`"]
     return []
 

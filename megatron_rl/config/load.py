@@ -15,6 +15,7 @@ from typing import Any, TypeVar, Union, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from megatron_rl.config.features import KEYS
 from megatron_rl.config.shipped import find_shipped
 
 Config = TypeVar("Config", bound=BaseModel)
@@ -99,7 +100,11 @@ def validate(kind: type[Config], merged: Mapping[str, Any]) -> Config:
     try:
         return kind.model_validate(merged)
     except ValidationError as error:
-        faults = [_explain(kind, fault) for fault in error.errors(include_url=False)]
+        told = error.errors(include_url=False)
+        bad_items = {fault["loc"][:-1] for fault in told if fault["type"].startswith("union_tag")}
+        # A list all of whose items are refused is also "too short".
+        told = [fault for fault in told if fault["type"] != "too_short" or fault["loc"] not in bad_items]
+        faults = [_explain(kind, fault) for fault in told]
         raise ValueError("the configuration is refused:\n" + "\n".join(f"  {fault}" for fault in faults)) from error
 
 
@@ -112,7 +117,16 @@ def _explain(kind: type[BaseModel], fault: Any) -> str:
         names = list(model.model_fields) if model else []
         near = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
         hint = f"did you mean {'.'.join([*inside, near[0]])}?" if near else f"known here: {', '.join(names)}"
+        hint = KEYS.get(key, hint)
         return f"{'.'.join([*inside, key])}: unknown key; {hint}"
+    if fault["type"] in ("union_tag_invalid", "union_tag_not_found"):
+        tags = [tag.strip(" '") for tag in fault.get("ctx", {}).get("expected_tags", "").split(",")]
+        if fault["type"] == "union_tag_not_found":
+            return f"{path}: it needs a `kind`"
+        given = fault["ctx"]["tag"]
+        near = difflib.get_close_matches(given, tags, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]}?" if near else f"known here: {', '.join(tags)}"
+        return f"{path}.kind: there is no kind {given!r}; {hint}"
     if fault["type"] == "missing":
         return f"{path}: this key is required, but no file and no override sets it"
     message = fault["msg"].removeprefix("Value error, ")

@@ -90,7 +90,7 @@ class RunConfig(Section):
     """The folder of all runs."""
     steps: PositiveInt
     """The number of training steps of the whole run."""
-    seed: int = 0
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """The seed of the data's order, of sampling and of the training ranks."""
 
 
@@ -116,7 +116,8 @@ class BaseConfig(Section):
         if world is not None and world != mesh.world_size:
             raise ValueError(
                 f"cluster.world_size is {world}, but policy.parallel needs {mesh.tensor} x {mesh.pipeline} x "
-                f"{mesh.data} = {mesh.world_size} ranks (tensor x pipeline x data); change one of them"
+                f"{mesh.data} x {mesh.context} = {mesh.world_size} ranks (tensor x pipeline x data x context); change "
+                "one of them"
             )
         return self
 

@@ -76,7 +76,7 @@ def broken_row(folder, task):
     ("change", "message"),
     [
         ("rollout.num_engine=2", "did you mean rollout.num_engines?"),
-        ("cluster.world_size=3", "2 x 1 x 1 = 2 ranks"),
+        ("cluster.world_size=3", "2 x 1 x 1 x 1 = 2 ranks"),
         ("policy.parallel.tensor=8", "4 attention heads, which policy.parallel.tensor=8 does not divide"),
         ("model.path=nowhere", "nowhere has no config.json"),
         (broken_model, "model.safetensors has"),

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from megatron_rl.config.cluster import ClusterConfig
-from megatron_rl.config.load import load_config, merge, merge_arguments, parse_value, validate
+from megatron_rl.config.features import KEYS
+from megatron_rl.config.load import _locate, load_config, merge, merge_arguments, parse_value, validate
 from megatron_rl.config.schema import GrpoRunConfig, SftRunConfig
 
 GOOD = {
@@ -61,8 +64,15 @@ def thinks(tokens, **others) -> dict:
         ({"rollout": {"num_engine": 2}}, "rollout.num_engine: unknown key; did you mean rollout.num_engines?"),
         (
             {"policy": {"optimizer": {"learning_rate": 1}}},
-            "policy.optimizer.learning_rate: unknown key; known here: lr,",
+            "policy.optimizer.learning_rate: unknown key; the learning rate is policy.optimizer.lr",
         ),
+        ({"policy": {"lora": {"rank": 8}}}, "policy.lora: unknown key; the project does not have LoRA"),
+        ({"rollout": {"num_generations": 4}}, "rollout.num_generations: unknown key; answers to a prompt are rollout."),
+        ({"policy": {"nonsense": 1}}, "policy.nonsense: unknown key; known here: parallel,"),
+        ({"rewards": [{"kind": "mathematic"}]}, "rewards.0.kind: there is no kind 'mathematic'; did you mean math"),
+        ({"rewards": [{"kind": "q"}]}, "rewards.0.kind: there is no kind 'q'; known here: exact_answer, text,"),
+        ({"rewards": [{"weight": 1}]}, "rewards.0: it needs a `kind`"),
+        ({"run": {"seed": -1}}, "run.seed: Input should be greater than or equal to 0 (got -1)"),
         ({"algorithm": {"loss": {"clip_ratio_hi": 1}}}, "did you mean algorithm.loss.clip_ratio_high?"),
         (
             {"rewards": [{"kind": "function", "paht": "a:b"}]},
@@ -70,7 +80,7 @@ def thinks(tokens, **others) -> dict:
         ),
         ({"algorithm": {"loss": {"clip_ratio_c": 1.0}}}, "algorithm.loss.clip_ratio_c: Input should be greater than 1"),
         ({"balance": {"max_tokens_per_microbatch": 31}}, "max_response_tokens = 32"),
-        ({"cluster": {"world_size": 3}}, "cluster.world_size is 3, but policy.parallel needs 1 x 1 x 1 = 1"),
+        ({"cluster": {"world_size": 3}}, "cluster.world_size is 3, but policy.parallel needs 1 x 1 x 1 x 1 = 1"),
         ({"rollout": {"sampling": {"top_p": 0.9}}}, "set rollout.sampling.top_p to 1"),
         ({"rollout": {"max_lag": 1, "prefix_cache": "salted"}}, "set prefix_cache to cleared"),
         (
@@ -166,3 +176,11 @@ def test_all_paths_become_absolute(tmp_path, monkeypatch):
     assert config.data.train == tmp_path / "runs/tiny/task/train.jsonl" and config.data.eval is None
     assert config.run_folder == tmp_path / "runs/tiny/grpo"
     assert config == config.absolute()
+
+
+def test_the_keys_that_the_remedies_for_foreign_names_point_to_exist():
+    named = {name for hint in KEYS.values() for name in re.findall(r"\b[a-z]+(?:\.[a-z_]+)+", hint)}
+    assert len(named) > 15
+    for name in named:
+        _, section = _locate(GrpoRunConfig, name.split(".")[:-1])
+        assert name.split(".")[-1] in section.model_fields, name

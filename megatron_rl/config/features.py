@@ -1,0 +1,36 @@
+"""What an unknown key means that other projects have: which key of ours it is, or that the project lacks it."""
+
+from __future__ import annotations
+
+LACKS = "the project does not have {}"
+KEYS = {
+    **dict.fromkeys(("lora", "lora_rank", "lora_alpha", "peft", "use_peft", "adapter"), LACKS.format("LoRA")),
+    **dict.fromkeys(("fsdp", "fsdp_config", "fsdp2"), LACKS.format("FSDP: Megatron-Core shards with policy.parallel")),
+    **dict.fromkeys(("deepspeed", "zero_stage"), LACKS.format("DeepSpeed: see policy.parallel and policy.optimizer")),
+    **dict.fromkeys(("sglang", "backend", "engine"), LACKS.format("another engine than vLLM")),
+    **dict.fromkeys(("muon", "optimizer_type"), LACKS.format("another optimizer than Adam")),
+    **dict.fromkeys(("images", "videos", "multimodal"), LACKS.format("models of anything but text")),
+    **dict.fromkeys(("learning_rate", "lr"), "the learning rate is policy.optimizer.lr"),
+    **dict.fromkeys(("max_grad_norm", "grad_clip", "clip_grad"), "it is policy.optimizer.clip_grad"),
+    **dict.fromkeys(("beta", "kl_coef", "kl_loss_coef", "use_kl_loss"), "the KL is algorithm.kl.coefficient"),
+    **dict.fromkeys(("entropy_coeff", "entropy_coef"), "it is algorithm.entropy.coefficient"),
+    **dict.fromkeys(("num_generations", "n", "group_size"), "answers to a prompt are rollout.samples_per_prompt"),
+    **dict.fromkeys(("train_batch_size", "batch_size"), "prompts of a step are rollout.prompts_per_step"),
+    **dict.fromkeys(("num_iterations", "ppo_epochs", "ppo_mini_batch_size"), "it is algorithm.updates_per_step"),
+    **dict.fromkeys(("max_completion_length", "response_length"), "it is rollout.max_response_tokens"),
+    **dict.fromkeys(("max_prompt_length", "prompt_length"), "it is rollout.max_prompt_tokens"),
+    **dict.fromkeys(("temperature", "top_p", "top_k"), "sampling is rollout.sampling"),
+    **dict.fromkeys(("tensor_model_parallel_size", "tensor_parallel_size", "tp"), "it is policy.parallel.tensor"),
+    **dict.fromkeys(("pipeline_model_parallel_size", "pp"), "it is policy.parallel.pipeline"),
+    **dict.fromkeys(("context_parallel_size", "cp"), "it is policy.parallel.context"),
+    **dict.fromkeys(("expert_model_parallel_size", "ep"), "it is policy.parallel.expert"),
+    **dict.fromkeys(("save_freq", "save_steps"), "it is checkpoint.every"),
+    **dict.fromkeys(("eval_steps", "test_freq"), "it is eval.every"),
+    **dict.fromkeys(("total_training_steps", "max_steps", "total_epochs", "num_train_epochs"), "it is run.steps"),
+    **dict.fromkeys(("wandb", "report_to", "logger", "tensorboard", "mlflow"), "trackers are listed in observe"),
+    **dict.fromkeys(("gradient_checkpointing", "recompute"), "it is model.recompute"),
+    **dict.fromkeys(("ref", "reference", "ref_model"), "a reference is kept if algorithm.kl is set"),
+    **dict.fromkeys(("model_name_or_path", "model_name"), "it is model.path"),
+    **dict.fromkeys(("epsilon", "clip_ratio", "cliprange"), "clipping is algorithm.loss"),
+}
+"""The key's last name -> what to say. The keys that a sentence names exist (tests/unit/config)."""
