@@ -32,11 +32,12 @@ class Output:
         return getattr(sys.stdout, name)
 
     def _lose(self, error: OSError) -> int:
-        """From now on everything goes to /dev/null, also what others print, and what Python writes when it ends."""
+        """Send all later output to /dev/null: that of this class, what other code prints, and what Python itself writes
+        when it ends."""
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, sys.stdout.fileno())
         os.close(null)
-        log.warning("nobody reads the output any more (%s): the run goes on without it", error)
+        log.warning("the output cannot be written any more (%s): the run goes on without it", error)
         return 0
 
 

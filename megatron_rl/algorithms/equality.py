@@ -15,7 +15,7 @@ RESOLUTION = 2.0**-22
 """Rewards differ if their difference is more than this part of the larger one: two units in the last place of float32,
 in which reward models and many functions compute."""
 RESIDUE = 1e-12
-"""... and more than this, which is what is left of terms that should cancel."""
+"""A difference up to this is rounding, too: it is what is left of terms that should cancel, whose sum is near 0."""
 
 
 @overload

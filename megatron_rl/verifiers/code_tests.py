@@ -99,8 +99,8 @@ def _lines(value: Any, place: str) -> str:
 
 
 def _call(name: str, given: Any, output: Any, place: str) -> str:
-    """The Python text that calls a function. A list may come back as a tuple, and in the native form the output may be
-    in a list of its own."""
+    """The Python text that calls a function. A function may return a tuple where a list is expected. Where the
+    arguments are no text, the expected output may be the only item of a list, as in APPS."""
     try:
         if isinstance(given, str):
             arguments = [json.loads(line) for line in given.splitlines() if line.strip()]

@@ -177,7 +177,7 @@ def english_lowercase(text: str, /) -> bool:
 
 
 SHORT = 50
-"""Letters below which langdetect takes English for any language: one in five English texts of a few words."""
+"""A text with fewer letters is too short for langdetect, which takes many such English texts for another language."""
 
 
 def _may_be_english(text: str) -> bool:

@@ -35,7 +35,7 @@ def test_who_prints_on_goes_on_when_nobody_reads(tmp_path):
     writer.stdout.close()
     _, said = writer.communicate()
     assert writer.returncode == 0 and said == ""
-    assert log.read_text().count("nobody reads the output any more ([Errno 32] Broken pipe)") == 1
+    assert log.read_text().count("the output cannot be written any more ([Errno 32] Broken pipe)") == 1
 
 
 def test_a_hang_up_is_told_in_training_and_ignored_before(caplog):
