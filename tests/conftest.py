@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 import cover
@@ -15,6 +16,15 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 settings.register_profile("any machine", deadline=None)
 settings.load_profile("any machine")
+
+
+# What is imported and collected lasts until the end: no search for garbage there, neither now nor later.
+gc.disable()
+
+
+def pytest_collection_finish():
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_addoption(parser):

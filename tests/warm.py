@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import multiprocessing.connection
 import os
+import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -41,6 +42,7 @@ class WarmProcess(ForkServerProcess):
         super().start()
 
     def run(self) -> None:
+        assert "frozen" in sys.modules, f"{IMPORTS} were not found by the server, and it leaves out what is not found"
         os.environ.clear()
         os.environ.update(self._environment)
         # What an engine core starts in its turn is forked from it: it has the imports, and no thread yet.
@@ -60,6 +62,8 @@ def context() -> WarmContext:
         warm.set_forkserver_preload(IMPORTS)
         with leaks.lasting():
             set_cpu_environment()  # vLLM reads it when it is imported
+            # Python before 3.11.10 does not give its own search path to the server, and leaves out what is not found.
+            os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
             try:
                 forkserver.ensure_running()
             finally:
