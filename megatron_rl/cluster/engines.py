@@ -31,6 +31,7 @@ from megatron_rl.config.environment import AgentEnvironment
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.environments import Sessions
 from megatron_rl.layout import Recording
+from megatron_rl.processes import starting
 from megatron_rl.rollout.agents import Agents
 from megatron_rl.rollout.engine import VllmEngine
 from megatron_rl.rollout.episodes import Episodes, MakeAnswers
@@ -69,18 +70,19 @@ class EngineRank:
         log.info("starting vLLM with %s", config.model.path)
         if self.spans_nodes:  # otherwise vLLM sorts the bundles by the ids of their nodes
             os.environ["VLLM_RAY_BUNDLE_INDICES"] = ",".join(map(str, range(config.rollout.engine_ranks)))
-        self.engine = VllmEngine(
-            model=config.model,
-            rollout=config.rollout,
-            seed=config.run.seed,
-            spans_nodes=self.spans_nodes,
-            returns_routes=config.policy.routing_replay,
-            record=Path(self.record),
-            shares_gpus=config.cluster.colocate,
-            loads_weights=self.loads_weights,
-            make_answers=self._make_answers(),
-        )
-        await self.engine.start()
+        with starting():
+            self.engine = VllmEngine(
+                model=config.model,
+                rollout=config.rollout,
+                seed=config.run.seed,
+                spans_nodes=self.spans_nodes,
+                returns_routes=config.policy.routing_replay,
+                record=Path(self.record),
+                shares_gpus=config.cluster.colocate,
+                loads_weights=self.loads_weights,
+                make_answers=self._make_answers(),
+            )
+            await self.engine.start()
         log.info("vLLM is ready")
 
     def _make_answers(self) -> MakeAnswers | None:

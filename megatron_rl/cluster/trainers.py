@@ -26,6 +26,7 @@ from megatron_rl.cluster.process import Location, Process, begin_process, locate
 from megatron_rl.cluster.waiting import ProcessLost, explain, gather, locate_all, settle
 from megatron_rl.config.cluster import ClusterConfig
 from megatron_rl.ports import PolicyLost
+from megatron_rl.processes import starting
 from megatron_rl.types import Mesh, Metrics, Phase
 
 if TYPE_CHECKING:
@@ -77,11 +78,12 @@ class MegatronRank:
         """
         if gpu is not None:  # CUDA reads this when it starts
             os.environ["CUDA_VISIBLE_DEVICES"] = gpu
-        # Only the ranks import this: the driver does not need Megatron-Core and need not wait for its import.
-        from megatron_rl.actor.weights import load_weights
+        with starting():
+            # Only the ranks import this: the driver does not need Megatron-Core and need not wait for its import.
+            from megatron_rl.actor.weights import load_weights
 
-        store = PrefixStore(f"megatron_rl/{secret}/trainers", TCPStore(address, port, is_master=False))
-        self.actor = self.build(store)
+            store = PrefixStore(f"megatron_rl/{secret}/trainers", TCPStore(address, port, is_master=False))
+            self.actor = self.build(store)
         if load_model:
             folder = self.spec.model.weights or self.spec.model.path
             log.info("loading its part of %s", folder)
