@@ -28,9 +28,9 @@ from megatron_rl.config.load import load_config
 from megatron_rl.config.schema import BaseConfig
 from megatron_rl.loop.checkpoints import Checkpoints, Resume, find_checkpoints
 from megatron_rl.loop.run_lock import run_lock
-from megatron_rl.planning.stages import with_layers
 from megatron_rl.ports import StopRequested
 from megatron_rl.processes import STACKS, log_to
+from megatron_rl.recipes.defaults import with_defaults
 from megatron_rl.recipes.preflight import check_before_start
 from megatron_rl.recipes.screen import screen
 from megatron_rl.recipes.slurm import read_job, render, submit
@@ -127,6 +127,10 @@ class Interrupt:
                 signal.signal(number, handler)
 
 
+def _note(note: str) -> None:
+    console.print(note, style="yellow", markup=False, highlight=False, soft_wrap=True)
+
+
 def _tell_hang_up(number: int, frame: object) -> None:
     log.warning("the terminal has hung up (SIGHUP): the run goes on without it")
 
@@ -176,7 +180,7 @@ def launch(
     interrupt = Interrupt()
     try:
         with interrupt.listening():
-            config = with_layers(load_config(kind, options.configuration))
+            config = with_defaults(load_config(kind, options.configuration), _note)
             resume = read_resume(options.resume)
             job = read_job(config, Path(program).stem, options.configuration)
             if options.slurm and isinstance(resume, int):

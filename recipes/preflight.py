@@ -53,6 +53,8 @@ from megatron_rl.verifiers.sandbox import SandboxError, isolation
 
 ROWS_S = 2.5
 """The time, in seconds, in which the rows of all files are checked. A note says which rows are left out."""
+MUCH_SLOWER = 4
+"""A product in bfloat16 that takes so many times as long as one in float32 is told."""
 ROWS_AT_LEAST = 100
 """The number of rows that are checked in each file even if the time is over."""
 
@@ -132,7 +134,8 @@ def preflight(config: BaseConfig, tell: Tell, *, resume: bool = False, planning:
     if isinstance(config, GrpoRunConfig) and config.rollout.replay is not None:
         saved, last = config.rollout.replay, config.run.steps - 1
         attempt(lambda: require_step(saved, last))
-    faults += _keys(config)
+    faults += _keys(config) + _sampling(config)
+    _compare_products(config, tell)
     named = _name(config)
     faults += named
     if not named:
@@ -368,6 +371,27 @@ def _rows(config: BaseConfig, tokenizer: TokenizerFiles | None, tell: Tell) -> l
     return faults
 
 
+def _compare_products(config: BaseConfig, tell: Tell) -> None:
+    """Tell it if this CPU needs much longer for a product in bfloat16 than in float32. A step would hardly end."""
+    if config.model.dtype != "bfloat16" or config.cluster.gpus_per_trainer > 0:
+        return
+    import torch
+
+    def seconds(dtype: torch.dtype) -> float:
+        a, b = torch.ones(2, 384, 384, dtype=dtype)
+        start = time.perf_counter()
+        a.t() @ b  # as a backward pass does
+        return time.perf_counter() - start
+
+    times = [min(seconds(dtype) for _ in range(3)) for dtype in (torch.bfloat16, torch.float32)]
+    if times[0] > MUCH_SLOWER * times[1]:
+        speeds = [2e-9 * 384**3 / time_s for time_s in times]
+        tell(
+            f"model.dtype is bfloat16, in which this CPU multiplies matrices at {speeds[0]:.1f} GFLOP/s, and at "
+            f"{speeds[1]:.0f} in float32: each step will take many times as long; remove model.dtype, or set float32"
+        )
+
+
 def _keys(config: BaseConfig) -> list[str]:
     """Check that the keys of the rewards' servers are there. Returns the faults. The servers need not run yet."""
     faults = []
@@ -378,6 +402,20 @@ def _keys(config: BaseConfig) -> list[str]:
             except ValueError as error:
                 faults.append(str(error))
     return faults
+
+
+def _sampling(config: BaseConfig) -> list[str]:
+    """A gradient of the full distribution at tokens that were sampled from a part of it is no policy gradient."""
+    if not isinstance(config, GrpoRunConfig) or config.rollout.replay is not None:
+        return []
+    sampling = config.rollout.sampling
+    if sampling.top_p == 1 and sampling.top_k == 0:
+        return []
+    return [
+        f"rollout.sampling: with top_p {sampling.top_p:g} and top_k {sampling.top_k} the engines would sample from a part "
+        "of the model's distribution, and the trainer computes log-probs and gradients of all of it; set top_p to 1 "
+        "and top_k to 0"
+    ]
 
 
 def _packages(config: BaseConfig) -> list[str]:

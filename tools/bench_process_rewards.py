@@ -41,6 +41,7 @@ from megatron_rl.config.load import load_config
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.data import Rules, load_prompts
 from megatron_rl.observe.records import read_metrics
+from megatron_rl.recipes.defaults import with_defaults
 from megatron_rl.recipes.process_rewards.task import VOCABULARY, write_model
 from megatron_rl.recipes.tiny.model import write_random_qwen3
 from megatron_rl.rollout.engine import VllmEngine
@@ -221,7 +222,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     with tempfile.TemporaryDirectory() as folder:
         words = [YAML, *(long_thoughts(Path(folder), args.thoughts) if args.thoughts else []), *args.changes]
-        engine = asyncio.run(measure_engine(load_config(GrpoRunConfig, words), args.rounds))
+        engine = asyncio.run(measure_engine(with_defaults(load_config(GrpoRunConfig, words)), args.rounds))
         steps = measure_steps(words, args.runs, args.steps) if args.runs else None
     if args.json:
         print(json.dumps({"engine": engine, "steps": steps}))

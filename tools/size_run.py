@@ -27,14 +27,14 @@ from megatron_rl.planning.gpu import PHASES
 from megatron_rl.planning.layouts import Layout, fitting_layouts
 from megatron_rl.planning.memory import RunMemory, run_memory
 from megatron_rl.planning.shapes import planned_shape
-from megatron_rl.planning.stages import with_layers
+from megatron_rl.recipes.defaults import with_defaults
 from megatron_rl.recipes.dry_run import describe_memory, describe_policy
 
 
 def read(arguments: Sequence[str]) -> BaseConfig:
     """The configuration of a supervised run if there is a section `sft`, otherwise that of reinforcement learning."""
     merged = merge_arguments(arguments)
-    return with_layers(validate(SftRunConfig if "sft" in merged else GrpoRunConfig, merged))
+    return with_defaults(validate(SftRunConfig if "sft" in merged else GrpoRunConfig, merged))
 
 
 def as_dict(memory: RunMemory, layouts: Sequence[Layout]) -> dict[str, object]:

@@ -16,9 +16,11 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from megatron_rl.config.features import KEYS
+from megatron_rl.config.machine import with_data_types
+from megatron_rl.config.schema import BaseConfig
 from megatron_rl.config.shipped import find_shipped
 
-Config = TypeVar("Config", bound=BaseModel)
+Config = TypeVar("Config", bound=BaseConfig)
 
 
 def load_config(kind: type[Config], arguments: Sequence[str]) -> Config:
@@ -98,7 +100,7 @@ def merge(into: dict[str, Any], new: Mapping[str, Any]) -> None:
 
 def validate(kind: type[Config], merged: Mapping[str, Any]) -> Config:
     try:
-        return kind.model_validate(merged)
+        return with_data_types(kind.model_validate(merged))
     except ValidationError as error:
         told = error.errors(include_url=False)
         bad_items = {fault["loc"][:-1] for fault in told if fault["type"].startswith("union_tag")}

@@ -127,8 +127,10 @@ class ModelConfig(Section):
     """The folder with the weights that the run begins with, if they are not in `path`: one that tools/hf_to_megatron.py
     has written, or a checkpoint of another run. `path` may then be its subfolder `hf`, which has everything but the
     weights."""
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """The data type of the weights in the trainer's forward pass and in the engine. The optimizer computes in fp32."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """The data type of the weights in the trainer's forward pass and in the engine. The optimizer computes in fp32.
+    `auto`: bfloat16 on GPUs, and on CPUs that have units for it; float32 on other CPUs, where a product in bfloat16 is
+    tens of times slower."""
     layers: Literal["auto", "transformer_engine", "local"] = "auto"
     """The trainer's layers. `transformer_engine`: the fused layers of that library, on GPUs. `local`: Megatron's own
     linear layers with this project's attention and norms, which run everywhere. `auto`: Transformer Engine's if it is

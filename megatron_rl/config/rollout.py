@@ -23,9 +23,11 @@ class SamplingConfig(Section):
     temperature: Annotated[float, Field(gt=0, le=2)] = 1.0
     """The sampling temperature. The trainer divides its logits by the same number. vLLM allows at most 2."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """The engine samples only from the most probable tokens whose probabilities add up to this; 1 means all tokens."""
+    """The engine samples only from the most probable tokens whose probabilities add up to this; 1 means all tokens. A
+    training run needs all of them, because the trainer's log-probs are those of the full distribution; tools that only
+    generate may have fewer."""
     top_k: Annotated[int, Field(ge=0)] = 0
-    """The engine samples only from this number of most probable tokens; 0 means all tokens."""
+    """The engine samples only from this number of most probable tokens; 0 means all tokens. See `top_p`."""
 
 
 class RolloutConfig(Section):
@@ -63,7 +65,9 @@ class RolloutConfig(Section):
     it stays easy."""
     delimiter: str = "</think>"
     """The text that ends the thought. It may be one or more of the model's tokens. An empty text means that the model
-    does not think."""
+    does not think, and that whole answers are judged. Without this key it is also empty if neither the model's chat
+    template nor its vocabulary has `</think>`, and no `thinking`, `prefix_values` or reward of kind `format` needs
+    it."""
     thinking: ThinkingBudget | None = None
     """Separate budgets for thought and answer; null means that there is no budget for the thought, and both share
     `max_response_tokens`."""

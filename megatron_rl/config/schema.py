@@ -175,15 +175,6 @@ class GrpoRunConfig(BaseConfig):
                 f"bridge.chains is {self.bridge.chains}, but there are {self.rollout.num_engines} engines "
                 "(rollout.num_engines); every chain needs at least one engine, so lower bridge.chains"
             )
-        sampling = self.rollout.sampling
-        weighs = self.algorithm.loss.corrects
-        if (self.algorithm.correction or weighs) and (sampling.top_p < 1 or sampling.top_k > 0):
-            name = f"loss {self.algorithm.loss.kind}" if weighs else "correction"
-            other = "another loss" if weighs else "algorithm.correction to null"
-            raise ValueError(
-                f"algorithm.{name} needs the engine's full distribution: set rollout.sampling.top_p to 1 and top_k "
-                f"to 0, or choose {other}"
-            )
         estimator = self.algorithm.adv_estimator
         if "group" in estimator.needs and self.rollout.samples_per_prompt == 1:
             raise ValueError(

@@ -33,6 +33,7 @@ from megatron_rl.loop.rollouts import (
     describe_verified,
     require_a_score,
     scores_of,
+    tell_common_reason,
     verdicts_of,
 )
 from megatron_rl.loop.source import Rollouts
@@ -115,6 +116,7 @@ class AsynchronousSource:
             require_a_score(verdicts_of(groups))
             metrics = self._describe(groups, step) | {"stream/late": float(num_late)}
             self._silence.count(groups, metrics, self._sink)
+            tell_common_reason(groups, self._sink)
             return Rollouts(groups, scores_of(self._config, self._ports, groups, step, self._sink), metrics)
 
     def evaluate(self, prompts: Sequence[Prompt], version: int) -> None:

@@ -76,7 +76,8 @@ def verified(
 
 def describe_verified(config: GrpoRunConfig, groups: Sequence[Group]) -> Metrics:
     """The metrics of a step's answers and of their verdicts."""
-    metrics = describe(groups) | describe_rewards(config.rewards, groups) | describe_datasets(groups)
+    thinks = bool(config.rollout.delimiter)
+    metrics = describe(groups, thinks) | describe_rewards(config.rewards, groups) | describe_datasets(groups)
     metrics |= describe_thoughts(groups) | describe_episodes(groups)
     if config.rollout.beams is not None:
         metrics |= describe_beams(groups, config.rollout.beams.width)
@@ -203,6 +204,38 @@ class SilentRewards:
             sink.warn(f"{seen}; logs/rewards.log says why")
 
 
+def tell_common_reason(groups: Sequence[Group], sink: Sink) -> None:
+    """Warn if no answer of a step scores above 0, with the most frequent reason. Something may keep every answer from a
+    score, such as a delimiter that the model never writes, and the mean reward alone would not say so."""
+    verdicts = [verdict for verdict in verdicts_of(groups) if verdict.score is not None]
+    if not verdicts or any(verdict.score > 0 for verdict in verdicts if verdict.score is not None):
+        return
+    [(reason, count)] = Counter(verdict.reason for verdict in verdicts).most_common(1)
+    told = f"; the most frequent reason ({count / len(verdicts):.0%}) is: {reason}" if reason else ""
+    sink.warn(f"none of {len(verdicts)} answers scores above 0{told}")
+
+
+class UntrainedSteps:
+    """Counts the steps in a row in which nothing could be trained, because no group had a signal."""
+
+    def __init__(self) -> None:
+        self._in_a_row = 0
+
+    def count(self, is_trained: bool, groups: Sequence[Group], sink: Sink) -> None:
+        """Count a step. The warning comes after two such steps, and then after 4, 8, 16, ..."""
+        self._in_a_row = 0 if is_trained else self._in_a_row + 1
+        if self._in_a_row < 2 or self._in_a_row & (self._in_a_row - 1):
+            return
+        rewards = [verdict.reward for verdict in verdicts_of(groups)]
+        counted = Counter("none" if reward is None else f"{reward:g}" for reward in rewards).most_common(5)
+        seen = ", ".join(f"{reward}: {count / len(rewards):.0%}" for reward, count in counted)
+        sink.warn(
+            f"nothing was trained in {self._in_a_row} steps in a row: in each group of answers to one prompt all "
+            f"rewards are equal, so every advantage is 0. The rewards of the last step are {seen}. Look at some "
+            "answers (samples.jsonl), choose prompts of another difficulty, or raise rollout.samples_per_prompt"
+        )
+
+
 def require_a_score(verdicts: Sequence[Verdict]) -> None:
     """
     Raises:
@@ -269,19 +302,21 @@ def _numbers(values: Iterable[float | None]) -> np.ndarray:
     return np.array([np.nan if value is None else value for value in values], np.float64)
 
 
-def describe(groups: Sequence[Group]) -> Metrics:
+def describe(groups: Sequence[Group], thinks: bool = True) -> Metrics:
     """The lengths of the answers in tokens, and the shares of answers that a budget cut. `length/answer_mean` counts
     the sampled tokens after the thought; a delimiter that the model sampled is one of them. The beams of a thought are
-    answers of their own, which have one thought together."""
+    answers of their own, which have one thought together. Nothing is told of thoughts if the model does not think."""
     samples = [sample for group in groups for sample in group.samples]
     thoughts = [sample for sample in samples if sample.beam == 0]
     responses = np.array([sample.length - sample.num_prompt_tokens for sample in samples])
-    return {
+    of_thoughts = {
+        "length/thought_mean": float(np.mean([sample.num_thought_tokens for sample in thoughts])),
+        "length/thought_cut": float(np.mean([sample.thought_cut for sample in thoughts])),
+    }
+    return (of_thoughts if thinks else {}) | {
         "length/response_mean": float(responses.mean()),
         "length/response_max": float(responses.max()),
-        "length/thought_mean": float(np.mean([sample.num_thought_tokens for sample in thoughts])),
         "length/answer_mean": float(np.mean([sample.num_actions - sample.num_thought_tokens for sample in samples])),
-        "length/thought_cut": float(np.mean([sample.thought_cut for sample in thoughts])),
         "length/response_cut": float(np.mean([sample.finish == "length" for sample in samples])),
         "rollout/num_samples": float(len(samples)),
         "rollout/num_tokens": float(responses.sum()),

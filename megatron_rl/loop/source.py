@@ -19,6 +19,7 @@ from megatron_rl.loop.rollouts import (
     SilentRewards,
     answer_and_verify,
     scores_of,
+    tell_common_reason,
     verified,
 )
 from megatron_rl.loop.stopping import Stopping
@@ -92,6 +93,7 @@ class SynchronousSource:
                 groups, metrics = answer_and_verify(self._config, self._ports, asked, step, self._sink)
                 self._verified = step, groups, metrics
                 self._silence.count(groups, metrics, self._sink)
+                tell_common_reason(groups, self._sink)
             _, groups, metrics = self._verified
             self._budgets.record(groups)
             return Rollouts(groups, scores_of(self._config, self._ports, groups, step, self._sink), dict(metrics))

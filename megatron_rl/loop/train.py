@@ -26,6 +26,7 @@ from megatron_rl.loop.performance import performance
 from megatron_rl.loop.probes import with_utilities
 from megatron_rl.loop.recovery import run_and_recover
 from megatron_rl.loop.replay import ReplayedSource, dump
+from megatron_rl.loop.rollouts import UntrainedSteps
 from megatron_rl.loop.shares import plan_step, with_values
 from megatron_rl.loop.source import RolloutSource, SynchronousSource
 from megatron_rl.loop.stopping import NEVER, Stopping
@@ -70,7 +71,7 @@ def train(
         kind = AsynchronousSource if overlaps else SynchronousSource
         source = kind(config, ports, prompts.train, sink, stopping)
     parts: dict[str, Stateful] = {"stream": source, "coefficients": coefficients}
-    stragglers, thoughts = Stragglers(), UnsplitThoughts()
+    stragglers, untrained, thoughts = Stragglers(), UntrainedSteps(), UnsplitThoughts()
     values = config.rollout.prefix_values
     num_warmup_steps = config.critic.warmup_steps if config.critic else 0
 
@@ -123,6 +124,7 @@ def train(
                 metrics |= performance(config, planned, time.perf_counter() - start)
                 stragglers.count(updates, sink)
             metrics |= describe_updates(updates, coefficients)
+            untrained.count(num_updates > 0, rollouts.groups, sink)
             if updates:
                 coefficients.adapt(metrics, int(metrics["samples/active"]))
             step += 1

@@ -188,6 +188,7 @@ class RunSink:
                     "answer": answer,
                     "ground_truth": prompt.columns.get("ground_truth"),
                     "reward": sample.verdict.score if sample.verdict else None,
+                    "reason": sample.verdict.reason if sample.verdict else "",
                     "details": dict(sample.verdict.details) if sample.verdict else {},
                     "finish": sample.finish,
                     "num_tokens": len(response),

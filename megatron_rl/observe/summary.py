@@ -74,6 +74,7 @@ def print_summary(run_folder: Path, console: Console) -> None:
 
 def _answer(sample: dict) -> Panel:
     reward = "no verdict" if sample["reward"] is None else f"reward {sample['reward']:g}"
+    reward += f": {sample['reason']}" if sample.get("reason") else ""
     colour = "green" if (sample["reward"] or 0) > 0 else "red"
     body = Text.assemble(
         (sample["prompt"], "bold"),

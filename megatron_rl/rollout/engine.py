@@ -11,7 +11,7 @@ two steps, and the requests continue with them. Invariants (tests/unit/rollout):
 - A request never reads a cached prefix that other weights computed. With `cleared` a push empties the cache and the
   running requests' keys and values are computed anew; with `salted` later requests cannot see the old cache.
 - Log-probs are those of the full distribution at the sampling temperature (vLLM's `processed_logprobs`). With top_p or
-  top_k they are those of the truncated distribution, which the importance correction refuses.
+  top_k they are those of the truncated distribution, so a training run is refused.
 - An engine without weights, with another version than the caller asks for, or with a part of an update refuses to
   answer. A call during which a push fails raises an error.
 

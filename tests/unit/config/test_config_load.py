@@ -81,7 +81,6 @@ def thinks(tokens, **others) -> dict:
         ({"algorithm": {"loss": {"clip_ratio_c": 1.0}}}, "algorithm.loss.clip_ratio_c: Input should be greater than 1"),
         ({"balance": {"max_tokens_per_microbatch": 31}}, "max_response_tokens = 32"),
         ({"cluster": {"world_size": 3}}, "cluster.world_size is 3, but policy.parallel needs 1 x 1 x 1 x 1 = 1"),
-        ({"rollout": {"sampling": {"top_p": 0.9}}}, "set rollout.sampling.top_p to 1"),
         ({"rollout": {"max_lag": 1, "prefix_cache": "salted"}}, "set prefix_cache to cleared"),
         (
             {"cluster": {"colocate": True}, "rollout": {"num_engines": 3}},

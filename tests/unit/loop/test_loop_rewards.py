@@ -6,7 +6,14 @@ import pytest
 from small_ports import World, config
 
 from megatron_rl.loop.evaluation import right_answers
-from megatron_rl.loop.rollouts import MAX_DATASETS, SilentRewards, describe_datasets, describe_rewards
+from megatron_rl.loop.rollouts import (
+    MAX_DATASETS,
+    SilentRewards,
+    UntrainedSteps,
+    describe_datasets,
+    describe_rewards,
+    tell_common_reason,
+)
 from megatron_rl.types import Group, Prompt, Sample, Verdict
 
 CONFIG = config(
@@ -72,3 +79,31 @@ def test_the_number_of_data_sets_with_metrics_is_bounded():
     metrics = describe_datasets([group(f"set {i % (MAX_DATASETS + 3)}", OF_A) for i in range(100)])
     assert len({name.split("/")[1] for name in metrics}) == MAX_DATASETS + 1
     assert sum(value for name, value in metrics.items() if name.endswith("/groups")) == 100
+
+
+def answers(*verdicts: Verdict) -> list[Group]:
+    samples = [Sample(3, 1, 2, 0, "stop", verdict=verdict) for verdict in verdicts]
+    return [Group(Prompt("uid", (1,), "question", {}), samples, None, 0)]
+
+
+def test_a_step_in_which_no_answer_scores_tells_the_most_frequent_reason():
+    sink = World()
+    missing, wrong = Verdict(0.0, "no </think>"), Verdict(0.0, "other answer")
+    tell_common_reason(answers(missing, missing, wrong, Verdict(None, "the service is away", failed=True)), sink)
+    assert sink.warnings == ["none of 3 answers scores above 0; the most frequent reason (67%) is: no </think>"]
+    tell_common_reason(answers(missing, Verdict(0.5)), sink)
+    tell_common_reason(answers(Verdict(None, "the service is away", failed=True)), sink)
+    assert len(sink.warnings) == 1, "an answer that scores, and a step without a score, are told elsewhere or not"
+    tell_common_reason(answers(Verdict(0.0), Verdict(-1.0)), sink)
+    assert sink.warnings[1:] == ["none of 2 answers scores above 0"]
+
+
+def test_steps_in_which_nothing_is_trained_are_told_with_their_rewards():
+    sink, steps, groups = World(), UntrainedSteps(), answers(OF_A, OF_A, OF_B, UNSCORED)
+    for is_trained in (False, True, False, False, False, False, False):
+        steps.count(is_trained, groups, sink)
+    assert [warning.partition(":")[0] for warning in sink.warnings] == [
+        "nothing was trained in 2 steps in a row",
+        "nothing was trained in 4 steps in a row",
+    ]
+    assert "The rewards of the last step are 1: 50%, 0: 25%, none: 25%." in sink.warnings[0]

@@ -73,14 +73,14 @@ def test_answers_are_kept_as_text(tmp_path):
     groups, payloads = [], []
     for prompt, response in zip(prompts, [(3, 27, 4, 0), (5, 6)] * 2, strict=True):
         ids = np.array([*prompt.token_ids, *response], np.int32)
-        sample = Sample(len(ids), len(prompt.token_ids), len(response), 0, "stop", verdict=Verdict(1.0))
+        sample = Sample(len(ids), len(prompt.token_ids), len(response), 0, "stop", verdict=Verdict(1.0, "found d"))
         groups.append(Group(prompt, [sample, sample], None, 0))
         payloads.append([Tokens(ids, ids > 0, ids * 0.0, ids)] * 2)
     sink.samples(7, groups, payloads)
     first, second, _ = read_lines(tmp_path / "samples.jsonl")  # the fourth group is not kept
     assert first == {
         "step": 7, "uid": "r:1", "prompt": "ab", "thought": "c</think>", "answer": "d<eos>",
-        "ground_truth": "d", "reward": 1.0, "details": {}, "finish": "stop", "num_tokens": 4,
+        "ground_truth": "d", "reward": 1.0, "reason": "found d", "details": {}, "finish": "stop", "num_tokens": 4,
     }  # fmt: skip
     assert (second["prompt"], second["thought"], second["answer"]) == ("system: s\nuser: q", "", "ef")
 

@@ -77,7 +77,7 @@ def test_uneven_stages_keep_what_their_own_layers_need():
     parallel = ParallelConfig(tensor=4, pipeline=4, layers=(10, 22, 16, 16))
     one = 5120 * 16_384 * 2 / 4
     assert of_stage(0, parallel).kept == 4 * 10 * one and of_stage(1, parallel).kept == 3 * 22 * one
-    model = ModelConfig(path=Path("nowhere"), recompute="full")
+    model = ModelConfig(path=Path("nowhere"), dtype="bfloat16", recompute="full")
     assert trainer_memory(SHAPE, model, parallel, 16_384, on_gpus=True).name == "trainer, stage 1"
 
 

@@ -544,6 +544,25 @@ def test_supervised_rows(home, row, message):
     assert found == [] if message is None else "rows.jsonl:2" in found[0] and message in found[0]
 
 
+def test_training_needs_the_full_distribution(home):
+    assert faults(grpo(rollout__sampling={"top_p": 0.9})) == faults(grpo(rollout__sampling={"top_p": 0.9, "top_k": 0}))
+    [fault] = faults(grpo(rollout__sampling={"top_k": 20}))
+    assert fault.startswith("rollout.sampling: with top_p 1 and top_k 20 ") and fault.endswith("to 1 and top_k to 0")
+    assert faults(grpo(rollout__sampling={"temperature": 0.6})) == []
+
+
+def test_a_data_type_that_this_cpu_multiplies_slowly_is_told(home, monkeypatch):
+    notes = []
+    monkeypatch.setattr(module, "MUCH_SLOWER", 0)  # then any CPU is slow
+    assert preflight(grpo(model__dtype="bfloat16"), notes.append) == []
+    [note] = [note for note in notes if "GFLOP/s" in note]
+    assert note.endswith("remove model.dtype, or set float32")
+    told = len(notes)
+    preflight(grpo(model__dtype="float32"), notes.append)
+    preflight(grpo(model__dtype="bfloat16", cluster__gpus_per_trainer=1), notes.append)
+    assert not any("GFLOP/s" in note for note in notes[told:])
+
+
 def test_all_faults_are_raised_together(home):
     (home / "train.jsonl").unlink()
     truncate(home)

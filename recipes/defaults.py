@@ -1,0 +1,61 @@
+"""Replaces the settings whose default depends on the model or on the machine by what they mean for this run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from megatron_rl.config.rewards import FormatReward
+from megatron_rl.config.schema import BaseConfig, GrpoRunConfig
+from megatron_rl.planning.stages import with_layers
+from megatron_rl.recipes.tokenizer_files import TokenizerFiles
+
+Config = TypeVar("Config", bound=BaseConfig)
+
+
+def with_defaults(config: Config, tell: Callable[[str], None] = lambda note: None) -> Config:
+    """The configuration of a run, with numbers of layers in the place of `auto`, and without a delimiter that the model
+    does not have.
+
+    Args:
+        tell: is called with a sentence about each value that the user may not expect, the data type included.
+
+    Raises:
+        ValueError: the model has fewer layers than the pipeline has parts, or its files cannot be read.
+    """
+    if "dtype" not in config.model.model_fields_set and config.model.dtype == "float32":
+        tell("model.dtype is float32, because this machine has no GPU and its CPU has no units for bfloat16")
+    config = with_layers(config)
+    return _with_delimiter(config, tell) if isinstance(config, GrpoRunConfig) else config
+
+
+def _with_delimiter(config: GrpoRunConfig, tell: Callable[[str], None]) -> GrpoRunConfig:
+    rollout, folder = config.rollout, config.model.path
+    is_given = "delimiter" in rollout.model_fields_set
+    is_needed = (
+        rollout.thinking is not None
+        or (rollout.prefix_values is not None and rollout.environment is None)
+        or any(isinstance(reward, FormatReward) for reward in config.rewards)
+    )
+    if is_given or is_needed or not folder.is_dir():
+        return config
+    try:
+        thinks = _thinks(folder, rollout.delimiter)
+    except ValueError:  # the preflight tells it, with all other faults
+        return config
+    if thinks:
+        return config
+    tell(
+        f"rollout.delimiter is empty, because neither the chat template nor the vocabulary of {folder} has "
+        f"{rollout.delimiter}: whole answers are judged. If the model thinks, give the text that ends its thought"
+    )
+    return config.model_copy(update={"rollout": rollout.model_copy(update={"delimiter": ""})})
+
+
+def _thinks(folder: Path, delimiter: str) -> bool:
+    """Whether the model's files know the text that ends a thought. A tokenizer of another form than tokenizer.json may
+    have it."""
+    files = TokenizerFiles(folder)
+    in_template = files.template is not None and delimiter in files.template
+    return in_template or files.core is None or files.core.token_to_id(delimiter) is not None

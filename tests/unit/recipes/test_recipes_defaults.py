@@ -1,0 +1,106 @@
+"""Defaults that depend on the model's files and on the machine."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from tokenizers import Tokenizer, models
+
+from megatron_rl.config import machine
+from megatron_rl.config.load import validate
+from megatron_rl.config.schema import GrpoRunConfig, SftRunConfig
+from megatron_rl.recipes.defaults import with_defaults
+
+
+def grpo(folder, **changes):
+    merged = {
+        "run": {"name": "x", "steps": 3},
+        "model": {"path": str(folder)},
+        "data": {"train": "rows"},
+        "rollout": {"prompts_per_step": 4, "samples_per_prompt": 2, "max_prompt_tokens": 8, "max_response_tokens": 8},
+        "balance": {"max_tokens_per_microbatch": 16},
+    }
+    for section, keys in changes.items():
+        merged[section] = merged.get(section, {}) | keys if isinstance(keys, dict) else keys
+    return validate(GrpoRunConfig, merged)
+
+
+def write_model(folder, vocabulary=(), template="{{ messages[0].content }}"):
+    Tokenizer(models.WordLevel({token: i for i, token in enumerate(["<unk>", *vocabulary])}, unk_token="<unk>")).save(
+        str(folder / "tokenizer.json")
+    )
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+
+
+@pytest.mark.parametrize(
+    "model, changes, delimiter",
+    [
+        ({}, {}, ""),
+        ({"vocabulary": ["</think>"]}, {}, "</think>"),
+        ({"template": "{{ text.split('</think>')[-1] }}"}, {}, "</think>"),
+        ({}, {"rollout": {"delimiter": "</think>"}}, "</think>"),
+        ({}, {"rollout": {"delimiter": "So:"}}, "So:"),
+        ({"vocabulary": ["</think>"]}, {"rollout": {"delimiter": ""}}, ""),
+        ({}, {"rollout": {"thinking": {"thought_tokens": 4, "response_tokens": 2}}}, "</think>"),
+        ({}, {"rewards": [{"kind": "format"}, {"kind": "exact_answer"}]}, "</think>"),
+    ],
+    ids=["neither", "vocabulary", "template", "given", "another", "given empty", "budget", "format"],
+)
+def test_a_model_without_thoughts_has_no_delimiter(tmp_path, model, changes, delimiter):
+    write_model(tmp_path, **model)
+    told = []
+    assert with_defaults(grpo(tmp_path, **changes), told.append).rollout.delimiter == delimiter
+    assert [note for note in told if "whole answers are judged" in note] == told[-1:] * (
+        not delimiter and "delimiter" not in changes.get("rollout", {})
+    )
+
+
+def test_a_folder_that_is_not_there_or_has_no_tokenizer_changes_nothing(tmp_path):
+    """A dry run plans with models that are elsewhere; the preflight reports the tokenizer."""
+    for folder in (tmp_path / "elsewhere", tmp_path):
+        assert with_defaults(grpo(folder)).rollout.delimiter == "</think>"
+
+
+@pytest.mark.parametrize(
+    "flags, gpus, dtype, expected",
+    [
+        ("avx2 avx512f", 0, "auto", "float32"),
+        ("avx512f avx512_bf16", 0, "auto", "bfloat16"),
+        ("amx_bf16", 0, "auto", "bfloat16"),
+        ("avx2", 1, "auto", "bfloat16"),
+        ("avx2", 0, "bfloat16", "bfloat16"),
+        ("amx_bf16", 0, "float32", "float32"),
+    ],
+)
+def test_the_data_type_is_one_that_the_machine_computes_in(tmp_path, monkeypatch, flags, gpus, dtype, expected):
+    monkeypatch.setattr(machine, "CPU", tmp_path / "cpuinfo")
+    (tmp_path / "cpuinfo").write_text(f"flags : {flags}\n")
+    told = []
+    config = grpo(
+        tmp_path / "elsewhere",
+        model={"dtype": dtype},
+        cluster={"gpus_per_trainer": gpus},
+        critic={"model": {"path": "critic"}},
+        algorithm={"adv_estimator": {"kind": "gae"}},
+    )
+    settled = with_defaults(config, told.append)
+    assert settled.model.dtype == expected
+    assert settled.critic.model.dtype == ("bfloat16" if gpus or "bf16" in flags else "float32")
+    assert told == ["model.dtype is float32, because this machine has no GPU and its CPU has no units for bfloat16"] * (
+        dtype == "auto" and expected == "float32"
+    )
+
+
+def test_supervised_training_has_the_same_data_type(tmp_path, monkeypatch):
+    monkeypatch.setattr(machine, "CPU", tmp_path / "no such file")
+    config = validate(
+        SftRunConfig,
+        {
+            "run": {"name": "x", "steps": 3},
+            "model": {"path": "nowhere"},
+            "sft": {"rows": "rows", "rows_per_step": 2, "max_tokens": 8},
+            "balance": {"max_tokens_per_microbatch": 16},
+        },
+    )
+    assert with_defaults(config).model.dtype == "float32"
