@@ -3,6 +3,7 @@ their start, and their descendants."""
 
 from __future__ import annotations
 
+import atexit
 import gc
 import logging
 import re
@@ -42,6 +43,7 @@ def starting() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
+        atexit.register(gc.unfreeze)  # some libraries tell at the end what is still there
 
 
 def peak_memory_bytes() -> int:

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +143,7 @@ def preflight(config: BaseConfig, tell: Tell, *, resume: bool = False, planning:
         usable = attempt(lambda: _check_folder(config, resume))
         if usable and splits and not elsewhere:
             faults += _disk(config, shape)
-    return faults + missing_packages(config) + _packages(config)
+    return faults + missing_packages(config) + _packages(config, planning)
 
 
 def _check_trainable(config: BaseConfig, shape: ModelShape) -> bool:
@@ -412,17 +413,25 @@ def _sampling(config: BaseConfig) -> list[str]:
     if sampling.top_p == 1 and sampling.top_k == 0:
         return []
     return [
-        f"rollout.sampling: with top_p {sampling.top_p:g} and top_k {sampling.top_k} the engines would sample from a part "
-        "of the model's distribution, and the trainer computes log-probs and gradients of all of it; set top_p to 1 "
-        "and top_k to 0"
+        f"rollout.sampling: with top_p {sampling.top_p:g} and top_k {sampling.top_k} the engines would sample from a "
+        "part of the model's distribution, and the trainer computes log-probs and gradients of all of it; set top_p to "
+        "1 and top_k to 0"
     ]
 
 
-def _packages(config: BaseConfig) -> list[str]:
-    """Check that the packages of the rewards are installed. Returns the faults."""
-    rewards = config.rewards if isinstance(config, GrpoRunConfig) else ()
-    labels = [reward.label for reward in rewards if isinstance(reward, ReasoningGymReward)]
-    return [f"rewards: {labels[0]}: {fault}"] if labels and (fault := missing_package()) else []
+def _packages(config: BaseConfig, planning: bool) -> list[str]:
+    """Check that the packages of the engines, which a plan does not need, and of the rewards are installed. Returns the
+    faults."""
+    if not isinstance(config, GrpoRunConfig):
+        return []
+    faults = []
+    if not planning and config.rollout.replay is None and find_spec("vllm") is None:
+        faults.append(
+            "vLLM is not installed, and the engines are vLLM's. It is no dependency of the package, because its build "
+            "must fit the machine: install the files of requirements/ as tools/setup.sh does, or vLLM's own wheel"
+        )
+    labels = [reward.label for reward in config.rewards if isinstance(reward, ReasoningGymReward)]
+    return faults + ([f"rewards: {labels[0]}: {fault}"] if labels and (fault := missing_package()) else [])
 
 
 def _file(

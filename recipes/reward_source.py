@@ -10,6 +10,7 @@ from importlib import invalidate_caches
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
+from megatron_rl.config.function import ImportPath
 from megatron_rl.config.rewards import FunctionReward, ImportedReward
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef
@@ -61,9 +62,10 @@ def _definition(path: str, key: str) -> str | tuple[str, ast.stmt] | None:
     module, colon, name = path.rpartition(":")
     if not (module and colon and name):
         return f"{key}: the path {path!r} must read `package.module:function` or `folder/file.py:function`"
-    if module.endswith(".py"):
-        origin: str | None = module
-        if not Path(module).is_file():
+    file = ImportPath(path).file
+    if file is not None:
+        origin: str | None = str(file)
+        if not file.is_file():
             return f"{key}: {path}: there is no file {module}; correct the path (it is relative to {Path.cwd()})"
     else:
         spec = _find(module)

@@ -27,6 +27,10 @@ def pytest_collection_finish():
     gc.enable()
 
 
+def pytest_unconfigure():
+    gc.unfreeze()  # some libraries tell at the end what is still there
+
+
 def pytest_addoption(parser):
     parser.addoption("--all", action="store_true", help="every combination where otherwise a pairwise cover runs")
 

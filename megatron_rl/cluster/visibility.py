@@ -27,8 +27,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from megatron_rl.cluster.network import Interface, find_interface
 from megatron_rl.cluster.placement import Placement
 from megatron_rl.cluster.waiting import settle
-from megatron_rl.config.rewards import ImportedReward
 from megatron_rl.config.schema import BaseConfig, GrpoRunConfig
+from megatron_rl.config.section import import_paths
 
 ANSWER_S = 100.0
 """The longest time that the nodes may take to answer. Python's first start on a shared file system takes many
@@ -48,7 +48,7 @@ class Needs:
     mark: str
     """The name of a file in the run's folder. Its content is its name: a node that reads it has the same folder."""
     modules: tuple[str, ...]
-    """The top-level modules of the reward functions."""
+    """The top-level modules of the functions that the configuration names."""
     files: tuple[Path, ...]
     """The files of the reward functions that are named by a file, and the catalogue of `rollout.beams`."""
 
@@ -61,10 +61,9 @@ def check_nodes(config: BaseConfig, placement: Placement) -> None:
     Raises:
         ValueError: a node does not see something, or does not answer. The message has one line for each fault.
     """
-    rewards = config.rewards if isinstance(config, GrpoRunConfig) else ()
-    sources = {reward.path.rpartition(":")[0] for reward in rewards if isinstance(reward, ImportedReward)}
-    files = {source for source in sources if source.endswith(".py")}
-    modules = {source.partition(".")[0] for source in sources - files}
+    functions = import_paths(config)
+    files = {str(path.file) for path in functions if path.file}
+    modules = {path.module.partition(".")[0] for path in functions if not path.file}
     if isinstance(config, GrpoRunConfig) and config.rollout.beams is not None:
         files.add(str(config.rollout.beams.catalogue))
     models = tuple(path for path in (config.model.path, config.model.weights) if path is not None)
@@ -137,13 +136,13 @@ def look(needs: Needs) -> tuple[list[str], Interface | None]:
     except OSError as error:
         faults.append(f"cannot write into {needs.run_folder} ({error.strerror}); let the user of its Ray write there")
     faults += [
-        f"cannot import {module}, which has a reward function; put its folder, which must be on PYTHONPATH, on a file "
+        f"cannot import {module}, which has a function of the run; put its folder, which must be on PYTHONPATH, on a file "
         "system that all nodes share"
         for module in needs.modules
         if find_spec(module) is None
     ]
     faults += [
-        f"does not see {file}, which verifiers or engines read; put it on a file system that all nodes share"
+        f"does not see {file}, which the run needs; put it on a file system that all nodes share"
         for file in needs.files
         if not file.is_file()
     ]

@@ -11,6 +11,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
+from megatron_rl.config.function import FunctionPath
 from megatron_rl.config.section import Method
 
 Discount = Annotated[float, Field(gt=0, le=1)]
@@ -228,9 +229,9 @@ class FunctionAdvantage(Method):
     needs: ClassVar[frozenset[Need]] = frozenset()
 
     kind: Literal["function"] = "function"
-    path: str
-    """The import path of the function, `package.module:function`. The working folder is on the path. The advantage of a
-    sample whose reward is NaN is not used."""
+    path: FunctionPath
+    """Where the function is: `package.module:function`, or `folder/file.py:function`. The advantage of a sample
+    whose reward is NaN is not used."""
 
 
 AdvantageConfig = Annotated[

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
+from megatron_rl.config.function import FunctionPath
 from megatron_rl.config.section import Section
 
 
@@ -33,13 +33,10 @@ class ClassEnvironment(_Turns):
     """A class of the user's own with `reset(row)` and `step(text)`, of which every answer gets an object."""
 
     kind: Literal["class"] = "class"
-    path: str
+    path: FunctionPath
     """Where the class is: `package.module:Class`, or `folder/file.py:Class`."""
     arguments: dict[str, Any] = {}
     """Keyword arguments of the class."""
-
-    def absolute(self) -> Self:
-        return super().absolute().model_copy(update={"path": absolute_path(self.path)})
 
 
 class ToolsEnvironment(_Turns):
@@ -47,12 +44,9 @@ class ToolsEnvironment(_Turns):
     ends the answer."""
 
     kind: Literal["tools"] = "tools"
-    paths: Annotated[tuple[str, ...], Field(min_length=1)]
+    paths: Annotated[tuple[FunctionPath, ...], Field(min_length=1)]
     """Where the functions are: `package.module:function`, or `folder/file.py:function`. Each has types for all
     arguments, and a docstring that describes it and, under `Args:`, each of them. It may be asynchronous."""
-
-    def absolute(self) -> Self:
-        return super().absolute().model_copy(update={"paths": tuple(map(absolute_path, self.paths))})
 
 
 class AgentEnvironment(Section):
@@ -61,7 +55,7 @@ class AgentEnvironment(Section):
     (`rewards`) judge. Sampling is that of `rollout.sampling`, whatever the agent asks for."""
 
     kind: Literal["agent"] = "agent"
-    path: str
+    path: FunctionPath
     """Where the function is: `package.module:function`, or `folder/file.py:function`. It is called with the columns of
     the row, without its question, and the `base_url`. It may be asynchronous; another one runs in a thread."""
     arguments: dict[str, Any] = {}
@@ -69,16 +63,7 @@ class AgentEnvironment(Section):
     timeout_s: PositiveFloat = 600
     """The longest time, in seconds, that one run of the agent may take."""
 
-    def absolute(self) -> Self:
-        return super().absolute().model_copy(update={"path": absolute_path(self.path)})
-
 
 TurnsEnvironment = ClassEnvironment | ToolsEnvironment
 """What answers to turns that the engine asks for."""
 EnvironmentConfig = Annotated[TurnsEnvironment | AgentEnvironment, Field(discriminator="kind")]
-
-
-def absolute_path(path: str) -> str:
-    """The path of a function or class, with its file, if it names one, made absolute."""
-    file, colon, name = path.rpartition(":")
-    return f"{Path(file).absolute()}{colon}{name}" if file.endswith(".py") else path

@@ -8,7 +8,35 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any, cast
+from typing import Annotated, Any, cast
+
+from pydantic import AfterValidator
+
+from megatron_rl.config.shipped import find_shipped
+
+
+class ImportPath(str):
+    """Where a function or class is: `package.module:name`, or `folder/file.py:name`. A file that ships with the package
+    (`recipes/...`) is found from any working folder."""
+
+    __slots__ = ()
+
+    @property
+    def module(self) -> str:
+        return self.rpartition(":")[0]
+
+    @property
+    def file(self) -> Path | None:
+        """The file, if the path names one."""
+        return find_shipped(Path(self.module)) if self.module.endswith(".py") else None
+
+    def absolute(self) -> ImportPath:
+        """The same with its file made absolute."""
+        return self if self.file is None else ImportPath(f"{self.file.absolute()}:{self.rpartition(':')[2]}")
+
+
+FunctionPath = Annotated[str, AfterValidator(ImportPath)]
+"""The type of a configuration key that names a function or a class."""
 
 
 def load_function(path: str) -> Callable[..., Any]:
@@ -18,10 +46,11 @@ def load_function(path: str) -> Callable[..., Any]:
         ValueError: the path has another form, the module cannot be imported, or it has no such function.
     """
     module_name, colon, name = path.rpartition(":")
+    file = ImportPath(path).file
     if not (module_name and colon and name):
         raise ValueError(f"the function path {path!r} must read `package.module:function` or `folder/file.py:function`")
     try:
-        module = _of_file(module_name) if module_name.endswith(".py") else importlib.import_module(module_name)
+        module = importlib.import_module(module_name) if file is None else _of_file(file)
     except FileNotFoundError as error:
         raise ValueError(f"function {path!r}: there is no file {module_name}; correct the path") from error
     except ModuleNotFoundError as error:
@@ -39,9 +68,9 @@ def load_function(path: str) -> Callable[..., Any]:
     return cast(Callable[..., Any], function)
 
 
-def _of_file(file: str) -> ModuleType:
+def _of_file(file: Path) -> ModuleType:
     """The module of a file. Its name is the file's whole path, so that it can hide no other module."""
-    name = str(Path(file).resolve(strict=True))
+    name = str(file.resolve(strict=True))
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, name)

@@ -11,6 +11,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, PositiveFloat, model_validator
 
+from megatron_rl.config.function import FunctionPath
 from megatron_rl.config.section import Method
 
 Share = Annotated[float, Field(gt=0, le=1)]
@@ -266,8 +267,8 @@ class FunctionLoss(PolicyLoss):
     aggregation: ClassVar[Aggregation] = "token-mean"
 
     kind: Literal["function"] = "function"
-    path: str
-    """The import path of the function, `package.module:function`. The working folder is on the path."""
+    path: FunctionPath
+    """Where the function is: `package.module:function`, or `folder/file.py:function`."""
 
 
 LossConfig = Annotated[

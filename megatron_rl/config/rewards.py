@@ -17,7 +17,7 @@ from pydantic import (
     model_validator,
 )
 
-from megatron_rl.config.environment import absolute_path
+from megatron_rl.config.function import FunctionPath
 from megatron_rl.config.section import Section
 
 
@@ -190,7 +190,7 @@ class ImportedReward(Reward):
 
     given: ClassVar[tuple[str, ...]]
     """The names of the arguments with which every call is made."""
-    path: str
+    path: FunctionPath
     """Where the function is: `package.module:function`, or `folder/file.py:function`. It may also be an object that can
     be called, or a class of such objects, of which one is made in each verifier's process."""
     arguments: dict[str, Any] = {}
@@ -199,9 +199,6 @@ class ImportedReward(Reward):
     @property
     def label(self) -> str:
         return self.name or self.path.rpartition(":")[2]
-
-    def absolute(self) -> Self:
-        return super().absolute().model_copy(update={"path": absolute_path(self.path)})
 
 
 class FunctionReward(ImportedReward):

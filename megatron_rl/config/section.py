@@ -8,6 +8,8 @@ from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
+from megatron_rl.config.function import ImportPath
+
 
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
@@ -18,8 +20,17 @@ class Section(BaseModel):
         return self.model_copy(update={name: _absolute(getattr(self, name)) for name in type(self).model_fields})
 
 
+def import_paths(value: Any) -> list[ImportPath]:
+    """Where all the functions and classes are that a section, with all sections in it, names."""
+    if isinstance(value, Section):
+        return [path for name in type(value).model_fields for path in import_paths(getattr(value, name))]
+    if isinstance(value, tuple):
+        return [path for one in value for path in import_paths(one)]
+    return [value] if isinstance(value, ImportPath) else []
+
+
 def _absolute(value: Any) -> Any:
-    if isinstance(value, Path | Section):
+    if isinstance(value, Path | Section | ImportPath):
         return value.absolute()
     return tuple(map(_absolute, value)) if isinstance(value, tuple) else value
 

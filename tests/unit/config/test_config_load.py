@@ -8,8 +8,11 @@ import pytest
 
 from megatron_rl.config.cluster import ClusterConfig
 from megatron_rl.config.features import KEYS
+from megatron_rl.config.function import ImportPath, load_function
 from megatron_rl.config.load import _locate, load_config, merge, merge_arguments, parse_value, validate
 from megatron_rl.config.schema import GrpoRunConfig, SftRunConfig
+from megatron_rl.config.section import import_paths
+from megatron_rl.config.shipped import PACKAGE
 
 GOOD = {
     "run": {"name": "x", "steps": 2},
@@ -175,6 +178,30 @@ def test_all_paths_become_absolute(tmp_path, monkeypatch):
     assert config.data.train == tmp_path / "runs/tiny/task/train.jsonl" and config.data.eval is None
     assert config.run_folder == tmp_path / "runs/tiny/grpo"
     assert config == config.absolute()
+
+
+def test_functions_in_files_become_absolute_and_those_that_ship_are_found_from_anywhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    keys = [
+        "rewards=[{kind: function, path: 'mine/reward.py:score'}, {kind: function, path: 'a.b:judge'}]",
+        "rollout.environment={kind: tools, paths: ['recipes/tiny/rewards.py:digits_in_answer']}",
+        "algorithm.loss={kind: function, path: 'recipes/tiny/losses.py:penalised'}",
+        "algorithm.adv_estimator={kind: function, path: 'mine/estimate.py:advantages'}",
+        "rollout.thinking=null",
+    ]
+    config = load_config(GrpoRunConfig, ["configs/run/tiny_grpo.yaml", *keys]).absolute()
+    shipped = PACKAGE / "recipes" / "tiny"
+    assert import_paths(config) == [
+        f"{shipped}/rewards.py:digits_in_answer",
+        f"{tmp_path}/mine/estimate.py:advantages",
+        f"{shipped}/losses.py:penalised",
+        f"{tmp_path}/mine/reward.py:score",
+        "a.b:judge",
+    ]
+    assert load_function(config.algorithm.loss.path).__name__ == "penalised"
+    (tmp_path / "recipes" / "tiny").mkdir(parents=True)
+    (tmp_path / "recipes" / "tiny" / "losses.py").write_text("def penalised(terms): ...\n")
+    assert ImportPath("recipes/tiny/losses.py:penalised").file.resolve().parent == tmp_path / "recipes" / "tiny"
 
 
 def test_the_keys_that_the_remedies_for_foreign_names_point_to_exist():

@@ -544,6 +544,13 @@ def test_supervised_rows(home, row, message):
     assert found == [] if message is None else "rows.jsonl:2" in found[0] and message in found[0]
 
 
+def test_engines_need_vllm_and_a_plan_does_not(home, monkeypatch):
+    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    [fault] = faults(grpo())
+    assert fault.startswith("vLLM is not installed") and "tools/setup.sh" in fault
+    assert faults(grpo(), planning=True) == []
+
+
 def test_training_needs_the_full_distribution(home):
     assert faults(grpo(rollout__sampling={"top_p": 0.9})) == faults(grpo(rollout__sampling={"top_p": 0.9, "top_k": 0}))
     [fault] = faults(grpo(rollout__sampling={"top_k": 20}))
