@@ -136,8 +136,8 @@ def look(needs: Needs) -> tuple[list[str], Interface | None]:
     except OSError as error:
         faults.append(f"cannot write into {needs.run_folder} ({error.strerror}); let the user of its Ray write there")
     faults += [
-        f"cannot import {module}, which has a function of the run; put its folder, which must be on PYTHONPATH, on a file "
-        "system that all nodes share"
+        f"cannot import {module}, which has a function of the run; put its folder, which must be on PYTHONPATH, on a "
+        "file system that all nodes share"
         for module in needs.modules
         if find_spec(module) is None
     ]
