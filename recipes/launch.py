@@ -185,13 +185,14 @@ def launch(
             job = read_job(config, Path(program).stem, options.configuration)
             if options.slurm and isinstance(resume, int):
                 raise ValueError("a Slurm job continues from the newest checkpoint; give --resume auto with --slurm")
+            goes_on = resume is not None or options.slurm  # a job continues from the newest checkpoint, if there is one
             if options.dry_run:
                 describe(config, console)
-                check_before_start(config, console, resume=resume is not None, planning=True)
+                check_before_start(config, console, resume=goes_on, planning=True)
                 if options.slurm:
                     console.print(render(job), markup=False, soft_wrap=True)
                 return 0
-            check_before_start(config, console, resume=resume is not None)
+            check_before_start(config, console, resume=goes_on)
             if options.slurm:
                 submit(job, console)
                 return 0

@@ -28,7 +28,6 @@ IMPORTS = [
     "vllm.v1.engine.core",
     "vllm.v1.worker.cpu_worker",
     "transformers",
-    "frozen",
 ]
 STARTERS = ("vllm.v1.engine.utils", "vllm.v1.executor.multiproc_executor")
 """vLLM's modules that start processes; each has `get_mp_context` of its own."""
@@ -59,7 +58,7 @@ def context() -> WarmContext:
     """A `multiprocessing` context; its server starts with the first call and ends with this process."""
     warm, before = WarmContext(), dict(os.environ)
     if server_pid() is None:
-        warm.set_forkserver_preload(IMPORTS)
+        warm.set_forkserver_preload([*IMPORTS, "frozen"])
         with leaks.lasting():
             set_cpu_environment()  # vLLM reads it when it is imported
             # Python before 3.11.10 does not give its own search path to the server, and leaves out what is not found.

@@ -17,7 +17,7 @@ from pathlib import Path
 from megatron_rl.convert.command import num_cores
 from megatron_rl.convert.conversion import Options, to_hub
 from megatron_rl.convert.source import open_checkpoint
-from megatron_rl.convert.work import carry_out
+from megatron_rl.convert.work import carry_out, require_new
 from megatron_rl.loop.checkpoints import PATTERN, find_checkpoints
 
 
@@ -28,6 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--step", type=int, help="the step of the checkpoint; default: the newest one")
     given = parser.parse_args(arguments)
     try:
+        require_new(given.target)
         checkpoint = find_checkpoint(given.run, given.step)
         source = open_checkpoint(checkpoint)
         if source.manifest is None or "training" not in source.manifest:

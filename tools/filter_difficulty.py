@@ -22,7 +22,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -102,6 +102,20 @@ def write_rows(out: Path, rows: Sequence[tuple[str, Mapping[str, Any]]], low: fl
                 counts["too hard" if rate.pass_rate < low else "too easy"] += 1
     part.replace(out / ROWS)
     return counts
+
+
+def warning_of(rates: Collection[PassRate], low: float) -> str | None:
+    """What is suspicious about all pass rates together; None if nothing is."""
+    known = [rate.pass_rate for rate in rates if rate.pass_rate is not None]
+    if known and max(known) == 0:
+        kept = "" if low > 0 else ", and --min 0 keeps them all"
+        return (
+            f"no answer to any of {len(known)} prompts was right{kept}. Look at some answers: is the reward the right "
+            "one, and rollout.max_response_tokens large enough? Training needs prompts that are solved sometimes"
+        )
+    if known and min(known) == 1:
+        return f"every answer to each of {len(known)} prompts was right: training would have no signal"
+    return None
 
 
 def rated(config: GrpoRunConfig, out: Path, waiting: Sequence[tuple[int, Prompt]], check: Any) -> Iterator[PassRate]:
@@ -199,6 +213,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 rate_all(config, out, interrupt)
                 rows, _ = load_rows(config.data.train, lambda uid, row: (uid, row), config.data.on_bad_row)
                 counts = write_rows(out, rows, options.min, options.max)
+        if warning := warning_of(read_pass_rates(out / PASS_RATES).values(), options.min):
+            console.print(f"warning: {warning}", style="yellow", markup=False, soft_wrap=True)
         told = ", ".join(f"{count} {reason}" for reason, count in counts.items() if count)
         console.print(f"{out / ROWS}: of {len(rows)} rows, {told}", soft_wrap=True)
         return 0

@@ -38,7 +38,7 @@ def _convert(arguments: Sequence[str] | None) -> None:
         default="transformer_engine",
         help="name the parameters as Transformer Engine's layers or as Megatron's local layers",
     )
-    given = parser.parse_args(arguments)
+    given = command.parse(parser, arguments)
     source = open_checkpoint(given.source)
     if all(getattr(given, axis) is None for axis in AXES):
         conversion = to_open(source, command.options(given))

@@ -19,7 +19,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _convert(arguments: Sequence[str] | None) -> None:
-    given = command.conversion_parser(__doc__).parse_args(arguments)
+    given = command.parse(command.conversion_parser(__doc__), arguments)
     command.convert(to_hub(open_checkpoint(given.source), command.options(given)), given)
 
 

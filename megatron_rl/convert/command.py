@@ -17,7 +17,7 @@ from rich.table import Table
 
 from megatron_rl.convert.conversion import Conversion, Options
 from megatron_rl.convert.hub import MAX_FILE_BYTES
-from megatron_rl.convert.work import carry_out
+from megatron_rl.convert.work import carry_out, require_new
 
 
 def num_cores() -> int:
@@ -62,6 +62,17 @@ def conversion_parser(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--dry-run", action="store_true", help="show the files and their sizes and write nothing")
     add_common(parser)
     return parser
+
+
+def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
+    """
+    Raises:
+        ValueError: the target exists.
+    """
+    given = parser.parse_args(arguments)
+    if not given.dry_run:
+        require_new(given.target)
+    return given
 
 
 def add_common(parser: argparse.ArgumentParser) -> None:

@@ -190,6 +190,16 @@ def _plan(files: Sequence[TargetFile], finished: Container[str], num_workers: in
     return tasks
 
 
+def require_new(folder: Path) -> None:
+    """A command calls this before it reads a checkpoint, which can take long.
+
+    Raises:
+        ValueError: the target exists.
+    """
+    if folder.exists():
+        raise ValueError(f"{folder} exists; remove it or choose another name")
+
+
 def carry_out(conversion: Conversion, folder: Path, num_workers: int, report: Report) -> Outcome:
     """Write the target folder.
 
@@ -197,8 +207,7 @@ def carry_out(conversion: Conversion, folder: Path, num_workers: int, report: Re
         ValueError: the target exists, another process writes it, or the source is damaged.
         OSError: the disk has too little space, or the file system refuses a write; the error names the file.
     """
-    if folder.exists():
-        raise ValueError(f"{folder} exists; remove it or choose another name")
+    require_new(folder)
     partial = folder.with_name(folder.name + ".partial")
     files = conversion.files
     with _journal(partial, _identity(conversion)) as (journal, known):

@@ -117,6 +117,8 @@ class RequestQueue:
             try:
                 self._running[self._give(request)] = request, future
             except Exception as error:  # vLLM refuses this request, which is no reason to end another one
+                if getattr(engine.model_executor, "is_failed", False):  # a worker has died, which is one
+                    raise
                 self._unresolved.remove(future)
                 resolve(future, error=error)
 

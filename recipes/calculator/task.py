@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.recipes.tiny.model import write_random_qwen3
+from megatron_rl.recipes.tiny.model import tell_written, write_random_qwen3
 
 TURNS = ["<user>", "<assistant>", "<tool>"]
 CALL = ["<tool_call>", '{"name": "', "calculator", '", "arguments": {"expression": "', '"}}', "</tool_call>"]
@@ -96,6 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
     write_task(options.folder, seed=options.seed)
+    tell_written(options.folder)
     return 0
 
 

@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_rl.recipes.tiny.model import write_random_qwen3
+from megatron_rl.recipes.tiny.model import tell_written, write_random_qwen3
 
 CODES = 8
 """The number of codes of each level."""
@@ -131,6 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
     write_task(options.folder, seed=options.seed)
+    tell_written(options.folder)
     return 0
 
 

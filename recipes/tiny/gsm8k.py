@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_rl.recipes.tiny.model import write_random_qwen3
+from megatron_rl.recipes.tiny.model import tell_written, write_random_qwen3
 
 ROWS = Path(__file__).parent / "data" / "gsm8k_train_sample.jsonl"
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -58,6 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("rows", type=Path, nargs="?", default=ROWS, help="JSON lines whose text trains the tokenizer")
     options = parser.parse_args(arguments)
     write_model(options.folder, options.rows)
+    tell_written(options.folder)
     return 0
 
 

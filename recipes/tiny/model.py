@@ -30,3 +30,14 @@ def write_random_qwen3(folder: Path, seed: int, **vocabulary: int) -> None:
         **vocabulary,
     )
     Qwen3ForCausalLM(config).save_pretrained(folder)
+
+
+def tell_written(folder: Path) -> None:
+    """Print what a task's folder holds: `runs/tiny/task has eval.jsonl (256 rows), model, train.jsonl (8,192 rows)`."""
+
+    def name(path: Path) -> str:
+        if path.suffix != ".jsonl":
+            return path.name
+        return f"{path.name} ({len(path.read_bytes().splitlines()):,} rows)"
+
+    print(f"{folder} has {', '.join(name(path) for path in sorted(folder.iterdir()))}")

@@ -20,7 +20,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_rl.recipes.tiny.model import write_random_qwen3
+from megatron_rl.recipes.tiny.model import tell_written, write_random_qwen3
 
 VOCABULARY = ["<pad>", "<eos>", "<think>", "</think>", "<unk>", *"0123456789+=,? ."]
 NUM_TRAIN, NUM_EVAL, NUM_DEMONSTRATIONS = 8000, 500, 40000
@@ -94,6 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
     write_task(options.folder, seed=options.seed)
+    tell_written(options.folder)
     return 0
 
 

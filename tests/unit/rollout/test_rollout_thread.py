@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_rl.rollout.engine_thread import EngineThread
+from megatron_rl.rollout.kv_budget import KvBudget
 from megatron_rl.rollout.program import Call
 from megatron_rl.rollout.request_queue import Request, RequestQueue
 
@@ -117,6 +118,34 @@ def test_a_worker_that_is_lost_ends_what_is_waited_for_and_all_that_comes_later(
         assert not thread.alive
 
     with_thread(lost)
+
+
+@pytest.mark.parametrize("worker_died", [False, True])
+def test_a_request_that_does_not_start_ends_alone_unless_a_worker_has_died(worker_died):
+    """vLLM asks its workers at its first request; if one of them has died, its error is only `cancelled`."""
+
+    def give(request: Request) -> str:
+        if request.seed == 0:
+            executor.is_failed = worker_died
+            raise RuntimeError("cancelled")
+        return str(request.seed)
+
+    executor = SimpleNamespace()
+    scheduler = SimpleNamespace(requests={}, max_num_running_reqs=4)
+    engine = SimpleNamespace(
+        model_executor=executor, engine_core=SimpleNamespace(engine_core=SimpleNamespace(scheduler=scheduler))
+    )
+    requests = RequestQueue(give)
+    requests._budget = KvBudget(1024, 8, 16)
+    first, second = requests.add([Request([5], Call(1), seed=0), Request([5], Call(1), seed=1)])
+    if worker_died:
+        with pytest.raises(RuntimeError, match="^cancelled$"):
+            requests.start_fitting(engine)
+        requests.fail("a worker of vLLM has died")
+        assert all(str(future.exception()) == "a worker of vLLM has died" for future in (first, second))
+    else:
+        requests.start_fitting(engine)
+        assert str(first.exception()) == "cancelled" and not second.done()
 
 
 def test_a_thread_whose_vllm_does_not_start_tells_why():

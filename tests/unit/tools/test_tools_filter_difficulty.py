@@ -12,10 +12,12 @@ from megatron_rl.recipes.engines_alone import check_settings, settings_of
 from megatron_rl.tools.filter_difficulty import (
     PASS_RATES,
     ROWS,
+    PassRate,
     configured,
     main,
     pass_rate_of,
     read_pass_rates,
+    warning_of,
     write_rows,
 )
 from megatron_rl.types import Group, Prompt, Sample, Verdict
@@ -116,3 +118,18 @@ def test_wrong_arguments_are_told_before_anything_starts(tmp_path, capsys, argum
     assert main([*OVERRIDES, "--out", str(tmp_path / "out"), *arguments]) == 1
     assert message in capsys.readouterr().out
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "rates, low, said",
+    [
+        ((0.0, 0.0, None), 0.0, "no answer to any of 2 prompts was right, and --min 0 keeps them all"),
+        ((0.0, 0.0), 0.1, "no answer to any of 2 prompts was right. Look"),
+        ((1.0, 1.0), 0.0, "every answer to each of 2 prompts was right"),
+        ((0.0, 0.5), 0.0, None),
+        ((None,), 0.0, None),
+    ],
+)
+def test_a_model_that_solves_nothing_or_everything_is_told(rates, low, said):
+    warning = warning_of([PassRate(f"row {i}", rate, 4, 4, 9.0) for i, rate in enumerate(rates)], low)
+    assert warning is None if said is None else warning.startswith(said)
