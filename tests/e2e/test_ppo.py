@@ -6,6 +6,7 @@ from __future__ import annotations
 import shutil
 
 import pytest
+from recipe_runs import of_two_engines
 from test_resume import NOT_COMPARED
 
 from megatron_rl.layout import read_shape
@@ -77,7 +78,6 @@ def test_a_critic_learns_beside_the_policy_and_both_go_on_to_the_bit(recipe, tas
     assert "Continuing after step 4" in said.read_text() and "started anew" in said.read_text()
     lost = metrics_of(runs / "lost")
     assert lost[:4] == whole[:4] and lost[4:] != whole[4:], "two steps were done again, in other times"
-    pushed_twice = [record | {"sync/bytes": 2 * record["sync/bytes"]} for record in whole]  # there are two engines
-    check_same(pushed_twice[4:], lost[4:])
+    check_same(of_two_engines(whole[4:]), lost[4:])
     log = (runs / "lost" / "logs" / "critic_1.log").read_text()
     assert "entered the phase generating" in log and "entered the phase training" in log
