@@ -15,22 +15,28 @@ from megatron_rl.verifiers.truth import composed, texts_of
 
 MAX_CHARACTERS = 400
 """The number of characters of an answer that are kept to count majorities."""
-# A minus sign belongs to a number if no digit is before it (the last number of 7-3 is 3), and a comma if it separates
-# thousands.
-NUMBER = re.compile(r"(?<![0-9])(-\$?|\$-)?([0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(\.[0-9]+)?")
+# A minus sign belongs to a number if no digit is before it (the last number of 7-3 is 3), a comma or a space if it
+# separates thousands, and a full stop before the digits if no word or other full stop ends there.
+NUMBER = re.compile(
+    r"(?<![0-9])(-\$?|\$-)?"
+    r"((?:(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]{1,3}(?:[ \u00a0\u2009\u202f][0-9]{3})+)(?![0-9])|[0-9]+)(?:\.[0-9]+)?"
+    r"|(?<![\w.])\.[0-9]+)([eE][+-]?[0-9]{1,3}(?!\w))?"
+)
+# The minus signs and the full-width forms of Unicode. Raised digits are left out: 5 m² is 5.
+_ASCII = str.maketrans("−–－．，０１２３４５６７８９", "---.,0123456789")
 
 
 def last_number(text: str) -> Decimal | None:
-    """The last number of a text; None if there is none. It may have the forms 72, 72.0, 1,234, $1,234.50 and -3. The
-    last number of a fraction is its denominator."""
+    """The last number of a text; None if there is none. It may have the forms 72, 72.0, .5, 1,234, 1 234, $1,234.50,
+    6.02e23 and -3. The last number of a fraction is its denominator."""
     match = None
-    for match in NUMBER.finditer(text.replace("−", "-")):
+    for match in NUMBER.finditer(text.translate(_ASCII)):
         pass
     if match is None:
         return None
-    sign, whole, decimals = match.groups()
-    number = Decimal(whole.replace(",", "") + (decimals or ""))
-    return -number if sign else number
+    sign, digits, exponent = match.groups()
+    number = Decimal(re.sub(r"[,\s]", "", digits) + (exponent or ""))
+    return number.copy_negate() if sign else number
 
 
 def verify(cfg: ExactAnswerReward, text: str, truth: Any) -> Verdict:

@@ -5,7 +5,8 @@ Texts that differ in type, case and white space alone are equivalent. Otherwise 
 1. A plain number (72, 1,234.50, $5, 12.5%, 3 \times 10^4, 72 clips) is compared exactly with another plain number,
    without sympy: see `same_number`.
 2. A ground truth that is no mathematics (Monday, \text{yes}) is equivalent to no other text.
-3. A number with its base (101_2), or the letter of a choice, is compared with another one of its kind.
+3. A time of day (2:30 p.m.), a number with its base (101_2), or the letter of a choice, is compared with another one of
+   its kind. A time is equal to no ratio, quotient or number.
 4. Everything else is read by latex2sympy2-extended and compared by Math-Verify (https://github.com/huggingface/Math-Verify).
 
 Invariants: the verdict is a pure function of the three arguments; no signal and no thread is used, so it works in any
@@ -26,6 +27,7 @@ limits or sums themselves.
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -39,16 +41,18 @@ from math_verify.grader import sympy_expr_eq
 from sympy.core.relational import Relational
 
 from megatron_rl.types import Verdict
-from megatron_rl.verifiers.final_answer import Mode, final_answer
+from megatron_rl.verifiers.final_answer import Mode, final_answer, group
 from megatron_rl.verifiers.plain_number import (
     FUNCTION_NAMES,
     NOT_A_UNIT,
     TEXT_COMMAND,
+    TYPE_NAMES,
     UNIT,
     PlainNumber,
     plain_number,
     same_number,
 )
+from megatron_rl.verifiers.spelling import in_latex
 
 MAX_CHARACTERS = 400
 """The longest expression that is parsed. The longest ground truth of MATH-500 has 159 characters, and the parser needs
@@ -120,7 +124,7 @@ class _Reference:
     text: str
     number: PlainNumber | None
     expression: Any | None
-    """None if the ground truth is a plain number or no mathematics."""
+    """None if the ground truth is a plain number, a time of day or no mathematics."""
 
     @classmethod
     def read(cls, text: str) -> _Reference:
@@ -128,12 +132,18 @@ class _Reference:
         if not text:
             raise _Unreadable("is empty")
         number = plain_number(text)
-        return cls(text, number, None if number or _is_words(text) else _parse(text))
+        is_read = number is not None or _is_words(text) or (":" in text and _clock(text) is not None)
+        return cls(text, number, None if is_read else _parse(text))
 
     def equals(self, found: str) -> bool:
         """Raises _Unreadable if `found` cannot be read as mathematics, or is beyond the limits."""
         if _plain_text(found) == _plain_text(self.text):
             return True
+        clock, other_clock = _clock(self.text), _clock(found)
+        if clock is not None and (other_clock is not None or ":" in self.text):
+            return other_clock is not None and clock.is_same(other_clock)
+        if other_clock is not None and other_clock.is_sure and ":" in found and ":" not in self.text:
+            return False
         if self.number is None and self.expression is None:
             return False
         if self.number is not None:
@@ -159,29 +169,28 @@ def _in_braces(text: str) -> bool:
 
 
 def _clean(text: str) -> str:
-    """Without the signs that only change how a formula looks, and in the characters that the parser knows."""
-    text = text.strip().translate(_CHARACTERS)
+    """Without what only changes how a formula looks, and in the characters that the parser knows."""
+    text = _THOUSANDS.sub("", in_latex(text.strip()))
     text = _LOOK.sub("", _PYTHON_POWER.sub("^", text)).replace("**", "")  # the other ** are bold type
-    text = _SPACING.sub(" ", text)
-    return text.strip().rstrip(".").strip()
+    text = _SPACING.sub(" ", text).strip('"` ').rstrip(".").strip()
+    while text.startswith("{") and len(text) <= MAX_CHARACTERS and group(text, 0) == (text[1:-1].strip(), len(text)):
+        text = text[1:-1].strip()
+    return text
 
 
-# fmt: off
-_CHARACTERS = str.maketrans(
-    {"−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "÷": "/", "π": r"\pi ", "∞": r"\infty ", "√": r"\sqrt ",
-     "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "±": r"\pm ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ",
-     "∅": r"\emptyset ", "ℝ": r"\mathbb{R}", "ℤ": r"\mathbb{Z}", "°": r"^\circ ", "²": "^2", "³": "^3",
-     "½": r"\frac{1}{2}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}", "θ": r"\theta ", "α": r"\alpha ",
-     "β": r"\beta ", "\u00a0": " "}
-)
-# fmt: on
 _PYTHON_POWER = re.compile(r"(?<=[\w)}])\*\*(?=[\w(-])")
-# `\,` and `{,}` between digits separate thousands, so they vanish; other spacing commands become spaces.
+# `{,}`, `\,` and `\!`, with or without a comma, separate thousands. After a comma, other spaces separate the parts of a
+# list, and other spacing commands are spaces.
+_THOUSANDS = re.compile(r"(?<=[0-9])(?!,[0-9])(?:\{,\}|,|\\[!,]\s*)+(?=[0-9]{3}(?![0-9]))")
+# Commands for type are dropped without the braces of what they are for.
 _LOOK = re.compile(
-    r"\\displaystyle|\\left(?![A-Za-z])|\\right(?![A-Za-z])|(?<!\\)\\!|\\?\$|(?<=\d)\\,(?=\d{3})|(?<=\d)\{(?=,\}\d)|"
-    r"(?<=\d\{,)\}|(?<=\d,)\}(?=\d{3})"
+    r"\\(?:display|text|script)style(?![A-Za-z])|\\(?:left|right|[bB]igg?[lrm]?)(?![A-Za-z])|\\?\$"
+    r"|\\(?:(?:text)?color|colorbox)\s*(?:\[\w+\])?\s*\{[^{}]*\}"
+    r"|\\(?:boldsymbol|bm|pmb|underline|uline|emph|ensuremath|mathop|bf|it|rm|sf|tt|bfseries|itshape|tiny|small|normalsize|"
+    r"large|Large|LARGE|huge|Huge)(?![A-Za-z])"
+    rf"|\\(?:{TYPE_NAMES})\s*(?=\{{[^{{}}]*\{{)"
 )
-_SPACING = re.compile(r"(?<!\\)\\[,;: ]|\\q?quad(?![A-Za-z])|~|\s+")
+_SPACING = re.compile(r"(?<!\\)\\[,;:! ]|\\q?quad(?![A-Za-z])|~|\s+")
 
 
 _WORDS = re.compile(r"[^\W\d_]+(?:[ '\".,;:!?/()-]+[^\W\d_]+)*[ .!?)]*")
@@ -216,6 +225,47 @@ def _choice(text: str) -> str | None:
     return next(letter for letter in match.groups() if letter).upper() if match else None
 
 
+_CLOCK = re.compile(
+    r"([0-9]{1,2})(?:\s*:\s*([0-5][0-9]))?(?::([0-5][0-9]))?"
+    r"\s*(?:([ap])\.?\s?m\b\.?|(noon|midnight)\b|hours?\b|hrs\b|o'clock)?",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Clock:
+    times: frozenset[int]
+    """The seconds since midnight: of two times if only the halves of the day tell them apart."""
+    is_marked: bool
+    is_sure: bool
+    """Whether it is no ratio: marked with a half of the day, or not in lowest terms."""
+
+    def is_same(self, other: _Clock) -> bool:
+        """The half of the day may be left out, like any other unit."""
+        if self.is_marked or other.is_marked:
+            return bool(self.times & other.times)
+        return self.times == other.times
+
+
+def _clock(text: str) -> _Clock | None:
+    """A time of day, as in 2:30, 14:30:05 or 3 p.m."""
+    match = _CLOCK.fullmatch(TEXT_COMMAND.sub(r" \1", text).replace("{:}", ":").strip())
+    if match is None or int(match[1]) > 24:
+        return None
+    hour, minute, second = (int(part or 0) for part in match.groups()[:3])
+    half = match[4] or match[5]
+    if half is None and (match[2] is None or (match[3] is not None and "0" not in (match[2][0], match[3][0]))):
+        return None  # a number, or a ratio of three
+    start = (minute + 60 * (hour % 12)) * 60 + second
+    if hour > 12 or (hour == 0 and half is None):
+        times = frozenset({start + 12 * 3600 * (12 < hour < 24)})
+    elif half is None:
+        times = frozenset({start, start + 12 * 3600})
+    else:
+        times = frozenset({start + 12 * 3600 * (half.lower() in ("p", "noon"))})
+    return _Clock(times, half is not None, half is not None or match[2][0] == "0" or math.gcd(hour, minute) > 1)
+
+
 _REPEATING = re.compile(r"(?<![0-9])([0-9]*)\.([0-9]*)\\(?:overline|bar)\s*\{([0-9]+)\}")
 _BASE = re.compile(r"([0-9][0-9A-Za-z]*)\s*_\s*\{?\s*([0-9]{1,2})\s*\}?")
 
@@ -232,7 +282,8 @@ def _digits_and_base(text: str) -> tuple[str, str] | None:
 
 
 _LAST_TEXT = re.compile(
-    rf"(?<=\S)\s*\\(?:text|mathrm|mbox)\s*\{{\s*(?!(?:{'|'.join(NOT_A_UNIT)})\b)[^{{}}]*\}}(?:\^\{{?[23]\}}?)?$"
+    r"(?<=\S)(?:\s*(?:\\cdot\s*|/\s*)?\\(?:text(?:bf|it|rm|normal)?|mathrm|mbox)"
+    rf"\s*\{{\s*(?!(?:{'|'.join(NOT_A_UNIT)})\b)[^{{}}]*\}}(?:\^\{{?-?[0-9]\}}?)?)+$"
 )
 _LAST_UNIT = re.compile(rf"(?<=[0-9)}}i])\s*{UNIT}(?:[\s.]|\^\{{?[23]\}}?|/|per\b|{UNIT})*$", re.IGNORECASE)
 _BARE_NAME = re.compile(rf"(?<![\\A-Za-z])({'|'.join(FUNCTION_NAMES)})(?![A-Za-z])")
@@ -244,6 +295,7 @@ _SPELLINGS = (
     (re.compile(r"\\?sqrt\s*\(([^()]*)\)"), r"\\sqrt{\1}"),
     (re.compile(r"\\langle"), "("),
     (re.compile(r"\\rangle"), ")"),
+    (re.compile(r"\^\s*(-[0-9]+)"), r"^{\1}"),
     (re.compile(r"^\s*\\approx"), ""),
     (re.compile(r"^\\\{\s*[a-z](?:\s*\\in\s*\\mathbb\s*\{?R\}?)?\s*(?:\\mid|\||:)(.*)\\\}$"), r"\1"),
     (re.compile(r"[\[(]?\\begin\{array\}\{[^}]*\}(.*?)\\end\{array\}[\])]?"), r"\\begin{bmatrix}\1\\end{bmatrix}"),
@@ -266,6 +318,9 @@ def _parse(text: str) -> Any:
         raise _Unreadable(f"has more than {MAX_CHARACTERS} characters")
     if max(_depth(text), text.count("|") // 2) > MAX_DEPTH:
         raise _Unreadable(f"nests more than {MAX_DEPTH} brackets")
+    if 1 < text.count(":") < MAX_DEPTH:  # the ratio of three or more
+        *parts, last = map(_parse, text.split(":"))
+        return _checked(sympy.Tuple(sympy.Symbol(":"), *(part / last for part in parts)))
     whole = TEXT_COMMAND.fullmatch(text)
     text = _LAST_TEXT.sub("", _E_OR_I.sub(r"\1", whole[1] if whole else text))
     text = _REPEATING.sub(_fraction, _LAST_UNIT.sub("", text))
@@ -287,11 +342,17 @@ def _parse(text: str) -> Any:
         raise _Unreadable("is not a formula that can be read") from error
     if not isinstance(expression, sympy.Basic | sympy.MatrixBase):  # the parser decides some relations of sets
         raise _Unreadable("is not a formula that can be read")
+    _checked(expression)
+    if _I in expression.free_symbols and not _has(expression, _UNEVALUATED):
+        expression = expression.subs(_I, sympy.I)
+    return expression
+
+
+def _checked(expression: Any) -> Any:
+    """The expression, if it is within the limits and defined. Raises _Unreadable."""
     _refuse_costly(expression)
     if _has(expression, (type(sympy.nan), type(sympy.zoo))):
         raise _Unreadable("is undefined")
-    if _I in expression.free_symbols and not _has(expression, _UNEVALUATED):
-        expression = expression.subs(_I, sympy.I)
     return expression
 
 
@@ -368,13 +429,20 @@ def _power_of_two(bits: float) -> float:
 
 def _same_expression(expected: Any, found: Any) -> bool:
     """Whether two expressions are equivalent, by Math-Verify's rules and a few more. May raise what sympy raises."""
-    if _differ_at_a_point(expected, found):
-        return False
+    if _same_where_roots_are_real(expected, found):
+        return True
+    return not _differ_at_a_point(expected, found) and _same_by_math_verify(expected, found)
+
+
+def _same_by_math_verify(expected: Any, found: Any) -> bool:
+    """What `_same_expression` says about expressions whose values do not tell them apart."""
     if isinstance(expected, sympy.Ne) and isinstance(found, Relational):  # Math-Verify raises for this relation
         if not isinstance(found, sympy.Ne):
             return False
         expected, found = sympy.Eq(*expected.args, evaluate=False), sympy.Eq(*found.args, evaluate=False)
     if sympy_expr_eq(expected, found, 6, 15, allow_set_relation_comp=True):
+        if _have_other_values(expected, found):
+            return False
         # Math-Verify takes all equations without real solutions for equal.
         both_equations = isinstance(expected, sympy.Eq) and isinstance(found, sympy.Eq)
         return not both_equations or _multiples(expected, found) or bool(sympy.solve(expected))
@@ -411,7 +479,8 @@ def _differ_at_a_point(a: Any, b: Any) -> bool:
     """Whether two expressions have different values where their variables are 1/2 + 1/7, 1/2 + 2/7, ...
 
     This saves the time in which sympy would try to simplify a difference that is not 0. It decides nothing if a value
-    is not finite, or if the difference could be rounding. It also keeps apart what Math-Verify would round to 0.
+    is not finite, or if the difference could be rounding. It also keeps apart what Math-Verify would round to 0,
+    however small the values are.
     """
     if not (isinstance(a, sympy.Expr) and isinstance(b, sympy.Expr)):
         return False
@@ -425,7 +494,67 @@ def _differ_at_a_point(a: Any, b: Any) -> bool:
     difference = abs(value - other).evalf(30)
     if a.has(sympy.Float) or b.has(sympy.Float):  # decimals may be rounded to six digits
         return bool(difference > 1e-5 * min(1, abs(value)))
-    return bool(difference > max(1e-10 * max(abs(value), abs(other)), 1e-25))
+    if _has(a, _UNEVALUATED) or _has(b, _UNEVALUATED):  # found by quadrature
+        return bool(difference > max(1e-10 * max(abs(value), abs(other)), 1e-25))
+    # sympy evaluates a difference with more and more digits, and marks by a precision of one bit what may be 0.
+    parts = (a - b).evalf(5, subs=point).as_real_imag()
+    return any(part.is_Float and part and part._prec > 1 for part in parts)
+
+
+def _values(expression: Any) -> list[Any]:
+    """The formulas that a list, a set, an interval, a matrix, or relations like x = 5 and 0 < x consist of."""
+    if isinstance(expression, Relational):
+        sides = expression.args if expression.lhs.is_Symbol or expression.rhs.is_Symbol else ()
+        return [side for side in sides if not side.is_Symbol]
+    if isinstance(expression, sympy.Interval):
+        return [expression.start, expression.end]
+    if isinstance(expression, sympy.MatrixBase):
+        return list(expression.flat())
+    if isinstance(expression, sympy.Tuple | sympy.Set | And):
+        return [value for part in expression.args for value in _values(part)]
+    return [expression] if isinstance(expression, sympy.Expr) else []
+
+
+def _have_other_values(a: Any, b: Any) -> bool:
+    """Whether a value of the one expression is none of the other's. Math-Verify rounds to six decimals."""
+    ours, theirs = _values(a), _values(b)
+    return bool(ours and theirs) and any(
+        all(_differ_at_a_point(value, other) for other in others)
+        for values, others in ((ours, theirs), (theirs, ours))
+        for value in values
+    )
+
+
+def _same_where_roots_are_real(a: Any, b: Any) -> bool:
+    r"""Whether two expressions are equal where each factor under a root is positive, so that \sqrt{2/k} is
+    \sqrt{2} / \sqrt{k}. A factor to an even power may have any sign: \sqrt{x^2} is not x."""
+    if not all(isinstance(one, sympy.Expr | sympy.Tuple | sympy.Eq) for one in (a, b)):
+        return False
+    if isinstance(a, sympy.Tuple) != isinstance(b, sympy.Tuple):
+        return False
+    if isinstance(a, sympy.Eq) and isinstance(b, sympy.Eq) and a.lhs != b.lhs:
+        return False
+    roots = [
+        part.base
+        for part in (*_nodes(a), *_nodes(b))
+        if isinstance(part, sympy.Pow) and part.exp.is_Rational and not part.exp.is_Integer
+    ]
+    factors = {
+        factor
+        for base in roots
+        for factor, exponent in base.as_powers_dict().items()
+        if factor.free_symbols and exponent.is_odd
+    }
+    if not factors:
+        return False
+    for signs in ({f for f in factors if f.is_Symbol}, factors):
+        positive = {factor: sympy.Dummy(positive=True) for factor in signs}
+        ours, theirs = ([value.xreplace(positive).doit() for value in _values(one)] for one in (a, b))
+        if len(ours) == len(theirs) > 0 and all(
+            not _differ_at_a_point(x, y) and sympy.simplify(x - y) == 0 for x, y in zip(ours, theirs, strict=True)
+        ):
+            return True
+    return False
 
 
 def _short(text: str) -> str:

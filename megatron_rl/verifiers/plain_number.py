@@ -10,7 +10,9 @@ import re
 from dataclasses import dataclass
 from decimal import Decimal
 
-TEXT_COMMAND = re.compile(r"\\(?:text(?:bf|it|rm|normal)?|math(?:rm|bf|it|sf)|mbox|operatorname)\s*\{([^{}]*)\}")
+TYPE_NAMES = "text(?:bf|it|rm|sf|tt|up|normal)?|math(?:rm|bf|it|sf|tt|normal)|[mh]box"
+"""The pattern of the names of LaTeX's commands for text and type."""
+TEXT_COMMAND = re.compile(rf"\\(?:{TYPE_NAMES}|operatorname)\s*\{{([^{{}}]*)\}}")
 """Text and upright or bold type in LaTeX."""
 FUNCTION_NAMES = (
     "arcsin arccos arctan sinh cosh tanh sin cos tan cot sec csc log ln exp pi alpha beta gamma theta".split()
@@ -28,10 +30,11 @@ UNIT = rf"(?:(?:{'|'.join(_UNITS)})(?:e?s)?(?![A-Za-z])|(?<=\s)[mgshL](?![A-Za-z
 """The pattern of a unit after a formula. A single letter is a unit only after a space, because 2m may be a product."""
 _DEGREE = r"\^\s*(?:\\circ|\{\s*\\circ\s*\})(?:\s*[CF](?![A-Za-z]))?"
 _ORDINAL = r"(?:st|nd|rd|th)(?![A-Za-z])"
-_SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+"""Words that multiply the number before them by a power of ten."""
 NOT_A_UNIT = (
     "dozen half halves third quarter fourth fifth and or to plus minus times over mod choose squared cubed factorial"
-).split() + list(_SCALES)
+).split() + list(SCALES)
 """Words that follow a number and make it another one."""
 
 _NUMERAL = re.compile(
@@ -39,7 +42,7 @@ _NUMERAL = re.compile(
     r"(?P<digits>(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]{1,3}(?: [0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+)"
     r"(?:[eE](?P<exponent>[+-]?[0-9]{1,4})(?![0-9])"
     r"|\s*(?:\\times|\\cdot|\*)\s*10\s*\^\s*(?:\{\s*(?P<braced>[+-]?[0-9]{1,4})\s*\}|(?P<digit>[0-9])(?![0-9])))?"
-    rf"(?:\s*(?P<scale>{'|'.join(_SCALES)})\b)?(?P<percent>\s*(?:\\?%|(?:percent|percentage|pct)\b))?",
+    rf"(?:\s*(?P<scale>{'|'.join(SCALES)})\b)?(?P<percent>\s*(?:\\?%|(?:percent|percentage|pct)\b))?",
     re.IGNORECASE,
 )
 # A unit, or any word of three letters after a space; then more words, but no digits and no operators.
@@ -65,7 +68,7 @@ def plain_number(text: str) -> PlainNumber | None:
     if match is None or (text[match.end() :].strip(" .") and not _UNIT_TEXT.fullmatch(text, match.end())):
         return None
     exponent = int(match["exponent"] or match["braced"] or match["digit"] or "0")
-    exponent += _SCALES[match["scale"].lower()] if match["scale"] else 0
+    exponent += SCALES[match["scale"].lower()] if match["scale"] else 0
     digits = re.sub("[, ]", "", match["digits"]).rstrip(".")
     return PlainNumber(Decimal(f"{match['sign'] or ''}{digits}E{exponent}"), match["percent"] is not None)
 

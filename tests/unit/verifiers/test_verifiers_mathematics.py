@@ -50,7 +50,7 @@ def score(answer: str, truth: str) -> float | None:
         (r"\boxed{3} and then \boxed{4", None, None),
         (r"\boxed{}", None, None),
         (r"\boxed{8}. The answer is 7. #### 9", "8", "8"),
-        (r"\boxedx{3}", None, "3"),
+        (r"\boxedx{3}", None, r"\boxedx{3}"),
         # number signs
         ("It is 24.\n#### 72", "72", "72"),
         ("#### $1,080\n", "1,080", "1,080"),
