@@ -1,5 +1,5 @@
 """What all processes of a run have in common: their logs, a signal that makes them write their stacks, their memory,
-their start, and their descendants."""
+their start, their descendants, and how they end."""
 
 from __future__ import annotations
 
@@ -78,6 +78,14 @@ def status_of(process: psutil.Process) -> str:
         return process.status()
     except psutil.NoSuchProcess:
         return psutil.STATUS_DEAD
+
+
+def signal_name(number: int) -> str:
+    """The name of a signal, such as SIGKILL; most real-time signals have none."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def command_line(process: psutil.Process) -> str:

@@ -9,6 +9,9 @@ import os
 import re
 import socket
 import sys
+import threading
+import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +25,12 @@ from megatron_rl.processes import STACKS, descendants, log_to, status_of
 
 INSPECTION_S = 20.0
 """The time limit of `inspect`."""
+MAX_LOG_BYTES = 16 << 20
+"""The size of a log above which its middle is left out. Rewards and environments are programs of users, and may print
+without end."""
+LOOK_S = 0.5
+"""How often the size of the log is looked at."""
+LEFT_OUT = re.compile(rb"\n\[(\d+) bytes of output were left out here\]\n")
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +66,8 @@ def begin_process(path: Path, name: str) -> None:
     """Send the output of this process and its children, our log messages, and the stacks on the signal `STACKS` to the
     file `path`, and choose the network interface. A process calls this first.
 
-    File descriptors are redirected instead of sys.stdout, because libraries print from C++ and from subprocesses.
+    File descriptors are redirected instead of sys.stdout, because libraries print from C++ and from subprocesses. A
+    thread keeps the file short (`shorten`).
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab", buffering=0) as file:
@@ -67,6 +77,35 @@ def begin_process(path: Path, name: str) -> None:
     log_to(logging.StreamHandler(sys.stderr))
     log.info("%s is process %d on %s, Python %s", name, os.getpid(), socket.gethostname(), sys.version.split()[0])
     log.info("it talks to other nodes through %s", use_interface())
+    threading.Thread(target=_keep_short, args=[path], name="shortens the log", daemon=True).start()
+
+
+def _keep_short(path: Path) -> None:
+    while True:
+        time.sleep(LOOK_S)
+        with suppress(OSError):  # somebody has removed the file, or the disk is full
+            shorten(path, MAX_LOG_BYTES)
+
+
+def shorten(path: Path, max_bytes: int) -> None:
+    """Cut the middle out of a log that is longer than `max_bytes`, and leave a line that says how much is missing. A
+    quarter of `max_bytes` stays at each end: how it began, and the last error.
+
+    A process that appends goes on at the new end. What it writes during the cut may be lost.
+    """
+    kept = max_bytes // 4
+    with path.open("r+b") as file:
+        size = file.seek(0, os.SEEK_END)
+        if size <= max_bytes:
+            return
+        file.seek(kept)
+        before = LEFT_OUT.match(file.read(100))
+        num_missing = size - 2 * kept + (int(before[1]) - len(before[0]) if before else 0)
+        file.seek(size - kept)
+        end = file.read(kept)
+        file.seek(kept)
+        file.write(b"\n[%d bytes of output were left out here]\n" % num_missing + end)
+        file.truncate()
 
 
 def locate() -> Location:

@@ -126,8 +126,8 @@ class CodeReward(JudgedReward):
 
     kind: Literal["code"] = "code"
     answer_timeout_s: PositiveFloat = 180
-    """The longest time, in seconds, that all tests of one answer may take; see `cpu_s` for that of a program. After
-    that its process is replaced, and `on_error` decides about the answer."""
+    """The longest time, in seconds, that the verdict on one answer may take. Its tests share four fifths of it, and
+    those that have not run by then count as not passed; see `cpu_s` for the time of a program."""
     score: Literal["share", "all"] | Annotated[float, Field(gt=0, le=1)] = "all"
     """`share`: the share of the tests that pass. `all`: 1 if all pass, else 0. A number: 1 if at least this share
     passes, else 0."""

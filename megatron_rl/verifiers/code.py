@@ -1,8 +1,8 @@
 """Scores a Python program by the unit tests of its row.
 
 Invariants: the program is judged only by values that it returns or prints, outside its process (`tested.py`); each
-test has the full limits for itself; a row whose tests are broken, and a sandbox that does not work, give an abstention
-and never the score 0.
+test has the full limits for itself, as long as the time of the whole answer lasts, and what has not run by then counts
+as not passed; a row whose tests are broken, and a sandbox that does not work, give an abstention and never the score 0.
 
 What a program can still do is to guess: it sees the arguments of a test. Beyond that it can only profit from how a test
 is written. A test that compares two objects of the program's own classes asks the program's `__eq__`. One that computes
@@ -16,8 +16,11 @@ test fails. Third-party packages are not there.
 
 from __future__ import annotations
 
+import math
 import re
+import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from operator import itemgetter
 from typing import Any, Literal
 
@@ -38,7 +41,7 @@ OTHERS = frozenset(
 Score = Literal["share", "all"] | float
 
 
-def verify(text: str, truth: Any, limits: Limits, score: Score) -> Verdict:
+def verify(text: str, truth: Any, limits: Limits, score: Score, within_s: float = math.inf) -> Verdict:
     """The verdict on the program in an answer (`last_block`).
 
     Args:
@@ -50,6 +53,7 @@ def verify(text: str, truth: Any, limits: Limits, score: Score) -> Verdict:
         limits: of each process. A test that another one slowed down or ended is run again, alone.
         score: `share` gives the share of the passed cases, `all` gives 1 if all pass, and a number gives 1 if at least
             this share passes.
+        within_s: the time that all tests share. The verdict comes at most one start of a process later.
 
     Raises:
         ValueError: `score` is none of these.
@@ -66,7 +70,7 @@ def verify(text: str, truth: Any, limits: Limits, score: Score) -> Verdict:
     required = None if score == "share" else 1.0 if score == "all" else float(score)
     num_passed, num_failed, first_reason = 0, 0, ""
     try:
-        for passed, reason in outcomes(program, cases, limits):
+        for passed, reason in outcomes(program, cases, limits, within_s):
             num_passed += passed
             num_failed += not passed
             first_reason = first_reason or reason and f"case {num_passed + num_failed} of {len(cases)}: {reason}"
@@ -111,21 +115,31 @@ def last_block(text: str) -> str | None:
     return "\n".join(max(reversed(programs), key=itemgetter(0))[1]) + "\n" if programs else None
 
 
-def outcomes(program: str, cases: Sequence[Case], limits: Limits) -> Iterator[tuple[bool, str]]:
+def outcomes(
+    program: str, cases: Sequence[Case], limits: Limits, within_s: float = math.inf
+) -> Iterator[tuple[bool, str]]:
     """Whether each case passed, and why not.
 
     Raises:
         BrokenCase: a test cannot be run on any program.
         SandboxError: the sandbox does not work.
     """
+    deadline = time.monotonic() + within_s
+    too_late = False, f"the cases before it took the {within_s:g} s that all of them share"
     tests = [case for case in cases if isinstance(case, str)]
     pairs = [case for case in cases if isinstance(case, Mapping)]
     for pair in pairs:
-        ended = run_script(program, pair["input"], limits)
+        if (rest_s := deadline - time.monotonic()) <= 0:
+            yield too_late
+            continue
+        ended = run_script(program, pair["input"], replace(limits, wall_s=min(limits.wall_s, rest_s)))
         same = ended.output.split() == pair["output"].encode(errors="replace").split()
         yield not ended.reason and same, ended.reason or ("" if same else "other output")
     while tests:
-        run = run_tests(program, tests, limits)
+        if (rest_s := deadline - time.monotonic()) <= 0:
+            yield from [too_late] * len(tests)
+            return
+        run = run_tests(program, tests, replace(limits, wall_s=min(limits.wall_s, rest_s)))
         for verdict, reason in run.verdicts:
             if verdict == "broken":
                 raise BrokenCase(f"a test of the row cannot be run: {reason}")

@@ -1,10 +1,10 @@
 """What a process does to itself before it runs a program that nobody trusts. Only the standard library is used, because
 the process is a bare interpreter that cannot import this package.
 
-Invariants: after `confine` the process and its threads cannot start another process, send a signal, open a socket,
-reach another process's memory, gain a privilege, raise a limit, or see a file that is not listed, and they can write
-only into their own directory. All of this is enforced by the kernel, so it holds whatever the program does to its
-interpreter.
+Invariants: after `confine` the process and its threads cannot start another process, send a signal, gain a privilege,
+raise a limit, change the limit of their CPU time, or see a file that is not listed, and they can write only into their
+own directory. They share nothing with another process but what was open before: no socket, no memory, no lock, no
+message. All of this is enforced by the kernel, so it holds whatever the program does to its interpreter.
 
 Three means hide the files. `root` and `user` give the process a file system of its own, which holds only what is listed
 and a tmpfs of limited size: `root` makes it with the capabilities of a privileged worker and then changes to a user id
@@ -67,8 +67,17 @@ DENIED: dict[str, tuple[int | None, int | None]] = {
     "prctl": (157, 167),
     "unshare": (272, 97),
     "setns": (308, 268),
+    "timer_create": (222, 107),  # a timer can send any signal, SIGKILL too
     # The network, and everything that outlives a process or is shared by name.
     "socket": (41, 198),
+    "connect": (42, 203),
+    "bind": (49, 200),
+    "listen": (50, 201),
+    "accept": (43, 202),
+    "accept4": (288, 242),
+    "sendmsg": (46, 211),
+    "sendmmsg": (307, 269),
+    "setsockopt": (54, 208),
     "shmget": (29, 194),
     "shmat": (30, 196),
     "shmctl": (31, 195),
@@ -85,6 +94,16 @@ DENIED: dict[str, tuple[int | None, int | None]] = {
     "add_key": (248, 217),
     "request_key": (249, 218),
     "keyctl": (250, 219),
+    # What all processes share with a file that they can read: who waits at its pages, and which are in memory.
+    "futex_waitv": (449, 449),
+    "futex_wake": (454, 454),
+    "futex_wait": (455, 455),
+    "futex_requeue": (456, 456),
+    "fadvise64": (221, 223),
+    "mincore": (27, 232),
+    "cachestat": (451, 451),
+    "sync": (162, 81),
+    "syncfs": (306, 267),
     # Memory that no limit counts, and large or seldom used parts of the kernel.
     "memfd_create": (319, 279),
     "memfd_secret": (447, 447),
@@ -129,12 +148,19 @@ need a capability are not listed, because the process has none."""
 ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 """Machine -> (its column in the tables of system calls, its AUDIT_ARCH)."""
 
-CLONE, CLONE3, PRLIMIT, FCNTL, IOCTL = (56, 220), (435, 435), (302, 261), (72, 25), (16, 29)
+CLONE3 = (435, 435)
+CLONE, PRLIMIT, SETRLIMIT, FCNTL, FLOCK, IOCTL = (56, 220), (302, 261), (160, 164), (72, 25), (73, 32), (16, 29)
+SOCKETPAIR, FUTEX, MADVISE = (53, 199), (202, 98), (28, 233)
+"""System calls that are judged by their arguments, see `seccomp_filter`."""
 
-# fcntl: F_DUPFD to F_SETLKW and F_DUPFD_CLOEXEC. F_SETOWN and F_SETSIG would have the kernel send signals for us.
-FCNTL_ALLOWED = (*range(8), 1030)
+# fcntl: F_DUPFD to F_GETLK and F_DUPFD_CLOEXEC. F_SETOWN and F_SETSIG would have the kernel send signals for us.
+FCNTL_ALLOWED = (*range(6), 1030)
+F_SETLK, F_SETLKW = 6, 7
 # ioctl: TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX and FIOCLEX. FIOSETOWN is like F_SETOWN.
 IOCTL_ALLOWED = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
+# madvise: what concerns the process's own view of memory, and not the pages of a file or the search for equal pages.
+MADVISE_ALLOWED = (*range(5), 8, 10, 11, *range(14, 20), 102, 103)
+RLIMIT_CPU, AF_UNIX, SOCK_STREAM, SOCK_NONBLOCK, SOCK_CLOEXEC, FUTEX_PRIVATE = 0, 1, 1, 0o4000, 0o2000000, 128
 
 CLONE_THREAD, CLONE_NEWNS, CLONE_NEWUSER = 0x10000, 0x20000, 0x10000000
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = (
@@ -343,31 +369,57 @@ def seccomp_filter(machine: str) -> bytes:
     """The filter as a classic BPF program (struct sock_filter of <linux/filter.h>)."""
     column, architecture = ARCHITECTURES[machine]
     load, equal, at_least, has_bits, give = 0x20, 0x15, 0x35, 0x45, 0x06
-    allow, kill, refuse, missing = 0x7FFF0000, 0x80000000, 0x50000 | errno.EPERM, 0x50000 | errno.ENOSYS
+    allow, kill, error = 0x7FFF0000, 0x80000000, 0x50000
+    refuse, missing, granted, again = error | errno.EPERM, error | errno.ENOSYS, error, error | errno.EAGAIN
     number_at, architecture_at, argument_at = 0, 4, 16
     code: list[tuple[int, int, int, int]] = []
 
-    def only_if(call: tuple[int, int], argument: int, test: int, values: tuple[int, ...]) -> None:
-        """The call is allowed only if one of its arguments passes the test with one of the values."""
-        body = [(load, 0, 0, argument_at + 8 * argument)]
-        for value in values:
-            body += [(test, 0, 1, value), (give, 0, 0, allow)]
-        body.append((give, 0, 0, refuse))
-        code.extend([(equal, 0, len(body), call[column]), *body])
+    def rule(call: tuple[int, int], result: int, *tests: tuple[int, int, tuple[int, ...]]) -> None:
+        """The result of a call if each of the given arguments passes its test with one of the values. Otherwise the
+        next rule decides."""
+        body = [(give, 0, 0, result)]
+        for argument, test, values in reversed(tests):
+            *others, last = values
+            tried = [(test, len(values) - i, 0, value) for i, value in enumerate(others, 1)]
+            body = [(load, 0, 0, argument_at + 8 * argument), *tried, (test, 0, len(body), last), *body]
+        code.extend([(load, 0, 0, number_at), (equal, 0, len(body), call[column]), *body])
 
     code += [(load, 0, 0, architecture_at), (equal, 1, 0, architecture), (give, 0, 0, kill), (load, 0, 0, number_at)]
     # Also the calls of the x32 interface, whose numbers begin at 2**30.
     code += [(at_least, 0, 1, LAST_SYSTEM_CALL + 1), (give, 0, 0, missing)]
+    # Whoever reads the same file could wake, or wait for, a thread that waits at one of its pages. The C library waits
+    # in such a way for the end of a thread; told that the value has changed, it looks again.
+    rule(FUTEX, allow, (1, has_bits, (FUTEX_PRIVATE,)))
+    rule(FUTEX, again)
+    rule(MADVISE, allow, (2, equal, MADVISE_ALLOWED))
+    rule(MADVISE, refuse)
+    # Threads, but no process.
+    rule(CLONE, allow, (0, has_bits, (CLONE_THREAD,)))
+    rule(CLONE, refuse)
+    rule(CLONE3, missing)  # its flags are in memory, where a filter cannot read them; the C library then uses clone
+    # Limits of this process alone, but that of the CPU time: whoever lowers it chooses the moment of a SIGKILL, which
+    # then looks like one that came from outside.
+    rule(PRLIMIT, allow, (0, equal, (0,)), (1, at_least, (RLIMIT_CPU + 1,)))
+    rule(PRLIMIT, refuse)
+    rule(SETRLIMIT, allow, (0, at_least, (RLIMIT_CPU + 1,)))
+    rule(SETRLIMIT, refuse)
+    # A lock can hold up every process that opens the same file, and tell it something. It is granted without being
+    # taken: a program, for example with sqlite3, is alone with its own files, so there nobody sees the difference.
+    rule(FLOCK, granted)
+    rule(FCNTL, granted, (1, equal, (F_SETLK, F_SETLKW)))
+    rule(FCNTL, allow, (1, equal, FCNTL_ALLOWED))
+    rule(FCNTL, refuse)
+    rule(IOCTL, allow, (1, equal, IOCTL_ALLOWED))
+    rule(IOCTL, refuse)
+    # asyncio needs a pair of connected streams, which reach nobody else. Datagram sockets could be sent to others.
+    streams = tuple(SOCK_STREAM | flags for flags in (0, SOCK_NONBLOCK, SOCK_CLOEXEC, SOCK_NONBLOCK | SOCK_CLOEXEC))
+    rule(SOCKETPAIR, allow, (0, equal, (AF_UNIX,)), (1, equal, streams))
+    rule(SOCKETPAIR, refuse)
+    code.append((load, 0, 0, number_at))
     for numbers in DENIED.values():
         number = numbers[column]
         if number is not None:
             code += [(equal, 0, 1, number), (give, 0, 0, refuse)]
-    # Its flags are in memory, where a filter cannot read them; the C library then uses clone.
-    code += [(equal, 0, 1, CLONE3[column]), (give, 0, 0, missing)]
-    only_if(CLONE, 0, has_bits, (CLONE_THREAD,))
-    only_if(PRLIMIT, 0, equal, (0,))  # of this process alone
-    only_if(FCNTL, 1, equal, FCNTL_ALLOWED)
-    only_if(IOCTL, 1, equal, IOCTL_ALLOWED)
     code.append((give, 0, 0, allow))
     return b"".join(struct.pack("HBBI", *instruction) for instruction in code)
 

@@ -28,6 +28,10 @@ from megatron_rl.verifiers.answer import Answer, Tokenizer, judged_text
 from megatron_rl.verifiers.pool import Pool
 from megatron_rl.verifiers.truth import texts_of
 
+TESTS_SHARE = 0.8
+"""The part of `answer_timeout_s` that the tests of a program have. The rest is for the processes that start and end, so
+that an answer whose program sleeps or computes without end is judged, and not given up."""
+
 
 def _mathematics(cfg: MathematicsReward, text: str, truth: Any) -> Verdict:
     from megatron_rl.verifiers import mathematics  # sympy takes a second to import
@@ -44,7 +48,7 @@ def _code(cfg: CodeReward, text: str, truth: Any) -> Verdict:
     from megatron_rl.verifiers import code, sandbox
 
     limits = sandbox.Limits(cpu_s=cfg.cpu_s, memory_bytes=cfg.memory_mib * 2**20)
-    return code.verify(text, truth, limits, cfg.score)
+    return code.verify(text, truth, limits, cfg.score, within_s=TESTS_SHARE * cfg.answer_timeout_s)
 
 
 def _instructions(cfg: InstructionsReward, text: str, truth: Any) -> Verdict:

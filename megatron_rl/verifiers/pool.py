@@ -43,7 +43,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from megatron_rl.processes import STACKS
+from megatron_rl.processes import STACKS, signal_name
 from megatron_rl.types import Verdict
 
 T = TypeVar("T")
@@ -300,7 +300,7 @@ MAX_FAULT_BYTES = 10_000
 
 
 def _how(code: int) -> str:
-    return f"exit status {code}" if code >= 0 else signal.Signals(-code).name
+    return f"exit status {code}" if code >= 0 else signal_name(-code)
 
 
 # --- the fork server's process ---

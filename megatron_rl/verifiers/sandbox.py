@@ -9,9 +9,10 @@ Invariants: a program's process ends with its run, and leaves no process, file, 
 may be called from any thread and from many processes at once; a sandbox that does not work raises SandboxError. A
 program can cause this error only by using memory that its limits grant and that the machine does not have.
 
-What remains possible: a program sees the inputs of its tests, uses the CPU until a limit ends it, and sees which files
-exist (not their contents) where `isolation().means` is `landlock`. A fault of the kernel is not contained: use virtual
-machines against attackers. This sandbox is made against what a model learns to try.
+What remains possible: a program sees the inputs of its tests, uses the CPU until a limit ends it, notices how busy the
+machine is, which another program could vary, and sees which files exist (not their contents) where `isolation().means`
+is `landlock`. A fault of the kernel is not contained: use virtual machines against attackers. This sandbox is made
+against what a model learns to try.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.processes import signal_name
 from megatron_rl.verifiers.confinement import ARCHITECTURES, WORK, Confinement
 
 log = logging.getLogger(__name__)
@@ -216,7 +218,9 @@ def run_tests(program: str, tests: Sequence[str], limits: Limits) -> TestRun:
         judge.wait_until_ready()
         deadline = time.monotonic() + limits.wall_s
         [said] = _read([report], [MAX_REPORT_BYTES], deadline)
-        verdicts = [(str(verdict), str(reason)) for verdict, reason in map(json.loads, said.decode().splitlines())]
+        # A reason has what the program raised. A half of a surrogate pair in it could be written to no log.
+        lines = map(json.loads, said.decode().splitlines())
+        verdicts = [(str(verdict), str(reason).encode(errors="replace").decode()) for verdict, reason in lines]
         if verdicts and verdicts[-1][0] == "ended":
             # The program's process ends a moment after its pipes; what ended it says more than the tests can know.
             runner.ends_before(min(deadline, time.monotonic() + 1.0))
@@ -277,9 +281,9 @@ class _Process:
             return f"exit status {code}"
         if code == -signal.SIGXCPU or code == -signal.SIGKILL and self._cpu_s >= self._limits.cpu_s:
             return f"the program used the CPU for more than {self._limits.cpu_s} s"
-        if code == -signal.SIGKILL:  # no program can send a signal, not even to itself
+        if code == -signal.SIGKILL:  # no program can send a signal or change its limit, so it has not chosen this end
             raise SandboxError("the process of a program was killed from outside: has the machine no memory left?")
-        return f"the program was ended by {signal.Signals(-code).name}"
+        return f"the program was ended by {signal_name(-code)}"
 
 
 @contextmanager
@@ -386,8 +390,11 @@ def _temporary_directory() -> Iterator[str]:
     try:
         yield path
     finally:
-        # A program can nest directories deeper than shutil.rmtree can follow.
-        subprocess.run(["rm", "-rf", "--", path], check=True)
+        # A program can nest directories deeper than shutil.rmtree can follow, and make some that nobody may read.
+        remove = ["rm", "-rf", "--", path]
+        if subprocess.run(remove, stderr=subprocess.DEVNULL).returncode:
+            subprocess.run(["chmod", "-R", "u+rwx", "--", path], stderr=subprocess.DEVNULL)
+            subprocess.run(remove, check=True)
 
 
 def _read(files: Sequence[io.FileIO], limits: Sequence[int], deadline: float) -> list[bytes]:
@@ -404,11 +411,9 @@ def _read(files: Sequence[io.FileIO], limits: Sequence[int], deadline: float) ->
     for number in texts:
         poll.register(number, select.POLLIN)
     num_open = len(files)
-    while num_open and len(texts[first]) <= limit_of[first]:
-        ready = poll.poll(max(0.0, deadline - time.monotonic()) * 1000)
-        if not ready:
-            break
-        for number, _ in ready:
+    # The clock is asked each time: a pipe that is written without end is always ready.
+    while num_open and len(texts[first]) <= limit_of[first] and (rest_s := deadline - time.monotonic()) > 0:
+        for number, _ in poll.poll(rest_s * 1000):
             part = os.read(number, 1 << 16)
             if not part:
                 poll.unregister(number)

@@ -418,8 +418,32 @@ def run_test(program: Program, code: CodeType) -> tuple[str, str]:
     if failure:
         return "failed", failure
     if program.num_requests == before:
+        if calls_the_program(code):
+            return "failed", "it passes, but what it calls is no function of the program"
         return "broken", "it passes without using the program; a test must call the functions that it defines"
     return "passed", ""
+
+
+def calls_the_program(code: CodeType) -> bool:
+    """Whether a test calls a name that a program must define, or reads its attribute, whatever this program defines: a
+    test that expects an exception also passes where the name is missing, or is a number."""
+    uses = []
+
+    class Named:
+        def __call__(self, *_: Any, **__: Any) -> Any:
+            uses.append("call")
+            raise ProgramError("called")
+
+        def __getattr__(self, name: str) -> Any:
+            uses.append(name)
+            raise ProgramError("used")
+
+    names = {name for name in names_of(code) if not hasattr(builtins, name) and name not in sys.stdlib_module_names}
+    try:
+        exec(code, {"__name__": "__main__", **{name: Named() for name in names}})
+    except BaseException:  # as in the test itself
+        pass
+    return bool(uses)
 
 
 def line_of(error: BaseException) -> int:

@@ -107,6 +107,17 @@ ATTACKS = {
     "sends a datagram": "socket.socket(type=socket.SOCK_DGRAM).sendto(b'', ('127.0.0.1', 53)); return True",
     "listens": "socket.create_server(('127.0.0.1', 0)); return True",
     "listens without a file": "socket.socket(socket.AF_UNIX).bind('\\0hostile_marker'); return True",
+    "makes sockets for datagrams": "return socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)",
+    "makes sockets for packets": "return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)",
+    "makes a pair of another network": "return libc.socketpair(30, 1, 0, (ctypes.c_int * 2)()) == 0",
+    "names the end of a pair": "ends = socket.socketpair(); ends[0].bind('\\0hostile_marker'); return True",
+    "lets go the end of a pair": "ends = socket.socketpair(); return libc.connect(ends[0].fileno(), bytes(2), 2) == 0",
+    "sends from the end of a pair": "ends = socket.socketpair(); return ends[0].sendto(b'x', '\\0hostile_marker')",
+    "listens at the end of a pair": "ends = socket.socketpair(); ends[0].listen(); return True",
+    "hands on a file": """
+        import array
+        rights, ends = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array('i', [0])), socket.socketpair()
+        return ends[0].sendmsg([b'x'], [rights])""",
     "asks for a host's name": "return socket.getaddrinfo('example.com', 80)",
     "talks to the kernel": "return socket.socket(socket.AF_NETLINK, socket.SOCK_RAW)",
     "leaves shared memory": """
@@ -114,6 +125,29 @@ ATTACKS = {
         return shared_memory.SharedMemory('hostile_marker', create=True, size=10)""",
     "leaves System V memory": "return libc.shmget(0x4D525348, 4096, 0o1600) != -1",
     "leaves a message queue": "return libc.mq_open(b'/hostile_marker', os.O_CREAT | os.O_RDWR, 0o600, None) != -1",
+    # what it shares with all who read the same file
+    "locks a library": """
+        import fcntl
+        one, other = open(os.__file__), open(os.__file__)
+        fcntl.flock(one, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True""",
+    "waits at a page of a library": """
+        library = open(os.__file__)
+        libc.mmap.restype = ctypes.c_void_p
+        page = ctypes.c_void_p(libc.mmap(None, 4096, 1, 1, library.fileno(), 0))
+        moment, word = (ctypes.c_long * 2)(0, 1000), ctypes.c_uint.from_address(page.value).value
+        call = {'x86_64': 202, 'aarch64': 98}[os.uname().machine]
+        waited = libc.syscall(call, page, 0, word, moment, None, 0) == 0 or ctypes.get_errno() == 110
+        return waited or libc.syscall(call, page, 1, 1, None, None, 0) != -1""",
+    "takes a library out of the memory": "f = open(os.__file__); os.posix_fadvise(f.fileno(), 0, 0, 4); return True",
+    "takes a page out of the memory": """
+        import mmap
+        library = open(os.__file__)
+        mmap.mmap(library.fileno(), 4096, access=mmap.ACCESS_READ).madvise(21)
+        return True""",
     # privileges and limits
     "becomes root": "return os.getuid() != 0 and os.setuid(0) is None",
     "becomes somebody": "os.setresuid(1, 1, 1); return True",
@@ -124,6 +158,7 @@ ATTACKS = {
     "renames the machine": "socket.sethostname('hostile'); return True",
     "raises the limit of its memory": "resource.setrlimit(resource.RLIMIT_AS, (-1, -1)); return True",
     "raises the limit of its time": "resource.setrlimit(resource.RLIMIT_CPU, (9999, 9999)); return True",
+    "lowers the limit of its time": "resource.setrlimit(resource.RLIMIT_CPU, (1, 1)); return True",
     "asks for cores": "resource.setrlimit(resource.RLIMIT_CORE, (9999, 9999)); return True",
     "fills the memory": """
         kept = []

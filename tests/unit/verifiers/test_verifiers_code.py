@@ -18,6 +18,7 @@ from fractions import Fraction
 from importlib import import_module
 from pathlib import Path, PurePosixPath
 from textwrap import dedent
+from time import monotonic
 from uuid import UUID
 
 import cover
@@ -26,6 +27,7 @@ import pytest
 from hostile import FORGED_TEST, FORGERIES
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from patience import deadline
 
 from megatron_rl.types import Verdict
 from megatron_rl.verifiers import sandbox
@@ -229,6 +231,69 @@ def test_a_test_that_ends_the_process_costs_itself_alone():
     cases = [f"assert f({n}) == {n}" for n in (1, 2, 3, 4, 5, 6, 7)]
     assert judge(program, cases).score == 5 / 7
     assert judge("import os\nos._exit(1)", cases).reason.startswith("case 1 of 7: exit status 1")
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        "resource.setrlimit(resource.RLIMIT_CPU, (1, 1))\n        while True: pass",
+        "resource.prlimit(0, resource.RLIMIT_CPU, (1, 1))\n        while True: pass",
+        "after_a_moment(signal.SIGKILL)",
+        "after_a_moment(40)",
+    ],
+)
+def test_what_a_program_does_to_itself_costs_its_own_test(end):
+    """It is no abstention, with which a model could hide an answer."""
+    program = f"""
+    import ctypes, resource, signal, threading
+    def after_a_moment(number):
+        libc, timer = ctypes.CDLL(None), ctypes.c_void_p()
+        event, moment = (ctypes.c_int * 16)(0, 0, number), (ctypes.c_long * 4)(0, 0, 0, 1)
+        assert libc.timer_create(1, event, ctypes.byref(timer)) == 0
+        libc.timer_settime(timer, 0, moment, None)
+        threading.Event().wait()
+    def f(n):
+        if n == 1: return 1
+        {end}
+    """
+    verdict = judge(program, ["assert f(1) == 1", "assert f(2) == 2"])
+    assert verdict.score == 0.5 and not verdict.failed, verdict
+
+
+def test_what_a_program_raises_can_be_written_to_a_log():
+    verdict = judge("def f(): raise ValueError('half \\ud800')", ["assert f() == 1"])
+    assert verdict == Verdict(0.0, "case 1 of 1: line 1 of the test: ValueError: half ?")
+
+
+EXPECTS_AN_ERROR = "try:\n    f(-1)\nexcept Exception:\n    pass\nelse:\n    assert False"
+
+
+@pytest.mark.parametrize(
+    ("program", "test"),
+    [("x = 1", EXPECTS_AN_ERROR), ("f = 3", EXPECTS_AN_ERROR), ("class f(Exception): pass", "assert f(7)")],
+)
+def test_a_program_without_the_tested_function_is_no_fault_of_the_row(program, test):
+    verdict = judge(program, [test])
+    assert verdict.score == 0.0 and not verdict.failed and "no function of the program" in verdict.reason
+    assert judge("def f(n): return n if n > 0 else n.error", [test]) == Verdict(1.0)
+
+
+@pytest.mark.parametrize("cases", [[f"assert f() == {n}" for n in range(50)], [{"input": "", "output": "1"}] * 50])
+def test_all_tests_share_the_time_of_the_answer(cases):
+    program = "import time\nprint(1, flush=True)\ndef f(): time.sleep(1000)\nif __name__ == '__main__': f()"
+    start = monotonic()
+    verdict = verify(f"```python\n{program}\n```", cases, Limits(), "share", within_s=0.5)
+    assert verdict.score == 0.0 and not verdict.failed and "case 1 of 50" in verdict.reason
+    assert monotonic() - start < deadline(20)
+
+
+def test_a_case_that_takes_all_the_time_leaves_what_passed_before():
+    program = "import time\ndef f(n): return 1 if n == 1 else time.sleep(1000)"
+    cases = ["assert f(1) == 1", "assert f(2) == 2", "assert f(1) == 1"]
+    verdict = verify(f"```python\n{program}\n```", cases, Limits(), "share", within_s=deadline(1))
+    assert verdict == Verdict(
+        1 / 3, f"case 2 of 3: the cases before it took the {deadline(1):g} s that all of them share"
+    )
 
 
 def test_standard_input_and_output_are_compared_token_by_token():

@@ -86,14 +86,14 @@ def test_a_row_that_cannot_be_compared_fails_for_all_its_answers(cfg, truth, rea
     assert fault is not None and reason in fault
 
 
-def test_an_answer_that_takes_too_long_costs_only_its_own_verdict():
-    """Each answer is judged in a process that can be ended."""
-    cfg = CodeReward(cpu_s=1000, answer_timeout_s=min(deadline(3), 40))  # the sandbox ends it after 60 s
+def test_a_program_that_sleeps_scores_0_within_the_time_of_its_answer():
+    """It is no abstention: a model could hide an answer in one."""
+    cfg = CodeReward(score="share", answer_timeout_s=min(deadline(5), 40))  # the sandbox ends one process after 60 s
     verifier = GroundTruthVerifier(cfg, Letters(), "", 2)
     programs = [PROGRAM.format("2 * x"), "```python\nimport time\ntime.sleep(1000)\n```", PROGRAM.format("x")]
     right, hung, wrong = verifier.score([answer(program, TESTS) for program in programs])
     assert (right.score, wrong.score) == (1.0, 0.0)
-    assert hung.failed and hung.score is None and hung.reason.startswith("rows.jsonl:7: no verdict within")
+    assert hung.score == 0.0 and not hung.failed and "ran for more than" in hung.reason
     assert verifier.score([answer(programs[0], TESTS)]) == [right]
     verifier.close()
 

@@ -81,7 +81,12 @@ def test_no_items(pool):
     assert pool.judge([]) == []
 
 
-DEATHS = {("exit", 3): "exit status 3", ("exit", 0): "exit status 0", ("signal", signal.SIGKILL): "SIGKILL"}
+DEATHS = {
+    ("exit", 3): "exit status 3",
+    ("exit", 0): "exit status 0",
+    ("signal", signal.SIGKILL): "SIGKILL",
+    ("signal", 40): "signal 40",
+}
 
 
 @settings(max_examples=20)
@@ -165,7 +170,7 @@ def test_no_sandbox_outlives_its_worker():
     from megatron_rl.verifiers.code import verify as verify_program
     from megatron_rl.verifiers.sandbox import Limits
 
-    judge_program = partial(verify_program, cases=["assert f() == 1"], limits=Limits(cpu_s=100), score="all")
+    judge_program = partial(verify_program, truth=["assert f() == 1"], limits=Limits(cpu_s=100), score="all")
     before = {process.pid for process in descendants(psutil.Process())}
     with closing(Pool(judge_program, 1, 3.0)) as pool:
         hung, right = pool.judge(

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import gc
 import os
 import platform
 import re
+import resource
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -119,6 +122,14 @@ def test_the_attacks_are_real(tmp_path):
         "takes its parent's files",
         "opens a socket",
         "fills memory without an address",
+        "makes sockets for datagrams",
+        "makes sockets for packets",
+        "names the end of a pair",
+        "hands on a file",
+        "locks a library",
+        "waits at a page of a library",
+        "takes a library out of the memory",
+        "lowers the limit of its time",
     ):
         known = f"{secret}\n{os.getpid()}\n".encode()
         command = [sys.executable, "-I", "-S", "-c", program_of({name: ATTACKS[name]})]
@@ -136,6 +147,9 @@ def test_every_denied_system_call_is_refused(means):
         ("clone", confinement.CLONE[column], int(signal.SIGCHLD), errno.EPERM),
         ("clone3", confinement.CLONE3[column], 0, errno.ENOSYS),
         ("prlimit64 of process 1", confinement.PRLIMIT[column], 1, errno.EPERM),
+        ("prlimit64 of its CPU time", confinement.PRLIMIT[column], 0, errno.EPERM),
+        ("setrlimit of its CPU time", confinement.SETRLIMIT[column], resource.RLIMIT_CPU, errno.EPERM),
+        ("futex of a shared page", confinement.FUTEX[column], 0, errno.EAGAIN),
         ("a call of the future", confinement.LAST_SYSTEM_CALL + 1, 0, errno.ENOSYS),
         ("fork of the x32 interface", 2**30 + 57, 0, errno.ENOSYS),
     ]
@@ -158,6 +172,39 @@ def test_the_numbers_of_the_system_calls():
     for column in (0, 1):
         numbers = [pair[column] for pair in confinement.DENIED.values() if pair[column] is not None]
         assert len(set(numbers)) == len(numbers) and max(numbers) <= confinement.LAST_SYSTEM_CALL
+
+
+@pytest.mark.parametrize("means", MEANS)
+def test_nothing_passes_between_a_program_and_others(means):
+    """Neither through sockets, here to an abstract name, nor through locks on what all may open."""
+    program = """
+        import ctypes, fcntl, socket
+        name = input()
+        libc, address = ctypes.CDLL(None), b"\\1\\0\\0" + name.encode()
+        for kind in (socket.SOCK_DGRAM, socket.SOCK_SEQPACKET, socket.SOCK_STREAM):
+            ends = (ctypes.c_int * 2)()
+            libc.socketpair(1, kind, 0, ends)
+            for forget in (False, True):
+                if forget:
+                    libc.connect(ends[0], bytes(2), 2)
+                libc.sendto(ends[0], b"a secret", 8, 0, address, len(address))
+                libc.connect(ends[0], address, len(address))
+                libc.send(ends[0], b"a secret", 8, 0)
+        with open("/dev/null", "r+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        print("done")
+    """
+    name = f"hostile {os.getpid()}"
+    found = permitted(means)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as receiver, open("/dev/null", "r+b") as shared:
+        receiver.bind("\0" + name)
+        fcntl.flock(shared, fcntl.LOCK_EX)
+        fcntl.lockf(shared, fcntl.LOCK_EX)
+        ended = sandbox._run_script(found, textwrap.dedent(program), name, TIGHT)
+        assert ended == Ended(b"done\n", "")
+        with pytest.raises(BlockingIOError):
+            receiver.recv(100, socket.MSG_DONTWAIT)
 
 
 @pytest.mark.parametrize("means", MEANS)
@@ -207,6 +254,10 @@ def test_a_program_has_what_it_needs():
                 file.write(b"x")
             with open("own", "w") as file:
                 print("text", file=file)
+            with sqlite3.connect("own.db") as base:
+                base.execute("create table t (x)")
+                base.execute("insert into t values (7)")
+            assert sqlite3.connect("own.db").execute("select x from t").fetchall() == [(7,)]
             print(open("own").read().strip(), asyncio.run(later()), deep(50_000), Point(3), "é", hash("x") != 0)
 
         thread = threading.Thread(target=main)
@@ -226,6 +277,25 @@ def test_a_strict_umask_does_not_hide_the_standard_library(means):
     finally:
         os.umask(before)
     assert ended == Ended(b"here\n", "")
+
+
+def test_a_directory_that_nobody_may_read_is_removed(tmp_path):
+    """By a user that the modes of files hold for. Root is none, so here it loses its right to ignore them."""
+    permitted("landlock")
+    script = """
+        import ctypes, os, sys, tempfile
+        from megatron_rl.verifiers import sandbox
+        if os.getuid() == 0:
+            for capability in (1, 2):  # CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH; what is started here lacks them
+                assert ctypes.CDLL(None).prctl(24, capability, 0, 0, 0) == 0  # PR_CAPBSET_DROP
+        tempfile.tempdir = sys.argv[1]
+        program = "import os; os.mkdir('a', 0o300); os.mkdir('a/b', 0o300); os.mkdir('a/b/c', 0); open('a/b/d', 'w')"
+        print(sandbox._run_script(sandbox.Isolation("landlock", ()), program, "", sandbox.Limits()))
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.stdout == "Ended(output=b'', reason='')\n", done.stderr
+    assert os.listdir(tmp_path) == []
 
 
 def test_a_program_cannot_change_its_input_and_finds_no_third_party_package():
@@ -251,6 +321,14 @@ def test_a_program_ends_with_the_process_that_asked_for_it():
         [child] = [psutil.Process(int(pid)) for pid in pids]
         parent.kill()
     child.wait(deadline(60))  # it raises if the program still runs then
+
+
+def test_a_signal_without_a_name_is_named_by_its_number():
+    with sandbox._confined(isolation(), TIGHT, "confined.run_script", SLEEPS["sleeps"]) as process:
+        process.wait_until_ready()
+        os.kill(process._process.pid, 40)
+        assert process.ends_before(time.monotonic() + deadline(60))
+        assert process.reason() == "the program was ended by signal 40"
 
 
 def test_a_machine_that_isolates_nothing_is_named(monkeypatch):
