@@ -116,7 +116,7 @@ def test_transformer_engines_layers_are_used_where_they_can_be(transformer_engin
 
 @pytest.mark.parametrize("shape", [*FUSED, *(shape for shape, _ in NOT_FUSED)], ids=str)
 def test_the_memory_that_is_planned_is_that_of_the_same_layers(transformer_engine, shape):
-    assert has_fused_layers(shape, ModelConfig(path=Path("model"))) == fused(shape)
+    assert has_fused_layers(shape, ModelConfig(path=Path("model"), dtype="bfloat16")) == fused(shape)
 
 
 @pytest.mark.parametrize("shape, message", NOT_FUSED)
