@@ -194,6 +194,18 @@ def test_cases_that_are_not_essential_are_deep():
         cover.essential(["tp2"], "cp2")
 
 
+def test_every_file_of_tests_has_a_budget():
+    root = budget.BUDGET.parents[1]
+    budgets = json.loads(budget.BUDGET.read_text())
+    files = {
+        str(path.relative_to(root))
+        for room in ("nodes", "e2e", "dist", "unit", "house")
+        for path in (root / "tests" / room).rglob("test_*.py")
+    }
+    missing = sorted(files - {*budgets["test"], *budgets["deep"]})
+    assert not missing, f'make test ARGS="--write-costs=tests/budget.json" writes those of {missing}'
+
+
 def test_every_budget_is_of_a_file_that_exists():
     budgets = json.loads(budget.BUDGET.read_text())
     assert [name for tier in budgets.values() for name in tier if not (TESTS.parent / name).exists()] == []
