@@ -211,7 +211,7 @@ class Verified:
     """The groups, by the numbers with which they were asked for."""
     metrics: Metrics
     """The metrics of the scoring (see `Scoring.finish`), and `stream/idle_s`: the seconds in which engines were idle
-    since the last `Stream.collect`, of all engines together."""
+    since the last `Stream.collect`, of all engines together, and `stream/span_s`: the seconds since then."""
 
 
 class Stream(Protocol):

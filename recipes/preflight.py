@@ -34,7 +34,7 @@ from megatron_rl.data.prompts import check_columns, check_length, question_of
 from megatron_rl.data.rows import BadRow, Row, Turns
 from megatron_rl.data.saved_rollouts import require_step
 from megatron_rl.data.supervised import demonstration_of, ended
-from megatron_rl.layout import FAMILIES, check_unquantised, read_shape, scan
+from megatron_rl.layout import FAMILIES, check_unquantised, hub_hint, read_shape, scan
 from megatron_rl.loop.checkpoints import Checkpoints, find_checkpoints
 from megatron_rl.observe.sink import check_unused
 from megatron_rl.observe.trackers import missing_packages
@@ -110,7 +110,7 @@ def preflight(config: BaseConfig, tell: Tell, *, resume: bool = False, planning:
     if elsewhere:
         tell(
             f"not checked, because the folder {folder} is not there: weights, tokenizer, lengths of rows in tokens, "
-            f"free disk space"
+            f"free disk space{hub_hint(folder)}"
         )
     elif folder.is_dir():
         if shape:

@@ -9,6 +9,7 @@ needs no GPU and no files, and takes less than a minute.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import tempfile
@@ -191,7 +192,9 @@ def play() -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    for version, one in enumerate(play(), 1):
+    rounds = play()
+    gc.collect()  # vLLM removes its shared memory when its objects, which refer to each other, are collected
+    for version, one in enumerate(rounds, 1):
         print(f"version {version}: the trainer learnt {one['learnt']}")
         print(f"  the engine answered {one['before']} before the push, and {one['after']} after it")
         print(f"  the log-probs of engine and trainer now differ by at most {one['difference_after']:.0e}")

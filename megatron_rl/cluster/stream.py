@@ -119,7 +119,7 @@ class IdleTime:
     def __init__(self, engines: Iterable[int], now: float) -> None:
         self._since = dict.fromkeys(engines, now)
         """Since when an engine is idle, for those that are."""
-        self._total = 0.0
+        self._total, self._taken = 0.0, now
 
     def begin_work(self, engine: int, now: float) -> None:
         self._total += now - self._since.pop(engine, now)
@@ -127,11 +127,11 @@ class IdleTime:
     def end_work(self, engine: int, now: float) -> None:
         self._since[engine] = now
 
-    def take(self, now: float) -> float:
-        """The idle time of all engines together since the last call."""
-        total = self._total + sum(now - since for since in self._since.values())
-        self._total, self._since = 0.0, dict.fromkeys(self._since, now)
-        return total
+    def take(self, now: float) -> tuple[float, float]:
+        """The idle time of all engines together since the last call, and the time since the last call."""
+        total, span = self._total + sum(now - since for since in self._since.values()), now - self._taken
+        self._total, self._since, self._taken = 0.0, dict.fromkeys(self._since, now), now
+        return total, span
 
 
 class RayStream:
@@ -189,7 +189,7 @@ class RayStream:
 
     def collect(self, version: int) -> Verified:
         """See `ports.Stream`. The metric `stream/asked_again` is the number of calls whose answers were lost, and
-        `stream/idle_s` the time in which engines had nothing to do, of all engines together."""
+        `stream/idle_s` the time in which engines had nothing to do, of all engines together, out of `stream/span_s`."""
         end = time.monotonic() + self._timeout_s
         while True:
             try:
@@ -211,9 +211,10 @@ class RayStream:
                     del self._asked[number]
                 if not groups:
                     continue
-                idle_s = self._idle.take(time.perf_counter())
+                idle_s, span_s = self._idle.take(time.perf_counter())
             again, self._num_again = self._num_again, 0
-            return Verified(groups, event.metrics | {"stream/asked_again": float(again), "stream/idle_s": idle_s})
+            own = {"stream/asked_again": float(again), "stream/idle_s": idle_s, "stream/span_s": span_s}
+            return Verified(groups, event.metrics | own)
 
     def _is_wanted(self, asked: Asked) -> bool:
         return self._asked.get(asked.number) is asked

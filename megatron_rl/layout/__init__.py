@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_rl.layout.config import critic_config, critic_shape, read_shape
+from megatron_rl.layout.config import critic_config, critic_shape, hub_hint, read_shape
 from megatron_rl.layout.copies import Copy
 from megatron_rl.layout.engines import Engines
 from megatron_rl.layout.families import FAMILIES
@@ -54,6 +54,7 @@ __all__ = [
     "critic_config",
     "critic_shape",
     "engine_layers",
+    "hub_hint",
     "megatron_shards",
     "obstacle_to_fused_layers",
     "padded_vocabulary",

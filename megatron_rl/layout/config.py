@@ -31,7 +31,9 @@ def read_shape(folder: Path) -> ModelShape:
     """
     path = folder if folder.suffix == ".json" else folder / "config.json"
     if not path.is_file():
-        raise ValueError(f"model.path: {folder} has no config.json; give the folder of a Hugging Face checkpoint")
+        found = "has no config.json" if folder.is_dir() else "has no config.json, because it does not exist"
+        needed = "give the folder of a Hugging Face checkpoint"
+        raise ValueError(f"model.path: {folder} {found}; {needed}{hub_hint(folder)}")
     try:
         config = json.loads(path.read_text())
     except json.JSONDecodeError as error:
@@ -84,6 +86,17 @@ def _shape(family: str, config: Mapping[str, Any]) -> ModelShape:
     if shape.sliding_layers and shape.rope_scaling and family != "olmo3":
         raise ValueError("rope scaling together with sliding windows is supported only for olmo3")
     return shape
+
+
+def hub_hint(folder: Path) -> str:
+    """How a model is fetched, for a path that may be a model's name on the hub of Hugging Face; else an empty text."""
+    if folder.exists() or folder.is_absolute() or len(folder.parts) != 2 or Path(folder.parts[0]).exists():
+        return ""
+    target = Path("models", folder.name)
+    return (
+        f". If {folder} is its name on the hub of Hugging Face, fetch it with `hf download {folder} --local-dir "
+        f"{target}` and set model.path to {target}"
+    )
 
 
 def critic_shape(shape: ModelShape) -> ModelShape:

@@ -10,7 +10,6 @@ a step that the trainer interrupted are trained on again and not generated again
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -86,8 +85,6 @@ class AsynchronousSource:
         self._version = self._step = self._resumed_at = 0
         self._num_tokens = 0
         """The number of tokens in the answers that were collected since the last step."""
-        self._since = time.perf_counter()
-        """When the last step got its rollouts."""
 
     def pushed(self, version: int) -> None:
         self._version = version
@@ -285,17 +282,16 @@ class AsynchronousSource:
         metrics = describe_verified(self._config, groups)
         metrics |= merged([part for part, _ in scorings], [size for _, size in scorings])
         num_tokens, self._num_tokens = self._num_tokens, 0
-        before, self._since = self._since, time.perf_counter()
-        seconds = self._since - before
-        idle_s = metrics.pop("stream/idle_s", 0.0)
+        idle_s, span_s = metrics.pop("stream/idle_s", 0.0), metrics.pop("stream/span_s", 0.0)
+        if span_s:  # otherwise all groups were there, none was collected, and nothing is known of the engines
+            metrics["rollout/tokens_per_s"] = num_tokens / span_s
+            metrics["rollout/idle"] = idle_s / (span_s * self._config.rollout.num_engines)
         resting, self._num_resting = self._num_resting, 0
         admission = self._admission
         useless, surplus = admission.num_useless, admission.num_surplus
         admission.num_useless = admission.num_surplus = 0
         lags = [step - sample.oldest_version for group in groups for sample in group.samples if sample.num_actions]
         return metrics | {
-            "rollout/tokens_per_s": num_tokens / seconds,
-            "rollout/idle": idle_s / (seconds * self._config.rollout.num_engines),
             "lag/mean": sum(lags) / max(1, len(lags)),
             "lag/max": float(max(lags, default=0)),
             "stream/running": float(len(self._admission.running)),

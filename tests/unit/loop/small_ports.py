@@ -38,6 +38,8 @@ class World:
         self.mirrors: dict[int, int] = {}
         self.asked: dict[int, Group] = {}
         self.journal: JournalWriter | None = None
+        self.spans: list[dict[str, float]] = []
+        """What the stream tells of its engines, one entry each time that groups are collected."""
         self.random = random.Random(0)
 
     # Policy
@@ -141,7 +143,7 @@ class World:
         if self.journal:
             entries = [Entry(n, g.prompt.uid, g.version, g.samples, g.payload) for n, g in groups.items() if n >= 0]
             self.journal.write(entries)
-        return Verified(groups, metrics)
+        return Verified(groups, metrics | self.spans.pop(0) if self.spans else metrics)
 
     def tokens(self, group, with_routes=False):
         return group.payload

@@ -255,6 +255,17 @@ def test_data_without_any_signal_end_the_run_with_the_rewards(tmp_path):
         run(world, tmp_path / "c", asynchronous(0, active_sampling=True))
 
 
+def test_the_engines_are_idle_for_a_share_of_the_time_in_which_groups_were_collected(tmp_path):
+    world = World()
+    world.spans = [{"stream/idle_s": 0.75, "stream/span_s": 1.5}] * 100
+    run(world, tmp_path, asynchronous(2, tmp_path))
+    for _, metrics in world.logged:
+        if "rollout/idle" in metrics:
+            assert metrics["rollout/idle"] == 0.5 and metrics["rollout/tokens_per_s"] > 0
+        assert not {"stream/idle_s", "stream/span_s"} & metrics.keys()
+    assert "rollout/idle" in world.logged[0][1]
+
+
 def test_a_state_of_the_other_kind_is_refused():
     world, stream = World(), ShuffledStream(ROWS, 4, seed=0)
     ports = Ports(world, world, world, world, world)

@@ -544,6 +544,16 @@ def test_supervised_rows(home, row, message):
     assert found == [] if message is None else "rows.jsonl:2" in found[0] and message in found[0]
 
 
+def test_a_models_name_on_the_hub_is_recognised(home):
+    [fault] = faults(grpo(model__path="owner/name"))
+    assert "does not exist" in fault and "`hf download owner/name --local-dir models/name`" in fault
+    for path in ("model/name", "/owner/name", "name", "a/b/name"):
+        assert "hf download" not in "".join(faults(grpo(model__path=path)))
+    notes = []
+    preflight(grpo(model__path="Qwen/Qwen3-32B"), notes.append, planning=True)
+    assert "hf download Qwen/Qwen3-32B" in notes[0]
+
+
 def test_engines_need_vllm_and_a_plan_does_not(home, monkeypatch):
     monkeypatch.setattr(module, "find_spec", lambda name: None)
     [fault] = faults(grpo())
