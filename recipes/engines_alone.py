@@ -12,6 +12,7 @@ from megatron_rl.config.load import load_config
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.recipes.defaults import with_defaults
 from megatron_rl.recipes.launch import console
+from megatron_rl.recipes.screen import waiting
 
 if TYPE_CHECKING:
     from megatron_rl.cluster.engines import EngineGroup
@@ -85,8 +86,9 @@ def engines_alone(
 
     with ExitStack() as cleaning:
         cleaning.callback(remove_leftovers)
-        cleaning.enter_context(ray_session(config.cluster, 1, logs, check))
-        with console.status("starting Ray and vLLM"):
+        with waiting(console, "Ray starts") as tell:
+            cleaning.enter_context(ray_session(config.cluster, 1, logs, check))
+            tell("the engines start vLLM (logs/engine_0.log), and the verifiers load the rewards")
             placement = RayPlacement(config, ("engine", "verifier"))
             restarts = Restarts(config.cluster.restarts_per_hour)
             engines = EngineGroup(config, logs, placement, restarts, loads_weights=True)

@@ -32,6 +32,7 @@ from megatron_rl.recipes.dry_run import (  # noqa: E402
     describe_rollout,
 )
 from megatron_rl.recipes.row_sources import RowSource, heldout_source, training_sources  # noqa: E402
+from megatron_rl.recipes.screen import waiting  # noqa: E402
 from megatron_rl.types import ModelShape, Prompt  # noqa: E402
 
 if TYPE_CHECKING:
@@ -81,10 +82,11 @@ def run(config: GrpoRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) -
     )
     with ExitStack() as cleaning:
         cleaning.callback(remove_leftovers)  # engines that were killed during their start leave shared memory
-        cleaning.enter_context(
-            ray_session(config.cluster, config.num_trainer_ranks, logs, interrupt.check, interrupt.on_loss)
-        )
-        with console.status("starting Ray, Megatron and vLLM"):
+        with waiting(console, "Ray starts") as tell:
+            cleaning.enter_context(
+                ray_session(config.cluster, config.num_trainer_ranks, logs, interrupt.check, interrupt.on_loss)
+            )
+            tell("the processes of engines, verifiers and trainer ranks start")
             placement, restarts = RayPlacement(config), Restarts(config.cluster.restarts_per_hour)
             if config.cluster.ray_address is not None:  # the preflight has looked at this machine
                 check_nodes(config, placement.plan)
@@ -95,6 +97,7 @@ def run(config: GrpoRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) -
             critic = start_critic(config, shape, logs, placement) if config.critic else None
             policy = PolicyGroup(spec, config.cluster, logs, placement, restarts, critic)
             # While all processes import their libraries, the driver imports its own and reads the rows.
+            tell("the driver reads tokenizer and rows")
             tokenizer = open_tokenizer(config.model.path)
             prompts = read_prompts(config, tokenizer)
             sink = RunSink(
@@ -103,14 +106,18 @@ def run(config: GrpoRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) -
             sink.feed(open_trackers(config, checkpoints.resume_at))
             links = Links()
             if config.cluster.colocate:
+                tell("the engines start vLLM (logs/engine_0.log)")
                 engines.wait()
                 Colocation(policy, engines, critic)
                 links = shared_links(placement.plan)
+            tell("the trainer ranks import Megatron-Core and load the weights (logs/trainer_0.log)")
             policy.start(is_resumed=checkpoints.first_step > 0)
             if critic is not None:
                 critic.start(is_resumed=checkpoints.first_step > 0)
             if config.rollout.replay is None:
+                tell("the engines start vLLM (logs/engine_0.log)")
                 engines.wait()
+                tell("the verifiers load the rewards (logs/verifier.log)")
                 verifier.wait()
                 bridge = RayBridge(config, spec, policy, engines, logs, links)
                 ports = Ports(policy, engines, bridge, verifier, RayStream(config, engines, verifier), critic)

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from shutil import which
 from typing import Literal, TypeVar
 
 from rich.console import Console
@@ -151,7 +152,7 @@ def launch(
         run: trains with the configuration, the run's checkpoints and the interrupt, and returns the number of steps
             that are done.
     """
-    shown = f"megatron-rl {Path(program).stem}" if sys.argv[0].startswith("megatron-rl ") else f"python {program}"
+    shown = command_of(program)
     parser = argparse.ArgumentParser(
         shown, description=f"See README.md. Example: {shown} configs/run/tiny_grpo.yaml run.steps=10"
     )
@@ -205,7 +206,7 @@ def launch(
                 done = run(config, open_checkpoints(config, resume), interrupt)
         if done == config.run.steps:
             return 0
-        stopped = f"Stopped after step {done} of {config.run.steps}." if done else NOTHING_SAVED
+        stopped = f"Stopped after {done} of {config.run.steps} steps." if done else NOTHING_SAVED
         console.print(stopped, soft_wrap=True)
         status = 128 + (interrupt.signal or signal.SIGINT)
     except StopRequested:
@@ -223,6 +224,24 @@ def launch(
 
 
 NOTHING_SAVED = "No step was done, so there was nothing to save."
+
+
+def command_of(program: str) -> str:
+    """How a recipe is started from the folder in which the user stands, as `megatron-rl grpo` or as `python FILE`.
+
+    Args:
+        program: the recipe's path in the repository.
+    """
+    # Not resolved: the link of a virtual environment is what makes it one.
+    python = "python" if which("python") == sys.executable else _from_here(Path(sys.executable))
+    if not sys.argv[0].startswith("megatron-rl "):
+        return f"{python} {_from_here(Path(__file__).resolve().parents[1] / program)}"
+    name = Path(program).stem
+    return f"megatron-rl {name}" if which("megatron-rl") else f"{python} -m megatron_rl {name}"
+
+
+def _from_here(path: Path) -> str:
+    return shlex.quote(str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path))
 
 
 def read_resume(text: str) -> Resume:
@@ -246,7 +265,7 @@ def open_checkpoints(config: BaseConfig, resume: Resume) -> Checkpoints:
         config=config.model_dump(mode="json"),
     )
     if checkpoints.first_step:
-        console.print(f"Continuing after step {checkpoints.first_step}.")
+        console.print(f"Continuing with step {checkpoints.first_step}.")
     for change in checkpoints.changes:
         console.print(f"changed since the checkpoint: {change}", markup=False, soft_wrap=True)
         log.info("changed since the checkpoint of step %d: %s", checkpoints.first_step, change)
@@ -273,7 +292,8 @@ def tell_continuation(run_folder: Path, again: str) -> None:
         console.print(f"There is no report: {error}", markup=False, soft_wrap=True)
     steps = list(find_checkpoints(run_folder / "checkpoints"))
     if steps:
-        console.print(f"The newest checkpoint is that of step {steps[-1]}. Continue with:\n  {again}", soft_wrap=True)
+        newest = find_checkpoints(run_folder / "checkpoints")[steps[-1]].name
+        console.print(f"The newest checkpoint is {newest}. Continue with:\n  {again}", soft_wrap=True)
 
 
 log = logging.getLogger("megatron_rl.driver")

@@ -6,6 +6,9 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
@@ -39,6 +42,24 @@ class Output:
         os.close(null)
         log.warning("the output cannot be written any more (%s): the run goes on without it", error)
         return 0
+
+
+@contextmanager
+def waiting(console: Console, what: str) -> Iterator[Callable[[str], None]]:
+    """Say what a start waits for: in a terminal in one line that changes, elsewhere in a line each, with the seconds
+    since the beginning. The value of the context is a function that says the next thing."""
+    if console.is_terminal:
+        with console.status(what) as status:
+            yield status.update
+        return
+    start = time.monotonic()
+
+    def tell(what: str) -> None:
+        console.print(f"{time.monotonic() - start:5.1f} s  {what}", markup=False, soft_wrap=True)
+
+    tell(what)
+    yield tell
+    tell("started")
 
 
 def screen() -> Console:

@@ -23,6 +23,7 @@ from megatron_rl.recipes.dry_run import (  # noqa: E402
     describe_placement,
     describe_policy,
 )
+from megatron_rl.recipes.screen import waiting  # noqa: E402
 
 
 def run(config: SftRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) -> int:
@@ -68,7 +69,7 @@ def run(config: SftRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) ->
     )
     num_trainers = config.policy.parallel.mesh.world_size
     with ray_session(config.cluster, num_trainers, logs, interrupt.check, interrupt.on_loss):
-        with console.status("starting Ray and Megatron"):
+        with waiting(console, "Ray runs; the trainer ranks import Megatron-Core and load the weights"):
             placement, restarts = RayPlacement(config), Restarts(config.cluster.restarts_per_hour)
             if config.cluster.ray_address is not None:  # the preflight has looked at this machine
                 check_nodes(config, placement.plan)

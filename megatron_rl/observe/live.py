@@ -135,11 +135,11 @@ class LiveView:
             self._live.start()
 
     def _line(self, record: Mapping[str, float]) -> str:
-        """step 12/60  reward 0.720  held-out 0.870  ...  1.21 s: generate 45%, update 40%, other 15%"""
+        """step 11 (12/60 done)  reward 0.720  held-out 0.870  ...  1.21 s: generate 45%, update 40%, other 15%"""
         done, total = min(int(record["step"]) + 1, self._steps), record["time/total_s"]
         split = ", ".join(f"{phase} {s / (total or 1):.0%}" for phase, s in time_split([record]).items())
         shown = [f"{label} {text}" for label, text in figures(record).items()]
-        return "  ".join([f"step {done}/{self._steps}", *shown, f"{total:.2f} s: {split}"])
+        return "  ".join([f"step {int(record['step'])} ({done}/{self._steps} done)", *shown, f"{total:.2f} s: {split}"])
 
     def _render(self) -> Panel:
         done = min(int(self._record["step"]) + 1, self._steps) if self._record else 0
@@ -148,7 +148,7 @@ class LiveView:
         left = f", {_clock(elapsed / here * remaining)} left" if here > 0 and remaining else ""
         head = Table.grid(padding=(0, 1))
         head.add_row(
-            f"[bold]step {done}/{self._steps}[/]",
+            f"[bold]{done}/{self._steps} steps[/]",
             ProgressBar(total=self._steps, completed=done, width=BAR_WIDTH),
             f"[bright_black]{_clock(elapsed)}{left}[/]",
             f"[italic cyan]{self._phase}[/]",

@@ -185,6 +185,6 @@ def stop_while_rewards_are_computed(recipe, command: list[str], folder: Path, nu
     run.send_signal(signal.SIGTERM)
     assert run.wait(recipe.deadline_s) == 143, said.read_text()
     assert "Traceback" not in said.read_text()
-    [num_steps] = re.findall(r"Stopped after step (\d+) of 1000", said.read_text())
+    [num_steps] = re.findall(r"Stopped after (\d+) of 1000 steps", said.read_text())
     assert max(find_checkpoints(folder / "checkpoints")) == int(num_steps)
     return int(num_steps)

@@ -171,7 +171,7 @@ def stop_after_three_deaths(recipe, command: list[str], folder: Path) -> None:
     assert run.wait(recipe.deadline_s) == 128 + signal.SIGTERM
     recipe.wait_until(None, lambda: not any(works(process) for process in family))
     said = (recipe.folder / "out.txt").read_text()
-    assert "Stopped after step 2 of 4" in said and "--resume auto" in said and "Traceback" not in said
+    assert "Stopped after 2 of 4 steps" in said and "--resume auto" in said and "Traceback" not in said
     assert (folder / "report.html").exists()
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step_000002"]
     log = (folder / "logs" / "driver.log").read_text()

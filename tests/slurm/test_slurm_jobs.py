@@ -71,7 +71,7 @@ def test_a_preempted_job_saves_waits_and_continues_with_the_same_numbers(slurm, 
     slurm.open_gate()
     assert slurm.ends(number) == ("COMPLETED", "0"), slurm.output(number)
     assert slurm.job(number)["Restarts"] == "1"
-    assert "Continuing after step 1." in slurm.output(number)
+    assert "Continuing with step 1." in slurm.output(number)
     assert slurm.metrics("preempted") == whole
 
 
@@ -92,7 +92,7 @@ def test_scancel_leaves_nothing_and_the_next_of_a_singleton_chain_continues(slur
     slurm.open_gate()
     slurm.call("scontrol", "release", str(successor))
     assert slurm.ends(successor) == ("COMPLETED", "0"), slurm.output(successor)
-    assert "Continuing after step 1." in slurm.output(successor)
+    assert "Continuing with step 1." in slurm.output(successor)
     assert slurm.metrics("chain") == whole
 
 

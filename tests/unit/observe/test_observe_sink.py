@@ -163,8 +163,8 @@ def test_without_a_terminal_one_plain_line_a_step(tmp_path, clock):
             clock.now += 1
             sink.log(step, {"reward/mean": 0.25} if step else {"eval/accuracy": 0.5})
     assert screen.getvalue().splitlines() == [
-        "step 1/2  held-out accuracy 0.500  4.00 s: update 75%, other 25%",
-        "step 2/2  reward 0.250  4.00 s: update 75%, other 25%",
+        "step 0 (1/2 done)  held-out accuracy 0.500  4.00 s: update 75%, other 25%",
+        "step 1 (2/2 done)  reward 0.250  4.00 s: update 75%, other 25%",
     ]
 
 
@@ -174,7 +174,7 @@ def test_a_terminal_gets_a_live_table_that_keeps_the_last_held_out_accuracy(tmp_
         sink.log(0, {"eval/accuracy": 0.125, "reward/mean": 0.5})
         sink.log(1, {"reward/mean": 0.75})
         sink.log(1, {"reward/mean": float("nan")})  # every verdict abstained: no point in the history
-    last = screen.getvalue()[screen.getvalue().rindex("step 2/3") :]
+    last = screen.getvalue()[screen.getvalue().rindex("2/3 steps") :]
     assert "0.125" in last and "nan" in last and "▁█" in last
 
 
@@ -203,4 +203,4 @@ def test_a_warning_stands_above_the_live_table_in_yellow(tmp_path):
         sink.warn("the clock is slow")
     text = screen.getvalue()
     assert "\x1b[33mwarning: the clock is slow\x1b[0m" in text
-    assert text.index("warning") < text.rindex("step 0/3"), "the table is drawn below it"
+    assert text.index("warning") < text.rindex("0/3 steps"), "the table is drawn below it"

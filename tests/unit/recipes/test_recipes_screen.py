@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
+import re
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
-from megatron_rl.recipes.launch import Interrupt
+import pytest
+from rich.console import Console
+
+from megatron_rl.recipes.launch import Interrupt, command_of
+from megatron_rl.recipes.screen import waiting
 
 WRITES = """
 import logging, os, sys
@@ -50,3 +59,28 @@ def test_a_hang_up_is_told_in_training_and_ignored_before(caplog):
             assert caplog.messages == ["the terminal has hung up (SIGHUP): the run goes on without it"]
         assert not interrupt()
     assert signal.getsignal(signal.SIGHUP) == before
+
+
+def test_off_a_terminal_each_thing_that_is_waited_for_has_a_line():
+    out = io.StringIO()
+    with waiting(Console(file=out, width=40), "Ray starts") as tell:
+        tell("the engines start vLLM [logs/engine_0.log], which takes long")
+    assert [line[8:] for line in out.getvalue().splitlines()] == [
+        " Ray starts",
+        " the engines start vLLM [logs/engine_0.log], which takes long",
+        " started",
+    ]
+    assert all(re.fullmatch(r" *\d+\.\d s ", line[:8]) for line in out.getvalue().splitlines())
+
+
+@pytest.mark.parametrize(
+    "typed, expected", [("megatron-rl grpo", "megatron-rl grpo"), ("/x/grpo.py", "recipes/grpo.py")]
+)
+def test_the_command_that_continues_works_from_where_the_user_stands(monkeypatch, tmp_path, typed, expected):
+    monkeypatch.setattr(sys, "argv", [typed])
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent))
+    assert command_of("recipes/grpo.py").endswith(expected)
+    monkeypatch.chdir(tmp_path)
+    python, *rest = shlex.split(command_of("recipes/grpo.py"))
+    if rest[-1].endswith(".py"):
+        assert Path(rest[-1]).is_file() and shutil.which(python)
