@@ -162,7 +162,7 @@ def _check_trainable(config: BaseConfig, shape: ModelShape) -> bool:
     check_trainable(shape, config.policy)
     if isinstance(config, GrpoRunConfig):
         rollout = config.rollout
-        family.vllm_placed(shape, rollout.tensor, 0, rollout.expert_parallel, rollout.pipeline)
+        family.check_engine(shape, rollout.tensor, rollout.expert_parallel, rollout.pipeline)
     return True
 
 

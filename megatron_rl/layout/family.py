@@ -10,8 +10,8 @@ its own place.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Literal, NamedTuple
 
@@ -251,8 +251,51 @@ class Family:
     def check_mesh(self, shape: ModelShape, mesh: Mesh) -> None:
         """
         Raises:
-            ValueError: the mesh does not divide heads, KV heads, FFN, experts or layers.
+            ValueError: the mesh does not divide heads, KV heads, FFN, experts or layers. The message says which values
+                do.
         """
+        for name, value, ways, axis in self._divisions(shape, mesh):
+            if value % ways:
+                may_be = [n for n in divisors(value) if self._may_be(shape, mesh, axis, n)]
+                told = f"; it may be {listed(may_be)}" if may_be else ""
+                raise ValueError(
+                    f"the model has {value} {name}, which policy.parallel.{axis}={ways} does not divide{told}"
+                )
+        if shape.latent is None and mesh.tensor > shape.num_kv_heads:
+            self._check_shared_heads(shape, mesh)
+        mesh.layer_range(shape.num_layers, 0)
+
+    def check_engine(self, shape: ModelShape, tensor: int, expert_parallel: bool, pipeline: int) -> None:
+        """
+        Raises:
+            ValueError: vLLM cannot split the model so. The message says which `rollout.tensor` it can.
+        """
+
+        def fault(tensor: int) -> str | None:
+            try:
+                self.vllm_placed(shape, tensor, 0, expert_parallel, pipeline)
+            except ValueError as error:
+                return str(error)
+            return None
+
+        if found := fault(tensor):
+            may_be = [n for n in divisors(shape.num_heads) if fault(n) is None]
+            told = f"; with rollout.tensor={tensor} the engines cannot split it: it may be {listed(may_be)}"
+            raise ValueError(found + (told if may_be else ""))
+
+    def _may_be(self, shape: ModelShape, mesh: Mesh, axis: str, ways: int) -> bool:
+        """Whether the mesh divides the model if one of its axes has another length."""
+        try:
+            mesh = replace(mesh, **{axis: ways})  # type: ignore[arg-type]  # the names are those of sizes
+        except ValueError:  # the axes do not fit together
+            return False
+        shares = shape.latent is None and mesh.tensor > shape.num_kv_heads  # see `_check_shared_heads`
+        if shares and (mesh.tensor % shape.num_kv_heads or self.qk_norm == "full"):
+            return False
+        return not any(value % ways for _, value, ways, _ in self._divisions(shape, mesh))
+
+    def _divisions(self, shape: ModelShape, mesh: Mesh) -> list[tuple[str, int, int, str]]:
+        """What is divided, its number, into how many parts, and the axis of the mesh."""
         experts = shape.experts
         if experts is None and mesh.expert > 1:
             raise ValueError(f"policy.parallel.expert={mesh.expert}, but a {self.name} model has no experts")
@@ -265,12 +308,7 @@ class Family:
             divisions.append(("experts", experts.num_experts, mesh.expert, "expert"))
             divisions.append(("FFN size of an expert", experts.ffn_size, mesh.expert_ways, "expert_tensor"))
             divisions.append(("FFN size of the shared experts", experts.shared_ffn_size, mesh.tensor, "tensor"))
-        for name, value, ways, axis in divisions:
-            if value % ways:
-                raise ValueError(f"the model has {value} {name}, which policy.parallel.{axis}={ways} does not divide")
-        if shape.latent is None and mesh.tensor > shape.num_kv_heads:
-            self._check_shared_heads(shape, mesh)
-        mesh.layer_range(shape.num_layers, 0)
+        return divisions
 
     def _check_shared_heads(self, shape: ModelShape, mesh: Mesh) -> None:
         """Check that several ranks can share each KV head. Megatron then splits the rows of `linear_qkv` evenly,
@@ -392,6 +430,16 @@ class Family:
             if not shape.tied_embeddings:
                 placed.append(Placed(place(self.output), "", ""))
         return placed
+
+
+def divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def listed(numbers: Sequence[int]) -> str:
+    """1, 2 or 4."""
+    *others, last = map(str, numbers)
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def _num_experts(shape: ModelShape) -> int:
