@@ -69,7 +69,7 @@ def run(config: GrpoRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) -
     from megatron_rl.rollout.shared_memory import remove_leftovers
 
     folder, logs = config.run_folder, config.run_folder / "logs"
-    write_provenance(folder, config)
+    write_provenance(folder, config, checkpoints.first_step)
     num_warmup_steps = config.critic.warmup_steps if config.critic else 0
     spec = ActorSpec(
         shape=shape,

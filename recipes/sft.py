@@ -56,7 +56,7 @@ def run(config: SftRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) ->
     stream = ShuffledStream({"sft.rows": Source(rows, str(digest))}, sft.rows_per_step, config.run.seed)
     folder, logs = config.run_folder, config.run_folder / "logs"
     sink = RunSink(folder, config.run.steps, console, tokenizer, "", checkpoints.resume_at)
-    write_provenance(folder, config)
+    write_provenance(folder, config, checkpoints.first_step)
     sink.feed(open_trackers(config, checkpoints.resume_at))
     spec = ActorSpec(
         shape=shape,

@@ -30,9 +30,13 @@ SPIKE = 30.0
 visible."""
 
 
-def draw_curves(metrics: Records) -> Figure:
+def draw_curves(metrics: Records, resumed_at: Sequence[int] = ()) -> Figure:
     """Draw the panels for which something was logged, two in each row. A run with rewards shows no loss, because a
-    policy loss says little about learning."""
+    policy loss says little about learning.
+
+    Args:
+        resumed_at: the steps with which the run was resumed; a dotted line is before each of them.
+    """
     panels: list[tuple[str, str, Callable[[Axes, Records], None]]] = [
         ("Loss", "loss", _line("loss", BLUE)),
         ("Length, tokens", "length/response_mean", _draw_lengths),
@@ -48,10 +52,13 @@ def draw_curves(metrics: Records) -> Figure:
     if series(metrics, "reward/mean")[0]:
         del panels[0]
     first = _reward_panels(metrics)
-    return _figure(metrics, first + [(title, draw) for title, name, draw in panels if series(metrics, name)[0]])
+    shown = first + [(title, draw) for title, name, draw in panels if series(metrics, name)[0]]
+    return _figure(metrics, shown, resumed_at)
 
 
-def _figure(metrics: Any, panels: Sequence[tuple[str, Callable[[Axes, Any], None]]]) -> Figure:
+def _figure(
+    metrics: Any, panels: Sequence[tuple[str, Callable[[Axes, Any], None]]], resumed_at: Sequence[int] = ()
+) -> Figure:
     rows = max(1, -(-len(panels) // 2))
     figure = Figure(figsize=(11, 2.9 * rows), layout="constrained", facecolor="white")
     figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12, hspace=0.04, wspace=0.04)
@@ -59,6 +66,8 @@ def _figure(metrics: Any, panels: Sequence[tuple[str, Callable[[Axes, Any], None
         axes = figure.add_subplot(rows, 2, index + 1)
         _dress(axes, title)
         draw(axes, metrics)
+        for step in resumed_at:
+            axes.axvline(step - 0.5, color=GREY, linestyle=":", linewidth=1.2)
     return figure
 
 

@@ -55,11 +55,21 @@ def flat(nested: Any, prefix: str = "") -> dict[str, Any]:
     return leaves
 
 
-def write_provenance(run_folder: Path, config: BaseConfig) -> Path:
-    """Write `config.json` into the run folder, and return its path."""
+def write_provenance(run_folder: Path, config: BaseConfig, first_step: int = 0) -> Path:
+    """Write `config.json` into the run folder, and return its path.
+
+    Args:
+        first_step: the step with which this start of the run begins. If it is not 0, the run is resumed, and the step
+            is added to `resumed_at`, from which the steps are removed that are done again.
+    """
     run_folder.mkdir(parents=True, exist_ok=True)
     path = run_folder / "config.json"
-    path.write_text(json.dumps(provenance(config), indent=2) + "\n", encoding="utf-8")
+    resumed_at: list[int] = []
+    if first_step:
+        earlier = json.loads(path.read_text(encoding="utf-8")).get("resumed_at", []) if path.exists() else []
+        resumed_at = [step for step in earlier if step < first_step] + [first_step]
+    record = provenance(config) | {"resumed_at": resumed_at}
+    path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     return path
 
 

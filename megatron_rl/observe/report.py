@@ -47,7 +47,7 @@ def write_report(run_folder: Path, out: Path | None = None) -> Path:
     return _write(
         out / "report.html",
         "report.html.jinja",
-        draw_curves(metrics),
+        draw_curves(metrics, (made_of or {}).get("resumed_at", ())),
         out / "curves.png",
         name=run_folder.resolve().name,
         tiles=_tiles(metrics, _planned(made_of)),

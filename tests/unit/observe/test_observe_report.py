@@ -115,6 +115,17 @@ def test_the_configuration_reads_back_the_same(tmp_path):
     assert record["versions"]["numpy"] and "git" in record
 
 
+def test_resumes_are_marked_in_the_curves(tmp_path):
+    write_run(tmp_path, *GRPO)
+    for first_step in (0, 1, 4, 9, 6):  # with step 6 the steps after it are done again
+        record = json.loads(write_provenance(tmp_path, CONFIG, first_step).read_text())
+    assert record["resumed_at"] == [1, 4, 6]
+    assert "resumed with step 1, 4, 6" in write_report(tmp_path).read_text()
+    for axes in draw_curves(read_metrics(tmp_path), record["resumed_at"]).axes:
+        assert [line.get_xdata()[0] for line in axes.lines if line.get_linestyle() == ":"] == [0.5, 3.5, 5.5]
+    assert json.loads(write_provenance(tmp_path, CONFIG).read_text())["resumed_at"] == []
+
+
 def test_git_state(tmp_path):
     def git(*arguments):
         who = ["-c", "user.name=a", "-c", "user.email=a@b"]
