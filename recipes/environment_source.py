@@ -39,7 +39,11 @@ def faults_of_environment(
     try:
         schemas = schemas_of(environment)
         if tokenizer is not None and tokenizer.core is not None:
-            _check_template(config, tokenizer, schemas)
+            for rewrite in _check_template(config, tokenizer, schemas):
+                tell(
+                    f"rollout.environment: {rewrite}. The run trains on what the model has sampled, so whoever uses "
+                    "the model should keep its answers as they are, or the template should"
+                )
     except ValueError as error:
         return [str(error)]
     except (_Unknown, TemplateError):
@@ -47,8 +51,11 @@ def faults_of_environment(
     return []
 
 
-def _check_template(config: GrpoRunConfig, tokenizer: TokenizerFiles, schemas: Sequence[Mapping[str, Any]]) -> None:
-    """
+def _check_template(
+    config: GrpoRunConfig, tokenizer: TokenizerFiles, schemas: Sequence[Mapping[str, Any]]
+) -> list[str]:
+    """How the chat template rewrites answers in the history.
+
     Raises:
         ValueError: the chat template cannot offer the tools, or cannot continue a transcript.
     """
@@ -75,5 +82,6 @@ def _check_template(config: GrpoRunConfig, tokenizer: TokenizerFiles, schemas: S
             require_offered(offering, with_arguments(plain), schemas)
         except ValueError as error:
             raise ValueError(f"rollout.environment: {folder}: {error}") from error
-    if config.rollout.environment.kind != "agent":  # an agent that never goes on needs nothing of the template
-        continuation_of(folder, config.rollout, offering)
+    if config.rollout.environment.kind == "agent":  # one that never goes on needs nothing of the template
+        return []
+    return continuation_of(folder, config.rollout, offering).rewrites

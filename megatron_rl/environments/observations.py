@@ -6,7 +6,8 @@ and the beginning of the next turn. Only this text is tokenised, alone.
 
 This is right for every answer only if the template writes the answer as it was sampled, whatever follows it. So
 `Continuation` looks at a conversation whose answers have a thought: each beginning of it must be a beginning of the
-whole.
+whole. Of other answers it notes how the template rewrites them. The transcript keeps what was sampled, so training is
+right; but whoever later renders the conversation gives the model other tokens than it was trained with.
 
 Invariants (tests/unit/environments): transcript and continuation together are the text that the template renders for
 the whole conversation; an observation has at most so many tokens as it may, and the sentence that says that it was cut;
@@ -25,8 +26,8 @@ Render = Callable[[Sequence[Mapping[str, Any]], bool], str]
 """The text of chat turns, and whether it ends where the assistant's answer begins -> the text."""
 QUESTION = {"role": "user", "content": "question"}
 OBSERVED = "observation"
-NUM_ROUNDS = 2
-"""A thought may be dropped only when a second observation follows."""
+NUM_ROUNDS = 3
+"""A thought may be dropped only when a second observation follows, or a third one."""
 SHOWN = 40
 
 
@@ -65,12 +66,23 @@ class Continuation:
             )
         self.end = found
         """The text of the token that ends a turn."""
+        others = _others(self._answer["content"])
+        self.rewrites = [told for answer in others if (told := self._rewrite(answer, observation))]
+        """How the template rewrites answers of other forms in the history, a sentence each."""
 
     def text(self, messages: Sequence[Mapping[str, str]]) -> str:
         """What follows an answer that these observations follow, from the end of its turn on."""
         whole = self._render([QUESTION, self._answer, *messages], True)
         _require_beginning(self._before + self.end, whole)
         return whole[len(self._before) :]
+
+    def _rewrite(self, answer: str, observation: Mapping[str, str]) -> str | None:
+        written = self._render([QUESTION], True)
+        text = self._render([QUESTION, {"role": "assistant", "content": answer}, observation], True)
+        if text.startswith(written + answer + self.end):
+            return None
+        found = text[len(written) : len(written) + len(answer) + SHOWN].partition(self.end)[0]
+        return f"in the history the chat template writes the answer {answer!r} as {found!r}"
 
 
 class Observations:
@@ -151,6 +163,12 @@ def _answer_with_a_thought(prompt: str, delimiter: str) -> str:
     opening = "<" + delimiter.removeprefix("</") if delimiter.startswith("</") else ""
     begun = not opening or prompt.rstrip().endswith(opening)
     return f"{'' if begun else opening + chr(10)}thought\n{delimiter}\n\nanswer"
+
+
+def _others(answer: str) -> list[str]:
+    """Answers of other forms: with white space at the ends, with capital letters, and without a thought."""
+    without = answer.rpartition("\n")[2]
+    return list(dict.fromkeys([f"{answer} \n", answer.replace("answer", "Answer: A"), without]))
 
 
 def _require_beginning(expected: str, text: str) -> None:

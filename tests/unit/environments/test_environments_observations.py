@@ -104,6 +104,27 @@ def test_a_template_that_drops_thoughts_before_a_turn_of_the_user_can_have_tools
         Continuation(renderer(DROPS_BEFORE_A_USER), ["<end>"], "user", "</think>")
 
 
+@pytest.mark.parametrize(
+    "template, delimiter, answers",
+    [
+        (KEEPS, "</think>", []),
+        (KEEPS, "", []),
+        (TRIMS, "", ["answer \n"]),
+        (KEEPS.replace("= m.content", "= m.content | lower"), "", ["Answer: A"]),
+        (
+            KEEPS.replace("= m.content", "= m.content if '</' in m.content or m.role != 'assistant' else '<think>'"),
+            "</think>",
+            ["answer"],
+        ),
+    ],
+)
+def test_answers_that_a_template_rewrites_in_the_history_are_told(template, delimiter, answers):
+    told = Continuation(renderer(template), ["<end>"], "tool", delimiter).rewrites
+    assert [one.partition(" as ")[0] for one in told] == [
+        f"in the history the chat template writes the answer {answer!r}" for answer in answers
+    ]
+
+
 def test_a_thought_that_the_prompt_opens_is_continued():
     Continuation(renderer(OPENS_A_THOUGHT), ["<end>"], "user", "</think>")
 
