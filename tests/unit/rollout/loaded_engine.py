@@ -6,6 +6,7 @@ import multiprocessing
 import os
 from pathlib import Path
 
+from megatron_rl.rollout.shared_memory import remove_own_names
 from megatron_rl.rollout.start import set_cpu_environment
 
 
@@ -23,4 +24,5 @@ def checksums(
     if attention_backend:
         options["attention_backend"] = attention_backend
     llm = LLM(str(folder), quantization=quantization, tensor_parallel_size=tensor, **options)
+    remove_own_names()
     return llm.collective_rpc("compute_weight_checksums")
