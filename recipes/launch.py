@@ -152,7 +152,7 @@ def launch(
         run: trains with the configuration, the run's checkpoints and the interrupt, and returns the number of steps
             that are done.
     """
-    shown = command_of(program)
+    shown = sys.argv[0] if sys.argv[0].startswith("megatron-rl ") else f"python {program}"
     parser = argparse.ArgumentParser(
         shown, description=f"See README.md. Example: {shown} configs/run/tiny_grpo.yaml run.steps=10"
     )
@@ -175,7 +175,7 @@ def launch(
     )
     options = parser.parse_intermixed_args(arguments)
     sys.path.insert(0, os.getcwd())  # the module of a reward function may be in the working folder
-    again = f"{shown} {shlex.join(options.configuration)} --resume auto"
+    again = f"{command_of(program)} {shlex.join(options.configuration)} --resume auto"
     config: Config | None = None
     has_begun = False
     interrupt = Interrupt()
