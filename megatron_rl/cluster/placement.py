@@ -200,6 +200,8 @@ def place_again(placement: Placement, role: str, index: int, alive: Sequence[Nod
         NoRoom: the nodes that live have too few free CPUs or GPUs.
         ValueError: see `place`.
     """
+    if not alive:
+        raise ValueError(f"Ray was lost: none of its nodes is alive, so that the {role} has no place")
     known = {node.id: node for node in placement.nodes}
     nodes = tuple(known.get(node.id, node) for node in alive)
     placement = replace(placement, nodes=nodes)

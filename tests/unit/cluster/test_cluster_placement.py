@@ -134,6 +134,8 @@ def test_verifiers_have_nodes_without_gpus_as_their_pool():
     assert shown(moved, "verifier") == ["2x1", "3x1", "3x1", "3x1"]
     with pytest.raises(ValueError, match="the verifier needs nodes of the pool cpu, but no node of it is alive"):
         place_again(plan, "verifier", 2, nodes[:2])
+    with pytest.raises(ValueError, match="^Ray was lost: none of its nodes is alive, so that the verifier has"):
+        place_again(plan, "verifier", 2, [])
 
 
 def test_a_role_without_a_pool_leaves_room_for_those_that_have_one():
