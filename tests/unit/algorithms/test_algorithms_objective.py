@@ -255,7 +255,7 @@ def test_each_rule_counts_what_it_takes_out_and_the_denominator_stays():
 def test_rejection_around_the_current_policy_follows_the_update():
     rule = {"level": "sequence", "statistic": "k1", "over": "mean", "low": 0.6, "policy": "current"}
     cfg = AlgorithmConfig(correction={"weight": None, "reject": [{**rule, "only_negative": True}]})
-    columns = columns_of([1, 1], [-1.0, 1.0], [-1.0, -1.0], sample=[0, 1], weight=0.5)
+    columns = columns_of([1, 1], [-1.0, 0.5], [-1.0, -1.0], sample=[0, 1], weight=0.5)
     _, _, metrics = evaluate(PolicyObjective(cfg), [-1.0, -1.0], columns, Denominators(2, 2))
     assert metrics["rejected/sequence_mean_k1_current_negative"] == 0
     # Both have become half as likely; the one with A > 0 stays.

@@ -140,6 +140,10 @@ def test_errors_say_what_to_change(lengths, options, message):
         plan_of(lengths, **options)
 
 
+def test_a_cap_of_one_alignment_is_enough():
+    assert plan_of([5], max_tokens=16, parallel={"tensor": 16}).minibatches == ((((0,),),),)
+
+
 def test_an_inactive_sample_may_be_too_long():
     assert plan_of([500, 5], active=[0, 1]).minibatches == ((((1,),),),)
 
