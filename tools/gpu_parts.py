@@ -71,8 +71,8 @@ class Bounds:
 
 
 BOUNDS = {
-    # Sums of thousands of products in another order differ by about 1e-6 of their terms, which is what layouts on one
-    # kind of device are held to (1e-5); the GPU's exponential and its division have other roundings on top.
+    # Sums of thousands of products in another order differ by about 1e-6 of their terms; the GPU's exponential and its
+    # division have other roundings on top.
     "float32": Bounds(1e-5, 1e-5, 1e-4),
     # A number of bf16 has 8 bits: each of the tens of roundings on the way to an element of a gradient is up to 4e-3.
     # On a CPU the largest difference is 0.04. Loss and norm are sums over many elements, whose roundings cancel.

@@ -1,12 +1,14 @@
-"""Megatron's Adam: which part of which parameter a rank updates, the state of these parts, and the norms of an update.
+"""Megatron's Adam: which part of which parameter a rank updates, the state of these parts, and all norms of an update.
 
-With the distributed optimizer a rank has a flat interval of each parameter, otherwise the whole. Invariant
-(tests/dist): the intervals of a parameter's data-parallel ranks follow each other without gap or overlap.
+With the distributed optimizer a rank has a flat interval of each parameter, otherwise the whole. Invariants
+(tests/dist): the intervals of a parameter's data-parallel ranks follow each other without gap or overlap; a norm is
+that of the whole model in every layout, to the rounding of float64.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +25,12 @@ from megatron_rl.actor import platform
 
 COPY, MOMENTS = "fp32_param", ("exp_avg", "exp_avg_sq")
 """The names of the parts of the state: the fp32 copy of a bfloat16 parameter, and Adam's two moments."""
+
+BLOCK_ELEMENTS = 2**18
+"""How many elements a CPU converts to float64 at a time: into 2 MiB, which its cache holds."""
+
+LARGEST_NORM = math.sqrt(torch.finfo(torch.float32).max)
+"""Of a gradient, 1.8e19. The squares of a larger one may be infinite in Adam's second moment, and would be for ever."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +90,34 @@ def set_step(optimizer: torch.optim.Optimizer, state: dict[str, Any], group: dic
         group["step"] = num_updates
 
 
+def sum_of_squares(tensors: Iterable[Tensor]) -> Tensor:
+    """The sum of the squares of all elements, added in float64.
+
+    torch's norm on a CPU has a few running sums in float32. In a long tensor they become so large that the next squares
+    are rounded away: the norm of 28 million normal numbers is 1.6e-3 too small. Kernels for GPUs (Apex, Transformer
+    Engine) have thousands of short sums, but in float32, too. The GPU's kernel that is called here converts each
+    element while it reads it, so it needs no memory for float64. It has been read, not run.
+
+    Args:
+        tensors: float32, contiguous, on the rank's device.
+
+    Returns:
+        float64, a scalar on the rank's device. It is infinite or NaN if and only if an element is.
+    """
+    blocks = [block for tensor in tensors for block in tensor.detach().view(-1).split(BLOCK_ELEMENTS)]
+    if not blocks:
+        return torch.zeros((), dtype=torch.float64, device=platform.device())
+    return torch.stack(torch._foreach_norm(blocks, dtype=torch.float64)).square_().sum()
+
+
+def gradient_square(inner: MegatronOptimizer) -> Tensor:
+    """float64, a scalar: the square of the global L2 norm of the gradients that one of Megatron's optimizers has. It is
+    a collective."""
+    square = sum_of_squares(inner.get_main_grads_for_grad_norm())  # what several ranks hold counts once
+    dist.all_reduce(square, group=inner.get_grad_stats_parallel_group())
+    return square
+
+
 class Norms:
     """The L2 norms of the parameters and of the last update of one of Megatron's optimizers.
 
@@ -116,7 +152,7 @@ class Norms:
         if decay:
             step.add_((value + step).mul_(decay / (1 - decay)))
         for i, tensor in enumerate((value, step)):
-            self._sums[i] += torch.linalg.vector_norm(tensor, dtype=torch.float32).double() ** 2
+            self._sums[i] += sum_of_squares([tensor])
 
     def squares(self) -> Tensor:
         """float64 [2]: the squares of both norms over all ranks. It is a collective."""

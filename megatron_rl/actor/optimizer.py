@@ -4,7 +4,7 @@ With DP > 1 this is Megatron's distributed optimizer, whose state is split over 
 Megatron, one-dimensional parameters (norms, biases) are not decayed. The n-th update, counted from 1, uses the
 schedule's n-th value: a warm-up of w steps begins with lr / w and reaches lr at step w, and the run's last step uses
 lr * min_lr_ratio. Invariants (tests/dist): an update equals that of torch.optim.AdamW on the whole model; the norms of
-parameters and update are those of the whole model in every layout.
+gradient, parameters and update are those of the whole model in every layout.
 """
 
 from __future__ import annotations
@@ -20,7 +20,16 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
-from megatron_rl.actor.adam import COPY, MOMENTS, AdamState, Norms, intervals, set_step
+from megatron_rl.actor.adam import (
+    COPY,
+    LARGEST_NORM,
+    MOMENTS,
+    AdamState,
+    Norms,
+    gradient_square,
+    intervals,
+    set_step,
+)
 from megatron_rl.actor.state import named_parameters
 from megatron_rl.actor.switches import build
 from megatron_rl.config.policy import PolicyConfig
@@ -78,14 +87,16 @@ class Optimizer:
     @torch.no_grad()
     def gradient_norm(self) -> float:
         """Hand the summed gradients to Megatron's optimizers, and return their global L2 norm, which is equal on every
-        rank. It is a collective."""
+        rank. It is a collective. Megatron itself adds the squares in float32 (`adam.sum_of_squares`)."""
         self.megatron.prepare_grads()
-        return float(self.megatron.get_grad_norm())
+        squares = [gradient_square(inner) for inner in self.megatron.chained_optimizers]
+        return math.sqrt(sum(squares[1:], start=squares[0]))
 
     @torch.no_grad()
     def update(self, grad_norm: float, is_last: bool) -> tuple[float, float]:
         """Clip the gradients by the norm that `gradient_norm` returned, and update the weights. Megatron does both in
-        one `step`; here they are separate, so that a gradient with a norm that is not finite never reaches the weights.
+        one `step`; here they are separate, so that a gradient that is not finite or too large never reaches the
+        weights.
 
         Args:
             is_last: the weights are whole on every rank when this returns. Otherwise the next forward pass may gather
@@ -94,7 +105,7 @@ class Optimizer:
         Returns:
             The global L2 norms of the parameters and of the update, which are equal on every rank.
         """
-        assert math.isfinite(grad_norm)
+        assert grad_norm <= LARGEST_NORM
         self._scheduler.step(1)
         clip = self.megatron.config.clip_grad
         # Under expert parallelism Megatron has a separate optimizer for the experts.

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import io
 import logging
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +25,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch import Tensor
 
 from megatron_rl.actor import checkpoint, platform, state
-from megatron_rl.actor.adam import AdamState
+from megatron_rl.actor.adam import LARGEST_NORM, AdamState, sum_of_squares
 from megatron_rl.actor.agreement import Agreement, sum_over_data_ranks
 from megatron_rl.actor.checkpoint import Identity, Part, Saving
 from megatron_rl.actor.context import ContextRank
@@ -179,8 +178,9 @@ class MegatronTrainer:
             they apply.
 
         Raises:
-            ValueError: a log-prob, the loss or the gradient is not finite (the error names samples), or trainer and
-                engine disagree about the log-probs at the step's start. No weight has changed.
+            ValueError: a log-prob, the loss or the gradient is not finite, or the gradient is too large for float32
+                (the error names samples); or trainer and engine disagree about the log-probs at the step's start. No
+                weight has changed.
         """
         self.require("training")
         microbatches, denominators = self._minibatches[minibatch], self._denominators[minibatch]
@@ -217,7 +217,7 @@ class MegatronTrainer:
             bound = coefficients.get("max_mismatch") if minibatch == 0 else None
             metrics = self.spec.objective.conclude(metrics, bound)  # raises on all ranks or none
             grad_norm = self.optimizer.gradient_norm()
-            if not math.isfinite(grad_norm):  # the norm is equal on all ranks, so all of them enter the collective
+            if not grad_norm <= LARGEST_NORM:  # or NaN; it is equal on all ranks, so all of them enter the collective
                 self.agreement.require_none([self._describe_gradients(grad_norm, microbatches)])
             is_last = minibatch == len(self._minibatches) - 1
             param_norm, update_norm = self.optimizer.update(grad_norm, is_last)
@@ -395,7 +395,7 @@ class MegatronTrainer:
 
     def _describe_gradients(self, grad_norm: float, microbatches: Sequence[Microbatch]) -> str:
         parameters = (named for chunk in self.chunks for named in chunk.named_parameters())
-        broken = [name for name, parameter in parameters if not parameter.main_grad.isfinite().all()]
+        broken = [name for name, p in parameters if not sum_of_squares([p.main_grad]) <= LARGEST_NORM**2]
         where = f"first in {broken[0].replace('module.', '')}" if broken else "in other ranks' parameters"
         names = [name for batch in microbatches for name in batch.names]
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""

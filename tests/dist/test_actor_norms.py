@@ -1,13 +1,18 @@
-"""The norms of parameters and updates that an update reports, against parameters before and after it."""
+"""The norms of parameters and updates that an update reports, against parameters before and after it; and the norm of
+the gradient, by which it is clipped, against an exact sum."""
 
 from __future__ import annotations
+
+import math
 
 import cover
 import pytest
 import torch
-from scenarios import Layout
+from norm_scenarios import gradient_of
+from scenarios import OPTIMIZER, Layout
 from test_actor_layouts import ONE_UPDATE, RELATIVE
 
+from megatron_rl.layout import FAMILIES, critic_shape, read_shape
 from megatron_rl.types import Mesh
 
 
@@ -34,8 +39,8 @@ def norm(tensors) -> float:
 def check_norms(steps) -> None:
     """Of a model that is whole on rank 0."""
     for (_, before), (metrics, after) in zip(steps, steps[1:], strict=False):
+        assert metrics["param_norm"] == pytest.approx(norm(after.values()), rel=1e-12)  # sums in float64
         # The update is a difference of fp32 numbers of order 1 whose change is 1e-2: 6 digits of the one are 4 of it.
-        assert metrics["param_norm"] == pytest.approx(norm(after.values()), rel=1e-6)
         change = norm(after[name] - before[name] for name in after)
         assert metrics["update_ratio"] * metrics["param_norm"] == pytest.approx(change, rel=1e-4)
 
@@ -101,3 +106,49 @@ def test_norms_of_a_bf16_model_are_those_of_its_fp32_copies(trainers, model_fold
     for (metrics, _), (expected, _) in zip(steps, whole, strict=True):
         assert metrics["param_norm"] == pytest.approx(expected["param_norm"], rel=0.01)
         assert metrics["update_ratio"] == pytest.approx(expected["update_ratio"], rel=0.1)
+
+
+TP2, DP2, OFFLOAD = Mesh(tensor=2), Mesh(data=2), {"settings": {"offload": True}}
+EXPERTS_WHOLE = Layout(Mesh(tensor=2, data=2, expert=2, expert_tensor=1))
+CLIPPED = {
+    "qwen3": ("qwen3", Layout(), {}),
+    "qwen3_tp2": ("qwen3", Layout(TP2), {}),
+    "qwen3_tp2_supervised": ("qwen3", Layout(TP2), {"algorithm": None}),
+    "qwen3_tp4_two_kv_heads": ("qwen3", Layout(Mesh(tensor=4)), {}),
+    "qwen3_pp2_vpp2_cp2": ("qwen3", Layout(Mesh(pipeline=2, virtual=2, context=2)), {}),
+    "qwen3_dp2_bf16": ("qwen3", Layout(DP2, dtype="bfloat16"), {}),
+    "qwen3_dp2_offload": ("qwen3", Layout(DP2), OFFLOAD),
+    "qwen3_tp2_bf16_offload": ("qwen3", Layout(TP2, dtype="bfloat16"), OFFLOAD),
+    "qwen3_critic_tp2_dp2": ("qwen3", Layout(Mesh(tensor=2, data=2)), {"trains_critic": True}),
+    "tied": ("tied", Layout(), {}),
+    "tied_tp2_pp2": ("tied", Layout(Mesh(tensor=2, pipeline=2)), {}),
+    "qwen3_moe": ("qwen3_moe", Layout(), {}),
+    "qwen3_moe_cp2_ep2": ("qwen3_moe", Layout(Mesh(context=2, expert=2)), {}),
+    "qwen3_moe_tp2_ep2_whole": ("qwen3_moe", Layout(Mesh(tensor=2, expert=2, expert_tensor=1)), {}),
+    "qwen3_moe_tp2_dp2_ep2": ("qwen3_moe", Layout(Mesh(tensor=2, data=2, expert=2)), {}),
+    "qwen3_moe_tp2_dp2_ep2_whole_offload": ("qwen3_moe", EXPERTS_WHOLE, OFFLOAD),
+    "deepseek_v3_pp2_dp2_ep2": ("deepseek_v3", Layout(Mesh(pipeline=2, data=2, expert=2)), {}),
+}
+ESSENTIAL = ("qwen3_critic_tp2_dp2", "tied_tp2_pp2", "qwen3_moe_tp2_dp2_ep2_whole_offload")
+
+
+@pytest.mark.parametrize("name", cover.essential(CLIPPED, *ESSENTIAL))
+def test_the_norm_that_clips_is_exact_in_every_layout(trainers, folders, model_folder, tied_model_folder, name):
+    model, layout, settings = CLIPPED[name]
+    folder = {"qwen3": model_folder, "tied": tied_model_folder}.get(model) or folders[model]
+    shape = read_shape(folder)
+    family = FAMILIES[shape.family]
+    extents = family.hf_tensors(critic_shape(shape) if "trains_critic" in settings else shape)
+    squares = [
+        math.fsum(gradient_of(name, sizes).astype(float).ravel() ** 2)
+        for name, sizes in extents.items()
+        if not family.is_float32(name)  # the bias of a router
+    ]
+    arguments = dict(folder=folder, layout=layout, extents=extents, **settings)
+    results = trainers.run("norm_scenarios.clipped_norm", layout.mesh.world_size, **arguments)
+    norm = results[0][0]
+    assert norm == pytest.approx(math.sqrt(math.fsum(squares)), rel=1e-12)  # float64 adds in another order
+    for found, *quotients in results:
+        assert found == norm, "every rank reports the same bits"
+        # fp32 rounds the factor, and each product.
+        assert quotients == pytest.approx([OPTIMIZER.clip_grad / (norm + 1e-6)] * 2, rel=2e-7)

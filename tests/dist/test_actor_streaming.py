@@ -40,7 +40,7 @@ def check_equal(found, expected, moments=torch.float32) -> None:
                 k: v for k, v in other.items() if k not in NORMS
             }
             for name in NORMS:
-                assert one[name] == pytest.approx(other[name], rel=1e-6)  # float32 sums
+                assert one[name] == pytest.approx(other[name], rel=1e-12)  # float64 sums
         for one, other in zip(states, states2, strict=True):
             assert one.keys() == other.keys()
             for (kind, name), tensor in one.items():

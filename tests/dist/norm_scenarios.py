@@ -1,0 +1,55 @@
+"""The norm of a gradient that is given."""
+
+from __future__ import annotations
+
+import zlib
+
+import critic_scenarios
+import numpy as np
+import scenarios
+import torch
+from scenarios import OPTIMIZER
+
+from megatron_rl.actor import platform
+from megatron_rl.actor.state import named_parameters
+from megatron_rl.layout import slices
+
+
+def gradient_of(name: str, extents: tuple[int, ...]) -> np.ndarray:
+    """float32 [extents]: the same for all that hold the tensor, with magnitudes of 1e-6 to 1e2."""
+    random = np.random.default_rng(zlib.crc32(name.encode()))
+    return (random.standard_normal(extents) * 10.0 ** random.uniform(-6, 2, extents)).astype(np.float32)
+
+
+def clipped_norm(rank, world_size, url, *, folder, layout, extents, trains_critic=False, settings=None, **others):
+    """Let the optimizer clip the gradient of `gradient_of`.
+
+    Args:
+        extents: those of every HF tensor, by name.
+        trains_critic: the model is a critic.
+        settings: of the optimizer, beside OPTIMIZER.
+
+    Returns:
+        The norm that is reported; and the least and the largest quotient of an element after clipping and before, of
+        this rank.
+    """
+    if trains_critic:
+        trainer = critic_scenarios.build(rank, world_size, url, folder, layout)
+    else:
+        optimizer = OPTIMIZER.model_copy(update=settings or {})
+        trainer = scenarios.build(rank, world_size, url, folder, layout, optimizer=optimizer, **others)
+    gradients = {name: parameter.main_grad.zero_() for name, parameter in named_parameters(trainer.chunks)}
+    for shard in trainer.shards:
+        if shard.local_name in gradients:  # the bias of a router has no gradient
+            part = gradients[shard.local_name][slices(shard.local_box)]
+            values = gradient_of(shard.hf_name, extents[shard.hf_name])[slices(shard.hf_box)]
+            part.copy_(torch.from_numpy(values).view(part.shape))
+    optimizer = trainer.optimizer
+    with platform.running():
+        norm = optimizer.gradient_norm()
+        mains = [main for inner in optimizer.megatron.chained_optimizers for main in inner.get_parameters()]
+        before = [main.grad.double() for main in mains]
+        optimizer.update(norm, is_last=True)
+        quotients = torch.cat([(main.grad / old)[old != 0] for main, old in zip(mains, before, strict=True)])
+    trainer.close()
+    return norm, float(quotients.min()), float(quotients.max())
