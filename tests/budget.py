@@ -105,6 +105,12 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.stash[_all] = {}
+    if text := config.getoption("--shard"):
+        index, slash, count = text.partition("/")
+        if not (slash and index.isdigit() and count.isdigit() and 1 <= int(index) <= int(count)):
+            raise pytest.UsageError(f"--shard {text}: write I/N, the I-th of N parts, with 1 <= I <= N")
+    if (text := config.getoption("--write-costs")) and not Path(text).absolute().parent.is_dir():
+        raise pytest.UsageError(f"--write-costs {text}: there is no folder for this file")
 
 
 def pytest_sessionstart(session):
@@ -162,7 +168,6 @@ def pytest_collection_modifyitems(config, items):
     if not config.getoption("--shard"):
         return
     index, count = map(int, config.getoption("--shard").split("/"))
-    assert 1 <= index <= count, f"--shard {index}/{count}: the first number is one of 1 to {count}"
     budget = json.loads(BUDGET.read_text()).get(tier_of(config) or "", {})
     files = {item.nodeid.partition("::")[0] for item in items}
     if len(files) == 1:  # its tests, in their order

@@ -11,11 +11,12 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import signal
 import sys
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
 
@@ -129,7 +130,33 @@ def shared_memory() -> set:
 
 def surroundings() -> set:
     variables = {("variable", name, value) for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
-    return variables | {("working folder", os.getcwd())}
+    try:
+        folder = os.getcwd()
+    except FileNotFoundError:
+        folder = "that was deleted"
+    return variables | {("working folder", folder)}
+
+
+def deleted_variables(before: set) -> set:
+    return {(kind, name, "deleted") for kind, name, *_ in before if kind == "variable" and name not in os.environ}
+
+
+def take_back(before: set, left: set) -> None:
+    """Undo what a test has left behind, so that it fails alone. An open port stays."""
+    variables = {name: value for kind, name, *rest in before if kind == "variable" for value in rest}
+    for kind, name, *_ in left:
+        with suppress(OSError):
+            if kind == "process":
+                os.kill(name, signal.SIGKILL)
+            elif kind == "shared memory":
+                os.unlink(f"{SHARED_MEMORY}/{name}")
+            elif kind == "working folder":
+                [folder] = [folder for kind, folder, *_ in before if kind == "working folder"]
+                os.chdir(folder)
+            elif kind == "variable" and name in variables:
+                os.environ[name] = variables[name]
+            elif kind == "variable":
+                os.environ.pop(name, None)
 
 
 def everything() -> set:
@@ -235,6 +262,8 @@ def pytest_runtest_teardown(item, nextitem):
         left = _left(_before_module, lambda: everything() | _whole_family())
     else:
         left = _left(item.stash[_before], everything)
+    left |= deleted_variables(item.stash[_before]) - _allowed["session"]
+    take_back(item.stash[_before], left)
     _allowed["session"] |= left  # it is told once
     if left and not item.stash.get(_failed, False):
         pytest.fail(f"{item.nodeid} leaves behind: {described(left)}", pytrace=False)

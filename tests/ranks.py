@@ -20,13 +20,18 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import leaks
+import psutil
 import warm
+
+from megatron_rl.processes import descendants
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGXFSZ, signal.SIGCHLD)
 LIMITS = (resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE, resource.RLIMIT_AS)
@@ -76,6 +81,10 @@ def together(function: Callable[..., Any], calls: Sequence[tuple], limit_s: floa
 def end_all() -> None:
     while _living:
         rank = _living.pop()
+        with suppress(psutil.NoSuchProcess):
+            for process in descendants(psutil.Process(rank.process.pid)):
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
         rank.process.kill()
         rank.process.join()
         rank.pipe.close()
@@ -112,7 +121,8 @@ def _serve(pipe: Connection) -> None:
         random.setstate(generators[2])
         try:
             answer = True, function(*arguments)
-        except Exception:  # reported to the test, which fails with it
+            reduction.ForkingPickler.dumps(answer)
+        except BaseException:  # reported to the test, which fails with it
             answer = False, traceback.format_exc()
         if answer[0]:
             gc.collect()
@@ -151,6 +161,8 @@ def _state() -> dict[str, Any]:
         "limits": [resource.getrlimit(limit) for limit in LIMITS],
         "children": _children(),
         "dtype": torch.get_default_dtype(),
+        "device": str(torch.get_default_device()),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
         "gradients": torch.is_grad_enabled(),
         "torch threads": torch.get_num_threads(),
     }

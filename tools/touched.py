@@ -33,10 +33,10 @@ def files() -> list[Path]:
     return sorted(path for path in inside if path.parts[0] != "megatron_rl" or path.parts[1] not in LINKED)
 
 
-def module_names() -> dict[str, Path]:
-    """The file of each module of the package."""
+def module_names(gone: Sequence[Path] = ()) -> dict[str, Path]:
+    """The file of each module of the package, and of those that are gone."""
     names = {}
-    for path in files():
+    for path in [*files(), *gone]:
         if path.parts[0] in SOURCES:
             parts = (
                 path.with_suffix("").parts
@@ -88,8 +88,8 @@ def imports_of(path: Path, names: dict[str, Path]) -> set[Path]:
                 module(f"{node.module}.{alias.name}")
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             text = node.value
-            if text.endswith(".py") and Path(text) in names.values():
-                found.add(Path(text))
+            if "/" in text and len(text) < 200 and text.isprintable() and (ROOT / text).is_file():
+                found.add(Path(text))  # a script, a configuration, data
             elif text.replace(".", "").isidentifier() and (ROOT / here / f"{text.split('.')[0]}.py").exists():
                 found.add(here / f"{text.split('.')[0]}.py")
             elif text.startswith(("recipes.", "tools.")) and f"megatron_rl.{text}" in names:
@@ -102,11 +102,15 @@ def imports_of(path: Path, names: dict[str, Path]) -> set[Path]:
 
 
 @cache
-def importers() -> dict[Path, set[Path]]:
-    """For each file those that import it."""
-    names = module_names()
+def importers(gone: tuple[Path, ...] = ()) -> dict[Path, set[Path]]:
+    """For each file those that import it, or name it.
+
+    Args:
+        gone: modules that were deleted or renamed; who still imports them is touched.
+    """
+    names = module_names(gone)
     found: dict[Path, set[Path]] = {path: set() for path in files()}
-    for path in found:
+    for path in list(found):
         for other in imports_of(path, names):
             found.setdefault(other, set()).add(path)
     return found
@@ -115,7 +119,8 @@ def importers() -> dict[Path, set[Path]]:
 def tests_of(changed: Iterable[Path]) -> dict[Path, list[Path]]:
     """For each test file that the changed files reach: the chain of imports, from the test to a changed file. Those
     with the shortest chains come first."""
-    above = importers()
+    changed = list(changed)
+    above = importers(gone_of(changed))
     chains = {path: [path] for path in changed}
     waiting = deque(chains)
     while waiting:
@@ -125,6 +130,10 @@ def tests_of(changed: Iterable[Path]) -> dict[Path, list[Path]]:
                 chains[other] = [other, *chains[path]]
                 waiting.append(other)
     return {path: chain for path, chain in chains.items() if path.name.startswith("test_")}
+
+
+def gone_of(changed: Iterable[Path]) -> tuple[Path, ...]:
+    return tuple(path for path in changed if path.suffix == ".py" and not (ROOT / path).exists())
 
 
 def git(*words: str) -> str:
@@ -144,8 +153,8 @@ def changed_since(base: str) -> list[Path]:
     """What differs between a commit and the working folder, new files included."""
     try:
         names = (
-            git("diff", "--name-only", base).splitlines()
-            + git("ls-files", "--others", "--exclude-standard").splitlines()
+            git("-c", "core.quotePath=false", "diff", "--no-renames", "--name-only", base).splitlines()
+            + git("-c", "core.quotePath=false", "ls-files", "--others", "--exclude-standard").splitlines()
         )
     except subprocess.CalledProcessError as error:
         raise SystemExit(f"touched: git knows no commit {base!r}: {error.stderr.strip()}") from None
@@ -160,7 +169,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     base = given.base or default_base()
     changed = changed_since(base)
-    known = set(files())
+    known = {*files(), *importers(gone_of(changed))}
     reached = {
         path: chain
         for path, chain in tests_of(path for path in changed if path in known).items()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import budget
 import cover
 import leaks
 import pytest
+from patience import deadline
 
 TESTS = Path(__file__).parents[1]
 
@@ -27,10 +29,10 @@ def test_clean():
     subprocess.run([sys.executable, "-c", ""], check=True)
 
 def test_leaves_a_process():
-    kept.append(subprocess.Popen(["sleep", "20"]))
+    kept.append(subprocess.Popen(["sleep", "200"]))
 
 def test_leaves_an_orphan():
-    subprocess.run(["sh", "-c", "sleep 20 & exit"], check=True, start_new_session=True)
+    subprocess.run(["sh", "-c", "sleep 200 & exit"], check=True, start_new_session=True)
 
 def test_leaves_a_port():
     kept.append(socket.create_server(("127.0.0.1", 0)))
@@ -38,22 +40,33 @@ def test_leaves_a_port():
 def test_leaves_a_variable():
     os.environ["LEFT_BEHIND"] = "1"
 
+def test_deletes_a_variable():
+    del os.environ["HOME"]
+
 def test_leaves_a_folder(tmp_path):
     os.chdir(tmp_path)
+
+def test_deletes_its_folder(tmp_path):
+    os.chdir(tmp_path)
+    tmp_path.rmdir()
+
+def test_sees_nothing_of_them():
+    assert "LEFT_BEHIND" not in os.environ and os.environ["HOME"] and os.getcwd()
+    assert kept[0].wait() != 0, "the process that was left was ended"
 
 def test_leaves_shared_memory():
     (leaks.SHARED_MEMORY / "left_behind").touch()
 
 @pytest.fixture(scope="module")
 def server():
-    one = subprocess.Popen(["sleep", "20"])
+    one = subprocess.Popen(["sleep", "200"])
     yield one
     one.kill()
     one.wait()
 
 def test_has_a_server(server):
     with leaks.lasting("module"):
-        started = subprocess.Popen(["sleep", "20"])
+        started = subprocess.Popen(["sleep", "200"])
     kept.append(started)
 
 def test_ends_what_was_to_last():
@@ -64,7 +77,27 @@ def test_ends_what_was_to_last():
 def test_hangs():
     time.sleep(60)
 
+@pytest.mark.deadline(seconds=0.2)
+def test_goes_on_after_its_deadline():
+    try:
+        time.sleep(60)
+    except BaseException:
+        pass
+
 def test_last():
+    pass
+"""
+
+KILLS = """
+import os
+
+def test_before():
+    pass
+
+def test_kills():
+    os._exit(3)
+
+def test_after():
     pass
 """
 
@@ -106,9 +139,11 @@ OWN = pytest.mark.skipif(not leaks.shared_memory_is_own(), reason="shared memory
         ("test_leaves_a_process", "process"),
         ("test_leaves_a_port", "port"),
         ("test_leaves_a_variable", "variable LEFT_BEHIND=1"),
+        ("test_deletes_a_variable", "variable HOME=deleted"),
         ("test_leaves_a_folder", "working folder"),
+        ("test_deletes_its_folder", "working folder that was deleted"),
         pytest.param("test_leaves_shared_memory", "shared memory left_behind", marks=OWN),
-        ("test_last", "sleep 20"),  # an orphan is found at the end of its module
+        ("test_last", "sleep 200"),  # an orphan is found at the end of its module
     ],
 )
 def test_what_is_left_behind_fails_the_test_by_name(outcome, name, left):
@@ -120,10 +155,39 @@ def test_a_test_that_hangs_is_ended_and_named(outcome):
     assert "::test_hangs has not ended by its deadline of 0 s" in outcome
 
 
+def test_a_test_that_swallows_its_deadline_fails(outcome):
+    assert "test_goes_on_after_its_deadline has gone on after its deadline of 0 s" in outcome
+
+
+def test_a_test_that_ends_its_process_is_named_and_the_others_run(tmp_path):
+    for number in range(3):
+        (tmp_path / f"test_{number}.py").write_text(KILLS if number == 0 else "def test_fine(): pass\n")
+    (tmp_path / "conftest.py").write_text(CONFTEST)
+    [options] = re.findall("^pytest := .* -m pytest (.*)$", (TESTS.parent / "Makefile").read_text(), re.MULTILINE)
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "-rA", "-c", os.devnull]
+    done = subprocess.run(
+        [*command, *options.split(), "--rootdir", tmp_path, tmp_path],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(TESTS)},
+        timeout=deadline(120),
+    )
+    assert done.returncode == 1 and "crashed while running 'test_0.py::test_kills'" in done.stdout, done.stdout
+    assert "test_0.py::test_kills has ended the process in which it ran" in done.stdout
+    for name in ("test_0.py::test_before", "test_0.py::test_after", "test_1.py::test_fine", "test_2.py::test_fine"):
+        assert f"PASSED {name}" in done.stdout
+
+
 def test_what_may_last_and_what_is_clean_passes(outcome):
     passed = {line.partition("::")[2] for line in outcome.splitlines() if line.startswith("PASSED")}
     failed = {line.partition("::")[2].partition(" ")[0] for line in outcome.splitlines() if line.startswith("ERROR")}
-    assert {"test_clean", "test_has_a_server", "test_ends_what_was_to_last"} <= passed - failed, outcome
+    assert {
+        "test_clean",
+        "test_sees_nothing_of_them",
+        "test_has_a_server",
+        "test_ends_what_was_to_last",
+    } <= passed - failed, outcome
 
 
 def test_a_file_above_its_budget_is_named():

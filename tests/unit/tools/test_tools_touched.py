@@ -35,9 +35,16 @@ def test_commands_scenarios_and_fixtures_count_as_imports():
 
 def test_what_nothing_imports_touches_nothing_and_a_test_touches_itself():
     assert reached("megatron_rl/verifiers/text.py").keys().isdisjoint({"tests/unit/balance/test_balance_packing.py"})
-    assert reached("tests/unit/balance/test_balance_packing.py") == {
-        "tests/unit/balance/test_balance_packing.py": ["tests/unit/balance/test_balance_packing.py"]
-    }
+    own, this = "tests/unit/balance/test_balance_packing.py", "tests/unit/tools/test_tools_touched.py"
+    assert reached(own) == {own: [own], this: [this, own]}, "this file names it"
+
+
+def test_a_configuration_touches_who_names_it_and_a_module_that_is_gone_who_imports_it():
+    assert "tests/e2e/test_resume.py" in reached("configs/run/tiny_grpo.yaml")
+    assert "tests/slurm/test_slurm_jobs.py" in reached("slurm/train.sbatch")
+    names = touched.module_names([Path("megatron_rl/balance/gone.py")])
+    assert names["megatron_rl.balance.gone"] == Path("megatron_rl/balance/gone.py")
+    assert touched.gone_of([Path("a/gone.py"), Path("a/gone.txt"), Path("tools/touched.py")]) == (Path("a/gone.py"),)
 
 
 def test_imports_for_types_alone_do_not_count(tmp_path, monkeypatch):
