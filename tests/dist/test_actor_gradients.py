@@ -114,7 +114,7 @@ def of_one_process(numbers):
     return of
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", cover.essential(LAYOUTS, "qwen3", "mixtral"))
 def test_one_process_has_the_gradient_of_transformers(folders, model_folder, rows, of_one_process, name):
     expected = plain_gradient(model_folder if name == "qwen3" else folders[name], rows, 0.0, 0.0)
     _, _, found = of_one_process(name)
@@ -144,6 +144,7 @@ def sharp_llama(folder: Path, num_layers: int) -> Path:
     return folder
 
 
+@pytest.mark.deep
 def test_the_trainer_in_float64_has_the_gradient_of_a_model_without_float32(trainers, rows, tmp_path, monkeypatch):
     def norm(module, hidden):
         return module.weight * hidden * (hidden.pow(2).mean(-1, keepdim=True) + module.variance_epsilon).rsqrt()
