@@ -1,4 +1,4 @@
-# make demo: watch a tiny model learn.
+# make demo: watch a tiny model learn.   make demo-real: watch a real one learn (a download of 93 MB).
 # make check: style, types and the pure tests.
 # make test: these and the essentials of every room: real processes, the real engine, the real loop with kills.
 # make test-deep: everything else that a change can break.   make test-touched: as much of it as a change touches.
@@ -16,12 +16,15 @@ pytest := $(python) -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 pure := algorithms balance config convert data environments layout loop observe planning verifiers
 ARGS ?=
 
-.PHONY: setup demo lint types check test test-deep test-touched test-all test-slurm
+.PHONY: setup demo demo-real lint types check test test-deep test-touched test-all test-slurm
 setup:
 	@tools/setup.sh
 
 demo: setup
 	@$(python) -m megatron_rl demo
+
+demo-real: setup
+	@$(python) -m megatron_rl demo-real
 
 lint: setup
 	@$(python) -m ruff check .

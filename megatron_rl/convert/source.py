@@ -107,6 +107,11 @@ def open_checkpoint(folder: Path, kind: str = manifest.WEIGHTS, fields: dict[str
     Raises:
         ValueError: the folder has none of the three forms, or it is damaged or incomplete.
     """
+    if folder.suffix == ".gguf":
+        raise ValueError(
+            f"{folder} is a GGUF file; make a Hugging Face folder of it first, with `megatron-rl convert from-gguf "
+            f"{folder} TARGET`"
+        )
     fields = fields or manifest.read(folder)
     form = fields["form"] if fields else manifest.HUB
     if fields is None and not (folder / "config.json").is_file():

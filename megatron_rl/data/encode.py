@@ -41,16 +41,6 @@ def encodable(text: str) -> str:
     return text
 
 
-def chat_ids(
-    tokenizer: PreTrainedTokenizerBase,
-    turns: Sequence[Mapping[str, Any]],
-    add_generation_prompt: bool,
-    arguments: Mapping[str, Any],
-) -> list[int]:
-    """The token ids of `chat_text`."""
-    return plain_ids(tokenizer, chat_text(tokenizer, turns, add_generation_prompt, arguments))
-
-
 def chat_text(
     tokenizer: PreTrainedTokenizerBase,
     turns: Sequence[Mapping[str, Any]],

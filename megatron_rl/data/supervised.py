@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatron_rl.data.encode import chat_ids, plain_ids
+from megatron_rl.data.encode import chat_text, plain_ids
 from megatron_rl.data.files import load_rows
 from megatron_rl.data.forms import Reading, recognise
 from megatron_rl.data.rows import BadRow, LongRow, OnBadRow, Row, Turns, text_of, turns_of
@@ -90,11 +90,15 @@ def demonstration_of(row: Mapping[str, Any]) -> tuple[tuple[str, str] | Turns, R
 def _split_chat(
     tokenizer: PreTrainedTokenizerBase, turns: Sequence[Mapping[str, Any]], template: Mapping[str, Any]
 ) -> tuple[list[int], list[int]]:
-    prompt = chat_ids(tokenizer, turns[:-1], add_generation_prompt=True, arguments=template) if turns[:-1] else []
-    whole = chat_ids(tokenizer, turns, add_generation_prompt=False, arguments=template)
-    if whole[: len(prompt)] != prompt:
+    before = chat_text(tokenizer, turns[:-1], add_generation_prompt=True, arguments=template) if turns[:-1] else ""
+    text = chat_text(tokenizer, turns, add_generation_prompt=False, arguments=template)
+    if not text.startswith(before):
         raise BadRow("the chat template writes the earlier turns differently once the answer is there")
-    return prompt, whole[len(prompt) :]
+    prompt, whole = plain_ids(tokenizer, before), plain_ids(tokenizer, text)
+    if whole[: len(prompt)] == prompt:
+        return prompt, whole[len(prompt) :]
+    # White space with which the answer begins has melted into the prompt's last token, which no answer can change.
+    return prompt, plain_ids(tokenizer, text.removeprefix(before))
 
 
 def ended(completion: list[int], eos_id: int) -> list[int]:

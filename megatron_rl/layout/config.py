@@ -30,6 +30,11 @@ def read_shape(folder: Path) -> ModelShape:
             feature that its family's table does not describe.
     """
     path = folder if folder.suffix == ".json" else folder / "config.json"
+    if folder.suffix == ".gguf":
+        raise ValueError(
+            f"model.path: {folder} is a GGUF file, with which no run can begin; make a folder of it with "
+            f"`megatron-rl convert from-gguf {folder} {folder.with_suffix('')}` and give that"
+        )
     if not path.is_file():
         found = "has no config.json" if folder.is_dir() else "has no config.json, because it does not exist"
         needed = "give the folder of a Hugging Face checkpoint"

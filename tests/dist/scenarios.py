@@ -211,11 +211,12 @@ def logits(rank, world_size, url, *, folder, samples, layout):
             attention_mask=None,
             packed_seq_params=packed_sequences(batch.lengths_S, actor.spec.shape, fused=False),
         )
-        part_1TV = hidden_1TH @ output_weight(unwrap_model(actor.chunks[-1])).T
+        weight_VH = output_weight(unwrap_model(actor.chunks[-1]))
+        part_1TV = hidden_1TH.to(weight_VH.dtype) @ weight_VH.T
     parts = [torch.empty_like(part_1TV) for _ in range(layout.mesh.tensor)]
     dist.all_gather(parts, part_1TV.contiguous(), group=parallel_state.get_tensor_model_parallel_group())
     actor.close()
-    return torch.cat(parts, -1)[0].numpy(), batch.lengths_S.numpy()
+    return torch.cat(parts, -1)[0].float().numpy(), batch.lengths_S.numpy()
 
 
 def logprobs(rank, world_size, url, *, hidden_TH, weight_VH, target_T, grad_2T, vocab_size, temperature):
