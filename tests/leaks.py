@@ -259,12 +259,16 @@ def pytest_runtest_teardown(item, nextitem):
     item.funcargs.clear()  # pytest keeps the values of fixtures for a moment longer
     if nextitem is None or nextitem.path != item.path:
         _allowed["module"].clear()
-        left = _left(_before_module, lambda: everything() | _whole_family())
+        before = _before_module
+        left = _left(before, lambda: everything() | _whole_family())
     else:
-        left = _left(item.stash[_before], everything)
-    left |= deleted_variables(item.stash[_before]) - _allowed["session"]
-    take_back(item.stash[_before], left)
+        before = item.stash[_before]
+        left = _left(before, everything)
+    if nextitem is not None:  # at the end fixtures of the session take back what they have set
+        left |= deleted_variables(before) - _allowed["session"]
+    told = described(left)
+    take_back(before, left)
     _allowed["session"] |= left  # it is told once
     if left and not item.stash.get(_failed, False):
-        pytest.fail(f"{item.nodeid} leaves behind: {described(left)}", pytrace=False)
+        pytest.fail(f"{item.nodeid} leaves behind: {told}", pytrace=False)
     return result
