@@ -18,6 +18,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import lru_cache
+from multiprocessing import resource_tracker
 from pathlib import Path
 
 import pytest
@@ -115,6 +116,9 @@ def pytest_sessionstart(session):
     if not hasattr(session.config, "workerinput") and session.config.getoption("numprocesses", None):
         return  # the tests run in other processes
     _is_own = sys.platform == "linux" and _own_shared_memory()
+    resource_tracker.ensure_running()  # whoever needs it first would seem to leave it behind
+    pid = resource_tracker._resource_tracker._pid
+    _allowed["session"].add(("process", pid, stat(pid)[19]))
 
 
 _is_own = False

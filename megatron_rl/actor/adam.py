@@ -30,7 +30,8 @@ BLOCK_ELEMENTS = 2**18
 """How many elements a CPU converts to float64 at a time: into 2 MiB, which its cache holds."""
 
 LARGEST_NORM = math.sqrt(torch.finfo(torch.float32).max)
-"""Of a gradient, 1.8e19. The squares of a larger one may be infinite in Adam's second moment, and would be for ever."""
+"""The largest norm of a gradient that is applied, 1.8e19. The squares of a larger gradient may be infinite in Adam's
+second moment, and would stay so for ever."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +95,8 @@ def sum_of_squares(tensors: Iterable[Tensor]) -> Tensor:
     """The sum of the squares of all elements, added in float64.
 
     torch's norm on a CPU has a few running sums in float32. In a long tensor they become so large that the next squares
-    are rounded away: the norm of 28 million normal numbers is 1.6e-3 too small. Kernels for GPUs (Apex, Transformer
-    Engine) have thousands of short sums, but in float32, too. The GPU's kernel that is called here converts each
-    element while it reads it, so it needs no memory for float64. It has been read, not run.
+    are rounded away: the norm of 28 million normal numbers is 1.6e-3 too small. The GPU's kernel that is called here
+    converts each element while it reads it, so it needs no memory for float64. It has been read, not run.
 
     Args:
         tensors: float32, contiguous, on the rank's device.

@@ -16,8 +16,8 @@ from megatron_rl.config.shipped import find_shipped
 
 
 class ImportPath(str):
-    """Where a function or class is: `package.module:name`, or `folder/file.py:name`. A file that ships with the package
-    (`recipes/...`) is found from any working folder."""
+    """The place of a function or class: `package.module:name`, or `folder/file.py:name`. A file that ships with the
+    package (`recipes/...`) is found from any working folder."""
 
     __slots__ = ()
 

@@ -17,7 +17,7 @@ BF16_UNITS = ("amx_bf16", "avx512_bf16")
 
 def has_bf16_units() -> bool:
     """Whether this machine's CPU has units that multiply matrices of bfloat16. Without them a product in bfloat16 takes
-    tens of times as long as one in float32."""
+    much longer than one in float32."""
     features = CPU.read_text() if CPU.exists() else ""
     return any(unit in features for unit in BF16_UNITS)
 

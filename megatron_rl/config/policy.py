@@ -129,8 +129,8 @@ class ModelConfig(Section):
     weights."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """The data type of the weights in the trainer's forward pass and in the engine. The optimizer computes in fp32.
-    `auto`: bfloat16 on GPUs, and on CPUs that have units for it; float32 on other CPUs, where a product in bfloat16 is
-    tens of times slower."""
+    `auto`: bfloat16 on GPUs, and on CPUs that have units for it; float32 on other CPUs, where a product in bfloat16
+    takes much longer."""
     layers: Literal["auto", "transformer_engine", "local"] = "auto"
     """The trainer's layers. `transformer_engine`: the fused layers of that library, on GPUs. `local`: Megatron's own
     linear layers with this project's attention and norms, which run everywhere. `auto`: Transformer Engine's if it is

@@ -4,7 +4,7 @@ transformers and the package gguf do the reading: names, the order of rotary dim
 pass over in silence is checked here. A quantised file gives a dequantised model: its values are those that the blocks
 stand for, and config.json says so under `dequantised_from`.
 
-Invariants (tests/unit/convert/test_convert_gguf.py): the folder has every value of the file, each as the formula of
+Invariants (tests/e2e/test_real_model.py): the folder has every value of the file, each as the formula of
 its kind gives it, and rounded once to the dtype; what cannot be carried over is an error that names it.
 """
 
@@ -33,6 +33,8 @@ ARCHITECTURES = ("llama", "qwen2", "qwen3")
 GPT2_SPLITS = ("default", "gpt-2", "gpt2")
 """`tokenizer.ggml.pre` of vocabularies that split text as GPT-2 does, which transformers takes for all that it does not
 know."""
+SPLITS_OF_DIGITS = ("smollm",)
+"""`tokenizer.ggml.pre` of vocabularies that split off each digit first, which transformers does not know."""
 
 
 @dataclass(frozen=True)
@@ -187,10 +189,6 @@ def _notes(fields: dict[str, Any]) -> tuple[str, ...]:
     if "tokenizer.chat_template" not in fields:
         notes.append("the file has no chat template")
     return tuple(notes)
-
-
-SPLITS_OF_DIGITS = ("smollm",)
-"""`tokenizer.ggml.pre` of vocabularies that split off each digit first, which transformers does not know."""
 
 
 def _tokenizer(file: Path, fields: dict[str, Any]) -> Any:

@@ -56,3 +56,14 @@ sys.stdin.read()
     assert (
         "verifier is process" in text and text.endswith("at the end\n") and "bytes of output were left out here" in text
     )
+
+
+def test_what_a_process_makes_at_its_start_is_not_searched_for_garbage():
+    code = (
+        "import gc\nfrom megatron_rl.processes import starting\n"
+        "with starting():\n    kept = [[] for _ in range(1000)]\n    inside = gc.isenabled()\n"
+        "searched = {id(one) for one in gc.get_objects()}\n"
+        "print(inside, gc.isenabled(), any(id(one) in searched for one in kept))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.split() == ["False", "True", "False"], done.stderr
