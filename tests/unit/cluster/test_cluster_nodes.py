@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -83,6 +85,12 @@ def start(placement: RayPlacement, role: str, index: int) -> ray.actor.ActorHand
     return ray.remote(rank_class()).options(**placement.group_options(role, index)).remote()
 
 
+def wait_for(seconds: float, *names: str, address: str) -> subprocess.CompletedProcess[str]:
+    """Run the command that a Slurm job waits with."""
+    command = [sys.executable, "-m", "megatron_rl.cluster.joined", str(seconds), *names]
+    return subprocess.run(command, env=os.environ | {"RAY_ADDRESS": address}, capture_output=True, text=True)
+
+
 @pytest.mark.deep
 def test_processes_are_where_the_plan_says_and_a_lost_node_is_left(cluster):
     """Two trainer nodes and three for engines. One GPU of a trainer node is in use already."""
@@ -95,6 +103,11 @@ def test_processes_are_where_the_plan_says_and_a_lost_node_is_left(cluster):
     end = time.monotonic() + deadline(60)
     while sorted(node.free_gpus for node in read_nodes()) != [0, 2, 2, 2, 3]:  # Ray counts a moment later
         assert time.monotonic() < end
+    names = [one["NodeName"] for one in ray.nodes()]
+    assert wait_for(60, *names, address=cluster.cluster.address).returncode == 0
+    ended = wait_for(0.5, *names, "elsewhere", address=cluster.cluster.address)
+    assert ended.returncode == 1
+    assert ended.stderr.startswith("1 of 6 nodes did not join Ray within 0.5 s: elsewhere; their logs")
     given = config(2, 2, {"tensor": 2, "data": 2}, {"trainer": "train", "engine": "rollout"})
 
     placement = RayPlacement(given)

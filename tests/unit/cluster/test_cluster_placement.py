@@ -109,6 +109,11 @@ def test_the_engines_of_a_cluster_without_gpus_are_spread_by_free_cpus():
     assert shown(plan, "verifier") == ["2x1"]
 
 
+def test_a_node_whose_only_gpu_is_in_use_is_the_last_choice_for_a_verifier():
+    nodes = [node(0, free=1, gpus=1, cpus=64), node(1, free=0, gpus=0, cpus=2)]
+    assert shown(place([trainer(1, 1), VERIFIER], nodes), "verifier") == ["1x1"]
+
+
 def test_pools_keep_roles_on_their_nodes():
     nodes = [node(0, pool="rollout"), node(1, pool="rollout"), node(2), node(3, pool="train")]
     plan = place([trainer(8, 4, pool="train"), engines(4, 4, pool="rollout"), VERIFIER], nodes)

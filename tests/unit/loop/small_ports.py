@@ -208,7 +208,7 @@ def open_checkpoints(folder: Path, cfg: GrpoRunConfig, resume) -> Checkpoints:
 def config(**changes) -> GrpoRunConfig:
     merged = {
         "run": {"name": "x", "steps": 3},
-        "model": {"path": "nowhere"},
+        "model": {"path": "nowhere", "dtype": "bfloat16"},
         "data": {"train": "rows"},
         "rollout": {"prompts_per_step": 4, "samples_per_prompt": 2, "max_prompt_tokens": 8, "max_response_tokens": 8},
         "balance": {"max_tokens_per_microbatch": 16},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from small_ports import World
 
-from megatron_rl.loop.stragglers import NUM_STEPS, Stragglers
+from megatron_rl.loop.stragglers import NUM_STEPS, RATIO, Stragglers
 
 
 def test_a_rank_is_named_after_some_steps_in_a_row():
@@ -22,7 +22,7 @@ def test_a_rank_is_named_after_some_steps_in_a_row():
         step(3, 2.04)
     step(3, 1.4)  # not slow
     for _ in range(NUM_STEPS - 1):
-        step(3, 2.04)
+        step(3, RATIO)
     assert world.warnings == []
     step(3, 2.04)
     assert len(world.warnings) == 1

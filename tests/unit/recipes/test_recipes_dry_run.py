@@ -102,7 +102,7 @@ def printed(describe, model: str, parallel: dict, rollout: dict, cluster: dict) 
         GrpoRunConfig,
         {
             "run": {"name": "plan", "steps": 1},
-            "model": {"path": f"models/{model}"},
+            "model": {"path": f"models/{model}", "dtype": "bfloat16"},
             "policy": {"parallel": parallel},
             "data": {"train": "rows.jsonl"},
             "rollout": {"prompts_per_step": 4, "samples_per_prompt": 2, "max_prompt_tokens": 8}

@@ -90,6 +90,13 @@ def test_a_sample_golden():
     assert (sample.length, sample.num_prompt_tokens) == (8, 3)
     assert (sample.num_actions, sample.num_thought_tokens) == (4, 2)
     assert (sample.finish, sample.thought_cut, sample.verdict) == ("stop", True, None)
+    assert sample.oldest_version == 4
+
+
+def test_an_answer_without_sampled_tokens_has_no_version():
+    transcript = Transcript()
+    transcript.force((3,))
+    assert as_sample([1], transcript, (3,))[0].oldest_version == -1
 
 
 def test_a_kept_beginning_did_not_stop():
