@@ -5,7 +5,6 @@
 # make test-all: both, with every combination where the others run a pairwise cover.
 # make test-slurm: jobs under a real Slurm on this machine (as root: it installs Debian's slurm-wlm and munge).
 # Each makes .venv first when it is missing. ARGS are for pytest, or for tools/touched.py: make test ARGS="-k resume".
-export OMP_NUM_THREADS ?= 1
 # Without files of bytecode each of the tests' processes compiles the project again, about a second.
 unexport PYTHONDONTWRITEBYTECODE
 python := .venv/bin/python
@@ -15,6 +14,8 @@ pytest := $(python) -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 # The rooms whose unit tests start neither Ray, vLLM nor Megatron.
 pure := algorithms balance config convert data environments layout loop observe planning verifiers
 ARGS ?=
+# One thread a process, because several tests run at a time.
+check pure test test-deep test-touched test-all test-slurm: export OMP_NUM_THREADS ?= 1
 
 .PHONY: setup demo demo-real lint types check test test-deep test-touched test-all test-slurm
 setup:

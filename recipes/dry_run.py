@@ -7,6 +7,7 @@ It needs neither torch nor a GPU nor the model's weights, and it takes a second 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 
 from rich.console import Console
@@ -14,6 +15,7 @@ from rich.table import Table
 
 from megatron_rl.balance.hardware import DECODING_SHARE, TRAINING_SHARE
 from megatron_rl.cluster.placement import Placement, demands_of, smallest_cluster
+from megatron_rl.config.machine import num_cores, threads_of_ranks
 from megatron_rl.config.schema import BaseConfig, GrpoRunConfig, SftRunConfig
 from megatron_rl.layout import FAMILIES
 from megatron_rl.planning.estimates import (
@@ -52,6 +54,8 @@ def describe_policy(config: BaseConfig, console: Console) -> ModelShape:
     title = f"{config.run.name}: {shape.family}, {num_parameters:,} parameters"
     table = Table(title=title, show_header=False, title_justify="left")
     table.add_row("trainer", trainer)
+    if not config.cluster.gpus_per_trainer:
+        table.add_row("threads of each rank", _threads(config))
     table.add_row("parameters of the largest rank", f"{largest.total:,}")
     table.add_row("  weights", gigabytes(largest.weight_bytes(dtype)))
     table.add_row("  gradients (fp32)", gigabytes(largest.gradient_bytes))
@@ -113,6 +117,15 @@ def describe_rollout(config: GrpoRunConfig, shape: ModelShape, console: Console)
     )
     table.add_row("  bytes out of the busiest trainer rank", gigabytes(sent.max()))
     console.print(table)
+
+
+def _threads(config: BaseConfig) -> str:
+    name = "OMP_NUM_THREADS"
+    for place, chosen in (("cluster.environment", config.cluster.environment), ("the shell", os.environ)):
+        if name in chosen:
+            return f"{chosen[name]}, by {name} of {place}"
+    cores = num_cores()
+    return f"{threads_of_ranks(config, cores)}, of this machine's {cores} cores"
 
 
 def describe_memory(config: BaseConfig, shape: ModelShape, console: Console) -> RunMemory:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_rl.config.load import load_config
+from megatron_rl.config.machine import num_cores, threads_of_ranks
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.recipes.defaults import with_defaults
 from megatron_rl.recipes.launch import console
@@ -87,7 +88,8 @@ def engines_alone(
     with ExitStack() as cleaning:
         cleaning.callback(remove_leftovers)
         with waiting(console, "Ray starts") as tell:
-            cleaning.enter_context(ray_session(config.cluster, 1, logs, check))
+            num_threads = threads_of_ranks(config, num_cores())
+            cleaning.enter_context(ray_session(config.cluster, 1, logs, check, num_threads=num_threads))
             tell("the engines start vLLM (logs/engine_0.log), and the verifiers load the rewards")
             placement = RayPlacement(config, ("engine", "verifier"))
             restarts = Restarts(config.cluster.restarts_per_hour)

@@ -18,6 +18,7 @@ from megatron_rl.recipes.launch import Interrupt, console, launch, quiet_environ
 
 quiet_environment()
 
+from megatron_rl.config.machine import num_cores, threads_of_ranks  # noqa: E402
 from megatron_rl.config.schema import GrpoRunConfig  # noqa: E402
 from megatron_rl.layout import Links, check_model, critic_shape, read_shape  # noqa: E402
 from megatron_rl.loop.checkpoints import Checkpoints  # noqa: E402
@@ -84,7 +85,14 @@ def run(config: GrpoRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) -
         cleaning.callback(remove_leftovers)  # engines that were killed during their start leave shared memory
         with waiting(console, "Ray starts") as tell:
             cleaning.enter_context(
-                ray_session(config.cluster, config.num_trainer_ranks, logs, interrupt.check, interrupt.on_loss)
+                ray_session(
+                    config.cluster,
+                    config.num_trainer_ranks,
+                    logs,
+                    interrupt.check,
+                    interrupt.on_loss,
+                    num_threads=threads_of_ranks(config, num_cores()),
+                )
             )
             tell("the processes of engines, verifiers and trainer ranks start")
             placement, restarts = RayPlacement(config), Restarts(config.cluster.restarts_per_hour)

@@ -336,9 +336,8 @@ def show(run_folder: Path) -> None:
 
 
 def quiet_environment() -> None:
-    """Set environment variables so that each process has one thread, and libraries do not write to the terminal. It
-    must be called before torch and Ray are imported."""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    """Set environment variables so that libraries do not write to the terminal. It must be called before torch and Ray
+    are imported."""
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

@@ -14,6 +14,7 @@ from megatron_rl.recipes.launch import Interrupt, console, launch, quiet_environ
 
 quiet_environment()
 
+from megatron_rl.config.machine import num_cores, threads_of_ranks  # noqa: E402
 from megatron_rl.config.schema import SftRunConfig  # noqa: E402
 from megatron_rl.layout import check_model, read_shape  # noqa: E402
 from megatron_rl.loop.checkpoints import Checkpoints  # noqa: E402
@@ -68,7 +69,8 @@ def run(config: SftRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) ->
         seed=config.run.seed,
     )
     num_trainers = config.policy.parallel.mesh.world_size
-    with ray_session(config.cluster, num_trainers, logs, interrupt.check, interrupt.on_loss):
+    num_threads = threads_of_ranks(config, num_cores())
+    with ray_session(config.cluster, num_trainers, logs, interrupt.check, interrupt.on_loss, num_threads=num_threads):
         with waiting(console, "Ray runs; the trainer ranks import Megatron-Core and load the weights"):
             placement, restarts = RayPlacement(config), Restarts(config.cluster.restarts_per_hour)
             if config.cluster.ray_address is not None:  # the preflight has looked at this machine

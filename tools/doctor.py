@@ -109,6 +109,7 @@ def judge(machine: Machine) -> Judgement:
     for_cpu = "cpu" in (versions["vllm"] or "")
     used = {
         "trainer": f"{len(machine.gpus)} GPUs ({machine.gpus[0]})" if on_gpus else f"{machine.num_cpus} CPUs",
+        **({} if on_gpus else {"threads": f"{machine.num_cpus}, shared by the ranks that compute at the same time"}),
         "collectives": "NCCL" if on_gpus else "gloo",
         "layers of bf16 models": "Transformer Engine's" if fused else "Megatron's local layers",
         "layers of fp32 models": "Megatron's local layers",

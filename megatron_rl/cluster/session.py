@@ -70,6 +70,8 @@ def ray_session(
     logs: Path,
     on_tick: Callable[[], None] = lambda: None,
     on_loss: Callable[[str], None] | None = None,
+    *,
+    num_threads: int = 1,
 ) -> Iterator[None]:
     """Run the body with Ray. A Ray that this function started is stopped at the end; one that it joined keeps running.
 
@@ -83,6 +85,8 @@ def ray_session(
             ends. From its first call on, a signal handler must not raise: it might interrupt Ray anywhere.
         on_loss: called in another thread, with the cause, if the Ray that this function started is lost. Afterwards all
             its processes and the driver are ended, because the driver may be inside a call of Ray that never returns.
+        num_threads: the number of threads with which each process computes, unless the shell has OMP_NUM_THREADS or
+            `cluster.environment` has.
 
     Raises:
         ValueError: there is no Ray at `cluster.ray_address`, or it does not admit this process.
@@ -91,7 +95,7 @@ def ray_session(
     logs.mkdir(parents=True, exist_ok=True)
     python_path = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     environment = {
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(num_threads)),
         "TOKENIZERS_PARALLELISM": "false",
         # The processes must import what the driver can import, such as a reward function in the working folder.
         # They have another working folder, so all folders are absolute.

@@ -59,7 +59,8 @@ class ClusterConfig(Section):
     environment: Environment = {}
     """Environment variables of all processes of the run, such as `{NCCL_IB_HCA: mlx5}`. They override those of the
     driver's shell, of which only the variables of the network are handed on (`NCCL_*`, `GLOO_*`, `UCX_*`, `FI_*`,
-    `RES_OPTIONS`). Secrets are refused."""
+    `RES_OPTIONS`). Secrets are refused. Without OMP_NUM_THREADS here or in the shell, the ranks that compute on CPUs at
+    the same time share out the cores of the machine; on GPUs each process computes on the CPU with one thread."""
     interface: str | None = None
     """The network interface through which processes of different nodes talk to each other, such as `ib0`. null means
     GLOO_SOCKET_IFNAME if that variable is set, and otherwise, on each node, the interface that has the address with

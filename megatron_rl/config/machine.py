@@ -1,12 +1,13 @@
-"""What the configuration takes from the machine: the data type in which its CPU multiplies matrices quickly."""
+"""What a run takes from the machine: the data type in which its CPU multiplies matrices quickly, and its cores."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TypeVar
 
 from megatron_rl.config.policy import ModelConfig
-from megatron_rl.config.schema import BaseConfig
+from megatron_rl.config.schema import BaseConfig, GrpoRunConfig
 
 Config = TypeVar("Config", bound=BaseConfig)
 
@@ -38,3 +39,28 @@ def with_data_types(config: Config) -> Config:
     if critic is not None and critic.model is not None:
         changes["critic"] = critic.model_copy(update={"model": settled(critic.model)})
     return config.model_copy(update=changes)
+
+
+def num_cores() -> int:
+    """The number of cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def threads_of_ranks(config: BaseConfig, cores: int) -> int:
+    """The number of threads with which each trainer rank and each engine rank computes on a machine with this number
+    of cores. OMP_NUM_THREADS in the shell, or in `cluster.environment`, has precedence.
+
+    Trainers and engines that take turns (`rollout.max_lag: 0`) share out all cores among themselves in turn: 1 trainer
+    rank and 1 engine on 2 cores have 2 threads each. With a lag both compute at the same time, so each has 1. On GPUs,
+    and in a Ray that is running already, whose nodes are other machines, it is 1.
+    """
+    cluster = config.cluster
+    if cluster.gpus_per_trainer or cluster.gpus_per_engine_rank or cluster.ray_address is not None:
+        return 1
+    num_trainers, num_engines = config.policy.parallel.mesh.world_size, 0
+    if isinstance(config, GrpoRunConfig):
+        num_trainers = config.num_trainer_ranks
+        num_engines = config.rollout.num_engines * config.rollout.engine_ranks
+        if config.rollout.max_lag:
+            return max(1, cores // (num_trainers + num_engines))
+    return max(1, cores // max(num_trainers, num_engines))

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
 import sys
 from collections.abc import Sequence
@@ -53,8 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status = grpo.main(
             ["configs/run/smollm2_sums.yaml", f"run.folder={home}", "run.name=grpo", f"run.seed={options.seed}"]
             + [f"model.path={model}", f"data.train={task}/train.jsonl", f"data.eval={task}/eval.jsonl"]
-            # Trainer and engine take turns, so each may have all cores.
-            + [f"cluster.environment={{OMP_NUM_THREADS: '{len(os.sched_getaffinity(0))}'}}", "--resume", "auto"]
+            + ["--resume", "auto"]
         )
         if status:
             return status

@@ -50,6 +50,7 @@ def test_a_laptop_uses_gloo_and_local_layers():
     assert judged.used["collectives"] == "gloo" and judged.used["Adam"] == "PyTorch's"
     assert judged.used["layers of bf16 models"] == "Megatron's local layers"
     assert judged.used["vLLM's platform"] == "CPU" and judged.used["trainer"] == "2 CPUs"
+    assert judged.used["threads"] == "2, shared by the ranks that compute at the same time"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,44 @@
+"""The threads of a rank, by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_rl.config.load import validate
+from megatron_rl.config.machine import threads_of_ranks
+from megatron_rl.config.schema import GrpoRunConfig, SftRunConfig
+
+SHARED = {"run": {"name": "x", "steps": 1}, "model": {"path": "m"}, "balance": {"max_tokens_per_microbatch": 16}}
+
+
+def grpo(data: int = 1, engines: int = 1, max_lag: int = 0, cluster: dict | None = None) -> GrpoRunConfig:
+    rollout = {"prompts_per_step": 2, "samples_per_prompt": 2, "max_prompt_tokens": 8, "max_response_tokens": 8}
+    given = {
+        "data": {"train": "rows"},
+        "policy": {"parallel": {"data": data}},
+        "rollout": rollout | {"num_engines": engines, "max_lag": max_lag},
+        "cluster": cluster or {},
+    }
+    return validate(GrpoRunConfig, SHARED | given)
+
+
+@pytest.mark.parametrize(
+    ("config", "cores", "threads"),
+    [
+        (grpo(), 2, 2),  # they take turns
+        (grpo(max_lag=1), 2, 1),  # both compute at the same time
+        (grpo(data=2), 8, 4),
+        (grpo(data=2, engines=4), 8, 2),
+        (grpo(data=2, engines=4, max_lag=2), 8, 1),
+        (grpo(data=4), 2, 1),  # more ranks than cores
+        (grpo(cluster={"gpus_per_trainer": 1, "gpus_per_engine_rank": 1}), 64, 1),
+        (grpo(cluster={"ray_address": "auto"}), 64, 1),
+    ],
+)
+def test_ranks_that_compute_at_the_same_time_share_the_cores(config, cores, threads):
+    assert threads_of_ranks(config, cores) == threads
+
+
+def test_a_supervised_run_has_trainers_alone():
+    given = {"policy": {"parallel": {"data": 2}}, "sft": {"rows": "rows", "rows_per_step": 2, "max_tokens": 8}}
+    assert threads_of_ranks(validate(SftRunConfig, SHARED | given), 8) == 4
