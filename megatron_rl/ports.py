@@ -6,13 +6,13 @@ the same process.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatron_rl.types import Group, Mesh, Metrics, Prompt, Purpose, Share, TokenNumbers, Tokens, Verdict
+from megatron_rl.types import Group, GroupRequest, Mesh, Metrics, Share, TokenNumbers, Tokens
 
 
 class StopRequested(BaseException):
@@ -133,34 +133,6 @@ class Critic(Protocol):
         """
 
 
-class Engine(Protocol):
-    """The inference engines, which generate answers."""
-
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        num_samples: int,
-        version: int,
-        seed: int,
-        finished: Callable[[Group], object],
-        purpose: Purpose = "training",
-    ) -> list[Group]:
-        """Generate `num_samples` answers to every prompt. They have no verdicts. The same seed and
-        weights give the same answers.
-
-        Args:
-            finished: is called with each group as soon as all its answers are there, in any order. If an engine is
-                lost, its groups are generated again, and those that it has given before are not returned.
-            purpose: those for `training` get the rewards of their passages (`rollout.prefix_values`).
-
-        Returns:
-            The groups, in the order of the prompts.
-        """
-
-    def tokens(self, group: Group, with_routes: bool = False) -> Sequence[Tokens]:
-        """Fetch the payload of a group, for the few answers that people read, and for what `rollout.dump` writes."""
-
-
 class Bridge(Protocol):
     """The transfer of weights from the trainer to the engines."""
 
@@ -176,61 +148,37 @@ class Bridge(Protocol):
         """
 
 
-class Scoring(Protocol):
-    """Scores the groups of one step, while the engines still generate others."""
-
-    def add(self, group: Group) -> None:
-        """Begin to score a group, unless a reward needs all answers of the step. Returns at once."""
-
-    def finish(self, groups: Sequence[Group]) -> tuple[list[list[Verdict]], Metrics]:
-        """Wait until all is scored.
-
-        Args:
-            groups: the groups of the step, which have been added before, in any order. Others that were added do not
-                count.
-
-        Returns:
-            One verdict for each sample of each group, and metrics: `reward/<name>/seconds`, the time of all calls of
-            the reward, `reward/<name>/failed`, the share of answers that it could not score, and what its function
-            logs. Except for times, they do not depend on the order in which groups were added.
-        """
-
-
-class Verifier(Protocol):
-    """The rewards of the run."""
-
-    def scoring(self) -> AbstractContextManager[Scoring]:
-        """A new scoring. At the end of the context, groups whose scoring has not begun are given up."""
-
-
 @dataclass(frozen=True, slots=True)
-class Verified:
-    """Groups whose samples have their verdicts."""
+class Collected:
+    """Groups whose answers are there."""
 
     groups: Mapping[int, Group]
-    """The groups, by the numbers with which they were asked for."""
+    """The groups, by the numbers with which they were asked for. Their samples have their verdicts."""
     metrics: Metrics
-    """The metrics of the scoring (see `Scoring.finish`), and `stream/idle_s`: the seconds in which engines were idle
-    since the last `Stream.collect`, of all engines together, and `stream/span_s`: the seconds since then."""
+    """`reward/<name>/seconds`, the time of all calls of the reward; `reward/<name>/failed`, the share of answers that
+    it could not score; what its function logs; `stream/idle_s`, the seconds in which engines were idle since the last
+    `Stream.collect`, of all engines together; and `stream/span_s`, the seconds since then."""
 
 
 class Stream(Protocol):
-    """Engines and verifiers that work while the trainer does."""
+    """Engines and verifiers, which work on groups while the trainer does something else."""
 
-    def ask(self, number: int, prompt: Prompt, num_samples: int, version: int) -> None:
-        """Begin to generate and to verify a group, with whatever weights the engines hold. Returns at once.
+    def ask(self, requests: Sequence[GroupRequest], version: int) -> None:
+        """Begin to generate and to verify groups, with the weights that the engines hold. Returns at once.
+
+        The requests of one call enter an engine together and in their order. If the engines do nothing else, and no
+        push arrives meanwhile, the answers are the same to the bit whenever it is called.
 
         Args:
-            number: names the group in `collect`, and seeds its answers. Only groups with numbers of 0 and above are
-                written into the run's journal.
             version: the version that the engines hold now.
         """
 
     def cancel(self, number: int) -> None:
         """Stop generating and verifying a group. `collect` will not return it, unless it is asked for again."""
 
-    def collect(self, version: int) -> Verified:
-        """Wait until at least one group is generated and verified, and return those that are.
+    def collect(self, version: int) -> Collected:
+        """Wait until at least one group is there, and return those that are. In a run in turns (`rollout.max_lag: 0`)
+        wait for all that were asked for, so that a reward that needs all answers of a step has them.
 
         Args:
             version: what an engine that is started anew gets.
@@ -242,15 +190,17 @@ class Stream(Protocol):
             TooManyRestarts: an engine died once more than the run allows.
         """
 
+    def tokens(self, group: Group, with_routes: bool = False) -> Sequence[Tokens]:
+        """Fetch the tokens of a group's samples, for the few answers that people read, and for what `rollout.dump`
+        writes."""
+
 
 @dataclass(frozen=True, slots=True)
 class Ports:
     """The parts outside the loop of reinforcement learning that it works with."""
 
     policy: Policy
-    engine: Engine
     bridge: Bridge
-    verifier: Verifier
     stream: Stream
     critic: Critic | None = None
 

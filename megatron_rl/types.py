@@ -304,9 +304,27 @@ class Verdict:
         return self.score if self.shaped is None else self.shaped
 
 
-Purpose = Literal["training", "evaluation", "baseline"]
-"""What an answer is for: the update, an evaluation, or the baseline of the estimator `remax`, for which the most
-probable tokens are taken."""
+@dataclass(frozen=True, slots=True)
+class GroupRequest:
+    """What the engines are asked for: the answers to one prompt.
+
+    Example: the third prompt of step 5 in a run with `run.seed: 1` and 4 prompts a step is
+    `GroupRequest(22, prompt, num_samples=8, seed=(1048581, 2))`: its place in the stream of prompts is 5 x 4 + 2, and
+    1048581 is 2**20 + 5.
+    """
+
+    number: int
+    """The name of the group until it is handed out. A group that is trained on has its place in the stream of prompts,
+    counted from 0. All others, of evaluations and baselines, have numbers below 0: they get no rewards of passages, and
+    are not written into the journal."""
+    prompt: Prompt
+    num_samples: int
+    seed: tuple[int, ...]
+    """What the seeds of the answers are made of, together with `run.seed`. The same seed and weights give the same
+    answers."""
+    is_greedy: bool = False
+    """Whether the most probable tokens are taken, for the baseline of the estimator `remax`."""
+
 
 UTILITY = "utility"
 """The kind of the rewards of a thought's passages (`rollout.prefix_values`)."""

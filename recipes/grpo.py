@@ -128,7 +128,7 @@ def run(config: GrpoRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) -
                 tell("the verifiers load the rewards (logs/verifier.log)")
                 verifier.wait()
                 bridge = RayBridge(config, spec, policy, engines, logs, links)
-                ports = Ports(policy, engines, bridge, verifier, RayStream(config, engines, verifier), critic)
+                ports = Ports(policy, bridge, RayStream(config, engines, verifier), critic)
             else:
                 ports = ports_without_engines(policy, critic)
         with sink, interrupt.training():

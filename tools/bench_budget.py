@@ -5,9 +5,6 @@ The model rarely ends a thought by itself, so almost every thought has its whole
 tokens in all modes. What the second call costs is then the difference: its prompt is in the prefix cache but for its
 last block, which is computed anew.
 
-    generate      all answers of a step together, as in a run in turns
-    answer        each answer goes on alone, as in an asynchronous run
-
 Scheduler and model run in one thread of this process, and seconds are those of its CPU time, so that other busy
 processes change little.
 
@@ -35,7 +32,7 @@ from megatron_rl.recipes.tiny.model import write_random_qwen3
 from megatron_rl.rollout.budgets import Budgets
 from megatron_rl.rollout.engine import VllmEngine
 from megatron_rl.rollout.program import Completion
-from megatron_rl.types import Prompt
+from megatron_rl.types import GroupRequest, Prompt
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
@@ -105,53 +102,43 @@ def prompts(number: int) -> list[Prompt]:
     return [Prompt(str(row), (4 + row % 256, 4 + row // 256, *[9] * (PROMPT - 3), OPENING), "") for row in rows]
 
 
-async def generate(engine: Engine, number: int) -> list[Any]:
-    return [one for group in await engine.generate(prompts(number), SAMPLES, 0, number) for one in group]
-
-
 async def answer(engine: Engine, number: int) -> list[Any]:
-    asked = prompts(number)
-    calls = [engine.answer(number * PROMPTS + i, i, prompt, range(SAMPLES)) for i, prompt in enumerate(asked)]
+    """The answers of a round, which begin together."""
+    requests = [GroupRequest(i, prompt, SAMPLES, (number, i)) for i, prompt in enumerate(prompts(number))]
+    batch = number, len(requests)
+    calls = [
+        engine.answer(number * PROMPTS + i, request, range(SAMPLES), batch=batch) for i, request in enumerate(requests)
+    ]
     return [one for group in await asyncio.gather(*calls) for one in group]
 
 
-async def measure(rounds: int) -> dict[str, dict[str, float]]:
-    """For each way and mode: the median tokens/s in rounds that alternate, the same as a share of the rate without a
-    budget, and the number of prompt tokens that were computed for an answer, those of the second call included."""
+async def measure(rounds: int) -> dict[str, float]:
+    """For each mode: the median tokens/s in rounds that alternate, the same as a share of the rate without a budget,
+    and the number of prompt tokens that were computed for an answer, those of the second call included."""
     with tempfile.TemporaryDirectory() as name:
         write_model(Path(name))
         engine = Engine(Path(name))
         await engine.start()
-        rates: dict[tuple[str, str], list[float]] = {}
-        computed: dict[tuple[str, str], float] = {}
-        number = 0
+        rates: dict[str, list[float]] = {mode: [] for mode in MODES}
+        computed: dict[str, float] = {}
         for turn in range(rounds + 1):
-            for way in (generate, answer):
-                for mode in MODES:
-                    engine.use(mode)
-                    number += 1
-                    engine.num_computed = 0
-                    start = time.process_time()
-                    answers = await way(engine, number)
-                    seconds = time.process_time() - start
-                    computed[way.__name__, mode] = engine.num_computed / len(answers)
-                    if turn:  # the first one warms up
-                        num_tokens = sum(sample.length - sample.num_prompt_tokens for sample, _ in answers)
-                        rates.setdefault((way.__name__, mode), []).append(num_tokens / seconds)
+            for i, mode in enumerate(MODES):
+                engine.use(mode)
+                engine.num_computed = 0
+                start = time.process_time()
+                answers = await answer(engine, turn * len(MODES) + i)
+                seconds = time.process_time() - start
+                computed[mode] = engine.num_computed / len(answers)
+                if turn:  # the first one warms up
+                    num_tokens = sum(sample.length - sample.num_prompt_tokens for sample, _ in answers)
+                    rates[mode].append(num_tokens / seconds)
         engine.close()
+    # Rounds next to each other have the same company on the machine, so the ratio is that within a round.
+    shares = {mode: median(a / b for a, b in zip(rates[mode], rates["none"], strict=True)) for mode in MODES[1:]}
     return {
-        way.__name__: {
-            **{f"{mode}_tokens_per_s": median(rates[way.__name__, mode]) for mode in MODES},
-            **{f"{mode}_prefill_tokens": computed[way.__name__, mode] for mode in MODES},
-            # Rounds next to each other have the same company on the machine, so the ratio is that within a round.
-            **{
-                f"{mode}_share": median(
-                    a / b for a, b in zip(rates[way.__name__, mode], rates[way.__name__, "none"], strict=True)
-                )
-                for mode in MODES[1:]
-            },
-        }
-        for way in (generate, answer)
+        **{f"{mode}_tokens_per_s": median(rates[mode]) for mode in MODES},
+        **{f"{mode}_prefill_tokens": computed[mode] for mode in MODES},
+        **{f"{mode}_share": share for mode, share in shares.items()},
     }
 
 
@@ -167,12 +154,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.json:
         print(json.dumps(results))
         return 0
-    print("            tokens/s: none   two_call            native")
-    for way, row in results.items():
-        cells = [f"{row[f'{mode}_tokens_per_s']:8,.0f} ({row[f'{mode}_share']:.2f} times)" for mode in MODES[1:]]
-        print(f"{way:12} {row['none_tokens_per_s']:14,.0f} {'  '.join(cells)}")
-        computed = ", ".join(f"{row[f'{mode}_prefill_tokens']:.0f} ({mode})" for mode in MODES)
-        print(f"{'':12} prompt tokens computed for an answer: {computed}")
+    print(f"tokens/s without a budget: {results['none_tokens_per_s']:,.0f}")
+    for mode in MODES[1:]:
+        rate, share = results[f"{mode}_tokens_per_s"], results[f"{mode}_share"]
+        computed = results[f"{mode}_prefill_tokens"]
+        print(f"{mode:10} {rate:,.0f} ({share:.2f} times); {computed:.0f} prompt tokens computed for an answer")
     return 0
 
 

@@ -46,7 +46,7 @@ from megatron_rl.recipes.process_rewards.task import VOCABULARY, write_model
 from megatron_rl.recipes.tiny.model import write_random_qwen3
 from megatron_rl.rollout.engine import VllmEngine
 from megatron_rl.rollout.program import Completion
-from megatron_rl.types import Prompt, Sample
+from megatron_rl.types import GroupRequest, Prompt, Sample
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
@@ -81,7 +81,7 @@ class Engine(VllmEngine):
 
     def __init__(self, config: GrpoRunConfig) -> None:
         super().__init__(model=config.model, rollout=config.rollout, seed=0, loads_weights=True)
-        self._own_valuer, self._way = self._valuer, "none"
+        self._own_valuer, self._way, self._num_calls = self._valuer, "none", 0
         self.scored = {way: Scored() for way in WAYS}
 
     def _completion(self, output: RequestOutput) -> Completion:
@@ -98,9 +98,16 @@ class Engine(VllmEngine):
         valuer, self._way = self._own_valuer, way
         assert valuer is not None, "the configuration has rollout.prefix_values"
         self._valuer = valuer if way == "shadow" else None
-        groups = await self.generate(prompts, num_samples, 0, seed)
+        batch = self._num_calls, len(prompts)
+        requests = [GroupRequest(i, prompt, num_samples, (seed, i)) for i, prompt in enumerate(prompts)]
+        calls = [
+            self.answer(self._num_calls + i, request, range(num_samples), batch=batch)
+            for i, request in enumerate(requests)
+        ]
+        self._num_calls += len(prompts)
+        groups = await asyncio.gather(*calls)
         if way == "after":
-            asked = [valuer.rewarded(*one) for one in zip(prompts, groups, strict=True)]
+            asked = [self._carry_out(valuer.rewarded(*one)) for one in zip(prompts, groups, strict=True)]
             groups = await asyncio.gather(*asked)
         return [sample for group in groups for sample, _ in group]
 

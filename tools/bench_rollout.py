@@ -43,14 +43,14 @@ from megatron_rl.cluster.verifier import VerifierGroup
 from megatron_rl.config.load import validate
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.data import ShuffledStream
-from megatron_rl.loop.asynchronous import AsynchronousSource
+from megatron_rl.loop.engine_source import EngineSource
 from megatron_rl.loop.source import Rollouts
 from megatron_rl.loop.stopping import NEVER
 from megatron_rl.ports import Ports
 from megatron_rl.rollout.engine import VllmEngine
 from megatron_rl.rollout.program import Call
 from megatron_rl.rollout.request_queue import Request
-from megatron_rl.types import Group, Prompt
+from megatron_rl.types import Group, GroupRequest, Prompt
 
 MEDIAN, LARGEST, SIGMA = 64, 30, 1.0
 """The lengths in tokens: the median, the largest as a multiple of it, and the deviation of the logarithm."""
@@ -146,8 +146,7 @@ class StaticSource:
         groups: list[Group] = []
         while len(groups) < PROMPTS:
             asked = self._prompts.take(SLOTS // SAMPLES)
-            for number, prompt in asked:
-                self._stream.ask(number, prompt, SAMPLES, step)
+            self._stream.ask([GroupRequest(n, prompt, SAMPLES, (n,)) for n, prompt in asked], step)
             goal = len(groups) + len(asked)
             while len(groups) < goal:
                 groups += self._stream.collect(step).groups.values()
@@ -209,8 +208,8 @@ def measure(num_steps: int, trainer_s: float, modes: Sequence[str]) -> dict[str,
                 stream, prompts = RayStream(config, engines, verifiers), ShuffledStream(rows, PROMPTS, seed=0)
                 source: Any = StaticSource(stream, prompts)
                 if mode != "static":
-                    ports = Ports(None, engines, None, verifiers, stream)  # type: ignore[arg-type]
-                    source = AsynchronousSource(config, ports, prompts, Quiet(), NEVER)  # type: ignore[arg-type]
+                    ports = Ports(None, None, stream)  # type: ignore[arg-type]
+                    source = EngineSource(config, ports, prompts, Quiet(), NEVER)  # type: ignore[arg-type]
                 results[mode] = run(source, engines, verifiers, config, trainer_s)
             fixed_s, per_answer_s = ray.get(engines.engines[0].step_costs.remote())
             engines.close()

@@ -37,11 +37,11 @@ from megatron_rl.cluster.verifier import VerifierGroup
 from megatron_rl.config.load import validate
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.data import ShuffledStream
-from megatron_rl.loop.asynchronous import AsynchronousSource
+from megatron_rl.loop.engine_source import EngineSource
 from megatron_rl.loop.stopping import NEVER
 from megatron_rl.ports import Ports
 from megatron_rl.tools.bench_rollout import Quiet, cpu_seconds
-from megatron_rl.types import Prompt, Sample, Tokens
+from megatron_rl.types import GroupRequest, Prompt, Sample, Tokens
 
 SAMPLES, LENGTH = 8, 20
 """The number of answers to a prompt, and of the tokens of each."""
@@ -53,9 +53,16 @@ class StubRank(EngineRank):
         self.released.set()
 
     async def answer(
-        self, ticket: int, number: int, prompt: Prompt, samples: range, earlier: list[str]
+        self,
+        ticket: int,
+        asked: GroupRequest,
+        samples: range,
+        version: int | None,
+        batch: tuple[int, int],
+        earlier: list[str],
     ) -> tuple[list[Sample], list[Tokens]]:
         await self.released.wait()
+        prompt = asked.prompt
         length = len(prompt.token_ids) + LENGTH
         columns = (np.zeros(length, kind) for kind in (np.int32, bool, np.float32, np.int32))
         tokens = Tokens(*columns)
@@ -128,7 +135,7 @@ def at_a_rate(stream: RayStream, verifiers: VerifierGroup, rate: float, seconds:
     start, before, asked, done = time.perf_counter(), cpu_seconds(processes), 0, 0
     while (now := time.perf_counter() - start) < seconds:
         while asked < now * rate:
-            stream.ask(asked, prompt, SAMPLES, 0)
+            stream.ask([GroupRequest(asked, prompt, SAMPLES, (asked,))], 0)
             asked += 1
         done += len(stream.collect(0).groups)
     after = cpu_seconds(processes)
@@ -176,10 +183,10 @@ def many(config: GrpoRunConfig, stream: RayStream, engines: EngineGroup) -> dict
     }
 
 
-def source_of(config: GrpoRunConfig, stream: RayStream) -> AsynchronousSource:
+def source_of(config: GrpoRunConfig, stream: RayStream) -> EngineSource:
     prompts = ShuffledStream(rows(1000), config.rollout.prompts_per_step, seed=0)
-    ports = Ports(None, None, None, None, stream)  # type: ignore[arg-type]
-    return AsynchronousSource(config, ports, prompts, Quiet(), NEVER)  # type: ignore[arg-type]
+    ports = Ports(None, None, stream)  # type: ignore[arg-type]
+    return EngineSource(config, ports, prompts, Quiet(), NEVER)  # type: ignore[arg-type]
 
 
 def rows(count: int) -> list[Prompt]:

@@ -39,7 +39,7 @@ from megatron_rl.ports import StopRequested
 from megatron_rl.recipes.engines_alone import check_settings, config_without_trainers, engines_alone, settings_of
 from megatron_rl.recipes.launch import Interrupt, console, log_to_file, quiet_environment
 from megatron_rl.recipes.row_sources import training_sources
-from megatron_rl.types import Group, Prompt
+from megatron_rl.types import Group, GroupRequest, Prompt
 
 quiet_environment()
 
@@ -128,14 +128,18 @@ def rated(config: GrpoRunConfig, out: Path, waiting: Sequence[tuple[int, Prompt]
 
     rollout = config.rollout
     with engines_alone(config, out / "logs", check) as (engines, verifiers):
-        stream = RayStream(config, engines, verifiers)
+        stream = RayStream(config, engines, verifiers, in_turns=False)
         left, under_way = list(reversed(waiting)), 0
         most = -(-WAVES * rollout.num_engines * rollout.max_sequences // rollout.samples_per_prompt)
         while left or under_way:
-            while left and under_way < most:
-                number, prompt = left.pop()
-                stream.ask(-1 - number, prompt, rollout.samples_per_prompt, 0)  # below 0: not for a run's journal
-                under_way += 1
+            asked = [left.pop() for _ in range(min(len(left), most - under_way))]
+            under_way += len(asked)
+            own = [-1 - number for number, _ in asked]  # below 0: not for a run's journal
+            requests = [
+                GroupRequest(number, prompt, rollout.samples_per_prompt, (number,))
+                for number, (_, prompt) in zip(own, asked, strict=True)
+            ]
+            stream.ask(requests, version=0)
             groups = stream.collect(0).groups.values()
             under_way -= len(groups)
             yield from (pass_rate_of(config, group) for group in groups)

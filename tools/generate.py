@@ -4,7 +4,7 @@ The arguments are those of the run that will train: YAML files and overrides, me
 load the weights of `model.path`, and answer the prompts of the run's first steps with the seeds of a run in turns.
 OUT gets a file for each step, as `rollout.dump` writes them, and a run with `rollout.replay=OUT` trains on them. The
 answers of step 0 are those of such a run, up to rounding; those of later steps are not, because its weights would have
-changed. An asynchronous run has other seeds.
+changed.
 
     python tools/generate.py configs/run/gsm8k_32b.yaml rollout.num_engines=8 --steps 20 --out rollouts/qwen3_32b
     python recipes/grpo.py configs/run/gsm8k_32b.yaml run.steps=20 data.eval=null rollout.replay=rollouts/qwen3_32b
@@ -32,15 +32,17 @@ from megatron_rl.recipes.launch import Interrupt, console, log_to_file, quiet_en
 
 quiet_environment()
 
+IN_TURNS = ("rollout.max_lag=0", "rollout.active_sampling=false", "rollout.late=wait")
+
 
 def generate(config: GrpoRunConfig, out: Path, interrupt: Interrupt) -> None:
     """Write the steps that `out` does not have yet."""
-    from megatron_rl.algorithms.utilities import settle
+    from megatron_rl.cluster.stream import RayStream
     from megatron_rl.data.tokenizer import open_tokenizer
-    from megatron_rl.loop.budgets import ThoughtBudgets
+    from megatron_rl.loop.engine_source import EngineSource
     from megatron_rl.loop.replay import dump
-    from megatron_rl.loop.rollouts import EVALUATION_SEED, describe_verified, scores_of, verdicts_of, verified
-    from megatron_rl.loop.source import Rollouts
+    from megatron_rl.loop.rollouts import verdicts_of
+    from megatron_rl.loop.stopping import NEVER
     from megatron_rl.ports import Ports
     from megatron_rl.recipes.grpo import read_prompts
 
@@ -51,24 +53,21 @@ def generate(config: GrpoRunConfig, out: Path, interrupt: Interrupt) -> None:
             "rollouts of a run with rollout.dump=true"
         )
     prompts = read_prompts(config, open_tokenizer(config.model.path)).train
-    budgets = ThoughtBudgets(config)
     none: Any = None
-    sink: Any = SimpleNamespace(phase=nullcontext)
+    sink: Any = SimpleNamespace(phase=nullcontext, warn=console.print)
     with engines_alone(config, out / "logs", interrupt.check) as (engines, verifiers):
-        ports = Ports(none, engines, none, verifiers, none)
+        ports = Ports(none, none, RayStream(config, engines, verifiers))
+        source = EngineSource(config, ports, prompts, sink, NEVER)
         for step in range(config.run.steps):
-            numbered = prompts.take(config.rollout.prompts_per_step)
-            asked = [budgets.give(prompt, number, step) for number, prompt in numbered]
             if path_of(out, step).exists():
+                prompts.take(config.rollout.prompts_per_step)
                 continue
-            seed = config.run.seed * EVALUATION_SEED + step
-            groups, scoring = verified(ports, sink, asked, config.rollout.samples_per_prompt, 0, seed)
-            settle(groups, values)
-            metrics = describe_verified(config, groups) | scoring
-            dump(out, step, Rollouts(groups, scores_of(config, ports, groups, 0, sink), metrics), ports)
-            speed = f"{metrics['rollout/tokens_per_s']:,.0f} tokens/s"
-            scores = [verdict.score for verdict in verdicts_of(groups) if verdict.score is not None]
-            console.print(f"step {step}: {len(groups)} prompts, reward {fmean(scores):.3f}, {speed}")
+            source.pushed(step)
+            rollouts = source.next(step)
+            dump(out, step, rollouts, ports)
+            speed = f"{rollouts.metrics['rollout/tokens_per_s']:,.0f} tokens/s"
+            scores = [verdict.score for verdict in verdicts_of(rollouts.groups) if verdict.score is not None]
+            console.print(f"step {step}: {len(rollouts.groups)} prompts, reward {fmean(scores):.3f}, {speed}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -82,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with interrupt.listening():
             config = config_without_trainers(
-                [*options.configuration, f"run.steps={options.steps}", "data.eval=null"], out
+                [*options.configuration, f"run.steps={options.steps}", "data.eval=null", *IN_TURNS], out
             )
             with run_lock(out):
                 log_to_file(out / "logs")

@@ -1,10 +1,9 @@
-"""vLLM engines as Ray actors; implements `ports.Engine`.
+"""vLLM engines as Ray actors. `stream.py` asks them.
 
 An engine returns a few numbers per sample. The tokens of each group are one object in Ray's store, from which the
 verifier and the trainer ranks fetch it. The driver owns the object, so it outlives an engine that dies.
 
-Invariants (tests/e2e): an engine that dies while it answers is replaced, and its prompts are asked again; answers are a
-function of weights, prompts and seed, so the run's numbers equal those of an undisturbed run.
+Invariant (tests/e2e): an engine that dies is replaced by one with its index, seed and name.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,10 +22,10 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from megatron_rl.cluster.environments import RemoteSessions
 from megatron_rl.cluster.nodes import RayPlacement
-from megatron_rl.cluster.payloads import StoredTokens, fetch, num_objects, objects_of
+from megatron_rl.cluster.payloads import fetch, objects_of
 from megatron_rl.cluster.process import Location, Process, begin_process, locate
 from megatron_rl.cluster.restarts import Restarts
-from megatron_rl.cluster.waiting import explain, gather, locate_all, pieces, settle
+from megatron_rl.cluster.waiting import explain, gather, locate_all, settle
 from megatron_rl.config.environment import AgentEnvironment
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.environments import Sessions
@@ -37,7 +36,7 @@ from megatron_rl.rollout.engine import VllmEngine
 from megatron_rl.rollout.episodes import Episodes, MakeAnswers
 from megatron_rl.rollout.progress import remove_records
 from megatron_rl.rollout.turns import chat_template, open_turns
-from megatron_rl.types import Group, Metrics, ModelShape, Phase, Prompt, Purpose, Sample, Tokens
+from megatron_rl.types import Group, GroupRequest, Metrics, ModelShape, Phase, Sample, Tokens
 
 ALIVE_S = 30.0
 """An engine that does not answer within this time whether it is alive is replaced."""
@@ -128,27 +127,19 @@ class EngineRank:
         log.info("answers with version %d", version)
         return metrics
 
-    async def generate(
-        self, prompts: list[Prompt], num_samples: int, version: int, seed: int, purpose: Purpose, first: int
-    ) -> AsyncIterator[Any]:
-        """Give each group as soon as it is complete: its objects (`payloads.objects_of`), which become separate objects
-        in Ray's store, and after them the number of its prompt with its samples."""
-        log.info("version %d: answering %d prompts, %d times each", version, len(prompts), num_samples)
-        num_tokens = 0
-        asked = self.engine.generate_as_finished(prompts, num_samples, version, seed, purpose, first)
-        async for number, answers in asked:
-            for stored in self._objects(answers):
-                yield stored
-            yield number, [sample for sample, _ in answers]
-            num_tokens += sum(sample.num_new_tokens for sample, _ in answers)
-        log.info("version %d: answered with %d tokens", version, num_tokens)
-
     async def answer(
-        self, ticket: int, number: int, prompt: Prompt, samples: range, earlier: list[str]
+        self,
+        ticket: int,
+        asked: GroupRequest,
+        samples: range,
+        version: int | None,
+        batch: tuple[int, int],
+        earlier: list[str],
     ) -> tuple[Any, ...]:
-        """Some of the samples of a group, and their objects (`payloads.objects_of`), which become separate objects in
-        Ray's store."""
-        answers = await self.engine.answer(ticket, number, prompt, samples, [Path(path) for path in earlier])
+        """Some of the samples of a group (`VllmEngine.answer`), and their objects (`payloads.objects_of`), which become
+        separate objects in Ray's store."""
+        paths = [Path(path) for path in earlier]
+        answers = await self.engine.answer(ticket, asked, samples, version, batch, paths)
         return [sample for sample, _ in answers], *self._objects(answers)
 
     def _objects(self, answers: Sequence[tuple[Sample, Tokens]]) -> list[Any]:
@@ -163,7 +154,7 @@ class EngineRank:
 
 
 class EngineGroup:
-    """All engines. Each of them gets a contiguous part of the prompts; the parts have equal size.
+    """All engines.
 
     Args:
         loads_weights: whether the engines load the weights of the model's folder, as version 0. Otherwise a bridge must
@@ -179,7 +170,7 @@ class EngineGroup:
         loads_weights: bool = False,
     ) -> None:
         self._config, self._logs, self._placement, self._restarts = config, logs, placement, restarts
-        self._loads_weights = loads_weights
+        self.loads_weights = loads_weights
         num = config.rollout.num_engines
         self._records = logs.parent / "unfinished"
         remove_records(self._records)
@@ -202,7 +193,7 @@ class EngineGroup:
         options = self._placement.group_options("engine", index) | {"max_concurrency": MAX_CALLS}
         spans_nodes = self._placement.spans_nodes("engine", index)
         self.record_of[index] = str(self._records / f"engine_{index}_{secrets.token_hex(4)}.tokens")
-        arguments = (self._config, index, str(self._logs), spans_nodes, self.record_of[index], self._loads_weights)
+        arguments = (self._config, index, str(self._logs), spans_nodes, self.record_of[index], self.loads_weights)
         return ray.remote(EngineRank).options(**options).remote(*arguments)
 
     def wait(self) -> None:
@@ -233,8 +224,7 @@ class EngineGroup:
                 raise explain(outcome, process) from outcome
 
     def _start_again(self, version: int) -> None:
-        """What brings weights where no bridge does."""
-        assert version == 0, "the engines have loaded version 0"
+        """What brings weights where no bridge does: the engines load them."""
         self.replace_dead()
 
     def replace_dead(self) -> int:
@@ -263,85 +253,12 @@ class EngineGroup:
         self.num_replaced += len(dead)
         return len(dead)
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        num_samples: int,
-        version: int,
-        seed: int,
-        finished: Callable[[Group], object],
-        purpose: Purpose = "training",
-    ) -> list[Group]:
-        """See `ports.Engine`. All groups of an engine that is lost are generated once more.
-
-        Raises:
-            ValueError: a prompt does not fit the engine.
-            RuntimeError: engines still died in the last of ATTEMPTS attempts.
-        """
-        num = len(self.processes)
-        bounds = [len(prompts) * i // num for i in range(num + 1)]
-        parts = {i: range(a, b) for i, (a, b) in enumerate(zip(bounds, bounds[1:])) if b > a}
-        answered: dict[int, list[Group]] = {}
-        for attempt in range(ATTEMPTS):
-            asked = {i: part for i, part in parts.items() if i not in answered}
-            failures = self._ask(asked, prompts, answered, finished, (num_samples, version, seed, purpose))
-            if not failures:
-                return [group for i in parts for group in answered[i]]
-            self._raise_errors_of_live_engines(failures)
-            for i, error in failures.items():
-                log.warning("version %d: %s", version, explain(error, self.processes[i]))
-            self.bring_weights(version)
-        i, error = next(iter(failures.items()))
-        raise explain(error, self.processes[i]) from error
-
     def is_dead(self, index: int) -> bool:
         """Whether an engine has died or does not answer."""
         return settle([self.engines[index].alive.remote()], ALIVE_S) != [True]
 
-    def _ask(
-        self,
-        parts: dict[int, range],
-        prompts: Sequence[Prompt],
-        answered: dict[int, list[Group]],
-        finished: Callable[[Group], object],
-        options: tuple[int, int, int, Purpose],
-    ) -> dict[int, RayError]:
-        """Ask the engines of `parts`. Write the answers into `answered`, and return the errors, both by engine."""
-        version, num = options[1], num_objects(self._config.policy.routing_replay)
-        self.before("generating")
-        calls = {
-            i: self.engines[i]
-            .generate.options(num_returns="streaming")
-            .remote([prompts[k] for k in part], *options, part.start)
-            for i, part in parts.items()
-        }
-        failures: dict[int, RayError] = {}
-        groups: dict[int, dict[int, Group]] = {i: {} for i in calls}
-        for i, piece in pieces(calls, num + 1, self._config.cluster.step_timeout_s):
-            if isinstance(piece, RayError):
-                failures[i] = piece
-                continue
-            *stored, (number, samples) = piece
-            k = parts[i].start + number
-            answers = [sample for sample in samples if not sample.is_probe]
-            payload, probes = StoredTokens((tuple(stored),)), samples[len(answers) :]
-            groups[i][k] = Group(prompts[k], answers, payload, version, probes)
-            finished(groups[i][k])
-        answered |= {i: [groups[i][k] for k in part] for i, part in parts.items() if i not in failures}
-        return failures
-
-    def _raise_errors_of_live_engines(self, failures: dict[int, RayError]) -> None:
-        """Raise the error of an engine that is still alive: the fault is in the request, so another engine would fail
-        too. An engine that did not answer in time is killed, so that it is replaced."""
-        alive = settle([self.processes[i].actor.alive.remote() for i in failures], ALIVE_S)
-        for (i, error), lives in zip(failures.items(), alive, strict=True):
-            if lives is True and not isinstance(error, TimeoutError):
-                raise explain(error, self.processes[i]) from error
-            if lives is True:
-                ray.kill(self.processes[i].actor)
-
     def tokens(self, group: Group, with_routes: bool = False) -> list[Tokens]:
-        """See `ports.Engine`."""
+        """See `ports.Stream`."""
         # Behind them may be tokens of samples that have left the group.
         return fetch([group.payload], self._config.cluster.step_timeout_s, with_routes)[0][: len(group.samples)]
 

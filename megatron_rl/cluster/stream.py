@@ -1,12 +1,13 @@
-"""Engines and verifiers that work while the trainer does; implements `ports.Stream`.
+"""Engines and verifiers that work while the trainer does something else; implements `ports.Stream`.
 
 A group is dealt to the engines in parts, each of which is one call. When all its answers are complete, a thread of a
 verifier takes it, has it scored and written into the journal, and then it is handed out. Whatever happens to a group,
 the driver learns it in `collect`: all decisions are made there.
 
 Invariants (tests/unit/cluster, tests/e2e): a part whose engine died, or lost its answers in a failed push, is asked for
-again and goes on from the tokens that it had; no group is handed out twice, and none that was cancelled; an engine that
-gives no answer in time is replaced.
+again. In a run in turns (`rollout.max_lag: 0`) it begins from the start, together with the others of its engine, so
+that the run's numbers are those of an undisturbed one; otherwise it goes on from the tokens that it had. No group is
+handed out twice, and none that was cancelled; an engine that gives no answer in time is replaced.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -30,12 +31,14 @@ from ray.exceptions import RayError
 from megatron_rl.algorithms.utilities import settle
 from megatron_rl.cluster.engines import ATTEMPTS, EngineGroup
 from megatron_rl.cluster.payloads import StoredTokens, num_objects
+from megatron_rl.cluster.scoring import Piece
 from megatron_rl.cluster.verifier import RayVerifier, VerifierGroup
 from megatron_rl.cluster.waiting import TICK_S, explain, in_thread, tick
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.config.schema import GrpoRunConfig
-from megatron_rl.ports import Verified
-from megatron_rl.types import Group, Metrics, Prompt, Sample, give_verdicts
+from megatron_rl.ports import Collected
+from megatron_rl.types import Group, GroupRequest, Metrics, Sample, Tokens, Verdict, give_verdicts
+from megatron_rl.verifiers.metrics import merged
 
 log = logging.getLogger(__name__)
 
@@ -49,19 +52,22 @@ PARTS = 4
 
 @dataclass(slots=True, eq=False)
 class Asked:
-    """A group that engines work on, or a verifier."""
+    """A group that engines work on, or a verifier, or that waits for the others of its step."""
 
     ticket: int
     """Names this asking of the group. The group's number would not do: it may be asked for again."""
-    number: int
-    prompt: Prompt
+    request: GroupRequest
     version: int
     parts: list[Part] = field(default_factory=list)
+    attempt: int = 0
+    """How often answers that were complete are generated again."""
 
     @property
     def group(self) -> Group:
-        samples = [sample for part in self.parts for sample in part.answers or ()]
-        return Group(self.prompt, samples, StoredTokens(tuple(part.stored for part in self.parts)), self.version)
+        given = [sample for part in self.parts for sample in part.answers or ()]
+        samples = [sample for sample in given if not sample.is_probe]
+        payload = StoredTokens(tuple(part.stored for part in self.parts))
+        return Group(self.request.prompt, samples, payload, self.version, given[len(samples) :])
 
 
 @dataclass(slots=True, eq=False)
@@ -70,10 +76,8 @@ class Part:
 
     asked: Asked
     samples: range
-    engine: int = -1
-    """The index of the engine."""
-    actor: Any = None
-    """The engine's actor. If the engine has another one now, it was started anew."""
+    sent: Sent | None = None
+    """The newest call; what earlier ones give has no meaning."""
     records: list[str] = field(default_factory=list)
     """The files with the tokens that its engines have sampled so far, in the order of the engines."""
     num_failed: int = 0
@@ -84,23 +88,38 @@ class Part:
     """The objects of the tokens; see `payloads.objects_of`."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Sent:
+    """A call of an engine for a part."""
+
+    part: Part
+    engine: int
+    """The index of the engine."""
+    actor: Any
+    """The engine's actor. If the engine has another one now, it was started anew."""
+
+
 @dataclass(frozen=True, slots=True)
 class Lost:
-    part: Part
+    sent: Sent
     error: BaseException
 
 
 @dataclass(frozen=True, slots=True)
-class Scored:
-    groups: list[tuple[Asked, Group]]
+class Verified:
+    groups: list[tuple[Asked, int, Group]]
+    """Each group with the attempt that it is of."""
     metrics: Metrics
+    piece: Piece | None = None
+    """What rewards have given for the groups, if the verdicts are made later."""
 
 
 def largest_part(rollout: RolloutConfig) -> int:
     """The largest number of a group's answers that one engine gets, so that the engines have equal work. The answers of
-    a part share the keys and values of their prompt. If samples go on from passages, a group has one part, so that they
-    are behind all others."""
-    if rollout.prefix_values is not None and rollout.prefix_values.rollouts is not None:
+    a part share the keys and values of their prompt. If samples go on from passages, or are probes, a group has one
+    part, so that they are behind all others."""
+    values = rollout.prefix_values
+    if values is not None and (values.rollouts is not None or values.by == "trainer"):
         return rollout.samples_per_prompt
     under_way = (rollout.max_lag + 1) * rollout.prompts_per_step * rollout.samples_per_prompt
     return max(1, under_way // (PARTS * rollout.num_engines))
@@ -135,7 +154,13 @@ class IdleTime:
 
 
 class RayStream:
-    def __init__(self, config: GrpoRunConfig, engines: EngineGroup, verifiers: VerifierGroup) -> None:
+    def __init__(
+        self, config: GrpoRunConfig, engines: EngineGroup, verifiers: VerifierGroup, in_turns: bool | None = None
+    ) -> None:
+        """
+        Args:
+            in_turns: whether all groups that were asked for are handed out together; None: as in the configuration.
+        """
         self._engines, self._timeout_s = engines, config.cluster.step_timeout_s
         self._largest_part = largest_part(config.rollout)
         self._values = config.rollout.prefix_values
@@ -148,50 +173,88 @@ class RayStream:
         self._idle = IdleTime(self._load, time.perf_counter())
         self._lock = Lock()
         """Protects `_asked`, `_load` and `_idle`, which the driver and the verifiers' threads write."""
-        self._answered: SimpleQueue[tuple[Part, Future[list[Sample]]]] = SimpleQueue()
-        self._events: SimpleQueue[Scored | Lost | Exception] = SimpleQueue()
-        self._num_again = 0
+        self._answered: SimpleQueue[tuple[Sent, Future[list[Sample]]]] = SimpleQueue()
+        self._events: SimpleQueue[Verified | Lost | Exception] = SimpleQueue()
+        self._ready: dict[int, Group] = {}
+        """The verified groups that are not handed out yet, by their numbers."""
+        self._scorings: list[tuple[Metrics, int]] = []
+        """The metrics and the number of answers of each scoring since groups were handed out."""
+        self._pieces: list[Piece] = []
+        """What rewards have given in a run in turns since groups were handed out."""
+        self._lost: list[Lost] = []
+        """The calls whose answers were lost, and are not asked for again yet."""
+        self._num_again = self._num_restarts = 0
         """The number of parts that were asked for again since the last `collect`."""
+        self._verifiers = verifiers
+        self._in_turns = not config.rollout.is_asynchronous if in_turns is None else in_turns
+        self._early = [i for i, reward in enumerate(config.rewards) if not reward.needs_all_answers]
         self._num_verifiers = len(verifiers.verifiers)
         for verifier in verifiers.verifiers:
             in_thread(partial(self._verify, verifier), "verify")
 
-    def ask(self, number: int, prompt: Prompt, num_samples: int, version: int) -> None:
+    def ask(self, requests: Sequence[GroupRequest], version: int) -> None:
         """See `ports.Stream`. Each part goes to the engine that works on the fewest answers."""
-        asked = Asked(next(self._tickets), number, prompt, version)
-        asked.parts += [Part(asked, samples) for samples in deal(num_samples, self._largest_part)]
-        with self._lock:
-            self._asked[number] = asked
-        for part in asked.parts:
-            self._send(part)
+        if self._in_turns and not self._asked:  # the time in which the trainer worked does not count
+            self._idle.take(time.perf_counter())
+        parts = []
+        for request in requests:
+            asked = Asked(next(self._tickets), request, version)
+            asked.parts += [Part(asked, samples) for samples in deal(request.num_samples, self._largest_part)]
+            with self._lock:
+                self._asked[request.number] = asked
+            parts += asked.parts
+        self._send(parts, version)
 
-    def _send(self, part: Part) -> None:
-        with self._lock:
-            part.engine = min(self._load, key=self._load.__getitem__)
-            part.actor = self._engines.engines[part.engine]
-            self._load[part.engine] += len(part.samples)
-            self._idle.begin_work(part.engine, time.perf_counter())
-            earlier, record = list(part.records), self._engines.record_of[part.engine]
-            if record not in earlier:
+    def _send(self, parts: Sequence[Part], version: int) -> None:
+        """Ask for parts, which begin together in each engine."""
+        self._engines.before("generating")
+        for part in parts:
+            with self._lock:
+                engine = min(self._load, key=self._load.__getitem__)
+                part.sent = Sent(part, engine, self._engines.engines[engine])
+                self._load[engine] += len(part.samples)
+                self._idle.begin_work(engine, time.perf_counter())
+        all_sent = [part.sent for part in parts if part.sent is not None]
+        sizes, name = Counter(sent.engine for sent in all_sent), next(self._tickets)
+        for sent in all_sent:
+            part, asked = sent.part, sent.part.asked
+            earlier, record = list(part.records), self._engines.record_of[sent.engine]
+            if record not in earlier and not self._in_turns:
                 part.records.append(record)
-        asked, call = part.asked, part.actor.answer.options(num_returns=1 + self._num_objects)
-        samples, *stored = call.remote(asked.ticket, asked.number, asked.prompt, part.samples, earlier)
-        part.stored = tuple(stored)
-        samples.future().add_done_callback(lambda future: self._answered.put((part, future)))
+            call = sent.actor.answer.options(num_returns=1 + self._num_objects)
+            batch = name, sizes[sent.engine]
+            held = None if self._engines.loads_weights else version
+            samples, *stored = call.remote(asked.ticket, asked.request, part.samples, held, batch, earlier)
+            part.stored = tuple(stored)
+            samples.future().add_done_callback(partial(self._end, sent))
+
+    def _end(self, sent: Sent, future: Future[list[Sample]]) -> None:
+        self._answered.put((sent, future))
 
     def cancel(self, number: int) -> None:
         """See `ports.Stream`."""
         with self._lock:
             asked = self._asked.pop(number)
-            actors = {part.engine: part.actor for part in asked.parts}
+            actors = {part.sent.engine: part.sent.actor for part in asked.parts if part.sent is not None}
+        self._ready.pop(number, None)
         for actor in actors.values():
             actor.cancel.remote(asked.ticket)
 
-    def collect(self, version: int) -> Verified:
-        """See `ports.Stream`. The metric `stream/asked_again` is the number of calls whose answers were lost, and
-        `stream/idle_s` the time in which engines had nothing to do, of all engines together, out of `stream/span_s`."""
+    def collect(self, version: int) -> Collected:
+        """See `ports.Stream`. In a run in turns all groups that were asked for are handed out together, because the
+        loop needs all of them, and those of an engine that dies are generated again together.
+
+        The metric `stream/asked_again` is the number of calls whose answers were lost, `verifier/restarts` the number
+        of processes of rewards that were replaced, and `stream/idle_s` the time in which engines had nothing to do, of
+        all engines together, out of `stream/span_s`.
+        """
         end = time.monotonic() + self._timeout_s
         while True:
+            if self._ready and (not self._in_turns or len(self._ready) == len(self._asked)):
+                return self._hand_out()
+            # In turns the others end first: no weights arrive while they answer.
+            if self._lost and not (self._in_turns and any(self._load.values())):
+                self._ask_again(version)
             try:
                 event = self._events.get(timeout=TICK_S)
             except Empty:
@@ -203,47 +266,94 @@ class RayStream:
             if isinstance(event, Exception):
                 raise event
             if isinstance(event, Lost):
-                self._ask_again(event, version)
+                self._lost.append(event)
                 continue
             with self._lock:
-                groups = {asked.number: group for asked, group in event.groups if self._is_wanted(asked)}
-                for number in groups:
-                    del self._asked[number]
-                if not groups:
-                    continue
-                idle_s, span_s = self._idle.take(time.perf_counter())
-            again, self._num_again = self._num_again, 0
-            own = {"stream/asked_again": float(again), "stream/idle_s": idle_s, "stream/span_s": span_s}
-            return Verified(groups, event.metrics | own)
+                verified = {
+                    asked.request.number: group
+                    for asked, attempt, group in event.groups
+                    if self._is_wanted(asked) and asked.attempt == attempt
+                }
+            if verified:
+                self._ready |= verified
+                self._scorings.append((event.metrics, sum(len(group.samples) for group in verified.values())))
+                self._pieces += [event.piece] if event.piece is not None else []
+
+    def _hand_out(self) -> Collected:
+        groups, self._ready = dict(sorted(self._ready.items())), {}
+        scorings, self._scorings = self._scorings, []
+        pieces, self._pieces = self._pieces, []
+        metrics = merged([part for part, _ in scorings], [size for _, size in scorings])
+        if self._in_turns:
+            verdicts, metrics = self._verifiers.decide(list(groups.values()), pieces)
+            self._decide(list(groups.values()), verdicts)
+        with self._lock:
+            for number in groups:
+                del self._asked[number]
+            idle_s, span_s = self._idle.take(time.perf_counter())
+        again, self._num_again = self._num_again, 0
+        own = {"stream/asked_again": float(again), "stream/idle_s": idle_s, "stream/span_s": span_s}
+        own["verifier/restarts"] = self._new_restarts()
+        return Collected(groups, metrics | own)
+
+    def _new_restarts(self) -> float:
+        before, self._num_restarts = self._num_restarts, self._verifiers.num_restarts
+        return float(self._num_restarts - before)
+
+    def tokens(self, group: Group, with_routes: bool = False) -> list[Tokens]:
+        """See `ports.Stream`."""
+        return self._engines.tokens(group, with_routes)
 
     def _is_wanted(self, asked: Asked) -> bool:
-        return self._asked.get(asked.number) is asked
+        return self._asked.get(asked.request.number) is asked
 
-    def _ask_again(self, lost: Lost, version: int) -> None:
-        part = lost.part
-        process = self._engines.processes[part.engine]
-        error = explain(lost.error, process) if isinstance(lost.error, RayError) else lost.error
-        has_new_engine = process.actor is not part.actor
-        is_dead = not has_new_engine and self._engines.is_dead(part.engine)
-        # The run's budget of restarts bounds the number of deaths.
-        part.num_failed += not (has_new_engine or is_dead)
-        if isinstance(error, ValueError | OSError) or part.num_failed == ATTEMPTS:
-            raise error from lost.error
-        if is_dead:
-            log.warning("version %d: %s", version, error)
-            try:
-                self._engines.bring_weights(version)
-            except BaseException:
-                self._events.put(lost)  # if the policy is lost, the loop recovers and collects again
-                raise
-        if self._is_wanted(part.asked):
-            self._num_again += 1
-            self._send(part)
+    def _ask_again(self, version: int) -> None:
+        """Replace the engines that have died, and ask for what was lost again."""
+        lost = [one for one in self._lost if one.sent.part.sent is one.sent and self._is_wanted(one.sent.part.asked)]
+        is_dead: dict[int, bool] = {}
+        for one in lost:
+            sent, part, process = one.sent, one.sent.part, self._engines.processes[one.sent.engine]
+            error = explain(one.error, process) if isinstance(one.error, RayError) else one.error
+            if process.actor is sent.actor and sent.engine not in is_dead:
+                is_dead[sent.engine] = self._engines.is_dead(sent.engine)
+                if is_dead[sent.engine]:
+                    log.warning("version %d: %s", version, error)
+            # The run's budget of restarts bounds the number of deaths.
+            part.num_failed += process.actor is sent.actor and not is_dead[sent.engine]
+            if isinstance(error, ValueError | OSError) or part.num_failed == ATTEMPTS:
+                raise error from one.error
+        if any(is_dead.values()):
+            self._engines.bring_weights(version)  # if the policy is lost, the loop recovers and collects again
+        self._lost = []
+        parts = [one.sent.part for one in lost]
+        if self._in_turns:
+            parts = self._begin_again(parts)
+        self._num_again += len(parts)
+        if parts:
+            self._send(parts, version)
+
+    def _begin_again(self, lost: Sequence[Part]) -> list[Part]:
+        """All parts that the engines have had that died, and those that were lost although their engines live, in their
+        order. What a dead engine has answered is forgotten, because the answers to fewer parts would be rounded
+        differently."""
+        again = []
+        with self._lock:
+            for asked in self._asked.values():
+                for part in asked.parts:
+                    assert part.sent is not None, "it was asked for"
+                    if part in lost or self._engines.engines[part.sent.engine] is not part.sent.actor:
+                        again.append(part)
+                        if part.answers is not None:
+                            part.answers = None
+                            asked.attempt += 1
+                            self._ready.pop(asked.request.number, None)
+        return again
 
     def _end_silent(self) -> None:
         """Kill the engines that should have answered, so that they are replaced."""
         with self._lock:
-            silent = {part.engine for asked in self._asked.values() for part in asked.parts if part.answers is None}
+            parts = [part for asked in self._asked.values() for part in asked.parts if part.answers is None]
+            silent = {part.sent.engine for part in parts if part.sent is not None}
         for index in silent:
             log.warning("%s gave no answer in %g s", self._engines.processes[index], self._timeout_s)
             ray.kill(self._engines.engines[index])
@@ -257,40 +367,47 @@ class RayStream:
                 for _ in range(self._answered.qsize() // self._num_verifiers):
                     answered.append(self._answered.get_nowait())
             try:
-                complete = [asked for part, future in answered if (asked := self._completed(part, future))]
+                complete = [done for sent, future in answered if (done := self._completed(sent, future))]
                 if complete:
-                    self._events.put(self._scored(verifier, complete))
+                    self._events.put(self._verified(verifier, complete))
             except Exception as error:  # the driver raises it
                 self._events.put(error)
 
-    def _wait_for_answers(self) -> tuple[Part, Future[list[Sample]]]:
+    def _wait_for_answers(self) -> tuple[Sent, Future[list[Sample]]]:
         while True:
             try:
                 return self._answered.get(timeout=TICK_S)
             except Empty:
                 tick()
 
-    def _completed(self, part: Part, future: Future[list[Sample]]) -> Asked | None:
-        """The group of a call that has ended, if now all its answers are complete."""
-        error, asked = future.exception(), part.asked
+    def _completed(self, sent: Sent, future: Future[list[Sample]]) -> tuple[Asked, int, Group] | None:
+        """The group of a call that has ended, with its attempt, if now all its answers are complete."""
+        error, part = future.exception(), sent.part
         with self._lock:
-            self._load[part.engine] -= len(part.samples)
-            if not self._load[part.engine]:
-                self._idle.end_work(part.engine, time.perf_counter())
-            if not self._is_wanted(asked):
+            self._load[sent.engine] -= len(part.samples)
+            if not self._load[sent.engine]:
+                self._idle.end_work(sent.engine, time.perf_counter())
+            if part.sent is not sent or not self._is_wanted(part.asked):
                 return None
             if error is None:
                 part.answers = future.result()
-                return asked if all(part.answers is not None for part in asked.parts) else None
-        self._events.put(Lost(part, error))
+                is_complete = all(part.answers is not None for part in part.asked.parts)
+                return (part.asked, part.asked.attempt, part.asked.group) if is_complete else None
+        self._events.put(Lost(sent, error))
         return None
 
-    def _scored(self, verifier: RayVerifier, complete: list[Asked]) -> Scored:
-        groups = [(asked, asked.group) for asked in complete]
-        verdicts, metrics = verifier.score([group for _, group in groups])
-        give_verdicts([group for _, group in groups], verdicts)
-        settle((group for _, group in groups), self._values)
-        to_train_on = {asked.number: group for asked, group in groups if asked.number >= 0}
+    def _verified(self, verifier: RayVerifier, complete: list[tuple[Asked, int, Group]]) -> Verified:
+        groups = {asked.request.number: group for asked, _, group in complete}
+        if self._in_turns:
+            given = verifier.scored(list(groups.values()), self._early) if self._early else {}
+            return Verified(complete, {}, (list(groups.values()), given))
+        verdicts, metrics = verifier.score(list(groups.values()))
+        self._decide(list(groups.values()), verdicts)
+        to_train_on = {number: group for number, group in groups.items() if number >= 0}
         if to_train_on:
             verifier.write(to_train_on)
-        return Scored(groups, metrics)
+        return Verified(complete, metrics)
+
+    def _decide(self, groups: Sequence[Group], verdicts: Sequence[Sequence[Verdict]]) -> None:
+        give_verdicts(groups, verdicts)
+        settle(groups, self._values)

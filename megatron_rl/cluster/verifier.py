@@ -1,4 +1,4 @@
-"""Computes and shapes the rewards in separate processes; implements `ports.Verifier`.
+"""Computes and shapes the rewards in separate processes. `stream.py` asks them.
 
 Invariants (tests/e2e): if a reward function hangs or kills its process, only its own scores of that call are lost, and
 the process is replaced.
@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -21,8 +22,8 @@ from megatron_rl.cluster.nodes import RayPlacement
 from megatron_rl.cluster.payloads import fetch
 from megatron_rl.cluster.process import Location, Process, begin_process, locate
 from megatron_rl.cluster.restarts import Restarts
-from megatron_rl.cluster.scoring import RayScoring, added_up
-from megatron_rl.cluster.waiting import ProcessLost, gather, locate_all
+from megatron_rl.cluster.scoring import Piece, added_up, in_order, results
+from megatron_rl.cluster.waiting import ProcessLost, gather, in_thread, locate_all
 from megatron_rl.config.rewards import ServiceReward
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.data.journal import Entry, JournalWriter
@@ -106,6 +107,11 @@ class VerifierGroup:
         more, num = (placement, restarts, self._failures), config.cluster.verifiers
         self.verifiers = [RayVerifier(config, logs, *more, i) for i in range(num)]
 
+    @property
+    def num_restarts(self) -> int:
+        """The number of processes that were replaced since the run began."""
+        return sum(verifier.num_restarts for verifier in self.verifiers)
+
     def wait(self) -> None:
         """Wait until all rewards are loaded. They load while engines and policy start.
 
@@ -115,9 +121,31 @@ class VerifierGroup:
         for verifier in self.verifiers:
             verifier.wait()
 
-    def scoring(self) -> RayScoring:
-        """See `ports.Verifier`."""
-        return RayScoring(self._rewards, self.verifiers, self._failures)
+    def decide(self, groups: Sequence[Group], pieces: Sequence[Piece]) -> tuple[list[list[Verdict]], Metrics]:
+        """The verdicts on all answers of a step, in one piece.
+
+        Args:
+            pieces: what the rewards have given that do not need all answers of a step. The others are called now: each
+                verifier gets a part of the groups, at the same time as the others.
+
+        Returns:
+            See `RayVerifier.score`. Except for times, it does not depend on the pieces.
+
+        Raises:
+            ValueError: an answer cannot be scored, and the reward's `on_error` is stop.
+        """
+        num = len(self.verifiers)
+        bounds = [len(groups) * i // num for i in range(num + 1)]
+        parts = [(v, slice(a, b)) for v, a, b in zip(self.verifiers, bounds, bounds[1:]) if b > a]
+        late = [i for i, reward in enumerate(self._rewards) if reward.needs_all_answers]
+        given = {i: in_order(groups, pieces, i) for i in range(len(self._rewards)) if i not in late}
+        if late:
+            calls = [in_thread(partial(v.scored, groups[part], late), "score") for v, part in parts]
+            others = [(groups[part], one) for (_, part), one in zip(parts, results(calls), strict=True)]
+            given |= {i: in_order(groups, others, i) for i in late}
+        verdicts, metrics = added_up(self._rewards, groups, given, self._failures)
+        shaping = [in_thread(partial(v.shaped, groups[part], verdicts[part]), "shape") for v, part in parts]
+        return [verdict for part in results(shaping) for verdict in part], metrics
 
 
 class RayVerifier:

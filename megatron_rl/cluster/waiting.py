@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -160,44 +160,6 @@ def settle(references: Sequence[ray.ObjectRef], timeout_s: float) -> list[Any | 
         except RayError as error:
             outcomes.append(error)
     return outcomes
-
-
-def pieces(
-    calls: Mapping[int, ray.ObjectRefGenerator], size: int, timeout_s: float
-) -> Iterator[tuple[int, list[Any] | RayError]]:
-    """What calls with streamed returns give, in pieces of `size` objects, as soon as they are there. Of each piece the
-    last object is fetched, and the others stay references. A call that ends with an error, or gives its last piece too
-    late, has the error as its last piece.
-
-    Args:
-        timeout_s: the time limit for all pieces together.
-
-    Yields:
-        The key of a call, and a piece of it.
-    """
-    begun: dict[int, list[Any]] = {key: [] for key in calls}
-    left, end = dict(calls), time.monotonic() + timeout_s
-    while left:
-        ready, _ = _wait(list(left.values()), 1, end - time.monotonic(), fetch=False)
-        if not ready:
-            yield from ((key, GetTimeoutError(f"no answer in {timeout_s:g} s")) for key in left)
-            return
-        for key in [key for key, call in left.items() if call in ready]:
-            call, piece = left[key], begun[key]
-            try:
-                while (reference := next(call, None)) is not None:
-                    piece.append(reference)
-                    if len(piece) == size:
-                        yield key, [*piece[:-1], ray.get(reference)]
-                        piece.clear()
-                    if not call.next_ready():
-                        break
-                else:
-                    ray.get(piece[-1:])  # the error that has ended the call, if there is one
-                    del left[key]
-            except RayError as error:
-                del left[key]
-                yield key, error
 
 
 def locate_all(processes: Sequence[Process], timeout_s: float, needs: str) -> None:

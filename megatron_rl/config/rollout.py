@@ -105,6 +105,11 @@ class RolloutConfig(Section):
     1 GiB."""
 
     @property
+    def is_asynchronous(self) -> bool:
+        """Whether engines answer prompts of later steps while the trainer trains. Otherwise they take turns with it."""
+        return self.max_lag > 0 or self.active_sampling
+
+    @property
     def engine_ranks(self) -> int:
         """The number of ranks of an engine."""
         return self.tensor * self.pipeline
@@ -132,7 +137,7 @@ class RolloutConfig(Section):
 
     @model_validator(mode="after")
     def _values_fit(self) -> Self:
-        if self.prefix_values and self.prefix_values.by == "trainer" and (self.max_lag or self.active_sampling):
+        if self.prefix_values and self.prefix_values.by == "trainer" and self.is_asynchronous:
             raise ValueError(
                 "prefix_values.by is trainer, which computes values before a step's update, but with max_lag or "
                 "active_sampling groups are chosen and kept before that; set it to engine"

@@ -203,7 +203,7 @@ class GrpoRunConfig(BaseConfig):
                 "rollout.prefix_cache: salted lets running answers keep the keys and values of older weights, so with "
                 "rollout.max_lag no token could show whether engine and trainer agree; set prefix_cache to cleared"
             )
-        if self.rollout.late != "wait" and not (self.rollout.max_lag or self.rollout.active_sampling):
+        if self.rollout.late != "wait" and not self.rollout.is_asynchronous:
             raise ValueError(
                 f"rollout.late: {self.rollout.late} has no effect without rollout.max_lag and rollout.active_sampling, "
                 "because every group is then of the step that waits for it; remove it"
@@ -334,7 +334,7 @@ class GrpoRunConfig(BaseConfig):
                 f"ranks of the policy (policy.parallel) and {of_critic} of the critic (critic.parallel); make the "
                 "two numbers equal"
             )
-        if rollout.max_lag or rollout.active_sampling:
+        if rollout.is_asynchronous:
             name = "rollout.max_lag" if rollout.max_lag else "rollout.active_sampling"
             raise ValueError(
                 f"cluster.colocate: engines have no memory while trainers train, so that {name}, with which they "

@@ -14,7 +14,7 @@ from megatron_rl.algorithms.utilities import settle_probes
 from megatron_rl.balance import plan_microbatches
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.loop.passages import describe_passages
-from megatron_rl.loop.rollouts import scores_with
+from megatron_rl.loop.rollouts import scores_of
 from megatron_rl.loop.shares import deal
 from megatron_rl.loop.source import Rollouts
 from megatron_rl.ports import Policy
@@ -36,5 +36,5 @@ def with_utilities(config: GrpoRunConfig, shape: ModelShape, policy: Policy, rol
     probes = iter(np.flatnonzero(is_probe).tolist())
     for group in groups:
         settle_probes(group, [logp_of[next(probes)] for _ in group.probes], values)
-    scores = scores_with(config, groups, rollouts.scores.greedy_rewards)
+    scores = scores_of(config, groups, rollouts.scores.greedy_rewards)
     return Rollouts(groups, scores, {**rollouts.metrics, **describe_passages(groups)})

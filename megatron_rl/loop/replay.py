@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.data.saved_rollouts import read_step, write_step
-from megatron_rl.loop.rollouts import scores_with
+from megatron_rl.loop.rollouts import scores_of
 from megatron_rl.loop.source import Rollouts
 from megatron_rl.ports import Critic, Policy, Ports, Sink
 from megatron_rl.types import Group, Metrics, Prompt, Tokens
@@ -20,7 +20,7 @@ from megatron_rl.types import Group, Metrics, Prompt, Tokens
 
 def dump(folder: Path, step: int, rollouts: Rollouts, ports: Ports) -> None:
     """Write the rollouts of a step. The driver holds the tokens of one group at a time."""
-    tokens = (ports.engine.tokens(group, with_routes=True) for group in rollouts.groups)
+    tokens = (ports.stream.tokens(group, with_routes=True) for group in rollouts.groups)
     write_step(folder, step, rollouts.groups, tokens, rollouts.scores.greedy_rewards, rollouts.metrics)
 
 
@@ -44,7 +44,7 @@ class ReplayedSource:
                     f"rollout.replay: the answers in {self._folder} have other rewards than this run's {num_rewards}; "
                     f"give it the rewards of the run that wrote them"
                 )
-            return Rollouts(saved.groups, scores_with(self._config, saved.groups, saved.greedy_rewards), saved.metrics)
+            return Rollouts(saved.groups, scores_of(self._config, saved.groups, saved.greedy_rewards), saved.metrics)
 
     def pushed(self, version: int) -> None:
         pass
@@ -65,11 +65,11 @@ class ReplayedSource:
 def ports_without_engines(policy: Policy, critic: Critic | None = None) -> Ports:
     """The ports of a run that replays."""
     none: Any = _NoEngines()
-    return Ports(policy, none, none, none, none, critic)
+    return Ports(policy, none, none, critic)
 
 
 class _NoEngines:
-    """What the loop asks of engine and bridge in a run that replays."""
+    """What the loop asks of engines and bridge in a run that replays."""
 
     def push(self, version: int) -> Metrics:
         return {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from statistics import fmean
@@ -10,68 +9,15 @@ from statistics import fmean
 import numpy as np
 
 from megatron_rl.algorithms.equality import all_equal
-from megatron_rl.algorithms.utilities import settle
 from megatron_rl.config.rewards import RewardConfig, datasets_of
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.loop.beams import describe_beams
 from megatron_rl.loop.passages import describe_passages
-from megatron_rl.ports import Ports, Sink
-from megatron_rl.types import Group, Metrics, Prompt, Purpose, Scores, TokenRewards, Verdict, give_verdicts
-
-EVALUATION_SEED = 2**20
-"""Evaluations of a run in turns use the seed before this one in every step, so that their accuracies can be compared.
-The steps have other seeds. In an asynchronous run each evaluation has seeds of its own."""
+from megatron_rl.ports import Sink
+from megatron_rl.types import Group, Metrics, Scores, TokenRewards, Verdict
 
 MAX_DATASETS = 16
 """The number of data sets that have metrics of their own in a step."""
-
-
-def answer_and_verify(
-    config: GrpoRunConfig, ports: Ports, prompts: Sequence[Prompt], step: int, sink: Sink
-) -> tuple[list[Group], Metrics]:
-    """The verified groups of one step, and their metrics.
-
-    Raises:
-        ValueError: every verdict is an abstention. The message has the most frequent reason.
-    """
-    seed = config.run.seed * EVALUATION_SEED + step
-    groups, scoring = verified(ports, sink, prompts, config.rollout.samples_per_prompt, step, seed)
-    settle(groups, config.rollout.prefix_values)
-    return groups, describe_verified(config, groups) | scoring
-
-
-def verified(
-    ports: Ports,
-    sink: Sink,
-    prompts: Sequence[Prompt],
-    num_samples: int,
-    version: int,
-    seed: int,
-    purpose: Purpose = "training",
-    phases: tuple[str, str] = ("generate", "verify"),
-) -> tuple[list[Group], Metrics]:
-    """Answers with their verdicts. A group is scored as soon as all its answers are there.
-
-    Args:
-        phases: the names of the time until the last answer is there, and of the rest, until all verdicts are there.
-
-    Returns:
-        The groups, the verifier's metrics, and `rollout/tokens_per_s`, the speed until the last answer is there.
-
-    Raises:
-        ValueError: every verdict is an abstention. The message has the most frequent reason.
-    """
-    with ports.verifier.scoring() as scoring:
-        start = time.perf_counter()
-        with sink.phase(phases[0]):
-            groups = ports.engine.generate(prompts, num_samples, version, seed, scoring.add, purpose)
-        generate_s = time.perf_counter() - start
-        with sink.phase(phases[1]):
-            verdicts, metrics = scoring.finish(groups)
-    give_verdicts(groups, verdicts)
-    require_a_score([verdict for given in verdicts for verdict in given])
-    num_tokens = sum(sample.num_new_tokens for group in groups for sample in group.samples)
-    return groups, metrics | {"rollout/tokens_per_s": num_tokens / generate_s}
 
 
 def describe_verified(config: GrpoRunConfig, groups: Sequence[Group]) -> Metrics:
@@ -260,21 +206,12 @@ def verdicts_of(groups: Sequence[Group]) -> list[Verdict]:
     return verdicts
 
 
-def scores_of(config: GrpoRunConfig, ports: Ports, groups: Sequence[Group], step: int, sink: Sink) -> Scores:
-    """What the estimator needs of the groups. If it needs the reward of each prompt's greedy answer, the engine
-    generates another answer."""
-    needs, greedy_rewards = config.algorithm.adv_estimator.needs, None
-    sizes = [len(group.samples) for group in groups]
-    if "greedy_reward" in needs:
-        prompts = [group.prompt for group in groups]
-        seed = config.run.seed * EVALUATION_SEED + step
-        greedy, _ = verified(ports, sink, prompts, 1, step, seed, "baseline")
-        greedy_rewards = np.repeat(_numbers(verdict.reward for verdict in verdicts_of(greedy)), sizes)
-    return scores_with(config, groups, greedy_rewards)
+def scores_of(config: GrpoRunConfig, groups: Sequence[Group], greedy_rewards: np.ndarray | None) -> Scores:
+    """What the estimator needs of verified groups.
 
-
-def scores_with(config: GrpoRunConfig, groups: Sequence[Group], greedy_rewards: np.ndarray | None) -> Scores:
-    """The same, with the reward of the greedy answer to each sample's prompt, if the estimator needs it."""
+    Args:
+        greedy_rewards: float64 [S], the reward of the greedy answer to each sample's prompt, if the estimator needs it.
+    """
     samples, verdicts = [sample for group in groups for sample in group.samples], verdicts_of(groups)
     given = [(i, reward) for i, sample in enumerate(samples) for reward in sample.token_rewards]
     return Scores(
@@ -282,7 +219,7 @@ def scores_with(config: GrpoRunConfig, groups: Sequence[Group], greedy_rewards: 
         lengths=np.array([sample.length for sample in samples], np.int64),
         num_actions=np.array([sample.num_actions for sample in samples], np.int64),
         is_cut=np.array([sample.finish == "length" for sample in samples], bool),
-        rewards=_numbers(verdict.reward for verdict in verdicts),
+        rewards=rewards_of(groups),
         reward_parts=np.array([_numbers(verdict.parts) for verdict in verdicts]),
         reward_weights=np.array([reward.weight for reward in config.rewards]),
         greedy_rewards=greedy_rewards,
@@ -295,6 +232,11 @@ def scores_with(config: GrpoRunConfig, groups: Sequence[Group], greedy_rewards: 
         thought_of=np.cumsum([sample.beam == 0 for sample in samples]) - 1,
         num_item_tokens=np.array([sample.num_item_tokens for sample in samples], np.int64),
     )
+
+
+def rewards_of(groups: Sequence[Group]) -> np.ndarray:
+    """float64: the reward of each sample, NaN where every reward abstained."""
+    return _numbers(verdict.reward for verdict in verdicts_of(groups))
 
 
 def _numbers(values: Iterable[float | None]) -> np.ndarray:

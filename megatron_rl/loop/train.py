@@ -19,8 +19,8 @@ from statistics import fmean
 from megatron_rl.algorithms import Coefficients, disagreement
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.data import ShuffledStream
-from megatron_rl.loop.asynchronous import AsynchronousSource
 from megatron_rl.loop.checkpoints import Checkpoints, Stateful, WholeState, due
+from megatron_rl.loop.engine_source import EngineSource
 from megatron_rl.loop.passages import UnsplitThoughts
 from megatron_rl.loop.performance import performance
 from megatron_rl.loop.probes import with_utilities
@@ -28,7 +28,7 @@ from megatron_rl.loop.recovery import run_and_recover
 from megatron_rl.loop.replay import ReplayedSource, dump
 from megatron_rl.loop.rollouts import UntrainedSteps
 from megatron_rl.loop.shares import plan_step, with_values
-from megatron_rl.loop.source import RolloutSource, SynchronousSource
+from megatron_rl.loop.source import RolloutSource
 from megatron_rl.loop.stopping import NEVER, Stopping
 from megatron_rl.loop.stragglers import Stragglers
 from megatron_rl.ports import Ports, Sink
@@ -63,13 +63,9 @@ def train(
     sink, checkpoints = records
     is_exact = config.model.dtype == "float32" and config.rollout.quantization is None
     coefficients = Coefficients(config.algorithm, is_exact)
-    overlaps = config.rollout.max_lag > 0 or config.rollout.active_sampling
-    source: RolloutSource
+    source: RolloutSource = EngineSource(config, ports, prompts.train, sink, stopping)
     if config.rollout.replay is not None:
         source = ReplayedSource(config, config.rollout.replay, sink)
-    else:
-        kind = AsynchronousSource if overlaps else SynchronousSource
-        source = kind(config, ports, prompts.train, sink, stopping)
     parts: dict[str, Stateful] = {"stream": source, "coefficients": coefficients}
     stragglers, untrained, thoughts = Stragglers(), UntrainedSteps(), UnsplitThoughts()
     values = config.rollout.prefix_values
@@ -133,7 +129,7 @@ def train(
             checkpoints.judge(step - 1, metrics)
             # A step is logged before it is saved: if the save is interrupted, it is logged again, and else not missing.
             shown = rollouts.groups[:1]
-            sink.samples(step - 1, shown, [ports.engine.tokens(group) for group in shown])
+            sink.samples(step - 1, shown, [ports.stream.tokens(group) for group in shown])
             sink.log(step - 1, metrics)
             if step == config.run.steps or due(step, config.checkpoint.every) or stopping():
                 with sink.phase("checkpoint"):

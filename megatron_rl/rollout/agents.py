@@ -11,14 +11,10 @@ lost; nothing is sampled for an agent that has ended.
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
-from collections.abc import AsyncIterator, Sequence
-from concurrent.futures import Future
 from dataclasses import replace
 from math import isfinite
 from numbers import Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from megatron_rl.config.environment import AgentEnvironment
 from megatron_rl.config.function import load_function
@@ -26,14 +22,11 @@ from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.environments.calls import Calls, OutOfTime
 from megatron_rl.rollout.conversations import Conversations, RenderCall
 from megatron_rl.rollout.endpoint import Endpoint
-from megatron_rl.rollout.episodes import Completed, Samples, Start
+from megatron_rl.rollout.episodes import Ask, Begin, Completed, EpisodeRequest, Plays, Samples
 from megatron_rl.rollout.program import Call, Completion, Transcript, as_sample
 from megatron_rl.rollout.request_queue import Request
 from megatron_rl.rollout.vocabulary import load_tokenizer, stop_ids
 from megatron_rl.types import Episode, Prompt, TokenReward
-
-if TYPE_CHECKING:
-    from vllm.outputs import RequestOutput
 
 MAX_REASON = 500
 HOST = "127.0.0.1"
@@ -57,12 +50,12 @@ class Agents:
         folder: Path,
         rollout: RolloutConfig,
         render: RenderCall,
-        start: Start,
-        completion: Completed,
+        ask: Ask,
+        completed: Completed,
     ) -> None:
         cfg = rollout.environment
         assert isinstance(cfg, AgentEnvironment), "only agents need it"
-        self._cfg, self._render, self._start, self._completion = cfg, render, start, completion
+        self._cfg, self._render, self._ask = cfg, render, ask
         self._run, self._calls = load_function(cfg.path), Calls(cfg.timeout_s)
         self._tokenizer = load_tokenizer(folder)
         self._ends = [text for i in stop_ids(folder) if (text := self._tokenizer.id_to_token(i)) is not None]
@@ -70,53 +63,26 @@ class Agents:
         own = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
         self._endpoint = Endpoint(HOST, self._decode, rollout.max_model_tokens, own)
         self._starting: asyncio.Task[None] | None = None
-        self._playing: defaultdict[int, set[asyncio.Task[Any]]] = defaultdict(set)
-        """The answers of `answers`, by the tickets of their groups."""
+        self._plays = Plays()
 
-    async def groups(
-        self, prompts: Sequence[Prompt], num_samples: int, seeds: Sequence[int], version: int, greedy: bool
-    ) -> AsyncIterator[tuple[int, Samples]]:
+    async def answers(self, asked: EpisodeRequest, begin: Begin) -> Samples:
         """See `Answers`."""
-        await self._start([], version, is_first=True)
-
-        async def group(number: int) -> tuple[int, Samples]:
-            own = range(number * num_samples, (number + 1) * num_samples)
-            played = await asyncio.gather(*(self._play(prompts[number], seeds[i], greedy, None) for i in own))
-            return number, [sample for samples in played for sample in samples]
-
-        groups = [asyncio.ensure_future(group(number)) for number in range(len(prompts))]
-        try:
-            for finished in asyncio.as_completed(groups):
-                yield await finished
-        finally:
-            await _end(groups)
-
-    async def answers(self, ticket: int, prompt: Prompt, samples: range, seed: int) -> Samples:
-        """See `Answers`."""
-        await self._start([], is_first=not self._playing)
-        plays = [self._play(prompt, seed + sample, False, (ticket, sample)) for sample in samples]
-        tasks = [asyncio.ensure_future(play) for play in plays]
-        self._playing[ticket].update(tasks)
-        try:
-            return [sample for played in await asyncio.gather(*tasks) for sample in played]
-        except asyncio.CancelledError:
-            raise RuntimeError("the group was cancelled") from None
-        finally:
-            await _end(tasks)
-            self._playing[ticket].difference_update(tasks)
-            if not self._playing[ticket]:
-                del self._playing[ticket]
+        await begin([], not self._plays)
+        plays = [
+            self._play(asked.prompt, asked.seed + sample, asked.is_greedy, (asked.ticket, sample))
+            for sample in asked.samples
+        ]
+        return [sample for played in await self._plays.carry_out(asked.ticket, plays) for sample in played]
 
     def cancel(self, ticket: int) -> None:
-        """End the answers of a group."""
-        for task in self._playing.get(ticket, ()):
-            task.cancel()
+        """See `Answers`."""
+        self._plays.cancel(ticket)
 
     async def close(self) -> None:
         """End the server."""
         await self._endpoint.close()
 
-    async def _play(self, prompt: Prompt, seed: int, greedy: bool, answer: tuple[int, int] | None) -> Samples:
+    async def _play(self, prompt: Prompt, seed: int, is_greedy: bool, answer: tuple[int, int]) -> Samples:
         """Run the agent once. Returns its conversations.
 
         Args:
@@ -131,9 +97,7 @@ class Agents:
             nonlocal num_calls
             own = (seed + num_calls * NEXT_CALL) % 2**62
             num_calls += 1
-            future: Future[RequestOutput]
-            [future] = await self._start([Request(ids, call, own, greedy, answer, goes_on=num_calls > 1)])
-            return self._completion(await asyncio.wrap_future(future))
+            return await self._ask(Request(ids, call, own, is_greedy, answer, goes_on=num_calls > 1))
 
         conversations = Conversations(self._render, self._tokenizer, self._ends)
         name, url = self._endpoint.open(conversations, ask)
@@ -168,10 +132,3 @@ class Agents:
 
     def _decode(self, ids: list[int]) -> str:
         return str(self._tokenizer.decode(ids, skip_special_tokens=False))
-
-
-async def _end(tasks: Sequence[asyncio.Future[Any]]) -> None:
-    """Cancel what is still under way, and wait for its end."""
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,11 +1,12 @@
 """The engine that generates answers: vLLM, with token ids as input and output.
 
-The requests of a call start together and in a fixed order. Weights may arrive while requests run: they arrive between
-two steps, and the requests continue with them. Invariants (tests/unit/rollout):
+The calls of a batch start together and in their order. An answer's program goes on in the engine's thread
+(routine.py): its next request enters vLLM before the next step, whatever other answers do. Weights may arrive while
+requests run: they arrive between two steps, and the requests continue with them. Invariants (tests/unit/rollout):
 - Each answer has a seed, and its noise belongs to (seed, position). So it is the same whatever else the engine does, on
-  whichever engine it begins or goes on, up to the rounding of batches of other sizes. If no push and no other call
-  happens during `generate`, it is the same to the bit, because the call empties the prefix cache: a resumed run repeats
-  the uninterrupted one.
+  whichever engine it begins or goes on, up to the rounding of batches of other sizes. If the engine does nothing else,
+  and no push arrives, the answers of a batch are the same to the bit, because an idle engine empties its prefix cache
+  when a batch begins: a resumed run in turns repeats the uninterrupted one.
 - A push during a call changes no token that was sampled before it.
 - Each token carries exactly the version that sampled it.
 - A request never reads a cached prefix that other weights computed. With `cleared` a push empties the cache and the
@@ -27,14 +28,14 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
 import torch
 from pydantic import ValidationError
 
@@ -45,19 +46,24 @@ from megatron_rl.rollout.beams import as_samples
 from megatron_rl.rollout.budgets import Budgets, Chosen
 from megatron_rl.rollout.engine_thread import EngineThread
 from megatron_rl.rollout.engine_weights import EngineWeights
-from megatron_rl.rollout.episodes import MakeAnswers
+from megatron_rl.rollout.episodes import EpisodeRequest, MakeAnswers
 from megatron_rl.rollout.prefix_values import Beginning, PrefixValuer
 from megatron_rl.rollout.program import Call, Completion, Transcript, as_sample, next_call, replay
 from megatron_rl.rollout.progress import Progress, recorded
 from megatron_rl.rollout.request_queue import Request, RequestQueue
+from megatron_rl.rollout.routine import Routine, begin
 from megatron_rl.rollout.start import make_engine
 from megatron_rl.rollout.vocabulary import stop_ids
-from megatron_rl.types import Prompt, Purpose, Sample, Tokens
+from megatron_rl.types import GroupRequest, Prompt, Sample, Tokens
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
 
 log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+Samples = list[tuple[Sample, Tokens]]
+NOTHING = Completion((), (), (), stopped=False)
 
 CLOSE_S = 20.0
 """The time limit for vLLM's end."""
@@ -77,24 +83,25 @@ class _Answer:
     begun: Completion
     """What an earlier engine has sampled of this call."""
     seed: int
+    is_greedy: bool = False
 
     @property
     def request(self) -> Request:
         sampled = [*self.transcript.ids, *self.begun.ids]
         call = replace(self.call, max_tokens=self.call.max_tokens - len(self.begun.ids))
-        return Request([*self.prompt_ids, *sampled], call, self.seed, answer=self.name, goes_on=len(sampled) > 0)
+        return Request([*self.prompt_ids, *sampled], call, self.seed, self.is_greedy, self.name, len(sampled) > 0)
 
     def sampled(self, rest: Completion) -> None:
         """Complete the call."""
         parts = [(*a, *b) for a, b in ((self.begun.ids, rest.ids), (self.begun.logp, rest.logp))]
         version = (*self.begun.version, *rest.version)
         self.transcript.sampled(Completion(*parts, version, rest.stopped, rest.routes))
-        self.begun = Completion((), (), (), stopped=False)
+        self.begun = NOTHING
 
 
 class VllmEngine:
     """One engine of `rollout.tensor` x `rollout.pipeline` ranks. Call `start`, then `weights.init_transfer` and
-    `weights.receive`, then `generate`. An engine that loads weights needs no transfer."""
+    `weights.receive`, then `answer`. An engine that loads weights needs no transfer."""
 
     def __init__(
         self,
@@ -146,7 +153,9 @@ class VllmEngine:
             )
         self._thread = EngineThread(RequestQueue(self._give))
         assert (make_answers is None) == (rollout.environment is None), "only an environment needs them"
-        self._episodes = make_answers(self._start, self._completion) if make_answers else None
+        self._episodes = make_answers(self._go_on_asking, self._completion) if make_answers else None
+        self._batches: dict[int | None, list[tuple[Callable[[], Any], asyncio.Future[Any]]]] = {}
+        """The calls of each batch that wait for its last one; see `answer`."""
         self._num_requests = 0
         self._progress = Progress(record) if record else None
         self.weights = EngineWeights(self._thread, rollout, self._progress, shares_gpus)
@@ -170,143 +179,128 @@ class VllmEngine:
             log.exception("vLLM refuses its configuration")
             raise ValueError(f"vLLM refuses the configuration: {reasons}") from None
 
-    async def generate(
-        self,
-        prompts: Sequence[Prompt],
-        num_samples: int,
-        version: int,
-        seed: int,
-        purpose: Purpose = "training",
-        first: int = 0,
-    ) -> list[list[tuple[Sample, Tokens]]]:
-        """The samples of each prompt, in the order of the prompts. See `generate_as_finished`."""
-        asked = self.generate_as_finished(prompts, num_samples, version, seed, purpose, first)
-        groups = {number: samples async for number, samples in asked}
-        return [groups[number] for number in range(len(prompts))]
-
-    async def generate_as_finished(
-        self, prompts: Sequence[Prompt], num_samples: int, version: int, seed: int, purpose: Purpose, first: int
-    ) -> AsyncIterator[tuple[int, list[tuple[Sample, Tokens]]]]:
-        """Answer every prompt `num_samples` times, and give each group as soon as all its answers are complete. With
-        `rollout.beams` these are thoughts, of which each gives a sample for each of its beams, the best one first.
-
-        Several calls may run at once, and pushes may arrive during a call. After a push the answers continue with the
-        new weights, and `Tokens.version` gives the version of each token.
-
-        Args:
-            version: the version of the weights that generation begins with. If a push is under way, the call waits
-                until it ends.
-            first: the number of prompts that other engines answer before these ones. The seed of an answer comes from
-                `seed` and the number of its prompt, so it does not depend on the number of engines.
-            purpose: only answers for `training` get the rewards of their passages.
-
-        Yields:
-            The number of a prompt, counted from 0, and its samples.
-
-        Raises:
-            ValueError: a prompt is empty, too long or has tokens outside the vocabulary, or no usable thinking budget
-                (see `Budgets.of`), or vLLM did not keep it, or the engine does not hold `version`.
-            RuntimeError: a push failed during the call, and the answers that were not given yet are lost.
-        """
-        self._check(prompts)
-        groups = self._groups(prompts, num_samples, version, seed, purpose == "baseline", first)
-        if self._valuer is not None and purpose == "training":
-            groups = self._valuer.groups(groups, prompts)
-        async for number, samples in groups:
-            yield number, samples
-
-    async def _groups(
-        self, prompts: Sequence[Prompt], num_samples: int, version: int, seed: int, greedy: bool, first: int
-    ) -> AsyncIterator[tuple[int, list[tuple[Sample, Tokens]]]]:
-        prompt_ids = [prompt.token_ids for prompt in prompts for _ in range(num_samples)]
-        seeds = [
-            request_seed(self._seed, seed, number) + sample
-            for number in range(first, first + len(prompts))
-            for sample in range(num_samples)
-        ]
-        if self._episodes is not None:
-            async for number, samples in self._episodes.groups(prompts, num_samples, seeds, version, greedy):
-                yield number, samples
-            return
-        chosen = [self._budgets.of(prompt, sample) for prompt in prompts for sample in range(num_samples)]
-        transcripts = [Transcript() for _ in prompt_ids]
-        num_left = [num_samples] * len(prompts)
-        calls: dict[int, Call] = {}
-        for i, transcript in enumerate(transcripts):
-            call = next_call(chosen[i].program, transcript)
-            assert call is not None, "a program begins with a call"
-            calls[i] = call
-        begins_with: int | None = version
-        while calls:
-            # In later rounds the prefix cache still holds the tokens of the earlier ones.
-            requests = [
-                Request([*prompt_ids[i], *transcripts[i].ids], call, seeds[i], greedy) for i, call in calls.items()
-            ]
-            asked, following = list(calls), {}
-            async for k, completion in self._sample(requests, begins_with):
-                i = asked[k]
-                transcripts[i].sampled(completion)
-                if (after := next_call(chosen[i].program, transcripts[i])) is not None:
-                    following[i] = after
-                    continue
-                number = i // num_samples
-                num_left[number] -= 1
-                if num_left[number] == 0 and self._budgets.beams is None:
-                    own = range(number * num_samples, (number + 1) * num_samples)
-                    yield number, [_sample_of(prompt_ids[j], transcripts[j], chosen[j]) for j in own]
-            calls = {i: following[i] for i in sorted(following)}  # the order in which requests begin is fixed
-            begins_with = None
-        if self._budgets.beams is not None:
-            found = await self._search(prompt_ids, transcripts, chosen, seeds, [None] * len(seeds))
-            for number in range(len(prompts)):
-                own = range(number * num_samples, (number + 1) * num_samples)
-                yield number, [sample for j in own for sample in found[j]]
-
     async def answer(
-        self, ticket: int, number: int, prompt: Prompt, samples: range, earlier: Sequence[Path] = ()
-    ) -> list[tuple[Sample, Tokens]]:
-        """Give some of the answers of a group while others are given and pushes arrive, with the weights that the
-        engine holds.
+        self,
+        ticket: int,
+        asked: GroupRequest,
+        samples: range,
+        version: int | None = None,
+        batch: tuple[int, int] | None = None,
+        earlier: Sequence[Path] = (),
+    ) -> Samples:
+        """Give some of the answers of a group. With `rollout.beams` these are thoughts, of which each gives a sample
+        for each of its beams, the best one first.
 
-        Each answer goes on as soon as its own call has ended. With `rollout.beams` the answers are thoughts, as in
-        `generate_as_finished`; another engine goes on with a thought, and searches its beams from the start.
+        Many calls run at once, and pushes may arrive during a call: the answers continue with the new weights, and
+        `Tokens.version` gives the version of each token. Each answer goes on as soon as its own request has ended.
 
         Args:
             ticket: names this asking of the group in `cancel` and in the records. All engines have the same.
-            number: the number of the group, which seeds its answers. Those of evaluations are below 0.
             samples: the numbers of the answers within the group.
-            earlier: the records of the engines that have begun this group and lost it, in order. The answers go on
-                from the tokens in these records, except with an environment, whose state is lost: they begin anew.
+            version: the version of the weights that the answers begin with. If a push is under way, the call waits
+                until it ends. None: any.
+            batch: the name of calls that begin together, in the order in which they came, and their number. The first
+                ones wait for the last one. None: this call begins alone.
+            earlier: the records of the engines that have begun these answers and lost them, in order. The answers go
+                on from the tokens in these records, and search their beams from the start. With an environment, whose
+                state is lost, they begin anew.
 
         Raises:
             ValueError: the prompt is empty, too long or has tokens outside the vocabulary, or no usable thinking budget
-                (see `Budgets.of`), or vLLM did not keep it.
+                (see `Budgets.of`), or vLLM did not keep it, or the engine does not hold `version`.
             RuntimeError: the engine holds no weights, the group was cancelled, or a push failed meanwhile, and the
                 answers are lost.
         """
-        self._check([prompt])
+        prompt, first_seed, is_rewarded = asked.prompt, request_seed(self._seed, *asked.seed), asked.number >= 0
+
+        def started(requests: Sequence[Request], is_first: bool) -> list[Future[RequestOutput]]:
+            self._check(prompt)
+            self._require(version, is_first)
+            return self._ask(requests)
+
+        def begun() -> Future[Samples]:
+            self._check(prompt)
+            sampled = {i: _sampled(recorded(earlier, ticket, i)) for i in samples}
+            answers = [
+                self._begun(prompt, i, sampled[i], first_seed + i, (ticket, i), asked.is_greedy) for i in samples
+            ]
+            self._require(version, is_first=True)
+            return begin(self._group(prompt, answers, is_rewarded))
+
         if self._episodes is not None:
-            found = await self._episodes.answers(ticket, prompt, samples, request_seed(self._seed, number))
+            found = await self._episodes.answers(
+                EpisodeRequest(ticket, prompt, samples, first_seed, asked.is_greedy),
+                lambda requests, is_first: self._together(batch, partial(started, requests, is_first)),
+            )
+            if self._valuer is not None and is_rewarded:
+                found = await self._carry_out(self._valuer.rewarded(prompt, found))
         else:
-            found = await self._answers(ticket, number, prompt, samples, earlier)
-        if self._valuer is not None and number >= 0:
-            found = await self._valuer.rewarded(prompt, found)
+            found = await asyncio.wrap_future(await self._together(batch, begun))
         if self._progress is not None:
             self._progress.done(ticket)
         return found
 
-    async def _answers(
-        self, ticket: int, number: int, prompt: Prompt, samples: range, earlier: Sequence[Path]
-    ) -> list[tuple[Sample, Tokens]]:
-        """See `answer`; without an environment."""
-        answers = []
-        for sample in samples:
-            rows, seed = recorded(earlier, ticket, sample), request_seed(self._seed, number) + sample
-            sampled = Completion(rows["token"].tolist(), rows["logp"].tolist(), rows["version"].tolist(), stopped=False)
-            answers.append(self._begun(prompt, sample, sampled, seed, (ticket, sample)))
-        return await self._completed(answers, is_first=True)
+    async def _together(self, batch: tuple[int, int] | None, start: Callable[[], Result]) -> Result:
+        """Call a function in the engine's thread, one after the other with those of the same batch; see `answer`."""
+        name, size = batch or (None, 1)
+        waiting = self._batches.setdefault(name, [])
+        started: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
+        waiting.append((start, started))
+        if len(waiting) == size:
+            del self._batches[name]
+            if size > 1:
+                log.info("version %s: answering %d parts of groups", self.weights.version, size)
 
-    async def _go_on(self, prompt: Prompt, beginnings: Sequence[Beginning]) -> list[tuple[Sample, Tokens]]:
+            def start_all() -> list[Any]:
+                return [_outcome(start) for start, _ in waiting]
+
+            try:
+                outcomes = await self._thread.call(start_all)
+            except RuntimeError as error:  # vLLM has failed
+                outcomes = [error] * size
+            for (_, future), outcome in zip(waiting, outcomes, strict=True):
+                if future.done():  # nobody waits for it any more
+                    continue
+                if isinstance(outcome, Exception):
+                    future.set_exception(outcome)
+                else:
+                    future.set_result(outcome)
+        return await started
+
+    async def _carry_out(self, routine: Routine[Result]) -> Result:
+        """Carry out a routine in the engine's thread."""
+        return await asyncio.wrap_future(await self._thread.call(partial(begin, routine)))
+
+    def _group(self, prompt: Prompt, answers: Sequence[_Answer], is_rewarded: bool) -> Routine[Samples]:
+        """The samples of answers to one prompt, which go on side by side, with the rewards of their passages if they
+        get any."""
+        parts = yield [begin(self._answered(answer)) for answer in answers]
+        found = [sample for samples in parts for sample in samples]
+        if self._valuer is None or not is_rewarded:
+            return found
+        return (yield from self._valuer.rewarded(prompt, found))
+
+    def _answered(self, answer: _Answer) -> Routine[Samples]:
+        """Carry out the program of one answer, and search its beams if it has any."""
+        while answer.call is not None:
+            [output] = yield self._ask([answer.request])
+            answer.sampled(self._completion(output))
+            answer.call = next_call(answer.chosen.program, answer.transcript)
+        prompt_ids, transcript, chosen = answer.prompt_ids, answer.transcript, answer.chosen
+        search = self._budgets.beams
+        if search is None:
+            return [as_sample(prompt_ids, transcript, chosen.delimiter, chosen.thought_budget)]
+        beams = search.begin(transcript, chosen.delimiter)
+        for _ in range(search.num_tokens):
+            before = [*prompt_ids, *transcript.ids]
+            requests = [
+                Request([*before, *beam.ids], search.call, answer.seed, False, answer.name, True) for beam in beams
+            ]
+            outputs = yield self._ask(requests)
+            beams = search.extended(beams, [self._completion(output) for output in outputs])
+        return as_samples(prompt_ids, transcript, chosen.delimiter, chosen.thought_budget, beams)
+
+    def _go_on(self, prompt: Prompt, beginnings: Sequence[Beginning]) -> Routine[Samples]:
         """See `prefix_values.GoOn`. The tokens of a beginning are all sampled."""
         answers = []
         for beginning in beginnings:
@@ -314,18 +308,21 @@ class VllmEngine:
             columns = tokens.ids[own].tolist(), tokens.logp_rollout[own].tolist(), tokens.version[own].tolist()
             seed = request_seed(self._seed, beginning.sample, columns[0]) + beginning.rollout
             answers.append(self._begun(prompt, beginning.sample, Completion(*columns, stopped=False), seed))
-        return await self._completed(answers, is_first=False)
+        return (yield from self._group(prompt, answers, is_rewarded=False))
 
-    async def _completed(self, answers: Sequence[_Answer], is_first: bool) -> list[tuple[Sample, Tokens]]:
-        """Carry out the programs of answers side by side."""
-        requests = [answer.request for answer in answers if answer.call is not None]
-        futures = iter(await self._thread.call(partial(self._begin, requests, is_first=is_first)))
-        calls = [self._complete(answer, next(futures) if answer.call else None) for answer in answers]
-        outcomes = await asyncio.gather(*calls, return_exceptions=True)
-        for outcome in outcomes:
-            if isinstance(outcome, BaseException):
-                raise outcome
-        return [sample for samples in outcomes for sample in samples]
+    def _score(self, texts: Sequence[tuple[Sequence[int], int]]) -> Routine[list[Sequence[float]]]:
+        """See `prefix_values.Score`."""
+        found: dict[int, Sequence[float]] = {}
+        for reads_cache in (True, False):  # again without the cache, if it held what is scored
+            left = [k for k in range(len(texts)) if k not in found]
+            calls = [Call(1, num_scored=texts[k][1], reads_cache=reads_cache) for k in left]
+            requests = [Request(texts[k][0], call, seed=0, goes_on=True) for k, call in zip(left, calls, strict=True)]
+            outputs = yield self._ask(requests)
+            for k, call, output in zip(left, calls, outputs, strict=True):
+                logp = _prompt_logp(output)
+                if call.num_scored <= len(logp):
+                    found[k] = logp[-call.num_scored :]
+        return [found[k] for k in range(len(texts))]
 
     async def cancel(self, ticket: int) -> None:
         """End the answers of a group. Its call of `answer`, if it is under way, ends with an error."""
@@ -340,70 +337,19 @@ class VllmEngine:
         await self._thread.call(end, drained=True)
 
     def _begun(
-        self, prompt: Prompt, sample: int, sampled: Completion, seed: int, name: tuple[int, int] | None = None
+        self,
+        prompt: Prompt,
+        sample: int,
+        sampled: Completion,
+        seed: int,
+        name: tuple[int, int] | None = None,
+        is_greedy: bool = False,
     ) -> _Answer:
         """An answer of which some tokens have been sampled."""
         chosen = self._budgets.of(prompt, sample)
         transcript, call, used = replay(chosen.program, sampled, self._stop_ids)
         rest = Completion(sampled.ids[used:], sampled.logp[used:], sampled.version[used:], stopped=False)
-        return _Answer(prompt.token_ids, name, chosen, transcript, call, rest, seed)
-
-    async def _complete(self, answer: _Answer, future: Future[RequestOutput] | None) -> list[tuple[Sample, Tokens]]:
-        """Carry out the program of one answer, and search its beams if it has any.
-
-        Args:
-            future: the call that is under way; None if the answer is complete.
-        """
-        while future is not None:
-            answer.sampled(self._completion(await asyncio.wrap_future(future)))
-            answer.call, future = next_call(answer.chosen.program, answer.transcript), None
-            if answer.call is not None:
-                [future] = await self._thread.call(partial(self._begin, [answer.request]))
-        if self._budgets.beams is None:
-            return [_sample_of(answer.prompt_ids, answer.transcript, answer.chosen)]
-        one = [answer.prompt_ids], [answer.transcript], [answer.chosen], [answer.seed], [answer.name]
-        [samples] = await self._search(*one)
-        return samples
-
-    async def _search(
-        self,
-        prompt_ids: Sequence[Sequence[int]],
-        transcripts: Sequence[Transcript],
-        chosen: Sequence[Chosen],
-        seeds: Sequence[int],
-        names: Sequence[tuple[int, int] | None],
-    ) -> list[list[tuple[Sample, Tokens]]]:
-        """Search the beams of thoughts, one token of all of them after the other. Returns the samples of each
-        thought."""
-        search = self._budgets.beams
-        assert search is not None, "the configuration has beams"
-        beams = [search.begin(transcript, one.delimiter) for transcript, one in zip(transcripts, chosen, strict=True)]
-        for _ in range(search.num_tokens):
-            requests = [
-                Request([*prompt_ids[i], *transcripts[i].ids, *beam.ids], search.call, seeds[i], False, names[i], True)
-                for i, own in enumerate(beams)
-                for beam in own
-            ]
-            given = dict([one async for one in self._sample(requests, None)])
-            completions = iter([given[k] for k in range(len(requests))])
-            beams = [search.extended(own, list(islice(completions, len(own)))) for own in beams]
-        return [
-            as_samples(ids, transcript, one.delimiter, one.thought_budget, own)
-            for ids, transcript, one, own in zip(prompt_ids, transcripts, chosen, beams, strict=True)
-        ]
-
-    async def _score(self, texts: Sequence[tuple[Sequence[int], int]]) -> list[Sequence[float]]:
-        """See `prefix_values.Score`."""
-        found: dict[int, Sequence[float]] = {}
-        for reads_cache in (True, False):  # again without the cache, if it held what is scored
-            left = [k for k in range(len(texts)) if k not in found]
-            calls = [Call(1, num_scored=texts[k][1], reads_cache=reads_cache) for k in left]
-            requests = [Request(texts[k][0], call, seed=0, goes_on=True) for k, call in zip(left, calls, strict=True)]
-            async for i, completion in self._sample(requests, None):
-                num = requests[i].call.num_scored
-                if num <= len(completion.prompt_logp):
-                    found[left[i]] = completion.prompt_logp[-num:]
-        return [found[k] for k in range(len(texts))]
+        return _Answer(prompt.token_ids, name, chosen, transcript, call, rest, seed, is_greedy)
 
     @property
     def alive(self) -> bool:
@@ -413,50 +359,31 @@ class VllmEngine:
     def close(self) -> None:
         self._thread.close(CLOSE_S)
 
-    def _check(self, prompts: Sequence[Prompt]) -> None:
-        longest = self._rollout.max_prompt_tokens
-        for prompt in prompts:
-            size = len(prompt.token_ids)
-            if not 0 < size <= longest:
-                raise ValueError(
-                    f"prompt {prompt.uid} has {size} tokens, but rollout.max_prompt_tokens is {longest}: "
-                    "raise it, or drop the row with data.on_bad_row=skip"
-                )
-            alien = next((token for token in prompt.token_ids if not 0 <= token < self._vocab_size), None)
-            if alien is not None:
-                raise ValueError(
-                    f"prompt {prompt.uid} holds the id {alien}, outside the model's vocabulary of "
-                    f"{self._vocab_size}: tokenise it with this model's tokenizer"
-                )
+    def _check(self, prompt: Prompt) -> None:
+        size, longest = len(prompt.token_ids), self._rollout.max_prompt_tokens
+        if not 0 < size <= longest:
+            raise ValueError(
+                f"prompt {prompt.uid} has {size} tokens, but rollout.max_prompt_tokens is {longest}: raise it, or drop "
+                "the row with data.on_bad_row=skip"
+            )
+        alien = next((token for token in prompt.token_ids if not 0 <= token < self._vocab_size), None)
+        if alien is not None:
+            raise ValueError(
+                f"prompt {prompt.uid} holds the id {alien}, outside the model's vocabulary of {self._vocab_size}: "
+                "tokenise it with this model's tokenizer"
+            )
 
-    async def _sample(self, requests: Sequence[Request], version: int | None) -> AsyncIterator[tuple[int, Completion]]:
-        """Begin requests, and give the number of each with its completion as soon as it has ended. If `version` is
-        given, answers begin with them."""
-        begin = partial(self._begin, requests, version, is_first=version is not None)
-        loop, ended = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Future["RequestOutput"]]]()
+    async def _go_on_asking(self, request: Request) -> Completion:
+        """See `episodes.Ask`."""
+        [future] = await self._thread.call(partial(self._ask, [request]))
+        return self._completion(await asyncio.wrap_future(future))
 
-        def put(k: int, future: Future[RequestOutput]) -> None:
-            loop.call_soon_threadsafe(ended.put_nowait, (k, future))
-
-        for k, future in enumerate(await self._thread.call(begin)):
-            future.add_done_callback(partial(put, k))
-        for _ in requests:
-            k, future = await ended.get()
-            yield k, self._completion(future.result())
-
-    async def _start(
-        self, requests: Sequence[Request], version: int | None = None, is_first: bool = False
-    ) -> list[Future[RequestOutput]]:
-        return await self._thread.call(partial(self._begin, requests, version, is_first))
-
-    def _begin(
-        self, requests: Sequence[Request], version: int | None = None, is_first: bool = False
-    ) -> list[Future[RequestOutput]]:
-        """Queue requests and return their future outputs.
+    def _require(self, version: int | None, is_first: bool) -> None:
+        """Check that the engine can answer.
 
         Args:
             version: the version that the engine must hold; None: any.
-            is_first: whether answers begin with these requests. If there are no others, the prefix cache is emptied.
+            is_first: whether answers begin now. If there are no others, the prefix cache is emptied.
         """
         self.weights.require("generating")
         self.weights.require_version(version)
@@ -465,7 +392,11 @@ class VllmEngine:
             self._thread.drain()
             engine.reset_prefix_cache()
             queue.forget_lengths()
-        return queue.add(requests)
+
+    def _ask(self, requests: Sequence[Request]) -> list[Future[RequestOutput]]:
+        """Queue requests, and return their future outputs."""
+        self.weights.require("generating")
+        return self._thread.requests.add(requests)
 
     def _give(self, request: Request) -> str:
         from vllm import SamplingParams
@@ -525,6 +456,19 @@ def request_seed(*parts: int) -> int:
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "little") >> 2
 
 
+def _outcome(start: Callable[[], Any]) -> Any:
+    """The result of a function, or its error."""
+    try:
+        return start()
+    except Exception as error:
+        return error
+
+
+def _sampled(rows: np.ndarray) -> Completion:
+    """What the records of earlier engines have of an answer."""
+    return Completion(*(rows[column].tolist() for column in ("token", "logp", "version")), stopped=False)
+
+
 def _prompt_logp(output: RequestOutput) -> list[float]:
     """See `Completion.prompt_logp`."""
     given = output.prompt_logprobs
@@ -533,7 +477,3 @@ def _prompt_logp(output: RequestOutput) -> list[float]:
     # The first token has none. What vLLM gives for those of the cache depends on its model runner.
     num_computed = len(output.prompt_token_ids) - (output.num_cached_tokens or 0) - 1
     return [given.logprobs[i] for i in given.start_indices[len(given) - num_computed :]]
-
-
-def _sample_of(prompt_ids: Sequence[int], transcript: Transcript, chosen: Chosen) -> tuple[Sample, Tokens]:
-    return as_sample(prompt_ids, transcript, chosen.delimiter, chosen.thought_budget)

@@ -15,9 +15,8 @@ go on from a passage, and probes, begin with its tokens, and are behind all othe
 
 from __future__ import annotations
 
-import asyncio
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -28,12 +27,13 @@ from megatron_rl.algorithms.utilities import prefix_value, utilities
 from megatron_rl.config.prefix_values import PrefixValues
 from megatron_rl.rollout.passages import chapters, split, token_texts
 from megatron_rl.rollout.program import find_delimiter
+from megatron_rl.rollout.routine import Routine
 from megatron_rl.rollout.vocabulary import load_tokenizer
 from megatron_rl.types import FROM_PROMPT, UTILITY, Branch, Prompt, Sample, TokenReward, Tokens
 
 Samples = list[tuple[Sample, Tokens]]
 
-Score = Callable[[Sequence[tuple[Sequence[int], int]]], Awaitable[list[Sequence[float]]]]
+Score = Callable[[Sequence[tuple[Sequence[int], int]]], Routine[list[Sequence[float]]]]
 """Tokens, and a number of them -> the log-probs of the last so many, each after those before it."""
 
 
@@ -50,7 +50,7 @@ class Beginning:
     """The number of the new answer among those from this beginning."""
 
 
-GoOn = Callable[[Prompt, Sequence[Beginning]], Awaitable[Samples]]
+GoOn = Callable[[Prompt, Sequence[Beginning]], Routine[Samples]]
 """A prompt and beginnings of answers to it -> one sample for each."""
 
 
@@ -114,33 +114,7 @@ class PrefixValuer:
         found = split(token_texts(self._tokenizer, thought), cfg.markers, cfg.min_tokens, cfg.max_tokens)
         return [range(start + passage.start, start + passage.stop) for passage in found]
 
-    async def groups(
-        self, finished: AsyncIterator[tuple[int, Samples]], prompts: Sequence[Prompt]
-    ) -> AsyncIterator[tuple[int, Samples]]:
-        """Groups with the rewards of their passages, each as soon as it has them, while others are still generated.
-
-        Args:
-            finished: numbers of prompts, and the samples of these.
-        """
-
-        async def rewarded(number: int, samples: Samples) -> tuple[int, Samples]:
-            return number, await self.rewarded(prompts[number], samples)
-
-        under_way: set[asyncio.Task[tuple[int, Samples]]] = set()
-        try:
-            async for number, samples in finished:
-                under_way.add(asyncio.ensure_future(rewarded(number, samples)))
-                for task in [task for task in under_way if task.done()]:
-                    under_way.remove(task)
-                    yield task.result()
-            for task in asyncio.as_completed(list(under_way)):
-                yield await task
-        finally:
-            for task in under_way:
-                task.cancel()
-            await asyncio.gather(*under_way, return_exceptions=True)
-
-    async def rewarded(self, prompt: Prompt, samples: Samples) -> Samples:
+    def rewarded(self, prompt: Prompt, samples: Samples) -> Routine[Samples]:
         """Samples of one prompt with the rewards of their passages. With `rollouts` or `by: trainer` these are 0 as
         yet, and behind the samples come those that go on from each passage, or probes.
 
@@ -148,7 +122,7 @@ class PrefixValuer:
             ValueError: see `wanted`.
         """
         if self._cfg.rollouts is not None:
-            return await self._with_branches(prompt, samples, self._cfg.rollouts)
+            return (yield from self._with_branches(prompt, samples, self._cfg.rollouts))
         wanted = self.wanted(prompt)
         passages = [self.passages(sample, tokens) for sample, tokens in samples] if wanted else []
         if not any(passages):
@@ -159,7 +133,7 @@ class PrefixValuer:
         for (_, tokens), own in zip(samples, passages, strict=True):
             ids = tokens.ids.tolist()
             prefixes += [ids[: passage.stop] for passage in own]
-        empty, *rest = await self.values(prefixes, wanted)
+        empty, *rest = yield from self.values(prefixes, wanted)
         values, found = iter(rest), []
         for (sample, tokens), own in zip(samples, passages, strict=True):
             rewards = utilities([empty, *islice(values, len(own))], [len(passage) for passage in own], self._cfg)
@@ -177,7 +151,7 @@ class PrefixValuer:
                 probes += [probe(prefix, Branch(i, k), answer) for answer in wanted]
         return found + probes
 
-    async def _with_branches(self, prompt: Prompt, samples: Samples, rollouts: int) -> Samples:
+    def _with_branches(self, prompt: Prompt, samples: Samples, rollouts: int) -> Routine[Samples]:
         found, branches, beginnings = [], [], []
         for i, (sample, tokens) in enumerate(samples):
             own = self.passages(sample, tokens)
@@ -185,16 +159,17 @@ class PrefixValuer:
             for k, passage in enumerate(own):
                 branches += [Branch(i, k)] * rollouts
                 beginnings += [Beginning(i, tokens, passage.stop, j) for j in range(rollouts)]
-        others = await self._go_on(prompt, beginnings) if beginnings else []
+        others = (yield from self._go_on(prompt, beginnings)) if beginnings else []
         return found + [
             (replace(sample, branch=branch), tokens) for branch, (sample, tokens) in zip(branches, others, strict=True)
         ]
 
-    async def values(self, prefixes: Sequence[list[int]], wanted: Sequence[Wanted]) -> list[float]:
+    def values(self, prefixes: Sequence[list[int]], wanted: Sequence[Wanted]) -> Routine[list[float]]:
         """The value of each prefix."""
         texts = [((*prefix, *answer.before, *answer.ids), len(answer.ids)) for prefix in prefixes for answer in wanted]
         different = list(dict.fromkeys(texts))  # the thoughts of a group may begin alike
-        logp_of = dict(zip(different, map(math.fsum, await self._score(different)), strict=True))
+        scored = yield from self._score(different)
+        logp_of = dict(zip(different, map(math.fsum, scored), strict=True))
         lengths = [len(answer.ids) for answer in wanted]
         return [
             prefix_value([logp_of[text] for text in texts[i : i + len(wanted)]], lengths, self._cfg)

@@ -14,14 +14,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, InvalidStateError
-from contextlib import suppress
+from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from megatron_rl.rollout.kv_budget import KvBudget
 from megatron_rl.rollout.program import Call
+from megatron_rl.rollout.routine import resolve
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
@@ -165,12 +165,3 @@ class RequestQueue:
         """End all that is waited for, because vLLM has failed. Any thread may call this, at any time."""
         for future in list(self._unresolved):
             resolve(future, error=RuntimeError(reason))
-
-
-def resolve(future: Future[Any], result: Any = None, error: Exception | None = None) -> None:
-    """Set a future's result or error, unless it has one or nobody waits for it any more."""
-    with suppress(InvalidStateError):
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(result)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import asking
 import leaks
 import warm
 from patience import deadline
@@ -29,6 +31,8 @@ def held(worker) -> dict[str, Tensor]:
 
 
 def of(engine: VllmEngine, method: str) -> Any:
+    if method == "generate":
+        return partial(asking.generate, engine)
     return getattr(engine.weights, method, None) or getattr(engine, method)
 
 

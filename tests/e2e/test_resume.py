@@ -34,7 +34,7 @@ ALGORITHM = [
 ]
 """State of its own (coefficients), a reference policy, statistics of the mini-batch."""
 NOT_COMPARED = re.compile(
-    r"time/.*|perf/.*|memory/.*|rollout/tokens_per_s|reward/.*/seconds|verifier/restarts|slowest_rank/.*|sync/re.*|mirror/.*|eval/.*"
+    r"time/.*|perf/.*|memory/.*|rollout/tokens_per_s|rollout/idle|reward/.*/seconds|verifier/restarts|slowest_rank/.*|sync/re.*|mirror/.*|eval/.*|stream/asked_again"
 )
 """What depends on the machine or on what happened to the run; the broken runs make no evaluation."""
 

@@ -26,6 +26,8 @@ NOT_COMPARED = (
     "perf/",
     "memory/",
     "rollout/tokens_per_s",
+    "rollout/idle",
+    "stream/asked_again",
     "reward/share_of_digits/seconds",
     "verifier/restarts",
     "slowest_rank/",

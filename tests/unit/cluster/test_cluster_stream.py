@@ -3,19 +3,23 @@ engines have nothing to do."""
 
 from __future__ import annotations
 
+import os
 from concurrent.futures import Future
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from ray.exceptions import RayTaskError
+from ray.exceptions import RayActorError, RayTaskError
 
+from megatron_rl.cluster.process import Process
 from megatron_rl.cluster.stream import IdleTime, RayStream, deal, largest_part
 from megatron_rl.cluster.waiting import leave
-from megatron_rl.types import Prompt, Sample, Verdict
+from megatron_rl.types import GroupRequest, Prompt, Sample, Verdict
 
 ROW = Prompt("row", (5, 6, 7), "")
+REWARDS = [SimpleNamespace(needs_all_answers=False), SimpleNamespace(needs_all_answers=True)]
 
 
 def test_idle_time_adds_up_over_engines_and_calls():
@@ -52,7 +56,7 @@ def test_an_engine_works_on_several_parts(engines, lag, largest):
         max_lag=lag, prompts_per_step=prompts, samples_per_prompt=8, num_engines=engines, prefix_values=None
     )
     assert largest_part(rollout) == largest
-    rollout.prefix_values = SimpleNamespace(rollouts=9)
+    rollout.prefix_values = SimpleNamespace(rollouts=9, by="engine")
     assert largest_part(rollout) == 8, "samples that go on from passages are behind all others of their group"
 
 
@@ -61,15 +65,17 @@ class HeldEngine:
 
     def __init__(self):
         self.calls: list[tuple[int, range, list[str], Future]] = []
+        self.batches: list[tuple[int, int]] = []
         self.cancelled: list[int] = []
         self.answer = SimpleNamespace(options=lambda num_returns: SimpleNamespace(remote=self._answer))
         self.cancel = SimpleNamespace(remote=self.cancelled.append)
         self.alive = SimpleNamespace(remote=lambda: None)
 
-    def _answer(self, ticket, number, prompt, samples, earlier):
+    def _answer(self, ticket, asked, samples, version, batch, earlier):
         future: Future = Future()
         self.calls.append((ticket, samples, earlier, future))
-        return SimpleNamespace(future=lambda: future), f"tokens {number} {samples}"
+        self.batches.append(batch)
+        return SimpleNamespace(future=lambda: future), f"tokens {asked.number} {samples}"
 
     def end(self, call: int = 0) -> None:
         _, samples, _, future = self.calls.pop(call)
@@ -79,43 +85,78 @@ class HeldEngine:
     def lose(self, call: int = 0) -> None:
         self.calls.pop(call)[3].set_exception(RayTaskError("answer", "lost", RuntimeError("a push failed")))
 
+    def die(self) -> None:
+        while self.calls:
+            self.calls.pop()[3].set_exception(RayActorError())
+
 
 class OnesVerifier:
+    num_restarts = 0
+
     def __init__(self):
         self.journal: list[int] = []
+        self.decided: list[list[int]] = []
 
     def score(self, groups):
         return [[Verdict(1.0) for _ in group.samples] for group in groups], {"reward/ones/seconds": 0.0}
+
+    def scored(self, groups, indices):
+        assert list(indices) == [0], "the other reward needs the whole step"
+        return {0: len(groups)}
+
+    def decide(self, groups, pieces):
+        """Asked once for a step, with a piece for each group that was scored early."""
+        self.decided.append([id(group) for group in groups])
+        scored = [id(group) for own, _ in pieces for group in own]
+        assert set(self.decided[-1]) <= set(scored)
+        return self.score(groups)
 
     def write(self, groups):
         self.journal += groups
 
 
-@pytest.fixture
-def stage(monkeypatch):
+def make_stage(is_asynchronous: bool) -> SimpleNamespace:
     """A stream with two engines; groups of 8 are dealt in two parts."""
     engines, verifier = [HeldEngine(), HeldEngine()], OnesVerifier()
     rollout = SimpleNamespace(max_lag=0, prompts_per_step=4, samples_per_prompt=8, num_engines=2, prefix_values=None)
+    rollout.is_asynchronous = is_asynchronous
     cluster, policy = SimpleNamespace(step_timeout_s=60.0), SimpleNamespace(routing_replay=False)
-    config = SimpleNamespace(rollout=rollout, cluster=cluster, policy=policy)
+    config = SimpleNamespace(rollout=rollout, cluster=cluster, policy=policy, rewards=REWARDS)
     group = SimpleNamespace(
         engines=engines,
-        processes=[SimpleNamespace(name=f"engine {i}", log="its log", actor=e) for i, e in enumerate(engines)],
+        processes=[Process(f"engine {i}", Path(os.devnull), engine) for i, engine in enumerate(engines)],
         record_of={0: "record 0", 1: "record 1"},
         is_dead=lambda index: False,
+        before=lambda phase: None,
+        loads_weights=False,
     )
-    yield SimpleNamespace(
-        stream=RayStream(config, group, SimpleNamespace(verifiers=[verifier])), engines=engines, verifier=verifier
-    )
+    verifiers = SimpleNamespace(verifiers=[verifier], num_restarts=0, decide=verifier.decide)
+    stream = RayStream(config, group, verifiers)
+    return SimpleNamespace(stream=stream, engines=engines, verifier=verifier, group=group)
+
+
+@pytest.fixture
+def stage():
+    yield make_stage(is_asynchronous=True)
     leave(10.0)
+
+
+@pytest.fixture
+def in_turns():
+    yield make_stage(is_asynchronous=False)
+    leave(10.0)
+
+
+def ask(stage, number: int, num_samples: int, version: int) -> None:
+    stage.stream.ask([GroupRequest(number, ROW, num_samples, (number,))], version)
 
 
 def test_a_group_is_complete_when_all_its_parts_are(stage):
     first, second = stage.engines
-    stage.stream.ask(7, ROW, 8, version=3)
+    ask(stage, 7, 8, version=3)
     assert [call[1] for engine in stage.engines for call in engine.calls] == [range(4), range(4, 8)]
     second.end()
-    stage.stream.ask(8, ROW, 8, version=3)
+    ask(stage, 8, 8, version=3)
     assert [len(engine.calls) for engine in stage.engines] == [2, 1], "the engine with fewer answers gets the next part"
     first.end()
     verified = stage.stream.collect(3)
@@ -127,15 +168,15 @@ def test_a_group_is_complete_when_all_its_parts_are(stage):
 
 
 def test_a_cancelled_group_is_never_handed_out_and_can_be_asked_for_again(stage):
-    stage.stream.ask(7, ROW, 8, version=0)
+    ask(stage, 7, 8, version=0)
     stage.engines[1].end()
     [ticket] = {call[0] for call in stage.engines[0].calls}
     stage.stream.cancel(7)
     assert all(engine.cancelled == [ticket] for engine in stage.engines)
-    stage.stream.ask(7, ROW, 8, version=1)
+    ask(stage, 7, 8, version=1)
     stage.engines[0].end()  # that of the cancelled group: it had just ended
     again = [call for engine in stage.engines for call in engine.calls]
-    assert [call[1] for call in again] == [range(4), range(4, 8)] and {call[0] for call in again} == {ticket + 1}
+    assert [call[1] for call in again] == [range(4), range(4, 8)] and len({call[0] for call in again} - {ticket}) == 1
     assert all(call[2] == [] for call in again), "it begins anew"
     for engine in stage.engines:
         while engine.calls:
@@ -147,8 +188,8 @@ def test_a_cancelled_group_is_never_handed_out_and_can_be_asked_for_again(stage)
 
 def test_a_lost_part_goes_on_elsewhere_and_the_others_are_kept(stage):
     first, second = stage.engines
-    stage.stream.ask(7, ROW, 8, version=0)
-    stage.stream.ask(-1, ROW, 4, version=0)  # an evaluation; the loads are 8 and 4
+    ask(stage, 7, 8, version=0)
+    ask(stage, -1, 4, version=0)  # an evaluation; the loads are 8 and 4
     second.end()
     first.lose()
     first.end()
@@ -162,7 +203,7 @@ def test_a_lost_part_goes_on_elsewhere_and_the_others_are_kept(stage):
 
 
 def test_a_group_that_is_lost_too_often_ends_the_run(stage):
-    stage.stream.ask(7, ROW, 4, version=0)
+    ask(stage, 7, 4, version=0)
     for _ in range(2):
         next(engine for engine in stage.engines if engine.calls).lose()
         with pytest.raises(AskedAgain):
@@ -170,6 +211,51 @@ def test_a_group_that_is_lost_too_often_ends_the_run(stage):
     next(engine for engine in stage.engines if engine.calls).lose()
     with pytest.raises(RuntimeError, match="a push failed"):
         stage.stream.collect(0)
+
+
+def test_groups_that_are_asked_for_together_begin_together_in_each_engine(in_turns):
+    in_turns.stream.ask([GroupRequest(i, ROW, 4, (i,)) for i in range(3)], 0)
+    ask(in_turns, 3, 4, version=0)
+    first, second = (engine.batches for engine in in_turns.engines)
+    assert [size for _, size in first] == [2, 2] and [size for _, size in second] == [1, 1]
+    assert first[0] == first[1] and first[0][0] == second[0][0] != second[1][0]
+
+
+def test_in_turns_all_groups_are_handed_out_together_and_the_journal_stays_empty(in_turns):
+    in_turns.stream.ask([GroupRequest(i, ROW, 4, (i,)) for i in (7, 8, 9)], 0)
+    for _ in range(3):
+        next(engine for engine in reversed(in_turns.engines) if engine.calls).end()
+    collected = in_turns.stream.collect(0)
+    assert list(collected.groups) == [7, 8, 9] and not in_turns.verifier.journal
+    assert in_turns.verifier.decided == [[id(group) for group in collected.groups.values()]]
+    assert collected.metrics["stream/span_s"] >= collected.metrics["stream/idle_s"] / 2
+
+
+def test_in_turns_all_that_a_dead_engine_has_had_is_generated_again_and_the_rest_is_kept(in_turns):
+    """Engine 0 has answered group 7, and dies with group 9. What it has answered begins again, from the start."""
+    first, second = in_turns.engines
+    in_turns.stream.ask([GroupRequest(i, ROW, 4, (i,)) for i in (7, 8, 9)], 0)
+    first.end()
+    second.end()
+    in_turns.group.is_dead = lambda index: in_turns.group.engines[index] is first
+    brought, new = [], HeldEngine()
+
+    def bring_weights(version):
+        brought.append(version)
+        in_turns.group.engines[0] = in_turns.group.processes[0].actor = new
+
+    in_turns.group.bring_weights = bring_weights
+    first.die()
+    with pytest.raises(AskedAgain):
+        collect_until_asked_again(in_turns)
+    asked = [call for engine in (new, second) for call in engine.calls]
+    assert brought == [0] and [call[2] for call in asked] == [[], []], "from the start"
+    for engine in (new, second):
+        while engine.calls:
+            engine.end()
+    collected = in_turns.stream.collect(0)
+    assert list(collected.groups) == [7, 8, 9] and collected.metrics["stream/asked_again"] == 2
+    assert not +in_turns.stream._load, "no engine works on anything"
 
 
 class AskedAgain(Exception):
@@ -180,8 +266,8 @@ def collect_until_asked_again(stage) -> None:
     """`collect` asks again and then waits for ever; this ends it in between."""
     original = stage.stream._send
 
-    def send(part):
-        original(part)
+    def send(parts, version):
+        original(parts, version)
         raise AskedAgain
 
     stage.stream._send = send

@@ -6,7 +6,6 @@ import json
 import random
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 
@@ -17,15 +16,15 @@ from megatron_rl.data.journal import Entry, JournalWriter
 from megatron_rl.loop.checkpoints import Checkpoints
 from megatron_rl.loop.stopping import NEVER
 from megatron_rl.loop.train import Prompts, train
-from megatron_rl.ports import Ports, StopRequested, TooManyRestarts, Verified
-from megatron_rl.types import Group, Mesh, ModelShape, Prompt, Sample, Tokens, Verdict
+from megatron_rl.ports import Collected, Ports, StopRequested, TooManyRestarts
+from megatron_rl.types import Group, Mesh, ModelShape, Prompt, Sample, Tokens, Verdict, give_verdicts
 
 SHAPE = ModelShape("qwen3", 1, 8, 2, 2, 4, 8, 32, 1e4, 1e-6, 64, False)
 PROMPTS = [Prompt(f"row {i}", (5, 6 + i), "") for i in range(10)]
 
 
 class World:
-    """All ports in one: a policy that counts its updates, an engine that answers with its seed, a log of all calls."""
+    """All ports in one: a policy that counts its updates, a stream whose groups end in any order, and a log."""
 
     def __init__(self, score=lambda group, i: float(i % 2)):
         self.calls: list[str] = []
@@ -37,6 +36,9 @@ class World:
         self.restarts_left, self.keeps_mirrors = 0, False
         self.mirrors: dict[int, int] = {}
         self.asked: dict[int, Group] = {}
+        self.seeds: dict[int, tuple[int, ...]] = {}
+        self.in_turns = False
+        """As in the configuration of the run."""
         self.journal: JournalWriter | None = None
         self.spans: list[dict[str, float]] = []
         """What the stream tells of its engines, one entry each time that groups are collected."""
@@ -88,7 +90,7 @@ class World:
         self.calls.append(f"load mirror {step}")
         self.updates = self.mirrors[step]
 
-    # Engine and bridge
+    # Bridge and stream
     def rejoin(self):
         self.calls.append("rejoin")
 
@@ -99,17 +101,6 @@ class World:
 
     def export_hf(self, folder):
         self.calls.append(f"export {folder.parent.name}/{folder.name}")
-
-    def generate(self, prompts, num_samples, version, seed, finished, purpose="training"):
-        """The groups finish in any order."""
-        assert version == self.version, "answers are of the weights that were pushed"
-        self.calls.append(
-            f"generate {len(prompts)} x {num_samples}, {'greedy' if purpose == 'baseline' else f'seed {seed}'}"
-        )
-        groups = self.groups(prompts, num_samples, version)
-        for group in self.random.sample(groups, len(groups)):
-            finished(group)
-        return groups
 
     def groups(self, prompts, num_samples, version):
         tokens = Tokens(*(np.zeros(4, t) for t in (np.int32, bool, np.float32, np.int32)))
@@ -122,41 +113,38 @@ class World:
 
         return [Group(prompt, answers(), [tokens] * num_samples, version) for prompt in prompts]
 
-    def ask(self, number, prompt, num_samples, version):
+    def ask(self, requests, version):
         assert version == self.version, "groups are asked for with the weights that were pushed"
-        self.calls.append(f"ask {number}: {prompt.uid}")
-        self.asked[number] = self.groups([prompt], num_samples, version)[0]
+        for request in requests:
+            prompt, greedy = request.prompt, ", greedy" if request.is_greedy else ""
+            self.calls.append(f"ask {request.number}: {prompt.uid} x {request.num_samples}{greedy}")
+            self.asked[request.number] = self.groups([prompt], request.num_samples, version)[0]
+            self.seeds[request.number] = request.seed
 
     def cancel(self, number):
         self.calls.append(f"cancel {number}")
         del self.asked[number]
 
     def collect(self, version):
-        """Some of the groups, in any order."""
+        """Some of the groups, in any order; in turns all of them, in theirs."""
         assert version == self.version and self.asked, "the loop waits for a group that was asked for"
-        numbers = self.random.sample(sorted(self.asked), self.random.randint(1, len(self.asked)))
+        numbers = list(self.asked)
+        if not self.in_turns:
+            numbers = self.random.sample(sorted(numbers), self.random.randint(1, len(numbers)))
         groups = {number: self.asked.pop(number) for number in numbers}
-        verdicts, metrics = self.score(list(groups.values()))
-        for group, given in zip(groups.values(), verdicts):
-            for sample, verdict in zip(group.samples, given):
-                sample.verdict = verdict
+        metrics = self.judge(list(groups.values()))
         if self.journal:
             entries = [Entry(n, g.prompt.uid, g.version, g.samples, g.payload) for n, g in groups.items() if n >= 0]
             self.journal.write(entries)
-        return Verified(groups, metrics | self.spans.pop(0) if self.spans else metrics)
+        return Collected(groups, metrics | self.spans.pop(0) if self.spans else metrics)
 
     def tokens(self, group, with_routes=False):
         return group.payload
 
-    # Verifier
-    @contextmanager
-    def scoring(self):
-        self.added = []
-        yield SimpleNamespace(add=self.added.append, finish=self.finish)
-
-    def finish(self, groups):
-        assert {id(group) for group in groups} <= {id(group) for group in self.added}
-        return self.score(groups)
+    def judge(self, groups):
+        verdicts, metrics = self.score(groups)
+        give_verdicts(groups, verdicts)
+        return metrics
 
     def score(self, groups):
         def verdict(score):
@@ -165,7 +153,7 @@ class World:
             return Verdict(score, "" if score is not None else "the judge was away", parts=(score,))
 
         verdicts = [[verdict(self.score_of(g, i)) for i in range(len(group.samples))] for g, group in enumerate(groups)]
-        return verdicts, {"reward/exact_answer/seconds": 0.5, "reward/exact_answer/failed": 0.25}
+        return verdicts, {"reward/exact_answer/seconds": 0.5, "reward/exact_answer/failed": 0.5}
 
     # Sink
     @contextmanager
@@ -222,5 +210,6 @@ def run(
 ) -> int:
     stream = ShuffledStream(train_on, cfg.rollout.prompts_per_step, seed=0)
     checkpoints = open_checkpoints(folder, cfg, resume)
-    ports = Ports(world, world, world, world, world)
+    ports = Ports(world, world, world)
+    world.in_turns = not cfg.rollout.is_asynchronous
     return train(cfg, SHAPE, ports, Prompts(stream, heldout), (world, checkpoints), stopping)

@@ -123,9 +123,10 @@ def test_a_resumed_run_has_the_budgets_of_an_uninterrupted_one(tmp_path):
 
 def test_a_group_under_way_is_asked_again_with_its_budgets(tmp_path):
     class Numbered(Thinkers):
-        def ask(self, number, prompt, num_samples, version):
-            self.given.setdefault(number, []).append((version, prompt.thought_budgets))
-            super().ask(number, prompt, num_samples, version)
+        def ask(self, requests, version):
+            for request in requests:
+                self.given.setdefault(request.number, []).append((version, request.prompt.thought_budgets))
+            super().ask(requests, version)
 
     world, cfg = Numbered(), thinking(QUANTILE, max_lag=2)
     world.given = {}

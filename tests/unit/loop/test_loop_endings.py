@@ -23,7 +23,7 @@ def saved(folder: Path) -> list[str]:
 RARELY = {"every": 0, "keep": 2}
 
 
-@pytest.mark.parametrize("where", ["generate", "score", "begin", "push", "log", "update"])
+@pytest.mark.parametrize("where", ["ask", "score", "begin", "push", "log", "update"])
 def test_an_error_late_in_a_run_leaves_the_steps_that_were_done(tmp_path, where):
     """In the second step, wherever it strikes, but between two updates of one step."""
     whole, broken, resumed = World(), World(), World()
@@ -170,7 +170,7 @@ def test_a_reward_that_scores_nothing_is_told_and_then_stops_the_run(tmp_path):
     cfg = config(rewards=rewards, run={"name": "x", "steps": 9}, checkpoint=RARELY)
     with pytest.raises(ValueError, match="reward judge scored none of 8 answers in 3 steps in a row"):
         run(world, tmp_path / "c", cfg)
-    once = "reward exact_answer could not score 25% of the answers; logs/rewards.log says why"
+    once = "reward exact_answer could not score 50% of the answers; logs/rewards.log says why"
     assert world.warnings == [once, *["reward judge scored none of 8 answers; logs/rewards.log says why"] * 2]
     metrics = world.logged[0][1]
     assert metrics["reward/judge/abstained"] == 1.0 and "reward/judge/mean" not in metrics

@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 from small_ports import PROMPTS, World, config
 
+from megatron_rl.algorithms.utilities import settle
 from megatron_rl.loop.passages import UnsplitThoughts, describe_passages
-from megatron_rl.loop.rollouts import answer_and_verify
-from megatron_rl.ports import Ports
+from megatron_rl.loop.rollouts import describe_verified
 from megatron_rl.types import Branch, Group, Prompt, Sample, TokenReward
 
 
@@ -56,7 +56,10 @@ def test_samples_that_go_on_from_passages_value_them_and_leave_the_step():
         },
         algorithm={"adv_estimator": {"kind": "grpo_process"}},
     )
-    groups, metrics = answer_and_verify(cfg, Ports(world, world, world, world, world), PROMPTS[:4], 0, world)
+    groups = world.groups(PROMPTS[:4], 2, 0)
+    world.judge(groups)
+    settle(groups, cfg.rollout.prefix_values)
+    metrics = describe_verified(cfg, groups)
     for group in groups:
         assert [sample.verdict.score for sample in group.samples] == [1.0, 0.0]
         assert [[given.value for given in sample.token_rewards] for sample in group.samples] == [[0.0], [0.5]]

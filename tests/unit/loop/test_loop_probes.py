@@ -6,7 +6,7 @@ import numpy as np
 from small_ports import SHAPE, config
 
 from megatron_rl.loop.probes import with_utilities
-from megatron_rl.loop.rollouts import scores_with
+from megatron_rl.loop.rollouts import scores_of
 from megatron_rl.loop.source import Rollouts
 from megatron_rl.types import FROM_PROMPT, UTILITY, Branch, Group, Prompt, Sample, TokenReward, Tokens, Verdict
 
@@ -62,7 +62,7 @@ def test_each_passage_gets_its_own_right_answers():
         balance={"max_tokens_per_microbatch": 24},
     )
     groups, policy = [group(number) for number in (1, 2, 3)], Policy()
-    rollouts = Rollouts(groups, scores_with(cfg, groups, None), {"reward/mean": 0.5})
+    rollouts = Rollouts(groups, scores_of(cfg, groups, None), {"reward/mean": 0.5})
     given = with_utilities(cfg, SHAPE, policy, rollouts, step=7)
     utilities = [[r.value for s in group.samples for r in s.token_rewards] for group in given.groups]
     assert utilities == [[3.0], [2.0], [1.0]], "minus the number, minus -4"

@@ -57,7 +57,7 @@ def test_without_mirror_and_checkpoint_the_run_begins_again(tmp_path):
     world.restarts_left = 1
     run(world, tmp_path, config(checkpoint=RARELY))
     after = world.calls[world.calls.index("restart") :]
-    assert after[:4] == ["restart", "rejoin", "push 0", "generate 4 x 2, seed 0"]
+    assert after[:4] == ["restart", "rejoin", "push 0", "ask 0: row 4 x 2"]
     assert [step for step, _ in world.logged] == [0, 1, 2, 3]
 
 

@@ -8,22 +8,21 @@ import pytest
 from small_ports import PROMPTS, StopAfter, World, config, open_checkpoints, run
 
 from megatron_rl.algorithms.outcomes import gdpo
+from megatron_rl.data import ShuffledStream
 from megatron_rl.types import Verdict
 
 
 def test_a_step_pushes_answers_trains_and_saves_in_this_order(tmp_path):
-    world = World()
+    world, stream = World(), ShuffledStream(PROMPTS, 4, seed=0)
     assert run(world, tmp_path / "c", config(), heldout=PROMPTS[:3]) == 3
-    first_steps = ["push 0", f"generate 3 x 1, seed {2**20 - 1}"]
+    expected = ["push 0", *[f"ask -{i + 1}: row {i} x 1" for i in range(3)]]
     for step in range(3):
-        first_steps += [
-            f"generate 4 x 2, seed {step}",
-            "begin",
-            "update 0",
-            f"save step_{step + 1:06d}",
-            f"push {step + 1}",
-        ]
-    assert world.calls == [*first_steps, f"generate 3 x 1, seed {2**20 - 1}"]
+        numbered = stream.take(4)
+        assert [world.seeds[number] for number, _ in numbered] == [(step, i) for i in range(4)]
+        expected += [f"ask {number}: {prompt.uid} x 2" for number, prompt in numbered]
+        expected += ["begin", "update 0", f"save step_{step + 1:06d}", f"push {step + 1}"]
+    assert world.calls == [*expected, *[f"ask -{i + 4}: row {i} x 1" for i in range(3)]]
+    assert [world.seeds[-i] for i in range(1, 7)] == [(2**20 - 1, i) for i in (0, 1, 2)] * 2, "comparable evaluations"
     assert [step for step, _ in world.logged] == [0, 1, 2, 3]
     assert [("eval/accuracy" in m, "loss" in m) for _, m in world.logged] == [(1, 1), (0, 1), (0, 1), (1, 0)]
     assert sorted(p.name for p in (tmp_path / "c").iterdir()) == ["step_000002", "step_000003"]
@@ -126,7 +125,8 @@ def test_shaping_reaches_the_estimator_and_not_the_evaluation(tmp_path):
 def test_remax_asks_for_a_greedy_answer_to_each_prompt(tmp_path):
     world = World(score=lambda group, i: float(group == 0) + i)  # a greedy answer is answer 0 of its group
     run(world, tmp_path / "c", config(algorithm={"adv_estimator": {"kind": "remax"}, "drop_zero_signal": False}))
-    assert world.calls[2] == "generate 4 x 1, greedy"
+    asked = [call.split(": ")[1].removesuffix(" x 2") for call in world.calls[1:5]]
+    assert world.calls[5:9] == [f"ask -{i + 1}: {uid} x 1, greedy" for i, uid in enumerate(asked)]
     assert world.advantages.tolist() == [0.0, 1.0] * 4
 
 

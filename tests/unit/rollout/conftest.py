@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import asking
 import leaks
 import pytest
 import warm
@@ -18,6 +19,7 @@ from megatron_rl.config.policy import ModelConfig
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.layout import Engines
 from megatron_rl.rollout import start
+from megatron_rl.rollout.episodes import Samples
 from megatron_rl.types import Mesh
 
 CACHE_TOKENS = 2**17
@@ -104,6 +106,14 @@ class Stage:
         version = (self.engine.weights.version or 0) + 1
         self.push(folder, version)
         return version
+
+    def generate(self, *args, **keys) -> Awaitable[list[Samples]]:
+        """See `asking.generate`."""
+        return asking.generate(self.engine, *args, **keys)
+
+    def answer(self, *args, **keys) -> Awaitable[Samples]:
+        """See `asking.answer`."""
+        return asking.answer(self.engine, *args, **keys)
 
     def left_behind(self) -> list[str]:
         """What tests have left in the engine; afterwards it is gone. The prefix cache is emptied, which shows whether

@@ -76,7 +76,7 @@ def damaging(rank: int, how: Damage) -> Callable:
 def refused(stage, folders: tuple[Path, Path], rank: int, how: Damage) -> str:
     """Push sound weights, then others that one rank damages; the error of the second push."""
     stage.push(folders[0], 0)
-    assert len(stage.run(stage.engine.generate([PROMPT], 1, version=0, seed=0))[0]) == 1
+    assert len(stage.run(stage.generate([PROMPT], 1, version=0, seed=0))[0]) == 1
     stage.rejoin()
     stage.run(called_in_workers(stage.engine, damaging(rank, how)))
     stage.trainers.begin_push(folders[1], 1)
@@ -84,6 +84,6 @@ def refused(stage, folders: tuple[Path, Path], rank: int, how: Damage) -> str:
         stage.run(stage.engine.weights.receive(1))
     stage.trainers.end_push()
     with pytest.raises(ValueError, match="holds no whole set of weights"):
-        stage.run(stage.engine.generate([PROMPT], 1, version=1, seed=0))
+        stage.run(stage.generate([PROMPT], 1, version=1, seed=0))
     stage.rejoin()
     return str(error.value)

@@ -37,7 +37,7 @@ def with_push(stage, asked, num_samples: int, version: int, reached, receive_as:
 
     async def both():
         event = moment(stage.engine, reached)
-        answers = asyncio.create_task(stage.engine.generate(asked, num_samples, version, seed=7))
+        answers = asyncio.create_task(stage.generate(asked, num_samples, version, seed=7))
         await event.wait()
         running = stage.engine._thread.engine.get_num_unfinished_requests()
         received = await asyncio.gather(stage.engine.weights.receive(receive_as), return_exceptions=True)

@@ -28,7 +28,7 @@ from megatron_rl.config.load import validate  # noqa: E402
 from megatron_rl.config.schema import GrpoRunConfig  # noqa: E402
 from megatron_rl.layout import Engines  # noqa: E402
 from megatron_rl.rollout.shared_memory import remove_leftovers  # noqa: E402
-from megatron_rl.types import Mesh, Prompt  # noqa: E402
+from megatron_rl.types import GroupRequest, Mesh, Prompt  # noqa: E402
 
 if __name__ == "__main__":
     *folders, logs, prompt = sys.argv[1:]
@@ -63,8 +63,9 @@ if __name__ == "__main__":
         ray.get(engine.take.remote(version, False))
         ray.get(engine.commit.remote(version, None))
         trainers.end_push()
-    [group] = engines.generate([Prompt("row", ids, "")], 1, len(folders) - 1, 0, lambda group: None, "baseline")
-    [tokens] = engines.tokens(group)
+    request, version = GroupRequest(-1, Prompt("row", ids, ""), 1, (0,), is_greedy=True), len(folders) - 1
+    call = engines.engines[0].answer.options(num_returns=2)
+    _, [tokens] = ray.get(call.remote(0, request, range(1), version, (0, 1), []))
     workers = sorted(
         (actor for actor in actors().values() if actor["ActorClassName"] == "RayWorkerProc"), key=lambda a: a["Name"]
     )  # their names end with TP0, TP1, ...

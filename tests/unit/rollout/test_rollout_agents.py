@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
-from concurrent.futures import Future
 
 import httpx
 import numpy as np
@@ -19,6 +18,7 @@ from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.rollout.agents import Agents
 from megatron_rl.rollout.conversations import Conversations, Refused
 from megatron_rl.rollout.endpoint import Endpoint, message_of
+from megatron_rl.rollout.episodes import EpisodeRequest
 from megatron_rl.rollout.program import Call, Completion
 from megatron_rl.types import Prompt
 
@@ -344,16 +344,16 @@ class Model:
     """Stands for the engine: its n-th answer is the number n, and it notes what it was asked."""
 
     def __init__(self) -> None:
-        self.requests, self.versions = [], []
+        self.requests, self.begun = [], []
 
-    async def start(self, requests, version=None, is_first=False):
-        self.requests += requests
-        self.versions.append((version, is_first))
-        futures = []
-        for _ in requests:
-            futures.append(Future())
-            futures[-1].set_result(completion(str(len(self.requests))))
-        return futures
+    async def begin(self, requests, is_first):
+        assert not requests, "agents ask themselves"
+        self.begun.append(is_first)
+        return []
+
+    async def ask(self, request):
+        self.requests.append(request)
+        return completion(str(len(self.requests)))
 
 
 @pytest.fixture(scope="module")
@@ -374,17 +374,18 @@ def agents(folder, agent, model: Model, **options) -> Agents:
         delimiter="",
         environment=environment,
     )
-    return Agents(folder, rollout, render_with(KEEPS), model.start, lambda output: output)
+    return Agents(folder, rollout, render_with(KEEPS), model.ask, lambda output: output)
 
 
-def groups_of(playing: Agents, names: list[str], num_samples: int = 1):
-    prompts = [Prompt(name, (5, 6), "", {"name": name}) for name in names]
-    seeds = list(range(0, 100 * len(names) * num_samples, 100))
+def groups_of(playing: Agents, model: Model, names: list[str], num_samples: int = 1):
+    asked = [
+        EpisodeRequest(i, Prompt(name, (5, 6), "", {"name": name}), range(num_samples), 100 * i, False)
+        for i, name in enumerate(names)
+    ]
 
     async def run():
         try:
-            found = {n: samples async for n, samples in playing.groups(prompts, num_samples, seeds, VERSION, False)}
-            return [found[n] for n in range(len(prompts))]
+            return await asyncio.gather(*(playing.answers(one, model.begin) for one in asked))
         finally:
             await playing.close()
 
@@ -393,7 +394,8 @@ def groups_of(playing: Agents, names: list[str], num_samples: int = 1):
 
 def test_an_agent_of_somebody_else_is_an_answer(folder):
     model = Model()
-    [first, second] = groups_of(agents(folder, "two_turns", model, arguments={"question": "go"}), ["x", "y"], 2)
+    playing = agents(folder, "two_turns", model, arguments={"question": "go"})
+    [first, second] = groups_of(playing, model, ["x", "y"], 2)
     for name, group in (("x", first), ("y", second)):
         assert len(group) == 2
         for sample, tokens in group:
@@ -404,15 +406,16 @@ def test_an_agent_of_somebody_else_is_an_answer(folder):
             assert sample.episode.num_turns == 2 and not sample.episode.fault and sample.finish == "stop"
             assert tokens.ids[sample.episode.last_turn] == tokens.ids[-2] and tokens.action_mask[-2:].all()
             assert sample.token_rewards == ((sample.length - 1, "environment", 5.0),)
-    assert model.versions[0] == (VERSION, True) and model.requests[0].call.max_tokens > 200
+    assert model.begun == [True, False] and model.requests[0].call.max_tokens > 200
     assert len({request.seed for request in model.requests}) == 8, "each call has a seed of its own"
 
 
 def test_conversations_that_branch_are_samples_with_the_same_reward(folder):
-    [group] = groups_of(agents(folder, "best_of_two", Model()), ["x"])
+    model = Model()
+    [group] = groups_of(agents(folder, "best_of_two", model), model, ["x"])
     assert [sample.token_rewards[0].value for sample, _ in group] == [0.0, 0.0]
     assert [tokens.action_mask.sum() for _, tokens in group] == [2, 2]
-    [group] = groups_of(agents(folder, "best_of_two", Model()), ["none"])
+    [group] = groups_of(agents(folder, "best_of_two", model), model, ["none"])
     assert [(sample.token_rewards, sample.episode.fault) for sample, _ in group] == [((), ""), ((), "")]
 
 
@@ -426,18 +429,20 @@ def test_conversations_that_branch_are_samples_with_the_same_reward(folder):
     ],
 )
 def test_an_agent_that_fails_gives_no_reward_and_keeps_what_was_sampled(folder, agent, num_actions, fault):
-    timeout_s = 0.2 if agent == "hangs" else 60
-    [[(sample, tokens)]] = groups_of(agents(folder, agent, Model(), timeout_s=timeout_s), ["x"])
+    model, timeout_s = Model(), 0.2 if agent == "hangs" else 60
+    [[(sample, tokens)]] = groups_of(agents(folder, agent, model, timeout_s=timeout_s), model, ["x"])
     assert sample.episode.fault.endswith(fault) and not sample.token_rewards
     assert tokens.action_mask.sum() == num_actions
 
 
 def test_a_cancelled_group_ends(folder):
-    playing = agents(folder, "hangs", Model())
+    model = Model()
+    playing = agents(folder, "hangs", model)
+    asked = EpisodeRequest(7, Prompt("x", (5,), "", {"name": "x"}), range(3), 1, False)
 
     async def run():
-        answers = asyncio.ensure_future(playing.answers(7, Prompt("x", (5,), "", {"name": "x"}), range(3), seed=1))
-        while not playing._playing:
+        answers = asyncio.ensure_future(playing.answers(asked, model.begin))
+        while not playing._plays:
             await asyncio.sleep(0)
         playing.cancel(7)
         with pytest.raises(RuntimeError, match="the group was cancelled"):

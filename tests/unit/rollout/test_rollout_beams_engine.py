@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+from collections import Counter
 
 import numpy as np
 import pytest
 import torch
+from patience import deadline
 from tiny_references import reference_logp
 from transformers import AutoModelForCausalLM
 
@@ -105,7 +107,7 @@ def flat(groups) -> list[tuple]:
 def test_the_beams_are_those_of_transformers(stage, folders, references):
     stage.push(folders[0], 0)
     asked = prompts()
-    groups = stage.run(stage.engine.generate(asked, THOUGHTS, 0, seed=4))
+    groups = stage.run(stage.generate(asked, THOUGHTS, 0, seed=4))
     ends = set()
     for group in groups:
         assert len(thoughts_of(group)) == THOUGHTS
@@ -116,43 +118,53 @@ def test_the_beams_are_those_of_transformers(stage, folders, references):
             assert np.abs(expected - tokens.logp_rollout)[tokens.action_mask].max() < TOLERANCE
             assert set(tokens.version[tokens.action_mask]) == {0}
     assert ends >= {"cut", "ended by the delimiter"}
-    again = stage.run(stage.engine.generate(asked, THOUGHTS, 0, seed=4))
+    again = stage.run(stage.generate(asked, THOUGHTS, 0, seed=4))
     assert flat(again) == flat(groups), "equal to the bit"
     assert len(stage.engine._thread.requests._budget._bins) == THOUGHTS * len(asked), "lengths are those of thoughts"
 
 
 def test_greedy_thoughts_have_beams_at_the_sampling_temperature(stage, folders, references):
     stage.push(folders[0], 1)
-    [group] = stage.run(stage.engine.generate(prompts(1), 1, 1, seed=4, purpose="baseline"))
+    [group] = stage.run(stage.generate(prompts(1), 1, 1, seed=4, purpose="baseline"))
     check_thought(group, [references[0]] * 3)
 
 
 def test_a_push_between_two_tokens_of_the_items(stage, folders, references, monkeypatch):
-    """The tokens before the push keep their log-probs and their version, and the new weights give the others."""
+    """The tokens before the push keep their log-probs and their version, and the new weights give the others. The push
+    begins as soon as the first thought's beams have one token each."""
     stage.push(folders[0], 2)
-    original, num_rounds = stage.engine._sample, 0
+    thread, ask, rounds, is_pushed = stage.engine._thread, stage.engine._ask, Counter[int](), False
 
-    def sample(requests, version):
-        async def pushed_before_the_second_round():
-            nonlocal num_rounds
-            num_rounds += bool(requests[0].call.num_candidates)
-            if num_rounds == 2:
-                stage.trainers.begin_push(folders[1], 3)
-                await stage.engine.weights.receive(3)
-            async for one in original(requests, version):
-                yield one
+    async def push_in_the_middle():
+        loop, has_one_token = asyncio.get_running_loop(), asyncio.Event()
 
-        return pushed_before_the_second_round()
+        def asked(requests):
+            nonlocal is_pushed
+            if requests and requests[0].call.num_candidates and not is_pushed:
+                rounds[requests[0].seed] += 1
+                if rounds[requests[0].seed] == 2:
+                    is_pushed = True
+                    loop.call_soon_threadsafe(has_one_token.set)
+                    thread._calls.put(thread._calls.get(timeout=deadline(60)))  # the push asks for a pause
+            return ask(requests)
 
-    monkeypatch.setattr(stage.engine, "_sample", sample)
-    groups = stage.run(stage.engine.generate(prompts(), THOUGHTS, 2, seed=4))
+        monkeypatch.setattr(stage.engine, "_ask", asked)
+        generating = asyncio.create_task(stage.generate(prompts(), THOUGHTS, 2, seed=4))
+        await has_one_token.wait()
+        stage.trainers.begin_push(folders[1], 3)
+        await stage.engine.weights.receive(3)
+        return await generating
+
+    groups = stage.run(push_in_the_middle())
     stage.trainers.end_push()
-    assert num_rounds == 3
-    old, new = references
+    seen = Counter()
     for samples in (samples for group in groups for samples in thoughts_of(group)):
-        if check_thought(samples, [old, new, new]) != "ended by the model":
-            for sample, tokens in samples:
-                assert tokens.version[-3:].tolist() == [2, 3, 3] and sample.oldest_version == 2
+        given = [tuple(tokens.version[-3:].tolist()) for _, tokens in samples]
+        models = [references[version == 3] for version in given[0]]
+        if check_thought(samples, models) != "ended by the model":
+            assert len(set(given)) == 1, "the beams of a thought go on together"
+            seen[given[0]] += 1
+    assert seen[2, 3, 3] and set(seen) <= {(2, 2, 2), (2, 2, 3), (2, 3, 3), (3, 3, 3)}
 
 
 @pytest.mark.deep
@@ -164,7 +176,7 @@ def test_another_engine_goes_on_with_a_thought_and_searches_its_beams_again(stag
     monkeypatch.setattr(stage.engine._thread.requests, "add", lambda new: asked.extend(new) or add(new))
 
     async def answer(ticket: int, earlier=()):
-        calls = [stage.engine.answer(ticket + i, i, one, range(THOUGHTS), earlier) for i, one in enumerate(prompts())]
+        calls = [stage.answer(ticket + i, i, one, range(THOUGHTS), earlier) for i, one in enumerate(prompts())]
         return await asyncio.gather(*calls)
 
     groups = stage.run(answer(100))

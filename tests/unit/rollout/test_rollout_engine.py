@@ -58,7 +58,7 @@ def flat(groups) -> list[tuple[list[int], list[float]]]:
 
 def test_an_engine_without_weights_answers_nothing(stage):
     with pytest.raises(ValueError, match="holds no whole set of weights; push first"):
-        stage.run(stage.engine.generate(prompts(), 1, 0, seed=0))
+        stage.run(stage.generate(prompts(), 1, 0, seed=0))
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_log_probs_are_those_of_the_pushed_model(stage, folders, references):
         received, sent = stage.push(folder, version)
         written = 4 * sum(parameter.numel() for parameter in model.parameters())
         assert sum(metrics["bytes"] for metrics in sent) == written and received["seconds"] > 0
-        groups = stage.run(stage.engine.generate(prompts(), 4, version, seed=3))
+        groups = stage.run(stage.generate(prompts(), 4, version, seed=3))
         # Both sides compute two layers in fp32 and round logits at 1e-6 relative; log-probs go down to -12.
         assert largest_difference(model, groups, 0.7) < 1e-5
         assert largest_difference(other, groups, 0.7) > 1
@@ -98,7 +98,7 @@ def test_log_probs_are_those_of_the_pushed_model(stage, folders, references):
 
 def test_samples_are_what_they_say(stage, folders):
     asked = prompts()
-    groups = stage.run(stage.engine.generate(asked, 64, stage.load(folders[0]), seed=0))
+    groups = stage.run(stage.generate(asked, 64, stage.load(folders[0]), seed=0))
     finishes = set()
     for prompt, group in zip(asked, groups, strict=True):
         assert len(group) == 64
@@ -118,15 +118,15 @@ def test_samples_are_what_they_say(stage, folders):
 def test_same_seed_and_weights_same_answers(stage, folders):
     """The answers are equal to the bit, whatever was generated in between; another seed gives other answers."""
     stage.push(folders[0], 3)
-    first = flat(stage.run(stage.engine.generate(prompts(), 4, 3, seed=11)))
-    other = flat(stage.run(stage.engine.generate(prompts()[::-1], 2, 3, seed=12)))
+    first = flat(stage.run(stage.generate(prompts(), 4, 3, seed=11)))
+    other = flat(stage.run(stage.generate(prompts()[::-1], 2, 3, seed=12)))
     stage.push(folders[1], 4)
-    stage.run(stage.engine.generate(prompts(), 4, 4, seed=11))
+    stage.run(stage.generate(prompts(), 4, 4, seed=11))
     stage.push(folders[0], 5)
-    assert flat(stage.run(stage.engine.generate(prompts(), 4, 5, seed=11))) == first
-    assert flat(stage.run(stage.engine.generate(prompts()[::-1], 2, 5, seed=11))) != other
+    assert flat(stage.run(stage.generate(prompts(), 4, 5, seed=11))) == first
+    assert flat(stage.run(stage.generate(prompts()[::-1], 2, 5, seed=11))) != other
     assert len({tuple(ids) for ids, _ in first}) == len(first), "samples of a prompt are drawn independently"
-    rest = flat(stage.run(stage.engine.generate(prompts()[3:], 4, 5, seed=11, first=3)))
+    rest = flat(stage.run(stage.generate(prompts()[3:], 4, 5, seed=11, first=3)))
     same = sum(a == b for (a, _), (b, _) in zip(rest, first[12:], strict=True))
     assert same >= len(rest) - 2, "the number of engines changes no answer but by rounding"
 
@@ -140,9 +140,9 @@ def test_bad_prompts_are_named(stage, folders):
         ((5, -1), "prompt gsm8k:3 holds the id -1"),
     ]:
         with pytest.raises(ValueError, match=message):
-            stage.run(stage.engine.generate([*prompts(), Prompt("gsm8k:3", ids, "")], 2, 7, seed=0))
+            stage.run(stage.generate([*prompts(), Prompt("gsm8k:3", ids, "")], 2, 7, seed=0))
     with pytest.raises(ValueError, match="version 8 was asked for, but the engine holds version 7"):
-        stage.run(stage.engine.generate(prompts(), 2, 8, seed=0))
+        stage.run(stage.generate(prompts(), 2, 8, seed=0))
 
 
 def test_a_push_of_another_version_fails_on_both_sides_and_leaves_no_weights(stage, folders):
@@ -153,10 +153,10 @@ def test_a_push_of_another_version_fails_on_both_sides_and_leaves_no_weights(sta
     assert all(isinstance(error, RuntimeError) for error in errors)
     assert any("expected 8" in str(error) for error in errors)  # the others see the engine hang up
     with pytest.raises(ValueError, match="holds no whole set of weights"):
-        stage.run(stage.engine.generate(prompts(), 2, 8, seed=0))
+        stage.run(stage.generate(prompts(), 2, 8, seed=0))
     stage.rejoin()
     stage.push(folders[0], 10)
-    assert stage.run(stage.engine.generate(prompts(1), 1, 10, seed=0))
+    assert stage.run(stage.generate(prompts(1), 1, 10, seed=0))
 
 
 def test_a_trainer_that_dies_is_an_error_not_a_hang_and_others_take_its_place(stage, folders):
@@ -165,9 +165,9 @@ def test_a_trainer_that_dies_is_an_error_not_a_hang_and_others_take_its_place(st
     with pytest.raises(RuntimeError):
         stage.run(stage.engine.weights.receive(11))
     with pytest.raises(ValueError, match="holds no whole set of weights"):
-        stage.run(stage.engine.generate(prompts(), 2, 11, seed=0))
+        stage.run(stage.generate(prompts(), 2, 11, seed=0))
     stage.restart_trainers()
-    assert stage.run(stage.engine.generate(prompts(1), 1, stage.load(folders[0]), seed=0))
+    assert stage.run(stage.generate(prompts(1), 1, stage.load(folders[0]), seed=0))
 
 
 def engine(folder, **rollout) -> VllmEngine:
@@ -199,6 +199,6 @@ def test_a_step_that_fails_ends_all_that_is_waited_for(stage, folders, monkeypat
     monkeypatch.setattr(stage.engine._thread.engine, "step", fails)
     for _ in range(2):  # while it generates, and afterwards
         with pytest.raises(RuntimeError, match="^a step of vLLM failed: the device is gone$"):
-            stage.run(stage.engine.generate(prompts(1), 4, version, seed=0))
+            stage.run(stage.generate(prompts(1), 4, version, seed=0))
     assert not stage.engine.alive
     stage.close()

@@ -84,7 +84,7 @@ def actions(tokens) -> tuple[list[int], np.ndarray]:
 
 def answer_group(stage, number, prompt, earlier=()):
     """The four answers of a group that is asked for once."""
-    return stage.engine.answer(number, number, prompt, range(4), earlier)
+    return stage.answer(number, number, prompt, range(4), earlier)
 
 
 MOMENTS = [(sampled(6), 64), (in_call_two, 32)]
@@ -97,7 +97,7 @@ def test_a_push_in_the_middle(stage, folders, references, reached, least):
     anew. At least `least` of the 64 answers have tokens of both versions; in call 2 fewer answers are still running."""
     asked = prompts(16, 5)
     stage.push(folders[0], 0)
-    unbroken = stage.run(stage.engine.generate(asked, 4, 0, seed=7))
+    unbroken = stage.run(stage.generate(asked, 4, 0, seed=7))
     stage.trainers.begin_push(folders[1], 1)
     groups, running, metrics = with_push(stage, asked, 4, 0, reached, 1)
     stage.trainers.end_push()
@@ -204,21 +204,21 @@ def test_a_call_that_begins_in_a_push_waits_for_it(stage, folders):
 
     async def both():
         receiving = asyncio.create_task(stage.engine.weights.receive(3))
-        answering = asyncio.create_task(stage.engine.generate(prompts(4, 5), 4, 3, seed=1))
+        answering = asyncio.create_task(stage.generate(prompts(4, 5), 4, 3, seed=1))
         await asyncio.sleep(0)  # both have begun
         stage.trainers.begin_push(folders[1], 3)
         return (await asyncio.gather(receiving, answering))[1]
 
     first = stage.run(both())
     stage.trainers.end_push()
-    later = stage.run(stage.engine.generate(prompts(4, 5), 4, 3, seed=1))
+    later = stage.run(stage.generate(prompts(4, 5), 4, 3, seed=1))
     assert [actions(tokens)[0] for _, tokens in flat(first)] == [actions(tokens)[0] for _, tokens in flat(later)]
     assert all(set(actions(tokens)[1]) == {3} for _, tokens in flat(first))
 
 
 def test_a_push_that_fails_ends_what_runs_and_a_whole_one_heals(stage, folders):
     stage.push(folders[0], 10)
-    expected = stage.run(stage.engine.generate(prompts(16, 5), 4, 10, seed=7))
+    expected = stage.run(stage.generate(prompts(16, 5), 4, 10, seed=7))
     stage.trainers.begin_push(folders[1], 12)
     failed, running, error = with_push(stage, prompts(16, 5), 4, 10, sampled(6), 11)
     stage.trainers.end_push()
@@ -227,10 +227,10 @@ def test_a_push_that_fails_ends_what_runs_and_a_whole_one_heals(stage, folders):
     with pytest.raises(
         ValueError, match="holds no whole set of weights .the push of version 11 over version 10 failed"
     ):
-        stage.run(stage.engine.generate(prompts(1, 5), 1, 10, seed=7))
+        stage.run(stage.generate(prompts(1, 5), 1, 10, seed=7))
     stage.rejoin()
     stage.push(folders[0], 12)
-    healed = stage.run(stage.engine.generate(prompts(16, 5), 4, 12, seed=7))
+    healed = stage.run(stage.generate(prompts(16, 5), 4, 12, seed=7))
     for (_, a), (_, b) in zip(flat(healed), flat(expected), strict=True):
         assert a.ids.tolist() == b.ids.tolist() and a.logp_rollout.tolist() == b.logp_rollout.tolist()
 
@@ -242,7 +242,7 @@ def test_a_trainer_that_dies_in_the_middle_is_an_error_of_both(stage, folders):
     failed, running, error = with_push(stage, prompts(16, 5), 4, 20, sampled(4), 21)
     assert running == 64 and isinstance(error, RuntimeError) and isinstance(failed, RuntimeError)
     with pytest.raises(ValueError, match="the push of version 21 over version 20 failed"):
-        stage.run(stage.engine.generate(prompts(1, 5), 1, 20, seed=7))
+        stage.run(stage.generate(prompts(1, 5), 1, 20, seed=7))
     stage.restart_trainers()
 
 
@@ -254,7 +254,7 @@ def test_running_requests_keep_their_cache_and_later_ones_never_see_it(salted, f
 
     async def second_call():
         assert salted.engine._thread.engine.get_num_unfinished_requests()
-        return await salted.engine.generate(asked, 4, 1, seed=8)
+        return await salted.generate(asked, 4, 1, seed=8)
 
     groups, running, metrics, later = with_push(salted, asked, 16, 0, sampled(4), 1, second_call)
     salted.trainers.end_push()

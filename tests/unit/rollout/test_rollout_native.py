@@ -83,7 +83,7 @@ def test_the_table_on_vllm(stage, folders, monkeypatch, mode, m):
 
 
 def generated(stage, prompts: list[Prompt], num_samples: int, seed: int) -> list[list[tuple]]:
-    return stage.run(stage.engine.generate(prompts, num_samples, stage.engine.weights.version, seed))
+    return stage.run(stage.generate(prompts, num_samples, stage.engine.weights.version, seed))
 
 
 def asked(count: int, n: int) -> list[Prompt]:
@@ -148,7 +148,7 @@ def test_a_thought_goes_on_in_another_engine_with_its_budget(stage, folders, tmp
 
     def answer(earlier=()) -> list[tuple]:
         async def all_of_them():
-            calls = (stage.engine.answer(i, i, prompt, range(4), earlier) for i, prompt in enumerate(prompts))
+            calls = (stage.answer(i, i, prompt, range(4), earlier) for i, prompt in enumerate(prompts))
             return await asyncio.gather(*calls)
 
         return [

@@ -39,7 +39,7 @@ def sizes(stage) -> list[tuple[int, int]]:
 
 
 def answers(stage, version: int) -> list:
-    groups = stage.run(stage.engine.generate(PROMPTS, 3, version, seed=version))
+    groups = stage.run(stage.generate(PROMPTS, 3, version, seed=version))
     return [(tokens.ids.tolist(), tokens.logp_rollout.tolist()) for group in groups for _, tokens in group]
 
 
@@ -96,8 +96,9 @@ def test_an_engine_with_answers_under_way_keeps_its_memory(stage, folders):
     stage.push(folders[0], 0)
 
     async def both():
-        generating = asyncio.ensure_future(stage.engine.generate(PROMPTS, 3, 0, seed=0))
-        await asyncio.sleep(0)  # the call is queued before the next one
+        generating = asyncio.ensure_future(stage.generate(PROMPTS, 3, 0, seed=0))
+        while not await stage.engine._thread.call(lambda: len(stage.engine._thread.requests)):
+            pass
         with pytest.raises(RuntimeError, match="cannot enter the phase training while answers are under way"):
             await stage.engine.weights.enter("training")
         return await generating

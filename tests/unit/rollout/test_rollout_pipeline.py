@@ -94,7 +94,7 @@ def test_a_push_in_the_middle_finds_no_batch_and_each_token_has_its_version(stag
     same size, so both stages work."""
     asked = prompts(16, 5)
     stage.push(folders[0], 0)
-    unbroken = stage.run(stage.engine.generate(asked, 4, 0, seed=7))
+    unbroken = stage.run(stage.generate(asked, 4, 0, seed=7))
     assert [32] in seen["tokens"] and [64] not in seen["tokens"]
     stage.trainers.begin_push(folders[1], 1)
     seen["waits"].clear()
@@ -137,7 +137,7 @@ def test_a_cancelled_group_ends_between_batches_and_the_others_go_on(stage, fold
     assert [len(actions(tokens)[0]) for _, tokens in answers] == [60] * 4
     check_changes(seen, "abort_requests")
     seen["changes"].clear()
-    again = [stage.run(stage.engine.generate(asked, 4, 40, seed=3)) for _ in range(2)]
+    again = [stage.run(stage.generate(asked, 4, 40, seed=3)) for _ in range(2)]
     check_changes(seen, "reset_prefix_cache")
     first, second = ([actions(tokens)[0] for _, tokens in flat(groups)] for groups in again)
     assert first == second
@@ -145,12 +145,12 @@ def test_a_cancelled_group_ends_between_batches_and_the_others_go_on(stage, fold
 
 def test_memory_is_given_up_and_a_push_brings_the_same_answers(stage, folders, seen):
     stage.push(folders[0], 50)
-    before = stage.run(stage.engine.generate(prompts(4, 5), 4, 50, seed=5))
+    before = stage.run(stage.generate(prompts(4, 5), 4, 50, seed=5))
     for phase in ("training", "pushing"):
         stage.run(stage.engine.weights.enter(phase))
     stage.push(folders[0], 51)
     stage.run(stage.engine.weights.enter("generating"))
-    after = stage.run(stage.engine.generate(prompts(4, 5), 4, 51, seed=5))
+    after = stage.run(stage.generate(prompts(4, 5), 4, 51, seed=5))
     check_changes(seen, "sleep", "wake_up", "take_weights")
     for (_, a), (_, b) in zip(flat(before), flat(after), strict=True):
         assert a.ids.tolist() == b.ids.tolist() and a.logp_rollout.tolist() == b.logp_rollout.tolist()

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from patience import deadline
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from megatron_rl.algorithms.utilities import together, utilities
 from megatron_rl.config.prefix_values import PrefixValues
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.rollout.prefix_values import PrefixValuer
+from megatron_rl.rollout.routine import begin
 from megatron_rl.types import FROM_PROMPT, UTILITY, Branch, Episode, Prompt, Sample, TokenReward, Tokens
 
 WORDS = ["<unk>", "</think>", "The", "answer", "is", "4", "2", "So", "it", "hm", "."]
@@ -42,11 +41,13 @@ class Model:
     def __init__(self) -> None:
         self.asked: list[tuple[list[int], int]] = []
 
-    async def score(self, texts):
+    def score(self, texts):
+        yield []
         self.asked += texts
         return [[-ids[i] / i for i in range(len(ids) - num, len(ids))] for ids, num in texts]
 
-    async def go_on(self, prompt, beginnings):
+    def go_on(self, prompt, beginnings):
+        yield []
         answers = []
         for one in beginnings:
             ids = np.append(one.tokens.ids[: one.length], one.rollout).astype(np.int32)
@@ -74,7 +75,7 @@ def answer(*words: str) -> tuple[Sample, Tokens]:
 
 
 def rewards(held: PrefixValuer, truth, given) -> tuple[TokenReward, ...]:
-    [(sample, _)] = asyncio.run(held.rewarded(prompt(truth), [given]))
+    [(sample, _)] = begin(held.rewarded(prompt(truth), [given])).result()
     return sample.token_rewards
 
 
@@ -107,7 +108,7 @@ def test_thoughts_that_begin_alike_are_asked_about_once(folder):
     model = Model()
     held = valuer(folder, model)
     given = [answer("hm", "So", *rest, "</think>") for rest in (["it"], ["it", "."], ["it"])]
-    found = asyncio.run(held.rewarded(prompt("4"), given))
+    found = begin(held.rewarded(prompt("4"), given)).result()
     assert len(model.asked) == len(set(model.asked)) == 4, "the prompt, `hm`, `hm So it` and `hm So it .`"
     one, longer, other = (sample.token_rewards for sample, _ in found)
     assert one == other and one[0] == longer[0] and one[1] != longer[1]
@@ -128,7 +129,7 @@ def test_several_right_answers(folder):
 
 def test_a_value_is_never_below_the_floor(folder):
     held = valuer(folder, floor=-0.8)
-    values = asyncio.run(held.values([[], [9] * 50], held.wanted(prompt("4"))))
+    values = begin(held.values([[], [9] * 50], held.wanted(prompt("4")))).result()
     assert values == [-0.8, pytest.approx(-FOUR / 54)]
 
 
@@ -170,7 +171,7 @@ def test_what_was_forced_to_end_a_thought_is_not_a_part_of_it(folder):
 
 def test_the_value_of_the_prompt_alone_is_asked_once_for_a_group(folder):
     model, group = Model(), [answer("hm", "</think>"), answer("</think>"), answer("it", ".", "</think>")]
-    given = asyncio.run(valuer(folder, model).rewarded(prompt("4"), group))
+    given = begin(valuer(folder, model).rewarded(prompt("4"), group)).result()
     assert [[r.value for r in sample.token_rewards] for sample, _ in given] == [
         [pytest.approx(FOUR / 6 - FOUR / 7)],
         [],
@@ -179,37 +180,10 @@ def test_the_value_of_the_prompt_alone_is_asked_once_for_a_group(folder):
     assert len(model.asked) == 3
 
 
-def test_groups_are_given_as_soon_as_they_have_their_values(folder):
-    """The first group waits for its values until the others have been given."""
-    release, order = asyncio.Event(), []
-
-    class Waiting(Model):
-        async def score(self, texts):
-            if len(texts[0][0]) > 7:  # the prompt of the first group is longer
-                await release.wait()
-            return await super().score(texts)
-
-    async def finished():
-        for number in range(3):
-            yield number, [answer("hm", "</think>")]
-            await asyncio.sleep(0)
-            await asyncio.sleep(0)
-        release.set()
-
-    async def run():
-        prompts = [Prompt("long", (9, 9, 9), "", {"ground_truth": "4"}), prompt("4"), prompt("4")]
-        async for number, [(sample, _)] in valuer(folder, Waiting()).groups(finished(), prompts):
-            order.append(number)
-            assert len(sample.token_rewards) == 1
-
-    asyncio.run(asyncio.wait_for(run(), deadline(20)))
-    assert order[-1] == 0 and sorted(order) == [0, 1, 2]
-
-
 def test_other_answers_go_on_from_each_passage(folder):
     """Behind both answers come those that go on: from two passages of the first one, and from none of the second."""
     group = [answer("hm", ".", "So", "it", "</think>", "4"), answer("</think>", "4")]
-    found = asyncio.run(valuer(folder, rollouts=2).rewarded(prompt(None), group))
+    found = begin(valuer(folder, rollouts=2).rewarded(prompt(None), group)).result()
     assert [sample.branch for sample, _ in found] == [None, None, (0, 0), (0, 0), (0, 1), (0, 1)]
     assert found[0][0].token_rewards == (TokenReward(3, UTILITY, 0.0), TokenReward(5, UTILITY, 0.0))
     kept = [WORDS.index(word) for word in ("hm", ".", "So", "it")]
@@ -219,7 +193,7 @@ def test_other_answers_go_on_from_each_passage(folder):
         [*kept, 0],
         [*kept, 1],
     ]
-    alone = asyncio.run(valuer(folder, rollouts=2).rewarded(prompt(None), group[1:]))
+    alone = begin(valuer(folder, rollouts=2).rewarded(prompt(None), group[1:])).result()
     assert alone == [(group[1][0], group[1][1])]
 
 
@@ -291,7 +265,7 @@ def test_the_configuration_refuses_answers_of_other_kinds(keys, reason):
 def test_the_trainer_gets_each_beginning_with_each_right_answer(folder):
     model = Model()
     given = [answer("hm", "So", "it", "</think>", "4"), answer("</think>")]
-    found = asyncio.run(valuer(folder, model, by="trainer").rewarded(prompt(["4", "42"]), given))
+    found = begin(valuer(folder, model, by="trainer").rewarded(prompt(["4", "42"]), given)).result()
     assert not model.asked
     assert [(r.position, r.kind, r.value) for r in found[0][0].token_rewards] == [(2, UTILITY, 0.0), (4, UTILITY, 0.0)]
     probes = found[2:]

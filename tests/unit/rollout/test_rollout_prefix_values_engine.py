@@ -74,7 +74,7 @@ def test_values_are_those_of_a_forward_pass(stage, models):
     forced = forced_ids(stage, "42")
     assert forced[0] == CLOSES and len(forced) == 3
     asked = prompts(4)
-    groups = stage.run(stage.engine.generate(asked, 6, 0, seed=1))
+    groups = stage.run(stage.generate(asked, 6, 0, seed=1))
     num = sum(
         check(models[0], prompt, sample, tokens, forced)
         for prompt, group in zip(asked, groups, strict=True)
@@ -84,7 +84,7 @@ def test_values_are_those_of_a_forward_pass(stage, models):
     noted = stage.engine._thread.requests._budget._bins
     assert len(noted) <= 2 * 24, "only the answers' own calls, one or two each, say how long answers are"
     # Without anything in the cache the same values are found.
-    again = stage.run(stage.engine.generate(asked, 6, 0, seed=1))
+    again = stage.run(stage.generate(asked, 6, 0, seed=1))
     for (one, _), (other, _) in zip(sum(groups, []), sum(again, []), strict=True):
         assert one.token_rewards == other.token_rewards
 
@@ -96,7 +96,7 @@ def test_what_is_scored_may_lie_in_the_cache(stage, models):
 
     def num_requests(num: int) -> int:
         before = stage.engine._num_requests
-        [scored] = stage.run(stage.engine._score([(ids, num)]))
+        [scored] = stage.run(stage.engine._carry_out(stage.engine._score([(ids, num)])))
         # Both sides compute two layers in fp32 and round logits at 1e-6 relative.
         assert list(scored) == pytest.approx(expected[-num:].tolist(), abs=1e-5)
         return stage.engine._num_requests - before
@@ -107,21 +107,21 @@ def test_what_is_scored_may_lie_in_the_cache(stage, models):
 def test_texts_that_do_not_fit_into_one_step_are_scored_in_parts(stage, models):
     """A step has at most 8192 tokens, so some text of these 12,000 is computed in two of them."""
     texts = [([5 + (i * i + i * k) % 13 for i in range(200)], 1 + k % 7) for k in range(60)]
-    for (ids, num), scored in zip(texts, stage.run(stage.engine._score(texts)), strict=True):
+    for (ids, num), scored in zip(texts, stage.run(stage.engine._carry_out(stage.engine._score(texts))), strict=True):
         expected = reference_logp(models[0], torch.tensor(ids).numpy(), 1.0)[-num:]
         # Both sides compute two layers in fp32 and round logits at 1e-6 relative.
         assert list(scored) == pytest.approx(expected.tolist(), abs=1e-5)
 
 
 def test_a_row_without_an_answer_has_no_rewards(stage):
-    [group] = stage.run(stage.engine.generate(prompts(1, None), 2, 0, seed=1))
+    [group] = stage.run(stage.generate(prompts(1, None), 2, 0, seed=1))
     assert all(not sample.token_rewards for sample, _ in group)
 
 
 def test_answers_that_are_not_trained_on_have_no_rewards(stage):
     async def answers():
-        [of_call] = await stage.engine.generate(prompts(1), 2, 0, seed=1, purpose="evaluation")
-        return [*of_call, *await stage.engine.answer(9, -1, prompts(1)[0], range(2))]
+        [of_call] = await stage.generate(prompts(1), 2, 0, seed=1, purpose="evaluation")
+        return [*of_call, *await stage.answer(9, -1, prompts(1)[0], range(2))]
 
     assert all(not sample.token_rewards for sample, _ in stage.run(answers()))
 
@@ -131,8 +131,8 @@ def test_answers_that_go_on_alone_have_values_too(stage, models, folders):
 
     async def answers():
         prompt = prompts(1)[0]
-        one = await stage.engine.answer(0, 3, prompt, range(4))
-        two = await asyncio.gather(*(stage.engine.answer(1 + i, 4 + i, prompt, range(2)) for i in range(2)))
+        one = await stage.answer(0, 3, prompt, range(4))
+        two = await asyncio.gather(*(stage.answer(1 + i, 4 + i, prompt, range(2)) for i in range(2)))
         return prompt, [*one, *two[0], *two[1]]
 
     prompt, found = stage.run(answers())
@@ -177,7 +177,7 @@ def check_branches(model, prompt: Prompt, group, rollouts: int) -> int:
 def test_other_answers_go_on_from_each_passage(stage, folders, models, branching):
     stage.push(folders[1], 1)
     asked = prompts(3, None)
-    groups = stage.run(stage.engine.generate(asked, 4, 1, seed=1))
+    groups = stage.run(stage.generate(asked, 4, 1, seed=1))
     num = sum(check_branches(models[1], *one, branching) for one in zip(asked, groups, strict=True))
     assert num > 36, f"only {num} samples go on"
     of_branch = {}
@@ -185,11 +185,11 @@ def test_other_answers_go_on_from_each_passage(stage, folders, models, branching
         if sample.branch is not None:
             of_branch.setdefault(sample.branch, set()).add(tuple(tokens.ids.tolist()))
     assert max(map(len, of_branch.values())) == branching, "each has its own seed"
-    again = stage.run(stage.engine.generate(asked, 4, 1, seed=1))
+    again = stage.run(stage.generate(asked, 4, 1, seed=1))
     for (_, one), (_, other) in zip(sum(groups, []), sum(again, []), strict=True):
         assert one.ids.tolist() == other.ids.tolist()
     [alone] = asked[:1]
-    group = stage.run(stage.engine.answer(20, 7, alone, range(3)))
+    group = stage.run(stage.answer(20, 7, alone, range(3)))
     assert check_branches(models[1], alone, group, branching)
-    [evaluated] = stage.run(stage.engine.generate(asked[:1], 2, 1, seed=1, purpose="evaluation"))
+    [evaluated] = stage.run(stage.generate(asked[:1], 2, 1, seed=1, purpose="evaluation"))
     assert len(evaluated) == 2

@@ -95,7 +95,7 @@ def test_an_engine_waits_between_taking_and_committing(stage, pair):
     stage.push(pair[0], 0)
 
     async def take_while_answering(version: int, dispute: str | None):
-        answer = asyncio.create_task(stage.engine.answer(version, 0, PROMPT, range(4)))
+        answer = asyncio.create_task(stage.answer(version, 0, PROMPT, range(4)))
         while not stage.engine._thread.engine.has_unfinished_requests():
             await stage.engine.weights.ready()
         stage.trainers.begin_push(pair[1], version)
@@ -117,7 +117,7 @@ def test_an_engine_waits_between_taking_and_committing(stage, pair):
     assert "engine 1 holds something else" in str(error)
     assert "the answers that were under way are lost" in str(lost)
     with pytest.raises(ValueError, match="engine 1 holds something else"):
-        stage.run(stage.engine.generate([PROMPT], 1, version=PUSHES + 1, seed=0))
+        stage.run(stage.generate([PROMPT], 1, version=PUSHES + 1, seed=0))
 
 
 def tokens_of(stage) -> int:

@@ -49,23 +49,16 @@ def test_nothing_is_preempted_more_answers_run_than_with_their_largest_lengths_a
         start_fitting(engine)
         most_running = max(most_running, engine.get_num_unfinished_requests())
 
-    async def give():
-        given, left = {}, []
-        async for number, samples in stage.engine.generate_as_finished(PROMPTS, 16, 0, 1, purpose="training", first=0):
-            given[number] = samples
-            left.append(len(requests))
-        return given, left
-
+    left = []
     with monkeypatch.context() as patch:
         patch.setattr(requests, "start_fitting", watch)
-        given, left = stage.run(give())
-    groups = [given[number] for number in range(16)]
-    assert len(given) == 16 and len(lengths(groups)) == 256 and requests.num_preempted == 0
+        groups = stage.run(stage.generate(PROMPTS, 16, 0, 1, finished=lambda number: left.append(len(requests))))
+    assert len(left) == 16 and len(lengths(groups)) == 256 and requests.num_preempted == 0
     assert sum(lengths(groups)) > 3 * CAPACITY, "the cache was filled several times"
     assert most_running > 2 * CAPACITY // (LONGEST + 8)
     assert left[0] > 128 and left[-1] == 0, "the first of 16 groups is there long before the last"
 
-    whole = stage.run(stage.engine.generate(PROMPTS, 16, 0, seed=1))
+    whole = stage.run(stage.generate(PROMPTS, 16, 0, seed=1))
     answers, expected = (
         [[(tokens.ids.tolist(), tokens.logp_rollout.tolist()) for _, tokens in group] for group in each]
         for each in (groups, whole)
@@ -76,7 +69,7 @@ def test_nothing_is_preempted_more_answers_run_than_with_their_largest_lengths_a
 @pytest.mark.deep
 def test_without_the_queue_vllm_preempts(stage, requests, monkeypatch):
     monkeypatch.setattr(requests._budget, "num_fitting", lambda running, waiting: len(waiting))
-    stage.run(stage.engine.generate(PROMPTS[:6], 16, 0, seed=1))
+    stage.run(stage.generate(PROMPTS[:6], 16, 0, seed=1))
     assert requests.num_preempted > 0
 
 
@@ -84,7 +77,7 @@ def test_a_cancelled_group_ends_whether_it_runs_or_waits(stage, requests):
     """The others go on, even if none of them has started, and the group can be asked for again from its start."""
 
     async def answer(ticket):
-        return await stage.engine.answer(ticket, ticket % 100, PROMPTS[ticket % 100], range(16))
+        return await stage.answer(ticket, ticket % 100, PROMPTS[ticket % 100], range(16))
 
     async def cancel_three():
         tasks = [asyncio.create_task(answer(ticket)) for ticket in range(4)]

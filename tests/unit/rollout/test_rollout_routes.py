@@ -98,7 +98,7 @@ def test_every_token_but_the_last_has_its_experts(stage, mixtures, choices):
     Long prompts are computed in parts."""
     assert stage.engine._thread.engine.vllm_config.scheduler_config.max_num_batched_tokens == STEP < LONG
     stage.push(mixtures[0], 0)
-    groups = stage.run(stage.engine.generate([*prompts(3, 5), *prompts(2, LONG)], 3, 0, seed=3))
+    groups = stage.run(stage.generate([*prompts(3, 5), *prompts(2, LONG)], 3, 0, seed=3))
     assert share_of_others(tokens_of(groups), choices) < TIES
     other = [replace(tokens, version=np.where(tokens.version < 0, -1, 1)) for tokens in tokens_of(groups)]
     assert share_of_others(other, choices) > 0.5
@@ -121,7 +121,7 @@ def test_an_answer_that_goes_on_has_the_experts_of_the_engine_that_ends_it(stage
     path = stage.engine._progress.path
 
     async def answer(earlier=()):
-        calls = [stage.engine.answer(i, i, prompt, range(2), earlier) for i, prompt in enumerate(prompts(8, 5))]
+        calls = [stage.answer(i, i, prompt, range(2), earlier) for i, prompt in enumerate(prompts(8, 5))]
         return await asyncio.gather(*calls, return_exceptions=True)
 
     async def interrupted():
@@ -149,7 +149,7 @@ def test_experts_of_answers_that_were_preempted(stage, mixtures, choices, monkey
     stage.push(mixtures[0], 30)
     requests = stage.engine._thread.requests
     monkeypatch.setattr(requests._budget, "num_fitting", lambda running, waiting: len(waiting))
-    groups = stage.run(stage.engine.generate(prompts(12, 5), 4, 30, seed=1))
+    groups = stage.run(stage.generate(prompts(12, 5), 4, 30, seed=1))
     assert requests.num_preempted > 0
     assert share_of_others(tokens_of(groups), choices) < TIES
 
@@ -172,5 +172,5 @@ def test_experts_of_an_engine_of_two_ranks(make_own_stage, mixtures, choices, ex
     options = dict(tensor=2, expert_parallel=expert_parallel, max_prompt_tokens=8, max_response_tokens=30)
     stage = make_own_stage(mixtures[1], Mesh(), returns_routes=True, **options)
     stage.push(mixtures[1], 1)
-    groups = stage.run(stage.engine.generate(prompts(8, 5), 4, 1, seed=1))
+    groups = stage.run(stage.generate(prompts(8, 5), 4, 1, seed=1))
     assert share_of_others(tokens_of(groups), choices) < TIES

@@ -37,7 +37,7 @@ def test_log_probs_after_a_push_from_pipeline_stages_to_tensor_ranks(stage, fold
     stage.rejoin()
     stage.push(folder, 0)
     prompts = [Prompt("a", (5, 69, 6), ""), Prompt("b", (64, 63), "")]
-    groups, again = (stage.run(stage.engine.generate(prompts, 8, 0, seed=0)) for _ in range(2))
+    groups, again = (stage.run(stage.generate(prompts, 8, 0, seed=0)) for _ in range(2))
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     sampled = set()
     for (_, tokens), (_, repeated) in zip(sum(groups, []), sum(again, []), strict=True):
@@ -57,7 +57,7 @@ def test_a_worker_that_dies_ends_all_that_is_waited_for(stage, folder):
     asked = [Prompt("row", (5, 6, 7), "")] * 64
 
     async def both():
-        answers = asyncio.create_task(stage.engine.generate(asked, 16, version, seed=0))
+        answers = asyncio.create_task(stage.generate(asked, 16, version, seed=0))
         await asyncio.sleep(0)
         await stage.engine._thread.call(lambda: None)  # the requests have been added
         os.kill(stage.engine._thread.engine.model_executor.workers[1].proc.pid, signal.SIGKILL)

@@ -13,7 +13,7 @@ from tiny_turns import Lengths, turns_of
 
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.environments import Reaction
-from megatron_rl.rollout.episodes import Episodes
+from megatron_rl.rollout.episodes import EpisodeRequest, Episodes
 from megatron_rl.rollout.program import Completion
 from megatron_rl.rollout.request_queue import Request
 from megatron_rl.types import Prompt, TokenReward
@@ -37,13 +37,17 @@ class StubEngine:
         self._left = {ids: [list(turn) for turn in turns] for ids, turns in turns_of_prompt.items()}
         self._size = len(next(iter(turns_of_prompt)))
 
-    async def start(self, requests: Sequence[Request], version=None, is_first=False) -> list[Future]:
+    async def begin(self, requests: Sequence[Request], is_first: bool) -> list[Future]:
         futures = [Future() for _ in requests]
         for request, future in zip(requests, futures, strict=True):
-            self.requests.append(request)
-            ids = self._left[tuple(request.ids[: self._size])].pop(0)[: request.call.max_tokens]
-            future.set_result(Completion(ids, [-0.5] * len(ids), [VERSION] * len(ids), stopped=ids[-1] == ENDS))
+            future.set_result(await self.ask(request))
         return futures
+
+    async def ask(self, request: Request) -> Completion:
+        await asyncio.sleep(0)  # others go on meanwhile
+        self.requests.append(request)
+        ids = self._left[tuple(request.ids[: self._size])].pop(0)[: request.call.max_tokens]
+        return Completion(ids, [-0.5] * len(ids), [VERSION] * len(ids), stopped=ids[-1] == ENDS)
 
 
 def play(folder, turns: list[list[int]], row: dict, **options):
@@ -57,14 +61,12 @@ def play_all(folder, turns: dict, rows: list[dict], most: int = 60, **limits):
     rollout = RolloutConfig(environment={"kind": "class", "path": "unused:Unused", **limits}, **sizes)
     made: list[Lengths] = []
     engine = StubEngine(turns)
-    episodes = Episodes(turns_of(folder, made)(rollout), engine.start, lambda output: output)
+    episodes = Episodes(turns_of(folder, made)(rollout), engine.ask, lambda output: output)
     prompts = [Prompt(f"row {i}", ids, "", row) for i, (ids, row) in enumerate(zip(turns, rows, strict=True))]
 
     async def answer():
-        found = {}
-        async for number, samples in episodes.groups(prompts, 1, [0] * len(prompts), VERSION, greedy=False):
-            found[number] = samples
-        return [found[i] for i in range(len(prompts))]
+        asked = [EpisodeRequest(i, prompt, range(1), 0, False) for i, prompt in enumerate(prompts)]
+        return await asyncio.gather(*(episodes.answers(one, engine.begin) for one in asked))
 
     return asyncio.run(answer()), made, engine
 
@@ -167,10 +169,11 @@ def test_a_cancelled_group_asks_for_nothing_more(folder):
     rollout = RolloutConfig(environment={"kind": "class", "path": "unused:Unused"}, **sizes)
     made: list[Lengths] = []
     engine = StubEngine({(5, 6): [[7, ENDS]] * 50})
-    episodes = Episodes(turns_of(folder, made)(rollout), engine.start, lambda output: output)
+    episodes = Episodes(turns_of(folder, made)(rollout), engine.ask, lambda output: output)
 
     async def answer():
-        asked = asyncio.ensure_future(episodes.answers(7, Prompt("row", (5, 6), "", {"num_turns": 99}), range(2), 0))
+        request = EpisodeRequest(7, Prompt("row", (5, 6), "", {"num_turns": 99}), range(2), 0, False)
+        asked = asyncio.ensure_future(episodes.answers(request, engine.begin))
         while len(engine.requests) < 6:
             await asyncio.sleep(0)
         episodes.cancel(7)

@@ -78,7 +78,7 @@ def check_transcript(sample, tokens, prompt: Prompt) -> None:
 
 def test_five_turns_have_the_log_probs_of_one_forward_pass_over_the_transcript(stage, models):
     asked = prompts(8)
-    groups = stage.run(stage.engine.generate(asked, 12, 0, seed=1))
+    groups = stage.run(stage.generate(asked, 12, 0, seed=1))
     whole = 0
     for prompt, group in zip(asked, groups, strict=True):
         for sample, tokens in group:
@@ -102,7 +102,7 @@ def test_the_values_of_turns_are_those_of_a_forward_pass(stage, models):
     def value(ids) -> float:
         return float(reference_logp(models[0], np.array([*ids, *forced]), 1.0)[-2:].mean())
 
-    for prompt, group in zip(asked, stage.run(stage.engine.generate(asked, 8, 0, seed=3)), strict=True):
+    for prompt, group in zip(asked, stage.run(stage.generate(asked, 8, 0, seed=3)), strict=True):
         for sample, tokens in group:
             given = [reward for reward in sample.token_rewards if reward.kind == UTILITY]
             begins = np.flatnonzero(np.diff(tokens.action_mask.astype(int), prepend=0) == 1)[1:]
@@ -112,12 +112,12 @@ def test_the_values_of_turns_are_those_of_a_forward_pass(stage, models):
             assert [reward.value for reward in given] == pytest.approx(np.diff(values).tolist(), abs=1e-5)
             num += len(given)
     assert num > 32, f"only {num} turns"
-    [group] = stage.run(stage.engine.generate(prompts(1), 2, 0, seed=3))
+    [group] = stage.run(stage.generate(prompts(1), 2, 0, seed=3))
     assert all(reward.kind != UTILITY for sample, _ in group for reward in sample.token_rewards)
 
 
 def test_the_same_seed_gives_the_same_answers(stage):
-    first, second = (stage.run(stage.engine.generate(prompts(2, num_turns=2), 4, 0, seed=5)) for _ in range(2))
+    first, second = (stage.run(stage.generate(prompts(2, num_turns=2), 4, 0, seed=5)) for _ in range(2))
     for (_, a), (_, b) in zip(sum(first, []), sum(second, []), strict=True):
         assert a.ids.tolist() == b.ids.tolist()
 
@@ -136,7 +136,7 @@ def test_a_push_in_the_middle_of_an_episode_is_seen_in_its_versions(stage, folde
     monkeypatch.setattr(Lengths, "react", wait_and_react)
 
     async def answer():
-        asked = asyncio.ensure_future(stage.engine.answer(0, 3, prompts(1)[0], range(16)))
+        asked = asyncio.ensure_future(stage.answer(0, 3, prompts(1)[0], range(16)))
         await reached.wait()
         stage.trainers.begin_push(folders[1], 1)
         await stage.engine.weights.receive(1)
@@ -158,15 +158,15 @@ def test_a_push_in_the_middle_of_an_episode_is_seen_in_its_versions(stage, folde
 def test_an_answer_that_an_engine_has_lost_begins_anew(stage):
     """Its record has no tokens, because the state of the environment is gone."""
     prompt = prompts(1)[0]
-    [(_, first)] = stage.run(stage.engine.answer(1, 8, prompt, range(1)))
+    [(_, first)] = stage.run(stage.answer(1, 8, prompt, range(1)))
     record = stage.engine._progress.path
     assert record.read_bytes() == b""
-    [(_, again)] = stage.run(stage.engine.answer(2, 8, prompt, range(1), earlier=[record]))
+    [(_, again)] = stage.run(stage.answer(2, 8, prompt, range(1), earlier=[record]))
     assert again.ids.tolist() == first.ids.tolist()
 
 
 def test_the_environment_fails_alone(stage):
-    [group] = stage.run(stage.engine.generate(prompts(1, fails_at=2), 8, 0, seed=2))
+    [group] = stage.run(stage.generate(prompts(1, fails_at=2), 8, 0, seed=2))
     assert any(sample.episode.fault for sample, _ in group)
     for sample, _ in group:
         failed = sample.episode.num_turns == 2 and sample.finish == "stop"

@@ -14,7 +14,7 @@ from megatron_rl.algorithms.token_advantages import token_advantages
 from megatron_rl.algorithms.whitening import one_rank
 from megatron_rl.config.load import validate
 from megatron_rl.config.schema import GrpoRunConfig
-from megatron_rl.loop.rollouts import describe, scores_with
+from megatron_rl.loop.rollouts import describe, scores_of
 from megatron_rl.loop.shares import plan_step
 from megatron_rl.loop.source import Rollouts
 from megatron_rl.rollout.beams import Beam, as_samples
@@ -74,7 +74,7 @@ def config(**estimator) -> GrpoRunConfig:
 
 def advantages(group: Group, cfg: GrpoRunConfig) -> tuple[dict[int, list[float]], list[float]]:
     """The advantage of every token of each sample, 0 where there is no action; and the weight of every packed token."""
-    scores = scores_with(cfg, [group], None)
+    scores = scores_of(cfg, [group], None)
     shares, _ = plan_step(cfg, SHAPE, Rollouts([group], scores, {}), 0)
     [share] = shares.policy
     [micros] = pack(share)

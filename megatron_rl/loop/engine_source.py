@@ -1,17 +1,18 @@
-"""The source of rollouts for engines that work while the trainer trains, and for active sampling.
+"""The rollouts that engines generate: in turns with the trainer, or while it trains.
 
 Whatever decides which groups run and which ones a step takes is in `admission.py`. This module asks for the prompts,
-holds the groups, and gives their state to a checkpoint.
+holds the groups, and gives their state to a checkpoint. In turns (`rollout.max_lag: 0`) nothing is under way between
+two steps, so that a step repeats to the bit.
 
 Invariants (tests/unit/loop, tests/e2e): a resumed run asks again for the groups that were under way, with their own
-prompts, and takes those that were ready, or that were trained on after the checkpoint, from the journal; the groups of
-a step that the trainer interrupted are trained on again and not generated again.
+prompts, and takes those that were ready, or that were trained on after the checkpoint, from the journal, which a run in
+turns does not need; the groups of a step that the trainer interrupted are trained on again and not generated again.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
 from typing import Any
@@ -31,6 +32,7 @@ from megatron_rl.loop.rollouts import (
     SilentRewards,
     describe_verified,
     require_a_score,
+    rewards_of,
     scores_of,
     tell_common_reason,
     verdicts_of,
@@ -38,17 +40,20 @@ from megatron_rl.loop.rollouts import (
 from megatron_rl.loop.source import Rollouts
 from megatron_rl.loop.stopping import Stopping
 from megatron_rl.ports import Ports, Sink
-from megatron_rl.types import Group, Metrics, Prompt
+from megatron_rl.types import Group, GroupRequest, Metrics, Prompt
 from megatron_rl.verifiers.metrics import merged
 
 NUM_TRIES = 64
 """A run with active sampling ends after so many batches of groups of which none had a signal."""
+STEPS = 2**20
+"""The seeds of the steps of one `run.seed`. The last one is that of all evaluations, so that their accuracies can be
+compared."""
 NUM_HELD = 2
 """The groups of so many steps are held after a step has taken them, because a policy that is lost may go back to the
 state before them."""
 
 
-class AsynchronousSource:
+class EngineSource:
     def __init__(
         self, config: GrpoRunConfig, ports: Ports, prompts: ShuffledStream[Prompt], sink: Sink, stopping: Stopping
     ) -> None:
@@ -76,10 +81,14 @@ class AsynchronousSource:
         """The groups of the journal that are not in use yet; None before the first push or the first checkpoint."""
         self._evaluating: dict[int, Group | None] = {}
         """The groups of the evaluation, by their numbers; None: it is under way."""
-        self._num_evaluated = 0
-        """The number of prompts that were asked for evaluations. Their groups have the numbers -1, -2, ..."""
+        self._baselines: dict[int, Group | None] = {}
+        """The same for the greedy answers to the prompts of a step."""
+        self._num_aside = 0
+        """The number of groups that were asked for and are not trained on. They have the numbers -1, -2, ..."""
         self._scorings: list[tuple[Metrics, int]] = []
         """The metrics and the number of answers of each scoring since the last step."""
+        self._described: dict[int, list[tuple[Metrics, int]]] = {}
+        """The scorings of the last NUM_HELD steps."""
         self._useless: Counter[str] = Counter()
         """The rewards of the groups without a signal, since the last group with one."""
         self._version = self._step = self._resumed_at = 0
@@ -88,16 +97,15 @@ class AsynchronousSource:
 
     def pushed(self, version: int) -> None:
         self._version = version
-        if self._written is None:  # the run begins, so a journal is that of an earlier beginning
-            self._written = {}
-            prune_journal(self._journal, version=2**62)
-        prune_journal(self._journal, max(find_checkpoints(self._checkpoints), default=0) - self._max_lag)
+        if self._config.rollout.is_asynchronous:
+            if self._written is None:  # the run begins, so a journal is that of an earlier beginning
+                prune_journal(self._journal, version=2**62)
+            prune_journal(self._journal, max(find_checkpoints(self._checkpoints), default=0) - self._max_lag)
+        self._written = self._written or {}
         known = {*self._admission.running, *self._admission.ready, *self._again}
         self._given = {number: budgets for number, budgets in self._given.items() if number in known}
         again, self._again = self._again, []
-        for number in again:
-            self._ask(number, self._prompts.item(number))
-        self._refill()
+        self._refill([(number, self._prompts.item(number)) for number in again])
 
     def next(self, step: int) -> Rollouts:
         with self._stopping.promptly():
@@ -111,19 +119,51 @@ class AsynchronousSource:
             self._budgets.record(groups)
             num_late = self._give_up_late(step)
             require_a_score(verdicts_of(groups))
-            metrics = self._describe(groups, step) | {"stream/late": float(num_late)}
+            metrics = self._describe(groups, step, num_late)
             self._silence.count(groups, metrics, self._sink)
             tell_common_reason(groups, self._sink)
-            return Rollouts(groups, scores_of(self._config, self._ports, groups, step, self._sink), metrics)
+            return Rollouts(groups, scores_of(self._config, groups, self._greedy_rewards(groups, step)), metrics)
+
+    def _greedy_rewards(self, groups: Sequence[Group], step: int) -> np.ndarray | None:
+        """float64: the reward of the greedy answer to each sample's prompt, if the estimator needs it."""
+        if "greedy_reward" not in self._config.algorithm.adv_estimator.needs:
+            return None
+        with self._sink.phase("generate"):
+            prompts = [group.prompt for group in groups]
+            self._baselines = self._ask_aside(prompts, 1, step, is_greedy=True)
+            self._wait_for(self._baselines)
+        greedy = [group for group in self._baselines.values() if group is not None]
+        return np.repeat(rewards_of(greedy), [len(group.samples) for group in groups])
+
+    def _wait_for(self, groups: Mapping[int, Group | None]) -> None:
+        """Wait until all groups are there. What is measured meanwhile in a run in turns is not the step's."""
+        while None in groups.values():
+            self._collect()
+        if not self._config.rollout.is_asynchronous:
+            self._scorings, self._num_tokens = [], 0
+
+    def _ask_aside(
+        self, prompts: Sequence[Prompt], num_samples: int, step: int, is_greedy: bool = False
+    ) -> dict[int, Group | None]:
+        """Ask for groups that are not trained on. Returns their numbers, without groups as yet."""
+        numbers = [-self._num_aside - 1 - i for i in range(len(prompts))]
+        self._num_aside += len(prompts)
+        first = self._config.run.seed * STEPS + step if is_greedy else STEPS - 1
+        requests = [
+            GroupRequest(number, prompt, num_samples, (first, i), is_greedy)
+            for i, (number, prompt) in enumerate(zip(numbers, prompts, strict=True))
+        ]
+        self._ports.stream.ask(requests, self._version)
+        return dict.fromkeys(numbers)
 
     def evaluate(self, prompts: Sequence[Prompt], version: int) -> None:
-        """See `RolloutSource`. The answers are generated beside those of the training prompts, and beside the update of
-        the step."""
+        """See `RolloutSource`. In an asynchronous run the answers are generated beside those of the training prompts,
+        and beside the update of the step."""
         self._version = version
-        for prompt in prompts:
-            self._num_evaluated += 1
-            self._evaluating[-self._num_evaluated] = None
-            self._ports.stream.ask(-self._num_evaluated, prompt, self._config.eval.samples_per_prompt, version)
+        self._evaluating = self._ask_aside(prompts, self._config.eval.samples_per_prompt, version)
+        if not self._config.rollout.is_asynchronous:
+            with self._stopping.promptly(), self._sink.phase("evaluate"):
+                self._wait_for(self._evaluating)
 
     def evaluated(self) -> Metrics:
         """See `RolloutSource`. If the run is asked to stop, the evaluation is given up, with a warning."""
@@ -155,20 +195,19 @@ class AsynchronousSource:
     def restore(self, state: dict[str, Any]) -> None:
         """
         Raises:
-            ValueError: the state is that of a run whose engines did not work while it trained, or of other data.
+            ValueError: the state is that of other data.
         """
-        if "waiting" not in state:
-            raise ValueError(
-                "the checkpoint is that of a run without rollout.max_lag and rollout.active_sampling; resume with the "
-                "same settings, or start a new run from its export"
-            )
         position = self._prompts.position
         self._prompts.restore(state)
-        # In a run that goes on after its policy was lost, the engines still work on groups that are younger than the
-        # state. They are kept, so the stream does not go back behind them.
-        self._prompts.position = max(position, self._prompts.position)
+        waiting = state.get("waiting", [])
+        if self._config.rollout.is_asynchronous:
+            # In a run that goes on after its policy was lost, the engines still work on groups that are younger than
+            # the state. They are kept, so the stream does not go back behind them.
+            self._prompts.position = max(position, self._prompts.position)
+        else:
+            waiting = [*waiting, *self._keep(state["step"])]
         if self._written is None:
-            self._written = read_journal(self._journal)
+            self._written = read_journal(self._journal) if self._config.rollout.is_asynchronous else {}
             self._resumed_at = state["step"]
         self._step = state["step"]
         for number, group in self._evaluating.items():
@@ -178,7 +217,7 @@ class AsynchronousSource:
         self._pass_rates.restore(state.get("pass_rates", {}))
         self._budgets.restore(state.get("thoughts", []))
         self._given |= {number: tuple(budgets) for number, budgets in state.get("thought_budgets", [])}
-        for number in state["waiting"]:
+        for number in waiting:
             admission = self._admission
             if any(number in known for known in (admission.running, admission.ready, self._again)):
                 continue
@@ -187,12 +226,27 @@ class AsynchronousSource:
             else:
                 self._again.append(number)
 
-    def _refill(self) -> bool:
-        """Ask for as many groups as there is room for. Returns whether there was any; groups of the journal are ready
-        at once."""
+    def _keep(self, step: int) -> list[int]:
+        """In a run in turns whose policy was lost: the numbers of the groups that were asked for with the weights of
+        `step`, which the stream of prompts has behind it then. Those of later weights are given up."""
+        running = self._admission.running
+        for number in [number for number, version in running.items() if version > step]:
+            self._ports.stream.cancel(number)
+            del running[number]
+        first = self._prompts.position
+        kept = {number for number, group in self._groups.items() if number >= first and group.version == step}
+        kept |= {number for number in running if number >= first}
+        self._prompts.position += len(kept)
+        return sorted(kept)
+
+    def _refill(self, again: Sequence[tuple[int, Prompt]] = ()) -> bool:
+        """Ask for as many groups as there is room for, after those of `again`. Returns whether there was any; groups of
+        the journal are ready at once."""
+        requests = [*map(self._admit, *zip(*again))] if again else []
         asked = self._draw(self._admission.room(self._config.run.steps - self._version))
-        for number, prompt in asked:
-            self._ask(number, prompt)
+        requests += [self._admit(number, prompt) for number, prompt in asked]
+        if requests := [request for request in requests if request is not None]:
+            self._ports.stream.ask(requests, self._version)
         return bool(asked)
 
     def _draw(self, count: int) -> list[tuple[int, Prompt]]:
@@ -210,7 +264,8 @@ class AsynchronousSource:
         self._num_resting += num_passed
         return drawn
 
-    def _ask(self, number: int, prompt: Prompt) -> None:
+    def _admit(self, number: int, prompt: Prompt) -> GroupRequest | None:
+        """What is asked for a group; None if it is in the journal, and so ready."""
         assert self._written is not None
         entry = self._written.pop(number, None)
         # An older entry is that of a late group which was asked for again, and had not finished by then.
@@ -218,12 +273,13 @@ class AsynchronousSource:
             group = _from_journal(entry, prompt, self._version, self._resumed_at)
             self._admission.admit(number, group.version)
             self._finish(number, group)
-        else:
-            self._admission.admit(number, self._version)
-            if number not in self._given:
-                self._given[number] = self._budgets.give(prompt, number, self._version).thought_budgets
-            prompt = replace(prompt, thought_budgets=self._given[number])
-            self._ports.stream.ask(number, prompt, self._config.rollout.samples_per_prompt, self._version)
+            return None
+        self._admission.admit(number, self._version)
+        if number not in self._given:
+            self._given[number] = self._budgets.give(prompt, number, self._version).thought_budgets
+        prompt, rollout = replace(prompt, thought_budgets=self._given[number]), self._config.rollout
+        step, index = divmod(number, rollout.prompts_per_step)
+        return GroupRequest(number, prompt, rollout.samples_per_prompt, (self._config.run.seed * STEPS + step, index))
 
     def _collect(self) -> None:
         verified = self._ports.stream.collect(self._version)
@@ -231,16 +287,17 @@ class AsynchronousSource:
         self._scorings.append((verified.metrics, len(samples)))
         self._num_tokens += sum(sample.num_new_tokens for sample in samples)
         for number, group in verified.groups.items():
-            if number in self._evaluating:
-                self._evaluating[number] = group
+            aside = next((one for one in (self._evaluating, self._baselines) if number in one), None)
+            if aside is not None:
+                aside[number] = group
             else:
                 self._finish(number, group)
         self._require_a_signal()
 
     def _finish(self, number: int, group: Group) -> None:
-        rewards = [verdict.reward for verdict in verdicts_of([group])]
-        useful = True
+        useful, rewards = True, list[float | None]()
         if self._config.rollout.active_sampling:
+            rewards = [verdict.reward for verdict in verdicts_of([group])]
             useful = not all_equal(r for r in rewards if r is not None)
             right = right_answers(self._config, verdicts_of([group]))
             if right:
@@ -277,8 +334,11 @@ class AsynchronousSource:
         kept = {*self._admission.ready, *(number for numbers in self._taken.values() for number in numbers)}
         self._groups = {number: group for number, group in self._groups.items() if number in kept}
 
-    def _describe(self, groups: list[Group], step: int) -> Metrics:
+    def _describe(self, groups: list[Group], step: int, num_late: int) -> Metrics:
         scorings, self._scorings = self._scorings, []
+        scorings = scorings or self._described.get(step, [])  # the step may be done again, with the groups that it had
+        self._described = {s: own for s, own in self._described.items() if step - NUM_HELD < s < step}
+        self._described[step] = scorings
         metrics = describe_verified(self._config, groups)
         metrics |= merged([part for part, _ in scorings], [size for _, size in scorings])
         num_tokens, self._num_tokens = self._num_tokens, 0
@@ -286,6 +346,8 @@ class AsynchronousSource:
         if span_s:  # otherwise all groups were there, none was collected, and nothing is known of the engines
             metrics["rollout/tokens_per_s"] = num_tokens / span_s
             metrics["rollout/idle"] = idle_s / (span_s * self._config.rollout.num_engines)
+        if not self._config.rollout.is_asynchronous:
+            return metrics
         resting, self._num_resting = self._num_resting, 0
         admission = self._admission
         useless, surplus = admission.num_useless, admission.num_surplus
@@ -299,6 +361,7 @@ class AsynchronousSource:
             "stream/useless": float(useless),
             "stream/surplus": float(surplus),
             "stream/resting": float(resting),
+            "stream/late": float(num_late),
         }
 
 

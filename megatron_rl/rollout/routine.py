@@ -1,0 +1,70 @@
+"""Work that goes on in the engine's thread as soon as what it waits for has ended: between two decode steps, without a
+hop to another thread, and without waiting for anything else.
+
+Invariants (tests/unit/rollout): a routine goes on in the thread in which the last of its futures ended, and in the
+order in which they ended; if one of them ends with an error, the routine ends with it once all of them have ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
+
+Routine = Generator[Sequence[Future[Any]], list[Any], Result]
+"""A generator that yields the futures that it waits for, is sent their results, and returns a result of its own.
+
+    def answered(prompt: list[int]) -> Routine[list[int]]:
+        [thought] = yield [ask(prompt)]
+        [answer] = yield [ask(prompt + thought)]
+        return thought + answer
+
+Routines wait for others that go on at the same time with `yield [begin(one), begin(other)]`, and carry out one in their
+own place with `yield from`."""
+
+
+def begin(routine: Routine[Result]) -> Future[Result]:
+    """Carry out a routine as far as it goes now. The future has its result, or the error that ended it."""
+    whole: Future[Result] = Future()
+    _go_on(routine, None, whole)
+    return whole
+
+
+def _go_on(routine: Routine[Result], results: list[Any] | None, whole: Future[Result]) -> None:
+    futures: Sequence[Future[Any]] = ()
+    while not futures:
+        try:
+            futures = routine.send(results)  # type: ignore[arg-type]  # the first value sent to a generator is None
+        except StopIteration as end:
+            return resolve(whole, end.value)
+        except Exception as error:
+            return resolve(whole, error=error)
+        results = []
+
+    waiting = set(futures)
+
+    def ended(future: Future[Any]) -> None:
+        waiting.discard(future)
+        if waiting:
+            return
+        error = next(filter(None, (future.exception() for future in futures)), None)
+        if error is not None:
+            # Another thread may have ended the futures, so the generator is left alone.
+            resolve(whole, error=error)
+        elif not whole.done():
+            _go_on(routine, [future.result() for future in futures], whole)
+
+    for future in tuple(waiting):
+        future.add_done_callback(ended)
+
+
+def resolve(future: Future[Any], result: Any = None, error: BaseException | None = None) -> None:
+    """Set a future's result or error, unless it has one or nobody waits for it any more."""
+    with suppress(InvalidStateError):
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
