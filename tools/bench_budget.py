@@ -113,8 +113,8 @@ async def answer(engine: Engine, number: int) -> list[Any]:
 
 
 async def measure(rounds: int) -> dict[str, float]:
-    """For each mode: the median tokens/s in rounds that alternate, the same as a share of the rate without a budget,
-    and the number of prompt tokens that were computed for an answer, those of the second call included."""
+    """The numbers of each mode: the median tokens/s in rounds that alternate, the same as a share of the rate without a
+    budget, and the number of prompt tokens that were computed for an answer, those of the second call included."""
     with tempfile.TemporaryDirectory() as name:
         write_model(Path(name))
         engine = Engine(Path(name))

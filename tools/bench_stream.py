@@ -53,13 +53,7 @@ class StubRank(EngineRank):
         self.released.set()
 
     async def answer(
-        self,
-        ticket: int,
-        asked: GroupRequest,
-        samples: range,
-        version: int | None,
-        batch: tuple[int, int],
-        earlier: list[str],
+        self, ticket: int, asked: GroupRequest, samples: range, *others: object
     ) -> tuple[list[Sample], list[Tokens]]:
         await self.released.wait()
         prompt = asked.prompt

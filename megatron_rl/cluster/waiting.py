@@ -123,20 +123,12 @@ def gather(
     return [results[reference] for reference in references]
 
 
-def _wait(
-    references: Sequence[Waitable], num_returns: int, timeout_s: float, fetch: bool = True
-) -> tuple[list[Waitable], list[Waitable]]:
-    """`ray.wait`, with a `tick` every TICK_S.
-
-    Args:
-        fetch: whether what is there is brought to this node.
-    """
+def _wait(references: Sequence[Waitable], num_returns: int, timeout_s: float) -> tuple[list[Waitable], list[Waitable]]:
+    """`ray.wait`, with a `tick` every TICK_S."""
     end = time.monotonic() + timeout_s
     while True:
         left = max(0.0, end - time.monotonic())
-        done, waiting = ray.wait(
-            list(references), num_returns=num_returns, timeout=min(left, TICK_S), fetch_local=fetch
-        )
+        done, waiting = ray.wait(list(references), num_returns=num_returns, timeout=min(left, TICK_S))
         if len(done) >= num_returns or left == 0:
             return done, waiting
         tick()

@@ -130,7 +130,8 @@ def _explain(kind: type[BaseModel], fault: Any) -> str:
         hint = f"did you mean {near[0]}?" if near else f"known here: {', '.join(tags)}"
         return f"{path}.kind: there is no kind {given!r}; {hint}"
     if fault["type"] == "missing":
-        return f"{path}: this key is required, but no file and no override sets it"
+        keys = [".".join([*inside, *key]) for key in (_required(model) if model else [()])]
+        return "\n  ".join(f"{key}: this key is required, but no file and no override sets it" for key in keys)
     message = fault["msg"].removeprefix("Value error, ")
     if fault["type"] == "value_error":
         return f"{path}: {message}" if path else message
@@ -151,6 +152,20 @@ def _locate(kind: type[BaseModel], location: Sequence[str | int]) -> tuple[list[
         here = inside[0] if inside else Union[tuple(chosen)] if chosen else here
     models = _models(here)
     return keys, models[0] if models else None
+
+
+def _required(model: type[BaseModel]) -> list[tuple[str, ...]]:
+    """The keys without a default in a section, those of its sections included."""
+    found: list[tuple[str, ...]] = []
+    for name, key in model.model_fields.items():
+        if not key.is_required():
+            continue
+        section = key.annotation
+        if isinstance(section, type) and issubclass(section, BaseModel):
+            found += [(name, *inner) for inner in _required(section)]
+        else:
+            found.append((name,))
+    return found
 
 
 def _models(annotation: Any) -> list[type[BaseModel]]:

@@ -227,8 +227,8 @@ class EngineSource:
                 self._again.append(number)
 
     def _keep(self, step: int) -> list[int]:
-        """In a run in turns whose policy was lost: the numbers of the groups that were asked for with the weights of
-        `step`, which the stream of prompts has behind it then. Those of later weights are given up."""
+        """The numbers of the groups that a run in turns keeps when its policy was lost: those that were asked for with
+        the weights of `step`. The stream of prompts goes on after them. Groups of later weights are given up."""
         running = self._admission.running
         for number in [number for number, version in running.items() if version > step]:
             self._ports.stream.cancel(number)
@@ -242,7 +242,7 @@ class EngineSource:
     def _refill(self, again: Sequence[tuple[int, Prompt]] = ()) -> bool:
         """Ask for as many groups as there is room for, after those of `again`. Returns whether there was any; groups of
         the journal are ready at once."""
-        requests = [*map(self._admit, *zip(*again))] if again else []
+        requests = [self._admit(number, prompt) for number, prompt in again]
         asked = self._draw(self._admission.room(self._config.run.steps - self._version))
         requests += [self._admit(number, prompt) for number, prompt in asked]
         if requests := [request for request in requests if request is not None]:

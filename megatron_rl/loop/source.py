@@ -1,5 +1,5 @@
-"""Where the loop gets the verified rollouts of a step: from engines (engine_source.py), or from another run
-(replay.py)."""
+"""The interface through which the loop gets the verified rollouts of a step. They come from engines
+(engine_source.py), or from another run (replay.py)."""
 
 from __future__ import annotations
 

@@ -63,9 +63,11 @@ def train(
     sink, checkpoints = records
     is_exact = config.model.dtype == "float32" and config.rollout.quantization is None
     coefficients = Coefficients(config.algorithm, is_exact)
-    source: RolloutSource = EngineSource(config, ports, prompts.train, sink, stopping)
+    source: RolloutSource
     if config.rollout.replay is not None:
         source = ReplayedSource(config, config.rollout.replay, sink)
+    else:
+        source = EngineSource(config, ports, prompts.train, sink, stopping)
     parts: dict[str, Stateful] = {"stream": source, "coefficients": coefficients}
     stragglers, untrained, thoughts = Stragglers(), UntrainedSteps(), UnsplitThoughts()
     values = config.rollout.prefix_values

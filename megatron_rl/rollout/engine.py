@@ -46,7 +46,7 @@ from megatron_rl.rollout.beams import as_samples
 from megatron_rl.rollout.budgets import Budgets, Chosen
 from megatron_rl.rollout.engine_thread import EngineThread
 from megatron_rl.rollout.engine_weights import EngineWeights
-from megatron_rl.rollout.episodes import EpisodeRequest, MakeAnswers
+from megatron_rl.rollout.episodes import EpisodeRequest, MakeAnswers, Samples
 from megatron_rl.rollout.prefix_values import Beginning, PrefixValuer
 from megatron_rl.rollout.program import Call, Completion, Transcript, as_sample, next_call, replay
 from megatron_rl.rollout.progress import Progress, recorded
@@ -54,7 +54,7 @@ from megatron_rl.rollout.request_queue import Request, RequestQueue
 from megatron_rl.rollout.routine import Routine, begin
 from megatron_rl.rollout.start import make_engine
 from megatron_rl.rollout.vocabulary import stop_ids
-from megatron_rl.types import GroupRequest, Prompt, Sample, Tokens
+from megatron_rl.types import GroupRequest, Prompt
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
@@ -62,7 +62,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
-Samples = list[tuple[Sample, Tokens]]
 NOTHING = Completion((), (), (), stopped=False)
 
 CLOSE_S = 20.0

@@ -16,7 +16,7 @@ from pathlib import Path
 from megatron_rl.recipes.launch import console, quiet_environment
 
 quiet_environment()
-# Products of a tiny model are too short for two threads, and the record was made with one.
+# The numbers of RECORD.md were seen with one thread.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 HOME = Path("runs/tiny")

@@ -228,7 +228,6 @@ def test_in_turns_all_groups_are_handed_out_together_and_the_journal_stays_empty
     collected = in_turns.stream.collect(0)
     assert list(collected.groups) == [7, 8, 9] and not in_turns.verifier.journal
     assert in_turns.verifier.decided == [[id(group) for group in collected.groups.values()]]
-    assert collected.metrics["stream/span_s"] >= collected.metrics["stream/idle_s"] / 2
 
 
 def test_in_turns_all_that_a_dead_engine_has_had_is_generated_again_and_the_rest_is_kept(in_turns):
@@ -250,6 +249,8 @@ def test_in_turns_all_that_a_dead_engine_has_had_is_generated_again_and_the_rest
         collect_until_asked_again(in_turns)
     asked = [call for engine in (new, second) for call in engine.calls]
     assert brought == [0] and [call[2] for call in asked] == [[], []], "from the start"
+    awaited = [p for one in in_turns.stream._asked.values() for p in one.parts if p.answers is None]
+    assert len(awaited) == 2, "an engine that does not answer them in time is replaced"
     for engine in (new, second):
         while engine.calls:
             engine.end()

@@ -48,6 +48,7 @@ def test_a_mirror_is_preferred_to_an_older_checkpoint_and_the_answers_are_kept(t
     run(world, tmp_path, config(checkpoint=RARELY))
     after = world.calls[world.calls.index("restart") :]
     assert after[:5] == ["restart", "load mirror 2", "rejoin", "push 2", "begin"], "nothing is generated again"
+    assert [metrics["reward/exact_answer/failed"] for step, metrics in world.logged if "loss" in metrics] == [0.5] * 3
     assert "the trainer was started anew and continues with step 2, because a rank died in update" in world.warnings
 
 
