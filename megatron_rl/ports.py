@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatron_rl.types import Group, GroupRequest, Mesh, Metrics, Share, TokenNumbers, Tokens
+from megatron_rl.types import Group, GroupRequest, Mesh, Metrics, Share, Shares, Tokens
 
 
 class StopRequested(BaseException):
@@ -30,9 +30,11 @@ class TooManyRestarts(RuntimeError):
 
 
 class Policy(Protocol):
-    """The model that is trained. Every method raises PolicyLost when a rank is lost."""
+    """The model that is trained, with its critic if it has one. Every method raises PolicyLost when a rank is lost."""
 
     mesh: Mesh
+    num_changes: int
+    """The number of optimizer steps that have begun to change weights since the process began."""
 
     def score(self, shares: Sequence[Share]) -> Mapping[int, float]:
         """The log-prob of all actions of each sample together, in nats and at temperature 1, under the present weights,
@@ -40,28 +42,29 @@ class Policy(Protocol):
         """
         ...
 
-    def begin(self, shares: Sequence[Share], coefficients: Mapping[str, float]) -> Metrics:
+    def begin(self, shares: Shares, coefficients: Mapping[str, float]) -> Metrics:
         """Give every data-parallel rank its share of a step, and compute what the objective needs from the step's
-        start: log-probs of the policy and of the reference policy, and advantages of tokens. The ranks keep them until
-        the next call. Returns the mismatch between trainer and engine over the action tokens, if pi_old was computed,
-        and the mean KL, if it is in the reward.
+        start: log-probs of the policy and of the reference policy, values of a critic, and advantages of tokens. The
+        ranks keep them until the next call. Returns the mismatch between trainer and engine over the action tokens, if
+        pi_old was computed, and the mean KL, if it is in the reward.
 
         Args:
             coefficients: see `update`.
         """
 
-    def update(self, minibatch: int, coefficients: Mapping[str, float]) -> Metrics:
-        """One optimizer step on a mini-batch of the shares given to `begin`.
+    def update(self, coefficients: Mapping[str, float]) -> tuple[list[Metrics], Metrics]:
+        """One optimizer step on each mini-batch of the shares given to `begin`.
 
         Args:
             coefficients: the factors of the terms `kl` and `entropy`.
 
-        Raises:
-            ValueError: a number is not finite. No weight has changed.
-        """
+        Returns:
+            The metrics of each update of the policy, and the critic's metrics, if there is one. The policy has no
+            update in steps in which the critic learns alone.
 
-    def returns(self) -> TokenNumbers:
-        """What a critic has to learn from the step that `begin` was given, if the estimator needs one."""
+        Raises:
+            ValueError: a number is not finite. `num_changes` tells whether an earlier update has changed weights.
+        """
 
     def save(self, folder: Path, extra: dict[str, Any]) -> None:
         """Begin to write model, optimizer, learning-rate schedule, random state and `extra`. The state is copied when
@@ -106,31 +109,6 @@ class Policy(Protocol):
 
     def load_mirror(self, step: int) -> None:
         """Restore the state of a step that `restart` returned."""
-
-
-class Critic(Protocol):
-    """The model that predicts the rewards to come at each token. It is saved, loaded and started anew with the policy.
-    Every method raises PolicyLost when a rank is lost."""
-
-    mesh: Mesh
-
-    def values(self, shares: Sequence[Share]) -> TokenNumbers:
-        """Give every data-parallel rank of the critic its share of a step, and compute the values of the states in
-        which the tokens were chosen."""
-
-    def learn(self, returns: TokenNumbers) -> None:
-        """Begin one optimizer step on each mini-batch of the shares. It returns at once, so that the policy is updated
-        at the same time."""
-
-    def finish(self) -> list[Metrics]:
-        """Wait until the updates are done.
-
-        Returns:
-            How well the values predict the returns, and then the metrics of each update.
-
-        Raises:
-            ValueError: a number is not finite. The weights are those before that update.
-        """
 
 
 class Bridge(Protocol):
@@ -202,7 +180,6 @@ class Ports:
     policy: Policy
     bridge: Bridge
     stream: Stream
-    critic: Critic | None = None
 
 
 class Sink(Protocol):

@@ -23,7 +23,7 @@ from megatron_rl.config.schema import GrpoRunConfig  # noqa: E402
 from megatron_rl.layout import Links, check_model, critic_shape, read_shape  # noqa: E402
 from megatron_rl.loop.checkpoints import Checkpoints  # noqa: E402
 from megatron_rl.loop.replay import ports_without_engines  # noqa: E402
-from megatron_rl.ports import Ports  # noqa: E402
+from megatron_rl.ports import Policy, Ports  # noqa: E402
 from megatron_rl.recipes.dry_run import (  # noqa: E402
     check_memory,
     describe_hours,
@@ -54,6 +54,7 @@ def run(config: GrpoRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) -
     # These imports take seconds. They are here so that a dry run, or an error in the configuration, does not wait.
     from megatron_rl.actor.spec import ActorSpec
     from megatron_rl.algorithms import PolicyObjective
+    from megatron_rl.cluster.actor_critic import PolicyWithCritic
     from megatron_rl.cluster.bridge import RayBridge
     from megatron_rl.cluster.colocation import Colocation, shared_links
     from megatron_rl.cluster.engines import EngineGroup
@@ -103,7 +104,7 @@ def run(config: GrpoRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) -
                 cleaning.callback(engines.close)
                 verifier = VerifierGroup(config, logs, placement, restarts)
             critic = start_critic(config, shape, logs, placement) if config.critic else None
-            policy = PolicyGroup(spec, config.cluster, logs, placement, restarts, critic)
+            policy = PolicyGroup(spec, config.cluster, logs, placement, restarts)
             # While all processes import their libraries, the driver imports its own and reads the rows.
             tell("the driver reads tokenizer and rows")
             tokenizer = open_tokenizer(config.model.path)
@@ -120,17 +121,19 @@ def run(config: GrpoRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) -
                 links = shared_links(placement.plan)
             tell("the trainer ranks import Megatron-Core and load the weights (logs/trainer_0.log)")
             policy.start(is_resumed=checkpoints.first_step > 0)
-            if critic is not None:
+            trained: Policy = policy
+            if critic is not None and config.critic is not None:
                 critic.start(is_resumed=checkpoints.first_step > 0)
+                trained = PolicyWithCritic(policy, critic, config.critic.warmup_steps)
             if config.rollout.replay is None:
                 tell("the engines start vLLM (logs/engine_0.log)")
                 engines.wait()
                 tell("the verifiers load the rewards (logs/verifier.log)")
                 verifier.wait()
                 bridge = RayBridge(config, spec, policy, engines, logs, links)
-                ports = Ports(policy, bridge, RayStream(config, engines, verifier), critic)
+                ports = Ports(trained, bridge, RayStream(config, engines, verifier))
             else:
-                ports = ports_without_engines(policy, critic)
+                ports = ports_without_engines(trained)
         with sink, interrupt.training():
             done = train(config, shape, ports, prompts, (sink, checkpoints), interrupt)
         if done == config.run.steps:

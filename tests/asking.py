@@ -13,11 +13,13 @@ from megatron_rl.types import GroupRequest, Prompt
 tickets = count(2**20)
 
 
-def answer(
+async def answer(
     engine: VllmEngine, ticket: int, number: int, prompt: Prompt, samples: range, earlier: Sequence[Path] = ()
-) -> Awaitable[Samples]:
-    """Answers that begin alone, with whatever weights the engine has."""
-    return engine.answer(ticket, GroupRequest(number, prompt, len(samples), (number,)), samples, earlier=earlier)
+) -> Samples:
+    """Answers that begin alone, with whatever weights the engine has, and behind them their continuations."""
+    request = GroupRequest(number, prompt, len(samples), (number,))
+    own, continuations = await engine.answer(ticket, request, samples, earlier=earlier)
+    return [*own, *continuations]
 
 
 async def generate(
@@ -30,7 +32,7 @@ async def generate(
     first: int = 0,
     finished: Callable[[int], object] = lambda number: None,
 ) -> list[Samples]:
-    """The answers of a step, which begin together.
+    """The answers of a step, which begin together, and behind those of each prompt their continuations.
 
     Args:
         first: the number of the step's prompts before these.
@@ -48,10 +50,10 @@ async def generate(
         for i, prompt in enumerate(prompts)
     ]
 
-    async def told(number: int, call: Awaitable[Samples]) -> Samples:
-        samples = await call
+    async def told(number: int, call: Awaitable[tuple[Samples, Samples]]) -> Samples:
+        own, continuations = await call
         finished(number)
-        return samples
+        return [*own, *continuations]
 
     groups = await asyncio.gather(*(told(i, call) for i, call in enumerate(calls)), return_exceptions=True)
     for group in groups:

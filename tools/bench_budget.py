@@ -109,7 +109,7 @@ async def answer(engine: Engine, number: int) -> list[Any]:
     calls = [
         engine.answer(number * PROMPTS + i, request, range(SAMPLES), batch=batch) for i, request in enumerate(requests)
     ]
-    return [one for group in await asyncio.gather(*calls) for one in group]
+    return [one for own, _ in await asyncio.gather(*calls) for one in own]
 
 
 async def measure(rounds: int) -> dict[str, float]:

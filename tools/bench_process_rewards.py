@@ -46,7 +46,7 @@ from megatron_rl.recipes.process_rewards.task import VOCABULARY, write_model
 from megatron_rl.recipes.tiny.model import write_random_qwen3
 from megatron_rl.rollout.engine import VllmEngine
 from megatron_rl.rollout.program import Completion
-from megatron_rl.types import GroupRequest, Prompt, Sample
+from megatron_rl.types import GroupRequest, Prompt, Rollout
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
@@ -93,7 +93,7 @@ class Engine(VllmEngine):
             scored.num_cached += output.num_cached_tokens or 0
         return completion
 
-    async def step(self, way: str, prompts: Sequence[Prompt], num_samples: int, seed: int) -> list[Sample]:
+    async def step(self, way: str, prompts: Sequence[Prompt], num_samples: int, seed: int) -> list[Rollout]:
         """The answers to all prompts."""
         valuer, self._way = self._own_valuer, way
         assert valuer is not None, "the configuration has rollout.prefix_values"
@@ -107,9 +107,10 @@ class Engine(VllmEngine):
         self._num_calls += len(prompts)
         groups = await asyncio.gather(*calls)
         if way == "after":
-            asked = [self._carry_out(valuer.rewarded(*one)) for one in zip(prompts, groups, strict=True)]
+            pairs = zip(prompts, [own for own, _ in groups], strict=True)
+            asked = [self._carry_out(valuer.rewarded(*one)) for one in pairs]
             groups = await asyncio.gather(*asked)
-        return [sample for group in groups for sample, _ in group]
+        return [sample for own, _ in groups for sample, _ in own]
 
 
 async def measure_engine(config: GrpoRunConfig, rounds: int) -> dict[str, Any]:
@@ -123,7 +124,7 @@ async def measure_engine(config: GrpoRunConfig, rounds: int) -> dict[str, Any]:
     await engine.start()
     wall: dict[str, list[float]] = {way: [] for way in WAYS}
     cpu: dict[str, list[float]] = {way: [] for way in WAYS}
-    answers: list[Sample] = []
+    answers: list[Rollout] = []
     for turn in range(rounds + 1):
         prompts = [rows[(turn * rollout.prompts_per_step + i) % len(rows)] for i in range(rollout.prompts_per_step)]
         found = {}

@@ -209,7 +209,7 @@ def measure(num_steps: int, trainer_s: float, modes: Sequence[str]) -> dict[str,
                 source: Any = StaticSource(stream, prompts)
                 if mode != "static":
                     ports = Ports(None, None, stream)  # type: ignore[arg-type]
-                    source = EngineSource(config, ports, prompts, Quiet(), NEVER)  # type: ignore[arg-type]
+                    source = EngineSource(config, ports, prompts, [], Quiet(), NEVER)  # type: ignore[arg-type]
                 results[mode] = run(source, engines, verifiers, config, trainer_s)
             fixed_s, per_answer_s = ray.get(engines.engines[0].step_costs.remote())
             engines.close()
@@ -235,7 +235,7 @@ def run(
         source.pushed(step)
         groups = source.next(step).groups
         if first <= step < last:
-            num_tokens += sum(sample.num_actions for group in groups for sample in group.samples)
+            num_tokens += sum(sample.num_actions for group in groups for sample in group.rollouts)
         time.sleep(trainer_s)
     if last == config.run.steps:
         seconds, after = time.perf_counter() - start, cpu_seconds(processes)

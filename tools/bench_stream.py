@@ -41,7 +41,7 @@ from megatron_rl.loop.engine_source import EngineSource
 from megatron_rl.loop.stopping import NEVER
 from megatron_rl.ports import Ports
 from megatron_rl.tools.bench_rollout import Quiet, cpu_seconds
-from megatron_rl.types import GroupRequest, Prompt, Sample, Tokens
+from megatron_rl.types import GroupRequest, Prompt, Rollout, Tokens
 
 SAMPLES, LENGTH = 8, 20
 """The number of answers to a prompt, and of the tokens of each."""
@@ -54,14 +54,14 @@ class StubRank(EngineRank):
 
     async def answer(
         self, ticket: int, asked: GroupRequest, samples: range, *others: object
-    ) -> tuple[list[Sample], list[Tokens]]:
+    ) -> tuple[tuple[list[Rollout], list[Rollout]], list[Tokens], list[Tokens]]:
         await self.released.wait()
         prompt = asked.prompt
         length = len(prompt.token_ids) + LENGTH
         columns = (np.zeros(length, kind) for kind in (np.int32, bool, np.float32, np.int32))
         tokens = Tokens(*columns)
-        sample = [Sample(length, len(prompt.token_ids), LENGTH, 0, "stop", oldest_version=0) for _ in samples]
-        return sample, [tokens for _ in samples]
+        rollouts = [Rollout(length, len(prompt.token_ids), LENGTH, 0, "stop", oldest_version=0) for _ in samples]
+        return (rollouts, []), [tokens for _ in samples], []
 
     async def hold(self, held: bool) -> None:
         self.released.clear() if held else self.released.set()
@@ -180,7 +180,7 @@ def many(config: GrpoRunConfig, stream: RayStream, engines: EngineGroup) -> dict
 def source_of(config: GrpoRunConfig, stream: RayStream) -> EngineSource:
     prompts = ShuffledStream(rows(1000), config.rollout.prompts_per_step, seed=0)
     ports = Ports(None, None, stream)  # type: ignore[arg-type]
-    return EngineSource(config, ports, prompts, Quiet(), NEVER)  # type: ignore[arg-type]
+    return EngineSource(config, ports, prompts, [], Quiet(), NEVER)  # type: ignore[arg-type]
 
 
 def rows(count: int) -> list[Prompt]:

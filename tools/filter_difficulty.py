@@ -63,8 +63,8 @@ class PassRate:
 
 def pass_rate_of(config: GrpoRunConfig, group: Group) -> PassRate:
     right = right_answers(config, verdicts_of([group]))
-    mean_tokens = fmean(sample.length - sample.num_prompt_tokens for sample in group.samples)
-    return PassRate(group.prompt.uid, fmean(right) if right else None, len(right), len(group.samples), mean_tokens)
+    mean_tokens = fmean(rollout.num_response_tokens for rollout in group.rollouts)
+    return PassRate(group.prompt.uid, fmean(right) if right else None, len(right), len(group.rollouts), mean_tokens)
 
 
 def read_pass_rates(path: Path) -> dict[str, PassRate]:

@@ -57,14 +57,14 @@ def generate(config: GrpoRunConfig, out: Path, interrupt: Interrupt) -> None:
     sink: Any = SimpleNamespace(phase=nullcontext, warn=console.print)
     with engines_alone(config, out / "logs", interrupt.check) as (engines, verifiers):
         ports = Ports(none, none, RayStream(config, engines, verifiers))
-        source = EngineSource(config, ports, prompts, sink, NEVER)
+        source = EngineSource(config, ports, prompts, [], sink, NEVER)
         for step in range(config.run.steps):
             if path_of(out, step).exists():
                 prompts.take(config.rollout.prompts_per_step)
                 continue
             source.pushed(step)
             rollouts = source.next(step)
-            dump(out, step, rollouts, ports)
+            dump(out, ports.stream, rollouts, step)
             speed = f"{rollouts.metrics['rollout/tokens_per_s']:,.0f} tokens/s"
             scores = [verdict.score for verdict in verdicts_of(rollouts.groups) if verdict.score is not None]
             console.print(f"step {step}: {len(rollouts.groups)} prompts, reward {fmean(scores):.3f}, {speed}")

@@ -1,4 +1,4 @@
-"""The registry of the estimators, and their use on a step's scores. Those that give one number for each token get the
+"""The registry of the estimators, and their use on a step's batch. Those that give one number for each token get the
 rewards at tokens here, and the ranks compute the advantages (token_advantages.py).
 
 Invariants: a sample without a reward is inactive. A group in which every advantage is 0 is a zero-signal group, for
@@ -46,7 +46,7 @@ from megatron_rl.config.advantages import (
 from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.config.function import load_function
 from megatron_rl.config.section import Method
-from megatron_rl.types import Credit, Metrics, Scores, TokenRewards
+from megatron_rl.types import Credit, Metrics, StepBatch, TokenRewards
 
 ESTIMATORS: dict[type[Method], Callable[..., np.ndarray]] = {
     GrpoAdvantage: lambda section, s, cfg: grpo(s.rewards, s.group_of, section.std),
@@ -62,8 +62,8 @@ ESTIMATORS: dict[type[Method], Callable[..., np.ndarray]] = {
     GdpoAdvantage: lambda section, s, cfg: gdpo(s.reward_parts, s.reward_weights, s.group_of),
     FunctionAdvantage: lambda section, s, cfg: _by_function(section.path, s),
 }
-"""One line for each estimator: (its configuration, Scores, AlgorithmConfig) -> advantages [S]. The key is the class of
-its configuration."""
+"""One line for each estimator: (its configuration, StepBatch, AlgorithmConfig) -> advantages [S]. The key is the class
+of its configuration."""
 
 TOKEN_ESTIMATORS: dict[type[Method], Callable[..., TokenRewards]] = {
     GaeAdvantage: lambda section, s: summed_rewards(s, section.weights),
@@ -71,7 +71,7 @@ TOKEN_ESTIMATORS: dict[type[Method], Callable[..., TokenRewards]] = {
     ReinforcePlusPlusAdvantage: lambda section, s: outcome_rewards(s),
     TwoStageAdvantage: lambda section, s: two_stage(s, section),
 }
-"""One line for each estimator that gives one number for each token: (its configuration, Scores) -> the rewards at
+"""One line for each estimator that gives one number for each token: (its configuration, StepBatch) -> the rewards at
 tokens. Its other part is in `token_advantages.ESTIMATORS`."""
 
 SCORE_FIELDS = {
@@ -80,10 +80,10 @@ SCORE_FIELDS = {
     "token_rewards": ("token_rewards",),
     "thoughts": ("thought_of", "num_item_tokens"),
 }
-"""The fields of `Scores` that hold what an estimator needs besides the rewards."""
+"""The fields of `StepBatch` that hold what an estimator needs besides the rewards."""
 
 
-def estimate_advantages(scores: Scores, cfg: AlgorithmConfig) -> tuple[Credit, Metrics]:
+def estimate_advantages(batch: StepBatch, cfg: AlgorithmConfig) -> tuple[Credit, Metrics]:
     """The advantages of a batch's samples, and which of them have a gradient.
 
     Abstentions have none. With `cfg.drop_zero_signal` zero-signal groups have none, and with `cfg.overlong_filter`
@@ -95,7 +95,7 @@ def estimate_advantages(scores: Scores, cfg: AlgorithmConfig) -> tuple[Credit, M
         reward/mean: the mean reward of the scored samples; NaN if there is none.
         reward/std: the standard deviation in a group, averaged over the groups with a score.
         groups/zero_signal: the number of groups with a score in which all advantages are 0. For a group-relative
-            estimator these are the groups with equal scores.
+            estimator these are the groups with equal batch.
         samples/abstained: the number of samples without a reward, or without the greedy reward that the estimator
             needs.
         samples/overlong: the number of scored samples that the overlong filter removes; 0 without the filter.
@@ -105,26 +105,26 @@ def estimate_advantages(scores: Scores, cfg: AlgorithmConfig) -> tuple[Credit, M
         ValueError: what the estimator needs is missing.
     """
     estimator = cfg.adv_estimator
-    _require_inputs(scores, cfg)
-    rewards, group_of = scores.rewards, scores.group_of
+    _require_inputs(batch, cfg)
+    rewards, group_of = batch.rewards, batch.group_of
     num_groups = int(group_of.max(initial=-1)) + 1
     scored = ~np.isnan(rewards)
     if "greedy_reward" in estimator.needs:
-        assert scores.greedy_rewards is not None  # `_require_inputs` has checked it
-        scored &= ~np.isnan(scores.greedy_rewards)
+        assert batch.greedy_rewards is not None  # `_require_inputs` has checked it
+        scored &= ~np.isnan(batch.greedy_rewards)
     has_score_G = np.bincount(group_of[scored], minlength=num_groups) > 0
     token_rewards = None
     if cfg.is_per_token:
-        advantages, token_rewards = np.zeros(len(rewards)), TOKEN_ESTIMATORS[type(estimator)](estimator, scores)
+        advantages, token_rewards = np.zeros(len(rewards)), TOKEN_ESTIMATORS[type(estimator)](estimator, batch)
         signals = group_of[token_rewards.sample[token_rewards.value != 0]]
     else:
-        advantages = ESTIMATORS[type(estimator)](estimator, scores, cfg)
+        advantages = ESTIMATORS[type(estimator)](estimator, batch, cfg)
         signals = group_of[advantages != 0]
     # A KL in the reward gives every group a signal, and so does a critic: what it expected need not be the reward.
     always = cfg.kl_in_reward or "values" in estimator.needs
     has_signal_G = has_score_G if always else np.bincount(signals, minlength=num_groups) > 0
     active = scored & has_signal_G[group_of] if cfg.drop_zero_signal else scored
-    overlong = scored & scores.is_cut & cfg.overlong_filter
+    overlong = scored & batch.is_cut & cfg.overlong_filter
     active = active & ~overlong
     _, std_G, spread_G = group_statistics(rewards, group_of)
     any_reward = bool((spread_G >= 0).any())
@@ -139,7 +139,7 @@ def estimate_advantages(scores: Scores, cfg: AlgorithmConfig) -> tuple[Credit, M
     return Credit(advantages, active, token_rewards), metrics
 
 
-def _by_function(path: str, scores: Scores) -> np.ndarray:
+def _by_function(path: str, batch: StepBatch) -> np.ndarray:
     """The advantages that a function of the user's own gives.
 
     Raises:
@@ -147,10 +147,10 @@ def _by_function(path: str, scores: Scores) -> np.ndarray:
     """
     function = load_function(path)
     try:
-        advantages = np.asarray(function(scores), np.float64)
+        advantages = np.asarray(function(batch), np.float64)
     except (Exception, SystemExit) as error:
         raise ValueError(f"algorithm.adv_estimator {path} raised {type(error).__name__}: {error}") from error
-    scored = ~np.isnan(scores.rewards)
+    scored = ~np.isnan(batch.rewards)
     if advantages.shape != scored.shape or not np.isfinite(advantages[scored]).all():
         raise ValueError(
             f"algorithm.adv_estimator {path} must return one finite number for each of the {len(scored)} samples, but "
@@ -159,10 +159,10 @@ def _by_function(path: str, scores: Scores) -> np.ndarray:
     return np.where(scored, advantages, 0.0)
 
 
-def _require_inputs(scores: Scores, cfg: AlgorithmConfig) -> None:
+def _require_inputs(batch: StepBatch, cfg: AlgorithmConfig) -> None:
     estimator = cfg.adv_estimator
     for need in sorted(estimator.needs & SCORE_FIELDS.keys()):
-        missing = [name for name in SCORE_FIELDS[need] if getattr(scores, name) is None]
+        missing = [name for name in SCORE_FIELDS[need] if getattr(batch, name) is None]
         if missing:
             raise ValueError(
                 f"adv_estimator {estimator.kind} needs {need}, but there are no {' and no '.join(missing)}, "

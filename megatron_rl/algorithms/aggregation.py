@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from megatron_rl.types import Batch, MicrobatchPlan
+from megatron_rl.types import MicrobatchPlan, StepBatch
 
 
 def sample_weights(mode: str, num_actions: np.ndarray, group_of: np.ndarray, length: int | None = None) -> np.ndarray:
@@ -51,7 +51,7 @@ def sample_weights(mode: str, num_actions: np.ndarray, group_of: np.ndarray, len
     return weights
 
 
-def loss_weights(batch: Batch, plan: MicrobatchPlan, mode: str, length: int | None = None) -> np.ndarray:
+def loss_weights(batch: StepBatch, plan: MicrobatchPlan, mode: str, length: int | None = None) -> np.ndarray:
     """`sample_weights` for every mini-batch of a plan, float64 [S]; 0 for samples that are in no mini-batch."""
     weights = np.zeros(len(batch.lengths))
     for minibatch in plan.minibatches:

@@ -21,30 +21,30 @@ import numpy as np
 from megatron_rl.algorithms.equality import differ
 from megatron_rl.algorithms.outcomes import STD_EPS
 from megatron_rl.config.advantages import GrpoProcessAdvantage
-from megatron_rl.types import Scores, TokenRewards
+from megatron_rl.types import StepBatch, TokenRewards
 
 OUTCOME = "outcome"
 """The kind of the reward of a whole answer, which is at its last token."""
 
 
-def grpo_process(scores: Scores, section: GrpoProcessAdvantage) -> TokenRewards:
+def grpo_process(batch: StepBatch, section: GrpoProcessAdvantage) -> TokenRewards:
     """GRPO with process supervision (Shao et al. 2024, arXiv:2402.03300, section 4.1.3).
 
     The rewards of one kind in a group are normalised together, (r - mean) / (std + 1e-6), and multiplied by the weight
     of their kind. The advantage of an action is the sum of these at its token or later.
 
     Args:
-        scores: the rewards at single tokens and, as the kind `outcome`, those of whole answers.
+        batch: the rewards at single tokens and, as the kind `outcome`, those of whole answers.
 
     Returns:
         The normalised rewards that are not 0.
     """
-    outcomes, given = outcome_rewards(scores), scores.token_rewards
+    outcomes, given = outcome_rewards(batch), batch.token_rewards
     assert given is not None, "the estimator needs token_rewards"
-    kinds = [*scores.token_kinds, *[OUTCOME] * len(outcomes.value)]
+    kinds = [*given.kind, *[OUTCOME] * len(outcomes.value)]
     sample_N = np.concatenate([given.sample, outcomes.sample])
     position_N = np.concatenate([given.position, outcomes.position])
-    group_N = scores.group_of[sample_N] if section.over == "group" else np.zeros(len(kinds), np.int64)
+    group_N = batch.group_of[sample_N] if section.over == "group" else np.zeros(len(kinds), np.int64)
     value_N = np.concatenate([given.value, outcomes.value])
     value_N = normalised(value_N, kinds, sample_N, group_N, section.std, section.uncentred)
     value_N *= np.array([section.weights.get(kind, 1.0) for kind in kinds])
@@ -52,17 +52,17 @@ def grpo_process(scores: Scores, section: GrpoProcessAdvantage) -> TokenRewards:
     return TokenRewards(sample_N[kept], position_N[kept], value_N[kept])
 
 
-def summed_rewards(scores: Scores, weights: Mapping[str, float]) -> TokenRewards:
+def summed_rewards(batch: StepBatch, weights: Mapping[str, float]) -> TokenRewards:
     """The rewards at single tokens and those of whole answers, each multiplied by the weight of its kind, as they are.
 
     Args:
         weights: the weight of a kind that is not named here is 1.
     """
-    outcomes, given = outcome_rewards(scores), scores.token_rewards
+    outcomes, given = outcome_rewards(batch), batch.token_rewards
     outcomes = replace(outcomes, value=outcomes.value * weights.get(OUTCOME, 1.0))
     if given is None:
         return outcomes
-    value_N = given.value * np.array([weights.get(kind, 1.0) for kind in scores.token_kinds])
+    value_N = given.value * np.array([weights.get(kind, 1.0) for kind in given.kind])
     kept = ~np.isnan(value_N) & (value_N != 0)
     return TokenRewards(
         np.concatenate([given.sample[kept], outcomes.sample]),
@@ -71,10 +71,10 @@ def summed_rewards(scores: Scores, weights: Mapping[str, float]) -> TokenRewards
     )
 
 
-def outcome_rewards(scores: Scores) -> TokenRewards:
+def outcome_rewards(batch: StepBatch) -> TokenRewards:
     """The reward of each scored answer, at its last token."""
-    scored = np.flatnonzero(~np.isnan(scores.rewards))
-    return TokenRewards(scored, scores.lengths[scored] - 1, scores.rewards[scored])
+    scored = np.flatnonzero(~np.isnan(batch.rewards))
+    return TokenRewards(scored, batch.lengths[scored] - 1, batch.rewards[scored])
 
 
 def normalised(

@@ -18,26 +18,26 @@ import numpy as np
 
 from megatron_rl.algorithms.outcomes import grpo
 from megatron_rl.config.advantages import TwoStageAdvantage
-from megatron_rl.types import Scores, TokenRewards
+from megatron_rl.types import StepBatch, TokenRewards
 
 
-def two_stage(scores: Scores, section: TwoStageAdvantage) -> TokenRewards:
+def two_stage(batch: StepBatch, section: TwoStageAdvantage) -> TokenRewards:
     """The rewards at tokens of which the sum from a token on is its advantage: that of its item at an item's tokens,
     and that of the thought at all actions before.
 
     Args:
-        scores: a thought's samples are adjacent, the best beam first, which has the thought's actions.
+        batch: a thought's samples are adjacent, the best beam first, which has the thought's actions.
 
     Example: a thought of advantage 1.5, and two items of advantages .5 and -.5, give the best beam .5 at its last token
     and 1 at the last token before the item, and the other beam -.5 at its last token.
     """
-    thought_of, num_item_tokens = scores.thought_of, scores.num_item_tokens
+    thought_of, num_item_tokens = batch.thought_of, batch.num_item_tokens
     assert thought_of is not None and num_item_tokens is not None, "the estimator needs thoughts"
     first = np.flatnonzero(np.diff(thought_of, prepend=-1))
-    thought_T, item_S = stage_advantages(scores.rewards, scores.group_of, thought_of, section.thought, section.std)
-    before_T = scores.lengths[first] - num_item_tokens[first] - 1
+    thought_T, item_S = stage_advantages(batch.rewards, batch.group_of, thought_of, section.thought, section.std)
+    before_T = batch.lengths[first] - num_item_tokens[first] - 1
     sample = np.concatenate([np.arange(len(item_S)), first])
-    position = np.concatenate([scores.lengths - 1, before_T])
+    position = np.concatenate([batch.lengths - 1, before_T])
     value = np.concatenate([item_S, thought_T - item_S[first]])
     kept = value != 0
     return TokenRewards(sample[kept], position[kept], value[kept])

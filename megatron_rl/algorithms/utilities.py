@@ -1,20 +1,20 @@
 """What the passages of a thought are worth, from the values of its beginnings (`rollout.prefix_values`).
 
 Invariants: a value is never below the floor; the utilities of a thought, not clipped, add up to its last value minus
-the first; samples that went on from a passage leave their group, and nothing is trained on them.
+the first; nothing is trained on the answers that went on from a passage.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from statistics import fmean
 
 from megatron_rl.config.prefix_values import PrefixValues
-from megatron_rl.types import FROM_PROMPT, UTILITY, Branch, Group, Sample, TokenReward
+from megatron_rl.types import FROM_PROMPT, UTILITY, Branch, Group, Rollout, TokenReward
 
 
 def prefix_value(logps: Sequence[float], lengths: Sequence[int], cfg: PrefixValues) -> float:
@@ -64,69 +64,60 @@ def utilities(values: Sequence[float], lengths: Sequence[int], cfg: PrefixValues
     return rewards
 
 
-def settle(groups: Iterable[Group], cfg: PrefixValues | None) -> None:
-    """`settle_branches` of verified groups, if the passages have Monte Carlo values."""
-    if cfg is not None and cfg.rollouts is not None:
-        for group in groups:
-            settle_branches(group, cfg)
+def settle_branches(group: Group, cfg: PrefixValues) -> Group:
+    """A judged group whose passages have their utilities, without the answers that went on from them.
 
+    V_0 is the mean reward of the group's answers, and the value after a passage the mean reward of the answers that
+    went on from it (VinePPO, arXiv:2410.01679). Answers on which all rewards abstained do not count. A passage after
+    which no answer has a reward has the value of the one before it.
 
-def settle_branches(group: Group, cfg: PrefixValues) -> None:
-    """Give the passages of verified answers their utilities, and remove the samples that went on from them.
-
-    V_0 is the mean reward of the group's answers, and the value after a passage the mean reward of the samples that
-    went on from it (VinePPO, arXiv:2410.01679). Samples on which all rewards abstained do not count. A
-    passage of which all samples were left without a reward has the value of the one before it.
-
-    Example: answers with the rewards 1 and 0, and after the only passage of the first one samples with the rewards 1, 1
+    Example: answers with the rewards 1 and 0, and after the only passage of the first one answers with the rewards 1, 1
     and 0: the utility of this passage is 2/3 - 1/2.
     """
     rewards: defaultdict[Branch, list[float]] = defaultdict(list)
-    answers: list[Sample] = []
-    own: list[float] = []
-    for sample in group.samples:
-        assert sample.verdict is not None, "the group has been verified"
-        reward = sample.verdict.reward
-        if sample.branch is None:
-            answers.append(sample)
-        if reward is not None:
-            (own if sample.branch is None else rewards[sample.branch]).append(reward)
-    values = {branch: fmean(given) for branch, given in rewards.items()}
-    if own:
-        values[FROM_PROMPT] = fmean(own)
-    group.samples = [_settled(i, sample, values, cfg) for i, sample in enumerate(answers)]
+    others = group.continuations.rollouts if group.continuations is not None else ()
+    for rollout in (*group.rollouts, *others):
+        if rollout.verdict.reward is not None:
+            rewards[rollout.branch or FROM_PROMPT].append(rollout.verdict.reward)
+    return _with_utilities(group, {branch: fmean(given) for branch, given in rewards.items()}, cfg)
 
 
-def settle_probes(group: Group, logps: Sequence[float], cfg: PrefixValues) -> None:
-    """Give the passages of answers their utilities, from the log-probs of the right answers after them.
+def settle_probes(group: Group, logps: Sequence[float], cfg: PrefixValues) -> Group:
+    """A group whose passages have their utilities, from the log-probs of the right answers after them.
 
     Args:
-        logps: the log-prob of each of `group.probes`, in nats.
+        logps: the log-prob of each rollout of `group.continuations`, in nats.
     """
+    assert group.continuations is not None, "the right answers are there"
     found: defaultdict[Branch, list[tuple[float, int]]] = defaultdict(list)
-    for probe, logp in zip(group.probes, logps, strict=True):
-        assert probe.branch is not None, "a probe has a branch"
+    for probe, logp in zip(group.continuations.rollouts, logps, strict=True):
+        assert probe.branch is not None, "a right answer comes after a passage"
         found[probe.branch].append((logp, probe.num_actions))
     values = {
         branch: prefix_value([logp for logp, _ in given], [length for _, length in given], cfg)
         for branch, given in found.items()
     }
-    group.samples = [_settled(i, sample, values, cfg) for i, sample in enumerate(group.samples)]
+    return _with_utilities(group, values, cfg)
 
 
-def _settled(number: int, sample: Sample, value_of: Mapping[Branch, float], cfg: PrefixValues) -> Sample:
+def _with_utilities(group: Group, value_of: Mapping[Branch, float], cfg: PrefixValues) -> Group:
+    rollouts = [_settled(i, rollout, value_of, cfg) for i, rollout in enumerate(group.rollouts)]
+    return replace(group, rollouts=rollouts, continuations=None)
+
+
+def _settled(number: int, rollout: Rollout, value_of: Mapping[Branch, float], cfg: PrefixValues) -> Rollout:
     """An answer whose passages have their utilities.
 
     Args:
         value_of: the values of the group's beginnings. One that is missing is that of the passage before it.
     """
-    places = [given.position for given in sample.token_rewards if given.kind == UTILITY]
-    others = [given for given in sample.token_rewards if given.kind != UTILITY]
+    places = [given.position for given in rollout.token_rewards if given.kind == UTILITY]
+    others = [given for given in rollout.token_rewards if given.kind != UTILITY]
     if FROM_PROMPT not in value_of:  # the group's value is not known, and nothing is trained on it
-        return replace(sample, token_rewards=tuple(others))
+        return replace(rollout, token_rewards=tuple(others))
     values = [value_of[FROM_PROMPT]]
     for passage in range(len(places)):
         values.append(value_of.get(Branch(number, passage), values[-1]))
-    lengths = [end - start for start, end in pairwise([sample.num_prompt_tokens - 1, *places])]
+    lengths = [end - start for start, end in pairwise([rollout.num_prompt_tokens - 1, *places])]
     given = [TokenReward(place, UTILITY, u) for place, u in zip(places, utilities(values, lengths, cfg), strict=True)]
-    return replace(sample, token_rewards=tuple(sorted((*others, *given))))
+    return replace(rollout, token_rewards=tuple(sorted((*others, *given))))

@@ -21,11 +21,11 @@ from megatron_rl.balance.metrics import bubble, imbalance, lockstep, lockstep_fl
 from megatron_rl.balance.packing import padded
 from megatron_rl.config.balance import BalanceConfig
 from megatron_rl.config.policy import ParallelConfig
-from megatron_rl.types import Batch, Denominators, Mesh, MicrobatchPlan, ModelShape
+from megatron_rl.types import Denominators, Mesh, MicrobatchPlan, ModelShape, StepBatch
 
 
 def plan_microbatches(
-    batch: Batch,
+    batch: StepBatch,
     active: np.ndarray,
     shape: ModelShape,
     parallel: ParallelConfig,
@@ -184,7 +184,7 @@ def _check_numbers(cap: int, alignment: int, updates: int) -> None:
 
 
 def _check_samples(
-    batch: Batch, active: np.ndarray, sizes_S: np.ndarray, alignment: int, balance: BalanceConfig
+    batch: StepBatch, active: np.ndarray, sizes_S: np.ndarray, alignment: int, balance: BalanceConfig
 ) -> None:
     cap = balance.max_tokens_per_microbatch
     empty_S = active & ((batch.lengths < 1) | (batch.num_actions < 1))

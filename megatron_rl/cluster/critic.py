@@ -1,7 +1,6 @@
-"""The critic as a group of Ray actors, one Megatron rank each; implements `ports.Critic` for the loop.
+"""The critic as a group of Ray actors, one Megatron rank each, which `actor_critic.py` joins with the policy.
 
-The values of a step's tokens go from the critic's ranks to those of the policy through Ray's object store, and the
-returns go back. A critic that is lost is lost together with the policy, because one cannot go on without the other.
+Every method raises PolicyLost when a rank is lost.
 """
 
 from __future__ import annotations
@@ -55,7 +54,8 @@ class CriticGroup(RankGroup):
     role, kind = "critic", CriticRank
 
     def values(self, shares: Sequence[Share]) -> TokenNumbers:
-        """See `ports.Critic`."""
+        """Give every data-parallel rank its share of a step, and compute the values of the states in which the tokens
+        were chosen."""
         self.before("training")
         self._shares = shares
         self._finish_mirrors()
@@ -64,12 +64,21 @@ class CriticGroup(RankGroup):
         return TokenNumbers.of_replicas(self.mesh, answers, [share.index for share in shares])
 
     def learn(self, returns: TokenNumbers) -> None:
-        """See `ports.Critic`."""
+        """Begin one optimizer step on each mini-batch of the shares. It returns at once, so that the policy is updated
+        at the same time."""
         self.before("training")
         needed = self._of_replicas([returns.needed_by(share.index) for share in self._shares])
         num_updates = len(self._shares[0].minibatches)
+        self.num_changes += num_updates
         self._learning = [rank.learn.remote(parts, num_updates) for rank, parts in zip(self.ranks, needed, strict=True)]
 
     def finish(self) -> list[Metrics]:
-        """See `ports.Critic`."""
+        """Wait until the updates are done.
+
+        Returns:
+            How well the values predict the returns, and then the metrics of each update.
+
+        Raises:
+            ValueError: a number is not finite. The weights are the ones before that update.
+        """
         return self._gather(self._learning, "to learn")

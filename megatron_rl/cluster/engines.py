@@ -12,7 +12,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ from megatron_rl.rollout.engine import VllmEngine
 from megatron_rl.rollout.episodes import Episodes, MakeAnswers
 from megatron_rl.rollout.progress import remove_records
 from megatron_rl.rollout.turns import chat_template, open_turns
-from megatron_rl.types import Group, GroupRequest, Metrics, ModelShape, Phase, Sample, Tokens
+from megatron_rl.types import Group, GroupRequest, Metrics, ModelShape, Phase, Tokens
 
 ALIVE_S = 30.0
 """An engine that does not answer within this time whether it is alive is replaced."""
@@ -136,14 +136,13 @@ class EngineRank:
         batch: tuple[int, int],
         earlier: list[str],
     ) -> tuple[Any, ...]:
-        """Some of the samples of a group (`VllmEngine.answer`), and their objects (`payloads.objects_of`), which become
-        separate objects in Ray's store."""
+        """Some of the answers of a group and their continuations (`VllmEngine.answer`), and the objects of each
+        (`payloads.objects_of`), which become separate objects in Ray's store."""
         paths = [Path(path) for path in earlier]
-        answers = await self.engine.answer(ticket, asked, samples, version, batch, paths)
-        return [sample for sample, _ in answers], *self._objects(answers)
-
-    def _objects(self, answers: Sequence[tuple[Sample, Tokens]]) -> list[Any]:
-        return objects_of([tokens for _, tokens in answers], self.config.policy.routing_replay)
+        given = await self.engine.answer(ticket, asked, samples, version, batch, paths)
+        has_routes = self.config.policy.routing_replay
+        objects = [one for part in given for one in objects_of([tokens for _, tokens in part], has_routes)]
+        return tuple([rollout for rollout, _ in part] for part in given), *objects
 
     async def cancel(self, ticket: int) -> None:
         await self.engine.cancel(ticket)
@@ -259,8 +258,7 @@ class EngineGroup:
 
     def tokens(self, group: Group, with_routes: bool = False) -> list[Tokens]:
         """See `ports.Stream`."""
-        # Behind them may be tokens of samples that have left the group.
-        return fetch([group.payload], self._config.cluster.step_timeout_s, with_routes)[0][: len(group.samples)]
+        return fetch([group.payload], self._config.cluster.step_timeout_s, with_routes)[0]
 
     def close(self) -> None:
         """End all engines that have started. Ray ends the others, and those that do not end in time."""

@@ -19,15 +19,13 @@ import ray
 from megatron_rl.actor.spec import ActorSpec
 from megatron_rl.bridge.sender import BridgeSender
 from megatron_rl.bridge.setup import BridgeSetup
-from megatron_rl.cluster.critic import CriticGroup
 from megatron_rl.cluster.nodes import RayPlacement
 from megatron_rl.cluster.payloads import fetch, fetch_numbers
 from megatron_rl.cluster.restarts import Restarts
 from megatron_rl.cluster.trainers import MegatronRank, RankGroup
 from megatron_rl.config.cluster import ClusterConfig
-from megatron_rl.loop.checkpoints import critic_path
 from megatron_rl.ports import PolicyLost
-from megatron_rl.types import Metrics, Share, TokenNumbers
+from megatron_rl.types import Metrics, Share, Shares, TokenNumbers
 
 if TYPE_CHECKING:
     from megatron_rl.actor.actor import MegatronActor
@@ -99,46 +97,21 @@ class TrainerRank(MegatronRank):
 
 
 class PolicyGroup(RankGroup):
-    """All ranks of the policy.
-
-    Args:
-        critic: is saved, loaded and started anew together with the policy; None if there is no critic.
-    """
+    """All ranks of the policy."""
 
     role, kind = "trainer", TrainerRank
 
     def __init__(
-        self,
-        spec: ActorSpec,
-        cluster: ClusterConfig,
-        logs: Path,
-        placement: RayPlacement,
-        restarts: Restarts,
-        critic: CriticGroup | None = None,
+        self, spec: ActorSpec, cluster: ClusterConfig, logs: Path, placement: RayPlacement, restarts: Restarts
     ) -> None:
-        self._restarts, self._critic = restarts, critic
-        self._indices: list[Any] = []
-        """The samples of each data-parallel rank, by their indices in the step."""
+        self._restarts = restarts
+        self._shares: Sequence[Share] = ()
         super().__init__(spec, cluster, logs, placement)
 
     def restart(self, cause: PolicyLost) -> Collection[int]:
         """See `ports.Policy`."""
         self._restarts.spend(str(cause))
-        steps = self.start_again()
-        if self._critic is None:
-            return steps
-        of_critic = self._critic.start_again()
-        return [step for step in steps if step in of_critic]
-
-    def mirror(self, step: int) -> None:
-        super().mirror(step)
-        if self._critic is not None:
-            self._critic.mirror(step)
-
-    def load_mirror(self, step: int) -> None:
-        super().load_mirror(step)
-        if self._critic is not None:
-            self._critic.load_mirror(step)
+        return self.start_again()
 
     def score(self, shares: Sequence[Share]) -> Mapping[int, float]:
         """See `ports.Policy`."""
@@ -147,48 +120,33 @@ class PolicyGroup(RankGroup):
         answers = self._gather_all([rank.score.remote(share) for rank, share in given], "to score right answers")
         return {index: logp for answer in answers for index, logp in answer.items()}
 
-    def begin(self, shares: Sequence[Share], coefficients: Mapping[str, float]) -> Metrics:
+    def begin(self, shares: Shares, coefficients: Mapping[str, float]) -> Metrics:
         """See `ports.Policy`."""
         self.before("training")
-        self._indices = [share.index for share in shares]
-        given = zip(self.ranks, self._of_replicas(shares), strict=True)
+        self._shares = shares.policy
+        given = zip(self.ranks, self._of_replicas(shares.policy), strict=True)
         calls = [rank.begin.remote(share, dict(coefficients)) for rank, share in given]
         mirrored = self._finish_mirrors()
         return self._gather(calls, "to compute log-probs") | mirrored
 
     def returns(self) -> TokenNumbers:
-        """See `ports.Policy`."""
+        """What a critic has to learn from the step that `begin` was given, if the estimator needs one."""
         answers = self._gather_all([rank.returns.remote() for rank in self.ranks], "to tell the returns")
-        return TokenNumbers.of_replicas(self.mesh, answers, self._indices)
+        return TokenNumbers.of_replicas(self.mesh, answers, [share.index for share in self._shares])
 
-    def update(self, minibatch: int, coefficients: Mapping[str, float]) -> Metrics:
-        """See `ports.Policy`.
-
-        Returns:
-            The metrics of the update, and `slowest_rank/number` and `slowest_rank/ratio`: the rank whose matrix product
-            took longest, and how many times as long as that of the median rank; and PEAK.
-        """
+    def update(self, coefficients: Mapping[str, float]) -> tuple[list[Metrics], Metrics]:
+        """See `ports.Policy`. The metrics of an update have PEAK, `slowest_rank/number` and `slowest_rank/ratio`: the
+        rank whose matrix product took longest, and how many times as long as the product of the median rank."""
         self.before("training")
+        return [self._update(i, coefficients) for i in range(len(self._shares[0].minibatches))], {}
+
+    def _update(self, minibatch: int, coefficients: Mapping[str, float]) -> Metrics:
         calls = [rank.update.remote(minibatch, coefficients) for rank in self.ranks]
         answers = self._gather_all(calls, "to update")
+        self.num_changes += 1
         number, ratio = slowest([seconds for _, seconds in answers])
         peak = max(metrics[PEAK] for metrics, _ in answers)
         return answers[0][0] | {PEAK: peak, "slowest_rank/number": float(number), "slowest_rank/ratio": ratio}
-
-    def save(self, folder: Path, extra: dict[str, Any]) -> None:
-        if self._critic is not None:
-            self._critic.save(critic_path(folder), {})
-        super().save(folder, extra)
-
-    def finish_save(self, wait: bool) -> bool:
-        if self._critic is not None and not self._critic.finish_save(wait):
-            return False
-        return super().finish_save(wait)
-
-    def load(self, folder: Path) -> dict[str, Any]:
-        if self._critic is not None:
-            self._critic.load(critic_path(folder))
-        return super().load(folder)
 
 
 def slowest(seconds: Sequence[float]) -> tuple[int, float]:

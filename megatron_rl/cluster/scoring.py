@@ -36,7 +36,7 @@ def in_order(groups: Sequence[Group], pieces: Iterable[Piece], i: int) -> Scored
     seconds, logged = 0.0, dict[str, list[float]]()
     for own, given in pieces:
         verdicts = iter(given[i].verdicts)
-        of_group |= {id(group): list(islice(verdicts, len(group.samples))) for group in own}
+        of_group |= {id(group): list(islice(verdicts, len(group.rollouts))) for group in own}
         seconds += given[i].seconds
         for name, values in given[i].logged.items():
             logged.setdefault(name, []).extend(values)
@@ -52,11 +52,11 @@ def added_up(
         given: what each reward gave, by its index.
 
     Returns:
-        One verdict for each sample of each group, and the metrics `reward/<name>/seconds`, the time of all calls,
+        One verdict for each rollout of each group, and the metrics `reward/<name>/seconds`, the time of all calls,
         `reward/<name>/failed`, the share of answers that the reward could not score, and the means of what it has
         logged.
     """
-    prompts = [group.prompt for group in groups for _ in group.samples]
+    prompts = [group.prompt for group in groups for _ in group.rollouts]
     metrics: Metrics = {}
     for i, reward in enumerate(rewards):
         verdicts = given[i].verdicts
@@ -66,4 +66,4 @@ def added_up(
         metrics[f"reward/{reward.label}/failed"] = sum(v.failed for v in verdicts) / len(verdicts)
     weights, columns = [reward.weight for reward in rewards], [given[i].verdicts for i in range(len(rewards))]
     flat = iter([weighted_sum(weights, verdicts) for verdicts in zip(*columns, strict=True)])
-    return [[next(flat) for _ in group.samples] for group in groups], metrics
+    return [[next(flat) for _ in group.rollouts] for group in groups], metrics

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count, pairwise
 from queue import Empty, SimpleQueue
@@ -28,7 +28,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from megatron_rl.algorithms.utilities import settle
+from megatron_rl.algorithms.utilities import settle_branches
 from megatron_rl.cluster.engines import ATTEMPTS, EngineGroup
 from megatron_rl.cluster.payloads import StoredTokens, num_objects
 from megatron_rl.cluster.scoring import Piece
@@ -37,7 +37,7 @@ from megatron_rl.cluster.waiting import TICK_S, explain, in_thread, tick
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.ports import Collected
-from megatron_rl.types import Group, GroupRequest, Metrics, Sample, Tokens, Verdict, give_verdicts
+from megatron_rl.types import Group, GroupRequest, Metrics, Rollout, Tokens, Verdict
 from megatron_rl.verifiers.metrics import merged
 
 log = logging.getLogger(__name__)
@@ -48,6 +48,10 @@ LINGER_S = 0.1
 
 PARTS = 4
 """If groups are large and engines are many, an engine works on at least about so many parts of groups."""
+
+
+Answered = Sequence[Sequence[Rollout]]
+"""The answers of a part, and their continuations."""
 
 
 @dataclass(slots=True, eq=False)
@@ -62,17 +66,21 @@ class Asked:
     attempt: int = 0
     """How often answers that were complete are generated again."""
 
-    @property
     def group(self) -> Group:
-        given = [sample for part in self.parts for sample in part.answers or ()]
-        samples = [sample for sample in given if not sample.is_probe]
-        payload = StoredTokens(tuple(part.stored for part in self.parts))
-        return Group(self.request.prompt, samples, payload, self.version, given[len(samples) :])
+        """The group, when all its answers are complete."""
+        continuations = self._joined(1)
+        return replace(self._joined(0), continuations=continuations if continuations.rollouts else None)
+
+    def _joined(self, which: int) -> Group:
+        """The group of all answers (0), or of all continuations (1)."""
+        rollouts = [rollout for part in self.parts for rollout in part.answers[which]]
+        payload = StoredTokens(tuple(part.stored[which] for part in self.parts))
+        return Group(self.request.prompt, rollouts, payload, self.version)
 
 
 @dataclass(slots=True, eq=False)
 class Part:
-    """The samples of a group that one engine answers."""
+    """The answers of a group that one engine gives."""
 
     asked: Asked
     samples: range
@@ -82,10 +90,10 @@ class Part:
     """The files with the tokens that its engines have sampled so far, in the order of the engines."""
     num_failed: int = 0
     """How often its answers were lost although the engine lives."""
-    answers: list[Sample] | None = None
-    """None until they are complete."""
-    stored: tuple[ray.ObjectRef, ...] = ()
-    """The objects of the tokens; see `payloads.objects_of`."""
+    answers: Answered = ()
+    """Empty until they are complete."""
+    stored: tuple[tuple[ray.ObjectRef, ...], ...] = ()
+    """The objects of the tokens of the answers, and those of the continuations; see `payloads.objects_of`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -116,8 +124,8 @@ class Verified:
 
 def largest_part(rollout: RolloutConfig) -> int:
     """The largest number of a group's answers that one engine gets, so that the engines have equal work. The answers of
-    a part share the keys and values of their prompt. If samples go on from passages, or are probes, a group has one
-    part, so that they are behind all others."""
+    a part share the keys and values of their prompt. If there are continuations, a group has one part, because `Branch`
+    counts all its answers."""
     values = rollout.prefix_values
     if values is not None and (values.rollouts is not None or values.by == "trainer"):
         return rollout.samples_per_prompt
@@ -126,7 +134,7 @@ def largest_part(rollout: RolloutConfig) -> int:
 
 
 def deal(num_samples: int, largest: int) -> list[range]:
-    """The fewest parts of at most `largest` samples; their sizes differ by 1 at most."""
+    """The fewest parts of at most `largest` answers; their sizes differ by 1 at most."""
     num = -(-num_samples // largest)
     bounds = [num_samples * i // num for i in range(num + 1)]
     return [range(a, b) for a, b in pairwise(bounds)]
@@ -173,7 +181,7 @@ class RayStream:
         self._idle = IdleTime(self._load, time.perf_counter())
         self._lock = Lock()
         """Protects `_asked`, `_load` and `_idle`, which the driver and the verifiers' threads write."""
-        self._answered: SimpleQueue[tuple[Sent, Future[list[Sample]]]] = SimpleQueue()
+        self._answered: SimpleQueue[tuple[Sent, Future[Answered]]] = SimpleQueue()
         self._events: SimpleQueue[Verified | Lost | Exception] = SimpleQueue()
         self._ready: dict[int, Group] = {}
         """The verified groups that are not handed out yet, by their numbers."""
@@ -221,14 +229,15 @@ class RayStream:
             earlier, record = list(part.records), self._engines.record_of[sent.engine]
             if record not in earlier and not self._in_turns:
                 part.records.append(record)
-            call = sent.actor.answer.options(num_returns=1 + self._num_objects)
+            num = self._num_objects
+            call = sent.actor.answer.options(num_returns=1 + 2 * num)
             batch = name, sizes[sent.engine]
             held = None if self._engines.loads_weights else version
-            samples, *stored = call.remote(asked.ticket, asked.request, part.samples, held, batch, earlier)
-            part.stored = tuple(stored)
-            samples.future().add_done_callback(partial(self._end, sent))
+            answers, *stored = call.remote(asked.ticket, asked.request, part.samples, held, batch, earlier)
+            part.stored = tuple(stored[:num]), tuple(stored[num:])
+            answers.future().add_done_callback(partial(self._end, sent))
 
-    def _end(self, sent: Sent, future: Future[list[Sample]]) -> None:
+    def _end(self, sent: Sent, future: Future[Answered]) -> None:
         self._answered.put((sent, future))
 
     def cancel(self, number: int) -> None:
@@ -276,7 +285,7 @@ class RayStream:
                 }
             if verified:
                 self._ready |= verified
-                self._scorings.append((event.metrics, sum(len(group.samples) for group in verified.values())))
+                self._scorings.append((event.metrics, sum(len(group.rollouts) for group in verified.values())))
                 self._pieces += [event.piece] if event.piece is not None else []
 
     def _hand_out(self) -> Collected:
@@ -285,8 +294,8 @@ class RayStream:
         pieces, self._pieces = self._pieces, []
         metrics = merged([part for part, _ in scorings], [size for _, size in scorings])
         if self._in_turns:
-            verdicts, metrics = self._verifiers.decide(list(groups.values()), pieces)
-            self._decide(list(groups.values()), verdicts)
+            verdicts, metrics = self._verifiers.decide(self._to_judge(groups.values()), pieces)
+            groups = dict(zip(groups, self._judged(groups.values(), verdicts), strict=True))
         with self._lock:
             for number in groups:
                 del self._asked[number]
@@ -343,8 +352,8 @@ class RayStream:
                     assert part.sent is not None, "it was asked for"
                     if part in lost or self._engines.engines[part.sent.engine] is not part.sent.actor:
                         again.append(part)
-                        if part.answers is not None:
-                            part.answers = None
+                        if part.answers:
+                            part.answers = ()
                             asked.attempt += 1
                             self._ready.pop(asked.request.number, None)
         return again
@@ -352,7 +361,7 @@ class RayStream:
     def _end_silent(self) -> None:
         """Kill the engines that should have answered, so that they are replaced."""
         with self._lock:
-            parts = [part for asked in self._asked.values() for part in asked.parts if part.answers is None]
+            parts = [part for asked in self._asked.values() for part in asked.parts if not part.answers]
             silent = {part.sent.engine for part in parts if part.sent is not None}
         for index in silent:
             log.warning("%s gave no answer in %g s", self._engines.processes[index], self._timeout_s)
@@ -373,14 +382,14 @@ class RayStream:
             except Exception as error:  # the driver raises it
                 self._events.put(error)
 
-    def _wait_for_answers(self) -> tuple[Sent, Future[list[Sample]]]:
+    def _wait_for_answers(self) -> tuple[Sent, Future[Answered]]:
         while True:
             try:
                 return self._answered.get(timeout=TICK_S)
             except Empty:
                 tick()
 
-    def _completed(self, sent: Sent, future: Future[list[Sample]]) -> tuple[Asked, int, Group] | None:
+    def _completed(self, sent: Sent, future: Future[Answered]) -> tuple[Asked, int, Group] | None:
         """The group of a call that has ended, with its attempt, if now all its answers are complete."""
         error, part = future.exception(), sent.part
         with self._lock:
@@ -391,23 +400,44 @@ class RayStream:
                 return None
             if error is None:
                 part.answers = future.result()
-                is_complete = all(part.answers is not None for part in part.asked.parts)
-                return (part.asked, part.asked.attempt, part.asked.group) if is_complete else None
+                is_complete = all(part.answers for part in part.asked.parts)
+                return (part.asked, part.asked.attempt, part.asked.group()) if is_complete else None
         self._events.put(Lost(sent, error))
         return None
 
     def _verified(self, verifier: RayVerifier, complete: list[tuple[Asked, int, Group]]) -> Verified:
-        groups = {asked.request.number: group for asked, _, group in complete}
+        groups = [group for _, _, group in complete]
+        to_judge = self._to_judge(groups)
         if self._in_turns:
-            given = verifier.scored(list(groups.values()), self._early) if self._early else {}
-            return Verified(complete, {}, (list(groups.values()), given))
-        verdicts, metrics = verifier.score(list(groups.values()))
-        self._decide(list(groups.values()), verdicts)
-        to_train_on = {number: group for number, group in groups.items() if number >= 0}
+            given = verifier.scored(to_judge, self._early) if self._early else {}
+            return Verified(complete, {}, (to_judge, given))
+        verdicts, metrics = verifier.score(to_judge)
+        groups = self._judged(groups, verdicts)
+        judged = [(asked, attempt, group) for (asked, attempt, _), group in zip(complete, groups, strict=True)]
+        to_train_on = {asked.request.number: group for asked, _, group in judged if asked.request.number >= 0}
         if to_train_on:
             verifier.write(to_train_on)
-        return Verified(complete, metrics)
+        return Verified(judged, metrics)
 
-    def _decide(self, groups: Sequence[Group], verdicts: Sequence[Sequence[Verdict]]) -> None:
-        give_verdicts(groups, verdicts)
-        settle(groups, self._values)
+    def _to_judge(self, groups: Iterable[Group]) -> list[Group]:
+        """The groups, each with the group of the answers that go on from its passages behind it."""
+        return [one for group in groups for one in (group, self._branches(group)) if one is not None]
+
+    def _branches(self, group: Group) -> Group | None:
+        return group.continuations if self._values is not None and self._values.rollouts is not None else None
+
+    def _judged(self, groups: Iterable[Group], verdicts: Iterable[Sequence[Verdict]]) -> list[Group]:
+        """The groups with their verdicts, and with the utilities that branches give their passages.
+
+        Args:
+            verdicts: the verdicts on each group of `_to_judge`.
+        """
+        given, judged = iter(verdicts), []
+        for group in groups:
+            branches, group = self._branches(group), group.judged(next(given))
+            if branches is not None:
+                group = replace(group, continuations=branches.judged(next(given)))
+            if self._values is not None and self._values.rollouts is not None:
+                group = settle_branches(group, self._values)
+            judged.append(group)
+        return judged

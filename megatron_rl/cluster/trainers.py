@@ -147,6 +147,8 @@ class RankGroup:
         self.mesh: Mesh = spec.policy.parallel.mesh
         self._spec, self._cluster, self._logs, self._placement = spec, cluster, logs, placement
         self._mirrors, self._mirroring = Mirrors(logs, self.role), []
+        self.num_changes = 0
+        """See `ports.Policy`."""
         self.make_room: Callable[[], Sequence[str | None]] = lambda: [None] * self.mesh.world_size
         """Frees the GPUs of the ranks that start next, and returns the one of each; None if Ray gives it one. The
         colocation sets it."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ from megatron_rl.config.rewards import ServiceReward
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.data.journal import Entry, JournalWriter
 from megatron_rl.data.tokenizer import open_tokenizer
-from megatron_rl.types import Group, Metrics, Prompt, Sample, Tokens, Verdict
+from megatron_rl.types import Group, Metrics, Prompt, Rollout, Verdict
 from megatron_rl.verifiers import RewardSet, Scored, TrainerState, answers_of
 from megatron_rl.verifiers.failures import FailureLog
 
@@ -65,10 +65,10 @@ class VerifierRank:
         return self.rewards.calls
 
     def score(
-        self, indices: list[int], step: int, prompts: list[Prompt], payloads: list[Any], samples: list[list[Sample]]
+        self, indices: list[int], step: int, prompts: list[Prompt], payloads: list[Any], rollouts: list[list[Rollout]]
     ) -> list[Scored]:
         """What the rewards with these indices give for all answers. See `RewardSet.score`."""
-        answers = answers_of(prompts, _fetch(payloads, map(len, samples)), samples)
+        answers = answers_of(prompts, fetch(payloads), rollouts)
         given = self.rewards.score(indices, answers, TrainerState(step, self.config.run.steps))
         for index, scored in zip(indices, given, strict=True):
             num_scored = sum(verdict.score is not None for verdict in scored.verdicts)
@@ -82,21 +82,11 @@ class VerifierRank:
         Args:
             entries: without the tokens, which are the payloads.
         """
-        kept = _fetch(payloads, [len(entry.samples) for entry in entries], with_routes=True)
+        kept = fetch(payloads, with_routes=True)
         self.journal.write([replace(entry, tokens=tokens) for entry, tokens in zip(entries, kept, strict=True)])
 
     def shape(self, verdicts: list[list[Verdict]], prompts: list[Prompt], payloads: list[Any]) -> list[list[Verdict]]:
-        return shape_verdicts(verdicts, prompts, _fetch(payloads, map(len, verdicts)), self.config.algorithm.shaping)
-
-
-def _fetch(payloads: Iterable[Any], sizes: Iterable[int], with_routes: bool = False) -> list[list[Tokens]]:
-    """The tokens of the samples of each group. Those of branches that have left it, and of probes, may be behind them.
-
-    Args:
-        sizes: the number of samples of each group.
-    """
-    fetched = fetch(payloads, with_routes=with_routes)
-    return [tokens[:size] for tokens, size in zip(fetched, sizes, strict=True)]
+        return shape_verdicts(verdicts, prompts, fetch(payloads), self.config.algorithm.shaping)
 
 
 class VerifierGroup:
@@ -190,7 +180,7 @@ class RayVerifier:
         """Score groups with all rewards.
 
         Returns:
-            One verdict for each sample of each group, and the metrics of `added_up`.
+            One verdict for each rollout of each group, and the metrics of `added_up`.
 
         Raises:
             ValueError: an answer cannot be scored, and the reward's `on_error` is stop.
@@ -225,7 +215,7 @@ class RayVerifier:
         Raises:
             OSError: the disk is full, or the folder cannot be written.
         """
-        entries = [Entry(n, group.prompt.uid, group.version, group.samples, ()) for n, group in groups.items()]
+        entries = [Entry(n, group.prompt.uid, group.version, group.rollouts, ()) for n, group in groups.items()]
         payloads = [group.payload for group in groups.values()]
         self._ask("write", "to write the journal", self._config.cluster.step_timeout_s, entries, payloads)
 
@@ -235,16 +225,16 @@ class RayVerifier:
         timeout_s = max(reward.timeout_s for reward in rewards)
         if len(rewards) > 1 or isinstance(rewards[0], ServiceReward):
             timeout_s += CANCEL_S
-        samples = [group.samples for group in groups]
+        rollouts = [group.rollouts for group in groups]
         prompts, payloads = [group.prompt for group in groups], [group.payload for group in groups]
         start = time.perf_counter()
         try:
             doing = f"to score with {', '.join(reward.label for reward in rewards)}"
-            return self._ask("score", doing, timeout_s, indices, groups[0].version, prompts, payloads, samples)
+            return self._ask("score", doing, timeout_s, indices, groups[0].version, prompts, payloads, rollouts)
         except ProcessLost as error:
             if any(reward.on_error == "stop" for reward in rewards):
                 raise
-            failed = [Verdict(None, str(error), failed=True) for group in groups for _ in group.samples]
+            failed = [Verdict(None, str(error), failed=True) for group in groups for _ in group.rollouts]
             return [Scored(failed, time.perf_counter() - start, {}) for _ in rewards]
 
     def _ask(self, method: str, doing: str, timeout_s: float, *arguments: Any) -> Any:

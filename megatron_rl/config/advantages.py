@@ -222,9 +222,9 @@ class TwoStageAdvantage(Method):
 
 
 class FunctionAdvantage(Method):
-    """An estimator of your own: any Python function of `types.Scores` that returns one advantage for each sample."""
+    """An estimator of your own: any Python function of `types.StepBatch` that returns one advantage for each sample."""
 
-    formula: ClassVar[str] = "f(scores), with the fields of `types.Scores`"
+    formula: ClassVar[str] = "f(batch), with the fields of `types.StepBatch`"
     source: ClassVar[str] = "yours"
     needs: ClassVar[frozenset[Need]] = frozenset()
 

@@ -15,7 +15,7 @@ MARKERS = ("Wait,", "Alternatively,", "Actually,", "Hmm,", "Let me ", "I need to
 class PrefixValues(Section):
     """The value of the beginning of a thought is the mean log-prob of the tokens of the right answer after it, as the
     policy itself gives it. The reward of a passage of the thought is what it adds to this value. It is at the last
-    token of the passage (`Sample.token_rewards`, kind `utility`), for `adv_estimator: {kind: grpo_process}`."""
+    token of the passage (`Rollout.token_rewards`, kind `utility`), for `adv_estimator: {kind: grpo_process}`."""
 
     rollouts: PositiveInt | None = None
     """Monte Carlo values (VinePPO, Kazemnejad et al. 2024, arXiv:2410.01679): the value of a beginning is the mean

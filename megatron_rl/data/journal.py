@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load, save
 
-from megatron_rl.types import Episode, Sample, TokenReward, Tokens, Verdict
+from megatron_rl.types import Episode, Rollout, TokenReward, Tokens, Verdict
 
 HEAD = struct.Struct("<QQ")
 NAME = re.compile(r"(\d{6,})_\w+\.groups")
@@ -44,10 +44,10 @@ class Entry:
     """The name of the prompt's row."""
     version: int
     """The version of the weights with which the generation began."""
-    samples: Sequence[Sample]
-    """The samples, with their verdicts."""
+    rollouts: Sequence[Rollout]
+    """The rollouts, with their verdicts."""
     tokens: Sequence[Tokens]
-    """The tokens of each sample."""
+    """The tokens of each rollout."""
 
 
 class JournalWriter:
@@ -122,7 +122,7 @@ def encode(entry: Entry) -> bytes:
         "number": entry.number,
         "uid": entry.uid,
         "version": entry.version,
-        "samples": [asdict(sample) for sample in entry.samples],
+        "samples": [asdict(rollout) for rollout in entry.rollouts],
         "lengths": [len(tokens.ids) for tokens in entry.tokens],
         "routed": routed,
     }
@@ -142,26 +142,25 @@ def decode(blob: bytes) -> Entry:
         number=rest["number"],
         uid=rest["uid"],
         version=rest["version"],
-        samples=[_sample(values) for values in rest["samples"]],
+        rollouts=[_rollout(values) for values in rest["samples"]],
         tokens=[Tokens(*row) for row in rows],
     )
 
 
 def _split_routes(columns: Mapping[str, np.ndarray], routed: Sequence[int | None]) -> Iterator[np.ndarray | None]:
-    """The routes of each sample, of which `routed` gives the number of tokens; None if it has none."""
+    """The routes of each rollout, of which `routed` gives the number of tokens; None if it has none."""
     start = 0
     for length in routed:
         yield None if length is None else columns["routes"][start : start + length]
         start += length or 0
 
 
-def _sample(values: dict[str, Any]) -> Sample:
-    verdict = values.pop("verdict")
-    given = Verdict(**verdict | {"parts": tuple(verdict["parts"])}) if verdict else None
-    rewards, episode = values.pop("token_rewards"), values.pop("episode")
-    return Sample(
+def _rollout(values: dict[str, Any]) -> Rollout:
+    verdict, rewards, episode = (values.pop(name) for name in ("verdict", "token_rewards", "episode"))
+    values.pop("is_probe", None)  # older files have it
+    return Rollout(
         **values,
         token_rewards=tuple(TokenReward(*reward) for reward in rewards),
         episode=Episode(**episode) if episode else None,
-        verdict=given,
+        verdict=Verdict(**verdict | {"parts": tuple(verdict["parts"])}),
     )

@@ -29,7 +29,7 @@ class SavedStep:
     groups: list[Group]
     """The payload of a group is its tokens."""
     greedy_rewards: np.ndarray | None
-    """float64 [S]; see `types.Scores`."""
+    """float64 [S]; see `types.StepBatch`."""
     metrics: Metrics
 
 
@@ -63,7 +63,7 @@ def write_step(
     with partial.open("wb") as file:
         file.write(framed(json.dumps(head).encode()))
         for number, (group, payload) in enumerate(zip(groups, tokens, strict=True)):
-            file.write(framed(encode(Entry(number, group.prompt.uid, group.version, group.samples, payload))))
+            file.write(framed(encode(Entry(number, group.prompt.uid, group.version, group.rollouts, payload))))
     os.replace(partial, path_of(folder, step))
 
 
@@ -93,7 +93,7 @@ def read_step(folder: Path, step: int) -> SavedStep:
         raise ValueError(f"rollout.replay: {path} was cut off or changed; write it again with rollout.dump")
     entries = [decode(blob) for blob in blobs]
     groups = [
-        Group(_prompt(entry, messages, columns), list(entry.samples), list(entry.tokens), entry.version)
+        Group(_prompt(entry, messages, columns), list(entry.rollouts), list(entry.tokens), entry.version)
         for entry, (messages, columns) in zip(entries, given["prompts"], strict=True)
     ]
     greedy = given["greedy_rewards"]
@@ -101,5 +101,5 @@ def read_step(folder: Path, step: int) -> SavedStep:
 
 
 def _prompt(entry: Entry, messages: Any, columns: dict[str, Any]) -> Prompt:
-    ids = entry.tokens[0].ids[: entry.samples[0].num_prompt_tokens]
+    ids = entry.tokens[0].ids[: entry.rollouts[0].num_prompt_tokens]
     return Prompt(entry.uid, tuple(ids.tolist()), messages if isinstance(messages, str) else tuple(messages), columns)

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron_rl.types import Group, Metrics, Sample
+from megatron_rl.types import Group, Metrics, Rollout
 
 
-def thoughts_of(group: Group) -> list[list[Sample]]:
+def thoughts_of(group: Group) -> list[list[Rollout]]:
     """The samples of each thought, the best beam first."""
-    thoughts: list[list[Sample]] = []
-    for sample in group.samples:
+    thoughts: list[list[Rollout]] = []
+    for sample in group.rollouts:
         if sample.beam == 0:
             thoughts.append([])
         thoughts[-1].append(sample)

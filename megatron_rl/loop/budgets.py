@@ -15,7 +15,7 @@ import numpy as np
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.config.thinking import QuantileBudget, ScheduledBudget, UniformBudget
 from megatron_rl.loop.evaluation import right_answers
-from megatron_rl.types import Group, Prompt, Sample
+from megatron_rl.types import Group, Prompt, Rollout
 
 
 class ThoughtBudgets:
@@ -56,13 +56,13 @@ class ThoughtBudgets:
         lengths = [
             sample.num_thought_tokens
             for group in groups
-            for sample in group.samples
+            for sample in group.rollouts
             if sample.num_thought_tokens and not sample.thought_cut and self._is_right(sample)
         ]
         self._lengths = [*self._lengths, lengths][-self._tokens.num_steps :]
 
-    def _is_right(self, sample: Sample) -> bool:
-        return sample.verdict is not None and right_answers(self._config, [sample.verdict]) == [True]
+    def _is_right(self, sample: Rollout) -> bool:
+        return right_answers(self._config, [sample.verdict]) == [True]
 
     def state(self) -> list[list[int]]:
         """The recorded lengths, in JSON's types."""

@@ -19,7 +19,7 @@ from typing import Any, Literal, Protocol
 
 from megatron_rl.config.schema import CheckpointConfig
 from megatron_rl.loop.changes import Change, compare
-from megatron_rl.ports import Policy, PolicyLost, StopRequested
+from megatron_rl.ports import Policy, PolicyLost, Sink, StopRequested
 
 PATTERN = re.compile(r"step_(\d{6,})")
 SCORES = "scores.json"
@@ -45,6 +45,11 @@ class Stateful(Protocol):
 def critic_path(folder: Path) -> Path:
     """Where the critic's part of the checkpoint in `folder` is."""
     return folder.parent / "critic" / folder.name
+
+
+def folder_name(step: int) -> str:
+    """The name of the folder of a checkpoint, or of an exported model."""
+    return f"step_{step:06d}"
 
 
 def due(step: int, every: int) -> bool:
@@ -122,7 +127,7 @@ class Checkpoints:
         return [step for step in find_checkpoints(self.folder) if all(path.is_dir() for path in self._paths(step))]
 
     def path(self, step: int) -> Path:
-        return self.folder / f"step_{step:06d}"
+        return self.folder / folder_name(step)
 
     def _paths(self, step: int) -> list[Path]:
         """The folders of a checkpoint."""
@@ -214,25 +219,38 @@ class WholeState:
         self._checkpoints, self._policy, self._parts = checkpoints, policy, parts
         self.step = 0
         """The number of steps that were done when the state was last complete."""
-        self._is_complete = False
+        self._num_changes: int | None = None
+        """`Policy.num_changes` when the state was last complete; None if the policy is lost since."""
         self._held: dict[int, dict[str, Any]] = {}
         """The states of the other parts by step: those that a policy may be brought back to without a checkpoint."""
 
     def mark(self, step: int) -> None:
         """Note that the state is complete: `step` steps are done, and the next one has changed nothing yet."""
-        self.step, self._is_complete = step, True
+        self.step, self._num_changes = step, self._policy.num_changes
         # The policy's mirrors hold two steps, and a policy that is started anew has the weights of step 0.
         self._held = {s: state for s, state in self._held.items() if s in (0, step - 1)}
         self._held[step] = {name: part.state() for name, part in self._parts.items()}
         self._checkpoints.finish(self._policy, wait=False)
 
-    def spoil(self) -> None:
-        """Note that the state is not complete: an update has changed the policy, but its step is not done."""
-        self._is_complete = False
+    def lose(self) -> None:
+        """Note that the policy is lost, so that there is nothing to save."""
+        self._num_changes = None
 
     def save(self) -> None:
-        if self._is_complete and self.step:
+        """Save the state, unless an update has changed the policy and its step is not done."""
+        if self.step and self._policy.num_changes == self._num_changes:
             self._checkpoints.save(self._policy, self.step, self._held[self.step])
+
+    def save_if_due(self, sink: Sink, *, is_last: bool, stops: bool) -> None:
+        """After a step: save the state and export the model, if `checkpoint` says so. A run that ends or stops is saved
+        in any case, and exports its last model itself."""
+        kept, folder = self._checkpoints.kept, self._checkpoints.folder
+        if is_last or stops or due(self.step, kept.every):
+            with sink.phase("checkpoint"):
+                self.save()
+        if not is_last and due(self.step, kept.export_every):
+            with sink.phase("checkpoint"):
+                self._policy.export_hf(folder.parent / "exports" / folder_name(self.step))
 
     def recover(self, mirrored: Collection[int]) -> int:
         """Bring a policy that was started anew, and all other parts, to the newest state that is left, and return its

@@ -25,15 +25,16 @@ from megatron_rl.data import ShuffledStream, prune_journal, read_journal
 from megatron_rl.data.journal import Entry
 from megatron_rl.loop.admission import Admission
 from megatron_rl.loop.budgets import ThoughtBudgets
-from megatron_rl.loop.checkpoints import find_checkpoints
+from megatron_rl.loop.checkpoints import due, find_checkpoints
 from megatron_rl.loop.evaluation import describe_heldout, right_answers
 from megatron_rl.loop.pass_rates import PassRates
+from megatron_rl.loop.passages import UnsplitThoughts
 from megatron_rl.loop.rollouts import (
     SilentRewards,
+    batch_of,
     describe_verified,
     require_a_score,
     rewards_of,
-    scores_of,
     tell_common_reason,
     verdicts_of,
 )
@@ -55,14 +56,25 @@ state before them."""
 
 class EngineSource:
     def __init__(
-        self, config: GrpoRunConfig, ports: Ports, prompts: ShuffledStream[Prompt], sink: Sink, stopping: Stopping
+        self,
+        config: GrpoRunConfig,
+        ports: Ports,
+        prompts: ShuffledStream[Prompt],
+        heldout: Sequence[Prompt],
+        sink: Sink,
+        stopping: Stopping,
     ) -> None:
-        self._config, self._ports, self._prompts, self._sink, self._stopping = config, ports, prompts, sink, stopping
+        """
+        Args:
+            heldout: the prompts of evaluations; if it is empty, nothing is evaluated.
+        """
+        self._config, self._ports, self._sink, self._stopping = config, ports, sink, stopping
+        self._prompts, self._heldout = prompts, heldout
         rollout = config.rollout
         self._max_lag = rollout.max_lag
         self._checkpoints = config.run_folder / "checkpoints"
         self._admission = Admission(rollout.prompts_per_step, rollout.max_lag, rollout.late == "wait")
-        self._silence = SilentRewards(config.rewards)
+        self._silence, self._unsplit = SilentRewards(config.rewards), UnsplitThoughts()
         self._budgets = ThoughtBudgets(config)
         self._given: dict[int, tuple[int, ...]] = {}
         """The thinking budgets that groups under way were asked with, by their numbers: they are asked again with the
@@ -96,7 +108,13 @@ class EngineSource:
         """The number of tokens in the answers that were collected since the last step."""
 
     def pushed(self, version: int) -> None:
-        self._version = version
+        """See `RolloutSource`. In an asynchronous run the held-out prompts are answered together with the training
+        prompts, while the step is updated."""
+        self._version, num_steps = version, self._config.run.steps
+        if self._heldout and (version in (0, num_steps) or due(version, self._config.eval.every)):
+            self._evaluate(version)
+        if version == num_steps:
+            return
         if self._config.rollout.is_asynchronous:
             if self._written is None:  # the run begins, so a journal is that of an earlier beginning
                 prune_journal(self._journal, version=2**62)
@@ -121,8 +139,9 @@ class EngineSource:
             require_a_score(verdicts_of(groups))
             metrics = self._describe(groups, step, num_late)
             self._silence.count(groups, metrics, self._sink)
+            self._unsplit.count(metrics, self._sink)
             tell_common_reason(groups, self._sink)
-            return Rollouts(groups, scores_of(self._config, groups, self._greedy_rewards(groups, step)), metrics)
+            return Rollouts(groups, batch_of(self._config, groups, step, self._greedy_rewards(groups, step)), metrics)
 
     def _greedy_rewards(self, groups: Sequence[Group], step: int) -> np.ndarray | None:
         """float64: the reward of the greedy answer to each sample's prompt, if the estimator needs it."""
@@ -133,7 +152,7 @@ class EngineSource:
             self._baselines = self._ask_aside(prompts, 1, step, is_greedy=True)
             self._wait_for(self._baselines)
         greedy = [group for group in self._baselines.values() if group is not None]
-        return np.repeat(rewards_of(greedy), [len(group.samples) for group in groups])
+        return np.repeat(rewards_of(greedy), [len(group.rollouts) for group in groups])
 
     def _wait_for(self, groups: Mapping[int, Group | None]) -> None:
         """Wait until all groups are there. What is measured meanwhile in a run in turns is not the step's."""
@@ -156,11 +175,8 @@ class EngineSource:
         self._ports.stream.ask(requests, self._version)
         return dict.fromkeys(numbers)
 
-    def evaluate(self, prompts: Sequence[Prompt], version: int) -> None:
-        """See `RolloutSource`. In an asynchronous run the answers are generated beside those of the training prompts,
-        and beside the update of the step."""
-        self._version = version
-        self._evaluating = self._ask_aside(prompts, self._config.eval.samples_per_prompt, version)
+    def _evaluate(self, version: int) -> None:
+        self._evaluating = self._ask_aside(self._heldout, self._config.eval.samples_per_prompt, version)
         if not self._config.rollout.is_asynchronous:
             with self._stopping.promptly(), self._sink.phase("evaluate"):
                 self._wait_for(self._evaluating)
@@ -283,7 +299,7 @@ class EngineSource:
 
     def _collect(self) -> None:
         verified = self._ports.stream.collect(self._version)
-        samples = [sample for group in verified.groups.values() for sample in group.samples]
+        samples = [sample for group in verified.groups.values() for sample in group.rollouts]
         self._scorings.append((verified.metrics, len(samples)))
         self._num_tokens += sum(sample.num_new_tokens for sample in samples)
         for number, group in verified.groups.items():
@@ -352,7 +368,7 @@ class EngineSource:
         admission = self._admission
         useless, surplus = admission.num_useless, admission.num_surplus
         admission.num_useless = admission.num_surplus = 0
-        lags = [step - sample.oldest_version for group in groups for sample in group.samples if sample.num_actions]
+        lags = [step - sample.oldest_version for group in groups for sample in group.rollouts if sample.num_actions]
         return metrics | {
             "lag/mean": sum(lags) / max(1, len(lags)),
             "lag/max": float(max(lags, default=0)),
@@ -376,5 +392,5 @@ def _from_journal(entry: Entry, prompt: Prompt, version: int, resumed_at: int) -
         replace(t, version=np.where(t.version >= resumed_at, resumed_at - 1, t.version).astype(np.int32))
         for t in entry.tokens
     ]
-    samples = [replace(sample, oldest_version=min(sample.oldest_version, resumed_at - 1)) for sample in entry.samples]
+    samples = [replace(sample, oldest_version=min(sample.oldest_version, resumed_at - 1)) for sample in entry.rollouts]
     return Group(prompt, samples, tokens, entry.version if entry.version < resumed_at else version)

@@ -14,7 +14,7 @@ from statistics import fmean, variance
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.loop.beams import thoughts_of
 from megatron_rl.loop.rollouts import verdicts_of
-from megatron_rl.types import Group, Metrics, Sample, Verdict
+from megatron_rl.types import Group, Metrics, Rollout, Verdict
 
 Z = 1.959963984540054
 """The 97.5 % quantile of the normal distribution, for intervals of 95 %."""
@@ -29,14 +29,14 @@ def describe_heldout(config: GrpoRunConfig, groups: Sequence[Group]) -> Metrics:
     and prompts with fewer than k scored answers. Each accuracy has the bounds of its interval, `_low` and `_high`.
     With `rollout.beams` the items of each thought are a ranking: see `_describe_rankings`.
     """
-    samples, verdicts = [sample for group in groups for sample in group.samples], verdicts_of(groups)
+    samples, verdicts = [sample for group in groups for sample in group.rollouts], verdicts_of(groups)
     scores = [verdict.score for verdict in verdicts if verdict.score is not None]
     describe = _describe_answers if config.rollout.beams is None else _describe_rankings
     return describe(config, groups) | {
         "eval/reward_mean": fmean(scores),
         "eval/num_samples": float(len(samples)),
         "eval/abstained": float(len(samples) - len(scores)),
-        "eval/response_mean": fmean(sample.length - sample.num_prompt_tokens for sample in samples),
+        "eval/response_mean": fmean(sample.num_response_tokens for sample in samples),
     }
 
 
@@ -84,10 +84,10 @@ def _describe_rankings(config: GrpoRunConfig, groups: Sequence[Group]) -> Metric
     return metrics
 
 
-def _hits(config: GrpoRunConfig, samples: Sequence[Sample]) -> list[tuple[bool, int]]:
+def _hits(config: GrpoRunConfig, samples: Sequence[Rollout]) -> list[tuple[bool, int]]:
     """Whether each item of a thought is right, in the order of their ranks, and the number of right items of its row; 0
     if no reward has reported it. An empty list if an item was not scored."""
-    verdicts = [sample.verdict for sample in samples if sample.verdict is not None]
+    verdicts = [sample.verdict for sample in samples]
     right = right_answers(config, verdicts)
     if len(right) < len(samples):
         return []

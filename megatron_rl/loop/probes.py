@@ -14,27 +14,31 @@ from megatron_rl.algorithms.utilities import settle_probes
 from megatron_rl.balance import plan_microbatches
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.loop.passages import describe_passages
-from megatron_rl.loop.rollouts import scores_of
+from megatron_rl.loop.rollouts import batch_of
 from megatron_rl.loop.shares import deal
 from megatron_rl.loop.source import Rollouts
 from megatron_rl.ports import Policy
-from megatron_rl.types import Batch, Credit, ModelShape
+from megatron_rl.types import Credit, Group, ModelShape, StepBatch
 
 
 def with_utilities(config: GrpoRunConfig, shape: ModelShape, policy: Policy, rollouts: Rollouts, step: int) -> Rollouts:
     """The rollouts of a step, whose passages have the rewards that the policy's log-probs give them."""
-    values, groups = config.rollout.prefix_values, rollouts.groups
+    values, parallel = config.rollout.prefix_values, config.policy.parallel
     assert values is not None
-    batch = Batch.of_groups([replace(group, samples=[*group.samples, *group.probes]) for group in groups], step)
-    is_probe = np.concatenate([np.repeat([False, True], [len(g.samples), len(g.probes)]) for g in groups])
-    if not is_probe.any():
+    probes = [group.continuations for group in rollouts.groups if group.continuations is not None]
+    if not probes:
         return rollouts
-    parallel, recompute = config.policy.parallel, config.model.recompute
-    plan = plan_microbatches(batch, is_probe, shape, parallel, config.balance, 1, recompute=recompute)
-    nothing = np.zeros(len(is_probe))
-    logp_of = policy.score(deal(batch, plan, Credit(nothing, is_probe), nothing, parallel.data))
-    probes = iter(np.flatnonzero(is_probe).tolist())
-    for group in groups:
-        settle_probes(group, [logp_of[next(probes)] for _ in group.probes], values)
-    scores = scores_of(config, groups, rollouts.scores.greedy_rewards)
-    return Rollouts(groups, scores, {**rollouts.metrics, **describe_passages(groups)})
+    batch = StepBatch.of_groups(probes, step)
+    active, nothing = np.ones(len(batch.lengths), bool), np.zeros(len(batch.lengths))
+    plan = plan_microbatches(batch, active, shape, parallel, config.balance, 1, recompute=config.model.recompute)
+    logp_of = policy.score(deal(batch, plan, Credit(nothing, active), nothing, parallel.data))
+    logps = iter([logp_of[i] for i in range(len(active))])
+
+    def settled(group: Group) -> Group:
+        if group.continuations is None:
+            return group
+        return settle_probes(group, [next(logps) for _ in group.continuations.rollouts], values)
+
+    groups = [settled(group) for group in rollouts.groups]
+    batch = batch_of(config, groups, step, rollouts.batch.greedy_rewards)
+    return replace(rollouts, groups=groups, batch=batch, metrics={**rollouts.metrics, **describe_passages(groups)})

@@ -33,7 +33,7 @@ def run_and_recover(
     while True:
         try:
             if lost is not None:
-                whole.spoil()
+                whole.lose()
                 with sink.phase("recover"):
                     step = whole.recover(policy.restart(lost))
                     rejoin()

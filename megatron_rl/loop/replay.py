@@ -12,16 +12,17 @@ from typing import Any
 
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.data.saved_rollouts import read_step, write_step
-from megatron_rl.loop.rollouts import scores_of
+from megatron_rl.loop.rollouts import batch_of, verdicts_of
 from megatron_rl.loop.source import Rollouts
-from megatron_rl.ports import Critic, Policy, Ports, Sink
-from megatron_rl.types import Group, Metrics, Prompt, Tokens
+from megatron_rl.ports import Policy, Ports, Sink, Stream
+from megatron_rl.types import Group, Metrics, Tokens
 
 
-def dump(folder: Path, step: int, rollouts: Rollouts, ports: Ports) -> None:
-    """Write the rollouts of a step. The driver holds the tokens of one group at a time."""
-    tokens = (ports.stream.tokens(group, with_routes=True) for group in rollouts.groups)
-    write_step(folder, step, rollouts.groups, tokens, rollouts.scores.greedy_rewards, rollouts.metrics)
+def dump(folder: Path, stream: Stream, rollouts: Rollouts, step: int) -> Rollouts:
+    """Write the rollouts of a step, and return them. The driver holds the tokens of one group at a time."""
+    tokens = (stream.tokens(group, with_routes=True) for group in rollouts.groups)
+    write_step(folder, step, rollouts.groups, tokens, rollouts.batch.greedy_rewards, rollouts.metrics)
+    return rollouts
 
 
 class ReplayedSource:
@@ -38,19 +39,17 @@ class ReplayedSource:
         with self._sink.phase("generate"):
             saved = read_step(self._folder, step)
             num_rewards = len(self._config.rewards)
-            [verdict, *_] = [sample.verdict for group in saved.groups for sample in group.samples]
-            if verdict is None or len(verdict.parts) != num_rewards:
+            [verdict, *_] = verdicts_of(saved.groups)
+            if len(verdict.parts) != num_rewards:
                 raise ValueError(
                     f"rollout.replay: the answers in {self._folder} have other rewards than this run's {num_rewards}; "
                     f"give it the rewards of the run that wrote them"
                 )
-            return Rollouts(saved.groups, scores_of(self._config, saved.groups, saved.greedy_rewards), saved.metrics)
+            batch = batch_of(self._config, saved.groups, step, saved.greedy_rewards)
+            return Rollouts(saved.groups, batch, saved.metrics)
 
     def pushed(self, version: int) -> None:
         pass
-
-    def evaluate(self, prompts: Sequence[Prompt], version: int) -> None:
-        raise AssertionError("a run that replays has no held-out prompts")
 
     def evaluated(self) -> Metrics:
         return {}
@@ -62,10 +61,10 @@ class ReplayedSource:
         pass
 
 
-def ports_without_engines(policy: Policy, critic: Critic | None = None) -> Ports:
+def ports_without_engines(policy: Policy) -> Ports:
     """The ports of a run that replays."""
     none: Any = _NoEngines()
-    return Ports(policy, none, none, critic)
+    return Ports(policy, none, none)
 
 
 class _NoEngines:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from statistics import fmean
 
 import numpy as np
@@ -14,7 +14,8 @@ from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.loop.beams import describe_beams
 from megatron_rl.loop.passages import describe_passages
 from megatron_rl.ports import Sink
-from megatron_rl.types import Group, Metrics, Scores, TokenRewards, Verdict
+from megatron_rl.types import Group, Metrics, StepBatch, Verdict
+from megatron_rl.types.step import numbers
 
 MAX_DATASETS = 16
 """The number of data sets that have metrics of their own in a step."""
@@ -52,7 +53,7 @@ def describe_thoughts(groups: Sequence[Group]) -> Metrics:
     """The metrics of the thinking budget, over the answers that had one; none if no answer had. The mean rewards are
     those of answers whose thought the budget ended, and of the others. `thought/over_budget` is the number of answers
     whose thought has more sampled tokens than its budget; it should be 0."""
-    samples = [s for group in groups for s in group.samples if s.thought_budget is not None]
+    samples = [s for group in groups for s in group.rollouts if s.thought_budget is not None]
     if not samples:
         return {}
     metrics = {
@@ -60,7 +61,7 @@ def describe_thoughts(groups: Sequence[Group]) -> Metrics:
         "thought/over_budget": float(sum(s.num_thought_tokens > (s.thought_budget or 0) for s in samples)),
     }
     for name, cut in (("cut", True), ("whole", False)):
-        own = [s.verdict.reward for s in samples if s.thought_cut == cut and s.verdict]
+        own = [s.verdict.reward for s in samples if s.thought_cut == cut]
         rewards = [reward for reward in own if reward is not None]
         if rewards:
             metrics[f"thought/{name}_reward_mean"] = fmean(rewards)
@@ -71,7 +72,7 @@ def describe_episodes(groups: Sequence[Group]) -> Metrics:
     """The metrics of answers of several turns; none if there are none: the model's turns in an answer, the errors of
     tools in an answer, the share of answers whose environment failed, and the seconds in which a turn waited for the
     environment."""
-    episodes = [s.episode for group in groups for s in group.samples if s.episode is not None]
+    episodes = [s.episode for group in groups for s in group.rollouts if s.episode is not None]
     if not episodes:
         return {}
     num_turns = [episode.num_turns for episode in episodes]
@@ -95,9 +96,9 @@ def describe_datasets(groups: Sequence[Group]) -> Metrics:
             by_name.setdefault(name if known else "other", []).append(group)
     metrics: Metrics = {}
     for name, own in by_name.items():
-        scores = [[sample.verdict.score for sample in group.samples if sample.verdict] for group in own]
+        scores = [[sample.verdict.score for sample in group.rollouts] for group in own]
         flat = [score for given in scores for score in given if score is not None]
-        lengths = [sample.length - sample.num_prompt_tokens for group in own for sample in group.samples]
+        lengths = [sample.num_response_tokens for group in own for sample in group.rollouts]
         metrics |= {
             f"dataset/{name}/groups": float(len(own)),
             f"dataset/{name}/zero_signal": sum(all_equal(s for s in given if s is not None) for given in scores)
@@ -197,60 +198,34 @@ def require_a_score(verdicts: Sequence[Verdict]) -> None:
 
 
 def verdicts_of(groups: Sequence[Group]) -> list[Verdict]:
-    """The verdicts of verified groups, one for each sample."""
-    verdicts = []
-    for group in groups:
-        for sample in group.samples:
-            assert sample.verdict is not None, "the group has not been verified"
-            verdicts.append(sample.verdict)
-    return verdicts
+    """The verdicts of groups, one for each rollout."""
+    return [rollout.verdict for group in groups for rollout in group.rollouts]
 
 
-def scores_of(config: GrpoRunConfig, groups: Sequence[Group], greedy_rewards: np.ndarray | None) -> Scores:
-    """What the estimator needs of verified groups.
+def batch_of(
+    config: GrpoRunConfig, groups: Sequence[Group], version: int, greedy_rewards: np.ndarray | None
+) -> StepBatch:
+    """The batch of a step's verified groups.
 
     Args:
         greedy_rewards: float64 [S], the reward of the greedy answer to each sample's prompt, if the estimator needs it.
     """
-    samples, verdicts = [sample for group in groups for sample in group.samples], verdicts_of(groups)
-    given = [(i, reward) for i, sample in enumerate(samples) for reward in sample.token_rewards]
-    return Scores(
-        group_of=np.repeat(np.arange(len(groups)), [len(group.samples) for group in groups]),
-        lengths=np.array([sample.length for sample in samples], np.int64),
-        num_actions=np.array([sample.num_actions for sample in samples], np.int64),
-        is_cut=np.array([sample.finish == "length" for sample in samples], bool),
-        rewards=rewards_of(groups),
-        reward_parts=np.array([_numbers(verdict.parts) for verdict in verdicts]),
-        reward_weights=np.array([reward.weight for reward in config.rewards]),
-        greedy_rewards=greedy_rewards,
-        token_rewards=TokenRewards(
-            np.array([i for i, _ in given], np.int64),
-            np.array([reward.position for _, reward in given], np.int64),
-            np.array([reward.value for _, reward in given], np.float64),
-        ),
-        token_kinds=[reward.kind for _, reward in given],
-        thought_of=np.cumsum([sample.beam == 0 for sample in samples]) - 1,
-        num_item_tokens=np.array([sample.num_item_tokens for sample in samples], np.int64),
-    )
+    weights = np.array([reward.weight for reward in config.rewards])
+    return StepBatch.of_groups(groups, version, weights, greedy_rewards)
 
 
 def rewards_of(groups: Sequence[Group]) -> np.ndarray:
-    """float64: the reward of each sample, NaN where every reward abstained."""
-    return _numbers(verdict.reward for verdict in verdicts_of(groups))
-
-
-def _numbers(values: Iterable[float | None]) -> np.ndarray:
-    """float64, with NaN for None."""
-    return np.array([np.nan if value is None else value for value in values], np.float64)
+    """float64: the reward of each rollout, NaN where every reward abstained."""
+    return numbers(verdict.reward for verdict in verdicts_of(groups))
 
 
 def describe(groups: Sequence[Group], thinks: bool = True) -> Metrics:
     """The lengths of the answers in tokens, and the shares of answers that a budget cut. `length/answer_mean` counts
     the sampled tokens after the thought; a delimiter that the model sampled is one of them. The beams of a thought are
     answers of their own, which have one thought together. Nothing is told of thoughts if the model does not think."""
-    samples = [sample for group in groups for sample in group.samples]
+    samples = [sample for group in groups for sample in group.rollouts]
     thoughts = [sample for sample in samples if sample.beam == 0]
-    responses = np.array([sample.length - sample.num_prompt_tokens for sample in samples])
+    responses = np.array([sample.num_response_tokens for sample in samples])
     of_thoughts = {
         "length/thought_mean": float(np.mean([sample.num_thought_tokens for sample in thoughts])),
         "length/thought_cut": float(np.mean([sample.thought_cut for sample in thoughts])),

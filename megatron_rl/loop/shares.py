@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 
@@ -17,23 +16,23 @@ from megatron_rl.balance import plan_microbatches
 from megatron_rl.config.losses import Aggregation
 from megatron_rl.config.policy import ModelConfig, ParallelConfig
 from megatron_rl.config.schema import GrpoRunConfig
-from megatron_rl.loop.source import Rollouts
-from megatron_rl.types import Batch, Credit, Metrics, MicrobatchPlan, ModelShape, Share, TokenNumbers, TokenRewards
+from megatron_rl.types import (
+    Credit,
+    Metrics,
+    MicrobatchPlan,
+    ModelShape,
+    Share,
+    Shares,
+    StepBatch,
+    TokenNumbers,
+    TokenRewards,
+)
 
 
-class Shares(NamedTuple):
-    """The share of each data-parallel rank. The shares have no mini-batch if no sample has a gradient."""
-
-    policy: list[Share]
-    critic: list[Share]
-    """Those of the critic's ranks, with the same samples; empty if there is no critic."""
-
-
-def plan_step(config: GrpoRunConfig, shape: ModelShape, rollouts: Rollouts, step: int) -> tuple[Shares, Metrics]:
+def plan_step(config: GrpoRunConfig, shape: ModelShape, batch: StepBatch) -> tuple[Shares, Metrics]:
     """The shares of a step, and the metrics of advantages and plan."""
     algorithm = config.algorithm
-    batch = Batch.of_groups(rollouts.groups, version=step)
-    credit, metrics = estimate_advantages(rollouts.scores, algorithm)
+    credit, metrics = estimate_advantages(batch, algorithm)
 
     def dealt(
         parallel: ParallelConfig, model: ModelConfig, aggregation: Aggregation, num_updates: int
@@ -64,7 +63,7 @@ def with_values(shares: Sequence[Share], values: TokenNumbers) -> list[Share]:
     return [replace(share, values=values.needed_by(share.index)) for share in shares]
 
 
-def deal(batch: Batch, plan: MicrobatchPlan, credit: Credit, weights: np.ndarray, num_ranks: int) -> list[Share]:
+def deal(batch: StepBatch, plan: MicrobatchPlan, credit: Credit, weights: np.ndarray, num_ranks: int) -> list[Share]:
     """The share of each data-parallel rank.
 
     Args:
@@ -73,7 +72,7 @@ def deal(batch: Batch, plan: MicrobatchPlan, credit: Credit, weights: np.ndarray
     return [_share(batch, plan, credit, weights, rank) for rank in range(num_ranks)]
 
 
-def _share(batch: Batch, plan: MicrobatchPlan, credit: Credit, weights: np.ndarray, rank: int) -> Share:
+def _share(batch: StepBatch, plan: MicrobatchPlan, credit: Credit, weights: np.ndarray, rank: int) -> Share:
     of_rank = [minibatch[rank] for minibatch in plan.minibatches]
     index = np.array([sample for minibatch in of_rank for micro in minibatch for sample in micro], np.int64)
     place = {sample: position for position, sample in enumerate(index.tolist())}

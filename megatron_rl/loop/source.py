@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from megatron_rl.types import Group, Metrics, Prompt, Scores
+from megatron_rl.ports import Sink
+from megatron_rl.types import Group, Metrics, StepBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,27 +16,26 @@ class Rollouts:
     """The verified groups of one step."""
 
     groups: Sequence[Group]
-    scores: Scores
+    batch: StepBatch
+    """The samples of the groups."""
     metrics: Metrics
 
 
 class RolloutSource(Protocol):
+    def pushed(self, version: int) -> None:
+        """Note that the engines hold the weights that step `version` begins with, and evaluate them if an evaluation
+        is due, with answers that are sampled as in training.
+
+        Raises:
+            StopRequested: the run was asked to stop meanwhile.
+        """
+
     def next(self, step: int) -> Rollouts:
         """The rollouts of a step, whose weights the engines hold.
 
         Raises:
             StopRequested: the run was asked to stop meanwhile.
             ValueError: every verdict is an abstention, or a reward has been silent for too long.
-        """
-
-    def pushed(self, version: int) -> None:
-        """Note that the engines hold the weights that step `version` begins with."""
-
-    def evaluate(self, prompts: Sequence[Prompt], version: int) -> None:
-        """Begin an evaluation of the weights that the engines hold, with answers that are sampled as in training.
-
-        Raises:
-            StopRequested: the run was asked to stop meanwhile.
         """
 
     def evaluated(self) -> Metrics:
@@ -51,3 +51,24 @@ class RolloutSource(Protocol):
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from a `state`."""
+
+
+class Through:
+    """A source whose rollouts go through a function.
+
+    Args:
+        phase: the phase of the step in which the function works.
+        function: gets the rollouts and the step.
+    """
+
+    def __init__(
+        self, source: RolloutSource, sink: Sink, phase: str, function: Callable[[Rollouts, int], Rollouts]
+    ) -> None:
+        self._source, self._sink, self._phase, self._function = source, sink, phase, function
+        self.pushed, self.evaluated = source.pushed, source.evaluated
+        self.state, self.restore = source.state, source.restore
+
+    def next(self, step: int) -> Rollouts:
+        rollouts = self._source.next(step)
+        with self._sink.phase(self._phase):
+            return self._function(rollouts, step)

@@ -11,14 +11,14 @@ from megatron_rl.algorithms import loss_weights
 from megatron_rl.balance import plan_microbatches
 from megatron_rl.config.schema import SftRunConfig
 from megatron_rl.data import ShuffledStream
-from megatron_rl.loop.checkpoints import Checkpoints, WholeState, due
+from megatron_rl.loop.checkpoints import Checkpoints, WholeState
 from megatron_rl.loop.performance import performance
 from megatron_rl.loop.recovery import run_and_recover
 from megatron_rl.loop.shares import deal
 from megatron_rl.loop.stopping import NEVER, Stopping
 from megatron_rl.loop.stragglers import Stragglers
 from megatron_rl.ports import Policy, Sink
-from megatron_rl.types import Batch, Credit, ModelShape, Tokens
+from megatron_rl.types import Credit, ModelShape, Shares, StepBatch, Tokens
 
 
 def train_supervised(
@@ -38,7 +38,7 @@ def train_supervised(
         while step < config.run.steps:
             policy.mirror(step)
             with sink.phase("plan"):
-                batch = Batch.of_rows(rows.next(), version=step)
+                batch = StepBatch.of_rows(rows.next(), version=step)
                 credit = Credit(np.zeros(len(batch.names)), np.ones(len(batch.names), bool))
                 plan = plan_microbatches(
                     batch,
@@ -53,8 +53,8 @@ def train_supervised(
                 shares = deal(batch, plan, credit, weights, policy.mesh.data)
             start = time.perf_counter()
             with sink.phase("update"):
-                metrics = {**plan.metrics, **policy.begin(shares, {})}
-                updated = policy.update(0, {})
+                metrics = {**plan.metrics, **policy.begin(Shares(shares), {})}
+                [updated], _ = policy.update({})
             metrics |= performance(config, metrics, time.perf_counter() - start)
             stragglers.count([updated], sink)
             metrics |= updated
@@ -62,12 +62,7 @@ def train_supervised(
             whole.mark(step)
             sink.log(step - 1, metrics)
             stop = stopping()
-            if stop or step == config.run.steps or due(step, config.checkpoint.every):
-                with sink.phase("checkpoint"):
-                    whole.save()
-            if step < config.run.steps and due(step, config.checkpoint.export_every):
-                with sink.phase("checkpoint"):
-                    policy.export_hf(config.run_folder / "exports" / f"step_{step:06d}")
+            whole.save_if_due(sink, is_last=step == config.run.steps, stops=stop)
             if stop:
                 return
 

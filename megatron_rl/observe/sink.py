@@ -172,7 +172,7 @@ class RunSink:
     def samples(self, step: int, groups: Sequence[Group], payloads: Sequence[Sequence[Tokens]]) -> None:
         """Write the first answer of each of the first groups, including special tokens."""
         for group, payload in zip(groups[:NUM_ANSWERS], payloads[:NUM_ANSWERS], strict=True):
-            sample, prompt = group.samples[0], group.prompt
+            sample, prompt = group.rollouts[0], group.prompt
             response = payload[0].ids[sample.num_prompt_tokens :].tolist()
             thought, answer = self._split(self._tokenizer.decode(response, skip_special_tokens=False))
             question = prompt.messages

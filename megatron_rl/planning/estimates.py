@@ -18,7 +18,7 @@ from megatron_rl.config.policy import OptimizerConfig, ParallelConfig
 from megatron_rl.config.schema import BaseConfig, GrpoRunConfig, SftRunConfig
 from megatron_rl.layout import Links
 from megatron_rl.planning.parameters import BYTES, expert_data_ways, stage_parameters
-from megatron_rl.types import Batch, Mesh, MicrobatchPlan, ModelShape
+from megatron_rl.types import Mesh, MicrobatchPlan, ModelShape, StepBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ def largest_plan(config: BaseConfig, shape: ModelShape, parallel: ParallelConfig
     work = largest_work(config)
     num_samples = len(work.lengths)
     per_group = config.rollout.samples_per_group if isinstance(config, GrpoRunConfig) else 1
-    batch = Batch(
+    batch = StepBatch(
         names=[f"sample {i}" for i in range(num_samples)],
         group_of=np.arange(num_samples) // per_group,
         index_in_group=np.arange(num_samples) % per_group,
@@ -62,6 +62,8 @@ def largest_plan(config: BaseConfig, shape: ModelShape, parallel: ParallelConfig
         num_actions=np.ones(num_samples, np.int64),
         payloads=[None] * (num_samples // per_group),
         version=0,
+        is_cut=np.zeros(num_samples, bool),
+        rewards=np.zeros(num_samples),
     )
     active = np.ones(num_samples, bool)
     recompute = config.model.recompute

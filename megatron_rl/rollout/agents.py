@@ -22,8 +22,8 @@ from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.environments.calls import Calls, OutOfTime
 from megatron_rl.rollout.conversations import Conversations, RenderCall
 from megatron_rl.rollout.endpoint import Endpoint
-from megatron_rl.rollout.episodes import Ask, Begin, Completed, EpisodeRequest, Plays, Samples
-from megatron_rl.rollout.program import Call, Completion, Transcript, as_sample
+from megatron_rl.rollout.episodes import Ask, Begin, Completed, EpisodeRequest, Plays
+from megatron_rl.rollout.program import Call, Completion, Samples, Transcript, as_rollout
 from megatron_rl.rollout.request_queue import Request
 from megatron_rl.rollout.vocabulary import load_tokenizer, stop_ids
 from megatron_rl.types import Episode, Prompt, TokenReward
@@ -119,12 +119,12 @@ class Agents:
     def _samples(self, prompt: Prompt, conversations: Conversations, reward: float | None, fault: str) -> Samples:
         found = conversations.transcripts()
         if not found:
-            sample, tokens = as_sample(prompt.token_ids, Transcript(), None)
+            sample, tokens = as_rollout(prompt.token_ids, Transcript(), None)
             episode = Episode(0, len(prompt.token_ids), fault=fault or f"{self._cfg.path} did not ask the model")
             return [(replace(sample, episode=episode), tokens)]
         samples = []
         for ids, transcript, path in found:
-            sample, tokens = as_sample(ids, transcript, None)
+            sample, tokens = as_rollout(ids, transcript, None)
             rewards = () if reward is None else (TokenReward(sample.length - 1, "environment", reward),)
             episode = Episode(len(path), len(ids) + path[-1].num_before, fault=fault)
             samples.append((replace(sample, token_rewards=rewards, episode=episode), tokens))

@@ -22,9 +22,8 @@ import numpy as np
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.layout import read_shape
 from megatron_rl.rollout.catalogue import Catalogue, read_catalogue
-from megatron_rl.rollout.program import Call, Completion, Transcript, as_sample, find_delimiter
+from megatron_rl.rollout.program import Call, Completion, Samples, Transcript, as_rollout, find_delimiter
 from megatron_rl.rollout.vocabulary import single_ids
-from megatron_rl.types import Sample, Tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,14 +119,14 @@ class BeamSearch:
         return best(longer, self._width)
 
 
-def as_samples(
+def as_rollouts(
     prompt_ids: Sequence[int],
     transcript: Transcript,
     delimiter: Sequence[int],
     thought_budget: int | None,
     beams: Sequence[Beam],
-) -> list[tuple[Sample, Tokens]]:
-    """The samples of one thought: one for each beam, or one without an item if there is no beam.
+) -> Samples:
+    """The answers of one thought: one for each beam, or one without an item if there is no beam.
 
     Args:
         transcript: the thought, and the prefix if a search has begun.
@@ -138,7 +137,7 @@ def as_samples(
         beam 1  ids [11 12 | 21 22 | 3 | 4 | 31 33]  action_mask [0 0 | 0 0 | 0 | 0 | 1 1]
     """
     if not beams:
-        return [as_sample(prompt_ids, transcript, delimiter, thought_budget)]
+        return [as_rollout(prompt_ids, transcript, delimiter, thought_budget)]
     samples = []
     for rank, beam in enumerate(beams):
         size = len(beam.ids)
@@ -152,6 +151,6 @@ def as_samples(
         )
         if rank > 0:
             whole.disown(range(len(transcript.ids)))
-        sample, tokens = as_sample(prompt_ids, whole, delimiter, None if rank else thought_budget)
+        sample, tokens = as_rollout(prompt_ids, whole, delimiter, None if rank else thought_budget)
         samples.append((replace(sample, beam=rank, num_item_tokens=size), tokens))
     return samples

@@ -42,13 +42,13 @@ from pydantic import ValidationError
 from megatron_rl.config.policy import ModelConfig
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.layout import read_shape
-from megatron_rl.rollout.beams import as_samples
+from megatron_rl.rollout.beams import as_rollouts
 from megatron_rl.rollout.budgets import Budgets, Chosen
 from megatron_rl.rollout.engine_thread import EngineThread
 from megatron_rl.rollout.engine_weights import EngineWeights
-from megatron_rl.rollout.episodes import EpisodeRequest, MakeAnswers, Samples
+from megatron_rl.rollout.episodes import EpisodeRequest, MakeAnswers
 from megatron_rl.rollout.prefix_values import Beginning, PrefixValuer
-from megatron_rl.rollout.program import Call, Completion, Transcript, as_sample, next_call, replay
+from megatron_rl.rollout.program import Call, Completion, Samples, Transcript, as_rollout, next_call, replay
 from megatron_rl.rollout.progress import Progress, recorded
 from megatron_rl.rollout.request_queue import Request, RequestQueue
 from megatron_rl.rollout.routine import Routine, begin
@@ -186,9 +186,10 @@ class VllmEngine:
         version: int | None = None,
         batch: tuple[int, int] | None = None,
         earlier: Sequence[Path] = (),
-    ) -> Samples:
-        """Give some of the answers of a group. With `rollout.beams` these are thoughts, of which each gives a sample
-        for each of its beams, the best one first.
+    ) -> tuple[Samples, Samples]:
+        """Give some of the answers of a group, and their continuations if there are any (`Group.continuations`). With
+        `rollout.beams` the answers are thoughts, of which each gives a rollout for each of its beams, the best one
+        first.
 
         Many calls run at once, and pushes may arrive during a call: the answers continue with the new weights, and
         `Tokens.version` gives the version of each token. Each answer goes on as soon as its own request has ended.
@@ -217,7 +218,7 @@ class VllmEngine:
             self._require(version, is_first)
             return self._ask(requests)
 
-        def begun() -> Future[Samples]:
+        def begun() -> Future[tuple[Samples, Samples]]:
             self._check(prompt)
             sampled = {i: _sampled(recorded(earlier, ticket, i)) for i in samples}
             answers = [
@@ -227,12 +228,11 @@ class VllmEngine:
             return begin(self._group(prompt, answers, is_rewarded))
 
         if self._episodes is not None:
-            found = await self._episodes.answers(
+            played = await self._episodes.answers(
                 EpisodeRequest(ticket, prompt, samples, first_seed, asked.is_greedy),
                 lambda requests, is_first: self._together(batch, partial(started, requests, is_first)),
             )
-            if self._valuer is not None and is_rewarded:
-                found = await self._carry_out(self._valuer.rewarded(prompt, found))
+            found = await self._carry_out(self._valued(prompt, played, is_rewarded))
         else:
             found = await asyncio.wrap_future(await self._together(batch, begun))
         if self._progress is not None:
@@ -270,14 +270,20 @@ class VllmEngine:
         """Carry out a routine in the engine's thread."""
         return await asyncio.wrap_future(await self._thread.call(partial(begin, routine)))
 
-    def _group(self, prompt: Prompt, answers: Sequence[_Answer], is_rewarded: bool) -> Routine[Samples]:
-        """The samples of answers to one prompt, which go on side by side, with the rewards of their passages if they
-        get any."""
+    def _group(self, prompt: Prompt, answers: Sequence[_Answer], is_rewarded: bool) -> Routine[tuple[Samples, Samples]]:
+        """See `answer`."""
+        return (yield from self._valued(prompt, (yield from self._side_by_side(answers)), is_rewarded))
+
+    def _side_by_side(self, answers: Sequence[_Answer]) -> Routine[Samples]:
+        """Carry out the programs of several answers."""
         parts = yield [begin(self._answered(answer)) for answer in answers]
-        found = [sample for samples in parts for sample in samples]
+        return [sample for samples in parts for sample in samples]
+
+    def _valued(self, prompt: Prompt, samples: Samples, is_rewarded: bool) -> Routine[tuple[Samples, Samples]]:
+        """The answers with the rewards of their passages, and their continuations, if they get any."""
         if self._valuer is None or not is_rewarded:
-            return found
-        return (yield from self._valuer.rewarded(prompt, found))
+            return samples, []
+        return (yield from self._valuer.rewarded(prompt, samples))
 
     def _answered(self, answer: _Answer) -> Routine[Samples]:
         """Carry out the program of one answer, and search its beams if it has any."""
@@ -288,7 +294,7 @@ class VllmEngine:
         prompt_ids, transcript, chosen = answer.prompt_ids, answer.transcript, answer.chosen
         search = self._budgets.beams
         if search is None:
-            return [as_sample(prompt_ids, transcript, chosen.delimiter, chosen.thought_budget)]
+            return [as_rollout(prompt_ids, transcript, chosen.delimiter, chosen.thought_budget)]
         beams = search.begin(transcript, chosen.delimiter)
         for _ in range(search.num_tokens):
             before = [*prompt_ids, *transcript.ids]
@@ -297,7 +303,7 @@ class VllmEngine:
             ]
             outputs = yield self._ask(requests)
             beams = search.extended(beams, [self._completion(output) for output in outputs])
-        return as_samples(prompt_ids, transcript, chosen.delimiter, chosen.thought_budget, beams)
+        return as_rollouts(prompt_ids, transcript, chosen.delimiter, chosen.thought_budget, beams)
 
     def _go_on(self, prompt: Prompt, beginnings: Sequence[Beginning]) -> Routine[Samples]:
         """See `prefix_values.GoOn`. The tokens of a beginning are all sampled."""
@@ -307,7 +313,7 @@ class VllmEngine:
             columns = tokens.ids[own].tolist(), tokens.logp_rollout[own].tolist(), tokens.version[own].tolist()
             seed = request_seed(self._seed, beginning.sample, columns[0]) + beginning.rollout
             answers.append(self._begun(prompt, beginning.sample, Completion(*columns, stopped=False), seed))
-        return (yield from self._group(prompt, answers, is_rewarded=False))
+        return (yield from self._side_by_side(answers))
 
     def _score(self, texts: Sequence[tuple[Sequence[int], int]]) -> Routine[list[Sequence[float]]]:
         """See `prefix_values.Score`."""

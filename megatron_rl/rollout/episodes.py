@@ -14,16 +14,15 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
-from megatron_rl.rollout.program import Call, Completion, Transcript
+from megatron_rl.rollout.program import Call, Completion, Samples, Transcript
 from megatron_rl.rollout.request_queue import Request
 from megatron_rl.rollout.turns import Turns
-from megatron_rl.types import Prompt, Sample, Tokens
+from megatron_rl.types import Prompt, Rollout, Tokens
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
 
 Result = TypeVar("Result")
-Samples = list[tuple[Sample, Tokens]]
 
 
 class EpisodeRequest(NamedTuple):
@@ -54,7 +53,7 @@ class Answers(Protocol):
     """Carries out answers that are more than the calls of a program."""
 
     async def answers(self, asked: EpisodeRequest, begin: Begin) -> Samples:
-        """See `VllmEngine.answer`."""
+        """The answers, without the rewards of their passages. See `VllmEngine.answer`."""
         ...
 
     def cancel(self, ticket: int) -> None:
@@ -125,7 +124,7 @@ class Episodes:
         """See `Answers`."""
         self._plays.cancel(ticket)
 
-    async def _play(self, prompt: Prompt, request: Request, future: Future[RequestOutput]) -> tuple[Sample, Tokens]:
+    async def _play(self, prompt: Prompt, request: Request, future: Future[RequestOutput]) -> tuple[Rollout, Tokens]:
         """Carry out one answer.
 
         Args:

@@ -5,12 +5,13 @@ passage i is U_i = V_i - V_(i-1). V_0 is that of the prompt alone. The engine co
 is complete, while it generates others: each prefix with a right answer is a request, whose last tokens' log-probs are
 wanted. The prefix cache holds what these requests share with the answer.
 
-With `by: trainer` the engine only puts each prefix with a right answer behind the samples, as a probe. With `rollouts`
-it goes on with the answer from the end of each passage, and the values are what the verifiers say about the samples
-that it finds. In both cases algorithms/utilities.py makes the rewards of it.
+With `by: trainer` the engine only puts a right answer after each prefix, so that the trainer tells its log-prob. With
+`rollouts` it goes on with the answer from the end of each passage, and the values are what the verifiers say about the
+answers that it finds. Both are a group of their own (`Group.continuations`), of which algorithms/utilities.py makes the
+rewards.
 
-Invariants (tests/unit/rollout): a thought without passages, and a row without an answer, have no rewards; samples that
-go on from a passage, and probes, begin with its tokens, and are behind all others.
+Invariants (tests/unit/rollout): a thought without passages, and a row without an answer, have no rewards; a
+continuation begins with the tokens up to the end of its passage.
 """
 
 from __future__ import annotations
@@ -26,12 +27,10 @@ import numpy as np
 from megatron_rl.algorithms.utilities import prefix_value, utilities
 from megatron_rl.config.prefix_values import PrefixValues
 from megatron_rl.rollout.passages import chapters, split, token_texts
-from megatron_rl.rollout.program import find_delimiter
+from megatron_rl.rollout.program import Samples, find_delimiter
 from megatron_rl.rollout.routine import Routine
 from megatron_rl.rollout.vocabulary import load_tokenizer
-from megatron_rl.types import FROM_PROMPT, UTILITY, Branch, Prompt, Sample, TokenReward, Tokens
-
-Samples = list[tuple[Sample, Tokens]]
+from megatron_rl.types import FROM_PROMPT, UTILITY, Branch, Prompt, Rollout, TokenReward, Tokens
 
 Score = Callable[[Sequence[tuple[Sequence[int], int]]], Routine[list[Sequence[float]]]]
 """Tokens, and a number of them -> the log-probs of the last so many, each after those before it."""
@@ -51,7 +50,7 @@ class Beginning:
 
 
 GoOn = Callable[[Prompt, Sequence[Beginning]], Routine[Samples]]
-"""A prompt and beginnings of answers to it -> one sample for each."""
+"""A prompt and beginnings of answers to it -> one answer for each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,12 +99,12 @@ class PrefixValuer:
             )
         return Wanted(tuple(encoded.ids[:num_before]), tuple(encoded.ids[num_before:]))
 
-    def passages(self, sample: Sample, tokens: Tokens) -> list[range]:
+    def passages(self, rollout: Rollout, tokens: Tokens) -> list[range]:
         """The passages of an answer's thought, as indices of `tokens`; none if it has no thought. Those of an answer of
         several turns are its turns."""
-        if sample.episode is not None:
+        if rollout.episode is not None:
             return chapters(tokens.action_mask)
-        start, cfg = sample.num_prompt_tokens, self._cfg
+        start, cfg = rollout.num_prompt_tokens, self._cfg
         response = tokens.ids[start:].tolist()
         end = find_delimiter(response, self._delimiter)
         sampled = np.flatnonzero(tokens.action_mask[start:][:end])
@@ -114,54 +113,57 @@ class PrefixValuer:
         found = split(token_texts(self._tokenizer, thought), cfg.markers, cfg.min_tokens, cfg.max_tokens)
         return [range(start + passage.start, start + passage.stop) for passage in found]
 
-    def rewarded(self, prompt: Prompt, samples: Samples) -> Routine[Samples]:
-        """Samples of one prompt with the rewards of their passages. With `rollouts` or `by: trainer` these are 0 as
-        yet, and behind the samples come those that go on from each passage, or probes.
+    def rewarded(self, prompt: Prompt, samples: Samples) -> Routine[tuple[Samples, Samples]]:
+        """The answers to a prompt with the rewards of their passages, and no continuations. With `rollouts` or `by:
+        trainer` the rewards are still 0, and the continuations will tell them.
 
         Raises:
             ValueError: see `wanted`.
         """
-        if self._cfg.rollouts is not None:
-            return (yield from self._with_branches(prompt, samples, self._cfg.rollouts))
-        wanted = self.wanted(prompt)
-        passages = [self.passages(sample, tokens) for sample, tokens in samples] if wanted else []
+        branching = self._cfg.rollouts is not None
+        wanted = [] if branching else self.wanted(prompt)
+        passages = [self.passages(*sample) if branching or wanted else [] for sample in samples]
         if not any(passages):
-            return samples
-        if self._cfg.by == "trainer":
-            return self._with_probes(prompt, samples, passages, wanted)
+            return samples, []
+        if branching or self._cfg.by == "trainer":
+            others = (
+                (yield from self._branches(prompt, samples, passages))
+                if branching
+                else (self._probes(prompt, samples, passages, wanted))
+            )
+            return [_with_rewards(*sample, own, [0.0] * len(own)) for sample, own in zip(samples, passages)], others
         prefixes = [list(prompt.token_ids)]
         for (_, tokens), own in zip(samples, passages, strict=True):
             ids = tokens.ids.tolist()
             prefixes += [ids[: passage.stop] for passage in own]
         empty, *rest = yield from self.values(prefixes, wanted)
         values, found = iter(rest), []
-        for (sample, tokens), own in zip(samples, passages, strict=True):
+        for sample, own in zip(samples, passages, strict=True):
             rewards = utilities([empty, *islice(values, len(own))], [len(passage) for passage in own], self._cfg)
-            found.append((_with_rewards(sample, own, rewards), tokens))
-        return found
+            found.append(_with_rewards(*sample, own, rewards))
+        return found, []
 
-    def _with_probes(
+    def _probes(
         self, prompt: Prompt, samples: Samples, passages: Sequence[Sequence[range]], wanted: Sequence[Wanted]
     ) -> Samples:
-        found, probes = [], [probe(prompt.token_ids, FROM_PROMPT, answer) for answer in wanted]
-        for i, ((sample, tokens), own) in enumerate(zip(samples, passages, strict=True)):
-            found.append((_with_rewards(sample, own, [0.0] * len(own)), tokens))
+        probes = [probe(prompt.token_ids, FROM_PROMPT, answer) for answer in wanted]
+        for i, ((_, tokens), own) in enumerate(zip(samples, passages, strict=True)):
             for k, passage in enumerate(own):
                 prefix = tokens.ids[: passage.stop].tolist()
                 probes += [probe(prefix, Branch(i, k), answer) for answer in wanted]
-        return found + probes
+        return probes
 
-    def _with_branches(self, prompt: Prompt, samples: Samples, rollouts: int) -> Routine[Samples]:
-        found, branches, beginnings = [], [], []
-        for i, (sample, tokens) in enumerate(samples):
-            own = self.passages(sample, tokens)
-            found.append((_with_rewards(sample, own, [0.0] * len(own)), tokens))
+    def _branches(self, prompt: Prompt, samples: Samples, passages: Sequence[Sequence[range]]) -> Routine[Samples]:
+        branches, beginnings = [], []
+        for i, ((_, tokens), own) in enumerate(zip(samples, passages, strict=True)):
             for k, passage in enumerate(own):
-                branches += [Branch(i, k)] * rollouts
-                beginnings += [Beginning(i, tokens, passage.stop, j) for j in range(rollouts)]
-        others = (yield from self._go_on(prompt, beginnings)) if beginnings else []
-        return found + [
-            (replace(sample, branch=branch), tokens) for branch, (sample, tokens) in zip(branches, others, strict=True)
+                for j in range(self._cfg.rollouts or 0):
+                    branches.append(Branch(i, k))
+                    beginnings.append(Beginning(i, tokens, passage.stop, j))
+        others = yield from self._go_on(prompt, beginnings)
+        return [
+            (replace(rollout, branch=branch), tokens)
+            for branch, (rollout, tokens) in zip(branches, others, strict=True)
         ]
 
     def values(self, prefixes: Sequence[list[int]], wanted: Sequence[Wanted]) -> Routine[list[float]]:
@@ -177,15 +179,17 @@ class PrefixValuer:
         ]
 
 
-def probe(prefix: Sequence[int], branch: Branch, answer: Wanted) -> tuple[Sample, Tokens]:
+def probe(prefix: Sequence[int], branch: Branch, answer: Wanted) -> tuple[Rollout, Tokens]:
     """A right answer after a prefix, whose log-prob the trainer tells."""
     ids = np.array([*prefix, *answer.before, *answer.ids], np.int32)
     is_answer = np.arange(len(ids)) >= len(ids) - len(answer.ids)
     tokens = Tokens(ids, is_answer, np.zeros(len(ids), np.float32), np.full(len(ids), -1, np.int32))
-    sample = Sample(len(ids), len(prefix), len(answer.ids), 0, "stop", branch=branch, is_probe=True)
-    return sample, tokens
+    rollout = Rollout(len(ids), len(prefix), len(answer.ids), 0, "stop", branch=branch)
+    return rollout, tokens
 
 
-def _with_rewards(sample: Sample, passages: Sequence[range], values: Sequence[float]) -> Sample:
+def _with_rewards(
+    rollout: Rollout, tokens: Tokens, passages: Sequence[range], values: Sequence[float]
+) -> tuple[Rollout, Tokens]:
     given = [TokenReward(passage.stop - 1, UTILITY, value) for passage, value in zip(passages, values, strict=True)]
-    return replace(sample, token_rewards=tuple(sorted((*sample.token_rewards, *given))))
+    return replace(rollout, token_rewards=tuple(sorted((*rollout.token_rewards, *given)))), tokens

@@ -18,7 +18,7 @@ from typing import Protocol
 
 import numpy as np
 
-from megatron_rl.types import Sample, Tokens
+from megatron_rl.types import Rollout, Tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,23 +310,27 @@ def find_delimiter(ids: Sequence[int], delimiter: Sequence[int]) -> int | None:
     return next((i for i in starts if ids[i] == wanted[0] and list(ids[i : i + size]) == wanted), None)
 
 
-def as_sample(
+Samples = list[tuple[Rollout, Tokens]]
+"""Answers with their tokens."""
+
+
+def as_rollout(
     prompt_ids: Sequence[int],
     transcript: Transcript,
     delimiter: Sequence[int] | None,
     thought_budget: int | None = None,
-) -> tuple[Sample, Tokens]:
-    """The driver's record of a complete answer, and its tokens.
+) -> tuple[Rollout, Tokens]:
+    """A complete answer and its tokens.
 
     Args:
         delimiter: the tokens that end the thought; None if the model does not think.
-        thought_budget: the budget of the thought; None: it had none. See `Sample.num_thought_tokens`.
+        thought_budget: the budget of the thought; None: it had none. See `Rollout.num_thought_tokens`.
     """
     prompt, has_budget = len(prompt_ids), thought_budget is not None
     end = find_delimiter(transcript.ids, delimiter) if delimiter else None
     thought = transcript.is_action[:end] if end is not None or has_budget else []
     closed = None if end is None else transcript.is_action[: end + len(delimiter)]
-    sample = Sample(
+    sample = Rollout(
         length=prompt + len(transcript.ids),
         num_prompt_tokens=prompt,
         num_actions=sum(transcript.is_action),

@@ -29,9 +29,9 @@ from megatron_rl.environments import (
     schemas_of,
 )
 from megatron_rl.rollout.conversations import RenderCall
-from megatron_rl.rollout.program import Call, Completion, Transcript, as_sample, find_delimiter
+from megatron_rl.rollout.program import Call, Completion, Transcript, as_rollout, find_delimiter
 from megatron_rl.rollout.vocabulary import load_tokenizer, stop_ids
-from megatron_rl.types import Episode, Prompt, Sample, TokenReward, Tokens
+from megatron_rl.types import Episode, Prompt, Rollout, TokenReward, Tokens
 
 Ask = Callable[[Transcript, Call], Awaitable[Completion]]
 """Sample the next tokens of a transcript."""
@@ -69,7 +69,7 @@ class Turns:
     def first_call(self) -> Call:
         return self._call(0)
 
-    async def answer(self, prompt: Prompt, first: Awaitable[Completion], ask: Ask) -> tuple[Sample, Tokens]:
+    async def answer(self, prompt: Prompt, first: Awaitable[Completion], ask: Ask) -> tuple[Rollout, Tokens]:
         """One answer.
 
         Args:
@@ -147,9 +147,9 @@ class _Played:
         if reaction.reward is not None:
             self.rewards.append((len(self.transcript.ids) - 1, reaction.reward))
 
-    def sample(self, prompt: Prompt, delimiter: Sequence[int]) -> tuple[Sample, Tokens]:
+    def sample(self, prompt: Prompt, delimiter: Sequence[int]) -> tuple[Rollout, Tokens]:
         before, transcript = len(prompt.token_ids), self.transcript
-        sample, tokens = as_sample(prompt.token_ids, transcript, None)
+        sample, tokens = as_rollout(prompt.token_ids, transcript, None)
         turns = [transcript.ids[turn.start : turn.stop] for turn in self.turns]
         thoughts = [find_delimiter(turn, delimiter) for turn in turns] if delimiter else []
         return replace(

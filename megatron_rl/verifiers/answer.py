@@ -1,4 +1,4 @@
-"""The form in which a verifier receives a sample, and how it gets the text after the thought.
+"""The form in which a verifier receives a rollout, and how it gets the text after the thought.
 
 Invariant (tests/unit/verifiers): only the first delimiter counts, and special tokens after it are left out.
 """
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from megatron_rl.types import Episode, Prompt, TokenReward, Verdict
+from megatron_rl.types import Prompt, Rollout, Verdict
 
 
 class Tokenizer(Protocol):
@@ -19,37 +19,36 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
+    """What a verifier sees of a rollout."""
+
     prompt: Prompt
+    rollout: Rollout
     response_ids: list[int]
     """All tokens after the prompt: thought, delimiter, answer and end of sequence."""
-    finish: str
-    """`stop` if the model ended its answer, `length` if a budget cut it."""
-    episode: Episode | None = None
-    """The turns of the answer, if it has several; the last one is then what is judged."""
-    token_rewards: tuple[TokenReward, ...] = ()
-    """See `Sample.token_rewards`."""
-    num_prompt_tokens: int = 0
-    """The number of tokens before the response. Those of an agent's conversation are not the row's prompt."""
 
     @property
     def final_ids(self) -> list[int]:
         """The tokens of the last turn, or of the whole response if there are no turns."""
-        if self.episode is None:
-            return self.response_ids
-        return self.response_ids[self.episode.last_turn - self.num_prompt_tokens :]
+        return self.response_ids[self._start :]
 
     @property
     def earlier_ids(self) -> list[int]:
         """The tokens before those. What an agent's first call begins with is not known here."""
-        if self.episode is None:
-            return list(self.prompt.token_ids)
-        prompt = self.prompt.token_ids if len(self.prompt.token_ids) == self.num_prompt_tokens else ()
-        return [*prompt, *self.response_ids[: self.episode.last_turn - self.num_prompt_tokens]]
+        prompt = self.prompt.token_ids
+        if len(prompt) != self.rollout.num_prompt_tokens:  # an agent's conversation does not begin with the row's
+            prompt = ()
+        return [*prompt, *self.response_ids[: self._start]]
+
+    @property
+    def _start(self) -> int:
+        """The index of the first token that is judged."""
+        episode = self.rollout.episode
+        return 0 if episode is None else episode.last_turn - self.rollout.num_prompt_tokens
 
     @property
     def fault(self) -> str:
         """Why nothing can be said about the answer; empty if something can."""
-        return self.episode.fault if self.episode else ""
+        return self.rollout.episode.fault if self.rollout.episode else ""
 
 
 BLOCK_TOKENS = 256
@@ -92,7 +91,7 @@ def begins_closed(answer: Answer, delimiter: str, tokenizer: Tokenizer) -> bool:
 def judged_text(answer: Answer, require_stop: bool, delimiter: str, tokenizer: Tokenizer) -> str | Verdict:
     """The text after the thought; the verdict with the score 0 if there is none, or if a budget cut the answer and
     `require_stop` is set."""
-    if require_stop and answer.finish != "stop":
+    if require_stop and answer.rollout.finish != "stop":
         return Verdict(0.0, "cut by the length budget")
     if begins_closed(answer, delimiter, tokenizer):
         delimiter = ""

@@ -27,7 +27,7 @@ from megatron_rl.config.rewards import (
     RewardModelReward,
     ServiceReward,
 )
-from megatron_rl.types import Metrics, Prompt, Sample, Tokens, Verdict
+from megatron_rl.types import Metrics, Prompt, Rollout, Tokens, Verdict
 from megatron_rl.verifiers.answer import Answer, Tokenizer
 from megatron_rl.verifiers.compute_score import NO_TRUTH, ComputeScoreVerifier
 from megatron_rl.verifiers.environment import EnvironmentVerifier
@@ -222,26 +222,19 @@ class RewardSet:
 
 
 def answers_of(
-    prompts: Sequence[Prompt], tokens: Sequence[Sequence[Tokens]], samples: Sequence[Sequence[Sample]]
+    prompts: Sequence[Prompt], tokens: Sequence[Sequence[Tokens]], rollouts: Sequence[Sequence[Rollout]]
 ) -> list[Answer]:
-    """All samples of all groups, in the form in which the verifiers receive them.
+    """All rollouts of all groups, in the form in which the verifiers receive them.
 
     Args:
         prompts: the prompt of each group.
-        tokens: those of the samples of each group, including their prompt.
-        samples: the samples of each group.
+        tokens: the tokens of the rollouts of each group, including their prompt.
+        rollouts: the rollouts of each group.
     """
     return [
-        Answer(
-            prompt,
-            one.ids[sample.num_prompt_tokens :].tolist(),
-            sample.finish,
-            sample.episode,
-            sample.token_rewards,
-            sample.num_prompt_tokens,
-        )
-        for prompt, of_group, group in zip(prompts, tokens, samples, strict=True)
-        for one, sample in zip(of_group, group, strict=True)
+        Answer(prompt, rollout, own.ids[rollout.num_prompt_tokens :].tolist())
+        for prompt, of_group, group in zip(prompts, tokens, rollouts, strict=True)
+        for own, rollout in zip(of_group, group, strict=True)
     ]
 
 

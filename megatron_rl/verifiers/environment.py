@@ -24,5 +24,5 @@ class EnvironmentVerifier:
 
 
 def _verdict(answer: Answer) -> Verdict:
-    given = [reward.value for reward in answer.token_rewards if reward.kind == "environment"]
+    given = [reward.value for reward in answer.rollout.token_rewards if reward.kind == "environment"]
     return Verdict(fsum(given)) if given else Verdict(None, "the environment gave no reward")

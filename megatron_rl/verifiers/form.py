@@ -27,7 +27,7 @@ class FormatVerifier:
         return [Verdict(1.0) if fault is None else Verdict(0.0, fault) for fault in faults]
 
     def _fault(self, answer: Answer) -> str | None:
-        if answer.finish != "stop":
+        if answer.rollout.finish != "stop":
             return "cut by the length budget"
         whole = self._tokenizer.decode(answer.final_ids, skip_special_tokens=False)
         is_closed = begins_closed(answer, self._delimiter, self._tokenizer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from answering import answered
 
 from megatron_rl.config.load import load_config
 from megatron_rl.config.schema import GrpoRunConfig
@@ -11,7 +12,6 @@ from megatron_rl.observe.records import METRICS, read_lines
 from megatron_rl.recipes.grpo import read_prompts
 from megatron_rl.recipes.tiny.gsm8k import write_model
 from megatron_rl.verifiers import RewardSet, TrainerState
-from megatron_rl.verifiers.answer import Answer
 
 OTHERS = "configs/run/gsm8k_tiny_cpu.yaml"
 FROM = "configs/run/from_{}.yaml"
@@ -62,7 +62,7 @@ def test_rows_and_rewards_of_another_project_score_answers_without_an_edit(
         truth = prompt.columns[column]
         [number] = truth if isinstance(truth, list) else [truth]
         for text in (number, number + "1"):
-            answers.append(Answer(prompt, tokenizer.encode(f"</think>It is {text}"), "stop"))
+            answers.append(answered(prompt, tokenizer.encode(f"</think>It is {text}"), "stop"))
     assert {reward.label for reward in config.rewards} == {deciding, *other}
     scoring = RewardSet(config.rewards, tokenizer, config.rollout.delimiter)
     for call in scoring.calls:

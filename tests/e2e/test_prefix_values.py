@@ -50,7 +50,7 @@ def test_passages_are_rewarded(recipe, task, name, values, max_lag, stages):
         assert record["passages/mean"] > 1 and record["grad_norm"] > 0
         if not record.get("lag/max"):
             assert record["mismatch/mean_abs"] < 1e-5  # both sides compute in fp32
-        samples = [sample for group in read_step(folder / "rollouts", step).groups for sample in group.samples]
+        samples = [sample for group in read_step(folder / "rollouts", step).groups for sample in group.rollouts]
         utilities = [[r.value for r in sample.token_rewards if r.kind == UTILITY] for sample in samples]
         assert record["passages/mean"] == pytest.approx(np.mean([len(own) for own in utilities]))
         assert np.std(sum(utilities, [])) > 1e-4
@@ -73,7 +73,7 @@ def check_values(model_folder, groups) -> None:
 
     for group in groups:
         right = tokenizer.encode(group.prompt.columns["ground_truth"])
-        for sample, tokens in zip(group.samples, group.payload, strict=True):
+        for sample, tokens in zip(group.rollouts, group.payload, strict=True):
             ids, rewards = tokens.ids.tolist(), [r for r in sample.token_rewards if r.kind == UTILITY]
             values = [value(ids[:end], right) for end in (sample.num_prompt_tokens, *(r.position + 1 for r in rewards))]
             # Both sides compute in fp32; values are means of about 4 log-probs near -4.

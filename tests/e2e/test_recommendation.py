@@ -35,5 +35,5 @@ def test_an_asynchronous_run_trains_on_items_of_the_catalogue(recipe):
         for samples in thoughts_of(group):
             ended = samples[0].num_item_tokens == 0
             assert len(samples) == (1 if ended else 4)
-        found = [(sample, t.ids[-3:]) for sample, t in zip(group.samples, group.payload, strict=True)]
+        found = [(sample, t.ids[-3:]) for sample, t in zip(group.rollouts, group.payload, strict=True)]
         assert all(tuple(ids.tolist()) in items for sample, ids in found if sample.num_item_tokens)

@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from batches import batch_without_tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from shares import TrainSample, share_of
@@ -21,31 +22,30 @@ from megatron_rl.algorithms.token_advantages import token_advantages
 from megatron_rl.algorithms.whitening import one_rank
 from megatron_rl.config.advantages import GrpoProcessAdvantage, ReinforcePlusPlusAdvantage
 from megatron_rl.config.algorithm import AlgorithmConfig
-from megatron_rl.types import Credit, Scores, TokenRewards, Tokens
+from megatron_rl.types import Credit, StepBatch, TokenRewards, Tokens
 
 NAN = float("nan")
 EPS = 1e-6  # what is added to every standard deviation
 
 
-def scores_of(masks, group_of, rewards, steps=()) -> Scores:
+def scores_of(masks, group_of, rewards, steps=()) -> StepBatch:
     """
     Args:
         masks: the action mask of each sample.
         rewards: those of whole answers.
         steps: (sample, position, kind, value) of each reward at a token.
     """
-    return Scores(
+    return batch_without_tokens(
         group_of=np.array(group_of),
         lengths=np.array([len(mask) for mask in masks]),
         num_actions=np.array([sum(mask) for mask in masks]),
-        is_cut=np.zeros(len(masks), bool),
         rewards=np.array(rewards, float),
         token_rewards=TokenRewards(
             np.array([s[0] for s in steps], np.int64),
             np.array([s[1] for s in steps], np.int64),
             np.array([s[3] for s in steps], float),
+            [s[2] for s in steps],
         ),
-        token_kinds=[s[2] for s in steps],
     )
 
 

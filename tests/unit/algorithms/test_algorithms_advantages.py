@@ -7,6 +7,7 @@ from typing import get_args
 import cover
 import numpy as np
 import pytest
+from batches import batch_without_tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
@@ -38,23 +39,22 @@ from megatron_rl.config.advantages import (
     RlooAdvantage,
 )
 from megatron_rl.config.algorithm import AlgorithmConfig
-from megatron_rl.types import Scores, TokenRewards
+from megatron_rl.types import StepBatch, TokenRewards
 
 NAN = float("nan")
 EPS = 1e-6  # what is added to every standard deviation
 KINDS = get_args(get_args(AdvantageConfig)[0])
 
 
-def scores_of(*groups: list[float | None], **more) -> Scores:
+def scores_of(*groups: list[float | None], **more) -> StepBatch:
     rewards = [NAN if r is None else r for group in groups for r in group]
     facts = {
         "group_of": np.repeat(np.arange(len(groups)), [len(group) for group in groups]),
         "lengths": np.full(len(rewards), 3),
         "num_actions": np.full(len(rewards), 2),
-        "is_cut": np.zeros(len(rewards), bool),
         "rewards": np.array(rewards, float),
     }
-    return Scores(**facts | more)
+    return batch_without_tokens(**facts | more)
 
 
 # Golden numbers, by hand.
@@ -490,15 +490,15 @@ def test_the_configuration_refuses_what_means_nothing(bad, reason):
         TypeAdapter(AdvantageConfig).validate_python(bad)
 
 
-def centred(scores: Scores) -> np.ndarray:
+def centred(scores: StepBatch) -> np.ndarray:
     return scores.rewards - np.nanmean(scores.rewards)
 
 
-def too_few(scores: Scores) -> np.ndarray:
+def too_few(scores: StepBatch) -> np.ndarray:
     return np.zeros(1)
 
 
-def raises(scores: Scores) -> np.ndarray:
+def raises(scores: StepBatch) -> np.ndarray:
     raise KeyError("x")
 
 
@@ -527,14 +527,14 @@ def test_a_function_that_is_no_estimator_is_named(name, message):
 def test_gae_takes_all_rewards_as_they_are():
     """An outcome of 1 and rewards of 0.03 and -0.03 at tokens keep their sizes. A group of equal rewards has a signal,
     because the critic may have expected something else."""
-    given = Scores(
+    given = batch_without_tokens(
         group_of=np.array([0, 0, 1, 1]),
         lengths=np.array([5, 6, 7, 8]),
         num_actions=np.array([3, 3, 3, 3]),
-        is_cut=np.zeros(4, bool),
         rewards=np.array([1.0, np.nan, 0.0, 0.0]),
-        token_rewards=TokenRewards(np.array([0, 0, 2]), np.array([2, 3, 4]), np.array([0.03, -0.03, np.nan])),
-        token_kinds=["utility", "tool", "utility"],
+        token_rewards=TokenRewards(
+            np.array([0, 0, 2]), np.array([2, 3, 4]), np.array([0.03, -0.03, np.nan]), ["utility", "tool", "utility"]
+        ),
     )
     cfg = AlgorithmConfig(adv_estimator={"kind": "gae", "weights": {"tool": 2.0, "outcome": 0.5}})
     credit, metrics = estimate_advantages(given, cfg)

@@ -5,7 +5,7 @@ import pytest
 
 from megatron_rl.algorithms.aggregation import loss_weights, sample_weights
 from megatron_rl.config.losses import AGGREGATIONS
-from megatron_rl.types import Batch, Denominators, Group, MicrobatchPlan, Prompt, Sample
+from megatron_rl.types import Denominators, Group, MicrobatchPlan, Prompt, Rollout, StepBatch
 
 COUNTS, GROUPS = [1, 3, 4, 0], [0, 0, 1, 1]
 
@@ -43,10 +43,10 @@ def test_bad_arguments_say_what_is_missing():
 
 def test_each_mini_batch_has_its_own_denominators():
     groups = [
-        Group(Prompt(str(g), (1,), "q"), [Sample(4, 1, n, 0, "stop") for n in counts], None, 0)
+        Group(Prompt(str(g), (1,), "q"), [Rollout(4, 1, n, 0, "stop") for n in counts], None, 0)
         for g, counts in enumerate([(1, 3), (2, 2), (5, 5)])
     ]
-    batch = Batch.of_groups(groups, version=0)
+    batch = StepBatch.of_groups(groups, version=0)
     # Samples 4 and 5 are in no mini-batch; each mini-batch lies on two ranks.
     plan = MicrobatchPlan((((((1,),), ((0,),))), (((2,), ()), ((3,), ()))), (Denominators(4, 2),) * 2, 8, 1)
     assert loss_weights(batch, plan, "token-mean").tolist() == [1 / 4] * 4 + [0, 0]

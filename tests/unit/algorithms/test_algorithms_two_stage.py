@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import statistics
+from dataclasses import replace
 
 import cover
 import numpy as np
 import pytest
+from batches import batch_without_tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,13 +17,13 @@ from megatron_rl.algorithms import estimate_advantages
 from megatron_rl.algorithms.two_stage import stage_advantages, two_stage
 from megatron_rl.config.advantages import TwoStageAdvantage
 from megatron_rl.config.algorithm import AlgorithmConfig
-from megatron_rl.types import Scores
+from megatron_rl.types import StepBatch
 
 NAN = float("nan")
 EPS = 1e-6  # what is added to every standard deviation
 
 
-def scores_of(groups: list[list[list[float]]], lengths=None, item_tokens=None) -> Scores:
+def scores_of(groups: list[list[list[float]]], lengths=None, item_tokens=None) -> StepBatch:
     """
     Args:
         groups: the rewards of each thought's items, by groups.
@@ -29,11 +31,10 @@ def scores_of(groups: list[list[list[float]]], lengths=None, item_tokens=None) -
     thoughts = [(g, thought) for g, group in enumerate(groups) for thought in group]
     rewards = np.array([reward for _, thought in thoughts for reward in thought], float)
     sizes = [len(thought) for _, thought in thoughts]
-    return Scores(
+    return batch_without_tokens(
         group_of=np.repeat([g for g, _ in thoughts], sizes),
         lengths=np.array(lengths or [9] * len(rewards)),
         num_actions=np.full(len(rewards), 3),
-        is_cut=np.zeros(len(rewards), bool),
         rewards=rewards,
         thought_of=np.repeat(np.arange(len(thoughts)), sizes),
         num_item_tokens=np.array(item_tokens or [3] * len(rewards)),
@@ -87,7 +88,7 @@ def test_equal_worths_have_no_signal_whatever_the_order():
 
 def test_what_it_needs_is_named():
     scores = scores_of([[[1, 0]]])
-    bare = Scores(scores.group_of, scores.lengths, scores.num_actions, scores.is_cut, scores.rewards)
+    bare = replace(scores, thought_of=None, num_item_tokens=None)
     with pytest.raises(ValueError, match="two_stage needs thoughts, but there are no thought_of and no num_item"):
         estimate_advantages(bare, AlgorithmConfig(adv_estimator=TwoStageAdvantage()))
 

@@ -3,30 +3,32 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
 from megatron_rl.algorithms.utilities import prefix_value, settle_branches, settle_probes
 from megatron_rl.config.prefix_values import PrefixValues
-from megatron_rl.types import FROM_PROMPT, UTILITY, Branch, Group, Prompt, Sample, TokenReward, Verdict
+from megatron_rl.types import FROM_PROMPT, UTILITY, Branch, Group, Prompt, Rollout, TokenReward, Verdict
 
 CFG = PrefixValues(rollouts=2)
 
 
-def sample(reward: float | None, *positions: int, branch: Branch | None = None) -> Sample:
+def sample(reward: float | None, *positions: int, branch: Branch | None = None) -> Rollout:
     given = tuple(TokenReward(position, UTILITY, 0.0) for position in positions)
     verdict = Verdict(reward, "" if reward is not None else "nothing to say")
-    return Sample(30, 4, 26, 0, "stop", token_rewards=given, branch=branch, verdict=verdict)
+    return Rollout(30, 4, 26, 0, "stop", token_rewards=given, branch=branch, verdict=verdict)
 
 
-def settled(*samples: Sample, cfg: PrefixValues = CFG) -> list[list[float]]:
-    group = Group(Prompt("row", (1,), "q"), list(samples), None, 0)
-    settle_branches(group, cfg)
-    assert all(sample.branch is None for sample in group.samples)
-    return [[given.value for given in sample.token_rewards] for sample in group.samples]
+def settled(*samples: Rollout, cfg: PrefixValues = CFG) -> list[list[float]]:
+    prompt, answers = Prompt("row", (1,), "q"), [one for one in samples if one.branch is None]
+    branches = Group(prompt, [one for one in samples if one.branch is not None], None, 0)
+    group = settle_branches(Group(prompt, answers, None, 0, branches), cfg)
+    assert group.continuations is None
+    return [[given.value for given in sample.token_rewards] for sample in group.rollouts]
 
 
-def after(number: int, passage: int, *rewards: float | None) -> list[Sample]:
+def after(number: int, passage: int, *rewards: float | None) -> list[Rollout]:
     return [sample(reward, branch=Branch(number, passage)) for reward in rewards]
 
 
@@ -57,7 +59,7 @@ def test_samples_without_a_reward_do_not_count():
 
 def test_other_rewards_stay_and_the_options_hold():
     one = sample(1.0, 9, 15)
-    one.token_rewards = (TokenReward(5, "environment", 2.0), *one.token_rewards)
+    one = replace(one, token_rewards=(TokenReward(5, "environment", 2.0), *one.token_rewards))
     cfg = PrefixValues(rollouts=1, positive_only=True, idle_cost=0.5, max_tokens=16)
     # The second passage has 6 tokens of 16, and changes nothing.
     given = settled(one, sample(0.0), *after(0, 0, 1.0), *after(0, 1, 1.0), cfg=cfg)
@@ -74,13 +76,13 @@ def test_log_probs_of_right_answers():
         Branch(0, 1): (-90.0, -90.0),
         Branch(1, 0): (-3.0, -8.0),
     }
-    probes = [Sample(20, 10, length, 0, "stop", branch=branch, is_probe=True) for branch in told for length in (1, 2)]
-    group = Group(Prompt("row", (1,), "q"), [one, other], None, 0, probes)
+    probes = [Rollout(20, 10, length, 0, "stop", branch=branch) for branch in told for length in (1, 2)]
+    prompt = Prompt("row", (1,), "q")
+    group = Group(prompt, [one, other], None, 0, Group(prompt, probes, None, 0))
     logps = [logp for given in told.values() for logp in given]
-    for _ in range(2):  # a step that is begun again settles them again
-        settle_probes(group, logps, PrefixValues(by="trainer"))
-        given = [[reward.value for reward in sample.token_rewards] for sample in group.samples]
-        assert given == [[0.75, -9.75], [-2.0]]
+    settled = settle_probes(group, logps, PrefixValues(by="trainer"))
+    given = [[reward.value for reward in rollout.token_rewards] for rollout in settled.rollouts]
+    assert given == [[0.75, -9.75], [-2.0]] and settled.continuations is None
 
 
 def test_values_of_right_answers():

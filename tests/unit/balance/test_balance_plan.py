@@ -3,28 +3,25 @@ from __future__ import annotations
 import cover
 import numpy as np
 import pytest
+from batches import batch_without_tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.balance import plan_microbatches, training_flops
 from megatron_rl.config.balance import BalanceConfig
 from megatron_rl.config.policy import ParallelConfig
-from megatron_rl.types import Batch, ModelShape
+from megatron_rl.types import ModelShape, StepBatch
 
 SHAPE = ModelShape("qwen3", 2, 128, 4, 2, 32, 256, 64, 1e4, 1e-6, 512, False)
 
 
-def batch_of(lengths, group_of=None, num_actions=None) -> Batch:
+def batch_of(lengths, group_of=None, num_actions=None) -> StepBatch:
     """A batch in which the samples of a group need not be neighbours."""
     size = len(lengths)
-    return Batch(
-        names=[f"row {i}, answer 0" for i in range(size)],
+    return batch_without_tokens(
         group_of=np.arange(size) if group_of is None else np.asarray(group_of),
-        index_in_group=np.zeros(size, np.int64),
         lengths=np.asarray(lengths, np.int64),
         num_actions=np.ones(size, np.int64) if num_actions is None else np.asarray(num_actions),
-        payloads=[],
-        version=0,
     )
 
 

@@ -4,15 +4,15 @@ processes."""
 from __future__ import annotations
 
 import pytest
+from answering import answered
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.cluster.scoring import added_up
 from megatron_rl.cluster.verifier import VerifierGroup
 from megatron_rl.config.rewards import ComputeScoreReward, FunctionReward, LengthReward
-from megatron_rl.types import Group, Prompt, Sample
+from megatron_rl.types import Group, Prompt, Rollout
 from megatron_rl.verifiers import RewardSet, TrainerState
-from megatron_rl.verifiers.answer import Answer
 from megatron_rl.verifiers.failures import FailureLog
 
 
@@ -57,7 +57,7 @@ class InProcess:
 
     def scored(self, groups, indices):
         self.calls.append([group.prompt.uid for group in groups])
-        answers = [Answer(group.prompt, [97] * length, "stop") for group in groups for length in group.payload]
+        answers = [answered(group.prompt, [97] * length, "stop") for group in groups for length in group.payload]
         own = [[i for i in call if i in indices] for call in self._rewards.calls]
         scored = {}
         for call in filter(None, own):
@@ -71,7 +71,7 @@ class InProcess:
 
 def group(number: int, lengths) -> Group:
     columns = {"ground_truth": "x", "dataset": ("one", "two")[number % 2]}
-    samples = [Sample(length, 0, length, 0, "stop", oldest_version=0) for length in lengths]
+    samples = [Rollout(length, 0, length, 0, "stop", oldest_version=0) for length in lengths]
     return Group(Prompt(f"row {number}", (), "", columns), samples, lengths, 0)
 
 

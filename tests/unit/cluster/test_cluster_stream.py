@@ -13,10 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ray.exceptions import RayActorError, RayTaskError
 
+from megatron_rl.cluster.payloads import StoredTokens
 from megatron_rl.cluster.process import Process
 from megatron_rl.cluster.stream import IdleTime, RayStream, deal, largest_part
 from megatron_rl.cluster.waiting import leave
-from megatron_rl.types import GroupRequest, Prompt, Sample, Verdict
+from megatron_rl.types import GroupRequest, Prompt, Rollout, Verdict
 
 ROW = Prompt("row", (5, 6, 7), "")
 REWARDS = [SimpleNamespace(needs_all_answers=False), SimpleNamespace(needs_all_answers=True)]
@@ -57,7 +58,7 @@ def test_an_engine_works_on_several_parts(engines, lag, largest):
     )
     assert largest_part(rollout) == largest
     rollout.prefix_values = SimpleNamespace(rollouts=9, by="engine")
-    assert largest_part(rollout) == 8, "samples that go on from passages are behind all others of their group"
+    assert largest_part(rollout) == 8, "a branch counts all answers of its group"
 
 
 class HeldEngine:
@@ -75,12 +76,12 @@ class HeldEngine:
         future: Future = Future()
         self.calls.append((ticket, samples, earlier, future))
         self.batches.append(batch)
-        return SimpleNamespace(future=lambda: future), f"tokens {asked.number} {samples}"
+        return SimpleNamespace(future=lambda: future), f"tokens {asked.number} {samples}", "no continuations"
 
     def end(self, call: int = 0) -> None:
         _, samples, _, future = self.calls.pop(call)
         # The prompt's length stands for the sample's number.
-        future.set_result([Sample(9, i, 1, 0, "stop", oldest_version=0) for i in samples])
+        future.set_result(([Rollout(9, i, 1, 0, "stop", oldest_version=0) for i in samples], []))
 
     def lose(self, call: int = 0) -> None:
         self.calls.pop(call)[3].set_exception(RayTaskError("answer", "lost", RuntimeError("a push failed")))
@@ -95,10 +96,10 @@ class OnesVerifier:
 
     def __init__(self):
         self.journal: list[int] = []
-        self.decided: list[list[int]] = []
+        self.decided: list[list[StoredTokens]] = []
 
     def score(self, groups):
-        return [[Verdict(1.0) for _ in group.samples] for group in groups], {"reward/ones/seconds": 0.0}
+        return [[Verdict(1.0) for _ in group.rollouts] for group in groups], {"reward/ones/seconds": 0.0}
 
     def scored(self, groups, indices):
         assert list(indices) == [0], "the other reward needs the whole step"
@@ -106,9 +107,9 @@ class OnesVerifier:
 
     def decide(self, groups, pieces):
         """Asked once for a step, with a piece for each group that was scored early."""
-        self.decided.append([id(group) for group in groups])
-        scored = [id(group) for own, _ in pieces for group in own]
-        assert set(self.decided[-1]) <= set(scored)
+        self.decided.append([group.payload for group in groups])
+        scored = [group.payload for own, _ in pieces for group in own]
+        assert all(payload in scored for payload in self.decided[-1])
         return self.score(groups)
 
     def write(self, groups):
@@ -162,9 +163,9 @@ def test_a_group_is_complete_when_all_its_parts_are(stage):
     verified = stage.stream.collect(3)
     [(number, group)] = verified.groups.items()
     assert number == 7 and group.version == 3 and stage.verifier.journal == [7]
-    assert [sample.num_prompt_tokens for sample in group.samples] == list(range(8)), "in the order of the samples"
+    assert [sample.num_prompt_tokens for sample in group.rollouts] == list(range(8)), "in the order of the samples"
     assert group.payload.parts == (("tokens 7 range(0, 4)",), ("tokens 7 range(4, 8)",))
-    assert all(sample.verdict.score == 1 for sample in group.samples)
+    assert all(sample.verdict.score == 1 for sample in group.rollouts)
 
 
 def test_a_cancelled_group_is_never_handed_out_and_can_be_asked_for_again(stage):
@@ -182,7 +183,7 @@ def test_a_cancelled_group_is_never_handed_out_and_can_be_asked_for_again(stage)
         while engine.calls:
             engine.end()
     [group] = stage.stream.collect(1).groups.values()
-    assert group.version == 1 and len(group.samples) == 8 and stage.verifier.journal == [7]
+    assert group.version == 1 and len(group.rollouts) == 8 and stage.verifier.journal == [7]
     assert not +stage.stream._load, "no engine works on anything"
 
 
@@ -199,7 +200,7 @@ def test_a_lost_part_goes_on_elsewhere_and_the_others_are_kept(stage):
     assert samples == range(4) and earlier == ["record 0"]
     next(engine for engine in stage.engines if engine.calls).end()
     [group] = stage.stream.collect(0).groups.values()
-    assert [sample.num_prompt_tokens for sample in group.samples] == list(range(8)) and stage.verifier.journal == [7]
+    assert [sample.num_prompt_tokens for sample in group.rollouts] == list(range(8)) and stage.verifier.journal == [7]
 
 
 def test_a_group_that_is_lost_too_often_ends_the_run(stage):
@@ -227,7 +228,7 @@ def test_in_turns_all_groups_are_handed_out_together_and_the_journal_stays_empty
         next(engine for engine in reversed(in_turns.engines) if engine.calls).end()
     collected = in_turns.stream.collect(0)
     assert list(collected.groups) == [7, 8, 9] and not in_turns.verifier.journal
-    assert in_turns.verifier.decided == [[id(group) for group in collected.groups.values()]]
+    assert in_turns.verifier.decided == [[group.payload for group in collected.groups.values()]]
 
 
 def test_in_turns_all_that_a_dead_engine_has_had_is_generated_again_and_the_rest_is_kept(in_turns):
@@ -249,7 +250,7 @@ def test_in_turns_all_that_a_dead_engine_has_had_is_generated_again_and_the_rest
         collect_until_asked_again(in_turns)
     asked = [call for engine in (new, second) for call in engine.calls]
     assert brought == [0] and [call[2] for call in asked] == [[], []], "from the start"
-    awaited = [p for one in in_turns.stream._asked.values() for p in one.parts if p.answers is None]
+    awaited = [p for one in in_turns.stream._asked.values() for p in one.parts if not p.answers]
     assert len(awaited) == 2, "an engine that does not answer them in time is replaced"
     for engine in (new, second):
         while engine.calls:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.data.journal import Entry, JournalWriter, prune_journal, read_journal
-from megatron_rl.types import Episode, Sample, TokenReward, Tokens, Verdict
+from megatron_rl.types import Episode, Rollout, TokenReward, Tokens, Verdict
 
 
 def entry(number: int, num_samples: int = 2, score: float | None = 0.5) -> Entry:
@@ -21,11 +21,11 @@ def entry(number: int, num_samples: int = 2, score: float | None = 0.5) -> Entry
         length = 3 + int(rng.integers(5))
         reason, details = "" if score is not None else "away", {"judge/found": ["2", None, i]}
         verdict = Verdict(score, reason, (score, None), shaped=0.25, failed=score is None, details=details)
-        sample = Sample(length, 2, length - 2, i, "stop", i == 1, oldest_version=number, verdict=verdict)
+        rollout = Rollout(length, 2, length - 2, i, "stop", i == 1, oldest_version=number, verdict=verdict)
         if i == 1:
-            sample.token_rewards = (TokenReward(2, "environment", 0.5), TokenReward(length - 1, "step", -1.0))
-            sample.episode = Episode(2, 3, 1, 0.25, "it broke down")
-        samples.append(sample)
+            rewards = (TokenReward(2, "environment", 0.5), TokenReward(length - 1, "step", -1.0))
+            rollout = replace(rollout, token_rewards=rewards, episode=Episode(2, 3, 1, 0.25, "it broke down"))
+        samples.append(rollout)
         tokens.append(
             Tokens(
                 rng.integers(0, 99, length).astype(np.int32),
@@ -45,7 +45,7 @@ def same(a: Entry, b: Entry) -> bool:
         for name in ("ids", "action_mask", "logp_rollout", "version", "routes")
         if getattr(x, name) is not None or getattr(y, name) is not None
     ]
-    numbers = (a.number, a.uid, a.version, list(a.samples)) == (b.number, b.uid, b.version, list(b.samples))
+    numbers = (a.number, a.uid, a.version, list(a.rollouts)) == (b.number, b.uid, b.version, list(b.rollouts))
     return numbers and all(x.dtype == y.dtype and x.tolist() == y.tolist() for x, y in columns)
 
 

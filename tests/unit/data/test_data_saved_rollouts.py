@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from megatron_rl.data.saved_rollouts import path_of, read_step, write_step
-from megatron_rl.types import Group, Prompt, Sample, Tokens, Verdict
+from megatron_rl.types import Group, Prompt, Rollout, Tokens, Verdict
 
 
 def groups_and_tokens(with_routes: bool = False):
@@ -19,7 +19,7 @@ def groups_and_tokens(with_routes: bool = False):
             routes = generator.integers(0, 4, (length - 1, 2, 2)).astype(np.uint8) if with_routes else None
             tokens.append(Tokens(ids, mask, logp, np.where(mask, 3, -1).astype(np.int32), routes))
             verdict = Verdict(0.25, "why", (0.25, None), details={"judge/why": [1, "x"]})
-            samples.append(Sample(length, len(prompt), int(mask.sum()), 0, "stop", oldest_version=3, verdict=verdict))
+            samples.append(Rollout(length, len(prompt), int(mask.sum()), 0, "stop", oldest_version=3, verdict=verdict))
         messages = ({"role": "user", "content": "é"},) if uid == "a:1" else "plain"
         groups.append(Group(Prompt(uid, prompt, messages, {"ground_truth": [1, None]}), samples, None, 3))
         payloads.append(tokens)
@@ -34,7 +34,7 @@ def test_what_is_read_equals_what_was_written(tmp_path, with_routes):
     saved = read_step(tmp_path, 7)
     np.testing.assert_array_equal(saved.greedy_rewards, greedy)
     assert saved.metrics == {"rollout/num_samples": 4.0}
-    assert [(g.prompt, g.samples, g.version) for g in saved.groups] == [(g.prompt, g.samples, 3) for g in groups]
+    assert [(g.prompt, g.rollouts, g.version) for g in saved.groups] == [(g.prompt, g.rollouts, 3) for g in groups]
     for group, tokens in zip(saved.groups, payloads, strict=True):
         for given, expected in zip(group.payload, tokens, strict=True):
             for name in ("ids", "action_mask", "logp_rollout", "version", "routes"):

@@ -17,7 +17,7 @@ from megatron_rl.loop.checkpoints import Checkpoints
 from megatron_rl.loop.stopping import NEVER
 from megatron_rl.loop.train import Prompts, train
 from megatron_rl.ports import Collected, Ports, StopRequested, TooManyRestarts
-from megatron_rl.types import Group, Mesh, ModelShape, Prompt, Sample, Tokens, Verdict, give_verdicts
+from megatron_rl.types import Group, Mesh, ModelShape, Prompt, Rollout, Tokens, Verdict
 
 SHAPE = ModelShape("qwen3", 1, 8, 2, 2, 4, 8, 32, 1e4, 1e-6, 64, False)
 PROMPTS = [Prompt(f"row {i}", (5, 6 + i), "") for i in range(10)]
@@ -31,6 +31,7 @@ class World:
         self.logged: list[tuple[int, dict]] = []
         self.warnings: list[str] = []
         self.score_of, self.updates, self.version, self.mismatch = score, 0, None, 0.0
+        self.num_changes = 0
         self.mesh = Mesh()
         self.coefficients: list[dict[str, float]] = []
         self.restarts_left, self.keeps_mirrors = 0, False
@@ -47,16 +48,19 @@ class World:
     # Policy
     def begin(self, shares, coefficients):
         self.calls.append("begin")
-        [share] = shares
+        [share] = shares.policy
         self.share, order = share, np.argsort(share.index)
         # What the step trained on, in the order of the samples in the step.
         self.names = [share.names[i] for i in order]
         self.advantages, self.weights = share.advantages[order], share.weights[order]
         return {"mismatch/mean_abs": self.mismatch}
 
-    def update(self, minibatch, coefficients):
+    def update(self, coefficients):
+        return [self.update_once(i, coefficients) for i in range(len(self.share.minibatches))], {}
+
+    def update_once(self, minibatch, coefficients):
         self.calls.append(f"update {minibatch}")
-        self.updates += 1
+        self.updates, self.num_changes = self.updates + 1, self.num_changes + 1
         self.coefficients.append(coefficients)
         told = {"ratio/max": 1.0 + minibatch, "ratio/min": 1.0 - minibatch / 4, "loss": float(self.updates)}
         return told | {"kl": 0.02, "entropy": 0.5}
@@ -107,7 +111,7 @@ class World:
 
         def answers():
             return [
-                Sample(4, 2, num_actions=2, num_thought_tokens=0, finish="stop", oldest_version=version)
+                Rollout(4, 2, num_actions=2, num_thought_tokens=0, finish="stop", oldest_version=version)
                 for _ in range(num_samples)
             ]
 
@@ -132,9 +136,10 @@ class World:
         if not self.in_turns:
             numbers = self.random.sample(sorted(numbers), self.random.randint(1, len(numbers)))
         groups = {number: self.asked.pop(number) for number in numbers}
-        metrics = self.judge(list(groups.values()))
+        judged, metrics = self.judge(list(groups.values()))
+        groups = dict(zip(groups, judged, strict=True))
         if self.journal:
-            entries = [Entry(n, g.prompt.uid, g.version, g.samples, g.payload) for n, g in groups.items() if n >= 0]
+            entries = [Entry(n, g.prompt.uid, g.version, g.rollouts, g.payload) for n, g in groups.items() if n >= 0]
             self.journal.write(entries)
         return Collected(groups, metrics | self.spans.pop(0) if self.spans else metrics)
 
@@ -142,9 +147,9 @@ class World:
         return group.payload
 
     def judge(self, groups):
+        """The groups with their verdicts, and the metrics."""
         verdicts, metrics = self.score(groups)
-        give_verdicts(groups, verdicts)
-        return metrics
+        return [group.judged(given) for group, given in zip(groups, verdicts, strict=True)], metrics
 
     def score(self, groups):
         def verdict(score):
@@ -152,7 +157,9 @@ class World:
                 return score
             return Verdict(score, "" if score is not None else "the judge was away", parts=(score,))
 
-        verdicts = [[verdict(self.score_of(g, i)) for i in range(len(group.samples))] for g, group in enumerate(groups)]
+        verdicts = [
+            [verdict(self.score_of(g, i)) for i in range(len(group.rollouts))] for g, group in enumerate(groups)
+        ]
         return verdicts, {"reward/exact_answer/seconds": 0.5, "reward/exact_answer/failed": 0.5}
 
     # Sink

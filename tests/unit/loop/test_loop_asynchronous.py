@@ -12,7 +12,7 @@ from small_ports import run as run_on
 from megatron_rl.data import JournalWriter, ShuffledStream
 from megatron_rl.data.journal import Entry
 from megatron_rl.ports import PolicyLost
-from megatron_rl.types import Prompt, Sample, Tokens, Verdict
+from megatron_rl.types import Prompt, Rollout, Tokens, Verdict
 
 ROWS = [Prompt(f"row {i}", (5, 6), "") for i in range(64)]
 NUMBER_OF = {prompt.uid: number for number, prompt in ShuffledStream(ROWS, 1, seed=0).take(64)}
@@ -85,10 +85,10 @@ def test_no_group_that_was_verified_before_a_kill_is_generated_again(tmp_path, m
         pass
 
     class Dying(Recording):
-        def update(self, minibatch, coefficients):
+        def update_once(self, minibatch, coefficients):
             if self.updates == 5:
                 raise Killed
-            return super().update(minibatch, coefficients)
+            return super().update_once(minibatch, coefficients)
 
     cfg = asynchronous(2, folder=tmp_path, every=3)
     broken, resumed = Dying(), Recording()
@@ -112,7 +112,7 @@ def test_a_run_that_begins_anew_does_not_read_an_old_journal(tmp_path):
     cfg, world = asynchronous(1, folder=tmp_path), Recording()
     tokens = Tokens(*(np.zeros(4, t) for t in (np.int32, bool, np.float32, np.int32)))
     stream = ShuffledStream(ROWS, 1, seed=0)
-    old = Entry(0, stream.item(0).uid, 0, [Sample(4, 2, 2, 0, "stop", verdict=Verdict(1.0))], [tokens])
+    old = Entry(0, stream.item(0).uid, 0, [Rollout(4, 2, 2, 0, "stop", verdict=Verdict(1.0))], [tokens])
     JournalWriter(cfg.run_folder / "journal").write([old])
     run(world, cfg.run_folder / "checkpoints", cfg)
     assert [number for number, _ in world.asked_for] == list(range(32))
@@ -123,11 +123,11 @@ def test_groups_of_a_step_whose_policy_was_lost_are_trained_on_again(tmp_path):
     class Losing(Recording):
         before = None
 
-        def update(self, minibatch, coefficients):
+        def update_once(self, minibatch, coefficients):
             if self.updates == 2 and self.before is None:
                 self.before = self.in_step
                 raise PolicyLost("a rank died")
-            return super().update(minibatch, coefficients)
+            return super().update_once(minibatch, coefficients)
 
     world = Losing()
     world.restarts_left, world.keeps_mirrors = 1, True
@@ -168,7 +168,7 @@ def test_a_late_group_that_was_verified_before_it_was_asked_again_is_not_taken_f
     assert run(broken, cfg.run_folder / "checkpoints", cfg, stopping=StopAfter(broken, 3)) == 3
     [again, *_] = broken.asked
     tokens = Tokens(*(np.zeros(4, t) for t in (np.int32, bool, np.float32, np.int32)))
-    old = Entry(again, PROMPT_OF[again], 1, [Sample(4, 2, 2, 0, "stop", verdict=Verdict(1.0))], [tokens])
+    old = Entry(again, PROMPT_OF[again], 1, [Rollout(4, 2, 2, 0, "stop", verdict=Verdict(1.0))], [tokens])
     JournalWriter(cfg.run_folder / "journal").write([old])
     assert run(resumed, cfg.run_folder / "checkpoints", cfg, resume="auto") == 8
     assert (again, PROMPT_OF[again]) in resumed.asked_for
@@ -196,10 +196,10 @@ def test_an_evaluation_runs_beside_its_step_and_ends_before_the_next_push(tmp_pa
 
 def test_an_evaluation_outlives_the_loss_of_the_policy_and_a_stop_gives_it_up(tmp_path):
     class Losing(Recording):
-        def update(self, minibatch, coefficients):
+        def update_once(self, minibatch, coefficients):
             if self.restarts_left and self.updates == 3:
                 raise PolicyLost("a rank died")
-            return super().update(minibatch, coefficients)
+            return super().update_once(minibatch, coefficients)
 
     evaluation = config(eval={"every": 3, "samples_per_prompt": 2}).eval
     for max_lag in (0, 1):

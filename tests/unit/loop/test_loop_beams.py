@@ -7,7 +7,7 @@ from small_ports import config
 
 from megatron_rl.loop.beams import describe_beams, thoughts_of
 from megatron_rl.loop.evaluation import describe_heldout
-from megatron_rl.types import Group, Prompt, Sample, Verdict
+from megatron_rl.types import Group, Prompt, Rollout, Verdict
 
 ROLLOUT = {
     "prompts_per_step": 4,
@@ -20,11 +20,11 @@ ROLLOUT = {
 REWARDS = [{"kind": "function", "path": "mine:hit", "name": "hit"}, {"kind": "function", "path": "mine:form"}]
 
 
-def ranking(*scores: float | None, relevant: int | None = None) -> list[Sample]:
+def ranking(*scores: float | None, relevant: int | None = None) -> list[Rollout]:
     """The samples of one thought."""
     details = {} if relevant is None else {"hit/num_relevant": relevant}
     return [
-        Sample(
+        Rollout(
             9, 4, 5, 2, "stop", beam=rank, num_item_tokens=3,
             verdict=Verdict(score, parts=(score, 0.5), details=details),
         )
@@ -32,7 +32,7 @@ def ranking(*scores: float | None, relevant: int | None = None) -> list[Sample]:
     ]  # fmt: skip
 
 
-def group(uid: str, *thoughts: list[Sample]) -> Group:
+def group(uid: str, *thoughts: list[Rollout]) -> Group:
     return Group(Prompt(uid, (1, 2, 3, 4), "q"), [sample for samples in thoughts for sample in samples], None, 0)
 
 
@@ -67,8 +67,8 @@ def test_without_the_number_of_right_items_there_is_no_recall():
 
 def test_missing_beams_are_counted():
     """Of four thoughts one is whole, one lost two beams, one lost all, and one was ended by the model."""
-    lost = Sample(9, 4, 3, 2, "length")
-    ended = Sample(9, 4, 5, 5, "stop")
+    lost = Rollout(9, 4, 3, 2, "length")
+    ended = Rollout(9, 4, 5, 5, "stop")
     mixed = group("a", ranking(0, 0, 0, 0), ranking(0, 0), [lost], [ended])
     assert [len(samples) for samples in thoughts_of(mixed)] == [4, 2, 1, 1]
     assert describe_beams([mixed], width=4) == {"beams/ended_thoughts": 1, "beams/missing": 2 + 4}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from small_ports import PROMPTS, StopAfter, World, config, run
 
 from megatron_rl.loop.budgets import ThoughtBudgets
 from megatron_rl.loop.rollouts import describe, describe_thoughts
-from megatron_rl.types import Group, Prompt, Sample, Verdict
+from megatron_rl.types import Group, Prompt, Rollout, Verdict
 
 PROMPT = Prompt("row 3", (5, 6), "", {"n": 7})
 ROLLOUT = {"prompts_per_step": 4, "samples_per_prompt": 2, "max_prompt_tokens": 8, "max_response_tokens": 64}
@@ -64,10 +65,10 @@ def test_drawn_budgets_have_all_values_alike():
     assert counts.sum() == 2000 and (abs(counts[3:] - 500) < 5 * np.sqrt(500)).all() and not counts[:3].any()
 
 
-def answered(*thoughts: tuple[int, bool, float | None]) -> Group:
+def answered(*thoughts: tuple[int, bool, float | None], budget: int = 10) -> Group:
     """The length of each thought, whether the budget ended it, and the score."""
     samples = [
-        Sample(30, 2, num, num, "stop", thought_cut=cut, thought_budget=10, verdict=Verdict(score, parts=(score,)))
+        Rollout(30, 2, num, num, "stop", thought_cut=cut, thought_budget=budget, verdict=Verdict(score, parts=(score,)))
         for num, cut, score in thoughts
     ]
     return Group(PROMPT, samples, None, 0)
@@ -104,10 +105,14 @@ class Thinkers(World):
         groups = super().groups(prompts, num_samples, version)
         for group in groups:
             self.budgets.setdefault((group.prompt.uid, version), []).append(group.prompt.thought_budgets)
-            for i, sample in enumerate(group.samples):
-                sample.thought_budget = group.prompt.thought_budgets[i]
-                sample.num_thought_tokens = 4 + (2 * version + int(group.prompt.uid[4:]) % 3) % 9
-        return groups
+        return [
+            replace(group, rollouts=[self.thought(group, i, version) for i in range(num_samples)]) for group in groups
+        ]
+
+    def thought(self, group, i, version):
+        length = 4 + (2 * version + int(group.prompt.uid[4:]) % 3) % 9
+        budget = group.prompt.thought_budgets[i]
+        return replace(group.rollouts[i], thought_budget=budget, num_thought_tokens=length)
 
 
 def test_a_resumed_run_has_the_budgets_of_an_uninterrupted_one(tmp_path):
@@ -139,8 +144,7 @@ def test_a_group_under_way_is_asked_again_with_its_budgets(tmp_path):
 
 
 def test_the_metrics_of_a_budget():
-    groups = [answered((10, True, 0.0), (4, False, 1.0), (11, True, None)), answered((3, False, 0.5))]
-    groups[1].samples[0].thought_budget = 20
+    groups = [answered((10, True, 0.0), (4, False, 1.0), (11, True, None)), answered((3, False, 0.5), budget=20)]
     assert describe_thoughts(groups) == {
         "thought/budget_mean": 12.5,
         "thought/over_budget": 1.0,
@@ -149,9 +153,8 @@ def test_the_metrics_of_a_budget():
     }
     lengths = describe(groups)
     assert lengths["length/thought_mean"] == 7.0 and lengths["length/thought_cut"] == 0.5
-    groups[0].samples[1].num_actions = 12
+    first, second, third = groups[0].rollouts
+    groups[0] = replace(groups[0], rollouts=[first, replace(second, num_actions=12), third])
     assert describe(groups)["length/answer_mean"] == 2.0
-    for group in groups:
-        for sample in group.samples:
-            sample.thought_budget = None
-    assert describe_thoughts(groups) == {}
+    without = [replace(g, rollouts=[replace(one, thought_budget=None) for one in g.rollouts]) for g in groups]
+    assert describe_thoughts(without) == {}

@@ -14,6 +14,8 @@ from megatron_rl.loop.checkpoints import SCORES, Checkpoints, WholeState, critic
 class Policy:
     """A policy whose checkpoints are complete when the test says so."""
 
+    num_changes = 0
+
     def __init__(self) -> None:
         self.writing: Path | None = None
         self.is_full = False

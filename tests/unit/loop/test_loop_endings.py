@@ -46,14 +46,14 @@ def test_an_error_late_in_a_run_leaves_the_steps_that_were_done(tmp_path, where)
 
 def test_an_error_between_two_updates_of_a_step_saves_nothing(tmp_path):
     world = World()
-    original = world.update
+    original = world.update_once
 
     def fails(minibatch, coefficients):
         if world.updates == 3:
             raise ValueError("the second update of the second step")
         return original(minibatch, coefficients)
 
-    world.update = fails
+    world.update_once = fails
     with pytest.raises(ValueError, match="the second update"):
         run(world, tmp_path / "c", config(checkpoint=RARELY, algorithm={"updates_per_step": 2}))
     assert saved(tmp_path / "c") == []

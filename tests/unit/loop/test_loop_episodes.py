@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from megatron_rl.loop.rollouts import describe_episodes
-from megatron_rl.types import Episode, Group, Prompt, Sample
+from megatron_rl.types import Episode, Group, Prompt, Rollout
 
 
 def group(*episodes: Episode | None) -> Group:
-    samples = [Sample(3, 1, 2, 0, "stop", episode=episode) for episode in episodes]
+    samples = [Rollout(3, 1, 2, 0, "stop", episode=episode) for episode in episodes]
     return Group(Prompt("uid", (1,), "question"), samples, None, 0)
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from small_ports import config
 
 from megatron_rl.loop.evaluation import describe_heldout, interval, majority, pass_at_k
-from megatron_rl.types import Group, Prompt, Sample, Verdict
+from megatron_rl.types import Group, Prompt, Rollout, Verdict
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=8), st.data())
@@ -76,7 +76,7 @@ def test_the_metrics_of_an_evaluation_by_hand():
 
     def group(uid: str, *answers: tuple[float | None, str | None]) -> Group:
         samples = [
-            Sample(
+            Rollout(
                 9, 4, 5, 0, "stop",
                 verdict=Verdict(
                     score, parts=(score,), details={} if final is None else {"numbers/final_answer": final}
@@ -107,7 +107,7 @@ def test_one_answer_to_each_prompt_gives_an_accuracy_alone():
     cfg = config(rewards=[{"kind": "exact_answer"}])
     verdict = Verdict(1.0, parts=(1.0,), details={"exact_answer/final_answer": "7"})
     metrics = describe_heldout(
-        cfg, [Group(Prompt("a", (1,), "q", {}), [Sample(3, 1, 2, 0, "stop", verdict=verdict)], None, 0)]
+        cfg, [Group(Prompt("a", (1,), "q", {}), [Rollout(3, 1, 2, 0, "stop", verdict=verdict)], None, 0)]
     )
     assert {name for name in metrics if "accuracy" in name or "@" in name} == {
         "eval/accuracy", "eval/accuracy_low", "eval/accuracy_high",

@@ -1,19 +1,21 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from small_ports import PROMPTS, World, config
 
-from megatron_rl.algorithms.utilities import settle
+from megatron_rl.algorithms.utilities import settle_branches
 from megatron_rl.loop.passages import UnsplitThoughts, describe_passages
 from megatron_rl.loop.rollouts import describe_verified
-from megatron_rl.types import Branch, Group, Prompt, Sample, TokenReward
+from megatron_rl.types import Branch, Group, Prompt, Rollout, TokenReward
 
 
 def group(*utilities: list[float]) -> Group:
     samples = []
     for own in utilities:
         rewards = [TokenReward(i, "utility", value) for i, value in enumerate(own)]
-        samples.append(Sample(9, 1, 8, 0, "stop", token_rewards=(*rewards, TokenReward(8, "environment", 7.0))))
+        samples.append(Rollout(9, 1, 8, 0, "stop", token_rewards=(*rewards, TokenReward(8, "environment", 7.0))))
     return Group(Prompt("row", (1,), "question"), samples, None, 0)
 
 
@@ -28,23 +30,22 @@ def test_passages_are_described_over_all_answers():
 
 
 class Branching(World):
-    """Each answer has one passage, and two samples that go on from it."""
+    """Each answer has one passage, and two others go on from it."""
 
     def groups(self, prompts, num_samples, version):
-        groups = super().groups(prompts, num_samples, version)
-        for group in groups:
-            for sample in group.samples:
-                sample.token_rewards = (TokenReward(2, "utility", 0.0),)
-            [others] = super().groups([group.prompt], 2 * num_samples, version)
-            for i, sample in enumerate(others.samples):
-                sample.branch = Branch(i // 2, 0)
-            group.samples += others.samples
-        return groups
+        return [self.branching(group, num_samples, version) for group in super().groups(prompts, num_samples, version)]
+
+    def branching(self, group, num_samples, version):
+        rewards = (TokenReward(2, "utility", 0.0),)
+        [others] = super().groups([group.prompt], 2 * num_samples, version)
+        branches = [replace(rollout, branch=Branch(i // 2, 0)) for i, rollout in enumerate(others.rollouts)]
+        own = [replace(rollout, token_rewards=rewards) for rollout in group.rollouts]
+        return replace(group, rollouts=own, continuations=replace(others, rollouts=branches))
 
 
-def test_samples_that_go_on_from_passages_value_them_and_leave_the_step():
-    """The answers of a group have the rewards 1 and 0, and the samples after their passages 1, 0 and 1, 1."""
-    world = Branching(lambda group, i: [1.0, 0.0, 1.0, 0.0, 1.0, 1.0][i])
+def test_answers_that_go_on_from_passages_value_them():
+    """The answers of a group have the rewards 1 and 0, and the ones after their passages 1, 0 and 1, 1."""
+    world = Branching(lambda group, i: [[1.0, 0.0], [1.0, 0.0, 1.0, 1.0]][group][i])
     world.version = 0
     cfg = config(
         rollout={
@@ -57,12 +58,13 @@ def test_samples_that_go_on_from_passages_value_them_and_leave_the_step():
         algorithm={"adv_estimator": {"kind": "grpo_process"}},
     )
     groups = world.groups(PROMPTS[:4], 2, 0)
-    world.judge(groups)
-    settle(groups, cfg.rollout.prefix_values)
+    for i, group in enumerate(groups):
+        judged, _ = world.judge([group, group.continuations])
+        groups[i] = settle_branches(replace(judged[0], continuations=judged[1]), cfg.rollout.prefix_values)
     metrics = describe_verified(cfg, groups)
     for group in groups:
-        assert [sample.verdict.score for sample in group.samples] == [1.0, 0.0]
-        assert [[given.value for given in sample.token_rewards] for sample in group.samples] == [[0.0], [0.5]]
+        assert [sample.verdict.score for sample in group.rollouts] == [1.0, 0.0]
+        assert [[given.value for given in sample.token_rewards] for sample in group.rollouts] == [[0.0], [0.5]]
     assert (metrics["rollout/num_samples"], metrics["reward/exact_answer/mean"]) == (8, 0.5)
     assert metrics["passages/utility_mean"] == 0.25
 

@@ -6,9 +6,20 @@ import numpy as np
 from small_ports import SHAPE, config
 
 from megatron_rl.loop.probes import with_utilities
-from megatron_rl.loop.rollouts import scores_of
+from megatron_rl.loop.rollouts import batch_of
 from megatron_rl.loop.source import Rollouts
-from megatron_rl.types import FROM_PROMPT, UTILITY, Branch, Group, Prompt, Sample, TokenReward, Tokens, Verdict
+from megatron_rl.types import (
+    FROM_PROMPT,
+    NOT_JUDGED,
+    UTILITY,
+    Branch,
+    Group,
+    Prompt,
+    Rollout,
+    TokenReward,
+    Tokens,
+    Verdict,
+)
 
 
 class Policy:
@@ -25,9 +36,9 @@ class Policy:
 
 def group(number: int) -> Group:
     """Two answers, of which the second one has a passage; the right answer after it has the log-prob of its number."""
-    samples, payload = [], []
+    payload = []
 
-    def add(position=None, branch=None, ids=(0, 0, 0)) -> Sample:
+    def add(position=None, branch=None, ids=(0, 0, 0)) -> Rollout:
         rewards = () if position is None else (TokenReward(position, UTILITY, 0.0),)
         payload.append(
             Tokens(
@@ -37,14 +48,14 @@ def group(number: int) -> Group:
                 np.zeros(2 + len(ids), np.int32),
             )
         )
-        size, verdict = 2 + len(ids), Verdict(float(len(samples)), parts=(float(len(samples)),))
-        sample = Sample(size, 2, len(ids), 0, "stop", token_rewards=rewards, branch=branch, is_probe=branch is not None)
-        sample.verdict = None if branch else verdict
-        return sample
+        verdict = NOT_JUDGED if branch else Verdict(float(len(payload) - 1), parts=(float(len(payload) - 1),))
+        return Rollout(2 + len(ids), 2, len(ids), 0, "stop", token_rewards=rewards, branch=branch, verdict=verdict)
 
-    samples += [add(), add(position=3)]
+    prompt = Prompt(f"row {number}", (3, 3), "")
+    rollouts, of_answers = [add(), add(position=3)], payload
+    payload = []
     probes = [add(branch=FROM_PROMPT, ids=[4]), add(branch=Branch(1, 0), ids=[number])]
-    return Group(Prompt(f"row {number}", (3, 3), ""), samples, payload, 0, probes)
+    return Group(prompt, rollouts, of_answers, 0, Group(prompt, probes, payload, 0))
 
 
 def test_each_passage_gets_its_own_right_answers():
@@ -62,12 +73,12 @@ def test_each_passage_gets_its_own_right_answers():
         balance={"max_tokens_per_microbatch": 24},
     )
     groups, policy = [group(number) for number in (1, 2, 3)], Policy()
-    rollouts = Rollouts(groups, scores_of(cfg, groups, None), {"reward/mean": 0.5})
+    rollouts = Rollouts(groups, batch_of(cfg, groups, 7, None), {"reward/mean": 0.5})
     given = with_utilities(cfg, SHAPE, policy, rollouts, step=7)
-    utilities = [[r.value for s in group.samples for r in s.token_rewards] for group in given.groups]
+    utilities = [[r.value for s in group.rollouts for r in s.token_rewards] for group in given.groups]
     assert utilities == [[3.0], [2.0], [1.0]], "minus the number, minus -4"
-    assert given.scores.token_rewards.value.tolist() == [3.0, 2.0, 1.0]
-    assert given.scores.token_rewards.sample.tolist() == [1, 3, 5], "the answers alone are samples of the step"
+    assert given.batch.token_rewards.value.tolist() == [3.0, 2.0, 1.0]
+    assert given.batch.token_rewards.sample.tolist() == [1, 3, 5], "the answers alone are samples of the step"
     assert given.metrics == {
         "reward/mean": 0.5,
         "passages/mean": 0.5,
@@ -76,6 +87,5 @@ def test_each_passage_gets_its_own_right_answers():
         "passages/helpful": 1.0,
     }
     assert len(policy.num_microbatches) == 2, "both replicas"
-    for one in groups:
-        one.probes = ()
-    assert with_utilities(cfg, SHAPE, policy, rollouts, step=7) is rollouts, "rows without a right answer"
+    assert with_utilities(cfg, SHAPE, policy, rollouts, step=7).metrics == given.metrics, "a step that is begun again"
+    assert with_utilities(cfg, SHAPE, policy, given, step=7) is given, "rows without a right answer"

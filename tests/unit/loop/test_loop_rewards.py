@@ -14,7 +14,7 @@ from megatron_rl.loop.rollouts import (
     describe_rewards,
     tell_common_reason,
 )
-from megatron_rl.types import Group, Prompt, Sample, Verdict
+from megatron_rl.types import Group, Prompt, Rollout, Verdict
 
 CONFIG = config(
     rewards=[
@@ -31,7 +31,7 @@ OF_A, OF_B, UNSCORED = (
 
 def group(dataset: str, verdict: Verdict) -> Group:
     return Group(
-        Prompt("uid", (1,), "question", {"dataset": dataset}), [Sample(3, 1, 2, 0, "stop", verdict=verdict)], None, 0
+        Prompt("uid", (1,), "question", {"dataset": dataset}), [Rollout(3, 1, 2, 0, "stop", verdict=verdict)], None, 0
     )
 
 
@@ -58,11 +58,11 @@ def test_each_data_set_has_its_metrics():
     """A row of two data sets counts in each; a group without a score has no signal."""
     two = Group(
         Prompt("uid", (1,), "q", {"dataset": ["a", "b", "a"]}),
-        [Sample(3 + i, 1, 2, 0, "stop", verdict=verdict) for i, verdict in enumerate((OF_A, OF_B))],
+        [Rollout(3 + i, 1, 2, 0, "stop", verdict=verdict) for i, verdict in enumerate((OF_A, OF_B))],
         None,
         0,
     )
-    none = Group(Prompt("uid", (1,), "q", {}), [Sample(9, 1, 8, 0, "stop", verdict=OF_A)], None, 0)
+    none = Group(Prompt("uid", (1,), "q", {}), [Rollout(9, 1, 8, 0, "stop", verdict=OF_A)], None, 0)
     assert describe_datasets([two, group("b", UNSCORED), group("b", OF_A), none]) == {
         "dataset/a/groups": 1.0,
         "dataset/a/zero_signal": 0.0,
@@ -82,7 +82,7 @@ def test_the_number_of_data_sets_with_metrics_is_bounded():
 
 
 def answers(*verdicts: Verdict) -> list[Group]:
-    samples = [Sample(3, 1, 2, 0, "stop", verdict=verdict) for verdict in verdicts]
+    samples = [Rollout(3, 1, 2, 0, "stop", verdict=verdict) for verdict in verdicts]
     return [Group(Prompt("uid", (1,), "question", {}), samples, None, 0)]
 
 

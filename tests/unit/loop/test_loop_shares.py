@@ -8,7 +8,7 @@ from megatron_rl.balance import plan_microbatches
 from megatron_rl.config.balance import BalanceConfig
 from megatron_rl.config.policy import ParallelConfig
 from megatron_rl.loop.shares import deal
-from megatron_rl.types import Batch, Credit, Group, ModelShape, Prompt, Sample, TokenRewards
+from megatron_rl.types import Credit, Group, ModelShape, Prompt, Rollout, StepBatch, TokenRewards
 
 SHAPE = ModelShape("qwen3", 1, 8, 2, 2, 4, 8, 32, 1e4, 1e-6, 64, False)
 
@@ -17,9 +17,9 @@ def test_every_active_sample_is_in_one_share_with_its_own_tokens_and_numbers():
     rng = np.random.default_rng(0)
     groups = []
     for g in range(7):
-        samples = [Sample(int(n), 2, int(n) - 2, 0, "stop") for n in rng.integers(4, 40, size=3)]
+        samples = [Rollout(int(n), 2, int(n) - 2, 0, "stop") for n in rng.integers(4, 40, size=3)]
         groups.append(Group(Prompt(f"row {g}", (5, 6), ""), samples, [f"tokens {g}.{i}" for i in range(3)], version=0))
-    batch = Batch.of_groups(groups, version=3)
+    batch = StepBatch.of_groups(groups, version=3)
     active = np.arange(21) // 3 != 1  # the second group has no signal
     parallel = ParallelConfig(data=2)
     plan = plan_microbatches(batch, active, SHAPE, parallel, BalanceConfig(max_tokens_per_microbatch=64), updates=2)

@@ -11,7 +11,7 @@ from megatron_rl.observe import RunSink
 from megatron_rl.observe import sink as sink_module
 from megatron_rl.observe.live import figures, sparkline
 from megatron_rl.observe.records import cut, read_lines, read_metrics, series, time_split, write_line
-from megatron_rl.types import Group, Prompt, Sample, Tokens, Verdict
+from megatron_rl.types import Group, Prompt, Rollout, Tokens, Verdict
 
 
 class Letters:
@@ -73,7 +73,7 @@ def test_answers_are_kept_as_text(tmp_path):
     groups, payloads = [], []
     for prompt, response in zip(prompts, [(3, 27, 4, 0), (5, 6)] * 2, strict=True):
         ids = np.array([*prompt.token_ids, *response], np.int32)
-        sample = Sample(len(ids), len(prompt.token_ids), len(response), 0, "stop", verdict=Verdict(1.0, "found d"))
+        sample = Rollout(len(ids), len(prompt.token_ids), len(response), 0, "stop", verdict=Verdict(1.0, "found d"))
         groups.append(Group(prompt, [sample, sample], None, 0))
         payloads.append([Tokens(ids, ids > 0, ids * 0.0, ids)] * 2)
     sink.samples(7, groups, payloads)

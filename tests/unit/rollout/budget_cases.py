@@ -22,9 +22,9 @@ class Outcome(NamedTuple):
     """The indices of the tokens that are no actions."""
     finish: str = "length"
     cut: bool = False
-    """`Sample.thought_cut`."""
+    """`Rollout.thought_cut`."""
     num_thought: int | None = None
-    """`Sample.num_thought_tokens`; None: the tokens before the first delimiter."""
+    """`Rollout.num_thought_tokens`; None: the tokens before the first delimiter."""
 
 
 class Case(NamedTuple):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from megatron_rl.config.rollout import RolloutConfig
-from megatron_rl.rollout.beams import Beam, BeamSearch, as_samples, best
+from megatron_rl.rollout.beams import Beam, BeamSearch, as_rollouts, best
 from megatron_rl.rollout.budgets import Budgets
 from megatron_rl.rollout.catalogue import Catalogue
 from megatron_rl.rollout.program import (
@@ -69,7 +69,7 @@ def test_a_thought_that_the_model_has_ended_has_no_search():
     thought = Transcript()
     thought.sampled(Completion([21, EOS], [-0.3, -0.2], [4, 4], True))
     assert search.begin(thought, (8,)) == [] and thought.ids == [21, EOS]
-    [(sample, tokens)] = as_samples([11], thought, (8,), 5, [])
+    [(sample, tokens)] = as_rollouts([11], thought, (8,), 5, [])
     assert (sample.beam, sample.num_item_tokens, sample.num_thought_tokens, sample.finish) == (0, 0, 2, "stop")
     assert tokens.action_mask.tolist() == [False, True, True]
 
@@ -116,12 +116,12 @@ def test_equal_beams_are_ordered_by_their_tokens():
 
 
 def test_the_samples_of_a_thought_token_by_token():
-    """The example of `as_samples`: the thought's tokens are actions of the best beam alone."""
+    """The example of `as_rollouts`: the thought's tokens are actions of the best beam alone."""
     thought = Transcript()
     thought.sampled(Completion([21, 22, 3], [-0.7, -0.1, -0.2], [4, 4, 5], False))
     thought.force((4,))
     beams = [Beam((31, 32), (-0.3, -0.4), (5, 6)), Beam((31, 33), (-0.3, -0.9), (5, 6))]
-    (first, a), (second, b) = as_samples([11, 12], thought, (3,), 8, beams)
+    (first, a), (second, b) = as_rollouts([11, 12], thought, (3,), 8, beams)
     assert a.ids.tolist() == [11, 12, 21, 22, 3, 4, 31, 32] and b.ids.tolist() == [11, 12, 21, 22, 3, 4, 31, 33]
     assert a.action_mask.tolist() == [False, False, True, True, True, False, True, True]
     assert b.action_mask.tolist() == [False] * 6 + [True, True]
@@ -144,7 +144,7 @@ def test_each_beam_has_the_experts_of_its_own_tokens():
     thought = Transcript()
     thought.sampled(Completion([21, 3], [-0.3, -0.2], [0, 0], False, routes[:2]))
     beams = search.extended(search.begin(thought, (3,)), [completion])
-    for _, tokens in as_samples([11], thought, (3,), 5, beams):
+    for _, tokens in as_rollouts([11], thought, (3,), 5, beams):
         assert tokens.routes.tolist() == routes.tolist() and len(tokens.routes) == len(tokens.ids) - 1
 
 
@@ -153,7 +153,7 @@ def test_a_forced_closing_is_no_action_and_counts_as_a_cut_once():
     thought.sampled(Completion([21, 22], [-0.7, -0.1], [4, 4], False))
     thought.force((3, 4))
     beams = [Beam((31,), (-0.3,), (4,)), Beam((32,), (-0.9,), (4,))]
-    (first, a), (second, _) = as_samples([11], thought, (3,), 2, beams)
+    (first, a), (second, _) = as_rollouts([11], thought, (3,), 2, beams)
     assert a.action_mask.tolist() == [False, True, True, False, False, True]
     assert first.thought_cut and not second.thought_cut
 

@@ -19,11 +19,11 @@ from megatron_rl.rollout.program import (
     Program,
     ThinkingBudget,
     Transcript,
-    as_sample,
+    as_rollout,
     next_call,
     replay,
 )
-from megatron_rl.types import Sample, Tokens
+from megatron_rl.types import Rollout, Tokens
 
 PROMPT = [5, 6, O, 9]
 """The prompt has opened the thought, and a token follows."""
@@ -85,7 +85,7 @@ def test_the_table(name, mode):
     if mode not in case.outcomes:
         return
     transcript = carry_out(program(mode, case.n, case.m), Stub(case.wants))
-    sample, tokens = as_sample(PROMPT, transcript, (D,), case.n)
+    sample, tokens = as_rollout(PROMPT, transcript, (D,), case.n)
     check(case.outcomes[mode], tokens.ids[4:].tolist(), tokens.action_mask[4:].tolist(), sample, len(PROMPT))
 
 
@@ -125,7 +125,7 @@ def written(outcome) -> str:
 def test_a_closing_that_the_thought_has_begun_is_completed(mode, script, delimiter, closing, forced):
     stub = Stub(lambda i: script[i] if i < N else y, delimiter, closing)
     transcript = carry_out(program(mode, N, M, delimiter, closing), stub)
-    sample, tokens = as_sample(PROMPT, transcript, delimiter, N)
+    sample, tokens = as_rollout(PROMPT, transcript, delimiter, N)
     assert tokens.ids[4:].tolist() == [*script, *forced, y, y, y]
     assert tokens.action_mask[4:].tolist() == [True] * N + [False] * len(forced) + [True] * M
     assert sample.thought_cut and sample.num_thought_tokens <= N
@@ -144,7 +144,7 @@ def test_an_engine_that_does_not_keep_the_budget_ends_the_run():
 CLOSINGS = [((3,), (3,)), ((3,), (5, 6, 3)), ((3, 4), (3, 4)), ((3, 4), (5, 3, 4)), ((3, 3), (3, 3))]
 
 
-def random_answer(mode: str, seed: int, cut: bool = False) -> tuple[Stub, tuple, Sample, Tokens]:
+def random_answer(mode: str, seed: int, cut: bool = False) -> tuple[Stub, tuple, Rollout, Tokens]:
     """An answer by an engine that chooses at random; with `cut` the engine is lost on the way, and another one goes on
     from the tokens that it had."""
     choice = random.Random(seed)
@@ -157,7 +157,7 @@ def random_answer(mode: str, seed: int, cut: bool = False) -> tuple[Stub, tuple,
         whole = list(transcript.ids), list(transcript.is_action), transcript.stopped
         transcript = go_on(its, stub, lost_after=choice.randint(0, 12))
         assert (transcript.ids, transcript.is_action, transcript.stopped) == whole
-    return stub, (delimiter, n, m), *as_sample(PROMPT, transcript, delimiter, n)
+    return stub, (delimiter, n, m), *as_rollout(PROMPT, transcript, delimiter, n)
 
 
 def go_on(program: Program, stub: Stub, lost_after: int) -> Transcript:

@@ -14,7 +14,7 @@ from megatron_rl.config.prefix_values import PrefixValues
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.rollout.prefix_values import PrefixValuer
 from megatron_rl.rollout.routine import begin
-from megatron_rl.types import FROM_PROMPT, UTILITY, Branch, Episode, Prompt, Sample, TokenReward, Tokens
+from megatron_rl.types import FROM_PROMPT, UTILITY, Branch, Episode, Prompt, Rollout, TokenReward, Tokens
 
 WORDS = ["<unk>", "</think>", "The", "answer", "is", "4", "2", "So", "it", "hm", "."]
 CLOSE, FOUR, TWO = (WORDS.index(word) for word in ("</think>", "4", "2"))
@@ -53,7 +53,7 @@ class Model:
             ids = np.append(one.tokens.ids[: one.length], one.rollout).astype(np.int32)
             mask = np.arange(len(ids)) >= len(prompt.token_ids)
             tokens = Tokens(ids, mask, np.zeros(len(ids), np.float32), np.zeros(len(ids), np.int32))
-            answers.append((Sample(len(ids), len(prompt.token_ids), mask.sum(), 0, "stop"), tokens))
+            answers.append((Rollout(len(ids), len(prompt.token_ids), mask.sum(), 0, "stop"), tokens))
         return answers
 
 
@@ -67,15 +67,15 @@ def prompt(truth) -> Prompt:
     return Prompt("row", (9, 9), "", {"ground_truth": truth})
 
 
-def answer(*words: str) -> tuple[Sample, Tokens]:
+def answer(*words: str) -> tuple[Rollout, Tokens]:
     ids = np.array([9, 9, *map(WORDS.index, words)], np.int32)
     mask = np.arange(len(ids)) >= 2
     tokens = Tokens(ids, mask, np.zeros(len(ids), np.float32), np.zeros(len(ids), np.int32))
-    return Sample(len(ids), 2, len(words), 0, "stop"), tokens
+    return Rollout(len(ids), 2, len(words), 0, "stop"), tokens
 
 
 def rewards(held: PrefixValuer, truth, given) -> tuple[TokenReward, ...]:
-    [(sample, _)] = begin(held.rewarded(prompt(truth), [given])).result()
+    [(sample, _)], _ = begin(held.rewarded(prompt(truth), [given])).result()
     return sample.token_rewards
 
 
@@ -108,7 +108,7 @@ def test_thoughts_that_begin_alike_are_asked_about_once(folder):
     model = Model()
     held = valuer(folder, model)
     given = [answer("hm", "So", *rest, "</think>") for rest in (["it"], ["it", "."], ["it"])]
-    found = begin(held.rewarded(prompt("4"), given)).result()
+    found, _ = begin(held.rewarded(prompt("4"), given)).result()
     assert len(model.asked) == len(set(model.asked)) == 4, "the prompt, `hm`, `hm So it` and `hm So it .`"
     one, longer, other = (sample.token_rewards for sample, _ in found)
     assert one == other and one[0] == longer[0] and one[1] != longer[1]
@@ -171,7 +171,7 @@ def test_what_was_forced_to_end_a_thought_is_not_a_part_of_it(folder):
 
 def test_the_value_of_the_prompt_alone_is_asked_once_for_a_group(folder):
     model, group = Model(), [answer("hm", "</think>"), answer("</think>"), answer("it", ".", "</think>")]
-    given = begin(valuer(folder, model).rewarded(prompt("4"), group)).result()
+    given, _ = begin(valuer(folder, model).rewarded(prompt("4"), group)).result()
     assert [[r.value for r in sample.token_rewards] for sample, _ in given] == [
         [pytest.approx(FOUR / 6 - FOUR / 7)],
         [],
@@ -181,20 +181,20 @@ def test_the_value_of_the_prompt_alone_is_asked_once_for_a_group(folder):
 
 
 def test_other_answers_go_on_from_each_passage(folder):
-    """Behind both answers come those that go on: from two passages of the first one, and from none of the second."""
+    """Other answers go on from two passages of the first one, and from none of the second."""
     group = [answer("hm", ".", "So", "it", "</think>", "4"), answer("</think>", "4")]
-    found = begin(valuer(folder, rollouts=2).rewarded(prompt(None), group)).result()
-    assert [sample.branch for sample, _ in found] == [None, None, (0, 0), (0, 0), (0, 1), (0, 1)]
+    found, others = begin(valuer(folder, rollouts=2).rewarded(prompt(None), group)).result()
+    assert [rollout.branch for rollout, _ in [*found, *others]] == [None, None, (0, 0), (0, 0), (0, 1), (0, 1)]
     assert found[0][0].token_rewards == (TokenReward(3, UTILITY, 0.0), TokenReward(5, UTILITY, 0.0))
     kept = [WORDS.index(word) for word in ("hm", ".", "So", "it")]
-    assert [tokens.ids.tolist()[2:] for _, tokens in found[2:]] == [
+    assert [tokens.ids.tolist()[2:] for _, tokens in others] == [
         [*kept[:2], 0],
         [*kept[:2], 1],
         [*kept, 0],
         [*kept, 1],
     ]
     alone = begin(valuer(folder, rollouts=2).rewarded(prompt(None), group[1:])).result()
-    assert alone == [(group[1][0], group[1][1])]
+    assert alone == (group[1:], [])
 
 
 @pytest.mark.parametrize(
@@ -265,11 +265,10 @@ def test_the_configuration_refuses_answers_of_other_kinds(keys, reason):
 def test_the_trainer_gets_each_beginning_with_each_right_answer(folder):
     model = Model()
     given = [answer("hm", "So", "it", "</think>", "4"), answer("</think>")]
-    found = begin(valuer(folder, model, by="trainer").rewarded(prompt(["4", "42"]), given)).result()
+    found, probes = begin(valuer(folder, model, by="trainer").rewarded(prompt(["4", "42"]), given)).result()
     assert not model.asked
     assert [(r.position, r.kind, r.value) for r in found[0][0].token_rewards] == [(2, UTILITY, 0.0), (4, UTILITY, 0.0)]
-    probes = found[2:]
-    assert all(sample.is_probe for sample, _ in probes) and not any(sample.is_probe for sample, _ in found[:2])
+    assert len(found) == 2 and not any(rollout.branch for rollout, _ in found)
     assert [sample.branch for sample, _ in probes[::2]] == [FROM_PROMPT, Branch(0, 0), Branch(0, 1)]
     thought = [WORDS.index(word) for word in ("hm", "So", "it")]
     for (sample, tokens), num, right in zip(probes, [0, 0, 1, 1, 3, 3], [[FOUR], [FOUR, TWO]] * 3, strict=True):

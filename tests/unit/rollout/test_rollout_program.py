@@ -15,11 +15,12 @@ from megatron_rl.rollout.program import (
     OneCall,
     ThinkingBudget,
     Transcript,
-    as_sample,
+    as_rollout,
     find_delimiter,
     next_call,
     replay,
 )
+from megatron_rl.types import NOT_JUDGED
 
 EOS = 9
 THOUGHT = 8
@@ -80,7 +81,7 @@ def test_a_sample_golden():
     transcript = after(Completion([21, 22], [-0.7, -0.1], [4, 4], False))
     transcript.force((3,))
     transcript.sampled(Completion([31, 32], [-0.3, -0.2], [4, 5], True))
-    sample, tokens = as_sample([11, 12, 13], transcript, (3,), thought_budget=2)
+    sample, tokens = as_rollout([11, 12, 13], transcript, (3,), thought_budget=2)
     assert tokens.ids.tolist() == [11, 12, 13, 21, 22, 3, 31, 32]
     assert tokens.action_mask.tolist() == [False, False, False, True, True, False, True, True]
     np.testing.assert_array_equal(tokens.logp_rollout, np.float32([0, 0, 0, -0.7, -0.1, 0, -0.3, -0.2]))
@@ -89,14 +90,14 @@ def test_a_sample_golden():
     assert dtypes == (np.int32, np.bool_, np.float32, np.int32)
     assert (sample.length, sample.num_prompt_tokens) == (8, 3)
     assert (sample.num_actions, sample.num_thought_tokens) == (4, 2)
-    assert (sample.finish, sample.thought_cut, sample.verdict) == ("stop", True, None)
+    assert (sample.finish, sample.thought_cut, sample.verdict) == ("stop", True, NOT_JUDGED)
     assert sample.oldest_version == 4
 
 
 def test_an_answer_without_sampled_tokens_has_no_version():
     transcript = Transcript()
     transcript.force((3,))
-    assert as_sample([1], transcript, (3,))[0].oldest_version == -1
+    assert as_rollout([1], transcript, (3,))[0].oldest_version == -1
 
 
 def test_a_kept_beginning_did_not_stop():
@@ -109,8 +110,8 @@ def test_a_kept_beginning_did_not_stop():
 
 
 def test_without_a_delimiter_nothing_is_a_thought():
-    assert as_sample([1], after(call([7, 7])), (3,))[0].num_thought_tokens == 0
-    assert as_sample([1], after(call([7, 3])), None)[0].num_thought_tokens == 0
+    assert as_rollout([1], after(call([7, 7])), (3,))[0].num_thought_tokens == 0
+    assert as_rollout([1], after(call([7, 3])), None)[0].num_thought_tokens == 0
 
 
 small_ids = st.lists(st.sampled_from([3, 4, 5]), max_size=THOUGHT)
@@ -144,7 +145,7 @@ def test_budgets_hold_for_every_cut(thought, stopped, delimiter, budget, data):
     whole = len(transcript.ids)
     transcript.cut(step.num_tokens)
     assert program.next(transcript) == Done(step.num_tokens)
-    sample, tokens = as_sample([1, 2], transcript, delimiter, THOUGHT)
+    sample, tokens = as_rollout([1, 2], transcript, delimiter, THOUGHT)
     response = tokens.ids[2:].tolist()
 
     start = find_delimiter(response, delimiter)
@@ -209,11 +210,11 @@ def test_the_routes_are_those_of_the_last_call():
     transcript.sampled(Completion([7, 7], [-1.0, -1.0], [0, 0], False, routed(3, number=1)))
     transcript.force([3])
     transcript.sampled(Completion([8, EOS], [-1.0, -1.0], [1, 1], True, routed(6, number=2)))
-    _, tokens = as_sample(prompt, transcript, delimiter=(3,))
+    _, tokens = as_rollout(prompt, transcript, delimiter=(3,))
     assert tokens.routes[:, 0, 0].tolist() == [0, 1, 2, 3, 4, 5] and (tokens.routes[:, 1] == 2).all()
     transcript.cut(2)
-    assert len(as_sample(prompt, transcript, delimiter=(3,))[1].routes) == 4
+    assert len(as_rollout(prompt, transcript, delimiter=(3,))[1].routes) == 4
 
 
 def test_without_routes_there_are_none():
-    assert as_sample([5], after(call([7, EOS], stopped=True)), None)[1].routes is None
+    assert as_rollout([5], after(call([7, EOS], stopped=True)), None)[1].routes is None

@@ -14,10 +14,9 @@ from megatron_rl.algorithms.token_advantages import token_advantages
 from megatron_rl.algorithms.whitening import one_rank
 from megatron_rl.config.load import validate
 from megatron_rl.config.schema import GrpoRunConfig
-from megatron_rl.loop.rollouts import describe, scores_of
+from megatron_rl.loop.rollouts import batch_of, describe
 from megatron_rl.loop.shares import plan_step
-from megatron_rl.loop.source import Rollouts
-from megatron_rl.rollout.beams import Beam, as_samples
+from megatron_rl.rollout.beams import Beam, as_rollouts
 from megatron_rl.rollout.program import Completion, Transcript
 from megatron_rl.types import Group, ModelShape, Prompt, Verdict
 
@@ -40,8 +39,8 @@ def beam(*ids: int) -> Beam:
 @pytest.fixture
 def group() -> Group:
     """The first thought has sampled its delimiter, that of the second one is forced. One item of four is right."""
-    first = as_samples(PROMPT, thought([21, 22, 3], PREFIX), DELIMITER, 8, [beam(31, 32), beam(31, 33)])
-    second = as_samples(PROMPT, thought([23], (*DELIMITER, *PREFIX)), DELIMITER, 1, [beam(41, 42), beam(41, 43)])
+    first = as_rollouts(PROMPT, thought([21, 22, 3], PREFIX), DELIMITER, 8, [beam(31, 32), beam(31, 33)])
+    second = as_rollouts(PROMPT, thought([23], (*DELIMITER, *PREFIX)), DELIMITER, 1, [beam(41, 42), beam(41, 43)])
     answers = [*first, *second]
     samples = [
         replace(sample, verdict=Verdict(score, parts=(score,)))
@@ -74,8 +73,7 @@ def config(**estimator) -> GrpoRunConfig:
 
 def advantages(group: Group, cfg: GrpoRunConfig) -> tuple[dict[int, list[float]], list[float]]:
     """The advantage of every token of each sample, 0 where there is no action; and the weight of every packed token."""
-    scores = scores_of(cfg, [group], None)
-    shares, _ = plan_step(cfg, SHAPE, Rollouts([group], scores, {}), 0)
+    shares, _ = plan_step(cfg, SHAPE, batch_of(cfg, [group], 0, None))
     [share] = shares.policy
     [micros] = pack(share)
     columns, _ = token_advantages([micro.columns for micro in micros], cfg.algorithm, 0.0, one_rank)

@@ -20,7 +20,7 @@ from megatron_rl.tools.filter_difficulty import (
     warning_of,
     write_rows,
 )
-from megatron_rl.types import Group, Prompt, Sample, Verdict
+from megatron_rl.types import Group, Prompt, Rollout, Verdict
 
 RUN = {
     "run": {"name": "out", "steps": 1},
@@ -44,7 +44,7 @@ def config(**rollout) -> GrpoRunConfig:
 def group(*parts: float | None) -> Group:
     """Samples with these scores of the first reward; the second one is no verifier of record."""
     samples = [
-        Sample(10 + i, 4, 6 + i, 0, "stop", oldest_version=0, verdict=Verdict(0.0, parts=(part, 0.7)))
+        Rollout(10 + i, 4, 6 + i, 0, "stop", oldest_version=0, verdict=Verdict(0.0, parts=(part, 0.7)))
         for i, part in enumerate(parts)
     ]
     return Group(Prompt("rows.jsonl:3", (1, 2, 3, 4), "q", {}), samples, None, 0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from answering import answered
+
 from megatron_rl.types import Prompt
 from megatron_rl.verifiers import RewardSet, Scored, TrainerState
 from megatron_rl.verifiers.answer import Answer
@@ -15,7 +17,7 @@ class Letters:
 
 
 def answer(text: str, messages: object = "What is 1+1?", **columns: object) -> Answer:
-    return Answer(Prompt("rows.jsonl:1", (1,), messages, columns), [*map(ord, text), 0], "stop")
+    return answered(Prompt("rows.jsonl:1", (1,), messages, columns), [*map(ord, text), 0], "stop")
 
 
 CHAT = ({"role": "user", "content": "What is 1+1?"},)

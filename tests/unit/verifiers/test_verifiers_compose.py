@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megatron_rl.config.rewards import ExactAnswerReward, FunctionReward
-from megatron_rl.types import Prompt, Sample, Tokens, Verdict
+from megatron_rl.types import Prompt, Rollout, Tokens, Verdict
 from megatron_rl.verifiers import RewardSet, TrainerState, answers_of, weighted_sum
 from megatron_rl.verifiers.compose import required_columns
 from megatron_rl.verifiers.failures import FailureLog
@@ -33,8 +33,8 @@ def tokens(prompt: Prompt, *response: int) -> Tokens:
     return Tokens(ids, np.arange(len(ids)) >= len(prompt.token_ids), np.zeros(len(ids)), np.zeros(len(ids)))
 
 
-def sample(tokens: Tokens) -> Sample:
-    return Sample(len(tokens.ids), int((~tokens.action_mask).sum()), int(tokens.action_mask.sum()), 0, finish="stop")
+def sample(tokens: Tokens) -> Rollout:
+    return Rollout(len(tokens.ids), int((~tokens.action_mask).sum()), int(tokens.action_mask.sum()), 0, finish="stop")
 
 
 PLAIN = Prompt("r:1", (1, 2), "ab", {"ground_truth": "b"})

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megatron_rl.config.rewards import EnvironmentReward, ExactAnswerReward, LengthReward
-from megatron_rl.types import Episode, Prompt, Sample, TokenReward, Tokens, Verdict
+from megatron_rl.types import Episode, Prompt, Rollout, TokenReward, Tokens, Verdict
 from megatron_rl.verifiers import RewardSet, TrainerState, answers_of
 
 PROMPT = Prompt("rows.jsonl:7", (1, 2), "ab", {"ground_truth": "42"})
@@ -23,9 +23,9 @@ def verdict(cfg, text: str, last_turn: int, fault: str = "", rewards: tuple = ()
     """On an answer whose turns end with `|`. Its last turn begins at this character."""
     ids = [*PROMPT.token_ids, *(0 if letter == "|" else ord(letter) for letter in text)]
     tokens = Tokens(np.array(ids), np.ones(len(ids), bool), np.zeros(len(ids)), np.zeros(len(ids)))
-    sample = Sample(len(ids), 2, len(text), 0, "stop", episode=Episode(2, 2 + last_turn, fault=fault))
-    sample.token_rewards = rewards
-    answers = answers_of([PROMPT], [[tokens]], [[sample]])
+    episode = Episode(2, 2 + last_turn, fault=fault)
+    rollout = Rollout(len(ids), 2, len(text), 0, "stop", token_rewards=rewards, episode=episode)
+    answers = answers_of([PROMPT], [[tokens]], [[rollout]])
     rewards_of_run = RewardSet([cfg], Letters(), delimiter)
     [scored] = rewards_of_run.score(rewards_of_run.calls[0], answers, TrainerState(0, 1))
     return scored.verdicts[0]

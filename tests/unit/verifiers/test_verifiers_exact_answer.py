@@ -3,12 +3,13 @@ from __future__ import annotations
 from decimal import Decimal
 
 import pytest
+from answering import answered
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from megatron_rl.config.rewards import ExactAnswerReward
 from megatron_rl.types import Episode, Prompt, Verdict
-from megatron_rl.verifiers.answer import BLOCK_TOKENS, Answer, judged_text, text_after
+from megatron_rl.verifiers.answer import BLOCK_TOKENS, judged_text, text_after
 from megatron_rl.verifiers.exact_answer import last_number
 from megatron_rl.verifiers.ground_truth import GroundTruthVerifier
 
@@ -110,7 +111,7 @@ def test_last_number(text, number):
 
 def score(text: str, truth, finish: str = "stop", delimiter: str = "</think>", **cfg) -> Verdict:
     prompt = Prompt("rows.jsonl:3", (5,), "q", {"ground_truth": truth})
-    answer = Answer(prompt, ids_of(ONE_WORD, text), finish)
+    answer = answered(prompt, ids_of(ONE_WORD, text), finish)
     [verdict] = GroundTruthVerifier(ExactAnswerReward(**cfg), ONE_WORD, delimiter, 1).score([answer])
     return verdict
 
@@ -134,7 +135,7 @@ def test_after_a_thought_that_the_prompt_has_closed_all_is_answer(tokenizer, bef
     if tokenizer is SPECIAL and expected:  # there the delimiter is a special token, and dropped
         expected = expected.replace("</think>", "")
     prompt = Prompt("row", tuple(ids_of(tokenizer, before)), "q", {})
-    for_turn = Answer(  # what comes before the last turn of an episode
+    for_turn = answered(  # what comes before the last turn of an episode
         Prompt("row", (), "q", {}),
         [*prompt.token_ids, *ids_of(tokenizer, text)],
         "stop",
@@ -143,8 +144,8 @@ def test_after_a_thought_that_the_prompt_has_closed_all_is_answer(tokenizer, bef
         7,
     )
     size, ids = len(prompt.token_ids), ids_of(tokenizer, text)
-    one_turn = Answer(prompt, ids, "stop", Episode(1, size), (), size)
-    for answer in (Answer(prompt, ids, "stop"), for_turn, one_turn):
+    one_turn = answered(prompt, ids, "stop", Episode(1, size), (), size)
+    for answer in (answered(prompt, ids, "stop"), for_turn, one_turn):
         found = judged_text(answer, True, "</think>", tokenizer)
         assert found == (Verdict(0.0, "no </think>") if expected is None else expected)
 

@@ -6,6 +6,7 @@ import json
 import math
 
 import pytest
+from answering import answered
 from patience import deadline
 
 from megatron_rl.config.rewards import CodeReward, ExactAnswerReward, InstructionsReward, MathematicsReward
@@ -25,7 +26,7 @@ class Letters:
 
 def answer(text: str, truth: object, finish: str = "stop", **columns: object) -> Answer:
     prompt = Prompt("rows.jsonl:7", (1,), "question", {"ground_truth": truth} | columns)
-    return Answer(prompt, [ord(letter) for letter in text], finish)
+    return answered(prompt, [ord(letter) for letter in text], finish)
 
 
 TESTS = ["assert double(2) == 4", "assert double(-1) == -2"]

@@ -11,6 +11,7 @@ from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 
 import pytest
+from answering import answered
 from pydantic import ValidationError
 from service_server import serving
 
@@ -39,7 +40,7 @@ def short_pauses(monkeypatch):
 
 def answer(text: str, finish: str = "stop", **columns: object) -> Answer:
     prompt = Prompt("rows.jsonl:7", (1,), ({"role": "user", "content": "1 + 1?"},), columns)
-    return Answer(prompt, [ord(letter) for letter in text], finish)
+    return answered(prompt, [ord(letter) for letter in text], finish)
 
 
 def completion(content: object) -> dict:

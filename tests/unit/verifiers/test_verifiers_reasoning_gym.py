@@ -12,6 +12,7 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
+from answering import answered
 from hypothesis import given
 from hypothesis import strategies as st
 from patience import deadline
@@ -34,7 +35,7 @@ class Letters:
 
 
 def answer(text: str, truth: object, finish: str = "stop") -> Answer:
-    return Answer(Prompt("rows.jsonl:7", (1,), "question", {"ground_truth": truth}), list(map(ord, text)), finish)
+    return answered(Prompt("rows.jsonl:7", (1,), "question", {"ground_truth": truth}), list(map(ord, text)), finish)
 
 
 def truth(task: str, own: str | None = None, **metadata: object) -> dict[str, object]:

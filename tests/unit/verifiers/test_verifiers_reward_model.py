@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
+from answering import answered
 from pydantic import ValidationError
 from service_server import serving
 
@@ -24,7 +25,7 @@ class Letters:
 
 
 def answer(text: str, finish: str = "stop", question=CHAT) -> Answer:
-    return Answer(Prompt("rows.jsonl:7", (1,), question), [ord(letter) for letter in text], finish)
+    return answered(Prompt("rows.jsonl:7", (1,), question), [ord(letter) for letter in text], finish)
 
 
 def classification(*logits: object) -> dict:

@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 
 import pytest
+from answering import answered
 from hypothesis import given
 from hypothesis import strategies as st
 from patience import deadline
@@ -28,7 +29,7 @@ class Letters:
 
 def answer(text: str, finish: str = "stop", **columns: object) -> Answer:
     ids = [*map(ord, text), *([0] if finish == "stop" else [])]
-    return Answer(Prompt("rows.jsonl:7", (1,), "question", columns), ids, finish)
+    return answered(Prompt("rows.jsonl:7", (1,), "question", columns), ids, finish)
 
 
 CHOICES = {"A": 1.0, "a": 1.0, "(A)": 1.0, "A.": 1.0, "": 0.0, ".": 0.0, "B": 0.0, "The": 0.0, "an": 0.0}
@@ -142,7 +143,7 @@ def test_the_format_is_one_thought_and_one_text(text, fault):
 )
 def test_the_format_after_a_closed_thought_is_one_text(text, fault):
     closed = replace(answer(text).prompt, token_ids=tuple(map(ord, "<think></think>\n")))
-    after = replace(answer(text), prompt=closed)
+    after = answered(closed, answer(text).response_ids)
     assert scores(FormatReward(), [after]) == [Verdict(1.0) if fault is None else Verdict(0.0, fault)]
 
 

@@ -1,0 +1,80 @@
+"""What a step does with its shares: log-probs, the optimizer steps, and what is told about them.
+
+Invariant (tests/unit/loop): the run stops if trainer and engine give different log-probs to the same tokens.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from statistics import fmean
+
+from megatron_rl.algorithms import Coefficients, disagreement
+from megatron_rl.config.schema import GrpoRunConfig
+from megatron_rl.loop.performance import performance
+from megatron_rl.loop.rollouts import UntrainedSteps
+from megatron_rl.loop.stragglers import Stragglers
+from megatron_rl.ports import Policy, Sink
+from megatron_rl.types import Group, Metrics, Shares
+
+
+class Updates:
+    def __init__(self, config: GrpoRunConfig, policy: Policy, coefficients: Coefficients, sink: Sink) -> None:
+        self._config, self._policy, self._coefficients, self._sink = config, policy, coefficients, sink
+        self._stragglers, self._untrained = Stragglers(), UntrainedSteps()
+
+    def make(self, shares: Shares, planned: Metrics, groups: Sequence[Group], step: int) -> Metrics:
+        """Train on a step; returns its metrics. Nothing is trained if no sample has a gradient.
+
+        Args:
+            planned: the metrics of the plan.
+
+        Raises:
+            ValueError: trainer and engine disagree, or a number is not finite.
+        """
+        coefficients = self._coefficients
+        self._untrained.count(shares.num_updates > 0, groups, self._sink)
+        if not shares.num_updates:
+            return {}
+        with self._sink.phase("logprobs"):
+            metrics = self._policy.begin(shares, coefficients.values)
+        check_agreement(metrics, coefficients.max_mismatch, step)
+        start = time.perf_counter()
+        with self._sink.phase("update"):
+            updates, of_critic = self._policy.update(coefficients.values)
+        metrics |= of_critic
+        if updates:  # a critic may learn alone at first
+            metrics |= performance(self._config, planned, time.perf_counter() - start)
+            self._stragglers.count(updates, self._sink)
+            metrics |= describe_updates(updates, coefficients)
+            coefficients.adapt(metrics, int(planned["samples/active"]))
+        return metrics
+
+
+def describe_updates(updates: Sequence[Metrics], coefficients: Coefficients) -> Metrics:
+    """The metrics of a step from those of its updates, with the coefficients that the updates used. The step's value is
+    the largest for names that end in `/max`, the smallest for `/min`, and the mean for all others.
+
+    `on_policy/ratio_error` is the largest deviation from 1 of the first update's ratios. It should be 0, because the
+    weights are still those of logp_old.
+    """
+    together = {"max": max, "min": min}
+    metrics = {
+        name: together.get(name.rpartition("/")[2], fmean)([update[name] for update in updates]) for name in updates[0]
+    }
+    in_force = {f"coefficient/{name}": value for name, value in coefficients.values.items()}
+    ratio_error = max(updates[0]["ratio/max"] - 1, 1 - updates[0]["ratio/min"])
+    return metrics | in_force | {"on_policy/ratio_error": ratio_error}
+
+
+def check_agreement(metrics: Metrics, bound: float, step: int) -> None:
+    """Check that engine and trainer, which have the same weights at the step's start, give the same log-probs to the
+    same tokens. If the mismatch is known only from the first update, the policy refuses this update itself before it
+    changes a weight.
+
+    Raises:
+        ValueError: the mean mismatch exceeds the bound.
+    """
+    problem = disagreement(metrics, bound)
+    if problem:
+        raise ValueError(f"step {step}: {problem}")

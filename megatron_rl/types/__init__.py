@@ -1,0 +1,66 @@
+"""The data types that all packages share. They are plain values and compute nothing but their own derived numbers.
+
+One answer goes through eight shapes: a row of a file, `Prompt`, `rollout.program.Completion` in the engine, `Rollout`
+with its `Tokens` and its `Verdict`, `StepBatch`, `Credit`, `Share`, and `actor.packing.Microbatch` on a rank. Nothing
+here imports torch.
+"""
+
+from megatron_rl.types.mesh import HOLDS, Mesh, Phase
+from megatron_rl.types.model import Experts, LatentAttention, Llama3Rope, ModelShape, YarnRope
+from megatron_rl.types.rollouts import (
+    FROM_PROMPT,
+    NOT_JUDGED,
+    UTILITY,
+    Branch,
+    Episode,
+    Group,
+    GroupRequest,
+    Prompt,
+    Rollout,
+    TokenReward,
+    Tokens,
+    Verdict,
+)
+from megatron_rl.types.step import (
+    Credit,
+    Denominators,
+    Metrics,
+    MicrobatchPlan,
+    Share,
+    Shares,
+    StepBatch,
+    TokenNumbers,
+    TokenRewards,
+)
+
+__all__ = [
+    "FROM_PROMPT",
+    "HOLDS",
+    "NOT_JUDGED",
+    "UTILITY",
+    "Branch",
+    "Credit",
+    "Denominators",
+    "Episode",
+    "Experts",
+    "Group",
+    "GroupRequest",
+    "LatentAttention",
+    "Llama3Rope",
+    "Mesh",
+    "Metrics",
+    "MicrobatchPlan",
+    "ModelShape",
+    "Phase",
+    "Prompt",
+    "Rollout",
+    "Share",
+    "Shares",
+    "StepBatch",
+    "TokenNumbers",
+    "TokenReward",
+    "TokenRewards",
+    "Tokens",
+    "Verdict",
+    "YarnRope",
+]

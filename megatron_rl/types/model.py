@@ -1,0 +1,112 @@
+"""The sizes of a model. Nothing here imports torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """A mixture of experts, which takes the place of the dense MLP."""
+
+    num_experts: int
+    num_active: int
+    """The number of routed experts that process each token."""
+    ffn_size: int
+    """The hidden size of one routed expert."""
+    shared_ffn_size: int = 0
+    """The hidden size of all shared experts together, which process every token; 0 means no shared expert."""
+    first_dense_layers: int = 0
+    """The number of layers before the first mixture. They have a dense MLP of `ModelShape.ffn_size`."""
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    """The function that turns the router's logits over all experts into weights."""
+    normalised: bool = True
+    """Whether the weights of the active experts are divided by their sum."""
+    num_groups: int = 1
+    """The number of equal groups of experts. The active experts are chosen from the best `num_active_groups` of them
+    (DeepSeek-V3, arXiv:2412.19437)."""
+    num_active_groups: int = 1
+    scaling_factor: float = 1.0
+    """The factor of the active experts' weights, which is applied after the normalisation."""
+
+
+@dataclass(frozen=True, slots=True)
+class LatentAttention:
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): low-rank projections make q, k and v."""
+
+    query_rank: int
+    """The rank of q's projection; 0 means that q is projected directly."""
+    kv_rank: int
+    """The rank of the common projection of k and v."""
+    nope_dim: int
+    """The part of each head's q and k that is not rotated, in dimensions."""
+    rope_dim: int
+    """The part of each head's q, and of the one k that all heads share, that is rotated, in dimensions."""
+    value_dim: int
+    """The dimension of each head's v."""
+
+
+@dataclass(frozen=True, slots=True)
+class Llama3Rope:
+    """Llama 3.1's scaling of the rotary frequencies (arXiv:2407.21783): long wavelengths are stretched, and short ones
+    are kept."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_positions: int
+
+
+@dataclass(frozen=True, slots=True)
+class YarnRope:
+    """YaRN's scaling of the rotary frequencies (arXiv:2309.00071)."""
+
+    factor: float
+    original_max_positions: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    """The factor of cos and sin. None means that it follows from mscale and mscale_all_dim, or is 0.1 ln(factor) + 1
+    where these are 0."""
+    mscale: float = 0.0
+    mscale_all_dim: float = 0.0
+    """If it is not 0, the scale of the softmax is also multiplied by (0.1 mscale_all_dim ln(factor) + 1)^2, as in
+    DeepSeek's models."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """The sizes of a decoder model, as its Hugging Face config.json gives them. Properties that all checkpoints of a
+    family share (biases, the position of the norms) are in the table of the family, `layout.FAMILIES[shape.family]`."""
+
+    family: str
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    """The dimension of one head. It can differ from hidden_size / num_heads (Qwen3-32B has 64 heads x 128, and a hidden
+    size of 5120)."""
+    ffn_size: int
+    vocab_size: int
+    rope_theta: float
+    norm_eps: float
+    max_positions: int
+    tied_embeddings: bool
+    experts: Experts | None = None
+    latent: LatentAttention | None = None
+    """If it is given, it takes the place of num_kv_heads and head_dim."""
+    sliding_window: int | None = None
+    """The number of tokens, including itself, that a token attends to in the layers of `sliding_layers`."""
+    sliding_layers: tuple[int, ...] = ()
+    """The indices of the layers with a sliding window."""
+    rope_scaling: Llama3Rope | YarnRope | None = None
+    """The scaling of the rotary frequencies in the layers outside `sliding_layers`. A window is too short to need
+    it."""
+    value_head: bool = False
+    """Whether the model ends with one number for each token, a value, in place of the logits of the next one."""
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer has the mixture of experts instead of the dense MLP."""
+        return self.experts is not None and layer >= self.experts.first_dense_layers

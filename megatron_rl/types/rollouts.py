@@ -1,0 +1,228 @@
+"""What the engines are asked for, and what comes back. These are plain values and compute nothing but their own derived
+numbers.
+
+A prompt has a group of rollouts, and a rollout consists of tokens. An array with one entry for each token is indexed by
+the token that it describes: entry t of `logp_rollout` is log p(ids[t] | ids[:t]), so entry 0 means nothing.
+
+Shape letters: L the number of tokens of one rollout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One question, with its tokens.
+
+    Example: the row `{"question": "1 + 2 =", "ground_truth": "3"}` in line 17 of a file is
+    `Prompt("sums.jsonl:17", (5, 14, 6, 15), "1 + 2 =", {"ground_truth": "3"})`, if it has four tokens.
+    """
+
+    uid: str
+    """A readable name of the prompt's row: `gsm8k_train.jsonl:17`."""
+    token_ids: tuple[int, ...]
+    messages: tuple[Mapping[str, str], ...] | str
+    """The source of the prompt: chat turns, or plain text. Reward functions receive it as `prompts`."""
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    """All other columns of the row (`ground_truth`, `dataset`, ...), which the verifiers receive."""
+    thought_budgets: tuple[int, ...] = ()
+    """The budget of each answer's thought in tokens, which the asking gives it; empty: that of
+    `config.ThinkingBudget.of_row`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """The tokens of one rollout, beginning with the prompt. Tokens are never made again from text; text is only made
+    from tokens.
+
+    Example: a prompt of 3 tokens, a thought that the budget cut after 2 tokens, the forced delimiter, and an answer of
+    2 tokens:
+        ids           [11 12 13 | 21 22 | 3 | 31 32]
+        action_mask   [ 0  0  0 |  1  1 | 0 |  1  1]
+        logp_rollout  [ 0  0  0 | -.7 -.1 | 0 | -.3 -.2]
+        version       [-1 -1 -1 |  4  4 | -1 |  4  4]
+    """
+
+    ids: np.ndarray
+    """int32 [L]"""
+    action_mask: np.ndarray
+    """bool [L]: True where the policy sampled the token. The prompt and forced tokens are no actions."""
+    logp_rollout: np.ndarray
+    """float32 [L]: the engine's log-prob of each action at the sampling temperature; 0 elsewhere."""
+    version: np.ndarray
+    """int32 [L]: the version of the weights that sampled each action; -1 elsewhere."""
+    routes: np.ndarray | None = None
+    """uint8 [R, layers, K]: the K experts that the engine chose in every layer for the first R <= L tokens, when it
+    computed the keys and values that the last token saw. Layers without experts have any numbers. None if the engine
+    did not tell."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """A score, or an abstention with its reason. A crash or a time-out is never the score 0.
+
+    Example: two rewards with the weights 1 and 0.5 give 1 and 0.4. The verdict on the answer is
+    `Verdict(1.2, parts=(1.0, 0.4))`. If the second one abstains, it is `Verdict(1.0, parts=(1.0, None))`.
+    """
+
+    score: float | None
+    """The score of one reward, or the weighted sum of all rewards; None means an abstention."""
+    reason: str = ""
+    parts: tuple[float | None, ...] = ()
+    """If `score` is the weighted sum, the score of each configured reward, not weighted; None where it abstained."""
+    shaped: float | None = None
+    """The score after algorithm.shaping; None if no shaping was applied."""
+    failed: bool = False
+    """True if the reward could not score the answer; False if it gave a score or chose to abstain."""
+    details: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """What a reward reports about the answer, as `<name of the reward>/<column>` and a value of JSON."""
+
+    @property
+    def reward(self) -> float | None:
+        """The number that advantages are computed from: the shaped score if there is one, otherwise the score."""
+        return self.score if self.shaped is None else self.shaped
+
+
+NOT_JUDGED = Verdict(None, "the answer has not been judged")
+"""The verdict on an answer before the verifiers have seen it."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRequest:
+    """What the engines are asked for: the answers to one prompt.
+
+    Example: the third prompt of step 5 in a run with `run.seed: 1` and 4 prompts a step is
+    `GroupRequest(22, prompt, num_samples=8, seed=(1048581, 2))`: its place in the stream of prompts is 5 x 4 + 2, and
+    1048581 is 2**20 + 5.
+    """
+
+    number: int
+    """The name of the group until it is handed out. A group that is trained on has its place in the stream of prompts,
+    counted from 0. All others, of evaluations and baselines, have numbers below 0: they get no rewards of passages, and
+    are not written into the journal."""
+    prompt: Prompt
+    num_samples: int
+    seed: tuple[int, ...]
+    """What the seeds of the answers are made of, together with `run.seed`. The same seed and weights give the same
+    answers."""
+    is_greedy: bool = False
+    """Whether the most probable tokens are taken, for the baseline of the estimator `remax`."""
+
+
+UTILITY = "utility"
+"""The kind of the rewards of a thought's passages (`rollout.prefix_values`)."""
+
+
+class TokenReward(NamedTuple):
+    """A reward at one token of a sample."""
+
+    position: int
+    """The token's index in `Tokens`. At a token that is no action it counts for the last action before it."""
+    kind: str
+    """What gave it. Each kind is normalised separately, so that one with a large scale does not hide the others."""
+    value: float
+
+
+class Branch(NamedTuple):
+    """The end of a passage, from which other answers go on."""
+
+    sample: int
+    """The number of the rollout within its group."""
+    passage: int
+    """The number of the passage within the rollout's thought."""
+
+
+FROM_PROMPT = Branch(-1, -1)
+"""The end of the prompt, before all thoughts of a group."""
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """What the driver knows about the turns of one answer, if there is `rollout.environment`."""
+
+    num_turns: int
+    """The number of the model's turns."""
+    last_turn: int
+    """The index in `Tokens` of the first token of the last turn."""
+    num_tool_errors: int = 0
+    """The number of calls of tools that gave an error."""
+    step_s: float = 0.0
+    """The seconds in which the model waited for the environment."""
+    fault: str = ""
+    """Why the environment failed, so that nothing can be said about the answer; empty if it did not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """One answer, as the driver knows it. Its tokens are in the payload of its group.
+
+    Example: the one whose `Tokens` are shown above, and which was judged right:
+        Rollout(length=8, num_prompt_tokens=3, num_actions=4, num_thought_tokens=2, finish="stop", thought_cut=True,
+                thought_budget=2, oldest_version=4, verdict=Verdict(1.0, parts=(1.0,)))
+    """
+
+    length: int
+    """The number of tokens in prompt and response together."""
+    num_prompt_tokens: int
+    num_actions: int
+    """The number of tokens that the policy sampled."""
+    num_thought_tokens: int
+    """The number of sampled tokens before the first delimiter. If there is no delimiter, all tokens of an answer with a
+    budget are a thought, and none of an answer without."""
+    finish: str
+    """`stop` if the model ended its answer, `length` if a budget cut it."""
+    thought_cut: bool = False
+    """Whether the thinking budget ended the thought."""
+    thought_budget: int | None = None
+    """The largest number of tokens that its thought was to have; None if there was no budget."""
+    oldest_version: int = -1
+    """The oldest version of the weights that sampled one of its actions; -1 if it has none."""
+    token_rewards: tuple[TokenReward, ...] = ()
+    """Rewards at single tokens, in the order of their positions, which estimators of one number for each token use."""
+    episode: Episode | None = None
+    """The turns of the answer; None if there is no environment."""
+    beam: int = 0
+    """The rank of its item among the beams of its thought, 0 for the most probable one; 0 without beam search. The
+    rollouts of a thought are adjacent, and the thought's tokens are actions of the one with rank 0 alone."""
+    num_item_tokens: int = 0
+    """The number of its last tokens that are an item, which beam search has found; 0: it has none."""
+    branch: Branch | None = None
+    """The passage from whose end it goes on, if it belongs to `Group.continuations`; None for an answer."""
+    verdict: Verdict = NOT_JUDGED
+
+    @property
+    def num_response_tokens(self) -> int:
+        return self.length - self.num_prompt_tokens
+
+    @property
+    def num_new_tokens(self) -> int:
+        """The number of its response's tokens that the best beam of its thought does not have."""
+        return self.num_item_tokens if self.beam else self.num_response_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """All answers to one prompt."""
+
+    prompt: Prompt
+    rollouts: Sequence[Rollout]
+    payload: Any
+    """list[Tokens], one for each rollout, or a reference to this list (a Ray object), which the trainer ranks and the
+    verifier resolve. Tokens do not pass through the driver."""
+    version: int
+    """The version of the weights with which the generation began; `Tokens.version` gives the one of each token."""
+    continuations: Group | None = None
+    """What only tells the values of the passages of these rollouts (`rollout.prefix_values`): answers that go on from
+    the ends of passages, until they are judged, or right answers that were put there, until the trainer has told their
+    log-probs. Nothing is trained on them. None: there are none."""
+
+    def judged(self, verdicts: Sequence[Verdict]) -> Group:
+        """The group whose rollouts have these verdicts."""
+        rollouts = [replace(one, verdict=given) for one, given in zip(self.rollouts, verdicts, strict=True)]
+        return replace(self, rollouts=rollouts)

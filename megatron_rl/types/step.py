@@ -1,0 +1,254 @@
+"""A training step, from its answers to the tokens of a rank. These are plain values.
+
+Shape letters: S samples of the step, N samples of a rank or rewards at tokens, K reward functions, L tokens of one
+sample. A sample is a rollout, or a supervised row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from megatron_rl.types.mesh import Mesh
+from megatron_rl.types.rollouts import Group, Tokens
+
+Metrics = dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRewards:
+    """Rewards at single tokens of several samples. The arrays have one entry for each of its N rewards, in any order;
+    several may be at one token."""
+
+    sample: np.ndarray
+    """int64 [N]: the index of the sample."""
+    position: np.ndarray
+    """int64 [N]: see `TokenReward.position`."""
+    value: np.ndarray
+    """float64 [N]"""
+    kind: Sequence[str] = ()
+    """[N]: see `TokenReward.kind`. Empty once the kinds have been added up."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """The samples of one step in the order of their groups: what advantages are estimated from, and what planning
+    needs. The arrays have one entry for each sample; the tokens are in the payloads.
+
+    Example: two prompts with two answers each, of 8, 9, 5 and 7 tokens, of which the policy sampled 5, 6, 3 and 5. The
+    last answer was cut, and its reward abstained:
+        group_of [0 0 1 1]   index_in_group [0 1 0 1]   lengths [8 9 5 7]   num_actions [5 6 3 5]
+        is_cut [F F F T]     rewards [1 0 1 nan]
+    """
+
+    names: Sequence[str]
+    """[S]: the name of each sample for error messages."""
+    group_of: np.ndarray
+    """int64 [S]: the index of the sample's group."""
+    index_in_group: np.ndarray
+    """int64 [S]: the index of the sample in the payload of its group."""
+    lengths: np.ndarray
+    """int64 [S]: the number of tokens in prompt and response together."""
+    num_actions: np.ndarray
+    """int64 [S]: the number of tokens that the policy sampled, or of a supervised row's completion."""
+    payloads: Sequence[Any]
+    """The tokens of each group; see `Group.payload`."""
+    version: int
+    """The version of the weights that the step begins with."""
+    is_cut: np.ndarray
+    """bool [S]: whether the length budget ended the answer."""
+    rewards: np.ndarray
+    """float64 [S]: the shaped rewards; NaN where every reward abstained, and for supervised rows."""
+    reward_parts: np.ndarray | None = None
+    """float64 [S, K]: the separate scores of the K reward functions; NaN where one abstained."""
+    reward_weights: np.ndarray | None = None
+    """float64 [K]: the weights of the reward functions in `rewards`."""
+    greedy_rewards: np.ndarray | None = None
+    """float64 [S]: the reward of the greedy answer to the sample's prompt; NaN where every reward abstained on it."""
+    token_rewards: TokenRewards | None = None
+    """The rewards at single tokens, besides `rewards`."""
+    thought_of: np.ndarray | None = None
+    """int64 [S]: the index of the sample's thought, which it shares with the other beams of a search."""
+    num_item_tokens: np.ndarray | None = None
+    """int64 [S]: see `Rollout.num_item_tokens`."""
+
+    @classmethod
+    def of_groups(
+        cls,
+        groups: Sequence[Group],
+        version: int,
+        reward_weights: np.ndarray | None = None,
+        greedy_rewards: np.ndarray | None = None,
+    ) -> StepBatch:
+        """The batch of some groups."""
+        rollouts, sizes = [one for group in groups for one in group.rollouts], [len(group.rollouts) for group in groups]
+        verdicts = [one.verdict for one in rollouts]
+        given = [(i, reward) for i, one in enumerate(rollouts) for reward in one.token_rewards]
+        return cls(
+            names=[f"{group.prompt.uid}, answer {i}" for group in groups for i in range(len(group.rollouts))],
+            group_of=np.repeat(np.arange(len(groups)), sizes),
+            index_in_group=np.concatenate([np.arange(n) for n in sizes]) if sizes else np.zeros(0, np.int64),
+            lengths=np.array([one.length for one in rollouts], np.int64),
+            num_actions=np.array([one.num_actions for one in rollouts], np.int64),
+            payloads=[group.payload for group in groups],
+            version=version,
+            is_cut=np.array([one.finish == "length" for one in rollouts], bool),
+            rewards=numbers(verdict.reward for verdict in verdicts),
+            reward_parts=np.array([numbers(verdict.parts) for verdict in verdicts]),
+            reward_weights=reward_weights,
+            greedy_rewards=greedy_rewards,
+            token_rewards=TokenRewards(
+                np.array([i for i, _ in given], np.int64),
+                np.array([reward.position for _, reward in given], np.int64),
+                np.array([reward.value for _, reward in given], np.float64),
+                [reward.kind for _, reward in given],
+            ),
+            thought_of=np.cumsum([one.beam == 0 for one in rollouts]) - 1,
+            num_item_tokens=np.array([one.num_item_tokens for one in rollouts], np.int64),
+        )
+
+    @classmethod
+    def of_rows(cls, rows: Sequence[tuple[str, Tokens]], version: int) -> StepBatch:
+        """The batch of a supervised step: each row, a name and its tokens, is a group of its own."""
+        num = len(rows)
+        return cls(
+            names=[name for name, _ in rows],
+            group_of=np.arange(num),
+            index_in_group=np.zeros(num, np.int64),
+            lengths=np.array([len(tokens.ids) for _, tokens in rows], np.int64),
+            num_actions=np.array([tokens.action_mask.sum() for _, tokens in rows], np.int64),
+            payloads=[[tokens] for _, tokens in rows],
+            version=version,
+            is_cut=np.zeros(num, bool),
+            rewards=np.full(num, np.nan),
+        )
+
+
+def numbers(values: Iterable[float | None]) -> np.ndarray:
+    """float64, with NaN for None."""
+    return np.array([np.nan if value is None else value for value in values], np.float64)
+
+
+@dataclass(frozen=True, slots=True)
+class Credit:
+    """What an estimator gives the samples of a batch."""
+
+    advantages: np.ndarray
+    """float64 [S]: the advantage that all action tokens of a sample share."""
+    active: np.ndarray
+    """bool [S]: whether the sample has a gradient. Zero-signal groups and abstentions have none."""
+    token_rewards: TokenRewards | None = None
+    """The rewards from which the ranks compute an advantage for each token, which is added to `advantages`; None if the
+    estimator gives one number for each sample."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one data-parallel rank gets of a step. The arrays have one entry for each of its N samples."""
+
+    minibatches: tuple[tuple[tuple[int, ...], ...], ...]
+    """`minibatches[i][m]` are the samples of micro-batch m in optimizer step i, as indices into the arrays."""
+    denominators: tuple[Denominators, ...]
+    """One entry for each optimizer step; they are those of all ranks together."""
+    alignment: int
+    """Inside its micro-batch every sequence is padded to a multiple of this number of tokens."""
+    version: int
+    """The version of the weights at the step's start."""
+    names: Sequence[str]
+    """[N]: the name of each sample for error messages."""
+    index: np.ndarray
+    """int64 [N]: the sample's index in the step. Index and position together identify a token in every packing."""
+    advantages: np.ndarray
+    """float64 [N]: the advantage of every action token of the sample."""
+    weights: np.ndarray
+    """float64 [N]: the factor of each action token's loss; it contains the aggregation and the denominators."""
+    payloads: Sequence[Any]
+    """The tokens of the groups that the samples belong to; see `Group.payload`."""
+    payload_of: np.ndarray
+    """int64 [N]: the index of the payload of the sample's group."""
+    index_in_group: np.ndarray
+    """int64 [N]: the index of the sample in that payload."""
+    token_rewards: TokenRewards | None = None
+    """The samples' part of `Credit.token_rewards`; `TokenRewards.sample` is an index into the arrays."""
+    values: Any = None
+    """The critic's values at the tokens of each sample, float32 [L] by `index`, or references to them; None if there is
+    no critic."""
+
+    def tokens(self, sample: int) -> Tokens:
+        """The tokens of a sample, once the payloads are at hand."""
+        tokens: Tokens = self.payloads[self.payload_of[sample]][self.index_in_group[sample]]
+        return tokens
+
+
+class Shares(NamedTuple):
+    """The share of each data-parallel rank in a step. The shares have no mini-batch if no sample has a gradient."""
+
+    policy: Sequence[Share]
+    critic: Sequence[Share] = ()
+    """The shares of the critic's ranks, with the same samples; empty if there is no critic."""
+
+    @property
+    def num_updates(self) -> int:
+        """The number of the policy's optimizer steps."""
+        return len(self.policy[0].minibatches)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenNumbers:
+    """A number at each token of a step's samples, such as the values of a critic, in parts that different processes
+    have computed."""
+
+    parts: Sequence[Any]
+    """A reference to each part, which gives float32 [L] by the index of the sample in the step."""
+    indices: Sequence[np.ndarray]
+    """int64: the samples of each part, by their indices in the step."""
+
+    @classmethod
+    def of_replicas(cls, mesh: Mesh, answers: Sequence[Any], indices: Sequence[np.ndarray]) -> TokenNumbers:
+        """
+        Args:
+            answers: what each rank of the mesh returned: a reference from one rank of each data-parallel replica that
+                has samples, and None from the others.
+            indices: the samples of each replica.
+        """
+        given = [(mesh.coordinates(rank)[2], answer) for rank, answer in enumerate(answers) if answer is not None]
+        return cls([answer for _, answer in given], [indices[replica] for replica, _ in given])
+
+    def needed_by(self, index: np.ndarray) -> list[Any]:
+        """The parts that have some of these samples."""
+        return [part for part, own in zip(self.parts, self.indices, strict=True) if np.isin(index, own).any()]
+
+
+@dataclass(frozen=True, slots=True)
+class Denominators:
+    """The numbers by which the loss terms of one optimizer step are divided. They are counted over the whole mini-batch
+    and all data-parallel ranks, before it is cut into micro-batches and before any rejection."""
+
+    num_tokens: int
+    """The number of action tokens."""
+    num_samples: int
+
+
+@dataclass(frozen=True, slots=True)
+class MicrobatchPlan:
+    """The micro-batch of every sample: `minibatches[i][rank][m]` are the indices (into the batch) of the samples of
+    micro-batch m on data-parallel rank `rank` in optimizer step i. All ranks have the same number of micro-batches in
+    an optimizer step; an empty tuple is an empty micro-batch."""
+
+    minibatches: tuple[tuple[tuple[tuple[int, ...], ...], ...], ...]
+    denominators: tuple[Denominators, ...]
+    """One entry for each optimizer step."""
+    max_tokens: int
+    """The largest number of tokens in a micro-batch, alignment padding included. Only a micro-batch of one sample may
+    exceed it, if the configuration allows that."""
+    alignment: int
+    """Inside its micro-batch every sequence is padded to a multiple of this number of tokens."""
+    tokens: tuple[tuple[tuple[int, ...], ...], ...] = ()
+    """`tokens[i][rank][m]` is the number of tokens of a micro-batch, alignment padding included."""
+    flops: tuple[tuple[tuple[float, ...], ...], ...] = ()
+    """`flops[i][rank][m]` are the FLOPs of a micro-batch for the forward pass, the backward pass and recomputation."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """What the run logs about the plan."""
