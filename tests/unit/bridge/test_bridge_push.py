@@ -271,6 +271,26 @@ def test_files_carry_a_push_and_the_last_two_versions_stay(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["version-00000001", "version-00000002"]
 
 
+def test_a_reader_of_files_holds_no_more_than_a_bucket_at_a_time(tmp_path, monkeypatch):
+    """Every copy is a message. In the memory of a sender they would lie in place, and a whole turn would be read."""
+    monkeypatch.setattr("megatron_rl.bridge.messages.ALONE_BYTES", 1)
+    monkeypatch.setattr("megatron_rl.layout.turns.NUM_BLOCKS", 4)
+    with joined(folder=str(tmp_path), bucket_bytes=5000) as ranks:
+        [line] = ranks.intakes[0]._lines.values()
+        held, take = [], line.take
+
+        def taken(*arguments):
+            parts = take(*arguments)
+            held.append([content.numel() for _, content in parts])
+            return parts
+
+        line.take = taken
+        sent, received = ranks.push(0)
+        [f.result() for f in [*sent, *received]]
+        ranks.check(0)
+    assert max(map(len, held)) > 1 and max(map(sum, held)) <= 5000
+
+
 def test_a_reader_of_files_starts_with_nothing_less_than_all(tmp_path):
     """One of two trainers wrote its part: the deadline passes, no parameter is touched."""
     with joined(Mesh(tensor=2), Engines(1, 1), folder=str(tmp_path), timeout_s=deadline(0.3)) as ranks:
