@@ -18,6 +18,7 @@ import psutil
 import pytest
 import ray
 from leaks import lasting
+from patience import deadline
 
 from megatron_rl.cluster import waiting
 from megatron_rl.cluster.nodes import RayPlacement
@@ -233,6 +234,30 @@ def test_what_a_tick_raises_ends_a_wait(ranks, monkeypatch):
 
 def test_rays_handlers_do_not_stay(ranks):
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+WAITS_FOR_EVER = """
+import functools, pathlib, sys, threading
+from megatron_rl.cluster.session import ray_session
+from megatron_rl.config.cluster import ClusterConfig
+say = functools.partial(print, flush=True)
+with ray_session(ClusterConfig(), num_trainers=1, logs=pathlib.Path(sys.argv[1]), on_loss=say):
+    say("waits")
+    threading.Event().wait()
+"""
+
+
+def test_a_driver_that_waits_ends_with_status_1_when_its_ray_is_lost(tmp_path):
+    """Nothing of its Ray is left either."""
+    driver = subprocess.Popen([sys.executable, "-c", WAITS_FOR_EVER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert driver.stdout.readline() == "waits\n"
+    own = descendants(psutil.Process(driver.pid))
+    [server] = [process for process in own if process.name() == "gcs_server"]
+    server.kill()
+    said, _ = driver.communicate(timeout=deadline(60))
+    assert said == f"Ray was lost: its process gcs_server ({server.pid}) died\n"
+    assert driver.returncode == 1
+    assert [str(process) for process in own if process.is_running()] == []
 
 
 @pytest.mark.parametrize(("address", "why"), [("127.0.0.1:1", "Connection refused"), ("nonsense", "invalid literal")])
