@@ -1,10 +1,24 @@
-"""Who goes on after a push."""
+"""Who goes on after a push, and who joins again when an engine is lost."""
 
 from __future__ import annotations
 
+import os
+from types import SimpleNamespace
+
+import pytest
+import ray
+from patience import deadline
 from ray.exceptions import RayActorError, RayTaskError
 
-from megatron_rl.cluster.bridge import who_goes_on
+from megatron_rl.cluster.bridge import RayBridge, who_goes_on
+from megatron_rl.cluster.process import Process, locate
+from megatron_rl.cluster.session import ray_session
+from megatron_rl.cluster.waiting import settle
+from megatron_rl.config.cluster import ClusterConfig
+from megatron_rl.config.load import validate
+from megatron_rl.config.schema import GrpoRunConfig
+from megatron_rl.ports import PolicyLost
+from megatron_rl.types import Mesh, ModelShape
 
 SENT = [{"bytes": 1.0}, {"bytes": 1.0}]
 SAME = [{"model.norm": "12"}, {"model.norm": "34"}]
@@ -33,3 +47,75 @@ def test_engines_that_hold_different_weights_are_told_so():
     assert (
         dispute == "after the same push rank 1 of engine 1 and rank 1 of engine 2 hold different weights of model.norm"
     )
+
+
+class Group:
+    """In the place of the trainer or of the engines: one process, without a model. An engine is started anew if it has
+    died."""
+
+    mesh, fused_norms = Mesh(), False
+
+    def __init__(self, name: str, logs, dies_in: tuple[int, ...] = ()) -> None:
+        self._name, self._logs, self._dies_in = name, logs, dies_in
+        self.processes = [self._new()]
+
+    @property
+    def ranks(self) -> list:
+        return [process.actor for process in self.processes]
+
+    engines = ranks
+
+    def _new(self) -> Process:
+        class Rank:  # local, so that Ray sends its code
+            def __init__(self, dies_in):
+                self.dies_in, self.joined = dies_in, []
+
+            def locate(self):
+                return locate()
+
+            def record_loading(self, shape):
+                return ()
+
+            def connect(self, setup, index=None):
+                number = setup.epoch if index is None else setup["epoch"]
+                if number in self.dies_in:
+                    os._exit(1)
+                self.joined.append(number)
+
+            def all_joined(self):
+                return self.joined
+
+        actor = ray.remote(Rank).options(num_cpus=0).remote(self._dies_in)
+        return Process(self._name, self._logs / f"{self._name}.log", actor)
+
+    def before(self, phase: str) -> None:
+        """There is one phase."""
+
+    def replace_dead(self) -> None:
+        if isinstance(settle([self.ranks[0].locate.remote()], deadline(60))[0], RayActorError):
+            self.processes = [self._new()]
+
+
+def test_an_engine_that_is_lost_in_a_joining_is_replaced_and_all_join_once_more(tmp_path):
+    """The joining at the start has the number 0."""
+    config = validate(
+        GrpoRunConfig,
+        {
+            "run": {"name": "x", "steps": 1},
+            "model": {"path": "nowhere"},
+            "data": {"train": "rows"},
+            "rollout": {"prompts_per_step": 1, "samples_per_prompt": 2, "max_prompt_tokens": 8}
+            | {"max_response_tokens": 8},
+            "balance": {"max_tokens_per_microbatch": 16},
+        },
+    )
+    spec = SimpleNamespace(shape=ModelShape("qwen3", 2, 32, 4, 2, 16, 64, 40, 1e4, 1e-6, 128, False))
+    with ray_session(ClusterConfig(), num_trainers=1, logs=tmp_path):
+        policy, engines = Group("trainer rank 0", tmp_path), Group("engine 0", tmp_path, dies_in=(1, 3, 4))
+        bridge = RayBridge(config, spec, policy, engines, tmp_path)
+        bridge.rejoin()
+        joined = [group.ranks[0].all_joined.remote() for group in (policy, engines)]
+        assert ray.get(joined) == [[0, 1, 2], [2]]
+        with pytest.raises(PolicyLost, match="engine 0 .*died"):
+            bridge.rejoin()
+        assert ray.get(policy.ranks[0].all_joined.remote()) == [0, 1, 2, 3, 4]
