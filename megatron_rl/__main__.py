@@ -31,6 +31,7 @@ COMMANDS = {
     "plan-sync": ("tools.plan_sync", "compute the bytes and times of a weight transfer"),
     "simulate-balance": ("tools.simulate_balance", "compare ways of packing micro-batches on recorded lengths"),
     "check-pins": ("tools.check_pins", "check the GPU packages' pins against the package index"),
+    "config": ("tools.config", "print the reference of a section or of a key of the configuration"),
     "algorithms": ("tools.algorithms", "list losses, advantage estimators, corrections and their sources"),
 }
 """Module below `megatron_rl`, with `main(arguments) -> exit status`, and what the command does."""

@@ -37,7 +37,7 @@ class PolicyWithCritic:
         return self._policy.num_changes + self._critic.num_changes
 
     def begin(self, shares: Shares, coefficients: Mapping[str, float]) -> Metrics:
-        """See `ports.Policy`. The metric `perf/critic_values_s` is the time in which the critic predicts, in seconds."""
+        """See `ports.Policy`. The metric `perf/critic_values_s` is the time of the critic's prediction, in seconds."""
         start = time.perf_counter()
         predicted = self._critic.values(shares.critic)
         seconds = time.perf_counter() - start

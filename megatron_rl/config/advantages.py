@@ -7,12 +7,16 @@ those of the rewards in its group, n is the number of its action tokens, N is th
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from megatron_rl.config.function import FunctionPath
 from megatron_rl.config.section import Method
+
+if TYPE_CHECKING:
+    from megatron_rl.config.schema import GrpoRunConfig
 
 Discount = Annotated[float, Field(gt=0, le=1)]
 Lambda = Annotated[float, Field(ge=0, le=1)]
@@ -173,6 +177,14 @@ class GaeAdvantage(Method):
         if self.length_adaptive_alpha is not None and self.lam_critic is None:
             raise ValueError("length_adaptive_alpha applies to the policy only: give lam_critic too (VAPO has 1.0)")
         return self
+
+    def conflicts(self, run: GrpoRunConfig) -> Iterator[str]:
+        sums_turns = any(reward.kind == "environment" for reward in run.rewards)
+        if run.critic and sums_turns and self.weights.get("outcome", 1.0) and self.weights.get("environment", 1.0):
+            yield (
+                "algorithm.adv_estimator gae adds the rewards of turns, and the reward environment is their sum, so "
+                "that they would count twice; set adv_estimator.weights to {outcome: 0}, or to {environment: 0}"
+            )
 
 
 class GrpoProcessAdvantage(Method):

@@ -8,7 +8,8 @@ The symbol of the formulas, for one token: d = log pi - log pi_ref.
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal, Self
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
@@ -23,6 +24,9 @@ from megatron_rl.config.advantages import (
 from megatron_rl.config.correction import CorrectionConfig, MaskedWeight, Rejection
 from megatron_rl.config.losses import Aggregation, DualClipLoss, LossConfig, Share
 from megatron_rl.config.section import Method, Section, default_kind
+
+if TYPE_CHECKING:
+    from megatron_rl.config.schema import GrpoRunConfig
 
 
 class FixedCoefficient(Method):
@@ -216,3 +220,29 @@ class AlgorithmConfig(Section):
                 "it twice; set algorithm.correction to null"
             )
         return self
+
+    def conflicts(self, run: GrpoRunConfig) -> Iterator[str]:
+        estimator, rollout = self.adv_estimator, run.rollout
+        if "group" in estimator.needs and rollout.samples_per_prompt == 1:
+            yield f"rollout.samples_per_prompt is 1, so every {estimator.kind} advantage would be 0; use 2 or more"
+        gives_rewards = rollout.prefix_values or (rollout.environment and rollout.environment.kind != "tools")
+        if "token_rewards" in estimator.needs and not gives_rewards:
+            yield (
+                f"algorithm.adv_estimator {estimator.kind} needs rewards at single tokens, which "
+                "rollout.prefix_values gives for passages of a thought, and rollout.environment of kind class for "
+                "turns; set one of them, or choose another estimator"
+            )
+        if "thoughts" in estimator.needs and rollout.beams is None:
+            yield (
+                f"algorithm.adv_estimator {estimator.kind} compares the items of a thought, and without rollout.beams "
+                "there are none; set rollout.beams, or choose another estimator"
+            )
+        if "values" in estimator.needs and run.critic is None:
+            yield (
+                f"algorithm.adv_estimator {estimator.kind} needs a critic; add the section critic (recipes/ppo.py has "
+                "one), or choose another estimator"
+            )
+        if rollout.prompts_per_step < self.updates_per_step:
+            yield (
+                "algorithm.updates_per_step exceeds rollout.prompts_per_step, so some updates would be empty; lower it"
+            )

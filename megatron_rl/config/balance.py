@@ -43,7 +43,7 @@ CostConfig = Annotated[FlopsCost | TokensCost | MeasuredCost, Field(discriminato
 
 
 class BalanceConfig(Section):
-    max_tokens_per_microbatch: PositiveInt
+    max_tokens_per_microbatch: PositiveInt = 16_384
     """The largest number of tokens in a micro-batch, of all context-parallel ranks together, alignment padding
     included. Only `oversize: alone` exceeds it."""
     cost: CostConfig = FlopsCost()

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from pydantic import PositiveInt, model_validator
 
 from megatron_rl.config.section import Section
-from megatron_rl.config.thinking import ThinkingBudget
+
+if TYPE_CHECKING:
+    from megatron_rl.config.schema import GrpoRunConfig
 
 
 class Beams(Section):
@@ -37,12 +40,11 @@ class Beams(Section):
             )
         return self
 
-    def fault(self, thinking: ThinkingBudget | None, top_p: float, top_k: int) -> str | None:
-        """Why beams do not go with the other keys of the rollout; None if they do."""
+    def conflicts(self, run: GrpoRunConfig) -> Iterator[str]:
+        thinking, sampling = run.rollout.thinking, run.rollout.sampling
         if thinking is None or thinking.mode != "two_call":
-            return "needs a thought with a budget of its own: set rollout.thinking with mode two_call"
-        if thinking.thought_tokens.smallest == 0:
-            return "needs a thought, but rollout.thinking.thought_tokens may be 0; begin at 1"
-        if top_p < 1 or top_k > 0:
-            return "needs the engine's full distribution: set rollout.sampling.top_p to 1 and top_k to 0"
-        return None
+            yield "rollout.beams needs a thought with a budget of its own: set rollout.thinking with mode two_call"
+        elif thinking.thought_tokens.smallest == 0:
+            yield "rollout.beams needs a thought, but rollout.thinking.thought_tokens may be 0; begin at 1"
+        if sampling.top_p < 1 or sampling.top_k > 0:
+            yield ("rollout.beams needs the engine's full distribution: set rollout.sampling.top_p to 1 and top_k to 0")

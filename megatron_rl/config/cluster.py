@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import (
     AfterValidator,
@@ -15,6 +16,9 @@ from pydantic import (
 )
 
 from megatron_rl.config.section import Section
+
+if TYPE_CHECKING:
+    from megatron_rl.config.schema import BaseConfig, GrpoRunConfig
 
 
 class BridgeConfig(Section):
@@ -29,6 +33,14 @@ class BridgeConfig(Section):
     they do so after the first push only."""
     timeout_s: Annotated[float, Field(gt=0)] = 300
     """The longest time, in seconds, that a push may take."""
+
+    def conflicts(self, run: GrpoRunConfig) -> Iterator[str]:
+        engines = run.rollout.num_engines
+        if self.chains is not None and self.chains > engines:
+            yield (
+                f"bridge.chains is {self.chains}, but there are {engines} engines (rollout.num_engines); every chain "
+                "needs at least one engine, so lower bridge.chains"
+            )
 
 
 SECRET = re.compile("SECRET|PASSWORD|PASSWD|CREDENTIAL|TOKEN(?!IZER)|(?<!P)KEY", re.IGNORECASE)
@@ -106,3 +118,12 @@ class ClusterConfig(Section):
     """true: the trainer's state of the last two steps also lies in the host memory of its own node and of another one,
     so that a restart of the trainer loses no finished step. It is copied while the engines generate. false: a restart
     of the trainer continues from the newest checkpoint."""
+
+    def conflicts(self, run: BaseConfig) -> Iterator[str]:
+        mesh = run.policy.parallel.mesh
+        if self.world_size is not None and self.world_size != mesh.world_size:
+            yield (
+                f"cluster.world_size is {self.world_size}, but policy.parallel needs {mesh.tensor} x {mesh.pipeline} x "
+                f"{mesh.data} x {mesh.context} = {mesh.world_size} ranks (tensor x pipeline x data x context); change "
+                "one of them"
+            )

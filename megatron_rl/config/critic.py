@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field, PositiveInt
 
 from megatron_rl.config.policy import MegatronConfig, ModelConfig, OptimizerConfig, ParallelConfig, PolicyConfig
 from megatron_rl.config.section import Section
 from megatron_rl.config.value import ValueLossConfig
+
+if TYPE_CHECKING:
+    from megatron_rl.config.schema import GrpoRunConfig
 
 
 class CriticConfig(Section):
@@ -34,3 +38,26 @@ class CriticConfig(Section):
     def trainer(self) -> PolicyConfig:
         """How it is split and optimized, in the form in which a policy says it."""
         return PolicyConfig(parallel=self.parallel, optimizer=self.optimizer, megatron=self.megatron)
+
+    def conflicts(self, run: GrpoRunConfig) -> Iterator[str]:
+        estimator, cluster = run.algorithm.adv_estimator, run.cluster
+        if "values" not in estimator.needs:
+            yield f"critic: algorithm.adv_estimator {estimator.kind} uses no critic; choose gae, or remove the section"
+        if self.warmup_steps >= run.run.steps:
+            yield (
+                f"critic.warmup_steps ({self.warmup_steps}) leaves none of the {run.run.steps} run.steps for the "
+                "policy; lower it"
+            )
+        if run.rollout.prompts_per_step < (self.updates_per_step or 1):
+            yield "critic.updates_per_step exceeds rollout.prompts_per_step, so some updates would be empty; lower it"
+        ranks, own = run.policy.parallel.mesh.world_size, self.parallel.mesh.world_size
+        if cluster.colocate and own != ranks:
+            yield (
+                f"cluster.colocate: the critic has the GPUs of the policy, rank by rank, but there are {ranks} ranks "
+                f"of the policy (policy.parallel) and {own} of the critic (critic.parallel); make the two numbers equal"
+            )
+        if cluster.colocate and cluster.pools.get("critic") != cluster.pools.get("trainer"):
+            yield (
+                "cluster.colocate: trainers and critic are on the same nodes, so cluster.pools must give both the "
+                "same pool, or none"
+            )

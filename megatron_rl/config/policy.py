@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -13,7 +14,8 @@ from megatron_rl.types import Mesh
 
 
 class ParallelConfig(Section):
-    """How the trainer is split over ranks. The world size is tensor x context x pipeline x data."""
+    """How the trainer is split over ranks: the axes of `types.Mesh`, and `sequence`. The world size is tensor x context
+    x pipeline x data."""
 
     tensor: PositiveInt = 1
     """Tensor parallelism (TP): the number of ranks over which the matrices of each layer are split."""
@@ -43,16 +45,7 @@ class ParallelConfig(Section):
 
     @property
     def mesh(self) -> Mesh:
-        return Mesh(
-            tensor=self.tensor,
-            pipeline=self.pipeline,
-            data=self.data,
-            context=self.context,
-            expert=self.expert,
-            expert_tensor=self.expert_tensor,
-            virtual=self.virtual,
-            layers=self.layers,
-        )
+        return Mesh(**{axis.name: getattr(self, axis.name) for axis in fields(Mesh)})
 
     @property
     def sequence_parallel(self) -> bool:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from megatron_rl.config.section import Section
+
+if TYPE_CHECKING:
+    from megatron_rl.config.schema import GrpoRunConfig
 
 MARKERS = ("Wait,", "Alternatively,", "Actually,", "Hmm,", "Let me ", "I need to ", "So ", "But ")
 
@@ -92,3 +95,27 @@ class PrefixValues(Section):
         if not all(self.markers):
             raise ValueError("markers has an empty text, with which every token would begin a passage; remove it")
         return self
+
+    def conflicts(self, run: GrpoRunConfig) -> Iterator[str]:
+        rollout, estimator = run.rollout, run.algorithm.adv_estimator
+        if not estimator.needs & {"token_rewards", "values"}:
+            yield (
+                f"rollout.prefix_values gives rewards at single tokens, which algorithm.adv_estimator {estimator.kind} "
+                "does not use; choose grpo_process or gae, or remove rollout.prefix_values"
+            )
+        if self.by == "trainer" and rollout.is_asynchronous:
+            yield (
+                "rollout.prefix_values.by is trainer, which computes values before a step's update, but with "
+                "rollout.max_lag or rollout.active_sampling groups are chosen and kept before that; set it to engine"
+            )
+        if rollout.beams:
+            yield "rollout.prefix_values are those of one thought and one answer, and rollout.beams has others"
+        if rollout.environment and rollout.environment.kind == "agent":
+            yield "rollout.prefix_values are those of turns or of a thought, and an agent's calls may be neither"
+        if self.rollouts and rollout.environment:
+            yield (
+                "rollout.prefix_values.rollouts begin in the middle of an answer, where no environment can begin; "
+                "remove one of the two"
+            )
+        if not (rollout.delimiter or rollout.environment):
+            yield "rollout.prefix_values are those of thoughts, and with an empty rollout.delimiter there are none"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import (
@@ -19,6 +19,9 @@ from pydantic import (
 
 from megatron_rl.config.function import FunctionPath
 from megatron_rl.config.section import Section
+
+if TYPE_CHECKING:
+    from megatron_rl.config.schema import GrpoRunConfig
 
 
 class Reward(Section):
@@ -163,6 +166,10 @@ class FormatReward(Reward):
 
     kind: Literal["format"] = "format"
 
+    def conflicts(self, run: GrpoRunConfig) -> Iterator[str]:
+        if not run.rollout.delimiter:
+            yield "rewards: the kind format looks for rollout.delimiter, which is empty; remove the reward"
+
 
 class LengthReward(Reward):
     """The score of an answer with n tokens, the thought included, is max(0, 1 - |n - target| / target)."""
@@ -183,6 +190,15 @@ class EnvironmentReward(Reward):
     reward abstains if it gave none."""
 
     kind: Literal["environment"] = "environment"
+
+    def conflicts(self, run: GrpoRunConfig) -> Iterator[str]:
+        environment = run.rollout.environment
+        if environment is None or environment.kind == "tools":
+            yield (
+                f"rewards: {self.label} needs the rewards of rollout.environment with kind class, which is "
+                + ("null" if environment is None else "of kind tools, and tools give none")
+                + "; remove one of the two"
+            )
 
 
 class ImportedReward(Reward):
@@ -301,6 +317,7 @@ class Criterion(Section):
     """One thing that a judge gives a score for."""
 
     name: Annotated[str, Field(min_length=1)]
+    """The criterion's name, with which the judge gives its score."""
     description: Annotated[str, Field(min_length=1)]
     """What the judge reads about it."""
     weight: PositiveFloat = 1.0

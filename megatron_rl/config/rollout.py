@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import (
     Field,
     NonNegativeInt,
     PositiveInt,
-    model_validator,
 )
 
 from megatron_rl.config.beams import Beams
@@ -17,6 +17,9 @@ from megatron_rl.config.environment import EnvironmentConfig
 from megatron_rl.config.prefix_values import PrefixValues
 from megatron_rl.config.section import Section
 from megatron_rl.config.thinking import ColumnBudget, ThinkingBudget
+
+if TYPE_CHECKING:
+    from megatron_rl.config.schema import GrpoRunConfig
 
 
 class SamplingConfig(Section):
@@ -42,13 +45,13 @@ class RolloutConfig(Section):
     expert_parallel: bool = False
     """true: each tensor rank of an engine holds some of the experts whole. false: each expert is split over all tensor
     ranks."""
-    prompts_per_step: PositiveInt
+    prompts_per_step: PositiveInt = 64
     """The number of prompts in a training step."""
-    samples_per_prompt: PositiveInt
+    samples_per_prompt: PositiveInt = 8
     """The number of answers to each prompt, which form a group."""
-    max_prompt_tokens: PositiveInt
+    max_prompt_tokens: PositiveInt = 1024
     """The largest length of a prompt, in tokens. `data.on_bad_row` decides what becomes of a longer one."""
-    max_response_tokens: PositiveInt
+    max_response_tokens: PositiveInt = 4096
     """The largest number of tokens after the prompt: thought, delimiter and answer together."""
     max_lag: NonNegativeInt = 0
     """The largest number of training steps between the weights that sampled a token and those that it trains. 0: the
@@ -135,26 +138,85 @@ class RolloutConfig(Section):
         tokens = self.thinking and self.thinking.thought_tokens
         return tokens if isinstance(tokens, ColumnBudget) else None
 
-    @model_validator(mode="after")
-    def _values_fit(self) -> Self:
-        if self.prefix_values and self.prefix_values.by == "trainer" and self.is_asynchronous:
-            raise ValueError(
-                "prefix_values.by is trainer, which computes values before a step's update, but with max_lag or "
-                "active_sampling groups are chosen and kept before that; set it to engine"
+    def conflicts(self, run: GrpoRunConfig) -> Iterator[str]:
+        cap, longest = run.balance.max_tokens_per_microbatch, self.max_model_tokens
+        if run.balance.oversize == "refuse" and cap < longest:
+            yield (
+                f"balance.max_tokens_per_microbatch ({cap}) is below the longest sample, rollout.max_prompt_tokens + "
+                f"rollout.max_response_tokens = {longest}, which would fit no micro-batch; raise "
+                "max_tokens_per_microbatch, or set balance.oversize to alone"
             )
-        if self.prefix_values and self.beams:
-            raise ValueError("prefix_values are those of one thought and one answer, and beams has others")
-        if self.prefix_values and self.environment and self.environment.kind == "agent":
-            raise ValueError("prefix_values are those of turns or of a thought, and an agent's calls may be neither")
-        if self.prefix_values and self.prefix_values.rollouts and self.environment:
-            raise ValueError("prefix_values.rollouts begin in the middle of an answer, where no environment can begin")
-        if self.prefix_values and not (self.delimiter or self.environment):
-            raise ValueError("prefix_values are those of thoughts, and with an empty delimiter there are none")
-        return self
+        if self.max_lag and self.prefix_cache == "salted":
+            yield (
+                "rollout.prefix_cache: salted lets running answers keep the keys and values of older weights, so with "
+                "rollout.max_lag no token could show whether engine and trainer agree; set prefix_cache to cleared"
+            )
+        if self.late != "wait" and not self.is_asynchronous:
+            yield (
+                f"rollout.late: {self.late} has no effect without rollout.max_lag and rollout.active_sampling, "
+                "because every group is then of the step that waits for it; remove it"
+            )
+        if self.pipeline > 1 and run.policy.routing_replay:
+            yield (
+                "policy.routing_replay needs the experts of all layers, and vLLM gives none with pipeline stages "
+                f"(rollout.pipeline is {self.pipeline}); set rollout.pipeline to 1 and raise rollout.tensor, or remove "
+                "policy.routing_replay"
+            )
+        if self.max_sequences < self.pipeline:
+            yield (
+                f"rollout.max_sequences ({self.max_sequences}) is below rollout.pipeline ({self.pipeline}), so that "
+                "some stages would always wait, because each works on other answers; raise max_sequences or lower "
+                "pipeline"
+            )
+        if self.replay is not None:
+            engines_for = {
+                "data.eval": run.data.eval,
+                "cluster.colocate": run.cluster.colocate,
+                "rollout.dump": self.dump,
+            }
+            for name in [name for name, value in engines_for.items() if value]:
+                yield (
+                    f"rollout.replay trains on saved rollouts without engines, and {name} needs engines; remove one of "
+                    "the two"
+                )
+        train = run.data.train if isinstance(run.data.train, tuple) else ()
+        if self.environment is not None and any(source.chat_template is not None for source in train):
+            yield (
+                "data.train: with rollout.environment all rows have the same arguments of the chat template, because "
+                "the observations have them too; remove chat_template from the sources, and set data.chat_template"
+            )
+        if run.cluster.colocate:
+            yield from self._conflicts_of_sharing(run)
 
-    @model_validator(mode="after")
-    def _beams_fit(self) -> Self:
-        fault = self.beams and self.beams.fault(self.thinking, self.sampling.top_p, self.sampling.top_k)
-        if fault:
-            raise ValueError(f"beams {fault}")
-        return self
+    def _conflicts_of_sharing(self, run: GrpoRunConfig) -> Iterator[str]:
+        """What needs trainers and engines at the same time, although they share GPUs."""
+        cluster, trainers = run.cluster, run.policy.parallel.mesh.world_size
+        ranks = self.num_engines * self.engine_ranks
+        sizes = (self.num_engines, self.tensor, *((self.pipeline,) if self.pipeline > 1 else ()))
+        if ranks != trainers:
+            yield (
+                f"cluster.colocate: trainers and engines share GPUs rank by rank, but there are {trainers} trainer "
+                f"ranks (policy.parallel) and {' x '.join(map(str, sizes))} = {ranks} ranks of engines; change "
+                f"rollout.num_engines, rollout.tensor or rollout.pipeline so that their product is {trainers}"
+            )
+        if self.is_asynchronous:
+            name = "rollout.max_lag" if self.max_lag else "rollout.active_sampling"
+            yield (
+                f"cluster.colocate: engines have no memory while trainers train, so that {name}, with which they "
+                "answer meanwhile, is not possible; remove one of the two"
+            )
+        if cluster.mirror:
+            yield (
+                "cluster.colocate: the trainer's state is in the node's memory while engines generate, which is when "
+                "cluster.mirror would copy it from the GPUs; set cluster.mirror to false"
+            )
+        if cluster.gpus_per_trainer != cluster.gpus_per_engine_rank or cluster.gpus_per_trainer not in (0, 1):
+            yield (
+                "cluster.colocate: cluster.gpus_per_trainer and cluster.gpus_per_engine_rank must both be 1, or both 0 "
+                f"on CPUs; they are {cluster.gpus_per_trainer:g} and {cluster.gpus_per_engine_rank:g}"
+            )
+        if cluster.pools.get("trainer") != cluster.pools.get("engine"):
+            yield (
+                "cluster.colocate: trainers and engines are on the same nodes, so cluster.pools must give both the "
+                "same pool, or none"
+            )

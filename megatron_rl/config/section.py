@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -18,6 +18,24 @@ class Section(BaseModel):
         """The same section with all its paths made absolute, from the working folder of this process. Processes on
         other nodes have other working folders."""
         return self.model_copy(update={name: _absolute(getattr(self, name)) for name in type(self).model_fields})
+
+    def conflicts(self, run: Any) -> Iterator[str]:
+        """What in this section does not go with other sections of the run: one message each, with what to do. The
+        section's own sections are asked themselves.
+
+        Args:
+            run: the whole configuration.
+        """
+        yield from ()
+
+    def sections(self) -> Iterator[Section]:
+        """The sections inside, at any depth."""
+        for name in type(self).model_fields:
+            value = getattr(self, name)
+            for section in value if isinstance(value, tuple) else (value,):
+                if isinstance(section, Section):
+                    yield section
+                    yield from section.sections()
 
 
 def import_paths(value: Any) -> list[ImportPath]:

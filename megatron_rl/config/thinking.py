@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import (
     BeforeValidator,
@@ -14,6 +14,9 @@ from pydantic import (
 )
 
 from megatron_rl.config.section import Section
+
+if TYPE_CHECKING:
+    from megatron_rl.config.schema import GrpoRunConfig
 
 
 class FixedBudget(Section):
@@ -200,3 +203,32 @@ class ThinkingBudget(Section):
                 "thought_tokens may be 0, but with mode truncate such an answer would have no token; begin at 1"
             )
         return self
+
+    def conflicts(self, run: GrpoRunConfig) -> Iterator[str]:
+        delimiter, most = run.rollout.delimiter, run.rollout.max_response_tokens
+        if run.rollout.environment is not None:
+            yield (
+                "rollout.thinking has a budget for one thought, but with rollout.environment an answer has one in each "
+                "turn; set rollout.thinking to null, and bound the turns with rollout.environment.turn_tokens"
+            )
+        if not delimiter:
+            yield "rollout.thinking needs rollout.delimiter, the text that ends the thought; set it"
+        elif self.closing is not None and not self.closing.endswith(delimiter):
+            yield (
+                f"rollout.thinking.closing {self.closing!r} must end with rollout.delimiter {delimiter!r}, or the "
+                "thought would go on"
+            )
+        longest, needs_delimiter = self.thought_tokens.largest, self.mode != "truncate"
+        needed = longest + self.response_tokens + needs_delimiter
+        if needed > most:
+            yield (
+                f"rollout.max_response_tokens ({most}) is below {needed}, which is the largest of "
+                f"thinking.thought_tokens ({longest}) + thinking.response_tokens ({self.response_tokens})"
+                + (" + at least 1 for the delimiter" if needs_delimiter else "")
+                + "; raise it"
+            )
+        if isinstance(self.thought_tokens, QuantileBudget) and not run.deciding_rewards:
+            yield (
+                "rollout.thinking.thought_tokens of kind quantile follows the thoughts of right answers, but no reward "
+                "says which answers are right; name one in eval.verifier"
+            )

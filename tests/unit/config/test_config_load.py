@@ -151,7 +151,7 @@ def test_missing_key_file_and_broken_yaml(tmp_path):
     with pytest.raises(ValueError, match="run.steps: this key is required") as told:
         validate(SftRunConfig, {"run": {"name": "x"}})
     keys = [line.split(":")[0].strip() for line in str(told.value).splitlines()[1:]]
-    assert keys == ["run.steps", "model.path", "balance.max_tokens_per_microbatch", "sft.rows"], "and no section"
+    assert keys == ["run.steps", "model.path", "sft.rows"], "and no section"
     with pytest.raises(ValueError, match="no such file"):
         merge_arguments([str(tmp_path / "none.yaml")])
     (tmp_path / "bad.yaml").write_text("run: {name: x\n")

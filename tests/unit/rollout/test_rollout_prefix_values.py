@@ -11,7 +11,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from megatron_rl.algorithms.utilities import together, utilities
 from megatron_rl.config.prefix_values import PrefixValues
-from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.rollout.prefix_values import PrefixValuer
 from megatron_rl.rollout.routine import begin
 from megatron_rl.types import FROM_PROMPT, UTILITY, Branch, Episode, Prompt, Rollout, TokenReward, Tokens
@@ -237,29 +236,6 @@ def test_utilities_and_their_options():
 def test_the_configuration_refuses_what_means_nothing(keys, reason):
     with pytest.raises(ValueError, match=reason):
         PrefixValues(**keys)
-
-
-@pytest.mark.parametrize(
-    ("keys", "reason"),
-    [
-        ({"delimiter": ""}, "with an empty delimiter there are none"),
-        ({"environment": {"kind": "agent", "path": "a:b"}}, "an agent's calls may be neither"),
-        (
-            {"environment": {"kind": "class", "path": "a:B"}, "prefix_values": {"rollouts": 9}},
-            "no environment can begin",
-        ),
-        ({"beams": {"width": 2, "catalogue": "items.json"}}, "beams has others"),
-    ],
-)
-def test_the_configuration_refuses_answers_of_other_kinds(keys, reason):
-    with pytest.raises(ValueError, match=reason):
-        RolloutConfig(
-            prompts_per_step=1,
-            samples_per_prompt=2,
-            max_prompt_tokens=8,
-            max_response_tokens=8,
-            **{"prefix_values": {}, **keys},
-        )
 
 
 def test_the_trainer_gets_each_beginning_with_each_right_answer(folder):

@@ -1,0 +1,191 @@
+"""The reference of all keys, from the docstrings of the sections: `megatron-rl config`, and docs/configuration.md.
+
+Invariant (tests/unit/config): the document is what the sections say, and every key has a description.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from megatron_rl.config.function import FunctionPath
+from megatron_rl.config.schema import GrpoRunConfig, SftRunConfig
+from megatron_rl.config.section import Section
+
+HEAD = """# Configuration
+
+Every key of a run, with its type, its default and its meaning. A key is written in a YAML file, below its section, or
+on the command line as `section.key=value`; later arguments win. A section with several kinds is chosen by its key
+`kind`, and has a heading for each kind, such as `algorithm.loss[dual_clip]`. `recipes/sft.py` has the sections `run`,
+`model`, `policy`, `balance`, `cluster`, `checkpoint`, `observe`, `slurm` and `sft`; the other recipes have all but
+`sft`. This page is written by `megatron-rl config --markdown`.
+"""
+BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<", "min_length": "length >="}
+NAMES = {int: "integer", float: "number", bool: "boolean", str: "text", Path: "path", Any: "any value"}
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One key.
+
+    >>> key = Key("rollout.num_engines", "integer > 0", "1", "The number of vLLM engines.")
+    """
+
+    path: str
+    """The dotted path. A section of a certain kind has it in brackets: `algorithm.loss[dual_clip].clip_low`."""
+    type: str
+    default: str | None
+    """As YAML writes it; None: the key is required."""
+    meaning: str
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A section, or one kind of it."""
+
+    path: str
+    """Empty for the whole configuration."""
+    meaning: str
+    keys: tuple[Key, ...]
+
+
+def parts() -> list[Part]:
+    """All sections, each followed by the sections inside."""
+    fields = {**GrpoRunConfig.model_fields, "sft": SftRunConfig.model_fields["sft"]}
+    return [part for part in _parts("", "", fields, {}) if part.path]
+
+
+def find(path: str) -> list[Part]:
+    """What the reference has about a section with everything inside, or about one key.
+
+    Raises:
+        ValueError: there is no such section and no such key.
+    """
+    every = parts()
+    inside = [part for part in every if part.path == path or part.path.startswith((f"{path}.", f"{path}["))]
+    if inside:
+        return inside
+    of_key = [Part(part.path, "", (key,)) for part in every for key in part.keys if path in (key.path, plain(key.path))]
+    if of_key:
+        return of_key
+    known = {plain(name) for part in every for name in (part.path, *(key.path for key in part.keys))}
+    near = difflib.get_close_matches(path, sorted(known), n=3, cutoff=0.4)
+    hint = f"did you mean {' or '.join(near)}?" if near else "`megatron-rl config` lists the sections"
+    raise ValueError(f"there is no key and no section {path!r}; {hint}")
+
+
+def plain(path: str) -> str:
+    """A path without kinds: `rewards[judge].url` is `rewards.url`."""
+    return ".".join(name.partition("[")[0] for name in path.split("."))
+
+
+def markdown(shown: list[Part]) -> str:
+    """Parts as Markdown, one heading for each."""
+    return "\n\n".join("\n\n".join(_blocks(part)) for part in shown)
+
+
+def _blocks(part: Part) -> Iterator[str]:
+    yield f"## {part.path}"
+    if part.meaning:
+        yield part.meaning
+    if part.keys:
+        yield "\n".join(_line(key) for key in part.keys)
+
+
+def _line(key: Key) -> str:
+    default = "required" if key.default is None else f"default `{key.default}`"
+    meaning = key.meaning or f"See `{key.path}`."
+    return f"- **`{key.path.rpartition('.')[2]}`** ({key.type}; {default}). {meaning}"
+
+
+def _parts(
+    path: str, meaning: str, fields: Mapping[str, FieldInfo], described: dict[type[Section], str]
+) -> Iterator[Part]:
+    """
+    Args:
+        described: where each class of section is described. A section of the same class refers to it.
+    """
+    keys, inside = [], list[Part]()
+    for name, field in fields.items():
+        own = f"{path}.{name}" if path else name
+        kinds = _sections(_annotation(field))
+        if name == "kind":
+            continue
+        if not kinds or path:  # the sections of the whole configuration are headings, and no keys
+            keys.append(Key(own, _type(_annotation(field)), _default(field), _text(field.description or "")))
+        for kind in kinds:
+            tag = kind.model_fields["kind"].default if "kind" in kind.model_fields else None
+            place = f"{own}[{tag}]" if tag else own
+            text = _text(kind.__doc__ if kind.__doc__ != Section.__doc__ and kind.__doc__ else field.description or "")
+            if kind in described:
+                inside.append(Part(place, f"The same keys as `{described[kind]}`. {text}", ()))
+            else:
+                described[kind] = place
+                inside += _parts(place, text, kind.model_fields, described)
+    yield Part(path, meaning, tuple(keys))
+    yield from inside
+
+
+def _annotation(field: FieldInfo) -> Any:
+    return Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation
+
+
+def _sections(annotation: Any) -> list[type[Section]]:
+    """The kinds of section that a key can have."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return [annotation]
+    return list(dict.fromkeys(kind for one in get_args(annotation) for kind in _sections(one)))
+
+
+def _type(annotation: Any) -> str:
+    origin, inner = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        bounds = [
+            f"{sign} {getattr(rule, name)}"
+            for rule in inner[1:]
+            for name, sign in BOUNDS.items()
+            if getattr(rule, name, None) is not None
+        ]
+        return " ".join([_type(inner[0]), " and ".join(bounds)]).strip()
+    if origin in (Union, UnionType):
+        names = [_type(one) for one in inner if one is not NoneType]
+        return " or ".join(dict.fromkeys([*names, *(["null"] if NoneType in inner else [])]))
+    if origin is Literal:
+        return " or ".join(f"`{value}`" for value in inner)
+    if origin is tuple:
+        return f"list of {_type(inner[0])}" if inner[1:] in ((), (...,)) else f"list of {len(inner)}"
+    if origin in (dict, Mapping):
+        return f"mapping of {_type(inner[0])} to {_type(inner[1])}"
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return "section"
+    if annotation is FunctionPath:
+        return "place of a function"
+    return NAMES.get(annotation, "text")
+
+
+def _default(field: FieldInfo) -> str | None:
+    if field.is_required():
+        return None
+    return json.dumps(_shown(field.get_default(call_default_factory=True)), default=str, ensure_ascii=False)
+
+
+def _shown(value: Any) -> Any:
+    """A default in YAML's types; of a section its kind, and what differs from its own defaults."""
+    if isinstance(value, tuple):
+        return [_shown(one) for one in value]
+    if not isinstance(value, Section):
+        return value
+    kind = {"kind": value.kind} if "kind" in type(value).model_fields else {}  # type: ignore[attr-defined]
+    return {**kind, **value.model_dump(mode="json", exclude_defaults=True)}
+
+
+def _text(text: str) -> str:
+    """A docstring in one line."""
+    return " ".join(text.split())

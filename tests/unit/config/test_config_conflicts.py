@@ -1,0 +1,105 @@
+"""What one section says about another: every message, and that all of them are told at once."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_rl.config.load import merge_arguments, validate
+from megatron_rl.config.schema import GrpoRunConfig, PpoRunConfig, SftRunConfig
+
+RUN = ["run={name: x, steps: 4}", "model.path=m", "data.train=rows.jsonl"]
+SHORT = "rollout={prompts_per_step: 4, samples_per_prompt: 2, max_prompt_tokens: 8, max_response_tokens: 24}"
+THINKING = "rollout.thinking={thought_tokens: 8, response_tokens: 8}"
+VALUES = ["rollout.prefix_values={}", "algorithm.adv_estimator={kind: grpo_process}"]
+TURNS = "rollout.environment={kind: class, path: 'turns:Turns'}"
+COLOCATED = "cluster.colocate=true"
+
+CONFLICTS = [
+    (["cluster.world_size=8", "policy.parallel={tensor: 2, context: 2}"], "needs 2 x 1 x 1 x 2 = 4 ranks"),
+    (["balance.max_tokens_per_microbatch=31"], "is below the longest sample"),
+    (["bridge.chains=2"], "bridge.chains is 2, but there are 1 engines"),
+    (["rollout.samples_per_prompt=1"], "every grpo advantage would be 0"),
+    (["algorithm.adv_estimator={kind: grpo_process}"], "needs rewards at single tokens"),
+    (["rollout.prefix_values={}"], "algorithm.adv_estimator grpo does not use"),
+    (["algorithm.adv_estimator={kind: two_stage}"], "without rollout.beams there are none"),
+    (["algorithm.adv_estimator={kind: gae}"], "gae needs a critic"),
+    (["algorithm.updates_per_step=5"], "algorithm.updates_per_step exceeds rollout.prompts_per_step"),
+    (["rollout.max_lag=1", "rollout.prefix_cache=salted"], "set prefix_cache to cleared"),
+    (["rollout.late=drop"], "rollout.late: drop has no effect"),
+    (["rollout.pipeline=2", "policy.routing_replay=true"], "vLLM gives none with pipeline stages"),
+    (["rollout.pipeline=4", "rollout.max_sequences=3"], "is below rollout.pipeline"),
+    (["rollout.replay=r", "data.eval=held.jsonl"], "data.eval needs engines"),
+    (["rollout.replay=r", "rollout.dump=true"], "rollout.dump needs engines"),
+    (["rewards=[{kind: length, target: 3}, {kind: length, target: 4}]"], "are not distinct"),
+    (["eval.verifier=other"], "eval.verifier is 'other', but the rewards are named"),
+    (["rollout.delimiter=''", "rewards=[{kind: format}]"], "the kind format looks for rollout.delimiter"),
+    (["rewards=[{kind: environment}]"], "environment with kind class, which is null"),
+    ([THINKING, "rollout.delimiter=''"], "rollout.thinking needs rollout.delimiter"),
+    ([THINKING, "rollout.thinking.closing=stop"], "must end with rollout.delimiter"),
+    ([THINKING, "rollout.thinking.response_tokens=17"], r"max_response_tokens \(24\) is below 26"),
+    ([THINKING, TURNS], "set rollout.thinking to null"),
+    (
+        [
+            "rewards=[{kind: length, target: 3}]",
+            "rollout.thinking={thought_tokens: {kind: quantile, quantile: .5, low: 1, high: 8, start: 4}, "
+            "response_tokens: 8}",
+        ],
+        "no reward says which answers are right",
+    ),
+    (
+        [TURNS, "data.train=[{name: a, path: a.jsonl, weight: 1, chat_template: {x: 1}}]"],
+        "all rows have the same arguments",
+    ),
+    ([*VALUES, "rollout.prefix_values.by=trainer", "rollout.max_lag=1"], "set it to engine"),
+    ([*VALUES, "rollout.beams={width: 2, catalogue: items.json}", THINKING], "rollout.beams has others"),
+    ([*VALUES, "rollout.environment={kind: agent, path: 'agents:agent'}"], "an agent's calls may be neither"),
+    ([*VALUES, "rollout.prefix_values.rollouts=2", TURNS], "in the middle of an answer"),
+    ([*VALUES, "rollout.delimiter=''"], "with an empty rollout.delimiter there are none"),
+    (["rollout.beams={width: 2, catalogue: items.json}"], "set rollout.thinking with mode two_call"),
+    (["rollout.beams={width: 2, catalogue: i.json}", THINKING, "rollout.thinking.thought_tokens=0"], "may be 0"),
+    (["rollout.beams={width: 2, catalogue: i.json}", THINKING, "rollout.sampling.top_k=5"], "the engine's full"),
+    ([COLOCATED, "policy.parallel.data=2"], "there are 2 trainer ranks"),
+    ([COLOCATED, "rollout.active_sampling=true"], "so that rollout.active_sampling, with which they answer meanwhile"),
+    ([COLOCATED, "cluster.mirror=true"], "set cluster.mirror to false"),
+    ([COLOCATED, "cluster.gpus_per_trainer=1"], "must both be 1, or both 0"),
+    ([COLOCATED, "cluster.pools={trainer: a, engine: b}"], "trainers and engines are on the same nodes"),
+]
+OF_CRITICS = [
+    (["algorithm.adv_estimator={kind: grpo}"], "grpo uses no critic"),
+    (["critic.warmup_steps=4"], "leaves none of the 4 run.steps"),
+    (["critic.updates_per_step=5"], "critic.updates_per_step exceeds"),
+    ([COLOCATED, "critic.parallel.data=2"], "and 2 of the critic"),
+    ([COLOCATED, "cluster.pools={trainer: a, engine: a, critic: b}"], "trainers and critic are on the same nodes"),
+    ([TURNS, "rewards=[{kind: environment}]"], "would count twice"),
+]
+OF_SFT = [
+    (["policy.routing_replay=true"], "supervised training has none"),
+    ([COLOCATED], "supervised training has no engines"),
+    (["balance.max_tokens_per_microbatch=4095"], r"is below sft.max_tokens \(4096\)"),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "overrides", "message"),
+    [
+        *((GrpoRunConfig, *case) for case in CONFLICTS),
+        *((PpoRunConfig, *case) for case in OF_CRITICS),
+        *((SftRunConfig, *case) for case in OF_SFT),
+    ],
+)
+def test_sections_that_do_not_go_together_are_told(kind, overrides, message):
+    whole = [*RUN[:2], "sft.rows=rows.jsonl"] if kind is SftRunConfig else [*RUN, SHORT]
+    validate(kind, merge_arguments(whole))  # without the overrides there is no conflict
+    with pytest.raises(ValueError, match=message):
+        validate(kind, merge_arguments([*whole, *overrides]))
+
+
+def test_all_conflicts_are_told_at_once():
+    with pytest.raises(ValueError, match="refused") as refused:
+        validate(GrpoRunConfig, merge_arguments([*RUN, SHORT, "bridge.chains=2", "rollout.late=drop"]))
+    assert [line.split(" ")[2] for line in str(refused.value).splitlines()[1:]] == ["rollout.late:", "bridge.chains"]
+
+
+def test_a_run_needs_a_name_steps_a_model_and_rows_and_nothing_else():
+    config = validate(GrpoRunConfig, merge_arguments(RUN))
+    assert config.rollout.max_model_tokens <= config.balance.max_tokens_per_microbatch

@@ -1,0 +1,68 @@
+"""The reference of all keys: it is complete, and the document is what the command prints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.config.reference import Key, Part, find, parts, plain
+from megatron_rl.config.schema import PpoRunConfig
+from megatron_rl.config.section import Section
+from megatron_rl.tools import config as tool
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_the_document_is_what_the_command_prints(capsys):
+    assert tool.main(["--markdown"]) == 0
+    assert (ROOT / "docs/configuration.md").read_text() == capsys.readouterr().out
+
+
+def test_every_key_has_a_meaning_and_a_place():
+    every = parts()
+    assert all(key.meaning or key.type == "section" for part in every for key in part.keys)
+    paths = [part.path for part in every]
+    assert len(set(paths)) == len(paths)
+    headings = {plain(path) for path in paths}
+    assert all(
+        key.path in headings for part in every for key in part.keys if key.type == "section" and "[" not in key.path
+    )
+
+
+def test_every_default_of_a_run_is_told():
+    """The values of a run with nothing but the required keys."""
+    run = PpoRunConfig(run={"name": "x", "steps": 1}, model={"path": "m"}, data={"train": "rows"})
+    told = {key.path: key.default for part in parts() for key in part.keys}
+    for section in type(run).model_fields:
+        for name, value in getattr(run, section) or () if isinstance(getattr(run, section), Section) else ():
+            default = told.get(f"{section}.{name}")
+            if default is not None and isinstance(value, bool | int | str):
+                assert default.strip('"') == str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def test_one_key_and_one_section_are_found():
+    [part] = find("rollout.max_lag")
+    assert part == Part("rollout", "", (part.keys[0],))
+    assert part.keys[0].path == "rollout.max_lag" and part.keys[0].type == "integer >= 0"
+    [clip] = find("algorithm.loss[dual_clip].clip_ratio_low")
+    assert clip.keys[0].type.startswith("number")
+    assert [part.path for part in find("algorithm.kl")][:2] == ["algorithm.kl", "algorithm.kl.coefficient[fixed]"]
+    assert [part.path for part in find("rewards.url")] == ["rewards[judge]", "rewards[reward_model]"]
+    same = {part.path: part.meaning for part in find("critic")}
+    assert same["critic.optimizer"].startswith("The same keys as `policy.optimizer`")
+    seed = Key("run.seed", "integer >= 0 and < 2147483648", "0", find("run.seed")[0].keys[0].meaning)
+    assert find("run.seed") == [Part("run", "", (seed,))]
+
+
+def test_an_unknown_key_gets_the_nearest_ones(capsys):
+    with pytest.raises(ValueError, match="did you mean .*rollout.num_engines"):
+        find("rollout.num_engine")
+    assert tool.main(["nothing.like.it"]) == 2
+    assert "error: there is no key and no section 'nothing.like.it'" in capsys.readouterr().err
+
+
+def test_the_sections_are_listed(capsys):
+    assert tool.main([]) == 0
+    listed = capsys.readouterr().out
+    assert "- `rollout`" in listed and "- `rewards`" in listed and "- `policy.optimizer`" not in listed
