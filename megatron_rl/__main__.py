@@ -30,7 +30,6 @@ COMMANDS = {
     "push": ("tools.push_checkpoint", "push a checkpoint into running vLLM servers"),
     "plan-sync": ("tools.plan_sync", "compute the bytes and times of a weight transfer"),
     "simulate-balance": ("tools.simulate_balance", "compare ways of packing micro-batches on recorded lengths"),
-    "check-pins": ("tools.check_pins", "check the GPU packages' pins against the package index"),
     "config": ("tools.config", "print the reference of a section or of a key of the configuration"),
     "algorithms": ("tools.algorithms", "list losses, advantage estimators, corrections and their sources"),
 }

@@ -71,7 +71,7 @@ LAYOUTS = {
 WAYS = ("plain", "bridge", "memcpy", "shared memory")
 BETWEEN_NODES = ("plain", "bridge")
 BRIDGES = ("bridge", "shared memory")
-WITHOUT_WEIGHTS = ("plain", "memcpy", "all-gather")
+WITHOUT_WEIGHTS = ("plain", "memcpy")
 """The ways that leave no weights in the engines."""
 NO_LINK_GBPS = 1e9
 """Through shared memory no link carries the bytes: they are packed and written."""

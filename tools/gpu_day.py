@@ -50,7 +50,6 @@ from typing import Any
 
 import torch
 
-from megatron_rl.tools.gpu_lines import LINES
 from megatron_rl.tools.gpu_parts import PARTS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -90,16 +89,11 @@ class Record:
 
     def write(self, folder: Path, outcomes: Sequence[Outcome]) -> None:
         """Write both files. Each is replaced as a whole, so that a kill leaves the one before."""
-        content = {**asdict(self), "parts": [asdict(outcome) for outcome in outcomes], "lines": self.lines(outcomes)}
+        content = {**asdict(self), "parts": [asdict(outcome) for outcome in outcomes]}
         for name, text in (("record.json", json.dumps(content, indent=1)), ("RECORD.md", self.text(outcomes))):
             path = folder / f"{name}.new"
             path.write_text(text + "\n")
             path.replace(folder / name)
-
-    def lines(self, outcomes: Sequence[Outcome]) -> list[dict[str, str]]:
-        """The lines of this project's documents that are no longer true, because their parts have passed on a GPU."""
-        passed = {outcome.name for outcome in outcomes if outcome.status == "passed"}
-        return [asdict(line) for line in LINES if self.device == "cuda" and line.part in passed]
 
     def text(self, outcomes: Sequence[Outcome]) -> str:
         passed = sum(outcome.status == "passed" for outcome in outcomes)
@@ -120,12 +114,6 @@ class Record:
             if one.numbers:
                 rows += ["", f"## {one.name}", "", "| | |", "|---|---|"]
                 rows += [f"| {_cell(name)} | {_cell(_shown(value))} |" for name, value in one.numbers.items()]
-        rows += ["", "## Statements of the documents that these parts make obsolete", ""]
-        lines = self.lines(outcomes)
-        if not lines:
-            return "\n".join([*rows, "None: only parts that have passed on a GPU count."])
-        rows += ["| file | line | part | now |", "|---|---|---|---|"]
-        rows += [f"| {row['file']} | {_cell(row['quote'])} | {row['part']} | {row['now']} |" for row in lines]
         return "\n".join(rows)
 
 

@@ -93,10 +93,6 @@ class Node(Namespaces):
         """Pull the cable out of the switch."""
         self._switch.do("ip", "link", "set", self._port, "down")
 
-    def plug(self) -> None:
-        """Put the cable in again."""
-        self._switch.do("ip", "link", "set", self._port, "up")
-
     def limit(self, rate: str) -> None:
         """Limit both directions of the cable.
 

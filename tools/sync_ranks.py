@@ -1,8 +1,8 @@
 """The processes of the bridge's benchmarks: one for each trainer rank and each engine rank.
 
-A driver (tools/bench_sync.py, tools/bench_gather.py) starts each rank with `start` and asks it by `ask`; calls and
-answers are lines of JSON over the rank's stdin and stdout. A trainer rank holds random weights. An engine rank holds
-the parameters of the family's table, which tests/dist/test_layout_families.py compares with what vLLM builds.
+The driver (tools/bench_sync.py) starts all ranks with `started` and asks them by `ask`; calls and answers are lines of
+JSON over a rank's stdin and stdout. A trainer rank holds random weights. An engine rank holds the parameters of the
+family's table, which tests/dist/test_layout_families.py compares with what vLLM builds.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ def _memory() -> dict[str, int]:
     return {name: int(kib) * 1024 for name, kib in re.findall(r"(VmRSS|VmHWM|RssShmem):\s+(\d+) kB", status)}
 
 
-def serve(kind: type[Rank]) -> None:
+def serve() -> None:
     """Be one rank: answer each line of stdin with a line on stdout. The first line says which rank; that of rank 0
     comes after one that asks for a store."""
     torch.set_num_threads(1)
@@ -219,7 +219,7 @@ def serve(kind: type[Rank]) -> None:
                 stores.append(host_store(arguments[0], DEADLINE.total_seconds()))
                 result: Any = stores[-1].port
             elif name == "begin":
-                served = kind(BridgeSetup.from_dict(arguments[0]), *arguments[1:])
+                served = Rank(BridgeSetup.from_dict(arguments[0]), *arguments[1:])
                 result = None
             else:
                 result = getattr(served, name)(*arguments)
@@ -267,9 +267,6 @@ def ask(processes: Sequence[Process], *call: object) -> list[Any]:
 @contextmanager
 def started(
     setup: BridgeSetup,
-    *more: object,
-    module: str = __name__,
-    kind: str = "Rank",
     prefixes: Sequence[Sequence[str]] = (),
     host: str = "127.0.0.1",
     environment: Mapping[str, str] | None = None,
@@ -277,12 +274,10 @@ def started(
     """All ranks of a setup, each in a process, ended together.
 
     Args:
-        more: further arguments of the class.
-        module, kind: where the class of the ranks is.
         prefixes: for each rank the words that run a command where it belongs; empty: all run here.
         host: the address of rank 0, as the others reach it.
     """
-    code = f"from {module} import {kind}; from {__name__} import serve; serve({kind})"
+    code = f"from {__name__} import serve; serve()"
     here = {"PYTHONPATH": os.pathsep.join([str(PACKAGE.parent), os.environ.get("PYTHONPATH", "")])}
     variables = os.environ | here | {"OMP_NUM_THREADS": "1"} | dict(environment or {})
     processes: list[Process] = []
@@ -293,7 +288,7 @@ def started(
         [port] = ask(processes[:1], "store", host)
         setup = replace(setup, host=host, port=port)
         for rank, process in enumerate(processes):
-            process.tell("begin", setup.as_dict(), rank, *more)
+            process.tell("begin", setup.as_dict(), rank)
         for process in processes:
             process.answer()
         yield processes
