@@ -4,7 +4,7 @@
 # make test-deep: everything else that a change can break.   make test-touched: as much of it as a change touches.
 # make test-all: both, with every combination where the others run a pairwise cover.
 # make test-slurm: jobs under a real Slurm on this machine (as root: it installs Debian's slurm-wlm and munge).
-# Each makes .venv first when it is missing. ARGS are for pytest, or for tools/touched.py: make test ARGS="-k resume".
+# Each makes .venv first when it is missing. ARGS are for pytest, or for touched.py: make test ARGS="-k resume".
 # Without files of bytecode each of the tests' processes compiles the project again, about a second.
 unexport PYTHONDONTWRITEBYTECODE
 python := .venv/bin/python
@@ -52,7 +52,7 @@ test-deep: setup
 	@$(pytest) -m deep $(ARGS)
 
 test-touched: setup
-	@$(python) tools/touched.py $(ARGS)
+	@$(python) tools/bench/touched.py $(ARGS)
 
 test-all: setup
 	@$(pytest) --all $(ARGS)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from importlib.util import find_spec
 
 COMMANDS = {
     "grpo": ("recipes.grpo", "train by reinforcement: Megatron trains, vLLM answers"),
@@ -21,7 +22,6 @@ COMMANDS = {
     "reasoning-gym-rows": ("tools.reasoning_gym_rows", "write rows of any task of the library reasoning-gym"),
     "size-run": ("tools.size_run", "print a run's memory by phase, and the trainer's layouts that fit"),
     "doctor": ("tools.doctor", "print what is installed, what a run will use, and what is slower for it"),
-    "gpu-day": ("tools.gpu_day", "check on one GPU what a CPU cannot show, in less than eight minutes"),
     "report": ("tools.report", "make the report of a run, or compare several runs"),
     "convert to-megatron": ("tools.hf_to_megatron", "Hugging Face folder to Megatron-Core checkpoint"),
     "convert to-hf": ("tools.megatron_to_hf", "Megatron-Core checkpoint to Hugging Face folder"),
@@ -29,11 +29,12 @@ COMMANDS = {
     "convert verify": ("tools.verify_checkpoint", "check a checkpoint, or compare two of them bit by bit"),
     "push": ("tools.push_checkpoint", "push a checkpoint into running vLLM servers"),
     "plan-sync": ("tools.plan_sync", "compute the bytes and times of a weight transfer"),
-    "simulate-balance": ("tools.simulate_balance", "compare ways of packing micro-batches on recorded lengths"),
     "config": ("tools.config", "print the reference of a section or of a key of the configuration"),
     "algorithms": ("tools.algorithms", "list losses, advantage estimators, corrections and their sources"),
 }
 """Module below `megatron_rl`, with `main(arguments) -> exit status`, and what the command does."""
+if find_spec("megatron_rl.tools.bench"):  # only a clone has it
+    COMMANDS["gpu-day"] = "tools.bench.gpu_day", "check on one GPU what a CPU cannot show, in less than eight minutes"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

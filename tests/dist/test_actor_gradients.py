@@ -20,8 +20,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama import modeling_llama
 
 from megatron_rl.config.policy import ModelConfig, ParallelConfig, PolicyConfig
-from megatron_rl.tools import compare_layouts
-from megatron_rl.tools.compare_layouts import (
+from megatron_rl.tools.bench import compare_layouts
+from megatron_rl.tools.bench.compare_layouts import (
     NUM_MICROBATCHES,
     ONE_PROCESS,
     Difference,

@@ -6,7 +6,7 @@ import pytest
 import warm
 from patience import deadline
 
-from megatron_rl.tools import own_trainer
+from megatron_rl.tools.bench import own_trainer
 
 
 @pytest.mark.deep

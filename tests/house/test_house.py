@@ -123,6 +123,15 @@ def test_imports_go_down_and_never_sideways():
         assert fault_of_import(here, name)
 
 
+def test_nothing_that_is_installed_imports_what_only_a_clone_has():
+    left_out = "megatron_rl.tools.bench"
+    assert f'exclude = ["{left_out}*"]' in (ROOT / "pyproject.toml").read_text()
+    own = [path for path in sources() if PACKAGE / "tools" / "bench" in path.parents]
+    assert own
+    for path in set(sources()) - set(own):
+        assert [name for name in imports(path) if f"{name}.".startswith(f"{left_out}.")] == [], path
+
+
 def test_vllm_in_the_bridge_is_in_the_files_that_only_its_workers_import():
     for path in (PACKAGE / "bridge").glob("*.py"):
         if any(name.split(".")[0] == "vllm" for name in imports(path)):

@@ -8,7 +8,7 @@ import pytest
 from leaks import lasting
 from ray_nodes import ROOT, Cluster
 
-from megatron_rl.tools.namespaces import why_not
+from megatron_rl.tools.bench.namespaces import why_not
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from leaks import lasting
 from patience import deadline
 
 from megatron_rl.observe.records import METRICS, read_lines
-from megatron_rl.tools.namespaces import Namespaces, Node, make_switch
+from megatron_rl.tools.bench.namespaces import Namespaces, Node, make_switch
 
 ROOT = Path(__file__).parents[2]
 RAY_ON_CPU = ROOT / "tests" / "unit" / "rollout" / "ray_on_cpu"

@@ -9,8 +9,8 @@ import pytest
 from patience import deadline
 
 from megatron_rl.layout import Engines
-from megatron_rl.tools.bench_sync import Layout, Size, measure_links
-from megatron_rl.tools.namespaces import Namespaces, Node, make_switch, why_not
+from megatron_rl.tools.bench.namespaces import Namespaces, Node, make_switch, why_not
+from megatron_rl.tools.bench.sync import Layout, Size, measure_links
 from megatron_rl.types import Mesh
 
 NUM_BYTES = 4_000_000

@@ -14,7 +14,7 @@ from patience import deadline
 from ray_nodes import ENGINE, STAGE, TRAINER, Cluster, Run
 
 from megatron_rl.processes import command_line, descendants
-from megatron_rl.tools.namespaces import Node
+from megatron_rl.tools.bench.namespaces import Node
 
 
 def stop(cluster: Cluster, index: int, name: str) -> None:

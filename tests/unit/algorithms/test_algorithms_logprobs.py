@@ -270,7 +270,7 @@ def test_no_tensor_holds_all_logits(monkeypatch, dtype):
 
 @pytest.mark.deep
 def test_the_benchmark_runs():
-    command = [sys.executable, "tools/bench_logprobs.py", "--json", "--repeats", "1"]
+    command = [sys.executable, "tools/bench/logprobs.py", "--json", "--repeats", "1"]
     sizes = ["--tokens", "256", "--vocabulary", "4096", "--hidden", "16"]
     done = subprocess.run([*command, *sizes], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

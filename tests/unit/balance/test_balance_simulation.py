@@ -8,7 +8,7 @@ from io import StringIO
 
 import pytest
 
-from megatron_rl.tools.simulate_balance import main
+from megatron_rl.tools.bench.simulate_balance import main
 
 pytestmark = pytest.mark.deep
 

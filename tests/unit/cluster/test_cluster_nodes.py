@@ -18,7 +18,7 @@ from megatron_rl.cluster.placement import NoRoom
 from megatron_rl.cluster.process import Process, locate
 from megatron_rl.config.load import validate
 from megatron_rl.config.schema import GrpoRunConfig
-from megatron_rl.tools.bench_placement import measure
+from megatron_rl.tools.bench.placement import measure
 
 OBJECT_STORE_BYTES = 80 * 2**20
 # Ray learns of a killed node after 5 checks of 1 s, not after the usual 15 s. A check may take 10 s on a busy machine.

@@ -1,4 +1,4 @@
-"""Both steps of tools/bench_step.py train alike, so that their times and memory compare."""
+"""Both steps of tools/bench/step.py train alike, so that their times and memory compare."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import cover
 import pytest
 from patience import deadline
 
-from megatron_rl.tools import bench_step
+from megatron_rl.tools.bench import step
 
 ROOT = Path(__file__).parents[3]
 
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[3]
 @pytest.mark.parametrize("processes", [1, 2] if cover.everything else [2])
 def test_both_steps_compute_the_same_losses_and_gradient_norms(processes):
     sizes = ["--tokens", "512", "--length", "32", "--vocabulary", "8192", "--processes", str(processes)]
-    command = [sys.executable, "tools/bench_step.py", "--json", "--rounds", "3", "--threads", "1", *sizes]
+    command = [sys.executable, "tools/bench/step.py", "--json", "--rounds", "3", "--threads", "1", *sizes]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=deadline(180))
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
@@ -39,5 +39,5 @@ def test_both_steps_compute_the_same_losses_and_gradient_norms(processes):
 
 def test_rows_that_no_rank_can_hold_whole_are_refused(capsys):
     with pytest.raises(SystemExit):
-        bench_step.main(["--tokens", "96", "--length", "32", "--processes", "2"])
+        step.main(["--tokens", "96", "--length", "32", "--processes", "2"])
     assert "--tokens 96 is not a multiple of --length x --processes = 64" in capsys.readouterr().err

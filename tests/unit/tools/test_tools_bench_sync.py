@@ -6,8 +6,8 @@ import pytest
 
 from megatron_rl.bridge.replay import all_stretches
 from megatron_rl.layout import Engines, Links
-from megatron_rl.tools import bench_sync
-from megatron_rl.tools.bench_sync import (
+from megatron_rl.tools.bench import sync
+from megatron_rl.tools.bench.sync import (
     LAYOUTS,
     Layout,
     Size,
@@ -17,7 +17,7 @@ from megatron_rl.tools.bench_sync import (
     measure_here,
     num_ends,
 )
-from megatron_rl.tools.sync_ranks import hops
+from megatron_rl.tools.bench.sync_ranks import hops
 from megatron_rl.types import Mesh
 
 SMALL = Size(512, 0.01, 2**20)
@@ -73,6 +73,6 @@ def test_rates_and_numbers_of_nodes():
 def test_what_is_wrong_is_told_in_one_line(arguments, message, monkeypatch, capsys):
     monkeypatch.setenv("PATH", "")
     with pytest.raises(SystemExit) as ended:
-        bench_sync.main(arguments)
+        sync.main(arguments)
     said = capsys.readouterr().err.splitlines()[-1]
     assert ended.value.code == 2 and message in said

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_rl.tools.compare_layouts import FACTOR, ONE_PROCESS, Difference, difference, too_far
-from megatron_rl.tools.float64 import Float32MeansFloat64
+from megatron_rl.tools.bench.compare_layouts import FACTOR, ONE_PROCESS, Difference, difference, too_far
+from megatron_rl.tools.bench.float64 import Float32MeansFloat64
 
 ONE = Difference(ONE_PROCESS, 2.0, 1e-7, 3.0, 1e-6, 1e-5, "lm_head.weight")
 

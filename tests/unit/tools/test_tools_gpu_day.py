@@ -15,16 +15,16 @@ import pytest
 import torch
 from patience import deadline
 
-from megatron_rl.tools import gpu_day
-from megatron_rl.tools.compare_layouts import Difference
-from megatron_rl.tools.gpu_day import Job, Record, run_jobs
-from megatron_rl.tools.gpu_parts import BOUNDS, PARTS, judged
+from megatron_rl.tools.bench import gpu_day
+from megatron_rl.tools.bench.compare_layouts import Difference
+from megatron_rl.tools.bench.gpu_day import Job, Record, run_jobs
+from megatron_rl.tools.bench.gpu_parts import BOUNDS, PARTS, judged
 
 RECORD = Record("cpu", "gpu_day --out X", "c0ffee", "today")
 
 
 def command(folder: Path) -> list[str]:
-    return [sys.executable, "-m", "megatron_rl.tools.gpu_day", "--device", "cpu", "--out", str(folder)]
+    return [sys.executable, "-m", "megatron_rl.tools.bench.gpu_day", "--device", "cpu", "--out", str(folder)]
 
 
 @pytest.fixture(scope="module")
@@ -173,7 +173,7 @@ def test_a_part_that_hangs_writes_its_stacks_before_its_deadline(tmp_path):
     code = (
         "import os\n"
         "from pathlib import Path\n"
-        "from megatron_rl.tools import gpu_day, gpu_parts, gpu_sizes\n"
+        "from megatron_rl.tools.bench import gpu_day, gpu_parts, gpu_sizes\n"
         "written, standard_error = os.pipe()\n"
         "os.dup2(standard_error, 2)\n"
         "def wait_for_stacks(device):\n"

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.tools import mutants
-from megatron_rl.tools.mutants import Mutant, mutants_of
+from megatron_rl.tools.bench import mutants
+from megatron_rl.tools.bench.mutants import Mutant, mutants_of
 
 SOURCE = '''"""A text with 1 + 1."""
 from typing import TYPE_CHECKING

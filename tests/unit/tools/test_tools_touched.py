@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.tools import touched
+from megatron_rl.tools.bench import touched
 
 
 def reached(path: str) -> dict[str, list[str]]:
@@ -44,7 +44,8 @@ def test_a_configuration_touches_who_names_it_and_a_module_that_is_gone_who_impo
     assert "tests/slurm/test_slurm_jobs.py" in reached("slurm/train.sbatch")
     names = touched.module_names([Path("megatron_rl/balance/gone.py")])
     assert names["megatron_rl.balance.gone"] == Path("megatron_rl/balance/gone.py")
-    assert touched.gone_of([Path("a/gone.py"), Path("a/gone.txt"), Path("tools/touched.py")]) == (Path("a/gone.py"),)
+    changed = [Path("a/gone.py"), Path("a/gone.txt"), Path("tools/bench/touched.py")]
+    assert touched.gone_of(changed) == (Path("a/gone.py"),)
 
 
 def test_imports_for_types_alone_do_not_count(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""What tools/gpu_day.py measures, part by part. Each part runs in a process of its own, on a GPU or on a CPU.
+"""What tools/bench/gpu_day.py measures, part by part. Each part runs in a process of its own, on a GPU or on a CPU.
 
 The numbers of a part are written down whatever they are. A part fails if a result is wrong: `Found.problems` says what
 was expected, and why. Times, memory and rates are never judged.
@@ -26,8 +26,7 @@ from megatron_rl.config.policy import ModelConfig, ParallelConfig, PolicyConfig
 from megatron_rl.layout import Engines, Shard, megatron_shards, slices, vllm_shards
 from megatron_rl.layout.shards import local_extents
 from megatron_rl.planning.transfer import COMMUNICATOR_BYTES
-from megatron_rl.tools import bench_logprobs
-from megatron_rl.tools.compare_layouts import (
+from megatron_rl.tools.bench.compare_layouts import (
     Difference,
     deal_rows,
     difference,
@@ -35,8 +34,7 @@ from megatron_rl.tools.compare_layouts import (
     run_layout,
     train_once,
 )
-from megatron_rl.tools.doctor import look
-from megatron_rl.tools.gpu_sizes import (
+from megatron_rl.tools.bench.gpu_sizes import (
     NUM_COMMUNICATORS,
     NUM_PUSHES,
     SIZES,
@@ -48,7 +46,10 @@ from megatron_rl.tools.gpu_sizes import (
     write_config,
     write_model,
 )
-from megatron_rl.tools.gpu_training import layers, offload, resume
+from megatron_rl.tools.bench.gpu_training import layers, offload, resume
+from megatron_rl.tools.bench.logprobs import compare as compare_logprobs
+from megatron_rl.tools.bench.logprobs import memory
+from megatron_rl.tools.doctor import look
 from megatron_rl.types import Mesh
 
 
@@ -160,10 +161,10 @@ def judged(found: Difference, bounds: Bounds) -> list[str]:
 
 
 def logprobs(device: str) -> Found:
-    """Log-probs in chunks against those of whole logits, forward and backward (tools/bench_logprobs.py)."""
+    """Log-probs in chunks against those of whole logits, forward and backward (tools/bench/logprobs.py)."""
     tokens, vocabulary, hidden = SIZES[device].logprobs
     threads = torch.get_num_threads()
-    report = bench_logprobs.compare(
+    report = compare_logprobs(
         Namespace(tokens=tokens, vocabulary=vocabulary, hidden=hidden, device=device, threads=threads, repeats=3)
     )
     found, bound = report["largest_difference"], LOGPROB_BOUND[device]
@@ -259,7 +260,7 @@ def _used_bytes(device: str) -> int:
         torch.cuda.synchronize()
         free, total = torch.cuda.mem_get_info()
         return total - free
-    return bench_logprobs.memory(device, "VmRSS")
+    return memory(device, "VmRSS")
 
 
 PARTS = {

@@ -6,8 +6,8 @@ best of all turns. The time of the CPU cores is reported beside the wall time, b
 processes use the cores too. Peak memory is the largest memory of a process (VmHWM; on a GPU torch's own count) minus
 its memory with the inputs just before.
 
-    python tools/bench_logprobs.py --json
-    python tools/bench_logprobs.py --device cuda --tokens 32768 --hidden 5120
+    python tools/bench/logprobs.py --json
+    python tools/bench/logprobs.py --device cuda --tokens 32768 --hidden 5120
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ The trainer is a transformers model and an optimizer of PyTorch, in one process.
 weights over the bridge, and the engine continues the prompt with this text; then it learns another one. The example
 needs no GPU and no files, and takes less than a minute.
 
-    python tools/own_trainer.py
+    python tools/bench/own_trainer.py
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ Costs are FLOPs of Qwen3-32B, and sequences are padded to multiples of 16. The r
                     be below 1)
     planned in      planning time, the best of several repeats, also as a multiple of the time to sort the same list
 
-    python tools/simulate_balance.py
-    python tools/simulate_balance.py --small --json
+    python tools/bench/simulate_balance.py
+    python tools/bench/simulate_balance.py --small --json
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from megatron_rl.balance.metrics import imbalance, lockstep, lockstep_floor
 from megatron_rl.balance.packing import first_fit_decreasing, padded
 from megatron_rl.layout import read_shape
 
-SHAPE = read_shape(Path(__file__).parent.parent / "configs" / "model" / "Qwen3-32B.json")
+SHAPE = read_shape(Path(__file__).parents[2] / "configs" / "model" / "Qwen3-32B.json")
 LONGEST, ALIGNMENT = 32768, 16
 CAPS = (LONGEST, 2 * LONGEST)
 SIZES, RANKS = (64, 256, 1024, 4096, 16384), (1, 8, 32, 64, 256)

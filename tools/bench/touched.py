@@ -1,8 +1,8 @@
 """Run the deep tests that a change touches: those whose imports lead to a changed file.
 
-    python tools/touched.py                  # changes since origin/main, or since the last tag
-    python tools/touched.py --base HEAD~3    # since another commit; changes that are not committed count too
-    python tools/touched.py --list           # print the choice and its reasons, and run nothing
+    python tools/bench/touched.py                  # changes since origin/main, or since the last tag
+    python tools/bench/touched.py --base HEAD~3    # since another commit; changes that are not committed count too
+    python tools/bench/touched.py --list           # print the choice and its reasons, and run nothing
 
 An import counts wherever it stands in a file, except under TYPE_CHECKING. A text that is the path of a source file
 counts as an import too, because tests start commands by their paths; so does a text that names a module in the same
@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ("megatron_rl", "recipes", "tools", "slurm")
 LINKED = ("recipes", "tools", "slurm")
 """Folders that are imported below `megatron_rl`."""

@@ -1,4 +1,4 @@
-"""Check on one GPU what a CPU cannot show, in one command of less than eight minutes (tools/gpu_parts.py).
+"""Check on one GPU what a CPU cannot show, in one command of less than eight minutes (tools/bench/gpu_parts.py).
 
 The parts compare loss and gradient with a CPU's, and log-probs in chunks with those of whole logits; they push weights
 between two processes through CUDA IPC, resume a checkpoint, offload the optimizer's state, and measure memory, time and
@@ -7,8 +7,8 @@ stop the others. FOLDER gets RECORD.md and record.json, which are written anew a
 part. Ctrl-C and SIGTERM end the part that runs, and the record says what was not run. The exit status is 0 if all parts
 have passed, and 130 after Ctrl-C.
 
-    python tools/gpu_day.py --out runs/gpu_day
-    python tools/gpu_day.py --out runs/gpu_day --device cpu
+    python tools/bench/gpu_day.py --out runs/gpu_day
+    python tools/bench/gpu_day.py --out runs/gpu_day --device cpu
 
 Without a GPU the parts run with tiny sizes over gloo and shared memory, which takes a minute on a quiet core.
 
@@ -24,7 +24,7 @@ command:
 and on the GPU machine, in the clone, with the folder `wheels` in it:
 
     pip install --no-index --no-deps --target gpu_packages wheels/*.whl
-    PYTHONPATH=$PWD:$PWD/gpu_packages python tools/gpu_day.py --out runs/gpu_day
+    PYTHONPATH=$PWD:$PWD/gpu_packages python tools/bench/gpu_day.py --out runs/gpu_day
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ from typing import Any
 
 import torch
 
-from megatron_rl.tools.gpu_parts import PARTS
+from megatron_rl.tools.bench.gpu_parts import PARTS
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 CPU_PATIENCE = 10
 """A part may take this many times as long on a CPU, because other processes may use it too."""
 TICK_S = 0.2
@@ -252,7 +252,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def job_of(name: str, device: str, folder: Path) -> Job:
     """A part of gpu_parts.PARTS as a job of `run_job` with the folder `folder / name`."""
     found = str(folder / name / "found.json")
-    command = [sys.executable, "-m", "megatron_rl.tools.gpu_day", "--part", name, "--device", device, "--out", found]
+    module = "megatron_rl.tools.bench.gpu_day"
+    command = [sys.executable, "-m", module, "--part", name, "--device", device, "--out", found]
     return Job(name, command, limit_s(PARTS[name].limit_s, device))
 
 

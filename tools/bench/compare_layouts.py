@@ -1,6 +1,6 @@
 """Compare the trainer's numbers between layouts: loss, gradient norm and the whole gradient of one batch.
 
-The reference is one process that computes in float64 (`tools/float64.py`, with twice the memory). One process with one
+The reference is one process that computes in float64 (`float64.py`, with twice the memory). One process with one
 micro-batch shows how far rounding alone moves the numbers from it. Every layout runs with several micro-batches over
 gloo (or NCCL, one GPU a rank), and may be FACTOR times as far away; otherwise the exit status is 1. The difference of a
 tensor's gradient is the largest absolute difference of an element, divided by the largest absolute element of the
@@ -9,8 +9,8 @@ reference.
 No fixed number would do, because rounding grows with depth and with the sharpness of attention: in fp32 one process
 was 4e-6 from float64 over 2 layers, and 3e-5 to 1e-4 over 30.
 
-    python tools/compare_layouts.py models/tiny --layouts tp2 pp2 pp2-vpp2 cp2 dp2-cp2
-    python tools/compare_layouts.py models/tiny --dump batch.npz --layouts tp2-ep2 pp2@3,1 --json
+    python tools/bench/compare_layouts.py models/tiny --layouts tp2 pp2 pp2-vpp2 cp2 dp2-cp2
+    python tools/bench/compare_layouts.py models/tiny --dump batch.npz --layouts tp2-ep2 pp2@3,1 --json
 
 A layout is written as axes with their sizes: tp, pp, vpp (virtual stages), cp, ep, etp (ranks of each expert) and dp,
 and `@3,1` gives the number of layers of each part of the pipeline. The batch is drawn at random; with --dump it is
@@ -141,7 +141,7 @@ def train_once(
         exact: compute in float64 in place of float32. The gradient is float64, too.
     """
     if exact:
-        from megatron_rl.tools.float64 import Float32MeansFloat64
+        from megatron_rl.tools.bench.float64 import Float32MeansFloat64
 
         with Float32MeansFloat64():
             return train_once(rank, store, folder, model, policy, shares)

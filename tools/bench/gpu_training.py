@@ -1,5 +1,5 @@
-"""The parts of tools/gpu_day.py that train on one GPU: layers of Qwen3-32B's shape, a resumed checkpoint, an offloaded
-optimizer state."""
+"""The parts of tools/bench/gpu_day.py that train on one GPU: layers of Qwen3-32B's shape, a resumed checkpoint, an
+offloaded optimizer state."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from megatron_rl.layout import read_shape
 from megatron_rl.planning.activations import layer_bytes
 from megatron_rl.planning.parameters import rank_parameters
 from megatron_rl.planning.trainer import trainer_memory
-from megatron_rl.tools.compare_layouts import deal_rows, random_rows, rows_of_lengths
-from megatron_rl.tools.gpu_sizes import (
+from megatron_rl.tools.bench.compare_layouts import deal_rows, random_rows, rows_of_lengths
+from megatron_rl.tools.bench.gpu_sizes import (
     NUM_STEPS,
     NUM_UPDATES,
     SIZES,

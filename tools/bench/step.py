@@ -15,8 +15,8 @@ The C library gives large memory back to the kernel, so the plain step gets giga
 clears them, which may take more time than the arithmetic. MALLOC_MMAP_MAX_=0 and MALLOC_TRIM_THRESHOLD_=68719476736 in
 the environment make it keep its memory, as the allocators of GPUs do.
 
-    python tools/bench_step.py --json
-    python tools/bench_step.py --tokens 8192 --processes 2
+    python tools/bench/step.py --json
+    python tools/bench/step.py --tokens 8192 --processes 2
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from megatron_rl.bridge.join import host_store
 from megatron_rl.config.policy import ModelConfig, OptimizerConfig, ParallelConfig, PolicyConfig
 from megatron_rl.layout import FAMILIES, read_shape
 from megatron_rl.recipes.tiny.model import write_random_qwen3
-from megatron_rl.tools.bench_logprobs import memory
-from megatron_rl.tools.compare_layouts import deal_rows, rows_of_lengths
+from megatron_rl.tools.bench.compare_layouts import deal_rows, rows_of_lengths
+from megatron_rl.tools.bench.logprobs import memory
 from megatron_rl.types import Tokens
 
 OPTIMIZER = OptimizerConfig(lr=1e-3, eps=1e-4, clip_grad=0.0)

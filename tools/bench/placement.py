@@ -5,8 +5,8 @@ In each trial all processes are placed and ended again. For comparison, Ray alon
 there are trainer ranks (strategy PACK) in each trial, and it is counted how many tensor-parallel groups span nodes.
 A layout whose nodes and processes do not fit into this machine's memory is only planned.
 
-    python tools/bench_placement.py --layout 8x8 --trials 20 --json
-    python tools/bench_placement.py --layout 64x8
+    python tools/bench/placement.py --layout 8x8 --trials 20 --json
+    python tools/bench/placement.py --layout 64x8
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the parts of tools/gpu_day.py have in common: their results, their sizes, their models, and their processes."""
+"""What the parts of tools/bench/gpu_day.py have in common: their results, sizes, models and processes."""
 
 from __future__ import annotations
 

@@ -19,9 +19,9 @@ without the buffers of other ranks that an engine rank maps.
 With --links every rank has a node of its own: network namespaces whose cables have a known rate in both directions. The
 push is then compared with its bound, the bytes of the fullest link at this rate. This needs root, ip and tc.
 
-    python tools/bench_sync.py --json
-    python tools/bench_sync.py --layouts pipeline chain --gigabytes 0.5
-    python tools/bench_sync.py --links 200mbit --nodes 2+2,4+4
+    python tools/bench/sync.py --json
+    python tools/bench/sync.py --layouts pipeline chain --gigabytes 0.5
+    python tools/bench/sync.py --links 200mbit --nodes 2+2,4+4
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from megatron_rl.bridge.replay import Costs, Run, all_stretches, replay
 from megatron_rl.bridge.setup import BUCKET_BYTES, BridgeSetup
 from megatron_rl.layout import Engines, Links, TransferPlan, read_shape
 from megatron_rl.layout.traffic import traffic
-from megatron_rl.tools.namespaces import Node, make_switch, why_not
-from megatron_rl.tools.sync_ranks import DEADLINE, Process, ask, started
+from megatron_rl.tools.bench.namespaces import Node, make_switch, why_not
+from megatron_rl.tools.bench.sync_ranks import DEADLINE, Process, ask, started
 from megatron_rl.types import Mesh
 
 

@@ -1,6 +1,6 @@
 """Kill the processes of a run while it trains, and compare its numbers with those of an undisturbed run.
 
-    python tools/chaos.py [--steps 150] [--every 30] [--mirror] [--json]
+    python tools/bench/chaos.py [--steps 150] [--every 30] [--mirror] [--json]
 
 Every few seconds a random process of the run gets SIGKILL or SIGSTOP: an engine, a trainer rank, the verifier, a
 mirror, or one of Ray's own. If the run ends because Ray itself was lost, it is started again with `--resume auto`, as
@@ -31,7 +31,7 @@ from rich.table import Table
 from megatron_rl.observe.records import read_lines
 from megatron_rl.processes import command_line, descendants
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PATTERNS = {
     "engine": "ray::EngineRank",
     "trainer rank": "ray::TrainerRank",

@@ -1,10 +1,10 @@
 """Change one operator, comparison or constant of the source, run the tests, and see which tier notices.
 
-    python tools/mutants.py                            # 10 mutants in each room, drawn with seed 0
-    python tools/mutants.py --rooms balance --each 3 --seed 1 --json mutants.json
+    python tools/bench/mutants.py                            # 10 mutants in each room, drawn with seed 0
+    python tools/bench/mutants.py --rooms balance --each 3 --seed 1 --json mutants.json
 
 A mutant is tried in a copy of the tracked files. The tests whose imports lead to its file run in the order of their
-distance (tools/touched.py), first those without the mark `deep`, then, if none failed, the deep ones, up to `--reach`
+distance (`touched.py`), first those without the mark `deep`, then, if none failed, the deep ones, up to `--reach`
 imports away. What nobody notices is a gap in the tests, or a change without a meaning: a person has to look. The exit
 status is 0, whatever lives.
 """
@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from queue import SimpleQueue
 
-from megatron_rl.tools.touched import ROOT, git, tests_of
+from megatron_rl.tools.bench.touched import ROOT, git, tests_of
 
 ROOMS = (
     *("actor", "algorithms", "balance", "bridge", "cluster", "convert"),

@@ -9,8 +9,8 @@ as many threads as there are cores; here two engines generate, and one or two tr
 
 TRL is not among this project's packages, so it needs a Python of its own (`pip install trl==1.16.0 accelerate`):
 
-    python tools/bench_trl.py --trl-python TRL_ENVIRONMENT/bin/python
-    python tools/bench_trl.py --trl-python TRL_ENVIRONMENT/bin/python --jobs long --rounds 1 --json
+    python tools/bench/against_trl.py --trl-python TRL_ENVIRONMENT/bin/python
+    python tools/bench/against_trl.py --trl-python TRL_ENVIRONMENT/bin/python --jobs long --rounds 1 --json
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PROMPTS, SAMPLES, WARM_UP = 32, 8, 5
 """The number of prompts in a step, of answers to each, and of steps before the measurement."""
 MODES = {
@@ -81,7 +81,7 @@ def ours(job: Job, steps: int, folder: Path, options: Sequence[str]) -> list[flo
         *("run.name=ours", f"run.folder={folder}", f"run.steps={steps}", "checkpoint.every=0", "data.eval=null"),
         *(f"model.path={job.model}", f"data.train={job.train}", f"rollout.max_response_tokens={job.max_tokens}"),
         *("rollout.num_engines=2", "policy.parallel.tensor=1", *options),
-        f"rewards=[{{kind: function, path: 'megatron_rl.tools.bench_trl:{job.reward}'}}]",
+        f"rewards=[{{kind: function, path: 'megatron_rl.tools.bench.against_trl:{job.reward}'}}]",
     ]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=folder)
     records = [json.loads(line) for line in (folder / "ours/metrics.jsonl").read_text().splitlines()]

@@ -9,8 +9,8 @@ The same prompts are answered in five ways, each followed by the same time for t
 Lengths are drawn from a lognormal distribution whose largest value is 30 times its median, and every answer has exactly
 its drawn length. Engine, verifier and stream are those of a run, in Ray processes; only the weights are not moved.
 
-    python tools/bench_rollout.py
-    python tools/bench_rollout.py --json --steps 8
+    python tools/bench/rollout.py
+    python tools/bench/rollout.py --json --steps 8
 """
 
 from __future__ import annotations

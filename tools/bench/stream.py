@@ -5,8 +5,8 @@ everything else is that of an asynchronous run: Ray, admission, the verifiers' p
     hour          as many answers as come in an hour at 1,000 a second, as fast as they can: the driver's memory
     in flight     100,000 requests under way at once: the time to ask for them, and until a step has the first batch
 
-    python tools/bench_stream.py
-    python tools/bench_stream.py --json --answers 400000
+    python tools/bench/stream.py
+    python tools/bench/stream.py --json --answers 400000
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from megatron_rl.data import ShuffledStream
 from megatron_rl.loop.engine_source import EngineSource
 from megatron_rl.loop.stopping import NEVER
 from megatron_rl.ports import Ports
-from megatron_rl.tools.bench_rollout import Quiet, cpu_seconds
+from megatron_rl.tools.bench.rollout import Quiet, cpu_seconds
 from megatron_rl.types import GroupRequest, Prompt, Rollout, Tokens
 
 SAMPLES, LENGTH = 8, 20
