@@ -108,7 +108,9 @@ def plain(folder: Path, rank: int, processes: int, store: dist.Store) -> Callabl
             logp_SL = logits_SLV.log_softmax(-1).gather(-1, next_SL1).squeeze(-1)
             loss = -logp_SL[:, :-1].sum() / num_actions
             (loss * processes).backward()  # DistributedDataParallel takes the mean of the ranks' gradients
-            norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+            # In float64, as ours: a sum of so many squares in fp32 is 3e-5 too small.
+            norms = [torch.linalg.vector_norm(p.grad, dtype=torch.float64) for p in model.parameters()]
+            norm = torch.stack(norms).norm()
             optimizer.step()
             optimizer.zero_grad()
             total = loss.detach()
