@@ -154,13 +154,13 @@ class StaticSource:
 
 
 class Quiet:
-    """A sink that records nothing."""
+    """A sink that records nothing. The only expected warning is that no answer is right."""
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         return nullcontext()
 
     def warn(self, message: str) -> None:
-        raise AssertionError(message)
+        assert "scores above 0" in message, message
 
 
 def configuration(model: Path, folder: Path, max_lag: int, num_steps: int) -> GrpoRunConfig:
