@@ -9,7 +9,7 @@ from typing import TypeVar
 from megatron_rl.config.rewards import FormatReward
 from megatron_rl.config.schema import BaseConfig, GrpoRunConfig
 from megatron_rl.planning.stages import with_layers
-from megatron_rl.recipes.tokenizer_files import TokenizerFiles
+from megatron_rl.preflight.tokenizer_files import TokenizerFiles
 
 Config = TypeVar("Config", bound=BaseConfig)
 

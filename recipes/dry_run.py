@@ -27,7 +27,7 @@ from megatron_rl.planning.estimates import (
 )
 from megatron_rl.planning.gpu import PHASES
 from megatron_rl.planning.memory import RunMemory, run_memory
-from megatron_rl.planning.parameters import BYTES, expert_data_ways, largest_stage
+from megatron_rl.planning.parameters import BYTES, expert_data_ways, gigabytes, largest_stage
 from megatron_rl.planning.shapes import planned_critic_shape, planned_shape
 from megatron_rl.planning.transfer import planned_transfer
 from megatron_rl.types import ModelShape
@@ -259,7 +259,3 @@ def _ranges(numbers: Sequence[int]) -> str:
     starts = [n for i, n in enumerate(numbers) if i == 0 or numbers[i - 1] != n - 1]
     ends = [n for i, n in enumerate(numbers) if i == len(numbers) - 1 or numbers[i + 1] != n + 1]
     return ", ".join(f"{a}-{b}" if b > a else f"{a}" for a, b in zip(starts, ends, strict=True))
-
-
-def gigabytes(num_bytes: float) -> str:
-    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e7 else f"{num_bytes / 1e6:.2f} MB"

@@ -24,6 +24,7 @@ from megatron_rl.layout import Links, check_model, critic_shape, read_shape  # n
 from megatron_rl.loop.checkpoints import Checkpoints  # noqa: E402
 from megatron_rl.loop.replay import ports_without_engines  # noqa: E402
 from megatron_rl.ports import Policy, Ports  # noqa: E402
+from megatron_rl.preflight.row_sources import RowSource, heldout_source, training_sources  # noqa: E402
 from megatron_rl.recipes.dry_run import (  # noqa: E402
     check_memory,
     describe_hours,
@@ -32,7 +33,6 @@ from megatron_rl.recipes.dry_run import (  # noqa: E402
     describe_policy,
     describe_rollout,
 )
-from megatron_rl.recipes.row_sources import RowSource, heldout_source, training_sources  # noqa: E402
 from megatron_rl.recipes.screen import waiting  # noqa: E402
 from megatron_rl.types import ModelShape, Prompt  # noqa: E402
 

@@ -30,9 +30,9 @@ from megatron_rl.config.schema import BaseConfig
 from megatron_rl.loop.checkpoints import Checkpoints, Resume, find_checkpoints
 from megatron_rl.loop.run_lock import run_lock
 from megatron_rl.ports import StopRequested
+from megatron_rl.preflight.checks import check_before_start
 from megatron_rl.processes import STACKS, log_to
 from megatron_rl.recipes.defaults import with_defaults
-from megatron_rl.recipes.preflight import check_before_start
 from megatron_rl.recipes.screen import screen
 from megatron_rl.recipes.slurm import read_job, render, submit
 

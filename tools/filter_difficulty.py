@@ -36,9 +36,9 @@ from megatron_rl.loop.evaluation import right_answers
 from megatron_rl.loop.rollouts import verdicts_of
 from megatron_rl.loop.run_lock import run_lock
 from megatron_rl.ports import StopRequested
+from megatron_rl.preflight.row_sources import training_sources
 from megatron_rl.recipes.engines_alone import check_settings, config_without_trainers, engines_alone, settings_of
 from megatron_rl.recipes.launch import Interrupt, console, log_to_file, quiet_environment
-from megatron_rl.recipes.row_sources import training_sources
 from megatron_rl.types import Group, GroupRequest, Prompt
 
 quiet_environment()

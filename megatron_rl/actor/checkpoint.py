@@ -32,8 +32,8 @@ import torch
 from torch import Tensor
 
 from megatron_rl.actor.agreement import Agreement
-from megatron_rl.actor.fill import Target, fill
 from megatron_rl.actor.folders import begin_folder, first_line, publish, write, writing
+from megatron_rl.actor.optimizer.fill import Target, fill
 from megatron_rl.convert import forms, hub, manifest, torch_dist
 from megatron_rl.convert.forms import Chunk
 from megatron_rl.convert.manifest import WEIGHTS

@@ -29,9 +29,9 @@ from megatron_rl.actor import platform
 from megatron_rl.actor.attention import PackedAttention
 from megatron_rl.actor.latent import LatentAttention, LatentCoreAttention
 from megatron_rl.actor.logprobs import OutputLayer
+from megatron_rl.actor.moe.replay import replay_routes
+from megatron_rl.actor.moe.router import Router, keep_biases_in_float32
 from megatron_rl.actor.norm import Norm, PostNormLayer, WideNorm
-from megatron_rl.actor.replay import replay_routes
-from megatron_rl.actor.router import Router, keep_biases_in_float32
 from megatron_rl.actor.switches import build
 from megatron_rl.actor.value_head import add_value_head
 from megatron_rl.config.policy import ModelConfig, ParallelConfig, PolicyConfig

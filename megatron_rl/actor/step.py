@@ -26,8 +26,8 @@ from megatron_rl.actor import platform
 from megatron_rl.actor.attention import packed_sequences
 from megatron_rl.actor.context import ContextRank
 from megatron_rl.actor.logprobs import output_weight, vocabulary_shard
+from megatron_rl.actor.moe.router import padding_mask
 from megatron_rl.actor.packing import Microbatch, Routes
-from megatron_rl.actor.router import padding_mask
 from megatron_rl.actor.value_head import values
 from megatron_rl.algorithms.logprobs import token_logprobs
 from megatron_rl.types import ModelShape

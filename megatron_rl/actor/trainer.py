@@ -25,15 +25,11 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch import Tensor
 
 from megatron_rl.actor import checkpoint, platform, state
-from megatron_rl.actor.adam import LARGEST_NORM, AdamState, sum_of_squares
 from megatron_rl.actor.agreement import Agreement, sum_over_data_ranks
 from megatron_rl.actor.checkpoint import Identity, Part, Saving
 from megatron_rl.actor.context import ContextRank
-from megatron_rl.actor.fill import Target
 from megatron_rl.actor.model import build_model, uses_fused_layers
-from megatron_rl.actor.packing import Microbatch, check_alignment, check_microbatch, pack
-from megatron_rl.actor.phases import PhasedMemory
-from megatron_rl.actor.router import (
+from megatron_rl.actor.moe.router import (
     describe_auxiliary_losses,
     describe_load,
     describe_replay,
@@ -43,9 +39,13 @@ from megatron_rl.actor.router import (
     total_replay,
     update_biases,
 )
+from megatron_rl.actor.optimizer.adam import LARGEST_NORM, AdamState, sum_of_squares
+from megatron_rl.actor.optimizer.fill import Target
+from megatron_rl.actor.optimizer.streaming import build_optimizer
+from megatron_rl.actor.packing import Microbatch, check_alignment, check_microbatch, pack
+from megatron_rl.actor.phases import PhasedMemory
 from megatron_rl.actor.spec import ActorSpec
 from megatron_rl.actor.step import Schedule
-from megatron_rl.actor.streaming import build_optimizer
 from megatron_rl.algorithms.columns import PackedColumns
 from megatron_rl.algorithms.objective import FirstPass, Metric, NotFiniteError
 from megatron_rl.convert.forms import open_chunks

@@ -19,8 +19,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_rl.actor import platform, state
-from megatron_rl.actor.fill import Target, fill
 from megatron_rl.actor.folders import atomic_folder, write_text
+from megatron_rl.actor.optimizer.fill import Target, fill
 from megatron_rl.convert.forms import split_into_files
 from megatron_rl.convert.hub import MAX_FILE_BYTES, companions, file_name, index_text
 from megatron_rl.convert.manifest import WEIGHTS

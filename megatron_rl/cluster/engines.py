@@ -31,11 +31,11 @@ from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.environments import Sessions
 from megatron_rl.layout import Recording
 from megatron_rl.processes import starting
-from megatron_rl.rollout.agents import Agents
 from megatron_rl.rollout.engine import VllmEngine
-from megatron_rl.rollout.episodes import Episodes, MakeAnswers
+from megatron_rl.rollout.programs.agents import Agents
+from megatron_rl.rollout.programs.episodes import Episodes, MakeAnswers
+from megatron_rl.rollout.programs.turns import chat_template, open_turns
 from megatron_rl.rollout.progress import remove_records
-from megatron_rl.rollout.turns import chat_template, open_turns
 from megatron_rl.types import Group, GroupRequest, Metrics, ModelShape, Phase, Tokens
 
 ALIVE_S = 30.0

@@ -125,7 +125,8 @@ class MathematicsReward(JudgedReward):
 class CodeReward(JudgedReward):
     """The last fenced block of Python in the text is a program, which runs in a sandbox. `ground_truth` has its tests:
     Python texts with asserts, mappings with the `input` and `output` of the program, or a mapping with the lists
-    `inputs` and `outputs` and maybe a `fn_name`, as a list, a mapping or a text of JSON (`verifiers/code_tests.py`)."""
+    `inputs` and `outputs` and maybe a `fn_name`, as a list, a mapping or a text of JSON
+    (`verifiers/sandbox/code_tests.py`)."""
 
     kind: Literal["code"] = "code"
     answer_timeout_s: PositiveFloat = 180

@@ -137,3 +137,7 @@ def expert_data_ways(mesh: Mesh) -> int:
 def checkpoint_bytes(shape: ModelShape, dtype: str, optimizer: OptimizerConfig = OptimizerConfig()) -> int:
     """The bytes of one checkpoint: the weights and the optimizer's state, once, whatever the layout."""
     return FAMILIES[shape.family].num_parameters(shape) * (BYTES[dtype] + state_width(dtype, optimizer))
+
+
+def gigabytes(num_bytes: float) -> str:
+    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e7 else f"{num_bytes / 1e6:.2f} MB"

@@ -108,7 +108,7 @@ def trainer_memory(
 
 
 def _streamed_bytes(elements: float, dtype: str, optimizer: OptimizerConfig) -> float:
-    """The fp32 pieces of the optimizer's state that are on the GPU in an update, at most (`actor/streaming.py`)."""
+    """The fp32 pieces of the optimizer's state that are on the GPU in an update, at most (actor/optimizer)."""
     if optimizer.offload:  # one arrives, one is updated, one leaves
         return min(IN_FLIGHT * PIECE_ELEMENTS, elements) * state_width(dtype, OptimizerConfig())
     if optimizer.is_streamed:  # the moments of one, beside those in fewer bits; an fp32 copy is updated in place

@@ -42,13 +42,13 @@ from pydantic import ValidationError
 from megatron_rl.config.policy import ModelConfig
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.layout import read_shape
-from megatron_rl.rollout.beams import as_rollouts
-from megatron_rl.rollout.budgets import Budgets, Chosen
 from megatron_rl.rollout.engine_thread import EngineThread
 from megatron_rl.rollout.engine_weights import EngineWeights
-from megatron_rl.rollout.episodes import EpisodeRequest, MakeAnswers
-from megatron_rl.rollout.prefix_values import Beginning, PrefixValuer
 from megatron_rl.rollout.program import Call, Completion, Samples, Transcript, as_rollout, next_call, replay
+from megatron_rl.rollout.programs.beams import as_rollouts
+from megatron_rl.rollout.programs.budgets import Budgets, Chosen
+from megatron_rl.rollout.programs.episodes import EpisodeRequest, MakeAnswers
+from megatron_rl.rollout.programs.prefix_values import Beginning, PrefixValuer
 from megatron_rl.rollout.progress import Progress, recorded
 from megatron_rl.rollout.request_queue import Request, RequestQueue
 from megatron_rl.rollout.routine import Routine, begin

@@ -10,7 +10,7 @@ import torch
 from megatron_rl.config.policy import ModelConfig
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.layout import read_shape
-from megatron_rl.rollout.budgets import Budgets
+from megatron_rl.rollout.programs.budgets import Budgets
 from megatron_rl.rollout.progress import Progress
 from megatron_rl.rollout.shared_memory import remove_leftovers, remove_own_names
 

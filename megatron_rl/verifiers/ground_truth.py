@@ -34,27 +34,27 @@ that an answer whose program sleeps or computes without end is judged, and not g
 
 
 def _mathematics(cfg: MathematicsReward, text: str, truth: Any) -> Verdict:
-    from megatron_rl.verifiers import mathematics  # sympy takes a second to import
+    from megatron_rl.verifiers.mathematics import comparison  # sympy takes a second to import
 
     try:
         truths = texts_of(truth, "mathematics")
     except ValueError as error:
         return Verdict(None, str(error), failed=True)
-    verdicts = [mathematics.verify(text, one, cfg.mode) for one in truths]
+    verdicts = [comparison.verify(text, one, cfg.mode) for one in truths]
     return max(verdicts, key=lambda verdict: (verdict.failed, verdict.score))
 
 
 def _code(cfg: CodeReward, text: str, truth: Any) -> Verdict:
-    from megatron_rl.verifiers import code, sandbox
+    from megatron_rl.verifiers.sandbox import code, process
 
-    limits = sandbox.Limits(cpu_s=cfg.cpu_s, memory_bytes=cfg.memory_mib * 2**20)
+    limits = process.Limits(cpu_s=cfg.cpu_s, memory_bytes=cfg.memory_mib * 2**20)
     return code.verify(text, truth, limits, cfg.score, within_s=TESTS_SHARE * cfg.answer_timeout_s)
 
 
 def _instructions(cfg: InstructionsReward, text: str, truth: Any) -> Verdict:
-    from megatron_rl.verifiers import instructions
+    from megatron_rl.verifiers.instructions import checks
 
-    return instructions.verify(text, truth, cfg.score)
+    return checks.verify(text, truth, cfg.score)
 
 
 def _reasoning_gym(cfg: ReasoningGymReward, text: str, truth: Any) -> Verdict:

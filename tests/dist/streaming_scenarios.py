@@ -10,9 +10,9 @@ import torch
 from memory_scenarios import held_bytes
 from scenarios import COEFFICIENTS, OPTIMIZER, _error, begin, build, save
 
-from megatron_rl.actor import streaming
-from megatron_rl.actor.adam import intervals
-from megatron_rl.actor.optimizer import Optimizer
+from megatron_rl.actor.optimizer import streaming
+from megatron_rl.actor.optimizer.adam import intervals
+from megatron_rl.actor.optimizer.build import Optimizer
 
 NUM_ELEMENTS = 1000
 """Of a piece: a fraction of the larger parameters."""

@@ -22,8 +22,8 @@ from test_resume import lines
 from megatron_rl.data.supervised import load_supervised
 from megatron_rl.data.tokenizer import open_tokenizer
 from megatron_rl.environments.observations import Continuation, Observations
+from megatron_rl.preflight.tokenizer_files import ChatTemplate, TokenizerFiles
 from megatron_rl.recipes.smollm2.task import question, write_rows
-from megatron_rl.recipes.tokenizer_files import ChatTemplate, TokenizerFiles
 from megatron_rl.rollout.vocabulary import stop_ids, thinking_faults
 from megatron_rl.verifiers.answer import text_after
 

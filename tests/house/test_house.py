@@ -25,7 +25,7 @@ LAYERS = {
     **dict.fromkeys(["algorithms", "balance", "layout", "verifiers", "data", "observe", "environments"], 1),
     **dict.fromkeys(["loop", "convert", "planning"], 2),
     **dict.fromkeys(["actor", "rollout", "bridge"], 3),
-    "cluster": 4,
+    **dict.fromkeys(["cluster", "preflight"], 4),
     "recipes": 5,
     **dict.fromkeys(["tools", "slurm"], 6),
     "__main__": 7,

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.actor import adam
+from megatron_rl.actor.optimizer import adam
 
 ROUNDING = 1e-14
 """float64: the error of a sum of squares grows with the square root of the number of its terms at most."""

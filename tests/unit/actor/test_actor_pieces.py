@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from megatron_rl.actor import platform  # noqa: F401  before Megatron: it silences its import
-from megatron_rl.actor.adam import Interval
-from megatron_rl.actor.streaming import cut
+from megatron_rl.actor.optimizer.adam import Interval
+from megatron_rl.actor.optimizer.streaming import cut
 from megatron_rl.config.policy import OptimizerConfig, PolicyConfig
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_rl.actor.router import describe_load
+from megatron_rl.actor.moe.router import describe_load
 
 
 def test_the_metrics_of_the_load():

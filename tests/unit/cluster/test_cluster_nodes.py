@@ -18,7 +18,6 @@ from megatron_rl.cluster.placement import NoRoom
 from megatron_rl.cluster.process import Process, locate
 from megatron_rl.config.load import validate
 from megatron_rl.config.schema import GrpoRunConfig
-from megatron_rl.tools.bench.placement import measure
 
 OBJECT_STORE_BYTES = 80 * 2**20
 # Ray learns of a killed node after 5 checks of 1 s, not after the usual 15 s. A check may take 10 s on a busy machine.
@@ -165,12 +164,3 @@ def test_an_engine_wider_than_a_node_has_a_bundle_for_each_rank_in_the_order_of_
     process = Process("engine 0", None, engine)
     placement.start_again("engine", {0: process}, lambda i: start(placement, "engine", i), deadline(120))
     assert ray.get(process.actor.bundles.remote()) == dict(enumerate(planned)), "its bundles are still reserved"
-
-
-@pytest.mark.deep
-def test_the_benchmark_places_all_processes_as_planned(monkeypatch):
-    """Two nodes of 4 GPUs: TP2 x PP2 trainers and two engines of 2 take them all."""
-    monkeypatch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    report = measure("2x4", num_trials=1)
-    assert report["planned_idle_gpus"] == 0 and report["idle_gpus"] == [0]
-    assert report["tensor_groups_that_span"] == [0] and report["not_as_planned"] == [0]

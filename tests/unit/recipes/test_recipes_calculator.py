@@ -15,11 +15,11 @@ from megatron_rl.config.load import load_config
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.data import Rules, load_prompts
 from megatron_rl.environments import Sessions
+from megatron_rl.preflight.environment_source import faults_of_environment
+from megatron_rl.preflight.row_sources import training_sources
+from megatron_rl.preflight.tokenizer_files import TokenizerFiles
 from megatron_rl.recipes.calculator.task import call, demonstration, write_model
 from megatron_rl.recipes.calculator.tools import computed
-from megatron_rl.recipes.environment_source import faults_of_environment
-from megatron_rl.recipes.row_sources import training_sources
-from megatron_rl.recipes.tokenizer_files import TokenizerFiles
 
 ROOT = Path(__file__).parents[3]
 

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from megatron_rl.config.prefix_values import PrefixValues
 from megatron_rl.recipes.process_rewards.task import derivation, question, write_model
-from megatron_rl.rollout.prefix_values import PrefixValuer
+from megatron_rl.rollout.programs.prefix_values import PrefixValuer
 from megatron_rl.types import Prompt
 
 DIGITS, STEPS, BATCH, LR = 2, 300, 32, 6e-3

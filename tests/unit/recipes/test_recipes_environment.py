@@ -11,9 +11,9 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 from megatron_rl.config.load import validate
 from megatron_rl.config.schema import GrpoRunConfig
-from megatron_rl.recipes.environment_source import faults_of_environment
-from megatron_rl.recipes.row_sources import heldout_source, training_sources
-from megatron_rl.recipes.tokenizer_files import TokenizerFiles
+from megatron_rl.preflight.environment_source import faults_of_environment
+from megatron_rl.preflight.row_sources import heldout_source, training_sources
+from megatron_rl.preflight.tokenizer_files import TokenizerFiles
 
 TURNS = "{% for m in messages %}{{ m.role }}:{{ m.content }}<eos>{% endfor %}"
 TOOLS = "{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}"

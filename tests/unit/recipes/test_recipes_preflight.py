@@ -19,8 +19,9 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from megatron_rl.config.load import validate
 from megatron_rl.config.schema import GrpoRunConfig, SftRunConfig
 from megatron_rl.layout import FAMILIES, read_shape
-from megatron_rl.recipes import preflight as module
-from megatron_rl.recipes.preflight import check_before_start, preflight
+from megatron_rl.preflight import checks as module
+from megatron_rl.preflight import rows as rows_module
+from megatron_rl.preflight.checks import check_before_start, preflight
 
 CONFIG = {
     "model_type": "qwen3",
@@ -182,7 +183,7 @@ def test_every_source_of_a_mixture_is_checked_as_the_run_reads_it(home):
 
 
 def test_when_the_time_is_up_the_number_of_checked_rows_is_told(home, monkeypatch):
-    monkeypatch.setattr(module, "ROWS_S", -1.0)
+    monkeypatch.setattr(rows_module, "ROWS_S", -1.0)
     rows("train.jsonl", *[GOOD] * 150, "{")
     notes = []
     assert preflight(grpo(), notes.append) == []
@@ -614,7 +615,7 @@ def test_a_dry_run_prints_the_plan_and_then_the_faults(home):
 
 def test_nothing_heavy_is_imported(home):
     code = (
-        "import sys, megatron_rl.recipes.preflight\n"
+        "import sys, megatron_rl.preflight.checks\n"
         "print(*sorted({'torch', 'transformers', 'vllm', 'ray', 'megatron'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -18,7 +18,7 @@ from megatron_rl.recipes.process_rewards.task import (
     derivation,
     write_task,
 )
-from megatron_rl.rollout.passages import split, token_texts
+from megatron_rl.rollout.programs.passages import split, token_texts
 
 ROOT = Path(__file__).parents[3]
 YAML = str(ROOT / "configs/run/process_rewards_tiny_cpu.yaml")

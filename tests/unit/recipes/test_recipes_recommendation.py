@@ -12,7 +12,7 @@ from megatron_rl.config.load import load_config
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.recipes.recommendation.rewards import first_hit, form, hit, hit_share, levels
 from megatron_rl.recipes.recommendation.task import CATALOGUE, Item, User, demonstration, write_task
-from megatron_rl.rollout.budgets import Budgets
+from megatron_rl.rollout.programs.budgets import Budgets
 
 RIGHT = ["<a_1><b_4><c_3>", "<a_1><b_4><c_7>"]
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from megatron_rl.config.load import load_config
 from megatron_rl.config.schema import DataConfig, GrpoRunConfig
 from megatron_rl.data.forms import Reading
-from megatron_rl.recipes.row_sources import RowSource, heldout_source, training_sources
+from megatron_rl.preflight.row_sources import RowSource, heldout_source, training_sources
 
 
 def test_a_single_source_has_the_reading_of_the_section():

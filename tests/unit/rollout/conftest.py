@@ -19,7 +19,7 @@ from megatron_rl.config.policy import ModelConfig
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.layout import Engines
 from megatron_rl.rollout import start
-from megatron_rl.rollout.episodes import Samples
+from megatron_rl.rollout.programs.episodes import Samples
 from megatron_rl.types import Mesh
 
 CACHE_TOKENS = 2**17

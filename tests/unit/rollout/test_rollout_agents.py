@@ -15,11 +15,11 @@ from tiny_chat import DROPS_THOUGHTS, KEEPS, characters, renderer
 
 from megatron_rl.config.environment import AgentEnvironment
 from megatron_rl.config.rollout import RolloutConfig
-from megatron_rl.rollout.agents import Agents
-from megatron_rl.rollout.conversations import Conversations, Refused
-from megatron_rl.rollout.endpoint import Endpoint, message_of
-from megatron_rl.rollout.episodes import EpisodeRequest
 from megatron_rl.rollout.program import Call, Completion
+from megatron_rl.rollout.programs.agents import Agents
+from megatron_rl.rollout.programs.conversations import Conversations, Refused
+from megatron_rl.rollout.programs.endpoint import Endpoint, message_of
+from megatron_rl.rollout.programs.episodes import EpisodeRequest
 from megatron_rl.types import Prompt
 
 TOKENIZER = characters()

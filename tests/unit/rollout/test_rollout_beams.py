@@ -13,9 +13,6 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from megatron_rl.config.rollout import RolloutConfig
-from megatron_rl.rollout.beams import Beam, BeamSearch, as_rollouts, best
-from megatron_rl.rollout.budgets import Budgets
-from megatron_rl.rollout.catalogue import Catalogue
 from megatron_rl.rollout.program import (
     Call,
     Completion,
@@ -26,6 +23,9 @@ from megatron_rl.rollout.program import (
     next_call,
     replay,
 )
+from megatron_rl.rollout.programs.beams import Beam, BeamSearch, as_rollouts, best
+from megatron_rl.rollout.programs.budgets import Budgets
+from megatron_rl.rollout.programs.catalogue import Catalogue
 from megatron_rl.types import Prompt
 
 EOS = 9

@@ -16,7 +16,7 @@ from pushes import flat, moment, sampled, with_push
 from tiny_references import reference_logp, reference_logp_across
 from transformers import AutoModelForCausalLM
 
-from megatron_rl.rollout.budgets import Budgets
+from megatron_rl.rollout.programs.budgets import Budgets
 from megatron_rl.rollout.progress import MAX_SAMPLES, ROW, recorded
 from megatron_rl.types import Mesh, Prompt
 

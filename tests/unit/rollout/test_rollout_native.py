@@ -14,8 +14,8 @@ from pushes import flat, sampled, with_push
 from tiny_references import reference_logp
 from transformers import AutoModelForCausalLM
 
-from megatron_rl.rollout.budgets import Budgets
 from megatron_rl.rollout.program import find_delimiter
+from megatron_rl.rollout.programs.budgets import Budgets
 from megatron_rl.rollout.progress import MAX_SAMPLES, ROW
 from megatron_rl.types import Mesh, Prompt
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from megatron_rl.rollout.passages import chapters, split, token_texts
+from megatron_rl.rollout.programs.passages import chapters, split, token_texts
 
 MARKERS = ("Wait,", "So ", "But ")
 

@@ -10,7 +10,7 @@ from tiny_references import reference_logp
 from transformers import AutoModelForCausalLM
 
 from megatron_rl.config.prefix_values import PrefixValues
-from megatron_rl.rollout.prefix_values import PrefixValuer
+from megatron_rl.rollout.programs.prefix_values import PrefixValuer
 from megatron_rl.types import UTILITY, Branch, Mesh, Prompt
 
 THINKS, CLOSES = 2, 3

@@ -13,8 +13,8 @@ from tiny_turns import Lengths, turns_of
 
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.environments import Reaction
-from megatron_rl.rollout.episodes import EpisodeRequest, Episodes
 from megatron_rl.rollout.program import Completion
+from megatron_rl.rollout.programs.episodes import EpisodeRequest, Episodes
 from megatron_rl.rollout.request_queue import Request
 from megatron_rl.types import Prompt, TokenReward
 

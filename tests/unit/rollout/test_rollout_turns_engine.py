@@ -14,7 +14,7 @@ from tiny_turns import Lengths, turns_of
 from transformers import AutoModelForCausalLM
 
 from megatron_rl.environments import Reaction
-from megatron_rl.rollout.episodes import Episodes
+from megatron_rl.rollout.programs.episodes import Episodes
 from megatron_rl.types import UTILITY, Mesh, Prompt
 
 ENDS, EQUALS, ASKS = 1, 16, 18

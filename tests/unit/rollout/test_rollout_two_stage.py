@@ -16,8 +16,8 @@ from megatron_rl.config.load import validate
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.loop.rollouts import batch_of, describe
 from megatron_rl.loop.shares import plan_step
-from megatron_rl.rollout.beams import Beam, as_rollouts
 from megatron_rl.rollout.program import Completion, Transcript
+from megatron_rl.rollout.programs.beams import Beam, as_rollouts
 from megatron_rl.types import Group, ModelShape, Prompt, Verdict
 
 SHAPE = ModelShape("qwen3", 1, 8, 2, 2, 4, 8, 64, 1e4, 1e-6, 64, False)

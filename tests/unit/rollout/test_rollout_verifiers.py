@@ -9,10 +9,10 @@ import pytest
 from patience import deadline
 from tiny_chat import KEEPS, characters, renderer
 
-from megatron_rl.environments.verifiers_library import play
-from megatron_rl.rollout.conversations import Conversations
-from megatron_rl.rollout.endpoint import Endpoint
+from megatron_rl.recipes.adapters.verifiers_library import play
 from megatron_rl.rollout.program import Completion
+from megatron_rl.rollout.programs.conversations import Conversations
+from megatron_rl.rollout.programs.endpoint import Endpoint
 
 HERE = Path(__file__).parent
 

@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer, models
 
 from megatron_rl.config.rollout import RolloutConfig
-from megatron_rl.rollout.budgets import Budgets
+from megatron_rl.rollout.programs.budgets import Budgets
 from megatron_rl.rollout.vocabulary import stop_ids, thinking_faults, token_ids
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.environments import EnvironmentFault, Reaction
-from megatron_rl.rollout.turns import Turns
+from megatron_rl.rollout.programs.turns import Turns
 
 
 def render(turns: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:

@@ -30,10 +30,10 @@ from hypothesis import strategies as st
 from patience import deadline
 
 from megatron_rl.types import Verdict
-from megatron_rl.verifiers import sandbox
-from megatron_rl.verifiers.code import last_block, verify
-from megatron_rl.verifiers.messages import STANDARD, decode, encode
-from megatron_rl.verifiers.sandbox import Limits
+from megatron_rl.verifiers.sandbox import process as sandbox
+from megatron_rl.verifiers.sandbox.code import last_block, verify
+from megatron_rl.verifiers.sandbox.messages import STANDARD, decode, encode
+from megatron_rl.verifiers.sandbox.process import Limits
 
 ROWS = [json.loads(line) for line in (Path(__file__).parent / "data" / "humaneval.jsonl").open()]
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.types import Verdict
-from megatron_rl.verifiers.instructions import CHECKERS, KINDS, verify
+from megatron_rl.verifiers.instructions.checks import CHECKERS, KINDS, verify
 
 ENGLISH = "the quick brown fox jumps over the lazy dog because it wants to reach the other side of the river"
 GERMAN = "Der schnelle braune Fuchs springt über den faulen Hund, weil er auf die andere Seite des Flusses möchte."

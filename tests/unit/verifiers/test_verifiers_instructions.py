@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.types import Verdict
-from megatron_rl.verifiers.instructions import KINDS, verify
+from megatron_rl.verifiers.instructions.checks import KINDS, verify
 
 IFEVAL = Path(__file__).with_name("data") / "ifeval.jsonl.gz"
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import cover
 import pytest
 
-from megatron_rl.verifiers.mathematics import verify
-from megatron_rl.verifiers.spelling import in_latex
+from megatron_rl.verifiers.mathematics.comparison import verify
+from megatron_rl.verifiers.mathematics.spelling import in_latex
 
 # An answer in a box, its ground truth, and the score.
 BOXED = {

@@ -167,8 +167,8 @@ def test_what_the_judge_has_started_ends_with_its_worker(pool, tmp_path):
 
 @pytest.mark.deep
 def test_no_sandbox_outlives_its_worker():
-    from megatron_rl.verifiers.code import verify as verify_program
-    from megatron_rl.verifiers.sandbox import Limits
+    from megatron_rl.verifiers.sandbox.code import verify as verify_program
+    from megatron_rl.verifiers.sandbox.process import Limits
 
     judge_program = partial(verify_program, truth=["assert f() == 1"], limits=Limits(cpu_s=100), score="all")
     before = {process.pid for process in descendants(psutil.Process())}

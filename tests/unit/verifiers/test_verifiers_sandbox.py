@@ -27,8 +27,9 @@ import pytest
 from hostile import ATTACKS, LIMITS, ONLY_OWN_FILE_SYSTEM, SLEEPS, THREADS, program_of
 from patience import deadline
 
-from megatron_rl.verifiers import confinement, sandbox
-from megatron_rl.verifiers.sandbox import Ended, Isolation, Limits, SandboxError, isolation, run_script
+from megatron_rl.verifiers.sandbox import confinement
+from megatron_rl.verifiers.sandbox import process as sandbox
+from megatron_rl.verifiers.sandbox.process import Ended, Isolation, Limits, SandboxError, isolation, run_script
 
 MEANS = ("root", "user", "landlock")
 COMPUTES = {name for name, (_, reason) in LIMITS.items() if "used the CPU" in reason}
@@ -284,7 +285,7 @@ def test_a_directory_that_nobody_may_read_is_removed(tmp_path):
     permitted("landlock")
     script = """
         import ctypes, os, sys, tempfile
-        from megatron_rl.verifiers import sandbox
+        from megatron_rl.verifiers.sandbox import process as sandbox
         if os.getuid() == 0:
             for capability in (1, 2):  # CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH; what is started here lacks them
                 assert ctypes.CDLL(None).prctl(24, capability, 0, 0, 0) == 0  # PR_CAPBSET_DROP
@@ -307,7 +308,7 @@ def test_a_program_cannot_change_its_input_and_finds_no_third_party_package():
 def test_a_program_ends_with_the_process_that_asked_for_it():
     asks = textwrap.dedent("""
         import sys
-        from megatron_rl.verifiers.sandbox import Limits, isolation, run_script
+        from megatron_rl.verifiers.sandbox.process import Limits, isolation, run_script
         isolation()
         print("ready", flush=True)
         run_script("import threading; threading.Event().wait()", "", Limits(wall_s=1e4))

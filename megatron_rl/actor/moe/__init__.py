@@ -1,0 +1,1 @@
+"""Mixtures of experts: the router, and the replay of the engine's choices."""

@@ -1,0 +1,1 @@
+"""The optimizer, its state, and how the state is kept."""

@@ -1,0 +1,1 @@
+"""What is looked at before a run starts: rows, rewards, environments, tokenizer, critic, folders and packages."""

@@ -1,0 +1,333 @@
+"""Finds the errors that would stop a run in its first minutes. It takes a few seconds, and imports neither torch, Ray
+nor vLLM.
+
+Invariants (tests/unit/recipes): every reported fault would stop the run; all faults are reported together, and each is
+one sentence that says what is wrong, where, and what to do; no file is left behind.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from megatron_rl.actor.spec import check_trainable
+from megatron_rl.config.rewards import ReasoningGymReward, ServiceReward
+from megatron_rl.config.schema import BaseConfig, GrpoRunConfig, SftRunConfig
+from megatron_rl.data.saved_rollouts import require_step
+from megatron_rl.layout import FAMILIES, check_unquantised, hub_hint, read_shape, scan
+from megatron_rl.loop.checkpoints import Checkpoints, find_checkpoints
+from megatron_rl.observe.sink import check_unused
+from megatron_rl.observe.trackers import missing_packages
+from megatron_rl.planning.parameters import checkpoint_bytes, gigabytes
+from megatron_rl.planning.shapes import planned_shape
+from megatron_rl.preflight.critic import faults_of_critic
+from megatron_rl.preflight.environment_source import faults_of_environment
+from megatron_rl.preflight.rows import Tell, faults_of_rows, missing_rows
+from megatron_rl.preflight.tokenizer_files import TokenizerFiles
+from megatron_rl.rollout.programs.budgets import Budgets
+from megatron_rl.types import ModelShape
+from megatron_rl.verifiers.reasoning_gym import missing_package
+
+MUCH_SLOWER = 4
+"""A product in bfloat16 that takes so many times as long as one in float32 is told."""
+
+
+def check_before_start(config: BaseConfig, console: Console, *, resume: bool, planning: bool = False) -> None:
+    """Run the preflight, print its notes, and raise all faults together.
+
+    Raises:
+        ValueError: the run would stop in its first minutes. The message has all faults.
+    """
+    faults = preflight(
+        config,
+        lambda note: console.print(note, style="yellow", markup=False, soft_wrap=True),
+        resume=resume,
+        planning=planning,
+    )
+    if len(faults) == 1:
+        raise ValueError(faults[0])
+    if faults:
+        raise ValueError(f"{len(faults)} faults would stop this run:\n" + "\n".join(f"  - {fault}" for fault in faults))
+
+
+def preflight(config: BaseConfig, tell: Tell, *, resume: bool = False, planning: bool = False) -> list[str]:
+    """The faults of a run; an empty list if there are none.
+
+    Args:
+        tell: is called with a sentence about everything that is not checked, or that the run will skip.
+        resume: whether the run continues the run in its folder.
+        planning: whether this is a dry run. The model's folder may then be missing if its sizes ship with the package,
+            and so may the rows, because both lie where the run will be.
+    """
+    faults: list[str] = []
+
+    def attempt(check: Callable[[], Any]) -> Any:
+        """The result of the check. If it raises, the message is added to the faults, and the result is None."""
+        try:
+            return check()
+        except (ValueError, OSError) as error:
+            faults.append(str(error))
+            return None
+
+    folder = config.model.path
+    elsewhere = planning and not folder.exists()
+    shape: ModelShape | None = attempt(lambda: planned_shape(config) if planning else read_shape(folder))
+    splits = None
+    if shape:
+        splits = attempt(lambda: _check_trainable(config, shape))
+        faults += _positions(config, shape)
+    tokenizer = None
+    if elsewhere:
+        tell(
+            f"not checked, because the folder {folder} is not there: weights, tokenizer, lengths of rows in tokens, "
+            f"free disk space{hub_hint(folder)}"
+        )
+    elif folder.is_dir():
+        if shape:
+            attempt(lambda: _check_weights(config, shape))
+        tokenizer = attempt(lambda: TokenizerFiles(folder))
+    if tokenizer and shape:
+        faults += _vocabulary(config, shape, tokenizer)
+    if shape and isinstance(config, GrpoRunConfig) and config.critic is not None:
+        if planning and config.critic.model is not None and not config.critic.model.path.exists():
+            tell(f"not checked, because the folder {config.critic.model.path} is not there: the critic")
+        else:
+            faults += faults_of_critic(config, shape, tokenizer)
+    broken = faults_of_environment(config, tokenizer, tell) if isinstance(config, GrpoRunConfig) else []
+    faults += broken
+    absent = missing_rows(config) if elsewhere else []
+    if broken:
+        tell("not checked, because rollout.environment has a fault: rows and reward functions")
+    elif absent:
+        tell(f"not checked, because {', '.join(map(str, absent))} is not there: rows and reward functions")
+    else:
+        faults += faults_of_rows(config, tokenizer, tell)
+    if isinstance(config, GrpoRunConfig) and config.rollout.replay is not None:
+        saved, last = config.rollout.replay, config.run.steps - 1
+        attempt(lambda: require_step(saved, last))
+    faults += _keys(config) + _sampling(config)
+    _compare_products(config, tell)
+    named = _name(config)
+    faults += named
+    if not named:
+        usable = attempt(lambda: _check_folder(config, resume))
+        if usable and splits and not elsewhere:
+            faults += _disk(config, shape)
+    return faults + missing_packages(config) + _packages(config, planning)
+
+
+def _check_trainable(config: BaseConfig, shape: ModelShape) -> bool:
+    """Returns True.
+
+    Raises:
+        ValueError: trainer or engine cannot split the model as configured.
+    """
+    if shape.value_head:
+        raise ValueError(
+            f"model.path: {config.model.path} ends with one number in place of logits, as reward models and critics "
+            "do, so it writes no text; give the folder of a model that does"
+        )
+    family = FAMILIES[shape.family]
+    family.check_mesh(shape, config.policy.parallel.mesh)
+    check_trainable(shape, config.policy)
+    if isinstance(config, GrpoRunConfig):
+        rollout = config.rollout
+        family.check_engine(shape, rollout.tensor, rollout.expert_parallel, rollout.pipeline)
+    return True
+
+
+def _positions(config: BaseConfig, shape: ModelShape) -> list[str]:
+    if isinstance(config, GrpoRunConfig):
+        longest, keys = config.rollout.max_engine_tokens, "rollout.max_prompt_tokens + rollout.max_response_tokens"
+        keys += " + rollout.prefix_values.forced_tokens" if longest > config.rollout.max_model_tokens else ""
+    elif isinstance(config, SftRunConfig):
+        longest, keys = config.sft.max_tokens, "sft.max_tokens"
+    else:
+        return []
+    if longest <= shape.max_positions:
+        return []
+    return [
+        f"{keys} = {longest} exceeds the {shape.max_positions} positions of {config.model.path} "
+        f"(max_position_embeddings); lower it"
+    ]
+
+
+def _check_weights(config: BaseConfig, shape: ModelShape) -> None:
+    check_unquantised(config.model.path)
+    if config.model.weights:
+        _check_manifest(config.model.weights, shape)
+    else:
+        scan(config.model.path, shape)
+
+
+def _check_manifest(folder: Path, shape: ModelShape) -> None:
+    """Check the folder of `model.weights`, as far as its files need not be read."""
+    path = folder / "manifest.json"
+    if not path.is_file():
+        raise ValueError(
+            f"model.weights: {folder} has no manifest.json; give a folder that tools/hf_to_megatron.py has written, or "
+            f"a checkpoint of a run"
+        )
+    try:
+        fields = json.loads(path.read_text())
+        saved, files = fields["shape"], {folder / name: entry["bytes"] for name, entry in fields["files"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"model.weights: {path} cannot be read ({error!r}); copy the folder again") from error
+    for key in ("family", "num_layers", "hidden_size", "vocab_size"):
+        if saved.get(key) != (mine := getattr(shape, key)):
+            raise ValueError(
+                f"model.weights: {folder} holds a model with {key} {saved.get(key)}, but model.path has {mine}"
+            )
+    wrong = [file for file, size in files.items() if not file.is_file() or file.stat().st_size != size]
+    if wrong:
+        raise ValueError(
+            f"model.weights: {wrong[0]} is missing or has another size than the manifest says ({len(wrong)} of "
+            f"{len(files)} files); copy the folder again"
+        )
+
+
+def _vocabulary(config: BaseConfig, shape: ModelShape, tokenizer: TokenizerFiles) -> list[str]:
+    """Compare the tokenizer with the model's vocabulary and with the thinking budget, and return the faults."""
+    folder = config.model.path
+    if tokenizer.core is None:
+        needs = isinstance(config, GrpoRunConfig) and config.rollout.delimiter
+        return [f"{folder} has no tokenizer.json; save it with transformers' save_pretrained"] if needs else []
+    faults = []
+    largest = max(tokenizer.core.get_vocab(with_added_tokens=True).values(), default=-1)
+    if largest >= shape.vocab_size:
+        faults.append(
+            f"{folder / 'tokenizer.json'} has the token id {largest}, but the model's vocabulary ends at "
+            f"{shape.vocab_size - 1} (vocab_size of config.json); take the tokenizer that belongs to these weights"
+        )
+    if not isinstance(config, GrpoRunConfig) or not config.rollout.delimiter:
+        return faults
+    try:
+        Budgets(folder, config.rollout, on_gpu=config.cluster.gpus_per_engine_rank > 0)
+    except ValueError as error:
+        faults.append(str(error))
+    return faults
+
+
+def _compare_products(config: BaseConfig, tell: Tell) -> None:
+    """Tell it if this CPU needs much longer for a product in bfloat16 than in float32. A step would hardly end."""
+    if config.model.dtype != "bfloat16" or config.cluster.gpus_per_trainer > 0:
+        return
+    import torch
+
+    def seconds(dtype: torch.dtype) -> float:
+        a, b = torch.ones(2, 384, 384, dtype=dtype)
+        start = time.perf_counter()
+        a.t() @ b  # as a backward pass does
+        return time.perf_counter() - start
+
+    times = [min(seconds(dtype) for _ in range(3)) for dtype in (torch.bfloat16, torch.float32)]
+    if times[0] > MUCH_SLOWER * times[1]:
+        speeds = [2e-9 * 384**3 / time_s for time_s in times]
+        tell(
+            f"model.dtype is bfloat16, in which this CPU multiplies matrices at {speeds[0]:.1f} GFLOP/s, and at "
+            f"{speeds[1]:.0f} in float32: each step will take many times as long; remove model.dtype, or set float32"
+        )
+
+
+def _keys(config: BaseConfig) -> list[str]:
+    """Check that the keys of the rewards' servers are there. Returns the faults. The servers need not run yet."""
+    faults = []
+    for reward in config.rewards if isinstance(config, GrpoRunConfig) else ():
+        if isinstance(reward, ServiceReward):
+            try:
+                reward.api_key(os.environ)
+            except ValueError as error:
+                faults.append(str(error))
+    return faults
+
+
+def _sampling(config: BaseConfig) -> list[str]:
+    """A gradient of the full distribution at tokens that were sampled from a part of it is no policy gradient."""
+    if not isinstance(config, GrpoRunConfig) or config.rollout.replay is not None:
+        return []
+    sampling = config.rollout.sampling
+    if sampling.top_p == 1 and sampling.top_k == 0:
+        return []
+    return [
+        f"rollout.sampling: with top_p {sampling.top_p:g} and top_k {sampling.top_k} the engines would sample from a "
+        "part of the model's distribution, and the trainer computes log-probs and gradients of all of it; set top_p to "
+        "1 and top_k to 0"
+    ]
+
+
+def _packages(config: BaseConfig, planning: bool) -> list[str]:
+    """Check that the packages of the engines, which a plan does not need, and of the rewards are installed. Returns the
+    faults."""
+    if not isinstance(config, GrpoRunConfig):
+        return []
+    faults = []
+    if not planning and config.rollout.replay is None and find_spec("vllm") is None:
+        faults.append(
+            "vLLM is not installed, and the engines are vLLM's. It is no dependency of the package, because its build "
+            "must fit the machine: install the files of requirements/ as tools/setup.sh does, or vLLM's own wheel"
+        )
+    labels = [reward.label for reward in config.rewards if isinstance(reward, ReasoningGymReward)]
+    return faults + ([f"rewards: {labels[0]}: {fault}"] if labels and (fault := missing_package()) else [])
+
+
+def _name(config: BaseConfig) -> list[str]:
+    """Check that run.name can be the name of a folder, and return the faults."""
+    name = config.run.name
+    longest = max((len(part.encode()) for part in Path(name).parts), default=0)
+    if longest > 255:
+        return [f"run.name has a part of {longest} bytes, and a folder's name has 255 at most; shorten it"]
+    parts = Path(name).parts
+    if not name.strip() or "\0" in name or Path(name).is_absolute() or ".." in parts or not parts:
+        return [f"run.name {name!r} names no folder below run.folder; write a relative name, like `gsm8k/first`"]
+    return []
+
+
+def _check_folder(config: BaseConfig, resume: bool) -> bool:
+    """Returns True.
+
+    Raises:
+        ValueError: the folder cannot be written, or it has an earlier run that is not resumed.
+    """
+    folder = config.run_folder
+    there = _nearest(folder)
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"run.folder: {folder} cannot be written ({there}: {error.strerror}); choose another run.folder, or "
+            f"correct its permissions"
+        ) from error
+    if not resume:
+        check_unused(folder)
+        Checkpoints(folder / "checkpoints", config.checkpoint, resume=None, config={})
+    return True
+
+
+def _disk(config: BaseConfig, shape: ModelShape) -> list[str]:
+    """Check that the disk has room for two checkpoints, because a new one is complete before an older one is deleted.
+    If there is a checkpoint already, room for one more is enough. Returns the faults."""
+    is_resumed = bool(find_checkpoints(config.run_folder / "checkpoints"))
+    number, told = (1, "a further checkpoint needs") if is_resumed else (2, "two checkpoints need")
+    needed = number * checkpoint_bytes(shape, config.model.dtype, config.policy.optimizer)
+    free = shutil.disk_usage(_nearest(config.run_folder)).free
+    if free >= needed:
+        return []
+    return [
+        f"run.folder: the disk of {config.run_folder} has {gigabytes(free)} free, and {told} {gigabytes(needed)}; free "
+        f"some space, or choose another run.folder"
+    ]
+
+
+def _nearest(folder: Path) -> Path:
+    """The folder, or the nearest one above it that exists."""
+    return next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))

@@ -1,0 +1,87 @@
+"""Checks `rollout.environment` before anything starts: whether its class or tools can be loaded, and whether the chat
+template can offer the tools and continue a transcript. Only tools are imported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jinja2 import TemplateError
+
+from megatron_rl.config.schema import GrpoRunConfig
+from megatron_rl.environments import Render, require_offered, schemas_of
+from megatron_rl.preflight.reward_source import fault_of_function
+from megatron_rl.preflight.tokenizer_files import ChatTemplate, TokenizerFiles
+from megatron_rl.rollout.programs.turns import continuation_of
+
+
+class _Unknown(Exception):
+    """Only transformers can render the template."""
+
+
+def faults_of_environment(
+    config: GrpoRunConfig, tokenizer: TokenizerFiles | None, tell: Callable[[str], None]
+) -> list[str]:
+    """
+    Args:
+        tokenizer: the model's; None: it is not known, and the chat template is not checked.
+        tell: is called with a sentence about what is not checked.
+    """
+    environment = config.rollout.environment
+    if environment is None:
+        return []
+    if environment.kind == "tools":
+        found = [fault_of_function(path, "rollout.environment.paths") for path in environment.paths]
+    else:
+        found = [fault_of_function(environment.path, "rollout.environment.path")]
+    if faults := [fault for fault in found if fault]:
+        return faults
+    try:
+        schemas = schemas_of(environment)
+        if tokenizer is not None and tokenizer.core is not None:
+            for rewrite in _check_template(config, tokenizer, schemas):
+                tell(
+                    f"rollout.environment: {rewrite}. The run trains on what the model has sampled, so whoever uses "
+                    "the model should keep its answers as they are, or the template should"
+                )
+    except ValueError as error:
+        return [str(error)]
+    except (_Unknown, TemplateError):
+        tell("the chat template is not checked for rollout.environment: it can be rendered by transformers alone")
+    return []
+
+
+def _check_template(
+    config: GrpoRunConfig, tokenizer: TokenizerFiles, schemas: Sequence[Mapping[str, Any]]
+) -> list[str]:
+    """How the chat template rewrites answers in the history.
+
+    Raises:
+        ValueError: the chat template cannot offer the tools, or cannot continue a transcript.
+    """
+    folder = config.model.path
+    if tokenizer.template is None:
+        raise ValueError(
+            f"rollout.environment: the tokenizer of {folder} has no chat template; add chat_template.jinja"
+        )
+    template = ChatTemplate(tokenizer.template, tokenizer.special)
+
+    def with_arguments(arguments: Mapping[str, Any]) -> Render:
+        def render(turns: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
+            text = template.render(turns, add_generation_prompt, arguments)
+            if text is None:
+                raise _Unknown
+            return text
+
+        return render
+
+    plain = dict(config.data.chat_template)
+    offering = with_arguments({**plain, "tools": schemas} if schemas else plain)
+    if schemas:
+        try:
+            require_offered(offering, with_arguments(plain), schemas)
+        except ValueError as error:
+            raise ValueError(f"rollout.environment: {folder}: {error}") from error
+    if config.rollout.environment.kind == "agent":  # one that never goes on needs nothing of the template
+        return []
+    return continuation_of(folder, config.rollout, offering).rewrites

@@ -1,0 +1,217 @@
+"""What is wrong with the rows of a run, and with the functions that get them, before anything starts."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+from jinja2 import TemplateError
+
+from megatron_rl.config.advantages import FunctionAdvantage
+from megatron_rl.config.losses import FunctionLoss
+from megatron_rl.config.rewards import CodeReward, ImportedReward
+from megatron_rl.config.schema import BaseConfig, GrpoRunConfig, SftRunConfig
+from megatron_rl.data.files import read_rows
+from megatron_rl.data.forms import DESCRIPTIONS, Form, Question, Reading
+from megatron_rl.data.prompts import check_columns, check_length, question_of
+from megatron_rl.data.rows import BadRow, Row, Turns
+from megatron_rl.data.supervised import demonstration_of, ended
+from megatron_rl.preflight.reward_source import fault_of_function, fault_of_reward
+from megatron_rl.preflight.row_sources import RowSource, heldout_source, training_sources
+from megatron_rl.preflight.tokenizer_files import ChatTemplate, TokenizerFiles
+from megatron_rl.verifiers.compose import fault_of_row, required_columns
+from megatron_rl.verifiers.sandbox.process import SandboxError, isolation
+
+ROWS_S = 2.5
+"""The time, in seconds, in which the rows of all files are checked. A note says which rows are left out."""
+ROWS_AT_LEAST = 100
+"""The number of rows that are checked in each file even if the time is over."""
+
+
+Tell = Callable[[str], None]
+
+
+class _Lengths:
+    """Counts the tokens of rows, as far as this is possible without transformers."""
+
+    def __init__(self, tokenizer: TokenizerFiles | None) -> None:
+        self.without_template = False
+        """Whether a row has chat turns, but the tokenizer has no chat template."""
+        self.unknown = False
+        """Whether a row has chat turns that only transformers can render."""
+        self._tokenizer = tokenizer if tokenizer and tokenizer.core else None
+        self._template: ChatTemplate | None = None
+        self._no_template = tokenizer is not None and tokenizer.template is None
+        if tokenizer and tokenizer.template:
+            # Some templates have tags that only transformers knows. The lengths of their rows are then unknown.
+            with suppress(TemplateError):
+                self._template = ChatTemplate(tokenizer.template, tokenizer.special)
+
+    def of_prompt(self, question: Question, bound: int) -> int | None:
+        """The number of a prompt's tokens; None if it is not known, or if it is certainly within the bound."""
+        text = question.messages
+        if not isinstance(text, str):
+            text = self._render(text, question.template, add_generation_prompt=True)
+        if text is None or self._tokenizer is None or len(text.encode()) <= bound:  # a token has one byte at least
+            return None
+        return len(self._tokenizer.ids(text))
+
+    def of_demonstration(self, demonstration: tuple[str, str] | Turns, template: Row, bound: int) -> int | None:
+        """The number of a supervised row's tokens, including its end of sequence; None if it is not known, or if it is
+        certainly within the bound."""
+        is_text = isinstance(demonstration[0], str)
+        prompt, completion = demonstration if is_text else ("", self._render(demonstration, template))
+        if completion is None or self._tokenizer is None or len((prompt + completion).encode()) < bound:
+            return None
+        eos = self._tokenizer.core.token_to_id(self._tokenizer.special.get("eos_token", ""))
+        ids = self._tokenizer.ids(completion)
+        return len(self._tokenizer.ids(prompt)) + len(ids if eos is None else ended(ids, eos))
+
+    def _render(self, turns: Turns, template: Row, add_generation_prompt: bool = False) -> str | None:
+        self.without_template |= self._no_template
+        text = self._template.render(turns, add_generation_prompt, template) if self._template else None
+        self.unknown |= text is None
+        return text
+
+
+def missing_rows(config: BaseConfig) -> list[Path]:
+    """The files and folders of rows that are not there."""
+    paths: list[Path | str | None] = []
+    if isinstance(config, SftRunConfig):
+        paths = [config.sft.rows]
+    elif isinstance(config, GrpoRunConfig):
+        train = config.data.train
+        paths = [*([source.path for source in train] if isinstance(train, tuple) else [train]), config.data.eval]
+    return [path for path in paths if isinstance(path, Path) and not path.exists()]
+
+
+def faults_of_rows(config: BaseConfig, tokenizer: TokenizerFiles | None, tell: Tell) -> list[str]:
+    """Check every file of rows, and the reward functions, which receive the columns of the rows. Returns the faults."""
+    lengths = _Lengths(tokenizer)
+    faults: list[str] = []
+    if isinstance(config, SftRunConfig):
+        sft = config.sft
+
+        def check_demonstration(row: Row) -> None:
+            length = lengths.of_demonstration(*demonstration_of(row), sft.max_tokens)
+            if length is not None and length > sft.max_tokens:
+                raise BadRow(f"the row has {length} tokens, but sft.max_tokens is {sft.max_tokens}")
+
+        faults += _file("sft.rows", sft.rows, check_demonstration, sft.on_bad_row, ROWS_S, tell)
+    elif isinstance(config, GrpoRunConfig):
+        required = required_columns(config.rewards)
+        longest, data = config.rollout.max_prompt_tokens, config.data
+        try:
+            sources = training_sources(data, config.rollout.environment)
+        except ValueError as error:
+            return [f"data.train: {error}"]
+        heldout = heldout_source(data, config.rollout.environment)
+        seconds = ROWS_S / (len(sources) + (heldout is not None))
+        columns: set[str] = set()
+        unscored: list[str] = []
+        forms: Counter[Form] = Counter()
+
+        def check_prompt(row: Row, reading: Reading) -> None:
+            question = question_of(row, required, reading)
+            given = question.columns
+            check_columns(given, config.rollout.thought_column, config.rollout.prefix_values)
+            forms[question.form] += 1
+            columns.update(given)
+            if not any(reward.scores(given) for reward in config.rewards):
+                unscored.append(f"no reward has the row's `dataset`, {given.get('dataset')!r}, in its `datasets`")
+            for reward in config.rewards:
+                if (fault := fault_of_row(reward, given)) is None:
+                    continue
+                if reward.on_error == "stop":
+                    raise ValueError(fault)
+                unscored.append(fault)
+            length = lengths.of_prompt(question, longest)
+            if length is not None:
+                check_length(length, longest)
+
+        def check_source(source: RowSource) -> list[str]:
+            check = partial(check_prompt, reading=source.reading)
+            return _file(source.key, source.path, check, data.on_bad_row, seconds, tell)
+
+        for source in sources:
+            faults += check_source(source)
+        for form in sorted(forms.keys() - {"messages", "text"}):
+            tell(f"data.train: {forms[form]:,} of the rows that were checked are in {DESCRIPTIONS[form]}")
+        if unscored:
+            tell(f"data.train: rewards will abstain on {len(unscored)} of the rows; the first reason is: {unscored[0]}")
+        known = frozenset(columns)
+        if heldout:
+            faults += check_source(heldout)
+        if any(isinstance(reward, CodeReward) for reward in config.rewards):
+            try:
+                for missing in isolation().missing:
+                    tell(f"the code reward's sandbox on this machine: {missing}")
+            except SandboxError as error:
+                faults.append(f"the code reward has no sandbox on this machine: {error}")
+        for reward in config.rewards:
+            if isinstance(reward, ImportedReward) and (fault := fault_of_reward(reward, known or None)):
+                faults.append(fault)
+        own = {"algorithm.loss": config.algorithm.loss, "algorithm.adv_estimator": config.algorithm.adv_estimator}
+        for key, method in own.items():
+            if isinstance(method, FunctionLoss | FunctionAdvantage) and (fault := fault_of_function(method.path, key)):
+                faults.append(fault)
+    if lengths.without_template:
+        faults.append(
+            f"the tokenizer of {config.model.path} has no chat template, and rows have `messages`; add "
+            f"chat_template.jinja to the folder, or use rows with `prompt` (plain text)"
+        )
+    elif lengths.unknown and tokenizer:
+        tell("the lengths of chats in tokens are not checked: the template can be rendered by transformers alone")
+    return faults
+
+
+def _file(
+    key: str, source: Path | str, check: Callable[[Row], None], on_bad_row: str, seconds: float, tell: Tell
+) -> list[str]:
+    """The faults of one source of rows, from as many of its rows as can be checked in the given seconds.
+
+    Args:
+        check: raises BadRow for a bad row, about which `on_bad_row` decides, and ValueError for a row that stops the
+            run in any case.
+    """
+    if not isinstance(source, Path):
+        tell(f"{key}: the rows of {source} are not checked, because they may have to be downloaded first")
+        return []
+    if not source.exists():
+        return [f"{key}: there is no file {source}; correct the path (it is relative to {Path.cwd()})"]
+    bad: list[str] = []
+    num_rows, whole = 0, True
+    deadline = time.monotonic() + seconds
+    try:
+        for _, place, row in read_rows(source):
+            if num_rows >= ROWS_AT_LEAST and time.monotonic() > deadline:
+                whole = False
+                break
+            num_rows += 1
+            try:
+                if isinstance(row, BadRow):
+                    raise row
+                check(row)
+            except BadRow as error:
+                bad.append(f"{place}: {error}")
+            except ValueError as error:
+                return [f"{key}: {place}: {error}"]
+    except (ValueError, FileNotFoundError) as error:
+        return [f"{key}: {error}"]
+    except OSError as error:
+        return [f"{key}: {source} cannot be read ({error.strerror}); correct its permissions or the path"]
+    if not whole:
+        tell(f"{key}: the first {num_rows:,} rows of {source} were checked, the others were left out to save time")
+    if not num_rows:
+        return [f"{key}: {source} holds no row; give a file with one JSON object in each line"]
+    if bad and (on_bad_row == "fail" or whole and len(bad) == num_rows):
+        more = f" ({len(bad)} of {num_rows:,} rows that were checked are bad)" if len(bad) > 1 else ""
+        hint = "correct it, or set on_bad_row to skip" if on_bad_row == "fail" else "no good row is left"
+        return [f"{key}: {bad[0]}{more}; {hint}"]
+    if bad:
+        tell(f"{key}: {len(bad)} of {num_rows:,} rows of {source} will be skipped; the first one is {bad[0]}")
+    return []

@@ -1,0 +1,134 @@
+"""Answers of agents: a function of the user's own asks the model, by an OpenAI-compatible address, whatever it wants.
+
+Each answer is a run of the agent with an address of its own. When the agent has ended, every conversation that it had
+with the model is a sample (conversations.py), and all of them have the agent's reward. So a group can have more samples
+than `rollout.samples_per_prompt`.
+
+Invariants (tests/unit/rollout): an agent that raises, or takes too long, gives no reward, and what it has asked is not
+lost; nothing is sampled for an agent that has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from math import isfinite
+from numbers import Real
+from pathlib import Path
+
+from megatron_rl.config.environment import AgentEnvironment
+from megatron_rl.config.function import load_function
+from megatron_rl.config.rollout import RolloutConfig
+from megatron_rl.environments.calls import Calls, OutOfTime
+from megatron_rl.rollout.program import Call, Completion, Samples, Transcript, as_rollout
+from megatron_rl.rollout.programs.conversations import Conversations, RenderCall
+from megatron_rl.rollout.programs.endpoint import Endpoint
+from megatron_rl.rollout.programs.episodes import Ask, Begin, Completed, EpisodeRequest, Plays
+from megatron_rl.rollout.request_queue import Request
+from megatron_rl.rollout.vocabulary import load_tokenizer, stop_ids
+from megatron_rl.types import Episode, Prompt, TokenReward
+
+MAX_REASON = 500
+HOST = "127.0.0.1"
+NEXT_CALL = 0x1E3779B97F4A7C15
+"""What is added to the seed of an answer from call to call, so that a repeated call gives another answer."""
+
+
+class Agents:
+    """
+    Args:
+        folder: the model's.
+        rollout: with an environment of kind agent.
+        render: the chat template, with the arguments that all rows have.
+
+    Raises:
+        ValueError: the agent cannot be imported.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        rollout: RolloutConfig,
+        render: RenderCall,
+        ask: Ask,
+        completed: Completed,
+    ) -> None:
+        cfg = rollout.environment
+        assert isinstance(cfg, AgentEnvironment), "only agents need it"
+        self._cfg, self._render, self._ask = cfg, render, ask
+        self._run, self._calls = load_function(cfg.path), Calls(cfg.timeout_s)
+        self._tokenizer = load_tokenizer(folder)
+        self._ends = [text for i in stop_ids(folder) if (text := self._tokenizer.id_to_token(i)) is not None]
+        sampling = rollout.sampling
+        own = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
+        self._endpoint = Endpoint(HOST, self._decode, rollout.max_model_tokens, own)
+        self._starting: asyncio.Task[None] | None = None
+        self._plays = Plays()
+
+    async def answers(self, asked: EpisodeRequest, begin: Begin) -> Samples:
+        """See `Answers`."""
+        await begin([], not self._plays)
+        plays = [
+            self._play(asked.prompt, asked.seed + sample, asked.is_greedy, (asked.ticket, sample))
+            for sample in asked.samples
+        ]
+        return [sample for played in await self._plays.carry_out(asked.ticket, plays) for sample in played]
+
+    def cancel(self, ticket: int) -> None:
+        """See `Answers`."""
+        self._plays.cancel(ticket)
+
+    async def close(self) -> None:
+        """End the server."""
+        await self._endpoint.close()
+
+    async def _play(self, prompt: Prompt, seed: int, is_greedy: bool, answer: tuple[int, int]) -> Samples:
+        """Run the agent once. Returns its conversations.
+
+        Args:
+            answer: the ticket of the group and the number of the answer, for `cancel`.
+        """
+        if self._starting is None:
+            self._starting = asyncio.ensure_future(self._endpoint.start())
+        await self._starting
+        num_calls = 0
+
+        async def ask(ids: list[int], call: Call) -> Completion:
+            nonlocal num_calls
+            own = (seed + num_calls * NEXT_CALL) % 2**62
+            num_calls += 1
+            return await self._ask(Request(ids, call, own, is_greedy, answer, goes_on=num_calls > 1))
+
+        conversations = Conversations(self._render, self._tokenizer, self._ends)
+        name, url = self._endpoint.open(conversations, ask)
+        reward, fault = None, ""
+        try:
+            given = await self._calls.call(self._run, dict(prompt.columns), url, **self._cfg.arguments)
+            if given is not None and not (isinstance(given, Real) and isfinite(given)):
+                fault = f"{self._cfg.path} returned {given!r}, which is no finite number and not None"
+            elif given is not None:
+                reward = float(given)
+        except OutOfTime:
+            fault = f"{self._cfg.path} took more than rollout.environment.timeout_s = {self._cfg.timeout_s:g} s"
+        except Exception as error:  # an agent may raise anything
+            fault = f"{self._cfg.path} raised {type(error).__name__}: {error}"
+        finally:
+            self._endpoint.end(name)
+        return self._samples(prompt, conversations, reward, fault[:MAX_REASON])
+
+    def _samples(self, prompt: Prompt, conversations: Conversations, reward: float | None, fault: str) -> Samples:
+        found = conversations.transcripts()
+        if not found:
+            sample, tokens = as_rollout(prompt.token_ids, Transcript(), None)
+            episode = Episode(0, len(prompt.token_ids), fault=fault or f"{self._cfg.path} did not ask the model")
+            return [(replace(sample, episode=episode), tokens)]
+        samples = []
+        for ids, transcript, path in found:
+            sample, tokens = as_rollout(ids, transcript, None)
+            rewards = () if reward is None else (TokenReward(sample.length - 1, "environment", reward),)
+            episode = Episode(len(path), len(ids) + path[-1].num_before, fault=fault)
+            samples.append((replace(sample, token_rewards=rewards, episode=episode), tokens))
+        return samples
+
+    def _decode(self, ids: list[int]) -> str:
+        return str(self._tokenizer.decode(ids, skip_special_tokens=False))

@@ -1,0 +1,249 @@
+"""An OpenAI-compatible server in front of an engine, so that an agent of somebody else is trained as it is.
+
+Each answer has an address of its own, its `base_url`. What is asked there is one answer's: `POST
+{base_url}/chat/completions` is answered by the engine, and remembered as tokens (conversations.py). Sampling is the
+run's own, because the log-probs of an action must be those of the trainer: `temperature`, `top_p` and the like of a
+request have no effect, and the log names the first that differs.
+
+Supported are text messages, `tools` and `tool_calls` in Hermes' form, `max_tokens`, and `stream` (the whole answer is
+one piece). `n` above 1 and `logprobs` are refused.
+
+Invariants (tests/unit/rollout): a request to an unknown address, or after the end of its answer, samples nothing; a
+refused request changes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Self
+
+from aiohttp import web
+from pydantic import BaseModel, Field, ValidationError, model_validator
+
+from megatron_rl.environments.tools import CALL
+from megatron_rl.rollout.program import Call, Completion
+from megatron_rl.rollout.programs.conversations import Conversations, Refused
+
+log = logging.getLogger(__name__)
+
+MODEL = "policy"
+"""The name of the model, as `{base_url}/models` gives it. Any name in a request is taken for it."""
+MAX_REQUEST_BYTES = 64 << 20
+
+NumTokens = Annotated[int, Field(strict=True, ge=1)]
+
+
+class _Part(BaseModel, extra="allow"):
+    type: str
+    text: str | None = None
+
+    @model_validator(mode="after")
+    def _has_its_text(self) -> Self:
+        if self.type == "text" and self.text is None:
+            raise ValueError("a part of the type text has no text")
+        return self
+
+
+class _Function(BaseModel):
+    name: str
+    arguments: str | dict[str, Any] = "{}"
+
+
+class _ToolCall(BaseModel, extra="allow"):
+    function: _Function
+
+
+class _Message(BaseModel, extra="allow"):
+    role: str
+    content: str | list[_Part] | None = None
+    tool_calls: list[_ToolCall] | None = None
+
+
+class Body(BaseModel, extra="allow"):
+    """A request to `chat/completions`. What it has beside these fields has no effect."""
+
+    messages: Annotated[list[_Message], Field(min_length=1)]
+    tools: list[dict[str, Any]] | None = None
+    max_tokens: NumTokens | None = None
+    max_completion_tokens: NumTokens | None = None
+    stream: bool | None = None
+    n: Annotated[int, Field(strict=True)] | None = None
+    logprobs: bool | int | None = None
+
+    @model_validator(mode="after")
+    def _has_one_answer(self) -> Self:
+        if self.n not in (None, 1):
+            raise ValueError(f"n is {self.n}, but a call has one answer; make several calls")
+        if self.logprobs:
+            raise ValueError("logprobs are not given; the run records them itself")
+        return self
+
+
+async def _body_of(request: web.Request) -> Body:
+    """
+    Raises:
+        Refused: the body is no JSON, or a field of it is wrong.
+    """
+    try:
+        return Body.model_validate(await request.json())
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise Refused(f"{where}: {first['msg']}" if where else first["msg"].removeprefix("Value error, ")) from None
+    except (ValueError, LookupError, RecursionError) as error:
+        raise Refused(f"the request is no JSON: {error}") from None
+
+
+Ask = Callable[[list[int], Call], Awaitable[Completion]]
+"""Sample what follows these tokens."""
+
+
+@dataclass(eq=False)
+class Line:
+    """The answer behind one address."""
+
+    conversations: Conversations
+    ask: Ask
+
+
+class Endpoint:
+    """
+    Args:
+        decode: token ids -> text, with the special tokens.
+        max_tokens: the largest number of tokens of a conversation.
+        sampling: the parameters with which the run samples.
+    """
+
+    def __init__(
+        self, host: str, decode: Callable[[list[int]], str], max_tokens: int, sampling: Mapping[str, float]
+    ) -> None:
+        self._host, self._decode, self._max_tokens, self._sampling = host, decode, max_tokens, dict(sampling)
+        self._lines: dict[str, Line] = {}
+        self._told: set[str] = set()
+        app = web.Application(client_max_size=MAX_REQUEST_BYTES)
+        app.router.add_post("/{line}/v1/chat/completions", self._complete)
+        app.router.add_get("/{line}/v1/models", self._models)
+        self._runner = web.AppRunner(app, access_log=None)
+        self._port = 0
+
+    async def start(self) -> None:
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, self._host, 0)
+        await site.start()
+        self._port = self._runner.addresses[0][1]
+
+    async def close(self) -> None:
+        await self._runner.cleanup()
+
+    def open(self, conversations: Conversations, ask: Ask) -> tuple[str, str]:
+        """A new address. Returns its name, for `end`, and the `base_url`."""
+        name = secrets.token_urlsafe(16)
+        self._lines[name] = Line(conversations, ask)
+        return name, f"http://{self._host}:{self._port}/{name}/v1"
+
+    def end(self, name: str) -> None:
+        """Answer no further request to this address."""
+        del self._lines[name]
+
+    async def _models(self, request: web.Request) -> web.Response:
+        if request.match_info["line"] not in self._lines:
+            return _error(404, "this answer has ended, or there is none with this address")
+        return web.json_response({"object": "list", "data": [{"id": MODEL, "object": "model", "owned_by": "you"}]})
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        line = self._lines.get(request.match_info["line"])
+        if line is None:
+            return _error(404, "this answer has ended, or there is none with this address")
+        try:
+            body = await _body_of(request)
+            answered = await self._answer(line, body)
+        except (Refused, ValueError) as error:
+            log.warning("a call of an agent was refused: %s", error)
+            return _error(400, str(error))
+        if not body.stream:
+            return web.json_response(answered)
+        return await _streamed(request, answered)
+
+    async def _answer(self, line: Line, body: Body) -> dict[str, Any]:
+        """
+        Raises:
+            Refused: the request cannot be answered.
+        """
+        self._tell_differences(body)
+        messages = [message.model_dump(exclude_none=True) for message in body.messages]
+        asked = line.conversations.ask(messages, body.tools or [])
+        size = len(asked.ids)
+        left = self._max_tokens - size
+        if left < 1:
+            raise Refused(
+                f"the conversation has {size} tokens, but rollout.max_prompt_tokens + "
+                f"rollout.max_response_tokens is {self._max_tokens}"
+            )
+        wanted = body.max_completion_tokens or body.max_tokens or left
+        completion = await line.ask(asked.ids, Call(min(left, wanted)))
+        text = self._decode(list(completion.ids[:-1] if completion.stopped else completion.ids))
+        message = message_of(text)
+        line.conversations.answered(asked, completion, message)
+        reason = "tool_calls" if message.get("tool_calls") else "stop" if completion.stopped else "length"
+        used = {"prompt_tokens": size, "completion_tokens": len(completion.ids)}
+        return {
+            "id": f"chatcmpl-{secrets.token_hex(8)}",
+            "object": "chat.completion",
+            "created": int(time.time()),
+            "model": MODEL,
+            "choices": [{"index": 0, "message": message, "finish_reason": reason}],
+            "usage": used | {"total_tokens": sum(used.values())},
+        }
+
+    def _tell_differences(self, body: Body) -> None:
+        asked = body.model_extra or {}
+        for name, own in self._sampling.items():
+            if asked.get(name) not in (None, own) and name not in self._told:
+                self._told.add(name)
+                log.warning("an agent asks for %s %s, but the run samples with %s", name, asked[name], own)
+
+
+def message_of(text: str) -> dict[str, Any]:
+    """The assistant's turn as the agent gets it: calls of tools in Hermes' form are `tool_calls`. A call that is no
+    JSON stays in the content."""
+    calls = []
+    for match in CALL.finditer(text):
+        try:
+            given = json.loads(match[1])
+            function = {"name": str(given["name"]), "arguments": json.dumps(given.get("arguments", {}))}
+        except (ValueError, KeyError, TypeError, RecursionError):
+            return {"role": "assistant", "content": text}
+        calls.append({"id": f"call_{secrets.token_hex(6)}", "type": "function", "function": function})
+    if not calls:
+        return {"role": "assistant", "content": text}
+    content = text[: next(CALL.finditer(text)).start()].rstrip("\n")
+    return {"role": "assistant", "content": content, "tool_calls": calls}
+
+
+def _error(status: int, message: str) -> web.Response:
+    return web.json_response({"error": {"message": message, "type": "invalid_request_error"}}, status=status)
+
+
+async def _streamed(request: web.Request, answered: Mapping[str, Any]) -> web.StreamResponse:
+    [choice] = answered["choices"]
+    delta = dict(choice["message"])
+    if "tool_calls" in delta:
+        delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(delta["tool_calls"])]
+    common = {name: answered[name] for name in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
+    pieces = [
+        common | {"choices": [{"index": 0, "delta": delta, "finish_reason": None}]},
+        common | {"choices": [{"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}]},
+        common | {"choices": [], "usage": answered["usage"]},
+    ]
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await response.prepare(request)
+    for piece in pieces:
+        await response.write(f"data: {json.dumps(piece)}\n\n".encode())
+    await response.write(b"data: [DONE]\n\n")
+    await response.write_eof()
+    return response

@@ -1,0 +1,141 @@
+"""The answers of several turns that an engine carries out: each goes on alone, because an environment that is slow must
+not hold up the others.
+
+Invariants (tests/unit/rollout): the first turns of a group begin together and in a fixed order; nothing of an answer
+goes on after its group was cancelled or its call has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+
+from megatron_rl.rollout.program import Call, Completion, Samples, Transcript
+from megatron_rl.rollout.programs.turns import Turns
+from megatron_rl.rollout.request_queue import Request
+from megatron_rl.types import Prompt, Rollout, Tokens
+
+if TYPE_CHECKING:
+    from vllm.outputs import RequestOutput
+
+Result = TypeVar("Result")
+
+
+class EpisodeRequest(NamedTuple):
+    """Answers to one prompt that an engine is asked for."""
+
+    ticket: int
+    """See `VllmEngine.answer`."""
+    prompt: Prompt
+    samples: range
+    """The numbers of the answers within the group."""
+    seed: int
+    """The seed of the group's first answer; that of another one is larger by its number."""
+    is_greedy: bool
+
+
+Begin = Callable[[Sequence[Request], bool], Awaitable[list["Future[RequestOutput]"]]]
+"""Begins the first requests of a group, and returns their future outputs. If the second argument is True, no earlier
+answer goes on, so that the prefix cache is emptied."""
+
+Ask = Callable[[Request], Awaitable[Completion]]
+"""Asks for the next turn of an answer."""
+
+Completed = Callable[["RequestOutput"], Completion]
+"""Takes what an answer needs from vLLM's output."""
+
+
+class Answers(Protocol):
+    """Carries out answers that are more than the calls of a program."""
+
+    async def answers(self, asked: EpisodeRequest, begin: Begin) -> Samples:
+        """The answers, without the rewards of their passages. See `VllmEngine.answer`."""
+        ...
+
+    def cancel(self, ticket: int) -> None:
+        """End the answers of a group."""
+
+
+MakeAnswers = Callable[[Ask, Completed], Answers]
+"""Makes them for an engine."""
+
+
+class Plays:
+    """The answers that are carried out, by the tickets of their groups."""
+
+    def __init__(self) -> None:
+        self._tasks: defaultdict[int, set[asyncio.Task[Any]]] = defaultdict(set)
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    async def carry_out(self, ticket: int, plays: Sequence[Coroutine[Any, Any, Result]]) -> list[Result]:
+        """The results of all answers of a group, which are carried out side by side.
+
+        Raises:
+            RuntimeError: the group was cancelled.
+        """
+        tasks = [asyncio.ensure_future(play) for play in plays]
+        self._tasks[ticket].update(tasks)
+        try:
+            return await asyncio.gather(*tasks)
+        except asyncio.CancelledError:
+            raise RuntimeError("the group was cancelled") from None
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self._tasks[ticket].difference_update(tasks)
+            if not self._tasks[ticket]:
+                del self._tasks[ticket]
+
+    def cancel(self, ticket: int) -> None:
+        for task in self._tasks.get(ticket, ()):
+            task.cancel()
+
+
+class Episodes:
+    """Answers of several turns.
+
+    Args:
+        turns: carries out one answer.
+    """
+
+    def __init__(self, turns: Turns, ask: Ask, completed: Completed) -> None:
+        self._turns, self._ask, self._completed = turns, ask, completed
+        self._plays = Plays()
+
+    async def answers(self, asked: EpisodeRequest, begin: Begin) -> Samples:
+        """See `Answers`."""
+        ticket, prompt, samples, seed, is_greedy = asked
+        requests = [
+            Request(prompt.token_ids, self._turns.first_call, seed + sample, is_greedy, (ticket, sample))
+            for sample in samples
+        ]
+        futures = await begin(requests, not self._plays)  # the turns of others go on from the cache
+        plays = [self._play(prompt, request, future) for request, future in zip(requests, futures, strict=True)]
+        return await self._plays.carry_out(ticket, plays)
+
+    def cancel(self, ticket: int) -> None:
+        """See `Answers`."""
+        self._plays.cancel(ticket)
+
+    async def _play(self, prompt: Prompt, request: Request, future: Future[RequestOutput]) -> tuple[Rollout, Tokens]:
+        """Carry out one answer.
+
+        Args:
+            request: its first request, which is under way.
+        """
+
+        async def first() -> Completion:
+            return self._completed(await asyncio.wrap_future(future))
+
+        async def ask(transcript: Transcript, call: Call) -> Completion:
+            ids = [*prompt.token_ids, *transcript.ids]
+            return await self._ask(replace(request, ids=ids, call=call, goes_on=True))
+
+        return await self._turns.answer(prompt, first(), ask)

@@ -1,0 +1,216 @@
+"""An answer of several turns: the model's, and what an environment answers to them.
+
+The environment begins while the first turn is sampled. A turn ends with an end-of-sequence token of the model, which
+stays where it is, as an action. The environment gets the text of the turn, and the tokens of its observation are
+appended. Then the next call begins.
+
+Invariants (tests/unit/rollout): observations are no actions; no token is made again from text; the tokens of all turns
+and observations together are at most `rollout.max_response_tokens`; however the environment ends, the answer has all
+tokens that were sampled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.config.rollout import RolloutConfig
+from megatron_rl.environments import (
+    Continuation,
+    EnvironmentFault,
+    Observations,
+    Reaction,
+    Render,
+    Session,
+    schemas_of,
+)
+from megatron_rl.rollout.program import Call, Completion, Transcript, as_rollout, find_delimiter
+from megatron_rl.rollout.programs.conversations import RenderCall
+from megatron_rl.rollout.vocabulary import load_tokenizer, stop_ids
+from megatron_rl.types import Episode, Prompt, Rollout, TokenReward, Tokens
+
+Ask = Callable[[Transcript, Call], Awaitable[Completion]]
+"""Sample the next tokens of a transcript."""
+
+
+class Turns:
+    """How an engine carries out answers of several turns.
+
+    Args:
+        folder: the model's.
+        rollout: with an environment.
+        render: the chat template; see `environments.Continuation`.
+        new_session: makes the environment of an answer.
+
+    Raises:
+        ValueError: the chat template cannot continue a transcript.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        rollout: RolloutConfig,
+        render: Render,
+        new_session: Callable[[], Session],
+    ) -> None:
+        assert rollout.environment is not None, "only answers of several turns need it"
+        self._limits, self._most, self._new_session = rollout.environment, rollout.max_response_tokens, new_session
+        self._tokenizer = load_tokenizer(folder)
+        continuation = continuation_of(folder, rollout, render)
+        self._observations = Observations(continuation, self._tokenizer, self._limits.max_observation_tokens)
+        delimiter = self._tokenizer.encode(rollout.delimiter, add_special_tokens=False).ids
+        self._delimiter = tuple(delimiter)
+
+    @property
+    def first_call(self) -> Call:
+        return self._call(0)
+
+    async def answer(self, prompt: Prompt, first: Awaitable[Completion], ask: Ask) -> tuple[Rollout, Tokens]:
+        """One answer.
+
+        Args:
+            first: the completion of `first_call`, which is under way.
+            ask: samples the later turns.
+        """
+        played = _Played(self._new_session(), Transcript())
+        beginning = asyncio.ensure_future(played.session.begin(prompt.columns))
+        try:
+            completion = await first
+            while (call := await self._turn(played, completion, beginning)) is not None:
+                completion = await ask(played.transcript, call)
+        finally:
+            beginning.cancel()
+            await asyncio.gather(beginning, return_exceptions=True)
+            await played.session.end()
+        return played.sample(prompt, self._delimiter)
+
+    async def _turn(self, played: _Played, completion: Completion, beginning: Awaitable[None]) -> Call | None:
+        """Take a turn of the model, and what the environment answers. Returns the call of the next turn; None if the
+        answer is complete."""
+        transcript = played.transcript
+        start = len(transcript.ids)
+        transcript.sampled(completion)
+        played.turns.append(range(start, len(transcript.ids)))
+        if not transcript.stopped:
+            return None
+        since = time.perf_counter()
+        try:
+            await beginning
+            reaction = await played.session.react(self._text(completion.ids))
+        except EnvironmentFault as fault:
+            played.fault = str(fault)
+            return None
+        finally:
+            played.seconds += time.perf_counter() - since
+        played.took(reaction)
+        if reaction.done:
+            return None
+        transcript.stopped = False  # whatever comes, the answer is to go on
+        if len(played.turns) == self._limits.max_turns:
+            return None
+        ids = self._observations.ids(reaction.messages)
+        if len(transcript.ids) + len(ids) >= self._most:
+            return None
+        transcript.force(ids)
+        return self._call(len(transcript.ids))
+
+    def _call(self, num_tokens: int) -> Call:
+        """The call after so many tokens of the answer."""
+        left = self._most - num_tokens
+        return Call(min(left, self._limits.turn_tokens or left))
+
+    def _text(self, ids: Sequence[int]) -> str:
+        """The text of a turn without its end."""
+        return self._tokenizer.decode(list(ids[:-1]), skip_special_tokens=False)
+
+
+@dataclass(slots=True)
+class _Played:
+    """What has happened in one answer."""
+
+    session: Session
+    transcript: Transcript
+    turns: list[range] = field(default_factory=list)
+    """The indices of each turn's tokens in the transcript."""
+    rewards: list[tuple[int, float]] = field(default_factory=list)
+    """The rewards of turns, with the index of the last token of the turn in the transcript."""
+    num_errors: int = 0
+    seconds: float = 0.0
+    fault: str = ""
+
+    def took(self, reaction: Reaction) -> None:
+        self.num_errors += reaction.num_errors
+        if reaction.reward is not None:
+            self.rewards.append((len(self.transcript.ids) - 1, reaction.reward))
+
+    def sample(self, prompt: Prompt, delimiter: Sequence[int]) -> tuple[Rollout, Tokens]:
+        before, transcript = len(prompt.token_ids), self.transcript
+        sample, tokens = as_rollout(prompt.token_ids, transcript, None)
+        turns = [transcript.ids[turn.start : turn.stop] for turn in self.turns]
+        thoughts = [find_delimiter(turn, delimiter) for turn in turns] if delimiter else []
+        return replace(
+            sample,
+            num_thought_tokens=sum(thought or 0 for thought in thoughts),
+            token_rewards=tuple(TokenReward(before + i, "environment", value) for i, value in self.rewards),
+            episode=Episode(
+                num_turns=len(self.turns),
+                last_turn=before + self.turns[-1].start,
+                num_tool_errors=self.num_errors,
+                step_s=self.seconds,
+                fault=self.fault,
+            ),
+        ), tokens
+
+
+def chat_template(folder: Path, arguments: Mapping[str, Any]) -> RenderCall:
+    """The chat template of a model.
+
+    Args:
+        arguments: those that all conversations have, `data.chat_template`.
+    """
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+
+    def render(turns: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], opens_answer: bool) -> str:
+        given = {**arguments, **({"tools": list(tools)} if tools else {})}
+        options = {**given, "add_generation_prompt": opens_answer, "tokenize": False}
+        return str(tokenizer.apply_chat_template([dict(turn) for turn in turns], **options))
+
+    return render
+
+
+def open_turns(folder: Path, rollout: RolloutConfig, render: RenderCall, new_session: Callable[[], Session]) -> Turns:
+    """How an engine carries out answers of several turns.
+
+    Args:
+        folder: the model's.
+        rollout: with an environment.
+        render: the chat template.
+        new_session: makes the environment of an answer.
+
+    Raises:
+        ValueError: a tool cannot be imported, or the chat template cannot continue a transcript.
+    """
+    tools = schemas_of(rollout.environment)
+    return Turns(folder, rollout, lambda turns, opens_answer: render(turns, tools, opens_answer), new_session)
+
+
+def continuation_of(folder: Path, rollout: RolloutConfig, render: Render) -> Continuation:
+    """What the chat template of a model writes between the turns of an answer.
+
+    Raises:
+        ValueError: the chat template cannot continue a transcript.
+    """
+    assert rollout.environment is not None, "only answers of several turns need it"
+    tokenizer = load_tokenizer(folder)
+    ends = [token for i in stop_ids(folder) if (token := tokenizer.id_to_token(i)) is not None]
+    role = "tool" if rollout.environment.kind == "tools" else "user"
+    try:
+        return Continuation(render, ends, role, rollout.delimiter)
+    except ValueError as error:
+        raise ValueError(f"rollout.environment: {folder}: {error}") from error

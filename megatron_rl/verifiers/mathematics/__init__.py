@@ -1,0 +1,1 @@
+"""Mathematical answers: what is one, and whether two are equal."""

@@ -1,0 +1,462 @@
+"""Runs a program and its tests inside the sandbox, in two processes. Only the standard library is used, as in
+confined.py.
+
+The tests never share an interpreter with the program. The process with the tests sees the program through a pipe: it
+asks for calls and gets values. So the program can patch its builtins, read its frames, raise what it likes or end its
+process: the assert runs elsewhere, over values of builtin types that were made there from text.
+
+Invariants: what the program answers is only read as data (JSON), and only values of the types in `decode` are made of
+it; no operand of a comparison is ever sent to the program, so it cannot learn what is expected, nor judge itself. An
+object of the program's own classes stays where it is. The tests hold a `Remote` in its place, whose attributes, items
+and calls they can use, and which equals no value of another kind.
+"""
+
+from __future__ import annotations
+
+import builtins
+import json
+import os
+import sys
+from types import CodeType
+
+from megatron_rl.verifiers.sandbox.confined import compiled, module_of
+from megatron_rl.verifiers.sandbox.messages import MAX_REASON_CHARACTERS, Line, decode, encode, reason_of
+
+TYPE_CHECKING = False  # the module typing needs 5 ms for its import
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from typing import Any
+
+# --- the program's side ---
+
+
+class Served:
+    """Runs the program's functions for the tests. It trusts nothing of its own process, and nobody trusts it."""
+
+    OPERATIONS: dict[str, Callable[..., Any]] = {
+        "call": lambda function, arguments, options: function(*arguments, **options),
+        "getattr": getattr,
+        "setattr": setattr,
+        "getitem": lambda container, key: container[key],
+        "setitem": lambda container, key, value: container.__setitem__(key, value),
+        "iter": iter,
+        "next": next,
+        "len": len,
+        "bool": bool,
+        "str": str,
+        "repr": repr,
+        "eq": lambda one, other: bool(one == other),
+        "isinstance": isinstance,
+    }
+
+    def __init__(self, line: Line) -> None:
+        self._line = line
+        self._objects: list[Any] = []
+        """Every object to which the tests have a reference; it is kept, so that its id stays its own."""
+        self._numbers: dict[int, int] = {}
+
+    def serve(self, program: str) -> None:
+        """Load the program, and answer the tests until they end."""
+        module = module_of("program")
+        try:
+            exec(compiled(program, "program.py"), module.__dict__)
+        except BaseException as error:  # SystemExit too: a program that ends has no functions
+            self._line.send("failed", reason_of(error))
+            return
+        self._line.send("loaded")
+        while True:
+            kind, *rest = self._line.receive()
+            if kind == "names":
+                found = {name: getattr(module, name) for name in rest[0] if hasattr(module, name)}
+                self._line.send("names", {name: self._name(value) for name, value in found.items()})
+            else:
+                self._line.send(*self._answer(kind, rest))
+
+    def _answer(self, operation: str, data: list[Any]) -> list[Any]:
+        try:
+            arguments = [self._decode(item) for item in data]
+            result = self._encode(self.OPERATIONS[operation](*arguments))
+            # A function may change its arguments: the tests then expect to see that.
+            after = [self._encode(item) for item in arguments[1]] if operation == "call" else []
+            changed = [[i, new] for i, new in enumerate(after) if new != data[1][1 + i]]
+            return ["result", result, changed]
+        except BaseException as error:
+            classes = [kind.__name__ for kind in type(error).__mro__]
+            plain = [item if isinstance(item, str | int | float | None) else reason_of(error) for item in error.args]
+            return ["raised", classes, plain, reason_of(error)]
+
+    def _name(self, value: Any) -> Any:
+        """What a name of the program stands for. A class is a reference even if it is a builtin one (`f = sorted`), so
+        that a test that uses it asks the program."""
+        if isinstance(value, type) and issubclass(value, Exception):
+            nearest = next(kind.__name__ for kind in value.__mro__ if kind.__module__ == "builtins")
+            return ["exception", value.__name__, nearest]
+        return self._refer(value) if isinstance(value, type) else self._encode(value)
+
+    def _encode(self, value: Any) -> Any:
+        return encode(value, self._refer)
+
+    def _refer(self, value: Any) -> list[Any]:
+        if isinstance(value, Callback):
+            return ["callback", value.number]
+        number = self._numbers.setdefault(id(value), len(self._objects))
+        if number == len(self._objects):
+            self._objects.append(value)
+        return ["object", number]
+
+    def _decode(self, data: Any) -> Any:
+        return decode(data, self._resolve)
+
+    def _resolve(self, reference: list[Any]) -> Any:
+        kind, number = reference
+        return Callback(self, number) if kind == "callback" else self._objects[number]
+
+    def call_back(self, number: int, arguments: tuple[Any, ...]) -> Any:
+        """Call a function that the tests gave as an argument."""
+        self._line.send("callback", number, self._encode(arguments))
+        while True:
+            kind, *rest = self._line.receive()
+            if kind == "returned":
+                return self._decode(rest[0])
+            if kind == "callback raised":
+                raise getattr(builtins, rest[0])(rest[1])
+            self._line.send(*self._answer(kind, rest))
+
+
+def serve_program(program: str, receive: int, send: int) -> None:
+    """Answer the tests through two pipes, whose numbers are given, until they end."""
+    try:
+        Served(Line(receive, send)).serve(program)
+    except (EOFError, BrokenPipeError):  # the tests have ended
+        pass
+
+
+class Callback:
+    """A function of the tests, in the program's process."""
+
+    def __init__(self, served: Served, number: int) -> None:
+        self.served, self.number = served, number
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self.served.call_back(self.number, arguments)
+
+
+# --- the tests' side ---
+
+
+CAPTURES = {"redirect_stdout", "redirect_stderr", "stdin", "stdout", "stderr", "patch", "monkeypatch", "capsys"}
+"""Names of a test that fails because it captures what the program prints, feeds it, or changes its names. Such a row
+says so; its test can be written as an `input` and an `output`."""
+
+
+class ProgramEnded(BaseException):
+    """The program's process has ended, or has sent what is no answer."""
+
+
+class CannotCarry(BaseException):
+    """The tests give the program an object that cannot leave their process."""
+
+
+class ProgramError(Exception):
+    """The program raised what is no Exception, such as SystemExit."""
+
+
+class Program:
+    """The program as the tests see it."""
+
+    def __init__(self, line: Line) -> None:
+        self._line = line
+        self._callbacks: list[Callable[..., Any]] = []
+        self._exceptions: dict[str, type[Exception]] = {}
+        """A class for each of the program's exceptions that a test names, so that the test can catch it."""
+        self.num_requests = 0
+        self.fault: ProgramEnded | CannotCarry | None = None
+        """What ended the exchange. It is kept, because a test may catch every exception."""
+
+    def load(self) -> str | None:
+        """Wait until the program has been loaded. Returns why it could not be, or None."""
+        match self._receive():
+            case ["loaded"]:
+                return None
+            case ["failed", str(reason)]:
+                return f"the program could not be loaded: {reason[:MAX_REASON_CHARACTERS]}"
+        raise self._ended("it sent no answer")
+
+    def globals_for(self, names: set[str]) -> dict[str, Any]:
+        """The names that the program defines of those that a test uses.
+
+        A builtin and a module of the standard library are the tests' own. Otherwise a program could define an `abs`
+        that always returns 0. Only if the program defines none of the other names, its `sum` must be what is tested.
+        """
+        self._send("names", sorted(names))
+        match self._receive():
+            case ["names", dict(answer)]:
+                found = {name: data for name, data in answer.items() if name in names}
+            case _:
+                raise self._ended("it sent no answer")
+        own = {name for name in found if not hasattr(builtins, name) and name not in sys.stdlib_module_names}
+        if not own:
+            return {name: self._decode(data) for name, data in found.items()}
+        modules = {name: __import__(name) for name in found if name in sys.stdlib_module_names}
+        return modules | {name: self._decode(found[name]) for name in own}
+
+    def ask(self, operation: str, *arguments: Any) -> Any:
+        """The result of an operation on the program's objects. Raises what the program raised."""
+        self.num_requests += 1
+        self._send(operation, *(self._encode(argument) for argument in arguments))
+        while True:
+            match self._receive():
+                case ["result", data, [*changes]]:
+                    result = self._decode(data)
+                    for change in changes:
+                        match change:
+                            case [int(index), new] if 0 <= index < len(arguments[1]):
+                                replace(arguments[1][index], self._decode(new))
+                    return result
+                case ["raised", [*classes], [*parts], str(reason)]:
+                    raise exception_of(operation, [self._exception(name) for name in classes], parts, reason)
+                case ["callback", int(number), data] if 0 <= number < len(self._callbacks):
+                    self._call_back(self._callbacks[number], self._decode(data))
+                case _:
+                    raise self._ended("it sent no answer")
+
+    def _call_back(self, function: Callable[..., Any], arguments: Any) -> None:
+        try:
+            self._send("returned", self._encode(function(*arguments)))
+        except Exception as error:
+            known = getattr(builtins, type(error).__name__, None) is type(error)
+            self._send("callback raised", type(error).__name__ if known else "RuntimeError", str(error))
+
+    def _exception(self, name: Any) -> Any:
+        return self._exceptions.get(str(name)) or getattr(builtins, str(name), None)
+
+    def _ended(self, reason: str) -> ProgramEnded:
+        self.fault = ProgramEnded(reason)
+        return self.fault
+
+    def _send(self, *message: Any) -> None:
+        try:
+            self._line.send(*message)
+        except OSError:
+            raise self._ended("its process has ended") from None
+
+    def _receive(self) -> list[Any]:
+        try:
+            return self._line.receive()
+        except EOFError:
+            raise self._ended("its process has ended") from None
+        except (ValueError, RecursionError) as error:
+            raise self._ended(f"it sent no message: {reason_of(error)}") from None
+
+    def _encode(self, value: Any) -> Any:
+        return encode(value, self._refer)
+
+    def require_that_it_travels(self, value: Any) -> None:
+        """Raises CannotCarry if the program cannot have made a value that equals this one of the test."""
+        encode(value, lambda inner: [] if callable(inner) else self._refer(inner, "compares the program's result with"))
+
+    def _refer(self, value: Any, does: str = "gives the program") -> list[Any]:
+        if type(value) is Remote:
+            return ["object", object.__getattribute__(value, "_number")]
+        if callable(value):
+            self._callbacks.append(value)
+            return ["callback", len(self._callbacks) - 1]
+        self.fault = CannotCarry(f"the test {does} an object of type {type(value).__name__}")
+        raise self.fault
+
+    def _decode(self, data: Any) -> Any:
+        try:
+            return decode(data, self._resolve)
+        except Exception as error:
+            raise self._ended(f"it sent no value: {reason_of(error)}") from None
+
+    def _resolve(self, reference: list[Any]) -> Any:
+        match reference:
+            case ["callback", int(number)]:
+                return self._callbacks[number]
+            case ["object", int(number)]:
+                return Remote(self, number)
+            case ["exception", str(name), str(nearest)] if issubclass(getattr(builtins, nearest), Exception):
+                return self._exceptions.setdefault(name, type(name, (getattr(builtins, nearest),), {}))
+        raise ValueError(f"no value is of the kind {reference[0]!r}")
+
+
+class Remote:
+    """An object in the program's process: a function, a class, or an object of a type that does not travel."""
+
+    __slots__ = ("_number", "_program")
+    _number: int
+    _program: Program
+
+    def __init__(self, program: Program, number: int) -> None:
+        object.__setattr__(self, "_program", program)
+        object.__setattr__(self, "_number", number)
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        return self._program.ask("call", self, list(arguments), options)
+
+    def __getattr__(self, name: str) -> Any:
+        return self._program.ask("getattr", self, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._program.ask("setattr", self, name, value)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._program.ask("getitem", self, key)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._program.ask("setitem", self, key, value)
+
+    def __iter__(self) -> Iterator[Any]:
+        iterator = self._program.ask("iter", self)
+        while True:
+            try:
+                yield self._program.ask("next", iterator)
+            except StopIteration:
+                return
+
+    def __next__(self) -> Any:
+        return self._program.ask("next", self)
+
+    def __len__(self) -> int:
+        return int(self._program.ask("len", self))
+
+    def __bool__(self) -> bool:
+        return self._program.ask("bool", self) is True
+
+    def __str__(self) -> str:
+        return str(self._program.ask("str", self))
+
+    def __repr__(self) -> str:
+        return str(self._program.ask("repr", self))
+
+    def __eq__(self, other: object) -> bool:
+        """Two of the program's own objects are compared by the program; nothing else equals one. What does not travel
+        could not equal the program's result whatever the program does."""
+        if type(other) is not Remote and not callable(other):
+            self._program.require_that_it_travels(other)
+        return type(other) is Remote and self._program.ask("eq", self, other) is True
+
+    def __hash__(self) -> int:
+        return self._number
+
+    def __instancecheck__(self, value: Any) -> bool:
+        return type(value) is Remote and self._program.ask("isinstance", value, self) is True
+
+
+def replace(old: Any, new: Any) -> None:
+    """Give a container of the tests the contents that it has in the program."""
+    if type(old) is type(new) and isinstance(old, list | bytearray):
+        old[:] = new
+    elif type(old) is type(new) and isinstance(old, set | dict):
+        old.clear()
+        old.update(new)
+
+
+def exception_of(operation: str, classes: list[Any], arguments: list[Any], reason: str) -> Exception:
+    """The exception that is nearest to what the program raised.
+
+    Args:
+        classes: its class and those that it extends, the nearest first; something else for one that is not known here.
+    """
+    for kind in classes:
+        if not isinstance(kind, type) or not issubclass(kind, Exception):
+            continue
+        # StopIteration would end a loop of the test, with the asserts that are still to come.
+        if operation == "next" or not issubclass(kind, StopIteration | StopAsyncIteration):
+            try:
+                return kind(*arguments)
+            except TypeError:  # it needs other arguments: the class that it extends takes any
+                continue
+    return ProgramError(reason)
+
+
+def run_tests(tests: str, receive: int, send: int, results: int) -> None:
+    """Run each test in a fresh name space, and write one line of JSON for each: [verdict, reason].
+
+    The verdict is `passed`, `failed`, `ended` (the program's process has ended, so no other test can run) or `broken`
+    (the test cannot be run on any program).
+
+    Args:
+        tests: a list of Python texts, as JSON.
+        receive, send: the numbers of two pipes, from and to the program.
+        results: the number of the pipe for the verdicts.
+    """
+    with os.fdopen(results, "w") as report:
+        codes = []
+        for test in json.loads(tests):
+            try:
+                codes.append(compiled(test, "test"))
+            except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+                print(json.dumps(["broken", f"{test.strip()[:80]!r} is no Python: {reason_of(error)}"]), file=report)
+                return
+        program = Program(Line(receive, send))
+        try:
+            fault = program.load()
+        except ProgramEnded as error:
+            print(json.dumps(["ended", str(error)]), file=report)
+            return
+        for code in codes:
+            verdict, reason = ("failed", fault) if fault else run_test(program, code)
+            print(json.dumps([verdict, reason]), file=report, flush=True)
+            if verdict == "ended":
+                return
+
+
+def run_test(program: Program, code: CodeType) -> tuple[str, str]:
+    failure, before = "", program.num_requests
+    try:
+        exec(code, {"__name__": "__main__", **program.globals_for(names_of(code))})
+    except BaseException as error:
+        failure = f"line {line_of(error)} of the test: {reason_of(error)}"
+    if isinstance(program.fault, CannotCarry):
+        return "broken", str(program.fault)
+    if program.fault is not None:
+        return "ended", str(program.fault)
+    if failure and (name := CAPTURES.intersection(names_of(code))):
+        return "broken", f"it uses {min(name)}, but the program prints and reads in another process: {failure}"
+    if failure:
+        return "failed", failure
+    if program.num_requests == before:
+        if calls_the_program(code):
+            return "failed", "it passes, but what it calls is no function of the program"
+        return "broken", "it passes without using the program; a test must call the functions that it defines"
+    return "passed", ""
+
+
+def calls_the_program(code: CodeType) -> bool:
+    """Whether a test calls a name that a program must define, or reads its attribute, whatever this program defines: a
+    test that expects an exception also passes where the name is missing, or is a number."""
+    uses = []
+
+    class Named:
+        def __call__(self, *_: Any, **__: Any) -> Any:
+            uses.append("call")
+            raise ProgramError("called")
+
+        def __getattr__(self, name: str) -> Any:
+            uses.append(name)
+            raise ProgramError("used")
+
+    names = {name for name in names_of(code) if not hasattr(builtins, name) and name not in sys.stdlib_module_names}
+    try:
+        exec(code, {"__name__": "__main__", **{name: Named() for name in names}})
+    except BaseException:  # as in the test itself
+        pass
+    return bool(uses)
+
+
+def line_of(error: BaseException) -> int:
+    """The last line of the test through which the error went."""
+    trace, line = error.__traceback__, 0
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename == "test":
+            line = trace.tb_lineno
+        trace = trace.tb_next
+    return line
+
+
+def names_of(code: CodeType) -> set[str]:
+    """The global names that a test uses, and those of the attributes; none that Python itself defines."""
+    inner = (item for item in code.co_consts if isinstance(item, CodeType))
+    return {name for name in code.co_names if not name.startswith("__")}.union(*map(names_of, inner))

@@ -1,0 +1,1 @@
+"""Environments of other projects, which a configuration names by their import path."""
