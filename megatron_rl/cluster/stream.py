@@ -173,7 +173,7 @@ class RayStream:
         self._largest_part = largest_part(config.rollout)
         self._values = config.rollout.prefix_values
         self._num_objects = num_objects(config.policy.routing_replay)
-        self._tickets = count()
+        self._tickets, self._batches = count(), count()
         self._asked: dict[int, Asked] = {}
         """The groups that were asked for and neither handed out nor cancelled, by their numbers."""
         self._load = Counter({i: 0 for i in range(config.rollout.num_engines)})
@@ -223,7 +223,7 @@ class RayStream:
                 self._load[engine] += len(part.samples)
                 self._idle.begin_work(engine, time.perf_counter())
         all_sent = [part.sent for part in parts if part.sent is not None]
-        sizes, name = Counter(sent.engine for sent in all_sent), next(self._tickets)
+        sizes, name = Counter(sent.engine for sent in all_sent), next(self._batches)
         for sent in all_sent:
             part, asked = sent.part, sent.part.asked
             earlier, record = list(part.records), self._engines.record_of[sent.engine]
