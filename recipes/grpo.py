@@ -170,7 +170,7 @@ def read_prompts(config: GrpoRunConfig, tokenizer: PreTrainedTokenizerBase) -> P
     """The training prompts as a stream, and the held-out prompts. Prints what became of the rows of each source."""
     import numpy as np
 
-    from megatron_rl.data import Rules, ShuffledStream, Source, load_prompts
+    from megatron_rl.data import ItemSource, Rules, ShuffledStream, load_prompts
     from megatron_rl.loop.train import Prompts
     from megatron_rl.verifiers.compose import required_columns
 
@@ -193,11 +193,11 @@ def read_prompts(config: GrpoRunConfig, tokenizer: PreTrainedTokenizerBase) -> P
         tell(f"{source.key}: {source.path}: {table.tally}", "yellow" if table.tally.skipped else None)
         return table
 
-    sources: dict[str, Source[Prompt]] = {}
+    sources: dict[str, ItemSource[Prompt]] = {}
     for source in training_sources(data, rollout.environment):
         table = read(source)
         rates = np.array([prompt.columns["pass_rate"] for prompt in table]) if source.reading.rated else None
-        sources[source.name] = Source(table, table.tally.digest, source.share, rates)
+        sources[source.name] = ItemSource(table, table.tally.digest, source.share, rates)
     stream = ShuffledStream(sources, rollout.prompts_per_step, config.run.seed, data.easy_first_epochs)
     heldout = heldout_source(data, rollout.environment)
     return Prompts(stream, read(heldout)[: config.eval.num_prompts] if heldout else [])

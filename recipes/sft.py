@@ -41,7 +41,7 @@ def run(config: SftRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) ->
     from megatron_rl.cluster.restarts import Restarts
     from megatron_rl.cluster.session import ray_session
     from megatron_rl.cluster.visibility import check_nodes
-    from megatron_rl.data import RowsDigest, ShuffledStream, Source, load_supervised
+    from megatron_rl.data import ItemSource, RowsDigest, ShuffledStream, load_supervised
     from megatron_rl.data.tokenizer import open_tokenizer
     from megatron_rl.loop.supervised import train_supervised
     from megatron_rl.observe import RunSink, open_trackers, write_provenance
@@ -54,7 +54,7 @@ def run(config: SftRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) ->
     digest = RowsDigest()
     for uid, tokens in rows:
         digest.add(uid, tokens.ids)
-    stream = ShuffledStream({"sft.rows": Source(rows, str(digest))}, sft.rows_per_step, config.run.seed)
+    stream = ShuffledStream({"sft.rows": ItemSource(rows, str(digest))}, sft.rows_per_step, config.run.seed)
     folder, logs = config.run_folder, config.run_folder / "logs"
     sink = RunSink(folder, config.run.steps, console, tokenizer, "", checkpoints.resume_at)
     write_provenance(folder, config, checkpoints.first_step)

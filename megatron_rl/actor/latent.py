@@ -32,7 +32,7 @@ from torch import Tensor
 from megatron_rl.actor.attention import PackedSequences, attend, rotate
 
 
-class LatentAttention(MLASelfAttention):
+class LatentSelfAttention(MLASelfAttention):
     def get_query_key_value_tensors(
         self,
         hidden_states: Tensor,

@@ -27,7 +27,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from megatron_rl.actor import platform
 from megatron_rl.actor.attention import PackedAttention
-from megatron_rl.actor.latent import LatentAttention, LatentCoreAttention
+from megatron_rl.actor.latent import LatentCoreAttention, LatentSelfAttention
 from megatron_rl.actor.logprobs import OutputLayer
 from megatron_rl.actor.moe.replay import replay_routes
 from megatron_rl.actor.moe.router import Router, keep_biases_in_float32
@@ -257,7 +257,7 @@ def _local_block(config: TransformerConfig, shape: ModelShape, number: int | Non
         attention = layer.submodules.self_attention.submodules
         attention.core_attention = PackedAttention
         if shape.latent:
-            layer.submodules.self_attention.module = LatentAttention
+            layer.submodules.self_attention.module = LatentSelfAttention
             attention.core_attention = LatentCoreAttention
             attention.q_layernorm = attention.kv_layernorm = Norm
         elif family.qk_norm == "head":

@@ -13,7 +13,7 @@ from megatron_rl.config.value import ValueLossConfig
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class MethodRow:
     kind: str
     formula: str
     source: str
@@ -25,7 +25,7 @@ class Table:
     title: str
     key: str
     """The configuration key that makes the choice; empty if no recipe has one."""
-    entries: tuple[Entry, ...]
+    entries: tuple[MethodRow, ...]
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -39,18 +39,18 @@ def tables() -> list[Table]:
         Table(
             "Aggregations: the weight of an action token's loss",
             "algorithm.loss_agg_mode",
-            tuple(Entry(mode, *row) for mode, row in losses.AGGREGATIONS.items()),
+            tuple(MethodRow(mode, *row) for mode, row in losses.AGGREGATIONS.items()),
         ),
         Table("Importance weights", "algorithm.correction.weight", _union(correction.WeightConfig)),
         Table(
             "Rejection: the statistics that have bounds",
             "algorithm.correction.reject, statistic",
-            tuple(Entry(name, *row) for name, row in correction.STATISTICS.items()),
+            tuple(MethodRow(name, *row) for name, row in correction.STATISTICS.items()),
         ),
         Table(
             "KL to the reference",
             "algorithm.kl.estimator",
-            tuple(Entry(name, formula, correction.SCHULMAN) for name, formula in algorithm.KL_ESTIMATORS.items()),
+            tuple(MethodRow(name, formula, correction.SCHULMAN) for name, formula in algorithm.KL_ESTIMATORS.items()),
         ),
         Table(
             "Coefficients that adapt",
@@ -73,17 +73,17 @@ def markdown() -> str:
     return "\n".join(parts)
 
 
-def _union(annotation: Any) -> tuple[Entry, ...]:
+def _union(annotation: Any) -> tuple[MethodRow, ...]:
     """The sections of an `Annotated[A | B, Field(discriminator="kind")]`."""
     union, *_ = get_args(annotation)
     return tuple(_entry(section, section.model_fields["kind"].default) for section in get_args(union))
 
 
-def _entry(section: type[Method], kind: str) -> Entry:
+def _entry(section: type[Method], kind: str) -> MethodRow:
     fields = {"aggregation": section.aggregation} if hasattr(section, "aggregation") else {}
     fields |= {name: field.default for name, field in section.model_fields.items() if name != "kind"}
     shown = (f"{name} {_written(default)}" for name, default in fields.items())
-    return Entry(kind, section.formula, section.source, ", ".join(shown))
+    return MethodRow(kind, section.formula, section.source, ", ".join(shown))
 
 
 def _written(default: Any) -> str:

@@ -85,7 +85,7 @@ def _repeated_share(ids: list[int], ngram_size: int) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Answers:
+class ShapingInputs:
     """The data of the scored samples that the shapings use."""
 
     rewards: np.ndarray
@@ -140,7 +140,7 @@ def shape_rewards(
             )
     scored = np.flatnonzero(~np.isnan(rewards))
     picked = None if responses is None else [responses[i] for i in scored]
-    answers = Answers(rewards[scored], lengths[scored], group_of[scored], picked)
+    answers = ShapingInputs(rewards[scored], lengths[scored], group_of[scored], picked)
     shaped = answers.rewards
     for cfg in configs:
         shaped = SHAPINGS[type(cfg)](cfg, answers, shaped)

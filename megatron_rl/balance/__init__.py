@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from megatron_rl.balance.assign import Limits, assign
+from megatron_rl.balance.assign import AssignmentLimits, assign
 from megatron_rl.balance.cost import fit_cost, sample_costs
 from megatron_rl.balance.flops import flops_by_layer, forward_flops, training_flops
 from megatron_rl.balance.plan import plan_microbatches
 
 __all__ = [
-    "Limits",
+    "AssignmentLimits",
     "assign",
     "fit_cost",
     "flops_by_layer",

@@ -1,7 +1,7 @@
 """The pure planner: from lengths and costs of samples to ranks and micro-batches.
 
 Invariants (tests/unit/balance): every sample is in one micro-batch; no micro-batch exceeds the cap, padding included;
-all ranks have the same number of micro-batches, which is a multiple of `Limits.multiple` and not larger than what
+all ranks have the same number of micro-batches, a multiple of `AssignmentLimits.multiple` and not larger than what
 first-fit decreasing needs (groups that stay together may need more); a group that stays together is on one rank; the
 same lengths in any order give the same plan.
 
@@ -24,7 +24,7 @@ SWEEPS_WITHIN_RANKS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class AssignmentLimits:
     cap: int
     """The largest number of tokens of a micro-batch, alignment padding included."""
     num_ranks: int
@@ -34,7 +34,9 @@ class Limits:
     micro-batch group."""
 
 
-def assign(sizes_S: np.ndarray, costs_S: np.ndarray, limits: Limits, group_S: np.ndarray | None = None) -> Packing:
+def assign(
+    sizes_S: np.ndarray, costs_S: np.ndarray, limits: AssignmentLimits, group_S: np.ndarray | None = None
+) -> Packing:
     """Assign the samples of one mini-batch to ranks and micro-batches.
 
     The samples are packed into the fewest positions, where a position is one micro-batch of every rank (`pack_grid`).
@@ -70,7 +72,7 @@ def assign(sizes_S: np.ndarray, costs_S: np.ndarray, limits: Limits, group_S: np
     return Packing(cell_S, grid.num_positions)
 
 
-def _anywhere(sizes: np.ndarray, costs: np.ndarray, limits: Limits) -> Grid:
+def _anywhere(sizes: np.ndarray, costs: np.ndarray, limits: AssignmentLimits) -> Grid:
     packing = pack_grid(sizes, costs, limits.cap, limits.num_ranks, limits.multiple)
     grid = Grid(packing, sizes, costs, limits.cap, limits.num_ranks)
     if limits.num_ranks > 1:
@@ -81,7 +83,7 @@ def _anywhere(sizes: np.ndarray, costs: np.ndarray, limits: Limits) -> Grid:
     return grid
 
 
-def _together(sizes: np.ndarray, costs: np.ndarray, limits: Limits, group: np.ndarray) -> Grid:
+def _together(sizes: np.ndarray, costs: np.ndarray, limits: AssignmentLimits, group: np.ndarray) -> Grid:
     _, group = np.unique(group, return_inverse=True)
     parts = karmarkar_karp(np.bincount(group, weights=costs).tolist(), limits.num_ranks)
     rank_of_group = np.empty(group.max() + 1, np.int64)

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rl.balance.assign import Limits, assign
+from megatron_rl.balance.assign import AssignmentLimits, assign
 from megatron_rl.balance.cost import sample_costs
 from megatron_rl.balance.flops import training_flops
 from megatron_rl.balance.metrics import bubble, imbalance, lockstep, lockstep_floor
@@ -75,7 +75,7 @@ def plan_microbatches(
     _check_samples(batch, active, sizes_S, parallel.alignment, balance)
     costs_S = sample_costs(batch.lengths, balance.cost, shape, recompute)
     flops_S = training_flops(batch.lengths, shape, recompute)
-    limits = Limits(cap, mesh.data, parallel.microbatch_multiple)
+    limits = AssignmentLimits(cap, mesh.data, parallel.microbatch_multiple)
     plan = _Writer(sizes_S, costs_S, flops_S, limits, mesh)
     for samples in _deal_groups(batch.group_of, active, updates):
         groups = batch.group_of[samples] if balance.groups == "together" else None
@@ -97,7 +97,9 @@ def plan_microbatches(
 class _Writer:
     """Collects mini-batches as nested tuples, and the sums from which the step's metrics are computed."""
 
-    def __init__(self, sizes_S: np.ndarray, costs_S: np.ndarray, flops_S: np.ndarray, limits: Limits, mesh: Mesh):
+    def __init__(
+        self, sizes_S: np.ndarray, costs_S: np.ndarray, flops_S: np.ndarray, limits: AssignmentLimits, mesh: Mesh
+    ):
         self.sizes_S, self.costs_S, self.flops_S = sizes_S, costs_S, flops_S
         self.limits, self.mesh = limits, mesh
         self.minibatches: list[tuple[tuple[tuple[int, ...], ...], ...]] = []

@@ -34,7 +34,7 @@ from megatron_rl.bridge.line import (
     agreed_stretches,
 )
 from megatron_rl.bridge.memory import Slots, synchronize
-from megatron_rl.bridge.messages import Message, Named, Stretch, in_place, schedule, split_messages
+from megatron_rl.bridge.messages import Message, NamedTensors, Stretch, in_place, schedule, split_messages
 from megatron_rl.bridge.setup import BridgeSetup
 from megatron_rl.layout import check_parameters
 
@@ -226,7 +226,7 @@ class Intake:
             rooms.append(room)
         return rooms
 
-    def _room(self, message: Message, parameters: Named) -> Tensor | None:
+    def _room(self, message: Message, parameters: NamedTensors) -> Tensor | None:
         """The parameter itself, if the content can arrive there in the form in which it is sent."""
         arrives_here = self._lines[message.source].memory == self._device
         return in_place(message, message.destinations(parameters)) if arrives_here else None

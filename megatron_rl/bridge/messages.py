@@ -32,7 +32,7 @@ ALIGNMENT_BYTES = 64
 """Messages begin at multiples of this in a buffer."""
 
 
-class Named(Protocol):
+class NamedTensors(Protocol):
     """Tensors by name."""
 
     def __getitem__(self, name: str, /) -> Tensor: ...
@@ -70,10 +70,10 @@ class Message:
             start += copy.num_bytes
         return parts
 
-    def sources(self, parameters: Named) -> list[Tensor]:
+    def sources(self, parameters: NamedTensors) -> list[Tensor]:
         return [parameters[copy.source_name].detach()[slices(copy.source_box)] for copy in self.copies]
 
-    def destinations(self, parameters: Named) -> list[Tensor]:
+    def destinations(self, parameters: NamedTensors) -> list[Tensor]:
         """Views with the dims of the sources: a stack of experts has one dim more."""
         views = []
         for copy in self.copies:

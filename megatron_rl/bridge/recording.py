@@ -42,7 +42,7 @@ def record_loading(model: nn.Module, shape: ModelShape, dtype: torch.dtype) -> R
         for name, extents in family.hf_tensors(shape).items()
     }
     with _in_checkpoint_form(model):
-        copies = _Copies(sources, dict(model.named_parameters()))
+        copies = _CopyRecorder(sources, dict(model.named_parameters()))
         with copies:
             model.load_weights(iter(sources.items()))
     return Recording.of(copies.shards, family)
@@ -67,7 +67,7 @@ def _in_checkpoint_form(model: nn.Module) -> Iterator[None]:
         model._do_torchao_reload = model._original_do_torchao_reload
 
 
-class _Copies(TorchDispatchMode):
+class _CopyRecorder(TorchDispatchMode):
     """While it is active, copies between the given tensors are written down and not made. A view is known by the
     storage that it has in common with its tensor."""
 

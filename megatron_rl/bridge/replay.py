@@ -31,7 +31,7 @@ class Costs:
     """The time of a processor for each message, at the sender and at each receiver."""
 
 
-class Run(NamedTuple):
+class StretchSize(NamedTuple):
     """A stretch without its contents."""
 
     source: int
@@ -40,11 +40,11 @@ class Run(NamedTuple):
     num_messages: int
 
 
-def all_stretches(plan: TransferPlan, bucket_bytes: int) -> list[Run]:
+def all_stretches(plan: TransferPlan, bucket_bytes: int) -> list[StretchSize]:
     """All stretches of the trainer in the global order. A message of a single copy counts as one that no end packs,
     unless engines feed engines."""
     chained = plan.engines.are_chained
-    runs: dict[int, list[Run]] = {}
+    runs: dict[int, list[StretchSize]] = {}
     for rank in np.unique(plan.source).tolist():
         messages = [
             message
@@ -53,7 +53,7 @@ def all_stretches(plan: TransferPlan, bucket_bytes: int) -> list[Run]:
         ]
         for number, turn in schedule(messages, plan.turns).items():
             runs[number] = [
-                Run(rank, part[0].destination, sum(message.num_bytes for message in part), len(part))
+                StretchSize(rank, part[0].destination, sum(message.num_bytes for message in part), len(part))
                 for part in stretches(turn, lambda message: chained or len(message.copies) > 1, bucket_bytes)
             ]
     return [run for number in sorted(runs) for run in runs[number]]
@@ -97,7 +97,7 @@ def _modules(messages: Iterable[Message]) -> Counter[str]:
     return found
 
 
-def replay(order: Iterable[Run], plan: TransferPlan, links: Links, costs: Costs = Costs()) -> float:
+def replay(order: Iterable[StretchSize], plan: TransferPlan, links: Links, costs: Costs = Costs()) -> float:
     """The seconds of a push.
 
     Args:

@@ -55,14 +55,14 @@ Answered = Sequence[Sequence[Rollout]]
 
 
 @dataclass(slots=True, eq=False)
-class Asked:
+class AskedGroup:
     """A group that engines work on, or a verifier, or that waits for the others of its step."""
 
     ticket: int
     """Names this asking of the group. The group's number would not do: it may be asked for again."""
     request: GroupRequest
     version: int
-    parts: list[Part] = field(default_factory=list)
+    parts: list[AskedPart] = field(default_factory=list)
     attempt: int = 0
     """How often answers that were complete are generated again."""
 
@@ -79,10 +79,10 @@ class Asked:
 
 
 @dataclass(slots=True, eq=False)
-class Part:
+class AskedPart:
     """The answers of a group that one engine gives."""
 
-    asked: Asked
+    asked: AskedGroup
     samples: range
     sent: Sent | None = None
     """The newest call; what earlier ones give has no meaning."""
@@ -100,7 +100,7 @@ class Part:
 class Sent:
     """A call of an engine for a part."""
 
-    part: Part
+    part: AskedPart
     engine: int
     """The index of the engine."""
     actor: Any
@@ -114,8 +114,8 @@ class Lost:
 
 
 @dataclass(frozen=True, slots=True)
-class Verified:
-    groups: list[tuple[Asked, int, Group]]
+class VerifiedGroups:
+    groups: list[tuple[AskedGroup, int, Group]]
     """Each group with the attempt that it is of."""
     metrics: Metrics
     piece: Piece | None = None
@@ -174,7 +174,7 @@ class RayStream:
         self._values = config.rollout.prefix_values
         self._num_objects = num_objects(config.policy.routing_replay)
         self._tickets, self._batches = count(), count()
-        self._asked: dict[int, Asked] = {}
+        self._asked: dict[int, AskedGroup] = {}
         """The groups that were asked for and neither handed out nor cancelled, by their numbers."""
         self._load = Counter({i: 0 for i in range(config.rollout.num_engines)})
         """The number of answers that each engine works on."""
@@ -182,7 +182,7 @@ class RayStream:
         self._lock = Lock()
         """Protects `_asked`, `_load` and `_idle`, which the driver and the verifiers' threads write."""
         self._answered: SimpleQueue[tuple[Sent, Future[Answered]]] = SimpleQueue()
-        self._events: SimpleQueue[Verified | Lost | Exception] = SimpleQueue()
+        self._events: SimpleQueue[VerifiedGroups | Lost | Exception] = SimpleQueue()
         self._ready: dict[int, Group] = {}
         """The verified groups that are not handed out yet, by their numbers."""
         self._scorings: list[tuple[Metrics, int]] = []
@@ -206,14 +206,14 @@ class RayStream:
             self._idle.take(time.perf_counter())
         parts = []
         for request in requests:
-            asked = Asked(next(self._tickets), request, version)
-            asked.parts += [Part(asked, samples) for samples in deal(request.num_samples, self._largest_part)]
+            asked = AskedGroup(next(self._tickets), request, version)
+            asked.parts += [AskedPart(asked, samples) for samples in deal(request.num_samples, self._largest_part)]
             with self._lock:
                 self._asked[request.number] = asked
             parts += asked.parts
         self._send(parts, version)
 
-    def _send(self, parts: Sequence[Part], version: int) -> None:
+    def _send(self, parts: Sequence[AskedPart], version: int) -> None:
         """Ask for parts, which begin together in each engine."""
         self._engines.before("generating")
         for part in parts:
@@ -313,7 +313,7 @@ class RayStream:
         """See `ports.Stream`."""
         return self._engines.tokens(group, with_routes)
 
-    def _is_wanted(self, asked: Asked) -> bool:
+    def _is_wanted(self, asked: AskedGroup) -> bool:
         return self._asked.get(asked.request.number) is asked
 
     def _ask_again(self, version: int) -> None:
@@ -341,7 +341,7 @@ class RayStream:
         if parts:
             self._send(parts, version)
 
-    def _begin_again(self, lost: Sequence[Part]) -> list[Part]:
+    def _begin_again(self, lost: Sequence[AskedPart]) -> list[AskedPart]:
         """All parts that the engines have had that died, and those that were lost although their engines live, in their
         order. What a dead engine has answered is forgotten, because the answers to fewer parts would be rounded
         differently."""
@@ -389,7 +389,7 @@ class RayStream:
             except Empty:
                 tick()
 
-    def _completed(self, sent: Sent, future: Future[Answered]) -> tuple[Asked, int, Group] | None:
+    def _completed(self, sent: Sent, future: Future[Answered]) -> tuple[AskedGroup, int, Group] | None:
         """The group of a call that has ended, with its attempt, if now all its answers are complete."""
         error, part = future.exception(), sent.part
         with self._lock:
@@ -405,19 +405,19 @@ class RayStream:
         self._events.put(Lost(sent, error))
         return None
 
-    def _verified(self, verifier: RayVerifier, complete: list[tuple[Asked, int, Group]]) -> Verified:
+    def _verified(self, verifier: RayVerifier, complete: list[tuple[AskedGroup, int, Group]]) -> VerifiedGroups:
         groups = [group for _, _, group in complete]
         to_judge = self._to_judge(groups)
         if self._in_turns:
             given = verifier.scored(to_judge, self._early) if self._early else {}
-            return Verified(complete, {}, (to_judge, given))
+            return VerifiedGroups(complete, {}, (to_judge, given))
         verdicts, metrics = verifier.score(to_judge)
         groups = self._judged(groups, verdicts)
         judged = [(asked, attempt, group) for (asked, attempt, _), group in zip(complete, groups, strict=True)]
         to_train_on = {asked.request.number: group for asked, _, group in judged if asked.request.number >= 0}
         if to_train_on:
             verifier.write(to_train_on)
-        return Verified(judged, metrics)
+        return VerifiedGroups(judged, metrics)
 
     def _to_judge(self, groups: Iterable[Group]) -> list[Group]:
         """The groups, each with the group of the answers that go on from its passages behind it."""

@@ -26,7 +26,7 @@ from megatron_rl.cluster.scoring import Piece, added_up, in_order, results
 from megatron_rl.cluster.waiting import ProcessLost, gather, in_thread, locate_all
 from megatron_rl.config.rewards import ServiceReward
 from megatron_rl.config.schema import GrpoRunConfig
-from megatron_rl.data.journal import Entry, JournalWriter
+from megatron_rl.data.journal import JournalEntry, JournalWriter
 from megatron_rl.data.tokenizer import open_tokenizer
 from megatron_rl.types import Group, Metrics, Prompt, Rollout, Verdict
 from megatron_rl.verifiers import RewardSet, Scored, TrainerState, answers_of
@@ -76,7 +76,7 @@ class VerifierRank:
             log.info("%s scored %d of %d answers in %.3f s", label, num_scored, len(answers), scored.seconds)
         return given
 
-    def write(self, entries: list[Entry], payloads: list[Any]) -> None:
+    def write(self, entries: list[JournalEntry], payloads: list[Any]) -> None:
         """Write groups into the run's journal.
 
         Args:
@@ -215,7 +215,7 @@ class RayVerifier:
         Raises:
             OSError: the disk is full, or the folder cannot be written.
         """
-        entries = [Entry(n, group.prompt.uid, group.version, group.rollouts, ()) for n, group in groups.items()]
+        entries = [JournalEntry(n, group.prompt.uid, group.version, group.rollouts, ()) for n, group in groups.items()]
         payloads = [group.payload for group in groups.values()]
         self._ask("write", "to write the journal", self._config.cluster.step_timeout_s, entries, payloads)
 

@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Needs:
+class NodeNeeds:
     """What every node must see. Paths are absolute."""
 
     models: tuple[Path, ...]
@@ -68,7 +68,7 @@ def check_nodes(config: BaseConfig, placement: Placement) -> None:
         files.add(str(config.rollout.beams.catalogue))
     models = tuple(path for path in (config.model.path, config.model.weights) if path is not None)
     mark_name = f".seen_by_nodes_{secrets.token_hex(8)}"
-    needs = Needs(models, config.run_folder, mark_name, tuple(sorted(modules)), tuple(map(Path, sorted(files))))
+    needs = NodeNeeds(models, config.run_folder, mark_name, tuple(sorted(modules)), tuple(map(Path, sorted(files))))
     mark = needs.run_folder / needs.mark
     mark.write_text(needs.mark)
     try:
@@ -85,7 +85,7 @@ def _nodes_of(placement: Placement) -> list[dict[str, Any]]:
     return [node for node in ray.nodes() if node["NodeID"] in used]
 
 
-def _ask(needs: Needs, nodes: Sequence[dict[str, Any]], timeout_s: float) -> list[str]:
+def _ask(needs: NodeNeeds, nodes: Sequence[dict[str, Any]], timeout_s: float) -> list[str]:
     """The faults of the nodes."""
     calls = []
     for node in nodes:
@@ -118,7 +118,7 @@ def node_name(node: dict[str, Any]) -> str:
     return f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
 
 
-def look(needs: Needs) -> tuple[list[str], Interface | None]:
+def look(needs: NodeNeeds) -> tuple[list[str], Interface | None]:
     """What the node that runs this lacks, in phrases whose subject is the node; and the interface of its processes."""
     faults = []
     for model in needs.models:

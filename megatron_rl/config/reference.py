@@ -47,8 +47,8 @@ class Key:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """A section, or one kind of it."""
+class Heading:
+    """The heading of a section, or of one kind of it, with its keys."""
 
     path: str
     """Empty for the whole configuration."""
@@ -56,13 +56,13 @@ class Part:
     keys: tuple[Key, ...]
 
 
-def parts() -> list[Part]:
+def parts() -> list[Heading]:
     """All sections, each followed by the sections inside."""
     fields = {**GrpoRunConfig.model_fields, "sft": SftRunConfig.model_fields["sft"]}
     return [part for part in _parts("", "", fields, {}) if part.path]
 
 
-def find(path: str) -> list[Part]:
+def find(path: str) -> list[Heading]:
     """What the reference has about a section with everything inside, or about one key.
 
     Raises:
@@ -72,7 +72,9 @@ def find(path: str) -> list[Part]:
     inside = [part for part in every if part.path == path or part.path.startswith((f"{path}.", f"{path}["))]
     if inside:
         return inside
-    of_key = [Part(part.path, "", (key,)) for part in every for key in part.keys if path in (key.path, plain(key.path))]
+    of_key = [
+        Heading(part.path, "", (key,)) for part in every for key in part.keys if path in (key.path, plain(key.path))
+    ]
     if of_key:
         return of_key
     known = {plain(name) for part in every for name in (part.path, *(key.path for key in part.keys))}
@@ -86,12 +88,12 @@ def plain(path: str) -> str:
     return ".".join(name.partition("[")[0] for name in path.split("."))
 
 
-def markdown(shown: list[Part]) -> str:
+def markdown(shown: list[Heading]) -> str:
     """Parts as Markdown, one heading for each."""
     return "\n\n".join("\n\n".join(_blocks(part)) for part in shown)
 
 
-def _blocks(part: Part) -> Iterator[str]:
+def _blocks(part: Heading) -> Iterator[str]:
     yield f"## {part.path}"
     if part.meaning:
         yield part.meaning
@@ -107,12 +109,12 @@ def _line(key: Key) -> str:
 
 def _parts(
     path: str, meaning: str, fields: Mapping[str, FieldInfo], described: dict[type[Section], str]
-) -> Iterator[Part]:
+) -> Iterator[Heading]:
     """
     Args:
         described: where each class of section is described. A section of the same class refers to it.
     """
-    keys, inside = [], list[Part]()
+    keys, inside = [], list[Heading]()
     for name, field in fields.items():
         own = f"{path}.{name}" if path else name
         kinds = _sections(_annotation(field))
@@ -125,11 +127,11 @@ def _parts(
             place = f"{own}[{tag}]" if tag else own
             text = _text(kind.__doc__ if kind.__doc__ != Section.__doc__ and kind.__doc__ else field.description or "")
             if kind in described:
-                inside.append(Part(place, f"The same keys as `{described[kind]}`. {text}", ()))
+                inside.append(Heading(place, f"The same keys as `{described[kind]}`. {text}", ()))
             else:
                 described[kind] = place
                 inside += _parts(place, text, kind.model_fields, described)
-    yield Part(path, meaning, tuple(keys))
+    yield Heading(path, meaning, tuple(keys))
     yield from inside
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron_rl.data.journal import JournalWriter, prune_journal, read_journal
 from megatron_rl.data.prompts import Rules, load_prompts
-from megatron_rl.data.stream import RowsDigest, ShuffledStream, Source
+from megatron_rl.data.stream import ItemSource, RowsDigest, ShuffledStream
 from megatron_rl.data.supervised import load_supervised
 
 __all__ = [
@@ -12,7 +12,7 @@ __all__ = [
     "RowsDigest",
     "Rules",
     "ShuffledStream",
-    "Source",
+    "ItemSource",
     "load_prompts",
     "load_supervised",
     "prune_journal",

@@ -35,7 +35,7 @@ COLUMNS = ("ids", "action_mask", "logp_rollout", "version")
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class JournalEntry:
     """One group of the journal."""
 
     number: int
@@ -56,7 +56,7 @@ class JournalWriter:
     def __init__(self, folder: Path) -> None:
         self._folder, self._name = folder, secrets.token_hex(4)
 
-    def write(self, entries: Sequence[Entry]) -> None:
+    def write(self, entries: Sequence[JournalEntry]) -> None:
         """Append each entry to the file of its version.
 
         Raises:
@@ -71,7 +71,7 @@ class JournalWriter:
                 file.write(b"".join(parts))
 
 
-def read_journal(folder: Path) -> dict[int, Entry]:
+def read_journal(folder: Path) -> dict[int, JournalEntry]:
     """All entries by their numbers. Of entries with the same number, that of the latest version wins."""
     entries = (decode(blob) for _, path in _files(folder) for blob in read_records(path))
     return {entry.number: entry for entry in entries}
@@ -109,7 +109,7 @@ def read_records(path: Path) -> Iterator[bytes]:
         start += HEAD.size + size
 
 
-def encode(entry: Entry) -> bytes:
+def encode(entry: JournalEntry) -> bytes:
     """A group as a blob of safetensors."""
     columns = {
         name: np.concatenate([getattr(tokens, name) for tokens in entry.tokens]) if entry.tokens else np.zeros(0)
@@ -130,7 +130,7 @@ def encode(entry: Entry) -> bytes:
     return blob
 
 
-def decode(blob: bytes) -> Entry:
+def decode(blob: bytes) -> JournalEntry:
     """The group of a blob."""
     size = int.from_bytes(blob[:8], "little")
     rest: dict[str, Any] = json.loads(json.loads(blob[8 : 8 + size])["__metadata__"]["group"])
@@ -138,7 +138,7 @@ def decode(blob: bytes) -> Entry:
     cuts = np.cumsum(rest["lengths"])[:-1]
     routes = _split_routes(columns, rest["routed"])
     rows = zip(*(np.split(columns[name], cuts) for name in COLUMNS), routes, strict=True)
-    return Entry(
+    return JournalEntry(
         number=rest["number"],
         uid=rest["uid"],
         version=rest["version"],

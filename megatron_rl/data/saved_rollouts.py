@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rl.data.journal import Entry, decode, encode, framed, read_records
+from megatron_rl.data.journal import JournalEntry, decode, encode, framed, read_records
 from megatron_rl.types import Group, Metrics, Prompt, Tokens
 
 
@@ -63,7 +63,7 @@ def write_step(
     with partial.open("wb") as file:
         file.write(framed(json.dumps(head).encode()))
         for number, (group, payload) in enumerate(zip(groups, tokens, strict=True)):
-            file.write(framed(encode(Entry(number, group.prompt.uid, group.version, group.rollouts, payload))))
+            file.write(framed(encode(JournalEntry(number, group.prompt.uid, group.version, group.rollouts, payload))))
     os.replace(partial, path_of(folder, step))
 
 
@@ -100,6 +100,6 @@ def read_step(folder: Path, step: int) -> SavedStep:
     return SavedStep(groups, None if greedy is None else np.array(greedy, np.float64), given["metrics"])
 
 
-def _prompt(entry: Entry, messages: Any, columns: dict[str, Any]) -> Prompt:
+def _prompt(entry: JournalEntry, messages: Any, columns: dict[str, Any]) -> Prompt:
     ids = entry.tokens[0].ids[: entry.rollouts[0].num_prompt_tokens]
     return Prompt(entry.uid, tuple(ids.tolist()), messages if isinstance(messages, str) else tuple(messages), columns)

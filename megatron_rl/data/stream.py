@@ -24,7 +24,7 @@ ALL = "all"
 
 
 @dataclass(frozen=True, slots=True)
-class Source(Generic[T]):
+class ItemSource(Generic[T]):
     """The items of one source. They may be made when they are asked for."""
 
     items: Sequence[T]
@@ -65,12 +65,12 @@ class ShuffledStream(Generic[T]):
 
     def __init__(
         self,
-        items: Sequence[T] | Mapping[str, Source[T]],
+        items: Sequence[T] | Mapping[str, ItemSource[T]],
         items_per_step: int,
         seed: int,
         easy_first_epochs: int = 0,
     ) -> None:
-        given = items if isinstance(items, Mapping) else {ALL: Source(items)}
+        given = items if isinstance(items, Mapping) else {ALL: ItemSource(items)}
         empty = [name for name, source in given.items() if not source.items]
         if not given or empty or items_per_step < 1:
             raise ValueError(

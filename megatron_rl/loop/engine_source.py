@@ -22,7 +22,7 @@ import numpy as np
 from megatron_rl.algorithms.equality import all_equal
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.data import ShuffledStream, prune_journal, read_journal
-from megatron_rl.data.journal import Entry
+from megatron_rl.data.journal import JournalEntry
 from megatron_rl.loop.admission import Admission
 from megatron_rl.loop.budgets import ThoughtBudgets
 from megatron_rl.loop.checkpoints import due, find_checkpoints
@@ -89,7 +89,7 @@ class EngineSource:
         self._again: list[int] = []
         """The groups that are asked for again at the next push: those of a checkpoint, and late ones."""
         self._journal = config.run_folder / "journal"
-        self._written: dict[int, Entry] | None = None
+        self._written: dict[int, JournalEntry] | None = None
         """The groups of the journal that are not in use yet; None before the first push or the first checkpoint."""
         self._evaluating: dict[int, Group | None] = {}
         """The groups of the evaluation, by their numbers; None: it is under way."""
@@ -381,7 +381,7 @@ class EngineSource:
         }
 
 
-def _from_journal(entry: Entry, prompt: Prompt, version: int, resumed_at: int) -> Group:
+def _from_journal(entry: JournalEntry, prompt: Prompt, version: int, resumed_at: int) -> Group:
     """The group of an entry.
 
     The weights of the versions after the checkpoint are lost: the run trains them anew, with other answers. A group of

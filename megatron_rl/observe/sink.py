@@ -12,23 +12,18 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
 
 from rich.console import Console
 
 from megatron_rl.observe.live import LiveView
 from megatron_rl.observe.records import METRICS, SAMPLES, cut, write_line
-from megatron_rl.observe.trackers import Feed
-from megatron_rl.types import Group, Metrics, Tokens
+from megatron_rl.observe.trackers import TrackerFeed
+from megatron_rl.types import Group, Metrics, Tokenizer, Tokens
 
 NUM_ANSWERS = 3
 """The largest number of answers that one call of `samples` records."""
 WARNINGS = Path("logs", "warnings.log")
 """The file of warnings in the run folder, with lines like `step 12: what is wrong`."""
-
-
-class Tokenizer(Protocol):
-    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str: ...
 
 
 def check_unused(run_folder: Path) -> None:
@@ -78,7 +73,7 @@ class RunSink:
             if path.exists():
                 cut(path, resume_at or 0)
         self.run_folder = run_folder
-        self._feeds: dict[str, Feed] = {}
+        self._feeds: dict[str, TrackerFeed] = {}
         self._step = self._num_fed = resume_at or 0
         self._warned = ""
         self._told: set[str] = set()
@@ -88,7 +83,7 @@ class RunSink:
         self._phase: str | None = None
         self._started: float | None = None
 
-    def feed(self, feeds: Sequence[Feed]) -> None:
+    def feed(self, feeds: Sequence[TrackerFeed]) -> None:
         """Send every record from now on to these trackers too, and print where people find the run there."""
         self._feeds |= {feed.kind: feed for feed in feeds}
         for feed in feeds:

@@ -50,7 +50,7 @@ def missing_packages(config: BaseConfig) -> list[str]:
     ]
 
 
-def open_trackers(config: BaseConfig, resume_at: int | None) -> list[Feed]:
+def open_trackers(config: BaseConfig, resume_at: int | None) -> list[TrackerFeed]:
     """Open every configured tracker, and send it the resolved configuration.
 
     Args:
@@ -64,7 +64,7 @@ def open_trackers(config: BaseConfig, resume_at: int | None) -> list[Feed]:
     path = config.run_folder / IDENTITIES
     goes_on = resume_at is not None and path.exists()
     identities: dict[str, str] = json.loads(path.read_text(encoding="utf-8")) if goes_on else {}
-    feeds: list[Feed] = []
+    feeds: list[TrackerFeed] = []
     for section in config.observe:
         try:
             tracker = _OPEN[type(section)](section, config, identities, resume_at)
@@ -75,12 +75,12 @@ def open_trackers(config: BaseConfig, resume_at: int | None) -> list[Feed]:
                 f"observe: {section.kind} does not start: {type(error).__name__}: {error}; correct its section, or "
                 f"remove it from `observe`"
             ) from error
-        feeds.append(Feed(section.kind, tracker))
+        feeds.append(TrackerFeed(section.kind, tracker))
         path.write_text(json.dumps(identities, indent=2) + "\n", encoding="utf-8")
     return feeds
 
 
-class Feed:
+class TrackerFeed:
     """Sends records to a tracker in order, from a thread of its own.
 
     Lost records are those that the tracker refused, and those that it had not accepted when the run ended.

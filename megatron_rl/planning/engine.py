@@ -12,7 +12,7 @@ import numpy as np
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.config.schema import BaseConfig, GrpoRunConfig
 from megatron_rl.layout import FAMILIES, TransferPlan, engine_layers, volume
-from megatron_rl.planning.gpu import GpuMemory, Part, always
+from megatron_rl.planning.gpu import GpuMemory, MemoryPart, always
 from megatron_rl.planning.parameters import BYTES
 from megatron_rl.types import HOLDS, ModelShape
 
@@ -95,15 +95,15 @@ def _stage_memory(
     layers = engine_layers(shape.num_layers, rollout.pipeline, stage)
     layer /= max(1, sum(map(shape.has_experts, layers)))
     parts = {
-        "weights": Part(always(weights), SMALLER),
-        "KV cache": Part(always(cache), SMALLER),
-        "work of vLLM": Part(always(ENGINE_WORK_BYTES), SMALLER),
-        "experts before vLLM repacks them": Part((0.0, max(layer, INCOMPLETE * received), 0.0), SMALLER),
-        "a layer's experts, made anew to verify them": Part((0.0, layer, 0.0), SMALLER),
-        "NCCL communicators of the bridge": Part(
+        "weights": MemoryPart(always(weights), SMALLER),
+        "KV cache": MemoryPart(always(cache), SMALLER),
+        "work of vLLM": MemoryPart(always(ENGINE_WORK_BYTES), SMALLER),
+        "experts before vLLM repacks them": MemoryPart((0.0, max(layer, INCOMPLETE * received), 0.0), SMALLER),
+        "a layer's experts, made anew to verify them": MemoryPart((0.0, layer, 0.0), SMALLER),
+        "NCCL communicators of the bridge": MemoryPart(
             always(bridge_bytes), "set bridge.chains, so that trainers send to fewer engines"
         ),
-        f"{'three' if chained else 'two'} buffers of the bridge": Part(
+        f"{'three' if chained else 'two'} buffers of the bridge": MemoryPart(
             always((2 + chained) * bucket_bytes), "lower bridge.bucket_mib"
         ),
     }

@@ -13,7 +13,7 @@ Bytes = tuple[float, float, float]
 """The bytes of a part in each of PHASES."""
 
 
-class Part(NamedTuple):
+class MemoryPart(NamedTuple):
     bytes: Bytes
     remedy: str
     """What the user can change to make it smaller, as the end of a sentence."""
@@ -37,7 +37,7 @@ class GpuMemory:
     """The bytes that the rank keeps in the memory of its node, by what they are."""
 
     @classmethod
-    def of(cls, name: str, parts: Mapping[str, Part], host: Mapping[str, float] | None = None) -> GpuMemory:
+    def of(cls, name: str, parts: Mapping[str, MemoryPart], host: Mapping[str, float] | None = None) -> GpuMemory:
         """The table of those parts that have any bytes."""
         present = {part: value for part, value in parts.items() if max(value.bytes)}
         sizes = {part: value.bytes for part, value in present.items()}

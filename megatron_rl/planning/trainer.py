@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from megatron_rl.config.policy import IN_FLIGHT, PIECE_ELEMENTS, ModelConfig, OptimizerConfig, ParallelConfig
 from megatron_rl.planning.activations import activations, has_fused_layers
-from megatron_rl.planning.gpu import GpuMemory, Part, always
+from megatron_rl.planning.gpu import GpuMemory, MemoryPart, always
 from megatron_rl.planning.parameters import (
     BYTES,
     RankParameters,
@@ -71,31 +71,31 @@ def trainer_memory(
         computed = "output layer" if used.output > used.layer else "layer"
         state = held.state_bytes(mesh, model.dtype, optimizer)
         parts = {
-            "weights": Part(always(held.weight_bytes(model.dtype)), fewer),
-            "gradients (fp32)": Part(always(held.gradient_bytes), fewer),
-            "optimizer state": Part(
+            "weights": MemoryPart(always(held.weight_bytes(model.dtype)), fewer),
+            "gradients (fp32)": MemoryPart(always(held.gradient_bytes), fewer),
+            "optimizer state": MemoryPart(
                 always(0.0 if optimizer.offload else state),
                 f"set {section}.optimizer.offload, or {fewer_bits}raise {section}.parallel.data, {split} or "
                 f"{section}.parallel.pipeline",
             ),
-            "optimizer state in an update": Part(
+            "optimizer state in an update": MemoryPart(
                 (_streamed_bytes(held.state_elements(mesh), model.dtype, optimizer), 0.0, 0.0), fewer
             ),
-            "activations kept for the backward passes": Part(
+            "activations kept for the backward passes": MemoryPart(
                 (used.kept, 0.0, 0.0),
                 f"set {recompute} to full, {shorter}, or raise {split} or {section}.parallel.context",
             ),
-            f"the {computed} being computed": Part(
+            f"the {computed} being computed": MemoryPart(
                 (used.computing, 0.0, 0.0), f"{shorter}, or raise {split} or {section}.parallel.context"
             ),
-            f"{number} NCCL communicators": Part(
+            f"{number} NCCL communicators": MemoryPart(
                 always(number * COMMUNICATOR_BYTES),
                 f"set one of the sizes of {section}.parallel to 1",
             ),
-            "NCCL communicators of the bridge": Part(
+            "NCCL communicators of the bridge": MemoryPart(
                 always(bridge_bytes), "set bridge.chains, so that trainers send to fewer engines"
             ),
-            "two buffers of the bridge": Part(always(2 * bucket_bytes), "lower bridge.bucket_mib"),
+            "two buffers of the bridge": MemoryPart(always(2 * bucket_bytes), "lower bridge.bucket_mib"),
         }
         host = {"optimizer state": state} if optimizer.offload else {}
         host["a checkpoint's copy"] = held.state_elements(mesh) * width + state

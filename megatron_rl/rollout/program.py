@@ -146,7 +146,7 @@ class OneCall:
 
 
 @dataclass(frozen=True, slots=True)
-class ThinkingBudget:
+class TwoCallBudget:
     """A budget for the thought, and one for the answer, kept by two calls.
 
     The first call samples at most `thought_tokens`. If the delimiter is among them, the tokens after it belong to the

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -226,3 +226,9 @@ class Group:
         """The group whose rollouts have these verdicts."""
         rollouts = [replace(one, verdict=given) for one, given in zip(self.rollouts, verdicts, strict=True)]
         return replace(self, rollouts=rollouts)
+
+
+class Tokenizer(Protocol):
+    """What makes text of tokens."""
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str: ...

@@ -8,13 +8,8 @@ from __future__ import annotations
 import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
-from megatron_rl.types import Prompt, Rollout, Verdict
-
-
-class Tokenizer(Protocol):
-    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str: ...
+from megatron_rl.types import Prompt, Rollout, Tokenizer, Verdict
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,8 +27,8 @@ from megatron_rl.config.rewards import (
     RewardModelReward,
     ServiceReward,
 )
-from megatron_rl.types import Metrics, Prompt, Rollout, Tokens, Verdict
-from megatron_rl.verifiers.answer import Answer, Tokenizer
+from megatron_rl.types import Metrics, Prompt, Rollout, Tokenizer, Tokens, Verdict
+from megatron_rl.verifiers.answer import Answer
 from megatron_rl.verifiers.compute_score import NO_TRUTH, ComputeScoreVerifier
 from megatron_rl.verifiers.environment import EnvironmentVerifier
 from megatron_rl.verifiers.form import FormatVerifier, LengthVerifier, fault_of_target

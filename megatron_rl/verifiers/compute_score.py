@@ -18,8 +18,8 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_rl.config.rewards import ComputeScoreReward
-from megatron_rl.types import Verdict
-from megatron_rl.verifiers.answer import Answer, Tokenizer
+from megatron_rl.types import Tokenizer, Verdict
+from megatron_rl.verifiers.answer import Answer
 from megatron_rl.verifiers.imported import NOT_ITS_OWN, ImportedFunction, Logged, TrainerState, as_json, as_number
 from megatron_rl.verifiers.truth import is_missing
 

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from math import fsum
 
 from megatron_rl.config.rewards import EnvironmentReward
-from megatron_rl.types import Verdict
-from megatron_rl.verifiers.answer import Answer, Tokenizer
+from megatron_rl.types import Tokenizer, Verdict
+from megatron_rl.verifiers.answer import Answer
 
 
 class EnvironmentVerifier:

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_rl.config.rewards import FormatReward, LengthReward
-from megatron_rl.types import Verdict
-from megatron_rl.verifiers.answer import Answer, Tokenizer, begins_closed, text_after
+from megatron_rl.types import Tokenizer, Verdict
+from megatron_rl.verifiers.answer import Answer, begins_closed, text_after
 
 
 class FormatVerifier:

@@ -16,8 +16,8 @@ from copy import deepcopy
 from typing import Any
 
 from megatron_rl.config.rewards import FunctionReward
-from megatron_rl.types import Prompt, Verdict
-from megatron_rl.verifiers.answer import Answer, Tokenizer
+from megatron_rl.types import Prompt, Tokenizer, Verdict
+from megatron_rl.verifiers.answer import Answer
 from megatron_rl.verifiers.imported import NOT_ITS_OWN, ImportedFunction, Logged, TrainerState, as_plain
 
 log = logging.getLogger(__name__)

@@ -21,10 +21,10 @@ from megatron_rl.config.rewards import (
     ReasoningGymReward,
     TextReward,
 )
-from megatron_rl.types import Verdict
+from megatron_rl.types import Tokenizer, Verdict
 from megatron_rl.verifiers import exact_answer, reasoning_gym
 from megatron_rl.verifiers import text as texts
-from megatron_rl.verifiers.answer import Answer, Tokenizer, judged_text
+from megatron_rl.verifiers.answer import Answer, judged_text
 from megatron_rl.verifiers.pool import Pool
 from megatron_rl.verifiers.truth import texts_of
 

@@ -14,8 +14,8 @@ from typing import Annotated, Any
 from pydantic import BaseModel, Field
 
 from megatron_rl.config.rewards import JudgeReward
-from megatron_rl.types import Prompt
-from megatron_rl.verifiers.answer import Answer, Tokenizer
+from megatron_rl.types import Prompt, Tokenizer
+from megatron_rl.verifiers.answer import Answer
 from megatron_rl.verifiers.service import ServiceVerifier, parsed
 
 INSTRUCTIONS = """\
@@ -30,12 +30,12 @@ credit for them.
 Reply with one JSON object and nothing else. Its keys are the names of the criteria, and its values the scores."""
 
 
-class _Message(BaseModel):
+class _JudgeMessage(BaseModel):
     content: str
 
 
 class _Choice(BaseModel):
-    message: _Message
+    message: _JudgeMessage
 
 
 class _Completion(BaseModel):

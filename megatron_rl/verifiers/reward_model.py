@@ -14,7 +14,8 @@ from typing import Annotated, Any
 from pydantic import BaseModel, Field, FiniteFloat
 
 from megatron_rl.config.rewards import RewardModelReward
-from megatron_rl.verifiers.answer import Answer, Tokenizer
+from megatron_rl.types import Tokenizer
+from megatron_rl.verifiers.answer import Answer
 from megatron_rl.verifiers.service import ServiceVerifier, parsed
 
 

@@ -27,8 +27,8 @@ import httpx
 from pydantic import BaseModel, ValidationError
 
 from megatron_rl.config.rewards import ServiceReward
-from megatron_rl.types import Verdict
-from megatron_rl.verifiers.answer import Answer, Tokenizer, judged_text
+from megatron_rl.types import Tokenizer, Verdict
+from megatron_rl.verifiers.answer import Answer, judged_text
 from megatron_rl.verifiers.imported import Logged, TrainerState
 
 BACKOFF_S = 0.5

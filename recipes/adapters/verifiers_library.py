@@ -30,7 +30,7 @@ END_S = 10.0
 """How long the program may take to end its own processes, in seconds."""
 
 
-class Program:
+class LibraryProgram:
     """The program, with one environment.
 
     Args:
@@ -103,7 +103,7 @@ class Program:
                 await process.wait()
 
 
-_programs: dict[tuple[asyncio.AbstractEventLoop, str, str], Program] = {}
+_programs: dict[tuple[asyncio.AbstractEventLoop, str, str], LibraryProgram] = {}
 """The programs that run, by their event loops and arguments."""
 
 
@@ -126,5 +126,5 @@ async def play(row: Mapping[str, Any], base_url: str, environment: Mapping[str, 
     own = (python or sys.executable, json.dumps(environment, sort_keys=True))
     key = (asyncio.get_running_loop(), *own)
     if key not in _programs:
-        _programs[key] = Program(*own, ended=partial(_programs.pop, key, None))
+        _programs[key] = LibraryProgram(*own, ended=partial(_programs.pop, key, None))
     return await _programs[key].play(row["task"], base_url)

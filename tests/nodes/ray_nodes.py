@@ -15,7 +15,7 @@ from leaks import lasting
 from patience import deadline
 
 from megatron_rl.observe.records import METRICS, read_lines
-from megatron_rl.tools.bench.namespaces import Namespaces, Node, make_switch
+from megatron_rl.tools.bench.namespaces import Namespaces, NetworkNode, make_switch
 
 ROOT = Path(__file__).parents[2]
 RAY_ON_CPU = ROOT / "tests" / "unit" / "rollout" / "ray_on_cpu"
@@ -58,11 +58,11 @@ class Cluster:
             }
         )
         self._switch: Namespaces | None = None
-        self.nodes: list[Node] = []
+        self.nodes: list[NetworkNode] = []
 
     def __enter__(self) -> Cluster:
         self._switch = make_switch()
-        self.nodes = [Node(self._switch, number) for number in (1, 2, 3)]
+        self.nodes = [NetworkNode(self._switch, number) for number in (1, 2, 3)]
         self._start_ray((self.nodes[0], TRAINER))
         self._start_ray((self.nodes[1], TRAINER), (self.nodes[2], ENGINE))
         return self
@@ -71,7 +71,7 @@ class Cluster:
         for one in (*self.nodes, self._switch):
             one.end()
 
-    def _start_ray(self, *starts: tuple[Node, Sequence[str]]) -> None:
+    def _start_ray(self, *starts: tuple[NetworkNode, Sequence[str]]) -> None:
         """Start Ray on nodes, each with its room. Ray itself gives a node 30 s, which a busy machine may exceed: it is
         then started again."""
         remaining = list(starts)
@@ -84,7 +84,7 @@ class Cluster:
                 node.do(sys.executable, "-m", "ray.scripts.scripts", "stop", "--force")
         raise AssertionError(self.said("ray_*.txt"))
 
-    def _start_process(self, node: Node, *room: str) -> subprocess.Popen:
+    def _start_process(self, node: NetworkNode, *room: str) -> subprocess.Popen:
         """The process ends when Ray is ready."""
         head = ["--head", f"--port={RAY_PORT}", "--include-dashboard=false", "--disable-usage-stats"]
         joins = [f"--address={self.address}"]
@@ -101,7 +101,7 @@ class Cluster:
     def add(self, room: Sequence[str]) -> None:
         """Add a node for a trainer, an engine or a part of one."""
         with lasting("module"):
-            self.nodes.append(Node(self._switch, len(self.nodes) + 1))
+            self.nodes.append(NetworkNode(self._switch, len(self.nodes) + 1))
             self._start_ray((self.nodes[-1], room))
 
     def said(self, pattern: str) -> str:

@@ -9,8 +9,8 @@ import pytest
 from patience import deadline
 
 from megatron_rl.layout import Engines
-from megatron_rl.tools.bench.namespaces import Namespaces, Node, make_switch, why_not
-from megatron_rl.tools.bench.sync import Layout, Size, measure_links
+from megatron_rl.tools.bench.namespaces import Namespaces, NetworkNode, make_switch, why_not
+from megatron_rl.tools.bench.sync import Size, SyncLayout, measure_links
 from megatron_rl.types import Mesh
 
 NUM_BYTES = 4_000_000
@@ -48,7 +48,7 @@ def possible() -> None:
 def pair(possible):
     ends: list[Namespaces] = [make_switch()]
     try:
-        ends += [Node(ends[0], 1), Node(ends[0], 2)]
+        ends += [NetworkNode(ends[0], 1), NetworkNode(ends[0], 2)]
         yield ends[1:]
     finally:
         for end in reversed(ends):
@@ -73,7 +73,7 @@ def test_both_directions_of_a_limited_link_take_their_time(pair):
 
 @pytest.mark.deep
 def test_a_push_between_nodes_needs_the_time_of_its_bytes_and_no_more_bytes(possible):
-    row = measure_links(Layout(Mesh(), Engines(1, 1)), Size(512, 0.01, 2**20), "400mbit", repeats=1)
+    row = measure_links(SyncLayout(Mesh(), Engines(1, 1)), Size(512, 0.01, 2**20), "400mbit", repeats=1)
     assert row["received_bytes"] == row["held_bytes"] == [row["fullest_link_bytes"]]
     assert row["bound_s"] == row["fullest_link_bytes"] / 50e6
     assert row["num_messages"] > 10

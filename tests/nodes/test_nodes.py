@@ -14,7 +14,7 @@ from patience import deadline
 from ray_nodes import ENGINE, STAGE, TRAINER, Cluster, Run
 
 from megatron_rl.processes import command_line, descendants
-from megatron_rl.tools.bench.namespaces import Node
+from megatron_rl.tools.bench.namespaces import NetworkNode
 
 
 def stop(cluster: Cluster, index: int, name: str) -> None:
@@ -101,7 +101,7 @@ MANY = ["rollout.prompts_per_step=32", "rollout.samples_per_prompt=8", "rollout.
 
 @pytest.mark.deep
 @with_all
-@pytest.mark.parametrize("end", [Node.pull, Node.end], ids=["cable pulled", "node gone"])
+@pytest.mark.parametrize("end", [NetworkNode.pull, NetworkNode.end], ids=["cable pulled", "node gone"])
 def test_a_rollout_node_that_is_lost_while_it_answers_costs_nothing(shared, end):
     with Cluster(shared) as cluster:
         run = gated(cluster, f"answers_{end.__name__}", "run.steps=3", *MANY)
@@ -119,7 +119,7 @@ def test_a_rollout_node_that_is_lost_while_it_answers_costs_nothing(shared, end)
 
 @pytest.mark.deep
 @with_all
-@pytest.mark.parametrize("end", [Node.pull, Node.end], ids=["cable pulled", "node gone"])
+@pytest.mark.parametrize("end", [NetworkNode.pull, NetworkNode.end], ids=["cable pulled", "node gone"])
 def test_a_trainer_node_that_is_lost_in_a_step_costs_the_steps_since_the_checkpoint(shared, end):
     with Cluster(shared) as cluster:
         run = gated(cluster, f"step_{end.__name__}", "checkpoint.every=1")

@@ -39,7 +39,7 @@ MODES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class ComparedJob:
     model: Path
     train: Path
     max_tokens: int
@@ -56,7 +56,7 @@ def share_of_digits(prompts: list[str], completions: list[str], **columns: Any) 
     return [sum(character.isdigit() for character in text) / max(len(text), 1) for text in completions]
 
 
-def prepare(folder: Path, names: Sequence[str]) -> dict[str, Job]:
+def prepare(folder: Path, names: Sequence[str]) -> dict[str, ComparedJob]:
     """Write the task, train the warm start, and write the model of the long answers."""
     task, run = folder / "task", [sys.executable, str(ROOT / "recipes/sft.py")]
     subprocess.run([sys.executable, "-m", "megatron_rl.recipes.tiny.task", str(task)], check=True, cwd=ROOT)
@@ -66,15 +66,15 @@ def prepare(folder: Path, names: Sequence[str]) -> dict[str, Job]:
         warm_start = [str(ROOT / "configs/run/tiny_sft.yaml"), rows, model, f"run.folder={folder}/runs"]
         subprocess.run([*run, *warm_start], check=True, stdout=subprocess.DEVNULL, cwd=folder)
         [exported] = (folder / "runs").rglob("hf")
-        jobs["demo"] = Job(exported, task / "train.jsonl", 64, "right_answer")
+        jobs["demo"] = ComparedJob(exported, task / "train.jsonl", 64, "right_answer")
     if "long" in names:
         config = json.loads((task / "model/config.json").read_text()) | {"max_position_embeddings": 1024}
         (task / "model/config.json").write_text(json.dumps(config))
-        jobs["long"] = Job(task / "model", task / "train.jsonl", 640, "share_of_digits")
+        jobs["long"] = ComparedJob(task / "model", task / "train.jsonl", 640, "share_of_digits")
     return jobs
 
 
-def ours(job: Job, steps: int, folder: Path, options: Sequence[str]) -> list[float]:
+def ours(job: ComparedJob, steps: int, folder: Path, options: Sequence[str]) -> list[float]:
     """The seconds of each step after the first ones."""
     command = [
         *(sys.executable, str(ROOT / "recipes/grpo.py"), str(ROOT / "configs/run/tiny_grpo.yaml")),
@@ -88,7 +88,7 @@ def ours(job: Job, steps: int, folder: Path, options: Sequence[str]) -> list[flo
     return [record["time/total_s"] for record in records[WARM_UP:steps]]
 
 
-def trl(job: Job, steps: int, folder: Path, python: str) -> list[float]:
+def trl(job: ComparedJob, steps: int, folder: Path, python: str) -> list[float]:
     """The seconds of each step after the first ones."""
     inputs = json.dumps(
         {"model": str(job.model), "train": str(job.train), "max_tokens": job.max_tokens, "reward": job.reward}

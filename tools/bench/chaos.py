@@ -61,7 +61,7 @@ class Disturbance:
     """Whether the run itself had to be started again meanwhile."""
 
 
-class Run:
+class ChaosRun:
     """A run of recipes/grpo.py in a process of its own."""
 
     def __init__(self, folder: Path, name: str, steps: int, mirror: bool) -> None:
@@ -125,7 +125,7 @@ def shared_memory() -> set[str]:
     return {path.name for path in Path("/dev/shm").iterdir()}
 
 
-def disturb(run: Run, every_s: float, generator: random.Random) -> tuple[list[Disturbance], list[psutil.Process]]:
+def disturb(run: ChaosRun, every_s: float, generator: random.Random) -> tuple[list[Disturbance], list[psutil.Process]]:
     """Start the run, and disturb it until it is finished; returns also every process that it ever had."""
     done: list[Disturbance] = []
     seen: set[psutil.Process] = set()
@@ -190,14 +190,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folder = (given.folder or Path(temporary)).absolute()
         folder.mkdir(parents=True, exist_ok=True)
         subprocess.run([sys.executable, str(ROOT / "recipes/tiny/task.py"), str(folder / "task")], check=True)
-        whole = Run(folder, "undisturbed", given.steps, given.mirror)
+        whole = ChaosRun(folder, "undisturbed", given.steps, given.mirror)
         before = shared_memory()
         start = time.monotonic()
         whole.start()
         if whole.wait():
             raise SystemExit(f"the undisturbed run failed: {(folder / 'undisturbed.log').read_text()[-2000:]}")
         whole_s = time.monotonic() - start
-        run = Run(folder, "disturbed", given.steps, given.mirror)
+        run = ChaosRun(folder, "disturbed", given.steps, given.mirror)
         start = time.monotonic()
         disturbances, processes = disturb(run, given.every, random.Random(given.seed))
         seconds = time.monotonic() - start

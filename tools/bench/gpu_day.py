@@ -60,7 +60,7 @@ TICK_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class PartJob:
     """A part as a process. It leaves `found.json` in the folder of its name."""
 
     name: str
@@ -69,7 +69,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class PartOutcome:
     name: str
     status: str = "not run"
     """`passed`, `failed`, `stopped` (by Ctrl-C or SIGTERM), or `not run`."""
@@ -87,7 +87,7 @@ class Record:
     commit: str
     begun: str
 
-    def write(self, folder: Path, outcomes: Sequence[Outcome]) -> None:
+    def write(self, folder: Path, outcomes: Sequence[PartOutcome]) -> None:
         """Write both files. Each is replaced as a whole, so that a kill leaves the one before."""
         content = {**asdict(self), "parts": [asdict(outcome) for outcome in outcomes]}
         for name, text in (("record.json", json.dumps(content, indent=1)), ("RECORD.md", self.text(outcomes))):
@@ -95,7 +95,7 @@ class Record:
             path.write_text(text + "\n")
             path.replace(folder / name)
 
-    def text(self, outcomes: Sequence[Outcome]) -> str:
+    def text(self, outcomes: Sequence[PartOutcome]) -> str:
         passed = sum(outcome.status == "passed" for outcome in outcomes)
         where = "one GPU" if self.device == "cuda" else "a CPU, with tiny sizes"
         rows = [
@@ -128,10 +128,10 @@ def _shown(value: object) -> str:
 
 
 def run_jobs(
-    jobs: Sequence[Job], folder: Path, environment: Mapping[str, str], record: Record, stop: Event
-) -> list[Outcome]:
+    jobs: Sequence[PartJob], folder: Path, environment: Mapping[str, str], record: Record, stop: Event
+) -> list[PartOutcome]:
     """Run the jobs one after another, until `stop` is set, and write the record after each."""
-    outcomes = {job.name: Outcome(job.name) for job in jobs}
+    outcomes = {job.name: PartOutcome(job.name) for job in jobs}
     record.write(folder, [*outcomes.values()])
     for job in jobs:
         if stop.is_set():
@@ -143,7 +143,7 @@ def run_jobs(
     return [*outcomes.values()]
 
 
-def run_job(job: Job, folder: Path, environment: Mapping[str, str], stop: Event) -> Outcome:
+def run_job(job: PartJob, folder: Path, environment: Mapping[str, str], stop: Event) -> PartOutcome:
     """Run a job to its end, to its deadline, or until `stop` is set. No process that it has started outlives it.
 
     Args:
@@ -170,15 +170,15 @@ def run_job(job: Job, folder: Path, environment: Mapping[str, str], stop: Event)
         process.wait()
     seconds = time.monotonic() - start
     if not ended and stop.is_set():
-        return Outcome(job.name, "stopped", "Ctrl-C or SIGTERM ended it.", seconds)
+        return PartOutcome(job.name, "stopped", "Ctrl-C or SIGTERM ended it.", seconds)
     if not ended:
         why = f"It was ended at its deadline of {job.limit_s:g} s; {log} has the stacks of its main process."
-        return Outcome(job.name, "failed", why, seconds)
+        return PartOutcome(job.name, "failed", why, seconds)
     if process.returncode or not found.exists():
-        return Outcome(job.name, "failed", _ending(process.returncode, log), seconds)
+        return PartOutcome(job.name, "failed", _ending(process.returncode, log), seconds)
     content = json.loads(found.read_text())
     problems = " ".join(content["problems"])
-    return Outcome(job.name, "failed" if problems else "passed", problems, seconds, content["numbers"])
+    return PartOutcome(job.name, "failed" if problems else "passed", problems, seconds, content["numbers"])
 
 
 def _ending(status: int, log: Path) -> str:
@@ -249,12 +249,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 130 if stop.is_set() else 0 if statuses == {"passed"} else 1
 
 
-def job_of(name: str, device: str, folder: Path) -> Job:
+def job_of(name: str, device: str, folder: Path) -> PartJob:
     """A part of gpu_parts.PARTS as a job of `run_job` with the folder `folder / name`."""
     found = str(folder / name / "found.json")
     module = "megatron_rl.tools.bench.gpu_day"
     command = [sys.executable, "-m", module, "--part", name, "--device", device, "--out", found]
-    return Job(name, command, limit_s(PARTS[name].limit_s, device))
+    return PartJob(name, command, limit_s(PARTS[name].limit_s, device))
 
 
 def environment_of(device: str) -> dict[str, str]:

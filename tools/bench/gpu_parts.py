@@ -54,7 +54,7 @@ from megatron_rl.types import Mesh
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class GpuPart:
     purpose: str
     measure: Callable[[str], Found]
     """Takes the device, `cuda` or `cpu`."""
@@ -264,16 +264,18 @@ def _used_bytes(device: str) -> int:
 
 
 PARTS = {
-    "machine": Part("names the hardware and the versions", machine, 20),
-    "layouts": Part("compares loss and gradient with a CPU's", layouts, 80),
-    "logprobs": Part("compares log-probs in chunks with those of whole logits", logprobs, 50),
-    "bridge": Part("pushes weights from one process of the device to another", bridge, 60),
-    "communicators": Part("measures the memory of communicators of one rank", communicators, 40),
+    "machine": GpuPart("names the hardware and the versions", machine, 20),
+    "layouts": GpuPart("compares loss and gradient with a CPU's", layouts, 80),
+    "logprobs": GpuPart("compares log-probs in chunks with those of whole logits", logprobs, 50),
+    "bridge": GpuPart("pushes weights from one process of the device to another", bridge, 60),
+    "communicators": GpuPart("measures the memory of communicators of one rank", communicators, 40),
     **{
-        f"layers, recompute {mode}": Part("measures updates of Qwen3-32B's layers in bf16", partial(layers, mode), 55)
+        f"layers, recompute {mode}": GpuPart(
+            "measures updates of Qwen3-32B's layers in bf16", partial(layers, mode), 55
+        )
         for mode in get_args(ModelConfig.model_fields["recompute"].annotation)
     },
-    "resume": Part("resumes a checkpoint in a new process, bit for bit", resume, 75),
-    "offload": Part("updates with the optimizer's state in the host's memory, bit for bit", offload, 40),
+    "resume": GpuPart("resumes a checkpoint in a new process, bit for bit", resume, 75),
+    "offload": GpuPart("updates with the optimizer's state in the host's memory, bit for bit", offload, 40),
 }
 """The parts in their order. All deadlines together are below eight minutes."""

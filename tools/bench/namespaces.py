@@ -68,7 +68,7 @@ class Namespaces:
         self._process.wait(PATIENCE_S)
 
 
-class Node(Namespaces):
+class NetworkNode(Namespaces):
     """A node with its cable in a switch."""
 
     def __init__(self, switch: Namespaces, number: int) -> None:

@@ -30,7 +30,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_rl.balance import Limits, assign, training_flops
+from megatron_rl.balance import AssignmentLimits, assign, training_flops
 from megatron_rl.balance.karmarkar_karp import karmarkar_karp
 from megatron_rl.balance.metrics import imbalance, lockstep, lockstep_floor
 from megatron_rl.balance.packing import first_fit_decreasing, padded
@@ -65,14 +65,14 @@ WORKLOADS = ("uniform", "lognormal", "at the limit", "two modes", "one giant")
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class PackingCase:
     sizes_S: np.ndarray
     costs_S: np.ndarray
     cap: int
     num_ranks: int
 
     @classmethod
-    def of(cls, name: str, num_samples: int, num_ranks: int, cap: int, seed: int) -> Case:
+    def of(cls, name: str, num_samples: int, num_ranks: int, cap: int, seed: int) -> PackingCase:
         lengths = workload(name, num_samples, seed)
         return cls(padded(lengths, ALIGNMENT), training_flops(lengths, SHAPE), cap, num_ranks)
 
@@ -81,12 +81,12 @@ Cells = tuple[np.ndarray, int]
 """The cell of each sample, `position * num_ranks + rank`, and the number of positions."""
 
 
-def ours(case: Case) -> Cells:
-    packing = assign(case.sizes_S, case.costs_S, Limits(case.cap, case.num_ranks))
+def ours(case: PackingCase) -> Cells:
+    packing = assign(case.sizes_S, case.costs_S, AssignmentLimits(case.cap, case.num_ranks))
     return packing.cell_S, packing.count
 
 
-def ranks_then_bins(case: Case, ranks: list[np.ndarray], bins: Callable[[np.ndarray], list[int]]) -> Cells:
+def ranks_then_bins(case: PackingCase, ranks: list[np.ndarray], bins: Callable[[np.ndarray], list[int]]) -> Cells:
     """Put each rank's samples into its bins in order. The number of positions is that of the rank with most bins."""
     cell_S, count = np.zeros(len(case.sizes_S), np.int64), 0
     for rank, samples in enumerate(ranks):
@@ -97,22 +97,22 @@ def ranks_then_bins(case: Case, ranks: list[np.ndarray], bins: Callable[[np.ndar
     return cell_S, count
 
 
-def first_fit_by_rank(case: Case, ranks: list[np.ndarray]) -> Cells:
+def first_fit_by_rank(case: PackingCase, ranks: list[np.ndarray]) -> Cells:
     return ranks_then_bins(case, ranks, lambda samples: first_fit_decreasing(case.sizes_S[samples].tolist(), case.cap))
 
 
-def arrival_first_fit(case: Case) -> Cells:
+def arrival_first_fit(case: PackingCase) -> Cells:
     """Rank 0 gets the first n / R samples, and so on. Each rank packs its samples by first-fit in that order."""
     return first_fit_by_rank(case, np.array_split(np.arange(len(case.sizes_S)), case.num_ranks))
 
 
-def sort_and_stride(case: Case) -> Cells:
+def sort_and_stride(case: PackingCase) -> Cells:
     """The samples are dealt to the ranks in turn, longest first. Each rank packs them by first-fit in that order."""
     order = np.argsort(-case.sizes_S, kind="stable")
     return first_fit_by_rank(case, [order[rank :: case.num_ranks] for rank in range(case.num_ranks)])
 
 
-def longest_processing_time(case: Case) -> Cells:
+def longest_processing_time(case: PackingCase) -> Cells:
     """Each sample, most expensive first, goes to the cheapest rank. Each rank packs by first-fit decreasing."""
     cost_R, owner = np.zeros(case.num_ranks), np.zeros(len(case.sizes_S), np.int64)
     order = np.argsort(-case.sizes_S, kind="stable")
@@ -122,7 +122,7 @@ def longest_processing_time(case: Case) -> Cells:
     return first_fit_by_rank(case, [order[owner[order] == rank] for rank in range(case.num_ranks)])
 
 
-def cost_only_karmarkar_karp(case: Case) -> Cells:
+def cost_only_karmarkar_karp(case: PackingCase) -> Cells:
     """Karmarkar-Karp splits the samples over the ranks by cost, and each rank's samples over as many micro-batches as
     the tokens of the fullest rank need. Nothing guarantees the cap."""
     ranks = [np.array(part, np.int64) for part in karmarkar_karp(case.costs_S.tolist(), case.num_ranks)]
@@ -138,7 +138,7 @@ def cost_only_karmarkar_karp(case: Case) -> Cells:
     return cell_S, count
 
 
-STRATEGIES: dict[str, Callable[[Case], Cells]] = {
+STRATEGIES: dict[str, Callable[[PackingCase], Cells]] = {
     "ours": ours,
     "arrival, first-fit": arrival_first_fit,
     "sort and stride": sort_and_stride,
@@ -148,7 +148,7 @@ STRATEGIES: dict[str, Callable[[Case], Cells]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class PackingOutcome:
     over_cap: bool
     microbatches: float
     """The number of micro-batches divided by that of first-fit decreasing."""
@@ -156,7 +156,7 @@ class Outcome:
     lockstep: float
 
 
-def judge(case: Case, cells: Cells) -> Outcome:
+def judge(case: PackingCase, cells: Cells) -> PackingOutcome:
     cell_S, count = cells
     num_cells = count * case.num_ranks
     assert len(cell_S) == len(case.sizes_S) and 0 <= cell_S.min() and cell_S.max() < num_cells
@@ -166,24 +166,24 @@ def judge(case: Case, cells: Cells) -> Outcome:
         -(max(first_fit_decreasing(sorted(case.sizes_S.tolist(), reverse=True), case.cap)) + 1) // case.num_ranks
     )
     floor = lockstep_floor(case.sizes_S, case.costs_S, case.cap, case.num_ranks)
-    return Outcome(bool(tokens.max() > case.cap), count / fewest, imbalance(cost_PR), lockstep(cost_PR) / floor)
+    return PackingOutcome(bool(tokens.max() > case.cap), count / fewest, imbalance(cost_PR), lockstep(cost_PR) / floor)
 
 
-def grid(small: bool) -> Iterator[tuple[int, Case]]:
+def grid(small: bool) -> Iterator[tuple[int, PackingCase]]:
     """All cases, as (number of samples, case)."""
     for num_samples in SMALL_SIZES if small else SIZES:
         for num_ranks in SMALL_RANKS if small else RANKS:
             for name in WORKLOADS:
                 for cap in CAPS:
-                    yield num_samples, Case.of(name, num_samples, num_ranks, cap, seed=0)
+                    yield num_samples, PackingCase.of(name, num_samples, num_ranks, cap, seed=0)
 
 
-def eight_ranks(num_seeds: int) -> Iterator[Case]:
+def eight_ranks(num_seeds: int) -> Iterator[PackingCase]:
     """Cases of 256 samples on 8 ranks in which no sample costs more than the mean rank."""
     for seed in range(num_seeds):
         for name in WORKLOADS:
             for cap in CAPS:
-                case = Case.of(name, 256, 8, cap, seed)
+                case = PackingCase.of(name, 256, 8, cap, seed)
                 if case.costs_S.max() <= case.costs_S.sum() / 8:
                     yield case
 
@@ -228,7 +228,7 @@ def planning_times(small: bool) -> dict[str, dict[str, float]]:
         times, ratios = [], []
         for name in WORKLOADS:
             for cap in CAPS:
-                case = Case.of(name, num_samples, num_ranks, cap, seed=0)
+                case = PackingCase.of(name, num_samples, num_ranks, cap, seed=0)
                 lengths = case.sizes_S.tolist()
                 times.append(fastest_s(lambda: ours(case), repeats))
                 ratios.append(times[-1] / fastest_s(lambda: sorted(lengths), repeats))

@@ -39,17 +39,17 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.bridge.line import SLOTS
-from megatron_rl.bridge.replay import Costs, Run, all_stretches, replay
+from megatron_rl.bridge.replay import Costs, StretchSize, all_stretches, replay
 from megatron_rl.bridge.setup import BUCKET_BYTES, BridgeSetup
 from megatron_rl.layout import Engines, Links, TransferPlan, read_shape
 from megatron_rl.layout.traffic import traffic
-from megatron_rl.tools.bench.namespaces import Node, make_switch, why_not
-from megatron_rl.tools.bench.sync_ranks import DEADLINE, Process, ask, started
+from megatron_rl.tools.bench.namespaces import NetworkNode, make_switch, why_not
+from megatron_rl.tools.bench.sync_ranks import DEADLINE, RankProcess, ask, started
 from megatron_rl.types import Mesh
 
 
 @dataclass(frozen=True)
-class Layout:
+class SyncLayout:
     mesh: Mesh
     engines: Engines
     mixture: bool = False
@@ -60,13 +60,13 @@ class Layout:
 
 
 LAYOUTS = {
-    "pipeline-small": Layout(Mesh(pipeline=2), Engines(1, 2)),
-    "one-engine": Layout(Mesh(tensor=2, pipeline=2), Engines(1, 2)),
-    "two-engines": Layout(Mesh(tensor=2, pipeline=2), Engines(2, 2)),
-    "four-engines": Layout(Mesh(tensor=4), Engines(4, 1)),
-    "pipeline": Layout(Mesh(pipeline=4), Engines(1, 4)),
-    "experts": Layout(Mesh(tensor=2, data=2, expert=2), Engines(1, 2, expert_parallel=True), mixture=True),
-    "chain": Layout(Mesh(tensor=2, pipeline=2), Engines(4, 1, num_chains=2)),
+    "pipeline-small": SyncLayout(Mesh(pipeline=2), Engines(1, 2)),
+    "one-engine": SyncLayout(Mesh(tensor=2, pipeline=2), Engines(1, 2)),
+    "two-engines": SyncLayout(Mesh(tensor=2, pipeline=2), Engines(2, 2)),
+    "four-engines": SyncLayout(Mesh(tensor=4), Engines(4, 1)),
+    "pipeline": SyncLayout(Mesh(pipeline=4), Engines(1, 4)),
+    "experts": SyncLayout(Mesh(tensor=2, data=2, expert=2), Engines(1, 2, expert_parallel=True), mixture=True),
+    "chain": SyncLayout(Mesh(tensor=2, pipeline=2), Engines(4, 1, num_chains=2)),
 }
 WAYS = ("plain", "bridge", "memcpy", "shared memory")
 BETWEEN_NODES = ("plain", "bridge")
@@ -113,7 +113,7 @@ def config(hidden: int, num_layers: int, mixture: bool) -> dict[str, object]:
     return common | kind | experts | {"decoder_sparse_step": 1, "mlp_only_layers": []}
 
 
-def make_setup(layout: Layout, size: Size, links: Links) -> BridgeSetup:
+def make_setup(layout: SyncLayout, size: Size, links: Links) -> BridgeSetup:
     stages, hidden = layout.mesh.pipeline, size.hidden
     layers = (size.gigabytes * 1e9 / 2 - 16 * hidden**2) / (14 * hidden**2 + 1024 * hidden)
     with tempfile.TemporaryDirectory() as folder:
@@ -132,7 +132,7 @@ def make_setup(layout: Layout, size: Size, links: Links) -> BridgeSetup:
     )
 
 
-def turns_of(processes: Sequence[Process], ways: Sequence[str], repeats: int) -> tuple[dict, dict, dict]:
+def turns_of(processes: Sequence[RankProcess], ways: Sequence[str], repeats: int) -> tuple[dict, dict, dict]:
     """The seconds of the turns of each way, the CPU seconds of all ranks together in them, and for each bridge the peak
     memory of each rank in bytes.
 
@@ -154,19 +154,19 @@ def turns_of(processes: Sequence[Process], ways: Sequence[str], repeats: int) ->
     return seconds, cpu_s, peaks
 
 
-def num_ends(plan: TransferPlan, order: Sequence[Run]) -> int:
+def num_ends(plan: TransferPlan, order: Sequence[StretchSize]) -> int:
     """How many times a push sends or receives a message: twice for each engine of a chain."""
     engines = plan.engines
     return sum(2 * len(engines.chain_of(run.destination // engines.world_size)) * run.num_messages for run in order)
 
 
-def predicted(plan: TransferPlan, order: Sequence[Run], bytes_per_s: float, costs: Costs) -> float:
+def predicted(plan: TransferPlan, order: Sequence[StretchSize], bytes_per_s: float, costs: Costs) -> float:
     """The seconds of a push in the replay, with one link for each direction of each rank."""
     gbps = bytes_per_s * 8 / 1e9
     return replay(order, plan, Links(nvlink_gbps=gbps, nic_gbps=gbps), costs)
 
 
-def compare(setup: BridgeSetup, processes: Sequence[Process], ways: Sequence[str], repeats: int) -> dict[str, Any]:
+def compare(setup: BridgeSetup, processes: Sequence[RankProcess], ways: Sequence[str], repeats: int) -> dict[str, Any]:
     plan, size = setup.transfer_plan, setup.bucket_bytes
     turns, cpu_turns, peaks = turns_of(processes, ways, repeats)
     seconds, cpu_s = ({way: min(each) for way, each in found.items()} for found in (turns, cpu_turns))
@@ -208,7 +208,7 @@ def compare(setup: BridgeSetup, processes: Sequence[Process], ways: Sequence[str
     }
 
 
-def measure_here(layout: Layout, size: Size, repeats: int) -> dict[str, Any]:
+def measure_here(layout: SyncLayout, size: Size, repeats: int) -> dict[str, Any]:
     setup = make_setup(layout, size, Links(gpus_per_node=sum(layout.num_ranks)))
     with started(setup) as processes:
         row = compare(setup, processes, WAYS, repeats)
@@ -216,19 +216,19 @@ def measure_here(layout: Layout, size: Size, repeats: int) -> dict[str, Any]:
 
 
 @contextmanager
-def nodes(number: int, rate: str) -> Iterator[list[Node]]:
+def nodes(number: int, rate: str) -> Iterator[list[NetworkNode]]:
     with ExitStack() as stack:
         switch = make_switch()
         stack.callback(switch.end)
         found = []
         for index in range(number):
-            found.append(Node(switch, index + 1))
+            found.append(NetworkNode(switch, index + 1))
             stack.callback(found[-1].end)
             found[-1].limit(rate)
         yield found
 
 
-def measure_links(layout: Layout, size: Size, rate: str, repeats: int) -> dict[str, Any]:
+def measure_links(layout: SyncLayout, size: Size, rate: str, repeats: int) -> dict[str, Any]:
     gbps = gbit_per_s(rate)
     setup = make_setup(layout, size, Links(nic_gbps=gbps))
     with nodes(sum(layout.num_ranks), rate) as found:

@@ -229,7 +229,7 @@ def serve() -> None:
         print(json.dumps(said), file=answers, flush=True)
 
 
-class Process:
+class RankProcess:
     """The driver's end of one rank."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
@@ -253,7 +253,7 @@ class Process:
         return said["result"]
 
 
-def ask(processes: Sequence[Process], *call: object) -> list[Any]:
+def ask(processes: Sequence[RankProcess], *call: object) -> list[Any]:
     """Call a method on several ranks at the same time.
 
     Raises:
@@ -270,7 +270,7 @@ def started(
     prefixes: Sequence[Sequence[str]] = (),
     host: str = "127.0.0.1",
     environment: Mapping[str, str] | None = None,
-) -> Iterator[list[Process]]:
+) -> Iterator[list[RankProcess]]:
     """All ranks of a setup, each in a process, ended together.
 
     Args:
@@ -280,11 +280,11 @@ def started(
     code = f"from {__name__} import serve; serve()"
     here = {"PYTHONPATH": os.pathsep.join([str(PACKAGE.parent), os.environ.get("PYTHONPATH", "")])}
     variables = os.environ | here | {"OMP_NUM_THREADS": "1"} | dict(environment or {})
-    processes: list[Process] = []
+    processes: list[RankProcess] = []
     try:
         for rank in range(setup.world_size):
             prefix = prefixes[rank] if prefixes else []
-            processes.append(Process([*prefix, sys.executable, "-c", code], variables))
+            processes.append(RankProcess([*prefix, sys.executable, "-c", code], variables))
         [port] = ask(processes[:1], "store", host)
         setup = replace(setup, host=host, port=port)
         for rank, process in enumerate(processes):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron_rl.config.rollout import RolloutConfig
-from megatron_rl.rollout.program import NativeBudget, OneCall, Program, ThinkingBudget, ThoughtAlone
+from megatron_rl.rollout.program import NativeBudget, OneCall, Program, ThoughtAlone, TwoCallBudget
 from megatron_rl.rollout.programs.beams import BeamSearch
 from megatron_rl.rollout.vocabulary import load_tokenizer, native_fault, thinking_faults, token_ids
 from megatron_rl.types import Prompt
@@ -113,7 +113,7 @@ class Budgets:
         if self.beams is not None:
             return Chosen(ThoughtAlone(self.delimiter, self.closing, budget), budget, self.delimiter)
         if thinking.mode != "native":
-            return Chosen(ThinkingBudget(self.delimiter, self.closing, budget, most), budget, self.delimiter)
+            return Chosen(TwoCallBudget(self.delimiter, self.closing, budget, most), budget, self.delimiter)
         before = next((size for size, token in enumerate(reversed(ids)) if token == self.opening), None)
         if before is None or _last(ids[len(ids) - before :], self.delimiter) is not None:
             raise ValueError(

@@ -33,7 +33,7 @@ class Refused(ValueError):
 
 
 @dataclass(eq=False)
-class Node:
+class AnsweredCall:
     """A call that was answered."""
 
     messages: tuple[Message, ...]
@@ -44,7 +44,7 @@ class Node:
     """The text of the conversation with its answer, without what follows the end of the answer."""
     end: str
     """The text with which the chat template ends the answer."""
-    before: Node | None
+    before: AnsweredCall | None
     """The call that it goes on from."""
     prompt: list[int]
     """The tokens before the first answer of the conversation."""
@@ -56,7 +56,7 @@ class Node:
     """Whether no call goes on from it."""
 
     @property
-    def path(self) -> list[Node]:
+    def path(self) -> list[AnsweredCall]:
         """The calls from the beginning of the conversation to this one."""
         return [*(self.before.path if self.before else ()), self]
 
@@ -69,7 +69,7 @@ class Asked:
     tools: Sequence[Mapping[str, Any]]
     text: str
     """What the chat template renders for the call."""
-    before: Node | None
+    before: AnsweredCall | None
     """The call that it goes on from; None if it begins a conversation."""
     prompt: list[int]
     transcript: Transcript
@@ -90,7 +90,7 @@ class Conversations:
     render: RenderCall
     tokenizer: Tokenizer
     ends: Sequence[str]
-    nodes: list[Node] = field(default_factory=list)
+    nodes: list[AnsweredCall] = field(default_factory=list)
 
     def ask(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> Asked:
         """
@@ -137,9 +137,11 @@ class Conversations:
         if asked.before is not None:
             asked.before.is_last = False
         key, text = json.dumps(asked.tools, sort_keys=True), rendered[: cut + len(end)]
-        self.nodes.append(Node(messages, key, text, end, asked.before, asked.prompt, asked.transcript, num_before))
+        self.nodes.append(
+            AnsweredCall(messages, key, text, end, asked.before, asked.prompt, asked.transcript, num_before)
+        )
 
-    def transcripts(self) -> list[tuple[list[int], Transcript, list[Node]]]:
+    def transcripts(self) -> list[tuple[list[int], Transcript, list[AnsweredCall]]]:
         """Each conversation that no other call goes on from, as the tokens of the prompt, the transcript and its calls,
         in the order of the last calls. An answer that several of them contain is an action of the first one alone."""
         found, seen = [], set[int]()

@@ -104,7 +104,7 @@ Ask = Callable[[list[int], Call], Awaitable[Completion]]
 
 
 @dataclass(eq=False)
-class Line:
+class AnswerLine:
     """The answer behind one address."""
 
     conversations: Conversations
@@ -123,7 +123,7 @@ class Endpoint:
         self, host: str, decode: Callable[[list[int]], str], max_tokens: int, sampling: Mapping[str, float]
     ) -> None:
         self._host, self._decode, self._max_tokens, self._sampling = host, decode, max_tokens, dict(sampling)
-        self._lines: dict[str, Line] = {}
+        self._lines: dict[str, AnswerLine] = {}
         self._told: set[str] = set()
         app = web.Application(client_max_size=MAX_REQUEST_BYTES)
         app.router.add_post("/{line}/v1/chat/completions", self._complete)
@@ -143,7 +143,7 @@ class Endpoint:
     def open(self, conversations: Conversations, ask: Ask) -> tuple[str, str]:
         """A new address. Returns its name, for `end`, and the `base_url`."""
         name = secrets.token_urlsafe(16)
-        self._lines[name] = Line(conversations, ask)
+        self._lines[name] = AnswerLine(conversations, ask)
         return name, f"http://{self._host}:{self._port}/{name}/v1"
 
     def end(self, name: str) -> None:
@@ -169,7 +169,7 @@ class Endpoint:
             return web.json_response(answered)
         return await _streamed(request, answered)
 
-    async def _answer(self, line: Line, body: Body) -> dict[str, Any]:
+    async def _answer(self, line: AnswerLine, body: Body) -> dict[str, Any]:
         """
         Raises:
             Refused: the request cannot be answered.

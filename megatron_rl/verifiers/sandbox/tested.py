@@ -161,7 +161,7 @@ class ProgramError(Exception):
     """The program raised what is no Exception, such as SystemExit."""
 
 
-class Program:
+class TestedProgram:
     """The program as the tests see it."""
 
     def __init__(self, line: Line) -> None:
@@ -286,9 +286,9 @@ class Remote:
 
     __slots__ = ("_number", "_program")
     _number: int
-    _program: Program
+    _program: TestedProgram
 
-    def __init__(self, program: Program, number: int) -> None:
+    def __init__(self, program: TestedProgram, number: int) -> None:
         object.__setattr__(self, "_program", program)
         object.__setattr__(self, "_number", number)
 
@@ -390,7 +390,7 @@ def run_tests(tests: str, receive: int, send: int, results: int) -> None:
             except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
                 print(json.dumps(["broken", f"{test.strip()[:80]!r} is no Python: {reason_of(error)}"]), file=report)
                 return
-        program = Program(Line(receive, send))
+        program = TestedProgram(Line(receive, send))
         try:
             fault = program.load()
         except ProgramEnded as error:
@@ -403,7 +403,7 @@ def run_tests(tests: str, receive: int, send: int, results: int) -> None:
                 return
 
 
-def run_test(program: Program, code: CodeType) -> tuple[str, str]:
+def run_test(program: TestedProgram, code: CodeType) -> tuple[str, str]:
     failure, before = "", program.num_requests
     try:
         exec(code, {"__name__": "__main__", **program.globals_for(names_of(code))})

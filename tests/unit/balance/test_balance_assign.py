@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.balance import Limits, assign
+from megatron_rl.balance import AssignmentLimits, assign
 from megatron_rl.balance.grid import Grid
 from megatron_rl.balance.metrics import imbalance, lockstep, lockstep_floor
 from megatron_rl.balance.packing import first_fit_decreasing, pack_grid, padded
@@ -36,7 +36,7 @@ def steps(draw):
     alignment = draw(st.sampled_from([1, 2, 8, 16]))
     cap = cap // alignment * alignment
     lengths = np.minimum(np.array(lengths), cap)
-    return lengths, alignment, Limits(cap, draw(st.integers(1, 9)), draw(st.integers(1, 4)))
+    return lengths, alignment, AssignmentLimits(cap, draw(st.integers(1, 9)), draw(st.integers(1, 4)))
 
 
 @pytest.mark.parametrize("part", cover.essential(range(4), 0))  # each has examples of its own
@@ -119,7 +119,7 @@ def test_exchanges_keep_every_sample_and_the_cap(step, within_ranks):
 
 def test_an_oversize_sample_stands_alone():
     sizes = np.array([50, 10, 120, 90, 100, 10])
-    packing = assign(sizes, cost_of(sizes), Limits(100, 2))
+    packing = assign(sizes, cost_of(sizes), AssignmentLimits(100, 2))
     assert (packing.cell_S == packing.cell_S[2]).sum() == 1
     assert (packing.cell_S == packing.cell_S[4]).sum() == 1
     rest = np.delete(np.bincount(packing.cell_S, weights=sizes), packing.cell_S[2])
@@ -127,15 +127,15 @@ def test_an_oversize_sample_stands_alone():
 
 
 def test_fewer_samples_than_cells_leave_empty_ones():
-    packing = assign(np.array([40, 30, 20]), cost_of([40, 30, 20]), Limits(64, 2, multiple=4))
+    packing = assign(np.array([40, 30, 20]), cost_of([40, 30, 20]), AssignmentLimits(64, 2, multiple=4))
     assert packing.count == 4 and packing.cell_S.tolist() == [1, 0, 0]  # 40 beside 30 + 20, in step
-    assert assign(np.zeros(0, np.int64), np.zeros(0), Limits(64, 2)).count == 0
+    assert assign(np.zeros(0, np.int64), np.zeros(0), AssignmentLimits(64, 2)).count == 0
 
 
 def test_groups_together_golden():
     """Ranks of 100 + 20 and 60 + 60: the groups are 0 (60 + 60), 1 (100), 2 (20)."""
     lengths = np.array([60, 60, 100, 20])
-    packing = assign(lengths, lengths.astype(float), Limits(100, 2), np.array([5, 5, 1, 2]))
+    packing = assign(lengths, lengths.astype(float), AssignmentLimits(100, 2), np.array([5, 5, 1, 2]))
     rank = packing.cell_S % 2
     assert rank[0] == rank[1] != rank[2] == rank[3] and packing.count == 2
 
@@ -155,7 +155,7 @@ def test_ranks_and_positions_cost_alike(seed):
     for lengths in workloads(256, seed):
         sizes = padded(lengths, 16)
         costs = lengths * (1 + lengths / 65536)
-        packing = assign(sizes, costs, Limits(65536, 8))
+        packing = assign(sizes, costs, AssignmentLimits(65536, 8))
         cost_PR = by_cell(costs, packing, 8)
         assert imbalance(cost_PR) < 1e-3
         assert lockstep(cost_PR) / lockstep_floor(sizes, costs, 65536, 8) < 1.02

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.bridge.replay import Costs, Run, all_stretches, most_incomplete_bytes, replay
+from megatron_rl.bridge.replay import Costs, StretchSize, all_stretches, most_incomplete_bytes, replay
 from megatron_rl.layout import Copy, Engines, Links, Turn, plan_weights, read_shape
 from megatron_rl.layout.traffic import traffic
 from megatron_rl.types import Mesh
@@ -24,7 +24,7 @@ LINKS = Links(nic_gbps=RATE, nvlink_gbps=RATE)
 def seconds(runs: list[tuple[int, int, int]], *, sources: int, engines: Engines, **costs: float) -> float:
     """Each of the runs is one message."""
     plan = SimpleNamespace(num_sources=sources, num_destinations=engines.num * engines.world_size, engines=engines)
-    return replay([Run(*run, 1) for run in runs], plan, LINKS, Costs(**({"answer_s": 0.0} | costs)))
+    return replay([StretchSize(*run, 1) for run in runs], plan, LINKS, Costs(**({"answer_s": 0.0} | costs)))
 
 
 def test_two_messages_are_under_way():
@@ -42,7 +42,7 @@ def test_a_processor_works_beside_the_link():
 def test_a_stretch_costs_a_processor_each_of_its_messages():
     """Two messages take 0.5 s to pack, 2 s on the link and 0.5 s to write."""
     plan = SimpleNamespace(num_sources=1, num_destinations=1, engines=Engines(1))
-    assert replay([Run(0, 0, 200, 2)], plan, LINKS, Costs(0.0, 0.25)) == pytest.approx(3.0)
+    assert replay([StretchSize(0, 0, 200, 2)], plan, LINKS, Costs(0.0, 0.25)) == pytest.approx(3.0)
 
 
 def test_ends_that_are_busy_make_others_wait():

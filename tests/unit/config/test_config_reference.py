@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.config.reference import Key, Part, find, parts, plain
+from megatron_rl.config.reference import Heading, Key, find, parts, plain
 from megatron_rl.config.schema import PpoRunConfig
 from megatron_rl.config.section import Section
 from megatron_rl.tools import config as tool
@@ -43,7 +43,7 @@ def test_every_default_of_a_run_is_told():
 
 def test_one_key_and_one_section_are_found():
     [part] = find("rollout.max_lag")
-    assert part == Part("rollout", "", (part.keys[0],))
+    assert part == Heading("rollout", "", (part.keys[0],))
     assert part.keys[0].path == "rollout.max_lag" and part.keys[0].type == "integer >= 0"
     [clip] = find("algorithm.loss[dual_clip].clip_ratio_low")
     assert clip.keys[0].type.startswith("number")
@@ -52,7 +52,7 @@ def test_one_key_and_one_section_are_found():
     same = {part.path: part.meaning for part in find("critic")}
     assert same["critic.optimizer"].startswith("The same keys as `policy.optimizer`")
     seed = Key("run.seed", "integer >= 0 and < 2147483648", "0", find("run.seed")[0].keys[0].meaning)
-    assert find("run.seed") == [Part("run", "", (seed,))]
+    assert find("run.seed") == [Heading("run", "", (seed,))]
 
 
 def test_an_unknown_key_gets_the_nearest_ones(capsys):

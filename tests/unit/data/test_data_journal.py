@@ -9,11 +9,11 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.data.journal import Entry, JournalWriter, prune_journal, read_journal
+from megatron_rl.data.journal import JournalEntry, JournalWriter, prune_journal, read_journal
 from megatron_rl.types import Episode, Rollout, TokenReward, Tokens, Verdict
 
 
-def entry(number: int, num_samples: int = 2, score: float | None = 0.5) -> Entry:
+def entry(number: int, num_samples: int = 2, score: float | None = 0.5) -> JournalEntry:
     """Groups with odd numbers have routes, though not of their third sample."""
     rng = np.random.default_rng(number)
     samples, tokens = [], []
@@ -35,10 +35,10 @@ def entry(number: int, num_samples: int = 2, score: float | None = 0.5) -> Entry
                 rng.integers(0, 256, (length - i, 2, 3)).astype(np.uint8) if number % 2 and i < 2 else None,
             )
         )
-    return Entry(number, f"rows.jsonl:{number} é", number, samples, tokens)
+    return JournalEntry(number, f"rows.jsonl:{number} é", number, samples, tokens)
 
 
-def same(a: Entry, b: Entry) -> bool:
+def same(a: JournalEntry, b: JournalEntry) -> bool:
     columns = [
         (getattr(x, name), getattr(y, name))
         for x, y in zip(a.tokens, b.tokens, strict=True)

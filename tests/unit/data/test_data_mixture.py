@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.data import ShuffledStream, Source
+from megatron_rl.data import ItemSource, ShuffledStream
 from megatron_rl.data.mixture import MAX_TURNS, turns_of, whole_shares
 from megatron_rl.data.stream import RowsDigest
 
@@ -17,7 +17,7 @@ SHARES = st.lists(st.integers(1, 20), min_size=1, max_size=7)
 def stream(sizes: dict[str, tuple[int, int]], seed: int = 0, **digests: str) -> ShuffledStream[tuple[str, int]]:
     """A mixture of sources with (number of items, share)."""
     sources = {
-        name: Source([(name, i) for i in range(size)], digests.get(name, ""), share)
+        name: ItemSource([(name, i) for i in range(size)], digests.get(name, ""), share)
         for name, (size, share) in sizes.items()
     }
     return ShuffledStream(sources, 4, seed)
@@ -82,7 +82,7 @@ def test_every_epoch_of_a_source_has_each_of_its_items_once(sizes, seed):
 def test_a_stream_without_sources_keeps_its_order():
     expected = [5, 6, 2, 1, 4, 3, 0, 2, 1, 4, 0, 5, 6, 3]
     assert ShuffledStream(list(range(7)), 14, seed=3).next() == expected
-    assert ShuffledStream({"a": Source(list(range(7)))}, 14, seed=3).next() == expected
+    assert ShuffledStream({"a": ItemSource(list(range(7)))}, 14, seed=3).next() == expected
 
 
 def test_sources_of_one_size_have_different_orders():

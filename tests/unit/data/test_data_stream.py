@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.data import ShuffledStream, Source
+from megatron_rl.data import ItemSource, ShuffledStream
 
 
 @given(st.integers(1, 9), st.integers(1, 12), st.integers(0, 3))
@@ -31,7 +31,7 @@ def test_epochs_and_seeds_differ_and_repeat():
 @given(st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0]), min_size=1, max_size=12), st.integers(0, 3))
 def test_the_first_epochs_go_from_easy_to_hard(rates, num_epochs):
     n = len(rates)
-    source = {"rows": Source(range(n), pass_rates=np.array(rates))}
+    source = {"rows": ItemSource(range(n), pass_rates=np.array(rates))}
     stream, shuffled = ShuffledStream(source, n, 5, num_epochs), ShuffledStream(range(n), n, 5)
     for epoch in range(num_epochs + 2):
         given, plain = stream.next(), shuffled.next()

@@ -12,7 +12,7 @@ import numpy as np
 from megatron_rl.config.load import validate
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.data import ShuffledStream
-from megatron_rl.data.journal import Entry, JournalWriter
+from megatron_rl.data.journal import JournalEntry, JournalWriter
 from megatron_rl.loop.checkpoints import Checkpoints
 from megatron_rl.loop.stopping import NEVER
 from megatron_rl.loop.train import Prompts, train
@@ -139,7 +139,9 @@ class World:
         judged, metrics = self.judge(list(groups.values()))
         groups = dict(zip(groups, judged, strict=True))
         if self.journal:
-            entries = [Entry(n, g.prompt.uid, g.version, g.rollouts, g.payload) for n, g in groups.items() if n >= 0]
+            entries = [
+                JournalEntry(n, g.prompt.uid, g.version, g.rollouts, g.payload) for n, g in groups.items() if n >= 0
+            ]
             self.journal.write(entries)
         return Collected(groups, metrics | self.spans.pop(0) if self.spans else metrics)
 

@@ -17,7 +17,7 @@ from megatron_rl.config.schema import SftRunConfig
 from megatron_rl.observe import RunSink, missing_packages, open_trackers
 from megatron_rl.observe.provenance import flat
 from megatron_rl.observe.records import read_lines
-from megatron_rl.observe.trackers import Feed
+from megatron_rl.observe.trackers import TrackerFeed
 
 
 def config_of(folder, *observe: dict) -> SftRunConfig:
@@ -68,7 +68,7 @@ class Recorded:
 def test_a_tracker_gets_every_record_in_order(tmp_path):
     tracker = Recorded(fails_at=100)
     sink, screen = sink_of(config_of(tmp_path))
-    sink.feed([Feed("wandb", tracker)])
+    sink.feed([TrackerFeed("wandb", tracker)])
     with sink:
         for step in range(20):
             sink.log(step, {})
@@ -81,7 +81,7 @@ def test_a_tracker_gets_every_record_in_order(tmp_path):
 def test_a_failing_tracker_is_told_once_and_counted_and_the_run_goes_on(tmp_path, error):
     config = config_of(tmp_path)
     sink, screen = sink_of(config)
-    feed = Feed("wandb", Recorded(fails_at=2, error=error("the server is away")))
+    feed = TrackerFeed("wandb", Recorded(fails_at=2, error=error("the server is away")))
     sink.feed([feed])
     with sink:
         for step in range(5):
@@ -97,7 +97,7 @@ def test_a_failing_tracker_is_told_once_and_counted_and_the_run_goes_on(tmp_path
 def test_lost_records_are_a_metric(tmp_path):
     config = config_of(tmp_path)
     sink, _ = sink_of(config)
-    feed = Feed("mlflow", Recorded(fails_at=0))
+    feed = TrackerFeed("mlflow", Recorded(fails_at=0))
     sink.feed([feed])
     sink.log(0, {})
     feed.close(finished=True)  # joins the thread: the failure is known
@@ -113,7 +113,7 @@ def test_the_end_does_not_wait_for_a_server_that_hangs():
         def log(self, record) -> None:
             gate.wait()
 
-    feed = Feed("wandb", Hangs(fails_at=100), close_s=0.05)
+    feed = TrackerFeed("wandb", Hangs(fails_at=100), close_s=0.05)
     for step in range(3):
         feed.log({"step": step})
     feed.close(finished=True)
@@ -124,7 +124,7 @@ def test_the_end_does_not_wait_for_a_server_that_hangs():
 def test_a_run_that_raised_is_closed_as_failed(tmp_path):
     tracker = Recorded(fails_at=100)
     sink, _ = sink_of(config_of(tmp_path))
-    sink.feed([Feed("wandb", tracker)])
+    sink.feed([TrackerFeed("wandb", tracker)])
     with pytest.raises(KeyError), sink:
         raise KeyError
     assert tracker.finished is False

@@ -17,8 +17,8 @@ from megatron_rl.rollout.program import (
     Completion,
     NativeBudget,
     Program,
-    ThinkingBudget,
     Transcript,
+    TwoCallBudget,
     as_rollout,
     next_call,
     replay,
@@ -33,7 +33,7 @@ def program(mode: str, n: int, m: int, delimiter=(D,), closing=None, before: int
     closing = closing or delimiter
     if mode == "native":
         return NativeBudget(O, delimiter, closing, n, m, before)
-    return ThinkingBudget(delimiter, closing if mode == "two_call" else None, n, m)
+    return TwoCallBudget(delimiter, closing if mode == "two_call" else None, n, m)
 
 
 class Stub:

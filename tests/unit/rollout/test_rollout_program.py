@@ -13,8 +13,8 @@ from megatron_rl.rollout.program import (
     Done,
     Force,
     OneCall,
-    ThinkingBudget,
     Transcript,
+    TwoCallBudget,
     as_rollout,
     find_delimiter,
     next_call,
@@ -41,7 +41,7 @@ def after(*completions: Completion) -> Transcript:
 
 def test_a_program_begins_with_a_call():
     assert OneCall(7).next(Transcript()) == Call(7)
-    assert ThinkingBudget((3,), (3,), THOUGHT, 4).next(Transcript()) == Call(THOUGHT)
+    assert TwoCallBudget((3,), (3,), THOUGHT, 4).next(Transcript()) == Call(THOUGHT)
 
 
 def test_one_call_is_all():
@@ -68,7 +68,7 @@ def test_one_call_is_all():
     ],
 )
 def test_thinking_budget(ids, stopped, delimiter, budget, expected):
-    program, transcript, steps = ThinkingBudget(delimiter, delimiter, THOUGHT, budget), after(call(ids, stopped)), []
+    program, transcript, steps = TwoCallBudget(delimiter, delimiter, THOUGHT, budget), after(call(ids, stopped)), []
     steps.append(program.next(transcript))
     if isinstance(steps[0], Force):
         transcript.force(steps[0].ids)
@@ -128,7 +128,7 @@ def test_find_delimiter_finds_the_first(ids):
 @given(small_ids, st.booleans(), delimiters, st.integers(1, 6), st.data())
 def test_budgets_hold_for_every_cut(thought, stopped, delimiter, budget, data):
     """Whatever the calls sample: one closed thought, an answer within budget, forced tokens no actions."""
-    program, transcript = ThinkingBudget(delimiter, delimiter, THOUGHT, budget), Transcript()
+    program, transcript = TwoCallBudget(delimiter, delimiter, THOUGHT, budget), Transcript()
     first = call([*thought, EOS] if stopped else thought, stopped)
     calls, forced = [first], ()
     transcript.sampled(first)
@@ -173,7 +173,7 @@ def test_budgets_hold_for_every_cut(thought, stopped, delimiter, budget, data):
 
 
 @settings(max_examples=300)
-@given(st.sampled_from([OneCall(7), ThinkingBudget((3,), (3,), 4, 3), ThinkingBudget((3, 4), (3, 4), 4, 3)]), st.data())
+@given(st.sampled_from([OneCall(7), TwoCallBudget((3,), (3,), 4, 3), TwoCallBudget((3, 4), (3, 4), 4, 3)]), st.data())
 def test_an_answer_goes_on_from_any_of_its_tokens(program, data):
     """The engine samples from a list. It is interrupted after any number of tokens, and another one goes on."""
     sampled = data.draw(st.lists(st.sampled_from([3, 4, 7, EOS]), min_size=7, max_size=7))

@@ -9,8 +9,8 @@ from megatron_rl.layout import Engines, Links
 from megatron_rl.tools.bench import sync
 from megatron_rl.tools.bench.sync import (
     LAYOUTS,
-    Layout,
     Size,
+    SyncLayout,
     gbit_per_s,
     layouts_of,
     make_setup,
@@ -38,7 +38,7 @@ def test_plain_sends_bring_every_engine_rank_its_bytes_over_the_hops_of_the_push
 
 @pytest.mark.deep
 def test_a_push_on_this_machine_is_measured_both_ways():
-    row = measure_here(Layout(Mesh(), Engines(1, 1)), SMALL, repeats=1)
+    row = measure_here(SyncLayout(Mesh(), Engines(1, 1)), SMALL, repeats=1)
     assert row["received_bytes"] == row["held_bytes"] == [row["fullest_link_bytes"]]
     assert row["redundancy"] == 1.0
     for way in ("bridge", "shared memory"):

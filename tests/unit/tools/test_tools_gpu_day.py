@@ -17,7 +17,7 @@ from patience import deadline
 
 from megatron_rl.tools.bench import gpu_day
 from megatron_rl.tools.bench.compare_layouts import Difference
-from megatron_rl.tools.bench.gpu_day import Job, Record, run_jobs
+from megatron_rl.tools.bench.gpu_day import PartJob, Record, run_jobs
 from megatron_rl.tools.bench.gpu_parts import BOUNDS, PARTS, judged
 
 RECORD = Record("cpu", "gpu_day --out X", "c0ffee", "today")
@@ -113,8 +113,8 @@ def test_communicators_and_log_probs_are_measured(numbers):
     assert numbers["logprobs"]["plain_peak_bytes"] >= 256 * 4096 * 4, "all logits"
 
 
-def job(name: str, code: str, limit_s: float = 120) -> Job:
-    return Job(name, [sys.executable, "-c", code], deadline(limit_s))
+def job(name: str, code: str, limit_s: float = 120) -> PartJob:
+    return PartJob(name, [sys.executable, "-c", code], deadline(limit_s))
 
 
 def found_by(folder: Path, name: str, problems: list[str]) -> str:
