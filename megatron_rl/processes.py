@@ -75,9 +75,9 @@ def descendants(process: psutil.Process) -> list[psutil.Process]:
 def status_of(process: psutil.Process) -> str:
     """One of psutil's STATUS_...; STATUS_DEAD if it has ended."""
     try:
-        return process.status()
+        return str(process.status())
     except psutil.NoSuchProcess:
-        return psutil.STATUS_DEAD
+        return str(psutil.STATUS_DEAD)
 
 
 def signal_name(number: int) -> str:

@@ -34,6 +34,9 @@ GRACE_S = 5.0
 _allowed: dict[str, set] = {"module": set(), "session": set()}
 """What may live until the end of a module or of the session: (kind, which one)."""
 
+NOT_OURS = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")
+"""The variables that pytest sets, and the ones that a library sets when the first test of a process imports it."""
+
 
 def stat(pid: int) -> list[str]:
     """The fields of /proc/PID/stat behind the name: [0] is the state, [11:15] are clock ticks, [19] is the start."""
@@ -133,7 +136,7 @@ def shared_memory() -> set:
 
 
 def surroundings() -> set:
-    variables = {("variable", name, value) for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+    variables = {("variable", name, value) for name, value in os.environ.items() if name not in NOT_OURS}
     try:
         folder = os.getcwd()
     except FileNotFoundError:

@@ -63,7 +63,7 @@ class Agreement:
         names = [(name, metric) for report in reports for name, metric in report.items()]
         # All values come from the device in one transfer.
         values = torch.stack([metric.value.double() for _, metric in names]).tolist() if names else []
-        for (name, metric), value in zip(names, values):
+        for (name, metric), value in zip(names, values, strict=True):
             known = [local[name][1]] if name in local else []
             local[name] = metric.reduction, _REDUCTIONS[metric.reduction]([*known, value])
         rows = self.gather((local, list(problems)))

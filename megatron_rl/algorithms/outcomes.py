@@ -167,7 +167,7 @@ def gdpo(parts: np.ndarray, weights: np.ndarray, group_of: np.ndarray) -> np.nda
             f"gdpo got scores of {parts.shape[1]} reward functions, but {len(weights)} weights; give each function one"
         )
     total, signal = np.zeros(len(parts)), np.zeros(len(parts), bool)
-    for part, weight in zip(parts.T, weights):
+    for part, weight in zip(parts.T, weights, strict=True):
         total += weight * grpo(part, group_of, "group")
         *_, spread_G = group_statistics(part, group_of)
         signal |= _signal(part, group_of, spread_G)

@@ -55,14 +55,16 @@ def hash_key(token_T: Tensor) -> Tensor:
 def _at_least_kth(
     keys: Sequence[Tensor], masks: Sequence[Tensor], count: int, sum_over_ranks: SumOverRanks
 ) -> list[Tensor]:
-    upper, above = _kth_bin([(key_T >> 16)[mask_T] for key_T, mask_T in zip(keys, masks)], count, sum_over_ranks)
+    upper, above = _kth_bin(
+        [(key_T >> 16)[mask_T] for key_T, mask_T in zip(keys, masks, strict=True)], count, sum_over_ranks
+    )
     lower, _ = _kth_bin(
-        [(key_T & (BINS - 1))[mask_T & (key_T >> 16 == upper)] for key_T, mask_T in zip(keys, masks)],
+        [(key_T & (BINS - 1))[mask_T & (key_T >> 16 == upper)] for key_T, mask_T in zip(keys, masks, strict=True)],
         count - above,
         sum_over_ranks,
     )
     threshold = upper * BINS + lower
-    return [mask_T & (key_T >= threshold) for key_T, mask_T in zip(keys, masks)]
+    return [mask_T & (key_T >= threshold) for key_T, mask_T in zip(keys, masks, strict=True)]
 
 
 def _kth_bin(bins: Sequence[Tensor], k: int, sum_over_ranks: SumOverRanks) -> tuple[int, int]:

@@ -81,7 +81,7 @@ def _repeated_share(ids: list[int], ngram_size: int) -> float:
     total = len(ids) - ngram_size + 1
     if total <= 0:
         return 0.0
-    return 1 - len(set(zip(*(ids[i:] for i in range(ngram_size))))) / total
+    return 1 - len(set(zip(*(ids[i:] for i in range(ngram_size)), strict=False))) / total
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,10 +59,7 @@ def assign(
     # Sorting makes everything below independent of the order of the samples.
     order = np.lexsort((-costs_S, -sizes_S))
     sizes, costs = np.minimum(sizes_S[order], limits.cap), costs_S[order]
-    if group_S is None:
-        grid = _anywhere(sizes, costs, limits)
-    else:
-        grid = _together(sizes, costs, limits, group_S[order])
+    grid = _anywhere(sizes, costs, limits) if group_S is None else _together(sizes, costs, limits, group_S[order])
     slowest_first = np.argsort(-grid.cost_PR.max(1), kind="stable")
     place = np.empty_like(slowest_first)
     place[slowest_first] = np.arange(len(place))

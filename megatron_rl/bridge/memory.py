@@ -40,9 +40,8 @@ class Probe:
 def reads(says: list[str], device: torch.device) -> bool:
     """Whether this process can read the buffers of the rank whose probe says this."""
     path, text, other = says
-    with suppress(OSError):
-        with open(path, "rb") as file:
-            return file.read(len(text)) == text.encode() and other == _name(device)
+    with suppress(OSError), open(path, "rb") as file:
+        return file.read(len(text)) == text.encode() and other == _name(device)
     return False
 
 

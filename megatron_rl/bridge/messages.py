@@ -107,7 +107,7 @@ class Stretch:
     @property
     def buffer_bytes(self) -> int:
         """How much of a buffer it needs."""
-        ends = (start + m.num_bytes for m, start in zip(self.messages, self.starts) if start is not None)
+        ends = (start + m.num_bytes for m, start in zip(self.messages, self.starts, strict=True) if start is not None)
         return max(ends, default=0)
 
     @classmethod
@@ -147,7 +147,7 @@ def split_messages(source: int, destination: int, copies: Iterable[Copy], bucket
 def _fill(copies: Iterable[Copy], bucket_bytes: int) -> Iterator[list[Copy]]:
     bucket: list[Copy] = []
     filled = 0
-    for copy in (piece for copy in copies for piece in copy.rows(bucket_bytes)):
+    for copy in (piece for whole in copies for piece in whole.rows(bucket_bytes)):
         alone = copy.num_bytes >= ALONE_BYTES
         if bucket and (alone or filled + copy.num_bytes > bucket_bytes):
             yield bucket

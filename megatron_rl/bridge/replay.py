@@ -119,7 +119,7 @@ def replay(order: Iterable[StretchSize], plan: TransferPlan, links: Links, costs
         engine, within = divmod(run.destination, world)
         hops = [run.source, *(num_sources + one * world + within for one in chains[engine])]
         at, work_s = 0.0, run.num_messages * costs.message_s
-        for sender, receiver in zip(hops, hops[1:]):
+        for sender, receiver in zip(hops, hops[1:], strict=False):
             post = max(at, posted[sender], before_posted[sender]) + work_s
             posted[sender] = post
             out, into, rate = _link(gpus[sender], gpus[receiver], links)

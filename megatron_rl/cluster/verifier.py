@@ -126,7 +126,7 @@ class VerifierGroup:
         """
         num = len(self.verifiers)
         bounds = [len(groups) * i // num for i in range(num + 1)]
-        parts = [(v, slice(a, b)) for v, a, b in zip(self.verifiers, bounds, bounds[1:]) if b > a]
+        parts = [(v, slice(a, b)) for v, a, b in zip(self.verifiers, bounds, bounds[1:], strict=False) if b > a]
         late = [i for i, reward in enumerate(self._rewards) if reward.needs_all_answers]
         given = {i: in_order(groups, pieces, i) for i in range(len(self._rewards)) if i not in late}
         if late:

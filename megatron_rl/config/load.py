@@ -149,7 +149,7 @@ def _locate(kind: type[BaseModel], location: Sequence[str | int]) -> tuple[list[
         chosen = [m for m in candidates if "kind" in m.model_fields and m.model_fields["kind"].default == step]
         if inside or not chosen:
             keys.append(str(step))
-        here = inside[0] if inside else Union[tuple(chosen)] if chosen else here
+        here = inside[0] if inside else Union[tuple(chosen)] if chosen else here  # noqa: UP007
     models = _models(here)
     return keys, models[0] if models else None
 

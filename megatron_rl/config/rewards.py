@@ -64,7 +64,7 @@ class Reward(Section):
         truth, names = columns.get("ground_truth"), columns.get("dataset")
         if not isinstance(names, list | tuple) or not isinstance(truth, list | tuple) or len(names) != len(truth):
             return truth
-        own = [one for one, name in zip(truth, names) if self.datasets is None or name in self.datasets]
+        own = [one for one, name in zip(truth, names, strict=True) if self.datasets is None or name in self.datasets]
         return own[0] if len(own) == 1 else own or None
 
 

@@ -6,7 +6,7 @@ Invariant (tests/unit/convert): `joined` of the crc32s of a and b is the crc32 o
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 
 _POLYNOMIAL = 0xEDB88320
 """zlib's polynomial. Bit 0 is the coefficient of x^31, bit 31 that of x^0."""
@@ -27,7 +27,7 @@ def _multiply(a: int, b: int) -> int:
     return product
 
 
-@lru_cache(maxsize=None)
+@cache
 def _power(num_bytes: int) -> int:
     """Returns x^(8 num_bytes) modulo the polynomial."""
     power, square = 0x80000000, 0x00800000  # 1, x^8

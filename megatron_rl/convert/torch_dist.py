@@ -12,7 +12,7 @@ import io
 import json
 import pickle
 from collections.abc import Iterable
-from functools import lru_cache
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -60,7 +60,7 @@ class _Frame(io.RawIOBase):
         return len(view)
 
 
-@lru_cache(maxsize=None)
+@cache
 def archive_frame(dtype: torch.dtype, extents: tuple[int, ...]) -> tuple[bytes, bytes]:
     """What torch.save writes before and after the bytes of a tensor. The archive's own crc32 is switched off, because
     the manifest has checksums; torch does not read it."""

@@ -104,7 +104,7 @@ def _partial(folder: Path, path: Path) -> Iterator[_Sink]:
     """
     with _unwritable():
         folder.mkdir(parents=True, exist_ok=True)
-        file = NamedTemporaryFile(dir=folder, prefix=f"{path.stem}.", suffix=".partial", delete=False)
+        file = NamedTemporaryFile(dir=folder, prefix=f"{path.stem}.", suffix=".partial", delete=False)  # noqa: SIM115
     try:
         yield _Sink(file)
         with _unwritable():

@@ -108,7 +108,7 @@ class ShuffledStream(Generic[T]):
         """The position in the stream, and what the order depends on, in JSON's types."""
         sources = [
             {"name": name, "num_items": len(source.items), "digest": source.digest, "share": source.share}
-            for name, source in zip(self._names, self._sources)
+            for name, source in zip(self._names, self._sources, strict=True)
         ]
         return {"position": self.position, "seed": self._seed, "sources": sources}
 
@@ -129,7 +129,7 @@ class ShuffledStream(Generic[T]):
         if names != self._names:
             changes.append(f"the sources {names}, this run has {self._names}")
         else:
-            for before, now in zip(state["sources"], mine["sources"]):
+            for before, now in zip(state["sources"], mine["sources"], strict=True):
                 changes += _changes(before, now)
         if changes:
             raise ValueError(

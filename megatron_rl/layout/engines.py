@@ -60,7 +60,7 @@ class Engines:
         """The engines of each chain. Engines with neighbouring numbers follow each other, so that most feeds stay
         inside a node."""
         ends = [i * self.num // self.heads for i in range(self.heads + 1)]
-        return [range(start, stop) for start, stop in zip(ends, ends[1:])]
+        return [range(start, stop) for start, stop in zip(ends, ends[1:], strict=False)]
 
     def chain_of(self, engine: int) -> range:
         """The engines of the chain that `engine` belongs to."""

@@ -135,7 +135,7 @@ class Regions:
         known: dict[bytes, int] = {}
         of_block = np.empty(len(self.block_keys), np.int32)
         ends = self.holders_start.tolist()
-        for block, (start, stop) in enumerate(zip(ends, ends[1:])):
+        for block, (start, stop) in enumerate(zip(ends, ends[1:], strict=False)):
             of_block[block] = known.setdefault(self.holders[start:stop].tobytes(), len(known))
         return tuple(tuple(np.frombuffer(ranks, np.int32).tolist()) for ranks in known), of_block
 

@@ -97,10 +97,10 @@ class TransferPlan:
             stages = -(-self.num_sources // self.stage_size)
             groups = [
                 to // self.engines.world_size * stages + rank // self.stage_size
-                for rank, to in zip(source, destination)
+                for rank, to in zip(source, destination, strict=True)
             ]
         turns = order_routes(source, destination, num_bytes.tolist(), groups)
-        return dict(zip(zip(source, destination), turns))
+        return dict(zip(zip(source, destination, strict=True), turns, strict=False))
 
     @property
     def sent_bytes(self) -> np.ndarray:

@@ -24,7 +24,7 @@ Panel = tuple[str, Callable[[Axes, Records], None]]
 INK, MUTED, GRID = "#1f2430", "#6b7280", "#e8eaee"
 BLUE, ORANGE, GREEN, GREY = "#2f6fde", "#e4813a", "#2b9a66", "#c3c8d1"
 PHASES = ("#2f6fde", "#2b9a66", "#e4813a", "#8b5fc7", "#d6486b", "#21a5b5", "#b59b21", "#7a4a2b", "#2f3e63")
-STYLE = {"linewidth": 1.8, "solid_capstyle": "round"}
+STYLE: dict[str, Any] = {"linewidth": 1.8, "solid_capstyle": "round"}
 SPIKE = 30.0
 """If the maximum exceeds the median by this factor, the axis is logarithmic, so that the other values remain
 visible."""
@@ -61,7 +61,8 @@ def _figure(
 ) -> Figure:
     rows = max(1, -(-len(panels) // 2))
     figure = Figure(figsize=(11, 2.9 * rows), layout="constrained", facecolor="white")
-    figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12, hspace=0.04, wspace=0.04)
+    engine: Any = figure.get_layout_engine()
+    engine.set(w_pad=0.12, h_pad=0.12, hspace=0.04, wspace=0.04)
     for index, (title, draw) in enumerate(panels):
         axes = figure.add_subplot(rows, 2, index + 1)
         _dress(axes, title)
@@ -153,7 +154,7 @@ def _draw_lines(lines: Mapping[str, str], colours: Sequence[str]) -> Callable[[A
     def draw(axes: Axes, metrics: Records) -> None:
         for index, (label, name) in enumerate(lines.items()):
             steps, values = series(metrics, name)
-            marker = {"marker": "o", "ms": 4.5} if name.startswith("eval/") else {}
+            marker: dict[str, Any] = {"marker": "o", "ms": 4.5} if name.startswith("eval/") else {}
             axes.plot(steps, values, color=colours[index % len(colours)], label=label, **marker, **STYLE)
         _fit(axes)
         if len(lines) > 1:
@@ -179,7 +180,8 @@ def _draw_abstentions(names: Sequence[str]) -> Callable[[Axes, Records], None]:
 def _fit(axes: Axes) -> None:
     """Give shares the scale from 0 to 1, so that runs can be compared, and draw a line at 0 if there are values
     below."""
-    values = [value for line in axes.lines for value in line.get_ydata()]
+    drawn: list[Any] = [line.get_ydata() for line in axes.lines]
+    values = [value for ys in drawn for value in ys]
     if values and min(values) >= 0 and max(values) <= 1:
         axes.set_ylim(0, 1.03)
     elif values and min(values) < 0:
@@ -269,7 +271,7 @@ def _over(name: str) -> Callable[[Axes, Mapping[str, Records]], None]:
         everything: list[float] = []
         for index, (label, metrics) in enumerate(runs.items()):
             steps, values = series(metrics, name)
-            marker = {"marker": "o", "ms": 4} if name.startswith("eval/") else {}
+            marker: dict[str, Any] = {"marker": "o", "ms": 4} if name.startswith("eval/") else {}
             axes.plot(steps, values, color=colour_of(index), label=label, alpha=0.9, **marker, **STYLE)
             everything += values
         if name.startswith(("eval/", "reward/")):

@@ -139,8 +139,8 @@ def _steps(steps: int, planned: int | None) -> str:
 def _tiles(metrics: Records, planned: int | None) -> list[dict[str, str]]:
     """The headline numbers, each with a label, a value and a remark."""
     tiles = []
-    label, name = heldout(metrics)
-    for label, name in ((label.capitalize(), name), ("Reward", "reward/mean")):
+    accuracy, of_accuracy = heldout(metrics)
+    for label, name in ((accuracy.capitalize(), of_accuracy), ("Reward", "reward/mean")):
         _, values = series(metrics, name)
         if values:
             tiles.append({"label": label, "value": f"{values[-1]:.3f}", "remark": f"first: {values[0]:.3f}"})

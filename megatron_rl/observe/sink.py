@@ -8,7 +8,7 @@ tracker is shown once, and the records that it lost are counted.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -197,6 +197,6 @@ class RunSink:
         thought, delimiter, answer = text.partition(self._delimiter)
         return thought + delimiter, answer
 
-    def _append(self, name: str, record: dict[str, object]) -> None:
+    def _append(self, name: str, record: Mapping[str, object]) -> None:
         with (self.run_folder / name).open("a", encoding="utf-8") as file:
             write_line(file, record)

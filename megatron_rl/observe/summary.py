@@ -6,6 +6,7 @@ Invariant: answers are printed literally and never interpreted as markup.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.panel import Panel
@@ -72,7 +73,7 @@ def print_summary(run_folder: Path, console: Console) -> None:
     console.print(split_text(split))
 
 
-def _answer(sample: dict) -> Panel:
+def _answer(sample: dict[str, Any]) -> Panel:
     reward = "no verdict" if sample["reward"] is None else f"reward {sample['reward']:g}"
     reward += f": {sample['reason']}" if sample.get("reason") else ""
     colour = "green" if (sample["reward"] or 0) > 0 else "red"

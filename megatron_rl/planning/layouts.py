@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from megatron_rl.config.policy import OptimizerConfig, ParallelConfig
 from megatron_rl.config.schema import BaseConfig, GrpoRunConfig
@@ -156,7 +157,7 @@ def parallel_sizes(config: BaseConfig, shape: ModelShape, gpus_per_node: int) ->
         for pipeline in _divisors(world_size // tensor):
             for context in _divisors(world_size // tensor // pipeline):
                 data = world_size // tensor // pipeline // context
-                sizes = {"tensor": tensor, "pipeline": pipeline, "context": context, "data": data}
+                sizes: dict[str, Any] = {"tensor": tensor, "pipeline": pipeline, "context": context, "data": data}
                 if shape.num_layers % pipeline:
                     sizes["layers"] = "auto"
                 for experts in _expert_sizes(shape, tensor, tensor * context * data):

@@ -120,7 +120,7 @@ def preflight(config: BaseConfig, tell: Tell, *, resume: bool = False, planning:
     faults += named
     if not named:
         usable = attempt(lambda: _check_folder(config, resume))
-        if usable and splits and not elsewhere:
+        if usable and splits and not elsewhere and shape is not None:
             faults += _disk(config, shape)
     return faults + missing_packages(config) + _packages(config, planning)
 

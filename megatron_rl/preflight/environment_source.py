@@ -82,6 +82,7 @@ def _check_template(
             require_offered(offering, with_arguments(plain), schemas)
         except ValueError as error:
             raise ValueError(f"rollout.environment: {folder}: {error}") from error
-    if config.rollout.environment.kind == "agent":  # one that never goes on needs nothing of the template
+    environment = config.rollout.environment
+    if environment is not None and environment.kind == "agent":  # one that never goes on needs nothing of the template
         return []
     return continuation_of(folder, config.rollout, offering).rewrites

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from jinja2 import TemplateError
 
@@ -53,9 +54,11 @@ class _Lengths:
 
     def of_prompt(self, question: Question, bound: int) -> int | None:
         """The number of a prompt's tokens; None if it is not known, or if it is certainly within the bound."""
-        text = question.messages
-        if not isinstance(text, str):
-            text = self._render(text, question.template, add_generation_prompt=True)
+        text: str | None
+        if isinstance(question.messages, str):
+            text = question.messages
+        else:
+            text = self._render(question.messages, question.template, add_generation_prompt=True)
         if text is None or self._tokenizer is None or len(text.encode()) <= bound:  # a token has one byte at least
             return None
         return len(self._tokenizer.ids(text))
@@ -63,11 +66,14 @@ class _Lengths:
     def of_demonstration(self, demonstration: tuple[str, str] | Turns, template: Row, bound: int) -> int | None:
         """The number of a supervised row's tokens, including its end of sequence; None if it is not known, or if it is
         certainly within the bound."""
-        is_text = isinstance(demonstration[0], str)
-        prompt, completion = demonstration if is_text else ("", self._render(demonstration, template))
+        given: Any = demonstration  # a pair of texts, or turns
+        is_text = isinstance(given[0], str)
+        prompt, completion = given if is_text else ("", self._render(given, template))
         if completion is None or self._tokenizer is None or len((prompt + completion).encode()) < bound:
             return None
-        eos = self._tokenizer.core.token_to_id(self._tokenizer.special.get("eos_token", ""))
+        core = self._tokenizer.core
+        assert core is not None, "it is not kept otherwise"
+        eos = core.token_to_id(self._tokenizer.special.get("eos_token", ""))
         ids = self._tokenizer.ids(completion)
         return len(self._tokenizer.ids(prompt)) + len(ids if eos is None else ended(ids, eos))
 

@@ -55,7 +55,9 @@ class TokenizerFiles:
 
     def ids(self, text: str) -> list[int]:
         """The tokens of the text, without special tokens that a post-processor would add. `core` must not be None."""
-        return self.core.encode(text, add_special_tokens=False).ids
+        assert self.core is not None
+        ids: list[int] = self.core.encode(text, add_special_tokens=False).ids
+        return ids
 
 
 class ChatTemplate:

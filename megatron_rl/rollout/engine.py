@@ -452,7 +452,7 @@ class VllmEngine:
         if routes is not None:  # those that were computed last are at the end; the last token is never computed
             routes = routes[-(len(output.prompt_token_ids) + len(answer.token_ids) - 1) :]
         ended = answer.finish_reason == "stop" and answer.token_ids[-1] in self._stop_ids
-        candidates = dict(zip(given.token_ids, given.logprobs)) if len(given.logprobs) > len(logp) else {}
+        candidates = dict(zip(given.token_ids, given.logprobs, strict=True)) if len(given.logprobs) > len(logp) else {}
         return Completion(answer.token_ids, logp, versions, ended, routes, candidates, _prompt_logp(output))
 
 

@@ -208,12 +208,12 @@ class RewardSet:
         cfg, given = self._configs[index], iter(own)
         other = Verdict(None, f"{cfg.label} does not score rows of this data set")
 
-        def verdict(answer: Answer) -> Verdict:
+        def judged(answer: Answer) -> Verdict:
             if not cfg.scores(answer.prompt.columns):
                 return other
             return Verdict(None, answer.fault, failed=True) if answer.fault else next(given)
 
-        verdicts = [verdict(answer) for answer in answers]
+        verdicts = [judged(answer) for answer in answers]
         if cfg.on_error == "stop":
             for answer, verdict in zip(answers, verdicts, strict=True):
                 if verdict.failed:

@@ -30,7 +30,7 @@ def last_number(text: str) -> Decimal | None:
     """The last number of a text; None if there is none. It may have the forms 72, 72.0, .5, 1,234, 1 234, $1,234.50,
     6.02e23 and -3. The last number of a fraction is its denominator."""
     match = None
-    for match in NUMBER.finditer(text.translate(_ASCII)):
+    for match in NUMBER.finditer(text.translate(_ASCII)):  # noqa: B007
         pass
     if match is None:
         return None

@@ -169,7 +169,7 @@ def as_number(value: Any) -> float | None:
     try:
         return float(plain)
     except OverflowError:
-        return math.inf if plain > 0 else -math.inf
+        return math.inf if plain > 0 else -math.inf  # type: ignore[operator]
 
 
 def as_json(value: Any) -> Any:

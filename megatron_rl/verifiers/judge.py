@@ -95,7 +95,7 @@ class JudgeVerifier(ServiceVerifier):
             raise ValueError(
                 f"the judge gave no integer for each of {[one.name for one in criteria]}: {content[:200]!r}"
             )
-        total = sum(one.weight * (min(max(scores[one.name], 1), scale) - 1) for one in criteria)
+        total: float = sum(one.weight * (min(max(scores[one.name], 1), scale) - 1) for one in criteria)
         return total / (scale - 1) / sum(one.weight for one in criteria)
 
 

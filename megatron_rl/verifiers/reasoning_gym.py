@@ -65,7 +65,7 @@ def verify(text: str, truth: Any) -> Verdict:
             raise
         scorer(truth["answer"], entry)
         return Verdict(0.0, f"the scorer of {task} cannot read the answer: {type(error).__name__}")
-    if not (isinstance(score, Real) and 0 <= score <= 1):
+    if not (isinstance(score, Real) and 0 <= float(score) <= 1):
         return Verdict(None, f"the scorer of {task} gave {score!r}, which is no number from 0 to 1", failed=True)
     return Verdict(float(score))
 
@@ -121,7 +121,8 @@ def library() -> ModuleType:
     }
     for name, values in replaced.items():
         vars(import_module(f"reasoning_gym.{name}")).update(values)
-    return reasoning_gym
+    library: ModuleType = reasoning_gym
+    return library
 
 
 def _bitwise(text: str) -> Any:

@@ -56,7 +56,7 @@ def _codes(item: str) -> list[str]:
 
 def _agreement(codes: list[str], others: list[str]) -> int:
     """The number of codes before the first one that differs."""
-    for number, (one, other) in enumerate(zip(codes, others)):
+    for number, (one, other) in enumerate(zip(codes, others, strict=False)):
         if one != other:
             return number
     return min(len(codes), len(others))

@@ -13,7 +13,7 @@ def accuracy(completions, solution, log_metric=None, log_extra=None, **kwargs):
         log_extra("found", found)
     if log_metric:
         log_metric("has_number", sum(number is not None for number in found) / len(found))
-    return [float(number == truth) for number, truth in zip(found, solution)]
+    return [float(number == truth) for number, truth in zip(found, solution, strict=True)]
 
 
 async def digits(completions, trainer_state, **kwargs):

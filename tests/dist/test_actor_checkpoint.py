@@ -62,7 +62,9 @@ def test_a_run_killed_while_saving_resumes_in_fresh_processes(trainers, model_fo
 
 def check_resumed(pool, unbroken, arguments) -> None:
     resumed = pool.run("resume", len(unbroken), **arguments)
-    for (mismatch, metrics, parameters), (mismatch2, metrics2, parameters2, extra) in zip(unbroken, resumed):
+    for (mismatch, metrics, parameters), (mismatch2, metrics2, parameters2, extra) in zip(
+        unbroken, resumed, strict=True
+    ):
         assert extra == {"step": 2}
         assert mismatch == mismatch2
         assert metrics == metrics2

@@ -65,7 +65,7 @@ def plain_pytorch(folder, samples, returns):
         updates = []
         for number in range(2):
             loss = torch.zeros(())
-            for sample, old_L in zip(samples, old):
+            for sample, old_L in zip(samples, old, strict=True):
                 mask_L = torch.from_numpy(sample.tokens.action_mask)
                 target_L = torch.from_numpy(returns[sample.index])
                 loss_L, _ = value_loss(values(sample), old_L, target_L, clip=0.2)
@@ -77,7 +77,7 @@ def plain_pytorch(folder, samples, returns):
                 group["lr"] = learning_rate(2 * step + number + 1)
             optimizer.step()
             updates.append((loss.item(), grad_norm.item()))
-        steps.append((dict(zip([s.index for s in samples], old)), updates))
+        steps.append((dict(zip([s.index for s in samples], old, strict=True)), updates))
     return steps
 
 

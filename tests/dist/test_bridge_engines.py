@@ -270,7 +270,7 @@ def test_engines_hold_and_say_what_the_trainers_do(trainers, store, fleet_of, ve
         answers = fleet.generate(num, PROMPTS, version)
         samples = [TrainSample(f"answer{i}", tokens, 1.0, 1.0) for i, tokens in enumerate(answers)]
         store.set(f"samples {version}", pickle.dumps(samples))
-        live, pushed, mismatch = zip(*training.result())
+        live, pushed, mismatch = zip(*training.result(), strict=True)
 
     checkpoint = as_checkpoint(tmp_path / "ranks", fleet.folder, mesh, live)
     carry_out(to_hub(open_checkpoint(checkpoint), Options()), tmp_path / "hub", 1, lambda num_bytes: None)

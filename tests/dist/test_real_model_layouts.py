@@ -77,7 +77,9 @@ def test_logits_are_those_of_transformers(trainers, folder, asked):
         layout = Layout(TP3, dtype=dtype)
         (rows, lengths), *_ = trainers.run("logits", 3, folder=folder, samples=asked, layout=layout)
         starts = np.concatenate(([0], np.cumsum(lengths)))
-        parts = [rows[start : start + len(s.tokens.ids), : exact.shape[1]] for s, start in zip(asked, starts)]
+        parts = [
+            rows[start : start + len(s.tokens.ids), : exact.shape[1]] for s, start in zip(asked, starts, strict=True)
+        ]
         found[dtype] = np.concatenate(parts)
     # Logits are up to 30, and 30 layers of fp32 add up to 1e-6 of that.
     np.testing.assert_allclose(found["float32"], exact, atol=2e-4)
@@ -125,7 +127,7 @@ def test_an_engine_holds_and_says_what_the_trainers_do(trainers, folder, tmp_pat
             answers = fleet.generate(1, PROMPTS, 0)
             samples = [TrainSample(f"answer{i}", tokens, 1.0, 1.0) for i, tokens in enumerate(answers)]
             store.set("samples 0", pickle.dumps(samples))
-            live, _, mismatch = zip(*training.result())
+            live, _, mismatch = zip(*training.result(), strict=True)
         [held] = fleet.weights(1)
     finally:
         fleet.close()

@@ -12,7 +12,7 @@ import pytest
 from leaks import lasting
 
 ROOT = Path(__file__).parents[2]
-PLAN = "configs/model/qwen3_32b.yaml configs/cluster/h100_8n8g.yaml configs/run/gsm8k_32b.yaml --dry-run".split()
+PLAN = ["configs/model/qwen3_32b.yaml", "configs/cluster/h100_8n8g.yaml", "configs/run/gsm8k_32b.yaml", "--dry-run"]
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ import ast
 import json
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -93,6 +94,7 @@ def parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     return len([one for one in every if one.arg not in ("self", "cls")])
 
 
+@cache
 def too_large() -> dict[str, dict[str, int]]:
     large: dict[str, dict[str, int]] = {rule: {} for rule in LIMITS}
     for rule, place, number in found():

@@ -139,7 +139,7 @@ def run_trl(model: str, train: str, max_tokens: int, reward: str, steps: int) ->
         ),
     )
     trainer.train()
-    print(json.dumps([b - a for a, b in zip(ends, ends[1:])]))
+    print(json.dumps([b - a for a, b in zip(ends, ends[1:], strict=False)]))
 
 
 def measure(python: str, names: Sequence[str], rounds: int, steps: int) -> dict[str, dict[str, list[float]]]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import json
 import os
 import random
@@ -192,10 +193,8 @@ def first_failure(tree: Path, arguments: list[str], limit_s: float) -> str:
         except subprocess.TimeoutExpired:
             return "time-out"
         finally:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(run.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
             run.wait()
         if status in (0, 5):
             return ""

@@ -159,7 +159,7 @@ class PackingOutcome:
 def judge(case: PackingCase, cells: Cells) -> PackingOutcome:
     cell_S, count = cells
     num_cells = count * case.num_ranks
-    assert len(cell_S) == len(case.sizes_S) and 0 <= cell_S.min() and cell_S.max() < num_cells
+    assert len(cell_S) == len(case.sizes_S) and cell_S.min() >= 0 and cell_S.max() < num_cells
     tokens = np.bincount(cell_S, weights=case.sizes_S, minlength=num_cells)
     cost_PR = np.bincount(cell_S, weights=case.costs_S, minlength=num_cells).reshape(count, case.num_ranks)
     fewest = -(
@@ -195,7 +195,8 @@ def compare(small: bool) -> dict[str, dict[str, float]]:
         outcomes = [(num_samples, judge(case, strategy(case))) for num_samples, case in cases]
         large = [outcome.lockstep for num_samples, outcome in outcomes if num_samples >= 256]
         by_cap = {
-            cap: [o.lockstep for (n, o), (_, c) in zip(outcomes, cases) if n >= 256 and c.cap == cap] for cap in CAPS
+            cap: [o.lockstep for (n, o), (_, c) in zip(outcomes, cases, strict=True) if n >= 256 and c.cap == cap]
+            for cap in CAPS
         }
         imbalances = [judge(case, strategy(case)).imbalance for case in even]
         report[name] = {

@@ -131,7 +131,9 @@ class PrefixValuer:
                 if branching
                 else (self._probes(prompt, samples, passages, wanted))
             )
-            return [_with_rewards(*sample, own, [0.0] * len(own)) for sample, own in zip(samples, passages)], others
+            return [
+                _with_rewards(*sample, own, [0.0] * len(own)) for sample, own in zip(samples, passages, strict=True)
+            ], others
         prefixes = [list(prompt.token_ids)]
         for (_, tokens), own in zip(samples, passages, strict=True):
             ids = tokens.ids.tolist()

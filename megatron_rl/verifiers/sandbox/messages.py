@@ -150,7 +150,7 @@ def decode(data: Any, resolve: Callable[[list[Any]], Any]) -> Any:
         from collections import namedtuple
 
         name, fields, *values = items
-        return namedtuple(name, fields)(*(decode(value, resolve) for value in values))  # type: ignore[misc]
+        return namedtuple(name, fields)(*(decode(value, resolve) for value in values))
     return resolve(data)
 
 

@@ -40,7 +40,7 @@ def test_every_query_meets_each_key_that_it_sees_once(size, chunks, window):
         for turn, pairs in enumerate(plan_ring(lengths, context, window).turns):
             theirs = positions(lengths, size, (rank - turn) % size)
             for pair in pairs:
-                for queries, keys in zip(mine[pair.query_BL].tolist(), theirs[pair.key_BK].tolist()):
+                for queries, keys in zip(mine[pair.query_BL].tolist(), theirs[pair.key_BK].tolist(), strict=True):
                     for i, query in enumerate(queries):
                         for j, key in enumerate(keys):
                             sees = i >= j if pair.is_causal else pair.mask_LK is None or bool(pair.mask_LK[i, j])

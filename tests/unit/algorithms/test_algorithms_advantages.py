@@ -154,7 +154,7 @@ def test_golden_decoupled_normalisation():
     group_of, weights = np.array([0, 0, 0, 0]), np.array([2.0, 1.0])
     correct = [(r - 2 / 3) / (statistics.stdev([1, 0, 1]) + EPS) if not math.isnan(r) else 0 for r in parts[:, 0]]
     style = [(r - 50) / (statistics.stdev([0, 100, 0, 100]) + EPS) for r in parts[:, 1]]
-    total = [2 * a + b for a, b in zip(correct, style)]
+    total = [2 * a + b for a, b in zip(correct, style, strict=True)]
     mean, deviation = statistics.mean(total), statistics.pstdev(total)
     expected = [(x - mean) / (deviation + EPS) for x in total]
     # float64, a few operations.
@@ -165,13 +165,13 @@ def test_golden_decoupled_normalisation():
 
 
 def scored_of(rewards, group_of, group):
-    return [r for r, g in zip(rewards, group_of) if g == group and not math.isnan(r)]
+    return [r for r, g in zip(rewards, group_of, strict=True) if g == group and not math.isnan(r)]
 
 
 def slow_grpo(rewards, group_of, std):
     everyone = [r for r in rewards if not math.isnan(r)]
     result = []
-    for reward, group in zip(rewards, group_of):
+    for reward, group in zip(rewards, group_of, strict=True):
         peers = scored_of(rewards, group_of, group)
         if math.isnan(reward) or len(set(peers)) < 2:
             result.append(0.0)
@@ -214,11 +214,14 @@ def slow_passk(rewards, group_of):
 
 def slow_whitened(values, num_actions):
     """Token by token."""
-    tokens = [v for v, n in zip(values, num_actions) for _ in range(n) if not math.isnan(v)]
+    tokens = [v for v, n in zip(values, num_actions, strict=True) for _ in range(n) if not math.isnan(v)]
     if len(set(tokens)) < 2:
         return [0.0] * len(values)
     mean, deviation = statistics.mean(tokens), statistics.pstdev(tokens)
-    return [(v - mean) / (deviation + EPS) if n and not math.isnan(v) else 0.0 for v, n in zip(values, num_actions)]
+    return [
+        (v - mean) / (deviation + EPS) if n and not math.isnan(v) else 0.0
+        for v, n in zip(values, num_actions, strict=True)
+    ]
 
 
 scores = st.one_of(st.just(NAN), st.floats(-10, 10).map(lambda x: round(x, 3)))
@@ -253,9 +256,12 @@ def test_every_estimator_equals_its_loop(part, case):
     close(grpo_passk(rewards, group_of, "none"), slow_passk(rewards, group_of))
     close(reinforce_plus_plus(rewards, num_actions, True), slow_whitened(rewards, num_actions))
 
-    signal = [len(set(scored_of(rewards, group_of, g))) > 1 and not math.isnan(r) for r, g in zip(rewards, group_of)]
-    centred = [NAN if math.isnan(r) else a for r, a in zip(rewards, slow_grpo(rewards, group_of, "none"))]
-    whitened = [w if s else 0.0 for w, s in zip(slow_whitened(centred, num_actions), signal)]
+    signal = [
+        len(set(scored_of(rewards, group_of, g))) > 1 and not math.isnan(r)
+        for r, g in zip(rewards, group_of, strict=True)
+    ]
+    centred = [NAN if math.isnan(r) else a for r, a in zip(rewards, slow_grpo(rewards, group_of, "none"), strict=True)]
+    whitened = [w if s else 0.0 for w, s in zip(slow_whitened(centred, num_actions), signal, strict=True)]
     close(reinforce_plus_plus_baseline(rewards, group_of, num_actions), whitened)
 
     scale = sum(r == r for r in rewards) / max(sum(signal), 1)
@@ -539,7 +545,7 @@ def test_gae_takes_all_rewards_as_they_are():
     cfg = AlgorithmConfig(adv_estimator={"kind": "gae", "weights": {"tool": 2.0, "outcome": 0.5}})
     credit, metrics = estimate_advantages(given, cfg)
     rewards = credit.token_rewards
-    found = sorted(zip(rewards.sample.tolist(), rewards.position.tolist(), rewards.value.tolist()))
+    found = sorted(zip(rewards.sample.tolist(), rewards.position.tolist(), rewards.value.tolist(), strict=True))
     assert found == [(0, 2, 0.03), (0, 3, -0.06), (0, 4, 0.5), (2, 6, 0.0), (3, 7, 0.0)]
     assert credit.active.tolist() == [True, False, True, True] and metrics["groups/zero_signal"] == 0
     assert not credit.advantages.any()

@@ -69,13 +69,13 @@ def split(hidden_TH, weight_VH, target_T, grads, *, num_ranks: int, width: int, 
 
     with ThreadPoolExecutor(num_ranks) as threads:
         results = list(threads.map(run, range(num_ranks)))
-    values, grad_hidden, grad_weight = zip(*results)
+    values, grad_hidden, grad_weight = zip(*results, strict=True)
     return values, sum(grad_hidden), torch.cat(grad_weight), ranks.num_collectives
 
 
 def backward(values, grads) -> None:
-    pairs = [(x, grad) for x, grad in zip(values, grads) if x is not None and grad is not None]
-    torch.autograd.backward(*zip(*pairs))
+    pairs = [(x, grad) for x, grad in zip(values, grads, strict=True) if x is not None and grad is not None]
+    torch.autograd.backward(*zip(*pairs, strict=True))
 
 
 def plain(hidden_TH, weight_VH, target_T, grads, temperature: float = TEMPERATURE):
@@ -127,7 +127,7 @@ def test_equals_log_softmax_for_every_chunk_and_split(monkeypatch, num_ranks, wi
     options = dict(num_ranks=num_ranks, width=width, temperature=TEMPERATURE, entropy=True)
     values, got_hidden, got_weight, num_collectives = split(hidden, weight, target, grads, **options)
     for of_rank in values:
-        assert all(torch.equal(a, b) for a, b in zip(of_rank, values[0])), "every rank has the same bits"
+        assert all(torch.equal(a, b) for a, b in zip(of_rank, values[0], strict=True)), "every rank has the same bits"
         close(of_rank, expected, 1e-13)  # float64: sums of some ten terms of order 1
     close(got_hidden, grad_hidden, 1e-13)
     close(got_weight[:VOCAB_SIZE], grad_weight, 1e-13)
@@ -143,7 +143,7 @@ def test_mask_leaves_rows_out(num_ranks, width):
     hidden[~mask] = torch.nan  # never looked at
     options = dict(num_ranks=num_ranks, width=width, temperature=TEMPERATURE, entropy=True, mask_T=mask)
     values, got_hidden, got_weight, _ = split(hidden, weight, target, grads, **options)
-    for got, x in zip(values[0], expected):
+    for got, x in zip(values[0], expected, strict=True):
         close(got, torch.where(mask, x, 0.0), 1e-13)
     close(got_hidden, grad_hidden, 1e-13)
     close(got_weight[:VOCAB_SIZE], grad_weight, 1e-13)

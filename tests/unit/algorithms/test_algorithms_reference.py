@@ -178,7 +178,7 @@ def aggregate(mode, length, samples, losses: dict[int, torch.Tensor]):
     if mode == "seq-mean-token-sum":
         return sum(sums) / len(samples)
     if mode == "seq-mean-token-mean":
-        return sum(x / n for x, n in zip(sums, counts) if n) / len(samples)
+        return sum(x / n for x, n in zip(sums, counts, strict=True) if n) / len(samples)
     if mode == "seq-mean-token-sum-norm":
         return sum(x / length for x in sums) / len(samples)
     prompts = [range(i, i + 3) for i in range(0, len(samples), 3)]  # groups of three

@@ -169,7 +169,7 @@ def test_gae_equals_a_loop_over_tokens(cfg, seed, size):
         critic = slow_gae(
             s["reward"], s["value"], s["mask"], cfg.gamma, cfg.lam if not cfg.lam_critic else cfg.lam_critic
         )
-        targets += [0.0 if a is None else a + v for a, v in zip(critic, s["value"])]
+        targets += [0.0 if a is None else a + v for a, v in zip(critic, s["value"], strict=True)]
     expected = [x for row in slow_whitened(raw) for x in row]
     # float64: other orders of additions; a single action whitens to exactly 0 in both.
     np.testing.assert_allclose(advantage_T, expected, rtol=1e-9, atol=1e-9)
@@ -184,7 +184,7 @@ def test_returns_to_go_equal_a_loop_and_gae_without_values(seed, size, gamma):
     row = pack(samples)
     got = returns_to_go(row["reward"], row["mask"], row["sample"], gamma)
     zeros = [[0.0] * len(s["mask"]) for s in samples]
-    raw = [slow_gae(s["reward"], z, s["mask"], gamma, 1.0) for s, z in zip(samples, zeros)]
+    raw = [slow_gae(s["reward"], z, s["mask"], gamma, 1.0) for s, z in zip(samples, zeros, strict=True)]
     expected = [x for r in slow_whitened(raw) for x in r]
     np.testing.assert_allclose(got, expected, rtol=1e-9, atol=1e-9)
     row["value"] = torch.zeros_like(row["value"])

@@ -27,7 +27,7 @@ def test_chooses_what_sorting_chooses(values, count, parts):
     chunks = [torch.tensor(values[m::parts], dtype=torch.float32) for m in range(parts)]
     chosen = choose_largest(chunks, [everywhere(c) for c in chunks], count, alone)
     kth = sorted(values)[-min(count, len(values))]
-    for chunk, picked in zip(chunks, chosen):
+    for chunk, picked in zip(chunks, chosen, strict=True):
         assert picked.tolist() == [x >= kth for x in chunk.tolist()]
 
 
@@ -35,8 +35,8 @@ def test_chooses_what_sorting_chooses(values, count, parts):
 def test_keys_are_in_the_order_of_the_values(values):
     keys = ordered_key(torch.tensor(values, dtype=torch.float32)).tolist()
     assert all(0 <= key < 2**32 for key in keys)
-    for a, key_a in zip(values, keys):
-        for b, key_b in zip(values, keys):
+    for a, key_a in zip(values, keys, strict=True):
+        for b, key_b in zip(values, keys, strict=True):
             assert (a < b) == (key_a < key_b)
 
 

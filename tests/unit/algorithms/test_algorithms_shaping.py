@@ -88,7 +88,7 @@ def slow_shape(i, rewards, lengths, group_of, responses):
     phase = (1 + math.cos(math.pi * length / 30)) / 2
     reward = -10 if length >= 30 else (1 + phase if correct else -10 * phase)
     reward += 0 if length <= 15 else (-1 if length > 20 else (15 - length) / 5)
-    peers = [n for n, g, r in zip(lengths, group_of, rewards) if g == group_of[i] and not math.isnan(r)]
+    peers = [n for n, g, r in zip(lengths, group_of, rewards, strict=True) if g == group_of[i] and not math.isnan(r)]
     if max(peers) > min(peers):
         term = 0.5 - (length - min(peers)) / (max(peers) - min(peers))
         reward += 0.5 * (term if correct else min(0, term))

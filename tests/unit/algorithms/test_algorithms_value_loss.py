@@ -63,7 +63,7 @@ numbers = st.floats(-3, 3)
 
 @given(st.lists(st.tuples(numbers, numbers, numbers), min_size=1, max_size=20), st.sampled_from(["squared", "huber"]))
 def test_equals_a_loop_and_never_below_the_plain_loss(rows, kind):
-    value, old, target = (tensor(column) for column in zip(*rows))
+    value, old, target = (tensor(column) for column in zip(*rows, strict=True))
     loss_T, clipped_T = value_loss(value, old, target, clip=0.4, kind=kind, delta=0.7)
     expected = [slow_loss(*row, 0.4, kind, 0.7) for row in rows]
     # float64, a few operations on numbers below 7.

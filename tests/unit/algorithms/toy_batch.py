@@ -74,7 +74,7 @@ def weigh(samples: list[ToySample], cfg: AlgorithmConfig) -> Denominators:
     """Fill in the aggregation's weights; returns the denominators of the whole mini-batch."""
     counts = [sum(s.mask) for s in samples]
     weights = sample_weights(cfg.aggregation, counts, [s.group for s in samples], cfg.loss_agg_tokens)
-    for sample, weight in zip(samples, weights):
+    for sample, weight in zip(samples, weights, strict=True):
         sample.weight = weight
     return Denominators(sum(counts), len(samples))
 

@@ -134,8 +134,8 @@ class Ranks:
             self.pipes[rank].send(("join", setup))
         assert all(self.result(rank)[0] for rank in self.pipes)
 
-    def push(self, version: int, faults: dict = {}) -> None:
-        self.push_of([rank for rank in self.pipes if self.processes[rank].is_alive()], version, faults)
+    def push(self, version: int, faults: dict | None = None) -> None:
+        self.push_of([rank for rank in self.pipes if self.processes[rank].is_alive()], version, faults or {})
 
     def push_of(self, some: list[int], version: int, faults: dict) -> None:
         """Start the part of a push that these ranks have."""

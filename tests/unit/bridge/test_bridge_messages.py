@@ -54,7 +54,7 @@ def test_messages_hold_each_element_once_within_the_bound(copies, bound):
             if copy.num_bytes > bound:
                 assert b - a == 1 or d - c == 1
     assert all((count == 1).all() for count in written.values())
-    for a, b in zip(messages, messages[1:]):  # no message is cut before it must be
+    for a, b in zip(messages, messages[1:], strict=False):  # no message is cut before it must be
         assert a.num_bytes + max(copy.num_bytes for copy in b.copies) > bound
 
 
@@ -169,7 +169,7 @@ def test_two_buffers_are_enough_whatever_the_routes(routes, late, length, num_bl
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("megatron_rl.layout.turns.NUM_BLOCKS", num_blocks)
         sizes = [sum(size for size, _ in messages) for messages in routes.values()]
-        turns = dict(zip(routes, order_routes(*zip(*routes), sizes) if routes else ()))
+        turns = dict(zip(routes, order_routes(*zip(*routes, strict=True), sizes) if routes else (), strict=False))
     every = {
         sized(*route, number, size): packed
         for route, messages in routes.items()

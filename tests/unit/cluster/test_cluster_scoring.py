@@ -61,7 +61,7 @@ class InProcess:
         own = [[i for i in call if i in indices] for call in self._rewards.calls]
         scored = {}
         for call in filter(None, own):
-            scored.update(zip(call, self._rewards.score(call, answers, TrainerState(0, 1))))
+            scored.update(zip(call, self._rewards.score(call, answers, TrainerState(0, 1)), strict=True))
         return scored
 
     def shaped(self, groups, verdicts):

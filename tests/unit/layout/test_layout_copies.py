@@ -46,7 +46,7 @@ def test_pieces_are_the_copy(copy, max_bytes):
     row_bytes = copy.num_bytes // rows
     assert sum(piece.num_bytes for piece in pieces) == copy.num_bytes
     assert all(piece.num_bytes <= max(max_bytes, row_bytes) for piece in pieces)
-    for a, b in zip(pieces, pieces[1:]):  # no cut is unnecessary
+    for a, b in zip(pieces, pieces[1:], strict=False):  # no cut is unnecessary
         assert a.num_bytes + row_bytes > max_bytes and b.num_bytes <= a.num_bytes
 
 
@@ -60,5 +60,5 @@ def test_a_stacked_expert_by_hand(max_bytes, rows):
     ends = [sum(rows[:i]) for i in range(len(rows) + 1)]
     assert list(copy.rows(max_bytes)) == [
         Copy("local", ((10 + a, 10 + b), (0, 6)), "stacked", ((7, 8), (3 + a, 3 + b), (2, 8)), "bfloat16")
-        for a, b in zip(ends, ends[1:])
+        for a, b in zip(ends, ends[1:], strict=False)
     ]

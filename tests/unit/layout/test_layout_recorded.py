@@ -59,11 +59,11 @@ def test_any_view_is_a_rectangle_exactly_if_some_rectangle_has_its_elements(part
     whole = np.arange(np.prod(full)).reshape(full)
     sizes = data.draw(st.lists(st.integers(1, 3), min_size=0, max_size=3))
     strides = [data.draw(st.integers(1, whole.size)) for _ in sizes]
-    last = sum((size - 1) * stride for size, stride in zip(sizes, strides))
+    last = sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
     if last >= whole.size:
         return
     offset = data.draw(st.integers(0, whole.size - 1 - last))
-    steps = [range(0, size * stride, stride) for size, stride in zip(sizes, strides)]
+    steps = [range(0, size * stride, stride) for size, stride in zip(sizes, strides, strict=True)]
     elements = [offset + sum(place) for place in itertools.product(*steps)]
     intervals = [[(a, b) for a in range(n) for b in range(a + 1, n + 1)] for n in full]
     boxes = [box for box in itertools.product(*intervals) if whole[slices(box)].ravel().tolist() == elements]
@@ -90,7 +90,7 @@ def test_a_recording_plans_what_the_table_plans(part, data):
     for of_rank in seen:
         random.Random(data.draw(st.integers(0, 2**32))).shuffle(of_rank)
     recorded = tuple(Recording.of(of_rank, family) for of_rank in seen)
-    for recording, of_rank in zip(recorded, seen):
+    for recording, of_rank in zip(recorded, seen, strict=True):
         assert Counter(recording.shards) == Counter(of_rank)
     plan = plan_weights(shape, Mesh(), engines, dtype="float32", recorded=recorded)
     hf = numbered(shape)

@@ -23,7 +23,7 @@ def blocks(routes: dict[tuple[int, int], int]) -> list[tuple[int, int, tuple[int
     """(begin, end, route) of every block, in the order of their numbers. A block begins when both of its ends are
     free."""
     found = []
-    for route, turns in zip(routes, order_routes(*zip(*routes), list(routes.values())), strict=True):
+    for route, turns in zip(routes, order_routes(*zip(*routes, strict=True), list(routes.values())), strict=True):
         sent = 0
         for turn in turns:
             found.append((turn.number, turn.stop - sent, route))
@@ -58,7 +58,7 @@ def test_the_order_is_that_of_time_and_nobody_waits_without_need(part, routes):
                     assert busy == idle_to - idle_from
     loads = [sum(size for ends, size in routes.items() if ends[side] == end) for side in (0, 1) for end in range(6)]
     assert max(end for _, end, _ in played) < 2 * max(loads)
-    for begin, end, route in played:
+    for begin, end, _ in played:
         assert end - begin <= 1.5 * max(loads) / NUM_BLOCKS + 2
 
 
@@ -78,7 +78,7 @@ def gaps(played, side: int):
 @given(ROUTES, st.data())
 def test_the_routes_of_a_group_advance_together(part, routes, data):
     groups = data.draw(st.lists(st.integers(0, 2), min_size=len(routes), max_size=len(routes)))
-    turns = order_routes(*zip(*routes), list(routes.values()), groups)
+    turns = order_routes(*zip(*routes, strict=True), list(routes.values()), groups)
     sizes = list(routes.values())
     begun = sorted((turn.number, route, turn.stop) for route, own in enumerate(turns) for turn in own)
     assert [number for number, *_ in begun] == list(range(len(begun)))

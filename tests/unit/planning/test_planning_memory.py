@@ -208,7 +208,7 @@ def test_the_stages_of_an_engine_by_hand():
     assert [stage.parts["weights"][0] for stage in stages] == weights
     caches = [0.85 * 80e9 - own - ENGINE_WORK_BYTES for own in weights]
     assert [stage.parts["KV cache"][0] for stage in stages] == pytest.approx(caches)
-    fitting = [int(cache // (9216 * n * 1024)) for cache, n in zip(caches, (21, 22, 21))]
+    fitting = [int(cache // (9216 * n * 1024)) for cache, n in zip(caches, (21, 22, 21), strict=True)]
     assert memory.engine.longest == min(fitting) == fitting[1] < fitting[0]
     assert memory.engine.gpu in stages and memory.gpus[1:] == [*stages]
     assert memory.problems == []

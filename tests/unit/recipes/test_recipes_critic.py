@@ -103,7 +103,7 @@ def test_a_critic_on_the_gpus_of_policy_and_engines_is_counted_in_each_phase(cap
     memory = run_memory(config, planned_shape(config))
     [gpu] = memory.gpus
     trainer, critic, engine = memory.trainer.totals, memory.critic.totals, memory.engine.gpu.totals
-    assert gpu.totals == pytest.approx([sum(phase) for phase in zip(trainer, critic, engine)])
+    assert gpu.totals == pytest.approx([sum(phase) for phase in zip(trainer, critic, engine, strict=True)])
     parts = [gpu.parts[f"critic: {part}"] for part in ("weights", "gradients (fp32)", "optimizer state")]
     assert all(training > 0 == pushing == generating for training, pushing, generating in parts)
     assert gpu.name == "trainer, stage 0; critic, stage 0, and engine"

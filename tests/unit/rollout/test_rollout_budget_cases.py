@@ -165,7 +165,7 @@ def go_on(program: Program, stub: Stub, lost_after: int) -> Transcript:
     while (call := next_call(program, transcript)) and lost_after:
         part = stub.answer(call, transcript.ids, most=lost_after)
         lost_after -= len(part.ids)
-        parts = zip((emitted.ids, emitted.logp, emitted.version), (part.ids, part.logp, part.version))
+        parts = zip((emitted.ids, emitted.logp, emitted.version), (part.ids, part.logp, part.version), strict=True)
         emitted = Completion(*([*a, *b] for a, b in parts), False)
         transcript.sampled(part)
         if not lost_after:
@@ -174,7 +174,7 @@ def go_on(program: Program, stub: Stub, lost_after: int) -> Transcript:
     while call is not None:
         begun = emitted.ids[used:]
         rest = stub.answer(call, [*transcript.ids, *begun], begun=len(begun))
-        parts = zip((emitted.ids, emitted.logp, emitted.version), (rest.ids, rest.logp, rest.version))
+        parts = zip((emitted.ids, emitted.logp, emitted.version), (rest.ids, rest.logp, rest.version), strict=True)
         transcript.sampled(Completion(*([*a[used:], *b] for a, b in parts), rest.stopped))
         used = len(emitted.ids)
         call = next_call(program, transcript)

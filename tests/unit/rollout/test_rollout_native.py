@@ -159,7 +159,7 @@ def test_a_thought_goes_on_in_another_engine_with_its_budget(stage, folders, tmp
     rows = []
     for i, (ids, actions, *_) in enumerate(whole):
         # vLLM emits the closing itself if it keeps the budget
-        emitted = [token for token, action in zip(ids[4:], actions[4:]) if action or mode == "native"]
+        emitted = [token for token, action in zip(ids[4:], actions[4:], strict=True) if action or mode == "native"]
         name = i // 4 * MAX_SAMPLES + i % 4
         rows += [(name, token, 1, -1.0) for token in emitted[: i % 14]]
     np.array(rows, ROW).tofile(tmp_path / "lost.tokens")

@@ -59,7 +59,7 @@ def check(model, prompt: Prompt, sample, tokens, forced) -> int:
     thought_ends = ids.index(CLOSES) if CLOSES in ids else len(ids)
     assert (ends[-1] if ends else len(prompt.token_ids)) == thought_ends
     values = [value(model, ids[:end], forced) for end in (len(prompt.token_ids), *ends)]
-    changes = [after - before for before, after in zip(values, values[1:])]
+    changes = [after - before for before, after in zip(values, values[1:], strict=False)]
     # Both sides compute two layers in fp32 and round logits at 1e-6 relative.
     assert [reward.value for reward in given] == pytest.approx(changes, abs=1e-5)
     return len(given)

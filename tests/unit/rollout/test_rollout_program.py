@@ -161,9 +161,12 @@ def test_budgets_hold_for_every_cut(thought, stopped, delimiter, budget, data):
     assert bool(forced) == sample.thought_cut == (not stopped and not closed_by_model)
 
     expected = [
-        *((token, True, logp, version) for token, logp, version in zip(first.ids, first.logp, first.version)),
+        *(
+            (token, True, logp, version)
+            for token, logp, version in zip(first.ids, first.logp, first.version, strict=True)
+        ),
         *((token, False, 0.0, -1) for token in forced),
-        *((t, True, logp, v) for one in calls[1:] for t, logp, v in zip(one.ids, one.logp, one.version)),
+        *((t, True, logp, v) for one in calls[1:] for t, logp, v in zip(one.ids, one.logp, one.version, strict=True)),
     ][: len(response)]
     got = zip(response, tokens.action_mask[2:], tokens.logp_rollout[2:], tokens.version[2:], strict=True)
     assert [(t, bool(a), float(x), int(v)) for t, a, x, v in got] == expected

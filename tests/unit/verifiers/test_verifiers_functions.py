@@ -34,7 +34,7 @@ def record(**given):
 
 def boxed(completions, ground_truth, log_extra=None, log_metric=None, **kwargs):
     found = [re.search(r"\\boxed\{(.*?)\}", text) for text in completions]
-    rewards = [1.0 if match and match[1] == truth else 0.0 for match, truth in zip(found, ground_truth)]
+    rewards = [1.0 if match and match[1] == truth else 0.0 for match, truth in zip(found, ground_truth, strict=True)]
     if log_extra:
         log_extra("found", [str(match) for match in found])
     if log_metric:
@@ -57,7 +57,7 @@ def by_epoch(completions, trainer_state, **kwargs):
 
 
 def two_columns_alone(completions, level):
-    return [one and one * len(text) for text, one in zip(completions, level)]
+    return [one and one * len(text) for text, one in zip(completions, level, strict=True)]
 
 
 def scaled(completions, factor, **kwargs):

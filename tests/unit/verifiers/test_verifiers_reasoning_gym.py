@@ -161,7 +161,7 @@ def test_an_error_of_a_scorer_is_no_way_out_for_an_answer():
 def test_errors_of_a_scorer_are_failures_of_the_row():
     verifier = GroundTruthVerifier(ReasoningGymReward(answer_timeout_s=deadline(20)), Letters(), "", 1)
     rows = [FACTORS, FACTORS, SPOILT, truth("no_such_task"), truth("leg_counting", "6") | {"config": {"no_key": 1}}]
-    answers = [answer(text, row) for text, row in zip(["2 × 3", "x", "x", "1", "6"], rows)]
+    answers = [answer(text, row) for text, row in zip(["2 × 3", "x", "x", "1", "6"], rows, strict=True)]
     right, unreadable, raised, unknown, key = verifier.score(answers)
     verifier.close()
     assert right == Verdict(1.0)
