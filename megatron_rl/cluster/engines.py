@@ -27,11 +27,13 @@ from megatron_rl.cluster.process import Location, Process, begin_process, locate
 from megatron_rl.cluster.restarts import Restarts
 from megatron_rl.cluster.waiting import explain, gather, locate_all, settle
 from megatron_rl.config.environment import AgentEnvironment
+from megatron_rl.config.function import load_function
+from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.environments import Sessions
 from megatron_rl.layout import Recording
 from megatron_rl.processes import starting
-from megatron_rl.rollout.engine import VllmEngine
+from megatron_rl.rollout.backend import EngineBackend, EngineSpec
 from megatron_rl.rollout.programs.agents import Agents
 from megatron_rl.rollout.programs.episodes import Episodes, MakeAnswers
 from megatron_rl.rollout.programs.turns import chat_template, open_turns
@@ -66,11 +68,11 @@ class EngineRank:
 
     async def start(self) -> None:
         config = self.config
-        log.info("starting vLLM with %s", config.model.path)
+        log.info("starting the engine with %s", config.model.path)
         if self.spans_nodes:  # otherwise vLLM sorts the bundles by the ids of their nodes
             os.environ["VLLM_RAY_BUNDLE_INDICES"] = ",".join(map(str, range(config.rollout.engine_ranks)))
         with starting():
-            self.engine = VllmEngine(
+            spec = EngineSpec(
                 model=config.model,
                 rollout=config.rollout,
                 seed=config.run.seed,
@@ -81,8 +83,9 @@ class EngineRank:
                 loads_weights=self.loads_weights,
                 make_answers=self._make_answers(),
             )
+            self.engine = backend_of(config.rollout)(spec)
             await self.engine.start()
-        log.info("vLLM is ready")
+        log.info("the engine is ready")
 
     def _make_answers(self) -> MakeAnswers | None:
         config, rollout = self.config, self.config.rollout
@@ -150,6 +153,19 @@ class EngineRank:
     async def close(self) -> None:
         """End vLLM's processes, so that they free their resources."""
         self.engine.close()
+
+
+def backend_of(rollout: RolloutConfig) -> Callable[[EngineSpec], EngineBackend]:
+    """The class of the engines.
+
+    Raises:
+        ValueError: there is no such class.
+    """
+    if rollout.backend is not None:
+        return load_function(rollout.backend)
+    from megatron_rl.rollout.engine import VllmEngine  # vLLM takes seconds to import
+
+    return VllmEngine
 
 
 class EngineGroup:

@@ -14,6 +14,7 @@ from pydantic import (
 
 from megatron_rl.config.beams import Beams
 from megatron_rl.config.environment import EnvironmentConfig
+from megatron_rl.config.function import FunctionPath
 from megatron_rl.config.prefix_values import PrefixValues
 from megatron_rl.config.section import Section
 from megatron_rl.config.thinking import ColumnBudget, ThinkingBudget
@@ -35,7 +36,10 @@ class SamplingConfig(Section):
 
 class RolloutConfig(Section):
     num_engines: PositiveInt = 1
-    """The number of vLLM engines."""
+    """The number of engines."""
+    backend: FunctionPath | None = None
+    """The place of a class of your own that answers in the place of vLLM: `package.module:Class`, or
+    `folder/file.py:Class`. It implements `megatron_rl.rollout.backend.EngineBackend`. null means vLLM."""
     tensor: PositiveInt = 1
     """Tensor parallelism of each engine: the number of ranks over which its matrices are split."""
     pipeline: PositiveInt = 1

@@ -162,6 +162,9 @@ def faults_of_rows(config: BaseConfig, tokenizer: TokenizerFiles | None, tell: T
             if isinstance(reward, ImportedReward) and (fault := fault_of_reward(reward, known or None)):
                 faults.append(fault)
         own = {"algorithm.loss": config.algorithm.loss, "algorithm.adv_estimator": config.algorithm.adv_estimator}
+        backend = config.rollout.backend
+        if backend is not None and (fault := fault_of_function(backend, "rollout.backend")):
+            faults.append(fault)
         for key, method in own.items():
             if isinstance(method, FunctionLoss | FunctionAdvantage) and (fault := fault_of_function(method.path, key)):
                 faults.append(fault)

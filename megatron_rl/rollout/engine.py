@@ -26,28 +26,25 @@ not been run.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import numpy as np
 import torch
 from pydantic import ValidationError
 
-from megatron_rl.config.policy import ModelConfig
-from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.layout import read_shape
+from megatron_rl.rollout.answer import BegunAnswer, completion_of, prompt_logp, request_seed, sampled_before
+from megatron_rl.rollout.backend import EngineSpec
 from megatron_rl.rollout.engine_thread import EngineThread
 from megatron_rl.rollout.engine_weights import EngineWeights
-from megatron_rl.rollout.program import Call, Completion, Samples, Transcript, as_rollout, next_call, replay
+from megatron_rl.rollout.program import Call, Completion, Samples, as_rollout, next_call, replay
 from megatron_rl.rollout.programs.beams import as_rollouts
-from megatron_rl.rollout.programs.budgets import Budgets, Chosen
-from megatron_rl.rollout.programs.episodes import EpisodeRequest, MakeAnswers
+from megatron_rl.rollout.programs.budgets import Budgets
+from megatron_rl.rollout.programs.episodes import EpisodeRequest
 from megatron_rl.rollout.programs.prefix_values import Beginning, PrefixValuer
 from megatron_rl.rollout.progress import Progress, recorded
 from megatron_rl.rollout.request_queue import Request, RequestQueue
@@ -62,78 +59,23 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
-NOTHING = Completion((), (), (), stopped=False)
 
 CLOSE_S = 20.0
 """The time limit for vLLM's end."""
 
 
-@dataclass(slots=True)
-class _Answer:
-    """An answer whose program goes on while others do."""
-
-    prompt_ids: Sequence[int]
-    name: tuple[int, int] | None
-    """The ticket of the group and the number of the sample; None: its tokens are not recorded."""
-    chosen: Chosen
-    transcript: Transcript
-    call: Call | None
-    """The call under way; None if the answer is complete."""
-    begun: Completion
-    """What an earlier engine has sampled of this call."""
-    seed: int
-    is_greedy: bool = False
-
-    @property
-    def request(self) -> Request:
-        sampled = [*self.transcript.ids, *self.begun.ids]
-        call = replace(self.call, max_tokens=self.call.max_tokens - len(self.begun.ids))
-        return Request([*self.prompt_ids, *sampled], call, self.seed, self.is_greedy, self.name, len(sampled) > 0)
-
-    def sampled(self, rest: Completion) -> None:
-        """Complete the call."""
-        parts = [(*a, *b) for a, b in ((self.begun.ids, rest.ids), (self.begun.logp, rest.logp))]
-        version = (*self.begun.version, *rest.version)
-        self.transcript.sampled(Completion(*parts, version, rest.stopped, rest.routes))
-        self.begun = NOTHING
-
-
 class VllmEngine:
-    """One engine of `rollout.tensor` x `rollout.pipeline` ranks. Call `start`, then `weights.init_transfer` and
-    `weights.receive`, then `answer`. An engine that loads weights needs no transfer."""
+    """vLLM as one engine of `rollout.tensor` x `rollout.pipeline` ranks; implements `EngineBackend`. Call `start`, then
+    `weights.init_transfer` and `weights.receive`, then `answer`. An engine that loads weights needs no transfer."""
 
-    def __init__(
-        self,
-        *,
-        model: ModelConfig,
-        rollout: RolloutConfig,
-        seed: int,
-        spans_nodes: bool = False,
-        returns_routes: bool = False,
-        record: Path | None = None,
-        shares_gpus: bool = False,
-        loads_weights: bool = False,
-        make_answers: MakeAnswers | None = None,
-    ) -> None:
+    def __init__(self, spec: EngineSpec) -> None:
         """
-        Args:
-            returns_routes: whether `Tokens.routes` are given. The model must then have experts.
-            record: the file that gets the tokens of the unfinished answers of `answer`, so that another engine can go
-                on with them.
-            spans_nodes: whether the ranks are on several nodes. The process must then be a Ray actor whose placement
-                group has a bundle for each rank, because vLLM starts its ranks there as actors.
-            shares_gpus: whether trainers have the same GPUs, so that `weights.enter` gives them the memory.
-            loads_weights: whether `start` loads the weights of the model's folder, as version 0; otherwise the bridge
-                brings them.
-            make_answers: makes what carries out the answers, if there is `rollout.environment`.
-
         Raises:
             ValueError: the folder holds no model, the model has fewer positions than the longest sample has tokens, or
                 thinking budget or beams do not fit (see `Budgets`).
         """
-        self._model, self._rollout, self._seed, self._spans_nodes = model, rollout, seed, spans_nodes
-        self._shares_gpus, self._loads_weights = shares_gpus, loads_weights
-        self._returns_routes = returns_routes
+        self._spec, self._rollout = spec, spec.rollout
+        model, rollout, record = spec.model, spec.rollout, spec.record
         shape = read_shape(model.path)
         self._vocab_size = shape.vocab_size
         self._stop_ids = stop_ids(model.path)
@@ -151,13 +93,13 @@ class VllmEngine:
                 model.path, rollout.prefix_values, self._budgets.delimiter or (), self._score, self._go_on
             )
         self._thread = EngineThread(RequestQueue(self._give))
-        assert (make_answers is None) == (rollout.environment is None), "only an environment needs them"
-        self._episodes = make_answers(self._go_on_asking, self._completion) if make_answers else None
+        assert (spec.make_answers is None) == (rollout.environment is None), "only an environment needs them"
+        self._episodes = spec.make_answers(self._go_on_asking, self._completion) if spec.make_answers else None
         self._batches: dict[int | None, list[tuple[Callable[[], Any], asyncio.Future[Any]]]] = {}
         """The calls of each batch that wait for its last one; see `answer`."""
         self._num_requests = 0
         self._progress = Progress(record) if record else None
-        self.weights = EngineWeights(self._thread, rollout, self._progress, shares_gpus)
+        self.weights = EngineWeights(self._thread, rollout, self._progress, spec.shares_gpus)
 
     async def start(self) -> None:
         """Start vLLM.
@@ -166,12 +108,10 @@ class VllmEngine:
             ValueError: vLLM refuses the configuration.
         """
         try:
-            options = self._seed, self._spans_nodes, self._returns_routes, self._progress, self._shares_gpus
-            start = partial(make_engine, self._model, self._rollout, self._budgets, *options, self._loads_weights)
-            await self._thread.start(start)
+            await self._thread.start(partial(make_engine, self._spec, self._budgets, self._progress))
             longest = self._rollout.max_response_tokens
             await self._thread.call(lambda: self._thread.requests.attach(self._thread.engine, longest))
-            if self._loads_weights:
+            if self._spec.loads_weights:
                 await self.weights.loaded()
         except ValidationError as error:  # it cannot be pickled, and it names vLLM's internals
             reasons = "; ".join(fault["msg"].removeprefix("Value error, ") for fault in error.errors())
@@ -187,31 +127,8 @@ class VllmEngine:
         batch: tuple[int, int] | None = None,
         earlier: Sequence[Path] = (),
     ) -> tuple[Samples, Samples]:
-        """Give some of the answers of a group, and their continuations if there are any (`Group.continuations`). With
-        `rollout.beams` the answers are thoughts, of which each gives a rollout for each of its beams, the best one
-        first.
-
-        Many calls run at once, and pushes may arrive during a call: the answers continue with the new weights, and
-        `Tokens.version` gives the version of each token. Each answer goes on as soon as its own request has ended.
-
-        Args:
-            ticket: names this asking of the group in `cancel` and in the records. All engines have the same.
-            samples: the numbers of the answers within the group.
-            version: the version of the weights that the answers begin with. If a push is under way, the call waits
-                until it ends. None: any.
-            batch: the name of calls that begin together, in the order in which they came, and their number. The first
-                ones wait for the last one. None: this call begins alone.
-            earlier: the records of the engines that have begun these answers and lost them, in order. The answers go
-                on from the tokens in these records, and search their beams from the start. With an environment, whose
-                state is lost, they begin anew.
-
-        Raises:
-            ValueError: the prompt is empty, too long or has tokens outside the vocabulary, or no usable thinking budget
-                (see `Budgets.of`), or vLLM did not keep it, or the engine does not hold `version`.
-            RuntimeError: the engine holds no weights, the group was cancelled, or a push failed meanwhile, and the
-                answers are lost.
-        """
-        prompt, first_seed, is_rewarded = asked.prompt, request_seed(self._seed, *asked.seed), asked.number >= 0
+        """See `EngineBackend`."""
+        prompt, first_seed, is_rewarded = asked.prompt, request_seed(self._spec.seed, *asked.seed), asked.number >= 0
 
         def started(requests: Sequence[Request], is_first: bool) -> list[Future[RequestOutput]]:
             self._check(prompt)
@@ -220,7 +137,7 @@ class VllmEngine:
 
         def begun() -> Future[tuple[Samples, Samples]]:
             self._check(prompt)
-            sampled = {i: _sampled(recorded(earlier, ticket, i)) for i in samples}
+            sampled = {i: sampled_before(recorded(earlier, ticket, i)) for i in samples}
             answers = [
                 self._begun(prompt, i, sampled[i], first_seed + i, (ticket, i), asked.is_greedy) for i in samples
             ]
@@ -270,11 +187,13 @@ class VllmEngine:
         """Carry out a routine in the engine's thread."""
         return await asyncio.wrap_future(await self._thread.call(partial(begin, routine)))
 
-    def _group(self, prompt: Prompt, answers: Sequence[_Answer], is_rewarded: bool) -> Routine[tuple[Samples, Samples]]:
+    def _group(
+        self, prompt: Prompt, answers: Sequence[BegunAnswer], is_rewarded: bool
+    ) -> Routine[tuple[Samples, Samples]]:
         """See `answer`."""
         return (yield from self._valued(prompt, (yield from self._side_by_side(answers)), is_rewarded))
 
-    def _side_by_side(self, answers: Sequence[_Answer]) -> Routine[Samples]:
+    def _side_by_side(self, answers: Sequence[BegunAnswer]) -> Routine[Samples]:
         """Carry out the programs of several answers."""
         parts = yield [begin(self._answered(answer)) for answer in answers]
         return [sample for samples in parts for sample in samples]
@@ -285,7 +204,7 @@ class VllmEngine:
             return samples, []
         return (yield from self._valuer.rewarded(prompt, samples))
 
-    def _answered(self, answer: _Answer) -> Routine[Samples]:
+    def _answered(self, answer: BegunAnswer) -> Routine[Samples]:
         """Carry out the program of one answer, and search its beams if it has any."""
         while answer.call is not None:
             [output] = yield self._ask([answer.request])
@@ -311,7 +230,7 @@ class VllmEngine:
         for beginning in beginnings:
             tokens, own = beginning.tokens, slice(len(prompt.token_ids), beginning.length)
             columns = tokens.ids[own].tolist(), tokens.logp_rollout[own].tolist(), tokens.version[own].tolist()
-            seed = request_seed(self._seed, beginning.sample, columns[0]) + beginning.rollout
+            seed = request_seed(self._spec.seed, beginning.sample, columns[0]) + beginning.rollout
             answers.append(self._begun(prompt, beginning.sample, Completion(*columns, stopped=False), seed))
         return (yield from self._side_by_side(answers))
 
@@ -324,7 +243,7 @@ class VllmEngine:
             requests = [Request(texts[k][0], call, seed=0, goes_on=True) for k, call in zip(left, calls, strict=True)]
             outputs = yield self._ask(requests)
             for k, call, output in zip(left, calls, outputs, strict=True):
-                logp = _prompt_logp(output)
+                logp = prompt_logp(output)
                 if call.num_scored <= len(logp):
                     found[k] = logp[-call.num_scored :]
         return [found[k] for k in range(len(texts))]
@@ -349,12 +268,12 @@ class VllmEngine:
         seed: int,
         name: tuple[int, int] | None = None,
         is_greedy: bool = False,
-    ) -> _Answer:
+    ) -> BegunAnswer:
         """An answer of which some tokens have been sampled."""
         chosen = self._budgets.of(prompt, sample)
         transcript, call, used = replay(chosen.program, sampled, self._stop_ids)
         rest = Completion(sampled.ids[used:], sampled.logp[used:], sampled.version[used:], stopped=False)
-        return _Answer(prompt.token_ids, name, chosen, transcript, call, rest, seed, is_greedy)
+        return BegunAnswer(prompt.token_ids, name, chosen, transcript, call, rest, seed, is_greedy)
 
     @property
     def alive(self) -> bool:
@@ -443,22 +362,7 @@ class VllmEngine:
         }
 
     def _completion(self, output: RequestOutput) -> Completion:
-        [answer] = output.outputs
-        given = answer.logprobs
-        logp = [given.logprobs[i] for i in given.start_indices]  # that of the sampled token is the first one of each
-        versions = [int(span.version) for span in answer.weight_versions for _ in range(span.start, span.end)]
-        assert len(logp) == len(versions) == len(answer.token_ids)
-        routes = answer.routed_experts
-        if routes is not None:  # those that were computed last are at the end; the last token is never computed
-            routes = routes[-(len(output.prompt_token_ids) + len(answer.token_ids) - 1) :]
-        ended = answer.finish_reason == "stop" and answer.token_ids[-1] in self._stop_ids
-        candidates = dict(zip(given.token_ids, given.logprobs, strict=True)) if len(given.logprobs) > len(logp) else {}
-        return Completion(answer.token_ids, logp, versions, ended, routes, candidates, _prompt_logp(output))
-
-
-def request_seed(*parts: int) -> int:
-    """The seed of the first answer to a prompt, of 62 bits; that of another one is larger by its number."""
-    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "little") >> 2
+        return completion_of(output, self._stop_ids)
 
 
 def _outcome(start: Callable[[], Any]) -> Any:
@@ -467,18 +371,3 @@ def _outcome(start: Callable[[], Any]) -> Any:
         return start()
     except Exception as error:
         return error
-
-
-def _sampled(rows: np.ndarray) -> Completion:
-    """What the records of earlier engines have of an answer."""
-    return Completion(*(rows[column].tolist() for column in ("token", "logp", "version")), stopped=False)
-
-
-def _prompt_logp(output: RequestOutput) -> list[float]:
-    """See `Completion.prompt_logp`."""
-    given = output.prompt_logprobs
-    if given is None:
-        return []
-    # The first token has none. What vLLM gives for those of the cache depends on its model runner.
-    num_computed = len(output.prompt_token_ids) - (output.num_cached_tokens or 0) - 1
-    return [given.logprobs[i] for i in given.start_indices[len(given) - num_computed :]]

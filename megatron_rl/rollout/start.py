@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron_rl.config.policy import ModelConfig
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.layout import read_shape
+from megatron_rl.rollout.backend import EngineSpec
 from megatron_rl.rollout.programs.budgets import Budgets
 from megatron_rl.rollout.progress import Progress
 from megatron_rl.rollout.shared_memory import remove_leftovers, remove_own_names
@@ -37,28 +37,15 @@ def set_cpu_environment() -> None:
         os.environ.setdefault(name, value)
 
 
-def make_engine(
-    model: ModelConfig,
-    rollout: RolloutConfig,
-    budgets: Budgets,
-    seed: int,
-    spans_nodes: bool,
-    returns_routes: bool,
-    progress: Progress | None,
-    shares_gpus: bool,
-    loads_weights: bool,
-) -> LLMEngine:
+def make_engine(spec: EngineSpec, budgets: Budgets, progress: Progress | None) -> LLMEngine:
     """Start vLLM in the process and the thread that call.
 
     Args:
         budgets: the thinking budget, whose opening, delimiter and closing vLLM is told if it keeps it, and the beams,
             whose number of log-probs vLLM is told.
-        spans_nodes: whether the ranks are on several nodes; see `VllmEngine`.
-        returns_routes: whether outputs hold the experts of each token.
         progress: what records the tokens of every step; None if nobody does.
-        shares_gpus: whether trainers have the same GPUs; see `VllmEngine`.
-        loads_weights: whether vLLM loads the weights of the model's folder; otherwise it begins with dummy weights.
     """
+    model, rollout, returns_routes, shares_gpus = spec.model, spec.rollout, spec.returns_routes, spec.shares_gpus
     on_gpu = torch.cuda.is_available()
     if not on_gpu:
         set_cpu_environment()
@@ -69,7 +56,7 @@ def make_engine(
         options["reasoning_config"] = _reasoning(budgets)
     if budgets.beams is not None:
         options["max_logprobs"] = budgets.beams.call.num_candidates
-    if spans_nodes:
+    if spec.spans_nodes:
         options["distributed_executor_backend"] = "ray"
     from vllm.config import WeightTransferConfig
     from vllm.engine.arg_utils import EngineArgs
@@ -78,12 +65,12 @@ def make_engine(
 
     arguments = EngineArgs(
         model=str(model.path),
-        load_format="auto" if loads_weights else "dummy",
+        load_format="auto" if spec.loads_weights else "dummy",
         dtype=model.dtype,
         quantization=rollout.quantization,
         skip_tokenizer_init=True,
         generation_config="vllm",  # ignore the folder's sampling defaults (top_k, temperature)
-        seed=seed,
+        seed=spec.seed,
         tensor_parallel_size=rollout.tensor,
         pipeline_parallel_size=rollout.pipeline,
         enable_expert_parallel=rollout.expert_parallel,

@@ -20,6 +20,7 @@ from megatron_rl.bridge.setup import BridgeSetup
 from megatron_rl.config.policy import ModelConfig
 from megatron_rl.config.rollout import RolloutConfig, SamplingConfig
 from megatron_rl.layout import Engines, Recording
+from megatron_rl.rollout.backend import EngineSpec
 from megatron_rl.rollout.engine import VllmEngine
 from megatron_rl.types import ModelShape, Prompt, Tokens
 
@@ -38,7 +39,7 @@ def of(engine: VllmEngine, method: str) -> Any:
 
 def serve(pipe: Connection, options: dict[str, Any]) -> None:
     """Do what the pipe asks of one engine, until it closes. An error is an answer too."""
-    engine = VllmEngine(**options)
+    engine = VllmEngine(EngineSpec(**options))
     with asyncio.Runner() as runner:
         while True:
             try:

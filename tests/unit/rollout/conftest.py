@@ -49,6 +49,7 @@ class Stage:
         Args:
             vllm: further options of vLLM.
         """
+        from megatron_rl.rollout.backend import EngineSpec
         from megatron_rl.rollout.engine import VllmEngine
 
         assert not self.living, "another engine lives"
@@ -56,7 +57,7 @@ class Stage:
         engines = Engines(1, self.config.tensor, self.config.pipeline, self.config.expert_parallel)
         self._trained = folder, mesh, engines, dtype
         self.trainers = TinyTrainers(*self._trained)
-        self.engine = VllmEngine(
+        spec = EngineSpec(
             model=ModelConfig(path=folder, dtype=dtype),
             rollout=self.config,
             seed=0,
@@ -65,6 +66,7 @@ class Stage:
             shares_gpus=shares_gpus,
             make_answers=answers(self.config),
         )
+        self.engine = VllmEngine(spec)
         self._loop = asyncio.new_event_loop()
         self.living.append(self)
         # vLLM collects garbage several times while it starts, and need not look each time at all that tests have

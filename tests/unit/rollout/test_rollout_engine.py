@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from megatron_rl.config.policy import ModelConfig
 from megatron_rl.config.rollout import RolloutConfig
+from megatron_rl.rollout.backend import EngineSpec
 from megatron_rl.rollout.engine import VllmEngine
 from megatron_rl.types import Mesh, Prompt
 
@@ -173,7 +174,7 @@ def test_a_trainer_that_dies_is_an_error_not_a_hang_and_others_take_its_place(st
 def engine(folder, **rollout) -> VllmEngine:
     sizes = {"max_prompt_tokens": 8, "max_response_tokens": 8} | rollout
     config = RolloutConfig(prompts_per_step=1, samples_per_prompt=1, **sizes)
-    return VllmEngine(model=ModelConfig(path=folder, dtype="float32"), rollout=config, seed=0)
+    return VllmEngine(EngineSpec(ModelConfig(path=folder, dtype="float32"), config, seed=0))
 
 
 def test_more_tokens_than_positions_are_refused(folders):
