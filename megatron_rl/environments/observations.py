@@ -178,7 +178,7 @@ def _require_beginning(expected: str, text: str) -> None:
     """
     if text.startswith(expected):
         return
-    place = next((i for i, (a, b) in enumerate(zip(expected, text, strict=True)) if a != b), len(text))
+    place = next((i for i, (a, b) in enumerate(zip(expected, text, strict=False)) if a != b), len(text))
     raise ValueError(
         f"the chat template writes earlier turns differently once another one follows: from character {place} of the "
         f"conversation on, {expected[place : place + SHOWN]!r} becomes {text[place : place + SHOWN]!r}. The tokens "

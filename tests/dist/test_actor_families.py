@@ -182,7 +182,7 @@ def test_logits_equal_those_of_transformers(trainers, folders, long_samples, nam
         "logits", mesh.world_size, folder=folders[name], samples=long_samples, layout=Layout(mesh)
     )
     starts = np.concatenate(([0], np.cumsum(lengths)))
-    for sample, start in zip(long_samples, starts, strict=True):
+    for sample, start in zip(long_samples, starts, strict=False):
         ids = torch.from_numpy(sample.tokens.ids.astype(np.int64))
         with torch.no_grad():
             expected = model(ids[None]).logits[0].numpy()

