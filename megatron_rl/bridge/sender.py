@@ -2,7 +2,7 @@
 
 No rank gathers a tensor, and among replicas only the one that the plan names sends a shard. A large contiguous copy is
 sent from where it lies; the others are packed while the message before them travels. Invariants (tests/unit/bridge):
-the family's table covers every parameter of the rank, by name and shape; when a push returns, all its receivers have
+the table of shards covers every parameter of the rank, by name and shape; when a push returns, all its receivers have
 written all of it.
 """
 
@@ -22,7 +22,7 @@ from megatron_rl.bridge.line import CORRUPTED, NOT_EXPECTED, SLOTS, Deadline, He
 from megatron_rl.bridge.memory import Slots, synchronize
 from megatron_rl.bridge.messages import Message, Stretch, aligned, in_place, late_last, schedule, split_messages
 from megatron_rl.bridge.setup import BridgeSetup
-from megatron_rl.layout import check_parameters, megatron_shards
+from megatron_rl.layout import check_parameters
 from megatron_rl.types import Metrics
 
 
@@ -34,13 +34,13 @@ class BridgeSender:
 
         Args:
             rank: the global trainer rank, as `Mesh.coordinates` counts it.
-            parameters: the rank's own shards, by Megatron's local names.
+            parameters: the rank's own shards, by the local names of its shards (`BridgeSetup.trainer_shards`).
 
         Raises:
             ValueError: a parameter that the plan does not know, one that is missing or of another shape; or
                 ranks that do not agree on the plan.
         """
-        shards = megatron_shards(setup.shape, setup.mesh, rank, setup.fused_norms)
+        shards = setup.trainer_shards(rank)
         live = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
         check_parameters(shards, live, f"trainer rank {rank}")
         self._parameters, self._rank, self._timeout_s = parameters, rank, setup.timeout_s

@@ -12,7 +12,16 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from megatron_rl.layout import Engines, Links, Recording, Shard, TransferPlan, plan_weights, vllm_shards
+from megatron_rl.layout import (
+    Engines,
+    Links,
+    Recording,
+    Shard,
+    TransferPlan,
+    megatron_shards,
+    plan_weights,
+    vllm_shards,
+)
 from megatron_rl.types import Mesh, ModelShape
 
 BUCKET_BYTES = 64 * 2**20
@@ -47,6 +56,9 @@ class BridgeSetup:
     links: Links = Links()
     """The nodes and links of the ranks. Of several trainer ranks with the same weights, one in the engine's node sends
     them."""
+    trainer: tuple[Recording, ...] = field(default=(), repr=False)
+    """What each trainer rank holds, for a trainer that is not Megatron. If it is empty, the family's table says what
+    Megatron's ranks hold. The mesh then only says how many ranks there are."""
     recorded: tuple[Recording, ...] = field(default=(), repr=False)
     """What each rank of an engine holds, as vLLM's loaders showed it (`recording.py`). If it is empty, the family's
     table says so."""
@@ -60,12 +72,17 @@ class BridgeSetup:
         if self.folder is not None and self.engines.num > 1:
             raise ValueError("files are read by any number of engines: describe one, engines.num=1")
         assert len(self.recorded) in (0, self.engines.world_size), "one recording for each rank of an engine"
+        if len(self.trainer) not in (0, self.mesh.world_size):
+            raise ValueError(
+                f"the bridge was told what {len(self.trainer)} trainer ranks hold, but the mesh has "
+                f"{self.mesh.world_size} ranks; give each rank its table"
+            )
 
     @cached_property
     def transfer_plan(self) -> TransferPlan:
         return plan_weights(
             self.shape,
-            self.mesh,
+            self.trainer or self.mesh,
             self.engines,
             fused_norms=self.fused_norms,
             dtype=self.dtype,
@@ -73,6 +90,12 @@ class BridgeSetup:
             recorded=self.recorded,
             repacked=any(rank.repacked for rank in self.recorded),
         )
+
+    def trainer_shards(self, rank: int) -> list[Shard]:
+        """All parameters of one trainer rank."""
+        if self.trainer:
+            return self.trainer[rank].shards
+        return megatron_shards(self.shape, self.mesh, rank, self.fused_norms)
 
     def engine_shards(self, rank: int) -> list[Shard]:
         """All parameters of one rank of an engine."""

@@ -239,7 +239,7 @@ class Stream:
 @lru_cache(maxsize=2)
 def plan_weights(
     shape: ModelShape,
-    mesh: Mesh,
+    trainer: Mesh | tuple[Recording, ...],
     engines: Engines,
     *,
     fused_norms: bool = False,
@@ -253,6 +253,7 @@ def plan_weights(
     Args:
         fused_norms: the trainer has Transformer Engine's layers.
         dtype: the dtype in which the bytes are sent.
+        trainer: the mesh of Megatron's ranks, or what each rank of another trainer holds.
         recorded: what the ranks of an engine hold. If it is empty, the family's table says so.
         repacked: the engines repack layers, and hold each of them a second time until all of its bytes have arrived. So
             the layers are to arrive one after the other.
@@ -262,7 +263,13 @@ def plan_weights(
     """
     family = FAMILIES[shape.family]
     tensor, pipeline = engines.tensor, engines.pipeline
-    source = Side.of(family.megatron_placed(shape, mesh, rank, fused_norms) for rank in range(mesh.world_size))
+    if isinstance(trainer, Mesh):
+        num_sources, stage_size = trainer.world_size, trainer.stage_size
+        held = [family.megatron_placed(shape, trainer, rank, fused_norms) for rank in range(num_sources)]
+    else:
+        num_sources = stage_size = len(trainer)
+        held = [rank.placed for rank in trainer]
+    source = Side.of(held)
     if recorded:
         destination = Side.of(rank.placed for rank in recorded)
     else:
@@ -271,8 +278,7 @@ def plan_weights(
             for rank in range(tensor * pipeline)
         )
     regions = intersect_sides(source, destination)
-    stage_size = mesh.stage_size if repacked else None
-    return plan_regions(regions, mesh.world_size, engines, links, dtype, stage_size)
+    return plan_regions(regions, num_sources, engines, links, dtype, stage_size if repacked else None)
 
 
 def plan_regions(

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from megatron_rl.bridge.join import host_store
 from megatron_rl.bridge.sender import BridgeSender
 from megatron_rl.bridge.setup import BridgeSetup
-from megatron_rl.layout import Engines, megatron_shards, read_shape, slices
+from megatron_rl.layout import FAMILIES, Engines, Recording, Shard, read_shape
 from megatron_rl.recipes.tiny.model import write_random_qwen3
 from megatron_rl.rollout.start import set_cpu_environment
 from megatron_rl.types import Mesh, ModelShape
@@ -38,41 +38,27 @@ TEXTS = ([11, 3, 42, 8, 19, 27, 33, 4], [60, 9, 9, 14, 50, 2, 31, 22])
 """What the trainer learns, one after the other."""
 
 
-class Weights:
-    """The weights of a transformers model under Megatron's names, for a trainer whose ranks hold the whole model each.
+def table_of(model: nn.Module, shape: ModelShape) -> Recording:
+    """What the trainer's only rank holds: each tensor of the Hugging Face format whole, under its own name. The model
+    is a dense one, because transformers stacks the experts of a mixture."""
 
-    Most of Megatron's parameters are one of the model's own tensors. Others are several of them in one, such as q, k
-    and v: these are copies, which `refresh` renews. The model is a dense one, because transformers stacks the experts
-    of a mixture.
-    """
+    def whole(name: str, tensor: Tensor) -> Shard:
+        box = tuple((0, size) for size in tensor.shape)
+        return Shard(name, box, name, box)
 
-    def __init__(self, model: nn.Module, shape: ModelShape) -> None:
-        self._tensors = model.state_dict()
-        self._fused: dict[str, list] = {}
-        self.parameters: dict[str, Tensor] = {}
-        shards = megatron_shards(shape, Mesh(), 0)
-        for name in dict.fromkeys(shard.local_name for shard in shards):
-            parts = [shard for shard in shards if shard.local_name == name]
-            if len(parts) == 1:  # one rank holds all of it
-                self.parameters[name] = self._tensors[parts[0].hf_name]
-            else:
-                first = self._tensors[parts[0].hf_name]
-                rows = max(shard.local_box[0][1] for shard in parts)
-                self.parameters[name] = first.new_empty(rows, *first.shape[1:])
-                self._fused[name] = parts
+    return Recording.of([whole(*one) for one in parameters_of(model, shape).items()], FAMILIES[shape.family])
 
-    def refresh(self) -> None:
-        for name, parts in self._fused.items():
-            for shard in parts:
-                part = self._tensors[shard.hf_name][slices(shard.hf_box)]
-                self.parameters[name][slices(shard.local_box)].copy_(part)
+
+def parameters_of(model: nn.Module, shape: ModelShape) -> dict[str, Tensor]:
+    tensors = model.state_dict()
+    return {name: one for name, one in tensors.items() if not (shape.tied_embeddings and name == "lm_head.weight")}
 
 
 class Pusher:
     """The trainer's end of the bridge and the engine's, which must be called at the same time."""
 
-    def __init__(self, weights: Weights, shape: ModelShape, llm: LLM) -> None:
-        self._weights, self._llm, self._pool, self._version = weights, llm, ThreadPoolExecutor(1), 0
+    def __init__(self, model: nn.Module, shape: ModelShape, llm: LLM) -> None:
+        self._llm, self._pool, self._version = llm, ThreadPoolExecutor(1), 0
         self._store = host_store("127.0.0.1")
         setup = BridgeSetup(
             shape,
@@ -82,17 +68,17 @@ class Pusher:
             dtype="float32",
             host="127.0.0.1",
             port=self._store.port,
+            trainer=(table_of(model, shape),),
         )
         info = {"setup": setup.as_dict(), "engine": 0}
         self._sender = self._beside(
-            lambda: BridgeSender(setup, 0, weights.parameters),
+            lambda: BridgeSender(setup, 0, parameters_of(model, shape)),
             lambda: llm.init_weight_transfer_engine({"init_info": info}),
         )
 
     def push(self) -> None:
         self._version += 1
         version = self._version
-        self._weights.refresh()
         self._llm.start_weight_update()
         self._beside(
             lambda: self._sender.push(version), lambda: self._llm.update_weights({"update_info": {"version": version}})
@@ -172,7 +158,7 @@ def play() -> list[dict[str, Any]]:
     said = answer(llm)
     # On a CPU, joining gives vLLM's layers new memory, which has no weights until the first push: nothing is asked
     # between the two.
-    pusher = Pusher(Weights(model, shape), shape, llm)
+    pusher = Pusher(model, shape, llm)
     for text in TEXTS:
         learn(model, text)
         before, difference_before = said[0], difference(model, *said)
