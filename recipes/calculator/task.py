@@ -14,7 +14,6 @@ learn that it is worth it. All files depend only on the seed. Training and held-
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import sys
@@ -22,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.recipes.tiny.model import tell_written, write_random_qwen3
+from megatron_rl.recipes.tiny.model import write_random_qwen3, write_task_of
 
 TURNS = ["<user>", "<assistant>", "<tool>"]
 CALL = ["<tool_call>", '{"name": "', "calculator", '", "arguments": {"expression": "', '"}}', "</tool_call>"]
@@ -91,13 +90,7 @@ def write_model(folder: Path, seed: int) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="the folder for model, rows and demonstrations")
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args(arguments)
-    write_task(options.folder, seed=options.seed)
-    tell_written(options.folder)
-    return 0
+    return write_task_of(__doc__, write_task, arguments)
 
 
 if __name__ == "__main__":

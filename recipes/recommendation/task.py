@@ -17,7 +17,6 @@ disjoint. All files depend only on the seed.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import sys
@@ -25,7 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_rl.recipes.tiny.model import tell_written, write_random_qwen3
+from megatron_rl.recipes.tiny.model import write_random_qwen3, write_task_of
 
 CODES = 8
 """The number of codes of each level."""
@@ -126,13 +125,7 @@ def write_model(folder: Path, seed: int) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="the folder for model, catalogue, rows and demonstrations")
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args(arguments)
-    write_task(options.folder, seed=options.seed)
-    tell_written(options.folder)
-    return 0
+    return write_task_of(__doc__, write_task, arguments)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 
@@ -30,6 +32,22 @@ def write_random_qwen3(folder: Path, seed: int, **vocabulary: int) -> None:
         **vocabulary,
     )
     Qwen3ForCausalLM(config).save_pretrained(folder)
+
+
+def write_task_of(doc: str | None, write_task: Callable[..., object], arguments: Sequence[str] | None) -> int:
+    """The command of a recipe that writes its task into a folder; returns its exit status.
+
+    Args:
+        doc: the description of the task, for `--help`.
+        write_task: gets the folder and `seed`.
+    """
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="the folder for the model, the rows, and what else the task has")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args(arguments)
+    write_task(options.folder, seed=options.seed)
+    tell_written(options.folder)
+    return 0
 
 
 def tell_written(folder: Path) -> None:
