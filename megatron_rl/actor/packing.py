@@ -80,7 +80,7 @@ def _pack_row(share: Share, samples: Sequence[int]) -> Microbatch:
     token_T, lag_T = np.zeros(num_tokens, np.int64), np.zeros(num_tokens, np.int32)
     padding_T, reward_T = np.ones(num_tokens, bool), np.zeros(num_tokens)
     start = 0
-    for sample, mine, length, room in zip(samples, tokens, lengths, padded, strict=True):
+    for sample, mine, length, room in zip(samples, tokens, lengths, padded, strict=False):
         here, predicting = slice(start, start + length), slice(start, start + length - 1)
         ids_T[here] = mine.ids
         padding_T[here] = False
