@@ -10,7 +10,7 @@ from math import prod
 import numpy as np
 
 from megatron_rl.layout import FAMILIES, Copy, Engines, Shard, TransferPlan, slices
-from megatron_rl.layout.family import Placed, Placement
+from megatron_rl.layout.placement import Placed, Placement
 from megatron_rl.layout.regions import Side, intersect_sides
 from megatron_rl.layout.shards import local_extents
 from megatron_rl.layout.transfer import plan_regions

@@ -28,7 +28,7 @@ from megatron_rl.convert.source import open_checkpoint
 from megatron_rl.convert.stored import Maps
 from megatron_rl.convert.work import sync
 from megatron_rl.layout import FAMILIES, Box, Shard, critic_shape, megatron_shards, slices, volume
-from megatron_rl.layout.family import VALUE_HEAD
+from megatron_rl.layout.rule import VALUE_HEAD
 from megatron_rl.layout.hub import INDEX
 from megatron_rl.types import Mesh, ModelShape
 

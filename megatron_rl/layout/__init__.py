@@ -6,10 +6,11 @@ from megatron_rl.layout.config import critic_config, critic_shape, hub_hint, rea
 from megatron_rl.layout.copies import Copy
 from megatron_rl.layout.engines import Engines
 from megatron_rl.layout.families import FAMILIES
-from megatron_rl.layout.family import Family, engine_layers
+from megatron_rl.layout.family import Family
 from megatron_rl.layout.fused import obstacle_to_fused_layers
 from megatron_rl.layout.hub import HubIndex, check_model, scan
 from megatron_rl.layout.links import Links
+from megatron_rl.layout.placement import engine_layers
 from megatron_rl.layout.quantised import check_unquantised
 from megatron_rl.layout.recorded import Recording, box_of_view
 from megatron_rl.layout.shards import Box, Shard, check_parameters, slices, volume

@@ -10,145 +10,17 @@ its own place.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from math import prod
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
-from megatron_rl.layout.shards import Box, Shard
-from megatron_rl.layout.splits import REPLICATED, Split, SplitKind, part
+from megatron_rl.layout import divisions
+from megatron_rl.layout.placement import Placed, Placement, engine_layers, linear_experts, place_row
+from megatron_rl.layout.rule import VALUE_HEAD, Ignored, Rule, num_experts
+from megatron_rl.layout.shards import Shard
+from megatron_rl.layout.splits import part
 from megatron_rl.types import Mesh, ModelShape
-
-
-@dataclass(frozen=True, slots=True)
-class HfTensor:
-    name: str
-    """The name in the checkpoint, without the prefix of the layer. `{}` stands for the number of the expert."""
-    dims: tuple[str, ...]
-    """The extent of each dim, as a key of `sizes`: q, kv, hidden, ffn, ..."""
-
-
-def sizes(shape: ModelShape) -> dict[str, int]:
-    """The extents that `HfTensor.dims` names."""
-    known = {
-        "q": shape.num_heads * shape.head_dim,
-        "kv": shape.num_kv_heads * shape.head_dim,
-        "hidden": shape.hidden_size,
-        "ffn": shape.ffn_size,
-        "vocab": shape.vocab_size,
-        "head": shape.head_dim,
-        "value_head": 1,
-    }
-    if experts := shape.experts:
-        known |= {"experts": experts.num_experts, "expert_ffn": experts.ffn_size, "shared_ffn": experts.shared_ffn_size}
-    if latent := shape.latent:
-        known |= {
-            "query_rank": latent.query_rank,
-            "kv_rank": latent.kv_rank,
-            "kv_down": latent.kv_rank + latent.rope_dim,
-            "q_up": shape.num_heads * (latent.nope_dim + latent.rope_dim),
-            "kv_up": shape.num_heads * (latent.nope_dim + latent.value_dim),
-            "value": shape.num_heads * latent.value_dim,
-        }
-    return known
-
-
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """One row of a family's table. Names are relative to the prefix of a layer; the embedding, the final norm and the
-    output layer have whole names."""
-
-    split: SplitKind
-    hf: tuple[HfTensor, ...]
-    megatron: str
-    """Megatron's name. `{}` stands for the expert, counted from 0 on each rank."""
-    vllm: str | None = None
-    """vLLM's name, if it differs from the HF tensor's. A row of experts without `{}` is one parameter that stacks the
-    experts of the rank along a new first dim."""
-    fused: str | None = None
-    """Megatron's name with Transformer Engine's layers, if it differs: these fuse a norm into the linear layer after
-    it, and put the experts into one grouped layer."""
-    when: Callable[[ModelShape], bool] = lambda shape: True
-    """Whether a model of the family has this row."""
-    float32: bool = False
-    """Trainer and engine hold the parameter in float32 whatever the model's dtype is, and it is sent as float32."""
-
-    @property
-    def per_expert(self) -> bool:
-        return "{}" in self.hf[0].name
-
-    def extents(self, shape: ModelShape) -> list[tuple[int, ...]]:
-        """The extents of each HF tensor of the row."""
-        known = sizes(shape)
-        return [tuple(known[dim] for dim in tensor.dims) for tensor in self.hf]
-
-    def hf_names(self, shape: ModelShape) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Yield (name, extents) of every HF tensor of the row, expert after expert."""
-        for expert in range(_num_experts(shape) if self.per_expert else 1):
-            for tensor, extents in zip(self.hf, self.extents(shape), strict=True):
-                yield tensor.name.format(expert), extents
-
-
-VALUE_HEAD = Rule(
-    REPLICATED,
-    hf=(HfTensor("score.weight", ("value_head", "hidden")),),
-    megatron="value_head.weight",
-)
-"""The row of a critic in every family. Its HF tensor is that of transformers' classes `...ForSequenceClassification`
-with one label."""
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """What one rank holds of a row. It is the same in every layer, and for every expert of the rank."""
-
-    local_name: str
-    pieces: tuple[tuple[str, Box, Box], ...]
-    """The pieces of the parameter: (HF name, HF box, local box)."""
-    experts: tuple[int, int] | None
-    """The interval [start, stop) of the rank's experts, by their numbers in the checkpoint; None if the row has no
-    experts."""
-    float32: bool = False
-
-    @property
-    def num_experts(self) -> int:
-        """1 if the row has no experts."""
-        return 1 if self.experts is None else self.experts[1] - self.experts[0]
-
-    def shards(self, hf_prefix: str = "", prefix: str = "") -> Iterator[Shard]:
-        local_name = prefix + self.local_name
-        if self.experts is None:
-            for hf_name, hf_box, local_box in self.pieces:
-                yield Shard(hf_prefix + hf_name, hf_box, local_name, local_box)
-            return
-        stacked = "{}" not in local_name
-        for index, expert in enumerate(range(*self.experts)):
-            for hf_name, hf_box, local_box in self.pieces:
-                box = ((index, index + 1), *local_box) if stacked else local_box
-                yield Shard(hf_prefix + hf_name.format(expert), hf_box, local_name.format(index), box)
-
-
-class Placed(NamedTuple):
-    """A row's placement on one rank, in one layer or outside the layers."""
-
-    placement: Placement
-    hf_prefix: str
-    prefix: str
-
-    def shards(self) -> Iterator[Shard]:
-        return self.placement.shards(self.hf_prefix, self.prefix)
-
-
-@dataclass(frozen=True, slots=True)
-class Ignored:
-    """Tensors of a checkpoint that the model does not need. They are counted and reported."""
-
-    pattern: str
-    """A regular expression that matches whole names. NUM_LAYERS stands for the model's number of layers."""
-    reason: str
-
-    def matches(self, name: str, shape: ModelShape) -> bool:
-        return re.fullmatch(self.pattern.replace("NUM_LAYERS", str(shape.num_layers)), name) is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,75 +126,14 @@ class Family:
             ValueError: the mesh does not divide heads, KV heads, FFN, experts or layers. The message says which values
                 do.
         """
-        for name, value, ways, axis in self._divisions(shape, mesh):
-            if value % ways:
-                may_be = [n for n in divisors(value) if self._may_be(shape, mesh, axis, n)]
-                told = f"; it may be {listed(may_be)}" if may_be else ""
-                raise ValueError(
-                    f"the model has {value} {name}, which policy.parallel.{axis}={ways} does not divide{told}"
-                )
-        if shape.latent is None and mesh.tensor > shape.num_kv_heads:
-            self._check_shared_heads(shape, mesh)
-        mesh.layer_range(shape.num_layers, 0)
+        divisions.check_mesh(self, shape, mesh)
 
     def check_engine(self, shape: ModelShape, tensor: int, expert_parallel: bool, pipeline: int) -> None:
         """
         Raises:
             ValueError: vLLM cannot split the model so. The message says which `rollout.tensor` it can.
         """
-
-        def fault(tensor: int) -> str | None:
-            try:
-                self.vllm_placed(shape, tensor, 0, expert_parallel, pipeline)
-            except ValueError as error:
-                return str(error)
-            return None
-
-        if found := fault(tensor):
-            may_be = [n for n in divisors(shape.num_heads) if fault(n) is None]
-            told = f"; with rollout.tensor={tensor} the engines cannot split it: it may be {listed(may_be)}"
-            raise ValueError(found + (told if may_be else ""))
-
-    def _may_be(self, shape: ModelShape, mesh: Mesh, axis: str, ways: int) -> bool:
-        """Whether the mesh divides the model if one of its axes has another length."""
-        try:
-            mesh = replace(mesh, **{axis: ways})  # type: ignore[arg-type]  # the names are those of sizes
-        except ValueError:  # the axes do not fit together
-            return False
-        shares = shape.latent is None and mesh.tensor > shape.num_kv_heads  # see `_check_shared_heads`
-        if shares and (mesh.tensor % shape.num_kv_heads or self.qk_norm == "full"):
-            return False
-        return not any(value % ways for _, value, ways, _ in self._divisions(shape, mesh))
-
-    def _divisions(self, shape: ModelShape, mesh: Mesh) -> list[tuple[str, int, int, str]]:
-        """What is divided, its number, into how many parts, and the axis of the mesh."""
-        experts = shape.experts
-        if experts is None and mesh.expert > 1:
-            raise ValueError(f"policy.parallel.expert={mesh.expert}, but a {self.name} model has no experts")
-        divisions = [("attention heads", shape.num_heads, mesh.tensor, "tensor")]
-        if shape.latent is None and mesh.tensor <= shape.num_kv_heads:
-            divisions.append(("KV heads", shape.num_kv_heads, mesh.tensor, "tensor"))
-        if experts is None or experts.first_dense_layers:
-            divisions.append(("FFN size", shape.ffn_size, mesh.tensor, "tensor"))
-        if experts:
-            divisions.append(("experts", experts.num_experts, mesh.expert, "expert"))
-            divisions.append(("FFN size of an expert", experts.ffn_size, mesh.expert_ways, "expert_tensor"))
-            divisions.append(("FFN size of the shared experts", experts.shared_ffn_size, mesh.tensor, "tensor"))
-        return divisions
-
-    def _check_shared_heads(self, shape: ModelShape, mesh: Mesh) -> None:
-        """Check that several ranks can share each KV head. Megatron then splits the rows of `linear_qkv` evenly,
-        gathers its output from all ranks, and gives each rank its query heads and the KV head that they attend to."""
-        refused = (
-            f"the model has {shape.num_kv_heads} KV heads, which policy.parallel.tensor={mesh.tensor} does not divide"
-        )
-        if mesh.tensor % shape.num_kv_heads:
-            raise ValueError(refused)
-        if self.qk_norm == "full":
-            raise ValueError(
-                f"{refused}, and a {self.name} model normalises the heads of all ranks together, so no two ranks may "
-                f"hold the same head; set it to {shape.num_kv_heads} or less"
-            )
+        divisions.check_engine(self, shape, tensor, expert_parallel, pipeline)
 
     def megatron_shards(self, shape: ModelShape, mesh: Mesh, rank: int, fused_norms: bool = False) -> list[Shard]:
         """All parameters of one trainer rank, as `megatron_placed` lists them."""
@@ -348,9 +159,9 @@ class Family:
             split = rule.split.fused if fused_norms and rule.split.fused else rule.split.megatron
             local = name or (rule.fused if fused_norms and rule.fused else rule.megatron)
             if not rule.per_expert:
-                return _place(rule, split, shape, (mesh.tensor, tensor), local)
-            experts = part(_num_experts(shape), mesh.expert, expert)
-            return _place(rule, split, shape, (mesh.expert_ways, expert_tensor), local, experts)
+                return place_row(rule, split, shape, (mesh.tensor, tensor), local)
+            experts = part(num_experts(shape), mesh.expert, expert)
+            return place_row(rule, split, shape, (mesh.expert_ways, expert_tensor), local, experts)
 
         placed: list[Placed] = []
         rows = {}
@@ -409,11 +220,11 @@ class Family:
         def place(rule: Rule) -> Placement:
             name = rule.vllm or rule.hf[0].name
             if not rule.per_expert:
-                return _place(rule, rule.split.vllm, shape, (tensor, tensor_rank), name)
+                return place_row(rule, rule.split.vllm, shape, (tensor, tensor_rank), name)
             if expert_parallel:
-                return _place(rule, rule.split.vllm, shape, (1, 0), name, _linear(shape, tensor, tensor_rank))
-            experts = 0, _num_experts(shape)
-            return _place(rule, rule.split.vllm, shape, (tensor, tensor_rank), name, experts)
+                return place_row(rule, rule.split.vllm, shape, (1, 0), name, linear_experts(shape, tensor, tensor_rank))
+            experts = 0, num_experts(shape)
+            return place_row(rule, rule.split.vllm, shape, (tensor, tensor_rank), name, experts)
 
         placed: list[Placed] = []
         if first or self.vllm_repeats_ends or (shape.tied_embeddings and last):
@@ -430,65 +241,3 @@ class Family:
             if not shape.tied_embeddings:
                 placed.append(Placed(place(self.output), "", ""))
         return placed
-
-
-def divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
-
-
-def listed(numbers: Sequence[int]) -> str:
-    """1, 2 or 4."""
-    *others, last = map(str, numbers)
-    return f"{', '.join(others)} or {last}" if others else last
-
-
-def _num_experts(shape: ModelShape) -> int:
-    """The number of routed experts of a layer. Only models with experts have rows with a `{}` for the expert."""
-    assert shape.experts is not None, f"{shape.family}: a model without experts has a row for each expert"
-    return shape.experts.num_experts
-
-
-def _place(
-    rule: Rule,
-    split: Split,
-    shape: ModelShape,
-    where: tuple[int, int],
-    local_name: str,
-    experts: tuple[int, int] | None = None,
-) -> Placement:
-    """The placement of one row on one rank.
-
-    Args:
-        where: (the number of ranks that share the row, this rank's number among them).
-    """
-    full = rule.extents(shape)
-    try:
-        pieces = split(shape, tuple(extents[rule.split.dim] for extents in full), *where)
-    except ValueError as error:
-        raise ValueError(f"{' and '.join(tensor.name for tensor in rule.hf)}: {error}") from error
-    boxes = []
-    for piece in pieces:
-        extents, length = full[piece.tensor], piece.stop - piece.start
-        hf_box = _with(extents, piece.dim, piece.start, piece.stop)
-        local_box = _with(extents, piece.dim, piece.local_start, piece.local_start + length)
-        boxes.append((rule.hf[piece.tensor].name, hf_box, local_box))
-    return Placement(local_name, tuple(boxes), experts, rule.float32)
-
-
-def _with(extent: tuple[int, ...], dim: int, start: int, stop: int) -> Box:
-    return tuple((start, stop) if d == dim else (0, length) for d, length in enumerate(extent))
-
-
-def _linear(shape: ModelShape, ways: int, rank: int) -> tuple[int, int]:
-    """The experts of a rank in vLLM's linear placement. If they do not divide evenly, the first ranks hold one more."""
-    base, more = divmod(_num_experts(shape), ways)
-    start = rank * base + min(rank, more)
-    return start, start + base + (rank < more)
-
-
-def engine_layers(num_layers: int, pipeline: int, stage: int) -> range:
-    """The layers of an engine's pipeline stage, as vllm.distributed.utils.get_pp_indices distributes them. If they do
-    not divide evenly, the stages just before the last one hold one more."""
-    base, more = divmod(num_layers, pipeline)
-    counts = [base + (pipeline - 1 - more <= s < pipeline - 1) for s in range(pipeline)]
-    return range(sum(counts[:stage]), sum(counts[: stage + 1]))

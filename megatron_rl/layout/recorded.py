@@ -12,7 +12,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from megatron_rl.layout.family import Family, Placed, Placement
+from megatron_rl.layout.family import Family
+from megatron_rl.layout.placement import Placed, Placement
 from megatron_rl.layout.shards import Box, Shard
 
 

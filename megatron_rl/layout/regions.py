@@ -17,7 +17,7 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_rl.layout.family import Placed, Placement
+from megatron_rl.layout.placement import Placed, Placement
 from megatron_rl.layout.shards import Box, extents, translate, volume
 
 

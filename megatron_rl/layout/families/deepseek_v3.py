@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_rl.layout.families.rows import ENDS, GATED_MLP, INPUT_NORM, MLP_NORM, mixture_rows
-from megatron_rl.layout.family import Family, HfTensor, Ignored, Rule
+from megatron_rl.layout.family import Family
+from megatron_rl.layout.rule import HfTensor, Ignored, Rule
 from megatron_rl.layout.splits import COLUMNS, LATENT_DOWN, LATENT_KV_DOWN, REPLICATED, ROWS, query_rank
 from megatron_rl.types import Experts, LatentAttention, ModelShape
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from megatron_rl.layout.families.rows import ENDS, GATED_MLP, LLAMA_ATTENTION, MLP_NORM
-from megatron_rl.layout.family import Family, Ignored
+from megatron_rl.layout.family import Family
+from megatron_rl.layout.rule import Ignored
 
 LLAMA = Family(
     name="llama",

@@ -13,7 +13,8 @@ from typing import Any
 
 from megatron_rl.layout.families.rows import ATTENTION_OUTPUT, ENDS, GATED_MLP, QKV_WEIGHT
 from megatron_rl.layout.families.windows import window
-from megatron_rl.layout.family import Family, HfTensor, Rule
+from megatron_rl.layout.family import Family
+from megatron_rl.layout.rule import HfTensor, Rule
 from megatron_rl.layout.splits import REPLICATED, WIDE_NORM
 
 _ATTENTION = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TypedDict
 
-from megatron_rl.layout.family import HfTensor, Rule
+from megatron_rl.layout.rule import HfTensor, Rule
 from megatron_rl.layout.splits import COLUMNS, QKV, REPLICATED, ROWS, VOCABULARY
 
 EMBEDDING = Rule(

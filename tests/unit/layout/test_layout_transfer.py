@@ -29,8 +29,8 @@ from megatron_rl.layout import (
     vllm_shards,
     volume,
 )
+from megatron_rl.layout.replicas import fill_up
 from megatron_rl.layout.shards import Box, intersect, translate
-from megatron_rl.layout.transfer import fill_up
 from megatron_rl.types import Mesh, ModelShape
 
 

@@ -1,0 +1,106 @@
+"""The rows of a family's table: each is one fused parameter of Megatron, and the HF tensors that it is made of."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from megatron_rl.layout.splits import REPLICATED, SplitKind
+from megatron_rl.types import ModelShape
+
+
+@dataclass(frozen=True, slots=True)
+class HfTensor:
+    name: str
+    """The name in the checkpoint, without the prefix of the layer. `{}` stands for the number of the expert."""
+    dims: tuple[str, ...]
+    """The extent of each dim, as a key of `sizes`: q, kv, hidden, ffn, ..."""
+
+
+def sizes(shape: ModelShape) -> dict[str, int]:
+    """The extents that `HfTensor.dims` names."""
+    known = {
+        "q": shape.num_heads * shape.head_dim,
+        "kv": shape.num_kv_heads * shape.head_dim,
+        "hidden": shape.hidden_size,
+        "ffn": shape.ffn_size,
+        "vocab": shape.vocab_size,
+        "head": shape.head_dim,
+        "value_head": 1,
+    }
+    if experts := shape.experts:
+        known |= {"experts": experts.num_experts, "expert_ffn": experts.ffn_size, "shared_ffn": experts.shared_ffn_size}
+    if latent := shape.latent:
+        known |= {
+            "query_rank": latent.query_rank,
+            "kv_rank": latent.kv_rank,
+            "kv_down": latent.kv_rank + latent.rope_dim,
+            "q_up": shape.num_heads * (latent.nope_dim + latent.rope_dim),
+            "kv_up": shape.num_heads * (latent.nope_dim + latent.value_dim),
+            "value": shape.num_heads * latent.value_dim,
+        }
+    return known
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One row of a family's table. Names are relative to the prefix of a layer; the embedding, the final norm and the
+    output layer have whole names."""
+
+    split: SplitKind
+    hf: tuple[HfTensor, ...]
+    megatron: str
+    """Megatron's name. `{}` stands for the expert, counted from 0 on each rank."""
+    vllm: str | None = None
+    """vLLM's name, if it differs from the HF tensor's. A row of experts without `{}` is one parameter that stacks the
+    experts of the rank along a new first dim."""
+    fused: str | None = None
+    """Megatron's name with Transformer Engine's layers, if it differs: these fuse a norm into the linear layer after
+    it, and put the experts into one grouped layer."""
+    when: Callable[[ModelShape], bool] = lambda shape: True
+    """Whether a model of the family has this row."""
+    float32: bool = False
+    """Trainer and engine hold the parameter in float32 whatever the model's dtype is, and it is sent as float32."""
+
+    @property
+    def per_expert(self) -> bool:
+        return "{}" in self.hf[0].name
+
+    def extents(self, shape: ModelShape) -> list[tuple[int, ...]]:
+        """The extents of each HF tensor of the row."""
+        known = sizes(shape)
+        return [tuple(known[dim] for dim in tensor.dims) for tensor in self.hf]
+
+    def hf_names(self, shape: ModelShape) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Yield (name, extents) of every HF tensor of the row, expert after expert."""
+        for expert in range(num_experts(shape) if self.per_expert else 1):
+            for tensor, extents in zip(self.hf, self.extents(shape), strict=True):
+                yield tensor.name.format(expert), extents
+
+
+VALUE_HEAD = Rule(
+    REPLICATED,
+    hf=(HfTensor("score.weight", ("value_head", "hidden")),),
+    megatron="value_head.weight",
+)
+"""The row of a critic in every family. Its HF tensor is that of transformers' classes `...ForSequenceClassification`
+with one label."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ignored:
+    """Tensors of a checkpoint that the model does not need. They are counted and reported."""
+
+    pattern: str
+    """A regular expression that matches whole names. NUM_LAYERS stands for the model's number of layers."""
+    reason: str
+
+    def matches(self, name: str, shape: ModelShape) -> bool:
+        return re.fullmatch(self.pattern.replace("NUM_LAYERS", str(shape.num_layers)), name) is not None
+
+
+def num_experts(shape: ModelShape) -> int:
+    """The number of routed experts of a layer. Only models with experts have rows with a `{}` for the expert."""
+    assert shape.experts is not None, f"{shape.family}: a model without experts has a row for each expert"
+    return shape.experts.num_experts
