@@ -8,7 +8,7 @@ Invariants (tests/dist): export after load gives the same bits on every mesh; lo
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,11 +25,12 @@ from megatron_rl.convert.forms import split_into_files
 from megatron_rl.convert.hub import MAX_FILE_BYTES, companions, file_name, index_text
 from megatron_rl.convert.manifest import WEIGHTS
 from megatron_rl.convert.source import open_checkpoint
-from megatron_rl.convert.stored import Maps
+from megatron_rl.convert.stored import Maps, rectangle
 from megatron_rl.convert.work import sync
 from megatron_rl.layout import FAMILIES, Box, Shard, critic_shape, megatron_shards, slices, volume
-from megatron_rl.layout.rule import VALUE_HEAD
 from megatron_rl.layout.hub import INDEX
+from megatron_rl.layout.rule import VALUE_HEAD
+from megatron_rl.layout.view import View
 from megatron_rl.types import Mesh, ModelShape
 
 if TYPE_CHECKING:
@@ -110,6 +111,8 @@ def write_companions(
 class HubTensor:
     extents: tuple[int, ...]
     dtype: torch.dtype
+    views: Mapping[str, View] = field(default_factory=dict)
+    """The HF tensors that it holds, by name; empty: it is the one of its own name."""
 
     @property
     def num_bytes(self) -> int:
@@ -117,16 +120,16 @@ class HubTensor:
 
 
 def hub_files(shape: ModelShape, dtype: torch.dtype) -> list[dict[str, HubTensor]]:
-    """The HF tensors of each file by name, in order.
+    """The tensors of each file by name, in order.
 
     Args:
         dtype: that of the model.
     """
     family = FAMILIES[shape.family]
-    tensors = {
-        name: HubTensor(extents, torch.float32 if family.is_float32(name) else dtype)
-        for name, extents in family.hf_tensors(shape).items()
-    }
+    tensors = {}
+    for name, held in family.file_tensors(shape).items():
+        is_float32 = family.is_float32(next(iter(held.views), name))
+        tensors[name] = HubTensor(held.extents, torch.float32 if is_float32 else dtype, held.views)
     sized = ((named, named[1].num_bytes) for named in tensors.items())
     return [dict(file) for file in split_into_files(sized, MAX_FILE_BYTES)]
 
@@ -175,7 +178,7 @@ def _gather(
     gathered = {}
     for name, tensor in tensors.items():
         whole = torch.empty(tensor.extents, dtype=tensor.dtype) if actor.rank == 0 else None
-        for rank, shard in holders[name]:
+        for rank, shard in (held for part in tensor.views or (name,) for held in holders[part]):
             if rank == actor.rank:
                 part = local[shard.local_name][slices(shard.local_box)].contiguous()
                 if rank:
@@ -184,7 +187,9 @@ def _gather(
                 part = torch.empty(_extents(shard), dtype=tensor.dtype, device=platform.device())
                 dist.recv(part, src=rank)
             if whole is not None:
-                whole[slices(shard.hf_box)] = part.cpu()
+                view = tensor.views.get(shard.hf_name)
+                here = rectangle(whole, view, shard.hf_box) if view else whole[slices(shard.hf_box)]
+                here.copy_(part)
         if whole is not None:
             gathered[name] = whole
     return gathered

@@ -22,7 +22,8 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 )
 from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 
-from megatron_rl.layout import FAMILIES, Recording, Shard, box_of_view
+from megatron_rl.layout import FAMILIES, Box, Recording, Shard, box_of_view
+from megatron_rl.layout.view import FileTensor
 from megatron_rl.types import ModelShape
 
 
@@ -37,12 +38,12 @@ def record_loading(model: nn.Module, shape: ModelShape, dtype: torch.dtype) -> R
         ValueError: a loader does not just copy rectangles, but computes with a weight or rearranges it.
     """
     family = FAMILIES[shape.family]
-    sources = {
-        name: torch.empty(extents, dtype=torch.float32 if family.is_float32(name) else dtype, device="meta")
-        for name, extents in family.hf_tensors(shape).items()
-    }
+    tensors, sources = family.file_tensors(shape), {}
+    for name, held in tensors.items():
+        is_float32 = family.is_float32(next(iter(held.views), name))
+        sources[name] = torch.empty(held.extents, dtype=torch.float32 if is_float32 else dtype, device="meta")
     with _in_checkpoint_form(model):
-        copies = _CopyRecorder(sources, dict(model.named_parameters()))
+        copies = _CopyRecorder(sources, dict(model.named_parameters()), tensors, family.hf_tensors(shape))
         with copies:
             model.load_weights(iter(sources.items()))
     return Recording.of(copies.shards, family)
@@ -71,9 +72,22 @@ class _CopyRecorder(TorchDispatchMode):
     """While it is active, copies between the given tensors are written down and not made. A view is known by the
     storage that it has in common with its tensor."""
 
-    def __init__(self, sources: Mapping[str, Tensor], destinations: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self,
+        sources: Mapping[str, Tensor],
+        destinations: Mapping[str, Tensor],
+        tensors: Mapping[str, FileTensor],
+        extents: Mapping[str, tuple[int, ...]],
+    ) -> None:
+        """
+        Args:
+            sources: the checkpoint's tensors, by their names in files.
+            tensors: what each of them holds.
+            extents: those of every HF tensor.
+        """
         super().__init__()
         self.shards: list[Shard] = []
+        self._tensors, self._extents = tensors, extents
         self._sources, self._destinations = _by_storage(sources), _by_storage(destinations)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -81,18 +95,27 @@ class _CopyRecorder(TorchDispatchMode):
             return function(*args, **(kwargs or {}))
         to, what = args[:2]
         name, destination = self._destinations.get(_storage(to), ("", to))
-        hf_name, source = self._sources.get(_storage(what), ("", what))
-        if name and hf_name:
-            hf_box, box = _box(source, what), _box(destination, to)
+        source_name, source = self._sources.get(_storage(what), ("", what))
+        if name and source_name:
+            hf_name, hf_box = self._part(source_name, source, what)
+            box = _box(destination, to)
             if hf_box is None or box is None or [b - a for a, b in hf_box] != [b - a for a, b in box][-len(hf_box) :]:
                 raise ValueError(
-                    f"vLLM rearranges {hf_name} while it loads {name}, and the bridge only copies rectangles"
+                    f"vLLM rearranges {source_name} while it loads {name}, and the bridge only copies rectangles"
                 )
             self.shards.append(Shard(hf_name, hf_box, name, box))
             return to
         if name and what.is_meta:
             raise ValueError(f"vLLM computes {name} from the checkpoint's tensors, and the bridge only copies them")
         return function(*args, **(kwargs or {}))
+
+    def _part(self, name: str, whole: Tensor, view: Tensor) -> tuple[str, Box | None]:
+        """The HF tensor that a view of a file's tensor is a rectangle of, and the rectangle; None if there is none."""
+        for hf_name, part in self._tensors[name].views.items():
+            offset = view.storage_offset() - whole.storage_offset()
+            if box := part.box_of(offset, view.shape, view.stride(), self._extents[hf_name]):
+                return hf_name, box
+        return name, None if self._tensors[name].views else _box(whole, view)
 
 
 def _by_storage(tensors: Mapping[str, Tensor]) -> dict[int, tuple[str, Tensor]]:
@@ -103,6 +126,6 @@ def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def _box(whole: Tensor, view: Tensor):
+def _box(whole: Tensor, view: Tensor) -> Box | None:
     assert whole.is_contiguous(), "vLLM makes parameters contiguous before it loads them"
     return box_of_view(view.storage_offset() - whole.storage_offset(), view.shape, view.stride(), whole.shape)

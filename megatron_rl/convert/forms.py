@@ -1,7 +1,7 @@
 """The three forms of a checkpoint. A form is a list of tensors, each with the rectangles of Hugging Face (HF) tensors
 that it holds.
 
-    hub    a Hugging Face folder with one tensor for each HF tensor
+    hub    a Hugging Face folder: the HF tensors, or where the family's table says so, tensors that hold several
     open   Megatron-Core's distributed checkpoint, which loads on any mesh; it holds the parameters of a one-rank mesh
     ranks  the parameters of each rank of a given mesh, without repeating data-parallel replicas
 
@@ -11,13 +11,14 @@ Every form is made from the family's table, so a conversion between any two form
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from math import gcd
 from typing import TypeVar
 
 from megatron_rl.layout import FAMILIES, Shard, megatron_shards, padded_vocabulary, volume
 from megatron_rl.layout.shards import is_vocabulary, local_extents
+from megatron_rl.layout.view import View
 from megatron_rl.types import Mesh, ModelShape
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
@@ -32,6 +33,9 @@ class Described:
     extents: tuple[int, ...]
     shards: tuple[Shard, ...]
     """The rectangles; the `local_name` of each is this tensor's name."""
+    views: Mapping[str, View] = field(default_factory=dict)
+    """If a file holds the tensors in another form, where in this tensor each HF tensor lies, by name. The `local_box`
+    of its shard is then a rectangle of the view."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +51,27 @@ class Chunk:
     """The lengths of those leading dims."""
 
 
+def hf_tensors(shape: ModelShape) -> list[Described]:
+    """The HF tensors as the family's table has them."""
+    return [
+        Described(name, extents, (_whole(name, extents, name),))
+        for name, extents in FAMILIES[shape.family].hf_tensors(shape).items()
+    ]
+
+
 def hub_tensors(shape: ModelShape) -> list[Described]:
-    tensors = []
-    for name, extents in FAMILIES[shape.family].hf_tensors(shape).items():
-        box = tuple((0, length) for length in extents)
-        tensors.append(Described(name, extents, (Shard(name, box, name, box),)))
+    """The HF tensors as files hold them."""
+    family = FAMILIES[shape.family]
+    extents, tensors = family.hf_tensors(shape), []
+    for name, held in family.file_tensors(shape).items():
+        shards = tuple(_whole(part, extents[part], name) for part in held.views or (name,))
+        tensors.append(Described(name, held.extents, shards, held.views))
     return tensors
+
+
+def _whole(hf_name: str, extents: tuple[int, ...], name: str) -> Shard:
+    box = tuple((0, length) for length in extents)
+    return Shard(hf_name, box, name, box)
 
 
 def are_layers_alike(shape: ModelShape) -> bool:

@@ -36,7 +36,7 @@ class Region:
     hf_box: Box
     stored: Stored
     box: Box
-    """The rectangle of the stored tensor."""
+    """The rectangle of the stored tensor, or of its view."""
 
 
 @dataclass(slots=True)
@@ -75,7 +75,8 @@ class Source:
             for region in self.regions[shard.hf_name]:
                 if hf_box := intersect(shard.hf_box, region.hf_box):
                     box = translate(hf_box, shard.hf_box, shard.local_box[-len(hf_box) :])
-                    parts.append(StoredPart(region.stored, translate(hf_box, region.hf_box, region.box), box))
+                    view = described.views.get(shard.hf_name)
+                    parts.append(StoredPart(region.stored, translate(hf_box, region.hf_box, region.box), box, view))
         if dtype is None and len({part.source.value_dtype for part in parts}) > 1:
             named = ", ".join(f"{part.source.name} ({part.source.value_dtype})" for part in parts[:3])
             raise ValueError(
@@ -87,6 +88,8 @@ class Source:
 
     def _add(self, described: Described, stored: Stored) -> None:
         for shard in described.shards:
+            if view := described.views.get(shard.hf_name):
+                stored = replace(stored, view=view)
             region = Region(shard.hf_box, stored, shard.local_box[-len(shard.hf_box) :])
             known = self.regions.setdefault(shard.hf_name, [])
             first = next((other for other in known if other.hf_box == region.hf_box), None)

@@ -23,6 +23,8 @@ from torch import Tensor
 from megatron_rl.layout import Box, slices
 from megatron_rl.layout.hub import read_header
 from megatron_rl.layout.quantised import FP8, Blocks
+from megatron_rl.layout.shards import extents as extents_of
+from megatron_rl.layout.view import View
 
 DTYPES = {
     "F64": torch.float64,
@@ -56,6 +58,9 @@ class Stored:
     start: int
     """The offset of its first byte in the file."""
     quantised: Quantised | None = None
+    view: View | None = None
+    """The part that is meant, as a tensor of its own, whose rectangles are then those of the view; None: the whole
+    tensor."""
 
     @property
     def num_bytes(self) -> int:
@@ -154,7 +159,7 @@ class Maps:
         self._checked.add(key)
 
     def tensor(self, stored: Stored) -> Tensor:
-        """A view of the file's bytes, which are checked first.
+        """A view of the file's bytes, which are checked first: the whole tensor, also of a part.
 
         Raises:
             ValueError: the bytes are not the manifest's.
@@ -174,9 +179,22 @@ class Maps:
             ValueError: the bytes are not the manifest's.
         """
         tensor = self.tensor(stored)
+        if view := stored.view:
+            return lambda box: rectangle(tensor, view, box)
         if stored.quantised is None:
             return lambda box: tensor[slices(box)]
         return partial(dequantised, tensor, self.tensor(stored.quantised.scales), stored.quantised.blocks)
+
+
+def rectangle(tensor: Tensor, view: View, box: Box, first: int = 0) -> Tensor:
+    """A rectangle of a view, in the memory of the file's tensor.
+
+    Args:
+        tensor: the file's tensor, or its rows from `first` on that have the rectangle.
+        box: the rectangle of the HF tensor.
+    """
+    start = view.start(box) - first * prod(view.extents[1:])
+    return tensor.as_strided(extents_of(box), view.strides, tensor.storage_offset() + start)
 
 
 _FP8_VALUES = torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn).float().numpy()

@@ -20,9 +20,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_rl.convert.stored import Maps, Stored, damaged
+from megatron_rl.convert.stored import Maps, Stored, damaged, rectangle
 from megatron_rl.layout import Box, slices, volume
 from megatron_rl.layout.shards import intersect, is_vocabulary, translate
+from megatron_rl.layout.view import View
 
 BLOCK_BYTES = 2**20
 """A block fits into a core's share of the cache and is large enough to hide Python's overhead. Writes of 4 MiB took
@@ -40,7 +41,9 @@ class StoredPart:
     source_box: Box
     """The rectangle of the stored tensor."""
     box: Box
-    """The rectangle of the target."""
+    """The rectangle of the target, or of the view."""
+    view: View | None = None
+    """What part of the target the rectangle is of, as a tensor of its own; None: it is of the target itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +109,11 @@ def blocks(tensor: TargetTensor, maps: Maps, rows: Rows | None = None) -> Iterat
         if is_padded:
             block.zero_()
         for part, source in zip(tensor.parts, sources, strict=True):
-            if box := intersect(part.box, here):
+            if part.view:
+                if box := part.view.clip(part.box, start, stop):
+                    target = rectangle(block, part.view, box, first=start)
+                    target.copy_(source(translate(box, part.box, part.source_box)).view(target.shape))
+            elif box := intersect(part.box, here):
                 target = block[box[0][0] - start : box[0][1] - start][:, *slices(box[1:])]
                 target.copy_(source(translate(box, part.box, part.source_box)).view(target.shape))
         yield block
@@ -129,13 +136,15 @@ class Run:
 
 
 def runs(tensor: TargetTensor, rows: Rows | None = None) -> list[Run] | None:
-    """The runs that a tensor consists of, in order. None if it has parts of rows, another dtype than its source, or
-    padding: its bytes are then no runs.
+    """The runs that a tensor consists of, in order. None if it has parts of rows, another form or dtype than its
+    source, or padding: its bytes are then no runs.
 
     Args:
         rows: None means all.
     """
     for part in tensor.parts:
+        if part.view or part.source.view:
+            return None
         whole_rows = (part.box[1:], part.source_box[1:]) == (_full(tensor.extents), _full(part.source.extents))
         if not whole_rows or part.source.dtype != tensor.dtype:
             return None

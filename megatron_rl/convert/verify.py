@@ -42,7 +42,7 @@ class Verification:
             ValueError: headers or manifest show a fault; the error names file and tensor.
         """
         self.source = open_checkpoint(folder)
-        self.tensors = [self.source.tensor(described, None) for described in forms.hub_tensors(self.source.shape)]
+        self.tensors = [self.source.tensor(described, None) for described in forms.hf_tensors(self.source.shape)]
         self.entries = self.source.manifest["files"] if self.source.manifest else {}
         self._maps = Maps({})  # it checks nothing: separate tasks compare the files with the manifest's checksums
         self._tasks: list[Callable[[Tick], None]] = [
@@ -77,7 +77,7 @@ class Verification:
         mine, theirs = self.source, other
         if mine.shape != theirs.shape:
             raise ValueError(f"{mine.folder} and {theirs.folder} are different models: {mine.shape}, {theirs.shape}")
-        for tensor, described in zip(self.tensors, forms.hub_tensors(other.shape), strict=True):
+        for tensor, described in zip(self.tensors, forms.hf_tensors(other.shape), strict=True):
             pair = other.tensor(described, None)
             if tensor.dtype != pair.dtype:
                 raise ValueError(
@@ -95,10 +95,15 @@ def _compare(mine: TargetTensor, theirs: TargetTensor, maps: Maps, tick: Tick) -
         if not same_bits(a, b):
             row = start + int((bits(a) != bits(b)).view(len(a), -1).any(1).nonzero()[0])
             raise ValueError(
-                f"{_files(mine)}: tensor {mine.name} differs from the one in {_files(theirs)}, first in row {row}"
+                f"{_files(mine)}: tensor {_named(mine)} differs from the one in {_files(theirs)}, first in row {row}"
             )
         start += len(a)
         tick(a.nbytes)
+
+
+def _named(tensor: TargetTensor) -> str:
+    held = tensor.parts[0].source.view if tensor.parts else None
+    return f"{tensor.name} (in {held.name})" if held else tensor.name
 
 
 def _files(tensor: TargetTensor) -> str:

@@ -20,6 +20,7 @@ from megatron_rl.layout.placement import Placed, Placement, engine_layers, linea
 from megatron_rl.layout.rule import VALUE_HEAD, Ignored, Rule, num_experts
 from megatron_rl.layout.shards import Shard
 from megatron_rl.layout.splits import part
+from megatron_rl.layout.view import FileTensor, View
 from megatron_rl.types import Mesh, ModelShape
 
 
@@ -104,20 +105,38 @@ class Family:
             tensors.update((prefix + name, extents) for name, extents in rows[kind])
         return tensors
 
+    def views(self, shape: ModelShape) -> dict[str, View]:
+        """Where the HF tensors lie that files hold in another form, by name."""
+        found: dict[str, View] = {}
+        for layer in range(shape.num_layers):
+            for rule in self.layer_rules(shape, layer):
+                found.update(rule.views(shape, self.hf_layer.format(layer)))
+        return found
+
+    def file_tensors(self, shape: ModelShape) -> dict[str, FileTensor]:
+        """Every tensor of the files of a model, by name."""
+        views, tensors = self.views(shape), dict[str, FileTensor]()
+        for name, extents in self.hf_tensors(shape).items():
+            if view := views.get(name):
+                tensors.setdefault(view.name, FileTensor(view.extents, {})).views[name] = view
+            else:
+                tensors[name] = FileTensor(extents, {})
+        return tensors
+
     def num_parameters(self, shape: ModelShape) -> int:
         """The number of elements of all HF tensors. A tied embedding counts once."""
         return sum(prod(extents) for extents in self.hf_tensors(shape).values())
 
     def describe(self, hf_name: str) -> str | None:
-        """A description, for error messages, of the row that an HF name belongs to, for any layer and expert. None if
-        there is no such row."""
+        """A description, for error messages, of the row that the name of an HF tensor, or of a file's tensor, belongs
+        to, for any layer and expert. None if there is no such row."""
         pattern = re.escape(self.hf_layer).replace(re.escape("{}"), r"\d+")
         name = re.sub(rf"^{pattern}", "", hf_name)
         ends = (self.embedding, self.final_norm, self.output, VALUE_HEAD)
         for rule in (*self.attention, *self.dense, *self.mixture, *ends):
             for tensor in rule.hf:
-                if re.fullmatch(re.escape(tensor.name).replace(re.escape("{}"), r"\d+"), name):
-                    return f"{self.name}'s row {rule.megatron}: {tensor.name} [{', '.join(tensor.dims)}]"
+                if tensor.is_named(name):
+                    return f"{self.name}'s row {rule.megatron}: {tensor}"
         return None
 
     def check_mesh(self, shape: ModelShape, mesh: Mesh) -> None:

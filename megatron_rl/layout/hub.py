@@ -26,7 +26,7 @@ INDEX = "model.safetensors.index.json"
 @dataclass(frozen=True, slots=True)
 class HubIndex:
     files: dict[str, Path]
-    """The safetensors file of each HF tensor, by the tensor's name."""
+    """The safetensors file of each tensor, by its name in the files (`Family.file_tensors`)."""
     ignored: dict[str, str]
     """The reason why the model does not need a tensor, by the tensor's name."""
     blocks: Blocks | None = None
@@ -83,7 +83,7 @@ def scan(folder: Path, shape: ModelShape) -> HubIndex:
     if not files:
         raise ValueError(f"model.path: {folder} has no *.safetensors; convert or download the weights")
     family = FAMILIES[shape.family]
-    expected = family.hf_tensors(shape)
+    expected = family.file_tensors(shape)
     index = HubIndex({}, {}, read_blocks(folder))
     quantised: dict[str, tuple[int, ...]] = {}
     scales: dict[str, _Scales] = {}
@@ -102,6 +102,11 @@ def scan(folder: Path, shape: ModelShape) -> HubIndex:
                         f"{where} is {dtype}, but only a matrix can be, and only if config.json has a "
                         f"quantization_config with a weight_block_size; copy the checkpoint again"
                     )
+                if name in expected and expected[name].views:
+                    raise ValueError(
+                        f"{where} is {dtype}, but {family.describe(name)}, of which fp8 cannot be read; take the "
+                        f"release of the model in bf16"
+                    )
                 quantised[name] = extents
             elif dtype not in _DTYPES:
                 raise ValueError(
@@ -111,9 +116,9 @@ def scan(folder: Path, shape: ModelShape) -> HubIndex:
             if name not in expected:
                 index.ignored[name] = _reason(name, where, shape)
                 continue
-            if extents != expected[name]:
+            if extents != expected[name].extents:
                 rule = family.describe(name)
-                raise ValueError(f"{where}, but config.json asks for {list(expected[name])}: {rule}")
+                raise ValueError(f"{where}, but config.json asks for {list(expected[name].extents)}: {rule}")
             index.files[name] = path
     missing = [name for name in expected if name not in index.files]
     if missing:

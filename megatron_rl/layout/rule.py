@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from megatron_rl.layout.splits import REPLICATED, SplitKind
+from megatron_rl.layout.view import InFile, View
 from megatron_rl.types import ModelShape
 
 
@@ -16,6 +17,17 @@ class HfTensor:
     """The name in the checkpoint, without the prefix of the layer. `{}` stands for the number of the expert."""
     dims: tuple[str, ...]
     """The extent of each dim, as a key of `sizes`: q, kv, hidden, ffn, ..."""
+    file: InFile | None = None
+    """How files hold a tensor of a layer, if not under this name and in this form."""
+
+    def is_named(self, name: str) -> bool:
+        """Whether this is the name of the tensor, or of the one that files hold it in, for any expert."""
+        names = (self.name, self.file.name) if self.file else (self.name,)
+        return any(re.fullmatch(re.escape(one).replace(re.escape("{}"), r"\d+"), name) for one in names)
+
+    def __str__(self) -> str:
+        held = f", which files hold in {self.file.name}" if self.file else ""
+        return f"{self.name} [{', '.join(self.dims)}]{held}"
 
 
 def sizes(shape: ModelShape) -> dict[str, int]:
@@ -77,6 +89,18 @@ class Rule:
         for expert in range(num_experts(shape) if self.per_expert else 1):
             for tensor, extents in zip(self.hf, self.extents(shape), strict=True):
                 yield tensor.name.format(expert), extents
+
+    def views(self, shape: ModelShape, prefix: str) -> Iterator[tuple[str, View]]:
+        """Yield (name, view) of every HF tensor of the row that files hold in another form.
+
+        Args:
+            prefix: that of the layer, with which the names begin.
+        """
+        experts = num_experts(shape) if self.per_expert else 0
+        for tensor, extents in zip(self.hf, self.extents(shape), strict=True):
+            if tensor.file:
+                for expert in range(experts or 1):
+                    yield prefix + tensor.name.format(expert), tensor.file.view(extents, prefix, expert, experts)
 
 
 VALUE_HEAD = Rule(

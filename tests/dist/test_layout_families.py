@@ -7,6 +7,7 @@ Megatron-Core does not build (post-norms, wide q and k norms).
 from __future__ import annotations
 
 import importlib
+import re
 from pathlib import Path
 
 import pytest
@@ -158,6 +159,36 @@ def test_class_names_extents_and_rectangles_are_those_of_vllm(folders, tmp_path)
             check_parameters(shards, parameters, f"{name}, rank {rank} of TP{tensor} PP{pipeline}")
             assert set(recording.shards) == set(shards), f"{name}, rank {rank} of TP{tensor} PP{pipeline}"
             assert len(recording.shards) == len(shards)
+
+
+STACKED = [
+    # tensor, pipeline, expert_parallel, form
+    (2, 1, False, "like_qwen3_5"),
+    (2, 1, True, "like_qwen3_5"),
+    (2, 1, False, "like_llama4"),
+    (1, 2, False, "like_llama4"),
+    (1, 1, False, "like_gpt_oss"),
+]
+
+
+def test_vllms_loaders_take_rectangles_of_stacked_experts_too(folders, tmp_path):
+    """vLLM's loader of experts knows gate above up, transposed or not. Rows by turns are not what it takes them for,
+    and are refused."""
+    folder = folders["qwen3_moe"]
+    shape = read_shape(folder)
+    asked = [(str(folder), *ways) for ways in STACKED]
+    calls = [("vllm_models", "rank_parameters", f"file://{tmp_path}/meeting", rank, asked) for rank in range(2)]
+    ranks = warm.together(in_process, calls, deadline(240))
+    for i, (tensor, pipeline, expert_parallel, form) in enumerate(STACKED):
+        for rank in range(tensor * pipeline):
+            _, _, recording = ranks[rank][i]
+            if form == "like_gpt_oss":
+                assert re.search(
+                    r"vLLM rearranges model.layers.1.mlp.experts.\w+ while it loads model.layers.1.mlp", recording
+                )
+            else:
+                shards = vllm_shards(shape, tensor, rank, expert_parallel, pipeline)
+                assert set(recording.shards) == set(shards) and len(recording.shards) == len(shards), STACKED[i]
 
 
 @pytest.mark.parametrize(

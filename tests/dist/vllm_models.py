@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
+import file_forms
 import torch
 import torch.distributed as dist
 from vllm.config import set_current_vllm_config
@@ -16,12 +18,18 @@ from vllm.model_executor.model_loader.utils import initialize_model
 
 from megatron_rl.bridge.recording import record_loading
 from megatron_rl.layout import Recording, read_shape
+from megatron_rl.types import ModelShape
 
 
 def parameters(
-    folder: str, tensor: int, pipeline: int, expert_parallel: bool, rank: int, url: str
-) -> tuple[str, dict[str, tuple[int, ...]], Recording]:
-    """The name of the model's class, the extents of its parameters, and the recording of its loaders."""
+    folder: str, tensor: int, pipeline: int, expert_parallel: bool, rank: int, url: str, form: str | None = None
+) -> tuple[str, dict[str, tuple[int, ...]], Recording | str]:
+    """The name of the model's class, the extents of its parameters, and the recording of its loaders, or why there is
+    none.
+
+    Args:
+        form: a family of tests/file_forms.py, in the form of which the loaders get the folder's tensors.
+    """
     config = EngineArgs(
         model=folder,
         skip_tokenizer_init=True,
@@ -39,7 +47,8 @@ def parameters(
         model = initialize_model(config)
         found = {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}
         before = dict(model.named_parameters())
-        recording = record_loading(model, read_shape(Path(folder)), torch.float32)
+        shape = read_shape(Path(folder))
+        recording = record_form(model, shape, form) if form else record_loading(model, shape, torch.float32)
         assert all(before[name] is tensor for name, tensor in model.named_parameters()), "the model is as it was"
     dist.barrier()
     parallel_state.destroy_model_parallel()
@@ -47,10 +56,21 @@ def parameters(
     return type(model).__name__, found, recording
 
 
-def rank_parameters(url: str, rank: int, cases: Sequence[tuple[str, int, int, bool]]) -> list[tuple | None]:
-    """Of each case (folder, tensor, pipeline, expert_parallel); None where the engine has no such rank."""
+def record_form(model: torch.nn.Module, shape: ModelShape, form: str) -> Recording | str:
+    for layer in model.modules():
+        if hasattr(layer, "is_fused_checkpoint_transposed"):  # as the classes of models say that are published so
+            layer.is_fused_checkpoint_transposed = form in ("like_gpt_oss", "like_llama4")
+    with file_forms.known():
+        try:
+            return record_loading(model, replace(shape, family=form), torch.float32)
+        except ValueError as error:
+            return str(error)
+
+
+def rank_parameters(url: str, rank: int, cases: Sequence[tuple]) -> list[tuple | None]:
+    """Of each case (folder, tensor, pipeline, expert_parallel, form); None where the engine has no such rank."""
     os.environ |= {"TORCHDYNAMO_DISABLE": "1", "VLLM_DIST_IDENT": "layout"}
     return [
-        parameters(*case, rank, f"{url}{number}") if rank < case[1] * case[2] else None
+        parameters(*case[:4], rank, f"{url}{number}", *case[4:]) if rank < case[1] * case[2] else None
         for number, case in enumerate(cases)
     ]

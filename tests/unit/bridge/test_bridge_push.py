@@ -14,6 +14,7 @@ import cover
 import pytest
 import torch
 from bridge_models import SHAPES, cut, hf_weights
+from file_forms import known
 from patience import deadline
 from torch.distributed import ProcessGroupGloo
 
@@ -134,6 +135,16 @@ def test_every_engine_rank_holds_its_shards(mesh, engines, bucket_bytes, share_m
         each = sum(t.nbytes for rank in ranks.engines[: engines.world_size] for t in rank.values())
         assert sum(m["bytes"] for m in metrics) == engines.heads * each
         assert [i.num_bytes for i in ranks.intakes] == [sum(t.nbytes for t in p.values()) for p in ranks.engines]
+
+
+def test_the_form_of_files_changes_nothing_in_a_push():
+    """Experts are stacked, transposed and mixed in files alone."""
+    engines = Engines(1, 2, expert_parallel=True)
+    with known(), joined(Mesh(data=2, expert=2), engines, replace(SHAPES["qwen3_moe"], family="like_gpt_oss")) as ranks:
+        sent, received = ranks.push(0)
+        assert sum(s.result()["bytes"] for s in sent) == sum(t.nbytes for rank in ranks.engines for t in rank.values())
+        [r.result() for r in received]
+        ranks.check(0)
 
 
 @pytest.mark.parametrize("share_memory", [True, False], ids=["shared memory", "gloo"])

@@ -1,0 +1,121 @@
+"""Where a tensor lies in the one that a file holds, if the file has it in another form.
+
+Everything but the reading and writing of files knows only the Hugging Face (HF) tensors of a family's table: [rows,
+columns], one for each expert, gate and up apart. Some models are published in other forms, of which each element of
+such a tensor is still one element: experts stacked in one tensor, matrices transposed, gate and up as parts of one
+matrix. All of them are a first element and a step for each dim.
+Invariant (tests/unit/layout): the views of a file's tensor hold each of its elements once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+from megatron_rl.layout.shards import Box, extents
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """An HF tensor as a part of a file's tensor. Both are in row-major order; steps are counted in elements."""
+
+    name: str
+    """The name of the file's tensor."""
+    extents: tuple[int, ...]
+    """The extents of the file's tensor."""
+    offset: int
+    """The element of the file's tensor that is the first one of the HF tensor."""
+    strides: tuple[int, ...]
+    """For each dim of the HF tensor, the step in the file's tensor from an element to the next one."""
+
+    def start(self, box: Box) -> int:
+        """The element of the file's tensor that is the first one of a rectangle of the HF tensor."""
+        return self.offset + sum(first * stride for (first, _), stride in zip(box, self.strides, strict=True))
+
+    def clip(self, box: Box, first: int, last: int) -> Box | None:
+        """The part of a rectangle of the HF tensor that lies in the rows [first, last) of the file's tensor, that is,
+        along its first dim; None if no part does."""
+        row = prod(self.extents[1:])
+        clipped, begin = list(box), self.offset // row
+        along = [dim for dim, stride in enumerate(self.strides) if stride % row == 0 and extents(box)[dim] > 1]
+        if not along:  # the rectangle is in one row
+            return box if first <= self.start(box) // row < last else None
+        assert len(along) == 1, f"{self}: two dims lie along the first one"
+        dim = along[0]
+        step = self.strides[dim] // row
+        start, stop = (-((begin - edge) // step) for edge in (first, last))
+        clipped[dim] = max(box[dim][0], start), min(box[dim][1], stop)
+        return tuple(clipped) if clipped[dim][0] < clipped[dim][1] else None
+
+    def box_of(self, offset: int, sizes: Sequence[int], strides: Sequence[int], full: Sequence[int]) -> Box | None:
+        """The rectangle of the HF tensor that a view of the file's tensor is.
+
+        Args:
+            offset, sizes, strides: the view of the file's tensor as PyTorch describes it: its first element, and its
+                strides in elements.
+            full: the extents of the HF tensor.
+
+        Returns:
+            The rectangle whose elements, in their order, are those of the view. None if there is no such rectangle,
+            for example because the view has parts of other HF tensors, too.
+        """
+        left, starts = offset - self.offset, [0] * len(full)
+        for dim in sorted(range(len(full)), key=lambda dim: -self.strides[dim]):
+            starts[dim], left = divmod(left, self.strides[dim])
+        dims, box = [(size, stride) for size, stride in zip(sizes, strides, strict=True) if size != 1], []
+        for start, length, stride in zip(starts, full, self.strides, strict=True):
+            size = dims.pop(0)[0] if dims and dims[0][1] == stride else 1
+            if start < 0 or size < 1 or start + size > length:
+                return None
+            box.append((start, start + size))
+        return None if dims or left else tuple(box)
+
+
+@dataclass(frozen=True, slots=True)
+class InFile:
+    """How files hold an HF tensor that they do not hold under its own name and in its own form. Examples of a matrix
+    [ffn, hidden] of expert e: gpt-oss has row r of `gate` as [e, :, 2 r] of [experts, hidden, 2 ffn] (transposed, part
+    0 of 2, interleaved), Llama 4 as [e, :, r] of the same extents (not interleaved).
+
+    Sources of the forms: transformers 5, modeling_gpt_oss.py (GptOssExperts), modeling_llama4.py (Llama4TextExperts),
+    modeling_qwen3_5_moe.py (Qwen3_5MoeExperts).
+    """
+
+    name: str
+    """The name of the file's tensor, without the prefix of the layer. `{}` stands for the number of the expert; without
+    it the tensor stacks all experts of the layer along a first dim."""
+    part: int = 0
+    num_parts: int = 1
+    """The file's matrix has the rows of so many tensors of equal extents, of which this one is number `part`."""
+    interleaved: bool = False
+    """The rows of the parts alternate. If not, each part's follow each other."""
+    transposed: bool = False
+    """The file's matrix is [columns, rows]."""
+
+    def view(self, extents: tuple[int, ...], prefix: str, expert: int, num_experts: int) -> View:
+        """
+        Args:
+            extents: those of the HF tensor: a matrix, or a vector.
+            prefix: that of the layer.
+        """
+        rows, columns = extents[0] * self.num_parts, extents[1:]
+        matrix = (*columns, rows) if self.transposed else (rows, *columns)
+        step = rows if self.transposed else 1  # of a matrix, from a column to the next one
+        first = 1 if self.transposed or not columns else columns[0]  # from a row to the next one
+        strides = (first * (self.num_parts if self.interleaved else 1), *([step] if columns else []))
+        offset = first * (self.part if self.interleaved else self.part * extents[0])
+        if "{}" in self.name:
+            return View(prefix + self.name.format(expert), matrix, offset, strides)
+        if num_experts:
+            matrix, offset = (num_experts, *matrix), offset + expert * prod(matrix)
+        return View(prefix + self.name, matrix, offset, strides)
+
+
+@dataclass(frozen=True, slots=True)
+class FileTensor:
+    """A tensor of a file."""
+
+    extents: tuple[int, ...]
+    views: dict[str, View]
+    """The HF tensors that it holds, by name. It is empty if the file's tensor is the HF tensor of this name."""
