@@ -13,7 +13,8 @@ With context parallelism a rank has a part of each sequence, and `context.py` co
 Invariants (tests/unit/actor): output and gradients equal those of plain attention, sequence by sequence.
 
 Shape letters: T packed tokens, S sequences, P blocks of a row (a block is a whole sequence or a part of one), B blocks
-of one kernel call, L queries and K keys of each of them, N query heads, G key-value heads, D head size, W the window.
+of one kernel call, L queries and K keys of each of them, N query heads, G key-value heads, D head size, R the rotated
+dims of a head, W the window.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class AttentionBlocks:
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
     cos_T: Tensor
-    """float32, [T, 1, D]; `sin_T` too."""
+    """float32, [T, 1, R]; `sin_T` too."""
     sin_T: Tensor
     calls: tuple[AttentionBlocks, ...] = ()
     unpad_T: Tensor | None = None
@@ -90,11 +91,10 @@ def packed_sequences(
         routes: the choices of experts for the tokens that the rank's routers see.
     """
     if not fused:
-        rotary_dim = shape.latent.rope_dim if shape.latent else shape.head_dim
 
         def plan(scaling: Llama3Rope | YarnRope | None, window: int | None) -> AttentionPlan:
             return plan_attention(
-                lengths_S, rotary_dim, shape.rope_theta, scaling=scaling, window=window, context=context
+                lengths_S, shape.rotary_dim, shape.rope_theta, scaling=scaling, window=window, context=context
             )
 
         return PackedSequences(
@@ -262,6 +262,14 @@ def _gather(x_T: Tensor, position_BL: Tensor) -> Tensor:
 
 
 def rotate(x_T: Tensor, cos_T: Tensor, sin_T: Tensor) -> Tensor:
-    """Rotate the two halves of each head."""
+    """Rotate the two halves of the first R dims of each head. The others stay.
+
+    Args:
+        x_T: [T, heads, D].
+        cos_T: [T, 1, R], like `sin_T`.
+    """
+    if cos_T.shape[-1] < x_T.shape[-1]:
+        first, rest = x_T.tensor_split([cos_T.shape[-1]], -1)
+        return torch.cat((rotate(first, cos_T, sin_T), rest), -1)
     first, second = x_T.chunk(2, dim=-1)
     return x_T * cos_T + torch.cat((-second, first), -1) * sin_T

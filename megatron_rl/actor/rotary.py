@@ -1,7 +1,7 @@
 """The angles of rotary embeddings (Su et al. 2021, arXiv:2104.09864), with two ways of scaling them to longer contexts:
 Llama 3.1's and YaRN. Invariant (tests/unit/actor): they equal those of transformers.
 
-Shape letters: T packed tokens, D head size.
+Shape letters: T packed tokens, R rotated dims of a head.
 """
 
 from __future__ import annotations
@@ -15,10 +15,14 @@ from megatron_rl.types import Llama3Rope, YarnRope
 
 
 def rotation(
-    position_T: Tensor, head_dim: int, theta: float, scaling: Llama3Rope | YarnRope | None = None
+    position_T: Tensor, rotary_dim: int, theta: float, scaling: Llama3Rope | YarnRope | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of the angles, float32 [T, 1, D] each. Both halves of a head have the same values."""
-    frequency = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    """Cosine and sine of the angles, float32 [T, 1, R] each. Both halves have the same values.
+
+    If a part of each head is rotated, the frequencies are those of a head of this size: so does transformers
+    (modeling_glm4_moe.py, Glm4MoeRotaryEmbedding).
+    """
+    frequency = 1.0 / theta ** (torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim)
     factor = 1.0
     if isinstance(scaling, Llama3Rope):
         frequency = _llama3(frequency, scaling)
@@ -41,13 +45,13 @@ def _yarn(frequency: Tensor, theta: float, scaling: YarnRope) -> Tensor:
     """YaRN's scaling (arXiv:2309.00071, section 3.2). The interpolation is linear in the frequency's index. It begins
     at the index of which `beta_fast` turns fit into the original context and ends at that of `beta_slow` turns; both
     are rounded outwards."""
-    head_dim = 2 * len(frequency)
+    rotary_dim = 2 * len(frequency)
 
     def index(turns: float) -> float:
-        return head_dim * math.log(scaling.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(theta))
+        return rotary_dim * math.log(scaling.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
     low = max(math.floor(index(scaling.beta_fast)), 0)
-    high = min(math.ceil(index(scaling.beta_slow)), head_dim - 1)
+    high = min(math.ceil(index(scaling.beta_slow)), rotary_dim - 1)
     ramp = (torch.arange(len(frequency), dtype=torch.float32) - low) / (high - low or 1e-3)
     return torch.lerp(frequency, frequency / scaling.factor, ramp.clamp(0, 1))
 

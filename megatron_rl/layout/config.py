@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.layout.families import FAMILIES
+from megatron_rl.layout.family import Family
 from megatron_rl.types import Llama3Rope, ModelShape, YarnRope
 
 _FIXED = {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu"}
@@ -68,6 +69,7 @@ def _shape(family: str, config: Mapping[str, Any]) -> ModelShape:
         _number(config, key)
     heads = config["num_attention_heads"]
     theta, scaling = _rope(config, FAMILIES[family].rope_theta)
+    rotary_share = _rotary_share(config, FAMILIES[family])
     fields: dict[str, Any] = {
         "num_layers": config["num_hidden_layers"],
         "hidden_size": config["hidden_size"],
@@ -81,6 +83,7 @@ def _shape(family: str, config: Mapping[str, Any]) -> ModelShape:
         "max_positions": config["max_position_embeddings"],
         "tied_embeddings": _flag(config, "tie_word_embeddings"),
         "rope_scaling": scaling,
+        "rotary_share": rotary_share,
     }
     shape = ModelShape(family, **(fields | FAMILIES[family].read_config(config)))
     for part in (shape.experts, shape.latent):
@@ -88,6 +91,11 @@ def _shape(family: str, config: Mapping[str, Any]) -> ModelShape:
             raise TypeError(f"{', '.join(empty)} of {type(part).__name__}")
     if _ends_with_value(config):
         shape = critic_shape(shape)
+    if shape.rotary_dim % 2 and shape.rotary_share != 1.0:
+        raise ValueError(
+            f"partial_rotary_factor is {shape.rotary_share}, which rotates {shape.rotary_dim} of the {shape.head_dim} "
+            "dims of a head; only even numbers are supported"
+        )
     if shape.sliding_layers and shape.rope_scaling and family != "olmo3":
         raise ValueError("rope scaling together with sliding windows is supported only for olmo3")
     return shape
@@ -169,6 +177,24 @@ def _flag(config: Mapping[str, Any], key: str) -> bool:
     return value
 
 
+def _rotary_share(config: Mapping[str, Any], family: Family) -> float:
+    """The share of each head's dims that are rotated: that of the section about rotation, else the one beside it, as
+    transformers reads them, else the family's.
+
+    Raises:
+        ValueError: the family rotates whole heads, or this is no share.
+    """
+    section = _rope_section(config)
+    section = section.get("full_attention", section)
+    where = section if "partial_rotary_factor" in section else config
+    share = float(_number(where, "partial_rotary_factor", family.rotary_share or 1.0))
+    if share != 1.0 and family.rotary_share is None:
+        raise ValueError(f"partial_rotary_factor is {share}, but heads of the family {family.name} are rotated whole")
+    if not 0.0 < share <= 1.0:
+        raise ValueError(f"partial_rotary_factor must be above 0 and at most 1, but it is {share}")
+    return share
+
+
 def _rope(config: Mapping[str, Any], default: float) -> tuple[float, Llama3Rope | YarnRope | None]:
     """The base and the scaling of the rotary embeddings. transformers 5 writes them as rope_parameters, and for OLMo 3
     separately for each kind of attention; earlier versions wrote rope_theta and rope_scaling."""
@@ -183,8 +209,7 @@ def _rope(config: Mapping[str, Any], default: float) -> tuple[float, Llama3Rope 
     rope.pop("rope_theta", None)
     kind = rope.pop("rope_type", None) or rope.pop("type", "default")
     rope.pop("type", None)
-    if rope.pop("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError("partial_rotary_factor: partly rotated heads are not supported")
+    rope.pop("partial_rotary_factor", None)  # `_rotary_share` reads it
     scaling: Llama3Rope | YarnRope | None = None
     known: set[str] = set()
     # transformers prefers the number beside the section to the one in it.

@@ -44,6 +44,9 @@ class Family:
     ignored: tuple[Ignored, ...] = ()
     rope_theta: float = 10_000.0
     """The base of the rotary embeddings if config.json does not give it."""
+    rotary_share: float | None = None
+    """The share of each head's dims that are rotated if config.json does not give it. None: heads of this family are
+    rotated whole, whatever config.json says, so another share is refused."""
     vllm_repeats_ends: bool = False
     """Whether vLLM builds embedding, final norm and output layer on every pipeline stage."""
     hf_layer: str = "model.layers.{}."

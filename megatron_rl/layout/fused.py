@@ -13,6 +13,8 @@ def obstacle_to_fused_layers(shape: ModelShape) -> str | None:
         return f"{shape.family} has norms after its blocks, and its layers have none"
     if shape.latent:
         return f"the latent attention of {shape.family} has not been tried with its layers"
+    if shape.rotary_dim < shape.head_dim:
+        return "heads that are rotated in part have not been tried with its layers"
     if rope is not None and rope != Llama3Rope(rope.factor, 1.0, 4.0, 8192):
         return "Megatron gives its layers no other rotary scaling than Llama 3.1's"
     return None

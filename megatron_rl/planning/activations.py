@@ -73,7 +73,7 @@ def layer_bytes(shape: ModelShape, parallel: ParallelConfig, layer: int, width: 
         if mesh.context > 1:  # the ring keeps k and v beside the rotated q and k
             elements += key
         if width == 2:  # cosine and sine are rounded in each layer
-            elements += 2 * shape.head_dim
+            elements += 2 * shape.head_dim * shape.rotary_share
     elements += extra * rows
     if mixture is None:
         elements += mlp * shape.ffn_size * split

@@ -104,8 +104,15 @@ class ModelShape:
     rope_scaling: Llama3Rope | YarnRope | None = None
     """The scaling of the rotary frequencies in the layers outside `sliding_layers`. A window is too short to need
     it."""
+    rotary_share: float = 1.0
+    """The share of each head's dims that are rotated, which are its first ones (0.5 in GLM-4.5)."""
     value_head: bool = False
     """Whether the model ends with one number for each token, a value, in place of the logits of the next one."""
+
+    @property
+    def rotary_dim(self) -> int:
+        """The number of dims of a head that are rotated."""
+        return self.latent.rope_dim if self.latent else int(self.head_dim * self.rotary_share)
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer has the mixture of experts instead of the dense MLP."""

@@ -14,16 +14,18 @@ from megatron_rl.actor.norm import Norm
 THETA = 10000.0
 
 
-def plain_attention(q, k, v, window):
-    """The attention of one sequence in float64, written from the definition; q is [L, N, D], k and v are [L, G, D]."""
+def plain_attention(q, k, v, window, rotary_dim=None):
+    """The attention of one sequence in float64, written from the definition; q is [L, N, D], k and v are [L, G, D]. The
+    first `rotary_dim` dims of a head are rotated, or all."""
     length, num_heads, head_dim = q.shape
-    frequency = THETA ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    rotary_dim = rotary_dim or head_dim
+    frequency = THETA ** (-torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim)
     angle = torch.arange(length, dtype=torch.float64)[:, None] * frequency
     cos, sin = angle.cos()[:, None], angle.sin()[:, None]
 
     def rotate(x):
-        a, b = x[..., : head_dim // 2], x[..., head_dim // 2 :]
-        return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+        a, b = x[..., : rotary_dim // 2], x[..., rotary_dim // 2 : rotary_dim]
+        return torch.cat((a * cos - b * sin, b * cos + a * sin, x[..., rotary_dim:]), -1)
 
     q, k = rotate(q), rotate(k)
     heads = []
@@ -57,6 +59,24 @@ def test_output_and_gradients_equal_plain_attention(lengths, num_heads, num_grou
     q64, k64, v64 = (x.detach().double().requires_grad_() for x in (q, k, v))
     parts = zip(*(x.split(lengths) for x in (q64, k64, v64)), strict=False)
     expected = torch.cat([plain_attention(*part, window) for part in parts])
+    expected.backward(grad.double())
+    for got, want in ((out, expected), (q.grad, q64.grad), (k.grad, k64.grad), (v.grad, v64.grad)):
+        torch.testing.assert_close(got.double(), want, atol=2e-5, rtol=1e-5)  # fp32 against float64
+
+
+@pytest.mark.parametrize("rotary_dim", [2, 4, 6, 8])
+def test_the_first_dims_of_each_head_are_rotated(rotary_dim):
+    torch.manual_seed(0)
+    lengths = [5, 1, 9]
+    q, k, v = (torch.randn(15, heads, 8).requires_grad_() for heads in (4, 2, 2))
+    grad = torch.randn(15, 32)
+    packed = PackedSequences(qkv_format="thd", full=plan_attention(torch.tensor(lengths), rotary_dim, THETA))
+    out = PackedAttention(_config(), layer_number=1)(q, k, v, None, packed_seq_params=packed)
+    out.backward(grad)
+
+    q64, k64, v64 = (x.detach().double().requires_grad_() for x in (q, k, v))
+    parts = zip(*(x.split(lengths) for x in (q64, k64, v64)))
+    expected = torch.cat([plain_attention(*part, None, rotary_dim) for part in parts])
     expected.backward(grad.double())
     for got, want in ((out, expected), (q.grad, q64.grad), (k.grad, k64.grad), (v.grad, v64.grad)):
         torch.testing.assert_close(got.double(), want, atol=2e-5, rtol=1e-5)  # fp32 against float64

@@ -31,24 +31,25 @@ SCALINGS = {
 }
 
 
+@pytest.mark.parametrize("share", [1.0, 0.5])
 @pytest.mark.parametrize("name", SCALINGS)
-def test_scaled_angles_equal_those_of_transformers(name):
+def test_scaled_angles_equal_those_of_transformers(name, share):
     theirs, ours = SCALINGS[name]
     config = LlamaConfig(
         hidden_size=256,
         num_attention_heads=2,
         head_dim=128,
         max_position_embeddings=65536,
-        rope_parameters=theirs | {"rope_theta": 500000.0},
+        rope_parameters=theirs | {"rope_theta": 500000.0, "partial_rotary_factor": share},
     )
     frequency, factor = ROPE_INIT_FUNCTIONS[theirs["rope_type"]](config, torch.device("cpu"))
     positions = torch.arange(0, 512)
     angle = torch.outer(positions.float(), frequency).repeat(1, 2)[:, None]
-    cos, sin = rotation(positions, 128, 500000.0, ours)
+    cos, sin = rotation(positions, int(128 * share), 500000.0, ours)
     # The fp32 frequencies may differ by one rounding, 6e-8, which 512 positions multiply.
     torch.testing.assert_close(cos, angle.cos() * factor, atol=5e-5, rtol=0)
     torch.testing.assert_close(sin, angle.sin() * factor, atol=5e-5, rtol=0)
-    plain, _ = rotation(positions, 128, 500000.0)
+    plain, _ = rotation(positions, int(128 * share), 500000.0)
     assert (cos - plain).abs().max() > 0.1
 
 

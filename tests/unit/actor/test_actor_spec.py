@@ -93,6 +93,7 @@ FUSED = [LLAMA, replace(LLAMA, rope_scaling=Llama3Rope(32.0, 1.0, 4.0, 8192))]
 NOT_FUSED = [
     (replace(QWEN3, family="olmo2"), "olmo2 has norms after its blocks"),
     (DEEPSEEK, "the latent attention of deepseek_v3 has not been tried"),
+    (replace(LLAMA, rotary_share=0.5), "heads that are rotated in part have not been tried"),
     (replace(LLAMA, rope_scaling=YarnRope(4.0, 64)), "no other rotary scaling than Llama 3.1's"),
     (replace(LLAMA, rope_scaling=Llama3Rope(8.0, 1.0, 4.0, 64)), "no other rotary scaling than Llama 3.1's"),
 ]

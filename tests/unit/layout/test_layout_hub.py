@@ -13,7 +13,7 @@ import torch
 from leaks import lasting
 from safetensors.torch import save_file
 
-from megatron_rl.layout import FAMILIES, check_model, read_shape, scan
+from megatron_rl.layout import FAMILIES, check_model, critic_config, read_shape, scan
 from megatron_rl.layout.hub import read_header
 from megatron_rl.layout.quantised import Blocks
 from megatron_rl.types import Experts, LatentAttention, Llama3Rope, Mesh, ModelShape, YarnRope
@@ -137,6 +137,48 @@ def test_null_anywhere_is_an_error_with_the_file_or_means_what_a_missing_key_mea
             assert "config.json" in str(error)
             continue
         assert shape == read(tmp_path, {name: value for name, value in config.items() if name != key})
+
+
+@pytest.fixture
+def partly(monkeypatch):
+    """A family like Qwen3 that rotates a half of each head if config.json does not say otherwise."""
+    monkeypatch.setitem(FAMILIES, "partly", replace(FAMILIES["qwen3"], name="partly", rotary_share=0.5))
+    return QWEN3 | {"model_type": "partly"}
+
+
+def test_the_rotated_share_of_heads(tmp_path, partly):
+    """transformers prefers the section to what stands beside it."""
+    assert read(tmp_path, QWEN3).rotary_share == 1.0
+    assert (read(tmp_path, partly).rotary_share, read(tmp_path, partly).rotary_dim) == (0.5, 2)
+    section = {"rope_parameters": PARAMETERS | {"partial_rotary_factor": 1.0}}
+    assert read(tmp_path, partly | section).rotary_dim == 4
+    assert read(tmp_path, partly | section | {"partial_rotary_factor": 0.5}).rotary_dim == 4
+    beside = partly | {"head_dim": 8, "partial_rotary_factor": 0.25}
+    assert read(tmp_path, beside).rotary_dim == 2
+    assert read(tmp_path, beside | {"rope_parameters": PARAMETERS}).rotary_dim == 2
+    assert read(tmp_path, beside | {"rope_scaling": TO_YARN}).rope_scaling == YarnRope(4.0, 10240)
+    assert read(tmp_path, QWEN3 | {"partial_rotary_factor": 1.0}) == read(tmp_path, QWEN3)
+    assert critic_config(beside)["partial_rotary_factor"] == 0.25
+
+
+@pytest.mark.parametrize(
+    ("family", "factor", "message"),
+    [
+        ("partly", None, "must be a number, but it is null"),
+        ("partly", "half", "must be a number"),
+        ("partly", 0, "above 0 and at most 1, but it is 0.0"),
+        ("partly", 1.5, "above 0 and at most 1"),
+        ("partly", 0.25, "rotates 1 of the 4 dims of a head; only even"),
+        ("qwen3", 0.5, "heads of the family qwen3 are rotated whole"),
+        ("qwen3", None, "must be a number"),
+    ],
+)
+@pytest.mark.parametrize("place", ["section", "beside"])
+def test_a_share_that_is_none_is_refused(tmp_path, partly, family, factor, message, place):
+    more = {"partial_rotary_factor": factor}
+    config = partly | {"model_type": family} | (more if place == "beside" else {"rope_parameters": PARAMETERS | more})
+    with pytest.raises(ValueError, match=f"config.json: partial_rotary_factor .*{message}"):
+        read(tmp_path, config)
 
 
 def test_a_config_json_that_is_no_mapping_is_named(tmp_path):
