@@ -14,7 +14,7 @@ from numbered import SHAPES, carry_out, cut, numbered
 from numpy.lib.stride_tricks import as_strided
 from safetensors.torch import load_file, save_file
 
-from megatron_rl.layout import Engines, megatron_shards, plan_weights, read_shape, scan, vllm_shards
+from megatron_rl.layout import Engines, check_model, megatron_shards, plan_weights, read_shape, scan, vllm_shards
 from megatron_rl.layout.shards import Box, slices
 from megatron_rl.layout.view import InFile, View
 from megatron_rl.types import Mesh
@@ -148,6 +148,7 @@ HELD = "model.layers.1.mlp.experts.gate_up_proj"
 
 
 def test_a_folder_is_scanned_by_the_names_of_its_files(folder):
+    check_model(folder, read_shape(folder), Mesh(tensor=2))
     index = scan(folder, read_shape(folder))
     assert index.files[HELD] == folder / "model.safetensors" and not index.ignored
     assert not any("gate_proj" in name for name in index.files)
