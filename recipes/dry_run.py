@@ -44,7 +44,7 @@ def describe_policy(config: BaseConfig, console: Console) -> ModelShape:
     optimizer = config.policy.optimizer
     largest = largest_stage(shape, mesh, dtype, optimizer)
     split = "dense over DP, experts over expert-DP" if largest.expert else "split over DP"
-    split += ", in the node's memory" if optimizer.offload else ""
+    split += ", in the node's memory" if optimizer.is_offloaded else ""
     context = f"CP{mesh.context} x " if mesh.context > 1 else ""
     trainer = f"TP{mesh.tensor} x {context}PP{mesh.pipeline} x DP{mesh.data} = {mesh.world_size} ranks, {dtype}"
     if shape.experts and (mesh.expert > 1 or mesh.expert_tensor is not None):

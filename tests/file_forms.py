@@ -45,14 +45,14 @@ def _qwen3_5(gate_E: Tensor, up_E: Tensor, down_E: Tensor) -> Tensors:
 
 def _each_transposed(gate_E: Tensor, up_E: Tensor, down_E: Tensor) -> Tensors:
     held = {}
-    for i, (gate, up, down) in enumerate(zip(gate_E, up_E, down_E)):
+    for i, (gate, up, down) in enumerate(zip(gate_E, up_E, down_E, strict=False)):
         held |= {f"{i}.gate_up_proj.weight": _mixed(gate.T, up.T, 1), f"{i}.down_proj.weight": down.T}
     return held
 
 
 def _each_mixed(gate_E: Tensor, up_E: Tensor, down_E: Tensor) -> Tensors:
     held = {}
-    for i, (gate, up, down) in enumerate(zip(gate_E, up_E, down_E)):
+    for i, (gate, up, down) in enumerate(zip(gate_E, up_E, down_E, strict=False)):
         held |= {f"{i}.gate_up_proj.weight": _mixed(gate, up, 0), f"{i}.down_proj.weight": down}
     return held
 

@@ -67,10 +67,10 @@ def shown(layouts: Sequence[Layout], config: BaseConfig) -> Table:
     table.add_column("a step, s", justify="right")
     table.add_column("GB", justify="right")
     for layout in layouts:
-        is_present = (layout.parallel.mesh, layout.recompute, layout.offload) == (
+        is_present = (layout.parallel.mesh, layout.recompute, bool(layout.offload)) == (
             config.policy.parallel.mesh,
             config.model.recompute,
-            config.policy.optimizer.offload,
+            config.policy.optimizer.is_offloaded,
         )
         name = layout.label + (" (configured)" if is_present else "")
         table.add_row(name, f"{layout.seconds:,.0f}", f"{max(layout.memory.totals) / 1e9:.1f}")

@@ -2,7 +2,7 @@
 form.
 
 A checkpoint is written beside training (`Saving`). Each rank writes one file, with what no other rank writes: its share
-of the weights, of their fp32 copies and of Adam's moments, as rectangles of the open form's tensors
+of the weights, of their fp32 copies and of the optimizer's moments, as rectangles of the open form's tensors
 (`convert/pieces.py`). A rank that resumes reads the rectangles that its own parameters need. Beside them are the states
 of the random generators, which only the same mesh restores, and `extra.json`. All ranks must see the same file system.
 Reading a file runs no code from it.
@@ -70,11 +70,13 @@ class Part(NamedTuple):
 
 
 class Identity(NamedTuple):
-    """What a checkpoint says about its model. A trainer that loads it must have the same shape and dtype. With another
-    mesh it resumes too, but without the states of the random generators."""
+    """What a checkpoint says about its model. A trainer that loads it must have the same shape and dtype, and the same
+    kind of optimizer. With another mesh it resumes too, but without the states of the random generators."""
 
     shape: ModelShape
     dtype: str
+    optimizer: str
+    """The kind. A checkpoint that was written when there was one kind does not say it; it is Adam's."""
     mesh: Mesh
 
 
@@ -279,6 +281,7 @@ def _write_manifest(folder: Path, identity: Identity, num_updates: int, files: d
     training = {
         "format": FORMAT,
         "dtype": identity.dtype,
+        "optimizer": identity.optimizer,
         "mesh": asdict(identity.mesh),
         "num_updates": num_updates,
         "versions": {name: version(name) for name in ("torch", "megatron-core")},
@@ -299,7 +302,8 @@ def load(
         shards: those of the rank's parameters.
 
     Raises:
-        ValueError: the folder is not a checkpoint or is damaged, or it is one of another model, dtype or format.
+        ValueError: the folder is not a checkpoint or is damaged, or it is one of another model, dtype, format or
+            kind of optimizer.
     """
     state = State(0, None, {})
     with agreement.on_errors():
@@ -361,8 +365,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def _check_identity(folder: Path, fields: dict[str, Any], identity: Identity) -> None:
-    mine = {"shape": _as_json(identity.shape), "dtype": identity.dtype}
-    saved = {"shape": fields["shape"], "dtype": fields["training"]["dtype"]}
+    mine = {"shape": _as_json(identity.shape), "dtype": identity.dtype, "optimizer": identity.optimizer}
+    training = fields["training"]
+    saved = {"shape": fields["shape"], "dtype": training["dtype"], "optimizer": manifest.optimizer_kind(fields)}
     for key, value in mine.items():
         if saved[key] != value:
             raise ValueError(

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron_rl.actor import platform, state
 from megatron_rl.actor.host_copy import HostCopy
-from megatron_rl.actor.optimizer.build import Optimizer
+from megatron_rl.actor.optimizer.base import Optimizer
 from megatron_rl.types import HOLDS, Phase
 
 

@@ -39,9 +39,11 @@ from megatron_rl.actor.moe.router import (
     total_replay,
     update_biases,
 )
-from megatron_rl.actor.optimizer.adam import LARGEST_NORM, AdamState, sum_of_squares
+from megatron_rl.actor.optimizer.build import build_optimizer
 from megatron_rl.actor.optimizer.fill import Target
-from megatron_rl.actor.optimizer.streaming import build_optimizer
+from megatron_rl.actor.optimizer.intervals import IntervalState
+from megatron_rl.actor.optimizer.matrices import Place
+from megatron_rl.actor.optimizer.norms import LARGEST_NORM, sum_of_squares
 from megatron_rl.actor.packing import Microbatch, check_alignment, check_microbatch, pack
 from megatron_rl.actor.phases import PhasedMemory
 from megatron_rl.actor.spec import ActorSpec
@@ -109,7 +111,8 @@ class MegatronTrainer:
             )
             model_parallel_cuda_manual_seed(spec.seed)
             self.chunks = build_model(spec.shape, spec.model, spec.policy, stage)
-            self.optimizer = build_optimizer(self.chunks, spec.policy, spec.total_steps)
+            place = Place(spec.shape, self.mesh, rank, self.fused_norms)
+            self.optimizer = build_optimizer(self.chunks, spec.policy, spec.total_steps, place)
             self._memory = PhasedMemory(self.role, self.chunks, self.optimizer)
             context = None
             if parallel.context > 1:
@@ -277,12 +280,12 @@ class MegatronTrainer:
         """What this rank writes of the weights and of the optimizer's state: of each parameter the interval whose state
         it has. A buffer has no such state; the first of its data-parallel ranks writes it."""
         parameters, trained = self.parameters(), {name for name, _ in state.named_parameters(self.chunks)}
-        held_of: dict[str, list[AdamState]] = {}
+        held_of: dict[str, list[IntervalState]] = {}
         for held in self.optimizer.states():
             held_of.setdefault(held.name, []).append(held)
         if self.mesh.coordinates(self.rank)[2] == 0 and self.mesh.context_rank(self.rank) == 0:
             buffers = parameters.keys() - trained
-            held_of |= {name: [AdamState(name, 0, parameters[name].numel(), {})] for name in buffers}
+            held_of |= {name: [IntervalState(name, 0, parameters[name].numel(), {})] for name in buffers}
         written = written_shards(self.spec.shape, self.mesh, self.rank, self.fused_norms)
         for name, pieces in pieces_of(written, open_chunks(self.spec.shape)).items():
             parameter = parameters[name]
@@ -405,4 +408,4 @@ class MegatronTrainer:
         )
 
     def _identity(self) -> Identity:
-        return Identity(self.spec.shape, self.spec.model.dtype, self.mesh)
+        return Identity(self.spec.shape, self.spec.model.dtype, self.spec.policy.optimizer.kind, self.mesh)

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field, PositiveInt
 
-from megatron_rl.config.policy import MegatronConfig, ModelConfig, OptimizerConfig, ParallelConfig, PolicyConfig
+from megatron_rl.config.optimizer import AdamConfig, AnyOptimizerConfig
+from megatron_rl.config.policy import MegatronConfig, ModelConfig, ParallelConfig, PolicyConfig
 from megatron_rl.config.section import Section
 from megatron_rl.config.value import ValueLossConfig
 
@@ -25,7 +26,7 @@ class CriticConfig(Section):
     its values are 0 at first; one that ends with a single number, such as a reward model
     (`...ForSequenceClassification` with one label), keeps its head. Its tokenizer must be the policy's."""
     parallel: ParallelConfig = ParallelConfig()
-    optimizer: OptimizerConfig = OptimizerConfig(lr=1e-5)
+    optimizer: AnyOptimizerConfig = AdamConfig(lr=1e-5)
     megatron: MegatronConfig = MegatronConfig()
     loss: ValueLossConfig = ValueLossConfig()
     updates_per_step: PositiveInt | None = None

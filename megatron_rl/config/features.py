@@ -8,7 +8,7 @@ KEYS = {
     **dict.fromkeys(("fsdp", "fsdp_config", "fsdp2"), LACKS.format("FSDP: Megatron-Core shards with policy.parallel")),
     **dict.fromkeys(("deepspeed", "zero_stage"), LACKS.format("DeepSpeed: see policy.parallel and policy.optimizer")),
     **dict.fromkeys(("sglang", "backend", "engine"), LACKS.format("another engine than vLLM")),
-    **dict.fromkeys(("muon", "optimizer_type"), LACKS.format("another optimizer than Adam")),
+    **dict.fromkeys(("muon", "optimizer_type"), "the kinds of optimizer are policy.optimizer.kind"),
     **dict.fromkeys(("images", "videos", "multimodal"), LACKS.format("models of anything but text")),
     **dict.fromkeys(("learning_rate", "lr"), "the learning rate is policy.optimizer.lr"),
     **dict.fromkeys(("max_grad_norm", "grad_clip", "clip_grad"), "it is policy.optimizer.clip_grad"),

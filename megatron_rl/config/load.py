@@ -147,9 +147,11 @@ def _locate(kind: type[BaseModel], location: Sequence[str | int]) -> tuple[list[
         candidates = _models(here)
         inside = [m.model_fields[step].annotation for m in candidates if step in m.model_fields]
         chosen = [m for m in candidates if "kind" in m.model_fields and m.model_fields["kind"].default == step]
-        if inside or not chosen:
-            keys.append(str(step))
-        here = inside[0] if inside else Union[tuple(chosen)] if chosen else here  # noqa: UP007
+        if chosen and len(candidates) > 1:  # a kind may have the name of a key
+            here = Union[tuple(chosen)]  # noqa: UP007
+            continue
+        keys.append(str(step))
+        here = inside[0] if inside else here
     models = _models(here)
     return keys, models[0] if models else None
 

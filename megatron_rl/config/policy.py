@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
+from megatron_rl.config.optimizer import AdamConfig, AnyOptimizerConfig
 from megatron_rl.config.section import Section
 from megatron_rl.types import Mesh
 
@@ -64,55 +65,6 @@ class ParallelConfig(Section):
         return self.pipeline if self.virtual > 1 else 1
 
 
-PIECE_ELEMENTS, IN_FLIGHT = 2**24, 3
-"""A streamed optimizer updates pieces of so many elements. Of an offloaded state so many pieces are on the device at
-once: one arrives, one is updated, and one leaves."""
-
-
-class OptimizerConfig(Section):
-    """Adam with decoupled weight decay."""
-
-    lr: Annotated[float, Field(gt=0)] = 1e-6
-    """The learning rate after the warm-up."""
-    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """The learning rate at the end of the schedule, divided by `lr`; 1 keeps the learning rate constant."""
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """The number of optimizer steps in which the learning rate rises linearly from 0 to `lr`; 0 means no warm-up."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the learning rate falls from `lr` to `lr` x `min_lr_ratio` over the run's steps after the warm-up."""
-    betas: tuple[float, float] = (0.9, 0.95)
-    """Adam's decay rates of the first and the second moment."""
-    eps: float = 1e-8
-    """Adam's epsilon, which is added to the root of the second moment."""
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    """The coefficient of the decoupled weight decay; 0 means none."""
-    clip_grad: Annotated[float, Field(ge=0)] = 1.0
-    """The gradient is scaled down if its global norm exceeds this bound; 0 means no bound."""
-    offload: bool = False
-    """true: Adam's state, with the fp32 copies of bf16 weights, is in the memory of the node. An update copies it to
-    the GPU and back piece by piece, so PCIe carries twice the bytes of the state: 24 a parameter with bf16 weights and
-    fp32 moments. No bit of the result changes. false: the state stays on the GPU."""
-    moments: Literal["float32", "bfloat16"] = "float32"
-    """The data type in which Adam's moments are kept between two updates, here and in checkpoints. Updates compute in
-    fp32. bfloat16 saves 4 bytes a parameter and rounds both moments after every update; DeepSeek-V3 was trained so
-    (arXiv:2412.19437)."""
-
-    @property
-    def is_streamed(self) -> bool:
-        """Whether an update takes the state piece by piece from where, or from how, it is kept between two updates."""
-        return self.offload or self.moments != "float32"
-
-    @model_validator(mode="after")
-    def _moments_must_decay(self) -> OptimizerConfig:
-        # Half a unit in the last place of bfloat16 is at most 2^-8 of the number.
-        if self.moments == "bfloat16" and max(self.betas) >= 1 - 2**-8:
-            raise ValueError(
-                f"betas {list(self.betas)} with moments bfloat16: a moment that keeps {max(self.betas)} of itself in "
-                f"an update is rounded back to what it was, and never decays; both must be below {1 - 2**-8}"
-            )
-        return self
-
-
 class ModelConfig(Section):
     path: Path
     """The model's folder in Hugging Face's format, with config.json, safetensors files and a tokenizer."""
@@ -156,7 +108,7 @@ class MegatronConfig(Section):
 
 class PolicyConfig(Section):
     parallel: ParallelConfig = ParallelConfig()
-    optimizer: OptimizerConfig = OptimizerConfig()
+    optimizer: AnyOptimizerConfig = AdamConfig()
     megatron: MegatronConfig = MegatronConfig()
     router_bias_update_rate: Annotated[float, Field(ge=0)] = 0.0
     """The amount by which every optimizer step raises the router's bias of experts with fewer tokens than the average,

@@ -18,6 +18,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.config.optimizer import ADAM_MOMENTS, MUON_MOMENTS, moments
+from megatron_rl.layout import is_matrix
 from megatron_rl.types import Mesh, ModelShape
 
 FORMAT = 1
@@ -25,7 +27,8 @@ NAME = "manifest.json"
 HUB, OPEN, RANKS = "hub", "open", "ranks"
 WEIGHTS = "weights"
 """The kind of a tensor that is a part of the model. The other kinds are the parts of the optimizer's state, by
-Megatron-Core's names: `fp32_param` is the fp32 copy of a bf16 weight, `exp_avg` and `exp_avg_sq` are Adam's moments."""
+Megatron-Core's names: `fp32_param` is the fp32 copy of a bf16 weight, and those of `config.optimizer.moments` are
+Adam's moments and Muon's momentum."""
 
 
 def describe(
@@ -69,6 +72,27 @@ def read(folder: Path) -> dict[str, Any] | None:
     if version != FORMAT or form not in (HUB, OPEN, RANKS):
         raise ValueError(f"{path} has format {version!r} and form {form!r}, but this version reads format {FORMAT}")
     return fields
+
+
+def optimizer_kind(fields: dict[str, Any]) -> str:
+    """The kind of the optimizer of a trainer's checkpoint. Older ones do not say it, and are Adam's."""
+    kind: str = fields["training"].get("optimizer", "adam")
+    return kind
+
+
+def has_part(fields: dict[str, Any], part: str, hf_name: str, num_dims: int) -> bool:
+    """Whether a checkpoint has a part of the state of an HF tensor.
+
+    Args:
+        part: WEIGHTS, or the name of a part of the optimizer's state.
+        num_dims: of the HF tensor.
+    """
+    if part == WEIGHTS:
+        return True
+    if hf_name.endswith("e_score_correction_bias"):
+        return False  # it has no gradient, and so no optimizer state
+    known = {*ADAM_MOMENTS, *MUON_MOMENTS}
+    return part not in known or part in moments(optimizer_kind(fields), is_matrix(hf_name, num_dims))
 
 
 def check_shape(folder: Path, fields: dict[str, Any], shape: ModelShape) -> None:

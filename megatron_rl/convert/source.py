@@ -141,8 +141,8 @@ def open_checkpoint(folder: Path, kind: str = manifest.WEIGHTS, fields: dict[str
         source.mesh = manifest.read_mesh(fields)
         _open_ranks(source)
     for name, sizes in FAMILIES[shape.family].hf_tensors(shape).items():
-        if kind != manifest.WEIGHTS and name.endswith("e_score_correction_bias"):
-            continue  # it has no gradient, and so no optimizer state
+        if fields and not manifest.has_part(fields, kind, name, len(sizes)):
+            continue
         covered = sum(volume(region.hf_box) for region in source.regions.get(name, ()))
         if covered != prod(sizes):
             raise ValueError(f"{folder}: only {covered} elements of {name} {list(sizes)} are there ({kind})")
@@ -204,7 +204,8 @@ def _open_chunks(source: Source, kind: str) -> None:
                 stored.setdefault(values.get("tensor", name), []).append((file, name, values))
     for chunk in forms.open_chunks(source.shape):
         described = chunk.tensor
-        if kind != manifest.WEIGHTS and described.name.endswith(".router.expert_bias"):
+        first = described.shards[0]  # all are of one row of the table
+        if not manifest.has_part(source.manifest, kind, first.hf_name, len(first.hf_box)):
             continue
         if described.name not in stored:
             raise ValueError(f"{source.folder}: tensor {described.name} is missing: {_rule(source.shape, described)}")

@@ -10,6 +10,7 @@ from megatron_rl.layout.family import Family
 from megatron_rl.layout.fused import obstacle_to_fused_layers
 from megatron_rl.layout.hub import HubIndex, check_model, scan
 from megatron_rl.layout.links import Links
+from megatron_rl.layout.matrices import is_matrix
 from megatron_rl.layout.placement import engine_layers
 from megatron_rl.layout.quantised import check_unquantised
 from megatron_rl.layout.recorded import Recording, box_of_view
@@ -56,6 +57,7 @@ __all__ = [
     "critic_shape",
     "engine_layers",
     "hub_hint",
+    "is_matrix",
     "megatron_shards",
     "obstacle_to_fused_layers",
     "padded_vocabulary",

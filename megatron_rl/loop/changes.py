@@ -1,8 +1,8 @@
 """The keys of the configuration that may change when a run is resumed from a checkpoint.
 
 These are paths, durations and intervals, the layout of the trainer, the placement on machines, and the settings of the
-optimizer. They take effect at once. All other keys define the objective or are part of the saved state. To change one
-of them, start a new run from the Hugging Face export of the checkpoint.
+optimizer, but not its kind. They take effect at once. All other keys define the objective or are part of the saved
+state. To change one of them, start a new run from the Hugging Face export of the checkpoint.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ MAY_CHANGE = re.compile(
         [
             r"run\.(name|folder|steps)",
             r"model\.(path|weights|recompute|layers)",
-            r"policy\.(optimizer|parallel|megatron)\..*",
-            r"critic\.(optimizer|parallel|megatron)\..*",
+            r"(policy|critic)\.(parallel|megatron)\..*",
+            # Another kind of optimizer has another state.
+            r"(policy|critic)\.optimizer\.(?!kind$).*",
             r"critic\.model(\.(path|weights|recompute|layers))?",
             # The other keys of `data` would change the questions, or their order.
             r"data\.(train|train\.\d+\.path|eval|on_bad_row|deduplicate|cache)",
@@ -54,7 +55,7 @@ def compare(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
     Raises:
         ValueError: a key has changed that may not change. The message lists all of these.
     """
-    changes = list(_changes(before, now, ""))
+    changes = [change for change in _changes(before, now, "") if not _names_the_only_kind(change)]
     refused = [change for change in changes if not MAY_CHANGE.fullmatch(change.path)]
     if refused:
         raise ValueError(
@@ -63,6 +64,11 @@ def compare(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
             + "\nUndo them, or export the checkpoint (tools/export_checkpoint.py) and start a new run from its weights"
         )
     return changes
+
+
+def _names_the_only_kind(change: Change) -> bool:
+    """Whether the optimizer's kind was not named, because there was no other than Adam, and now is."""
+    return change.path.endswith("optimizer.kind") and (change.before, change.now) == (ABSENT, "adam")
 
 
 def _changes(before: Any, now: Any, path: str) -> Iterator[Change]:

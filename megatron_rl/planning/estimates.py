@@ -14,7 +14,8 @@ import numpy as np
 from megatron_rl.algorithms.needs import Needs
 from megatron_rl.balance import flops_by_layer, forward_flops, plan_microbatches, training_flops
 from megatron_rl.balance.hardware import BANDWIDTH, DECODING_SHARE, HOST_LINK, PEAK_FLOPS, TRAINING_SHARE
-from megatron_rl.config.policy import OptimizerConfig, ParallelConfig
+from megatron_rl.config.optimizer import AdamConfig, OptimizerConfig
+from megatron_rl.config.policy import ParallelConfig
 from megatron_rl.config.schema import BaseConfig, GrpoRunConfig, SftRunConfig
 from megatron_rl.layout import Links
 from megatron_rl.planning.parameters import BYTES, expert_data_ways, stage_parameters
@@ -84,7 +85,7 @@ def training_seconds(
     dtype: str,
     recompute: str,
     gpus_per_node: int,
-    optimizer: OptimizerConfig = OptimizerConfig(),
+    optimizer: OptimizerConfig = AdamConfig(),
 ) -> float:
     """The seconds of a step's forward passes and updates:
 
@@ -106,7 +107,8 @@ def training_seconds(
 
     A forward pass counts once, the backward pass of T and E once more, that of X twice, and a recomputation once. A
     group that is larger than a node sends at the rate of a NIC, any other at that of NVLink. O is the time in which an
-    offloaded optimizer state passes from the node's memory to the GPU and back in each update, both ways at once.
+    offloaded optimizer state passes from the node's memory to the GPU and back in each update, both ways at once. The
+    products of Muon's iterations are left out.
 
     Args:
         num_microbatches: the number of micro-batches of a rank in an update.
@@ -144,7 +146,7 @@ def training_seconds(
         one.dense * (dense_ways - 1) / dense_ways + one.expert * (expert_ways - 1) / expert_ways for one in held
     )
     sent_s += work.num_updates * reduced * (4 + width) / rate(mesh.stage_size if dense_ways > 1 else 1)
-    moved = max(one.state_bytes(mesh, dtype, optimizer) for one in held) if optimizer.offload else 0.0
+    moved = max(one.state_bytes(mesh, dtype, optimizer) for one in held) if optimizer.is_offloaded else 0.0
     return float(compute_s + sent_s + work.num_updates * moved / HOST_LINK)
 
 

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_rl.config.policy import OptimizerConfig, ParallelConfig
+from megatron_rl.config.optimizer import AdamConfig, OptimizerConfig
+from megatron_rl.config.policy import ParallelConfig
 from megatron_rl.config.schema import BaseConfig, GrpoRunConfig
 from megatron_rl.layout import FAMILIES
 from megatron_rl.planning.estimates import largest_plan, largest_work, most_microbatches, training_seconds
@@ -28,8 +29,8 @@ MAX_SHOWN = 10
 class Layout:
     parallel: ParallelConfig
     recompute: str
-    offload: bool
-    """Whether the optimizer's state is in the memory of the nodes."""
+    offload: bool | None
+    """Whether the optimizer's state is in the memory of the nodes; None if its kind cannot do so."""
     seconds: float
     """The trainer's time of a step in which every sample has the largest length."""
     memory: GpuMemory
@@ -51,7 +52,10 @@ class Layout:
         if self.parallel.layers is not None:
             chosen["layers"] = list(self.parallel.layers)
         keys = [f"policy.parallel.{name}={str(value).lower().replace(' ', '')}" for name, value in chosen.items()]
-        return [*keys, f"model.recompute={self.recompute}", f"policy.optimizer.offload={str(self.offload).lower()}"]
+        keys.append(f"model.recompute={self.recompute}")
+        if self.offload is not None:
+            keys.append(f"policy.optimizer.offload={str(self.offload).lower()}")
+        return keys
 
 
 def fitting_layouts(config: BaseConfig, shape: ModelShape) -> list[Layout]:
@@ -87,7 +91,8 @@ def fitting_layouts(config: BaseConfig, shape: ModelShape) -> list[Layout]:
             gpus_per_node=gpus_per_node,
             optimizer=optimizer,
         )
-        return Layout(parallel, recompute, optimizer.offload, seconds, memory)
+        offload = optimizer.offload if isinstance(optimizer, AdamConfig) else None
+        return Layout(parallel, recompute, offload, seconds, memory)
 
     sizes = [one for one in parallel_sizes(config, shape, gpus_per_node) if one.alignment <= num_tokens]
     without = [fitting(parallel, recompute, 0.0) for parallel in sizes for recompute in ("none", "full")]
@@ -120,8 +125,10 @@ def _fitting(
     model = config.model.model_copy(update={"recompute": recompute})
     bucket_bytes = config.bridge.bucket_mib * 2**20 if isinstance(config, GrpoRunConfig) else 0.0
     configured = config.policy.optimizer
-    for offload in (False, True)[configured.offload :]:
-        optimizer = configured.model_copy(update={"offload": offload})
+    optimizers: list[OptimizerConfig] = [configured]
+    if isinstance(configured, AdamConfig) and not configured.offload:
+        optimizers.append(configured.model_copy(update={"offload": True}))
+    for optimizer in optimizers:
         memory = trainer_memory(
             shape,
             model,

@@ -10,8 +10,8 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-from megatron_rl.config.policy import OptimizerConfig
-from megatron_rl.layout import FAMILIES, padded_vocabulary, volume
+from megatron_rl.config.optimizer import AdamConfig, OptimizerConfig
+from megatron_rl.layout import FAMILIES, is_matrix, padded_vocabulary, volume
 from megatron_rl.layout.shards import is_vocabulary
 from megatron_rl.types import Mesh, ModelShape
 
@@ -31,6 +31,8 @@ class RankParameters:
     """The elements with which Megatron's distributed optimizer pads its buffers of weights and of gradients."""
     constant: int = 0
     """The elements of fp32 parameters that have no gradient, such as the bias of a router."""
+    matrices: int = 0
+    """The elements of `dense` that are in matrices of layers; those of `expert` all are."""
 
     @property
     def total(self) -> int:
@@ -53,18 +55,25 @@ class RankParameters:
         dense_ways, expert_ways = optimizer_ways(mesh)
         return self.dense / dense_ways + self.expert / expert_ways
 
-    def state_bytes(self, mesh: Mesh, dtype: str, optimizer: OptimizerConfig = OptimizerConfig()) -> float:
+    def state_bytes(self, mesh: Mesh, dtype: str, optimizer: OptimizerConfig = AdamConfig()) -> float:
         """The bytes of the optimizer's state of this rank between two updates, wherever it is."""
-        return self.state_elements(mesh) * state_width(dtype, optimizer)
+        dense_ways, expert_ways = optimizer_ways(mesh)
+        of_matrices, of_others = (state_width(dtype, optimizer, is_matrix) for is_matrix in (True, False))
+        dense = self.matrices * of_matrices + (self.dense - self.matrices) * of_others
+        return dense / dense_ways + self.expert * of_matrices / expert_ways
 
     def bytes(self, mesh: Mesh, dtype: str, optimizer: OptimizerConfig) -> float:
         """The bytes of weights, gradients and optimizer state together."""
         return self.weight_bytes(dtype) + self.gradient_bytes + self.state_bytes(mesh, dtype, optimizer)
 
 
-def state_width(dtype: str, optimizer: OptimizerConfig) -> int:
-    """The bytes of a parameter's state between two updates: two moments, and an fp32 copy of a bf16 weight."""
-    return 2 * BYTES[optimizer.moments] + (4 if dtype == "bfloat16" else 0)
+def state_width(dtype: str, optimizer: OptimizerConfig, is_matrix: bool) -> int:
+    """The bytes of a parameter's state between two updates: its moments, and an fp32 copy of a bf16 weight.
+
+    Args:
+        is_matrix: whether the parameter is in a matrix of a layer.
+    """
+    return optimizer.moment_bytes(is_matrix) + (4 if dtype == "bfloat16" else 0)
 
 
 @lru_cache(maxsize=4096)
@@ -79,7 +88,7 @@ def rank_parameters(shape: ModelShape, mesh: Mesh, rank: int) -> RankParameters:
     """
     dense_ways, expert_ways = optimizer_ways(mesh)
     rows = padded_vocabulary(shape, mesh.tensor) // mesh.tensor
-    totals, constant = {False: 0, True: 0}, 0
+    totals, constant, matrices = {False: 0, True: 0}, 0, 0
     buckets: dict[tuple[str, bool, bool], int] = {}
     for placement, _, prefix in FAMILIES[shape.family].megatron_placed(shape, mesh, rank):
         in_vocabulary = is_vocabulary(placement.local_name)
@@ -90,6 +99,8 @@ def rank_parameters(shape: ModelShape, mesh: Mesh, rank: int) -> RankParameters:
             continue
         of_experts = placement.experts is not None
         totals[of_experts] += elements * number
+        if not of_experts and is_matrix(placement.local_name, len(placement.pieces[0][2])):
+            matrices += elements
         chunk = prefix.partition(".")[0] if mesh.virtual > 1 else ""
         alone = in_vocabulary and shape.tied_embeddings and mesh.pipeline > 1
         # Without expert parallelism Megatron keeps the experts in the buffer of the dense parameters.
@@ -100,7 +111,7 @@ def rank_parameters(shape: ModelShape, mesh: Mesh, rank: int) -> RankParameters:
         ways = {False: dense_ways, True: expert_ways}
         buffers = sum(_rounded(size, math.lcm(ways[expert], 128)) for (_, expert, _), size in buckets.items())
         padding = buffers - sum(totals.values())
-    return RankParameters(totals[False], totals[True], padding, constant)
+    return RankParameters(totals[False], totals[True], padding, constant, matrices)
 
 
 def stage_parameters(shape: ModelShape, mesh: Mesh) -> list[RankParameters]:
@@ -134,9 +145,12 @@ def expert_data_ways(mesh: Mesh) -> int:
     return mesh.stage_size // (mesh.expert * mesh.expert_ways)
 
 
-def checkpoint_bytes(shape: ModelShape, dtype: str, optimizer: OptimizerConfig = OptimizerConfig()) -> int:
+def checkpoint_bytes(shape: ModelShape, dtype: str, optimizer: OptimizerConfig = AdamConfig()) -> int:
     """The bytes of one checkpoint: the weights and the optimizer's state, once, whatever the layout."""
-    return FAMILIES[shape.family].num_parameters(shape) * (BYTES[dtype] + state_width(dtype, optimizer))
+    num_elements = {True: 0, False: 0}
+    for name, extents in FAMILIES[shape.family].hf_tensors(shape).items():
+        num_elements[is_matrix(name, len(extents))] += math.prod(extents)
+    return sum(number * (BYTES[dtype] + state_width(dtype, optimizer, one)) for one, number in num_elements.items())
 
 
 def gigabytes(num_bytes: float) -> str:

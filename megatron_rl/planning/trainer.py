@@ -7,13 +7,16 @@ NCCL are constants.
 
 from __future__ import annotations
 
-from megatron_rl.config.policy import IN_FLIGHT, PIECE_ELEMENTS, ModelConfig, OptimizerConfig, ParallelConfig
+from megatron_rl.config.optimizer import IN_FLIGHT, PIECE_ELEMENTS, AdamConfig, MuonConfig, OptimizerConfig
+from megatron_rl.config.policy import ModelConfig, ParallelConfig
+from megatron_rl.layout import FAMILIES, is_matrix
 from megatron_rl.planning.activations import activations, has_fused_layers
 from megatron_rl.planning.gpu import GpuMemory, MemoryPart, always
 from megatron_rl.planning.parameters import (
     BYTES,
     RankParameters,
     expert_data_ways,
+    optimizer_ways,
     stage_parameters,
     state_width,
 )
@@ -41,7 +44,7 @@ def trainer_memory(
     num_tokens: int,
     *,
     on_gpus: bool,
-    optimizer: OptimizerConfig = OptimizerConfig(),
+    optimizer: OptimizerConfig = AdamConfig(),
     bucket_bytes: float = 0.0,
     bridge_bytes: float = 0.0,
     num_mirrors: int = 0,
@@ -64,7 +67,10 @@ def trainer_memory(
     split = f"{section}.parallel.tensor"
     fewer = f"raise {split} or {section}.parallel.pipeline, or for a mixture {section}.parallel.expert"
     recompute = "model.recompute" if section == "policy" else "recompute of its model"
-    fewer_bits = f"{section}.optimizer.moments to bfloat16, or " if optimizer.moments == "float32" else ""
+    less_state = ""
+    if isinstance(optimizer, AdamConfig):
+        fewer_bits = f"{section}.optimizer.moments to bfloat16, or " if optimizer.moments == "float32" else ""
+        less_state = f"set {section}.optimizer.offload, or {fewer_bits}"
 
     def of_stage(stage: int, held: RankParameters) -> GpuMemory:
         used = activations(shape, parallel, stage, num_tokens, width=width, recompute=model.recompute, fused=fused)
@@ -74,12 +80,11 @@ def trainer_memory(
             "weights": MemoryPart(always(held.weight_bytes(model.dtype)), fewer),
             "gradients (fp32)": MemoryPart(always(held.gradient_bytes), fewer),
             "optimizer state": MemoryPart(
-                always(0.0 if optimizer.offload else state),
-                f"set {section}.optimizer.offload, or {fewer_bits}raise {section}.parallel.data, {split} or "
-                f"{section}.parallel.pipeline",
+                always(0.0 if optimizer.is_offloaded else state),
+                f"{less_state}raise {section}.parallel.data, {split} or {section}.parallel.pipeline",
             ),
             "optimizer state in an update": MemoryPart(
-                (_streamed_bytes(held.state_elements(mesh), model.dtype, optimizer), 0.0, 0.0), fewer
+                (_update_bytes(held, mesh, shape, model.dtype, optimizer), 0.0, 0.0), fewer
             ),
             "activations kept for the backward passes": MemoryPart(
                 (used.kept, 0.0, 0.0),
@@ -97,7 +102,7 @@ def trainer_memory(
             ),
             "two buffers of the bridge": MemoryPart(always(2 * bucket_bytes), "lower bridge.bucket_mib"),
         }
-        host = {"optimizer state": state} if optimizer.offload else {}
+        host = {"optimizer state": state} if optimizer.is_offloaded else {}
         host["a checkpoint's copy"] = held.state_elements(mesh) * width + state
         if num_mirrors:
             host[f"{num_mirrors} mirrors"] = num_mirrors * (held.weight_bytes(model.dtype) + state)
@@ -107,13 +112,29 @@ def trainer_memory(
     return max(stages, key=lambda memory: max(memory.totals))
 
 
-def _streamed_bytes(elements: float, dtype: str, optimizer: OptimizerConfig) -> float:
-    """The fp32 pieces of the optimizer's state that are on the GPU in an update, at most (actor/optimizer)."""
-    if optimizer.offload:  # one arrives, one is updated, one leaves
-        return min(IN_FLIGHT * PIECE_ELEMENTS, elements) * state_width(dtype, OptimizerConfig())
+def _update_bytes(held: RankParameters, mesh: Mesh, shape: ModelShape, dtype: str, optimizer: OptimizerConfig) -> float:
+    """The fp32 numbers that are on the GPU in an update alone, at most (actor/optimizer): the pieces of a streamed
+    state, or what Muon needs."""
+    if isinstance(optimizer, MuonConfig):
+        # Of the largest matrix: its part of a parameter before and after, the whole, and two of an iteration; X X', its
+        # square, and their sum.
+        work = max(5 * rows * columns + 3 * min(rows, columns) ** 2 for rows, columns in _matrices(shape))
+        # Of the matrices that ranks share: this rank's intervals, and those that it works on.
+        dense, expert = optimizer_ways(mesh)
+        shared = (held.matrices / dense if dense > 1 else 0) + (held.expert / expert if expert > 1 else 0)
+        return 4.0 * (work + 2 * shared)
+    elements = held.state_elements(mesh)
+    if optimizer.is_offloaded:  # one arrives, one is updated, one leaves
+        return min(IN_FLIGHT * PIECE_ELEMENTS, elements) * state_width(dtype, AdamConfig(), is_matrix=False)
     if optimizer.is_streamed:  # the moments of one, beside those in fewer bits; an fp32 copy is updated in place
-        return min(PIECE_ELEMENTS, elements) * state_width("float32", OptimizerConfig())
+        return min(PIECE_ELEMENTS, elements) * state_width("float32", AdamConfig(), is_matrix=False)
     return 0.0
+
+
+def _matrices(shape: ModelShape) -> set[tuple[int, ...]]:
+    """The extents of the matrices of all layers."""
+    tensors = FAMILIES[shape.family].hf_tensors(shape)
+    return {extents for name, extents in tensors.items() if is_matrix(name, len(extents))}
 
 
 def sharing(memory: GpuMemory, role: str) -> GpuMemory:

@@ -33,12 +33,13 @@ from megatron_rl.algorithms import PolicyObjective, SupervisedObjective
 from megatron_rl.algorithms.logprobs import token_logprobs
 from megatron_rl.bridge.sender import BridgeSender
 from megatron_rl.config.algorithm import AlgorithmConfig
-from megatron_rl.config.policy import MegatronConfig, ModelConfig, OptimizerConfig, ParallelConfig, PolicyConfig
+from megatron_rl.config.optimizer import AdamConfig, OptimizerConfig
+from megatron_rl.config.policy import MegatronConfig, ModelConfig, ParallelConfig, PolicyConfig
 from megatron_rl.layout import FAMILIES, read_shape, slices
 from megatron_rl.tools.bench.compare_layouts import train_once
 from megatron_rl.types import Denominators, Mesh, Metrics
 
-OPTIMIZER = OptimizerConfig(
+OPTIMIZER = AdamConfig(
     lr=1e-2, warmup_steps=2, schedule="cosine", min_lr_ratio=0.1, eps=1e-4, weight_decay=0.1, clip_grad=0.1
 )
 """A clip that is active, a decay that is felt, and an epsilon that does not blow rounding up to whole
@@ -247,7 +248,7 @@ def balance_routers(rank, world_size, url, *, folder, samples, layout, router_bi
         (the error of the refused update, whether it changed no bias, this rank's biases by their HF names, and how many
         of its tokens each expert got in the last update)
     """
-    still = OptimizerConfig(lr=1e-30)
+    still = AdamConfig(lr=1e-30)
     actor = build(
         rank, world_size, url, folder, layout, optimizer=still, router_bias_update_rate=router_bias_update_rate
     )
@@ -340,7 +341,7 @@ def _two_more(actor: MegatronActor, samples, layout):
 
 def resume_with_other_settings(rank, world_size, url, *, folder, samples, layout, checkpoint):
     """The settings that the optimizer uses after loading a checkpoint of OPTIMIZER, and the next update's rate."""
-    other = OptimizerConfig(lr=0.5, betas=(0.8, 0.7), weight_decay=0.3)
+    other = AdamConfig(lr=0.5, betas=(0.8, 0.7), weight_decay=0.3)
     actor = build(rank, world_size, url, folder, layout, optimizer=other)
     actor.load(checkpoint)
     settings = [
@@ -352,9 +353,9 @@ def resume_with_other_settings(rank, world_size, url, *, folder, samples, layout
     return settings, rate
 
 
-def load_each(rank, world_size, url, *, folder, layout, checkpoints):
+def load_each(rank, world_size, url, *, folder, layout, checkpoints, **settings):
     """The errors of loading."""
-    actor = build(rank, world_size, url, folder, layout)
+    actor = build(rank, world_size, url, folder, layout, **settings)
     errors = [_error(lambda: actor.load(checkpoint)) for checkpoint in checkpoints]
     actor.close()
     return errors

@@ -11,8 +11,8 @@ from memory_scenarios import held_bytes
 from scenarios import COEFFICIENTS, OPTIMIZER, _error, begin, build, save
 
 from megatron_rl.actor.optimizer import streaming
-from megatron_rl.actor.optimizer.adam import intervals
-from megatron_rl.actor.optimizer.build import Optimizer
+from megatron_rl.actor.optimizer.adam import AdamOptimizer
+from megatron_rl.actor.optimizer.intervals import intervals
 
 NUM_ELEMENTS = 1000
 """Of a piece: a fraction of the larger parameters."""
@@ -21,7 +21,7 @@ small_pieces = patch.object(streaming, "PIECE_ELEMENTS", NUM_ELEMENTS)
 
 def _build(rank, world_size, url, folder, layout, settings):
     actor = build(rank, world_size, url, folder, layout, optimizer=OPTIMIZER.model_copy(update=settings))
-    assert (type(actor.optimizer) is Optimizer) == (not settings)
+    assert (type(actor.optimizer) is AdamOptimizer) == (not settings)
     return actor
 
 

@@ -72,7 +72,7 @@ def test_logits_equal_those_of_transformers(trainers, models, long_samples, name
     )
     model = transformers.AutoModelForCausalLM.from_pretrained(models[name], dtype=torch.float32)
     starts = np.concatenate(([0], np.cumsum(lengths)))
-    for sample, start in zip(long_samples, starts):
+    for sample, start in zip(long_samples, starts, strict=False):
         ids = torch.from_numpy(sample.tokens.ids.astype(np.int64))
         with torch.no_grad():
             expected = model(ids[None]).logits[0].numpy()

@@ -14,7 +14,8 @@ from test_actor_families import LAYOUTS as FAMILY_LAYOUTS
 from test_actor_layouts import OVERLAP
 
 from megatron_rl.actor.checkpoint import read_manifest
-from megatron_rl.config.policy import IN_FLIGHT, MegatronConfig, OptimizerConfig
+from megatron_rl.config.optimizer import IN_FLIGHT, AdamConfig
+from megatron_rl.config.policy import MegatronConfig
 from megatron_rl.layout import read_shape
 from megatron_rl.planning.parameters import rank_parameters
 from megatron_rl.types import Mesh
@@ -139,7 +140,7 @@ WEIGHED = [("tp2", SHORT), ("tp2", SHORT | OFFLOAD), ("dp2_bf16", OFFLOAD), ("dp
 
 @pytest.mark.parametrize("name, settings", cover.essential(WEIGHED, WEIGHED[-1]), ids=str)
 def test_the_bytes_are_those_of_the_table_of_memory(trainers, model_folder, samples, name, settings):
-    layout, optimizer = LAYOUTS[name], OptimizerConfig(**settings)
+    layout, optimizer = LAYOUTS[name], AdamConfig(**settings)
     results = trainers.run(
         "streaming_scenarios.memory",
         layout.mesh.world_size,

@@ -35,7 +35,8 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_rl.config.balance import BalanceConfig
-from megatron_rl.config.policy import ModelConfig, OptimizerConfig, ParallelConfig, PolicyConfig
+from megatron_rl.config.optimizer import AdamConfig
+from megatron_rl.config.policy import ModelConfig, ParallelConfig, PolicyConfig
 from megatron_rl.data.journal import COLUMNS
 from megatron_rl.layout import FAMILIES, read_shape
 from megatron_rl.types import Credit, Share, StepBatch, Tokens
@@ -151,7 +152,7 @@ def train_once(
     from megatron_rl.algorithms import SupervisedObjective
 
     mesh = policy.parallel.mesh
-    unclipped = OptimizerConfig(clip_grad=0.0)  # clipping would scale the gradient
+    unclipped = AdamConfig(clip_grad=0.0)  # clipping would scale the gradient
     spec = ActorSpec(
         shape=read_shape(folder),
         model=model,

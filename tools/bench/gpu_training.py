@@ -17,7 +17,8 @@ import torch
 
 from megatron_rl.balance import training_flops
 from megatron_rl.balance.hardware import PEAK_FLOPS
-from megatron_rl.config.policy import ModelConfig, OptimizerConfig, ParallelConfig, PolicyConfig
+from megatron_rl.config.optimizer import AdamConfig
+from megatron_rl.config.policy import ModelConfig, ParallelConfig, PolicyConfig
 from megatron_rl.layout import read_shape
 from megatron_rl.planning.activations import layer_bytes
 from megatron_rl.planning.parameters import rank_parameters
@@ -137,7 +138,7 @@ def build_actor(folder: Path, model: ModelConfig, offload: bool = False) -> Mega
     from megatron_rl.algorithms import SupervisedObjective
     from megatron_rl.bridge.join import host_store
 
-    optimizer = OptimizerConfig(lr=1e-3, warmup_steps=2, schedule="cosine", min_lr_ratio=0.1, offload=offload)
+    optimizer = AdamConfig(lr=1e-3, warmup_steps=2, schedule="cosine", min_lr_ratio=0.1, offload=offload)
     spec = ActorSpec(
         shape=read_shape(folder),
         model=model,

@@ -36,14 +36,15 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.bridge.join import host_store
-from megatron_rl.config.policy import ModelConfig, OptimizerConfig, ParallelConfig, PolicyConfig
+from megatron_rl.config.optimizer import AdamConfig
+from megatron_rl.config.policy import ModelConfig, ParallelConfig, PolicyConfig
 from megatron_rl.layout import FAMILIES, read_shape
 from megatron_rl.recipes.tiny.model import write_random_qwen3
 from megatron_rl.tools.bench.compare_layouts import deal_rows, rows_of_lengths
 from megatron_rl.tools.bench.logprobs import memory
 from megatron_rl.types import Tokens
 
-OPTIMIZER = OptimizerConfig(lr=1e-3, eps=1e-4, clip_grad=0.0)
+OPTIMIZER = AdamConfig(lr=1e-3, eps=1e-4, clip_grad=0.0)
 """With this epsilon the rounding of tiny gradients is not blown up to whole steps, so that both ways stay together."""
 
 Step = Callable[[], tuple[float, float]]

@@ -1,170 +1,34 @@
-"""Adam with decoupled weight decay through Megatron's optimizers, and the learning rate's schedule.
-
-With DP > 1 this is Megatron's distributed optimizer, whose state is split over the data-parallel ranks. As in all of
-Megatron, one-dimensional parameters (norms, biases) are not decayed. The n-th update, counted from 1, uses the
-schedule's n-th value: a warm-up of w steps begins with lr / w and reaches lr at step w, and the run's last step uses
-lr * min_lr_ratio. Invariants (tests/dist): an update equals that of torch.optim.AdamW on the whole model; the norms of
-gradient, parameters and update are those of the whole model in every layout.
-"""
+"""Builds the optimizer of the kind that the configuration names."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-import torch
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
-from megatron.core.optimizer import get_megatron_optimizer
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from torch import Tensor
 
-from megatron_rl.actor.optimizer.adam import (
-    COPY,
-    LARGEST_NORM,
-    MOMENTS,
-    AdamState,
-    Norms,
-    gradient_square,
-    intervals,
-    set_step,
-)
-from megatron_rl.actor.state import named_parameters
-from megatron_rl.actor.switches import build
+from megatron_rl.actor.optimizer.adam import AdamOptimizer
+from megatron_rl.actor.optimizer.base import Optimizer
+from megatron_rl.actor.optimizer.matrices import Place
+from megatron_rl.actor.optimizer.muon import MuonOptimizer
+from megatron_rl.actor.optimizer.streaming import StreamedAdam
+from megatron_rl.config.optimizer import MuonConfig
 from megatron_rl.config.policy import PolicyConfig
 
 
-class Optimizer:
-    """The optimizer of a rank. Its state is on the rank's device, in fp32."""
+def build_optimizer(
+    chunks: Sequence[DistributedDataParallel], policy: PolicyConfig, total_steps: int, place: Place
+) -> Optimizer:
+    """Build the optimizer of this rank, as `policy.optimizer` says. It is a collective.
 
-    def __init__(self, chunks: Sequence[DistributedDataParallel], policy: PolicyConfig, total_steps: int) -> None:
-        cfg = policy.optimizer
-        ours = dict(
-            optimizer="adam",
-            decoupled_weight_decay=True,
-            lr=cfg.lr,
-            min_lr=cfg.lr * cfg.min_lr_ratio,
-            weight_decay=cfg.weight_decay,
-            adam_beta1=cfg.betas[0],
-            adam_beta2=cfg.betas[1],
-            adam_eps=cfg.eps,
-            clip_grad=cfg.clip_grad,
-            bf16=chunks[0].config.bf16,
-            params_dtype=chunks[0].config.params_dtype,
-            use_distributed_optimizer=chunks[0].ddp_config.use_distributed_optimizer,
-        )
-        self._chunks = chunks
-        self.megatron = get_megatron_optimizer(
-            build(MegatronOptimizerConfig, "optimizer", ours, policy.megatron.optimizer),
-            list(chunks),
-            use_gloo_process_groups=False,
-        )
-        self._scheduler = OptimizerParamScheduler(
-            self.megatron,
-            init_lr=0.0,
-            max_lr=cfg.lr,
-            min_lr=cfg.lr * cfg.min_lr_ratio,
-            lr_warmup_steps=cfg.warmup_steps,
-            lr_decay_steps=max(total_steps, cfg.warmup_steps + 1),  # Megatron requires it to end after the warm-up
-            lr_decay_style=cfg.schedule,
-            start_wd=cfg.weight_decay,
-            end_wd=cfg.weight_decay,
-            wd_incr_steps=0,
-            wd_incr_style="constant",
-        )
-        self._names = {id(parameter): name for name, parameter in named_parameters(chunks)}
+    Args:
+        chunks: one model for each virtual stage.
+        total_steps: the optimizer steps of the run, for the learning rate's schedule.
+        place: the model, and this rank's part of it.
 
-    @property
-    def num_updates(self) -> int:
-        return self._scheduler.num_steps
-
-    @property
-    def lr(self) -> float:
-        """The learning rate of the last update."""
-        return self.megatron.param_groups[0]["lr"]
-
-    @torch.no_grad()
-    def gradient_norm(self) -> float:
-        """Hand the summed gradients to Megatron's optimizers, and return their global L2 norm, which is equal on every
-        rank. It is a collective. Megatron itself adds the squares in float32 (`adam.sum_of_squares`)."""
-        self.megatron.prepare_grads()
-        squares = [gradient_square(inner) for inner in self.megatron.chained_optimizers]
-        return math.sqrt(sum(squares[1:], start=squares[0]))
-
-    @torch.no_grad()
-    def update(self, grad_norm: float, is_last: bool) -> tuple[float, float]:
-        """Clip the gradients by the norm that `gradient_norm` returned, and update the weights. Megatron does both in
-        one `step`; here they are separate, so that a gradient that is not finite or too large never reaches the
-        weights.
-
-        Args:
-            is_last: the weights are whole on every rank when this returns. Otherwise the next forward pass may gather
-                them from the data-parallel ranks layer by layer (`overlap_param_gather`).
-
-        Returns:
-            The global L2 norms of the parameters and of the update, which are equal on every rank.
-        """
-        assert grad_norm <= LARGEST_NORM
-        self._scheduler.step(1)
-        clip = self.megatron.config.clip_grad
-        # Under expert parallelism Megatron has a separate optimizer for the experts.
-        parameters = [p for inner in self.megatron.chained_optimizers for p in inner.get_parameters()]
-        if clip > 0 and parameters:
-            clip_grad_by_total_norm_fp32(parameters, max_norm=clip, total_norm=grad_norm)
-        found = self._apply()
-        for chunk in self._chunks:
-            if is_last and chunk.ddp_config.overlap_param_gather:
-                chunk.start_param_sync(force_sync=True)
-        squares = [norms.squares() for norms in found]
-        parameter_square, update_square = sum(squares[1:], start=squares[0]).tolist()
-        return math.sqrt(parameter_square), math.sqrt(update_square)
-
-    def _apply(self) -> list[Norms]:
-        """Do an update with the clipped gradients; returns the norms of each of Megatron's optimizers."""
-        succeeded = self.megatron.step_with_ready_grads()
-        assert succeeded, "Megatron skips a step only because of loss scaling, which is not used"
-        found = []
-        for inner in self.megatron.chained_optimizers:
-            norms = Norms(inner, self.num_updates)
-            for interval in intervals(inner):
-                if moments := inner.optimizer.state[interval.main]:
-                    norms.add(interval, interval.main, moments)
-            found.append(norms)
-        return found
-
-    def weights_changed(self) -> None:
-        """Copy the model's weights into the optimizer's fp32 copies. Call it after anything but an update has changed
-        them."""
-        self.megatron.reload_model_params()
-
-    def states(self) -> Iterator[AdamState]:
-        """The state of this rank. Moments that no update has touched yet are made, as zeros."""
-        for inner in self.megatron.chained_optimizers:
-            adam = inner.optimizer
-            for interval in intervals(inner):
-                state = adam.state[interval.main]
-                if MOMENTS[0] not in state:
-                    state |= {kind: torch.zeros_like(interval.main) for kind in MOMENTS}
-                    set_step(adam, state, adam.param_groups[interval.group], 0)
-                tensors = {kind: state[kind].view(-1) for kind in MOMENTS}
-                if interval.has_copy:
-                    tensors[COPY] = interval.main.detach().view(-1)
-                yield AdamState(self._names[id(interval.parameter)], interval.start, interval.stop, tensors)
-
-    def resume_at(self, num_updates: int) -> None:
-        """Go on as after this number of updates, whose state has been written to `states()`. Learning rate and decay
-        are those that this run's configuration has there."""
-        self._scheduler.num_steps = num_updates
-        self._scheduler.step(0)
-        for inner in self.megatron.chained_optimizers:
-            adam = inner.optimizer
-            for interval in intervals(inner):
-                set_step(adam, adam.state[interval.main], adam.param_groups[interval.group], num_updates)
-
-    def device_tensors(self) -> Iterator[Tensor]:
-        """The optimizer's tensors on the rank's device. Those of an fp32 model may be views of its weights."""
-        for inner in self.megatron.chained_optimizers:
-            yield from (main for group in inner.optimizer.param_groups for main in group["params"])
-            for state in inner.optimizer.state.values():
-                yield from (value for value in state.values() if isinstance(value, Tensor))
+    Raises:
+        ValueError: a setting of `policy.megatron.optimizer` is unknown or refused.
+    """
+    if isinstance(policy.optimizer, MuonConfig):
+        return MuonOptimizer(chunks, policy, total_steps, place)
+    kind = StreamedAdam if policy.optimizer.is_streamed else AdamOptimizer
+    return kind(chunks, policy, total_steps)

@@ -1,4 +1,4 @@
-"""An optimizer whose state is kept in the host's memory, or in bfloat16, and is updated in fp32 piece by piece.
+"""Adam whose state is kept in the host's memory, or in bfloat16, and is updated in fp32 piece by piece.
 
 An update brings each piece of the state to the device as fp32, lets Adam update it, and stores it again. Of an
 offloaded state, while a piece is updated the next one arrives and the one before it leaves, on two streams beside the
@@ -24,24 +24,11 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from megatron_rl.actor import platform
-from megatron_rl.actor.optimizer.adam import COPY, MOMENTS, AdamState, Interval, Norms, intervals, set_step
-from megatron_rl.actor.optimizer.build import Optimizer
-from megatron_rl.config.policy import IN_FLIGHT, PIECE_ELEMENTS, PolicyConfig
-
-
-def build_optimizer(chunks: Sequence[DistributedDataParallel], policy: PolicyConfig, total_steps: int) -> Optimizer:
-    """Build the optimizer of this rank, as `policy.optimizer` says.
-
-    Args:
-        chunks: one model for each virtual stage.
-        total_steps: the optimizer steps of the run, for the learning rate's schedule.
-
-    Raises:
-        ValueError: a setting of `policy.megatron.optimizer` is unknown or refused.
-    """
-    if policy.optimizer.is_streamed:
-        return StreamedOptimizer(chunks, policy, total_steps)
-    return Optimizer(chunks, policy, total_steps)
+from megatron_rl.actor.optimizer.adam import AdamOptimizer, last_step, set_step
+from megatron_rl.actor.optimizer.intervals import COPY, Interval, IntervalState, intervals
+from megatron_rl.actor.optimizer.norms import Norms
+from megatron_rl.config.optimizer import ADAM_MOMENTS, IN_FLIGHT, PIECE_ELEMENTS, AdamConfig
+from megatron_rl.config.policy import PolicyConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +58,8 @@ class StatePiece:
 
     segments: list[Segment]
     stored: dict[str, Tensor]
-    """[PIECE_ELEMENTS] at most: MOMENTS, and COPY if the parameters are bfloat16, as they are between two updates."""
+    """[PIECE_ELEMENTS] at most: ADAM_MOMENTS, and COPY if the parameters are bfloat16, as they are between two
+    updates."""
 
 
 def cut(owned: Sequence[Interval], num_elements: int) -> Iterator[list[Segment]]:
@@ -102,15 +90,16 @@ class _NoCopies(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class StreamedOptimizer(Optimizer):
-    """An optimizer whose state is kept between updates in pinned memory of the host (`policy.optimizer.offload`), in
+class StreamedAdam(AdamOptimizer):
+    """Adam whose state is kept between updates in pinned memory of the host (`policy.optimizer.offload`), in
     bfloat16 (`policy.optimizer.moments`), or both."""
 
     def __init__(self, chunks: Sequence[DistributedDataParallel], policy: PolicyConfig, total_steps: int) -> None:
         with _NoCopies():
             super().__init__(chunks, policy, total_steps)
+        assert isinstance(policy.optimizer, AdamConfig)
         self._offloads = policy.optimizer.offload
-        self._moments = getattr(torch, policy.optimizer.moments)
+        self._dtype = getattr(torch, policy.optimizer.moments)
         self._arriving, self._leaving = _Copies(), _Copies()
         self._pieces: list[tuple[MegatronOptimizer, list[StatePiece]]] = []
         for inner in self.megatron.chained_optimizers:
@@ -128,7 +117,7 @@ class StreamedOptimizer(Optimizer):
         if self._offloads:
             # torch rounds pinned memory up to a power of two, which a whole piece is.
             place = {"device": "cpu", "pin_memory": platform.HAS_CUDA}
-        stored = {kind: torch.zeros(size, dtype=self._moments, **place) for kind in MOMENTS}
+        stored = {kind: torch.zeros(size, dtype=self._dtype, **place) for kind in ADAM_MOMENTS}
         if has_copy:
             stored[COPY] = torch.zeros(size, dtype=torch.float32, **place)
         return StatePiece(segments, stored)
@@ -139,11 +128,11 @@ class StreamedOptimizer(Optimizer):
             if segment.interval.has_copy:
                 piece.stored[COPY][segment.place].copy_(segment.weights.float())
 
-    def states(self) -> Iterator[AdamState]:
+    def states(self) -> Iterator[IntervalState]:
         for piece, segment in self._segments():
             name = self._names[id(segment.interval.parameter)]
             tensors = {kind: tensor[segment.place] for kind, tensor in piece.stored.items()}
-            yield AdamState(name, segment.start, segment.stop, tensors)
+            yield IntervalState(name, segment.start, segment.stop, tensors)
 
     def device_tensors(self) -> Iterator[Tensor]:
         for _, pieces in self._pieces:
@@ -158,7 +147,7 @@ class StreamedOptimizer(Optimizer):
     def _apply(self) -> list[Norms]:
         found = []
         for inner, pieces in self._pieces:
-            norms = Norms(inner, self.num_updates)
+            norms = Norms(inner)
             self._stream(inner, pieces, norms)
             found.append(norms)
         for chunk in self._chunks:
@@ -171,7 +160,7 @@ class StreamedOptimizer(Optimizer):
             for piece in pieces:
                 here = _floats(piece.stored)
                 self._step(inner, piece, here, norms)
-                for kind in MOMENTS:  # a copy is fp32, and has been updated where it is
+                for kind in ADAM_MOMENTS:  # a copy is fp32, and has been updated where it is
                     piece.stored[kind].copy_(here[kind])
             return
         coming, leaving = deque(pieces), deque[_Transfer]()
@@ -201,7 +190,7 @@ class StreamedOptimizer(Optimizer):
         for group in adam.param_groups:
             group["params"] = []
         for segment in piece.segments:
-            state = {kind: here[kind][segment.place] for kind in MOMENTS}
+            state = {kind: here[kind][segment.place] for kind in ADAM_MOMENTS}
             value = here[COPY][segment.place] if segment.interval.has_copy else segment.weights.detach()
             value.grad = segment.gradients
             group = adam.param_groups[segment.interval.group]
@@ -213,7 +202,9 @@ class StreamedOptimizer(Optimizer):
         for segment, value, state in updated:
             if segment.interval.has_copy:
                 segment.weights.copy_(value)
-            norms.add(segment.interval, value, state)
+            if norms.counts(segment.interval):
+                settings = adam.param_groups[segment.interval.group]
+                norms.add(value, last_step(value, state, settings, self.num_updates))
         adam.state.clear()
         for group, mains in zip(adam.param_groups, groups, strict=True):
             group["params"] = mains

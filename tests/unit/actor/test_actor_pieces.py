@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from megatron_rl.actor import platform  # noqa: F401  before Megatron: it silences its import
-from megatron_rl.actor.optimizer.adam import Interval
+from megatron_rl.actor.optimizer.intervals import Interval
 from megatron_rl.actor.optimizer.streaming import cut
-from megatron_rl.config.policy import OptimizerConfig, PolicyConfig
+from megatron_rl.config.optimizer import AdamConfig
+from megatron_rl.config.policy import PolicyConfig
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 25)), max_size=6), st.integers(1, 12))
@@ -31,10 +32,10 @@ def test_a_moment_that_bfloat16_never_lets_decay_is_refused():
     significands = torch.arange(128, 256).bfloat16()  # all of bfloat16's
     kept = {beta: int(((significands.float() * beta).bfloat16() == significands).sum()) for beta in (0.996, 0.999)}
     assert kept == {0.996: 0, 0.999: 128}
-    assert OptimizerConfig(moments="bfloat16", betas=(0.9, 0.996)).is_streamed
+    assert AdamConfig(moments="bfloat16", betas=(0.9, 0.996)).is_streamed
     with pytest.raises(ValidationError, match=r"a moment that keeps 0.999 of itself .* both must be below 0.99609375"):
-        OptimizerConfig(moments="bfloat16", betas=(0.9, 0.999))
-    assert not OptimizerConfig(betas=(0.9, 0.999)).is_streamed
+        AdamConfig(moments="bfloat16", betas=(0.9, 0.999))
+    assert not AdamConfig(betas=(0.9, 0.999)).is_streamed
 
 
 @pytest.mark.parametrize("megatron", [{"transformer": {"fp8_param": True}}, {"ddp": {"fp8_param_gather": True}}])

@@ -50,7 +50,8 @@ def test_one_key_and_one_section_are_found():
     assert [part.path for part in find("algorithm.kl")][:2] == ["algorithm.kl", "algorithm.kl.coefficient[fixed]"]
     assert [part.path for part in find("rewards.url")] == ["rewards[judge]", "rewards[reward_model]"]
     same = {part.path: part.meaning for part in find("critic")}
-    assert same["critic.optimizer"].startswith("The same keys as `policy.optimizer`")
+    for kind in ("adam", "muon"):
+        assert same[f"critic.optimizer[{kind}]"].startswith(f"The same keys as `policy.optimizer[{kind}]`")
     seed = Key("run.seed", "integer >= 0 and < 2147483648", "0", find("run.seed")[0].keys[0].meaning)
     assert find("run.seed") == [Heading("run", "", (seed,))]
 
@@ -65,4 +66,4 @@ def test_an_unknown_key_gets_the_nearest_ones(capsys):
 def test_the_sections_are_listed(capsys):
     assert tool.main([]) == 0
     listed = capsys.readouterr().out
-    assert "- `rollout`" in listed and "- `rewards`" in listed and "- `policy.optimizer`" not in listed
+    assert "- `rollout`" in listed and "- `rewards`" in listed and "- `policy.optimizer[adam]`" not in listed

@@ -132,6 +132,23 @@ def test_what_may_change_is_told_and_what_may_not_is_refused_by_name(tmp_path):
     assert "tools/export_checkpoint.py" in str(caught.value)
 
 
+@pytest.mark.parametrize("section", ["policy", "critic"])
+def test_the_kind_of_the_optimizer_stays_and_its_numbers_may_change(section):
+    def of(**optimizer):
+        return {section: {"optimizer": optimizer}}
+
+    assert [change.path for change in compare(of(kind="muon", momentum=0.9), of(kind="muon", momentum=0.8))] == [
+        f"{section}.optimizer.momentum"
+    ]
+    nested = compare(of(kind="muon", adam={"eps": 1e-8}), of(kind="muon", adam={"eps": 1e-6}))
+    assert [change.path for change in nested] == [f"{section}.optimizer.adam.eps"]
+    with pytest.raises(ValueError, match=rf"cannot change these.*\n  {section}.optimizer.kind: 'adam' -> 'muon'\n"):
+        compare(of(kind="adam", offload=False), of(kind="muon", momentum=0.8))
+    assert compare(of(lr=1.0), of(kind="adam", lr=1.0)) == []  # a checkpoint from when there was one kind
+    with pytest.raises(ValueError, match="optimizer.kind: .no such key. -> 'muon'"):
+        compare(of(lr=1.0), of(kind="muon", lr=1.0))
+
+
 def test_lists_are_compared_entry_by_entry():
     before, now = (
         {"rewards": [{"on_error": "stop", "weight": 1.0}]},

@@ -10,7 +10,8 @@ import pytest
 
 from megatron_rl.balance.flops import forward_flops, training_flops
 from megatron_rl.config.load import validate
-from megatron_rl.config.policy import OptimizerConfig, ParallelConfig
+from megatron_rl.config.optimizer import AdamConfig
+from megatron_rl.config.policy import ParallelConfig
 from megatron_rl.config.schema import GrpoRunConfig, SftRunConfig
 from megatron_rl.layout import read_shape
 from megatron_rl.planning.estimates import (
@@ -31,7 +32,7 @@ RATE = 989e12 * 0.4
 """The FLOPs per second that one GPU is taken to reach."""
 
 
-def seconds(shape, work=WORK, micro=4, recompute="none", optimizer=OptimizerConfig(), **parallel) -> float:
+def seconds(shape, work=WORK, micro=4, recompute="none", optimizer=AdamConfig(), **parallel) -> float:
     how = {"dtype": "bfloat16", "recompute": recompute, "gpus_per_node": 8, "optimizer": optimizer}
     return training_seconds(work, shape, ParallelConfig(**parallel), micro, **how)
 
@@ -45,7 +46,7 @@ def test_an_offloaded_state_crosses_the_link_to_the_host_in_each_update(moments,
     """Each GPU of TP8 has the state of its eighth of the parameters."""
     work, held = replace(WORK, num_updates=3), rank_parameters(SHAPE, ParallelConfig(tensor=8).mesh, 0)
     kept, offloaded = (
-        seconds(SHAPE, work, optimizer=OptimizerConfig(moments=moments, offload=offload), tensor=8)
+        seconds(SHAPE, work, optimizer=AdamConfig(moments=moments, offload=offload), tensor=8)
         for offload in (False, True)
     )
     assert offloaded - kept == pytest.approx(3 * width * held.total / 50e9)

@@ -12,7 +12,8 @@ import pytest
 
 from megatron_rl.balance.hardware import HOST_LINK
 from megatron_rl.config.load import validate
-from megatron_rl.config.policy import ModelConfig, OptimizerConfig, ParallelConfig
+from megatron_rl.config.optimizer import AdamConfig, MuonConfig
+from megatron_rl.config.policy import ModelConfig, ParallelConfig
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.layout import FAMILIES, read_shape
 from megatron_rl.planning.activations import activations, layer_bytes
@@ -122,6 +123,51 @@ def test_the_ranks_of_671b_hold_every_parameter_once():
     assert FAMILIES[shape.family].num_parameters(shape) == 671_026_419_200
     assert stages[0].constant == 0 and stages[1].constant == 4 * 256
     assert stages[1].weight_bytes("bfloat16") == 2 * (stages[1].dense + stages[1].expert + stages[1].padding) + 4 * 1024
+
+
+def test_the_state_of_muon_by_hand():
+    """A layer of Qwen3-32B has matrices of 5120 x (2 x 8192 + 2 x 1024) and 3 x 5120 x 25600, and norms of 2 x 5120 and
+    2 x 128; embedding and output layer have 151936 x 5120 each."""
+    matrices, norms = 5120 * (2 * 8192 + 2 * 1024) + 3 * 5120 * 25_600, 2 * 5120 + 2 * 128
+    shape = replace(SHAPE, num_layers=2)
+    others = 2 * norms + 2 * 151_936 * 5120 + 5120
+    muon, mesh = MuonConfig(), Mesh(data=4)
+    held = rank_parameters(shape, mesh, 0)
+    assert (held.matrices, held.dense - held.matrices) == (2 * matrices, others)
+    # A copy and one momentum of a matrix; a copy and two moments of all else. Without bf16 there is no copy.
+    assert held.state_bytes(mesh, "bfloat16", muon) == (2 * matrices * 8 + others * 12) / 4
+    assert held.state_bytes(mesh, "float32", muon) == (2 * matrices * 4 + others * 8) / 4
+    assert checkpoint_bytes(shape, "bfloat16", muon) == 2 * matrices * 10 + others * 14
+    assert checkpoint_bytes(shape, "bfloat16") == (2 * matrices + others) * 14
+
+
+def test_the_experts_of_muon_have_one_momentum():
+    mesh = Mesh(data=8, expert=4)
+    held = rank_parameters(MIXTURE, mesh, 0)
+    assert held.expert == 48 * 32 * 3 * 2048 * 768
+    assert held.matrices == 48 * (2048 * (2 * 4096 + 2 * 512) + 128 * 2048)  # attention and router
+    expected = 8 * held.expert / 2 + (8 * held.matrices + 12 * (held.dense - held.matrices)) / 8
+    assert held.state_bytes(mesh, "bfloat16", MuonConfig()) == expected
+
+
+def test_an_update_of_muon_needs_room_for_its_largest_matrix():
+    """Five numbers for each element of 5120 x 25600, and three products of 5120 x 5120, in fp32; with DP also what a
+    rank gives away and gets."""
+    model = ModelConfig(path=Path("nowhere"), dtype="bfloat16")
+    work = 4 * (5 * 5120 * 25_600 + 3 * 5120**2)
+    row, muon = "optimizer state in an update", MuonConfig()
+    alone = trainer_memory(SHAPE, model, ParallelConfig(tensor=8), 1024, on_gpus=True, optimizer=muon)
+    assert alone.parts[row] == (work, 0.0, 0.0)
+    shared = trainer_memory(SHAPE, model, ParallelConfig(tensor=8, data=4), 1024, on_gpus=True, optimizer=muon)
+    held = rank_parameters(SHAPE, Mesh(tensor=8, data=4), 0)
+    assert shared.parts[row][0] == work + 2 * 4 * held.matrices / 4
+
+
+def test_layouts_of_muon_are_never_offloaded():
+    policy = {"parallel": {"tensor": 4, "pipeline": 4, "data": 2}, "optimizer": {"kind": "muon"}}
+    layouts = fitting_layouts(config(policy=policy), SHAPE)
+    assert layouts and all(layout.offload is None for layout in layouts)
+    assert not any("offload" in key for layout in layouts for key in (*layout.overrides, layout.label))
 
 
 def test_communicators_are_those_of_groups_of_several_ranks():
@@ -311,7 +357,7 @@ def test_a_layout_that_the_bridge_makes_offload_has_the_time_of_an_offloaded_one
     gpus = {"gpus_per_trainer": 1, "gpus_per_engine_rank": 1, "gpus_per_node": 8, "gpu_memory_gb": gpu_gb}
     layouts = fitting_layouts(config(cluster=gpus), SHAPE)
     [same] = [one for one in layouts if (one.parallel, one.recompute) == (fastest.parallel, fastest.recompute)]
-    held = largest_stage(SHAPE, same.parallel.mesh, "bfloat16", OptimizerConfig())
+    held = largest_stage(SHAPE, same.parallel.mesh, "bfloat16", AdamConfig())
     moved = held.state_bytes(same.parallel.mesh, "bfloat16") / HOST_LINK
     assert same.offload and same.seconds == pytest.approx(fastest.seconds + moved)
     assert [one.seconds for one in layouts] == sorted(one.seconds for one in layouts)
