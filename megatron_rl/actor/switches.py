@@ -22,6 +22,13 @@ REFUSED = {
         ("optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d", "use_torch_optimizer_for_cpu_offload"),
         "it belongs to Megatron's offloaded optimizer; policy.optimizer.offload is in its place",
     ),
+    **dict.fromkeys(
+        (
+            *("muon_momentum", "muon_split_qkv", "muon_use_nesterov", "muon_scale_mode", "muon_fp32_matmul_prec"),
+            *("muon_num_ns_steps", "muon_tp_mode", "muon_extra_scale_factor"),
+        ),
+        "it belongs to Megatron's Muon; policy.optimizer of kind muon is in its place",
+    ),
     "moe_z_loss_coeff": "Megatron's depends on the micro-batches; policy.router_z_loss does not",
     "moe_expert_capacity_factor": "the engine drops no token, so the trainer must not either",
     "moe_pad_expert_input_to_capacity": "the engine drops no token, so the trainer must not either",

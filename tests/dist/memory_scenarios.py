@@ -5,16 +5,16 @@ from __future__ import annotations
 import weakref
 
 import torch
-from scenarios import COEFFICIENTS, begin, build, save
+from scenarios import COEFFICIENTS, OPTIMIZER, begin, build, save
 from shares import share_of
 
 from megatron_rl.actor import platform
 from megatron_rl.actor.packing import pack
 
 
-def allocated(rank, world_size, url, *, folder, samples, layout):
+def allocated(rank, world_size, url, *, folder, samples, layout, optimizer=OPTIMIZER):
     """The bytes of this rank's weights, gradients and optimizer state after an update, by their storages."""
-    actor = build(rank, world_size, url, folder, layout)
+    actor = build(rank, world_size, url, folder, layout, optimizer=optimizer)
     begin(actor, samples, layout, 1)
     actor.update(0, COEFFICIENTS)
     parameters = [p for chunk in actor.chunks for p in chunk.parameters()]
@@ -22,7 +22,8 @@ def allocated(rank, world_size, url, *, folder, samples, layout):
     owned = [p for optimizer in inner for group in optimizer.param_groups for p in group["params"]]
     weights = _storages(p.data for p in parameters)
     gradients = _storages([*(p.main_grad for p in parameters), *(p.grad for p in owned if p.grad is not None)])
-    moments = _storages(state[name] for o in inner for state in o.state.values() for name in ("exp_avg", "exp_avg_sq"))
+    kept = [(name, tensor) for one in inner for state in one.state.values() for name, tensor in state.items()]
+    moments = _storages(tensor for name, tensor in kept if name != "step")
     copies = {key: size for key, size in _storages(p.data for p in owned).items() if key not in weights}
     actor.close()
     return sum(weights.values()), sum(gradients.values()), sum(moments.values()) + sum(copies.values())

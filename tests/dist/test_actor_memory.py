@@ -8,6 +8,7 @@ from collections import defaultdict
 import cover
 import numpy as np
 import pytest
+from muon_scenarios import MUON
 from scenarios import Layout
 from shares import TrainSample
 from sizes import VOCAB_SIZE
@@ -79,6 +80,26 @@ def test_experts_are_allocated_where_they_are_counted(trainers, folders, samples
         f"{MODULE}.allocated", layout.mesh.world_size, folder=folders["qwen3_moe"], samples=samples, layout=layout
     )
     check_allocated(results, folders["qwen3_moe"], layout)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "mesh", [Mesh(tensor=2, pipeline=2), Mesh(tensor=2, data=2, expert=2, expert_tensor=1)], ids=str
+)
+def test_the_state_of_muon_is_what_the_actor_allocates(trainers, folders, samples, mesh, dtype):
+    """Over the ranks of a stage: those of DP have equally many elements, but not equally many of matrices."""
+    layout, folder = Layout(mesh, dtype=dtype), folders["qwen3_moe"]
+    results = trainers.run(
+        f"{MODULE}.allocated", mesh.world_size, folder=folder, samples=samples, layout=layout, optimizer=MUON
+    )
+    found, expected = defaultdict(float), defaultdict(float)
+    for rank, (weights, gradients, state) in enumerate(results):
+        held = rank_parameters(read_shape(folder), mesh, rank)
+        assert (weights, gradients) == (held.weight_bytes(dtype), held.gradient_bytes)
+        found[mesh.coordinates(rank)[1]] += state
+        expected[mesh.coordinates(rank)[1]] += held.state_bytes(mesh, dtype, MUON)
+    assert found == pytest.approx(expected, rel=1e-12)  # sums of halves in float64
 
 
 @pytest.fixture(scope="module")
