@@ -26,7 +26,7 @@ class PolicyLost(RuntimeError):
 
 
 class TooManyRestarts(RuntimeError):
-    """A process was lost once more than `cluster.restarts_per_hour` allows."""
+    """More processes were lost than `cluster.restarts_per_hour` allows."""
 
 
 class Policy(Protocol):
@@ -38,15 +38,15 @@ class Policy(Protocol):
 
     def score(self, shares: Sequence[Share]) -> Mapping[int, float]:
         """The log-prob of all actions of each sample together, in nats and at temperature 1, under the present weights,
-        by the sample's index in the batch. Each data-parallel rank gets its share; what it had before is forgotten.
+        by the sample's index in the batch. Each data-parallel rank gets its share, which replaces its previous one.
         """
         ...
 
     def begin(self, shares: Shares, coefficients: Mapping[str, float]) -> Metrics:
-        """Give every data-parallel rank its share of a step, and compute what the objective needs from the step's
-        start: log-probs of the policy and of the reference policy, values of a critic, and advantages of tokens. The
-        ranks keep them until the next call. Returns the mismatch between trainer and engine over the action tokens, if
-        pi_old was computed, and the mean KL, if it is in the reward.
+        """Give every data-parallel rank its share of a step, and compute the objective's inputs at the step's start:
+        log-probs of the policy and of the reference policy, values of a critic, and token advantages. The ranks keep
+        them until the next call. Returns the mismatch between trainer and engine over the action tokens, if pi_old was
+        computed, and the mean KL, if it is in the reward.
 
         Args:
             coefficients: see `update`.
@@ -60,7 +60,7 @@ class Policy(Protocol):
 
         Returns:
             The metrics of each update of the policy, and the critic's metrics, if there is one. The policy has no
-            update in steps in which the critic learns alone.
+            update in steps that train only the critic.
 
         Raises:
             ValueError: a number is not finite. `num_changes` tells whether an earlier update has changed weights.
@@ -97,7 +97,7 @@ class Policy(Protocol):
         The copy is made while the engines generate; the next call of any other method waits for it."""
 
     def restart(self, cause: PolicyLost) -> Collection[int]:
-        """Start all ranks anew, with the weights that the run began with.
+        """Restart all ranks, with the weights that the run began with.
 
         Returns:
             The steps whose state the mirrors hold.
@@ -115,11 +115,11 @@ class Bridge(Protocol):
     """The transfer of weights from the trainer to the engines."""
 
     def push(self, version: int) -> Metrics:
-        """Bring the policy's weights into every engine as `version`. Engines may be generating meanwhile, because each
+        """Send the policy's weights to every engine as `version`. Engines may be generating meanwhile, because each
         token records the version that sampled it."""
 
     def rejoin(self) -> None:
-        """Connect the ranks of a policy that was started anew. The engines keep running.
+        """Connect the ranks of a restarted policy. The engines keep running.
 
         Raises:
             PolicyLost: a process was lost again.
@@ -128,14 +128,14 @@ class Bridge(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """Groups whose answers are there."""
+    """Groups whose answers are complete."""
 
     groups: Mapping[int, Group]
-    """The groups, by the numbers with which they were asked for. Their samples have their verdicts."""
+    """The groups, by the numbers of their requests. Their samples have their verdicts."""
     metrics: Metrics
     """`reward/<name>/seconds`, the time of all calls of the reward; `reward/<name>/failed`, the share of answers that
-    it could not score; what its function logs; `stream/idle_s`, the seconds in which engines were idle since the last
-    `Stream.collect`, of all engines together; and `stream/span_s`, the seconds since then."""
+    it could not score; what its function logs; `stream/idle_s`, the idle time of all engines together since the last
+    `Stream.collect`, in seconds; and `stream/span_s`, the seconds since then."""
 
 
 class Stream(Protocol):
@@ -155,17 +155,18 @@ class Stream(Protocol):
         """Stop generating and verifying a group. `collect` will not return it, unless it is asked for again."""
 
     def collect(self, version: int) -> Collected:
-        """Wait until at least one group is there, and return those that are. In a run in turns (`rollout.max_lag: 0`)
-        wait for all that were asked for, so that a reward that needs all answers of a step has them.
+        """Wait until at least one group is complete, and return all complete groups. In a run in turns
+        (`rollout.max_lag: 0`) wait for all requested groups, so that a reward that needs all answers of a step has
+        them.
 
         Args:
-            version: what an engine that is started anew gets.
+            version: the version of the weights for a restarted engine.
 
         Raises:
             ValueError: a prompt does not fit the engine, or an answer cannot be scored and its reward's `on_error` is
                 stop.
-            RuntimeError: engines that live lost the answers of a group too often.
-            TooManyRestarts: an engine died once more than the run allows.
+            RuntimeError: engines lost the answers of a group too often without dying.
+            TooManyRestarts: engines died more often than the run allows.
         """
 
     def tokens(self, group: Group, with_routes: bool = False) -> Sequence[Tokens]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 CHUNK_WORDS = 2**17
-"""So many words are multiplied at once: the products take at most 1 MiB."""
+"""The number of words that are multiplied at once: the products take at most 1 MiB."""
 
 
 def checksum(data: Tensor) -> tuple[int, int]:

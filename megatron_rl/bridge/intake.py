@@ -40,7 +40,7 @@ from megatron_rl.layout import check_parameters
 
 
 class Parameters:
-    """The live parameters of an engine rank, in which its weights are written."""
+    """The live parameters of an engine rank, where its weights are written."""
 
     def __init__(self, live: Mapping[str, Tensor]) -> None:
         self.forms = live
@@ -87,7 +87,7 @@ class Intake:
         self._side = f"engine {engine}, rank {rank}"
         self._device = device
         me, plan = setup.engine_rank(engine, rank), setup.transfer_plan
-        first, hop = me, 0  # the first engine of the chain, to which the trainers send, and how far it is
+        first, hop = me, 0  # the first engine of the chain, which the trainers send to, and how far it is
         while (upstream := plan.upstream(first)) is not None:
             first, hop = upstream, hop + 1
         routes = plan.received_by(me)
@@ -111,7 +111,7 @@ class Intake:
             turns, self._line, self._unpacks, setup.bucket_bytes, chained=setup.engines.are_chained
         )
         self.stretches = [Stretch.of(part, self._unpacks) for part in split]
-        """What a push brings, in the order in which it is taken."""
+        """The contents of a push, in receiving order."""
         self._turn_of = [turn_of[part[0].key] for part in split]
         """The turn of each stretch."""
         if self._next is not None or plan.upstream(me) is not None:
@@ -174,11 +174,11 @@ class Intake:
             Digests of what the rank now holds; see `Parameters.finish`.
 
         Raises:
-            RuntimeError: a rank died, stalled past the deadline, or pushed another version; or the bytes are not those
-                that were sent. The parameters are a mix of versions then, and all ranks must join anew.
+            RuntimeError: a rank died, stalled past the deadline, or pushed another version; or the bytes differ from
+                the sent ones. The parameters are a mix of versions then, and all ranks must join again.
         """
         if self._broken:
-            raise RuntimeError(f"{self._side}: an earlier push broke off; join the bridge anew")
+            raise RuntimeError(f"{self._side}: an earlier push broke off; join the bridge again")
         try:
             self.parameters.begin(version, verify or not self._verified)
             digests = self._receive(version, Deadline(self._timeout_s))
@@ -221,13 +221,13 @@ class Intake:
         for message, start in zip(self.stretches[index].messages, self.stretches[index].starts, strict=True):
             room = self._room(message, self.parameters)
             if room is None:
-                assert start is not None, "a parameter has been laid out anew since the bridge was joined"
+                assert start is not None, "a parameter has been laid out again since the bridge was joined"
                 room = slot[start : start + message.num_bytes]
             rooms.append(room)
         return rooms
 
     def _room(self, message: Message, parameters: NamedTensors) -> Tensor | None:
-        """The parameter itself, if the content can arrive there in the form in which it is sent."""
+        """The parameter itself, if the content can arrive there in the form that is sent."""
         arrives_here = self._lines[message.source].memory == self._device
         return in_place(message, message.destinations(parameters)) if arrives_here else None
 

@@ -113,7 +113,7 @@ class Joining:
         share a GPU, because NCCL refuses this. Lines between GPUs then have groups of their own.
 
         Args:
-            far: the ranks to which this rank will have a line, and whose memory is not read.
+            far: the ranks that this rank will have a line to, and whose memory is not read.
         """
         if self.device.type not in SHARED_GROUPS:
             return
@@ -135,7 +135,7 @@ class Joining:
             self._contents.append(Contents(group, places))
 
     def outlet(self, destination: int, near: bool, hop: int = 0) -> GroupOutlet:
-        """Open the line to another rank. Both ends open their lines in one order: that of the messages.
+        """Open the line to another rank. Both ends open their lines in the order of the messages.
 
         Args:
             hop: the number of engines that messages have passed when they come to this line.
@@ -182,7 +182,7 @@ def _part_of(store: Store, setup: BridgeSetup) -> Store:
 
 
 def _judge(store: Store, setup: BridgeSetup) -> str:
-    """The verdict on what all ranks have said: that of the agreement is "agree:", or else "disagree:" and a message."""
+    """The verdict on what all ranks have said: "agree:", or else "disagree:" and a message."""
     keys = [f"rank/{rank}" for rank in range(setup.world_size)]
     said = [json.loads(text)["says"] for text in store.multi_get(keys)]
     others = {text: rank for rank, text in enumerate(said) if text != said[0]}

@@ -48,7 +48,7 @@ class Header:
     version: int
     number: int
     slot: int
-    """The sender's buffer in which the message is packed, if the receiver reads it there."""
+    """The sender's buffer that holds the packed message, if the receiver reads it there."""
     checksum: tuple[int, int] | None
     """The checksum of the content, if the push is verified."""
 
@@ -160,7 +160,7 @@ def agreed_stretches(
     """Split the turns of a rank into stretches, the same ones as at the other ends of its lines.
 
     Args:
-        turns: those of `messages.schedule`.
+        turns: the turns of `messages.schedule`.
         line: the line over which a message passes.
         packs: whether this rank packs (unpacks) a message. The other ends are asked for theirs.
         chained: engines feed engines. Then every message counts as packed and nobody is asked: stretches are short,
@@ -181,15 +181,14 @@ def agreed_stretches(
 
 class Contents:
     """A process group over which contents pass. A line over gloo has a group of its own, the one of its headers. All
-    GPUs together have one NCCL communicator, on which the sends of a rank follow each other in the order in which they
-    are posted, and so do its receives. At every rank this is the global order of stretches, so they meet. An engine of
-    a chain would also send what it passes on behind a receive of something later; so it sends on a second
-    communicator."""
+    GPUs together have one NCCL communicator, where the sends of a rank follow each other in the order of posting, and
+    so do its receives. At every rank this is the global order of stretches, so they meet. An engine of a chain would
+    also send what it passes on behind a receive of something later; so it sends on a second communicator."""
 
     def __init__(self, group: ProcessGroup, ranks: Mapping[int, int] | None = None) -> None:
         """
         Args:
-            ranks: the ranks in the group, by those of the bridge; None: the group has two ranks.
+            ranks: the rank in the group of each bridge rank; None: the group has two ranks.
         """
         self.group, self.ranks = group, ranks
 

@@ -46,12 +46,12 @@ def reads(says: list[str], device: torch.device) -> bool:
 
 
 def _name(device: torch.device) -> str:
-    """A CPU's memory is that of its machine; a GPU's memory is its own."""
+    """A CPU shares the memory of its machine; a GPU has its own memory."""
     return f"cuda {torch.cuda.get_device_properties(device).uuid}" if device.type == "cuda" else device.type
 
 
 class Slots:
-    """The buffers of one rank (uint8, `num_bytes` each), and the handle with which other processes open a sender's."""
+    """The buffers of one rank (uint8, `num_bytes` each), and the handle that lets other processes open a sender's."""
 
     def __init__(self, num_bytes: int, device: torch.device, num: int = SLOTS) -> None:
         num_bytes = max(aligned(num_bytes), ALIGNMENT_BYTES)  # the kernel refuses an empty mapping

@@ -26,8 +26,8 @@ ALONE_BYTES = 2**22
 """A copy of this size or more is a message of its own: if it is contiguous, it need not be packed. Smaller ones travel
 together."""
 STRETCH_BUCKETS = 8
-"""A stretch has at most so many buckets, unless it is a single message: a layer that vLLM repacks needs memory as soon
-as a stretch of it is expected."""
+"""The largest number of buckets in a stretch, unless it is a single message: a layer that vLLM repacks needs memory as
+soon as a stretch of it is expected."""
 ALIGNMENT_BYTES = 64
 """Messages begin at multiples of this in a buffer."""
 
@@ -57,7 +57,7 @@ class Message:
         return sum(copy.num_bytes for copy in self.copies)
 
     def is_sampled(self, version: int) -> bool:
-        """Whether the push as `version` is verified in a module to which this message brings something."""
+        """Whether the push as `version` is verified in a module that receives bytes of this message."""
         modules = {copy.destination_name.rpartition(".")[0] for copy in self.copies}
         return any(is_sampled(module, version) for module in modules)
 
@@ -162,8 +162,8 @@ def _fill(copies: Iterable[Copy], bucket_bytes: int) -> Iterator[list[Copy]]:
 
 
 def schedule(messages: Iterable[Message], turns: Mapping[tuple[int, int], Sequence[Turn]]) -> dict[int, list[Message]]:
-    """The global order: that of the plan's turns, in which few ranks wait for each other. A message belongs to the turn
-    in which its middle byte is sent. Each rank orders its own messages.
+    """The global order follows the plan's turns, where few ranks wait for each other. A message belongs to the turn
+    that sends its middle byte. Each rank orders its own messages.
 
     Args:
         messages: all messages of some routes.
@@ -211,7 +211,7 @@ def stretches(turn: Iterable[Message], packed: Callable[[Message], bool], bucket
 
 
 def late_last(order: Iterable[Stretch], late: Collection[int]) -> list[Stretch]:
-    """The order of a push for which some engine ranks are late: they get their stretches after all others. All trainer
-    ranks must have the same `late`. The order of what one engine rank gets is that of `order`, so the engines need not
-    know."""
+    """The order of a push with late engine ranks: they get their stretches after all others. All trainer
+    ranks must have the same `late`. Each engine rank receives its stretches in the sequence of `order`, so the engines
+    need not know."""
     return sorted(order, key=lambda stretch: stretch.destination in late)

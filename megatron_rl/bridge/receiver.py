@@ -131,8 +131,8 @@ class BridgeReceiver(WeightTransferEngine[JoinInfo, PushInfo]):
         """Write one whole push into the live parameters.
 
         Raises:
-            RuntimeError: a rank died, stalled past the deadline, or pushed another version; the bytes are not those
-                that were sent; or a module does not hold what it should after vLLM has processed it.
+            RuntimeError: a rank died, stalled past the deadline, or pushed another version; the bytes differ from the
+                sent ones; or a module does not hold what it should after vLLM has processed it.
         """
         self._on_all_ranks(lambda: self._receive(update_info.version, update_info.verify))
 
@@ -146,7 +146,7 @@ class BridgeReceiver(WeightTransferEngine[JoinInfo, PushInfo]):
     def _on_all_ranks(self, call: Callable[[], T]) -> list[T]:
         """Call on every rank of the engine. Returns what the call returned on each rank, or nothing if it raised an
         error on some rank. The last rank raises the errors of all: vLLM reads the results of its ranks up to the first
-        error, and takes those that it has not read for the results of the next call."""
+        error, and takes the unread ones as the results of the next call."""
         if self.parallel_config.world_size == 1:
             return [call()]
         group = get_world_group()
@@ -175,11 +175,11 @@ class ModelParameters(Parameters):
     its first message on. When all ranks of the engine have the layer, vLLM repacks it again.
 
     vLLM may reduce over the ranks while it repacks, so all ranks repack at the same points of the push's global order:
-    a layer is repacked when all messages of its last turn, and of the turns before, have been written. Whatever a rank
-    waits for then comes earlier in this order, so that the ranks cannot wait for each other in a circle.
+    a layer is repacked when all messages of its last turn, and of the turns before, have been written. Everything that
+    a rank waits for then comes earlier in this order, so that the ranks cannot wait for each other in a circle.
 
     Latent attention decodes with matrices that vLLM makes of kv_b_proj's weight. They are parameters, but no checkpoint
-    has them. If the weight is quantised they are copies, so vLLM makes them anew at the end of the push.
+    has them. If the weight is quantised they are copies, so vLLM rebuilds them at the end of the push.
     """
 
     def __init__(
@@ -230,7 +230,7 @@ class ModelParameters(Parameters):
         """Repack each layer of this rank after the last turn that brings something to it on any rank of the engine.
 
         Args:
-            last_turns: those of each rank.
+            last_turns: the last turns of each rank.
         """
         last: dict[str, int] = {}
         for of_rank in last_turns:
@@ -300,7 +300,7 @@ class ModelParameters(Parameters):
         return digests
 
     def _decoding_anew(self, layer: nn.Module) -> nn.Module:
-        """Latent attention with its matrices for decoding made anew, in new memory."""
+        """Latent attention with its matrices for decoding rebuilt in new memory."""
         anew = copy.copy(layer)
         made = dict.fromkeys(layer._parameters)
         anew.__dict__ |= {"_parameters": made, "_buffers": dict(layer._buffers), "impl": copy.copy(layer.impl)}

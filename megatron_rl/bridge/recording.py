@@ -1,7 +1,7 @@
 """The engine's side of the transfer plan, read off vLLM: its own loaders get tensors without memory in place of a
 checkpoint, and what they would copy is written down as rectangles.
 
-So the plan is right for the model that runs, whatever class of vLLM runs it. Invariant (tests/dist): where the family's
+So the plan is right for any vLLM class that runs the model. Invariant (tests/dist): where the family's
 table has vLLM's side, the recording equals it.
 """
 
@@ -51,7 +51,7 @@ def record_loading(model: nn.Module, shape: ModelShape, dtype: torch.dtype) -> R
 
 @contextmanager
 def _in_checkpoint_form(model: nn.Module) -> Iterator[None]:
-    """The parameters have the form in which vLLM made them, without memory, and their own loaders, as at a reload by
+    """The parameters have the form that vLLM gave them, without memory, and their own loaders, as at a reload by
     vLLM. Nothing is loaded or processed. The layers then get back what they had."""
     initialize_layerwise_reload(model)
     try:

@@ -23,7 +23,7 @@ from megatron_rl.layout import Links, TransferPlan
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What a message costs beside its bytes."""
+    """What a message costs in addition to its bytes."""
 
     answer_s: float = 1e-4
     """The time from a receiver's answer to the moment at which the sender posts the stretch after the next one."""
@@ -101,7 +101,7 @@ def replay(order: Iterable[StretchSize], plan: TransferPlan, links: Links, costs
     """The seconds of a push.
 
     Args:
-        order: that of `all_stretches`.
+        order: the order of `all_stretches`.
     """
     num_sources, world = plan.num_sources, plan.engines.world_size
     gpus = [*range(num_sources), *links.gpu(np.arange(plan.num_destinations), num_sources).tolist()]

@@ -68,7 +68,7 @@ class BridgeSender:
                     raise ValueError(f"trainer rank {rank} has its weights on a GPU, engine rank {to} has none")
         split = agreed_stretches(turns, self._line, self._packs, setup.bucket_bytes, chained=setup.engines.are_chained)
         self.stretches = [Stretch.of(messages, self._packs) for messages in split]
-        """What a push sends, in the order in which it is sent."""
+        """The contents of a push, in sending order."""
         self._verified = self._broken = False
 
     def _line(self, message: Message) -> Outlet:
@@ -80,7 +80,7 @@ class BridgeSender:
         return line.near or line.memory != self._device or in_place(message, message.sources(self._parameters)) is None
 
     def _most_packed(self, turns: Mapping[int, Sequence[Message]], always: set[int], bucket_bytes: int) -> int:
-        """No stretch needs a larger buffer, whatever the receivers unpack. Every message to `always` must be packed."""
+        """No stretch needs a larger buffer for any receiver. Every message to `always` must be packed."""
         most = 0
         for turn in turns.values():
             needed = [
@@ -102,7 +102,7 @@ class BridgeSender:
 
         Args:
             verify: the whole push is verified, not only a sample of it: the receivers read back what they wrote and
-                compare its checksums with those of this side. The first push is always verified.
+                compare its checksums with this side's. The first push is always verified.
             late: the engines, by their indices, that get their weights after all others, because they are not ready
                 yet. All trainer ranks must have the same.
 
@@ -111,10 +111,10 @@ class BridgeSender:
 
         Raises:
             RuntimeError: an engine died, did not take the weights within the deadline, expected another version or
-                holds other bytes than were sent. All ranks must join anew.
+                holds other bytes than were sent. All ranks must join again.
         """
         if self._broken:
-            raise RuntimeError(f"trainer rank {self._rank}: an earlier push broke off; join the bridge anew")
+            raise RuntimeError(f"trainer rank {self._rank}: an earlier push broke off; join the bridge again")
         start, deadline = time.perf_counter(), Deadline(self._timeout_s)
         try:
             self._push(version, verify or not self._verified, late_last(self.stretches, self._ranks(late)), deadline)
@@ -159,7 +159,7 @@ class BridgeSender:
         views = message.sources(self._parameters)
         if start is None:
             content = in_place(message, views)
-            assert content is not None, "a parameter has been laid out anew since the bridge was joined"
+            assert content is not None, "a parameter has been laid out again since the bridge was joined"
             return content
         content = self._slots.tensors[slot][start : start + message.num_bytes]
         torch._foreach_copy_(message.parts(content), views)

@@ -44,13 +44,14 @@ class BridgeSetup:
     secret: str = field(default="", repr=False)
     """A part of the names of all keys in the store, so that no process of another run reads or changes them."""
     epoch: int = 0
-    """The number of the joining over one store: after a failure the ranks that live join anew under the next number."""
+    """The number of joins over one store: after a failure the living ranks join again under the next number."""
     folder: str | None = None
     """If this is set, the weights pass as files in this folder, and no rank connects to another."""
     share_memory: bool = True
     """Whether ranks of one machine (of one GPU) read each other's memory. If not, all bytes pass over the network."""
     bucket_bytes: int = BUCKET_BYTES
-    """The largest message. A rank holds two messages beside its weights. A longer row of a matrix is sent whole."""
+    """The largest message. A rank holds two messages in addition to its weights. A longer row of a matrix is sent
+    whole."""
     timeout_s: float = 300.0
     """A push or a joining that takes longer raises an error on both sides."""
     links: Links = Links()

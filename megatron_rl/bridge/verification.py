@@ -2,7 +2,7 @@
 
 A checksum of what was sent does not see what happens to a layer afterwards: vLLM may repack it wrongly, keep an old
 scale, or leave a rank's layer as it was. So a layer is compared after all processing. What vLLM repacks is compared
-with the same layer made anew, from the received bytes, in memory of its own. What is used as it came is compared with
+with the same layer rebuilt from the received bytes, in memory of its own. What is used as it came is compared with
 its checksums on arrival. What equal ranks of different engines hold is compared on the driver.
 
 The first push after joining is compared as a whole, each further one in a sample of the modules.
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from megatron_rl.bridge.checksum import checksum
 
 PUSHES = 32
-"""After so many pushes every module has been in the sample once."""
+"""The number of pushes after which every module has been in the sample once."""
 
 Sums = tuple[int, int]
 
@@ -47,7 +47,7 @@ def kernel_sums(layer: nn.Module) -> dict[str, Sums]:
 
 
 def _tensors(name: str, value: Any, seen: set[int]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors that an object of vLLM's kernels refers to, except for those of modules and configurations."""
+    """The tensors that an object of vLLM's kernels refers to, except for tensors of modules and configurations."""
     if isinstance(value, Tensor):
         yield name, value
         return
@@ -107,7 +107,7 @@ def disagreement(of_engines: Mapping[int, list[dict[str, str]]]) -> str | None:
         of_engines: by the engine's index, and for each of its ranks, the digests by module.
 
     Returns:
-        None, or a sentence that names the first module in which equal ranks of two engines differ.
+        None, or a sentence that names the first module that differs between equal ranks of two engines.
     """
     first = next(iter(of_engines))
     for engine, ranks in of_engines.items():

@@ -1,7 +1,7 @@
 """The bridge over Ray connects trainer ranks and engine workers, and starts both sides of every push; implements
 `ports.Bridge`.
 
-A push that fails is tried once more: dead engines are replaced, all processes join anew, and every engine gets all
+A push that fails is retried once: dead engines are replaced, all processes join again, and every engine gets all
 weights, including an engine that missed an earlier version. Invariants (tests/e2e): an engine that dies between two
 pushes does not end the run; a trainer rank that dies is reported as PolicyLost, with the name of the rank.
 """
@@ -143,7 +143,7 @@ class RayBridge:
         return lost
 
     def _join_again(self) -> None:
-        """Replace the engines that died, and join all processes anew; once more if an engine is lost meanwhile."""
+        """Replace the engines that died, and let all processes join again; repeat if another engine is lost."""
         for attempt in range(ATTEMPTS):
             self._engines.replace_dead()
             try:

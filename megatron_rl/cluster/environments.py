@@ -73,9 +73,9 @@ class RemoteSessions:
         return _RemoteSession(self, index, self._actors[index], next(self._keys), limit_s)
 
     def replace(self, index: int, actor: Any, why: str) -> None:
-        """Start a process anew, unless this has been done since `actor` was its actor."""
+        """Restart a process, unless it was already restarted after `actor`."""
         if self._actors[index] is actor:
-            log.warning("%s %s, and is started anew", self._names[index], why)
+            log.warning("%s %s, and is restarted", self._names[index], why)
             ray.kill(actor)
             self._actors[index] = self._started(self._names[index])
 

@@ -1,4 +1,4 @@
-"""The trainer's state in the memory of other processes, from which a trainer that was started anew continues.
+"""The trainer's state in the memory of other processes, for a restarted trainer to continue from.
 
 On every node with trainer ranks one process holds the state of the node's own ranks and that of the ranks of the node
 before it. A trainer rank or a whole node can then die without a loss: the state of its ranks is on another node, and

@@ -118,7 +118,7 @@ class RayPlacement:
         self, role: str, processes: Mapping[int, Process], create: Callable[[int], Any], timeout_s: float
     ) -> None:
         """Place groups again, each of which is one actor that died, and start their actors. If Ray learns that a node
-        is gone only while a new actor waits for it, the group is placed once more.
+        is gone only while a new actor waits for it, the group is placed again.
 
         Args:
             processes: the process of each group, by the group's index; they get the new actors and their locations.

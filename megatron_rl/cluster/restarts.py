@@ -1,4 +1,4 @@
-"""How many lost processes a run survives, and how long it waits before it starts one anew."""
+"""How many lost processes a run survives, and how long it waits before it restarts one."""
 
 from __future__ import annotations
 

@@ -186,7 +186,7 @@ class RankGroup:
         self.fused_norms: bool = gather(calls, self.processes, "to load the model", timeout_s)[0]
 
     def start_again(self) -> list[int]:
-        """Start all ranks anew, with the weights that the run began with; returns the steps whose state the mirrors
+        """Restart all ranks, with the weights that the run began with; returns the steps whose state the mirrors
         hold.
 
         Raises:

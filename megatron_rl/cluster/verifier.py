@@ -238,7 +238,7 @@ class RayVerifier:
             return [Scored(failed, time.perf_counter() - start, {}) for _ in rewards]
 
     def _ask(self, method: str, doing: str, timeout_s: float, *arguments: Any) -> Any:
-        """The answer of the process. If the process dies, it is asked for once more, because the call may not be the
+        """The answer of the process. If the process dies, it is asked for again, because the call may not be the
         cause. The same holds if something outside has stopped it. Otherwise a call that is not answered in time is not
         repeated.
 

@@ -2,7 +2,7 @@
 
 A section states its formula, its source, and which inputs it needs besides the rewards of the samples. A recipe refuses
 an estimator whose inputs it does not produce. The symbols of the formulas: r is a sample's reward, mean and std are
-those of the rewards in its group, n is the number of its action tokens, N is the number of samples in the group.
+taken over the rewards of its group, n is the number of its action tokens, N is the number of samples in the group.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class GrpoAdvantage(Method):
 
     kind: Literal["grpo"] = "grpo"
     std: Literal["group", "batch", "none"] = "group"
-    """The standard deviation by which the advantages are divided: that of the group, or that of all rewards of the
+    """The standard deviation that divides the advantages: over the rewards of the group, or over all rewards of the
     batch (Lite PPO, Liu et al. 2025, arXiv:2508.08221). none: they are not divided (Dr. GRPO)."""
 
 
@@ -55,7 +55,7 @@ class RlooAdvantage(Method):
     kind: Literal["rloo"] = "rloo"
     std: Literal["others", "none"] = "none"
     """others: each advantage is divided by the standard deviation of the other samples' rewards. If these are all
-    equal, as for the only right answer of a group, the advantage is not divided. none: no advantage is divided."""
+    equal, as for the only right answer of a group, the advantage is not divided. none: no division."""
 
 
 class ReinforcePlusPlusAdvantage(Method):
@@ -166,9 +166,9 @@ class GaeAdvantage(Method):
     whiten: bool = True
     """true: the policy's advantages are whitened over all action tokens of the batch. false: they are not."""
     weights: dict[str, float] = {}
-    """The factor of each kind of reward; that of a kind which is not named here is 1. The kind `outcome` is the reward
-    of the whole answer, which is at its last token. If that is the sum of the turns' rewards (`{kind: environment}`),
-    give it the weight 0, so that they do not count twice."""
+    """The factor of each kind of reward, 1 for a kind that is not named here. The kind `outcome` is the reward of the
+    whole answer, at its last token. If it is the sum of the turns' rewards (`{kind: environment}`), give it the weight
+    0, so that these rewards do not count twice."""
 
     @model_validator(mode="after")
     def _one_lambda(self) -> GaeAdvantage:
@@ -202,22 +202,23 @@ class GrpoProcessAdvantage(Method):
     gamma: Discount = 1.0
     """The discount for each action token between a token and a later reward; 1 means no discount."""
     over: Literal["group", "batch"] = "group"
-    """Which rewards of the same kind have a common mean and deviation: those of a group, or those of the batch."""
+    """The set of rewards of one kind whose mean and deviation normalise them: the rewards of a group, or of the
+    batch."""
     std: bool = True
     """true: rewards are divided by the standard deviation of their kind. false: they are not."""
     uncentred: tuple[str, ...] = ()
-    """The kinds of which no mean is subtracted, and which are divided by their root mean square: rewards that are gains
-    already, such as `utility`. With their mean subtracted, a passage that helps, but less than others, would be
+    """The kinds whose mean is not subtracted. They are divided by their root mean square. Use it for rewards that are
+    already gains, such as `utility`: with the mean subtracted, a passage that helps less than others would be
     punished."""
     weights: dict[str, float] = {}
-    """The factor of each kind of reward, after the normalisation; that of a kind which is not named here is 1. The kind
-    `outcome` is the reward of the whole answer, which is at its last token. If that is the sum of the turns' rewards
-    (`{kind: environment}`), give it the weight 0, so that they do not count twice."""
+    """The factor of each kind of reward after the normalisation, 1 for a kind that is not named here. The kind
+    `outcome` is the reward of the whole answer, at its last token. If it is the sum of the turns' rewards (`{kind:
+    environment}`), give it the weight 0, so that these rewards do not count twice."""
 
 
 class TwoStageAdvantage(Method):
-    """For answers of two stages as in OpenOneRec (arXiv:2512.24762): thoughts are compared with the thoughts of their
-    group, and the items of a thought, which beam search has found, with each other."""
+    """For two-stage answers as in OpenOneRec (arXiv:2512.24762). Thoughts are compared within their group. The items
+    that beam search found for a thought are compared with each other."""
 
     formula: ClassVar[str] = (
         "at an item: (r - mean) / (std + 1e-6) over the items of its thought; at a thought: the same of R over the "
@@ -228,9 +229,10 @@ class TwoStageAdvantage(Method):
 
     kind: Literal["two_stage"] = "two_stage"
     thought: Literal["mean", "max"] = "mean"
-    """What a thought is worth: the mean of its items' rewards, or the largest one."""
+    """The reward of a thought: the mean or the maximum of its items' rewards."""
     std: Literal["group", "none"] = "group"
-    """group: advantages are divided by the standard deviation of what is compared. none: they are not divided."""
+    """group: advantages are divided by the standard deviation of the rewards that are compared. none: they are not
+    divided."""
 
 
 class FunctionAdvantage(Method):
@@ -274,9 +276,9 @@ class SoftOverlongShaping(Method):
 
     kind: Literal["soft_overlong"] = "soft_overlong"
     max_tokens: PositiveInt
-    """The length of a response, in tokens, from which on the penalty is -1; usually rollout.max_response_tokens."""
+    """The response length, in tokens, at and above which the penalty is -1; usually rollout.max_response_tokens."""
     cache_tokens: PositiveInt
-    """The number of tokens before max_tokens over which the penalty grows from 0 to -1."""
+    """The number of tokens below max_tokens where the penalty grows from 0 to -1."""
 
     @model_validator(mode="after")
     def _cache_fits(self) -> SoftOverlongShaping:
@@ -342,7 +344,7 @@ class RepetitionShaping(Method):
     ngram_size: PositiveInt = 40
     """The length of an n-gram, in tokens."""
     max_penalty: Annotated[float, Field(lt=0)] = -1.0
-    """The penalty, below 0, of a response in which (almost) all n-grams are repeated."""
+    """The penalty, below 0, of a response whose n-grams are (almost) all repeated."""
 
 
 ShapingConfig = Annotated[

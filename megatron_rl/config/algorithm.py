@@ -52,7 +52,7 @@ class AdaptiveKlCoefficient(Method):
     target: PositiveFloat
     """The target KL in nats, as a mean over action tokens."""
     horizon: PositiveInt = 10_000
-    """The number of samples in which the coefficient can change by about 20 % at most."""
+    """The coefficient changes by at most about 20 % within this number of samples."""
 
 
 class AdaptiveEntropyCoefficient(Method):
@@ -86,10 +86,10 @@ class KlConfig(Section):
     """The largest value of k3, because one token could otherwise outweigh all others; null means no cap. A token whose
     k3 exceeds the cap counts with the cap and has the gradient 0. At the cap 10 these are tokens with d < -2.61 (14
     times less probable than under the reference) or d > 11, and the gradient of the others, 1 - exp(-d), is never below
-    -12.6. With straight_through the gradient is d, whatever the cap is. k1, k2 and abs grow slowly and have no cap."""
+    -12.6. With straight_through the gradient is d for every cap. k1, k2 and abs grow slowly and have no cap."""
     straight_through: bool = False
-    """true: the value is the estimator's, but the gradient is that of k2, whose expectation on policy is the gradient
-    of the true KL. false: value and gradient are the estimator's."""
+    """true: the value comes from the estimator, and the gradient from k2, whose expected gradient on policy is the
+    gradient of the true KL. false: value and gradient come from the estimator."""
     place: Literal["loss", "reward"] = "loss"
     """Whether the KL is added to the loss or subtracted from the reward."""
     coefficient: Annotated[FixedCoefficient | AdaptiveKlCoefficient, Field(discriminator="kind")] = FixedCoefficient(
@@ -109,7 +109,7 @@ class KlConfig(Section):
         if self.place == "reward" and self.straight_through:
             raise ValueError("straight_through changes a gradient, but a KL in the reward has none; set it to false")
         if self.estimator == "k2" and self.straight_through:
-            raise ValueError("straight_through replaces the gradient by that of k2, which k2 has; set it to false")
+            raise ValueError("straight_through takes k2's gradient, which k2 has already; set it to false")
         return self
 
 
@@ -136,7 +136,7 @@ class AlgorithmConfig(Section):
     loss: Annotated[LossConfig, default_kind("dual_clip")] = DualClipLoss()
     """The policy loss of a token."""
     loss_agg_mode: Aggregation | None = None
-    """How the losses of the tokens become one number. The denominators are those of the whole mini-batch. null means
+    """How the token losses become one number. The denominators are counted over the whole mini-batch. null means
     the aggregation of the loss's paper (`aggregation` in the table of losses)."""
     loss_agg_tokens: PositiveInt | None = None
     """The constant length L, in tokens, of seq-mean-token-sum-norm, for example rollout.max_response_tokens. null is
@@ -148,8 +148,8 @@ class AlgorithmConfig(Section):
     entropy: EntropyConfig | None = None
     """The entropy bonus; null means none."""
     top_entropy_share: Share = 1.0
-    """The share of the mini-batch's action tokens that have a policy loss: those of highest entropy (Wang et al. 2025,
-    arXiv:2506.01939, has 0.2). 1 means all tokens."""
+    """The share of the mini-batch's action tokens, by highest entropy, that have a policy loss (Wang et al. 2025,
+    arXiv:2506.01939, use 0.2). 1 means all tokens."""
     drop_zero_signal: bool = True
     """true: groups whose advantages are all 0 leave the step, and a metric counts them. For most estimators these are
     the groups with equal rewards. false: they stay in the denominators."""
@@ -159,13 +159,13 @@ class AlgorithmConfig(Section):
     the other answers weigh as much as they would without them. An answer whose thought the thinking budget cut stays,
     if the answer itself ended within its budget. false: such answers stay."""
     updates_per_step: PositiveInt = 1
-    """The number of mini-batches into which a step's samples are split; each gives one optimizer step. With one update
-    there is no forward pass before it, unless the loss needs statistics of the whole mini-batch."""
+    """The number of mini-batches per training step; each gives one optimizer step. With one update there is no forward
+    pass before it, unless the loss needs statistics of the whole mini-batch."""
     max_mismatch: Annotated[float, Field(gt=0)] | None = None
     """The run stops if the mean of |logp_old - logp_rollout| over the action tokens, in nats, exceeds this bound,
-    because the engine then does not hold the trainer's weights. null: 1e-3 for a float32 model. What rounding does to a
-    bfloat16 model depends on the model, so the first step may show 0.2, and the later ones four times what it showed,
-    but at least 0.02. Tiny models showed 2e-7 in fp32 and 8e-3 in bf16 (one run)."""
+    because the engine then does not hold the trainer's weights. null: 1e-3 for a float32 model. For a bfloat16 model
+    the rounding error depends on the model, so the bound is 0.2 in the first step. Later it is four times the first
+    step's value, but at least 0.02. Tiny models showed 2e-7 in fp32 and 8e-3 in bf16 (one run)."""
 
     @property
     def kl_in_reward(self) -> bool:

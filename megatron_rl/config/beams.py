@@ -15,21 +15,22 @@ if TYPE_CHECKING:
 
 
 class Beams(Section):
-    """Answers in two stages, as in OpenOneRec (arXiv:2512.24762): a sampled thought, and then the most probable items
-    of a catalogue, which beam search finds. An item is a fixed number of tokens (a semantic id). Each beam is a sample
-    of its own."""
+    """Answers in two stages, as in OpenOneRec (arXiv:2512.24762): the policy samples a thought, then beam search finds
+    the most probable items of a catalogue. An item is a fixed number of tokens (a semantic id). Each beam is one
+    sample."""
 
     width: PositiveInt
     """The number of beams, which is also the number of items that each thought gives."""
     prefix: tuple[str, ...] = ()
-    """The texts that are forced between the delimiter and the item, such as `["<item>"]`; each must be one token."""
+    """The texts forced between the delimiter and the item, such as `["<item>"]`; each must be one token."""
     catalogue: Path
-    """A JSON file with the list of all items. An item is a list of texts, each of which must be one token, such as
-    `["<a_3>", "<b_0>", "<c_5>"]`; all items have equally many. Beams never leave this list."""
+    """A JSON file with the list of all items. An item is a list of texts, such as `["<a_3>", "<b_0>", "<c_5>"]`. Each
+    text must be one token, and all items must have the same number of texts. Beam search returns items of this list
+    only."""
     candidates: PositiveInt = 256
-    """The number of most probable tokens of the whole vocabulary that are looked at after each beam. Those that
-    continue no item are left out; if too few remain, beams are lost, which `beams/missing` counts. Of a smaller
-    vocabulary all tokens are looked at, so that no beam is ever lost."""
+    """The number of most probable tokens of the whole vocabulary that are considered after each beam. Tokens that
+    continue no item are removed. If too few remain, beams are lost, and `beams/missing` counts them. If the vocabulary
+    is smaller, all its tokens are considered, and no beam is lost."""
 
     @model_validator(mode="after")
     def _enough_candidates(self) -> Self:

@@ -25,9 +25,9 @@ class BridgeConfig(Section):
     bucket_mib: Annotated[float, Field(gt=0)] = 64
     """The largest size of one message, in MiB. Each rank holds two such buffers besides its weights."""
     chains: PositiveInt | None = None
-    """The number of chains in which the engines receive weights. The trainers send to the first engine of each chain,
-    and each engine sends to the next one, so the trainers send this number of copies, however many engines there are.
-    null means that the trainers send to every engine."""
+    """The number of chains of engines that receive weights. The trainers send to the first engine of each chain, and
+    each engine sends to the next one, so the trainers send this number of copies for any number of engines. null means
+    that the trainers send to every engine."""
     verify: bool = False
     """true: after each push the engines read back what they wrote and compare it with the trainers' checksums. false:
     they do so after the first push only."""
@@ -44,7 +44,8 @@ class BridgeConfig(Section):
 
 
 SECRET = re.compile("SECRET|PASSWORD|PASSWD|CREDENTIAL|TOKEN(?!IZER)|(?<!P)KEY", re.IGNORECASE)
-"""The names of variables whose values must not be written down. InfiniBand's partition keys (PKEY) are no secrets."""
+"""The names of environment variables whose values must not be written to files. InfiniBand's partition keys (PKEY) are
+no secrets."""
 
 
 def _refuse_secret(name: str) -> str:
@@ -69,14 +70,13 @@ class ClusterConfig(Section):
     """The address of a running Ray cluster; `auto` finds it. null starts Ray on this machine and stops it at the
     end."""
     environment: Environment = {}
-    """Environment variables of all processes of the run, such as `{NCCL_IB_HCA: mlx5}`. They override those of the
-    driver's shell, of which only the variables of the network are handed on (`NCCL_*`, `GLOO_*`, `UCX_*`, `FI_*`,
+    """Environment variables of all processes of the run, such as `{NCCL_IB_HCA: mlx5}`. They override the variables of
+    the driver's shell. From the shell only network variables are passed on (`NCCL_*`, `GLOO_*`, `UCX_*`, `FI_*`,
     `RES_OPTIONS`). Secrets are refused. Without OMP_NUM_THREADS here or in the shell, the ranks that compute on CPUs at
     the same time share out the cores of the machine; on GPUs each process computes on the CPU with one thread."""
     interface: str | None = None
-    """The network interface through which processes of different nodes talk to each other, such as `ib0`. null means
-    GLOO_SOCKET_IFNAME if that variable is set, and otherwise, on each node, the interface that has the address with
-    which Ray knows the node."""
+    """The network interface for communication between nodes, such as `ib0`. null means GLOO_SOCKET_IFNAME if that
+    variable is set, and otherwise, on each node, the interface with the address that Ray uses for the node."""
     cpus_per_trainer: Annotated[float, Field(gt=0)] = 1
     """The number of CPUs that Ray reserves for each trainer rank."""
     gpus_per_trainer: Annotated[float, Field(ge=0)] = 0
@@ -85,23 +85,22 @@ class ClusterConfig(Section):
     """The number of GPUs that Ray reserves for each rank of an engine; 0 means that engines run on the CPU."""
     colocate: bool = False
     """true: trainers, a critic and engines share GPUs. While engines generate, the weights, gradients and optimizer
-    states of trainers and critic are in the node's memory; while these train, the engines have nothing on the GPUs.
-    There must be as many ranks of engines as trainer ranks, and as many of a critic. false: each has GPUs of its
-    own."""
+    states of trainers and critic are in the node's memory; while these train, the engines have nothing on the GPUs. The
+    numbers of engine ranks, trainer ranks and critic ranks must be equal. false: each has its own GPUs."""
     pools: dict[Literal["trainer", "critic", "engine", "verifier"], str] = {}
     """The pool of nodes that a role uses, such as {trainer: train, engine: rollout}. A node is in the pool `train` if
     its Ray was started with `ray start --labels pool=train`. A role without an entry may use every node."""
     verifiers: PositiveInt = 1
     """The number of processes that compute rewards. Answers are divided among them."""
     verifier_workers: PositiveInt = 2
-    """The number of further processes of each verifier. They judge texts, mathematics, code and instructions, one
-    answer at a time, and are started when there is such a reward."""
+    """The number of worker processes of each verifier. They judge texts, mathematics, code and instructions, one answer
+    at a time. They are started only if there is such a reward."""
     gpus_per_node: PositiveInt | None = None
-    """The number of GPUs of a node, for the dry run alone, which prints what runs on which node. A run reads from Ray
-    what the nodes have. null prints no nodes."""
+    """The number of GPUs per node, used only by the dry run, which prints the processes of each node. A run reads the
+    nodes' resources from Ray. null prints no nodes."""
     gpu_memory_gb: PositiveFloat = 80
-    """The memory of a GPU in GB, for the estimates of the dry run. The default is an H100's, which reports 5 GB more:
-    CUDA's context and the gaps of the allocator take these. An H200 has 136 by the same count."""
+    """The memory of a GPU in GB, for the estimates of the dry run. The default is for an H100. It reports 5 GB more,
+    which the CUDA context and the allocator's fragmentation take. For an H200 the same rule gives 136."""
     world_size: PositiveInt | None = None
     """The number of trainer ranks that the job has. It must equal what `policy.parallel` needs; null skips this
     check."""
@@ -112,11 +111,11 @@ class ClusterConfig(Section):
     """The longest time, in seconds, that one part of a step may take: a generation, a forward pass, an update or a
     checkpoint. After that the process that does not answer counts as lost."""
     restarts_per_hour: NonNegativeInt = 5
-    """The number of restarts in the last hour (of the trainer, of an engine or of the verifier) that a run survives. At
-    the next one it ends and tells their causes. 0 means that the first loss ends the run."""
+    """The number of restarts (of the trainer, of an engine or of the verifier) that a run allows within one hour. At
+    the next one the run ends and reports their causes. 0 means that the first loss ends the run."""
     mirror: bool = False
-    """true: the trainer's state of the last two steps also lies in the host memory of its own node and of another one,
-    so that a restart of the trainer loses no finished step. It is copied while the engines generate. false: a restart
+    """true: the host memory of the trainer's node and of another node holds a copy of its state of the last two steps,
+    so a restart of the trainer loses no finished step. The state is copied while the engines generate. false: a restart
     of the trainer continues from the newest checkpoint."""
 
     def conflicts(self, run: BaseConfig) -> Iterator[str]:

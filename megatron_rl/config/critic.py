@@ -17,27 +17,27 @@ if TYPE_CHECKING:
 
 
 class CriticConfig(Section):
-    """A second model, which predicts for each token the rewards to come, for `adv_estimator: {kind: gae}`. Its ranks
-    are processes of their own, and each has what `cluster.cpus_per_trainer` and `cluster.gpus_per_trainer` say; with
-    `cluster.colocate` each has the GPU of the policy's rank of the same number."""
+    """A second model, which predicts for each token the sum of future rewards, for `adv_estimator: {kind: gae}`. It has
+    its own ranks, with the resources `cluster.cpus_per_trainer` and `cluster.gpus_per_trainer` for each. With
+    `cluster.colocate` each shares the GPU of the policy rank with the same number."""
 
     model: ModelConfig | None = None
-    """The model that it begins with; null means the policy's. A model for text gets a value head of zeros, so that all
-    its values are 0 at first; one that ends with a single number, such as a reward model
-    (`...ForSequenceClassification` with one label), keeps its head. Its tokenizer must be the policy's."""
+    """The model that initialises the critic; null means the policy's. A language model gets a value head of zeros, so
+    all values are 0 at first. A model with one output, such as a reward model (`...ForSequenceClassification` with one
+    label), keeps its head. Its tokenizer must be the policy's."""
     parallel: ParallelConfig = ParallelConfig()
     optimizer: AnyOptimizerConfig = AdamConfig(lr=1e-5)
     megatron: MegatronConfig = MegatronConfig()
     loss: ValueLossConfig = ValueLossConfig()
     updates_per_step: PositiveInt | None = None
     """The number of optimizer steps of the critic in a training step, each on its own part of the prompts; null means
-    that of the policy, `algorithm.updates_per_step`."""
+    `algorithm.updates_per_step`, the policy's number."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """The number of steps at the beginning of the run in which only the critic learns."""
+    """The number of first steps of the run that train only the critic."""
 
     @property
     def trainer(self) -> PolicyConfig:
-        """How it is split and optimized, in the form in which a policy says it."""
+        """The critic's parallelism and optimizer, as a policy's configuration."""
         return PolicyConfig(parallel=self.parallel, optimizer=self.optimizer, megatron=self.megatron)
 
     def conflicts(self, run: GrpoRunConfig) -> Iterator[str]:

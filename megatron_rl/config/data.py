@@ -104,24 +104,24 @@ class DataConfig(_Questions):
     eval: Rows | None = None
     """The held-out rows for evaluations, in the same form; null means that nothing is evaluated."""
     columns: Mapping[str, str] = {}
-    """Our names of columns, and the names that the rows have for them: `{messages: conversation, ground_truth: answer,
-    dataset: source}`. A dot leads into a mapping: `{ground_truth: extra_info.answer}`. If the column for `messages` is
-    text, it becomes one turn of the user; `prompt` stays text without the chat template."""
+    """The rows' names for our columns: `{messages: conversation, ground_truth: answer, dataset: source}`. A dot selects
+    an entry of a mapping: `{ground_truth: extra_info.answer}`. If the column for `messages` is text, it becomes one
+    turn of the user; `prompt` stays text without the chat template."""
     system_prompt: str | None = None
     """The system turn of chats that have none; null adds nothing."""
     chat_template: Mapping[str, Any] = {}
     """Arguments of the model's chat template, such as `{enable_thinking: false}`. A row's own arguments, in its column
-    `chat_template_kwargs`, go before them."""
+    `chat_template_kwargs`, override them."""
     on_bad_row: Literal["fail", "skip"] = "fail"
     """What happens to an unreadable row and to a prompt that is too long. `fail` stops the run and names file and line;
     `skip` leaves the row out and counts it."""
     easy_first_epochs: NonNegativeInt = 0
-    """The number of first epochs of each source in which its prompts come by falling `pass_rate`, and those with the
-    same rate in random order. Every row then needs this column, a number from 0 to 1, which tools/filter_difficulty.py
-    writes. The later epochs are shuffled, as all are with 0."""
+    """The number of first epochs of each source that take its prompts in the order of falling `pass_rate`. Prompts with
+    the same rate are in random order. Every row then needs this column, a number from 0 to 1, which
+    tools/filter_difficulty.py writes. Later epochs are shuffled; 0 shuffles all."""
     deduplicate: bool = False
-    """Whether of the rows of a source with the same question, as tokens, and the same `ground_truth` only the first is
-    kept. Questions with several ground truths are kept and counted."""
+    """Whether rows of a source that repeat an earlier row's question (as tokens) and `ground_truth` are removed.
+    Questions with several ground truths are kept and counted."""
     cache: Path | None = None
-    """The folder in which the tokenized rows of files are kept for the next start; null keeps nothing. Files are
-    added, and never removed."""
+    """The folder that keeps the tokenized rows of files for the next start; null keeps nothing. Files in it are added
+    and never removed."""

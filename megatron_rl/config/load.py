@@ -157,7 +157,7 @@ def _locate(kind: type[BaseModel], location: Sequence[str | int]) -> tuple[list[
 
 
 def _required(model: type[BaseModel]) -> list[tuple[str, ...]]:
-    """The keys without a default in a section, those of its sections included."""
+    """The keys without a default in a section and in the sections inside it."""
     found: list[tuple[str, ...]] = []
     for name, key in model.model_fields.items():
         if not key.is_required():

@@ -1,4 +1,4 @@
-"""What a run takes from the machine: the data type in which its CPU multiplies matrices quickly, and its cores."""
+"""What a run takes from the machine: the data type that its CPU multiplies fast, and its cores."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def num_cores() -> int:
 
 
 def threads_of_ranks(config: BaseConfig, cores: int) -> int:
-    """The number of threads with which each trainer rank and each engine rank computes on a machine with this number
-    of cores. OMP_NUM_THREADS in the shell, or in `cluster.environment`, has precedence.
+    """The number of threads of each trainer rank and each engine rank on a machine with this number of cores.
+    OMP_NUM_THREADS in the shell, or in `cluster.environment`, has precedence.
 
     Trainers and engines that take turns (`rollout.max_lag: 0`) share out all cores among themselves in turn: 1 trainer
     rank and 1 engine on 2 cores have 2 threads each. With a lag both compute at the same time, so each has 1. On GPUs,

@@ -16,50 +16,50 @@ MARKERS = ("Wait,", "Alternatively,", "Actually,", "Hmm,", "Let me ", "I need to
 
 
 class PrefixValues(Section):
-    """The value of the beginning of a thought is the mean log-prob of the tokens of the right answer after it, as the
-    policy itself gives it. The reward of a passage of the thought is what it adds to this value. It is at the last
-    token of the passage (`Rollout.token_rewards`, kind `utility`), for `adv_estimator: {kind: grpo_process}`."""
+    """The value of a thought's prefix is the policy's mean log-prob of the tokens of the right answer after this
+    prefix. The reward of a passage is the amount that it adds to this value. It is at the last token of the passage
+    (`Rollout.token_rewards`, kind `utility`), for `adv_estimator: {kind: grpo_process}`."""
 
     rollouts: PositiveInt | None = None
-    """Monte Carlo values (VinePPO, Kazemnejad et al. 2024, arXiv:2410.01679): the value of a beginning is the mean
-    reward of so many answers that go on from it, and that of the prompt the mean reward of its group. It needs no right
-    answer in the rows and has no bias, but the engine generates so many more answers for each passage. null: the
-    log-prob of the right answer."""
+    """The number of Monte Carlo answers (VinePPO, Kazemnejad et al. 2024, arXiv:2410.01679): the value of a prefix is
+    the mean reward of this number of answers that continue it, and the value of the prompt is the mean reward of its
+    group. This needs no right answer in the rows and has no bias, but the engine generates this number of extra
+    answers for each passage. null: the log-prob of the right answer."""
 
     by: Literal["engine", "trainer"] = "engine"
     """Who computes the log-probs: the engine while it generates other answers, or the trainer before the step's update,
-    in a forward pass of its own. The trainer's are those of the weights that are trained, also where an engine is
-    quantised. It needs a run in turns."""
+    in a separate forward pass. The trainer uses the weights that are trained, also if the engine is quantised.
+    `trainer` needs a synchronous run, without `rollout.max_lag` and `rollout.active_sampling`."""
     force: str = "\n</think>\n\nThe answer is "
-    """The text after a beginning of the thought, before the answer. It closes the thought."""
+    """The text between a prefix of the thought and the answer. It closes the thought."""
     column: str = "ground_truth"
-    """The column of the rows with the right answer as text or number, or with a list of answers that are all right. A
-    row without one has no rewards of passages."""
+    """The column with the right answer, as text or number, or with a list of right answers. A row without a right
+    answer gets no passage rewards."""
     forced_tokens: PositiveInt = 128
-    """The largest number of tokens of `force` and an answer together. The engine has room for them."""
+    """The largest number of tokens of `force` and an answer together. The engine reserves room for them."""
     several: Literal["max", "logsumexp"] = "max"
-    """The value if several answers are right: that of the most probable one, or the logarithm of the sum of the
+    """The value if several answers are right: the largest of their values, or the logarithm of the sum of the
     exponentials."""
     floor: Annotated[float, Field(lt=0)] = -10.0
     """The smallest value, in nats a token."""
     scale: Literal["logp", "probability"] = "logp"
     """`logp`: the value is the mean log-prob of a token of the right answer. `probability`: it is the probability of
-    the whole right answer, which is that of the outcome reward 1 if the thought ended there."""
+    the whole right answer, which equals the probability of the outcome reward 1 if the thought ended there."""
     markers: tuple[str, ...] = MARKERS
-    """The texts with which a passage begins, after white space."""
+    """The texts that start a new passage, after white space."""
     min_tokens: PositiveInt = 16
-    """A passage ends at a marker only if it has so many tokens."""
+    """The smallest number of tokens of a passage that a marker can end."""
     max_tokens: PositiveInt = 256
-    """A longer passage ends earlier, after a sentence if there is one."""
+    """The largest number of tokens of a passage. A longer one is split, after a sentence if there is one."""
     positive_only: bool = False
     """true: a passage that lowers the value has the reward 0 instead of one below 0."""
     clip: PositiveFloat | None = None
     """The largest absolute reward of a passage; null means no bound."""
     idle_cost: NonNegativeFloat = 0.0
-    """What a passage of `max_tokens` loses if it changes the value by less than `idle_below`; a shorter one loses less,
-    in proportion."""
+    """The penalty of a passage of `max_tokens` that changes the value by less than `idle_below`; a shorter one loses
+    less, in proportion."""
     idle_below: NonNegativeFloat = 1e-3
-    """See `idle_cost`."""
+    """The change of the value below which `idle_cost` applies."""
 
     def answers(self, columns: Mapping[str, Any]) -> list[str]:
         """The right answers of a row with these columns; none if it has none, or if none is needed.

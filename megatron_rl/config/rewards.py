@@ -38,15 +38,15 @@ class Reward(Section):
     """The factor of this reward's score in the sum of all rewards."""
     datasets: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
     """The rows that this reward scores, by their column `dataset`; null means all rows. It abstains on other rows. If a
-    row has equally long lists in `dataset` and `ground_truth`, the reward takes its own entries of the second one."""
+    row has lists of equal length in `dataset` and `ground_truth`, the reward takes its own ground truths."""
     on_error: Literal["abstain", "stop"] = "abstain"
     """What happens when this reward cannot score an answer (an exception, a NaN, a result of the wrong form, a
     time-out). `abstain` leaves the reward out of the answer's sum, counts the failure, and writes the row and the error
     to `logs/rewards.log`. `stop` ends the run after a checkpoint."""
     timeout_s: PositiveFloat = 600
-    """The longest time, in seconds, that one call may take. A call scores the answers that have finished since the call
-    before it, or all answers of a step if it is that of a `function`. After this time the verifier's process is
-    replaced, or an asynchronous function is cancelled, and `on_error` decides about the answers of the call."""
+    """The longest time, in seconds, that one call may take. A call scores the answers that finished since the previous
+    call, or, for a `function`, all answers of a step. After this time the verifier's process is replaced, or an
+    asynchronous function is cancelled, and `on_error` decides about the answers of the call."""
     max_silent_steps: PositiveInt | None = 3
     """The run stops when this reward has scored no answer at all in this number of steps in a row; null means never.
     Steps without a row that it scores are not counted."""
@@ -92,7 +92,7 @@ class ExactAnswerReward(GroundTruthReward):
 
 
 class JudgedReward(GroundTruthReward):
-    """A reward whose verdicts take long, and that judges each answer in a process that can be ended
+    """A reward with slow verdicts. It judges each answer in a process that can be killed
     (`cluster.verifier_workers`)."""
 
     answer_timeout_s: PositiveFloat = 10
@@ -124,21 +124,21 @@ class MathematicsReward(JudgedReward):
 
 class CodeReward(JudgedReward):
     """The last fenced block of Python in the text is a program, which runs in a sandbox. `ground_truth` has its tests:
-    Python texts with asserts, mappings with the `input` and `output` of the program, or a mapping with the lists
-    `inputs` and `outputs` and maybe a `fn_name`, as a list, a mapping or a text of JSON
+    Python code with asserts, mappings with the `input` and `output` of the program, or a mapping with the lists
+    `inputs` and `outputs` and optionally a `fn_name`, as a list, a mapping or JSON text
     (`verifiers/sandbox/code_tests.py`)."""
 
     kind: Literal["code"] = "code"
     answer_timeout_s: PositiveFloat = 180
-    """The longest time, in seconds, that the verdict on one answer may take. Its tests share four fifths of it, and
-    those that have not run by then count as not passed; see `cpu_s` for the time of a program."""
+    """The longest time, in seconds, that the verdict on one answer may take. Its tests share four fifths of it; tests
+    that have not run by then count as failed. See `cpu_s` for the time of a program."""
     score: Literal["share", "all"] | Annotated[float, Field(gt=0, le=1)] = "all"
     """`share`: the share of the tests that pass. `all`: 1 if all pass, else 0. A number: 1 if at least this share
     passes, else 0."""
     cpu_s: PositiveInt = 10
-    """The seconds of a processor that a program may use for its tests."""
+    """The CPU time, in seconds, that a program may use for its tests."""
     memory_mib: PositiveInt = 1024
-    """The memory of a program."""
+    """The memory limit of a program, in MiB."""
 
 
 class InstructionsReward(JudgedReward):
@@ -152,7 +152,7 @@ class InstructionsReward(JudgedReward):
 
 class ReasoningGymReward(JudgedReward):
     """The row is one of a task of the library reasoning-gym, as `megatron-rl reasoning-gym-rows` writes it, and the
-    score is what the task's own scorer gives, from 0 to 1. It judges what stands in the last `<answer>...</answer>` of
+    score is what the task's own scorer gives, from 0 to 1. It judges the content of the last `<answer>...</answer>` in
     the text after the thought, or else the whole text. It needs the library: `pip install
     'megatron-rl[reasoning-gym]'`."""
 
@@ -206,10 +206,10 @@ class ImportedReward(Reward):
     """A reward that is Python code of the user's own."""
 
     given: ClassVar[tuple[str, ...]]
-    """The names of the arguments with which every call is made."""
+    """The names of the arguments of every call."""
     path: FunctionPath
-    """Where the function is: `package.module:function`, or `folder/file.py:function`. It may also be an object that can
-    be called, or a class of such objects, of which one is made in each verifier's process."""
+    """Where the function is: `package.module:function`, or `folder/file.py:function`. It may also be a callable object,
+    or a class of callable objects; each verifier process then creates one instance."""
     arguments: dict[str, Any] = {}
     """Further keyword arguments of every call, or of the class. In a call they replace arguments of the same name."""
 
@@ -235,14 +235,14 @@ class ComputeScoreReward(ImportedReward):
     kind: Literal["compute_score"] = "compute_score"
 
     def ground_truth(self, columns: Mapping[str, Any]) -> Any:
-        """The row's `ground_truth`, or that of its `reward_model`, which is where verl's rows have it."""
+        """The row's `ground_truth`, or `reward_model.ground_truth`, where verl's rows have it."""
         nested = columns.get("reward_model")
         if columns.get("ground_truth") is None and isinstance(nested, Mapping):
             return nested.get("ground_truth")
         return super().ground_truth(columns)
 
     def data_source(self, columns: Mapping[str, Any]) -> Any:
-        """The row's `data_source`, or else what it has in `dataset`; None if it has neither."""
+        """The row's `data_source`, or else its `dataset`; None if it has neither."""
         source = columns.get("data_source")
         return columns.get("dataset") if source is None else source
 
@@ -269,13 +269,13 @@ def _variable(name: str) -> str:
 
 
 class ServiceReward(Reward):
-    """A reward that a server computes, which is asked over HTTP. The limits hold for each process that computes rewards
+    """A reward that a server computes over HTTP. The limits hold for each process that computes rewards
     (`cluster.verifiers`)."""
 
     url: Address
     """The address of the server."""
     model: str
-    """The name under which the server knows the model."""
+    """The server's name for the model."""
     api_key_env: Annotated[str, AfterValidator(_variable)] | None = None
     """The name of the environment variable that has the server's key; null sends no key. It must be set on each node
     before Ray starts there."""
@@ -283,14 +283,14 @@ class ServiceReward(Reward):
     """true: the server is not asked about an answer that a token budget cut. false: it is judged like any other
     answer."""
     attempts: PositiveInt = 4
-    """The number of requests that are made for one answer, if there is no connection, or no reply in time, or one with
-    the status 408, 429 or 5xx, or one that makes no sense. Other errors are not asked again."""
+    """The largest number of requests for one answer. A request is retried if there is no connection, no reply in time,
+    a reply with the status 408, 429 or 5xx, or a reply that cannot be parsed. Other errors are not retried."""
     answer_timeout_s: PositiveFloat = 120
     """The longest time, in seconds, that one request may take."""
     max_concurrency: PositiveInt = 64
     """The largest number of requests at the same time."""
     requests_per_minute: PositiveFloat | None = None
-    """The largest number of requests in a minute, which are made at equal distances; null means no limit."""
+    """The largest number of requests per minute, sent at equal intervals; null means no limit."""
 
     def api_key(self, environment: Mapping[str, str]) -> str | None:
         """The server's key; None if none is configured.
@@ -318,9 +318,9 @@ class Criterion(Section):
     """One thing that a judge gives a score for."""
 
     name: Annotated[str, Field(min_length=1)]
-    """The criterion's name, with which the judge gives its score."""
+    """The criterion's name, as the judge uses it in its reply."""
     description: Annotated[str, Field(min_length=1)]
-    """What the judge reads about it."""
+    """The description of the criterion that the judge reads."""
     weight: PositiveFloat = 1.0
     """The weight of this criterion in the mean."""
 

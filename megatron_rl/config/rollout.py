@@ -28,8 +28,8 @@ class SamplingConfig(Section):
     """The sampling temperature. The trainer divides its logits by the same number. vLLM allows at most 2."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """The engine samples only from the most probable tokens whose probabilities add up to this; 1 means all tokens. A
-    training run needs all of them, because the trainer's log-probs are those of the full distribution; tools that only
-    generate may have fewer."""
+    training run needs all tokens, because the trainer computes log-probs over the full distribution. Tools that only
+    generate may use fewer."""
     top_k: Annotated[int, Field(ge=0)] = 0
     """The engine samples only from this number of most probable tokens; 0 means all tokens. See `top_p`."""
 
@@ -41,11 +41,11 @@ class RolloutConfig(Section):
     """The place of a class of your own that answers in the place of vLLM: `package.module:Class`, or
     `folder/file.py:Class`. It implements `megatron_rl.rollout.backend.EngineBackend`. null means vLLM."""
     tensor: PositiveInt = 1
-    """Tensor parallelism of each engine: the number of ranks over which its matrices are split."""
+    """The tensor parallelism of each engine: the number of ranks that share its matrices."""
     pipeline: PositiveInt = 1
     """The number of pipeline stages of each engine. Each stage has `tensor` ranks and some of the layers. The stages
-    work on different batches of answers at the same time, and only the ranks of a stage exchange much, so an engine can
-    be wider than a node: the ranks of a stage are in one node, the stages may be in several."""
+    work on different batches of answers at the same time. Only the ranks within a stage exchange much data, so an
+    engine can span nodes: each stage is in one node, and the stages may be in several."""
     expert_parallel: bool = False
     """true: each tensor rank of an engine holds some of the experts whole. false: each expert is split over all tensor
     ranks."""
@@ -54,59 +54,60 @@ class RolloutConfig(Section):
     samples_per_prompt: PositiveInt = 8
     """The number of answers to each prompt, which form a group."""
     max_prompt_tokens: PositiveInt = 1024
-    """The largest length of a prompt, in tokens. `data.on_bad_row` decides what becomes of a longer one."""
+    """The largest length of a prompt, in tokens. `data.on_bad_row` decides what happens to a longer one."""
     max_response_tokens: PositiveInt = 4096
     """The largest number of tokens after the prompt: thought, delimiter and answer together."""
     max_lag: NonNegativeInt = 0
-    """The largest number of training steps between the weights that sampled a token and those that it trains. 0: the
-    engines and the trainer work in turns. Otherwise they work at the same time: answers go on while new weights arrive,
-    and up to max_lag + 1 batches of prompts are under way or wait for a step. Use it with `algorithm.correction`."""
+    """The largest number of training steps between the weights that sampled a token and the weights that train on it.
+    0: the engines and the trainer work in turns. Otherwise they work at the same time: generation continues while new
+    weights arrive, and up to max_lag + 1 batches of prompts are in progress or wait for a step. Use it with
+    `algorithm.correction`."""
     late: Literal["wait", "requeue", "drop"] = "wait"
-    """What a step does, once it has a full batch, about groups that are still running and would be too old for the next
-    step. `wait`: it waits for them. `requeue`: it begins, and their prompts are asked again, from the start, with the
-    next weights. `drop`: it begins, and nobody trains on them. With the last two the policy sees fewer long answers
-    than it gives, because these are late more often; `stream/late` counts the groups."""
+    """What a step with a full batch does about groups that are still running and would be too old for the next step.
+    `wait`: it waits for them. `requeue`: it begins, and their prompts are generated again from the start with the next
+    weights. `drop`: it begins, and these groups are discarded. `requeue` and `drop` bias training towards short
+    answers, because long answers are late more often; `stream/late` counts the groups."""
     active_sampling: bool = False
-    """Whether groups without a signal, in which all rewards are equal, are replaced by other prompts until the batch is
-    full. A prompt whose answers were all right (see `eval.verifier`) then rests for one epoch, and for up to eight if
-    it stays easy."""
+    """Whether groups without a signal (all rewards are equal) are replaced by other prompts until the batch is full. A
+    prompt whose answers were all right (see `eval.verifier`) then rests for one epoch, and for up to eight if it stays
+    easy."""
     delimiter: str = "</think>"
     """The text that ends the thought. It may be one or more of the model's tokens. An empty text means that the model
-    does not think, and that whole answers are judged. Without this key it is also empty if neither the model's chat
-    template nor its vocabulary has `</think>`, and no `thinking`, `prefix_values` or reward of kind `format` needs
-    it."""
+    does not think, and that whole answers are judged. If this key is not given, the text is also empty if neither the
+    model's chat template nor its vocabulary has `</think>`, and no `thinking`, `prefix_values` or reward of kind
+    `format` needs it."""
     thinking: ThinkingBudget | None = None
     """Separate budgets for thought and answer; null means that there is no budget for the thought, and both share
     `max_response_tokens`."""
     environment: EnvironmentConfig | None = None
-    """What answers to the model's turns, so that an answer has several; null means that an answer is one turn."""
+    """The environment or tools that respond to the model's turns, so that an answer has several turns; null means that
+    an answer is one turn."""
     beams: Beams | None = None
-    """Items of a catalogue, which beam search finds after each thought; null means that the model answers itself.
-    `samples_per_prompt` is then the number of thoughts, and a group has `width` samples for each."""
+    """The beam search for items of a catalogue after each thought; null means that the model samples the answer. With
+    it, `samples_per_prompt` is the number of thoughts, and a group has `width` samples for each thought."""
     prefix_values: PrefixValues | None = None
-    """Rewards for the passages of a thought, by how probable each of its beginnings makes the right answer; null means
-    that there are none. With `environment` its passages are the turns before the last one, each with its
-    observation."""
+    """The rewards for the passages of a thought, by the probability of the right answer after each prefix; null means
+    none. With `environment` the passages are the turns before the last one, each with its observation."""
     sampling: SamplingConfig = SamplingConfig()
     """How the engine samples training answers and evaluation answers."""
     dump: bool = False
     """Whether the verified rollouts of each step are written into the run's folder, as `rollouts/step_000000.groups`
-    and so on. The driver fetches the tokens for it."""
+    and so on. The driver then fetches the tokens."""
     replay: Path | None = None
     """The folder with the rollouts that another run has written (`dump`). The run trains on them and starts no engine
-    and no verifier, so it also evaluates nothing. null means that engines answer."""
+    and no verifier, so it evaluates nothing. null means that engines generate."""
     prefix_cache: Literal["cleared", "salted"] = "cleared"
-    """What a push of new weights does to the KV cache of older weights. `cleared` drops it all, and running requests
-    are computed again with the new weights. `salted` lets running requests keep their cache, and hides it from later
-    requests."""
+    """What a push of new weights does to the KV cache of older weights. `cleared` drops the whole cache, and running
+    requests are recomputed with the new weights. `salted` lets running requests keep their cache, and hides it from
+    later requests."""
     quantization: str | None = None
     """The name of one of vLLM's online quantisations (`fp8`, `fp8_per_channel`), which the engine applies to the
     weights of each push; null means none. The engine's policy then differs from the trainer's by more than rounding:
     see `algorithm.correction` and `algorithm.max_mismatch`."""
     max_sequences: PositiveInt = 1024
-    """The largest number of answers that an engine decodes at the same time; more of them wait, the oldest first. On a
-    GPU vLLM chooses the sizes of its CUDA graphs by it. In an asynchronous run, choose the number at which the engine's
-    throughput stops growing: with more, batches are decoded side by side, and all of them end late."""
+    """The largest number of answers that an engine decodes at the same time. Further ones wait in a queue, the oldest
+    first. On a GPU it also sets the sizes of vLLM's CUDA graphs. In an asynchronous run, choose the number where the
+    engine's throughput stops growing: with more, batches are decoded side by side, and all of them end late."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.85
     """The share of each GPU's memory that vLLM may use. Without a GPU this key has no effect, and the KV cache has
     1 GiB."""
@@ -138,7 +139,7 @@ class RolloutConfig(Section):
 
     @property
     def thought_column(self) -> ColumnBudget | None:
-        """Which numbers the rows must have in a column of their own, if they have the thinking budget."""
+        """The column of the rows that has the thinking budget and its bounds; None if the rows have none."""
         tokens = self.thinking and self.thinking.thought_tokens
         return tokens if isinstance(tokens, ColumnBudget) else None
 

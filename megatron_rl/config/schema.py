@@ -91,12 +91,12 @@ class CheckpointConfig(Section):
     keep_every: Annotated[int, Field(ge=0)] = 0
     """The checkpoints of steps that are multiples of this number are never deleted; 0 means none."""
     keep_best: str | None = None
-    """The name of a metric of evaluations, such as `eval/accuracy`: of all checkpoints that were evaluated, the one
-    with the largest value is kept. A checkpoint is evaluated if its step is a multiple of `eval.every`. null means that
-    none is kept for its value."""
+    """The name of an evaluation metric, such as `eval/accuracy`: the evaluated checkpoint with the largest value is
+    kept. A checkpoint is evaluated if its step is a multiple of `eval.every`. null means that no checkpoint is kept for
+    its value."""
     export_every: Annotated[int, Field(ge=0)] = 0
-    """The number of steps between exports of the model as a Hugging Face folder, `exports/step_000010`, all of which
-    are kept; 0 exports only the final model, as `hf`. tools/export_checkpoint.py exports any checkpoint later."""
+    """The number of steps between exports of the model as a Hugging Face folder, `exports/step_000010`. All exports are
+    kept. 0 exports only the final model, as `hf`. tools/export_checkpoint.py exports any checkpoint later."""
 
 
 class RunConfig(Section):
@@ -128,7 +128,7 @@ class BaseConfig(Section):
 
     @model_validator(mode="after")
     def _no_conflicts(self) -> Self:
-        """Each section tells what in it does not go with others. All of it is told at once."""
+        """Each section reports its conflicts with other sections. All are reported at once."""
         sections: list[Section] = [self, *self.sections()]
         found = [conflict for section in sections for conflict in section.conflicts(self)]
         if found:
@@ -157,7 +157,8 @@ class GrpoRunConfig(BaseConfig):
 
     @property
     def deciding_rewards(self) -> list[int]:
-        """The indices of the rewards of which the first one that scores an answer decides whether it is right."""
+        """The indices of the rewards that can decide whether an answer is right. The first one that scores the answer
+        decides."""
         if self.eval.verifier is not None:
             return [i for i, reward in enumerate(self.rewards) if reward.label == self.eval.verifier]
         return [i for i, reward in enumerate(self.rewards) if isinstance(reward, GroundTruthReward)]

@@ -20,8 +20,8 @@ class Section(BaseModel):
         return self.model_copy(update={name: _absolute(getattr(self, name)) for name in type(self).model_fields})
 
     def conflicts(self, run: Any) -> Iterator[str]:
-        """What in this section does not go with other sections of the run: one message each, with what to do. The
-        section's own sections are asked themselves.
+        """The conflicts between this section and others of the run, one message each, with what to do. The sections
+        inside report their own conflicts.
 
         Args:
             run: the whole configuration.
@@ -39,7 +39,7 @@ class Section(BaseModel):
 
 
 def import_paths(value: Any) -> list[ImportPath]:
-    """Where all the functions and classes are that a section, with all sections in it, names."""
+    """The import paths of all functions and classes that a section, or a section inside it, names."""
     if isinstance(value, Section):
         return [path for name in type(value).model_fields for path in import_paths(getattr(value, name))]
     if isinstance(value, tuple):

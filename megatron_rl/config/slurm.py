@@ -1,4 +1,4 @@
-"""The section `slurm`: which nodes a job asks Slurm for. It has an effect only with `--slurm`."""
+"""The section `slurm`: the nodes that a job requests from Slurm. It has an effect only with `--slurm`."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ class SlurmConfig(Section):
     nodes: PositiveInt = 1
     """The number of nodes that train. If `rollout_nodes` is 0, the engines run on these nodes too."""
     rollout_nodes: Annotated[int, Field(ge=0)] = 0
-    """The number of further nodes that only roll out."""
+    """The number of additional nodes, used only for rollouts."""
     rollout_options: tuple[str, ...] = ()
     """Options of sbatch for the rollout nodes, such as `--partition=l40s`. With any of them the job is heterogeneous:
     the rollout nodes are its second component. Without them all nodes are of one kind."""
     gpus_per_node: Annotated[int, Field(ge=0)] | None = None
-    """The number of GPUs to ask for on each node; null asks for none, which is right where whole nodes are given with
-    their GPUs."""
+    """The number of GPUs to request on each node; null requests none, which is right where Slurm allocates whole nodes
+    with their GPUs."""
     partition: str | None = None
     """The partition; null means the cluster's default."""
     account: str | None = None
     """The account that is charged; null means the user's default."""
     time_limit_h: PositiveFloat | None = None
-    """The time limit of the job in hours; null means that of the partition. A run that needs longer goes on in the next
-    job: see `requeue`."""
+    """The time limit of the job in hours; null means the partition's limit. A run that needs longer continues in the
+    next job: see `requeue`."""
     notice_s: PositiveInt = 300
-    """How many seconds before the time limit the run is asked to stop with a checkpoint. A step and a checkpoint must
-    fit into this time."""
+    """The number of seconds before the time limit at which the run is asked to stop with a checkpoint. A step and a
+    checkpoint must fit into this time."""
     requeue: bool = True
     """Whether a job that was stopped by its time limit, by preemption or by a failed node goes back into the queue and
     continues."""
     container: str | None = None
-    """The image in which all processes run; null means none. `*.sif` and `docker://...` are run by Apptainer, and
-    everything else is an image of Enroot/Pyxis (srun --container-image)."""
+    """The container image that runs all processes; null means none. Apptainer runs `*.sif` and `docker://...`; any
+    other value is an image of Enroot/Pyxis (srun --container-image)."""
     mounts: tuple[str, ...] = ()
     """Folders that the container sees besides the working folder and the run's folder, each as `outside:inside`."""
     environment: str | None = None
-    """A line of bash that prepares each node, such as `source /shared/venv/bin/activate`; null puts the Python that
-    submits first on PATH if there is no container."""
+    """A line of bash that prepares each node, such as `source /shared/venv/bin/activate`. null: if there is no
+    container, the submitting Python is put first on PATH."""
     seeds: tuple[Annotated[int, Field(ge=0)], ...] = ()
-    """Makes the job an array with one run for each of these seeds; run.name is extended by `/seed_N`."""
+    """The seeds of a job array, with one run for each seed; run.name is extended by `/seed_N`."""
     options: tuple[str, ...] = ()
     """Further options of sbatch, such as `--qos=high` or `--dependency=singleton`."""
 

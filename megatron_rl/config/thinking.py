@@ -1,4 +1,4 @@
-"""The thinking budget: how many tokens a thought may have, and what happens when it has them."""
+"""The thinking budget: the number of tokens that a thought may have, and what happens when it is used up."""
 
 from __future__ import annotations
 
@@ -95,8 +95,7 @@ class ScheduledBudget(Section):
 
     kind: Literal["schedule"] = "schedule"
     tokens: dict[NonNegativeInt, NonNegativeInt]
-    """Budgets in tokens by the step from which on they hold, such as `{0: 4096, 100: 2048}`. One of them is for step
-    0."""
+    """The budgets in tokens, each by its first step, such as `{0: 4096, 100: 2048}`. Step 0 must have one."""
 
     def at(self, step: int) -> int:
         return self.tokens[max(begin for begin in self.tokens if begin <= step)]
@@ -117,13 +116,13 @@ class ScheduledBudget(Section):
 
 
 class QuantileBudget(Section):
-    """The budget follows the lengths of the thoughts that led to right answers (see `eval.verifier`) and that no budget
-    ended. Such thoughts are never longer than the budgets that they had, so the budget can only fall while all of them
-    are; `low` ends this."""
+    """The budget is a quantile of the lengths of thoughts that led to right answers (see `eval.verifier`) and that no
+    budget cut. Such thoughts are never longer than their budgets, so the budget cannot rise above the budgets of these
+    steps; `low` bounds its fall."""
 
     kind: Literal["quantile"] = "quantile"
     quantile: Annotated[float, Field(gt=0, le=1)]
-    """The share of these thoughts that would fit into the budget."""
+    """The share of these thoughts that fit into the budget."""
     low: NonNegativeInt
     """The smallest budget in tokens."""
     high: NonNegativeInt
@@ -131,7 +130,7 @@ class QuantileBudget(Section):
     start: NonNegativeInt
     """The budget in tokens until there is such a thought."""
     num_steps: PositiveInt = 8
-    """The thoughts are those of so many last steps."""
+    """The number of last steps whose thoughts are used."""
 
     @property
     def smallest(self) -> int:
@@ -159,33 +158,33 @@ ThoughtTokens = Annotated[
 class ThinkingBudget(Section):
     """Separate token budgets for the thought and for the answer.
 
-    The thought is what is sampled before the delimiter (`rollout.delimiter`). Tokens that nobody sampled, because they
-    close a thought, are no actions. A prompt that has closed the thought already has no budget."""
+    The thought is the text sampled before the delimiter (`rollout.delimiter`). Tokens that are appended to close a
+    thought are no actions. A prompt that already closes the thought has no budget."""
 
     mode: Literal["two_call", "truncate", "native"] = "two_call"
-    """What happens to a thought that has its `thought_tokens`, and no delimiter. `two_call`: the engine is called once
-    for the thought; `closing` is appended, and the engine is called again for the answer. `native`: the engine itself
-    forces `closing` in one call, with vLLM's own thinking budget; each answer is checked afterwards, and one that does
-    not keep its budget ends the run. `truncate`: the sample ends there, as one that was cut, which
-    `algorithm.overlong_filter` keeps or leaves out."""
+    """What happens to a thought that reaches `thought_tokens` without a delimiter. `two_call`: the engine is called
+    once for the thought; `closing` is appended, and the engine is called again for the answer. `native`: the engine
+    itself forces `closing` in one call, with vLLM's own thinking budget; each answer is checked afterwards, and one
+    that does not keep its budget ends the run. `truncate`: the sample ends there and counts as cut;
+    `algorithm.overlong_filter` keeps or removes it."""
     thought_tokens: ThoughtTokens
     """The largest number of sampled tokens in a thought: one number for all, or a section that says how the budget of
     an answer is chosen. A delimiter that the model samples itself must be complete within them. Evaluations and greedy
     answers have the budget of their row with `column`, and otherwise the largest one."""
     response_tokens: PositiveInt
-    """The largest number of answer tokens, which are those after the delimiter."""
+    """The largest number of answer tokens, counted after the delimiter."""
     closing: str | None = None
     """The text that closes a thought, such as `Considering the limited time, I answer now. </think>`. It ends with
     `rollout.delimiter`. null means the delimiter alone."""
     opening: str = "<think>"
-    """The token with which the chat template opens the thought. Only `native` needs it: vLLM counts from there, and a
+    """The token that opens the thought in the chat template. Only `native` needs it: vLLM counts from there, and a
     prompt without it is refused."""
 
     def of_row(self, columns: Mapping[str, Any]) -> int:
-        """The budget of an answer to which no other one was given.
+        """The budget of an answer that got no other one.
 
         Args:
-            columns: those of the prompt.
+            columns: the columns of the prompt's row.
 
         Raises:
             ValueError: the row should have a budget of its own, and does not.

@@ -5,7 +5,7 @@ tokenizer with its chat template, the keys of the configuration, and the code of
 and none is ever changed; whoever needs room deletes files.
 
 A file gets its name when it is whole. Two runs at once may both write one, and the later takes its place; a run that
-has mapped the earlier one keeps it. A file that is damaged is told and made anew. A disk that is full only costs the
+has mapped the earlier one keeps it. A damaged file is reported and written again. A disk that is full only costs the
 cache.
 
 Invariants (tests/unit/data): prompts from the cache equal those from the rows; each thing that they depend on changes
@@ -115,7 +115,7 @@ def _partial(folder: Path, path: Path) -> Iterator[_Sink]:
     except BaseException:
         with suppress(OSError):
             os.unlink(file.name)
-        with suppress(OSError):  # what could not be written is tried once more
+        with suppress(OSError):  # what could not be written is tried again
             file.close()
         raise
 

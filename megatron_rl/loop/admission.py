@@ -9,7 +9,7 @@ exceed max_lag + 1 batches, where a running group counts by the recent share of 
 groups out of turn if the older ones could then not be trained on in time. AReaL (arXiv:2505.24298) bounds the number of
 admitted groups in the same way. By choice, a step does not wait for such older groups but gives them up.
 
-Invariants (tests/unit/loop), for any order in which groups finish: a batch has always the same size; no group is taken
+Invariants (tests/unit/loop), for any order of finishing groups: a batch has always the same size; no group is taken
 twice; no group is taken with a lag above max_lag; every group is taken, or counted as useless, surplus or late; a step
 that waits always waits for a group that is running.
 """
@@ -23,7 +23,7 @@ from math import ceil
 LEAST_SHARE = 1 / 32
 """The recent share of useful groups counts as at least this much, which bounds the number of running groups."""
 WINDOW = 4
-"""The recent share of useful groups is that of about the last four batches."""
+"""The recent share of useful groups covers about the last four batches."""
 
 
 class Admission:
@@ -44,7 +44,7 @@ class Admission:
         self.late: list[int] = []
         """The groups that were given up while they ran, since somebody emptied the list."""
         self.share = 1.0
-        """The recent share of useful groups among those that finished."""
+        """The recent share of useful groups among the finished ones."""
         self.num_useless = 0
         """The number of groups that finished without being useful, since somebody set it to 0."""
         self.num_surplus = 0
@@ -108,7 +108,7 @@ class Admission:
         return taken
 
     def _give_up(self, version: int, count: int) -> int:
-        """Give up running groups of this version and older ones, `count` if there are so many. Returns their number."""
+        """Give up running groups of this version and older ones, at most `count`. Returns their number."""
         late = sorted(number for number, admitted in self.running.items() if admitted <= version)[:count]
         for number in late:
             del self.running[number]

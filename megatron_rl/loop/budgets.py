@@ -26,10 +26,10 @@ class ThoughtBudgets:
         """For each of the last steps, the lengths of its whole thoughts that led to right answers, in tokens."""
 
     def give(self, prompt: Prompt, number: int, step: int) -> Prompt:
-        """The prompt with the budgets of its answers. If all have that of `ThinkingBudget.of_row`, they need none.
+        """The prompt with the budgets of its answers. If all budgets equal `ThinkingBudget.of_row`, none are set.
 
         Args:
-            number: that of the prompt in the stream of prompts.
+            number: the prompt's number in the stream of prompts.
             step: the step whose weights begin the answers.
         """
         num_samples, tokens = self._config.rollout.samples_per_prompt, self._tokens

@@ -3,7 +3,7 @@
 The policy writes and reads its own part. Everything else that a step depends on (the prompt stream, the coefficients)
 and the configuration are in `extra.json`, which is read before anything starts.
 
-Invariants (tests/unit/loop, tests/e2e): whatever ends a run, its newest complete state is saved, unless the policy is
+Invariants (tests/unit/loop, tests/e2e): however a run ends, its newest complete state is saved, unless the policy is
 lost; a run is resumed with the configuration of its checkpoint, except for the keys that may change.
 """
 
@@ -23,7 +23,7 @@ from megatron_rl.ports import Policy, PolicyLost, Sink, StopRequested
 
 PATTERN = re.compile(r"step_(\d{6,})")
 SCORES = "scores.json"
-"""The file beside the checkpoints with the values of `checkpoint.keep_best`."""
+"""The file with the values of `checkpoint.keep_best`, in the folder of the checkpoints."""
 EXTRA = "extra.json"
 """The file of a checkpoint that holds the loop's own state."""
 
@@ -208,7 +208,7 @@ class Checkpoints:
 
 
 class WholeState:
-    """The newest complete state of a run: that of the policy, and a copy of the states of all other parts.
+    """The newest complete state of a run: the policy's state, and a copy of the states of all other parts.
 
     It is a context manager around the loop. If the loop ends by an error, the state is saved before the error is passed
     on. If the loop ends by a request to stop, the state is saved, and execution continues after the `with` block. The
@@ -222,12 +222,12 @@ class WholeState:
         self._num_changes: int | None = None
         """`Policy.num_changes` when the state was last complete; None if the policy is lost since."""
         self._held: dict[int, dict[str, Any]] = {}
-        """The states of the other parts by step: those that a policy may be brought back to without a checkpoint."""
+        """The states of the other parts by step, for the steps that a policy can return to without a checkpoint."""
 
     def mark(self, step: int) -> None:
         """Note that the state is complete: `step` steps are done, and the next one has changed nothing yet."""
         self.step, self._num_changes = step, self._policy.num_changes
-        # The policy's mirrors hold two steps, and a policy that is started anew has the weights of step 0.
+        # The policy's mirrors hold two steps, and a restarted policy has the weights of step 0.
         self._held = {s: state for s, state in self._held.items() if s in (0, step - 1)}
         self._held[step] = {name: part.state() for name, part in self._parts.items()}
         self._checkpoints.finish(self._policy, wait=False)
@@ -253,8 +253,8 @@ class WholeState:
                 self._policy.export_hf(folder.parent / "exports" / folder_name(self.step))
 
     def recover(self, mirrored: Collection[int]) -> int:
-        """Bring a policy that was started anew, and all other parts, to the newest state that is left, and return its
-        step. This is the state of a mirror, of a checkpoint, or of step 0.
+        """Restore the newest state that is left into a restarted policy and all other parts, and return its step. This
+        is the state of a mirror, of a checkpoint, or of step 0.
 
         Args:
             mirrored: the steps whose state of the policy the mirrors hold.

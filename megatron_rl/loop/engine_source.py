@@ -1,12 +1,12 @@
 """The rollouts that engines generate: in turns with the trainer, or while it trains.
 
-Whatever decides which groups run and which ones a step takes is in `admission.py`. This module asks for the prompts,
+`admission.py` decides which groups run and which ones a step takes. This module asks for the prompts,
 holds the groups, and gives their state to a checkpoint. In turns (`rollout.max_lag: 0`) nothing is under way between
 two steps, so that a step repeats to the bit.
 
-Invariants (tests/unit/loop, tests/e2e): a resumed run asks again for the groups that were under way, with their own
-prompts, and takes those that were ready, or that were trained on after the checkpoint, from the journal, which a run in
-turns does not need; the groups of a step that the trainer interrupted are trained on again and not generated again.
+Invariants (tests/unit/loop, tests/e2e): a resumed run requests the unfinished groups again, with their own prompts, and
+takes groups that were ready, or that were trained on after the checkpoint, from the journal, which a run in turns does
+not need; the groups of a step that the trainer interrupted are trained on again and not generated again.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ from megatron_rl.types import Group, GroupRequest, Metrics, Prompt
 from megatron_rl.verifiers.metrics import merged
 
 NUM_TRIES = 64
-"""A run with active sampling ends after so many batches of groups of which none had a signal."""
+"""A run with active sampling ends after this number of batches of groups without any signal."""
 STEPS = 2**20
-"""The seeds of the steps of one `run.seed`. The last one is that of all evaluations, so that their accuracies can be
+"""The seeds of the steps of one `run.seed`. The last one is for all evaluations, so that their accuracies can be
 compared."""
 NUM_HELD = 2
-"""The groups of so many steps are held after a step has taken them, because a policy that is lost may go back to the
-state before them."""
+"""The number of steps whose groups are kept after use, because a lost policy may go back to the state before these
+steps."""
 
 
 class EngineSource:
@@ -83,11 +83,11 @@ class EngineSource:
         self._num_resting = 0
         """The number of prompts that rested when their turn came, since the last step."""
         self._groups: dict[int, Group] = {}
-        """The ready groups, and those that the last NUM_HELD steps have taken."""
+        """The ready groups, and the groups that the last NUM_HELD steps have taken."""
         self._taken: dict[int, list[int]] = {}
         """The numbers of the groups that a step has taken."""
         self._again: list[int] = []
-        """The groups that are asked for again at the next push: those of a checkpoint, and late ones."""
+        """The groups that are requested again at the next push: groups of a checkpoint, and late ones."""
         self._journal = config.run_folder / "journal"
         self._written: dict[int, JournalEntry] | None = None
         """The groups of the journal that are not in use yet; None before the first push or the first checkpoint."""
@@ -116,7 +116,7 @@ class EngineSource:
         if version == num_steps:
             return
         if self._config.rollout.is_asynchronous:
-            if self._written is None:  # the run begins, so a journal is that of an earlier beginning
+            if self._written is None:  # the run begins, so a journal belongs to an earlier start
                 prune_journal(self._journal, version=2**62)
             prune_journal(self._journal, max(find_checkpoints(self._checkpoints), default=0) - self._max_lag)
         self._written = self._written or {}
@@ -211,7 +211,7 @@ class EngineSource:
     def restore(self, state: dict[str, Any]) -> None:
         """
         Raises:
-            ValueError: the state is that of other data.
+            ValueError: the state belongs to other data.
         """
         position = self._prompts.position
         self._prompts.restore(state)
@@ -243,8 +243,8 @@ class EngineSource:
                 self._again.append(number)
 
     def _keep(self, step: int) -> list[int]:
-        """The numbers of the groups that a run in turns keeps when its policy was lost: those that were asked for with
-        the weights of `step`. The stream of prompts goes on after them. Groups of later weights are given up."""
+        """The numbers of the groups that a run in turns keeps after its policy was lost: the groups requested with the
+        weights of `step`. The stream of prompts goes on after them. Groups of later weights are given up."""
         running = self._admission.running
         for number in [number for number, version in running.items() if version > step]:
             self._ports.stream.cancel(number)
@@ -256,8 +256,8 @@ class EngineSource:
         return sorted(kept)
 
     def _refill(self, again: Sequence[tuple[int, Prompt]] = ()) -> bool:
-        """Ask for as many groups as there is room for, after those of `again`. Returns whether there was any; groups of
-        the journal are ready at once."""
+        """Request as many groups as there is room for, the groups of `again` first. Returns whether there was any;
+        groups of the journal are ready at once."""
         requests = [self._admit(number, prompt) for number, prompt in again]
         asked = self._draw(self._admission.room(self._config.run.steps - self._version))
         requests += [self._admit(number, prompt) for number, prompt in asked]
@@ -284,7 +284,7 @@ class EngineSource:
         """What is asked for a group; None if it is in the journal, and so ready."""
         assert self._written is not None
         entry = self._written.pop(number, None)
-        # An older entry is that of a late group which was asked for again, and had not finished by then.
+        # An older entry belongs to a late group that was requested again and had not finished by then.
         if entry is not None and entry.uid == prompt.uid and entry.version >= self._version - self._max_lag:
             group = _from_journal(entry, prompt, self._version, self._resumed_at)
             self._admission.admit(number, group.version)
@@ -384,7 +384,7 @@ class EngineSource:
 def _from_journal(entry: JournalEntry, prompt: Prompt, version: int, resumed_at: int) -> Group:
     """The group of an entry.
 
-    The weights of the versions after the checkpoint are lost: the run trains them anew, with other answers. A group of
+    The weights of the versions after the checkpoint are lost: the run trains them again, with other answers. A group of
     these versions counts as one of `version`. Its tokens get the version before the checkpoint, so that nobody expects
     the trainer to give them the same log-probs.
     """

@@ -1,6 +1,6 @@
 """The metrics of an evaluation: accuracies over prompts with several answers each, and how sure they are.
 
-Invariants (tests/unit/loop): pass@k is the mean over all subsets of k answers, or that of the first k beams of a
+Invariants (tests/unit/loop): pass@k is the mean over all subsets of k answers, or over the first k beams of each
 thought; an accuracy lies within its interval.
 """
 
@@ -24,10 +24,10 @@ def describe_heldout(config: GrpoRunConfig, groups: Sequence[Group]) -> Metrics:
     """The metrics of an evaluation from the verified groups of the held-out prompts.
 
     `eval/accuracy` is the share of right answers, which is also called pass@1 or mean@n. `eval/pass@k`, for powers of 2
-    up to the number of answers, is the share of prompts of which k answers hold a right one, and `eval/maj@n` the share
-    of prompts of which the most frequent final answer is right. They leave out answers that no deciding reward scored,
-    and prompts with fewer than k scored answers. Each accuracy has the bounds of its interval, `_low` and `_high`.
-    With `rollout.beams` the items of each thought are a ranking: see `_describe_rankings`.
+    up to the number of answers, is the share of prompts with a right one among k answers, and `eval/maj@n` the share of
+    prompts whose most frequent final answer is right. They leave out answers that no deciding reward scored, and
+    prompts with fewer than k scored answers. Each accuracy has the bounds of its interval, `_low` and `_high`. With
+    `rollout.beams` the items of each thought are a ranking: see `_describe_rankings`.
     """
     samples, verdicts = [sample for group in groups for sample in group.rollouts], verdicts_of(groups)
     scores = [verdict.score for verdict in verdicts if verdict.score is not None]
@@ -61,7 +61,7 @@ def _describe_rankings(config: GrpoRunConfig, groups: Sequence[Group]) -> Metric
     """The metrics of rankings, as means over the thoughts.
 
     `eval/accuracy` is the share of thoughts whose first item is right. For powers of 2 up to `rollout.beams.width`,
-    `eval/pass@k` is the share of thoughts of which one of the first k items is right, and `eval/recall@k` the share of
+    `eval/pass@k` is the share of thoughts with a right item among the first k, and `eval/recall@k` the share of
     all right items of the row that are among the first k. The second one needs the number of these items, which the
     deciding reward reports as `num_relevant` (`log_extra`). Thoughts with an item that no deciding reward scored are
     left out.

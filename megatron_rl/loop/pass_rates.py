@@ -4,7 +4,7 @@ A prompt whose answers are all right gives no signal, so generating them is lost
 prompt rests for one epoch, and, if it is still easy afterwards, for two, four and at most MAX_REST epochs, as the cards
 of a Leitner system do.
 
-Invariants (tests/unit/loop): a prompt rests only after a group in which every answer was right, and never for more than
+Invariants (tests/unit/loop): a prompt rests only after a group whose answers were all right, and never for more than
 MAX_REST epochs in a row; a table that was restored decides as the saved one.
 """
 
@@ -13,21 +13,21 @@ from __future__ import annotations
 from typing import Any
 
 MAX_REST = 8
-"""The largest number of epochs for which a prompt rests."""
+"""The largest number of epochs that a prompt rests."""
 
 
 class PassRates:
     def __init__(self) -> None:
         self._seen: dict[str, tuple[float, int, int]] = {}
         """The newest pass rate of each prompt, the number of its last groups in a row that were all right, and the
-        first epoch in which it does not rest."""
+        first epoch when it does not rest."""
 
     def record(self, uid: str, rate: float, epoch: int) -> None:
         """Note a group.
 
         Args:
             rate: the share of right answers.
-            epoch: the one in which the prompt was drawn.
+            epoch: the epoch when the prompt was drawn.
         """
         _, times, _ = self._seen.get(uid, (0.0, 0, 0))
         times = times + 1 if rate == 1 else 0

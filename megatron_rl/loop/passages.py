@@ -13,8 +13,8 @@ MANY = 0.5
 
 def describe_passages(groups: Sequence[Group]) -> Metrics:
     """`passages/mean` is the number of rewarded passages of an answer, `passages/single` the share of answers with at
-    most one, of which nothing can be learnt that the answer does not show. `passages/utility_mean` is the mean reward
-    of a passage, and `passages/helpful` the share of passages with a reward above 0."""
+    most one, which adds no information to the reward of the whole answer. `passages/utility_mean` is the mean reward of
+    a passage, and `passages/helpful` the share of passages with a reward above 0."""
     rewards = [[r.value for r in s.token_rewards if r.kind == UTILITY] for group in groups for s in group.rollouts]
     metrics = {
         "passages/mean": fmean(map(len, rewards)),

@@ -1,5 +1,5 @@
-"""What a loop does when the policy is lost: the policy is started anew and gets the newest state that is left, and the
-loop continues from there.
+"""Recovery of a lost policy: the loop restarts the policy, loads the newest state that is left, and continues from
+there.
 
 Invariant (tests/unit/loop, tests/e2e): the steps that are done again have the same losses, because a step is a function
 of its state, and the answers of an interrupted step are kept.
@@ -24,7 +24,7 @@ def run_and_recover(
     """Call `train_from(step)`. Whenever the policy is lost, restore it, and call again with the step of its state.
 
     Args:
-        rejoin: connects the engines with the policy that was started anew.
+        rejoin: connects the engines with the restarted policy.
 
     Raises:
         TooManyRestarts: the policy was lost more often than the run allows.
@@ -38,7 +38,7 @@ def run_and_recover(
                     step = whole.recover(policy.restart(lost))
                     rejoin()
                 sink.rewind(step)
-                sink.warn(f"the trainer was started anew and continues with step {step}, because {lost}")
+                sink.warn(f"the trainer was restarted and continues with step {step}, because {lost}")
                 lost = None
             return train_from(step)
         except PolicyLost as error:

@@ -34,7 +34,7 @@ class ReplayedSource:
     def next(self, step: int) -> Rollouts:
         """
         Raises:
-            ValueError: the folder has no rollouts of this step, or they are those of other rewards.
+            ValueError: the folder has no rollouts of this step, or they were scored by other rewards.
         """
         with self._sink.phase("generate"):
             saved = read_step(self._folder, step)

@@ -51,8 +51,8 @@ def describe_rewards(rewards: Sequence[RewardConfig], groups: Sequence[Group]) -
 
 def describe_thoughts(groups: Sequence[Group]) -> Metrics:
     """The metrics of the thinking budget, over the answers that had one; none if no answer had. The mean rewards are
-    those of answers whose thought the budget ended, and of the others. `thought/over_budget` is the number of answers
-    whose thought has more sampled tokens than its budget; it should be 0."""
+    given separately for answers whose thought the budget ended, and for the others. `thought/over_budget` is the number
+    of answers whose thought has more sampled tokens than its budget; it should be 0."""
     samples = [s for group in groups for s in group.rollouts if s.thought_budget is not None]
     if not samples:
         return {}
@@ -70,7 +70,7 @@ def describe_thoughts(groups: Sequence[Group]) -> Metrics:
 
 def describe_episodes(groups: Sequence[Group]) -> Metrics:
     """The metrics of answers of several turns; none if there are none: the model's turns in an answer, the errors of
-    tools in an answer, the share of answers whose environment failed, and the seconds in which a turn waited for the
+    tools in an answer, the share of answers whose environment failed, and the seconds that a turn waited for the
     environment."""
     episodes = [s.episode for group in groups for s in group.rollouts if s.episode is not None]
     if not episodes:
@@ -86,9 +86,9 @@ def describe_episodes(groups: Sequence[Group]) -> Metrics:
 
 
 def describe_datasets(groups: Sequence[Group]) -> Metrics:
-    """The metrics of each data set, by its name in the rows' column `dataset`: the number of groups, the share of them
-    in which all scores are the same, the mean score, and the mean length of the answers in tokens. A row of several
-    data sets counts in each. The metrics of all but the first MAX_DATASETS names of the step have the name `other`."""
+    """The metrics of each data set, by its name in the rows' column `dataset`: the number of groups, the share of
+    groups with all scores equal, the mean score, and the mean length of the answers in tokens. A row of several data
+    sets counts in each. The metrics of all but the first MAX_DATASETS names of the step have the name `other`."""
     by_name: dict[str, list[Group]] = {}
     for group in groups:
         for name in datasets_of(group.prompt.columns):
@@ -111,7 +111,7 @@ def describe_datasets(groups: Sequence[Group]) -> Metrics:
 
 
 class SilentRewards:
-    """Counts, for each reward, the steps in a row in which it scored none of the answers that it should. The sum of the
+    """Counts, for each reward, the consecutive steps when it scored none of the answers that it should. The sum of the
     rewards would hide it if another reward gives scores."""
 
     def __init__(self, rewards: Sequence[RewardConfig]) -> None:
@@ -163,7 +163,7 @@ def tell_common_reason(groups: Sequence[Group], sink: Sink) -> None:
 
 
 class UntrainedSteps:
-    """Counts the steps in a row in which nothing could be trained, because no group had a signal."""
+    """Counts the consecutive steps that could not train, because no group had a signal."""
 
     def __init__(self) -> None:
         self._in_a_row = 0

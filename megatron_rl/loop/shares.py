@@ -94,7 +94,7 @@ def _share(batch: StepBatch, plan: MicrobatchPlan, credit: Credit, weights: np.n
 
 
 def _rewards_of(rewards: TokenRewards, index: np.ndarray) -> TokenRewards:
-    """The rewards of some samples, which are numbered anew.
+    """The rewards of some samples, which get new numbers.
 
     Args:
         index: int64 [N], the samples in their new order.

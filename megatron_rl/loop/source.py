@@ -57,7 +57,7 @@ class Through:
     """A source whose rollouts go through a function.
 
     Args:
-        phase: the phase of the step in which the function works.
+        phase: the phase of the step that the function's time counts for.
         function: gets the rollouts and the step.
     """
 

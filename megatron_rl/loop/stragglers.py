@@ -10,7 +10,7 @@ from megatron_rl.types import Metrics
 RATIO = 1.5
 """A rank is slow if it takes this many times as long as the median rank."""
 NUM_STEPS = 5
-"""It is named after so many steps in a row, because a single step may be slow by chance."""
+"""The number of consecutive slow steps before a rank is named, because a single step may be slow by chance."""
 
 
 class Stragglers:
@@ -22,7 +22,7 @@ class Stragglers:
         """Count a step, and warn.
 
         Args:
-            updates: the metrics of the step's updates, of which the last one counts. The number of the rank is removed
+            updates: the metrics of the step's updates. The last one counts. The number of the rank is removed
                 from them, because a mean of such numbers says nothing.
         """
         ratio = updates[-1].get("slowest_rank/ratio", 1.0)

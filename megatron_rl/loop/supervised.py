@@ -30,7 +30,7 @@ def train_supervised(
     stopping: Stopping = NEVER,
 ) -> int:
     """Train up to step config.run.steps, or until `stopping` asks for a stop; returns the number of steps that are
-    done. A policy that is lost is started anew and continues with the newest state that is left."""
+    done. A lost policy is restarted and continues with the newest state that is left."""
     sink, checkpoints = records
     parts, stragglers = {"stream": rows}, Stragglers()
 

@@ -52,7 +52,7 @@ def train(
 
     Raises:
         ValueError: trainer and engine disagree, every verdict is an abstention, or a loss is not finite.
-        TooManyRestarts: a process was lost once more than the run allows.
+        TooManyRestarts: more processes were lost than the run allows.
     """
     sink, checkpoints = records
     is_exact = config.model.dtype == "float32" and config.rollout.quantization is None

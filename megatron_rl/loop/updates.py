@@ -52,11 +52,11 @@ class Updates:
 
 
 def describe_updates(updates: Sequence[Metrics], coefficients: Coefficients) -> Metrics:
-    """The metrics of a step from those of its updates, with the coefficients that the updates used. The step's value is
-    the largest for names that end in `/max`, the smallest for `/min`, and the mean for all others.
+    """The metrics of a step, computed from its updates' metrics, with the coefficients that the updates used. The
+    step's value is the largest for names that end in `/max`, the smallest for `/min`, and the mean for all others.
 
     `on_policy/ratio_error` is the largest deviation from 1 of the first update's ratios. It should be 0, because the
-    weights are still those of logp_old.
+    weights are still the weights that gave logp_old.
     """
     together = {"max": max, "min": min}
     metrics = {

@@ -2,15 +2,14 @@
 
 The thread does one thing after the other: a call from outside, or a decode step of all running requests. So a call that
 adds requests or changes the weights runs between two steps, and needs no lock. The engine's scheduler is in the same
-process: vLLM would import its libraries once more in a second one, and send the requests and every step's tokens to and
+process: vLLM would import its libraries again in a second one, and send the requests and every step's tokens to and
 fro.
 
 An engine with pipeline stages works on several batches at once, so a batch may be under way between two steps. A call
 that changes more than the requests therefore waits for these first (`drain`).
 
-Invariants (tests/unit/rollout): calls are made in the order in which they came; no batch is under way while a call is
-made that changes the engine; after a failure of vLLM every call and every answer that is waited for ends with its
-cause.
+Invariants (tests/unit/rollout): calls are made in the order of their arrival; no batch is in progress during a call
+that changes the engine; after a failure of vLLM every pending call and answer ends with its cause.
 """
 
 from __future__ import annotations

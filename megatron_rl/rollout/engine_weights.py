@@ -188,8 +188,8 @@ class EngineWeights:
             dispute: why nobody may use them; None: all engines agree.
 
         Returns:
-            `paused_s`: the seconds for which requests were paused, 0 if none ran; `preempted`: the number of requests
-            that vLLM preempted since the last push.
+            `paused_s`: the time that requests were paused, in seconds, 0 if none ran; `preempted`: the number of
+            requests that vLLM preempted since the last push.
 
         Raises:
             RuntimeError: there is a dispute, or the engine did not take this version.

@@ -1,6 +1,6 @@
 """How many answers fit into an engine's KV cache, when nobody knows how long they will become.
 
-If more answers run than the cache can hold, vLLM preempts some: it drops their keys and values and computes them anew
+If more answers run than the cache can hold, vLLM preempts some: it drops their keys and values and recomputes them
 later. If each answer had a place for its largest length, most of the cache would stay empty. So this module looks ahead
 with the lengths of recent answers. Their survival function is estimated by Kaplan and Meier (1958), which takes the
 answers that still run into account: without them, the first answers to finish would make all answers look short. From
@@ -20,9 +20,9 @@ from collections.abc import Sequence
 import numpy as np
 
 BINS = 64
-"""Lengths are counted in so many classes of equal width."""
+"""The number of bins of equal width for the lengths."""
 RECENT = 2048
-"""The survival function is that of so many recent answers."""
+"""The number of recent answers that determine the survival function."""
 DEVIATIONS = 3.0
 
 
@@ -52,9 +52,8 @@ class KvBudget:
         """How many of the waiting answers may start now, in their order.
 
         Args:
-            running: the tokens that each running answer holds, its prompt's included, and those of them that it has
-                sampled.
-            waiting: the tokens with which each waiting answer starts.
+            running: for each running answer, the number of its tokens, prompt included, and the number of sampled ones.
+            waiting: the number of tokens that each waiting answer starts with.
         """
         largest = sum(held - sampled for held, sampled in running) + sum(waiting)
         if largest + (len(running) + len(waiting)) * (self._longest + self._block) <= self._capacity:
@@ -75,7 +74,7 @@ class KvBudget:
 
     def _survival(self, ages: np.ndarray) -> np.ndarray:
         """float64 [BINS + 1]: the share of answers that reach each class. One answer of uniformly distributed length is
-        added to those that were seen.
+        added to the observed ones.
 
         Args:
             ages: the classes that the running answers have reached.

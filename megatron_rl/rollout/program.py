@@ -38,8 +38,8 @@ class Completion:
     candidates: Mapping[int, float] = field(default_factory=dict)
     """The log-probs of `Call.num_candidates` tokens."""
     prompt_logp: Sequence[float] = ()
-    """The log-probs of the prompt's last tokens, if the call has `num_scored`. They are those of the model itself,
-    whatever the sampling temperature is. Tokens that the engine found in its cache have none."""
+    """The log-probs of the prompt's last tokens, if the call has `num_scored`. They are the log-probs of the model
+    itself, at any sampling temperature. Tokens that the engine found in its cache have none."""
 
 
 @dataclass(slots=True)
@@ -59,7 +59,7 @@ class Transcript:
     """Whether the model ended its answer with the last call."""
 
     def sampled(self, completion: Completion) -> None:
-        """Append the tokens of a call. Its routes are those of all tokens before, too."""
+        """Append the tokens of a call. Its routes include all previous tokens, too."""
         self.routes = completion.routes
         self.ids += completion.ids
         self.is_action += [True] * len(completion.ids)
@@ -93,16 +93,16 @@ class Transcript:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Sample up to so many tokens."""
+    """Sample up to this number of tokens."""
 
     max_tokens: int
     thinking_token_budget: int | None = None
-    """vLLM's own thinking budget of this call: the largest number of tokens after the last opening of a thought, those
-    of the prompt included; None: it has none."""
+    """vLLM's own thinking budget of this call: the largest number of tokens after the last opening of a thought,
+    including tokens of the prompt; None: no budget."""
     stops: tuple[int, ...] = ()
-    """Tokens that end the call, though not the answer, beside those that end both."""
+    """Tokens that end the call, though not the answer, in addition to the tokens that end both."""
     num_candidates: int = 0
-    """In a call for one token: so many of the most probable tokens are wanted, and not the one that is sampled."""
+    """In a call for one token: the number of most probable tokens to return, instead of the sampled one."""
     num_scored: int = 0
     """The number of the prompt's last tokens whose log-probs are wanted, in a call for one token. The token that is
     sampled has no use then."""
@@ -137,7 +137,7 @@ class Program(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class OneCall:
-    """The model answers at once, with at most so many tokens."""
+    """The model answers at once, with at most this number of tokens."""
 
     max_tokens: int
 
@@ -204,9 +204,9 @@ class ThoughtAlone:
 
 @dataclass(frozen=True, slots=True)
 class NativeBudget:
-    """The same budgets, of which the engine keeps that of the thought: it forces the closing, in one call.
+    """The same budgets. The engine enforces the thought's budget: it forces the closing, in one call.
 
-    vLLM begins to count anew wherever the model opens a thought. So a call ends there, and another one goes on with
+    vLLM restarts its count wherever the model opens a thought. So a call ends there, and another one goes on with
     what is left of the budget; a thought that an answer opens has none.
     """
 
@@ -277,7 +277,7 @@ def next_call(program: Program, transcript: Transcript) -> Call | None:
 
 
 def replay(program: Program, sampled: Completion, stop_ids: Collection[int]) -> tuple[Transcript, Call | None, int]:
-    """Go on with an answer of which only the sampled tokens are known.
+    """Continue an answer when only its sampled tokens are known.
 
     Args:
         sampled: the tokens of all calls, one after the other; `stopped` has no meaning.

@@ -1,7 +1,7 @@
 """A record of the tokens of unfinished answers, outside the engine's process.
 
 If an engine dies, or loses its answers in a failed push, another engine reads the record and goes on from the tokens
-that the answers had. The record is a file to which an engine appends one row for each token of a step.
+that the answers had. The record is a file. An engine appends one row to it for each token of a step.
 
 Invariants (tests/unit/rollout): after SIGKILL the file has the tokens of every step but the last one, which may be
 missing; the file does not grow with the length of a run.
@@ -24,7 +24,7 @@ ROW = np.dtype([("answer", "<i8"), ("token", "<i4"), ("version", "<i4"), ("logp"
 MAX_SAMPLES = 2**20
 """The most samples of one group. The number of an answer is the ticket of its group times this, plus its own."""
 MAX_BYTES = 2**26
-"""A larger file is written anew, without the groups that are complete."""
+"""A larger file is rewritten, without the groups that are complete."""
 
 
 class Progress:
@@ -38,7 +38,7 @@ class Progress:
         self._answer_of: dict[str, int] = {}
         """The number of the answer of every request that is recorded, by vLLM's name of the request."""
         self._done: set[int] = set()
-        """The tickets of the groups that were completed since the file was last written anew."""
+        """The tickets of the groups that were completed since the file was last rewritten."""
 
     def begin(self, request: str, ticket: int, sample: int) -> None:
         """Record the tokens of a request from now on.
@@ -98,7 +98,7 @@ def recorded(paths: Sequence[Path], ticket: int, sample: int) -> np.ndarray:
 
 @lru_cache(maxsize=4)
 def _by_answer(path: Path, size: int) -> Mapping[int, np.ndarray]:
-    """The rows of each answer. The size is that of the file: a file that has grown is read again."""
+    """The rows of each answer. The size is the file's: a file that has grown is read again."""
     rows = _rows(path)
     rows = rows[np.argsort(rows["answer"], kind="stable")]
     answers, starts = np.unique(rows["answer"], return_index=True)

@@ -1,10 +1,10 @@
-"""The requests of an engine: those that wait until its KV cache has room, and those that vLLM works on.
+"""The requests of an engine: waiting requests, for which its KV cache has no room yet, and requests that vLLM works on.
 
 vLLM would start every request at once and preempt some when its cache is full. The queue gives it only what fits; see
-`kv_budget.py`. Requests start in the order in which they came, but an answer that goes on with its next call comes
-before answers that have not begun, because the cache still holds its tokens. With pipeline stages the requests start in
-as many parts as there are stages, one part a step: vLLM would make one batch of all that start together, and all stages
-but one would wait. Only the engine's thread uses the queue, except for `fail`.
+`kv_budget.py`. Requests start in the order of their arrival, but the next call of a started answer comes before answers
+that have not begun, because the cache still holds its tokens. With pipeline stages the requests start in as many parts
+as there are stages, one part a step: vLLM would make one batch of all that start together, and all stages but one would
+wait. Only the engine's thread uses the queue, except for `fail`.
 
 Invariants (tests/unit/rollout): every future of `add` ends, with the output of vLLM or with an error; vLLM spends no
 step on a request after it was cancelled.
@@ -60,7 +60,7 @@ class RequestQueue:
         self._budget: KvBudget | None = None
         self._num_stages = 1
         self._has_changed = False
-        """Whether requests have come or gone since the queue last looked for room, or some of those that fit have not
+        """Whether requests have come or gone since the queue last looked for room, or some requests that fit have not
         started."""
         self.num_preempted = 0
         """The number of requests that vLLM preempted because its cache was full."""
@@ -84,7 +84,7 @@ class RequestQueue:
         preempt = scheduler._preempt_request
 
         def count_and_preempt(request: Any, timestamp: float, drop_stale_output: bool = False) -> None:
-            self.num_preempted += not drop_stale_output  # otherwise a push computes its cache anew
+            self.num_preempted += not drop_stale_output  # otherwise a push recomputes its cache
             preempt(request, timestamp, drop_stale_output)
 
         scheduler._preempt_request = count_and_preempt
@@ -100,7 +100,7 @@ class RequestQueue:
         return futures
 
     def start_fitting(self, engine: LLMEngine) -> None:
-        """Give vLLM the waiting requests for which there is room."""
+        """Give vLLM the waiting requests that fit into the cache."""
         if not self._waiting or not self._has_changed:
             return
         assert self._budget is not None, "the engine has been attached"

@@ -144,9 +144,9 @@ def _reasoning(budgets: Budgets) -> ReasoningConfig:
 
 
 def _return_routes_anew(engine: LLMEngine) -> None:
-    """Let vLLM return the experts of all tokens of a request once more when it has computed their keys and values anew,
-    which is after a push or a preemption: later tokens see these, and not those of the older weights. vLLM would return
-    only what it has not returned before."""
+    """Let vLLM return the experts of all tokens of a request again after it has recomputed their keys and values,
+    which is after a push or a preemption: later tokens see these, and not the keys and values of the older weights.
+    vLLM would return only what it has not returned before."""
     connector = engine.engine_core.engine_core.scheduler.aux_output_connector
     build = connector.build_connector_meta
 
@@ -159,7 +159,7 @@ def _return_routes_anew(engine: LLMEngine) -> None:
 
 
 def _record_steps(engine: LLMEngine, progress: Progress) -> None:
-    """Record the tokens of every step, of which vLLM hands out only those of finished requests."""
+    """Record the tokens of every step, because vLLM returns only the tokens of finished requests."""
     core = engine.engine_core
     get_output = core.get_output
 

@@ -49,7 +49,7 @@ def token_ids(folder: Path, text: str, key: str = "rollout.delimiter") -> tuple[
 
 
 def single_ids(folder: Path, texts: Sequence[str], key: str) -> list[int]:
-    """The ids of texts of which each must be one token of the model.
+    """The ids of texts. Each text must be one token of the model.
 
     Args:
         key: the key of the configuration that has the texts.
@@ -116,7 +116,7 @@ def thinking_faults(tokenizer: Tokenizer, delimiter: str, closing: str | None, o
 def native_fault(delimiter: Sequence[int], closing: Sequence[int]) -> str | None:
     """Why vLLM cannot keep the thinking budget on a CPU; None if it can. Its model runner V2, for GPUs, can always. The
     older one, for CPUs, looks for the closing alone, so that it does not see a thought that the model has ended with
-    the delimiter, and begins a closing anew if a push interrupts it."""
+    the delimiter, and restarts a closing if a push interrupts it."""
     if len(closing) == 1 and list(closing) == list(delimiter):
         return None
     return (

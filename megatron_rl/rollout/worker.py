@@ -66,7 +66,7 @@ class RolloutWorker:
 
     def score_together(self) -> None:
         """Compute the log-probs of the prompts that are scored (`Call.num_scored`) for all requests of a step at once,
-        and for their last tokens alone. On a CPU vLLM would compute those of whole prompts, one request after the
+        and for their last tokens alone. On a CPU vLLM would compute them for whole prompts, one request after the
         other."""
         runner = self.model_runner
 
@@ -108,8 +108,8 @@ class RolloutWorker:
         runner._get_prompt_logprobs_dict = of_step
 
     def receive_stages_on_a_cpu(self) -> None:
-        """Give a later pipeline stage the buffer in which its model runner keeps the hidden states of the stage before
-        it. vLLM makes it in its trial pass, and a CPU without compilation has none."""
+        """Give a later pipeline stage the buffer where its model runner keeps the hidden states of the previous stage.
+        vLLM makes it in its trial pass, and a CPU without compilation has none."""
         from vllm.distributed import get_pp_group
 
         runner = self.model_runner
@@ -220,8 +220,8 @@ def die_with_parent() -> None:
 
 def tell_nodes_apart() -> None:
     """Let the ranks of an engine exchange messages through shared memory only if they have one in common. On a CPU vLLM
-    compares the names of their memory for this, and gives all ranks of an engine the same name, whatever their nodes
-    are."""
+    compares the names of their memory for this, and gives all ranks of an engine the same name, even on different
+    nodes."""
     from vllm.distributed.device_communicators import cpu_communicator
 
     shared = cpu_communicator._CPUSHMDistributed

@@ -1,4 +1,4 @@
-"""What the engines are asked for, and what comes back. These are plain values and compute nothing but their own derived
+"""The requests to the engines and their results. These are plain values and compute nothing but their own derived
 numbers.
 
 A prompt has a group of rollouts, and a rollout consists of tokens. An array with one entry for each token is indexed by
@@ -32,14 +32,14 @@ class Prompt:
     columns: Mapping[str, Any] = field(default_factory=dict)
     """All other columns of the row (`ground_truth`, `dataset`, ...), which the verifiers receive."""
     thought_budgets: tuple[int, ...] = ()
-    """The budget of each answer's thought in tokens, which the asking gives it; empty: that of
+    """The budget of each answer's thought in tokens, set with the request; empty means
     `config.ThinkingBudget.of_row`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """The tokens of one rollout, beginning with the prompt. Tokens are never made again from text; text is only made
-    from tokens.
+    """The tokens of one rollout, beginning with the prompt. Text is made from tokens, and tokens are never made from
+    text again.
 
     Example: a prompt of 3 tokens, a thought that the budget cut after 2 tokens, the forced delimiter, and an answer of
     2 tokens:
@@ -95,7 +95,7 @@ NOT_JUDGED = Verdict(None, "the answer has not been judged")
 
 @dataclass(frozen=True, slots=True)
 class GroupRequest:
-    """What the engines are asked for: the answers to one prompt.
+    """A request to the engines: the answers to one prompt.
 
     Example: the third prompt of step 5 in a run with `run.seed: 1` and 4 prompts a step is
     `GroupRequest(22, prompt, num_samples=8, seed=(1048581, 2))`: its place in the stream of prompts is 5 x 4 + 2, and
@@ -109,7 +109,7 @@ class GroupRequest:
     prompt: Prompt
     num_samples: int
     seed: tuple[int, ...]
-    """What the seeds of the answers are made of, together with `run.seed`. The same seed and weights give the same
+    """The source of the answers' seeds, together with `run.seed`. The same seed and weights give the same
     answers."""
     is_greedy: bool = False
     """Whether the most probable tokens are taken, for the baseline of the estimator `remax`."""
@@ -125,12 +125,13 @@ class TokenReward(NamedTuple):
     position: int
     """The token's index in `Tokens`. At a token that is no action it counts for the last action before it."""
     kind: str
-    """What gave it. Each kind is normalised separately, so that one with a large scale does not hide the others."""
+    """The source of the reward. Each kind is normalised separately, so that one with a large scale does not hide the
+    others."""
     value: float
 
 
 class Branch(NamedTuple):
-    """The end of a passage, from which other answers go on."""
+    """The end of a passage, where other answers continue."""
 
     sample: int
     """The number of the rollout within its group."""
@@ -144,7 +145,7 @@ FROM_PROMPT = Branch(-1, -1)
 
 @dataclass(frozen=True, slots=True)
 class Episode:
-    """What the driver knows about the turns of one answer, if there is `rollout.environment`."""
+    """The driver's record of the turns of one answer, if there is `rollout.environment`."""
 
     num_turns: int
     """The number of the model's turns."""
@@ -153,16 +154,16 @@ class Episode:
     num_tool_errors: int = 0
     """The number of calls of tools that gave an error."""
     step_s: float = 0.0
-    """The seconds in which the model waited for the environment."""
+    """The time that the model waited for the environment, in seconds."""
     fault: str = ""
-    """Why the environment failed, so that nothing can be said about the answer; empty if it did not."""
+    """Why the environment failed, so that the answer cannot be judged; empty if it did not fail."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """One answer, as the driver knows it. Its tokens are in the payload of its group.
+    """One answer, without its tokens, which are in the payload of its group.
 
-    Example: the one whose `Tokens` are shown above, and which was judged right:
+    Example: the answer whose `Tokens` are shown above, judged right:
         Rollout(length=8, num_prompt_tokens=3, num_actions=4, num_thought_tokens=2, finish="stop", thought_cut=True,
                 thought_budget=2, oldest_version=4, verdict=Verdict(1.0, parts=(1.0,)))
     """
@@ -180,20 +181,20 @@ class Rollout:
     thought_cut: bool = False
     """Whether the thinking budget ended the thought."""
     thought_budget: int | None = None
-    """The largest number of tokens that its thought was to have; None if there was no budget."""
+    """The budget of its thought, in tokens; None if there was no budget."""
     oldest_version: int = -1
     """The oldest version of the weights that sampled one of its actions; -1 if it has none."""
     token_rewards: tuple[TokenReward, ...] = ()
-    """Rewards at single tokens, in the order of their positions, which estimators of one number for each token use."""
+    """Rewards at single tokens, in the order of their positions, for estimators that give each token an advantage."""
     episode: Episode | None = None
     """The turns of the answer; None if there is no environment."""
     beam: int = 0
     """The rank of its item among the beams of its thought, 0 for the most probable one; 0 without beam search. The
     rollouts of a thought are adjacent, and the thought's tokens are actions of the one with rank 0 alone."""
     num_item_tokens: int = 0
-    """The number of its last tokens that are an item, which beam search has found; 0: it has none."""
+    """The number of its last tokens that form an item found by beam search; 0 means that it has no item."""
     branch: Branch | None = None
-    """The passage from whose end it goes on, if it belongs to `Group.continuations`; None for an answer."""
+    """The passage that it continues, if it belongs to `Group.continuations`; None for an answer."""
     verdict: Verdict = NOT_JUDGED
 
     @property
@@ -216,11 +217,11 @@ class Group:
     """list[Tokens], one for each rollout, or a reference to this list (a Ray object), which the trainer ranks and the
     verifier resolve. Tokens do not pass through the driver."""
     version: int
-    """The version of the weights with which the generation began; `Tokens.version` gives the one of each token."""
+    """The version of the weights at the start of generation; `Tokens.version` gives the version of each token."""
     continuations: Group | None = None
-    """What only tells the values of the passages of these rollouts (`rollout.prefix_values`): answers that go on from
-    the ends of passages, until they are judged, or right answers that were put there, until the trainer has told their
-    log-probs. Nothing is trained on them. None: there are none."""
+    """Rollouts that only serve to compute the values of passages (`rollout.prefix_values`): answers that continue from
+    the ends of passages, until they are judged, or right answers appended there, until the trainer has computed their
+    log-probs. The trainer does not train on them. None means that there are none."""
 
     def judged(self, verdicts: Sequence[Verdict]) -> Group:
         """The group whose rollouts have these verdicts."""
@@ -229,6 +230,6 @@ class Group:
 
 
 class Tokenizer(Protocol):
-    """What makes text of tokens."""
+    """The conversion of tokens to text."""
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str: ...

@@ -35,10 +35,10 @@ class TokenRewards:
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """The samples of one step in the order of their groups: what advantages are estimated from, and what planning
-    needs. The arrays have one entry for each sample; the tokens are in the payloads.
+    """The samples of one step in the order of their groups, the input of advantage estimators and of planning. The
+    arrays have one entry for each sample; the tokens are in the payloads.
 
-    Example: two prompts with two answers each, of 8, 9, 5 and 7 tokens, of which the policy sampled 5, 6, 3 and 5. The
+    Example: two prompts with two answers each, of 8, 9, 5 and 7 tokens. The policy sampled 5, 6, 3 and 5 of them. The
     last answer was cut, and its reward abstained:
         group_of [0 0 1 1]   index_in_group [0 1 0 1]   lengths [8 9 5 7]   num_actions [5 6 3 5]
         is_cut [F F F T]     rewards [1 0 1 nan]
@@ -134,25 +134,25 @@ def numbers(values: Iterable[float | None]) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class Credit:
-    """What an estimator gives the samples of a batch."""
+    """The output of an advantage estimator for the samples of a batch."""
 
     advantages: np.ndarray
     """float64 [S]: the advantage that all action tokens of a sample share."""
     active: np.ndarray
     """bool [S]: whether the sample has a gradient. Zero-signal groups and abstentions have none."""
     token_rewards: TokenRewards | None = None
-    """The rewards from which the ranks compute an advantage for each token, which is added to `advantages`; None if the
-    estimator gives one number for each sample."""
+    """The rewards for token advantages, which the ranks compute and add to `advantages`; None if the estimator gives
+    one number for each sample."""
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one data-parallel rank gets of a step. The arrays have one entry for each of its N samples."""
+    """One data-parallel rank's part of a step. The arrays have one entry for each of its N samples."""
 
     minibatches: tuple[tuple[tuple[int, ...], ...], ...]
     """`minibatches[i][m]` are the samples of micro-batch m in optimizer step i, as indices into the arrays."""
     denominators: tuple[Denominators, ...]
-    """One entry for each optimizer step; they are those of all ranks together."""
+    """One entry for each optimizer step, counted over all ranks together."""
     alignment: int
     """Inside its micro-batch every sequence is padded to a multiple of this number of tokens."""
     version: int
@@ -178,7 +178,7 @@ class Share:
     no critic."""
 
     def tokens(self, sample: int) -> Tokens:
-        """The tokens of a sample, once the payloads are at hand."""
+        """The tokens of a sample, once the payloads are fetched."""
         tokens: Tokens = self.payloads[self.payload_of[sample]][self.index_in_group[sample]]
         return tokens
 

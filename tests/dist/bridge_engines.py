@@ -55,7 +55,7 @@ def serve(pipe: Connection, options: dict[str, Any]) -> None:
 
 
 class Fleet:
-    """Equal engines of one model, started once and joined anew by every trainer."""
+    """Equal engines of one model, started once and joined again by every trainer."""
 
     def __init__(
         self,

@@ -317,7 +317,7 @@ REPLAYED_IN = [
     ),
 )
 def test_replayed_choices_have_the_same_gradient_in_every_layout(numbers, replayed, name, layout, recompute):
-    """With recomputation a pipeline stage computes a micro-batch anew while it works on others."""
+    """With recomputation a pipeline stage recomputes a micro-batch while it works on others."""
     routed, expected = replayed(name)
     results = numbers(name, layout, rows=routed, recompute=recompute, routing_replay=True)
     found = difference(layout, results[0], expected)

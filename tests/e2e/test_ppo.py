@@ -75,7 +75,7 @@ def test_a_critic_learns_beside_the_policy_and_both_go_on_to_the_bit(recipe, tas
     (recipe.folder / "gate").unlink()
     said = recipe.folder / "out.txt"
     assert run.wait(recipe.deadline_s) == 0, said.read_text()
-    assert "Continuing with step 4" in said.read_text() and "started anew" in said.read_text()
+    assert "Continuing with step 4" in said.read_text() and "was restarted" in said.read_text()
     lost = metrics_of(runs / "lost")
     assert lost[:4] == whole[:4] and lost[4:] != whole[4:], "two steps were done again, in other times"
     check_same(of_two_engines(whole[4:]), lost[4:])

@@ -131,7 +131,7 @@ def test_a_resumed_run_in_which_every_process_dies_has_the_same_numbers(recipe, 
     assert lines(folder) == lines(whole)
     assert [record["verifier/restarts"] for record in read_lines(folder / METRICS)[:4]] == [0, 0, 0, 1]
     assert re.search(
-        r"the trainer was started anew and continues with step 3, because trainer rank \d .*died",
+        r"the trainer was restarted and continues with step 3, because trainer rank \d .*died",
         (folder / "logs" / "warnings.log").read_text(),
     )
     assert "is replaced" in (folder / "logs" / "driver.log").read_text()
@@ -176,9 +176,7 @@ def stop_after_three_deaths(recipe, command: list[str], folder: Path) -> None:
     assert [record["verifier/restarts"] for record in records] == [0, 1]
     assert "time/recover_s" in records[1] and [record["mirror/copies"] for record in records] == [1, 1]
     warnings = (folder / "logs" / "warnings.log").read_text()
-    assert re.search(
-        r"the trainer was started anew and continues with step 1, because trainer rank \d .*died", warnings
-    )
+    assert re.search(r"the trainer was restarted and continues with step 1, because trainer rank \d .*died", warnings)
 
 
 def kill_a_resumed_run(recipe, run_here, command: list[str], folder: Path) -> None:
@@ -223,7 +221,7 @@ def test_a_run_that_shares_its_memory_has_the_same_numbers_also_after_deaths(rec
     evaluations = [held_out(whole), held_out(folder)]
     assert len(evaluations[0]) == 3 and evaluations[0] == evaluations[1]
     driver = (folder / "logs" / "driver.log").read_text()
-    assert "the trainer was started anew" in (folder / "logs" / "warnings.log").read_text()
+    assert "the trainer was restarted" in (folder / "logs" / "warnings.log").read_text()
     assert "is replaced" in driver
     order = [line.rpartition(" ")[2] for line in driver.splitlines() if ": phase " in line]
     assert order[:4] == ["pushing", "generating", "training", "pushing"]

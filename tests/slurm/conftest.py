@@ -193,5 +193,5 @@ def _no_job_outlives_its_test(slurm) -> Iterator[None]:
     slurm.start()
     newest = slurm.newest_job()
     slurm.wait_until(lambda: not slurm.call("squeue", "--noheader"), newest)
-    # Slurm 22.05 goes on counting what a job had when one of its nodes died; this makes it count anew.
+    # Slurm 22.05 goes on counting what a job had when one of its nodes died; this makes it count again.
     slurm.call("scontrol", "reconfigure")

@@ -11,7 +11,7 @@ of the fullest rank: the largest memory of the process during the steps (VmHWM),
 short row, plus the gradients that are held between steps. So it is what a step needs above the weights and the
 optimizer's state: gradients, activations and logits.
 
-The C library gives large memory back to the kernel, so the plain step gets gigabytes anew in every step, and the kernel
+The C library gives large memory back to the kernel, so every plain step allocates gigabytes, and the kernel
 clears them, which may take more time than the arithmetic. MALLOC_MMAP_MAX_=0 and MALLOC_TRIM_THRESHOLD_=68719476736 in
 the environment make it keep its memory, as the allocators of GPUs do.
 

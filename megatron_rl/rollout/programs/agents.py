@@ -1,4 +1,4 @@
-"""Answers of agents: a function of the user's own asks the model, by an OpenAI-compatible address, whatever it wants.
+"""Answers of agents: a user's function calls the model freely, through an OpenAI-compatible URL.
 
 Each answer is a run of the agent with an address of its own. When the agent has ended, every conversation that it had
 with the model is a sample (conversations.py), and all of them have the agent's reward. So a group can have more samples

@@ -17,7 +17,7 @@ from megatron_rl.rollout.vocabulary import load_tokenizer, native_fault, thinkin
 from megatron_rl.types import Prompt
 
 MAX_BLANKS = 8
-"""A chat template appends at most so many tokens of white space to a thought that it has closed."""
+"""The largest number of white-space tokens that a chat template appends to a thought that it has closed."""
 
 
 class Chosen(NamedTuple):

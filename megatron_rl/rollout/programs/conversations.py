@@ -5,8 +5,8 @@ model sampled in these turns is known as tokens, and is not tokenised again. A c
 conversation, its answer included, it begins with; only the text after it is tokenised. Calls that begin alike and then
 differ are branches.
 
-Invariants (tests/unit/rollout): the tokens of a call are those of the call before it, and then the text that the chat
-template adds; they are the text that it renders for the whole conversation, if the answers are read as they were
+Invariants (tests/unit/rollout): the tokens of a call are the tokens of the previous call, followed by the text that the
+chat template adds; they are the text that it renders for the whole conversation, if the answers are read as they were
 sampled; each sampled token is an action of one sample.
 """
 
@@ -43,7 +43,7 @@ class AnsweredCall:
     rendered: str
     """The text of the conversation with its answer, without what follows the end of the answer."""
     end: str
-    """The text with which the chat template ends the answer."""
+    """The text that the chat template adds at the end of the answer."""
     before: AnsweredCall | None
     """The call that it goes on from."""
     prompt: list[int]

@@ -2,7 +2,7 @@
 
 Each answer has an address of its own, its `base_url`. What is asked there is one answer's: `POST
 {base_url}/chat/completions` is answered by the engine, and remembered as tokens (conversations.py). Sampling is the
-run's own, because the log-probs of an action must be those of the trainer: `temperature`, `top_p` and the like of a
+run's own, because the log-probs of an action must equal the trainer's: `temperature`, `top_p` and the like of a
 request have no effect, and the log names the first that differs.
 
 Supported are text messages, `tools` and `tool_calls` in Hermes' form, `max_tokens`, and `stream` (the whole answer is
@@ -65,7 +65,7 @@ class _Message(BaseModel, extra="allow"):
 
 
 class Body(BaseModel, extra="allow"):
-    """A request to `chat/completions`. What it has beside these fields has no effect."""
+    """A request to `chat/completions`. Its other fields have no effect."""
 
     messages: Annotated[list[_Message], Field(min_length=1)]
     tools: list[dict[str, Any]] | None = None
@@ -116,7 +116,7 @@ class Endpoint:
     Args:
         decode: token ids -> text, with the special tokens.
         max_tokens: the largest number of tokens of a conversation.
-        sampling: the parameters with which the run samples.
+        sampling: the sampling parameters of the run.
     """
 
     def __init__(

@@ -34,7 +34,7 @@ class EpisodeRequest(NamedTuple):
     samples: range
     """The numbers of the answers within the group."""
     seed: int
-    """The seed of the group's first answer; that of another one is larger by its number."""
+    """The seed of the group's first answer; answer i has this seed + i."""
     is_greedy: bool
 
 

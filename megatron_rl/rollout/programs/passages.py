@@ -1,4 +1,4 @@
-"""Splits a thought into passages, at the words with which a model begins a new idea ("Wait,", "Alternatively,"), and an
+"""Splits a thought into passages, at the words that begin a new idea ("Wait,", "Alternatively,"), and an
 answer of several turns into its turns.
 
 Invariants (tests/unit/rollout): the passages are the thought, in order, and none is empty; each boundary is between two
@@ -23,7 +23,7 @@ SENTENCE_END = re.compile(r"[.!?。！？]['\")\]]*\s|\n")
 def split(texts: Sequence[str], markers: Sequence[str], min_tokens: int, max_tokens: int) -> list[range]:
     """The passages of a thought, as indices of its tokens.
 
-    A passage begins with the token in which a marker begins, if the marker stands at the beginning of the thought or
+    A passage begins with the first token of a marker, if the marker stands at the beginning of the thought or
     after white space, and the passage before it has `min_tokens`. A passage that would be longer than `max_tokens` ends
     with its last sentence that fits and leaves both parts `min_tokens`, or else after `max_tokens`.
 

@@ -1,9 +1,9 @@
 """What a passage of a thought is worth: how much more probable it makes the right answer, by the policy itself.
 
 The value of the first i passages is V_i = mean log P(answer tokens | prompt, passages, force), and the utility of
-passage i is U_i = V_i - V_(i-1). V_0 is that of the prompt alone. The engine computes the values as soon as an answer
-is complete, while it generates others: each prefix with a right answer is a request, whose last tokens' log-probs are
-wanted. The prefix cache holds what these requests share with the answer.
+passage i is U_i = V_i - V_(i-1). V_0 is the value of the prompt alone. The engine computes the values as soon as an
+answer is complete, while it generates others: each prefix with a right answer is a request, whose last tokens'
+log-probs are wanted. The prefix cache holds what these requests share with the answer.
 
 With `by: trainer` the engine only puts a right answer after each prefix, so that the trainer tells its log-prob. With
 `rollouts` it goes on with the answer from the end of each passage, and the values are what the verifiers say about the
@@ -33,18 +33,18 @@ from megatron_rl.rollout.vocabulary import load_tokenizer
 from megatron_rl.types import FROM_PROMPT, UTILITY, Branch, Prompt, Rollout, TokenReward, Tokens
 
 Score = Callable[[Sequence[tuple[Sequence[int], int]]], Routine[list[Sequence[float]]]]
-"""Tokens, and a number of them -> the log-probs of the last so many, each after those before it."""
+"""Tokens and a number n -> the log-probs of the last n tokens, each given the tokens before it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Beginning:
-    """The first tokens of an answer, from which another one goes on."""
+    """The first tokens of an answer, which another one continues."""
 
     sample: int
     """The number of the answer within its group."""
     tokens: Tokens
     length: int
-    """The number of the tokens that are kept, those of the prompt included."""
+    """The number of the tokens that are kept, prompt included."""
     rollout: int
     """The number of the new answer among those from this beginning."""
 
@@ -100,8 +100,8 @@ class PrefixValuer:
         return Wanted(tuple(encoded.ids[:num_before]), tuple(encoded.ids[num_before:]))
 
     def passages(self, rollout: Rollout, tokens: Tokens) -> list[range]:
-        """The passages of an answer's thought, as indices of `tokens`; none if it has no thought. Those of an answer of
-        several turns are its turns."""
+        """The passages of an answer's thought, as indices of `tokens`; none if it has no thought. The passages of an
+        answer of several turns are its turns."""
         if rollout.episode is not None:
             return chapters(tokens.action_mask)
         start, cfg = rollout.num_prompt_tokens, self._cfg

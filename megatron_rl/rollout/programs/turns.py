@@ -109,7 +109,7 @@ class Turns:
         played.took(reaction)
         if reaction.done:
             return None
-        transcript.stopped = False  # whatever comes, the answer is to go on
+        transcript.stopped = False  # the answer continues in any case
         if len(played.turns) == self._limits.max_turns:
             return None
         ids = self._observations.ids(reaction.messages)
@@ -119,7 +119,7 @@ class Turns:
         return self._call(len(transcript.ids))
 
     def _call(self, num_tokens: int) -> Call:
-        """The call after so many tokens of the answer."""
+        """The call after this number of tokens of the answer."""
         left = self._most - num_tokens
         return Call(min(left, self._limits.turn_tokens or left))
 
@@ -170,7 +170,7 @@ def chat_template(folder: Path, arguments: Mapping[str, Any]) -> RenderCall:
     """The chat template of a model.
 
     Args:
-        arguments: those that all conversations have, `data.chat_template`.
+        arguments: the arguments of all conversations, `data.chat_template`.
     """
     from transformers import AutoTokenizer
 

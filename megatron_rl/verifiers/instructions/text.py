@@ -124,7 +124,8 @@ def paragraphs(text: str) -> list[str]:
 
 @functools.cache
 def _languages() -> DetectorFactory:
-    # langdetect itself reads its profiles in the order of the file system, and seeds every detection anew at random.
+    # langdetect itself reads its profiles in the order of the file system, and uses a new random seed for every
+    # detection.
     folder = Path(langdetect.__file__).parent / "profiles"
     factory = DetectorFactory()
     factory.load_json_profile([path.read_text(encoding="utf-8") for path in sorted(folder.iterdir())])

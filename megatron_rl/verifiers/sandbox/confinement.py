@@ -231,7 +231,7 @@ def confine(how: Confinement) -> None:
     limit_resources(how)
     checked("prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     drop_capabilities(leave_root=how.means == "root")
-    # A change of the user id clears the signal that the parent's death sends, so it is asked for once more.
+    # A change of the user id clears the signal that the parent's death sends, so it is asked for again.
     checked("prctl", PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0)
     if how.means == "landlock":
         landlock(how)

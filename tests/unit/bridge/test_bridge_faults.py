@@ -122,7 +122,7 @@ class Ranks:
         theirs.close()
 
     def join(self, timeout_s: float = deadline(300), bucket_bytes: int = 5000, share_memory: bool = True) -> None:
-        """All join anew; a process takes the place of each that is gone. Nobody can wait for the default deadline:
+        """All join again; a process takes the place of each that is gone. Nobody can wait for the default deadline:
         `result` gives up long before."""
         for rank in [*TRAINERS, *ENGINE_RANKS]:
             if rank not in self.processes or not self.processes[rank].is_alive():

@@ -56,7 +56,7 @@ def test_only_new_connections_are_asked_for_silence():
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_ranks_that_wait_and_those_that_come_later_end_when_joining_is_given_up(rank):
-    """With the next epoch they meet anew. A deadline of ten minutes would end the test."""
+    """With the next epoch they meet again. A deadline of ten minutes would end the test."""
     store = join.host_store("127.0.0.1")
     setup = BridgeSetup(SHAPES["qwen3"], Mesh(), False, Engines(), "float32", "127.0.0.1", store.port, timeout_s=600.0)
     cpu = torch.device("cpu")

@@ -358,13 +358,13 @@ def test_a_silent_peer_is_an_error_within_the_deadline(silent, share_memory):
     with joined(share_memory=share_memory, timeout_s=deadline(1)) as ranks:
         with pytest.raises(RuntimeError, match="has died, or is silent past the deadline"):
             ranks.intakes[0].receive(0) if silent == "sender" else ranks.senders[0].push(0)
-        with pytest.raises(RuntimeError, match="an earlier push broke off; join the bridge anew"):
+        with pytest.raises(RuntimeError, match="an earlier push broke off; join the bridge again"):
             ranks.intakes[0].receive(0) if silent == "sender" else ranks.senders[0].push(0)
 
 
 @pytest.mark.parametrize("engines", [Engines(2, 1), Engines(2, 1, num_chains=1)], ids=["fed by trainers", "chain"])
 def test_the_first_failure_ends_all_at_once(engines):
-    """One of two trainers is gone: nobody waits for the deadline, and after joining anew all is well."""
+    """One of two trainers is gone: nobody waits for the deadline, and after joining again all is well."""
     with joined(Mesh(pipeline=2), engines, share_memory=False, timeout_s=deadline(120)) as ranks:
         ranks.senders[1].close()
         sent = [ranks.pool.submit(ranks.senders[0].push, 0)]

@@ -50,7 +50,7 @@ def test_engines_that_hold_different_weights_are_told_so():
 
 
 class Group:
-    """In the place of the trainer or of the engines: one process, without a model. An engine is started anew if it has
+    """In the place of the trainer or of the engines: one process, without a model. An engine is restarted if it has
     died."""
 
     mesh, fused_norms = Mesh(), False

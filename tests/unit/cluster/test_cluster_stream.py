@@ -179,7 +179,7 @@ def test_a_cancelled_group_is_never_handed_out_and_can_be_asked_for_again(stage)
     stage.engines[0].end()  # that of the cancelled group: it had just ended
     again = [call for engine in stage.engines for call in engine.calls]
     assert [call[1] for call in again] == [range(4), range(4, 8)] and len({call[0] for call in again} - {ticket}) == 1
-    assert all(call[2] == [] for call in again), "it begins anew"
+    assert all(call[2] == [] for call in again), "it begins again"
     for engine in stage.engines:
         while engine.calls:
             engine.end()

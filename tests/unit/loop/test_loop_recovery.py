@@ -1,4 +1,4 @@
-"""A policy that is lost is started anew and continues from the newest state that is left, with the same numbers."""
+"""A policy that is lost is restarted and continues from the newest state that is left, with the same numbers."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_mirror_is_preferred_to_an_older_checkpoint_and_the_answers_are_kept(t
     after = world.calls[world.calls.index("restart") :]
     assert after[:5] == ["restart", "load mirror 2", "rejoin", "push 2", "begin"], "nothing is generated again"
     assert [metrics["reward/exact_answer/failed"] for step, metrics in world.logged if "loss" in metrics] == [0.5] * 3
-    assert "the trainer was started anew and continues with step 2, because a rank died in update" in world.warnings
+    assert "the trainer was restarted and continues with step 2, because a rank died in update" in world.warnings
 
 
 def test_without_mirror_and_checkpoint_the_run_begins_again(tmp_path):

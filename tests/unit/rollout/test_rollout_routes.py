@@ -106,7 +106,7 @@ def test_every_token_but_the_last_has_its_experts(stage, mixtures, choices):
 
 @pytest.mark.parametrize("reached", [sampled(6), in_call_two], ids=["in call 1", "in call 2"])
 def test_after_a_push_the_experts_are_those_of_the_new_weights(stage, mixtures, choices, reached):
-    """They compute the keys and values of the whole answer anew, so these are what later tokens see."""
+    """They recompute the keys and values of the whole answer, so these are what later tokens see."""
     stage.push(mixtures[0], 10)
     stage.trainers.begin_push(mixtures[1], 11)
     groups, running, _ = with_push(stage, prompts(8, 5), 2, 10, reached, 11)

@@ -61,7 +61,7 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_golden_scripts(name):
-    """A script that changed on purpose is written anew with: python tests/unit/slurm/test_slurm_script.py"""
+    """A script that changed on purpose is rewritten with: python tests/unit/slurm/test_slurm_script.py"""
     assert render(CASES[name]) == (GOLDEN / f"{name}.sbatch").read_text()
 
 
