@@ -31,11 +31,11 @@ def log_to(handler: logging.Handler) -> None:
 
 @contextmanager
 def starting() -> Iterator[None]:
-    """The block in which a process imports and builds what it keeps until its end. Python does not search this for
+    """The block where a process imports and builds what it keeps until its end. Python does not search this for
     garbage, neither now nor later.
 
     The import of vLLM and Megatron-Core takes 6.1 CPU seconds in place of 7.3, and a later search for garbage 12 ms in
-    place of 300 ms, in which all other ranks of a step would wait.
+    place of 300 ms. During this time all other ranks of a step would wait.
     """
     gc.disable()
     try:

@@ -52,7 +52,7 @@ def settings_of(config: GrpoRunConfig) -> dict[str, Any]:
 
 
 def check_settings(path: Path, settings: Mapping[str, Any]) -> None:
-    """Write the settings, or compare them with those of the earlier start.
+    """Write the settings, or compare them with the settings of the earlier start.
 
     Raises:
         ValueError: they differ.

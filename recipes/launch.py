@@ -227,7 +227,7 @@ NOTHING_SAVED = "No step was done, so there was nothing to save."
 
 
 def command_of(program: str) -> str:
-    """How a recipe is started from the folder in which the user stands, as `megatron-rl grpo` or as `python FILE`.
+    """How a recipe is started from the user's working folder, as `megatron-rl grpo` or as `python FILE`.
 
     Args:
         program: the recipe's path in the repository.

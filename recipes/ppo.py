@@ -1,4 +1,4 @@
-"""PPO: as recipes/grpo.py, with a critic that is trained beside the policy.
+"""PPO: as recipes/grpo.py, with a critic that is trained together with the policy.
 
 python recipes/ppo.py FILE.yaml ... section.key=value ... [--dry-run] [--resume auto]
 """

@@ -35,8 +35,8 @@ class Output:
         return getattr(sys.stdout, name)
 
     def _lose(self, error: OSError) -> int:
-        """Send all later output to /dev/null: that of this class, what other code prints, and what Python itself writes
-        when it ends."""
+        """Send all later output to /dev/null: the output of this class, what other code prints, and what Python itself
+        writes when it ends."""
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, sys.stdout.fileno())
         os.close(null)

@@ -39,7 +39,7 @@ def tasks(job: Job, place: str) -> dict[str, nemo_run.Script]:
         own = [] if seed is None else [f"run.seed={seed}", f"run.name={job.name}/seed_{seed}"]
         arguments = shlex.join([job.recipe, *job.arguments, *own])
         if place == "local":
-            # The Python that submits is that of NeMo-Run, which cannot train.
+            # The Python that submits is NeMo-Run's, which cannot train.
             line = job.slurm.environment or ":"
             command = f"{line}\nexec python -m megatron_rl {arguments} --resume auto"
         else:

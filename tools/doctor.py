@@ -1,7 +1,7 @@
 """Print what is installed on this machine, what a run will use of it, and what will be slower for it.
 
 The exit status is 0, or 1 if something that every run needs is missing or harmful. Nothing is started, and neither
-Megatron nor vLLM is imported: versions are those of the installed packages.
+Megatron nor vLLM is imported: versions are read from the installed packages.
 
     python tools/doctor.py
     python tools/doctor.py --json
@@ -37,7 +37,7 @@ PACKAGES = {
 """The packages that are looked for, and what each of them does in a run."""
 NEEDED = ("torch", "megatron-core", "vllm", "ray", "transformers")
 HARMFUL = ("torchvision", "torchaudio", "torchcodec")
-"""Packages whose builds belong to CUDA, so that `import transformers` fails beside the CPU build of torch."""
+"""Packages whose builds need CUDA, so that `import transformers` fails with the CPU build of torch."""
 OPEN_FILES = 65536
 """The limit that Ray asks for."""
 OBJECT_STORE_SHARE = 0.3

@@ -1,14 +1,14 @@
 """Measure how often a model answers each prompt of a run right, and keep the prompts that are neither too easy nor too
 hard for it.
 
-The arguments are those of the run that will train: YAML files and overrides, merged from left to right. The engines
+Pass the arguments of the run that will train: YAML files and overrides, merged from left to right. The engines
 load the weights of `model.path`, answer each prompt of `data.train` several times with the sampling and the budgets of
 `rollout`, and the verifiers of `rewards` judge the answers. There are no trainers, so engines may have all GPUs
 (`rollout.num_engines`). For weights of a run see tools/export_checkpoint.py.
 
 OUT gets `pass_rates.jsonl`, with a line for each prompt, and at the end `rows.jsonl`: the rows whose share of right
 answers is within the bounds, with this share in the column `pass_rate`. Which answers are right is what `eval.verifier`
-says. A prompt of which no answer got a score is not kept, and is counted. The same command goes on where a stopped one
+says. A prompt without any scored answer is not kept, and is counted. The same command goes on where a stopped one
 ended; other bounds then need no new answers.
 
     python tools/filter_difficulty.py configs/run/gsm8k_32b.yaml rollout.num_engines=2 --out data/gsm8k_filtered
@@ -54,7 +54,7 @@ class PassRate:
 
     uid: str
     pass_rate: float | None
-    """The share of right answers among those that a deciding reward scored; None if there are none."""
+    """The share of right answers among the answers that a deciding reward scored; None if there are none."""
     num_scored: int
     num_answers: int
     mean_tokens: float

@@ -1,9 +1,9 @@
 """Answer the prompts of the first steps of a run, without training: engines and verifiers alone.
 
-The arguments are those of the run that will train: YAML files and overrides, merged from left to right. The engines
+Pass the arguments of the run that will train: YAML files and overrides, merged from left to right. The engines
 load the weights of `model.path`, and answer the prompts of the run's first steps with the seeds of a run in turns.
 OUT gets a file for each step, as `rollout.dump` writes them, and a run with `rollout.replay=OUT` trains on them. The
-answers of step 0 are those of such a run, up to rounding; those of later steps are not, because its weights would have
+answers of step 0 equal the answers of such a run, up to rounding; later steps differ, because its weights would have
 changed.
 
     python tools/generate.py configs/run/gsm8k_32b.yaml rollout.num_engines=8 --steps 20 --out rollouts/qwen3_32b

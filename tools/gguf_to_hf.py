@@ -1,8 +1,8 @@
 """Convert a GGUF file to a Hugging Face folder, on CPUs: what a run begins with, and what the other conversions read.
 
 The file may hold F32, F16, BF16, Q8_0, Q4_1 or Q4_0. Blocks are dequantised: the model is the rounded one of the file,
-not that of the original release. Tokenizer and chat template are taken from the file. The packages gguf and accelerate
-are needed (pip install gguf accelerate).
+not the original release. Tokenizer and chat template are taken from the file. The packages gguf and accelerate are
+needed (pip install gguf accelerate).
 
     python tools/gguf_to_hf.py models/SmolLM2-135M-Instruct.Q4_1.gguf models/SmolLM2-135M-Instruct
 """

@@ -1,6 +1,6 @@
 """Compute the transfer plan of a model: the bytes on each kind of link, the busiest link, and the time of a push.
 
-Only the planning time is measured; everything else is computed. Rates are those of one direction in Gbit/s.
+Only the planning time is measured; everything else is computed. Rates are for one direction, in Gbit/s.
 
     nvlink, nic     bytes between GPUs of a node and bytes between nodes, for one push to all engines
     busiest         bytes of the link that takes longest

@@ -6,7 +6,7 @@ and the same layout, which the tool asks them for. Start each server with
 
     VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --weight-transfer-config '{"backend": "megatron_rl"}'
 
-in an environment in which this package is installed. With --load-format dummy it need not load any weights first.
+in an environment where this package is installed. With --load-format dummy it need not load any weights first.
 
     python tools/push_checkpoint.py runs/tiny/hf http://localhost:8000
     python tools/push_checkpoint.py models/Qwen3-32B http://node1:8000 http://node2:8000 --version 3 --json
@@ -62,7 +62,7 @@ BROKEN_OFF = "mixed: a push broke off"
 CONTROL_S = 60.0
 """The time-out of calls that do not wait for other servers. The first call of /server_info takes seconds."""
 GRACE_S = 2.0
-"""The time after a first failure in which others may report theirs, which may name the cause."""
+"""The time that the others have after a first failure to report theirs, which may name the cause."""
 
 
 class Server:

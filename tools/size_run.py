@@ -1,11 +1,11 @@
 """Print what a run needs before it is started: the memory of its GPUs by phase, and the trainer's layouts that fit.
 
-The arguments are those of the recipes: YAML files and overrides, merged from left to right. The first tables are those
-of the dry run (planning/memory.py has what they count). The last one has the 10 fastest layouts of the trainer on the
+The arguments are the same as for the recipes: YAML files and overrides, merged from left to right. The first tables are
+the dry run's (planning/memory.py has what they count). The last one has the 10 fastest layouts of the trainer on the
 same number of GPUs that fit into their memory, and the configured one if it fits; where it must be, the optimizer's
-state is offloaded to the memory of the nodes. The times are those of planning/estimates.py for a step in which every
-sample has the largest length. With --json each layout also has its overrides. Neither weights nor GPUs are needed. The
-exit status is 0 if the run fits, and 1 if it does not or if the configuration is wrong.
+state is offloaded to the memory of the nodes. The times come from planning/estimates.py, for a step whose samples all
+have the largest length. With --json each layout also has its overrides. Neither weights nor GPUs are needed. The exit
+status is 0 if the run fits, and 1 if it does not or if the configuration is wrong.
 
     python tools/size_run.py recipes/qwen3_32b/qwen3_32b-dapo-4n8g-tp4pp4.yaml
     python tools/size_run.py recipes/qwen3_32b/qwen3_32b-dapo-4n8g-tp4pp4.yaml model.recompute=none --json
@@ -32,7 +32,8 @@ from megatron_rl.recipes.dry_run import describe_memory, describe_policy
 
 
 def read(arguments: Sequence[str]) -> BaseConfig:
-    """The configuration of a supervised run if there is a section `sft`, otherwise that of reinforcement learning."""
+    """The configuration of a supervised run if there is a section `sft`, otherwise the configuration of reinforcement
+    learning."""
     merged = merge_arguments(arguments)
     return with_defaults(validate(SftRunConfig if "sft" in merged else GrpoRunConfig, merged))
 

@@ -1,9 +1,8 @@
-"""The registry of the estimators, and their use on a step's batch. Those that give one number for each token get the
+"""The registry of the estimators, and their use on a step's batch. Estimators of one number for each token get the
 rewards at tokens here, and the ranks compute the advantages (token_advantages.py).
 
-Invariants: a sample without a reward is inactive. A group in which every advantage is 0 is a zero-signal group, for
-every estimator. What an estimator needs and does not get is named
-in an error.
+Invariants: a sample without a reward is inactive. A group whose advantages are all 0 is a zero-signal group, for every
+estimator. What an estimator needs and does not get is named in an error.
 
 Shape letters: S samples, G groups of the batch.
 """
@@ -94,7 +93,7 @@ def estimate_advantages(batch: StepBatch, cfg: AlgorithmConfig) -> tuple[Credit,
         The credit, and these metrics:
         reward/mean: the mean reward of the scored samples; NaN if there is none.
         reward/std: the standard deviation in a group, averaged over the groups with a score.
-        groups/zero_signal: the number of groups with a score in which all advantages are 0. For a group-relative
+        groups/zero_signal: the number of groups with a score whose advantages are all 0. For a group-relative
             estimator these are the groups with equal batch.
         samples/abstained: the number of samples without a reward, or without the greedy reward that the estimator
             needs.

@@ -32,11 +32,10 @@ class PackedColumns:
     lag_T: Tensor
     """int: the number of versions between the weights that sampled the token and those at the step's start."""
     reward_T: Tensor | None = None
-    """float64: the rewards at actions, from which advantages are computed (token_advantages.py), 0 elsewhere; None if
+    """float64: the rewards at actions for token advantages (token_advantages.py), 0 elsewhere; None if
     the estimator gives one number for each sample."""
     value_T: Tensor | None = None
-    """The critic's values at the step's start, of the states in which the tokens were chosen; None if there is no
-    critic."""
+    """The critic's values at the step's start, of the states before the tokens; None if there is no critic."""
     return_T: Tensor | None = None
     """What the critic learns; None if there is no critic."""
     logp_old_T: Tensor | None = None

@@ -23,7 +23,7 @@ def kl_estimate(
 
     Args:
         estimator: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d, abs = |d|.
-        straight_through: the gradient is d, that of k2, even where the value of k3 is bounded.
+        straight_through: the gradient is d, as for k2, even where the value of k3 is bounded.
         cap: the largest value of k3; a token above it has the gradient 0. None means no cap. Even then k3 is constant
             below d = -20, with the gradient 0, because its exponential must be finite in fp32.
 

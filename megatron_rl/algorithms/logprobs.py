@@ -6,12 +6,12 @@ gradient in the same memory and multiplies it into the gradients of hidden state
 arithmetic and saves the memory of T x V numbers. The vocabulary may be split over ranks. They then exchange numbers of
 all tokens twice in a call, however many chunks there are, and nothing in the backward pass.
 
-Invariants (tests/unit/algorithms): values and gradients are those of log_softmax; but for rounding, they depend neither
+Invariants (tests/unit/algorithms): values and gradients equal log_softmax's; but for rounding, they depend neither
 on the chunks nor on the split of the vocabulary; padding has no probability and no gradient; no tensor has T x V
 elements.
 
-Shape letters: T packed tokens, N those of them with a target, C tokens of one chunk, V this rank's columns of the
-vocabulary, R those of them that are no padding, H hidden size.
+Shape letters: T packed tokens, N tokens with a target, C tokens of one chunk, V this rank's columns of the
+vocabulary, R of these columns without padding, H hidden size.
 """
 
 from __future__ import annotations

@@ -53,11 +53,11 @@ class Needs:
         )
 
     def begins_with_pass(self, num_updates: int) -> bool:
-        """Whether a step of so many updates begins with a forward pass of the policy over all its samples."""
+        """Whether a step with this number of updates begins with a forward pass of the policy over all its samples."""
         return self.logp_old and (num_updates > 1 or self.before_update)
 
     def num_passes(self, num_updates: int) -> float:
-        """The forward passes of a step beside those of its updates; a pass over all samples counts 1."""
+        """The forward passes of a step in addition to its updates'; a pass over all samples counts 1."""
         passes = float(self.logp_ref) + self.begins_with_pass(num_updates)
         if self.first_pass:  # of each mini-batch; the pass at the beginning of a step serves the first one
             passes += (num_updates - self.logp_old) / num_updates

@@ -65,8 +65,8 @@ class Objective(Protocol):
     def credit(
         self, columns: Sequence[PackedColumns], kl_coefficient: float, sum_over_ranks: SumOverRanks
     ) -> tuple[list[PackedColumns], Tensor]:
-        """What `token_advantages` returns, if `needs.token_advantages`. It runs when a step begins, and it is a
-        collective that all data-parallel ranks must call."""
+        """What `token_advantages` returns, if `needs.token_advantages`. It runs when a step begins. All data-parallel
+        ranks must call it (a collective)."""
 
     def prepare(
         self,
@@ -76,7 +76,7 @@ class Objective(Protocol):
         sum_over_ranks: SumOverRanks,
     ) -> list[PackedColumns]:
         """Returns the columns of this rank's micro-batches of one mini-batch, completed by the statistics of the whole
-        mini-batch. It runs before the update, and it is a collective that all data-parallel ranks must call."""
+        mini-batch. It runs before the update. All data-parallel ranks must call it (a collective)."""
 
     def __call__(
         self,
@@ -93,7 +93,7 @@ class Objective(Protocol):
         """
 
     def conclude(self, metrics: Metrics, max_mismatch: float | None) -> Metrics:
-        """Check and complete the metrics of a whole mini-batch, which are those of all micro-batches and ranks. Every
+        """Check and complete the metrics of a whole mini-batch, over all its micro-batches and ranks. Every
         rank calls it before the update changes a weight.
 
         Args:
@@ -256,7 +256,7 @@ class PolicyObjective:
 
     def _corrected(self, terms: Terms, columns: PackedColumns) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Returns the mask of the tokens that have a policy loss, the importance weights that multiply it, and the
-        columns from which the metrics of both are computed."""
+        columns for the metrics of both."""
         kept_T, factor_T = terms.mask_T, torch.ones_like(terms.advantage_T)
         shares: dict[str, Tensor] = {}
         if columns.high_entropy_T is not None:
@@ -375,7 +375,7 @@ def mismatch(logp_T: Tensor, columns: PackedColumns, num_tokens: int) -> dict[st
 
 def over_judged(metrics: Metrics) -> Metrics:
     """The metrics with the means of `mismatch` over the judged actions. If some actions were not judged,
-    `mismatch/judged` is the share of those that were. If none was, no distance is known."""
+    `mismatch/judged` is the share of judged ones. If none was, no distance is known."""
     rest = dict(metrics)
     judged, actions = rest.pop("mismatch/num_judged", 0.0), rest.pop("mismatch/num_actions", 0.0)
     if judged == actions:

@@ -3,7 +3,7 @@
 Invariants: rewards are normalised before they are summed. Each kind of reward has its own mean and deviation, so that a
 kind with a large scale does not hide the others. A kind that only one sample has adds exactly 0, and so does a kind
 with equal rewards, but for kinds that are not centred, whose rewards keep their signs. The statistics contain every
-reward, whatever the action mask is.
+reward, for any action mask.
 
 The driver normalises, because it has whole groups, and these are a few numbers for each sample. The trainer ranks place
 the results at actions and sum them (token_advantages.py).
@@ -34,7 +34,7 @@ def grpo_process(batch: StepBatch, section: GrpoProcessAdvantage) -> TokenReward
     of their kind. The advantage of an action is the sum of these at its token or later.
 
     Args:
-        batch: the rewards at single tokens and, as the kind `outcome`, those of whole answers.
+        batch: the rewards at single tokens and, as the kind `outcome`, the rewards of whole answers.
 
     Returns:
         The normalised rewards that are not 0.
@@ -53,7 +53,7 @@ def grpo_process(batch: StepBatch, section: GrpoProcessAdvantage) -> TokenReward
 
 
 def summed_rewards(batch: StepBatch, weights: Mapping[str, float]) -> TokenRewards:
-    """The rewards at single tokens and those of whole answers, each multiplied by the weight of its kind, as they are.
+    """The rewards at single tokens and of whole answers, each multiplied by the weight of its kind, as they are.
 
     Args:
         weights: the weight of a kind that is not named here is 1.

@@ -93,7 +93,7 @@ def gae(
     Args:
         reward_T: float [T]. An outcome reward is at the last action of its sample (`at_last_action`); a KL penalty is
             at every action.
-        value_T: float [T], the value V of the state in which the token was chosen.
+        value_T: float [T], the value V of the state before the token.
         action_mask_T: bool [T].
         sample_T: int64 [T]; a sample's tokens are adjacent.
         sum_over_ranks: the sum for the whitening. Every rank must call this function.
@@ -137,8 +137,8 @@ def returns_to_go(
     reward r_t = -beta kl_t, and the last action also the outcome. With outcome rewards alone and gamma 1 this equals
     `outcomes.reinforce_plus_plus`.
 
-    The arguments and errors are those of `gae`. Returns advantage_T in the dtype of reward_T; 0 where there is no
-    action.
+    The arguments and errors are the same as for `gae`. Returns advantage_T in the dtype of reward_T; 0 where there is
+    no action.
     """
     actions = Actions.of(action_mask_T, sample_T)
     return_N = reverse_scan(actions.pick(reward_T, "the reward"), gamma * actions.continues_N)

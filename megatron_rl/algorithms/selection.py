@@ -23,16 +23,16 @@ BINS = 2**16
 def choose_largest(
     values: Sequence[Tensor], masks: Sequence[Tensor], count: int, sum_over_ranks: SumOverRanks
 ) -> list[Tensor]:
-    """bool [T] for each micro-batch: the `count` tokens with the largest values, compared as fp32, among those whose
-    mask is True."""
+    """bool [T] for each micro-batch: the `count` tokens with the largest values, compared as fp32, among the tokens
+    whose mask is True."""
     return _at_least_kth([ordered_key(value_T) for value_T in values], masks, count, sum_over_ranks)
 
 
 def choose_random(
     tokens: Sequence[Tensor], masks: Sequence[Tensor], count: int, sum_over_ranks: SumOverRanks
 ) -> list[Tensor]:
-    """bool [T] for each micro-batch: `count` tokens, drawn by a hash of their numbers `tokens`, among those whose mask
-    is True."""
+    """bool [T] for each micro-batch: `count` tokens, drawn by a hash of their numbers `tokens`, among the tokens whose
+    mask is True."""
     return _at_least_kth([hash_key(token_T) for token_T in tokens], masks, count, sum_over_ranks)
 
 

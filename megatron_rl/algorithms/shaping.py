@@ -71,8 +71,8 @@ def repetition(responses: Sequence[Response], ngram_size: int, max_penalty: floa
     shorter than an n-gram.
 
     Example:
-        The tokens 1 2 1 2 1 with n = 2 have the n-grams 12 21 12 21, of which half are repetitions, so the penalty is
-        max_penalty / 2.
+        The tokens 1 2 1 2 1 with n = 2 have the n-grams 12 21 12 21, and half of them are repetitions, so the penalty
+        is max_penalty / 2.
     """
     return np.array([max_penalty * _repeated_share(np.asarray(r).tolist(), ngram_size) for r in responses], np.float64)
 

@@ -5,7 +5,7 @@ items, these would add up to 0 at the thought, which would learn nothing. So a t
 thoughts of its group, and an item with the other items of its thought.
 
 Invariants: an abstention (a NaN reward) is left out of all statistics; the advantages of a thought's items add up to 0,
-and so do those of a group's thoughts; only the best beam's sample has the thought's part.
+and so do the advantages of a group's thoughts; only the best beam's sample has the thought's part.
 
 Shape letters: S samples, T thoughts.
 """
@@ -22,8 +22,8 @@ from megatron_rl.types import StepBatch, TokenRewards
 
 
 def two_stage(batch: StepBatch, section: TwoStageAdvantage) -> TokenRewards:
-    """The rewards at tokens of which the sum from a token on is its advantage: that of its item at an item's tokens,
-    and that of the thought at all actions before.
+    """The rewards at tokens whose sum from a token on is its advantage: its item's advantage at an item's tokens, and
+    the thought's advantage at all actions before.
 
     Args:
         batch: a thought's samples are adjacent, the best beam first, which has the thought's actions.

@@ -78,11 +78,11 @@ class ValueObjective:
 
 def describe_values(columns: Sequence[PackedColumns], sum_over_ranks: SumOverRanks) -> dict[str, Tensor]:
     """How well the values at a step's start predict its returns, over the action tokens of all ranks: their means
-    `value_mean` and `return_mean`, and `explained_variance`, which is NaN if the returns do not vary. It is a
-    collective.
+    `value_mean` and `return_mean`, and `explained_variance`, which is NaN if the returns do not vary. All ranks must
+    call it (a collective).
 
     Args:
-        columns: those of this rank's micro-batches of the whole step.
+        columns: the columns of this rank's micro-batches of the whole step.
     """
     mask_T = torch.cat([c.action_mask_T for c in columns])
     value_T = torch.cat([c.value_T for c in columns if c.value_T is not None])

@@ -24,7 +24,7 @@ EVEN_RANKS = 5e-5
 EVEN_POSITIONS = 5e-4
 """The exchanges within positions stop when the lockstep cost exceeds the mean rank's cost by at most this share."""
 MAX_SLOTS = 6
-"""A sweep considers at most this number of slots of a cell, evenly spread, and the next sweep the slots beside them.
+"""A sweep considers at most this number of slots of a cell, evenly spread, and the next sweep the slots next to them.
 The time of a sweep grows with the number of pairs of slots."""
 LESS = 1 - 1e-9
 """An exchange is made only if it reduces the difference of two cells by more than rounding errors could."""

@@ -17,7 +17,7 @@ import numpy as np
 def karmarkar_karp(weights: Sequence[float], num_parts: int) -> list[list[int]]:
     """The largest differencing method (Karmarkar and Karp 1982) for k parts.
 
-    Every weight starts as a partition in which one part holds it and the others are empty. The two partitions with the
+    Every weight starts as a partition: one part holds it, and the others are empty. The two partitions with the
     largest spread are joined, the heaviest part of one with the lightest of the other, until one partition is left.
     Empty parts are not stored.
 

@@ -35,7 +35,7 @@ def lockstep_floor(sizes_S: np.ndarray, costs_S: np.ndarray, cap: int, num_ranks
 
 
 def bubble(cost_P: np.ndarray, pipeline: int, virtual: int = 1) -> float:
-    """An estimate of the share of a step in which a pipeline stage is idle. The last stage waits until the first
+    """An estimate of the share of a step that a pipeline stage is idle. The last stage waits until the first
     micro-batch has passed the other stages, and at the end until the last micro-batch's backward pass has gone back
     through them. With virtual stages both times are divided by `virtual` (interleaved 1F1B, Narayanan et al. 2021,
     arXiv:2104.04473). A backward pass takes twice as long as a forward pass.

@@ -124,7 +124,7 @@ def pack_levels(sizes: list[int], costs: list[float], cap: int, level: list[floa
 def pack_rows(sizes: list[int], cap: int, num_ranks: int) -> list[int]:
     """Best-fit decreasing over positions. Only the emptiest cell of each position is considered. Each sample, largest
     first, goes into the fullest of these cells that has room for it, or into a new position if there is none. Positions
-    are numbered in the order in which they are opened."""
+    are numbered in opening order."""
     rows: list[list[tuple[int, int]]] = []  # heaps of (-room, rank)
     emptiest: list[tuple[int, int]] = []  # (room of its emptiest cell, position), sorted
     cells = []
@@ -145,7 +145,7 @@ def pack_rows(sizes: list[int], cap: int, num_ranks: int) -> list[int]:
 
 def first_fit_decreasing(sizes: list[int], cap: int) -> list[int]:
     """Put each size, largest first, into the first bin that has room. This needs at most 11/9 OPT + 6/9 bins (Dosa
-    2007). The bins are the leaves of a binary tree in which each node knows the widest room below it, so that the time
+    2007). The bins are the leaves of a binary tree. Each node knows the widest room below it, so that the time
     is O(n log n)."""
     width = 1 << max(len(sizes) - 1, 0).bit_length()
     widest, bins = [cap] * (2 * width), []

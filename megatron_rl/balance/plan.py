@@ -1,9 +1,9 @@
 """Plans a step: distributes its samples over optimizer steps, ranks and micro-batches. The plan is a pure value.
 
 Invariants (tests/unit/balance): every active sample is in exactly one micro-batch, and no other sample is in any; no
-micro-batch exceeds the cap, alignment padding included, except that of a single longer sample if this is allowed; all
-data-parallel ranks of a mini-batch have the same number of micro-batches; a group's active samples are in one
-mini-batch; the same input gives the same plan.
+micro-batch exceeds the cap, alignment padding included, except for the micro-batch of a single longer sample if this is
+allowed; all data-parallel ranks of a mini-batch have the same number of micro-batches; a group's active samples are in
+one mini-batch; the same input gives the same plan.
 
 Shape letters: S samples, C micro-batches of all ranks, P of each rank, R ranks.
 """
@@ -47,13 +47,13 @@ def plan_microbatches(
     Args:
         active: bool [S], the samples that are planned.
         parallel: gives the data-parallel ranks, the pipeline stages, the alignment that sequences are padded to, and
-            the number of which the number of micro-batches is a multiple; some micro-batches may be empty.
+            the number that must divide the number of micro-batches; some micro-batches may be empty.
         balance: gives the cap, the cost, whether groups stay together, and what happens to samples above the cap.
         updates: the wanted number of mini-batches.
         recompute: the recomputation of the layers, `none` or `full`. It changes the cost.
 
     Returns:
-        The plan. Its metrics are those of the whole step:
+        The plan. Its metrics cover the whole step:
             balance/tokens             tokens without padding
             balance/flops              FLOPs of the optimizer steps on all ranks
             balance/model_flops        the same without recomputation
@@ -95,7 +95,7 @@ def plan_microbatches(
 
 
 class _Writer:
-    """Collects mini-batches as nested tuples, and the sums from which the step's metrics are computed."""
+    """Collects mini-batches as nested tuples, and the sums for the step's metrics."""
 
     def __init__(
         self, sizes_S: np.ndarray, costs_S: np.ndarray, flops_S: np.ndarray, limits: AssignmentLimits, mesh: Mesh

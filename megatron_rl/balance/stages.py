@@ -1,8 +1,8 @@
 """Distributes the layers of a model over the parts of a pipeline: its stages, or its virtual stages.
 
 The pipeline is as slow as its slowest part, so the largest FLOPs are minimised; among equals the largest number of
-parameters is. Invariants (tests/unit/balance): every part has a layer; the two numbers are those of a search through
-all distributions.
+parameters is. Invariants (tests/unit/balance): every part has a layer; the two numbers equal the result of a search
+through all distributions.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ def _partition(
     """Cut the layers into consecutive parts such that the largest load is the smallest possible. Returns the load and
     the number of layers of each part.
 
-    The best cut of the first `stop` layers into `part` + 1 parts follows from those of fewer layers into `part` parts.
+    The best cut of the first `stop` layers into `part` + 1 parts follows from the best cuts of fewer layers into `part`
+    parts.
     """
     best: list[tuple[float, tuple[int, ...]] | None] = [(0.0, ())] + [None] * num_layers
     for part in range(num_parts):

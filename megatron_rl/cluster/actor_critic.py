@@ -24,7 +24,7 @@ from megatron_rl.types import Metrics, Shares
 class PolicyWithCritic:
     """
     Args:
-        warmup_steps: the number of steps at the beginning of the run in which the critic learns alone.
+        warmup_steps: the number of first steps of the run that train only the critic.
     """
 
     def __init__(self, policy: PolicyGroup, critic: CriticGroup, warmup_steps: int) -> None:

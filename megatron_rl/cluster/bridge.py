@@ -37,11 +37,11 @@ log = logging.getLogger(__name__)
 
 ATTEMPTS = 2
 ANSWER_S = 5.0
-"""The time in which a process must have answered after the others failed to join."""
+"""The time limit, in seconds, for a process to answer after the others failed to join."""
 READY_S = 0.25
 """The engines that do not stop their decode steps within this time get the weights after the others."""
 GRACE_S = 30.0
-"""The time after a push's deadline in which a process may still report; then it counts as lost."""
+"""The time, in seconds, that a process may still report after a push's deadline; then it counts as lost."""
 
 
 class RayBridge:
@@ -115,7 +115,7 @@ class RayBridge:
         except (ValueError, RuntimeError) as error:
             give_up(self._store, setup, "the driver gave up")
             lost = self._end_silent(calls, processes)
-            # vLLM's processes report every error as a ValueError, that of a lost neighbour too.
+            # vLLM's processes report every error as a ValueError, also the loss of a neighbour.
             if isinstance(error, ValueError) and not lost and ABSENT not in str(error):
                 raise
             raise RuntimeError(str(error)) from error
@@ -159,10 +159,10 @@ class RayBridge:
         """Push the weights into every engine.
 
         Returns:
-            `sync/bytes`: the bytes that were sent; `sync/paused_s`: the longest time for which an engine's requests
-            were paused; `rollout/preempted`: the answers that vLLM preempted since the last push, because its KV cache
-            was full; `sync/repeated`: 1 if a second attempt was needed; `sync/replaced_engines`: the number of
-            engines replaced since the last push.
+            `sync/bytes`: the bytes that were sent; `sync/paused_s`: the longest pause of an engine's requests, in
+            seconds; `rollout/preempted`: the answers that vLLM preempted since the last push, because its KV cache was
+            full; `sync/repeated`: 1 if a second attempt was needed; `sync/replaced_engines`: the number of engines
+            replaced since the last push.
 
         Raises:
             PolicyLost: a trainer rank died or does not answer.

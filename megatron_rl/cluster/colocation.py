@@ -4,7 +4,7 @@ The training loop does not know of it: the policy, the critic, the engines and t
 they need before they do anything. Whoever gives memory up does so before the other takes it.
 
 Invariants (tests/unit/cluster, tests/e2e): the sides never hold more together than one of the phases allows; the
-numbers of the run are those of a run without shared GPUs, also after an engine, the policy or the critic was lost.
+numbers of the run equal the numbers without shared GPUs, also after an engine, the policy or the critic was lost.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron_rl.types import Phase
 log = logging.getLogger(__name__)
 
 ORDER: tuple[Phase, ...] = get_args(Phase)
-"""The phases in the order in which the trainers hold less and less, and the engines more and more."""
+"""The phases in this order: the trainers hold less and less, and the engines more and more."""
 
 
 class Colocation:
@@ -52,8 +52,8 @@ class Colocation:
         self._phase = phase
 
     def make_room(self) -> Sequence[str | None]:
-        """Bring the engines into the phase `training`, in which the ranks of policy or critic that start next begin.
-        Returns the GPU that each of them shares with a rank of an engine; None if the run has no GPUs."""
+        """Bring the engines into the phase `training`, the first phase of the ranks of policy or critic that start
+        next. Returns the GPU that each of them shares with a rank of an engine; None if the run has no GPUs."""
         self._engines.enter("training")
         self._phase = "training"
         gpus = [gpu for process in self._engines.processes for gpu in process.location.gpus]

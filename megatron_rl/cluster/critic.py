@@ -54,8 +54,7 @@ class CriticGroup(RankGroup):
     role, kind = "critic", CriticRank
 
     def values(self, shares: Sequence[Share]) -> TokenNumbers:
-        """Give every data-parallel rank its share of a step, and compute the values of the states in which the tokens
-        were chosen."""
+        """Give every data-parallel rank its share of a step, and compute the values of the states before the tokens."""
         self.before("training")
         self._shares = shares
         self._finish_mirrors()

@@ -1,7 +1,7 @@
 """vLLM engines as Ray actors. `stream.py` asks them.
 
-An engine returns a few numbers per sample. The tokens of each group are one object in Ray's store, from which the
-verifier and the trainer ranks fetch it. The driver owns the object, so it outlives an engine that dies.
+An engine returns a few numbers per sample. The tokens of each group are one object in Ray's store. The verifier and the
+trainer ranks fetch it from there. The driver owns the object, so it outlives an engine that dies.
 
 Invariant (tests/e2e): an engine that dies is replaced by one with its index, seed and name.
 """
@@ -45,7 +45,8 @@ ALIVE_S = 30.0
 CLOSE_S = 30.0
 """The time that engines get to shut down before Ray kills them."""
 MAX_CALLS = 2**20
-"""Ray lets so many calls of an engine run at once. Weights must get through however many answers are under way."""
+"""The number of calls of an engine that Ray runs at once. Weights must get through however many answers are under
+way."""
 ATTEMPTS = 3
 """How often a prompt is asked at most if its engine dies."""
 
@@ -190,7 +191,7 @@ class EngineGroup:
         self._records = logs.parent / "unfinished"
         remove_records(self._records)
         self.record_of: dict[int, str] = {}
-        """The file in which each engine, by its index, records the tokens of its unfinished answers."""
+        """The file where each engine, by its index, records the tokens of its unfinished answers."""
         self.processes = [Process(f"engine {i}", logs / f"engine_{i}.log", self._new(i)) for i in range(num)]
         self.num_replaced = 0
         """The number of engines that were replaced since the run began."""
@@ -277,7 +278,7 @@ class EngineGroup:
         return fetch([group.payload], self._config.cluster.step_timeout_s, with_routes)[0]
 
     def close(self) -> None:
-        """End all engines that have started. Ray ends the others, and those that do not end in time."""
+        """End all engines that have started. Ray kills the others, and engines that do not end in time."""
         started, _ = ray.wait(self._starting, num_returns=len(self._starting), timeout=0)
         ready = [e for e, start in zip(self.engines, self._starting, strict=True) if start in started]
         settle([engine.close.remote() for engine in ready], CLOSE_S)

@@ -1,4 +1,4 @@
-"""Environments in processes of their own, beside the engine whose answers they serve.
+"""Environments in separate processes, on the node of the engine whose answers they serve.
 
 The engine's actor owns these actors: they run on its node, and end with it.
 
@@ -25,7 +25,7 @@ from megatron_rl.config.environment import TurnsEnvironment
 from megatron_rl.environments import EnvironmentFault, Reaction, Session, Sessions
 
 MAX_CALLS = 2**20
-"""Ray lets so many calls of a process run at once; threads bound what works (`environments.calls`)."""
+"""The number of calls of a process that Ray runs at once; threads limit how many work (`environments.calls`)."""
 STUCK_S = 30.0
 """A process that does not answer within the time limits of its calls, and so much longer, is ended."""
 
@@ -56,7 +56,7 @@ class RemoteSessions:
 
     Args:
         logs: the folder of the logs.
-        engine: the name of the engine, with which those of the processes begin.
+        engine: the name of the engine, the prefix of the processes' names.
     """
 
     def __init__(self, cfg: TurnsEnvironment, delimiter: str, logs: Path, engine: str) -> None:
@@ -89,7 +89,7 @@ class RemoteSessions:
 class _RemoteSession:
     """
     Args:
-        index: that of the process among those of the engine.
+        index: the index of the process within the engine.
         key: names the environment in its process.
         limit_s: the longest time of a call, in seconds.
     """

@@ -1,11 +1,11 @@
 """The trainer's state in the memory of other processes, for a restarted trainer to continue from.
 
-On every node with trainer ranks one process holds the state of the node's own ranks and that of the ranks of the node
-before it. A trainer rank or a whole node can then die without a loss: the state of its ranks is on another node, and
-the state of all other ranks is on their own nodes. If there is only one node, its state survives the ranks alone.
+On every node with trainer ranks one process holds the states of the node's own ranks and of the previous node's ranks.
+A trainer rank or a whole node can then die without a loss: the state of its ranks is on another node, and the state of
+all other ranks is on their own nodes. If there is only one node, its state survives the ranks alone.
 
-Invariants (tests/unit/cluster, tests/e2e): a holder offers a state only when it is complete; it holds those of the two
-newest steps, so that there is always one step that all ranks have.
+Invariants (tests/unit/cluster, tests/e2e): a holder offers a state only when it is complete; it holds the states of the
+two newest steps, so that there is always one step that all ranks have.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ class MirrorHolder:
 
 
 def send_state(state: np.ndarray, rank: int, step: int, holders: Mapping[str, Any]) -> list[str]:
-    """Send a state, as bytes, to the holders, and return the names of those that died or did not answer, which is no
-    error."""
+    """Send a state, as bytes, to the holders, and return the names of the holders that died or did not answer, which is
+    no error."""
     alive = dict(holders)
     for start in range(0, len(state), PIECE_BYTES):
         piece = ray.put(state[start : start + PIECE_BYTES])
@@ -103,14 +103,14 @@ class Mirrors:
     def __init__(self, logs: Path, role: str) -> None:
         """
         Args:
-            role: that of the ranks, which names the holders' logs.
+            role: the role of the ranks, which names the holders' logs.
         """
         self._logs, self._role = logs, role
         self._holders: dict[str, Any] = {}
         """The actors by Ray's id of their node."""
 
     def holders_of(self, nodes: Sequence[str]) -> list[dict[str, Any]]:
-        """The holders of each rank, by node: that of its own node and that of the next node. Missing ones are started.
+        """The holders of each rank, by node: its own node's holder and the next node's. Missing ones are started.
 
         Args:
             nodes: for each rank, Ray's id of its node.

@@ -2,8 +2,8 @@
 talks to those on other nodes.
 
 gloo listens at the address of the machine's host name, which on many machines is the loopback address or nothing at
-all; processes on other nodes then connect to themselves. So every process looks for the interface that has the address
-with which Ray knows its node, because Ray's own connections between the nodes prove that the others reach it there.
+all; processes on other nodes then connect to themselves. So every process looks for the interface with the address that
+Ray uses for its node, because Ray's own connections between the nodes prove that the others reach it there.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def find_interface(environment: Mapping[str, str]) -> Interface:
 
 
 def use_interface() -> Interface:
-    """Make gloo, NCCL and vLLM use the interface of this process, in which they have not started yet. Variables that
+    """Make gloo, NCCL and vLLM use the interface of this process, before they start in it. Variables that
     are already set keep their values.
 
     Raises:

@@ -48,7 +48,7 @@ def read_nodes() -> list[Node]:
 
 
 def _natural(name: str) -> list[tuple[bool, int, str]]:
-    """An order in which 10.0.0.9 comes before 10.0.0.10."""
+    """A sort key that puts 10.0.0.9 before 10.0.0.10."""
     return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in re.split(r"(\d+)", name)]
 
 
@@ -56,15 +56,14 @@ class RayPlacement:
     """The placement of a run on Ray's nodes. It changes when a group is placed again.
 
     An actor is bound to its planned node by the node's id, and waits there if a process that has just died has not yet
-    given its resources back. Only an engine that spans nodes has a placement group of Ray, in which vLLM starts its
-    ranks.
+    given its resources back. Only an engine that spans nodes has a placement group of Ray, where vLLM starts its ranks.
     """
 
     def __init__(self, config: BaseConfig, roles: Collection[str] = ROLES) -> None:
         """Plan a run on what is free now.
 
         Args:
-            roles: those that are placed.
+            roles: the roles to place.
 
         Raises:
             ValueError: there is no room.
@@ -117,7 +116,7 @@ class RayPlacement:
     def start_again(
         self, role: str, processes: Mapping[int, Process], create: Callable[[int], Any], timeout_s: float
     ) -> None:
-        """Place groups again, each of which is one actor that died, and start their actors. If Ray learns that a node
+        """Place groups of one dead actor each again, and start their actors. If Ray learns that a node
         is gone only while a new actor waits for it, the group is placed again.
 
         Args:

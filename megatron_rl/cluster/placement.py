@@ -8,7 +8,7 @@ Invariants (tests/unit/cluster/test_cluster_placement.py):
 - Trainers and engines fill one node before they begin the next.
 - An engine is in one node if any node is large enough, and otherwise in as few nodes as possible. Each of its pipeline
   stages is in one node if any node is large enough for a stage.
-- A rank that shares its GPU is in the node of the rank with which it does.
+- A rank that shares its GPU is in the same node as the rank that it shares with.
 - The plan depends only on its arguments.
 
 A plan says how many GPUs of a node a rank gets. Which ones these are is decided by Ray when the process starts.
@@ -60,7 +60,7 @@ class Demand:
     beside: str | None = None
     """The role with whose ranks these ranks share GPUs and nodes, rank by rank; None: they have their own."""
     included: str = ""
-    """What `cpus` includes beside the role's own, for the message."""
+    """What `cpus` includes besides the role's own, for the message."""
     can_span: bool = False
     """Whether a group spans nodes if its block is wider than every node; otherwise that is an error."""
     stage: int = 1
@@ -162,7 +162,7 @@ def place(demands: Sequence[Demand], nodes: Sequence[Node]) -> Placement:
     """Place all groups of all roles.
 
     Args:
-        nodes: the nodes, in the order in which equal ones are filled.
+        nodes: the nodes, in the filling order of equal ones.
 
     Raises:
         NoRoom: the nodes have too few free CPUs or GPUs.
@@ -269,7 +269,7 @@ class _Free:
         """The number of ranks that reserve nothing."""
 
     def capacity(self, cpus: float, gpus: float) -> float:
-        """The number of blocks with these needs for which there is room."""
+        """The number of blocks with these needs that fit."""
         return min(_times(self.cpus, cpus), _times(self.gpus, gpus))
 
     def take(self, count: int, cpus: float, gpus: float) -> None:
@@ -278,8 +278,8 @@ class _Free:
 
     @property
     def load(self) -> tuple[bool, float, float]:
-        """The order in which nodes are chosen for ranks that reserve nothing: nodes whose GPUs are all in use come
-        last; then the most free CPUs decide, of which each such rank is taken to use one, and then the fewest GPUs."""
+        """The sort key of nodes for ranks that reserve nothing: nodes whose GPUs are all in use come last; then the
+        most free CPUs decide (each such rank counts as one CPU), and then the fewest GPUs."""
         return self.node.gpus > 0 and self.gpus < 1, self.guests - self.cpus, self.gpus
 
 

@@ -169,7 +169,7 @@ def last_error(path: Path, num_lines: int = 4) -> str:
 
 
 def root_cause(text: str) -> str | None:
-    """The last error in a log, without those that only announce another error."""
+    """The last error in a log, without errors that only announce another error."""
     faults = [match for match in FAULT.finditer(text) if not NOT_THE_CAUSE.search(match[0])]
     return faults[-1][0].strip() if faults else None
 

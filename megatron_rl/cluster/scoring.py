@@ -1,7 +1,7 @@
 """The verdicts on answers from what each reward gave, which may come in several pieces.
 
-Invariant (tests/unit/cluster): verdicts and metrics, except for times, do not depend on the pieces; they are those of
-one call, to the bit.
+Invariant (tests/unit/cluster): verdicts and metrics, except for times, do not depend on the pieces; they are bitwise
+equal to the results of one call.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def in_order(groups: Sequence[Group], pieces: Iterable[Piece], i: int) -> Scored
 def added_up(
     rewards: Sequence[RewardConfig], groups: Sequence[Group], given: Mapping[int, Scored], failures: FailureLog
 ) -> tuple[list[list[Verdict]], Metrics]:
-    """The verdicts on all answers from those of each reward. What a reward could not score is written down.
+    """The verdicts on all answers, combined from each reward's verdicts. What a reward could not score is written down.
 
     Args:
         given: what each reward gave, by its index.

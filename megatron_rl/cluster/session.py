@@ -1,7 +1,7 @@
 """Starts and stops a local Ray, or joins a Ray cluster that is already running.
 
-Ray listens on all addresses of a machine, and whoever it admits can run any code. So it admits only those that have its
-token: a local Ray gets one for this session unless the user has one, and to a cluster we show that of the user.
+Ray listens on all addresses of a machine, and whoever it admits can run any code. So it admits only clients with its
+token: a local Ray gets one for this session unless the user has one, and a cluster gets the user's token.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ ATTEMPTS = 3
 
 UNNEEDED = ("start_monitor", "start_log_monitor", "start_api_server")
 """What starts the processes of a local Ray that nobody needs: the autoscaler of a cluster of one node, the reader of
-logs that are ours, and the server of the dashboard, for which `ray.init` waits. Each costs a second of CPU time."""
+logs that are ours, and the server of the dashboard, which `ray.init` waits for. Each costs a second of CPU time."""
 
 VITAL = ("gcs_server", "raylet")
 """The names of the processes of a local Ray without which no call is answered."""
@@ -85,7 +85,7 @@ def ray_session(
             ends. From its first call on, a signal handler must not raise: it might interrupt Ray anywhere.
         on_loss: called in another thread, with the cause, if the Ray that this function started is lost. Afterwards all
             its processes and the driver are ended, because the driver may be inside a call of Ray that never returns.
-        num_threads: the number of threads with which each process computes, unless the shell has OMP_NUM_THREADS or
+        num_threads: the number of compute threads of each process, unless the shell has OMP_NUM_THREADS or
             `cluster.environment` has.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Groups of Ray actors, one Megatron rank each: what those of the policy and of the critic have in common.
+"""Groups of Ray actors, one Megatron rank each: what the groups of policy and critic have in common.
 
 All ranks of a group run each call at the same time, because they meet in collectives.
 """
@@ -67,7 +67,7 @@ class MegatronRank:
         """Build this rank's part of the model.
 
         Args:
-            address, port: those of the store that rank 0 serves.
+            address, port: the address of the store that rank 0 serves.
             secret: a part of the names of all keys in the store, so that no process of another run reads or changes
                 them.
             load_model: load the weights that the run begins with. Otherwise `load` must follow.
@@ -265,7 +265,7 @@ class RankGroup:
         return self._gather([getattr(rank, method).remote(*arguments) for rank in self.ranks], doing)
 
     def _of_replicas(self, arguments: Sequence[Any]) -> list[Any]:
-        """What each rank gets of the arguments, of which each data-parallel replica has one."""
+        """The argument of each rank, from one argument for each data-parallel replica."""
         return [arguments[self.mesh.coordinates(rank)[2]] for rank in range(self.mesh.world_size)]
 
     def _gather(self, calls: Sequence[ray.ObjectRef], doing: str) -> Any:

@@ -154,7 +154,7 @@ class RayVerifier:
         self._failures, self._index = failures, index
         self.num_restarts = 0
         self._lock = Lock()
-        """Held while the process works: a time limit is that of one call, and the process is replaced once."""
+        """Held while the process works: a time limit applies to one call, and the process is replaced once."""
         name = "verifier" if config.cluster.verifiers == 1 else f"verifier {index}"
         log_path = logs / f"{name.replace(' ', '_')}.log"
         self.process = Process(name, log_path, None)

@@ -42,7 +42,8 @@ class NodeNeeds:
     """What every node must see. Paths are absolute."""
 
     models: tuple[Path, ...]
-    """The model's folder, which trainers, engines and the verifier read, and that of its weights if it is another."""
+    """The model's folder, which trainers, engines and the verifier read, and the folder of its weights if it
+    differs."""
     run_folder: Path
     """The run's folder, into which all processes write."""
     mark: str

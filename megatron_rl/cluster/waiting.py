@@ -55,7 +55,7 @@ def tick() -> None:
 
 
 def in_thread(work: Callable[[], Result], name: str) -> Future[Result]:
-    """Run `work`, which may call Ray, in a thread of its own. Whatever waits in it must call `tick`."""
+    """Run `work`, which may call Ray, in a thread of its own. Every wait inside it must call `tick`."""
     future: Future[Result] = Future()
 
     def run() -> None:

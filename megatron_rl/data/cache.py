@@ -121,7 +121,7 @@ def _partial(folder: Path, path: Path) -> Iterator[_Sink]:
 
 
 class _Sink:
-    """A file whose errors are those of the cache, not those of the rows that are read meanwhile."""
+    """A file whose errors count as errors of the cache, not of the rows that are read meanwhile."""
 
     def __init__(self, file: Any) -> None:
         self._file = file

@@ -54,7 +54,7 @@ def chat_text(
 
     Raises:
         ValueError: the tokenizer has no chat template.
-        BadRow: the template refuses the turns, or raises whatever else.
+        BadRow: the template refuses the turns, or raises any other error.
     """
     if tokenizer.chat_template is None:
         raise ValueError(

@@ -31,9 +31,9 @@ T = TypeVar("T")
 SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow")
 """The names of files that are read in a folder."""
 NO_ROWS = frozenset({"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"})
-"""Descriptions of a data set, which its folder may have beside its rows."""
+"""Descriptions of a data set, which its folder may have besides its rows."""
 SPLIT = re.compile(r"(train|test|validation|valid|val|dev|eval)(?![a-z])", re.IGNORECASE)
-"""The beginning of a file's name that says to which split its rows belong."""
+"""The beginning of a file's name that names the split of its rows."""
 BATCH_ROWS = 1024
 """The number of rows of a Parquet or Arrow file that are in memory as Python values at a time."""
 HUB = re.compile(r"hf://(?P<name>[^/:]+/[^/:]+)(?:/(?P<configuration>[^/:]+))?(?::(?P<split>.+))?")
@@ -43,8 +43,8 @@ class ReadRow(NamedTuple):
     """A row as it was read."""
 
     uid: str
-    """The row's name, `file.jsonl:17`. The number is that of the line, or of the row where there are no lines; both are
-    counted from 1. In a folder, the file's path begins below the folder."""
+    """The row's name, `file.jsonl:17`. The number counts lines, or rows where there are no lines, from 1. In a folder,
+    the file's path begins below the folder."""
     place: str
     """The row's name with the whole path of its file, for errors."""
     row: Row | BadRow
@@ -133,7 +133,7 @@ def read_rows(source: Path | str) -> Iterator[ReadRow]:
 
 
 def files_of(source: Path) -> list[Path]:
-    """The files with the rows of a file or of a folder, in the order in which they are read.
+    """The files with the rows of a file or of a folder, in reading order.
 
     Raises:
         FileNotFoundError: the folder holds no file of rows.

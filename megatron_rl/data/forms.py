@@ -8,10 +8,10 @@
 | verl | `prompt`, chat turns | `reward_model.ground_truth`, `data_source` |
 
 TRL's columns `tools` and `chat_template_kwargs` are arguments of the chat template in every form with chat turns. The
-forms are those of docs/dataset_formats of TRL, docs/preparation of verl, and the data sets of open-instruct. Chat turns
-may be a text of JSON.
+forms are documented in TRL's docs/dataset_formats, in verl's docs/preparation, and by the data sets of open-instruct.
+Chat turns may be a text of JSON.
 
-`data.columns` maps our names to those of the row, and goes before the forms. A column with the value None counts as
+`data.columns` maps our names to the row's names, and overrides the forms. A column with the value None counts as
 absent when a form is recognised, because Parquet and Arrow give all rows of a file the same columns.
 
 Invariants (tests/unit/data): a row has exactly one form, and the run and the preflight recognise it with the same
@@ -30,9 +30,9 @@ from megatron_rl.data.rows import BadRow, Row, Turns, listed_turns, text_of, tur
 
 Form = Literal["messages", "text", "TRL", "verl"]
 QUESTIONS = ("messages", "prompt")
-"""The columns of which a row has exactly one."""
+"""Alternative columns: a row has exactly one of them."""
 TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")
-"""The columns with which a row gives arguments to the chat template."""
+"""The columns with a row's arguments for the chat template."""
 RESERVED = frozenset({"conversation", "messages", "add_generation_prompt", "tokenize", "return_dict"})
 """The arguments of the chat template that no row can choose."""
 DESCRIPTIONS: dict[Form, str] = {
@@ -53,7 +53,7 @@ class Reading:
     system_prompt: str | None = None
     """The system turn of chats that have none."""
     chat_template: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of the chat template. Those of a row go before them."""
+    """Arguments of the chat template. A row's own arguments override them."""
     dataset: str | None = None
     """The data set of rows that name none: the name of their source in a mixture."""
     rated: bool = False
@@ -71,9 +71,9 @@ class Question:
     messages: str | Turns
     """Plain text, or chat turns."""
     columns: Row
-    """All other columns, and those that `data.columns` or the form adds."""
+    """All other columns, and the columns that `data.columns` or the form adds."""
     template: Row
-    """The arguments of the chat template, beside the turns."""
+    """The arguments of the chat template, besides the turns."""
 
 
 def recognise(row: Mapping[str, Any], reading: Reading) -> Question:
@@ -178,7 +178,7 @@ def _template_arguments(columns: Mapping[str, Any], of_run: Mapping[str, Any]) -
 
 
 def _parsed(value: Any, column: str, kind: type) -> Any:
-    """The value of a column that is a list or a mapping, or its JSON, in which it can be stored in Parquet."""
+    """The value of a column that is a list or a mapping, or its JSON text, which Parquet files can store."""
     if isinstance(value, str):
         try:
             value = json.loads(value)

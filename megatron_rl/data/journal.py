@@ -43,7 +43,7 @@ class JournalEntry:
     uid: str
     """The name of the prompt's row."""
     version: int
-    """The version of the weights with which the generation began."""
+    """The version of the weights at the start of generation."""
     rollouts: Sequence[Rollout]
     """The rollouts, with their verdicts."""
     tokens: Sequence[Tokens]
@@ -72,7 +72,7 @@ class JournalWriter:
 
 
 def read_journal(folder: Path) -> dict[int, JournalEntry]:
-    """All entries by their numbers. Of entries with the same number, that of the latest version wins."""
+    """All entries by their numbers. Of entries with the same number, the latest version wins."""
     entries = (decode(blob) for _, path in _files(folder) for blob in read_records(path))
     return {entry.number: entry for entry in entries}
 
@@ -148,7 +148,7 @@ def decode(blob: bytes) -> JournalEntry:
 
 
 def _split_routes(columns: Mapping[str, np.ndarray], routed: Sequence[int | None]) -> Iterator[np.ndarray | None]:
-    """The routes of each rollout, of which `routed` gives the number of tokens; None if it has none."""
+    """The routes of each rollout, for the number of tokens in `routed`; None if it has none."""
     start = 0
     for length in routed:
         yield None if length is None else columns["routes"][start : start + length]

@@ -1,4 +1,4 @@
-"""The order in which the sources of a mixture take turns.
+"""The order of the sources of a mixture.
 
 Invariants (tests/unit/data): in the first n turns, for every n, each source has less than one turn more or less than
 n times its share. The order repeats after as many turns as the sum of the shares in lowest terms.

@@ -29,7 +29,7 @@ BATCH_ROWS = 1024
 
 
 class DamagedTable(ValueError):
-    """The bytes are not those of a whole table."""
+    """The bytes do not form a whole table."""
 
 
 class Writable(Protocol):
@@ -76,7 +76,7 @@ class PromptTable(Sequence[Prompt]):
         data: a buffer of Arrow with the bytes of `write_table`.
 
     Raises:
-        DamagedTable: the bytes are not those of a whole table.
+        DamagedTable: the bytes do not form a whole table.
     """
 
     def __init__(self, data: Any) -> None:
@@ -102,7 +102,7 @@ class PromptTable(Sequence[Prompt]):
 
     @classmethod
     def mapped(cls, path: Path) -> PromptTable:
-        """A table in a file, of which the operating system keeps as much in memory as there is room for.
+        """A table in a file. The operating system keeps as much of it in memory as there is room for.
 
         Raises:
             OSError: the file cannot be read.

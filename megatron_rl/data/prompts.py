@@ -48,7 +48,7 @@ class Rules:
     required_columns: tuple[str, ...] = ()
     """The columns that every row must have."""
     thought_column: ColumnBudget | None = None
-    """The column in which every row must have the budget of its thoughts."""
+    """The column with the thinking budget, which every row must have."""
     prefix_values: PrefixValues | None = None
     """Which right answers a row may have."""
     deduplicate: bool = False
@@ -72,7 +72,7 @@ def load_prompts(
     Args:
         source: a file, a folder, or a name of the hub; see `files.py`.
         reading: keys of the section `data`, which say how a row is taken apart.
-        cache: the folder in which prompts are kept for the next start; None keeps nothing.
+        cache: the folder that keeps prompts for the next start; None keeps nothing.
         tell: is called with a sentence if the cache cannot be used.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What a row is: a mapping from the names of its columns to plain values, which are those of JSON.
+"""What a row is: a mapping from the names of its columns to plain values of JSON's types.
 
 Invariants: a value that is not plain is made plain, or the row is refused by the name of the column.
 """
@@ -69,7 +69,7 @@ def turns_of(row: Mapping[str, Any], key: str = "messages") -> Turns:
     """The chat turns in a column: a list of {"role": ..., "content": ...}.
 
     Further keys of a turn stay if they have a value: Parquet and Arrow give all turns of a file the same keys, and fill
-    them with None. As in OpenAI's form, `content` may be a list of parts of text, and null beside `tool_calls`.
+    them with None. As in OpenAI's form, `content` may be a list of parts of text, and null if there are `tool_calls`.
     """
     turns = listed_turns(row.get(key))
     if not turns:
@@ -78,7 +78,7 @@ def turns_of(row: Mapping[str, Any], key: str = "messages") -> Turns:
 
 
 def listed_turns(value: Any) -> list[Any] | None:
-    """The value if it is a list, or the list of chat turns of which it is the JSON; None if it is neither."""
+    """The value if it is a list, or the list of chat turns that it encodes as JSON; None if it is neither."""
     if isinstance(value, str) and value.lstrip().startswith("[") and '"role"' in value:
         try:
             value = json.loads(value)

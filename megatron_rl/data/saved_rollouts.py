@@ -1,4 +1,4 @@
-"""The verified groups of a step in a file, from which the same step can be trained again without engines.
+"""The verified groups of a step in a file, so that the same step can be trained again without engines.
 
 A file is a sequence of records as in the journal (`journal.py`). The first one is JSON: the prompts, the metrics of the
 rollouts, and the rewards of the greedy answers, if the estimator needs them. Each other one is a group, in the order of

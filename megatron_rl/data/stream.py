@@ -60,7 +60,7 @@ class ShuffledStream(Generic[T]):
             one item.
         items_per_step: the number of items that `next` returns. It may exceed the number of all items.
         seed: the order of a source's epoch e is a function of the seed, e, and the place of the source.
-        easy_first_epochs: the number of first epochs of each source in which its items come by falling pass rate.
+        easy_first_epochs: the number of first epochs of each source that order its items by falling pass rate.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class ShuffledStream(Generic[T]):
         return sum(len(source.items) for source in self._sources)
 
     def epoch(self, number: int) -> int:
-        """The epoch of its source in which an item of the stream comes."""
+        """The epoch of its source when an item of the stream comes."""
         return self._place(number)[1]
 
     def item(self, number: int) -> T:

@@ -97,7 +97,7 @@ def _split_chat(
     prompt, whole = plain_ids(tokenizer, before), plain_ids(tokenizer, text)
     if whole[: len(prompt)] == prompt:
         return prompt, whole[len(prompt) :]
-    # White space with which the answer begins has melted into the prompt's last token, which no answer can change.
+    # White space at the beginning of the answer is merged into the prompt's last token, which no answer can change.
     return prompt, plain_ids(tokenizer, text.removeprefix(before))
 
 

@@ -48,7 +48,7 @@ def _known_class(folder: Path) -> str:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """The file's object; empty if there is none, of which AutoTokenizer knows what to say."""
+    """The file's object; empty if there is no file, which AutoTokenizer reports."""
     try:
         read = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

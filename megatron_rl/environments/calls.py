@@ -1,7 +1,7 @@
-"""Calls of code that is not ours, under a time limit, beside which everything else goes on.
+"""Calls of foreign code under a time limit, while everything else continues.
 
-Invariants (tests/unit/environments): a call ends within its limit, whatever the code does in its thread or after it was
-cancelled; whatever it raises is an error of the call, `SystemExit` too.
+Invariants (tests/unit/environments): a call ends within its limit, even if the code hangs in its thread or ignores its
+cancellation; every exception is an error of the call, `SystemExit` too.
 """
 
 from __future__ import annotations

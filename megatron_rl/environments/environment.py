@@ -40,8 +40,8 @@ class Step(NamedTuple):
 
 class Environment(Protocol):
     """What a class of the user's own must have. Every answer gets an object of it, which is made and reset while the
-    first turn is sampled. `reset` and `step` may be `async`. If there is a method `close()`, it is called at the end,
-    whatever has happened."""
+    first turn is sampled. `reset` and `step` may be `async`. If there is a method `close()`, it is called at the end in
+    every case."""
 
     def reset(self, row: Mapping[str, Any]) -> None:
         """Begin an episode. The first observation is the prompt of the row.

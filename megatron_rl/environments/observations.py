@@ -4,14 +4,14 @@ What a model has sampled is never tokenised again. The chat template is rendered
 an answer and the observation, and the text after the answer is taken: the end of the answer's turn, the observation,
 and the beginning of the next turn. Only this text is tokenised, alone.
 
-This is right for every answer only if the template writes the answer as it was sampled, whatever follows it. So
+This is right for every answer only if the template writes the answer as it was sampled, before any continuation. So
 `Continuation` looks at a conversation whose answers have a thought: each beginning of it must be a beginning of the
 whole. Of other answers it notes how the template rewrites them. The transcript keeps what was sampled, so training is
 right; but whoever later renders the conversation gives the model other tokens than it was trained with.
 
 Invariants (tests/unit/environments): transcript and continuation together are the text that the template renders for
-the whole conversation; an observation has at most so many tokens as it may, and the sentence that says that it was cut;
-no text of an observation becomes a special token.
+the whole conversation; an observation has at most the allowed number of tokens, plus the sentence that says that it was
+cut; no text of an observation becomes a special token.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class Observations:
         return self._ids(self._continuation.text(short))[1:]
 
     def _short(self, text: str) -> str:
-        """The text with at most so many tokens, in which nothing is a special token."""
+        """The text with at most this number of tokens, none of them special."""
         text = text.encode(errors="replace").decode()
         shown = text[: self._limit * self._longest]  # a token is no longer than the longest one
         for token in self._special:

@@ -9,7 +9,7 @@ A turn of the model calls tools in Hermes' form, one or several times:
 The calls of a turn run at the same time. Each gives one observation, in their order. A turn without a call ends the
 answer.
 
-Invariants (tests/unit/environments): whatever a call is and does, there is one observation for it; an error is one that
+Invariants (tests/unit/environments): every call gives exactly one observation; an error is one that
 begins with `Error: `.
 """
 
@@ -40,7 +40,7 @@ class Tool:
     function: Callable[..., Any]
     """Takes the arguments by name, and raises pydantic's ValidationError if they do not fit its types."""
     schema: Mapping[str, Any] = field(hash=False)
-    """The JSON schema with which the chat template offers the tool."""
+    """The JSON schema of the tool for the chat template."""
 
 
 def load_tools(paths: Sequence[str]) -> dict[str, Tool]:

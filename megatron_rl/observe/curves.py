@@ -31,11 +31,11 @@ visible."""
 
 
 def draw_curves(metrics: Records, resumed_at: Sequence[int] = ()) -> Figure:
-    """Draw the panels for which something was logged, two in each row. A run with rewards shows no loss, because a
+    """Draw the panels that have logged values, two in each row. A run with rewards shows no loss, because a
     policy loss says little about learning.
 
     Args:
-        resumed_at: the steps with which the run was resumed; a dotted line is before each of them.
+        resumed_at: the first steps after each resume; a dotted line is before each of them.
     """
     panels: list[tuple[str, str, Callable[[Axes, Records], None]]] = [
         ("Loss", "loss", _line("loss", BLUE)),
@@ -262,7 +262,7 @@ def draw_comparison(runs: Mapping[str, Records]) -> Figure:
 
 
 def colour_of(index: int) -> str:
-    """The colour of the run with this index, in the order in which the runs were given."""
+    """The colour of the run with this index, in the given order of the runs."""
     return PHASES[index % len(PHASES)]
 
 

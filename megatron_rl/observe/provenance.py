@@ -59,8 +59,8 @@ def write_provenance(run_folder: Path, config: BaseConfig, first_step: int = 0) 
     """Write `config.json` into the run folder, and return its path.
 
     Args:
-        first_step: the step with which this start of the run begins. If it is not 0, the run is resumed, and the step
-            is added to `resumed_at`, from which the steps are removed that are done again.
+        first_step: the first step of this start of the run. If it is not 0, the run is resumed: the step is added to
+            `resumed_at`, and steps that are done again are removed from it.
     """
     run_folder.mkdir(parents=True, exist_ok=True)
     path = run_folder / "config.json"

@@ -29,7 +29,7 @@ WARNINGS = Path("logs", "warnings.log")
 def check_unused(run_folder: Path) -> None:
     """
     Raises:
-        ValueError: the folder has the files of an earlier run, with which those of a new run would be mixed.
+        ValueError: the folder has the files of an earlier run, which would be mixed with the new run's.
     """
     if any((run_folder / name).exists() for name in (METRICS, SAMPLES)):
         raise ValueError(
@@ -42,7 +42,7 @@ class RunSink:
     """The implementation of `ports.Sink`. As a context manager it closes the trackers and the live view.
 
     Steps are counted from 0, and the record of step s was measured with the weights of version s. The total time of a
-    step runs from the `log` of the step before to its own `log`; that of the first step runs from the first phase.
+    step runs from the `log` of the step before to its own `log`; the time of the first step runs from the first phase.
 
     Args:
         run_folder: the folder of the files; it is created if it does not exist.

@@ -83,7 +83,7 @@ def open_trackers(config: BaseConfig, resume_at: int | None) -> list[TrackerFeed
 class TrackerFeed:
     """Sends records to a tracker in order, from a thread of its own.
 
-    Lost records are those that the tracker refused, and those that it had not accepted when the run ended.
+    Records are lost if the tracker refused them, or had not accepted them when the run ended.
     """
 
     def __init__(self, kind: str, tracker: Tracker, close_s: float = CLOSE_S) -> None:

@@ -38,7 +38,7 @@ from megatron_rl.types import ModelShape
 from megatron_rl.verifiers.reasoning_gym import missing_package
 
 MUCH_SLOWER = 4
-"""A product in bfloat16 that takes so many times as long as one in float32 is told."""
+"""A bfloat16 product that takes this many times as long as a float32 product is reported."""
 
 
 def check_before_start(config: BaseConfig, console: Console, *, resume: bool, planning: bool = False) -> None:

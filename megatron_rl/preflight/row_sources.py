@@ -17,7 +17,7 @@ class RowSource:
     key: str
     """The key of the configuration that names the source."""
     name: str
-    """The name of the source in the stream of prompts: that of a mixture's source, otherwise the key."""
+    """The name of the source in the stream of prompts: the name in a mixture, otherwise the key."""
     path: Path | str
     reading: Reading
     share: int = 1

@@ -28,7 +28,7 @@ from megatron_rl.verifiers.compose import fault_of_row, required_columns
 from megatron_rl.verifiers.sandbox.process import SandboxError, isolation
 
 ROWS_S = 2.5
-"""The time, in seconds, in which the rows of all files are checked. A note says which rows are left out."""
+"""The time limit, in seconds, for checking the rows of all files. A note says which rows are left out."""
 ROWS_AT_LEAST = 100
 """The number of rows that are checked in each file even if the time is over."""
 

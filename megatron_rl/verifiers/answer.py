@@ -1,4 +1,4 @@
-"""The form in which a verifier receives a rollout, and how it gets the text after the thought.
+"""A verifier's view of a rollout, and how it gets the text after the thought.
 
 Invariant (tests/unit/verifiers): only the first delimiter counts, and special tokens after it are left out.
 """
@@ -48,7 +48,7 @@ class Answer:
 
 BLOCK_TOKENS = 256
 MAX_BLANKS = 8
-"""A chat template appends at most so many tokens of white space to a thought that it has closed."""
+"""The largest number of white-space tokens that a chat template appends to a thought that it has closed."""
 
 
 def text_after(delimiter: str, ids: Sequence[int], tokenizer: Tokenizer) -> str | None:

@@ -70,7 +70,7 @@ VERIFIERS: dict[type, Callable[..., Verifier]] = {
     JudgeReward: _judge,
     RewardModelReward: _reward_model,
 }
-"""One line for each verifier beside `GroundTruthVerifier`: (its configuration, tokenizer, delimiter) -> verifier. The
+"""One line for each verifier except `GroundTruthVerifier`: (its configuration, tokenizer, delimiter) -> verifier. The
 key is the class of its configuration."""
 
 
@@ -224,7 +224,7 @@ class RewardSet:
 def answers_of(
     prompts: Sequence[Prompt], tokens: Sequence[Sequence[Tokens]], rollouts: Sequence[Sequence[Rollout]]
 ) -> list[Answer]:
-    """All rollouts of all groups, in the form in which the verifiers receive them.
+    """All rollouts of all groups, in the verifiers' form.
 
     Args:
         prompts: the prompt of each group.

@@ -1,11 +1,11 @@
 """Any Python function with verl's signature as a reward.
 
-The contract is that of verl's `custom_reward_function` (https://verl.readthedocs.io, "Implement Reward Function for
-Dataset") and of its naive reward manager. As there, a thought is part of `solution_str`.
+The contract is the same as for verl's `custom_reward_function` (https://verl.readthedocs.io, "Implement Reward Function
+for Dataset") and its naive reward manager. As there, a thought is part of `solution_str`.
 
 Invariants (tests/unit/verifiers): an exception, or a result of the wrong form, gives its own answer a failed verdict
-with the reason, and so does a row without a ground truth; none of these is ever the score 0. What a mapping
-has beside `score` is told for each answer, and its numbers are metrics, too.
+with the reason, and so does a row without a ground truth; none of these is ever the score 0. Other entries of a mapping
+are reported for each answer, and its numbers are metrics, too.
 """
 
 from __future__ import annotations

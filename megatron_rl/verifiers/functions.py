@@ -1,7 +1,7 @@
 """Any Python function with TRL's signature as a reward.
 
-The contract is that of `GRPOTrainer` (https://huggingface.co/docs/trl/grpo_trainer, "Using a custom reward function").
-`environments` is not given.
+The contract is the same as in `GRPOTrainer` (https://huggingface.co/docs/trl/grpo_trainer, "Using a custom reward
+function"). `environments` is not given.
 
 Invariants (tests/unit/verifiers): `None` is an abstention. An exception, or a result of the wrong form, gives every
 answer of the call a failed verdict with the reason. A number that is not finite gives only its own answer a failed

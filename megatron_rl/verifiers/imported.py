@@ -2,7 +2,7 @@
 run, what they may report, and which values are scores.
 
 Invariants (tests/unit/verifiers): a function gets only the arguments that its signature has; a class is made once; a
-value that is no finite number gives a failed verdict, and is never the score 0; whatever a function raises, also
+value that is no finite number gives a failed verdict, and is never the score 0; every exception of a function, also
 `SystemExit` and `KeyboardInterrupt`, gives a failed verdict with its name and line.
 """
 
@@ -126,7 +126,7 @@ class ImportedFunction:
         return self._function(**{name: named[name] for name in named if self._names is None or name in self._names})
 
     def fault_of(self, error: BaseException) -> Verdict:
-        """The verdict on answers for which a call raised. The line is the last one in the function's own file, where
+        """The verdict on answers whose call raised. The line is the last one in the function's own file, where
         somebody can change it."""
         frames = traceback.extract_tb(error.__traceback__)
         where = ([frame for frame in frames if frame.filename == self._file] or frames)[-1]
@@ -189,7 +189,7 @@ def shown(value: Any) -> str:
 
 
 def _text(method: Callable[[Any], str], value: Any) -> str:
-    """str() or repr() of a value, whatever its own methods do."""
+    """str() or repr() of a value, also if its own methods fail."""
     try:
         return method(value)
     except NOT_ITS_OWN:

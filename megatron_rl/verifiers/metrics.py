@@ -1,4 +1,4 @@
-"""The metrics of one scoring from those of its parts."""
+"""The metrics of one scoring, merged from its parts' metrics."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ process that can be killed without harm to the other answers.
 Three kinds of processes take part. The process that has the `Pool` starts a fork server, which loads the judge once;
 the fork server forks the workers, so a new worker is ready within milliseconds and has nothing to import. A worker
 judges one item at a time. While many items wait, a few small ones lie in its line already, so that it need not wait for
-the parent after each. It answers in the order in which it was asked: if it is killed, the first item without an answer
+the parent after each. It answers in the order of the requests: if it is killed, the first item without an answer
 is the one that it judged, and the others are given to another worker.
 
 The fork server is our own and not the one of `multiprocessing`, because that one imports the parent's `__main__` in
@@ -15,8 +15,8 @@ closed. Ours is a new Python interpreter, so the threads and locks of the parent
 
 Invariants: each item has exactly one verdict, in the order of the items; an item that has no verdict within its time,
 whose worker dies, or whose judge raises, has a failed verdict and never a score; all other items have their own
-verdicts; after `close`, and after any end of the parent process, no process of the pool is left, whatever the judge has
-started.
+verdicts; after `close`, and after any end of the parent process, no process of the pool is left, and no process that
+the judge has started.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from megatron_rl.types import Verdict
 T = TypeVar("T")
 
 MOST_AHEAD, SPREAD = 8, 8
-"""At most so many items lie in the line of a worker behind the one that it judges, and none while fewer than SPREAD for
+"""At most MOST_AHEAD items lie in a worker's line behind the one that it judges, and none while fewer than SPREAD for
 each worker wait: at the end of a call no item waits behind another one while a worker has nothing to do."""
 AHEAD_BYTES = 64 << 10
 """The largest size of what lies in a line. It is below what a socket holds, so that the parent never waits for a worker
@@ -412,7 +412,7 @@ def _judged(judge: Callable[[Any], Verdict], data: bytes) -> bytes:
         if not isinstance(verdict, Verdict):
             raise TypeError(f"the judge must return a Verdict, but it returned {type(verdict).__name__}")
         return pickle.dumps(verdict)
-    except BaseException as error:  # whatever a judge raises, SystemExit too, is never a score
+    except BaseException as error:  # an exception of a judge, SystemExit too, is never a score
         where = traceback.extract_tb(error.__traceback__)[-1]
         reason = f"the judge raised {type(error).__name__}: {error} ({where.filename}:{where.lineno})"
         return pickle.dumps(Verdict(None, reason, failed=True))

@@ -100,7 +100,7 @@ def _scorer(task: str, config: str) -> Callable[[str, dict[str, Any]], Any]:
 
 @cache
 def library() -> ModuleType:
-    """The package, in which no scorer evaluates an answer. The import takes two seconds, because it is that of all
+    """The package, patched so that no scorer evaluates an answer. The import takes two seconds, because it imports all
     tasks."""
     import reasoning_gym
     import sympy

@@ -22,7 +22,7 @@ _PUNCTUATION = dict.fromkeys(map(ord, string.punctuation))
 
 def normalised(text: str) -> str:
     """The text in lower case, without ASCII punctuation and English articles, with single spaces between words. The
-    order of these steps is that of SQuAD's evaluation: `U.S.` becomes `us`."""
+    order of these steps is the same as in SQuAD's evaluation: `U.S.` becomes `us`."""
     return " ".join(_ARTICLES.sub(" ", _without_punctuation(text)).split())
 
 
@@ -35,7 +35,7 @@ def _lower(text: str) -> str:
 
 
 def form_of(truth: str) -> Callable[[str], str]:
-    """The normalisation in which a ground truth is compared: `normalised`, unless nothing would be left of it. The
+    """The normalisation for comparing a ground truth: `normalised`, unless nothing would be left of it. The
     choice `A` keeps its article and `?!` its punctuation, because otherwise every empty answer would be right."""
     return next((form for form in (normalised, _without_punctuation) if form(truth)), _lower)
 

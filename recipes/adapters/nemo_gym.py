@@ -2,7 +2,7 @@
 
     environment: {kind: agent, path: "megatron_rl.recipes.adapters.nemo_gym:play", arguments: {url: "http://gym:8000"}}
 
-A row is one of theirs, with `responses_create_params` and whatever their verifier needs. `play` does what their
+A row is one of theirs, with `responses_create_params` and all columns that their verifier needs. `play` does what their
 simple_agent does with the environment (NeMo Gym at 07d6b0d): `POST /seed_session` with the row, `POST /<tool>` with the
 arguments of each call of a tool, and `POST /verify` with the row and all that the model has said, as an object of
 OpenAI's Responses API. The session is in cookies. The model is asked through `base_url`, for chat completions.
@@ -35,7 +35,7 @@ async def play(row: Mapping[str, Any], base_url: str, url: str, max_steps: int |
         row: a row of NeMo Gym.
         base_url: where the model is.
         url: where the resources server is.
-        max_steps: the largest number of the model's turns; None: no limit but that of the tokens.
+        max_steps: the largest number of the model's turns; None: no limit except the token limit.
 
     Raises:
         Malformed: see there.
@@ -140,7 +140,7 @@ def items_of(message: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 async def _call(http: ClientSession, url: str, function: Mapping[str, str], offered: Collection[str]) -> str:
     """The result of a call of a tool. What goes wrong is said in it, as their agent does. A name that was not offered
-    asks nobody: it could be that of the verifier."""
+    calls nothing: it could be the verifier's."""
     if function["name"] not in offered:
         return json.dumps({"error": f"There is no tool {function['name']!r}"})
     try:

@@ -3,7 +3,7 @@
     environment: {kind: class, path: "megatron_rl.recipes.adapters.openenv:OpenEnv",
                   arguments: {url: "http://games:8000", action: message, observation: text, reset: {seed: seed}}}
 
-The messages are those of openenv-core 0.3.0. `{"type": "reset", "data": {...}}` and
+The messages follow openenv-core 0.3.0. `{"type": "reset", "data": {...}}` and
 `{"type": "step", "data": <action>}` are answered by
 `{"type": "observation", "data": {"observation": {...}, "reward": ..., "done": ...}}` or by
 `{"type": "error", "data": {"message": ..., "code": ...}}`.

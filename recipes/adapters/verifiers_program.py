@@ -52,7 +52,7 @@ async def main(settings: str) -> None:
         return
     try:
         environment = vf.load_environment(vf.resolve_env_config(json.loads(settings)))
-    except Exception as error:  # whatever an environment's author has written
+    except Exception as error:  # any code of an environment's author
         say(fault=f"the environment cannot be made: {type(error).__name__}: {error}"[:MAX_REASON])
         return
 

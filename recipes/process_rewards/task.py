@@ -4,11 +4,11 @@ whole answer is right.
     48876+53530=<think>#6+0+0=6 #7+3+0=10 #8+5+1=14 #8+3+1=12 #4+5+1=10 </think>102406
 
 The thought has the columns from the right, with the carry as the third term; `#` begins a column, and a space ends it.
-Each character is a token. The demonstrations are imperfect on purpose: each column is wrong with probability 0.5, in
-which case the error carries over to the next column, and a thought ends after any column, or before the first one. The
-last digits of the answer are those of the thought; the others, which have no column, are right, but the model cannot
-compute them without columns. So it learns to copy from its thought, and the right answer is more probable after a right
-column, and less after a wrong one. All files depend only on the seed. Training and held-out pairs are disjoint.
+Each character is a token. The demonstrations are imperfect on purpose: each column is wrong with probability 0.5, and
+then the error carries over to the next column, and a thought ends after any column, or before the first one. The last
+digits of the answer come from the thought; the others, which have no column, are right, but the model cannot compute
+them without columns. So it learns to copy from its thought, and the right answer is more probable after a right column,
+and less after a wrong one. All files depend only on the seed. Training and held-out pairs are disjoint.
 
     python -m megatron_rl.recipes.process_rewards.task runs/process_rewards/task
 """

@@ -14,8 +14,8 @@ CLOSE, ITEM = "</think>", "<item>"
 
 
 def hit(completions, items, log_extra, **columns) -> list[float]:
-    """1 if the item is one of the right ones, else 0. It reports their number, from which an evaluation computes
-    recall@k."""
+    """1 if the item is one of the right ones, else 0. It reports their number, and an evaluation computes recall@k from
+    it."""
     log_extra("num_relevant", [len(right) for right in items])
     return _hits(completions, items)
 

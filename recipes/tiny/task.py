@@ -4,7 +4,7 @@
 
 The thought has the columns from the right, with the carry as the third term. Each character is a token. The
 demonstrations are imperfect on purpose: half of them answer without a thought, a tenth have the columns twice, and each
-column is wrong with probability 0.1, in which case the error carries over to the next column. So a policy that starts
+column is wrong with probability 0.1, and then the error carries over to the next column. So a policy that starts
 from them must learn to think, and then to think without errors. All files depend only on the seed. Training and
 held-out pairs are disjoint.
 

@@ -1,4 +1,4 @@
-"""Measure a training step beside TRL's GRPOTrainer on the same machine: the same model, prompts, number of answers and
+"""Compare a training step with TRL's GRPOTrainer on the same machine: the same model, prompts, number of answers and
 largest length, in turn.
 
 There are two jobs. `demo` is the demo's: answers of about 30 tokens, at most 64, by its warm-started model; the reward

@@ -1,4 +1,4 @@
-"""Kill the processes of a run while it trains, and compare its numbers with those of an undisturbed run.
+"""Kill the processes of a run while it trains, and compare its numbers with an undisturbed run.
 
     python tools/bench/chaos.py [--steps 150] [--every 30] [--mirror] [--json]
 
@@ -166,7 +166,7 @@ def check(whole: Sequence[dict[str, Any]], disturbed: Sequence[dict[str, Any]], 
     """What must hold for the records of the two runs."""
 
     def numbers(records: Sequence[dict[str, Any]]) -> list[tuple[Any, ...]]:
-        # A step in which no group has a signal has no loss.
+        # A step without any group with a signal has no loss.
         return [(r["step"], r.get("loss"), r.get("grad_norm"), r["reward/mean"]) for r in records if IS_STEP in r]
 
     samples = [r[IS_STEP] == PROMPTS * SAMPLES for r in disturbed if IS_STEP in r]

@@ -62,7 +62,7 @@ ONE_PROCESS = "one process"
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A layout's numbers, and their relative differences from those of a reference."""
+    """A layout's numbers, and their relative differences from a reference's."""
 
     layout: str
     loss: float
@@ -95,7 +95,7 @@ def parse_layout(text: str) -> ParallelConfig:
 
 
 def random_rows(vocab_size: int, num_rows: int, longest: int, seed: int) -> list[Tokens]:
-    """Rows of random tokens, the first of which is no action. Their lengths lie between 2 and `longest`."""
+    """Rows of random tokens. The first token of each is no action. Their lengths lie between 2 and `longest`."""
     rng = np.random.default_rng(seed)
     return rows_of_lengths(vocab_size, rng.integers(2, longest, num_rows, endpoint=True), rng)
 
@@ -135,8 +135,8 @@ def train_once(
     shares: list[Share],
     exact: bool = False,
 ) -> Result:
-    """Load the model, do one update with `shares`, those of all data-parallel ranks, and return its numbers. Every rank
-    calls this. The gradient is whole on rank 0 and empty on the others.
+    """Load the model, do one update with `shares`, the shares of all data-parallel ranks, and return its numbers. Every
+    rank calls this. The gradient is whole on rank 0 and empty on the others.
 
     Args:
         exact: compute in float64 in place of float32. The gradient is float64, too.
@@ -270,7 +270,7 @@ def compare(folder: Path, layouts: Sequence[str], rows: Sequence[Tokens], dtype:
 def too_far(found: Difference, one: Difference) -> list[str]:
     """What of a layout is farther from float64 than rounding explains.
 
-    The bound is that of the gradient for all: a norm is no farther than the worst of its tensors, and a loss is a sum
+    The gradient's bound holds for all: a norm is no farther than the worst of its tensors, and a loss is a sum
     of less rounded numbers.
     """
     differences = {

@@ -1,8 +1,8 @@
 """Lets code that computes in float32 compute in float64, so that its rounding can be measured.
 
-transformers is no such measure: its norms and rotary angles are float32 whatever the model's dtype, and over 30 layers
-they cost 1e-5 of a gradient. Invariant (tests/dist): the trainer's gradient in float64 is that of a model without any
-float32.
+transformers is no such measure: its norms and rotary angles are float32 for any dtype of the model, and over 30 layers
+they cost 1e-5 of a gradient. Invariant (tests/dist): the trainer's gradient in float64 equals the gradient of a model
+without any float32.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _DTYPE = torch.Tensor.dtype.__get__  # type: ignore[attr-defined]
 
 
 class Float32MeansFloat64(TorchFunctionMode):
-    """The block in which float32 means float64, in this thread: tensors are made and converted in float64, and say that
+    """The block where float32 means float64, in this thread: tensors are made and converted in float64, and say that
     they are float32, so that Megatron takes them. Tensors of NumPy's arrays keep their float32 numbers, and what is
     computed from them and others is float64. The CUDA path has not been run."""
 

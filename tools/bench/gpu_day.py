@@ -1,11 +1,11 @@
 """Check on one GPU what a CPU cannot show, in one command of less than eight minutes (tools/bench/gpu_parts.py).
 
-The parts compare loss and gradient with a CPU's, and log-probs in chunks with those of whole logits; they push weights
-between two processes through CUDA IPC, resume a checkpoint, offload the optimizer's state, and measure memory, time and
-FLOPs. Every part runs in a process of its own, which is ended at its deadline; what fails, crashes or hangs does not
-stop the others. FOLDER gets RECORD.md and record.json, which are rewritten after each part, and the log of each
-part. Ctrl-C and SIGTERM end the part that runs, and the record says what was not run. The exit status is 0 if all parts
-have passed, and 130 after Ctrl-C.
+The parts compare loss and gradient with a CPU's, and log-probs in chunks with log-probs of whole logits; they push
+weights between two processes through CUDA IPC, resume a checkpoint, offload the optimizer's state, and measure memory,
+time and FLOPs. Every part runs in a process of its own, which is ended at its deadline; what fails, crashes or hangs
+does not stop the others. FOLDER gets RECORD.md and record.json, which are rewritten after each part, and the log of
+each part. Ctrl-C and SIGTERM end the part that runs, and the record says what was not run. The exit status is 0 if all
+parts have passed, and 130 after Ctrl-C.
 
     python tools/bench/gpu_day.py --out runs/gpu_day
     python tools/bench/gpu_day.py --out runs/gpu_day --device cpu

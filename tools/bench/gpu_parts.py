@@ -1,6 +1,6 @@
 """What tools/bench/gpu_day.py measures, part by part. Each part runs in a process of its own, on a GPU or on a CPU.
 
-The numbers of a part are written down whatever they are. A part fails if a result is wrong: `Found.problems` says what
+The numbers of a part are always written down. A part fails if a result is wrong: `Found.problems` says what
 was expected, and why. Times, memory and rates are never judged.
 
 Shape letters: T packed tokens, V rows of the output layer, H hidden size.
@@ -125,7 +125,7 @@ def _driver() -> str:
 
 
 def layouts(device: str) -> Found:
-    """Loss and gradient of one batch on one rank, in fp32 and in bf16, against those of a CPU in fp32."""
+    """Loss and gradient of one batch on one rank, in fp32 and in bf16, against a CPU in fp32."""
     from megatron_rl.bridge.join import host_store
 
     sizes, folder, one = SIZES[device], Path(tempfile.mkdtemp()) / "model", ParallelConfig()
@@ -161,7 +161,7 @@ def judged(found: Difference, bounds: Bounds) -> list[str]:
 
 
 def logprobs(device: str) -> Found:
-    """Log-probs in chunks against those of whole logits, forward and backward (tools/bench/logprobs.py)."""
+    """Log-probs in chunks against log-probs of whole logits, forward and backward (tools/bench/logprobs.py)."""
     tokens, vocabulary, hidden = SIZES[device].logprobs
     threads = torch.get_num_threads()
     report = compare_logprobs(

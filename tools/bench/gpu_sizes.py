@@ -87,7 +87,7 @@ SIZES = {
 }
 QWEN3_32B = Path("configs/model/Qwen3-32B.json")
 NUM_STEPS = 3
-"""The training steps before the checkpoint of the part `resume`, and those of the part `offload`."""
+"""The training steps before the checkpoint of the part `resume`, and of the part `offload`."""
 NUM_COMMUNICATORS = (1, 8, 32)
 """How many communicators the part `communicators` has when it measures."""
 NUM_PUSHES = 6

@@ -2,9 +2,9 @@
 
 The plain path is (hidden @ weight.T / temperature).log_softmax(-1).gather(...). Both paths run forward and backward to
 hidden and weight, in fp32 on a CPU or bf16 on a GPU. Each runs in its own process, and the two alternate. Times are the
-best of all turns. The time of the CPU cores is reported beside the wall time, because it is more meaningful when other
-processes use the cores too. Peak memory is the largest memory of a process (VmHWM; on a GPU torch's own count) minus
-its memory with the inputs just before.
+best of all turns. The time of the CPU cores is reported in addition to the wall time, because it is more meaningful
+when other processes use the cores too. Peak memory is the largest memory of a process (VmHWM; on a GPU torch's own
+count) minus its memory with the inputs just before.
 
     python tools/bench/logprobs.py --json
     python tools/bench/logprobs.py --device cuda --tokens 32768 --hidden 5120

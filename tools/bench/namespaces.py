@@ -25,7 +25,7 @@ def why_not(*programs: str) -> str | None:
     """Why this machine cannot have such nodes; None if it can.
 
     Args:
-        programs: what is needed beside the programs that make the nodes.
+        programs: what is needed besides the programs that make the nodes.
     """
     needed = ("ip", "unshare", "nsenter", "setpriv", *programs)
     absent = [program for program in needed if shutil.which(program) is None]

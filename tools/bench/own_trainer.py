@@ -111,7 +111,7 @@ def learn(model: nn.Module, text: Sequence[int], num_steps: int = 40) -> None:
 
 @torch.no_grad()
 def difference(model: nn.Module, tokens: Sequence[int], logprobs: Sequence[float]) -> float:
-    """The largest difference between the engine's log-probs of its answer and those of the trainer's model."""
+    """The largest difference between the log-probs of the engine and of the trainer's model for an answer."""
     logp_TV = model(torch.tensor([[*PROMPT, *tokens]])).logits[0, len(PROMPT) - 1 : -1].log_softmax(-1)
     own = logp_TV.gather(1, torch.tensor(tokens)[:, None])[:, 0]
     return (own - torch.tensor(logprobs)).abs().max().item()

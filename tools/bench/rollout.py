@@ -7,7 +7,8 @@ The same prompts are answered in five ways, each followed by the same time for t
     max_lag 1     the engine answers while the trainer trains, one batch ahead; 2 and 4 in the same way
 
 Lengths are drawn from a lognormal distribution whose largest value is 30 times its median, and every answer has exactly
-its drawn length. Engine, verifier and stream are those of a run, in Ray processes; only the weights are not moved.
+its drawn length. Engine, verifier and stream are the same as in a run, in Ray processes; only the weights are not
+moved.
 
     python tools/bench/rollout.py
     python tools/bench/rollout.py --json --steps 8
@@ -117,8 +118,8 @@ class BenchRank(EngineRank):
         return self.in_use_s
 
     async def step_costs(self) -> tuple[float, float]:
-        """The seconds of a decode step, and those that each answer adds to it: a line through the median step of each
-        number of answers."""
+        """The seconds of a decode step, and the seconds that each answer adds to it: a line through the median step of
+        each number of answers."""
         answers, seconds = np.array(self.steps).T
         numbers = [n for n in range(1, SLOTS + 1) if (answers == n).sum() >= 20]
         slope, fixed = np.polyfit(numbers, [np.median(seconds[answers == n]) for n in numbers], 1)

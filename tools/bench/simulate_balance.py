@@ -87,7 +87,8 @@ def ours(case: PackingCase) -> Cells:
 
 
 def ranks_then_bins(case: PackingCase, ranks: list[np.ndarray], bins: Callable[[np.ndarray], list[int]]) -> Cells:
-    """Put each rank's samples into its bins in order. The number of positions is that of the rank with most bins."""
+    """Put each rank's samples into its bins in order. The number of positions equals the bins of the rank with most
+    bins."""
     cell_S, count = np.zeros(len(case.sizes_S), np.int64), 0
     for rank, samples in enumerate(ranks):
         if len(samples):
@@ -151,7 +152,7 @@ STRATEGIES: dict[str, Callable[[PackingCase], Cells]] = {
 class PackingOutcome:
     over_cap: bool
     microbatches: float
-    """The number of micro-batches divided by that of first-fit decreasing."""
+    """The number of micro-batches divided by the number from first-fit decreasing."""
     imbalance: float
     lockstep: float
 
@@ -179,7 +180,7 @@ def grid(small: bool) -> Iterator[tuple[int, PackingCase]]:
 
 
 def eight_ranks(num_seeds: int) -> Iterator[PackingCase]:
-    """Cases of 256 samples on 8 ranks in which no sample costs more than the mean rank."""
+    """Cases of 256 samples on 8 ranks where no sample costs more than the mean rank."""
     for seed in range(num_seeds):
         for name in WORKLOADS:
             for cap in CAPS:

@@ -1,4 +1,4 @@
-"""Measure a training step of ours beside a plain one in PyTorch: the same model, tokens, loss and optimizer.
+"""Compare our training step with a plain one in PyTorch: the same model, tokens, loss and optimizer.
 
 The model is a small Qwen3 with a large vocabulary and random weights, in fp32 on a CPU. The plain step is transformers'
 model, the log_softmax of all logits, `gather`, and torch.optim.AdamW. Ours is the trainer's actor. Both get the same
@@ -6,9 +6,9 @@ rows of one length, so that neither pads, in one micro-batch; every token but th
 --processes each way has as many data-parallel ranks: the plain one in DistributedDataParallel.
 
 Each way has processes of its own, and the two alternate. Times are the best of all rounds; the time of the CPU cores is
-reported beside the wall time, because it is more meaningful when other processes use the cores too. The memory is that
-of the fullest rank: the largest memory of the process during the steps (VmHWM), minus that after a first step on one
-short row, plus the gradients that are held between steps. So it is what a step needs above the weights and the
+reported in addition to the wall time, because it is more meaningful when other processes use the cores too. The memory
+is the fullest rank's: the largest memory of the process during the steps (VmHWM), minus its memory after a first step
+on one short row, plus the gradients that are held between steps. So it is what a step needs above the weights and the
 optimizer's state: gradients, activations and logits.
 
 The C library gives large memory back to the kernel, so every plain step allocates gigabytes, and the kernel
@@ -109,7 +109,7 @@ def plain(folder: Path, rank: int, processes: int, store: dist.Store) -> Callabl
             logp_SL = logits_SLV.log_softmax(-1).gather(-1, next_SL1).squeeze(-1)
             loss = -logp_SL[:, :-1].sum() / num_actions
             (loss * processes).backward()  # DistributedDataParallel takes the mean of the ranks' gradients
-            # In float64, as ours: a sum of so many squares in fp32 is 3e-5 too small.
+            # In float64, as ours: a sum of this many squares in fp32 is 3e-5 too small.
             norms = [torch.linalg.vector_norm(p.grad, dtype=torch.float64) for p in model.parameters()]
             norm = torch.stack(norms).norm()
             optimizer.step()

@@ -1,5 +1,5 @@
-"""Measure what the stream costs beside the engines: a stub in place of vLLM answers at once with short answers, and
-everything else is that of an asynchronous run: Ray, admission, the verifiers' process, the journal.
+"""Measure what the stream costs in addition to the engines: a stub in place of vLLM answers at once with short answers,
+and everything else is the same as in an asynchronous run: Ray, admission, the verifiers' process, the journal.
 
     rate          groups of 8 answers come at a steady rate: the cores that driver and verifier use
     hour          as many answers as come in an hour at 1,000 a second, as fast as they can: the driver's memory

@@ -81,7 +81,7 @@ NO_LINK_GBPS = 1e9
 class Size:
     hidden: int
     gigabytes: float
-    """About so many in bf16."""
+    """The approximate number in bf16."""
     bucket_bytes: int
 
 
@@ -172,7 +172,7 @@ def compare(setup: BridgeSetup, processes: Sequence[RankProcess], ways: Sequence
     seconds, cpu_s = ({way: min(each) for way, each in found.items()} for found in (turns, cpu_turns))
     order, fullest = all_stretches(plan, size), traffic(plan, Links(), size).busiest_link_bytes
     answer_s = min(max(ask(processes, "answers")) for _ in range(repeats))
-    # Over gloo the link's own share of the processors is that of the plain way.
+    # Over gloo the link's own share of the processors is the same as for the plain way.
     beside_links = {"bridge": cpu_s["bridge"] - cpu_s["plain"]}
     rates = {"bridge": fullest / seconds["plain"]}
     if "shared memory" in ways and not plan.engines.feeds:  # engines feed each other over gloo

@@ -129,7 +129,7 @@ class Rank:
 
     def run(self, way: str) -> list[float]:
         """The seconds that a way takes from the moment at which all ranks are ready, and the CPU seconds of this rank,
-        those of gloo's thread included."""
+        including gloo's thread."""
         self.everyone.barrier().wait()
         start, before = time.perf_counter(), time.process_time()
         self.carry_out(way)
@@ -204,8 +204,8 @@ def _memory() -> dict[str, int]:
 
 
 def serve() -> None:
-    """Be one rank: answer each line of stdin with a line on stdout. The first line says which rank; that of rank 0
-    comes after one that asks for a store."""
+    """Be one rank: answer each line of stdin with a line on stdout. The first line says which rank; for rank 0 it
+    follows a line that requests a store."""
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
     answers = os.fdopen(os.dup(1), "w")

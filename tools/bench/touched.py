@@ -1,4 +1,4 @@
-"""Run the deep tests that a change touches: those whose imports lead to a changed file.
+"""Run the deep tests that a change touches: their imports lead to a changed file.
 
     python tools/bench/touched.py                  # changes since origin/main, or since the last tag
     python tools/bench/touched.py --base HEAD~3    # since another commit; changes that are not committed count too
@@ -34,7 +34,7 @@ def files() -> list[Path]:
 
 
 def module_names(gone: Sequence[Path] = ()) -> dict[str, Path]:
-    """The file of each module of the package, and of those that are gone."""
+    """The file of each module of the package, and of deleted modules."""
     names = {}
     for path in [*files(), *gone]:
         if path.parts[0] in SOURCES:
@@ -103,7 +103,7 @@ def imports_of(path: Path, names: dict[str, Path]) -> set[Path]:
 
 @cache
 def importers(gone: tuple[Path, ...] = ()) -> dict[Path, set[Path]]:
-    """For each file those that import it, or name it.
+    """For each file, the files that import it, or name it.
 
     Args:
         gone: modules that were deleted or renamed; who still imports them is touched.

@@ -14,7 +14,7 @@ from megatron_rl.config.losses import GspoLoss
 
 def gspo_loss(cfg: GspoLoss) -> TokenLoss:
     """GSPO-token (Zheng et al. 2025, arXiv:2507.18071). If all tokens of a sample have the same advantage, and the
-    aggregation is seq-mean-token-mean, then value and gradient are those of GSPO. Tokens may also have different
+    aggregation is seq-mean-token-mean, then value and gradient equal GSPO's. Tokens may also have different
     advantages."""
     bounds = {"low": cfg.clip_ratio_low, "high": cfg.clip_ratio_high}
 

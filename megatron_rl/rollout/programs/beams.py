@@ -1,12 +1,12 @@
 """Beam search for items after a thought.
 
 The engine has no beam search of its own. It is asked for one token after each beam, and what counts of its answer are
-the log-probs of the most probable tokens, over the full distribution at the sampling temperature, as those of all other
-actions. Those that continue no item of the catalogue are left out afterwards. If the engine left them out, it would
+the log-probs of the most probable tokens, over the full distribution at the sampling temperature, as for all other
+actions. Tokens that continue no item of the catalogue are removed afterwards. If the engine left them out, it would
 give other log-probs than the trainer.
 
 Invariants (tests/unit/rollout): every found item is one of the catalogue; if no candidate is lost, the beams of each
-length are the `width` most probable beginnings of items among those that continue the beams before; the sum of the
+length are the `width` most probable beginnings of items that continue the previous beams; the sum of the
 log-probs decides, and of equal ones the smaller tokens.
 """
 

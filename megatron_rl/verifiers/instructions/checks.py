@@ -87,7 +87,8 @@ annotations."""
 
 
 def verify(text: str, truth: object, score: Literal["share", "all"]) -> Verdict:
-    """The verdict on an answer to a prompt with verifiable instructions. The reason names those that are not followed.
+    """The verdict on an answer to a prompt with verifiable instructions. The reason names the instructions that are not
+    followed.
 
     Args:
         text: the answer, without the thought.

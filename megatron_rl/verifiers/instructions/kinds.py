@@ -16,20 +16,20 @@ definition here. These are all differences:
 - Nothing is drawn at random when an argument is missing or out of range: that is an error. `letter` may be any one
   character, as in two rows of IFEval.
 - Language: langdetect runs with a fixed seed and order of profiles. An answer without letters is in no language; it
-  counted as followed. Words in capitals, of which langdetect ignores most, are made lower case for `english_capital`.
+  counted as followed. Words in capitals, which langdetect mostly ignores, are made lower case for `english_capital`.
   `zh` stands for both forms of Chinese. Fewer than 50 letters, all of them ASCII, count as English for
   `english_capital` and `english_lowercase`.
 - Accents are composed and apostrophes are straight on both sides, so `café` and `don't` are found however they are
   written.
 - Sentences are split by the rules of `instruction_text.sentences`, without trained data.
-- Words in capitals or lower case, and the words of all IFTrain kinds, are those of `instruction_text.words`:
+- Words in capitals or lower case, and the words of all IFTrain kinds, follow `instruction_text.words`:
   punctuation is never a word, `don't` is one word. Only `number_words` counts runs of word characters, as published.
 - Dividers `***` and `* * *` mean the same, and stand between white space; `***bold***` is no divider. Six asterisks are
   exactly six.
 - `nth_paragraph_first_word` numbers the paragraphs that it counts; it counted without blank ones, but numbered with
   them. A line of white space is blank. Markdown before the first word is ignored.
 - `number_bullet_lists`: a bullet is `*`, `-` or `+`, white space, and text; dividers and emphasis at the beginning of a
-  line are none. `number_highlighted_sections` counts `***text***` once, and no asterisk beside white space.
+  line are none. `number_highlighted_sections` counts `***text***` once, and no asterisk next to white space.
 - `number_placeholders`: brackets hold text. `quotation`: so do the quotation marks, and they may be typographic.
   `no_comma`: the commas of Arabic and East Asian scripts are commas.
 - `constrained_response`: exactly one of the three options is in the answer; all three together counted as followed.
@@ -37,7 +37,7 @@ definition here. These are all differences:
 - `postscript`: P.P.S. is not P.S. `multiple_sections`: the marker is not the end of a longer word.
 - `word_once`: the prompt says to include the keyword, so more than once is right too. `word_count_different_numbers`:
   the prompt says exactly how often, so `relation` is not used. Counts of this kind and of `count_increment_word` are of
-  whole words. `exclude_word_harder` also finds the word beside punctuation, and ignores case.
+  whole words. `exclude_word_harder` also finds the word next to punctuation, and ignores case.
 - `copy_span_idx` includes the character at `n_end`, as the prompt says.
 - `letter_counting` counts the letters of every script. `lowercase_counting` counts the words of every script.
 - `repeat_phrase` ignores case, and text between the repetitions that only shares the phrase's first and last word.
@@ -186,7 +186,7 @@ def _may_be_english(text: str) -> bool:
 
 
 def capital_word_frequency(text: str, /, *, capital_frequency: Count, capital_relation: Relation) -> bool:
-    """The answer has so many words in which all letters are capital letters; `I` and `A` are such words."""
+    """The answer has the given number of words whose letters are all capital letters; `I` and `A` are such words."""
     return _compare(sum(word.isupper() for word in words(text)), capital_relation, capital_frequency)
 
 
@@ -202,14 +202,14 @@ def number_words(text: str, /, *, num_words: Count, relation: Relation) -> bool:
 
 
 def number_paragraphs(text: str, /, *, num_paragraphs: Position) -> bool:
-    """Dividers `***` separate exactly so many paragraphs, none of them empty."""
+    """Dividers `***` separate exactly the given number of paragraphs, none of them empty."""
     return len(parts_between(DIVIDER, text)) == num_paragraphs
 
 
 def nth_paragraph_first_word(
     text: str, /, *, num_paragraphs: Position, nth_paragraph: Position, first_word: Phrase
 ) -> bool:
-    """Blank lines separate exactly so many paragraphs, and the nth, counted from 1, begins with the word."""
+    """Blank lines separate the given number of paragraphs, and the nth, counted from 1, begins with the word."""
     if nth_paragraph > num_paragraphs:
         raise ValueError(f"nth_paragraph is {nth_paragraph}, but num_paragraphs is {num_paragraphs}")
     found = paragraphs(text)
@@ -220,7 +220,7 @@ def nth_paragraph_first_word(
 
 
 def number_placeholders(text: str, /, *, num_placeholders: Count) -> bool:
-    """At least so many placeholders like [address]."""
+    """At least the given number of placeholders like [address]."""
     return sum(bool(content.strip()) for content in PLACEHOLDER.findall(text)) >= num_placeholders
 
 
@@ -232,7 +232,7 @@ def postscript(text: str, /, *, postscript_marker: Phrase) -> bool:
 
 
 def number_bullet_lists(text: str, /, *, num_bullets: Count) -> bool:
-    """Exactly so many bullet points of Markdown."""
+    """Exactly the given number of bullet points of Markdown."""
     # A line with a marker alone, such as `* * *`, is a divider.
     bullets = [line for line in text.splitlines() if BULLET.match(line) and len(set(line.split())) > 1]
     return len(bullets) == num_bullets
@@ -244,12 +244,12 @@ def constrained_response(text: str, /) -> bool:
 
 
 def number_highlighted_sections(text: str, /, *, num_highlights: Count) -> bool:
-    """At least so many parts of a line are *highlighted* or **highlighted**."""
+    """At least the given number of parts of a line are *highlighted* or **highlighted**."""
     return sum(1 for _ in HIGHLIGHT.finditer(text)) >= num_highlights
 
 
 def multiple_sections(text: str, /, *, section_spliter: Phrase, num_sections: Count) -> bool:
-    """At least so many section marks, such as `Section 1`, in the upper and lower case of the marker."""
+    """At least the given number of section marks, such as `Section 1`, in the upper and lower case of the marker."""
     return len(re.findall(rf"(?<!\w){re.escape(section_spliter)}\s?\d+", text)) >= num_sections
 
 

@@ -30,7 +30,8 @@ INSIDE_A_SENTENCE = frozenset("mr mrs ms dr prof rev gen col capt lt sgt gov sen
 AT_THE_END_OF_A_SENTENCE = frozenset("etc inc ltd co corp jr sr al".split())
 BEFORE_A_TOKEN = re.compile(r"""[\s(\[{"'“‘*_/-]""")
 CHARACTERS_BEFORE = 12
-"""So many characters before a period are looked at: more than an abbreviation, or the number of a list, has."""
+"""The number of characters before a period that are examined: more than an abbreviation, or the number of a list,
+has."""
 LIST_NUMBER = re.compile(r"\n[\s>*#_]*[0-9]+$")
 
 BLANK_LINES = re.compile(r"\n\s*\n")
@@ -139,7 +140,7 @@ def known_languages() -> frozenset[str]:
 
 
 def language_of(text: str) -> str | None:
-    """The code of the language in which the first 10 000 characters of a text are written; None if it has no letters.
+    """The language code of the first 10 000 characters of a text; None if it has no letters.
 
     langdetect is a naive Bayes classifier of character n-grams (Nakatani Shuyo, "Language Detection Library for Java",
     2010). It is often wrong about a text of a few words.

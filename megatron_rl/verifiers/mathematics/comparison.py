@@ -10,11 +10,10 @@ Texts that differ in type, case and white space alone are equivalent. Otherwise 
 4. Everything else is read by latex2sympy2-extended and compared by Math-Verify (https://github.com/huggingface/Math-Verify).
 
 Invariants: the verdict is a pure function of the three arguments; no signal and no thread is used, so it works in any
-thread of any process; a ground truth that cannot be read is an abstention for every answer, whatever the answer is, so
-that a row never keeps only its right answers; an error that ends the comparison is an abstention, never the score 0; an
-answer that cannot be read, that is beyond the limits below, or that only restates the problem as an integral, a
-derivative, a limit, a sum or a product, scores 0. It is not a final answer, and an abstention would let a policy escape
-the score 0 with nonsense.
+thread of any process; a ground truth that cannot be read is an abstention for every answer, so that a row never keeps
+only its right answers; an error that ends the comparison is an abstention, never the score 0; an answer that cannot be
+read, that is beyond the limits below, or that only restates the problem as an integral, a derivative, a limit, a sum or
+a product, scores 0. It is not a final answer, and an abstention would let a policy escape the score 0 with nonsense.
 
 Math-Verify tries several comparisons one after another, and an error in one of them only means that it found no
 equality. Its own functions for whole texts also turn the errors of the parser into False, so they are not used.
@@ -97,7 +96,7 @@ def verify(text: str, truth: str, mode: Mode) -> Verdict:
         equal = reference.equals(_clean(found))
     except _Unreadable as error:
         return Verdict(0.0, f"found {_short(found)}, which {error}", details=details)
-    # sympy raises errors of many classes; whatever it is, it says nothing about the answer.
+    # sympy raises errors of many classes; none of them says anything about the answer.
     except Exception as error:
         reason = f"comparing {_short(found)} with {_short(truth)} raised {type(error).__name__}: {_short(str(error))}"
         return Verdict(None, reason, failed=True)
@@ -105,7 +104,7 @@ def verify(text: str, truth: str, mode: Mode) -> Verdict:
 
 
 def _vote(found: str) -> str:
-    """The final answer in the form in which answers are counted for a majority. Plain numbers are equal as numbers (to
+    """The final answer in the form that a majority vote counts. Plain numbers are equal as numbers (to
     28 digits), everything else as text."""
     number = plain_number(found)
     if number is None:
@@ -478,7 +477,7 @@ def _solutions(expression: Any) -> Any:
 def _differ_at_a_point(a: Any, b: Any) -> bool:
     """Whether two expressions have different values where their variables are 1/2 + 1/7, 1/2 + 2/7, ...
 
-    This saves the time in which sympy would try to simplify a difference that is not 0. It decides nothing if a value
+    This saves the time that sympy would need to simplify a difference that is not 0. It decides nothing if a value
     is not finite, or if the difference could be rounding. It also keeps apart what Math-Verify would round to 0,
     however small the values are.
     """

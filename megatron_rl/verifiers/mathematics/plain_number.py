@@ -1,6 +1,6 @@
 r"""Plain numbers, as GSM8K's answers write them: with separated thousands, a currency, a percent sign or a unit.
 
-Invariants: a number is exact, whatever the number of its digits; no sympy is needed; a text with another digit or an
+Invariants: a number is exact, for any number of digits; no sympy is needed; a text with another digit or an
 operator after the number is no plain number, because that may change the value.
 """
 
@@ -87,7 +87,7 @@ def same_number(expected: PlainNumber, found: PlainNumber) -> bool:
 
 
 def _close(a: Decimal, b: Decimal) -> bool:
-    if a == b:  # exact, whatever the number of digits
+    if a == b:  # exact for any number of digits
         return True
     if a == a.to_integral_value() and b == b.to_integral_value():
         return False

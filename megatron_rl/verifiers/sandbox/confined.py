@@ -14,7 +14,7 @@ def run_script(program: str) -> None:
 
 
 def compiled(text: str, name: str) -> CodeType:
-    """The code of a text, for which the __future__ import of this module does not hold."""
+    """The code of a text, without the effect of this module's __future__ import."""
     code: CodeType = compile(text, name, "exec", dont_inherit=True)
     return code
 

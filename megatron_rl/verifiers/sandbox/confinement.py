@@ -4,7 +4,7 @@ the process is a bare interpreter that cannot import this package.
 Invariants: after `confine` the process and its threads cannot start another process, send a signal, gain a privilege,
 raise a limit, change the limit of their CPU time, or see a file that is not listed, and they can write only into their
 own directory. They share nothing with another process but what was open before: no socket, no memory, no lock, no
-message. All of this is enforced by the kernel, so it holds whatever the program does to its interpreter.
+message. All of this is enforced by the kernel, so it holds even if the program changes its interpreter.
 
 Three means hide the files. `root` and `user` give the process a file system of its own, which holds only what is listed
 and a tmpfs of limited size: `root` makes it with the capabilities of a privileged worker and then changes to a user id
@@ -185,7 +185,7 @@ class Confinement:
         means: `root`, `user` or `landlock`.
         parent: the process whose end ends this one.
         visible: files and directories that the program may read, as absolute paths.
-        devices: those that it may also write to.
+        devices: the devices that it may also write to.
         directory: the program's own directory, with `landlock`; the two others make one.
         num_threads: None leaves the number of threads to the limit on the memory.
     """
@@ -338,7 +338,7 @@ def drop_capabilities(leave_root: bool) -> None:
 
 
 def landlock(how: Confinement) -> None:
-    """Refuse all files but the visible ones; Landlock's numbers are those of <linux/landlock.h>."""
+    """Refuse all files but the visible ones; Landlock's numbers come from <linux/landlock.h>."""
     create, add, restrict = 444, 445, 446
     execute, write_file, read_file, read_directory, truncate = 1, 1 << 1, 1 << 2, 1 << 3, 1 << 14
     version = checked("syscall", create, None, 0, 1)
@@ -397,7 +397,7 @@ def seccomp_filter(machine: str) -> bytes:
     rule(CLONE, allow, (0, has_bits, (CLONE_THREAD,)))
     rule(CLONE, refuse)
     rule(CLONE3, missing)  # its flags are in memory, where a filter cannot read them; the C library then uses clone
-    # Limits of this process alone, but that of the CPU time: whoever lowers it chooses the moment of a SIGKILL, which
+    # Limits of this process alone, except for the CPU time: whoever lowers it chooses the moment of a SIGKILL, which
     # then looks like one that came from outside.
     rule(PRLIMIT, allow, (0, equal, (0,)), (1, at_least, (RLIMIT_CPU + 1,)))
     rule(PRLIMIT, refuse)

@@ -1,7 +1,7 @@
 """The messages between a program and its tests. Only the standard library is used, as in confined.py.
 
 Invariants: a message is a line of JSON, so nothing in it can run; `decode` makes only values of builtin types, of
-namedtuples, and of the types in STANDARD, so their operators are those of Python.
+namedtuples, and of the types in STANDARD, so their operators are Python's own.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def encode(value: Any, refer: Callable[[Any], list[Any]]) -> Any:
 
 
 def parts_of(value: Any) -> list[Any]:
-    """The arguments from which `made` makes a value of a type in STANDARD."""
+    """The arguments for `made` to make a value of a type in STANDARD."""
     match type(value).__name__:
         case "deque":
             return [list(value), value.maxlen]
@@ -122,7 +122,7 @@ def decode(data: Any, resolve: Callable[[list[Any]], Any]) -> Any:
     """The value of `encode`'s result, of exactly a builtin type, one in STANDARD, or a namedtuple.
 
     Args:
-        resolve: gives the object to which a reference refers.
+        resolve: returns the object of a reference.
 
     Raises:
         Exception: the data are no such result.

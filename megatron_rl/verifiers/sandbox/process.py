@@ -154,8 +154,8 @@ def _missing(means: str) -> tuple[str, ...]:
 
 
 def _counts_threads(means: str) -> bool:
-    """Whether the kernel can limit the threads of one sandbox. It counts those of a user: with `root` each sandbox has
-    its own user, and since Linux 5.14 they are counted in each user namespace."""
+    """Whether the kernel can limit the threads of one sandbox. It counts the processes of a user: with `root` each
+    sandbox has its own user, and since Linux 5.14 they are counted in each user namespace."""
     if means == "user" and os.getuid() != 0:
         release = re.match(r"(\d+)\.(\d+)", platform.release())
         return release is not None and tuple(map(int, release.groups())) >= (5, 14)
@@ -199,7 +199,7 @@ def run_tests(program: str, tests: Sequence[str], limits: Limits) -> TestRun:
     """Run tests one after the other on one instance of a program, until one of them ends its process.
 
     Args:
-        tests: Python texts, in which the functions of the program are called and `assert` judges what they return.
+        tests: Python texts, which call the functions of the program and judge the results with `assert`.
 
     Raises:
         SandboxError: the program or its tests could not be run.

@@ -52,7 +52,7 @@ class Served:
     def __init__(self, line: Line) -> None:
         self._line = line
         self._objects: list[Any] = []
-        """Every object to which the tests have a reference; it is kept, so that its id stays its own."""
+        """Every object that the tests refer to; it is kept, so that its id stays its own."""
         self._numbers: dict[int, int] = {}
 
     def serve(self, program: str) -> None:
@@ -183,7 +183,7 @@ class TestedProgram:
         raise self._ended("it sent no answer")
 
     def globals_for(self, names: set[str]) -> dict[str, Any]:
-        """The names that the program defines of those that a test uses.
+        """The names that a test uses and the program defines.
 
         A builtin and a module of the standard library are the tests' own. Otherwise a program could define an `abs`
         that always returns 0. Only if the program defines none of the other names, its `sum` must be what is tested.
@@ -331,8 +331,8 @@ class Remote:
         return str(self._program.ask("repr", self))
 
     def __eq__(self, other: object) -> bool:
-        """Two of the program's own objects are compared by the program; nothing else equals one. What does not travel
-        could not equal the program's result whatever the program does."""
+        """Two of the program's own objects are compared by the program; nothing else equals one. An object that does
+        not travel could never equal the program's result."""
         if type(other) is not Remote and not callable(other):
             self._program.require_that_it_travels(other)
         return type(other) is Remote and self._program.ask("eq", self, other) is True
@@ -357,7 +357,7 @@ def exception_of(operation: str, classes: list[Any], arguments: list[Any], reaso
     """The exception that is nearest to what the program raised.
 
     Args:
-        classes: its class and those that it extends, the nearest first; something else for one that is not known here.
+        classes: its class and its base classes, the nearest first; something else for one that is not known here.
     """
     for kind in classes:
         if not isinstance(kind, type) or not issubclass(kind, Exception):
@@ -425,8 +425,8 @@ def run_test(program: TestedProgram, code: CodeType) -> tuple[str, str]:
 
 
 def calls_the_program(code: CodeType) -> bool:
-    """Whether a test calls a name that a program must define, or reads its attribute, whatever this program defines: a
-    test that expects an exception also passes where the name is missing, or is a number."""
+    """Whether a test calls a name that a program must define, or reads its attribute, independently of what this
+    program defines: a test that expects an exception also passes where the name is missing, or is a number."""
     uses = []
 
     class Named:
@@ -457,6 +457,6 @@ def line_of(error: BaseException) -> int:
 
 
 def names_of(code: CodeType) -> set[str]:
-    """The global names that a test uses, and those of the attributes; none that Python itself defines."""
+    """The names of globals and attributes that a test uses, without the names that Python itself defines."""
     inner = (item for item in code.co_consts if isinstance(item, CodeType))
     return {name for name in code.co_names if not name.startswith("__")}.union(*map(names_of, inner))
