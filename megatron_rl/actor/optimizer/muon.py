@@ -35,10 +35,10 @@ from megatron_rl.config.policy import PolicyConfig
 (MOMENTUM,) = MUON_MOMENTS
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Those of Jordan et al. (2024), chosen for a steep slope at 0: five iterations bring most singular values to between
-0.7 and 1.2."""
+"""The coefficients of Jordan et al. (2024), chosen for a steep slope at 0: five iterations bring most singular values
+to between 0.7 and 1.2."""
 EPSILON = 1e-7
-"""Added to the norm of a matrix before the division, so that zeros stay zeros."""
+"""This is added to the norm of a matrix before the division, so that zeros stay zeros."""
 
 
 def orthogonalise(matrix_RC: Tensor, num_iterations: int) -> Tensor:
