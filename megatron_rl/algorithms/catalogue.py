@@ -1,4 +1,4 @@
-"""The tables of `tools/algorithms.py` and of this package's README, which are made from the configuration classes."""
+"""The tables of `tools/algorithms.py`, which are made from the configuration classes."""
 
 from __future__ import annotations
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_rl.config.algorithm import AlgorithmConfig
-from megatron_rl.config.losses import ClipCovLoss, KlCovLoss
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +39,7 @@ class Needs:
     @classmethod
     def of(cls, cfg: AlgorithmConfig) -> Needs:
         """What the policy's objective needs."""
-        selects = isinstance(cfg.loss, (ClipCovLoss, KlCovLoss))  # the keys of `losses.SELECTIONS`
+        selects = cfg.loss.chooses_tokens
         weight = cfg.correction.weight if cfg.correction else None
         return cls(
             logp_old=cfg.loss.anchor != "engine" or cfg.kl_in_reward,

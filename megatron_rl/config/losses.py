@@ -29,6 +29,9 @@ class PolicyLoss(Method):
     """The aggregation of the loss's paper."""
     level: ClassVar[Literal["token", "sequence"]] = "token"
     """sequence: a sample has one ratio, so only whole samples may be masked."""
+    chooses_tokens: ClassVar[bool] = False
+    """Whether some tokens, chosen from the whole mini-batch, are treated differently (`algorithms.losses.SELECTIONS`).
+    """
     corrects: ClassVar[bool] = False
     """Whether the loss contains the importance weight of the engine's policy, so that no correction may be added."""
 
@@ -146,6 +149,7 @@ class ClipCovLoss(PolicyLoss):
     )
     source: ClassVar[str] = "arXiv:2505.22617 (Clip-Cov)"
     aggregation: ClassVar[Aggregation] = "token-mean"
+    chooses_tokens: ClassVar[bool] = True
 
     kind: Literal["clip_cov"] = "clip_cov"
     clip_ratio_low: LowerClip = 0.2
@@ -173,6 +177,7 @@ class KlCovLoss(PolicyLoss):
     formula: ClassVar[str] = "-A r, plus coef |log r| for the `share` of tokens with the largest cov (see clip_cov)"
     source: ClassVar[str] = "arXiv:2505.22617 (KL-Cov)"
     aggregation: ClassVar[Aggregation] = "token-mean"
+    chooses_tokens: ClassVar[bool] = True
 
     kind: Literal["kl_cov"] = "kl_cov"
     share: Share = 2e-4

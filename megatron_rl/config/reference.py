@@ -16,8 +16,9 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from megatron_rl.config.function import FunctionPath
+from megatron_rl.config.losses import PolicyLoss
 from megatron_rl.config.schema import GrpoRunConfig, SftRunConfig
-from megatron_rl.config.section import Section
+from megatron_rl.config.section import Method, Section
 
 HEAD = """# Configuration
 
@@ -126,6 +127,10 @@ def _parts(
             tag = kind.model_fields["kind"].default if "kind" in kind.model_fields else None
             place = f"{own}[{tag}]" if tag else own
             text = _text(kind.__doc__ if kind.__doc__ != Section.__doc__ and kind.__doc__ else field.description or "")
+            if issubclass(kind, Method):
+                text += f" Formula: {_text(kind.formula)} ({kind.source})."
+            if issubclass(kind, PolicyLoss):
+                text += f" Aggregation: {kind.aggregation}."
             if kind in described:
                 inside.append(Heading(place, f"The same keys as `{described[kind]}`. {text}", ()))
             else:

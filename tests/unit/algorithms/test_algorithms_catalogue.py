@@ -1,19 +1,15 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import get_args
 
 from megatron_rl.algorithms import token_advantages
 from megatron_rl.algorithms.advantages import ESTIMATORS, TOKEN_ESTIMATORS
-from megatron_rl.algorithms.catalogue import markdown
-from megatron_rl.algorithms.losses import LOSSES
+from megatron_rl.algorithms.losses import LOSSES, SELECTIONS
 from megatron_rl.algorithms.shaping import SHAPINGS
 from megatron_rl.config.advantages import AdvantageConfig, GaeAdvantage, ShapingConfig
 from megatron_rl.config.losses import LossConfig
 from megatron_rl.tools import algorithms as tool
-
-ROOT = Path(__file__).parents[3]
 
 
 def members(union) -> set[type]:
@@ -27,11 +23,16 @@ def test_everything_that_can_be_configured_is_registered_and_the_reverse():
     assert set(TOKEN_ESTIMATORS) == {*token_advantages.ESTIMATORS, GaeAdvantage}
 
 
-def test_the_readme_has_the_table_that_the_tool_prints(capsys):
+def test_what_the_tool_prints_has_every_loss_with_its_formula(capsys):
     assert tool.main([]) in (0, None)
     printed = capsys.readouterr().out
-    assert printed.strip() == markdown().strip()
-    assert (ROOT / "megatron_rl/algorithms/README.md").read_text().rstrip().endswith(printed.strip())
+    for loss in LOSSES:
+        formula = loss.formula.replace("|", r"\|")
+        assert f"| `{loss.model_fields['kind'].default}` | {formula} | {loss.source} |" in printed
+
+
+def test_only_losses_that_choose_tokens_have_a_selection():
+    assert {loss for loss in LOSSES if loss.chooses_tokens} == set(SELECTIONS)
 
 
 def test_the_last_line_of_json_is_one_object(capsys):

@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.types import Verdict
-from megatron_rl.verifiers.mathematics.comparison import MAX_CHARACTERS, MAX_DEPTH, verify
+from megatron_rl.verifiers.mathematics.comparison import verify
 from megatron_rl.verifiers.mathematics.final_answer import final_answer
+from megatron_rl.verifiers.mathematics.formula import MAX_CHARACTERS, MAX_DEPTH
 from megatron_rl.verifiers.mathematics.plain_number import PlainNumber, plain_number, same_number
 
 ROOT = Path(__file__).parents[3]

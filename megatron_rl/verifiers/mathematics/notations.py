@@ -1,0 +1,95 @@
+"""Answers that are no formulas: words, times of day, letters of a choice, numbers with their base."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+from megatron_rl.verifiers.mathematics.plain_number import FUNCTION_NAMES, TEXT_COMMAND
+
+_WORDS = re.compile(r"[^\W\d_]+(?:[ '\".,;:!?/()-]+[^\W\d_]+)*[ .!?)]*")
+_LONG_WORD = re.compile(r"[^\W\d_]{3,}")
+_OTHER_NAMES = ("sqrt", "infinity", "inf")
+
+
+def plain_text(text: str) -> str:
+    """The text without commands for type, white space, case and the final full stop."""
+    return " ".join(TEXT_COMMAND.sub(r"\1", text).replace('"', "").split()).strip().rstrip(".").casefold()
+
+
+def is_words(text: str) -> bool:
+    r"""Whether a text is no mathematics: words of three letters or more that name no function, `no`, or `\text{...}`
+    alone. Shorter words may be products of variables."""
+    plain = plain_text(text)
+    if not _WORDS.fullmatch(plain):
+        return False
+    long_words = [word for word in _LONG_WORD.findall(plain) if word not in (*FUNCTION_NAMES, *_OTHER_NAMES)]
+    return bool(long_words) or plain == "no" or (len(plain) > 1 and TEXT_COMMAND.fullmatch(text) is not None)
+
+
+_CHOICE = re.compile(
+    r"(?:(?i:option|choice|answer)\s+)?(?:\(([A-J])\)(?:\s+[\w\\].*)?|([A-J])[).:](?:\s+[\w\\].*)?|([A-Ja-j]))",
+    re.DOTALL,
+)
+
+
+def choice(text: str) -> str | None:
+    """The letter of a choice, as in A, (A), or (A) 5 km."""
+    match = _CHOICE.fullmatch(TEXT_COMMAND.sub(r"\1", text).strip())
+    return next(letter for letter in match.groups() if letter).upper() if match else None
+
+
+_CLOCK = re.compile(
+    r"([0-9]{1,2})(?:\s*:\s*([0-5][0-9]))?(?::([0-5][0-9]))?"
+    r"\s*(?:([ap])\.?\s?m\b\.?|(noon|midnight)\b|hours?\b|hrs\b|o'clock)?",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TimeOfDay:
+    times: frozenset[int]
+    """The seconds since midnight: of two times if only the halves of the day tell them apart."""
+    is_marked: bool
+    is_sure: bool
+    """Whether it is no ratio: marked with a half of the day, or not in lowest terms."""
+
+    def is_same(self, other: TimeOfDay) -> bool:
+        """The half of the day may be left out, like any other unit."""
+        if self.is_marked or other.is_marked:
+            return bool(self.times & other.times)
+        return self.times == other.times
+
+
+def clock(text: str) -> TimeOfDay | None:
+    """A time of day, as in 2:30, 14:30:05 or 3 p.m."""
+    match = _CLOCK.fullmatch(TEXT_COMMAND.sub(r" \1", text).replace("{:}", ":").strip())
+    if match is None or int(match[1]) > 24:
+        return None
+    hour, minute, second = (int(part or 0) for part in match.groups()[:3])
+    half = match[4] or match[5]
+    if half is None and (match[2] is None or (match[3] is not None and "0" not in (match[2][0], match[3][0]))):
+        return None  # a number, or a ratio of three
+    start = (minute + 60 * (hour % 12)) * 60 + second
+    if hour > 12 or (hour == 0 and half is None):
+        times = frozenset({start + 12 * 3600 * (12 < hour < 24)})
+    elif half is None:
+        times = frozenset({start, start + 12 * 3600})
+    else:
+        times = frozenset({start + 12 * 3600 * (half.lower() in ("p", "noon"))})
+    return TimeOfDay(times, half is not None, half is not None or match[2][0] == "0" or math.gcd(hour, minute) > 1)
+
+
+_BASE = re.compile(r"([0-9][0-9A-Za-z]*)\s*_\s*\{?\s*([0-9]{1,2})\s*\}?")
+
+
+def right_side(text: str) -> str:
+    """What follows the equals sign in `x = 5` or `total cost = 5`; the text itself if it is no single equation."""
+    left, sign, right = text.rpartition("=")
+    return right if sign and not re.search(r"[<>,;!\\]|=|\b(?:and|or)\b", left + right.replace(",", "")) else text
+
+
+def digits_and_base(text: str) -> tuple[str, str] | None:
+    match = _BASE.fullmatch(text)
+    return (match[1].upper().lstrip("0"), match[2]) if match else None
