@@ -13,6 +13,8 @@ from __future__ import annotations
 import json
 import os
 import resource
+import statistics
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -27,7 +29,8 @@ SMALLEST_S = {"pure": 5.0, "other": 15.0}
 """Budgets below these count as these: a file may be the first to import what later ones find imported, which is torch
 in the pure rooms, and vLLM or Megatron-Core in the others."""
 PROBE_S = 0.0225
-"""What `_probe` takes on the reference core."""
+"""What a sample of `slowness` takes on the reference core."""
+PACE_S = 5.0
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 MODELS_OF_VLLM = Path(os.environ.get("VLLM_CACHE_ROOT", Path.home() / ".cache" / "vllm"), "modelinfos")
 """What vLLM knows of its models' classes. It looks at each class once on a machine, in a process of its own, for seven
@@ -43,6 +46,7 @@ class Costs:
     def __init__(self) -> None:
         self.of_file: dict[str, float] = {}
         self.group = own_group()
+        self._pace = Pace()
         self._before = self.used()
 
     def close(self) -> None:
@@ -54,7 +58,7 @@ class Costs:
     def end_file(self, name: str) -> None:
         used = self.used()
         spent, self._before = used - self._before, used
-        self.of_file[name] = self.of_file.get(name, 0.0) + (spent / slowness() if spent > 1.0 else spent)
+        self.of_file[name] = self.of_file.get(name, 0.0) + (spent / self._pace.mean() if spent > 1.0 else spent)
         self._before = self.used()
 
     def used(self) -> float:
@@ -70,14 +74,29 @@ class Costs:
         return total
 
 
+class Pace:
+    """How many times slower than the reference core this one is, by short products of Python every few seconds: other
+    processes slow it down, also those of the tests, and none of them may run when a file ends."""
+
+    def __init__(self) -> None:
+        self._samples = [slowness()]
+        threading.Thread(target=self._sample, daemon=True, name="pace").start()
+
+    def mean(self) -> float:
+        """Since it was asked last."""
+        samples, self._samples = [*self._samples, slowness()], []
+        return statistics.fmean(samples)
+
+    def _sample(self) -> None:
+        while True:
+            time.sleep(PACE_S)
+            self._samples.append(slowness())
+
+
 def slowness() -> float:
-    """How many times slower than the reference core this one is now; other processes on the same core slow it down."""
-    times = []
-    for _ in range(3):
-        start = time.process_time()
-        sum(i * i % 7 for i in range(500_000))
-        times.append(time.process_time() - start)
-    return max(1.0, sorted(times)[1] / PROBE_S)
+    start = time.thread_time()
+    sum(i * i % 7 for i in range(500_000))
+    return max(1.0, (time.thread_time() - start) / PROBE_S)
 
 
 def own_group() -> Path | None:
