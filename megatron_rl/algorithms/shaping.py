@@ -1,4 +1,4 @@
-"""Reward shaping from lengths and token ids, without text.
+"""Reward shaping from lengths and from the share of repeated n-grams, which the verifiers count.
 
 Invariants: an abstention stays NaN, and its length does not count in its group. Whether an answer is correct depends on
 its verified reward, before any shaping. The order of the samples does not matter.
@@ -8,7 +8,7 @@ Shape letters: S samples, G groups.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -20,10 +20,7 @@ from megatron_rl.config.advantages import (
     ShapingConfig,
     SoftOverlongShaping,
 )
-from megatron_rl.types import Prompt, Tokens, Verdict
-
-Response = Sequence[int] | np.ndarray
-"""The token ids after the prompt."""
+from megatron_rl.types import Rollout, Verdict
 
 
 def soft_overlong(lengths: np.ndarray, max_tokens: int, cache_tokens: int) -> np.ndarray:
@@ -65,19 +62,13 @@ def cosine(lengths: np.ndarray, correct: np.ndarray, cfg: CosineShaping) -> np.n
     return np.where(lengths >= cfg.max_tokens, cfg.exceeding, reward_S)
 
 
-def repetition(responses: Sequence[Response], ngram_size: int, max_penalty: float) -> np.ndarray:
-    """The penalty for repeated n-grams of token ids (Yeo et al. 2025, arXiv:2502.03373; the form as a sum is
-    Open-R1's), to be added to the reward, [S]: max_penalty (1 - distinct n-grams / n-grams). It is 0 for a response
-    shorter than an n-gram.
+def repeated_share(ids: Sequence[int], ngram_size: int) -> float:
+    """The share of a response's n-grams of token ids that stand in it before: 1 - distinct n-grams / n-grams. It is 0
+    for a response shorter than an n-gram.
 
     Example:
-        The tokens 1 2 1 2 1 with n = 2 have the n-grams 12 21 12 21, and half of them are repetitions, so the penalty
-        is max_penalty / 2.
+        The tokens 1 2 1 2 1 with n = 2 have the n-grams 12 21 12 21, and half of them are repetitions.
     """
-    return np.array([max_penalty * _repeated_share(np.asarray(r).tolist(), ngram_size) for r in responses], np.float64)
-
-
-def _repeated_share(ids: list[int], ngram_size: int) -> float:
     total = len(ids) - ngram_size + 1
     if total <= 0:
         return 0.0
@@ -94,8 +85,8 @@ class ShapingInputs:
     """int64 [S], response tokens."""
     group_of: np.ndarray
     """int64 [S]."""
-    responses: Sequence[Response] | None
-    """The token ids of each response; None if no shaping needs them."""
+    repeated: Mapping[int, np.ndarray]
+    """float64 [S], the share of repeated n-grams, by n."""
 
 
 SHAPINGS: dict[type, Callable[..., np.ndarray]] = {
@@ -104,7 +95,8 @@ SHAPINGS: dict[type, Callable[..., np.ndarray]] = {
         r + cfg.weight * length_normalised(a.lengths, a.rewards >= cfg.correct_threshold, a.group_of)
     ),
     CosineShaping: lambda cfg, a, r: cosine(a.lengths, a.rewards >= cfg.correct_threshold, cfg),
-    RepetitionShaping: lambda cfg, a, r: r + repetition(a.responses, cfg.ngram_size, cfg.max_penalty),
+    # Yeo et al. 2025, arXiv:2502.03373; the form as a sum is Open-R1's.
+    RepetitionShaping: lambda cfg, a, r: r + cfg.max_penalty * a.repeated[cfg.ngram_size],
 }
 """One line for each shaping: (its configuration, answers, rewards so far [S]) -> rewards [S]. The key is the class of
 its configuration."""
@@ -114,7 +106,7 @@ def shape_rewards(
     rewards: np.ndarray,
     lengths: np.ndarray,
     group_of: np.ndarray,
-    responses: Sequence[Response] | None,
+    repeated: Mapping[int, np.ndarray],
     configs: Sequence[ShapingConfig],
 ) -> np.ndarray:
     """Apply the shapings in order.
@@ -123,23 +115,21 @@ def shape_rewards(
         rewards: float64 [S], the verified rewards; NaN for an abstention.
         lengths: int64 [S], response tokens.
         group_of: int64 [S].
-        responses: the token ids of each response; None if there is no `repetition` among the configs.
+        repeated: float64 [S], the share of repeated n-grams, for the n of each `repetition` among the configs.
 
     Returns:
         shaped rewards, float64 [S]; NaN for an abstention.
 
     Raises:
-        ValueError: `repetition` has no responses, or `cosine` comes after another shaping, which it would undo.
+        ValueError: `cosine` comes after another shaping, which it would undo.
     """
     for index, cfg in enumerate(configs):
-        if isinstance(cfg, RepetitionShaping) and responses is None:
-            raise ValueError("shaping repetition needs the token ids of the responses")
         if isinstance(cfg, CosineShaping) and index > 0:
             raise ValueError(
                 f"shaping cosine replaces the reward and would undo {configs[index - 1].kind} before it; put it first"
             )
     scored = np.flatnonzero(~np.isnan(rewards))
-    picked = None if responses is None else [responses[i] for i in scored]
+    picked = {size: share[scored] for size, share in repeated.items()}
     answers = ShapingInputs(rewards[scored], lengths[scored], group_of[scored], picked)
     shaped = answers.rewards
     for cfg in configs:
@@ -150,21 +140,29 @@ def shape_rewards(
 
 
 def shape_verdicts(
-    verdicts: Sequence[Sequence[Verdict]],
-    prompts: Sequence[Prompt],
-    groups: Sequence[Sequence[Tokens]],
-    shaping: Sequence[ShapingConfig],
+    verdicts: Sequence[Sequence[Verdict]], groups: Sequence[Sequence[Rollout]], shaping: Sequence[ShapingConfig]
 ) -> list[list[Verdict]]:
-    """The verdicts of whole groups with their shaped scores.
+    """The verdicts on whole groups with their shaped scores.
 
     Args:
-        verdicts, groups: one for each sample of each group.
-        prompts: one for each group.
+        verdicts: one for each rollout of each group.
+        groups: the rollouts of each group.
     """
+    if not shaping:
+        return [list(group) for group in verdicts]
     flat = [verdict for group in verdicts for verdict in group]
-    responses = [t.ids[len(p.token_ids) :] for p, group in zip(prompts, groups, strict=True) for t in group]
-    scores = np.array([np.nan if verdict.score is None else verdict.score for verdict in flat])
+    scores = np.array([np.nan if verdict.score is None else verdict.score for verdict in flat], np.float64)
+    lengths = np.array([rollout.num_response_tokens for group in groups for rollout in group], np.int64)
     group_of = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
-    shaped = shape_rewards(scores, np.array([len(ids) for ids in responses]), group_of, responses, shaping)
+    # A verdict without a score may lack the share: the process that counts it was lost.
+    repeated = {
+        size: np.array([verdict.repeated.get(size, np.nan) for verdict in flat]) for size in repetition_sizes(shaping)
+    }
+    shaped = shape_rewards(scores, lengths, group_of, repeated, shaping)
     numbers = iter(None if np.isnan(x) else x for x in shaped.tolist())
     return [[replace(verdict, shaped=next(numbers)) for verdict in group] for group in verdicts]
+
+
+def repetition_sizes(shaping: Sequence[ShapingConfig]) -> tuple[int, ...]:
+    """The n of the n-grams whose repetitions the shapings need."""
+    return tuple(sorted({cfg.ngram_size for cfg in shaping if isinstance(cfg, RepetitionShaping)}))

@@ -53,7 +53,7 @@ def fetch(payloads: Iterable[Any], timeout_s: float | None = None, with_routes: 
         for part in payload.parts
         for reference in (part if with_routes else part[:1])
     ]
-    fetched = iter(ray.get(references, timeout=timeout_s))
+    fetched = iter(ray.get(references, timeout=timeout_s) if references else ())
 
     def joined(part: tuple[ray.ObjectRef, ...]) -> list[Tokens]:
         tokens: list[Tokens] = next(fetched)

@@ -1,4 +1,4 @@
-"""Computes and shapes the rewards in separate processes. `stream.py` asks them.
+"""The rewards, which separate processes compute. `stream.py` asks them.
 
 Invariants (tests/e2e): if a reward function hangs or kills its process, only its own scores of that call are lost, and
 the process is replaced.
@@ -17,9 +17,9 @@ from typing import Any
 
 import ray
 
-from megatron_rl.algorithms.shaping import shape_verdicts
+from megatron_rl.algorithms.shaping import repeated_share, repetition_sizes, shape_verdicts
 from megatron_rl.cluster.nodes import RayPlacement
-from megatron_rl.cluster.payloads import fetch
+from megatron_rl.cluster.payloads import StoredTokens, fetch
 from megatron_rl.cluster.process import Location, Process, begin_process, locate
 from megatron_rl.cluster.restarts import Restarts
 from megatron_rl.cluster.scoring import Piece, added_up, in_order, results
@@ -30,6 +30,7 @@ from megatron_rl.data.journal import JournalEntry, JournalWriter
 from megatron_rl.data.tokenizer import open_tokenizer
 from megatron_rl.types import Group, Metrics, Prompt, Rollout, Verdict
 from megatron_rl.verifiers import RewardSet, Scored, TrainerState, answers_of
+from megatron_rl.verifiers.answer import Answer
 from megatron_rl.verifiers.failures import FailureLog
 
 log = logging.getLogger(__name__)
@@ -45,6 +46,8 @@ class VerifierRank:
     def __init__(self, config: GrpoRunConfig, path: str, name: str) -> None:
         begin_process(Path(path), name)
         self.config = config
+        self._judged: tuple[list[Any], list[Answer], list[dict[int, float]]] = [], [], []
+        """The payloads of the last call with their answers: each kind of reward is a call of its own."""
 
     def locate(self) -> Location:
         return locate()
@@ -67,14 +70,26 @@ class VerifierRank:
     def score(
         self, indices: list[int], step: int, prompts: list[Prompt], payloads: list[Any], rollouts: list[list[Rollout]]
     ) -> list[Scored]:
-        """What the rewards with these indices give for all answers. See `RewardSet.score`."""
-        answers = answers_of(prompts, fetch(payloads), rollouts)
+        """What the rewards with these indices give for all answers (see `RewardSet.score`), and in each verdict the
+        share of repeated n-grams that shaping needs."""
+        is_same = all(isinstance(payload, StoredTokens) for payload in payloads) and payloads == self._judged[0]
+        if not is_same:
+            answers = answers_of(prompts, fetch(payloads), rollouts)
+            sizes = repetition_sizes(self.config.algorithm.shaping)
+            shares = [{size: repeated_share(answer.response_ids, size) for size in sizes} for answer in answers]
+            self._judged = payloads, answers, shares
+        _, answers, shares = self._judged
         given = self.rewards.score(indices, answers, TrainerState(step, self.config.run.steps))
         for index, scored in zip(indices, given, strict=True):
             num_scored = sum(verdict.score is not None for verdict in scored.verdicts)
             label = self.config.rewards[index].label
             log.info("%s scored %d of %d answers in %.3f s", label, num_scored, len(answers), scored.seconds)
-        return given
+        if not any(shares):
+            return given
+        return [
+            replace(scored, verdicts=[replace(v, repeated=own) for v, own in zip(scored.verdicts, shares, strict=True)])
+            for scored in given
+        ]
 
     def write(self, entries: list[JournalEntry], payloads: list[Any]) -> None:
         """Write groups into the run's journal.
@@ -85,15 +100,13 @@ class VerifierRank:
         kept = fetch(payloads, with_routes=True)
         self.journal.write([replace(entry, tokens=tokens) for entry, tokens in zip(entries, kept, strict=True)])
 
-    def shape(self, verdicts: list[list[Verdict]], prompts: list[Prompt], payloads: list[Any]) -> list[list[Verdict]]:
-        return shape_verdicts(verdicts, prompts, fetch(payloads), self.config.algorithm.shaping)
-
 
 class VerifierGroup:
     """All verifiers."""
 
     def __init__(self, config: GrpoRunConfig, logs: Path, placement: RayPlacement, restarts: Restarts) -> None:
-        self._rewards, self._failures = config.rewards, FailureLog(logs / "rewards.log")
+        self._rewards, self._shaping = config.rewards, config.algorithm.shaping
+        self._failures = FailureLog(logs / "rewards.log")
         more, num = (placement, restarts, self._failures), config.cluster.verifiers
         self.verifiers = [RayVerifier(config, logs, *more, i) for i in range(num)]
 
@@ -134,8 +147,7 @@ class VerifierGroup:
             others = [(groups[part], one) for (_, part), one in zip(parts, results(calls), strict=True)]
             given |= {i: in_order(groups, others, i) for i in late}
         verdicts, metrics = added_up(self._rewards, groups, given, self._failures)
-        shaping = [in_thread(partial(v.shaped, groups[part], verdicts[part]), "shape") for v, part in parts]
-        return [verdict for part in results(shaping) for verdict in part], metrics
+        return shape_verdicts(verdicts, [group.rollouts for group in groups], self._shaping), metrics
 
 
 class RayVerifier:
@@ -188,7 +200,7 @@ class RayVerifier:
         rewards = self._config.rewards
         given = self.scored(groups, range(len(rewards)))
         verdicts, metrics = added_up(rewards, groups, given, self._failures)
-        return self.shaped(groups, verdicts), metrics
+        return shape_verdicts(verdicts, [group.rollouts for group in groups], self._config.algorithm.shaping), metrics
 
     def scored(self, groups: Sequence[Group], indices: Collection[int]) -> dict[int, Scored]:
         """What the rewards with these indices give for the answers, by index.
@@ -201,13 +213,6 @@ class RayVerifier:
             if own := [index for index in call if index in indices]:
                 given.update(zip(own, self._score_with(own, groups), strict=True))
         return given
-
-    def shaped(self, groups: Sequence[Group], verdicts: list[list[Verdict]]) -> list[list[Verdict]]:
-        """The verdicts with the rewards after `algorithm.shaping`."""
-        if not self._config.algorithm.shaping:
-            return verdicts
-        payloads, timeout_s = [g.payload for g in groups], self._config.cluster.step_timeout_s
-        return self._ask("shape", "to shape rewards", timeout_s, verdicts, [g.prompt for g in groups], payloads)
 
     def write(self, groups: Mapping[int, Group]) -> None:
         """Write verified groups, by their numbers, into the run's journal.

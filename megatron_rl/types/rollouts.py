@@ -78,6 +78,8 @@ class Verdict:
     """If `score` is the weighted sum, the score of each configured reward, not weighted; None where it abstained."""
     shaped: float | None = None
     """The score after algorithm.shaping; None if no shaping was applied."""
+    repeated: Mapping[int, float] = field(default_factory=dict, hash=False)
+    """The share of the answer's n-grams of token ids that stand in it before, by n, for the shaping `repetition`."""
     failed: bool = False
     """True if the reward could not score the answer; False if it gave a score or chose to abstain."""
     details: Mapping[str, Any] = field(default_factory=dict, hash=False)

@@ -247,5 +247,6 @@ def weighted_sum(weights: Sequence[float], verdicts: Sequence[Verdict]) -> Verdi
     reason = "; ".join(verdict.reason for verdict in verdicts if verdict.reason)
     parts = tuple(verdict.score for verdict in verdicts)
     details = {name: value for verdict in verdicts for name, value in verdict.details.items()}
+    repeated = {size: share for verdict in verdicts for size, share in verdict.repeated.items()}
     terms = [w * score for w, score in zip(weights, parts, strict=True) if score is not None]
-    return Verdict(sum(terms) if terms else None, reason, parts, details=details)
+    return Verdict(sum(terms) if terms else None, reason, parts, repeated=repeated, details=details)

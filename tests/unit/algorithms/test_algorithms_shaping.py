@@ -13,7 +13,7 @@ from megatron_rl.algorithms.shaping import (
     SHAPINGS,
     cosine,
     length_normalised,
-    repetition,
+    repeated_share,
     shape_rewards,
     shape_verdicts,
     soft_overlong,
@@ -25,7 +25,7 @@ from megatron_rl.config.advantages import (
     ShapingConfig,
     SoftOverlongShaping,
 )
-from megatron_rl.types import Prompt, Tokens, Verdict
+from megatron_rl.types import Rollout, Verdict
 
 NAN = float("nan")
 ALL = [
@@ -59,9 +59,8 @@ def test_golden_cosine():
 
 
 def test_golden_repetition():
-    responses = [[1, 2, 1, 2, 1], [1, 2, 3], [7] * 11, [5], [], np.array([4, 4, 4], np.int32)]
-    np.testing.assert_allclose(repetition(responses, 2, -2.0), [-1, 0, -1.8, 0, 0, -1], rtol=1e-15)
-    assert repetition([], 2, -2.0).shape == (0,)
+    responses = [[1, 2, 1, 2, 1], [1, 2, 3], [7] * 11, [5], [], [4, 4, 4]]
+    assert [repeated_share(ids, 2) for ids in responses] == pytest.approx([0.5, 0, 0.9, 0, 0, 0.5], rel=1e-15)
 
 
 def slow_repetition(ids, n):
@@ -73,11 +72,15 @@ def slow_repetition(ids, n):
     return repeats / len(grams) if grams else 0.0
 
 
-@given(st.lists(st.lists(st.integers(0, 2), max_size=12), max_size=5), st.integers(1, 4))
-def test_repetition_equals_a_loop(responses, n):
-    expected = [-1.5 * slow_repetition(ids, n) for ids in responses]
+@given(st.lists(st.integers(0, 2), max_size=12), st.integers(1, 4))
+def test_repetition_equals_a_loop(ids, n):
     # float64, 1 - a / b against (b - a) / b.
-    np.testing.assert_allclose(repetition(responses, n, -1.5), expected, rtol=1e-12, atol=1e-15)
+    assert repeated_share(ids, n) == pytest.approx(slow_repetition(ids, n), rel=1e-12, abs=1e-15)
+
+
+def shape(rewards, lengths, group_of, responses, configs=ALL):
+    repeated = {2: np.array([repeated_share(ids, 2) for ids in responses], np.float64)}
+    return shape_rewards(rewards, lengths, group_of, repeated, configs)
 
 
 def slow_shape(i, rewards, lengths, group_of, responses):
@@ -114,7 +117,7 @@ def answers(draw):
 def test_all_in_order_equal_a_loop(case):
     rewards, *_ = case
     before = rewards.copy()
-    shaped = shape_rewards(*case, ALL)
+    shaped = shape(*case)
     # float64, a few operations on numbers up to 12.
     np.testing.assert_allclose(shaped, [slow_shape(i, *case) for i in range(len(rewards))], rtol=1e-12, atol=1e-12)
     np.testing.assert_array_equal(rewards, before)
@@ -125,36 +128,34 @@ def test_all_in_order_equal_a_loop(case):
 def test_the_order_of_the_samples_does_not_matter(case, seed):
     rewards, lengths, group_of, responses = case
     order = np.random.default_rng(seed).permutation(len(rewards))
-    shuffled = shape_rewards(rewards[order], lengths[order], group_of[order], [responses[i] for i in order], ALL)
-    np.testing.assert_array_equal(shuffled, shape_rewards(*case, ALL)[order])
+    shuffled = shape(rewards[order], lengths[order], group_of[order], [responses[i] for i in order])
+    np.testing.assert_array_equal(shuffled, shape(*case)[order])
 
 
 def test_abstentions_stay_and_leave_the_lengths_of_their_group():
     rewards, lengths = np.array([1.0, NAN, 0.0]), np.array([10, 1000, 20])
-    shaped = shape_rewards(rewards, lengths, np.zeros(3, np.int64), None, [LengthNormalisedShaping()])
+    shaped = shape_rewards(rewards, lengths, np.zeros(3, np.int64), {}, [LengthNormalisedShaping()])
     np.testing.assert_array_equal(shaped, [1.5, NAN, -0.5])
     nothing = np.full(3, NAN)
-    np.testing.assert_array_equal(shape_rewards(nothing, lengths, np.zeros(3, np.int64), [[]] * 3, ALL), nothing)
+    np.testing.assert_array_equal(shape(nothing, lengths, np.zeros(3, np.int64), [[]] * 3), nothing)
 
 
 def test_no_shaping_and_no_samples():
     rewards = np.array([1.0, NAN])
-    np.testing.assert_array_equal(shape_rewards(rewards, np.array([3, 4]), np.array([0, 0]), None, []), rewards)
+    np.testing.assert_array_equal(shape_rewards(rewards, np.array([3, 4]), np.array([0, 0]), {}, []), rewards)
     none = np.zeros(0, np.int64)
-    assert shape_rewards(np.zeros(0), none, none, [], ALL).shape == (0,)
+    assert shape(np.zeros(0), none, none, []).shape == (0,)
 
 
 def test_correct_is_judged_by_the_verified_reward():
     """After a penalty of 1 a right answer is still right."""
     configs = [SoftOverlongShaping(max_tokens=10, cache_tokens=2), LengthNormalisedShaping()]
-    shaped = shape_rewards(np.array([1.0, 1.0]), np.array([20, 40]), np.array([0, 0]), None, configs)
+    shaped = shape_rewards(np.array([1.0, 1.0]), np.array([20, 40]), np.array([0, 0]), {}, configs)
     assert shaped.tolist() == [1 - 1 + 0.5, 1 - 1 - 0.5]
 
 
 def test_what_means_nothing_is_refused():
-    one = (np.array([1.0]), np.array([3]), np.array([0]), None)
-    with pytest.raises(ValueError, match="needs the token ids"):
-        shape_rewards(*one, [RepetitionShaping()])
+    one = (np.array([1.0]), np.array([3]), np.array([0]), {})
     with pytest.raises(ValueError, match="would undo soft_overlong before it; put it first"):
         shape_rewards(*one, [SoftOverlongShaping(max_tokens=9, cache_tokens=1), CosineShaping(max_tokens=9)])
     for bad in (
@@ -173,17 +174,16 @@ def test_every_kind_is_registered():
 
 
 def test_shaping_sees_the_response_alone_and_leaves_scores_and_abstentions():
-    prompt = Prompt("row", (7, 7), "")
+    def rollout(num_tokens):
+        return Rollout(2 + num_tokens, 2, num_tokens, 0, "stop")
 
-    def tokens(*response):
-        ids = np.array([7, 7, *response], np.int32)
-        return Tokens(ids, ids > 0, np.zeros(len(ids), np.float32), ids)
-
-    groups = [[tokens(1, 2, 3, 4), tokens(1, 1, 1, 1, 1, 1)], [tokens(9)]]
-    verdicts = [[Verdict(1.0, "good"), Verdict(1.0)], [Verdict(None, "the judge was away")]]
+    groups = [[rollout(4), rollout(6)], [rollout(1)]]
+    away = Verdict(None, "the judge was away")
+    verdicts = [[Verdict(1.0, "good", repeated={1: 0.0}), Verdict(1.0, repeated={1: 5 / 6})], [away]]
     shaping = [SoftOverlongShaping(max_tokens=6, cache_tokens=4), RepetitionShaping(ngram_size=1, max_penalty=-0.6)]
-    shaped = shape_verdicts(verdicts, [prompt, prompt], groups, shaping)
+    shaped = shape_verdicts(verdicts, groups, shaping)
     # Four tokens are half of the way into the cache; six are all of it, and five of the six repeat.
     assert [v.shaped for v in shaped[0]] == [1.0 - 0.5, 1.0 - 1.0 - 0.5]
     assert [v.score for v in shaped[0]] == [1.0, 1.0] and shaped[0][0].reason == "good"
-    assert shaped[1] == [Verdict(None, "the judge was away", shaped=None)]
+    assert shaped[1] == [away]
+    assert shape_verdicts(verdicts, groups, []) == verdicts

@@ -3,15 +3,19 @@ processes."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 from answering import answered
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.cluster.scoring import added_up
-from megatron_rl.cluster.verifier import VerifierGroup
+from megatron_rl.cluster.verifier import VerifierGroup, VerifierRank
+from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.config.rewards import ComputeScoreReward, FunctionReward, LengthReward
-from megatron_rl.types import Group, Prompt, Rollout
+from megatron_rl.types import Group, Prompt, Rollout, Tokens
 from megatron_rl.verifiers import RewardSet, TrainerState
 from megatron_rl.verifiers.failures import FailureLog
 
@@ -64,10 +68,6 @@ class InProcess:
             scored.update(zip(call, self._rewards.score(call, answers, TrainerState(0, 1)), strict=True))
         return scored
 
-    def shaped(self, groups, verdicts):
-        assert len(groups) == len(verdicts)
-        return verdicts
-
 
 def group(number: int, lengths) -> Group:
     columns = {"ground_truth": "x", "dataset": ("one", "two")[number % 2]}
@@ -87,7 +87,7 @@ def failures(tmp_path_factory):
 def group_of(rewards, verifiers, failures) -> VerifierGroup:
     """Verifiers without processes."""
     whole = VerifierGroup.__new__(VerifierGroup)
-    whole._rewards, whole.verifiers, whole._failures = rewards, verifiers, failures
+    whole._rewards, whole._shaping, whole.verifiers, whole._failures = rewards, (), verifiers, failures
     return whole
 
 
@@ -139,3 +139,20 @@ def test_an_error_of_a_call_is_raised(failures):
     rewards = [FunctionReward(path=f"{__name__}:refuses", on_error="stop")]
     with pytest.raises(ValueError, match="reward refuses, row 0: .* too odd"):
         group_of(rewards, [InProcess(rewards)], failures).decide([group(0, [4])], [])
+
+
+def test_the_verifiers_process_counts_what_shaping_needs():
+    rewards = [ComputeScoreReward(path=f"{__name__}:uneven"), LengthReward(target=4)]
+    rank = VerifierRank.__new__(VerifierRank)
+    rank.config = SimpleNamespace(
+        algorithm=AlgorithmConfig(shaping=({"kind": "repetition", "ngram_size": 2},)),
+        rewards=rewards,
+        run=SimpleNamespace(steps=1),
+    )
+    rank.rewards, rank._judged = RewardSet(rewards, Letters(), ""), ([], [], [])
+    ids = np.array([7, 97, 98, 97, 98, 97], np.int32)
+    tokens = Tokens(ids, ids > 7, np.zeros(6, np.float32), np.zeros(6, np.int32))
+    one = Prompt("row 0", (7,), "", {"ground_truth": "x", "dataset": "one"})
+    for call in rank.rewards.calls:
+        given = rank.score(call, 0, [one], [[tokens]], [[Rollout(6, 1, 5, 0, "stop")]])
+        assert [scored.verdicts[0].repeated for scored in given] == [{2: 0.5}] * len(call)
