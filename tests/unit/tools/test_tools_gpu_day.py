@@ -181,7 +181,7 @@ def test_a_part_that_hangs_writes_its_stacks_before_its_deadline(tmp_path):
         "    while b'in wait_for_stacks' not in text:\n"
         "        text += os.read(written, 1000)\n"
         "    return gpu_sizes.Found({})\n"
-        "gpu_parts.PARTS['hangs'] = gpu_parts.Part('hangs', wait_for_stacks, 0.1)\n"
+        "gpu_parts.PARTS['hangs'] = gpu_parts.GpuPart('hangs', wait_for_stacks, 0.1)\n"
         f"gpu_day.measure('hangs', 'cuda', Path({str(tmp_path / 'found.json')!r}))\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=deadline(60))
