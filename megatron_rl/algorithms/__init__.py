@@ -19,9 +19,9 @@ if TYPE_CHECKING:
         Metric,
         Objective,
         PolicyObjective,
-        SupervisedObjective,
         disagreement,
     )
+    from megatron_rl.algorithms.supervised_objective import SupervisedObjective
 
 __all__ = [
     "Coefficients",
@@ -42,7 +42,7 @@ if not TYPE_CHECKING:  # a type checker would take every misspelt name for one o
         "Objective": "objective",
         "PackedColumns": "columns",
         "PolicyObjective": "objective",
-        "SupervisedObjective": "objective",
+        "SupervisedObjective": "supervised_objective",
         "disagreement": "objective",
         "estimate_advantages": "advantages",
         "loss_weights": "aggregation",

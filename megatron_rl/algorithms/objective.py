@@ -289,42 +289,6 @@ class PolicyObjective:
         return metrics | {"ratio/max": Metric(largest, "max"), "ratio/min": Metric(smallest, "min")}
 
 
-class SupervisedObjective:
-    """The negative log-likelihood of the action tokens, which are the completions of the rows. Its metric is `loss`."""
-
-    needs = Needs()
-
-    def credit(
-        self, columns: Sequence[PackedColumns], kl_coefficient: float, sum_over_ranks: SumOverRanks
-    ) -> tuple[list[PackedColumns], Tensor]:
-        raise AssertionError("a completion has no advantage")
-
-    def prepare(
-        self,
-        columns: Sequence[PackedColumns],
-        first_pass: Sequence[FirstPass] | None,
-        denominators: Denominators,
-        sum_over_ranks: SumOverRanks,
-    ) -> list[PackedColumns]:
-        return list(columns)
-
-    def __call__(
-        self,
-        logp_T: Tensor,
-        entropy_T: Tensor | None,
-        columns: PackedColumns,
-        denominators: Denominators,
-        coefficients: Mapping[str, float],
-    ) -> tuple[Tensor, dict[str, Metric]]:
-        require_finite(columns, {"logp": logp_T})
-        mask_T = columns.action_mask_T
-        loss = -(torch.where(mask_T, columns.weight_T, 0.0) * torch.where(mask_T, logp_T, 0.0)).sum()
-        return loss, {"loss": Metric(loss.detach(), "sum")}
-
-    def conclude(self, metrics: Metrics, max_mismatch: float | None) -> Metrics:
-        return metrics
-
-
 def require_finite(columns: PackedColumns, given: Mapping[str, Tensor]) -> None:
     """
     Raises:

@@ -10,7 +10,7 @@ from megatron_rl.actor import platform
 from megatron_rl.actor.actor import MegatronActor
 from megatron_rl.actor.model import uses_fused_layers
 from megatron_rl.actor.spec import ActorSpec
-from megatron_rl.algorithms.objective import SupervisedObjective
+from megatron_rl.algorithms import SupervisedObjective
 from megatron_rl.config.policy import ModelConfig, ParallelConfig, PolicyConfig
 from megatron_rl.planning.activations import has_fused_layers
 from megatron_rl.types import Experts, LatentAttention, Llama3Rope, ModelShape, YarnRope
