@@ -12,7 +12,7 @@ not need; the groups of a step that the trainer interrupted are trained on again
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from statistics import fmean
 from typing import Any
@@ -24,9 +24,11 @@ from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.data import ShuffledStream, prune_journal, read_journal
 from megatron_rl.data.journal import JournalEntry
 from megatron_rl.loop.admission import Admission
+from megatron_rl.loop.aside import AsideGroups, Asked
 from megatron_rl.loop.budgets import ThoughtBudgets
 from megatron_rl.loop.checkpoints import due, find_checkpoints
 from megatron_rl.loop.evaluation import describe_heldout, right_answers
+from megatron_rl.loop.generation_metrics import NUM_HELD, GenerationMetrics
 from megatron_rl.loop.pass_rates import PassRates
 from megatron_rl.loop.passages import UnsplitThoughts
 from megatron_rl.loop.rollouts import (
@@ -42,16 +44,12 @@ from megatron_rl.loop.source import Rollouts
 from megatron_rl.loop.stopping import Stopping
 from megatron_rl.ports import Ports, Sink
 from megatron_rl.types import Group, GroupRequest, Metrics, Prompt
-from megatron_rl.verifiers.metrics import merged
 
 NUM_TRIES = 64
 """A run with active sampling ends after this number of batches of groups without any signal."""
 STEPS = 2**20
 """The seeds of the steps of one `run.seed`. The last one is for all evaluations, so that their accuracies can be
 compared."""
-NUM_HELD = 2
-"""The number of steps whose groups are kept after use, because a lost policy may go back to the state before these
-steps."""
 
 
 class EngineSource:
@@ -91,28 +89,18 @@ class EngineSource:
         self._journal = config.run_folder / "journal"
         self._written: dict[int, JournalEntry] | None = None
         """The groups of the journal that are not in use yet; None before the first push or the first checkpoint."""
-        self._evaluating: dict[int, Group | None] = {}
-        """The groups of the evaluation, by their numbers; None: it is under way."""
-        self._baselines: dict[int, Group | None] = {}
-        """The same for the greedy answers to the prompts of a step."""
-        self._num_aside = 0
-        """The number of groups that were asked for and are not trained on. They have the numbers -1, -2, ..."""
-        self._scorings: list[tuple[Metrics, int]] = []
-        """The metrics and the number of answers of each scoring since the last step."""
-        self._described: dict[int, list[tuple[Metrics, int]]] = {}
-        """The scorings of the last NUM_HELD steps."""
+        self._aside, self._measured = AsideGroups(ports.stream), GenerationMetrics(rollout.num_engines)
+        self._evaluating: Asked = {}
         self._useless: Counter[str] = Counter()
         """The rewards of the groups without a signal, since the last group with one."""
         self._version = self._step = self._resumed_at = 0
-        self._num_tokens = 0
-        """The number of tokens in the answers that were collected since the last step."""
 
     def pushed(self, version: int) -> None:
         """See `RolloutSource`. In an asynchronous run the held-out prompts are answered together with the training
         prompts, while the step is updated."""
         self._version, num_steps = version, self._config.run.steps
         if self._heldout and (version in (0, num_steps) or due(version, self._config.eval.every)):
-            self._evaluate(version)
+            self._evaluate()
         if version == num_steps:
             return
         if self._config.rollout.is_asynchronous:
@@ -149,34 +137,22 @@ class EngineSource:
             return None
         with self._sink.phase("generate"):
             prompts = [group.prompt for group in groups]
-            self._baselines = self._ask_aside(prompts, 1, step, is_greedy=True)
-            self._wait_for(self._baselines)
-        greedy = [group for group in self._baselines.values() if group is not None]
+            seed = self._config.run.seed * STEPS + step
+            baselines = self._aside.ask(prompts, 1, self._version, seed, is_greedy=True)
+            self._wait_for(baselines)
+        greedy = [group for group in baselines.values() if group is not None]
         return np.repeat(rewards_of(greedy), [len(group.rollouts) for group in groups])
 
-    def _wait_for(self, groups: Mapping[int, Group | None]) -> None:
+    def _wait_for(self, groups: Asked) -> None:
         """Wait until all groups are there. What is measured meanwhile in a run in turns is not the step's."""
         while None in groups.values():
             self._collect()
         if not self._config.rollout.is_asynchronous:
-            self._scorings, self._num_tokens = [], 0
+            self._measured.forget()
 
-    def _ask_aside(
-        self, prompts: Sequence[Prompt], num_samples: int, step: int, is_greedy: bool = False
-    ) -> dict[int, Group | None]:
-        """Ask for groups that are not trained on. Returns their numbers, without groups as yet."""
-        numbers = [-self._num_aside - 1 - i for i in range(len(prompts))]
-        self._num_aside += len(prompts)
-        first = self._config.run.seed * STEPS + step if is_greedy else STEPS - 1
-        requests = [
-            GroupRequest(number, prompt, num_samples, (first, i), is_greedy)
-            for i, (number, prompt) in enumerate(zip(numbers, prompts, strict=True))
-        ]
-        self._ports.stream.ask(requests, self._version)
-        return dict.fromkeys(numbers)
-
-    def _evaluate(self, version: int) -> None:
-        self._evaluating = self._ask_aside(self._heldout, self._config.eval.samples_per_prompt, version)
+    def _evaluate(self) -> None:
+        num_samples = self._config.eval.samples_per_prompt
+        self._evaluating = self._aside.ask(self._heldout, num_samples, self._version, STEPS - 1, is_greedy=False)
         if not self._config.rollout.is_asynchronous:
             with self._stopping.promptly(), self._sink.phase("evaluate"):
                 self._wait_for(self._evaluating)
@@ -226,9 +202,7 @@ class EngineSource:
             self._written = read_journal(self._journal) if self._config.rollout.is_asynchronous else {}
             self._resumed_at = state["step"]
         self._step = state["step"]
-        for number, group in self._evaluating.items():
-            if group is None:
-                self._ports.stream.cancel(number)
+        self._aside.cancel(self._evaluating)
         self._evaluating = {}
         self._pass_rates.restore(state.get("pass_rates", {}))
         self._budgets.restore(state.get("thoughts", []))
@@ -299,14 +273,9 @@ class EngineSource:
 
     def _collect(self) -> None:
         verified = self._ports.stream.collect(self._version)
-        samples = [sample for group in verified.groups.values() for sample in group.rollouts]
-        self._scorings.append((verified.metrics, len(samples)))
-        self._num_tokens += sum(sample.num_new_tokens for sample in samples)
+        self._measured.count(verified)
         for number, group in verified.groups.items():
-            aside = next((one for one in (self._evaluating, self._baselines) if number in one), None)
-            if aside is not None:
-                aside[number] = group
-            else:
+            if not self._aside.take(number, group):
                 self._finish(number, group)
         self._require_a_signal()
 
@@ -351,17 +320,7 @@ class EngineSource:
         self._groups = {number: group for number, group in self._groups.items() if number in kept}
 
     def _describe(self, groups: list[Group], step: int, num_late: int) -> Metrics:
-        scorings, self._scorings = self._scorings, []
-        scorings = scorings or self._described.get(step, [])  # the step may be done again, with the groups that it had
-        self._described = {s: own for s, own in self._described.items() if step - NUM_HELD < s < step}
-        self._described[step] = scorings
-        metrics = describe_verified(self._config, groups)
-        metrics |= merged([part for part, _ in scorings], [size for _, size in scorings])
-        num_tokens, self._num_tokens = self._num_tokens, 0
-        idle_s, span_s = metrics.pop("stream/idle_s", 0.0), metrics.pop("stream/span_s", 0.0)
-        if span_s:  # otherwise all groups were there, none was collected, and nothing is known of the engines
-            metrics["rollout/tokens_per_s"] = num_tokens / span_s
-            metrics["rollout/idle"] = idle_s / (span_s * self._config.rollout.num_engines)
+        metrics = describe_verified(self._config, groups) | self._measured.of_step(step)
         if not self._config.rollout.is_asynchronous:
             return metrics
         resting, self._num_resting = self._num_resting, 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 from collections.abc import Sequence
 from math import sqrt
@@ -14,6 +13,7 @@ from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 from megatron_rl.config.prefix_values import PrefixValues
 from megatron_rl.recipes.process_rewards.task import derivation, question, write_model
 from megatron_rl.rollout.programs.prefix_values import PrefixValuer
+from megatron_rl.rollout.routine import Routine, begin
 from megatron_rl.types import Prompt
 
 DIGITS, STEPS, BATCH, LR = 2, 300, 32, 6e-3
@@ -68,8 +68,12 @@ class Trained:
             optimizer.step()
             schedule.step()
 
+    def score(self, texts: Sequence[tuple[tuple[int, ...], int]]) -> Routine[list[list[float]]]:
+        yield from ()  # it waits for nothing
+        return self.log_probs(texts)
+
     @torch.no_grad()
-    async def score(self, texts: Sequence[tuple[list[int], int]]) -> list[list[float]]:
+    def log_probs(self, texts: Sequence[tuple[tuple[int, ...], int]]) -> list[list[float]]:
         ids_SL, _ = padded([row for row, _ in texts])
         logp_SLV = self.model(input_ids=ids_SL).logits[:, :-1].log_softmax(-1)
         logp_SL = logp_SLV.gather(-1, ids_SL[:, 1:, None])[..., 0]
@@ -82,11 +86,11 @@ class Trained:
         asked = tuple(self.ids(question(a, b)))
         wanted = valuer.wanted(Prompt("row", asked, "", {"ground_truth": a + b}))
         beginnings = [[*asked], [*asked, *self.ids("".join(columns))]]
-        before, after = asyncio.run(valuer.values(beginnings, wanted))
+        before, after = begin(valuer.values(beginnings, wanted)).result()
         return after - before
 
 
-async def no_rollouts(prompt, beginnings):
+def no_rollouts(prompt, beginnings):
     raise AssertionError("the values are log-probs")
 
 
