@@ -109,7 +109,7 @@ def _settled(number: int, rollout: Rollout, value_of: Mapping[Branch, float], cf
     """An answer whose passages have their utilities.
 
     Args:
-        value_of: the values of the group's beginnings. One that is missing is that of the passage before it.
+        value_of: the values of the group's beginnings. For a missing one the value of the passage before it is used.
     """
     places = [given.position for given in rollout.token_rewards if given.kind == UTILITY]
     others = [given for given in rollout.token_rewards if given.kind != UTILITY]

@@ -74,7 +74,7 @@ def karmarkar_karp_equal(weights: Sequence[float], num_parts: int) -> list[list[
 
 
 def fold_blocks(weights_BK: np.ndarray) -> np.ndarray:
-    """Decide by largest differencing which weight of each block goes to which part.
+    """Assign the weights of each block to the parts by largest differencing.
 
     Returns:
         int64 [B, K]: part k gets `weights_BK[b, result[b, k]]` of block b.

@@ -233,7 +233,7 @@ def _sockets() -> set[int]:
     """The descriptors of this process's sockets."""
     found = set()
     for name in os.listdir("/proc/self/fd"):
-        with suppress(FileNotFoundError):  # that of the listing itself
+        with suppress(FileNotFoundError):  # the descriptor of the listing itself
             if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
                 found.add(int(name))
     return found

@@ -35,8 +35,8 @@ SLOTS = 2
 """How many stretches a rank has under way, and how many buffers it has to pack them or to receive them in."""
 WRITTEN, CORRUPTED, NOT_EXPECTED = 0, 1, 2
 HEADERS, CONTENT, ACKNOWLEDGEMENT = 2, 3, 4
-"""Message i has the tags 3 i + 2, 3 i + 3 and 3 i + 4. Headers and acknowledgement of a stretch have those of its last
-message."""
+"""Message i has the tags 3 i + 2, 3 i + 3 and 3 i + 4. Headers and acknowledgement of a stretch have the tags of its
+last message."""
 END, PACKED = 0, 1
 """The tags of the end mark of a push, and of what both ends tell each other when they join."""
 HEADER_NUMBERS = 6

@@ -397,7 +397,7 @@ def apply_experts(
 
     Args:
         output, hidden_states: [T, H]
-        w1, w2: the rows of gate above those of up, [E, 2 F, H]; and down, [E, H, F].
+        w1, w2: gate's rows above up's rows, [E, 2 F, H]; and down, [E, H, F].
         topk_weights, topk_ids: [T, K], over the experts of all ranks.
         expert_map: the place of every expert on this rank, or -1; None: this rank has all experts.
     """

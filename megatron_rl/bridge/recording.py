@@ -83,7 +83,7 @@ class _CopyRecorder(TorchDispatchMode):
         Args:
             sources: the checkpoint's tensors, by their names in files.
             tensors: what each of them holds.
-            extents: those of every HF tensor.
+            extents: the extents of every HF tensor.
         """
         super().__init__()
         self.shards: list[Shard] = []

@@ -18,7 +18,7 @@ from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.types import Group, GroupRequest, Metrics, Rollout
 
 PARTS = 4
-"""If groups are large and engines are many, an engine works on at least about so many parts of groups."""
+"""If groups are large and engines are many, an engine works on at least about this number of parts of groups."""
 
 
 Answered = Sequence[Sequence[Rollout]]
@@ -64,7 +64,7 @@ class AskedPart:
     answers: Answered = ()
     """Empty until they are complete."""
     stored: tuple[tuple[ray.ObjectRef, ...], ...] = ()
-    """The objects of the tokens of the answers, and those of the continuations; see `payloads.objects_of`."""
+    """The objects with the tokens of the answers and of the continuations; see `payloads.objects_of`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,7 +75,7 @@ class Sent:
     engine: int
     """The index of the engine."""
     actor: Any
-    """The engine's actor. If the engine has another one now, it was started anew."""
+    """The engine's actor. If the engine has another one now, it was restarted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ class IdleTime:
 
     def __init__(self, engines: Iterable[int], now: float) -> None:
         self._since = dict.fromkeys(engines, now)
-        """Since when an engine is idle, for those that are."""
+        """For each idle engine the time since when it is idle."""
         self._total, self._taken = 0.0, now
 
     def begin_work(self, engine: int, now: float) -> None:

@@ -1,13 +1,13 @@
 """Engines and verifiers that work while the trainer does something else; implements `ports.Stream`.
 
-A group is dealt to the engines in parts, each of which is one call. When all its answers are complete, a thread of a
-verifier takes it, has it scored and written into the journal, and then it is handed out. Whatever happens to a group,
-the driver learns it in `collect`: all decisions are made there.
+A group is given to the engines in parts; each part is one call. When all its answers are complete, a thread of a
+verifier takes the group, scores it and writes it into the journal; then the group is handed out. The driver learns all
+that happens to a group in `collect`, and makes all decisions there.
 
-Invariants (tests/unit/cluster, tests/e2e): a part whose engine died, or lost its answers in a failed push, is asked for
-again. In a run in turns (`rollout.max_lag: 0`) it begins from the start, together with the others of its engine, so
-that the run's numbers are those of an undisturbed one; otherwise it goes on from the tokens that it had. No group is
-handed out twice, and none that was cancelled; an engine that gives no answer in time is replaced.
+Invariants (tests/unit/cluster, tests/e2e): if an engine dies, or loses its answers in a failed push, its parts are
+requested again. In a run in turns (`rollout.max_lag: 0`) all parts of the engine begin from the start together, so the
+run's numbers equal an undisturbed run; otherwise a part continues from the tokens that it had. No group is handed out
+twice, and no cancelled group at all. An engine that gives no answer in time is replaced.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class RayStream:
 
     def ask(self, requests: Sequence[GroupRequest], version: int) -> None:
         """See `ports.Stream`. Each part goes to the engine that works on the fewest answers."""
-        if self._in_turns and not self._asked:  # the time in which the trainer worked does not count
+        if self._in_turns and not self._asked:  # the time while the trainer worked does not count
             self._idle.take(time.perf_counter())
         parts = []
         for request in requests:
@@ -145,11 +145,11 @@ class RayStream:
 
     def collect(self, version: int) -> Collected:
         """See `ports.Stream`. In a run in turns all groups that were asked for are handed out together, because the
-        loop needs all of them, and those of an engine that dies are generated again together.
+        loop needs all of them, and the groups of an engine that dies are generated again together.
 
         The metric `stream/asked_again` is the number of calls whose answers were lost, `verifier/restarts` the number
-        of processes of rewards that were replaced, and `stream/idle_s` the time in which engines had nothing to do, of
-        all engines together, out of `stream/span_s`.
+        of processes of rewards that were replaced, and `stream/idle_s` the idle time of all engines together, out of
+        `stream/span_s`.
         """
         end = time.monotonic() + self._timeout_s
         while True:
@@ -236,9 +236,8 @@ class RayStream:
             self._send(parts, version)
 
     def _begin_again(self, lost: Sequence[AskedPart]) -> list[AskedPart]:
-        """All parts that the engines have had that died, and those that were lost although their engines live, in their
-        order. What a dead engine has answered is forgotten, because the answers to fewer parts would be rounded
-        differently."""
+        """All parts of the engines that died, and the parts that were lost although their engines live, in order. The
+        answers of a dead engine are forgotten, because a batch of fewer parts would be rounded differently."""
         again = []
         with self._lock:
             for asked in self._asked.values():

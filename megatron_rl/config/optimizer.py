@@ -10,11 +10,11 @@ from pydantic import Field, PositiveInt, model_validator
 from megatron_rl.config.section import Section, default_kind
 
 PIECE_ELEMENTS, IN_FLIGHT = 2**24, 3
-"""A streamed optimizer updates pieces of so many elements. Of an offloaded state so many pieces are on the device at
-once: one arrives, one is updated, and one leaves."""
+"""The number of elements of a piece that a streamed optimizer updates; and the number of pieces of an offloaded state
+that are on the device at once: one arrives, one is updated, and one leaves."""
 
 ADAM_MOMENTS, MUON_MOMENTS = ("exp_avg", "exp_avg_sq"), ("momentum_buffer",)
-"""Megatron-Core's names of the parts of a parameter's state, beside the fp32 copy of a bfloat16 parameter."""
+"""Megatron-Core's names of the parts of a parameter's state, without the fp32 copy of a bfloat16 parameter."""
 
 
 def moments(kind: str, is_matrix: bool) -> tuple[str, ...]:
@@ -36,7 +36,7 @@ class OptimizerConfig(Section):
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 1.0
     """The learning rate at the end of the schedule, divided by `lr`; 1 keeps the learning rate constant."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """The number of optimizer steps in which the learning rate rises linearly from 0 to `lr`; 0 means no warm-up."""
+    """The learning rate rises linearly from 0 to `lr` during this number of optimizer steps; 0 means no warm-up."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """How the learning rate falls from `lr` to `lr` x `min_lr_ratio` over the run's steps after the warm-up."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
@@ -77,9 +77,8 @@ class AdamConfig(AdamRule, OptimizerConfig):
     the GPU and back piece by piece, so PCIe carries twice the bytes of the state: 24 a parameter with bf16 weights and
     fp32 moments. No bit of the result changes. false: the state stays on the GPU."""
     moments: Literal["float32", "bfloat16"] = "float32"
-    """The data type in which Adam's moments are kept between two updates, here and in checkpoints. Updates compute in
-    fp32. bfloat16 saves 4 bytes a parameter and rounds both moments after every update; DeepSeek-V3 was trained so
-    (arXiv:2412.19437)."""
+    """The data type of Adam's moments between two updates, also in checkpoints. Updates compute in fp32. bfloat16 saves
+    4 bytes a parameter and rounds both moments after every update; DeepSeek-V3 was trained so (arXiv:2412.19437)."""
 
     @property
     def is_offloaded(self) -> bool:
@@ -112,9 +111,9 @@ class MuonConfig(OptimizerConfig):
     """Muon: the update of a matrix inside a layer is the orthogonal matrix next to its momentum, which Newton-Schulz
     iterations approximate (Jordan et al. 2024, kellerjordan.github.io/posts/muon; arXiv:2502.16982). A matrix is a
     tensor of the Hugging Face folder: q, k and v, gate and up, and the matrices of each expert are orthogonalised
-    apart, and the update is that of the whole matrix in every layout. Adam updates embedding, output layer, value head
-    and all that is one-dimensional, with the same learning rate and decay. The state of a matrix has one momentum in
-    place of two moments."""
+    separately, and in every layout the update is computed from the whole matrix. Adam updates embedding, output layer,
+    value head and all that is one-dimensional, with the same learning rate and decay. The state of a matrix has one
+    momentum in place of two moments."""
 
     ADAM_ONLY: ClassVar = ("offload", "moments")
 

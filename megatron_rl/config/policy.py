@@ -23,9 +23,9 @@ class ParallelConfig(Section):
     pipeline: PositiveInt = 1
     """Pipeline parallelism (PP): the number of stages into which the layers are split."""
     virtual: PositiveInt = 1
-    """Virtual pipeline stages (VPP): the number of parts of the model that each pipeline rank holds. More parts shorten
-    the time in which the pipeline fills and drains, and need more communication. The number of micro-batches is then
-    rounded up to a multiple of `pipeline`."""
+    """Virtual pipeline stages (VPP): the number of parts of the model that each pipeline rank holds. With more parts
+    the pipeline fills and drains in less time, but communicates more. The number of micro-batches is then rounded up to
+    a multiple of `pipeline`."""
     layers: tuple[PositiveInt, ...] | Literal["auto"] | None = None
     """The number of layers of each pipeline stage, from the first layer of the model to the last; with virtual stages,
     of each of the `pipeline` x `virtual` parts. `auto` balances the FLOPs of the stages, so that the last one, which
@@ -91,7 +91,8 @@ Switch = bool | int | float | str | tuple[str, ...] | None
 
 class MegatronConfig(Section):
     """Fields of Megatron-Core's configuration classes for which there is no key here. When a run starts, unknown names
-    are refused, and so are fields that the project sets itself, and those in `actor/switches.py`, each with its reason.
+    are refused. Fields that the project sets itself and the fields in `actor/switches.py` are refused too, each with
+    its reason.
 
     On GPUs `overlap_grad_reduce` and `overlap_param_gather` are on where the optimizer's state is split, and with
     Transformer Engine's layers so are `moe_permute_fusion` and, if Apex has its extension,
@@ -112,14 +113,14 @@ class PolicyConfig(Section):
     megatron: MegatronConfig = MegatronConfig()
     router_bias_update_rate: Annotated[float, Field(ge=0)] = 0.0
     """The amount by which every optimizer step raises the router's bias of experts with fewer tokens than the average,
-    and lowers that of the others (arXiv:2408.15664; DeepSeek-V3's pre-training used 0.001). For models whose routers
-    have such a bias. 0 means that the bias stays as it is: a bias that moves makes tokens go to other experts, so it
-    changes the policy without a gradient, and also where no reward asked for it."""
+    and lowers the bias of the other experts (arXiv:2408.15664; DeepSeek-V3's pre-training used 0.001). For models whose
+    routers have such a bias. 0 means that the bias stays as it is: a bias that moves makes tokens go to other experts,
+    so it changes the policy without a gradient, and also where no reward asked for it."""
     routing_replay: bool = False
     """true: in training every token goes to the experts that the engine chose for it (R3, arXiv:2510.11370); the
     experts' weights are the trainer's own. For models with at most 256 experts. The choices need one byte for each
-    token, layer and active expert beside a token's other 13 bytes. false: the trainer chooses; in bf16 some of its
-    choices differ from the engine's, which shows in the mismatch."""
+    token, layer and active expert, in addition to the other 13 bytes of a token. false: the trainer chooses; in bf16
+    some of its choices differ from the engine's, which shows in the mismatch."""
     load_balancing_loss: Annotated[float, Field(ge=0)] = 0.0
     """The coefficient of the load-balancing loss of each layer with experts (arXiv:2101.03961): the number of experts
     times the sum over the experts of their share of the choices times their mean score. Shares and means are over all

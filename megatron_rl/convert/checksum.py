@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import cache
 
 _POLYNOMIAL = 0xEDB88320
-"""zlib's polynomial. Bit 0 is the coefficient of x^31, bit 31 that of x^0."""
+"""zlib's polynomial. Bit 0 is the coefficient of x^31, bit 31 the coefficient of x^0."""
 
 
 def joined(first: int, second: int, second_bytes: int) -> int:

@@ -1,8 +1,8 @@
 """Reads a GGUF file, the form of llama.cpp, into a Hugging Face folder.
 
 transformers and the package gguf do the reading: names, the order of rotary dimensions, blocks, tokenizer. What they
-pass over in silence is checked here. A quantised file gives a dequantised model: its values are those that the blocks
-stand for, and config.json says so under `dequantised_from`.
+pass over in silence is checked here. A quantised file gives a dequantised model: its values are the ones that the
+blocks stand for, and config.json says so under `dequantised_from`.
 
 Invariants (tests/e2e/test_real_model.py): the folder has every value of the file, each as the formula of
 its kind gives it, and rounded once to the dtype; what cannot be carried over is an error that names it.
@@ -98,7 +98,7 @@ def from_gguf(file: Path, target: Path, dtype: str = "float32") -> Dequantised:
     settings = read.config.to_dict()
     for key in ("quantization_config", "_name_or_path", "_model_name_or_path"):
         settings.pop(key, None)
-    # The file has float32, of which 1e-5 is 9.999999747378752e-06.
+    # The file has float32, and 1e-5 in float32 is 9.999999747378752e-06.
     settings |= {key: float(str(np.float32(value))) for key, value in settings.items() if isinstance(value, float)}
     if "head_dim" in settings:  # transformers takes the default of some families
         settings["head_dim"] = fields.get(

@@ -17,7 +17,7 @@ COMPANIONS = (
     "*_tokens*.json",
     "chat_template*",
 )
-"""The files that a model folder may hold beside weights and config.json, as glob patterns."""
+"""The files that a model folder may hold in addition to weights and config.json, as glob patterns."""
 
 
 def file_name(stem: str, i: int, num_files: int) -> str:

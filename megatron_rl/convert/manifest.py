@@ -27,7 +27,7 @@ NAME = "manifest.json"
 HUB, OPEN, RANKS = "hub", "open", "ranks"
 WEIGHTS = "weights"
 """The kind of a tensor that is a part of the model. The other kinds are the parts of the optimizer's state, by
-Megatron-Core's names: `fp32_param` is the fp32 copy of a bf16 weight, and those of `config.optimizer.moments` are
+Megatron-Core's names: `fp32_param` is the fp32 copy of a bf16 weight, and the names in `config.optimizer.moments` are
 Adam's moments and Muon's momentum."""
 
 
@@ -96,7 +96,7 @@ def has_part(fields: dict[str, Any], part: str, hf_name: str, num_dims: int) -> 
 
 
 def check_shape(folder: Path, fields: dict[str, Any], shape: ModelShape) -> None:
-    """Check that the configuration beside the weights is the manifest's.
+    """Check that the configuration next to the weights is the manifest's.
 
     Raises:
         ValueError: a field of the model's shape differs; the error names the first one.

@@ -1,10 +1,10 @@
-"""The rectangles of the open form that each trainer rank writes, and those that a rank reads. Everything here is pure.
+"""The rectangles of the open form that each trainer rank writes and reads. Everything here is pure.
 
 A rank's parameter consists of rectangles of Hugging Face tensors, and so does each tensor of the open form
 (`forms.open_chunks`), so what they have in common follows. The distributed optimizer gives each data-parallel rank a
 flat interval of every parameter; an interval is at most a part of a row, whole rows, and a part of a row.
 
-Invariant (tests/unit/convert): on every mesh, and for every way in which data-parallel ranks cut the parameters, the
+Invariant (tests/unit/convert): on every mesh, and for every cut of the parameters between data-parallel ranks, the
 pieces of all ranks cover each element of the open form once.
 """
 
@@ -119,12 +119,12 @@ def interval_boxes(extents: tuple[int, ...], start: int, stop: int) -> list[Box]
 
 
 def interval_view(flat: Tensor, start: int, extents: tuple[int, ...], box: Box) -> Tensor:
-    """A view of a rectangle of a tensor of which only a flat interval is at hand.
+    """A view of a rectangle of a tensor, made from a flat interval of the tensor.
 
     Args:
         flat: the interval, one-dimensional.
         start: the index of its first element in the whole tensor.
-        extents: those of the whole tensor.
+        extents: the extents of the whole tensor.
         box: the rectangle: a part of one row, or rows that are whole in the interval.
     """
     if len(extents) == 1:

@@ -104,7 +104,7 @@ def open_checkpoint(folder: Path, kind: str = manifest.WEIGHTS, fields: dict[str
 
     Args:
         kind: what to open of a trainer's checkpoint: the weights, or a part of the optimizer's state
-            (`manifest.WEIGHTS` names the kinds). The regions are then those of this kind.
+            (`manifest.WEIGHTS` names the kinds). Only regions of this kind are opened.
         fields: the folder's manifest, if it has been read already.
 
     Raises:

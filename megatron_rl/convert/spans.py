@@ -1,8 +1,8 @@
 """Writes target files in spans: consecutive bytes of a file, which one worker writes while others write the rest.
 
-What is a run of stored bytes is summed and written straight from the memory map of its file; everything else is made in
-blocks, each of which is summed and written while it is in the processor's cache. Each byte is summed once: the
-checksums of stored tensors, too, follow from those of the runs, if a file holds all bytes of the stored tensor.
+A run of stored bytes is summed and written straight from the memory map of its file. Everything else is made in blocks;
+each block is summed and written while it is in the processor's cache. Each byte is summed once: if a file holds all
+bytes of a stored tensor, the tensor's checksum follows from the checksums of the runs.
 
 Invariants (tests/unit/convert): the spans of a file cover each byte once; files and entries do not depend on how
 files are cut; no entry is made of a stored tensor whose bytes are not the manifest's.
@@ -99,7 +99,7 @@ def cut(file: TargetFile, max_bytes: int) -> list[Span]:
 
 
 def whole_sources(file: TargetFile) -> set[Stored]:
-    """The stored tensors each byte of which is in a run of the file once."""
+    """The stored tensors whose bytes are all in runs of the file, each byte once."""
     found: dict[Stored, list[Run]] = {}
     for tensor, _ in file.tensors():
         for run in runs(tensor) or ():
@@ -172,7 +172,7 @@ def _views(
 
 
 def _note(sums: list[tuple[Stored, Sum]], source: Stored, new: Sum) -> None:
-    """Add a sum to the list. If its bytes follow those of the last one, both become one."""
+    """Add a sum to the list. If its bytes follow the bytes of the last sum, both become one."""
     if sums and sums[-1][0] == source and sums[-1][1].start + sums[-1][1].num_bytes == new.start:
         last = sums.pop()[1]
         new = _joined(last, new)

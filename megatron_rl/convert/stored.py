@@ -59,8 +59,7 @@ class Stored:
     """The offset of its first byte in the file."""
     quantised: Quantised | None = None
     view: View | None = None
-    """The part that is meant, as a tensor of its own, whose rectangles are then those of the view; None: the whole
-    tensor."""
+    """The part that is meant, as a tensor of its own: rectangles then refer to the view. None: the whole tensor."""
 
     @property
     def num_bytes(self) -> int:

@@ -1,8 +1,8 @@
 """The files of a Megatron-Core distributed checkpoint (`torch_dist`, version 1), without Megatron and without a process
 group.
 
-Each tensor is a torch.save archive inside a `.distcp` file, and `.metadata` says which rectangle of which key it is.
-An archive has a few bytes before the tensor's own bytes and a few after them; torch.save itself makes these.
+Each tensor is a torch.save archive inside a `.distcp` file, and `.metadata` says which key and rectangle it is. An
+archive has a few bytes before the tensor's own bytes and a few after them; torch.save itself makes these.
 Invariant (tests/dist): Megatron-Core's dist_checkpointing.load reads the files on any mesh.
 """
 
@@ -106,8 +106,8 @@ def place_of(chunk: Chunk, box: Box | None = None) -> tuple[tuple[int, ...], Box
 
 
 def empty_states(chunks: Iterable[Chunk]) -> list[str]:
-    """The keys of the extra state that Megatron's and Transformer Engine's linear layers have beside their weights. It
-    is empty without fp8, but loading asks for it."""
+    """The keys of the extra state that Megatron's and Transformer Engine's linear layers have in addition to weights.
+    It is empty without fp8, but loading asks for it."""
     keys = {}
     for chunk in chunks:
         module = chunk.key.rpartition(".")[0]

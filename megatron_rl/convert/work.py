@@ -1,11 +1,11 @@
-"""Carries out a conversion in several processes, each of which writes one span of a file at a time. The target
-folder is either complete or absent.
+"""Carries out a conversion in several processes. Each process writes one span of a file at a time. The target folder is
+either complete or absent.
 
 Files are written to `<target>.partial`, and are called `<name>.unfinished` until they are on the disk. A journal in
 that folder keeps the checksums of the finished files. If the same command runs again, it keeps every finished file
 whose bytes are still right. The manifest is written last, and then the folder gets its name.
 
-Invariants (tests/unit/convert): whatever ends the program, the target's name never belongs to an incomplete folder; the
+Invariants (tests/unit/convert): however the program ends, the target's name never belongs to an incomplete folder; the
 next run writes only what was not finished.
 """
 
@@ -119,8 +119,8 @@ class Workers:
 
     def _begin(self, task: Callable[[int], Any], parent: int) -> None:
         """Prepare a worker; runs in it before its first task."""
-        # What was garbage in the parent must not be collected here. A destructor may wait for threads that a fork does
-        # not have: that of a gloo process group does.
+        # Garbage of the parent must not be collected here. A destructor may wait for threads that a fork does not have:
+        # the destructor of a gloo process group does.
         gc.freeze()
         global _task
         _task = task
@@ -175,8 +175,8 @@ class _Task(NamedTuple):
 
 
 def _plan(files: Sequence[TargetFile], finished: Container[str], num_workers: int) -> list[_Task]:
-    """The tasks in the order in which they are begun. The workers write as many files at the same time as there are
-    workers, because the kernel lets one process at a time write to a file."""
+    """The tasks in the order of their starts. The workers write as many files at the same time as there are workers,
+    because the kernel lets one process at a time write to a file."""
     num_bytes = sum(file.num_bytes for file in files)
     max_bytes = max(MIN_STRETCH_BYTES, num_bytes // (num_workers * STRETCHES_PER_WORKER))
     order = sorted(range(len(files)), key=lambda i: -files[i].num_bytes)
@@ -211,7 +211,7 @@ def carry_out(conversion: Conversion, folder: Path, num_workers: int, report: Re
     partial = folder.with_name(folder.name + ".partial")
     files = conversion.files
     with _journal(partial, _identity(conversion)) as (journal, known):
-        _remove_unfinished(partial)  # those of a run that was killed
+        _remove_unfinished(partial)  # files of a killed run
         _check_space(conversion.num_bytes - sum(entry["bytes"] for entry in known.values()), partial)
         for path in {(partial / file.name).parent for file in files}:
             path.mkdir(parents=True, exist_ok=True)
@@ -296,7 +296,7 @@ def _identity(conversion: Conversion) -> str:
         tensors = [segment for segment in file.segments if not isinstance(segment, bytes)]
         for tensor in tensors:
             digest.update(f"{tensor.name} {tensor.dtype} {tensor.extents}\n".encode())
-        if not tensors:  # the bytes beside tensors follow from the tensors, and torch.save does not repeat all of them
+        if not tensors:  # the other bytes follow from the tensors, and torch.save does not repeat all of them
             for segment in file.segments:
                 digest.update(segment)
     return digest.hexdigest()

@@ -26,7 +26,7 @@ class OutOfTime(Exception):
 class Calls:
     """
     Args:
-        limit_s: the longest time of a call, in seconds. The time in which it waits for a thread does not count.
+        limit_s: the longest time of a call, in seconds. The time that it waits for a thread does not count.
     """
 
     def __init__(self, limit_s: float) -> None:
