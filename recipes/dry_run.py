@@ -242,8 +242,8 @@ def describe_placement(config: BaseConfig, console: Console) -> None:
 
 
 def _on_node(plan: Placement, role: str, node: str) -> str:
-    """The ranks of trainer or critic or the numbers of the engines or verifiers on a node, with the ranks of an engine
-    of which only a part is there; for a single verifier whether it is there."""
+    """The ranks of trainer or critic, or the numbers of the engines or verifiers on a node. If only a part of an engine
+    is there, also the engine's ranks. For a single verifier whether it is there."""
     groups = [[i for i, rank in enumerate(group) if rank.node.id == node] for group in plan.groups[role]]
     if role in ("trainer", "critic"):
         return _ranges(groups[0])

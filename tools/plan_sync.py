@@ -11,11 +11,11 @@ Only the planning time is measured; everything else is computed. Rates are for o
     incomplete      with --repacked: the order is that for engines whose layers vLLM repacks, and this is the most that
                     a rank of an engine holds of modules whose weights have not all come, in bytes
     redundancy      bytes that all engine ranks receive, divided by the bytes that they hold; 1.00 is the minimum
-    gathering       the same for a design that gathers full tensors on every rank: the bytes of the model minus those
-                    that a trainer rank holds, divided by the bytes that the fullest engine rank needs
+    gathering       the same for a design that gathers full tensors on every rank: the bytes of the model minus the
+                    bytes of a trainer rank, divided by the bytes that the fullest engine rank needs
     plan            CPU seconds of planning and hashing
 
-Without --model the table has three models on 8 to 256 nodes, of which half are trainers.
+Without --model the table has three models on 8 to 256 nodes; half of the nodes train.
 
     python tools/plan_sync.py
     python tools/plan_sync.py --replay --random 30 --json

@@ -118,7 +118,7 @@ def critic_shape(shape: ModelShape) -> ModelShape:
 
 
 def critic_config(config: dict[str, Any]) -> dict[str, Any]:
-    """The config.json of a model with a value head, with which transformers loads it as
+    """The config.json of a model with a value head: transformers loads the model as
     `AutoModelForSequenceClassification`."""
     names = [name.replace("ForCausalLM", _CLASSIFIES) for name in config.get("architectures", [])]
     one_label = {"id2label": {"0": "value"}, "label2id": {"value": 0}}
@@ -178,8 +178,8 @@ def _flag(config: Mapping[str, Any], key: str) -> bool:
 
 
 def _rotary_share(config: Mapping[str, Any], family: Family) -> float:
-    """The share of each head's dims that are rotated: that of the section about rotation, else the one beside it, as
-    transformers reads them, else the family's.
+    """The share of each head's dims that are rotated. As in transformers, a value inside the section about rotation
+    comes first, then a value outside the section; then the family's.
 
     Raises:
         ValueError: the family rotates whole heads, or this is no share.
@@ -212,7 +212,7 @@ def _rope(config: Mapping[str, Any], default: float) -> tuple[float, Llama3Rope 
     rope.pop("partial_rotary_factor", None)  # `_rotary_share` reads it
     scaling: Llama3Rope | YarnRope | None = None
     known: set[str] = set()
-    # transformers prefers the number beside the section to the one in it.
+    # transformers prefers the number outside the section to the one in it.
     if kind in ("llama3", "yarn") and config.get("original_max_position_embeddings") is not None:
         rope["original_max_position_embeddings"] = config["original_max_position_embeddings"]
     if kind == "llama3":

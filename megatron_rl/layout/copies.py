@@ -24,7 +24,7 @@ class Copy:
     destination_name: str
     destination_box: Box
     dtype: str
-    """The dtype in which the bytes are sent."""
+    """The dtype of the bytes that are sent."""
 
     @property
     def num_bytes(self) -> int:

@@ -50,7 +50,7 @@ def check_engine(family: Family, shape: ModelShape, tensor: int, expert_parallel
 def _may_be(family: Family, shape: ModelShape, mesh: Mesh, axis: str, ways: int) -> bool:
     """Whether the mesh divides the model if one of its axes has another length."""
     try:
-        mesh = replace(mesh, **{axis: ways})  # type: ignore[arg-type]  # the names are those of sizes
+        mesh = replace(mesh, **{axis: ways})  # type: ignore[arg-type]  # every axis is the name of a size
     except ValueError:  # the axes do not fit together
         return False
     shares = shape.latent is None and mesh.tensor > shape.num_kv_heads  # see `_check_shared_heads`

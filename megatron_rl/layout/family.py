@@ -2,9 +2,9 @@
 
 For example, the row `Rule(QKV, megatron=..., vllm=..., hf=(q, k, v))` is all that the actor, the loader, the exporter
 and the bridge know about the projection to q, k and v. A new family is a new table (`layout/families/`). Invariants
-(tests/unit/layout, tests/dist): every HF tensor of a model is in exactly one row; names and extents equal those that
-transformers saves and that Megatron-Core and vLLM build; the shards of all ranks together hold every element, each at
-its own place.
+(tests/unit/layout, tests/dist): every HF tensor of a model is in exactly one row; names and extents are the same as
+transformers saves and Megatron-Core and vLLM build; the shards of all ranks together hold every element, each at its
+own place.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Family:
     """The base of the rotary embeddings if config.json does not give it."""
     rotary_share: float | None = None
     """The share of each head's dims that are rotated if config.json does not give it. None: heads of this family are
-    rotated whole, whatever config.json says, so another share is refused."""
+    always rotated whole, so config.json with another share is refused."""
     vllm_repeats_ends: bool = False
     """Whether vLLM builds embedding, final norm and output layer on every pipeline stage."""
     hf_layer: str = "model.layers.{}."
@@ -76,7 +76,7 @@ class Family:
         return self._dims("mlp.gate.e_score_correction_bias") is not None
 
     def is_float32(self, hf_name: str) -> bool:
-        """Whether trainer and engine hold an HF tensor in float32 whatever the model's dtype is."""
+        """Whether trainer and engine hold an HF tensor in float32 for every dtype of the model."""
         rows = (rule for rule in (*self.attention, *self.dense, *self.mixture) if rule.float32)
         return any(hf_name.endswith(f".{tensor.name}") for rule in rows for tensor in rule.hf)
 

@@ -49,7 +49,7 @@ def check_model(folder: Path, shape: ModelShape, mesh: Mesh) -> None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a folder: those that its index names, or all if it has no index.
+    """The safetensors files of a folder: the files that its index names, or all files if it has no index.
 
     Raises:
         ValueError: the index is damaged, or names a file that is not there.

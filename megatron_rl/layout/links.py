@@ -1,7 +1,7 @@
 """Which GPU is in which node, and how fast its links are.
 
 Trainer ranks fill the first nodes, with `gpus_per_node` ranks each. The engines' ranks come after them, engine by
-engine, or share the trainer's GPUs from the first one on. Rates are those of one direction; both directions work at
+engine, or share the trainer's GPUs from the first one on. A rate belongs to one direction; both directions work at
 once.
 """
 

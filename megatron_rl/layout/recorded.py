@@ -1,8 +1,8 @@
 """The engine's side as its own loaders wrote it: from views of tensors to rectangles, and from the shards of a rank to
 rows that layers share.
 
-Invariants (tests/unit/layout): the rectangle of a view holds the elements of the view in their order; the shards of a
-recording are those that it was made of.
+Invariants (tests/unit/layout): the rectangle of a view holds the elements of the view in their order; a recording
+returns the shards that it was made of.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def box_of_view(offset: int, sizes: Sequence[int], strides: Sequence[int], full:
         full: the extents of the whole tensor.
 
     Returns:
-        The rectangle whose elements, in their order, are those of the view. None if there is no such rectangle, for
-        example because the view is transposed.
+        The rectangle that has the view's elements, in their order. None if there is no such rectangle, for example
+        because the view is transposed.
     """
     if not prod(sizes):
         return None

@@ -35,7 +35,7 @@ class Cut:
     float32: bool
 
     def wire_dtype(self, dtype: str) -> str:
-        """The dtype in which the cut is sent; `dtype` is the plan's."""
+        """The dtype of the cut when it is sent; `dtype` is the plan's."""
         return "float32" if self.float32 else dtype
 
     def local(self, prefix: str, part: Box, expert: int) -> tuple[str, Box]:
@@ -116,7 +116,7 @@ class Regions:
     block_keys: np.ndarray
     """int64 [num_blocks], ascending: the HF prefix's index * the number of boxes + the box's index."""
     holders: np.ndarray
-    """The ranks that hold block 0, ascending, then those that hold block 1, and so on."""
+    """The ranks that hold block 0, ascending, then the ranks that hold block 1, and so on."""
     holdings: np.ndarray
     """The row of `source.held` for each entry of `holders`."""
     holders_start: np.ndarray

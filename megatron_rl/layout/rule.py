@@ -73,7 +73,7 @@ class Rule:
     when: Callable[[ModelShape], bool] = lambda shape: True
     """Whether a model of the family has this row."""
     float32: bool = False
-    """Trainer and engine hold the parameter in float32 whatever the model's dtype is, and it is sent as float32."""
+    """Trainer and engine hold the parameter in float32 for every dtype of the model, and it is sent as float32."""
 
     @property
     def per_expert(self) -> bool:
@@ -94,7 +94,7 @@ class Rule:
         """Yield (name, view) of every HF tensor of the row that files hold in another form.
 
         Args:
-            prefix: that of the layer, with which the names begin.
+            prefix: the layer's prefix; the names begin with it.
         """
         experts = num_experts(shape) if self.per_expert else 0
         for tensor, extents in zip(self.hf, self.extents(shape), strict=True):
@@ -108,8 +108,8 @@ VALUE_HEAD = Rule(
     hf=(HfTensor("score.weight", ("value_head", "hidden")),),
     megatron="value_head.weight",
 )
-"""The row of a critic in every family. Its HF tensor is that of transformers' classes `...ForSequenceClassification`
-with one label."""
+"""The row of a critic in every family. Its HF tensor is the head of transformers' classes
+`...ForSequenceClassification` with one label."""
 
 
 @dataclass(frozen=True, slots=True)

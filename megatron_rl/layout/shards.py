@@ -74,7 +74,7 @@ def local_extents(shards: Iterable[Shard]) -> dict[str, tuple[int, ...]]:
 
 
 def check_parameters(shards: Iterable[Shard], live: dict[str, tuple[int, ...]], side: str) -> None:
-    """Check that the live parameters are exactly those that the shards describe, with the same extents.
+    """Check that the live parameters are exactly the parameters that the shards describe, with the same extents.
 
     Only dim 0 of a vocabulary matrix may be longer than described, because of its padding rows.
 

@@ -1,4 +1,4 @@
-"""The few ways in which a row of a family's table is split over ranks, in Megatron and in vLLM.
+"""The few ways to split a row of a family's table over ranks, in Megatron and in vLLM.
 
 A split turns whole Hugging Face tensors into the pieces of one rank. Invariant (tests/unit/layout): the pieces of all
 ranks cover every row or column exactly once, or equally often if heads or whole tensors are replicated.
@@ -141,8 +141,8 @@ def _vllm_qkv(shape: ModelShape, lengths: tuple[int, ...], ways: int, rank: int)
 
 def _gathered_heads(shape: ModelShape, lengths: tuple[int, ...], ways: int, rank: int) -> list[Piece]:
     """Every rank gathers the heads of all ranks, normalises them with the whole weight, and keeps its own heads
-    (TPAwareNormMixin in vllm.model_executor.models.transformers.fusers.rms_norm). vLLM cannot gather KV heads of which
-    each is on several ranks. A single KV head is whole on every rank, so it needs no gathering."""
+    (TPAwareNormMixin in vllm.model_executor.models.transformers.fusers.rms_norm). vLLM cannot gather KV heads if each
+    head is on several ranks. A single KV head is whole on every rank, so it needs no gathering."""
     if ways > shape.num_kv_heads > 1:
         raise ValueError(
             f"the engine has {ways} tensor-parallel ranks, the model {shape.num_kv_heads} KV heads, and vLLM cannot "
@@ -166,7 +166,7 @@ VOCABULARY = SplitKind(
 )
 LATENT_DOWN = SplitKind(_stacked(0), _replicated(), fused=_replicated())
 """The split of the down projections of latent attention: Megatron's local layers split them over TP and gather the
-output; those of Transformer Engine and vLLM are whole on every rank."""
+output; Transformer Engine and vLLM have the whole projections on every rank."""
 LATENT_KV_DOWN = SplitKind(_stacked(0), _replicated(query_rank), fused=_replicated())
-"""The split of the down projection of k and v in latent attention. vLLM stacks its rows below those of the query's down
+"""The split of the down projection of k and v in latent attention. vLLM stacks its rows below the query's down
 projection."""

@@ -39,7 +39,7 @@ class Traffic:
     bound_s: float
     """A lower bound of the time: the bytes of the fullest engine rank divided by the rate of its link."""
     least_s: float
-    """The least time of all links: that of the busiest one plus that of one bucket in each further round."""
+    """The least time of all links: the time of the busiest link, plus the time of one bucket in each further round."""
 
     @property
     def redundancy(self) -> float:

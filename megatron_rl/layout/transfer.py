@@ -1,10 +1,10 @@
 """The transfer plan: which rectangle of which trainer rank goes to which rectangle of which engine rank.
 
 A plan is only the intersection of source and destination. All bytes that the same set of replicas can send are put in
-one sequence, engine by engine, and the replicas share this sequence: each of them sends one interval of it, whatever
-the number of engines. Invariants (tests/unit/layout): every described destination element is written exactly once and
-from its own source element; replicas send equally many bytes, within a row, unless one of them is nearer to the
-receiver; the plan is a pure function of its inputs, so that each side computes it alone and both compare `digest`.
+one sequence, engine by engine, and the replicas share this sequence: each of them sends one interval of it, for any
+number of engines. Invariants (tests/unit/layout): every described destination element is written exactly once and from
+its own source element; replicas send equally many bytes, within a row, unless one of them is nearer to the receiver;
+the plan is a pure function of its inputs, so that each side computes it alone and both compare `digest`.
 """
 
 from __future__ import annotations
@@ -207,7 +207,7 @@ def plan_weights(
 
     Args:
         fused_norms: the trainer has Transformer Engine's layers.
-        dtype: the dtype in which the bytes are sent.
+        dtype: the dtype of the bytes that are sent.
         trainer: the mesh of Megatron's ranks, or what each rank of another trainer holds.
         recorded: what the ranks of an engine hold. If it is empty, the family's table says so.
         repacked: the engines repack layers, and hold each of them a second time until all of its bytes have arrived. So

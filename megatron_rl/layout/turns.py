@@ -1,4 +1,4 @@
-"""The order in which the routes of a transfer plan use their two ends.
+"""The order of the routes of a transfer plan at their two ends.
 
 Each trainer rank and each engine rank can serve one route at a time, as machines of an open shop (Gonzalez and Sahni,
 "Open shop scheduling to minimize finish time", 1976). A route is cut into blocks. Whenever both ends of a route are
@@ -22,12 +22,12 @@ from heapq import heappop, heappush
 from typing import NamedTuple
 
 NUM_BLOCKS = 128
-"""The fullest end has about so many blocks. More blocks come closer to the bound, and take longer to order."""
+"""The fullest end has about this number of blocks. More blocks come closer to the bound, and take longer to order."""
 WINDOW = 0.25
 """How far a route of a group may be ahead of the slowest one, as a share of its bytes. Less of it keeps fewer layers
 incomplete, and lets more ends wait."""
 BLOCKS_OF_ROUTE = 8
-"""A route of a group has at least about so many blocks, unless they became much smaller than those of the others."""
+"""A route of a group has at least about this number of blocks, unless they became much smaller than other blocks."""
 SPAN = 2**40
 """There are fewer blocks than this."""
 
@@ -38,7 +38,7 @@ class Turn(NamedTuple):
     stop: int
     """The number of the route's bytes up to the end of this block."""
     number: int
-    """The place of the block among all blocks of all routes, in the order in which they start."""
+    """The place of the block among all blocks of all routes, in the order of their starts."""
 
 
 def order_routes(
@@ -60,11 +60,11 @@ def order_routes(
 
 
 class _Shop:
-    """An end is a number: the destinations are counted after the sources. A set of ends of one side is a whole number
-    with a bit for each of them, so an end finds those that are free among its partners in one operation.
+    """An end is a number: the destinations are counted after the sources. A set of ends of one side is an integer with
+    a bit for each end, so an end finds its free partners in one operation.
 
-    Ends are compared by keys of which no two are equal: the end with more bytes left has the larger key, and of ends
-    with as many bytes the first one.
+    Ends are compared by their keys, which are all different: the end with more bytes left has the larger key, and of
+    ends with equally many bytes the first one.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class _Shop:
         """By which ends are compared. `load` is what has not been started of all routes of an end."""
         self._block = max(1, -(-max(loads, default=1) // NUM_BLOCKS))
         self._num_bytes, self._left = num_bytes, list(num_bytes)
-        """The bytes of each route, and those of them that have not been started."""
+        """The bytes of each route, and the number of them that have not been started."""
         self._groups = groups
         self._idle = [0, 0]
         """The free sources and the free destinations that have bytes left: two sets."""
@@ -98,7 +98,7 @@ class _Shop:
         keys, partners, bits, idle, ends = self._keys, self._partners, self._bits, self._idle, self._ends
         num_sources, num_ends, groups, left = self._num_sources, self._num_ends, self._groups, self._left
         turns: list[list[Turn]] = [[] for _ in left]
-        routes: list[int] = []  # that of each block
+        routes: list[int] = []  # the route of each block
         running: list[int] = []  # SPAN * (end of the block) + its number, a heap
         free = [end for end, others in enumerate(partners) if others]
         for end in free:
@@ -140,7 +140,7 @@ class _Shop:
         return turns
 
     def _chosen(self, end: int, found: int) -> int | None:
-        """The route between this end and one of those that were found: the fullest one that may start."""
+        """The route between this end and one of the found ends: the fullest route that may start."""
         keys, bits, route, groups = self._keys, self._bits, self._route[end], self._groups
         first, most, chosen = self._num_sources if end < self._num_sources else 0, -1, None
         while found:

@@ -1,9 +1,9 @@
 """Where a tensor lies in the one that a file holds, if the file has it in another form.
 
 Everything but the reading and writing of files knows only the Hugging Face (HF) tensors of a family's table: [rows,
-columns], one for each expert, gate and up apart. Some models are published in other forms, of which each element of
-such a tensor is still one element: experts stacked in one tensor, matrices transposed, gate and up as parts of one
-matrix. All of them are a first element and a step for each dim.
+columns], one for each expert, gate and up apart. Some models are published in other forms, but every element of such a
+tensor is an element of the file: experts stacked in one tensor, matrices transposed, gate and up as parts of one
+matrix. A first element and a step for each dim describe each of these forms.
 Invariant (tests/unit/layout): the views of a file's tensor hold each of its elements once.
 """
 
@@ -57,8 +57,8 @@ class View:
             full: the extents of the HF tensor.
 
         Returns:
-            The rectangle whose elements, in their order, are those of the view. None if there is no such rectangle,
-            for example because the view has parts of other HF tensors, too.
+            The rectangle that has the view's elements, in their order. None if there is no such rectangle, for example
+            because the view has parts of other HF tensors, too.
         """
         left, starts = offset - self.offset, [0] * len(full)
         for dim in sorted(range(len(full)), key=lambda dim: -self.strides[dim]):
@@ -87,7 +87,7 @@ class InFile:
     it the tensor stacks all experts of the layer along a first dim."""
     part: int = 0
     num_parts: int = 1
-    """The file's matrix has the rows of so many tensors of equal extents, of which this one is number `part`."""
+    """The number of tensors of equal extents whose rows the file's matrix has; this one is number `part` of them."""
     interleaved: bool = False
     """The rows of the parts alternate. If not, each part's follow each other."""
     transposed: bool = False
@@ -96,8 +96,8 @@ class InFile:
     def view(self, extents: tuple[int, ...], prefix: str, expert: int, num_experts: int) -> View:
         """
         Args:
-            extents: those of the HF tensor: a matrix, or a vector.
-            prefix: that of the layer.
+            extents: the extents of the HF tensor: a matrix, or a vector.
+            prefix: the layer's prefix.
         """
         rows, columns = extents[0] * self.num_parts, extents[1:]
         matrix = (*columns, rows) if self.transposed else (rows, *columns)

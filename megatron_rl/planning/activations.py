@@ -1,4 +1,4 @@
-"""The bytes of activations of a trainer rank: what autograd keeps, and what is computed beside it.
+"""The bytes of activations of a trainer rank: what autograd keeps, and the temporary tensors of the computation.
 
 They are estimates for one kind of layers. Invariant (tests/dist): they are within 10 % of what autograd saves on the
 local layers, with and without recomputation.
@@ -15,7 +15,7 @@ from megatron_rl.types import Experts, Mesh, ModelShape
 CHUNK_BYTES = 256 * 2**20
 """The logits of one chunk of the output layer in fp32, as `algorithms.logprobs.CHUNK_BYTES` (which needs torch)."""
 TOKEN_BYTES = 2 * 8 + 4 * 4
-"""What the log-prob of a token keeps beside its hidden state: two indices, and four fp32 numbers."""
+"""What the log-prob of a token keeps in addition to its hidden state: two indices, and four fp32 numbers."""
 CHUNKS = 3
 """The output layer holds the logits of a chunk, their exponentials (for the entropy), and their gradient."""
 
@@ -38,7 +38,7 @@ def layer_bytes(shape: ModelShape, parallel: ParallelConfig, layer: int, width: 
         width: the bytes of an element.
         fused: the layers are Transformer Engine's: their kernels of norm, activation and rotary embedding keep their
             inputs only, which is an estimate from their descriptions. Otherwise they are Megatron's local layers with
-            the norms and the attention of `actor`, of which every tensor that autograd saves is counted.
+            the norms and the attention of `actor`: every tensor that autograd saves is counted.
     """
     mesh = parallel.mesh
     split = 1 / mesh.tensor
@@ -62,7 +62,7 @@ def layer_bytes(shape: ModelShape, parallel: ParallelConfig, layer: int, width: 
         # The inputs and outputs of two norms; q, k, v for the kernel; its output, packed and padded; the same unpadded.
         elements = 4 * hidden * rows + query + key + value + 2 * query
         numbers = 2 * rows + shape.num_heads * split
-        mlp = 5  # gate and up, silu of gate, up once more, and the product
+        mlp = 5  # gate and up, silu of gate, up a second time, and the product
         norm = FAMILIES[shape.family].qk_norm
         if norm == "head":  # the input of k's norm is a view of q, k and v together
             elements += query + projected
@@ -70,7 +70,7 @@ def layer_bytes(shape: ModelShape, parallel: ParallelConfig, layer: int, width: 
         elif norm == "full":
             elements += query + key
             numbers += 2
-        if mesh.context > 1:  # the ring keeps k and v beside the rotated q and k
+        if mesh.context > 1:  # the ring keeps k and v in addition to the rotated q and k
             elements += key
         if width == 2:  # cosine and sine are rounded in each layer
             elements += 2 * shape.head_dim * shape.rotary_share
@@ -94,7 +94,7 @@ def _mixture_widths(experts: Experts, mesh: Mesh, hidden: int, mlp: int) -> tupl
 
 
 def _attention_widths(shape: ModelShape) -> tuple[tuple[int, int, int], int]:
-    """The elements of q, k and v of one token over all heads; and those of latent attention's low-rank projections."""
+    """The elements of q, k and v of one token over all heads; and of latent attention's low-rank projections."""
     latent = shape.latent
     if latent is None:
         key = shape.num_kv_heads * shape.head_dim
@@ -110,7 +110,7 @@ class Activations(NamedTuple):
     kept: float
     """What the backward passes of the micro-batches in flight need."""
     layer: float
-    """What the layer that is computed now needs beside it: its gradients, and what is computed again."""
+    """What the layer that is computed now needs in addition: its gradients, and what is computed again."""
     output: float
     """What the output layer needs on the last stage: chunks of logits, hidden states, the gradient of its weight."""
 
@@ -127,7 +127,7 @@ def activations(
 
     With one chunk a stage, a stage of a pipeline of p stages has p - stage micro-batches in flight (one forward, one
     backward). With v chunks it has 2 (p - stage - 1) + (v - 1) p + 1 passes of one chunk in flight (the interleaved
-    schedule, Narayanan et al. 2021, arXiv:2104.04473), of which p after p belong to the same chunk.
+    schedule, Narayanan et al. 2021, arXiv:2104.04473): p of one chunk, then p of the next chunk.
 
     Args:
         num_tokens: the tokens of a micro-batch, of all context-parallel ranks together.

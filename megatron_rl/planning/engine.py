@@ -1,6 +1,6 @@
 """The memory of the GPUs of an engine by phase, and the sequences that its KV cache holds.
 
-The bytes of weights and of the KV cache are exact, those of vLLM's own work are a constant.
+The bytes of weights and of the KV cache are exact; the bytes of vLLM's own work are a constant.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ def gpu_bytes(config: BaseConfig) -> float:
 def engine_memory(config: GrpoRunConfig, shape: ModelShape, plan: TransferPlan, bridge_bytes: float) -> EngineMemory:
     """The memory of the fullest rank of each pipeline stage of an engine.
 
-    vLLM takes `rollout.gpu_memory_utilization` of the GPU for weights, work and KV cache, and the bridge's memory comes
-    beside it. A sequence has as many blocks of the KV cache on each stage, so the stage that has room for the fewest
-    sequences decides, and what the others have left stays empty. Experts are repacked by vLLM on GPUs, so a rank holds
-    those of each layer until all ranks of the engine have the layer; `tools/plan_sync.py --repacked` computes how much
-    this is. Each layer that is verified is made anew. Weights that vLLM quantises are counted as if they were not.
+    vLLM takes `rollout.gpu_memory_utilization` of the GPU for weights, work and KV cache; the bridge's memory is added
+    to it. A sequence needs the same number of KV cache blocks on each stage, so the stage with room for the fewest
+    sequences decides, and the other stages have unused room. vLLM repacks experts on GPUs, so a rank holds a layer's
+    experts until all ranks of the engine have the layer; `tools/plan_sync.py --repacked` computes their bytes. Each
+    verified layer is built a second time. Weights that vLLM quantises are counted as if they were not.
     """
     rollout, width = config.rollout, BYTES[config.model.dtype]
     longest, stages = rollout.max_model_tokens, range(rollout.pipeline)

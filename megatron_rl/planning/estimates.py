@@ -1,7 +1,7 @@
 """The seconds of a step on H100 GPUs, estimated from the model's sizes.
 
 These are sums of the operations and bytes that must happen, divided by the rates of `balance/hardware.py` and
-`layout.Links`, not measurements. Invariant (tests/unit/planning): they are those of calculations by hand.
+`layout.Links`, not measurements. Invariant (tests/unit/planning): they equal calculations by hand.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from megatron_rl.types import Mesh, MicrobatchPlan, ModelShape, StepBatch
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What the trainers do in a step in which every sample has the largest length."""
+    """What the trainers do in a step if every sample has the largest length."""
 
     lengths: np.ndarray
     """int64 [S]: the lengths of the samples, in tokens."""
     num_updates: int
     num_passes: float
-    """The forward passes over all samples beside those of the updates: what the objective needs
+    """The forward passes over all samples in addition to the passes of the updates: what the objective needs
     (`algorithms.needs.Needs.num_passes`), and the shares of the experts for the load-balancing loss."""
 
 
 def largest_work(config: BaseConfig) -> Work:
-    """The work of the policy's trainers; that of a critic is not counted."""
+    """The work of the policy's trainers; a critic's work is not counted."""
     balancing = int(config.policy.load_balancing_loss > 0)  # the experts' shares are counted in a pass of their own
     if isinstance(config, GrpoRunConfig):
         rollout, algorithm = config.rollout, config.algorithm
@@ -47,7 +47,7 @@ def largest_work(config: BaseConfig) -> Work:
 
 
 def largest_plan(config: BaseConfig, shape: ModelShape, parallel: ParallelConfig) -> MicrobatchPlan:
-    """The plan of a step in which every sample has the largest length.
+    """The plan of a step if every sample has the largest length.
 
     Raises:
         ValueError: see `plan_microbatches`.
@@ -91,24 +91,24 @@ def training_seconds(
 
         C (1 + (p - 1) / (m v)) + (T + E + X) + D + O
 
-    C is the time of the FLOPs of the slowest stage at TRAINING_SHARE of the peak; the last stage has the output layer
-    beside its layers. The factor is that of a pipeline of p stages of v chunks with m micro-batches, whose stages are
-    idle for the share (p - 1) / (m v + p - 1) of the time (Narayanan et al. 2021, arXiv:2104.04473). T, E, X and D are
-    the times in which tensor, expert, context and data parallelism send bytes. Nothing is taken to overlap, although on
-    GPUs D overlaps with C in part. With N tokens of a step on a data- and context-parallel rank, L layers of a stage, H
+    C is the time of the FLOPs of the slowest stage at TRAINING_SHARE of the peak; the last stage also has the output
+    layer. The factor describes a pipeline of p stages of v chunks with m micro-batches: its stages are idle for the
+    share (p - 1) / (m v + p - 1) of the time (Narayanan et al. 2021, arXiv:2104.04473). T, E, X and D are the
+    communication times of tensor, expert, context and data parallelism. Nothing is taken to overlap, although on GPUs D
+    overlaps with C in part. With N tokens of a step on a data- and context-parallel rank, L layers of a stage, H
     hidden, w bytes of an element, and groups of t, e, c and d ranks:
 
         T: attention and a dense MLP each gather and scatter N H w (t - 1) / t bytes in a pass of a layer.
         E: a mixture sends its active tokens to their experts and back: 2 N/t k H w (e - 1) / e bytes in a pass of a
            layer, and each split expert gathers and scatters N/t k H w (g - 1) over its g ranks.
         X: the ring passes keys and values on: N K w (c - 1) bytes in a pass of a layer, with K elements of k and v.
-        D: an update scatters gradients of 4 bytes and gathers weights of w bytes, each (d - 1) / d of the rank's; those
-           of experts over their own group.
+        D: an update scatters gradients of 4 bytes and gathers weights of w bytes, each (d - 1) / d of the rank's; for
+           experts over their own group.
 
-    A forward pass counts once, the backward pass of T and E once more, that of X twice, and a recomputation once. A
-    group that is larger than a node sends at the rate of a NIC, any other at that of NVLink. O is the time in which an
-    offloaded optimizer state passes from the node's memory to the GPU and back in each update, both ways at once. The
-    products of Muon's iterations are left out.
+    A forward pass counts once, a recomputation once, the backward pass once in T and E and twice in X. A group that is
+    larger than a node sends at the rate of a NIC, any other at the rate of NVLink. O is the time of copying an
+    offloaded optimizer state from the node's memory to the GPU and back in each update, both ways at once. The products
+    of Muon's iterations are left out.
 
     Args:
         num_microbatches: the number of micro-batches of a rank in an update.
@@ -165,9 +165,9 @@ def _slowest_stage(length: int, shape: ModelShape, mesh: Mesh) -> float:
 def generation_seconds(
     config: GrpoRunConfig, shape: ModelShape, num_parameters: int, width: int, at_once: float = math.inf
 ) -> float:
-    """The least seconds of a generation in which every answer has the longest length: each engine reads its weights
-    once for each position of a batch, and each token reads the keys and values of those before it. With pipeline stages
-    the answers are in as many batches as there are stages.
+    """The least seconds of a generation if every answer has the longest length: each engine reads its weights once for
+    each position of a batch, and each token reads the keys and values of the tokens before it. With pipeline stages the
+    answers are in as many batches as there are stages.
 
     The weights of all experts are read, because a batch of hundreds of answers needs nearly all of them.
 

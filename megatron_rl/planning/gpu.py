@@ -62,7 +62,7 @@ class GpuMemory:
         """The memory of a rank that shares its GPU, and gives parts up in some phases.
 
         Args:
-            present: for each part that is given up, the phases in which it is on the GPU. Other parts always are.
+            present: for each part that is given up, the phases when it is on the GPU. Other parts always are.
             copied: the parts that are copied to the node's memory while they are not on the GPU.
         """
         phases = {part: present.get(part, PHASES) for part in self.parts}

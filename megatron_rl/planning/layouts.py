@@ -32,7 +32,7 @@ class Layout:
     offload: bool | None
     """Whether the optimizer's state is in the memory of the nodes; None if its kind cannot do so."""
     seconds: float
-    """The trainer's time of a step in which every sample has the largest length."""
+    """The trainer's time of a step if every sample has the largest length."""
     memory: GpuMemory
 
     @property

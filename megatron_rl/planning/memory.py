@@ -85,8 +85,8 @@ class RunMemory:
 
 
 def run_memory(config: BaseConfig, shape: ModelShape) -> RunMemory:
-    """The memory of a run's GPUs. On CPUs the trainer's numbers are those of the memory of one rank's process, without
-    NCCL, and there is no limit.
+    """The memory of a run's GPUs. On CPUs the trainer's numbers are the memory of one rank's process, without NCCL, and
+    there is no limit.
 
     Args:
         shape: the sizes of the policy's model.
@@ -156,7 +156,7 @@ def _critic_memory(config: GrpoRunConfig) -> GpuMemory:
 
 
 def count_mirrors(config: BaseConfig, parallel: ParallelConfig) -> int:
-    """The states that a node keeps for each of its ranks: those of two steps, of the rank and of one on another node
+    """The states that a node keeps for each of its ranks: of two steps, of the rank and of a rank on another node
     (`cluster/mirror.py`)."""
     if not config.cluster.mirror:
         return 0

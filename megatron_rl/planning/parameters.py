@@ -32,7 +32,7 @@ class RankParameters:
     constant: int = 0
     """The elements of fp32 parameters that have no gradient, such as the bias of a router."""
     matrices: int = 0
-    """The elements of `dense` that are in matrices of layers; those of `expert` all are."""
+    """The elements of `dense` that are in matrices of layers; all elements of `expert` are."""
 
     @property
     def total(self) -> int:
@@ -43,14 +43,14 @@ class RankParameters:
 
     @property
     def gradient_bytes(self) -> int:
-        """The bytes of the buffer of gradients, which is fp32 whatever the model's dtype is."""
+        """The bytes of the buffer of gradients, which is always fp32."""
         return (self.dense + self.expert + self.padding) * 4
 
     def state_elements(self, mesh: Mesh) -> float:
-        """The parameters of which this rank has the optimizer's state.
+        """The parameters whose optimizer state is on this rank.
 
-        This is the mean of the ranks that share the state. Megatron gives each of them an equal interval of the padded
-        buffer, so that a single rank may hold more by no more than the padding, which the others then hold.
+        This is the mean of the ranks that share the state. Megatron gives each rank an equal interval of the padded
+        buffer. A single rank may hold more than the mean, at most by the padding, which is then on other ranks.
         """
         dense_ways, expert_ways = optimizer_ways(mesh)
         return self.dense / dense_ways + self.expert / expert_ways
@@ -146,7 +146,7 @@ def expert_data_ways(mesh: Mesh) -> int:
 
 
 def checkpoint_bytes(shape: ModelShape, dtype: str, optimizer: OptimizerConfig = AdamConfig()) -> int:
-    """The bytes of one checkpoint: the weights and the optimizer's state, once, whatever the layout."""
+    """The bytes of one checkpoint: the weights and the optimizer's state, once, in every layout."""
     num_elements = {True: 0, False: 0}
     for name, extents in FAMILIES[shape.family].hf_tensors(shape).items():
         num_elements[is_matrix(name, len(extents))] += math.prod(extents)

@@ -21,7 +21,7 @@ def planned_shape(config: BaseConfig) -> ModelShape:
 
 
 def planned_critic_shape(config: GrpoRunConfig) -> ModelShape:
-    """The sizes of the critic's model with its value head, found as those of the policy are.
+    """The sizes of the critic's model with its value head, found like the sizes of the policy.
 
     Raises:
         ValueError: see `planned_shape`.

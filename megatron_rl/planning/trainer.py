@@ -1,8 +1,8 @@
 """The memory of a trainer's GPU, of the policy or of a critic, by phase.
 
-The bytes of weights, gradients and optimizer state are those that the actor allocates on a CPU (parameters.py); on GPUs
-the padding of further gradient buckets is left out. Those of activations are estimates (activations.py), and those of
-NCCL are constants.
+The bytes of weights, gradients and optimizer state equal the actor's allocations on a CPU (parameters.py); on GPUs the
+padding of further gradient buckets is left out. The bytes of activations are estimates (activations.py), and the bytes
+of NCCL are constants.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ PARTS = {"weights": "weights", "gradients": "gradients (fp32)", "optimizer": "op
 
 
 def num_communicators(mesh: Mesh) -> int:
-    """The number of NCCL communicators of a trainer rank: those of its groups of more than one rank that Megatron's
-    collectives use, and the one of all ranks."""
+    """The number of NCCL communicators of a trainer rank: one for each of its groups that Megatron's collectives use
+    and that has more than one rank, and one for all ranks."""
     dense, expert = mesh.data * mesh.context, expert_data_ways(mesh)
     groups = [mesh.world_size, mesh.tensor, mesh.pipeline, dense, mesh.context, mesh.tensor * mesh.pipeline]
     if mesh.expert > 1:
@@ -119,14 +119,14 @@ def _update_bytes(held: RankParameters, mesh: Mesh, shape: ModelShape, dtype: st
         # Of the largest matrix: its part of a parameter before and after, the whole, and two of an iteration; X X', its
         # square, and their sum.
         work = max(5 * rows * columns + 3 * min(rows, columns) ** 2 for rows, columns in _matrices(shape))
-        # Of the matrices that ranks share: this rank's intervals, and those that it works on.
+        # Of the matrices that ranks share: this rank's intervals, and the matrices that it works on.
         dense, expert = optimizer_ways(mesh)
         shared = (held.matrices / dense if dense > 1 else 0) + (held.expert / expert if expert > 1 else 0)
         return 4.0 * (work + 2 * shared)
     elements = held.state_elements(mesh)
     if optimizer.is_offloaded:  # one arrives, one is updated, one leaves
         return min(IN_FLIGHT * PIECE_ELEMENTS, elements) * state_width(dtype, AdamConfig(), is_matrix=False)
-    if optimizer.is_streamed:  # the moments of one, beside those in fewer bits; an fp32 copy is updated in place
+    if optimizer.is_streamed:  # the fp32 moments of one piece; an fp32 copy of weights is updated in place
         return min(PIECE_ELEMENTS, elements) * state_width("float32", AdamConfig(), is_matrix=False)
     return 0.0
 

@@ -14,7 +14,7 @@ COMMUNICATOR_BYTES = 512 * 2**20
 """The memory of one NCCL communicator on each of its ranks. This is an estimate from users' reports (NVIDIA/nccl#964,
 NVIDIA/nccl#2363); nobody has measured it here."""
 PEER_BYTES = 16 * 2**20
-"""What a communicator takes on a rank for each other rank with which it exchanges messages: a MiB for each of eight
+"""What a communicator takes on a rank for each other rank that it exchanges messages with: a MiB for each of eight
 channels, in both directions. This is an estimate from NCCL's defaults; nobody has measured it here."""
 
 
@@ -42,7 +42,7 @@ def planned_transfer(config: GrpoRunConfig, shape: ModelShape, mesh: Mesh) -> Tr
 
 def bridge_communicators(plan: TransferPlan, colocated: bool = False) -> BridgeBytes:
     """All GPUs have one communicator together, and a second one if engines feed engines; it takes more memory for each
-    GPU with which a rank exchanges messages. On shared GPUs each pair of ranks on different GPUs has a communicator of
+    GPU that a rank exchanges messages with. On shared GPUs each pair of ranks on different GPUs has a communicator of
     its own (`bridge/join.py`)."""
     links, engines = Links(colocated=colocated), plan.engines
     pairs = np.unique(plan.source.astype(np.int64) * plan.num_destinations + plan.destination)

@@ -50,7 +50,7 @@ class BegunAnswer:
 
 
 def request_seed(*parts: int) -> int:
-    """The seed of the first answer to a prompt, of 62 bits; that of another one is larger by its number."""
+    """The seed of the first answer to a prompt, of 62 bits; the seed of answer i is larger by i."""
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "little") >> 2
 
 
@@ -66,11 +66,11 @@ def completion_of(output: RequestOutput, stop_ids: Collection[int]) -> Completio
     """
     [answer] = output.outputs
     given = answer.logprobs
-    logp = [given.logprobs[i] for i in given.start_indices]  # that of the sampled token is the first one of each
+    logp = [given.logprobs[i] for i in given.start_indices]  # the sampled token's is the first one of each
     versions = [int(span.version) for span in answer.weight_versions for _ in range(span.start, span.end)]
     assert len(logp) == len(versions) == len(answer.token_ids)
     routes = answer.routed_experts
-    if routes is not None:  # those that were computed last are at the end; the last token is never computed
+    if routes is not None:  # the newest ones are at the end; the last token is never computed
         routes = routes[-(len(output.prompt_token_ids) + len(answer.token_ids) - 1) :]
     ended = answer.finish_reason == "stop" and answer.token_ids[-1] in stop_ids
     candidates = dict(zip(given.token_ids, given.logprobs, strict=True)) if len(given.logprobs) > len(logp) else {}
@@ -82,6 +82,6 @@ def prompt_logp(output: RequestOutput) -> list[float]:
     given = output.prompt_logprobs
     if given is None:
         return []
-    # The first token has none. What vLLM gives for those of the cache depends on its model runner.
+    # The first token has none. What vLLM gives for tokens of the cache depends on its model runner.
     num_computed = len(output.prompt_token_ids) - (output.num_cached_tokens or 0) - 1
     return [given.logprobs[i] for i in given.start_indices[len(given) - num_computed :]]

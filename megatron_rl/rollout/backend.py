@@ -49,7 +49,7 @@ class BackendWeights(Protocol):
         """Hold what an engine has in this phase (`types.HOLDS`)."""
 
     async def record_loading(self, shape: ModelShape) -> tuple[Recording, ...]:
-        """Which element of which Hugging Face tensor each rank of the engine holds, and where."""
+        """The elements of Hugging Face tensors that each rank of the engine holds, and their places."""
         ...
 
     async def init_transfer(self, info: dict[str, Any]) -> None:
@@ -98,7 +98,7 @@ class EngineBackend(Protocol):
         earlier: Sequence[Path] = (),
     ) -> tuple[Samples, Samples]:
         """Give some of the answers of a group, and their continuations if there are any (`Group.continuations`). With
-        `rollout.beams` the answers are thoughts, of which each gives a rollout for each of its beams, the best one
+        `rollout.beams` the answers are thoughts; each thought gives a rollout for each of its beams, the best one
         first.
 
         Many calls run at once, and pushes may arrive during a call: the answers continue with the new weights, and
@@ -109,7 +109,7 @@ class EngineBackend(Protocol):
             samples: the numbers of the answers within the group.
             version: the version of the weights that the answers begin with. If a push is under way, the call waits
                 until it ends. None: any.
-            batch: the name of calls that begin together, in the order in which they came, and their number. The first
+            batch: the name of calls that begin together, in the order of their arrival, and their number. The first
                 ones wait for the last one. None: this call begins alone.
             earlier: the records of the engines that have begun these answers and lost them, in order. The answers go
                 on from the tokens in these records, and search their beams from the start. With an environment, whose

@@ -1,18 +1,18 @@
 """The engine that generates answers: vLLM, with token ids as input and output.
 
 The calls of a batch start together and in their order. An answer's program goes on in the engine's thread
-(routine.py): its next request enters vLLM before the next step, whatever other answers do. Weights may arrive while
+(routine.py): its next request enters vLLM before the next step and waits for no other answer. Weights may arrive while
 requests run: they arrive between two steps, and the requests continue with them. Invariants (tests/unit/rollout):
-- Each answer has a seed, and its noise belongs to (seed, position). So it is the same whatever else the engine does, on
-  whichever engine it begins or goes on, up to the rounding of batches of other sizes. If the engine does nothing else,
-  and no push arrives, the answers of a batch are the same to the bit, because an idle engine empties its prefix cache
-  when a batch begins: a resumed run in turns repeats the uninterrupted one.
+- Each answer has a seed, and its noise belongs to (seed, position). So it does not depend on the engine or on other
+  requests, up to the rounding of batches of other sizes. If the engine does nothing else, and no push arrives, the
+  answers of a batch are the same to the bit, because an idle engine empties its prefix cache when a batch begins: a
+  resumed run in turns repeats the uninterrupted one.
 - A push during a call changes no token that was sampled before it.
 - Each token carries exactly the version that sampled it.
 - A request never reads a cached prefix that other weights computed. With `cleared` a push empties the cache and the
-  running requests' keys and values are computed anew; with `salted` later requests cannot see the old cache.
-- Log-probs are those of the full distribution at the sampling temperature (vLLM's `processed_logprobs`). With top_p or
-  top_k they are those of the truncated distribution, so a training run is refused.
+  running requests' keys and values are computed again; with `salted` later requests cannot see the old cache.
+- Log-probs belong to the full distribution at the sampling temperature (vLLM's `processed_logprobs`). With top_p or
+  top_k they belong to the truncated distribution, so a training run is refused.
 - An engine without weights, with another version than the caller asks for, or with a part of an update refuses to
   answer. A call during which a push fails raises an error.
 
@@ -157,7 +157,7 @@ class VllmEngine:
         return found
 
     async def _together(self, batch: tuple[int, int] | None, start: Callable[[], Result]) -> Result:
-        """Call a function in the engine's thread, one after the other with those of the same batch; see `answer`."""
+        """Call a function in the engine's thread, in turn with the functions of the same batch; see `answer`."""
         name, size = batch or (None, 1)
         waiting = self._batches.setdefault(name, [])
         started: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
@@ -269,7 +269,7 @@ class VllmEngine:
         name: tuple[int, int] | None = None,
         is_greedy: bool = False,
     ) -> BegunAnswer:
-        """An answer of which some tokens have been sampled."""
+        """An answer with the tokens that have been sampled."""
         chosen = self._budgets.of(prompt, sample)
         transcript, call, used = replay(chosen.program, sampled, self._stop_ids)
         rest = Completion(sampled.ids[used:], sampled.logp[used:], sampled.version[used:], stopped=False)
@@ -332,7 +332,7 @@ class VllmEngine:
         name = str(self._num_requests)
         params, call = self._params(request.is_greedy), request.call
         params |= {"max_tokens": call.max_tokens, "thinking_token_budget": call.thinking_token_budget}
-        params |= {"logprobs": call.num_candidates}  # 0: only those of the sampled tokens
+        params |= {"logprobs": call.num_candidates}  # 0: only for the sampled tokens
         if call.num_scored:
             params |= {"prompt_logprobs": 0, "skip_reading_prefix_cache": not call.reads_cache}
             params["extra_args"] = {"num_scored": call.num_scored}  # for RolloutWorker.score_together

@@ -186,7 +186,7 @@ class EngineThread:
         waiting = [*filter(None, [self._calling]), *(call.future for call in list(self._deferred))]
         with suppress(queue.Empty):
             while True:
-                if call := self._calls.get_nowait():  # None is that of `close`
+                if call := self._calls.get_nowait():  # None comes from `close`
                     waiting.append(call.future)
         for future in waiting:
             resolve(future, error=RuntimeError(self._failure))

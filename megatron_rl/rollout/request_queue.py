@@ -1,4 +1,4 @@
-"""The requests of an engine: waiting requests, for which its KV cache has no room yet, and requests that vLLM works on.
+"""The requests of an engine: requests that wait until its KV cache has room for them, and requests that vLLM works on.
 
 vLLM would start every request at once and preempt some when its cache is full. The queue gives it only what fits; see
 `kv_budget.py`. Requests start in the order of their arrival, but the next call of a started answer comes before answers

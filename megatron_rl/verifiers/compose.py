@@ -194,7 +194,7 @@ class RewardSet:
         elif own:
             try:
                 verdicts = await asyncio.wait_for(verifier.score_async(own, state, logged), limit_s)
-            except TimeoutError:  # the verifier turns those of the function into verdicts
+            except TimeoutError:  # the verifier turns timeouts of the function into verdicts
                 reason = f"{self._configs[index].label} was not done in its timeout_s, {limit_s:g} s"
                 verdicts = [Verdict(None, reason, failed=True)] * len(own)
         return Scored(verdicts, time.perf_counter() - start, logged.values())

@@ -78,7 +78,7 @@ EXAMPLES: dict[type[GroundTruthReward], tuple[str, Any]] = {
     InstructionsReward: ("a text", {"instruction_id": ["punctuation:no_comma"], "kwargs": [None]}),
     ReasoningGymReward: ("0", {"task": "leg_counting", "answer": "0", "metadata": {}, "config": {}}),
 }
-"""A text and a ground truth, of which the verdict imports what the kind needs."""
+"""A text and a ground truth. Judging them imports what the kind needs."""
 
 
 class GroundTruthVerifier:

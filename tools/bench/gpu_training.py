@@ -154,7 +154,7 @@ def build_actor(folder: Path, model: ModelConfig, offload: bool = False) -> Mega
 def resume(device: str) -> Found:
     """The step after a checkpoint, in the process that has written it and in a new one. Both must give the same bits.
 
-    Some of PyTorch's kernels on a GPU add numbers in any order. Here it takes those that do not.
+    Some of PyTorch's kernels on a GPU add numbers in any order. Here it takes kernels with a fixed order.
     """
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     sizes, work = SIZES[device], Path(tempfile.mkdtemp())

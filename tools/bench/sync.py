@@ -10,11 +10,11 @@ layout the following ways run in turns, and the best turn of each counts:
     shared memory  the push through memory that both sides map
 
 `replayed` is what bridge/replay.py predicts for a push, with parameters that are measured in the same run: the rate of
-a link is that of the plain way (the bytes of the fullest link divided by the time), a message takes at each end the CPU
-seconds that a push needs beside those of the plain way, times the number of ranks that share a core, and an answer is
-timed between two ranks. The tool fails if the bridge leaves different bits in an engine. Peak memory is the largest
-memory of a rank (VmHWM) from before joining until the end of the first push, minus its memory before joining, and
-without the buffers of other ranks that an engine rank maps.
+a link comes from the plain way (the bytes of the fullest link divided by the time); a message takes at each end the
+additional CPU seconds of a push over the plain way, times the number of ranks that share a core; and an answer is timed
+between two ranks. The tool fails if the bridge leaves different bits in an engine. Peak memory is the largest memory of
+a rank (VmHWM) from before joining until the end of the first push, minus its memory before joining, and without the
+buffers of other ranks that an engine rank maps.
 
 With --links every rank has a node of its own: network namespaces whose cables have a known rate in both directions. The
 push is then compared with its bound, the bytes of the fullest link at this rate. This needs root, ip and tc.

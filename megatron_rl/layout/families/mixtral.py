@@ -1,4 +1,4 @@
-"""Mixtral has Llama's attention and eight experts, of which two are active (arXiv:2401.04088)."""
+"""Mixtral has Llama's attention and eight experts, two of them active (arXiv:2401.04088)."""
 
 from __future__ import annotations
 

@@ -6,9 +6,8 @@ answer is complete, while it generates others: each prefix with a right answer i
 log-probs are wanted. The prefix cache holds what these requests share with the answer.
 
 With `by: trainer` the engine only puts a right answer after each prefix, so that the trainer tells its log-prob. With
-`rollouts` it goes on with the answer from the end of each passage, and the values are what the verifiers say about the
-answers that it finds. Both are a group of their own (`Group.continuations`), of which algorithms/utilities.py makes the
-rewards.
+`rollouts` it continues the answer from the end of each passage, and the values are the verdicts on these answers. Both
+are a group of their own (`Group.continuations`); algorithms/utilities.py computes the rewards from it.
 
 Invariants (tests/unit/rollout): a thought without passages, and a row without an answer, have no rewards; a
 continuation begins with the tokens up to the end of its passage.

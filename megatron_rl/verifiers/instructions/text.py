@@ -16,7 +16,7 @@ import regex  # type: ignore[import-untyped]
 from langdetect.detector_factory import DetectorFactory  # type: ignore[import-untyped]
 from langdetect.lang_detect_exception import LangDetectException  # type: ignore[import-untyped]
 
-# The `\w` of the module `regex` includes combining marks, so that a word in Hindi is one word. That of `re` does not.
+# In the module `regex`, `\w` includes combining marks, so that a word in Hindi is one word. In `re` it does not.
 RUN = regex.compile(r"\w+")
 WORD = regex.compile(r"[^\W_]+(?:(?:['’._‑-]|(?<=\d),(?=\d))[^\W_]+)*")
 

@@ -259,7 +259,7 @@ def own_file_system(how: Confinement) -> None:
             with open(f"/proc/self/{name}", "w") as file:
                 file.write(text)
     mount("none", "/", None, MS_REC | MS_PRIVATE)
-    with open("/proc/self/mountinfo", "rb") as file:  # bytes, in which \\040 stands for a space
+    with open("/proc/self/mountinfo", "rb") as file:  # bytes; \\040 stands for a space
         mounted = [os.fsdecode(line.split()[4].decode("unicode_escape").encode("latin-1")) for line in file]
 
     # The new root covers /tmp only until it becomes the root: below /host all old files are where they were.
