@@ -1,4 +1,4 @@
-"""The policy's trainer. Its public methods are collectives, as those of trainer.py, which says what holds for both.
+"""The policy's trainer. Its public methods are collectives, as in trainer.py, which describes what both classes share.
 
 Invariants (tests/dist): log-probs, advantages and gradients do not depend on the layout or on the number of
 micro-batches.
@@ -33,8 +33,8 @@ class MegatronActor(MegatronTrainer):
         """The reference policy's weights, on the CPU; empty if the objective needs no reference."""
 
     def score(self, share: Share) -> dict[int, float]:
-        """The log-prob of all actions of each sample together, in nats, under the present weights at temperature 1,
-        whatever the sampling temperature is.
+        """The log-prob of all actions of each sample together, in nats, under the present weights at temperature 1, for
+        every sampling temperature.
 
         Args:
             share: see `take`, which must follow before the next update. It has one mini-batch.
@@ -70,7 +70,7 @@ class MegatronActor(MegatronTrainer):
             in the reward.
 
         Raises:
-            ValueError: see `take`, or a log-prob or a value from which advantages are computed is not finite.
+            ValueError: see `take`, or a log-prob or value that advantages are computed from is not finite.
         """
         self.take(share)
         if share.values is not None:

@@ -83,7 +83,7 @@ def _raise(problems: Sequence[Sequence[str]]) -> None:
 
 
 def sum_over_data_ranks(x: Tensor) -> Tensor:
-    """The elementwise sum over the data-parallel ranks, in place, on the rank's device. It is a collective of these
-    ranks."""
+    """The elementwise sum over the data-parallel ranks, in place, on the rank's device. Collective: all of these ranks
+    must call it."""
     dist.all_reduce(x, group=parallel_state.get_data_parallel_group())
     return x

@@ -5,12 +5,12 @@ needed, and a row of 256 short answers takes a few kernel calls instead of 256. 
 the first W queries of a sequence are computed like this. The others are cut into blocks of W queries, each with the
 2 W - 1 keys that its queries can see, so that the cost grows with the length times W. Rotary embeddings are applied
 here too, with positions that restart at each sequence, because Megatron's own code for packed rows loops over the
-sequences. Whatever depends only on the lengths is computed once per micro-batch (`PackedSequences`) and shared by all
-layers.
+sequences. Everything that depends only on the lengths is computed once per micro-batch (`PackedSequences`) and shared
+by all layers.
 
 With context parallelism a rank has a part of each sequence, and `context.py` computes the attention.
 
-Invariants (tests/unit/actor): output and gradients equal those of plain attention, sequence by sequence.
+Invariants (tests/unit/actor): output and gradients equal plain attention, sequence by sequence.
 
 Shape letters: T packed tokens, S sequences, P blocks of a row (a block is a whole sequence or a part of one), B blocks
 of one kernel call, L queries and K keys of each of them, N query heads, G key-value heads, D head size, R the rotated

@@ -1,14 +1,14 @@
 """Checkpoints of the trainer, which any mesh can resume: Megatron-Core's distributed checkpoint, the converter's open
 form.
 
-A checkpoint is written beside training (`Saving`). Each rank writes one file, with what no other rank writes: its share
-of the weights, of their fp32 copies and of the optimizer's moments, as rectangles of the open form's tensors
-(`convert/pieces.py`). A rank that resumes reads the rectangles that its own parameters need. Beside them are the states
-of the random generators, which only the same mesh restores, and `extra.json`. All ranks must see the same file system.
-Reading a file runs no code from it.
+A checkpoint is written while training continues (`Saving`). Each rank writes one file, with what no other rank writes:
+its share of the weights, of their fp32 copies and of the optimizer's moments, as rectangles of the open form's tensors
+(`convert/pieces.py`). A rank that resumes reads the rectangles that its own parameters need. The folder also has the
+states of the random generators, which only the same mesh restores, and `extra.json`. All ranks must see the same file
+system. Reading a file runs no code from it.
 
-Invariants (tests/dist): the folder is complete or absent, whatever fails and whenever the process is killed; if one
-rank raises, all do; a changed byte is an error that names the file; a run resumes bit for bit on the same mesh, and on
+Invariants (tests/dist): the folder is complete or absent after any failure and any kill of the process; if one rank
+raises, all do; a changed byte is an error that names the file; a run resumes bit for bit on the same mesh, and on
 another mesh with the same weights and moments.
 """
 
@@ -104,7 +104,7 @@ class Saving:
         """
         Args:
             parts: what this rank writes.
-            state: everything else; its `extra` is that of rank 0.
+            state: everything else; its `extra` comes from rank 0.
             model: the Hugging Face folder that gives configuration and tokenizer.
 
         Raises:
@@ -258,7 +258,7 @@ def _write_copies(path: Path, copies: Sequence[_Copy]) -> dict[str, Any]:
 def _torch_dist_files(
     shape: ModelShape, files: Mapping[str, Any], chunks: Mapping[str, Chunk], states_file: str
 ) -> dict[str, bytes]:
-    """The files that Megatron-Core wants beside the tensors."""
+    """The files that Megatron-Core wants in addition to the tensors."""
     entries = []
     for file, described in files.items():
         for values in described.get("tensors", {}).values():
@@ -299,7 +299,7 @@ def load(
     """Fill the targets with what a checkpoint holds of them. Padding rows become zeros.
 
     Args:
-        shards: those of the rank's parameters.
+        shards: the shards of the rank's parameters.
 
     Raises:
         ValueError: the folder is not a checkpoint or is damaged, or it is one of another model, dtype, format or

@@ -5,13 +5,13 @@ Transformer Engine. So all ranks have equally many tokens, and equally many pair
 
 For the layers that run without Transformer Engine, keys and values travel round the ring of ranks (Ring Attention, Liu
 et al. 2023, arXiv:2310.01889): in each of C turns a rank attends to what it holds, while this is on its way to the next
-rank. Softmax over all turns follows from the log-sum-exp of each. In the backward pass keys and values travel once
-more, together with their gradients. A rank never holds the keys of more than two ranks.
+rank. Softmax over all turns follows from the log-sum-exp of each. In the backward pass keys and values travel a second
+time, together with their gradients. A rank never holds the keys of more than two ranks.
 
-Invariants (tests/unit/actor, tests/dist): the parts of all ranks are the row; output and gradients equal those of
-plain attention over whole sequences, with and without a sliding window.
+Invariants (tests/unit/actor, tests/dist): the parts of all ranks are the row; output and gradients equal plain
+attention over whole sequences, with and without a sliding window.
 
-Shape letters: T packed tokens of a row, t those of a rank, S sequences, B chunks of one kernel call, L queries and K
+Shape letters: T packed tokens of a row, t tokens of a rank, S sequences, B chunks of one kernel call, L queries and K
 keys of each of them, N query heads, G key-value heads, D head size.
 """
 
@@ -86,7 +86,7 @@ class ChunkPair:
     """int64: the index of every key among the tokens of the rank that they come from."""
     is_causal: bool
     """Whether queries and keys are the same chunks, so that a query sees the keys up to itself. Otherwise it sees all
-    keys, or those of the mask."""
+    keys, or the keys of the mask."""
     mask_LK: Tensor | None = None
     """True where a query sees a key."""
 
@@ -264,7 +264,7 @@ def _attend_backward(
     """The gradients of query, key and value.
 
     Args:
-        out, lse: those of the whole attention, so that the scores of this pair get their share of the softmax.
+        out, lse: the results of the whole attention, so that the scores of this pair get their share of the softmax.
     """
     bias = _bias(pair, query.dtype)
     backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward

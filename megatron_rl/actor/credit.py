@@ -34,7 +34,7 @@ def with_credit(
     sum_over_ranks: SumOverRanks,
 ) -> tuple[list[list[Microbatch]], Tensor]:
     """The micro-batches of a step with the advantages of their tokens, and the sum of the KL over this rank's actions;
-    see `token_advantages`. It is a collective."""
+    see `token_advantages`. Collective: every rank must call it."""
     columns = [batch.columns for minibatch in minibatches for batch in minibatch]
     in_force = coefficients["kl"] if objective.needs.logp_old_in_credit else 0.0
     columns, kl = objective.credit(columns, in_force, sum_over_ranks)

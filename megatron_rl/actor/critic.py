@@ -1,8 +1,8 @@
 """The critic's trainer: a model that ends with a value for each token, and learns the returns of the policy's answers.
 
 A step has three parts. The critic computes the values (`values`), the policy's ranks compute advantages and returns
-from them (token_advantages.py), and the critic learns the returns (`set_targets`, then `update`). Its mesh need not be
-that of the policy. Invariant (tests/dist): values and gradients do not depend on the layout or on the number of
+from them (token_advantages.py), and the critic learns the returns (`set_targets`, then `update`). Its mesh may differ
+from the policy's. Invariant (tests/dist): values and gradients do not depend on the layout or on the number of
 micro-batches.
 """
 
@@ -24,8 +24,8 @@ class MegatronCritic(MegatronTrainer):
     role = "critic"
 
     def values(self, share: Share) -> dict[int, np.ndarray]:
-        """Take the samples of a step that belong to this data-parallel rank, and compute the value of each state in
-        which a token was chosen.
+        """Take the samples of a step that belong to this data-parallel rank, and compute the value of the state before
+        each token.
 
         Args:
             share: see `take`.
@@ -62,7 +62,7 @@ class MegatronCritic(MegatronTrainer):
         described = {}
         if self._is_last_stage:
             described = describe_values([batch.columns for batch in self._all()], sum_over_data_ranks)
-        # One replica reports, because the sums are those of all replicas.
+        # One replica reports, because the sums include all replicas.
         reports = [{name: Metric(value, "sum") for name, value in described.items()}]
         is_first = self._reports_metrics and self.mesh.coordinates(self.rank)[2] == 0
         return self.agreement.reduce(reports if is_first else [])

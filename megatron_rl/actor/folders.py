@@ -1,5 +1,5 @@
-"""Folders that are complete or absent, whatever fails and whenever the process is killed; and files whose bytes are on
-the disk when writing returns."""
+"""Folders that are complete or absent after any failure and any kill of the process; and files whose bytes are on the
+disk when writing returns."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ AT_FDCWD, RENAME_EXCHANGE = -100, 2
 
 @contextmanager
 def atomic_folder(folder: Path, agreement: Agreement) -> Iterator[Path]:
-    """A temporary folder beside `folder`. It is renamed to `folder` when all ranks have left the block without an
+    """A temporary folder next to `folder`. It is renamed to `folder` when all ranks have left the block without an
     error, and removed otherwise. It replaces an older folder of that name."""
     temporary = begin_folder(folder, agreement)
     try:
@@ -37,7 +37,7 @@ def atomic_folder(folder: Path, agreement: Agreement) -> Iterator[Path]:
 
 
 def begin_folder(folder: Path, agreement: Agreement) -> Path:
-    """Make a temporary folder beside `folder`."""
+    """Make a temporary folder next to `folder`."""
     token = agreement.gather(uuid.uuid4().hex[:8])[0]
     temporary = folder.with_name(f"{folder.name}.tmp-{token}")
     with agreement.on_errors():

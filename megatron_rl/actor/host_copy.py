@@ -1,7 +1,7 @@
 """A copy of memory of the device in the host's memory, which is pinned on a machine with a GPU.
 
 torch rounds every allocation of pinned memory up to a power of two, so a copy of a large buffer could need twice its
-bytes. So the copy is in chunks of a power of two, whatever storages it is of.
+bytes. So the copy consists of chunks of CHUNK_BYTES, a power of two, wherever the storages begin and end.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class HostCopy:
     def __init__(self, num_bytes: int) -> None:
         """
         Args:
-            num_bytes: those of all storages together.
+            num_bytes: the bytes of all storages together.
         """
         self.num_bytes = num_bytes
         sizes = [min(CHUNK_BYTES, num_bytes - start) for start in range(0, num_bytes, CHUNK_BYTES)]

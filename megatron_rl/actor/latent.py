@@ -10,9 +10,9 @@ Rotary dims are interleaved pairs in the weights. They are put in the order of h
 and key alike, so their products stay the same. The heads of the value are narrower than those of query and key; zeros
 fill them up, because the kernels take heads of one width.
 
-Invariants (tests/dist): logits, loss and gradients equal those of transformers in every layout.
+Invariants (tests/dist): logits, loss and gradients equal transformers' in every layout.
 
-Shape letters: T packed tokens of a rank, t those of them that it has between the layers (fewer with sequence
+Shape letters: T packed tokens of a rank, t tokens that it has between the layers (fewer than T with sequence
 parallelism), N heads of a rank, D dims of a head.
 """
 

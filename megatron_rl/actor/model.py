@@ -3,8 +3,8 @@
 The layers are Transformer Engine's fused ones (not run yet), or Megatron's own linear layers with our norms and packed
 attention; `model.layers` chooses. The family's table (`layout`) says what its layers have. Megatron initialises the
 weights although they are loaded afterwards (weights.py): without initialisation it does not mark which weights are
-split over TP, and gradient norms are wrong. Invariant (tests/dist): logits equal those of transformers for the same
-Hugging Face folder.
+split over TP, and gradient norms are wrong. Invariant (tests/dist): logits equal transformers' for the same Hugging
+Face folder.
 """
 
 from __future__ import annotations
@@ -240,7 +240,7 @@ def _build_chunk(
     keep_biases_in_float32([gpt])
     is_split = parallel.data * parallel.context > 1
     ours = {"grad_reduce_in_fp32": True, "use_distributed_optimizer": is_split}
-    # On CPUs, communication beside the backward pass would take the cores from it.
+    # On CPUs, communication during the backward pass would take the cores from it.
     fast = dict.fromkeys(("overlap_grad_reduce", "overlap_param_gather"), is_split and platform.HAS_CUDA)
     ddp = build(DistributedDataParallelConfig, "ddp", ours, policy.megatron.ddp, fast)
     return DistributedDataParallel(config, ddp, wrapped)

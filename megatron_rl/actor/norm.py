@@ -1,7 +1,7 @@
 """RMSNorm for the layers that run without Transformer Engine, and the layer that has its norms after attention and MLP.
 
 On a CPU torch's own norm is a chain of six operations, whose backward pass takes three times as long as the one below.
-Invariants (tests/unit/actor, tests/dist): value and gradients equal those of torch.nn.functional.rms_norm, whether the
+Invariants (tests/unit/actor, tests/dist): value and gradients equal torch.nn.functional.rms_norm, whether the
 normalised dim is on one rank or split over TP; bf16 inputs are computed in fp32.
 """
 

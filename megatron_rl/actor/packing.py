@@ -127,7 +127,7 @@ def by_sample(batch: Microbatch, x_T: Tensor) -> dict[int, np.ndarray]:
 
 
 def column_of(batch: Microbatch, numbers: Mapping[int, np.ndarray]) -> Tensor:
-    """The column of which `by_sample` gives these numbers, on the device of the micro-batch; 0 at other tokens."""
+    """The inverse of `by_sample`: a column with these numbers, on the device of the micro-batch; 0 at other tokens."""
     column_T = np.zeros(len(batch.ids_T), np.float32)
     for index, predicting in _predicting(batch):
         column_T[predicting] = numbers[index][1:]
@@ -189,7 +189,7 @@ def _length(name: str, tokens: Tokens) -> int:
 def check_alignment(alignment: int, needed: int) -> None:
     """
     Args:
-        alignment: that of the share.
+        alignment: the share's.
         needed: `policy.parallel.alignment`.
 
     Raises:
@@ -206,8 +206,8 @@ def check_alignment(alignment: int, needed: int) -> None:
 def check_microbatch(batch: Microbatch, shape: ModelShape) -> None:
     """
     Raises:
-        ValueError: a token is outside the vocabulary, or the engine's choices of experts are not those of this model.
-            The message names the sample.
+        ValueError: a token is outside the vocabulary, or the engine's choices of experts do not fit this model. The
+            message names the sample.
     """
     wrong = ((batch.ids_T < 0) | (batch.ids_T >= shape.vocab_size)).nonzero()
     if len(wrong):

@@ -2,9 +2,9 @@
 
 Megatron-Core's source uses "cuda" literally. Without a CUDA device a torch function mode maps `device="cuda"` to the
 CPU, in this thread and inside the block `running()`. `start` replaces the few functions that a function mode cannot
-see, and those for which gloo lacks a feature of NCCL. With CUDA only Megatron's mark that Transformer Engine is there
-is cleared, if it is not. Invariant (tests/unit/actor): a tensor that Megatron's code creates on "cuda" is on the CPU
-inside the block, and is still an error outside it.
+see, and functions that need what gloo lacks. With CUDA it only clears Megatron's mark of Transformer Engine if this is
+not installed. Invariant (tests/unit/actor): a tensor that Megatron's code creates on "cuda" is on the CPU inside the
+block, and is still an error outside it.
 
 The CUDA path (NCCL, Transformer Engine's layers) has not been run.
 """

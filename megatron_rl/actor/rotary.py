@@ -1,5 +1,5 @@
 """The angles of rotary embeddings (Su et al. 2021, arXiv:2104.09864), with two ways of scaling them to longer contexts:
-Llama 3.1's and YaRN. Invariant (tests/unit/actor): they equal those of transformers.
+Llama 3.1's and YaRN. Invariant (tests/unit/actor): they equal transformers'.
 
 Shape letters: T packed tokens, R rotated dims of a head.
 """
@@ -19,7 +19,7 @@ def rotation(
 ) -> tuple[Tensor, Tensor]:
     """Cosine and sine of the angles, float32 [T, 1, R] each. Both halves have the same values.
 
-    If a part of each head is rotated, the frequencies are those of a head of this size: so does transformers
+    If a part of each head is rotated, the frequencies belong to a head of this size, as in transformers
     (modeling_glm4_moe.py, Glm4MoeRotaryEmbedding).
     """
     frequency = 1.0 / theta ** (torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim)
@@ -43,8 +43,8 @@ def _llama3(frequency: Tensor, scaling: Llama3Rope) -> Tensor:
 
 def _yarn(frequency: Tensor, theta: float, scaling: YarnRope) -> Tensor:
     """YaRN's scaling (arXiv:2309.00071, section 3.2). The interpolation is linear in the frequency's index. It begins
-    at the index of which `beta_fast` turns fit into the original context and ends at that of `beta_slow` turns; both
-    are rounded outwards."""
+    where `beta_fast` turns fit into the original context and ends where `beta_slow` turns do; both indices are rounded
+    outwards."""
     rotary_dim = 2 * len(frequency)
 
     def index(turns: float) -> float:

@@ -104,7 +104,7 @@ def _check_replay(experts: Experts, switches: Mapping[str, Switch]) -> None:
 
 
 def _check_experts(parallel: ParallelConfig) -> None:
-    """Refuse settings with which Megatron would fail late, or would sum the experts' gradients over the wrong ranks."""
+    """Refuse settings that make Megatron fail late, or sum the experts' gradients over the wrong ranks."""
     mesh = parallel.mesh
     if mesh.tensor > 1 and not parallel.sequence:
         raise ValueError(

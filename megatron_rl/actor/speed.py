@@ -13,7 +13,8 @@ import torch
 from megatron_rl.actor import platform
 
 SIZE = {"cuda": 8192, "cpu": 512}
-"""The number of rows and columns of the square matrices. The products are small beside a step; not run on a GPU."""
+"""The number of rows and columns of the square matrices. The products are much shorter than a step; not run on a
+GPU."""
 NUM_RUNS = 3
 
 

@@ -78,7 +78,7 @@ class Schedule:
         """Run all micro-batches.
 
         Args:
-            temperature: that of the log-probs; None means the schedule's own.
+            temperature: for the log-probs; None means the schedule's own.
 
         Returns:
             The result that `loss` returned for each micro-batch, on the last pipeline stage; an empty list on others.

@@ -1,4 +1,4 @@
-"""Megatron-Core's own settings, given by the user under `policy.megatron` beside those that the project sets."""
+"""Megatron-Core's own settings, given by the user under `policy.megatron` in addition to the project's."""
 
 from __future__ import annotations
 

@@ -151,7 +151,7 @@ class MegatronTrainer:
 
         Args:
             share: its payloads are lists of tokens. Every rank has the same number of micro-batches in a mini-batch;
-                some may be empty. Its alignment must be a multiple of that of `policy.parallel`.
+                some may be empty. Its alignment must be a multiple of `policy.parallel`'s.
 
         Raises:
             ValueError: a sample is malformed or holds a token outside the vocabulary (the error names it), or the
@@ -176,9 +176,9 @@ class MegatronTrainer:
 
         Returns:
             The objective's metrics, `loss`, `grad_norm` (before clipping), `param_norm` (after the update),
-            `update_ratio` (the norm of the update divided by that of the parameters) and `lr`; for a mixture of experts
-            also those of `describe_load`, `describe_replay` and `describe_auxiliary_losses` in router.py, as far as
-            they apply.
+            `update_ratio` (the norm of the update divided by the norm of the parameters) and `lr`; for a mixture of
+            experts also the metrics of `describe_load`, `describe_replay` and `describe_auxiliary_losses` in router.py
+            that apply.
 
         Raises:
             ValueError: a log-prob, the loss or the gradient is not finite, or the gradient is too large for float32
@@ -310,8 +310,8 @@ class MegatronTrainer:
         return np.frombuffer(buffer.getbuffer(), np.uint8)
 
     def restore(self, snapshot: np.ndarray) -> None:
-        """Restore what `snapshot` returned on the same rank of the same mesh. The settings of the optimizer stay those
-        of this run."""
+        """Restore what `snapshot` returned on the same rank of the same mesh. The optimizer keeps the settings of this
+        run."""
         self.require("training")
         saved = torch.load(io.BytesIO(snapshot), map_location="cpu", weights_only=True)
         targets = [self.parameters(), *(held.tensors for held in self.optimizer.states())]
@@ -340,7 +340,7 @@ class MegatronTrainer:
         """The same of some micro-batches.
 
         Args:
-            temperature: None means that of the sampling.
+            temperature: None means the sampling temperature.
         """
 
         def keep(i: int, logp_T: Tensor, entropy_T: Tensor | None) -> tuple[Tensor, FirstPass]:
@@ -361,7 +361,7 @@ class MegatronTrainer:
         return [batch for minibatch in self._minibatches for batch in minibatch]
 
     def _prepare(self, minibatch: int) -> list[PackedColumns]:
-        """The columns of this rank's micro-batches, with those that the objective adds."""
+        """The columns of this rank's micro-batches, with the columns that the objective adds."""
         microbatches, objective = self._minibatches[minibatch], self.spec.objective
         first_pass = None
         if objective.needs.first_pass:

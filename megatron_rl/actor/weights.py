@@ -2,7 +2,7 @@
 `layout`.
 
 When loading, each rank reads only its own rectangles. The export gathers the tensors of one file at a time on rank 0.
-Invariants (tests/dist): export after load gives the same bits on every mesh; logits equal those of transformers.
+Invariants (tests/dist): export after load gives the same bits on every mesh; logits equal transformers'.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 @torch.no_grad()
 def load_weights(actor: MegatronTrainer, folder: Path) -> None:
     """Fill the parameters from a checkpoint of any form that the converter knows: a Hugging Face folder, a distributed
-    checkpoint of Megatron-Core (that of a run, too), or files of ranks. A critic's value head, which a model for text
-    does not have, begins with zeros, and so all its values are 0. All ranks must call this together.
+    checkpoint of Megatron-Core (also a run's), or files of ranks. A model for text has no value head; a critic then
+    begins with zeros there, so all its values are 0. Collective: every rank must call it.
 
     Raises:
         ValueError: a rank finds a file missing, damaged or of another model; all ranks raise it.
@@ -98,7 +98,7 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
 def write_companions(
     folder: Path, source: Path, files: list[dict[str, HubTensor]], dtype: torch.dtype, value_head: bool = False
 ) -> None:
-    """Write the files that a Hugging Face folder has beside its tensors. They come from the folder `source`."""
+    """Write the files that a Hugging Face folder has in addition to its tensors. They come from the folder `source`."""
     for name, content in companions(source, str(dtype).removeprefix("torch."), value_head).items():
         (folder / name).write_bytes(content)
         sync(folder / name)
@@ -123,7 +123,7 @@ def hub_files(shape: ModelShape, dtype: torch.dtype) -> list[dict[str, HubTensor
     """The tensors of each file by name, in order.
 
     Args:
-        dtype: that of the model.
+        dtype: the model's.
     """
     family = FAMILIES[shape.family]
     tensors = {}

@@ -7,12 +7,11 @@ than rounding. With replay only the choice is the engine's. The experts' weights
 chosen experts, with their gradient.
 
 A router gets the choices with the packed row (`PackedSequences.routes`), which Megatron gives to each layer in the
-forward pass and once more when it computes the layer anew in the backward pass. So every pass over a micro-batch
-replays the same choices, whatever other micro-batches the pipeline works on in between. Tokens whose choices are
-not known (the last one of each sample, padding) get the trainer's own.
+forward pass, and again when it recomputes the layer in the backward pass. So every pass over a micro-batch replays the
+same choices, even if the pipeline works on other micro-batches in between. Tokens whose choices are not known (the last
+one of each sample, padding) get the trainer's own.
 
-Invariants (tests/dist): loss and gradient with given choices equal those of plain PyTorch, and are the same in every
-layout.
+Invariants (tests/dist): loss and gradient with given choices equal plain PyTorch, and are the same in every layout.
 
 Shape letters: T tokens of a rank, L layers of the model, K active experts, E experts.
 """

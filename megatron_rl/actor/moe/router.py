@@ -1,4 +1,4 @@
-"""The routers of mixtures of experts: the load of the experts, auxiliary losses, and the update of the bias of those
+"""The routers of mixtures of experts: the load of the experts, auxiliary losses, and the update of the bias in routers
 that choose by score plus bias (DeepSeek-V3).
 
 The auxiliary losses are computed here and not by Megatron, whose load-balancing loss is a product of means over a
@@ -6,10 +6,10 @@ micro-batch, and whose z-loss is weighted by micro-batches: both would depend on
 experts' shares of a whole mini-batch, which a forward pass before the update counts, both are sums over tokens.
 
 The bias balances the experts' load without a loss (Wang et al. 2024, arXiv:2408.15664). After an optimizer step the
-bias of experts with more tokens than the average is lowered by a constant, and that of the others is raised. Tokens are
-counted here and not by Megatron, for three reasons: Megatron counts padding, so that the update would depend on the
-layout; it updates before it is known whether the gradients are finite; and it counts in a method that torch compiles.
-Megatron's own counters stay 0, so its own update changes nothing.
+bias of experts with more tokens than the average is lowered by a constant, and the other experts' bias is raised.
+Tokens are counted here and not by Megatron, for three reasons: Megatron counts padding, so that the update would depend
+on the layout; it updates before it is known whether the gradients are finite; and it counts in a method that torch
+compiles. Megatron's own counters stay 0, so its own update changes nothing.
 
 Invariants (tests/dist): each token of a mini-batch counts once in every layout, also with recomputation; the auxiliary
 losses have the same gradient in every layout; a step that is refused changes no bias.
@@ -57,7 +57,7 @@ class Router(TopKRouter):
             padding_mask: bool [T]: True where the row is padded.
 
         Returns:
-            The logits, whose gradient contains that of both auxiliary losses.
+            The logits. Their gradient contains the gradients of both auxiliary losses.
         """
         if not torch.is_grad_enabled() or (self.score_weight_E is None and not self.z_weight):
             return logits

@@ -6,8 +6,8 @@ are distributed optimizers, whose state is split over the data-parallel ranks.
 
 As in all of Megatron, one-dimensional parameters (norms, biases) are not decayed. The n-th update, counted from 1, uses
 the schedule's n-th value: a warm-up of w steps begins with lr / w and reaches lr at step w, and the run's last step
-uses lr * min_lr_ratio. Invariant (tests/dist): the norms of gradient, parameters and update are those of the whole
-model in every layout.
+uses lr * min_lr_ratio. Invariant (tests/dist): the norms of gradient, parameters and update equal the whole model's
+norms in every layout.
 """
 
 from __future__ import annotations
@@ -85,7 +85,8 @@ class Optimizer(ABC):
     @torch.no_grad()
     def gradient_norm(self) -> float:
         """Hand the summed gradients to Megatron's optimizers, and return their global L2 norm, which is equal on every
-        rank. It is a collective. Megatron itself adds the squares in float32 (`norms.sum_of_squares`)."""
+        rank. Collective: every rank must call it. Megatron itself adds the squares in float32
+        (`norms.sum_of_squares`)."""
         self.megatron.prepare_grads()
         squares = [gradient_square(inner) for inner in self.megatron.chained_optimizers]
         return math.sqrt(sum(squares[1:], start=squares[0]))
@@ -120,7 +121,8 @@ class Optimizer(ABC):
 
     @abstractmethod
     def _apply(self) -> list[Norms]:
-        """Do an update with the clipped gradients; returns norms whose squares add up to those of the whole model."""
+        """Do an update with the clipped gradients; returns norms whose squares add up to the squares of the whole
+        model's norms."""
 
     @abstractmethod
     def _moments(self, inner: MegatronOptimizer, interval: Interval) -> dict[str, Tensor]:
@@ -147,7 +149,7 @@ class Optimizer(ABC):
 
     def resume_at(self, num_updates: int) -> None:
         """Go on as after this number of updates, whose state has been written to `states()`. Learning rate and decay
-        are those that this run's configuration has there."""
+        follow this run's configuration at this number."""
         self._scheduler.num_steps = num_updates
         self._scheduler.step(0)
         for inner in self.megatron.chained_optimizers:
@@ -155,7 +157,7 @@ class Optimizer(ABC):
                 self._resume_at(inner, interval, num_updates)
 
     def device_tensors(self) -> Iterator[Tensor]:
-        """The optimizer's tensors on the rank's device. Those of an fp32 model may be views of its weights."""
+        """The optimizer's tensors on the rank's device. For an fp32 model they may be views of its weights."""
         for inner in self.megatron.chained_optimizers:
             yield from (main for group in inner.optimizer.param_groups for main in group["params"])
             for state in inner.optimizer.state.values():

@@ -18,7 +18,7 @@ from megatron_rl.config.policy import PolicyConfig
 def build_optimizer(
     chunks: Sequence[DistributedDataParallel], policy: PolicyConfig, total_steps: int, place: Place
 ) -> Optimizer:
-    """Build the optimizer of this rank, as `policy.optimizer` says. It is a collective.
+    """Build the optimizer of this rank, as `policy.optimizer` says. Collective: every rank must call it.
 
     Args:
         chunks: one model for each virtual stage.

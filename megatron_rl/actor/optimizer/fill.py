@@ -30,7 +30,7 @@ def fill(target: Target, shards: Iterable[Shard], source: Source, maps: Maps) ->
     """Fill a target with what a checkpoint holds of it, and its other elements (padding) with zeros.
 
     Args:
-        shards: those of the target's parameter.
+        shards: the shards of the target's parameter.
 
     Raises:
         ValueError: a tensor has other bytes than the manifest says.

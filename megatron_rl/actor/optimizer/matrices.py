@@ -65,7 +65,7 @@ class Matrix(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SplitParameter:
-    """A parameter that consists of parts of matrices, and of which this rank has an interval."""
+    """A parameter that consists of parts of matrices. This rank has an interval of it."""
 
     inner: MegatronOptimizer
     """The one of Megatron's optimizers that updates it."""
@@ -172,8 +172,8 @@ def _exchange(
 def split_parameters(
     optimizers: Iterable[MegatronOptimizer], names: Mapping[int, str], place: Place
 ) -> list[SplitParameter]:
-    """The parameters that are matrices of layers and of which this rank has an interval, in the order of the model. It
-    is a collective.
+    """The parameters that are matrices of layers and have an interval on this rank, in the order of the model.
+    Collective: every rank must call it.
 
     Args:
         names: the local name of each parameter, by its id, in the order of the model.
@@ -201,7 +201,8 @@ def split_parameters(
 
 
 def _all_owners(mine: Mapping[str, Owner], group: dist.ProcessGroup | None) -> dict[str, list[Owner]]:
-    """Who has which interval of the parameters of a group of data-parallel ranks, by name. It is a collective."""
+    """The owners of every parameter's intervals in a group of data-parallel ranks, by name. Collective: every rank of
+    the group must call it."""
     told = [mine]
     if group is not None:
         told = [{} for _ in range(group.size())]

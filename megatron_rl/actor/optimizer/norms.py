@@ -1,6 +1,6 @@
 """The norms of gradient, parameters and update, added in float64.
 
-Invariant (tests/dist): a norm is that of the whole model in every layout, to the rounding of float64.
+Invariant (tests/dist): in every layout a norm equals the whole model's norm, to the rounding of float64.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def sum_of_squares(tensors: Iterable[Tensor]) -> Tensor:
 
 
 def gradient_square(inner: MegatronOptimizer) -> Tensor:
-    """float64, a scalar: the square of the global L2 norm of the gradients that one of Megatron's optimizers has. It is
-    a collective."""
+    """float64, a scalar: the square of the global L2 norm of the gradients that one of Megatron's optimizers has.
+    Collective: every rank must call it."""
     square = sum_of_squares(inner.get_main_grads_for_grad_norm())  # what several ranks hold counts once
     dist.all_reduce(square, group=inner.get_grad_stats_parallel_group())
     return square
@@ -78,6 +78,6 @@ class Norms:
             self._sums[i] += sum_of_squares([tensor])
 
     def squares(self) -> Tensor:
-        """float64 [2]: the squares of both norms over all ranks. It is a collective."""
+        """float64 [2]: the squares of both norms over all ranks. Collective: every rank must call it."""
         dist.all_reduce(self._sums, group=self._inner.get_grad_stats_parallel_group())
         return self._sums

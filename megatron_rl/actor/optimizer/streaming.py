@@ -1,13 +1,13 @@
 """Adam whose state is kept in the host's memory, or in bfloat16, and is updated in fp32 piece by piece.
 
-An update brings each piece of the state to the device as fp32, lets Adam update it, and stores it again. Of an
-offloaded state, while a piece is updated the next one arrives and the one before it leaves, on two streams beside the
-computation. So a rank needs the memory of IN_FLIGHT pieces instead of that of all its state. Adam runs on the GPU, with
-the same kernels as otherwise.
+An update brings each piece of the state to the device as fp32, lets Adam update it, and stores it again. If the state
+is offloaded, the next piece arrives and the previous one leaves while a piece is updated, on two further streams. So a
+rank needs the memory of IN_FLIGHT pieces instead of its whole state. Adam runs on the GPU, with the same kernels as
+otherwise.
 
-Invariants (tests/dist): in the host's memory the weights and the state are, bit for bit, those of an optimizer that
-keeps everything; moments in bfloat16 are those of one that rounds them after each update. On a CPU the same copies are
-made. The CUDA path has not been run.
+Invariants (tests/dist): with the state in the host's memory, weights and state are bitwise equal to an optimizer with
+everything on the GPU; moments in bfloat16 equal an optimizer that rounds them after each update. On a CPU the same
+copies are made. The CUDA path has not been run.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class StatePiece:
 
 
 def cut(owned: Sequence[Interval], num_elements: int) -> Iterator[list[Segment]]:
-    """Cut intervals into pieces of `num_elements`, only the last of which has fewer."""
+    """Cut intervals into pieces of `num_elements`; only the last piece may have fewer."""
     segments: list[Segment] = []
     filled = 0
     for interval in owned:
@@ -222,7 +222,7 @@ def _floats(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 class _Copies:
-    """A stream for copies between host and device beside the computation. On a CPU they are made at once."""
+    """A stream for copies between host and device during the computation. On a CPU they are made at once."""
 
     def __init__(self) -> None:
         self._stream = torch.cuda.Stream() if platform.HAS_CUDA else None
