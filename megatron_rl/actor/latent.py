@@ -2,13 +2,13 @@
 Transformer Engine.
 
 Megatron's module makes the parameters; the path from hidden states to query, key and value is ours, for two reasons.
-Megatron's rotates one sequence after another, and here the angles of the whole row are at hand (attention.py). And
+Megatron's module rotates one sequence after another; here the angles of the whole row are known (attention.py). And
 Megatron's local layers lose gradients with TP > 1: each rank uses the rotated part of the key, which all heads share,
 for its own heads only, but the gradients of the ranks are not added up.
 
 Rotary dims are interleaved pairs in the weights. They are put in the order of halves after the projection, for query
-and key alike, so their products stay the same. The heads of the value are narrower than those of query and key; zeros
-fill them up, because the kernels take heads of one width.
+and key alike, so their products stay the same. The heads of the value are narrower than the heads of query and key;
+zeros fill them up, because the kernels take heads of one width.
 
 Invariants (tests/dist): logits, loss and gradients equal transformers' in every layout.
 

@@ -1,4 +1,4 @@
-"""Plans which sample goes to which rank and micro-batch. Plans are pure values; planning needs only numpy."""
+"""Assigns samples to ranks and micro-batches. Plans are pure values; planning needs only numpy."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ No rank waits for a send. When a connection breaks, gloo ends the receives that 
 it has begun to write, and a receive that it has begun to read: a rank that waited for one of these would wait until its
 deadline. So the contents of a stretch are sent before its headers, and the receiver waits for the headers, which are
 one message; the sender waits for the acknowledgement; and an end mark tells the receiver that its last acknowledgements
-have arrived. What is waited for has at most a few kilobytes; a break in the very middle of it is seen at the deadline.
+have arrived. These messages have at most a few kilobytes; a break in the middle of one is seen at the deadline.
 
 Invariants (tests/unit/bridge): what is taken is what was posted; a peer that dies is a RuntimeError at once, also in
 the middle of a content; a peer that is silent is a RuntimeError within the deadline.

@@ -1,5 +1,5 @@
-"""The engine's side of the transfer plan, read off vLLM: its own loaders get tensors without memory in place of a
-checkpoint, and what they would copy is written down as rectangles.
+"""The engine's side of the transfer plan, recorded from vLLM: its own loaders get tensors without memory instead of a
+checkpoint, and the copies that they would make are recorded as rectangles.
 
 So the plan is right for any vLLM class that runs the model. Invariant (tests/dist): where the family's
 table has vLLM's side, the recording equals it.

@@ -1,4 +1,4 @@
-"""Plays a push through: when does each stretch leave, arrive, and free its buffers?
+"""Simulates a push: when does each stretch leave, arrive, and free its buffers?
 
 It follows what sender.py and intake.py do. A rank posts its stretches in the global order and has two of them under
 way. A receiver has room for two, takes them in order, passes each on to the next engine of its chain, writes it,

@@ -1,9 +1,9 @@
-"""What an engine's kernels read, compared with what they should read.
+"""Compares what an engine's kernels read with what they should read.
 
-A checksum of what was sent does not see what happens to a layer afterwards: vLLM may repack it wrongly, keep an old
-scale, or leave a rank's layer as it was. So a layer is compared after all processing. What vLLM repacks is compared
-with the same layer rebuilt from the received bytes, in memory of its own. What is used as it came is compared with
-its checksums on arrival. What equal ranks of different engines hold is compared on the driver.
+A checksum of the sent bytes does not cover what happens to a layer afterwards: vLLM may repack it wrongly, keep an old
+scale, or leave a rank's layer as it was. So a layer is compared after all processing. A layer that vLLM repacks is
+compared with the same layer rebuilt from the received bytes, in separate memory. A layer that is used as received is
+compared with its checksums on arrival. The driver compares equal ranks of different engines.
 
 The first push after joining is compared as a whole, each further one in a sample of the modules.
 """

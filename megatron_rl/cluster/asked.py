@@ -1,4 +1,4 @@
-"""A group on its way through engines and verifiers, how it is dealt to engines, and how long engines are idle.
+"""A group on its way through engines and verifiers, how it is divided among engines, and how long engines are idle.
 
 Invariants (tests/unit/cluster): the parts of a group are as few and as equal as possible; idle time counts once.
 """

@@ -1,4 +1,4 @@
-"""The verdicts on answers from what each reward gave, which may come in several pieces.
+"""Computes the verdicts on answers from the results of each reward, which may come in several pieces.
 
 Invariant (tests/unit/cluster): verdicts and metrics, except for times, do not depend on the pieces; they are bitwise
 equal to the results of one call.

@@ -1,6 +1,7 @@
 """Experiment trackers, which receive a run's numbers in addition to its own files; the key `kind` chooses one.
 
-A kind has the name of the Python package that it needs; `missing_packages` in megatron_rl/observe tells which lack.
+A kind has the name of the Python package that it needs; `missing_packages` in megatron_rl/observe names the missing
+ones.
 """
 
 from __future__ import annotations

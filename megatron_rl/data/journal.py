@@ -1,9 +1,9 @@
 """The journal of an asynchronous run: every group that is generated and verified, so that a kill loses none.
 
 A folder has one file for each version of the weights and each writer. A file is a sequence of records: the number of
-bytes and the CRC-32 of the record (8 bytes each, little-endian), then the record, which is a safetensors blob of the
-tokens, with the experts that the engine chose for them if it told, and with the rest as JSON in its metadata. A record
-at the end of a file that was cut off by a kill is not read.
+bytes and the CRC-32 of the record (8 bytes each, little-endian), then the record: a safetensors blob with the tokens,
+the engine's choices of experts if it reports them, and the rest as JSON in the metadata. A record at the end of a file
+that was cut off by a kill is not read.
 
 The files are not flushed to the disk record by record: a killed process loses nothing, a machine that loses its power
 may lose the last seconds.

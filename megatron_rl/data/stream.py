@@ -1,10 +1,9 @@
 """An endless, shuffled stream of the items of one or more sources, which can be resumed.
 
-Invariants (tests/unit/data): every epoch of a source has each of its items once, in the first epochs by falling pass
-rate if that is asked for. No item is dropped at the end of an
-epoch: the step is filled up from the next epoch. Every beginning of the stream has its sources in their shares, with
-less than one item more or less (`mixture.py`). The order depends only on the seed, the numbers of items and the shares.
-A stream that was restored from a state continues exactly.
+Invariants (tests/unit/data): every epoch of a source has each of its items once; the first epochs may be ordered by
+falling pass rate. No item is dropped at the end of an epoch: the step is filled up from the next epoch. Every beginning
+of the stream has its sources in their shares, with less than one item more or less (`mixture.py`). The order depends
+only on the seed, the numbers of items and the shares. A stream that was restored from a state continues exactly.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Loads the tokenizer of a model's folder.
 
-`transformers.AutoTokenizer` does it for every folder, but its module imports all that generates with a model, torch
-and its compiler included, which takes two to three seconds of every process that needs a tokenizer. Of the folders of
-Qwen3 it is known which class it takes.
+`transformers.AutoTokenizer` can load every folder, but its module imports the whole code of generation, torch and its
+compiler included. This takes two to three seconds in every process that needs a tokenizer. For folders of Qwen3 we know
+the class that AutoTokenizer chooses, and load it directly.
 
 Invariant: the tokenizer is the one that AutoTokenizer returns.
 """

@@ -1,4 +1,4 @@
-"""The contract of an environment, and one that is a class of the user's own.
+"""The contract of an environment, and the environment that wraps a user's class.
 
 Invariants (tests/unit/environments): an exception, a time-out or a result of the wrong form of the user's class is an
 `EnvironmentFault` with the place where it came from; it is never a reward.

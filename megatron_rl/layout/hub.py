@@ -1,4 +1,4 @@
-"""Finds out which file of a Hugging Face folder holds which tensor. Only the files' headers are read.
+"""Finds the file of each tensor in a Hugging Face folder. Only the files' headers are read.
 
 A damaged or unsuitable folder fails here, before anything starts, with an error that names the file and the reason.
 Invariant (tests/unit/layout): every tensor belongs to one row of the family's table or is declared there as ignored.

@@ -1,9 +1,9 @@
-"""Which quantised checkpoints can be read: those in fp8 with one scale for each block of a matrix, as DeepSeek-V3 is
+"""The quantised checkpoints that can be read: fp8 with one scale for each block of a matrix, as DeepSeek-V3 is
 published. All others are refused by name.
 
 A matrix W is stored as float8_e4m3fn values and, under its name with `_scale_inv` at the end, one scale for each block
 of `quantization_config.weight_block_size` rows and columns; the last blocks may be smaller. W = values x scales, in
-float32: so do DeepSeek's own inference/fp8_cast_bf16.py, transformers (integrations/finegrained_fp8.py, Fp8Dequantize)
+float32, as in DeepSeek's own inference/fp8_cast_bf16.py, transformers (integrations/finegrained_fp8.py, Fp8Dequantize)
 and vLLM (quant_utils.py, scaled_dequantize).
 """
 

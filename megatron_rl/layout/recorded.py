@@ -1,5 +1,5 @@
-"""The engine's side as its own loaders wrote it: from views of tensors to rectangles, and from the shards of a rank to
-rows that layers share.
+"""The engine's side as recorded from its own loaders: turns views of tensors into rectangles, and the shards of a rank
+into rows that layers share.
 
 Invariants (tests/unit/layout): the rectangle of a view holds the elements of the view in their order; a recording
 returns the shards that it was made of.

@@ -1,4 +1,4 @@
-"""How ranks with the same weights share what is to be sent.
+"""How ranks with the same weights share the sending.
 
 All bytes that the same set of replicas can send are put in one sequence, engine by engine. The replicas share it: each
 of them sends one interval of it, so that the links carry equal loads. Invariant (tests/unit/layout): of a workload

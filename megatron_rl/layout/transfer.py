@@ -1,4 +1,4 @@
-"""The transfer plan: which rectangle of which trainer rank goes to which rectangle of which engine rank.
+"""The transfer plan: the rectangles that each trainer rank sends, and where each engine rank writes them.
 
 A plan is only the intersection of source and destination. All bytes that the same set of replicas can send are put in
 one sequence, engine by engine, and the replicas share this sequence: each of them sends one interval of it, for any

@@ -1,10 +1,10 @@
-"""Where a tensor lies in the one that a file holds, if the file has it in another form.
+"""The place of a tensor inside a file's tensor, if the file has another form.
 
-Everything but the reading and writing of files knows only the Hugging Face (HF) tensors of a family's table: [rows,
-columns], one for each expert, gate and up apart. Some models are published in other forms, but every element of such a
-tensor is an element of the file: experts stacked in one tensor, matrices transposed, gate and up as parts of one
-matrix. A first element and a step for each dim describe each of these forms.
-Invariant (tests/unit/layout): the views of a file's tensor hold each of its elements once.
+Only code that reads or writes files uses it. All other code has the Hugging Face (HF) tensors of a family's table:
+[rows, columns], one for each expert, gate and up separate. Some models are published in other forms, but every element
+of such a tensor is an element of the file: experts stacked in one tensor, matrices transposed, gate and up as parts of
+one matrix. A first element and a step for each dim describe each of these forms. Invariant (tests/unit/layout): the
+views of a file's tensor hold each of its elements once.
 """
 
 from __future__ import annotations

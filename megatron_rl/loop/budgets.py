@@ -2,7 +2,7 @@
 
 Invariants (tests/unit/loop): a budget is a function of the configuration, the seed, the number of the prompt in the
 stream, the number of the answer, the step, and, with `quantile`, of the lengths that were recorded; it is within the
-bounds of the configuration; lengths that were restored give the budgets that the saved ones would.
+bounds of the configuration; restored lengths give the same budgets as the saved ones.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ prompt rests for one epoch, and, if it is still easy afterwards, for two, four a
 of a Leitner system do.
 
 Invariants (tests/unit/loop): a prompt rests only after a group whose answers were all right, and never for more than
-MAX_REST epochs in a row; a table that was restored decides as the saved one.
+MAX_REST epochs in a row; a restored table decides like the saved one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Plans a step, and deals it to the data-parallel ranks.
+"""Plans a step, and distributes it over the data-parallel ranks.
 
 Invariant (tests/unit/loop): every planned sample is in one share, with its own tokens and numbers, and a share has no
 payload that it does not use.

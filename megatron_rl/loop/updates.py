@@ -1,4 +1,4 @@
-"""What a step does with its shares: log-probs, the optimizer steps, and what is told about them.
+"""What a step does with its shares: log-probs, the optimizer steps, and their metrics.
 
 Invariant (tests/unit/loop): the run stops if trainer and engine give different log-probs to the same tokens.
 """

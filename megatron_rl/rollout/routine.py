@@ -1,5 +1,5 @@
-"""Work that goes on in the engine's thread as soon as what it waits for has ended: between two decode steps, without a
-hop to another thread, and without waiting for anything else.
+"""Work in the engine's thread that continues as soon as the futures that it waits for have ended: between two decode
+steps, without a switch to another thread, and without waiting for anything else.
 
 Invariants (tests/unit/rollout): a routine continues in the thread where the last of its futures ended, and in the order
 of their ends; if one of them ends with an error, the routine ends with it once all of them have ended.

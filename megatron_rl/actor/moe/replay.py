@@ -2,9 +2,9 @@
 R3: Ma et al. 2025, arXiv:2510.11370).
 
 Engine and trainer round differently, so the scores of two experts that are nearly equal may have another order in the
-trainer. The token then goes through another expert, and its log-probs and those of all later tokens move by much more
-than rounding. With replay only the choice is the engine's. The experts' weights are the trainer's own scores of the
-chosen experts, with their gradient.
+trainer. The token then goes through another expert, and its log-probs, and the log-probs of all later tokens, change by
+much more than rounding. With replay only the choice is the engine's. The experts' weights are the trainer's own scores
+of the chosen experts, with their gradient.
 
 A router gets the choices with the packed row (`PackedSequences.routes`), which Megatron gives to each layer in the
 forward pass, and again when it recomputes the layer in the backward pass. So every pass over a micro-batch replays the

@@ -1,10 +1,10 @@
-"""Whole matrices, put together from the parts that the ranks have of them, and taken apart again.
+"""Whole matrices, put together from the ranks' parts, and split again.
 
-A matrix is a tensor of the Hugging Face folder, so that q, k and v, or gate and up, which share a parameter of
-Megatron, are matrices of their own; the shards of `layout` say where the parts of each are. Of the data-parallel ranks
-that have intervals of a parameter one is its worker: the others send it their intervals, it puts the matrices together
-with its tensor-parallel ranks, and sends the results back. arXiv:2502.16982 gathers over DP as well, but there each
-rank does the work of all. A rank without an interval of a parameter takes no part in it.
+A matrix is a tensor of the Hugging Face folder. So q, k and v are separate matrices, like gate and up, although they
+share a parameter of Megatron; the shards of `layout` say where their parts are. One of the data-parallel ranks that
+have intervals of a parameter is its worker: the others send it their intervals, it puts the matrices together with its
+tensor-parallel ranks, and sends the results back. arXiv:2502.16982 gathers over DP as well, but there each rank does
+the whole work. A rank without an interval of a parameter does not take part.
 
 Invariants (tests/unit/actor, tests/dist): every parameter has one worker, which owns a part of it; what a function
 makes of a matrix is the same in every layout, up to rounding.

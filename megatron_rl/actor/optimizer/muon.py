@@ -6,10 +6,10 @@ An update with the gradient G, the learning rate a and the decay w changes a mat
     M' = b M + G
     P' = P - a (w P + s O(D))  with  D = G + b M' (Nesterov), or D = M'.
 
-O is the orthogonalisation, and the scale s depends on rows and columns alone. The momentum is kept as Adam's moments
-are, split over the data-parallel ranks, and a whole matrix is there only while it is orthogonalised (matrices.py). All
-is computed in fp32. Megatron-Core's own Muon (core/optimizer/muon.py of version 0.16.1) gives the same parameters to
-Adam; it needs a package that it does not bring along, and refuses the distributed optimizer.
+O is the orthogonalisation, and the scale s depends on rows and columns alone. The momentum is split over the
+data-parallel ranks like Adam's moments, and a whole matrix exists only while it is orthogonalised (matrices.py).
+Everything is computed in fp32. Megatron-Core's own Muon (core/optimizer/muon.py of version 0.16.1) gives the same
+parameters to Adam; it needs a package that it does not install, and refuses the distributed optimizer.
 
 Invariants (tests/unit/actor, tests/dist): an update equals a plain loop over whole matrices in float64, in every
 layout.

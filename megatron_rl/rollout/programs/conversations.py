@@ -1,9 +1,9 @@
 """What an agent has asked of a model, as a tree of tokens.
 
-An agent of somebody else sends whole conversations, again and again: each call repeats the turns before it. What the
-model sampled in these turns is known as tokens, and is not tokenised again. A call goes on from the call whose
-conversation, its answer included, it begins with; only the text after it is tokenised. Calls that begin alike and then
-differ are branches.
+An agent sends a whole conversation in each call: it repeats the turns before it. The tokens that the model sampled in
+these turns are known, and are not tokenised again. If a call begins with the conversation and the answer of an earlier
+call, it continues that call, and only the text after it is tokenised. Calls with a common beginning that then differ
+are branches.
 
 Invariants (tests/unit/rollout): the tokens of a call are the tokens of the previous call, followed by the text that the
 chat template adds; they are the text that it renders for the whole conversation, if the answers are read as they were

@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server in front of an engine, so that an agent of somebody else is trained as it is.
+"""An OpenAI-compatible server in front of an engine, so that any agent can be trained without a change to it.
 
 Each answer has an address of its own, its `base_url`. What is asked there is one answer's: `POST
 {base_url}/chat/completions` is answered by the engine, and remembered as tokens (conversations.py). Sampling is the

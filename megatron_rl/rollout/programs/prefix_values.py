@@ -2,8 +2,8 @@
 
 The value of the first i passages is V_i = mean log P(answer tokens | prompt, passages, force), and the utility of
 passage i is U_i = V_i - V_(i-1). V_0 is the value of the prompt alone. The engine computes the values as soon as an
-answer is complete, while it generates others: each prefix with a right answer is a request, whose last tokens'
-log-probs are wanted. The prefix cache holds what these requests share with the answer.
+answer is complete, while it generates others: each prefix with a right answer is a request for the log-probs of its
+last tokens. The prefix cache holds what these requests share with the answer.
 
 With `by: trainer` the engine only puts a right answer after each prefix, so that the trainer tells its log-prob. With
 `rollouts` it continues the answer from the end of each passage, and the values are the verdicts on these answers. Both
