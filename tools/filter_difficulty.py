@@ -45,7 +45,7 @@ quiet_environment()
 
 SETTINGS, PASS_RATES, ROWS = "settings.json", "pass_rates.jsonl", "rows.jsonl"
 WAVES = 2
-"""Twice as many answers are under way as the engines decode at once, so that they never wait."""
+"""Twice as many answers run as the engines decode at once, so that the engines never wait."""
 
 
 @dataclass(frozen=True, slots=True)

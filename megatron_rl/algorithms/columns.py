@@ -30,7 +30,7 @@ class PackedColumns:
     logp_rollout_T: Tensor
     """Log-probs of the engine when it sampled the tokens."""
     lag_T: Tensor
-    """int: the number of versions between the weights that sampled the token and those at the step's start."""
+    """int: the number of versions between the weights that sampled the token and the weights at the step's start."""
     reward_T: Tensor | None = None
     """float64: the rewards at actions for token advantages (token_advantages.py), 0 elsewhere; None if
     the estimator gives one number for each sample."""

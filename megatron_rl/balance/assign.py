@@ -40,11 +40,11 @@ def assign(
     """Assign the samples of one mini-batch to ranks and micro-batches.
 
     The samples are packed into the fewest positions, where a position is one micro-batch of every rank (`pack_grid`).
-    Exchanges bring the costs of a position's micro-batches closer together. Karmarkar-Karp deals the micro-batches of
-    each position to the ranks, and further exchanges reduce the remaining differences. Dealing samples to ranks before
-    packing would need more micro-batches, because the rank with the most tokens would determine their number. With
-    groups this cannot be avoided: Karmarkar-Karp deals the groups to the ranks, each rank is packed separately, and
-    samples are exchanged only within ranks.
+    Exchanges bring the costs of a position's micro-batches closer together. Karmarkar-Karp distributes the
+    micro-batches of each position over the ranks, and further exchanges reduce the remaining differences. Distributing
+    samples over ranks before packing would need more micro-batches, because the rank with the most tokens would
+    determine their number. With groups this cannot be avoided: Karmarkar-Karp distributes the groups over the ranks,
+    each rank is packed separately, and samples are exchanged only within ranks.
 
     Args:
         sizes_S: padded tokens, int64. A sample above the cap gets a micro-batch of its own.

@@ -36,10 +36,10 @@ def plan_microbatches(
 ) -> MicrobatchPlan:
     """Plan one step.
 
-    Groups with an active sample are dealt in order to `updates` mini-batches. The numbers of groups differ by at most
-    one, so no group is left over. Each mini-batch is assigned to ranks and micro-batches (`assign`). With a pipeline
-    the cheap positions are at both ends, where the pipeline fills and drains. Without one the most expensive position
-    comes first, so that a lack of memory shows at once.
+    Groups with an active sample are distributed in order over `updates` mini-batches. The numbers of groups differ by
+    at most one, so no group is left over. Each mini-batch is assigned to ranks and micro-batches (`assign`). With a
+    pipeline the cheap positions are at both ends, where the pipeline fills and drains. Without one the most expensive
+    position comes first, so that a lack of memory shows at once.
 
     If fewer groups than `updates` have an active sample, there are fewer mini-batches, because one without samples has
     no gradient. `len(plan.minibatches)` is the number of optimizer steps; it is 0 if no sample is active.
@@ -164,8 +164,8 @@ def _tuples(array_RP: np.ndarray) -> tuple[tuple[Any, ...], ...]:
 
 
 def _deal_groups(group_S: np.ndarray, active_S: np.ndarray, updates: int) -> list[np.ndarray]:
-    """The samples of each mini-batch that has any. Whole groups are dealt in order, and the numbers of groups differ by
-    at most one."""
+    """The samples of each mini-batch that has any. Whole groups are distributed in order, and the numbers of groups
+    differ by at most one."""
     indices = np.flatnonzero(active_S)
     _, first, number = np.unique(group_S[indices], return_index=True, return_inverse=True)
     order = np.argsort(np.argsort(first))[number]  # the rank of each sample's group by first appearance

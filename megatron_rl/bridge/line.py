@@ -1,7 +1,7 @@
 """How messages pass from one rank to another: one small port, and its form over process groups.
 
 A line joins two ranks. One end posts stretches of messages; the other end takes them and acknowledges each stretch. A
-rank has two stretches under way: the acknowledgement of stretch i frees the buffer that stretch i + 2 is packed into.
+rank has two stretches in flight: the acknowledgement of stretch i frees the buffer that stretch i + 2 is packed into.
 The headers of a stretch and its acknowledgement pass over gloo. The contents pass over gloo or NCCL, or they stay where
 they are if the receiver can read the sender's buffers (`memory.py`). Files are another form of the port (`files.py`).
 
@@ -32,7 +32,7 @@ from torch.distributed import ProcessGroup, Work
 from megatron_rl.bridge.messages import Message, Stretch, stretches
 
 SLOTS = 2
-"""How many stretches a rank has under way, and how many buffers it has to pack them or to receive them in."""
+"""The number of stretches that a rank has in flight, and of its buffers for packing or receiving."""
 WRITTEN, CORRUPTED, NOT_EXPECTED = 0, 1, 2
 HEADERS, CONTENT, ACKNOWLEDGEMENT = 2, 3, 4
 """Message i has the tags 3 i + 2, 3 i + 3 and 3 i + 4. Headers and acknowledgement of a stretch have the tags of its

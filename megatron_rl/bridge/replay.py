@@ -1,10 +1,10 @@
 """Simulates a push: when does each stretch leave, arrive, and free its buffers?
 
-It follows what sender.py and intake.py do. A rank posts its stretches in the global order and has two of them under
-way. A receiver has room for two, takes them in order, passes each on to the next engine of its chain, writes it,
-answers, and waits for the answer of the next engine to the stretch before. Each direction of a link carries one
-stretch at a time, in the global order. Invariants (tests/unit/bridge): times by hand; no replay is shorter than the
-time that any link needs.
+It follows what sender.py and intake.py do. A rank posts its stretches in the global order and has two of them in
+flight. A receiver has room for two, takes them in order, passes each on to the next engine of its chain, writes it,
+answers, and waits for the answer of the next engine to the stretch before. Each direction of a link carries one stretch
+at a time, in the global order. Invariants (tests/unit/bridge): times by hand; no replay is shorter than the time that
+any link needs.
 """
 
 from __future__ import annotations

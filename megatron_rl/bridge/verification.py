@@ -5,7 +5,7 @@ scale, or leave a rank's layer as it was. So a layer is compared after all proce
 compared with the same layer rebuilt from the received bytes, in separate memory. A layer that is used as received is
 compared with its checksums on arrival. The driver compares equal ranks of different engines.
 
-The first push after joining is compared as a whole, each further one in a sample of the modules.
+The first push after joining is compared as a whole; in later pushes a sample of the modules is compared.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """The network of a run: the environment variables that reach every process, and the interface through which a process
-talks to those on other nodes.
+talks to processes on other nodes.
 
 gloo listens at the address of the machine's host name, which on many machines is the loopback address or nothing at
 all; processes on other nodes then connect to themselves. So every process looks for the interface with the address that
@@ -56,7 +56,7 @@ def network_environment(cluster: ClusterConfig, shell: Mapping[str, str]) -> dic
 
 
 def find_interface(environment: Mapping[str, str]) -> Interface:
-    """The interface through which the calling process talks to those on other nodes. Ray must have started.
+    """The interface through which the calling process talks to processes on other nodes. Ray must have started.
 
     Args:
         environment: it may name the interface (GLOO_SOCKET_IFNAME).

@@ -1,7 +1,7 @@
 """Starts and stops a local Ray, or joins a Ray cluster that is already running.
 
-Ray listens on all addresses of a machine, and whoever it admits can run any code. So it admits only clients with its
-token: a local Ray gets one for this session unless the user has one, and a cluster gets the user's token.
+Ray listens on all addresses of a machine, and every client that it admits can run any code. So it admits only clients
+with its token: a local Ray gets one for this session unless the user has one, and a cluster gets the user's token.
 """
 
 from __future__ import annotations

@@ -255,7 +255,7 @@ class DecoupledLoss(PolicyLoss):
     proximal: Literal["recomputed", "interpolated"] = "recomputed"
     """The proximal policy p. recomputed: the policy at the step's start. interpolated: log p = log mu + a (log pi -
     log mu) with a = lag / (lag + 1), where lag is the number of versions between the weights that sampled the token and
-    those at the step's start; this saves the forward pass for log pi_old (AReaL's proximal approximation)."""
+    the weights at the step's start; this saves the forward pass for log pi_old (AReaL's proximal approximation)."""
     cap: Annotated[float, Field(ge=1)] = 5.0
     """The upper bound of the weight p / mu."""
 

@@ -2,7 +2,7 @@
 
 A file's name is the digest of everything that its prompts depend on: the contents and names of the files of rows, the
 tokenizer with its chat template, the keys of the configuration, and the code of this room. So a file is never stale,
-and none is ever changed; whoever needs room deletes files.
+and none is ever changed; users who need room delete files.
 
 A file gets its name when it is whole. Two runs at once may both write one, and the later takes its place; a run that
 has mapped the earlier one keeps it. A damaged file is reported and written again. A disk that is full only costs the

@@ -7,7 +7,7 @@ and the beginning of the next turn. Only this text is tokenised, alone.
 This is right for every answer only if the template writes the answer as it was sampled, before any continuation. So
 `Continuation` looks at a conversation whose answers have a thought: each beginning of it must be a beginning of the
 whole. Of other answers it notes how the template rewrites them. The transcript keeps what was sampled, so training is
-right; but whoever later renders the conversation gives the model other tokens than it was trained with.
+right; but a program that renders the conversation later gives the model other tokens than in training.
 
 Invariants (tests/unit/environments): transcript and continuation together are the text that the template renders for
 the whole conversation; an observation has at most the allowed number of tokens, plus the sentence that says that it was

@@ -1,8 +1,8 @@
 """The rollouts that engines generate: in turns with the trainer, or while it trains.
 
 `admission.py` decides which groups run and which ones a step takes. This module asks for the prompts,
-holds the groups, and gives their state to a checkpoint. In turns (`rollout.max_lag: 0`) nothing is under way between
-two steps, so that a step repeats to the bit.
+holds the groups, and gives their state to a checkpoint. In turns (`rollout.max_lag: 0`) nothing runs between two steps,
+so that a step can be repeated to the bit.
 
 Invariants (tests/unit/loop, tests/e2e): a resumed run requests the unfinished groups again, with their own prompts, and
 takes groups that were ready, or that were trained on after the checkpoint, from the journal, which a run in turns does
@@ -75,8 +75,8 @@ class EngineSource:
         self._silence, self._unsplit = SilentRewards(config.rewards), UnsplitThoughts()
         self._budgets = ThoughtBudgets(config)
         self._given: dict[int, tuple[int, ...]] = {}
-        """The thinking budgets that groups under way were asked with, by their numbers: they are asked again with the
-        same."""
+        """The thinking budgets of the requested groups that are not complete, by their numbers: a repeated request has
+        the same budgets."""
         self._pass_rates = PassRates()
         self._num_resting = 0
         """The number of prompts that rested when their turn came, since the last step."""

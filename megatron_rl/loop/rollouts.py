@@ -37,7 +37,7 @@ def describe_verified(config: GrpoRunConfig, groups: Sequence[Group]) -> Metrics
 
 def describe_rewards(rewards: Sequence[RewardConfig], groups: Sequence[Group]) -> Metrics:
     """The metrics of each reward, by its name: the mean of its scores, not weighted, and the share of the answers on
-    which it abstained, among those to rows that it scores."""
+    which it abstained, among the answers to rows that it scores."""
     metrics: Metrics = {}
     for i, reward in enumerate(rewards):
         column = [v.parts[i] for v in verdicts_of([group for group in groups if reward.scores(group.prompt.columns)])]
@@ -222,7 +222,7 @@ def rewards_of(groups: Sequence[Group]) -> np.ndarray:
 def describe(groups: Sequence[Group], thinks: bool = True) -> Metrics:
     """The lengths of the answers in tokens, and the shares of answers that a budget cut. `length/answer_mean` counts
     the sampled tokens after the thought; a delimiter that the model sampled is one of them. The beams of a thought are
-    answers of their own, which have one thought together. Nothing is told of thoughts if the model does not think."""
+    separate answers with a common thought. A model that does not think has no metrics of thoughts."""
     samples = [sample for group in groups for sample in group.rollouts]
     thoughts = [sample for sample in samples if sample.beam == 0]
     responses = np.array([sample.num_response_tokens for sample in samples])

@@ -29,7 +29,7 @@ class BegunAnswer:
     chosen: Chosen
     transcript: Transcript
     call: Call | None
-    """The call under way; None if the answer is complete."""
+    """The call that is running; None if the answer is complete."""
     begun: Completion
     """What an earlier engine has sampled of this call."""
     seed: int

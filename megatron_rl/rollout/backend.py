@@ -107,8 +107,8 @@ class EngineBackend(Protocol):
         Args:
             ticket: names this asking of the group in `cancel` and in the records. All engines have the same.
             samples: the numbers of the answers within the group.
-            version: the version of the weights that the answers begin with. If a push is under way, the call waits
-                until it ends. None: any.
+            version: the version of the weights that the answers begin with. If a push is running, the call waits until
+                it ends. None: any.
             batch: the name of calls that begin together, in the order of their arrival, and their number. The first
                 ones wait for the last one. None: this call begins alone.
             earlier: the records of the engines that have begun these answers and lost them, in order. The answers go
@@ -124,7 +124,7 @@ class EngineBackend(Protocol):
         ...
 
     async def cancel(self, ticket: int) -> None:
-        """End the answers of a group. Its call of `answer`, if it is under way, ends with an error."""
+        """End the answers of a group. Its call of `answer`, if it is running, ends with an error."""
 
     @property
     def alive(self) -> bool:

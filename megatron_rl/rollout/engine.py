@@ -249,7 +249,7 @@ class VllmEngine:
         return [found[k] for k in range(len(texts))]
 
     async def cancel(self, ticket: int) -> None:
-        """End the answers of a group. Its call of `answer`, if it is under way, ends with an error."""
+        """End the answers of a group. Its call of `answer`, if it is running, ends with an error."""
         if self._episodes is not None:
             self._episodes.cancel(ticket)
 

@@ -2,10 +2,10 @@
 
 The thread does one thing after the other: a call from outside, or a decode step of all running requests. So a call that
 adds requests or changes the weights runs between two steps, and needs no lock. The engine's scheduler is in the same
-process: vLLM would import its libraries again in a second one, and send the requests and every step's tokens to and
-fro.
+process: in a second process vLLM would import its libraries again, and send all requests and every step's tokens
+between the two.
 
-An engine with pipeline stages works on several batches at once, so a batch may be under way between two steps. A call
+An engine with pipeline stages works on several batches at once, so a batch may be running between two steps. A call
 that changes more than the requests therefore waits for these first (`drain`).
 
 Invariants (tests/unit/rollout): calls are made in the order of their arrival; no batch is in progress during a call
@@ -75,7 +75,7 @@ class EngineThread:
 
         Args:
             while_paused: whether the call is made in a pause, too.
-            drained: whether no batch may be under way; see `drain`.
+            drained: whether no batch may be running; see `drain`.
 
         Raises:
             RuntimeError: vLLM has failed.
@@ -87,7 +87,7 @@ class EngineThread:
         return await asyncio.wrap_future(future)
 
     def drain(self) -> None:
-        """Wait for the batches that are under way, and hand out their tokens. The caller runs in the thread.
+        """Wait for the running batches, and hand out their tokens. The caller runs in the thread.
 
         Between two steps there are some with pipeline stages, and with asynchronous scheduling. vLLM has the latter on
         GPUs alone, where this has not been run.

@@ -47,7 +47,7 @@ class EngineWeights:
         begins in the phase `generating`. What it gives up is lost: after `training` it needs a push.
 
         Raises:
-            RuntimeError: answers are under way.
+            RuntimeError: answers are being generated.
         """
         await self._call(partial(self._enter, phase))
 

@@ -284,8 +284,8 @@ def replay(program: Program, sampled: Completion, stop_ids: Collection[int]) -> 
         stop_ids: the tokens that end an answer.
 
     Returns:
-        The transcript of the calls that are complete, the call under way (None if the answer is complete), and the
-        number of sampled tokens that belong to the complete calls.
+        The transcript of the calls that are complete, the running call (None if the answer is complete), and the number
+        of sampled tokens that belong to the complete calls.
 
     Example: if the first call is for 3 tokens and the second one for 4, five tokens are the first call and two tokens
     of the second.

@@ -41,8 +41,8 @@ def make_engine(spec: EngineSpec, budgets: Budgets, progress: Progress | None) -
     """Start vLLM in the process and the thread that call.
 
     Args:
-        budgets: the thinking budget, whose opening, delimiter and closing vLLM is told if it keeps it, and the beams,
-            whose number of log-probs vLLM is told.
+        budgets: the thinking budget: vLLM gets its opening, delimiter and closing if it enforces the budget; and the
+            beams: vLLM gets their number of log-probs.
         progress: what records the tokens of every step; None if nobody does.
     """
     model, rollout, returns_routes, shares_gpus = spec.model, spec.rollout, spec.returns_routes, spec.shares_gpus

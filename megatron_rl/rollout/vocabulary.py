@@ -1,8 +1,8 @@
 """Reads the few token ids that the engine needs from a model folder.
 
-The engine gets and returns token ids, so nothing is tokenised during a run. The end-of-sequence ids are the union of
-those in generation_config.json, in config.json and of the tokenizer's `eos_token`. Base and chat models list different
-ones, and an answer with an id that is not listed would use up its whole budget.
+The engine gets and returns token ids, so nothing is tokenised during a run. The end-of-sequence ids are the ids in
+generation_config.json, the ids in config.json and the tokenizer's `eos_token` together. Base and chat models list
+different ids, and an answer that ends with an unlisted id would use up its whole budget.
 """
 
 from __future__ import annotations

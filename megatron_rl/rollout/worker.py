@@ -2,7 +2,7 @@
 
 `RolloutWorker` is a `worker_extension_cls`. `die_with_parent` is an entry point `vllm.general_plugins`, which vLLM
 calls in every process that it starts. Without it a worker whose owner was killed would stay and keep its GPU memory,
-and on CPUs the ranks of an engine that spans nodes would wait for each other in vain.
+and on CPUs the ranks of an engine that spans nodes would wait for each other for ever.
 """
 
 from __future__ import annotations

@@ -204,7 +204,7 @@ class RewardSet:
         return [answer for answer in answers if cfg.scores(answer.prompt.columns) and not answer.fault]
 
     def _for_all(self, index: int, answers: Sequence[Answer], own: Sequence[Verdict]) -> list[Verdict]:
-        """One verdict for each answer, from those on the answers that the reward scores."""
+        """One verdict for each answer, from the verdicts on the answers that the reward scores."""
         cfg, given = self._configs[index], iter(own)
         other = Verdict(None, f"{cfg.label} does not score rows of this data set")
 

@@ -52,7 +52,7 @@ MOST_AHEAD, SPREAD = 8, 8
 """At most MOST_AHEAD items lie in a worker's line behind the one that it judges, and none while fewer than SPREAD for
 each worker wait: at the end of a call no item waits behind another one while a worker has nothing to do."""
 AHEAD_BYTES = 64 << 10
-"""The largest size of what lies in a line. It is below what a socket holds, so that the parent never waits for a worker
+"""The largest size of the items in a line. It is below what a socket holds, so that the parent never waits for a worker
 that judges."""
 
 
@@ -196,7 +196,7 @@ class Pool(Generic[T]):
         return found
 
     def _end(self, worker: _Worker) -> str:
-        """Kill a worker and all that its judge has started. What lies in its line waits again. Returns how the worker
+        """Kill a worker and all that its judge has started. The items in its line wait again. Returns how the worker
         ended."""
         self._busy.pop(worker, None)
         self._waiting.extendleft(reversed(worker.items))

@@ -222,7 +222,7 @@ def run_layout(
 
 
 def deal_rows(folder: Path, parallel: ParallelConfig, rows: Sequence[Tokens], num_microbatches: int) -> list[Share]:
-    """The rows as one mini-batch, dealt to the data-parallel ranks in about this number of micro-batches."""
+    """The rows as one mini-batch, distributed over the data-parallel ranks in about this number of micro-batches."""
     from megatron_rl.algorithms.aggregation import loss_weights
     from megatron_rl.balance import plan_microbatches
     from megatron_rl.balance.packing import padded

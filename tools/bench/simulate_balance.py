@@ -108,7 +108,7 @@ def arrival_first_fit(case: PackingCase) -> Cells:
 
 
 def sort_and_stride(case: PackingCase) -> Cells:
-    """The samples are dealt to the ranks in turn, longest first. Each rank packs them by first-fit in that order."""
+    """The samples are given to the ranks in turn, longest first. Each rank packs them by first-fit in that order."""
     order = np.argsort(-case.sizes_S, kind="stable")
     return first_fit_by_rank(case, [order[rank :: case.num_ranks] for rank in range(case.num_ranks)])
 

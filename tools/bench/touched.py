@@ -117,7 +117,7 @@ def importers(gone: tuple[Path, ...] = ()) -> dict[Path, set[Path]]:
 
 
 def tests_of(changed: Iterable[Path]) -> dict[Path, list[Path]]:
-    """For each test file that the changed files reach: the chain of imports, from the test to a changed file. Those
+    """For each test file that the changed files reach: the chain of imports, from the test to a changed file. The files
     with the shortest chains come first."""
     changed = list(changed)
     above = importers(gone_of(changed))

@@ -114,7 +114,7 @@ def keep_biases_in_float32(chunks: Sequence[torch.nn.Module]) -> None:
 
 
 def start_counting(chunks: Sequence[torch.nn.Module], with_gradients: bool = True) -> None:
-    """Count from 0 in the passes that follow: in those with gradients, or in those without."""
+    """Count from 0 in the passes that follow: in passes with gradients, or in passes without."""
     for router in _routers(chunks):
         router.load_E.zero_()
         router.auxiliary_loss.zero_()

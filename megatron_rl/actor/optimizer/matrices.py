@@ -216,8 +216,8 @@ def _all_owners(mine: Mapping[str, Owner], group: dist.ProcessGroup | None) -> d
 
 def deal(owners: Mapping[str, Sequence[Owner]]) -> dict[str, Owner]:
     """Choose the worker of each parameter among its owners, so that all of them have equally many elements to work on,
-    as far as this can be: first those with one owner, then the largest ones. Ranks that differ along the tensor axis
-    alone have the same intervals, and so choose the same data-parallel rank."""
+    as far as possible: first the parameters with one owner, then the largest ones. Ranks that differ along the tensor
+    axis alone have the same intervals, and so choose the same data-parallel rank."""
     load: dict[int, int] = {}
     chosen = {}
     sizes = {name: max(owner.stop for owner in found) for name, found in owners.items()}

@@ -35,7 +35,7 @@ class Terms:
     logp_rollout_T: Tensor
     """Log-probs of the engine when it sampled the tokens."""
     lag_T: Tensor
-    """int: the number of versions between the weights that sampled the token and those at the step's start."""
+    """int: the number of versions between the weights that sampled the token and the weights at the step's start."""
     selected_T: Tensor | None
     """bool: the tokens that Clip-Cov or KL-Cov has chosen; None for other losses."""
 

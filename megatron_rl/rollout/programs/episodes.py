@@ -128,7 +128,7 @@ class Episodes:
         """Carry out one answer.
 
         Args:
-            request: its first request, which is under way.
+            request: its first request, which is running.
         """
 
         async def first() -> Completion:

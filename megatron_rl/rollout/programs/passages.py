@@ -90,7 +90,7 @@ def _tokens_at(characters: Sequence[int], ends: Sequence[int]) -> list[int]:
 
 
 def token_texts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
-    """The text that each token adds to the text of those before it. A token that ends within a character adds nothing;
-    the one that completes it adds the character."""
+    """The text that each token adds to the text of the tokens before it. A token that ends within a character adds
+    nothing; the one that completes it adds the character."""
     stream = DecodeStream(skip_special_tokens=False)
     return [stream.step(tokenizer, token) or "" for token in ids]

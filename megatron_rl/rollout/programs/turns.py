@@ -73,7 +73,7 @@ class Turns:
         """One answer.
 
         Args:
-            first: the completion of `first_call`, which is under way.
+            first: the completion of `first_call`, which is running.
             ask: samples the later turns.
         """
         played = _Played(self._new_session(), Transcript())
