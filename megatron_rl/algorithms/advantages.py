@@ -2,7 +2,7 @@
 rewards at tokens here, and the ranks compute the advantages (token_advantages.py).
 
 Invariants: a sample without a reward is inactive. A group whose advantages are all 0 is a zero-signal group, for every
-estimator. What an estimator needs and does not get is named in an error.
+estimator. An error names an input that an estimator needs and does not get.
 
 Shape letters: S samples, G groups of the batch.
 """

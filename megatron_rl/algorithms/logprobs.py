@@ -6,7 +6,7 @@ gradient in the same memory and multiplies it into the gradients of hidden state
 arithmetic and saves the memory of T x V numbers. The vocabulary may be split over ranks. They then exchange numbers of
 all tokens twice in a call, however many chunks there are, and nothing in the backward pass.
 
-Invariants (tests/unit/algorithms): values and gradients equal log_softmax's; but for rounding, they depend neither
+Invariants (tests/unit/algorithms): values and gradients equal log_softmax's; apart from rounding, they depend neither
 on the chunks nor on the split of the vocabulary; padding has no probability and no gradient; no tensor has T x V
 elements.
 

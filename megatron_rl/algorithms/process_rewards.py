@@ -1,8 +1,8 @@
 """Rewards at single tokens (process supervision): how they are normalised, and at which actions they count.
 
 Invariants: rewards are normalised before they are summed. Each kind of reward has its own mean and deviation, so that a
-kind with a large scale does not hide the others. A kind that only one sample has adds exactly 0, and so does a kind
-with equal rewards, but for kinds that are not centred, whose rewards keep their signs. The statistics contain every
+kind with a large scale does not hide the others. A kind that only one sample has, or a kind with equal rewards, adds
+exactly 0; the exceptions are kinds that are not centred, whose rewards keep their signs. The statistics contain every
 reward, for any action mask.
 
 The driver normalises, because it has whole groups, and these are a few numbers for each sample. The trainer ranks place

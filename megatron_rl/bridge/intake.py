@@ -257,7 +257,7 @@ class Intake:
         line.acknowledge(stretch, Acknowledgement(WRITTEN, version, stretch.number))
 
     def _pass_on(self, index: int, parts: list[Part], near: bool) -> list[Part]:
-        """Post a stretch to the next engine. What lies in the sender's memory is copied first, because the sender is
+        """Post a stretch to the next engine. A stretch in the sender's memory is copied first, because the sender is
         answered before the next engine has the stretch."""
         assert self._next is not None
         if near:

@@ -91,7 +91,7 @@ class Joining:
             raise {"disagree": ValueError, "absent": RuntimeError}[kind](text)
 
     def readable(self, sources: Iterable[int]) -> set[int]:
-        """The ranks among `sources` whose buffers this rank can read. Each of them is told."""
+        """The ranks among `sources` whose buffers this rank can read. Every source gets the answer."""
         near = set()
         for source in sources:
             if self._share_memory and reads(self._said(source)["probe"], self.device):
@@ -100,7 +100,7 @@ class Joining:
         return near
 
     def readers(self, destinations: Iterable[int]) -> set[int]:
-        """The ranks that can read this rank's buffers. The call waits until each of them has told."""
+        """The ranks that can read this rank's buffers. The call waits for the answer of every destination."""
         return {to for to in destinations if self._store.get(f"near/{self.rank}-{to}") == b"yes"}
 
     def offer(self, slots: Slots) -> None:

@@ -73,7 +73,7 @@ class Acknowledgement:
     version: int
     """The version that the receiver expected."""
     number: int
-    """The last message that is written, or the one that is not as it was sent."""
+    """The last written message, or the message that differs from what was sent."""
 
 
 PEER_LOST = "has died, or is silent past the deadline"

@@ -193,8 +193,8 @@ def place_again(placement: Placement, role: str, index: int, alive: Sequence[Nod
     room. All other groups keep their places.
 
     Args:
-        alive: the nodes that live now. What is free on a node that the placement knows is what was free before the
-            run, minus what the other groups have reserved, because Ray's own numbers lag behind a death.
+        alive: the nodes that live now. The free resources of a node that the placement knows are the free resources
+            before the run, minus the reservations of the other groups, because Ray's own numbers lag behind a death.
 
     Raises:
         NoRoom: the nodes that live have too few free CPUs or GPUs.

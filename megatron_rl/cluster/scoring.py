@@ -30,8 +30,8 @@ def results(calls: Sequence[Future[T]]) -> list[T]:
 
 
 def in_order(groups: Sequence[Group], pieces: Iterable[Piece], i: int) -> Scored:
-    """What reward i gave for these groups, from what it gave in several calls. Their other groups are left out; what
-    the reward has logged about them is not, because it belongs to the call."""
+    """The results of reward i for these groups, from several calls. Other groups of these calls are left out, but not
+    what the reward logged about them, because it belongs to the call."""
     of_group: dict[int, list[Verdict]] = {}
     seconds, logged = 0.0, dict[str, list[float]]()
     for own, given in pieces:

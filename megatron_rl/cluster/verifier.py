@@ -247,8 +247,8 @@ class RayVerifier:
         cause. The same holds if something outside has stopped it. Otherwise a call that is not answered in time is not
         repeated.
 
-        What scores answers and dies in the same call again was ended by a reward: that costs these answers, and none of
-        the restarts that the run has for what happens to it.
+        If a process that scores answers dies in the same call again, a reward has ended it. Then only these answers are
+        lost, and the run's restarts are not used.
 
         Raises:
             ProcessLost: there is no answer. The process has been replaced.

@@ -1,11 +1,11 @@
 """Reads a GGUF file, the form of llama.cpp, into a Hugging Face folder.
 
 transformers and the package gguf do the reading: names, the order of rotary dimensions, blocks, tokenizer. What they
-pass over in silence is checked here. A quantised file gives a dequantised model: its values are the ones that the
-blocks stand for, and config.json says so under `dequantised_from`.
+silently ignore is checked here. A quantised file gives a dequantised model: its values are the ones that the blocks
+stand for, and config.json says so under `dequantised_from`.
 
 Invariants (tests/e2e/test_real_model.py): the folder has every value of the file, each as the formula of
-its kind gives it, and rounded once to the dtype; what cannot be carried over is an error that names it.
+its kind gives it, and rounded once to the dtype; a value that cannot be carried over is an error that names it.
 """
 
 from __future__ import annotations

@@ -144,7 +144,7 @@ class EngineSource:
         return np.repeat(rewards_of(greedy), [len(group.rollouts) for group in groups])
 
     def _wait_for(self, groups: Asked) -> None:
-        """Wait until all groups are there. What is measured meanwhile in a run in turns is not the step's."""
+        """Wait until all groups are there. In a run in turns, measurements of this wait do not belong to the step."""
         while None in groups.values():
             self._collect()
         if not self._config.rollout.is_asynchronous:

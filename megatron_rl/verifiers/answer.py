@@ -28,7 +28,7 @@ class Answer:
 
     @property
     def earlier_ids(self) -> list[int]:
-        """The tokens before those. What an agent's first call begins with is not known here."""
+        """The tokens before `final_ids`. The beginning of an agent's first call is not known here."""
         prompt = self.prompt.token_ids
         if len(prompt) != self.rollout.num_prompt_tokens:  # an agent's conversation does not begin with the row's
             prompt = ()

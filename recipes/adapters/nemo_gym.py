@@ -139,8 +139,8 @@ def items_of(message: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 async def _call(http: ClientSession, url: str, function: Mapping[str, str], offered: Collection[str]) -> str:
-    """The result of a call of a tool. What goes wrong is said in it, as their agent does. A name that was not offered
-    calls nothing: it could be the verifier's."""
+    """The result of a call of a tool. It reports errors as text, as their agent does. A name that was not offered calls
+    nothing: it could be the verifier's."""
     if function["name"] not in offered:
         return json.dumps({"error": f"There is no tool {function['name']!r}"})
     try:

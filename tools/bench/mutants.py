@@ -5,8 +5,8 @@
 
 A mutant is tried in a copy of the tracked files. The tests whose imports lead to its file run in the order of their
 distance (`touched.py`), first those without the mark `deep`, then, if none failed, the deep ones, up to `--reach`
-imports away. What nobody notices is a gap in the tests, or a change without a meaning: a person has to look. The exit
-status is 0, even if mutants survive.
+imports away. A mutant that no test notices is a gap in the tests, or a change without an effect: a person has to look.
+The exit status is 0, even if mutants survive.
 """
 
 from __future__ import annotations

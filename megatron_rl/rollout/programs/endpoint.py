@@ -1,9 +1,9 @@
 """An OpenAI-compatible server in front of an engine, so that any agent can be trained without a change to it.
 
-Each answer has an address of its own, its `base_url`. What is asked there is one answer's: `POST
-{base_url}/chat/completions` is answered by the engine, and remembered as tokens (conversations.py). Sampling is the
-run's own, because the log-probs of an action must equal the trainer's: `temperature`, `top_p` and the like of a
-request have no effect, and the log names the first that differs.
+Each answer has its own address, its `base_url`, and all requests to it belong to this answer: the engine answers `POST
+{base_url}/chat/completions`, and the tokens are recorded (conversations.py). Sampling follows the run's configuration,
+because the log-probs of an action must equal the trainer's: `temperature`, `top_p` and the like of a request have no
+effect, and the log names the first that differs.
 
 Supported are text messages, `tools` and `tool_calls` in Hermes' form, `max_tokens`, and `stream` (the whole answer is
 one piece). `n` above 1 and `logprobs` are refused.

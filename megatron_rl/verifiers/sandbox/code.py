@@ -4,14 +4,14 @@ Invariants: the program is judged only by values that it returns or prints, outs
 test has the full limits for itself, as long as the time of the whole answer lasts, and what has not run by then counts
 as not passed; a row whose tests are broken, and a sandbox that does not work, give an abstention and never the score 0.
 
-What a program can still do is to guess: it sees the arguments of a test. Beyond that it can only profit from how a test
-is written. A test that compares two objects of the program's own classes asks the program's `__eq__`. One that computes
-what it expects from its arguments after the call (`f(x) == sorted(x)`) lets the program change them. One that judges by
-a name that only the program defines or imports (`isclose`) asks the program, so tests should import what they need. And
-if the tested function has the name of a builtin, other builtins can be replaced too.
+A program can still guess, because it sees the arguments of a test. Beyond that it can only profit from a weak test. A
+test that compares two objects of the program's own classes asks the program's `__eq__`. A test that computes the
+expected value from its arguments after the call (`f(x) == sorted(x)`) lets the program change them. A test that judges
+by a name that only the program defines or imports (`isclose`) asks the program, so tests should import what they need.
+If the tested function has the name of a builtin, other builtins can be replaced too.
 
-What the tests cannot use of a program's own objects are operators other than `==` and `in`, `with` and `await`: such a
-test fails. Third-party packages are not there.
+Tests cannot use `with`, `await`, or operators other than `==` and `in` on a program's own objects: such a test fails.
+Third-party packages are not available.
 """
 
 from __future__ import annotations
