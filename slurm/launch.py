@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import ceil
 from pathlib import Path
+from typing import TypeAlias
 
 import nemo_run
 
@@ -29,7 +30,7 @@ from megatron_rl.recipes.slurm import Job, read_job, variables
 KINDS: dict[str, type[BaseConfig]] = {"grpo": GrpoRunConfig, "ppo": PpoRunConfig, "sft": SftRunConfig}
 
 
-Tunnel = nemo_run.SSHTunnel | nemo_run.LocalTunnel
+Tunnel: TypeAlias = nemo_run.SSHTunnel | nemo_run.LocalTunnel
 
 
 def tasks(job: Job, place: str) -> dict[str, nemo_run.Script]:
