@@ -15,6 +15,7 @@ import sys
 from collections.abc import Sequence
 
 from megatron_rl.convert import command, open_checkpoint, smallest_mesh, to_open, to_ranks
+from megatron_rl.types import Mesh
 
 AXES = ("tensor", "pipeline", "expert", "expert_tensor", "virtual", "layers")
 
@@ -48,7 +49,7 @@ def _convert(arguments: Sequence[str] | None) -> None:
     command.convert(conversion, given)
 
 
-def _mesh(given: argparse.Namespace):
+def _mesh(given: argparse.Namespace) -> Mesh:
     return smallest_mesh(
         given.tensor or 1,
         given.expert or 1,

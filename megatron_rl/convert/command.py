@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
@@ -87,7 +88,7 @@ def options(given: argparse.Namespace) -> Options:
 def convert(conversion: Conversion, given: argparse.Namespace) -> None:
     """Carry out the conversion, or only plan it with --dry-run, and print a report."""
     tensors = [tensor for file in conversion.files for tensor, _ in file.tensors()]
-    report = {
+    report: dict[str, Any] = {
         "source": str(given.source),
         "target": str(given.target),
         "form": conversion.form,
@@ -110,7 +111,7 @@ def convert(conversion: Conversion, given: argparse.Namespace) -> None:
         _show(report)
 
 
-def _show(report: dict) -> None:
+def _show(report: dict[str, Any]) -> None:
     console = Console()
     if "files" in report:
         table = Table("file", "bytes")

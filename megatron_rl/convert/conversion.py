@@ -84,7 +84,8 @@ def to_open(source: Source, options: Options = Options()) -> Conversion:
     groups = forms.split_into_files(((i, tensor.num_bytes) for i, tensor in enumerate(tensors)), options.max_file_bytes)
     files, entries = [], []
     for number, group in enumerate(groups):
-        name, position, segments = f"__0_{number}.distcp", 0, []
+        name, position = f"__0_{number}.distcp", 0
+        segments: list[bytes | TargetTensor] = []
         for i in group:
             size, box = torch_dist.place_of(chunks[i])
             before, after = torch_dist.archive_frame(tensors[i].dtype, extents(box))
@@ -93,8 +94,8 @@ def to_open(source: Source, options: Options = Options()) -> Conversion:
             position += length
             segments += [before, tensors[i], after]
         files.append(TargetFile(name, tuple(segments)))
-    keys, size = torch_dist.empty_states(chunks), len(torch_dist.EMPTY_STATE)
-    states = {key: (f"__0_{len(groups)}.distcp", i * size, size) for i, key in enumerate(keys)}
+    keys, num_bytes = torch_dist.empty_states(chunks), len(torch_dist.EMPTY_STATE)
+    states = {key: (f"__0_{len(groups)}.distcp", i * num_bytes, num_bytes) for i, key in enumerate(keys)}
     files.append(TargetFile(f"__0_{len(groups)}.distcp", (torch_dist.EMPTY_STATE * len(keys),)))
     small = torch_dist.small_files(forms.are_layers_alike(source.shape))
     small[".metadata"] = torch_dist.metadata(entries, states)

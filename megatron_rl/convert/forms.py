@@ -84,11 +84,14 @@ def open_chunks(shape: ModelShape) -> list[Chunk]:
     layers."""
     stacked = are_layers_alike(shape)
     chunks = []
+    index: tuple[int, ...]
+    axes: tuple[int, ...]
     for tensor in _parameters(megatron_shards(shape, Mesh(), 0, fused_norms=True)):
         key, index, axes = tensor.name, (), ()
         if (layer := _LAYER.fullmatch(key)) and stacked:
             key, index, axes = f"decoder.layers.{layer[2]}", (int(layer[1]),), (shape.num_layers,)
         if expert := _EXPERT.fullmatch(key):
+            assert shape.experts is not None, "only a model with experts has these tensors"
             key = f"{expert[1]}experts.{expert[2]}"
             index, axes = (*index, int(expert[3])), (*axes, shape.experts.num_experts)
         chunks.append(Chunk(tensor, key, index, axes))
@@ -117,11 +120,27 @@ def rank_tensors(shape: ModelShape, mesh: Mesh, fused_norms: bool) -> dict[str, 
     return files
 
 
-def smallest_mesh(tensor: int, expert: int, expert_tensor: int | None, **sizes) -> Mesh:
+def smallest_mesh(
+    tensor: int,
+    expert: int,
+    expert_tensor: int | None,
+    *,
+    pipeline: int = 1,
+    virtual: int = 1,
+    layers: tuple[int, ...] | None = None,
+) -> Mesh:
     """The mesh with the fewest data-parallel ranks that fit the expert ranks. What a rank holds does not depend on the
     number of data-parallel ranks."""
     wanted = expert * (expert_tensor or tensor)
-    return Mesh(tensor=tensor, expert=expert, expert_tensor=expert_tensor, data=wanted // gcd(wanted, tensor), **sizes)
+    return Mesh(
+        tensor=tensor,
+        pipeline=pipeline,
+        data=wanted // gcd(wanted, tensor),
+        expert=expert,
+        expert_tensor=expert_tensor,
+        virtual=virtual,
+        layers=layers,
+    )
 
 
 def is_expert(local_name: str) -> bool:

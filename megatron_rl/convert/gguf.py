@@ -108,7 +108,7 @@ def from_gguf(file: Path, target: Path, dtype: str = "float32") -> Dequantised:
         settings["dequantised_from"] = f"{file.name}: {result.described}"
     config = AutoConfig.for_model(**settings)
     with torch.device("meta"):
-        plain = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+        plain = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))  # type: ignore[no-untyped-call]
     plain.load_state_dict(read.state_dict(), assign=True)
     plain.tie_weights()
     plain.generation_config = GenerationConfig(

@@ -65,7 +65,7 @@ def read(folder: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     try:
-        fields = json.loads(path.read_text())
+        fields: dict[str, Any] = json.loads(path.read_text())
         form, version = fields["form"], fields["format"]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is damaged ({error!r}); copy or convert the folder again") from error

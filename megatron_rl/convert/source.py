@@ -133,13 +133,13 @@ def open_checkpoint(folder: Path, kind: str = manifest.WEIGHTS, fields: dict[str
             for name, entry in fields["files"].items()
             for tensor, values in entry.get("tensors", {}).items()
         }
-    if form == manifest.HUB:
+    if fields is None or form == manifest.HUB:
         _open_hub(source)
     elif form == manifest.OPEN:
-        _open_chunks(source, kind)
+        _open_chunks(source, fields, kind)
     else:
         source.mesh = manifest.read_mesh(fields)
-        _open_ranks(source)
+        _open_ranks(source, source.mesh, fields)
     for name, sizes in FAMILIES[shape.family].hf_tensors(shape).items():
         if fields and not manifest.has_part(fields, kind, name, len(sizes)):
             continue
@@ -168,6 +168,7 @@ def _open_hub(source: Source) -> None:
     index = scan(source.folder, source.shape)
     headers = {path: read_safetensors(path) for path in weight_files(source.folder)}
     if index.scales:
+        assert index.blocks is not None, "`scan` refuses scales without blocks"
         dtype = _config_dtype(source.folder)
         for header in headers.values():
             for name in header.keys() & index.scales.keys():
@@ -191,21 +192,22 @@ def _config_dtype(folder: Path) -> torch.dtype:
     name = fields.get("dtype", fields.get("torch_dtype"))
     if name not in ("float32", "bfloat16", "float16"):
         raise ValueError(f'{folder / "config.json"} gives no dtype to quantised weights; add "dtype": "bfloat16"')
-    return getattr(torch, name)
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
 
 
-def _open_chunks(source: Source, kind: str) -> None:
+def _open_chunks(source: Source, fields: dict[str, Any], kind: str) -> None:
     """The manifest says where each chunk begins. The converter writes a chunk whole, the ranks of a trainer in
     pieces."""
     stored: dict[str, list[tuple[str, str, dict[str, Any]]]] = {}
-    for file, entry in source.manifest["files"].items():
+    for file, entry in fields["files"].items():
         for name, values in entry.get("tensors", {}).items():
             if values.get("kind", manifest.WEIGHTS) == kind:
                 stored.setdefault(values.get("tensor", name), []).append((file, name, values))
     for chunk in forms.open_chunks(source.shape):
         described = chunk.tensor
         first = described.shards[0]  # all are of one row of the table
-        if not manifest.has_part(source.manifest, kind, first.hf_name, len(first.hf_box)):
+        if not manifest.has_part(fields, kind, first.hf_name, len(first.hf_box)):
             continue
         if described.name not in stored:
             raise ValueError(f"{source.folder}: tensor {described.name} is missing: {_rule(source.shape, described)}")
@@ -221,8 +223,8 @@ def _open_chunks(source: Source, kind: str) -> None:
                 )
             source._add(_piece(described, name, box), tensor)
     if stored:
-        tensor, ((file, *_), *_) = next(iter(stored.items()))
-        raise ValueError(f"{source.folder / file}: tensor {tensor} is unknown to the family {source.shape.family}")
+        name, ((file, *_), *_) = next(iter(stored.items()))
+        raise ValueError(f"{source.folder / file}: tensor {name} is unknown to the family {source.shape.family}")
 
 
 def _piece(described: Described, name: str, box: Box) -> Described:
@@ -236,9 +238,9 @@ def _piece(described: Described, name: str, box: Box) -> Described:
     return Described(name, extents(box), tuple(shards))
 
 
-def _open_ranks(source: Source) -> None:
-    for stem, tensors in forms.rank_tensors(source.shape, source.mesh, source.fused_norms).items():
-        found = dict(_stem_tensors(source, stem))
+def _open_ranks(source: Source, mesh: Mesh, fields: dict[str, Any]) -> None:
+    for stem, tensors in forms.rank_tensors(source.shape, mesh, source.fused_norms).items():
+        found = dict(_stem_tensors(source.folder, fields, stem))
         for described in tensors:
             stored = found.pop(described.name, None)
             if stored is None:
@@ -256,12 +258,12 @@ def _open_ranks(source: Source) -> None:
             raise ValueError(f"{stored.path}: tensor {name} is unknown to the family {source.shape.family}")
 
 
-def _stem_tensors(source: Source, stem: str) -> Iterator[tuple[str, Stored]]:
+def _stem_tensors(folder: Path, fields: dict[str, Any], stem: str) -> Iterator[tuple[str, Stored]]:
     pattern = re.compile(rf"{stem}(-\d+-of-\d+)?\.safetensors")
     seen = set()
-    for name in source.manifest["files"]:
+    for name in fields["files"]:
         if pattern.fullmatch(name):
-            for tensor, stored in read_safetensors(source.folder / name).items():
+            for tensor, stored in read_safetensors(folder / name).items():
                 if tensor in seen:
                     raise ValueError(f"{stored.path}: tensor {tensor} is in another file too; remove one of the two")
                 seen.add(tensor)

@@ -12,9 +12,10 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from io import FileIO
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import torch
@@ -167,7 +168,7 @@ def _full(extents: tuple[int, ...]) -> Box:
 
 
 def as_bytes(block: Tensor) -> memoryview:
-    return memoryview(block.view(-1).view(torch.uint8).numpy())
+    return block.view(-1).view(torch.uint8).numpy().data
 
 
 @contextmanager
@@ -221,8 +222,8 @@ def _check(path: Path, entry: dict[str, Any], tick: Tick, *, with_tensors: bool)
         )
 
 
-def _checksum(stream: BinaryIO, num_bytes: int, checksum: int, tick: Tick) -> int:
-    workspace = memoryview(np.empty(min(num_bytes, BLOCK_BYTES), np.uint8))
+def _checksum(stream: FileIO, num_bytes: int, checksum: int, tick: Tick) -> int:
+    workspace = np.empty(min(num_bytes, BLOCK_BYTES), np.uint8).data
     while num_bytes:
         count = stream.readinto(workspace[:num_bytes])
         assert count, "the file became shorter after its size was checked"

@@ -13,7 +13,7 @@ import json
 import pickle
 from collections.abc import Iterable
 from functools import cache
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -69,7 +69,7 @@ def archive_frame(dtype: torch.dtype, extents: tuple[int, ...]) -> tuple[bytes, 
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:
-        torch.save(tensor, frame)
+        torch.save(tensor, cast(IO[bytes], frame))  # it asks a stream for `write` alone
     finally:
         torch.serialization.set_crc32_options(before)
     assert len(frame.parts) == 2, "torch.save wrote the tensor in more than one piece"
@@ -108,7 +108,7 @@ def place_of(chunk: Chunk, box: Box | None = None) -> tuple[tuple[int, ...], Box
 def empty_states(chunks: Iterable[Chunk]) -> list[str]:
     """The keys of the extra state that Megatron's and Transformer Engine's linear layers have in addition to weights.
     It is empty without fp8, but loading asks for it."""
-    keys = {}
+    keys: dict[str, None] = {}
     for chunk in chunks:
         module = chunk.key.rpartition(".")[0]
         if module.rpartition(".")[2].startswith("linear_"):

@@ -30,7 +30,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 import torch
 
@@ -93,8 +93,8 @@ class Workers:
             ProcessPoolExecutor(self.num_workers, _FORK, self._begin, (task, os.getpid())) as pool,
             ThreadPoolExecutor(1) as thread,
         ):
-            waiting: dict[Future, int] = {}
-            finishing: set[Future] = set()
+            waiting: dict[Future[Any], int] = {}
+            finishing: set[Future[None]] = set()
             try:
                 waiting.update((pool.submit(_run, i), i) for i in order)
                 while waiting or finishing:
@@ -180,7 +180,8 @@ def _plan(files: Sequence[TargetFile], finished: Container[str], num_workers: in
     num_bytes = sum(file.num_bytes for file in files)
     max_bytes = max(MIN_STRETCH_BYTES, num_bytes // (num_workers * STRETCHES_PER_WORKER))
     order = sorted(range(len(files)), key=lambda i: -files[i].num_bytes)
-    tasks = [_Task(i, *cut(files[i], files[i].num_bytes), True) for i in order if files[i].name in finished]
+    whole = [(i, cut(files[i], files[i].num_bytes)) for i in order if files[i].name in finished]
+    tasks = [_Task(i, span, True) for i, (span,) in whole]
     spans = [
         [_Task(i, span, False) for span in cut(files[i], max_bytes)] for i in order if files[i].name not in finished
     ]
@@ -223,7 +224,8 @@ def carry_out(conversion: Conversion, folder: Path, num_workers: int, report: Re
         def run(number: int) -> Written | None:
             journal.close()  # the descriptor that a fork inherits would keep the lock
             if number == COPIES:
-                return check_copies(conversion.source, maps, workers.tick)
+                check_copies(conversion.source, maps, workers.tick)
+                return None
             i, span, was_finished = tasks[number]
             path = partial / files[i].name
             if was_finished and _is_whole(path, known[files[i].name], workers.tick):
@@ -294,16 +296,17 @@ def _identity(conversion: Conversion) -> str:
     for file in conversion.files:
         digest.update(f"{file.name} {file.num_bytes}\n".encode())
         tensors = [segment for segment in file.segments if not isinstance(segment, bytes)]
+        literals = [segment for segment in file.segments if isinstance(segment, bytes)]
         for tensor in tensors:
             digest.update(f"{tensor.name} {tensor.dtype} {tensor.extents}\n".encode())
         if not tensors:  # the other bytes follow from the tensors, and torch.save does not repeat all of them
-            for segment in file.segments:
-                digest.update(segment)
+            for literal in literals:
+                digest.update(literal)
     return digest.hexdigest()
 
 
 @contextmanager
-def _journal(partial: Path, identity: str):
+def _journal(partial: Path, identity: str) -> Iterator[tuple[TextIO, dict[str, Any]]]:
     """The open journal, locked, and the entries of an earlier run of the same conversion. If the folder belongs to
     another conversion, it is emptied."""
     partial.mkdir(parents=True, exist_ok=True)
