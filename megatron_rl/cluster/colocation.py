@@ -56,7 +56,7 @@ class Colocation:
         next. Returns the GPU that each of them shares with a rank of an engine; None if the run has no GPUs."""
         self._engines.enter("training")
         self._phase = "training"
-        gpus = [gpu for process in self._engines.processes for gpu in process.location.gpus]
+        gpus = [gpu for process in self._engines.processes for gpu in process.placed.gpus]
         return gpus or [None] * self._policy.mesh.world_size
 
 

@@ -80,4 +80,5 @@ class CriticGroup(RankGroup):
         Raises:
             ValueError: a number is not finite. The weights are the ones before that update.
         """
-        return self._gather(self._learning, "to learn")
+        metrics: list[Metrics] = self._gather(self._learning, "to learn")
+        return metrics

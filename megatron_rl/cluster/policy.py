@@ -62,12 +62,13 @@ class TrainerRank(MegatronRank):
         payloads = fetch(share.payloads, with_routes=True)
         values = None if share.values is None else fetch_numbers(share.values)
         start = time.perf_counter()
-        metrics = self.actor.begin(replace(share, payloads=payloads, values=values), coefficients)
+        metrics: Metrics = self.actor.begin(replace(share, payloads=payloads, values=values), coefficients)
         log.info("took %d samples of a step in %.2f s", len(share.names), time.perf_counter() - start)
         return metrics
 
     def score(self, share: Share) -> dict[int, float]:
-        return self.actor.score(replace(share, payloads=fetch(share.payloads)))
+        logps: dict[int, float] = self.actor.score(replace(share, payloads=fetch(share.payloads)))
+        return logps
 
     def returns(self) -> ray.ObjectRef | None:
         """The returns of this replica's samples (`MegatronActor.returns`); None on all its ranks but one."""
@@ -93,6 +94,7 @@ class TrainerRank(MegatronRank):
 
     def push(self, version: int, verify: bool, late: list[int]) -> Metrics:
         self.actor.require("pushing")
+        assert self.sender is not None, "`connect` comes first"
         return self.sender.push(version, verify, late)
 
 
@@ -127,7 +129,8 @@ class PolicyGroup(RankGroup):
         given = zip(self.ranks, self._of_replicas(shares.policy), strict=True)
         calls = [rank.begin.remote(share, dict(coefficients)) for rank, share in given]
         mirrored = self._finish_mirrors()
-        return self._gather(calls, "to compute log-probs") | mirrored
+        metrics: Metrics = self._gather(calls, "to compute log-probs")
+        return metrics | mirrored
 
     def returns(self) -> TokenNumbers:
         """What a critic has to learn from the step that `begin` was given, if the estimator needs one."""
@@ -142,7 +145,7 @@ class PolicyGroup(RankGroup):
 
     def _update(self, minibatch: int, coefficients: Mapping[str, float]) -> Metrics:
         calls = [rank.update.remote(minibatch, coefficients) for rank in self.ranks]
-        answers = self._gather_all(calls, "to update")
+        answers: list[tuple[Metrics, float]] = self._gather_all(calls, "to update")
         self.num_changes += 1
         number, ratio = slowest([seconds for _, seconds in answers])
         peak = max(metrics[PEAK] for metrics, _ in answers)

@@ -58,6 +58,12 @@ class Process:
     location: Location | None = None
     """Known once the actor has been placed."""
 
+    @property
+    def placed(self) -> Location:
+        """The location of an actor that has been placed."""
+        assert self.location is not None, f"{self.name} has not been placed"
+        return self.location
+
     def __str__(self) -> str:
         return f"{self.name} (process {self.location.pid} on {self.location.host})" if self.location else self.name
 

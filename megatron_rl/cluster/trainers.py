@@ -90,7 +90,8 @@ class MegatronRank:
             start = time.perf_counter()
             load_weights(self.actor, folder)
             log.info("loaded in %.1f s", time.perf_counter() - start)
-        return self.actor.fused_norms
+        fused_norms: bool = self.actor.fused_norms
+        return fused_norms
 
     def enter(self, phase: Phase) -> None:
         start = time.perf_counter()
@@ -102,14 +103,16 @@ class MegatronRank:
         self.actor.save(Path(folder), extra)
 
     def is_saved(self) -> bool:
-        return self.actor.is_saved
+        is_saved: bool = self.actor.is_saved
+        return is_saved
 
     def finish_save(self) -> None:
         self.actor.finish_save()
 
     def load(self, folder: str) -> dict[str, Any]:
         log.info("reading the checkpoint %s", folder)
-        return self.actor.load(Path(folder))
+        extra: dict[str, Any] = self.actor.load(Path(folder))
+        return extra
 
     def mirror(self, step: int, holders: Mapping[str, Any]) -> tuple[Metrics, list[str]]:
         """Copy the state to the holders; returns metrics, and the names of the holders that are lost."""
@@ -146,7 +149,8 @@ class RankGroup:
         """Start the processes on their nodes; `start` makes them load the model."""
         self.mesh: Mesh = spec.policy.parallel.mesh
         self._spec, self._cluster, self._logs, self._placement = spec, cluster, logs, placement
-        self._mirrors, self._mirroring = Mirrors(logs, self.role), []
+        self._mirrors = Mirrors(logs, self.role)
+        self._mirroring: list[ray.ObjectRef] = []
         self.num_changes = 0
         """See `ports.Policy`."""
         self.make_room: Callable[[], Sequence[str | None]] = lambda: [None] * self.mesh.world_size
@@ -206,7 +210,7 @@ class RankGroup:
     def mirror(self, step: int) -> None:
         """See `ports.Policy`."""
         if self._cluster.mirror:
-            holders = self._mirrors.holders_of([process.location.node for process in self.processes])
+            holders = self._mirrors.holders_of([process.placed.node for process in self.processes])
             self._mirroring = [
                 rank.mirror.remote(step, of_rank) for rank, of_rank in zip(self.ranks, holders, strict=True)
             ]
@@ -249,7 +253,8 @@ class RankGroup:
     def load(self, folder: Path) -> dict[str, Any]:
         """See `ports.Policy`."""
         self.before("training")
-        return self._all("load", "to read a checkpoint", str(folder.absolute()))
+        extra: dict[str, Any] = self._all("load", "to read a checkpoint", str(folder.absolute()))
+        return extra
 
     def export_hf(self, folder: Path) -> None:
         """See `ports.Policy`."""

@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import Any, cast
 
 import ray
 
@@ -28,7 +28,7 @@ from megatron_rl.config.rewards import ServiceReward
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.data.journal import JournalEntry, JournalWriter
 from megatron_rl.data.tokenizer import open_tokenizer
-from megatron_rl.types import Group, Metrics, Prompt, Rollout, Verdict
+from megatron_rl.types import Group, Metrics, Prompt, Rollout, Tokenizer, Verdict
 from megatron_rl.verifiers import RewardSet, Scored, TrainerState, answers_of
 from megatron_rl.verifiers.answer import Answer
 from megatron_rl.verifiers.failures import FailureLog
@@ -63,7 +63,8 @@ class VerifierRank:
         config = self.config
         log.info("loading the tokenizer and the rewards: %s", ", ".join(reward.label for reward in config.rewards))
         tokenizer = open_tokenizer(config.model.path)
-        self.rewards = RewardSet(config.rewards, tokenizer, config.rollout.delimiter, config.cluster.verifier_workers)
+        decoder = cast(Tokenizer, tokenizer)  # it gives one text for one list of tokens
+        self.rewards = RewardSet(config.rewards, decoder, config.rollout.delimiter, config.cluster.verifier_workers)
         self.journal = JournalWriter(config.run_folder / "journal")
         return self.rewards.calls
 
@@ -235,7 +236,9 @@ class RayVerifier:
         start = time.perf_counter()
         try:
             doing = f"to score with {', '.join(reward.label for reward in rewards)}"
-            return self._ask("score", doing, timeout_s, indices, groups[0].version, prompts, payloads, rollouts)
+            version = groups[0].version
+            scored: list[Scored] = self._ask("score", doing, timeout_s, indices, version, prompts, payloads, rollouts)
+            return scored
         except ProcessLost as error:
             if any(reward.on_error == "stop" for reward in rewards):
                 raise

@@ -74,7 +74,8 @@ class BackendWeights(Protocol):
 class EngineBackend(Protocol):
     """One engine, which may be several ranks. All methods run in one event loop."""
 
-    weights: BackendWeights
+    @property
+    def weights(self) -> BackendWeights: ...
 
     def __init__(self, spec: EngineSpec) -> None:
         """

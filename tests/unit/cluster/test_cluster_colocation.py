@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from types import SimpleNamespace
 
 from hypothesis import given
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_rl.cluster.colocation import ORDER, Colocation, shared_links
 from megatron_rl.cluster.placement import Node, Place, Placement
+from megatron_rl.cluster.process import Location, Process
 from megatron_rl.types import Mesh
 
 TRAINER = {"training": 3, "pushing": 1, "generating": 0}
@@ -22,7 +24,7 @@ class Side:
     def __init__(self, holds: dict[str, int], begins: str, room: list[int]) -> None:
         self.holds, self.phase, self.room = holds, begins, room
         self.mesh = Mesh(data=2)
-        self.processes = [SimpleNamespace(location=SimpleNamespace(gpus=("4", "6")))]
+        self.processes = [Process("engine 0", Path("engine_0.log"), None, Location(1, "host", "node", ("4", "6")))]
 
     def enter(self, phase: str) -> None:
         self.room[0] += self.holds[self.phase] - self.holds[phase]
