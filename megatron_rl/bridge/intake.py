@@ -299,7 +299,8 @@ class Intake:
 
     def close(self) -> None:
         self._broken = True
-        for line in {*self._lines.values(), *filter(None, [self._next])}:
+        lines: set[Inlet | Outlet] = {*self._lines.values(), *filter(None, [self._next])}
+        for line in lines:
             line.close()
         self._lines, self._next = {}, None
         self._slots.close()

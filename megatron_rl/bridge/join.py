@@ -16,11 +16,12 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import timedelta
 from functools import lru_cache
+from typing import Any
 
 import torch
-from torch.distributed import DistStoreError, PrefixStore, ProcessGroup, ProcessGroupGloo, Store, TCPStore
+from torch.distributed import DistStoreError, PrefixStore, ProcessGroupGloo, Store, TCPStore
 
-from megatron_rl.bridge.line import Contents, GroupInlet, GroupOutlet
+from megatron_rl.bridge.line import Contents, GroupInlet, GroupOutlet, MessageGroup
 from megatron_rl.bridge.memory import Probe, Slots, opened, reads
 from megatron_rl.bridge.setup import BridgeSetup
 
@@ -151,7 +152,7 @@ class Joining:
 
     def _groups(
         self, name: str, peer: int, second: bool, near: bool, hop: int
-    ) -> tuple[ProcessGroup, Contents | None, torch.device]:
+    ) -> tuple[MessageGroup, Contents | None, torch.device]:
         """The groups for control and contents, and where contents lie on this rank."""
         store = PrefixStore(name, self._store)
         control = _gloo(store, second, self._patience)
@@ -164,8 +165,9 @@ class Joining:
             return control, Contents(group, {peer: 1 - second}), self.device
         return control, Contents(control), torch.device("cpu")
 
-    def _said(self, peer: int) -> dict[str, str]:
-        return json.loads(self._store.get(f"rank/{peer}"))
+    def _said(self, peer: int) -> dict[str, Any]:
+        said: dict[str, Any] = json.loads(self._store.get(f"rank/{peer}"))
+        return said
 
     def _name(self, rank: int) -> str:
         return f"trainer rank {rank}" if rank < self._num_trainers else f"engine rank {rank - self._num_trainers}"
@@ -239,36 +241,38 @@ def _sockets() -> set[int]:
     return found
 
 
-def _gloo(store: Store, second: bool, timeout: timedelta) -> ProcessGroup:
-    options = ProcessGroupGloo._Options()
+def _gloo(store: Store, second: bool, timeout: timedelta) -> MessageGroup:
+    gloo: Any = ProcessGroupGloo  # torch's types lack its options
+    options = gloo._Options()
     options._devices = [_gloo_device()]
     options._timeout, options._threads = timeout, 1
     before = _sockets()
-    group = ProcessGroupGloo(PrefixStore("gloo", store), int(second), 2, options)
+    group: MessageGroup = gloo(PrefixStore("gloo", store), int(second), 2, options)
     _close_when_silent(before)
     return group
 
 
 @lru_cache(maxsize=1)
-def _gloo_device():
+def _gloo_device() -> ProcessGroupGloo.Device:
     """The process has one device: all its groups share one listener and one thread."""
     if interface := os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]:
         return ProcessGroupGloo.create_device(interface=interface)
     return ProcessGroupGloo.create_default_device()
 
 
-def _nccl(store: Store, rank: int, num_ranks: int, timeout: timedelta, device: torch.device) -> ProcessGroup:
+def _nccl(store: Store, rank: int, num_ranks: int, timeout: timedelta, device: torch.device) -> MessageGroup:
     """This has not been run."""
     from torch.distributed import ProcessGroupNCCL
 
     options = ProcessGroupNCCL.Options()
     options._timeout = timeout
-    group = ProcessGroupNCCL(store, rank, num_ranks, options)
+    group: Any = ProcessGroupNCCL(store, rank, num_ranks, options)
     # A connected group sends and receives over its own communicator; otherwise each pair of ranks gets another one.
     group.eager_connect_single_device(device)
-    return group
+    made: MessageGroup = group
+    return made
 
 
-SHARED_GROUPS: dict[str, Callable[[Store, int, int, timedelta, torch.device], ProcessGroup]] = {"cuda": _nccl}
+SHARED_GROUPS: dict[str, Callable[[Store, int, int, timedelta, torch.device], MessageGroup]] = {"cuda": _nccl}
 """The types of devices that have one group for their contents together, and how a rank makes it: (store, rank in the
 group, number of ranks, time-out of a connection, device)."""

@@ -27,7 +27,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup, Work
+from torch.distributed import Work
 
 from megatron_rl.bridge.messages import Message, Stretch, stretches
 
@@ -57,8 +57,8 @@ class Header:
 
     @classmethod
     def decode(cls, numbers: list[int]) -> Header:
-        version, number, slot, checked, *sums = numbers
-        return cls(version, number, slot, tuple(sums) if checked else None)
+        version, number, slot, checked, first, second = numbers
+        return cls(version, number, slot, (first, second) if checked else None)
 
 
 Part = tuple[Header, Tensor]
@@ -179,22 +179,38 @@ def agreed_stretches(
     ]
 
 
+class MessageGroup(Protocol):
+    """What a line needs of a process group. torch's types do not say that its backends have it."""
+
+    def send(self, tensors: list[Tensor], rank: int, tag: int, /) -> Work: ...
+
+    def recv(self, tensors: list[Tensor], rank: int, tag: int, /) -> Work: ...
+
+    def abort(self) -> None: ...
+
+
 class Contents:
     """A process group over which contents pass. A line over gloo has a group of its own, the one of its headers. All
     GPUs together have one NCCL communicator, where the sends of a rank follow each other in the order of posting, and
     so do its receives. At every rank this is the global order of stretches, so they meet. An engine of a chain would
     also send what it passes on behind a receive of something later; so it sends on a second communicator."""
 
-    def __init__(self, group: ProcessGroup, ranks: Mapping[int, int] | None = None) -> None:
+    def __init__(self, group: MessageGroup, ranks: Mapping[int, int] | None = None) -> None:
         """
         Args:
             ranks: the rank in the group of each bridge rank; None: the group has two ranks.
         """
-        self.group, self.ranks = group, ranks
+        self._group: MessageGroup | None = group
+        self.ranks = ranks
+
+    @property
+    def group(self) -> MessageGroup:
+        assert self._group is not None, "nothing is sent after `abort`"
+        return self._group
 
     def abort(self) -> None:
         """End what other ranks wait for: NCCL's kernels may stand in a message that never comes."""
-        group, self.group = self.group, None
+        group, self._group = self._group, None
         if group is not None:
             group.abort()
 
@@ -204,7 +220,7 @@ class GroupLine:
 
     def __init__(
         self,
-        control: ProcessGroup,
+        control: MessageGroup,
         contents: Contents | None,
         *,
         peer: int,
@@ -335,6 +351,7 @@ class GroupInlet(GroupLine):
             contents = [
                 slot[start : start + message.num_bytes]
                 for message, start in zip(stretch.messages, stretch.starts, strict=True)
+                if start is not None  # a near line packs all
             ]
         return list(zip(headers, contents, strict=True))
 

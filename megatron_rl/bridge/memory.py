@@ -65,8 +65,8 @@ class Slots:
 
             self._file = None
             whole = torch.empty(num * num_bytes, dtype=torch.uint8, device=device)
-            self.handle = _encode(reduce_tensor(whole)[1])
-        self.tensors = list(whole.split(num_bytes))
+            self.handle = _encode(reduce_tensor(whole)[1])  # type: ignore[no-untyped-call]
+        self.tensors: list[Tensor] = list(whole.split(num_bytes))  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
         """Processes that have opened the buffers keep them."""
@@ -87,8 +87,8 @@ def opened(handle: str, device: torch.device) -> list[Tensor]:
     else:
         from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-        whole = rebuild_cuda_tensor(*_decode(handle, device))
-    return list(whole.split(whole.numel() // SLOTS))
+        whole = rebuild_cuda_tensor(*_decode(handle, device))  # type: ignore[no-untyped-call]
+    return list(whole.split(whole.numel() // SLOTS))  # type: ignore[no-untyped-call]
 
 
 CLASSES = {0: torch.Tensor, 4: torch.TypedStorage, 5: torch.uint8}
@@ -105,7 +105,7 @@ def _encode(arguments: tuple[Any, ...]) -> str:
 
 
 def _decode(handle: str, device: torch.device) -> list[Any]:
-    arguments = json.loads(handle, object_hook=lambda value: bytes.fromhex(value["hex"]))
+    arguments: list[Any] = json.loads(handle, object_hook=lambda value: bytes.fromhex(value["hex"]))
     for place, kind in (CLASSES | {DEVICE: device.index}).items():
         arguments[place] = kind
     return arguments

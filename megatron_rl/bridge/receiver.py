@@ -183,12 +183,7 @@ class ModelParameters(Parameters):
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        model_config: Any,
-        device: torch.device,
-        shards: Iterable[Shard],
-        side: str,
+        self, model: nn.Module, model_config: Any, device: torch.device, shards: Iterable[Shard], side: str
     ) -> None:
         """
         Args:
@@ -199,7 +194,9 @@ class ModelParameters(Parameters):
         self._layers: dict[str, nn.Module] = {}
         """The layers of the parameters that vLLM repacks, by the parameters' names."""
         self._held: dict[str, Tensor] = {}
-        self._latent = {name: layer for name, layer in model.named_modules() if isinstance(layer, MLAAttention)}
+        self._latent: dict[str, MLAAttention] = {
+            name: layer for name, layer in model.named_modules() if isinstance(layer, MLAAttention)
+        }
         made = {id(parameter) for layer in self._latent.values() for parameter in layer._parameters.values()}
         forms: dict[str, Tensor] = {name: p for name, p in model.named_parameters() if id(p) not in made}
         for prefix, layer, formed in _repacked_layers(model, device):
@@ -286,8 +283,8 @@ class ModelParameters(Parameters):
             if self._is_verified(module):
                 held = {f"{name} {box}": sums(self.forms[name][slices(box)]) for name, box in places}
                 digests[module] = short(held)
-        for layer in filter(self._is_verified, self._latent):
-            self._made_anew[self._latent[layer]] = kernel_sums(self._decoding_anew(self._latent[layer]))
+        for name in filter(self._is_verified, self._latent):
+            self._made_anew[self._latent[name]] = kernel_sums(self._decoding_anew(self._latent[name]))
         for layer, expected in self._made_anew.items():
             module, held = self._prefixes[layer], kernel_sums(layer)
             if held != expected:
@@ -299,7 +296,7 @@ class ModelParameters(Parameters):
             digests[module] = short(held)
         return digests
 
-    def _decoding_anew(self, layer: nn.Module) -> nn.Module:
+    def _decoding_anew(self, layer: MLAAttention) -> MLAAttention:
         """Latent attention with its matrices for decoding rebuilt in new memory."""
         anew = copy.copy(layer)
         made = dict.fromkeys(layer._parameters)
@@ -340,7 +337,7 @@ def _is_repacked(layer: nn.Module, on_cpu: bool) -> bool:
     """Whether vLLM may have changed the layer's weights after it loaded them. Equal shapes do not prove that it has
     not, because some kernels need rows or experts in another order."""
     method = getattr(layer, "quant_method", None)
-    plain = UnquantizedLinearMethod, UnquantizedEmbeddingMethod
+    plain: tuple[type, ...] = UnquantizedLinearMethod, UnquantizedEmbeddingMethod
     if on_cpu:  # because `unpack` has given them their parameters
         plain += (UnquantizedFusedMoEMethod,)
     return isinstance(method, QuantizeMethodBase) and not isinstance(method, plain)
@@ -355,7 +352,7 @@ def unpack(model: nn.Module) -> None:
             _unpack_experts(layer)
 
 
-def _unpack_linear(layer: nn.Module) -> None:
+def _unpack_linear(layer: Any) -> None:
     """Let a layer compute with its weight. On a CPU the unquantised linear layers and output layers of vLLM call
     `cpu_linear`, which holds a packed copy of the weight."""
     layer.cpu_linear = nn.functional.linear
@@ -365,7 +362,7 @@ def _unpack_linear(layer: nn.Module) -> None:
         layer.weight = _unwritten(layer.weight, rows, columns)
 
 
-def _unpack_experts(layer: nn.Module) -> None:
+def _unpack_experts(layer: Any) -> None:
     """The kernel's packed experts have the extents of plain experts, or additional rows of zeros."""
     experts = layer.quant_method.moe_kernel.fused_experts
     if experts.apply is not apply_experts:

@@ -37,6 +37,7 @@ def record_loading(model: nn.Module, shape: ModelShape, dtype: torch.dtype) -> R
     Raises:
         ValueError: a loader does not just copy rectangles, but computes with a weight or rearranges it.
     """
+    of_vllm: Any = model  # torch's modules load no weights
     family = FAMILIES[shape.family]
     tensors, sources = family.file_tensors(shape), {}
     for name, held in tensors.items():
@@ -45,7 +46,7 @@ def record_loading(model: nn.Module, shape: ModelShape, dtype: torch.dtype) -> R
     with _in_checkpoint_form(model):
         copies = _CopyRecorder(sources, dict(model.named_parameters()), tensors, family.hf_tensors(shape))
         with copies:
-            model.load_weights(iter(sources.items()))
+            of_vllm.load_weights(iter(sources.items()))
     return Recording.of(copies.shards, family)
 
 
@@ -68,7 +69,7 @@ def _in_checkpoint_form(model: nn.Module) -> Iterator[None]:
         model._do_torchao_reload = model._original_do_torchao_reload
 
 
-class _CopyRecorder(TorchDispatchMode):
+class _CopyRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While it is active, copies between the given tensors are written down and not made. A view is known by the
     storage that it has in common with its tensor."""
 
@@ -85,7 +86,7 @@ class _CopyRecorder(TorchDispatchMode):
             tensors: what each of them holds.
             extents: the extents of every HF tensor.
         """
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.shards: list[Shard] = []
         self._tensors, self._extents = tensors, extents
         self._sources, self._destinations = _by_storage(sources), _by_storage(destinations)
@@ -112,7 +113,7 @@ class _CopyRecorder(TorchDispatchMode):
     def _part(self, name: str, whole: Tensor, view: Tensor) -> tuple[str, Box | None]:
         """The HF tensor that a view of a file's tensor is a rectangle of, and the rectangle; None if there is none."""
         for hf_name, part in self._tensors[name].views.items():
-            offset = view.storage_offset() - whole.storage_offset()
+            offset = int(view.storage_offset() - whole.storage_offset())
             if box := part.box_of(offset, view.shape, view.stride(), self._extents[hf_name]):
                 return hf_name, box
         return name, None if self._tensors[name].views else _box(whole, view)
@@ -123,9 +124,10 @@ def _by_storage(tensors: Mapping[str, Tensor]) -> dict[int, tuple[str, Tensor]]:
 
 
 def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    address: int = tensor.untyped_storage()._cdata
+    return address
 
 
 def _box(whole: Tensor, view: Tensor) -> Box | None:
     assert whole.is_contiguous(), "vLLM makes parameters contiguous before it loads them"
-    return box_of_view(view.storage_offset() - whole.storage_offset(), view.shape, view.stride(), whole.shape)
+    return box_of_view(int(view.storage_offset() - whole.storage_offset()), view.shape, view.stride(), whole.shape)

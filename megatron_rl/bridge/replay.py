@@ -75,8 +75,8 @@ def most_incomplete_bytes(plan: TransferPlan, bucket_bytes: int) -> int:
     held, most = Counter[int](), 0
     begun: set[tuple[int, str]] = set()
     ending: defaultdict[int, list[tuple[int, str]]] = defaultdict(list)
-    for module, index in last.items():
-        ending[index].append(module)
+    for ended, index in last.items():
+        ending[index].append(ended)
     for index, (rank, modules) in enumerate(arrivals):
         for module in modules:
             if (rank, module) not in begun:

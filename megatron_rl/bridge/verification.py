@@ -74,7 +74,7 @@ def made_anew(layer: nn.Module, formed: Mapping[str, Tensor], weights: Mapping[s
         weights: the checkpoint's form of the parameters, by name.
     """
     anew = copy.copy(layer)
-    method = copy.copy(layer.quant_method)
+    method: Any = copy.copy(layer.quant_method)  # vLLM's, which this file does not import
     anew.__dict__ |= {"_parameters": {}, "_buffers": dict(layer._buffers), "quant_method": method}
     anew.__dict__.pop("_already_called_process_weights_after_loading", None)
     device = next(iter(weights.values())).device
@@ -83,7 +83,7 @@ def made_anew(layer: nn.Module, formed: Mapping[str, Tensor], weights: Mapping[s
         tensor.__class__, tensor.__dict__ = form.__class__, form.__dict__.copy()
         if name in weights:
             tensor.data.copy_(weights[name])
-        if isinstance(form, nn.Parameter):
+        if isinstance(tensor, nn.Parameter):  # as `form` is
             anew._buffers.pop(name, None)
             anew._parameters[name] = tensor
         else:

@@ -8,8 +8,12 @@ once.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
+
+Gpu = TypeVar("Gpu", int, np.ndarray)
+"""One GPU, or an array of GPUs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +39,10 @@ class Links:
         """The GPU of each engine rank. Trainer rank r is on GPU r."""
         return destination if self.colocated else destination + num_sources
 
-    def node(self, gpu: np.ndarray) -> np.ndarray:
+    def node(self, gpu: Gpu) -> Gpu:
         return gpu // self.gpus_per_node
 
-    def nic(self, gpu: np.ndarray) -> np.ndarray:
+    def nic(self, gpu: Gpu) -> Gpu:
         per_nic = self.gpus_per_node // (self.nics_per_node or self.gpus_per_node)
         return gpu // per_nic
 
