@@ -33,8 +33,10 @@ class Policy(Protocol):
     """The model that is trained, with its critic if it has one. Every method raises PolicyLost when a rank is lost."""
 
     mesh: Mesh
-    num_changes: int
-    """The number of optimizer steps that have begun to change weights since the process began."""
+
+    @property
+    def num_changes(self) -> int:
+        """The number of optimizer steps that have begun to change weights since the process began."""
 
     def score(self, shares: Sequence[Share]) -> Mapping[int, float]:
         """The log-prob of all actions of each sample together, in nats and at temperature 1, under the present weights,

@@ -12,6 +12,7 @@ from megatron_rl.planning.stages import with_layers
 from megatron_rl.preflight.tokenizer_files import TokenizerFiles
 
 Config = TypeVar("Config", bound=BaseConfig)
+Grpo = TypeVar("Grpo", bound=GrpoRunConfig)
 
 
 def with_defaults(config: Config, tell: Callable[[str], None] = lambda note: None) -> Config:
@@ -30,7 +31,7 @@ def with_defaults(config: Config, tell: Callable[[str], None] = lambda note: Non
     return _with_delimiter(config, tell) if isinstance(config, GrpoRunConfig) else config
 
 
-def _with_delimiter(config: GrpoRunConfig, tell: Callable[[str], None]) -> GrpoRunConfig:
+def _with_delimiter(config: Grpo, tell: Callable[[str], None]) -> Grpo:
     rollout, folder = config.rollout, config.model.path
     is_given = "delimiter" in rollout.model_fields_set
     is_needed = (

@@ -146,7 +146,7 @@ def describe_memory(config: BaseConfig, shape: ModelShape, console: Console) -> 
     more.add_row("layers", "Transformer Engine's" if memory.fused else "Megatron's local layers")
     modes = [f"{total / 1e9:.2f} GB with {mode}" for mode, total in memory.training_bytes.items()]
     more.add_row("trainer in training, by model.recompute", ", ".join(modes))
-    if memory.engine is not None:
+    if isinstance(config, GrpoRunConfig) and memory.engine is not None:
         longest = config.rollout.max_model_tokens
         held = f"{memory.engine.longest:,} sequences of {longest:,} tokens, {memory.engine.half:,} of {longest // 2:,}"
         more.add_row("KV cache of an engine", held)

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from rich.console import Console
 
@@ -34,7 +34,7 @@ from megatron_rl.recipes.dry_run import (  # noqa: E402
     describe_rollout,
 )
 from megatron_rl.recipes.screen import waiting  # noqa: E402
-from megatron_rl.types import ModelShape, Prompt  # noqa: E402
+from megatron_rl.types import ModelShape, Prompt, Tokenizer  # noqa: E402
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -109,9 +109,8 @@ def run(config: GrpoRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) -
             tell("the driver reads tokenizer and rows")
             tokenizer = open_tokenizer(config.model.path)
             prompts = read_prompts(config, tokenizer)
-            sink = RunSink(
-                folder, config.run.steps, console, tokenizer, config.rollout.delimiter, checkpoints.resume_at
-            )
+            decoder = cast(Tokenizer, tokenizer)  # it gives one text for one list of tokens
+            sink = RunSink(folder, config.run.steps, console, decoder, config.rollout.delimiter, checkpoints.resume_at)
             sink.feed(open_trackers(config, checkpoints.resume_at))
             links = Links()
             if config.cluster.colocate:

@@ -305,6 +305,7 @@ def log_to_file(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     handler = logging.FileHandler(folder / "driver.log")
     log_to(handler)
+    assert handler.stream is not None, "a FileHandler opens its file at once"
     faulthandler.register(STACKS, file=handler.stream, all_threads=True, chain=False)
     log.info("%s", shlex.join(sys.argv))
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import cast
 
 from rich.console import Console
 
@@ -25,6 +26,7 @@ from megatron_rl.recipes.dry_run import (  # noqa: E402
     describe_policy,
 )
 from megatron_rl.recipes.screen import waiting  # noqa: E402
+from megatron_rl.types import Tokenizer  # noqa: E402
 
 
 def run(config: SftRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) -> int:
@@ -56,7 +58,8 @@ def run(config: SftRunConfig, checkpoints: Checkpoints, interrupt: Interrupt) ->
         digest.add(uid, tokens.ids)
     stream = ShuffledStream({"sft.rows": ItemSource(rows, str(digest))}, sft.rows_per_step, config.run.seed)
     folder, logs = config.run_folder, config.run_folder / "logs"
-    sink = RunSink(folder, config.run.steps, console, tokenizer, "", checkpoints.resume_at)
+    decoder = cast(Tokenizer, tokenizer)  # it gives one text for one list of tokens
+    sink = RunSink(folder, config.run.steps, console, decoder, "", checkpoints.resume_at)
     write_provenance(folder, config, checkpoints.first_step)
     sink.feed(open_trackers(config, checkpoints.resume_at))
     spec = ActorSpec(

@@ -81,6 +81,7 @@ class Objective(Protocol):
     def __call__(
         self,
         logp_T: Tensor,
+        /,
         entropy_T: Tensor | None,
         columns: PackedColumns,
         denominators: Denominators,
@@ -97,8 +98,7 @@ class Objective(Protocol):
         rank calls it before the update changes a weight.
 
         Args:
-            max_mismatch: the bound of the mean mismatch; None if the update does not begin with the weights that the
-                step begins with, or if there is no bound.
+            max_mismatch: the bound of the mean mismatch; None: there is none, or an earlier update has changed weights.
 
         Raises:
             ValueError: trainer and engine disagree about the log-probs, so the update must not be made.

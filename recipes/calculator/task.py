@@ -81,7 +81,7 @@ def write_model(folder: Path, seed: int) -> None:
     tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(words)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>", unk_token="<unk>")
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>", unk_token="<unk>")  # type: ignore[no-untyped-call]
     fast.add_special_tokens({"additional_special_tokens": TURNS})
     fast.add_tokens(CALL)  # they are no special tokens, so that they are part of the text
     fast.chat_template = TEMPLATE

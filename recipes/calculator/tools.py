@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import ast
 import operator
+from collections.abc import Callable
 
-OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
+OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+}
 MAX_CHARACTERS = 100
 """The length of an expression. It also bounds the size of the numbers, and the depth of the tree."""
 

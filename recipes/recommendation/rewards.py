@@ -7,30 +7,37 @@ right items. The samples of a thought are adjacent, the best beam first.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import groupby
+from typing import Any
 
 CLOSE, ITEM = "</think>", "<item>"
 
 
-def hit(completions, items, log_extra, **columns) -> list[float]:
+def hit(
+    completions: Sequence[str], items: Sequence[list[str]], log_extra: Callable[[str, list[int]], None], **columns: Any
+) -> list[float]:
     """1 if the item is one of the right ones, else 0. It reports their number, and an evaluation computes recall@k from
     it."""
     log_extra("num_relevant", [len(right) for right in items])
     return _hits(completions, items)
 
 
-def first_hit(prompts, completions, items, **columns) -> list[float]:
+def first_hit(
+    prompts: Sequence[Any], completions: Sequence[str], items: Sequence[list[str]], **columns: Any
+) -> list[float]:
     """Whether the first item of the thought is right, for all items of a thought alike."""
     return _by_thought(prompts, completions, items, lambda hits: hits[0])
 
 
-def hit_share(prompts, completions, items, **columns) -> list[float]:
+def hit_share(
+    prompts: Sequence[Any], completions: Sequence[str], items: Sequence[list[str]], **columns: Any
+) -> list[float]:
     """The share of the thought's items that are right, for all items of a thought alike."""
     return _by_thought(prompts, completions, items, lambda hits: sum(hits) / len(hits))
 
 
-def levels(completions, items, **columns) -> list[float]:
+def levels(completions: Sequence[str], items: Sequence[list[str]], **columns: Any) -> list[float]:
     """The share of the item's codes, from the first level on, that agree with the nearest right item."""
     scores = []
     for text, right in zip(completions, items, strict=True):
@@ -40,7 +47,7 @@ def levels(completions, items, **columns) -> list[float]:
     return scores
 
 
-def form(completions, **columns) -> list[float]:
+def form(completions: Sequence[str], **columns: Any) -> list[float]:
     """1 if the thought is one genre and nothing else, else 0."""
     return [float(re.fullmatch(r"<a_\d+>", text.partition(CLOSE)[0]) is not None) for text in completions]
 
@@ -62,11 +69,16 @@ def _agreement(codes: list[str], others: list[str]) -> int:
     return min(len(codes), len(others))
 
 
-def _hits(completions, items) -> list[float]:
+def _hits(completions: Sequence[str], items: Sequence[list[str]]) -> list[float]:
     return [float(_item(text) in right) for text, right in zip(completions, items, strict=True)]
 
 
-def _by_thought(prompts, completions, items, value: Callable[[list[float]], float]) -> list[float]:
+def _by_thought(
+    prompts: Sequence[Any],
+    completions: Sequence[str],
+    items: Sequence[list[str]],
+    value: Callable[[list[float]], float],
+) -> list[float]:
     """A value of the hits of each thought, for each of its items."""
     hits = _hits(completions, items)
     thoughts = groupby(range(len(hits)), key=lambda i: (prompts[i], completions[i].partition(ITEM)[0]))

@@ -45,7 +45,7 @@ def convert(packages: Path, model: Path) -> None:
         RuntimeError: it failed; the reason is on the terminal.
     """
     path = os.pathsep.join(filter(None, [str(packages.absolute()), os.environ.get("PYTHONPATH")]))
-    command = [sys.executable, "-m", "megatron_rl", "convert", "from-gguf", packages / FILE, model]
+    command: list[str | Path] = [sys.executable, "-m", "megatron_rl", "convert", "from-gguf", packages / FILE, model]
     environment = os.environ | {"PYTHONPATH": path, "TQDM_DISABLE": "1"}  # bars of seconds would hide what is said
     if subprocess.run(command, env=environment).returncode:
         raise RuntimeError(f"the model was not made; delete {packages} to fetch the packages again")

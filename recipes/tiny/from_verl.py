@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 
-def compute_score(data_source, solution_str, ground_truth, extra_info=None, digit_score=0.0):
+def compute_score(
+    data_source: str,
+    solution_str: str,
+    ground_truth: str,
+    extra_info: dict[str, Any] | None = None,
+    digit_score: float = 0.0,
+) -> dict[str, Any]:
     """1 if the last number of the answer is the ground truth; else `digit_score` times the share of digits."""
     numbers = re.findall(r"-?\d+", solution_str)
     if numbers and numbers[-1] == ground_truth:

@@ -38,7 +38,7 @@ def write_model(folder: Path, rows: Path = ROWS, vocab_size: int = 512, seed: in
             vocab_size=vocab_size - 2, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
         ),
     )
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>")  # type: ignore[no-untyped-call]
     fast.add_tokens(["<think>", "</think>"])  # they are text of the answer and no special tokens
     fast.chat_template = CHAT_TEMPLATE
     fast.save_pretrained(folder / "model")

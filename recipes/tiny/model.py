@@ -7,17 +7,21 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 
-def write_random_qwen3(folder: Path, seed: int, **vocabulary: int) -> None:
-    """Write config.json, generation_config.json and the weights.
-
-    Args:
-        vocabulary: the keys vocab_size, pad_token_id, eos_token_id and max_position_embeddings of config.json.
-    """
+def write_random_qwen3(
+    folder: Path,
+    seed: int,
+    *,
+    vocab_size: int,
+    max_position_embeddings: int,
+    pad_token_id: int | None = None,
+    eos_token_id: int | None = None,
+) -> None:
+    """Write config.json, generation_config.json and the weights. The numbers are keys of config.json."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
-    disable_progress_bar()
+    disable_progress_bar()  # type: ignore[no-untyped-call]
     torch.manual_seed(seed)
     config = Qwen3Config(
         hidden_size=128,
@@ -29,9 +33,12 @@ def write_random_qwen3(folder: Path, seed: int, **vocabulary: int) -> None:
         tie_word_embeddings=False,
         bos_token_id=None,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        **vocabulary,
+        vocab_size=vocab_size,
+        pad_token_id=pad_token_id,
+        eos_token_id=eos_token_id,
+        max_position_embeddings=max_position_embeddings,
     )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
+    Qwen3ForCausalLM(config).save_pretrained(folder)  # type: ignore[no-untyped-call]
 
 
 def write_task_of(doc: str | None, write_task: Callable[..., object], arguments: Sequence[str] | None) -> int:

@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
 
-def digits_in_answer(prompts, completions, completion_ids, **columns) -> list[float]:
+
+def digits_in_answer(
+    prompts: Sequence[Any],
+    completions: Sequence[str | list[dict[str, str]]],
+    completion_ids: Sequence[list[int]],
+    **columns: Any,
+) -> list[float]:
     """The share of digits among the characters after the thought, which even a random model earns now and then."""
     scores = []
     for completion in completions:
