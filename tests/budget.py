@@ -31,6 +31,7 @@ in the pure rooms, and vLLM or Megatron-Core in the others."""
 PROBE_S = 0.0225
 """What a sample of `slowness` takes on the reference core."""
 PACE_S = 5.0
+"""The time between two samples of `slowness`."""
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 MODELS_OF_VLLM = Path(os.environ.get("VLLM_CACHE_ROOT", Path.home() / ".cache" / "vllm"), "modelinfos")
 """What vLLM knows of its models' classes. It looks at each class once on a machine, in a process of its own, for seven
@@ -75,15 +76,15 @@ class Costs:
 
 
 class Pace:
-    """How many times slower than the reference core this one is, by short products of Python every few seconds: other
-    processes slow it down, also those of the tests, and none of them may run when a file ends."""
+    """How many times slower than the reference core this one is, by a short loop of Python every few seconds. Other
+    processes slow it down, those of the tests too, and when a file ends they have often ended already."""
 
     def __init__(self) -> None:
         self._samples = [slowness()]
         threading.Thread(target=self._sample, daemon=True, name="pace").start()
 
     def mean(self) -> float:
-        """Since it was asked last."""
+        """The mean since the last call."""
         samples, self._samples = [*self._samples, slowness()], []
         return statistics.fmean(samples)
 
@@ -94,6 +95,7 @@ class Pace:
 
 
 def slowness() -> float:
+    """How many times slower than the reference core this one is now."""
     start = time.thread_time()
     sum(i * i % 7 for i in range(500_000))
     return max(1.0, (time.thread_time() - start) / PROBE_S)

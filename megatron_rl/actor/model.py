@@ -100,8 +100,8 @@ def transformer_config(
         batch_p2p_comm=mesh.virtual == 1,
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",  # variable_seq_lengths requires it, even for dense models
-        # Between virtual stages Megatron frees an output that may still be on its way. NCCL's sends record the memory
-        # that they read, so that it is not used again too early; Gloo's do not, and would send what stands there then.
+        # Between virtual stages Megatron frees an output whose send may not have ended. Gloo reads the memory when the
+        # receiver is ready, and would send what stands there by then. With NCCL this is Megatron's default (not run).
         deallocate_pipeline_outputs=platform.HAS_CUDA or mesh.virtual == 1,
         calculate_per_token_loss=True,  # gradients are summed over micro-batches and DP (step.py)
         bias_activation_fusion=fused,

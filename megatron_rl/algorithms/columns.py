@@ -52,7 +52,7 @@ class PackedColumns:
 
 
 def sum_by(owner_T: Tensor, x_T: Tensor) -> Tensor:
-    """For every token, the sum of x over the tokens with the same owner.
+    """The sum of x over the tokens with the same owner, for every token.
 
     Args:
         owner_T: int64 in [0, T).
@@ -62,13 +62,13 @@ def sum_by(owner_T: Tensor, x_T: Tensor) -> Tensor:
 
 
 def mean_by(owner_T: Tensor, mask_T: Tensor, x_T: Tensor) -> Tensor:
-    """For every token, the mean of x over its owner's action tokens; 0 if the owner has none."""
+    """The mean of x over the owner's action tokens, for every token; 0 if the owner has none."""
     count_T = sum_by(owner_T, mask_T.to(x_T.dtype))
     return sum_by(owner_T, torch.where(mask_T, x_T, 0.0)) / count_T.clamp(min=1)
 
 
 def max_by(owner_T: Tensor, mask_T: Tensor, x_T: Tensor) -> Tensor:
-    """For every token, the largest x of its owner's action tokens; -inf if the owner has none."""
+    """The largest x of the owner's action tokens, for every token; -inf if the owner has none."""
     masked_T = torch.where(mask_T, x_T, -torch.inf)
     return torch.full_like(masked_T, -torch.inf).scatter_reduce(0, owner_T, masked_T, "amax")[owner_T]
 

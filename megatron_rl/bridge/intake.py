@@ -216,7 +216,7 @@ class Intake:
         line.expect(stretch, [] if line.near else self._rooms(index))
 
     def _rooms(self, index: int) -> list[Tensor]:
-        """Where this rank keeps the contents of a stretch until they are written: in the parameters or in a buffer."""
+        """The memory that holds a stretch's contents until they are written: the parameters, or a buffer."""
         slot, rooms = self._slots.tensors[index % len(self._slots.tensors)], []
         for message, start in zip(self.stretches[index].messages, self.stretches[index].starts, strict=True):
             room = self._room(message, self.parameters)

@@ -105,7 +105,7 @@ class Outlet(Protocol):
     """Contents must lie in the memory of this device."""
 
     def agree(self, packs: Sequence[bool]) -> list[bool]:
-        """Which messages of the line, in their order, are packed by this end (`packs`) or unpacked by the other one."""
+        """Tells, message by message, whether this end packs it (`packs`) or the other one unpacks it."""
 
     def begin(self, version: int, deadline: Deadline) -> None: ...
 
@@ -130,7 +130,7 @@ class Inlet(Protocol):
     """Contents arrive in the memory of this device."""
 
     def agree(self, packs: Sequence[bool]) -> list[bool]:
-        """Which messages of the line, in their order, are unpacked by this end (`packs`) or packed by the other one."""
+        """Tells, message by message, whether this end unpacks it (`packs`) or the other one packs it."""
 
     def begin(self, version: int, deadline: Deadline) -> None: ...
 

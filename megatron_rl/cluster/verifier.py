@@ -47,7 +47,8 @@ class VerifierRank:
         begin_process(Path(path), name)
         self.config = config
         self._judged: tuple[list[Any], list[Answer], list[dict[int, float]]] = [], [], []
-        """The payloads of the last call with their answers: each kind of reward is a call of its own."""
+        """The payloads of the last call, their answers, and the answers' repeated shares. The next call often has the
+        same payloads, because each kind of reward has a call of its own."""
 
     def locate(self) -> Location:
         return locate()

@@ -12,7 +12,7 @@ Asked = Mapping[int, Group | None]
 
 
 class AsideGroups:
-    """Asks for such groups. They have the numbers -1, -2, ..., so that they are never taken for a step's."""
+    """Asks for groups that nobody trains on. Their numbers are -1, -2, ..., and the groups of steps have 0, 1, ..."""
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
@@ -40,7 +40,7 @@ class AsideGroups:
         return batch
 
     def take(self, number: int, group: Group) -> bool:
-        """Whether it is a group of this kind, which then belongs to what `ask` returned."""
+        """Put a group that has come where `ask` promised it. Returns False if nobody asked for it here."""
         batch = self._waiting.pop(number, None)
         if batch is None:
             return False
@@ -48,7 +48,7 @@ class AsideGroups:
         return True
 
     def cancel(self, asked: Asked) -> None:
-        """Give up what has not come."""
+        """Stop the generation of the groups that have not come."""
         for number in [number for number, group in asked.items() if group is None]:
             self._stream.cancel(number)
             del self._waiting[number]

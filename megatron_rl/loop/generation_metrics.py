@@ -1,4 +1,4 @@
-"""What the engines' work for a step is told as: speed, idle time, and what the verifiers measured."""
+"""The metrics of the generation for a step: the engines' speed and idle time, and what the verifiers measured."""
 
 from __future__ import annotations
 

@@ -48,6 +48,7 @@ from megatron_rl.loop.engine_source import EngineSource
 from megatron_rl.loop.source import Rollouts
 from megatron_rl.loop.stopping import NEVER
 from megatron_rl.ports import Ports
+from megatron_rl.rollout.backend import EngineSpec
 from megatron_rl.rollout.engine import VllmEngine
 from megatron_rl.rollout.program import Call
 from megatron_rl.rollout.request_queue import Request
@@ -83,9 +84,7 @@ class BenchRank(EngineRank):
 
     async def start(self) -> None:
         config = self.config
-        self.engine = DrawnLengths(
-            model=config.model, rollout=config.rollout, seed=config.run.seed, record=Path(self.record)
-        )
+        self.engine = DrawnLengths(EngineSpec(config.model, config.rollout, config.run.seed, record=Path(self.record)))
         await self.engine.start()
         vllm = self.engine._thread.engine
         core, self.in_use_s, self.since = vllm.engine_core, 0.0, None

@@ -39,7 +39,7 @@ class Segment:
     start: int
     stop: int
     place: slice
-    """Where the state is in the piece's tensors."""
+    """The place of the state in the piece's tensors."""
 
     @property
     def weights(self) -> Tensor:

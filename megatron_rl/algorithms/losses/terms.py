@@ -48,7 +48,7 @@ class Terms:
         return bounded_exp(self.log_ratio_T)
 
     def sample_mean(self, x_T: Tensor) -> Tensor:
-        """For every token, the mean of x over its sample's actions."""
+        """The mean of x over the actions of the token's sample, for every token."""
         return mean_by(self.sample_T, self.mask_T, x_T)
 
 

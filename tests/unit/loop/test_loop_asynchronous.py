@@ -209,6 +209,8 @@ def test_an_evaluation_outlives_the_loss_of_the_policy_and_a_stop_gives_it_up(tm
             world.restarts_left, world.keeps_mirrors = 1, keeps_mirrors
             assert run(world, tmp_path / f"{max_lag} {keeps_mirrors}", cfg, heldout=HELDOUT) == 8
             assert [step for step, metrics in world.logged if "eval/accuracy" in metrics] == [0, 3, 6, 8]
+            given_up = [call for call in world.calls if call.startswith("cancel -")]
+            assert given_up == [f"cancel -{n}" for n in range(6, 11)] * max_lag  # the evaluation of step 3, begun again
     cfg = asynchronous(1).model_copy(update={"eval": evaluation})
 
     class Slow(Recording):
