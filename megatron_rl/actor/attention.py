@@ -3,10 +3,11 @@
 Sequences of similar length share one padded kernel call. Causality hides the padding on the right, so no mask is
 needed, and a row of 256 short answers takes a few kernel calls instead of 256. With a sliding window of W tokens, only
 the first W queries of a sequence are computed like this. The others are cut into blocks of W queries, each with the
-2 W - 1 keys that its queries can see, so that the cost grows with the length times W. Rotary embeddings are applied
-here too, with positions that restart at each sequence, because Megatron's own code for packed rows loops over the
-sequences. Everything that depends only on the lengths is computed once per micro-batch (`PackedSequences`) and shared
-by all layers.
+2 W - 1 keys that its queries can see, so that the cost grows with the length times W. Sequences that share the prompt
+of another one see its tokens there: the kernel calls of such a prompt have its keys before the sequences' own. Rotary
+embeddings are applied here too, with positions that restart at each sequence, because Megatron's own code for packed
+rows loops over the sequences. Everything that depends only on the lengths is computed once per micro-batch
+(`PackedSequences`) and shared by all layers.
 
 With context parallelism a rank has a part of each sequence, and `context.py` computes the attention.
 
@@ -19,6 +20,7 @@ dims of a head, W the window.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -30,7 +32,7 @@ from torch import Tensor
 
 from megatron_rl.actor import platform
 from megatron_rl.actor.context import ContextRank, RingPlan, plan_ring, ring_attention
-from megatron_rl.actor.packing import Routes
+from megatron_rl.actor.packing import Routes, SharedPrompts
 from megatron_rl.actor.rotary import rotation
 from megatron_rl.types import Llama3Rope, ModelShape, YarnRope
 
@@ -75,12 +77,19 @@ class PackedSequences(PackedSeqParams):
     """The choices of experts that the routers replay (replay.py)."""
 
 
+def can_share_prompts(shape: ModelShape, fused: bool, context_size: int) -> bool:
+    """Whether the attention of these layers lets sequences see a prompt that another one holds. Transformer Engine's
+    does not. A mixture of experts would count the prompt's tokens once when it balances their load."""
+    return not fused and context_size == 1 and shape.experts is None and not shape.sliding_layers
+
+
 def packed_sequences(
     lengths_S: Tensor,
     shape: ModelShape,
     fused: bool,
     context: ContextRank | None = None,
     routes: Routes | None = None,
+    shared: SharedPrompts | None = None,
 ) -> PackedSequences:
     """What the layers need to know about a packed row.
 
@@ -89,12 +98,19 @@ def packed_sequences(
         fused: whether the layers are Transformer Engine's.
         context: the rank's place in its context group; None: it has all tokens of the row.
         routes: the choices of experts for the tokens that the rank's routers see.
+        shared: the prompts that sequences share; only for layers that `can_share_prompts`.
     """
     if not fused:
 
         def plan(scaling: Llama3Rope | YarnRope | None, window: int | None) -> AttentionPlan:
             return plan_attention(
-                lengths_S, shape.rotary_dim, shape.rope_theta, scaling=scaling, window=window, context=context
+                lengths_S,
+                shape.rotary_dim,
+                shape.rope_theta,
+                scaling=scaling,
+                window=window,
+                context=context,
+                shared=shared,
             )
 
         return PackedSequences(
@@ -123,27 +139,28 @@ def plan_attention(
     scaling: Llama3Rope | YarnRope | None = None,
     window: int | None = None,
     context: ContextRank | None = None,
+    shared: SharedPrompts | None = None,
 ) -> AttentionPlan:
     """The plan of the attention layers for one row.
 
     Args:
         rotary_dim: the number of dims of a head that are rotated.
         window: the number of tokens that a token sees, itself included; None means all before it.
-        context: see `packed_sequences`.
+        context: see `packed_sequences`, like `shared`.
     """
     device = platform.device()
     starts_S = F.pad(lengths_S.cumsum(0), (1, 0))
     num_tokens = int(starts_S[-1])
     position_T = torch.arange(num_tokens) - torch.repeat_interleave(starts_S[:-1], lengths_S)
+    if shared is not None:
+        position_T += torch.repeat_interleave(shared.length_S, lengths_S)
     if context is not None:
         position_T = position_T[context.part(lengths_S)]
     cos_T, sin_T = (x_T.to(device) for x_T in rotation(position_T, rotary_dim, theta, scaling))
     if context is not None:
         return AttentionPlan(cos_T, sin_T, ring=plan_ring(lengths_S, context, window))
-    heads = (starts_S[:-1], lengths_S if window is None else lengths_S.clamp(max=window), None)
-    tails = [] if window is None else [(*_tails(lengths_S, window), window)]
     calls, unpad_T, offset = [], torch.empty(num_tokens, dtype=torch.int64), 0
-    for first_P, length_P, reach in (heads, *tails):
+    for first_P, length_P, reach, prompt in _blocks(starts_S[:-1], lengths_S, window, shared):
         for members in _group_by_length(length_P):
             first_B1, length_B1 = first_P[members, None], length_P[members, None]
             column_L = torch.arange(int(length_B1.max()))
@@ -157,8 +174,31 @@ def plan_attention(
                 key_BK = first_B1 + torch.minimum(column_K, length_B1 - 1)
                 back_LK = column_L[:, None] - column_K
                 mask_LK = ((back_LK >= 0) & (back_LK < reach)).to(device)
+            elif len(prompt):
+                key_BK = torch.cat((prompt.expand(len(query_BL), -1), query_BL), 1)
+                column_K = torch.arange(-len(prompt), len(column_L))
+                mask_LK = (column_K <= column_L[:, None]).to(device)
             calls.append(AttentionBlocks(query_BL.to(device), key_BK.to(device), mask_LK))
     return AttentionPlan(cos_T, sin_T, tuple(calls), unpad_T.to(device))
+
+
+def _blocks(
+    first_S: Tensor, length_S: Tensor, window: int | None, shared: SharedPrompts | None
+) -> Iterator[tuple[Tensor, Tensor, int | None, Tensor]]:
+    """(packed position of the first query, number of queries) of blocks [P] that are alike: how many tokens a query
+    sees, if it is not all before it, and the packed positions of a prompt that all of its queries see, too."""
+    nothing = torch.empty(0, dtype=torch.int64)
+    if shared is None:
+        yield first_S, length_S if window is None else length_S.clamp(max=window), None, nothing
+        if window is not None:
+            yield *_tails(length_S, window), window, nothing
+        return
+    alone_S = shared.length_S == 0
+    yield first_S[alone_S], length_S[alone_S], None, nothing
+    for start in shared.start_S[~alone_S].unique().tolist():
+        mine_S = ~alone_S & (shared.start_S == start)
+        prompt = torch.arange(start, start + int(shared.length_S[mine_S][0]))
+        yield first_S[mine_S], length_S[mine_S], None, prompt
 
 
 def _tails(lengths_S: Tensor, window: int) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,5 @@
-"""Packs samples into micro-batches: the sequences follow each other in one row, padded only to the alignment.
+"""Packs samples into micro-batches: the sequences follow each other in one row, padded only to the alignment. A prompt
+that several samples of a row have in common is in the row once, if the layers can do this (`SharedPrompts`).
 
 Invariants (tests/unit/actor): entry t of every column belongs to the token that position t predicts, which is the next
 token of the same sample; a sample's last position and the padding predict nothing and are not actions; each sample's
@@ -32,6 +33,21 @@ class Routes:
 
 
 @dataclass(frozen=True, slots=True)
+class SharedPrompts:
+    """The prompts that sequences of a row have in common. The first sequence with a prompt holds all of it. The others
+    begin with its last token, which predicts their first action, and see the tokens before it in that sequence.
+
+    Example: the prompt 5 6 7 has the answers 8 9 and 4. The row is 5 6 7 8 9 7 4, with sequences of 5 and 2 tokens. The
+    second one has start 0 and length 2: it sees 5 6, and its own 7 is at position 2 of the sample.
+    """
+
+    start_S: Tensor
+    """int64, on the CPU: the packed position of the first token that each sequence shares."""
+    length_S: Tensor
+    """int64, on the CPU: how many tokens it shares; 0 if it holds all its tokens itself."""
+
+
+@dataclass(frozen=True, slots=True)
 class Microbatch:
     """One packed row. A micro-batch without samples holds one dummy sequence without actions."""
 
@@ -47,6 +63,8 @@ class Microbatch:
     columns: PackedColumns
     routes: Routes | None = None
     """None if the engine told no choice for any token."""
+    shared: SharedPrompts | None = None
+    """None if every sequence holds all its tokens."""
 
     def to(self, device: torch.device) -> Microbatch:
         columns = {f.name: getattr(self.columns, f.name) for f in fields(self.columns)}
@@ -61,36 +79,44 @@ class Microbatch:
         )
 
 
-def pack(share: Share) -> list[list[Microbatch]]:
+SHORTEST_SHARED = 16
+"""Prompts that are shorter than this are not shared: a mask costs the attention more than so few tokens."""
+
+
+def pack(share: Share, share_prompts: bool = False) -> list[list[Microbatch]]:
     """Pack the samples of a share, whose payloads are at hand, as `[mini-batch][micro-batch]`.
+
+    Args:
+        share_prompts: whether a prompt that several samples of a row have in common is in the row once.
 
     Raises:
         ValueError: a sample is empty or its arrays differ in length; the error names the sample.
     """
-    return [[_pack_row(share, samples) for samples in minibatch] for minibatch in share.minibatches]
+    return [[_pack_row(share, samples, share_prompts) for samples in minibatch] for minibatch in share.minibatches]
 
 
-def _pack_row(share: Share, samples: Sequence[int]) -> Microbatch:
+def _pack_row(share: Share, samples: Sequence[int], share_prompts: bool) -> Microbatch:
     names, tokens = [share.names[i] for i in samples], [share.tokens(i) for i in samples]
     lengths = [_length(name, of_sample) for name, of_sample in zip(names, tokens, strict=True)]
-    padded = [-(-length // share.alignment) * share.alignment for length in lengths] or [share.alignment]
-    num_tokens = sum(padded)
+    holders = _holders(tokens) if share_prompts else [(i, 0) for i in range(len(tokens))]
+    own = [length - skipped for length, (_, skipped) in zip(lengths, holders, strict=True)]
+    padded = [-(-length // share.alignment) * share.alignment for length in own] or [share.alignment]
+    starts, num_tokens = [*np.cumsum([0, *padded[:-1]])], sum(padded)
     ids_T, target_T = np.zeros(num_tokens, np.int64), np.zeros(num_tokens, np.int64)
     action_mask_T, logp_rollout_T = np.zeros(num_tokens, bool), np.zeros(num_tokens, np.float32)
     token_T, lag_T = np.zeros(num_tokens, np.int64), np.zeros(num_tokens, np.int32)
     padding_T, reward_T = np.ones(num_tokens, bool), np.zeros(num_tokens)
-    start = 0
-    for sample, mine, length, room in zip(samples, tokens, lengths, padded, strict=False):
-        here, predicting = slice(start, start + length), slice(start, start + length - 1)
-        ids_T[here] = mine.ids
+    for i, (sample, mine, start, (_, skipped)) in enumerate(zip(samples, tokens, starts, holders, strict=False)):
+        here, predicting = slice(start, start + own[i]), slice(start, start + own[i] - 1)
+        ids_T[here] = mine.ids[skipped:]
         padding_T[here] = False
-        target_T[predicting] = mine.ids[1:]
-        action_mask_T[predicting] = mine.action_mask[1:]
-        logp_rollout_T[predicting] = mine.logp_rollout[1:]
-        reward_T[predicting] = _rewards(share, sample, mine)[1:]
-        lag_T[predicting] = np.where(mine.action_mask[1:], share.version - mine.version[1:], 0)
-        token_T[start : start + room] = (int(share.index[sample]) << 32) + np.arange(1, room + 1)
-        start += room
+        action_T = mine.action_mask[skipped + 1 :]
+        target_T[predicting] = mine.ids[skipped + 1 :]
+        action_mask_T[predicting] = action_T
+        logp_rollout_T[predicting] = mine.logp_rollout[skipped + 1 :]
+        reward_T[predicting] = _rewards(share, sample, mine)[skipped + 1 :]
+        lag_T[predicting] = np.where(action_T, share.version - mine.version[skipped + 1 :], 0)
+        token_T[start : start + padded[i]] = (int(share.index[sample]) << 32) + skipped + np.arange(1, padded[i] + 1)
 
     def spread(values: np.ndarray) -> Tensor:
         of_samples = values[list(samples)] if samples else np.zeros(1)
@@ -113,6 +139,27 @@ def _pack_row(share: Share, samples: Sequence[int]) -> Microbatch:
             reward_T=None if share.token_rewards is None else torch.from_numpy(reward_T),
         ),
         routes=_pack_routes(tokens, padded),
+        shared=_shared(starts, holders),
+    )
+
+
+def _holders(tokens: Sequence[Tokens]) -> list[tuple[int, int]]:
+    """For each sample of a row: the first sample with the same prompt, and how many tokens of the prompt this one need
+    not hold: 0 for the first, and all but the last for the others."""
+    first: dict[bytes, int] = {}
+    holders = []
+    for i, mine in enumerate(tokens):
+        num_before = int(mine.action_mask.argmax())
+        holder = first.setdefault(mine.ids[:num_before].tobytes(), i) if num_before >= SHORTEST_SHARED else i
+        holders.append((holder, 0 if holder == i else num_before - 1))
+    return holders
+
+
+def _shared(starts: Sequence[int], holders: Sequence[tuple[int, int]]) -> SharedPrompts | None:
+    if not any(skipped for _, skipped in holders):
+        return None
+    return SharedPrompts(
+        torch.tensor([starts[holder] for holder, _ in holders]), torch.tensor([skipped for _, skipped in holders])
     )
 
 
@@ -121,26 +168,31 @@ def by_sample(batch: Microbatch, x_T: Tensor) -> dict[int, np.ndarray]:
     first token, which nothing predicts, has 0."""
     values_T = x_T.detach().float().cpu().numpy()
     return {
-        index: np.concatenate([np.zeros(1, np.float32), values_T[predicting]])
-        for index, predicting in _predicting(batch)
+        index: np.concatenate([np.zeros(1, np.float32), values_T[shared], values_T[own]])
+        for index, shared, own in _predicting(batch)
     }
 
 
 def column_of(batch: Microbatch, numbers: Mapping[int, np.ndarray]) -> Tensor:
-    """The inverse of `by_sample`: a column with these numbers, on the device of the micro-batch; 0 at other tokens."""
+    """The inverse of `by_sample`: a column with these numbers, on the device of the micro-batch; 0 at other tokens. A
+    shared prompt has the numbers of the sample that holds it."""
     column_T = np.zeros(len(batch.ids_T), np.float32)
-    for index, predicting in _predicting(batch):
-        column_T[predicting] = numbers[index][1:]
+    for index, shared, own in _predicting(batch):
+        column_T[own] = numbers[index][1 + shared.stop - shared.start :]
     return torch.from_numpy(column_T).to(batch.ids_T.device)
 
 
-def _predicting(batch: Microbatch) -> Iterator[tuple[int, slice]]:
-    """The index of each sample in the step, and the positions that predict its tokens."""
+def _predicting(batch: Microbatch) -> Iterator[tuple[int, slice, slice]]:
+    """The index of each sample in the step, and the positions that predict its tokens: in the sequence that holds its
+    prompt, and in its own."""
     is_token_T, token_T = (~batch.padding_T).cpu(), batch.columns.token_T.cpu()
     start = 0
-    for room in batch.lengths_S.tolist() if batch.names else ():
+    for i, room in enumerate(batch.lengths_S.tolist() if batch.names else ()):
         length = int(is_token_T[start : start + room].sum())
-        yield int(token_T[start]) >> 32, slice(start, start + length - 1)
+        first, skipped = (
+            (0, 0) if batch.shared is None else (int(batch.shared.start_S[i]), int(batch.shared.length_S[i]))
+        )
+        yield int(token_T[start]) >> 32, slice(first, first + skipped), slice(start, start + length - 1)
         start += room
 
 

@@ -96,7 +96,7 @@ class Schedule:
                 position_ids=None,
                 attention_mask=None,
                 packed_seq_params=packed_sequences(
-                    batch.lengths_S, self.shape, self.fused, self.context, self._routes(batch)
+                    batch.lengths_S, self.shape, self.fused, self.context, self._routes(batch), batch.shared
                 ),
                 padding_mask=padding_mask(self._part(batch.padding_T, batch), unwrap_model(model)),
                 **extra,

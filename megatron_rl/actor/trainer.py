@@ -26,6 +26,7 @@ from torch import Tensor
 
 from megatron_rl.actor import checkpoint, platform, state
 from megatron_rl.actor.agreement import Agreement, sum_over_data_ranks
+from megatron_rl.actor.attention import can_share_prompts
 from megatron_rl.actor.checkpoint import Identity, Part, Saving
 from megatron_rl.actor.context import ContextRank
 from megatron_rl.actor.model import build_model, uses_fused_layers
@@ -160,7 +161,7 @@ class MegatronTrainer:
         self.require("training")
         with self.agreement.on_errors():
             check_alignment(share.alignment, self.spec.policy.parallel.alignment)
-            packed = pack(share)
+            packed = pack(share, can_share_prompts(self.spec.shape, self.fused_norms, self.mesh.context))
             for batch in (batch for minibatch in packed for batch in minibatch):
                 check_microbatch(batch, self.spec.shape)
         self._minibatches = [[batch.to(platform.device()) for batch in minibatch] for minibatch in packed]

@@ -118,11 +118,11 @@ def plain_gradient(folder: Path, rows: list[Tokens], balance: float, z: float) -
     seen = [[] for _ in routers]
     for router, calls in zip(routers, seen, strict=True):
         router.register_forward_hook(lambda _, inputs, output, calls=calls: calls.append((inputs[0], output[2])))
-    loss, num_tokens = 0.0, sum(len(row.ids) - 1 for row in rows)
+    loss, num_tokens = 0.0, sum(int(row.action_mask.sum()) for row in rows)
     for row in rows:
         ids = torch.from_numpy(row.ids.astype(np.int64))
         logp = model(ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])
-        loss = loss - logp.sum() / num_tokens
+        loss = loss - logp[torch.from_numpy(row.action_mask[1:])].sum() / num_tokens
     for router, calls in zip(routers, seen, strict=True):
         hidden = torch.cat([states.reshape(-1, states.shape[-1]) for states, _ in calls])
         logits = hidden.double() @ router.weight.double().T
@@ -258,13 +258,13 @@ def replayed_gradient(folder: Path, rows: list[Tokens]) -> tuple[float, dict[str
     for number, block in blocks:
         block.gate = GivenRouter(block.gate, folder, number)
         routers.append(block.gate)
-    loss, num_tokens = 0.0, sum(len(row.ids) - 1 for row in rows)
+    loss, num_tokens = 0.0, sum(int(row.action_mask.sum()) for row in rows)
     for row in rows:
         for router in routers:
             router.routes = row.routes
         ids = torch.from_numpy(row.ids.astype(np.int64))
         logp = model(ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])
-        loss = loss - logp.sum() / num_tokens
+        loss = loss - logp[torch.from_numpy(row.action_mask[1:])].sum() / num_tokens
     loss.backward()
     named = ((name.replace("gate.router.", "gate."), p.grad) for name, p in model.named_parameters())
     return loss.item(), {name: gradient.numpy() for name, gradient in named if gradient is not None}

@@ -10,6 +10,7 @@ import megatron_rl.actor  # noqa: F401  must come before Megatron, whose import 
 from megatron_rl.actor.attention import MAX_PADDING, PackedAttention, PackedSequences, plan_attention
 from megatron_rl.actor.latent import LatentCoreAttention
 from megatron_rl.actor.norm import Norm
+from megatron_rl.actor.packing import SharedPrompts
 
 THETA = 10000.0
 
@@ -79,6 +80,31 @@ def test_the_first_dims_of_each_head_are_rotated(rotary_dim):
     expected = torch.cat([plain_attention(*part, None, rotary_dim) for part in parts])
     expected.backward(grad.double())
     for got, want in ((out, expected), (q.grad, q64.grad), (k.grad, k64.grad), (v.grad, v64.grad)):
+        torch.testing.assert_close(got.double(), want, atol=2e-5, rtol=1e-5)  # fp32 against float64
+
+
+def test_sequences_see_a_shared_prompt_where_another_one_holds_it():
+    """Two prompts of 3 and 5 tokens. The first sequence holds 3 + 2 tokens, and sequences of 4 and 1 share its prompt;
+    the fourth one is alone, the fifth holds 5 + 1 tokens, and the last, of 2, shares its prompt."""
+    torch.manual_seed(0)
+    lengths, start, shared = [5, 4, 1, 7, 6, 2], [0, 0, 0, 0, 17, 17], [0, 3, 3, 0, 0, 5]
+    q, k, v = (torch.randn(sum(lengths), heads, 8).requires_grad_() for heads in (4, 2, 2))
+    grad = torch.randn(sum(lengths), 32)
+    prompts = SharedPrompts(torch.tensor(start), torch.tensor(shared))
+    plan = plan_attention(torch.tensor(lengths), 8, THETA, shared=prompts)
+    packed = PackedSequences(qkv_format="thd", full=plan)
+    out = PackedAttention(_config(), layer_number=1)(q, k, v, None, packed_seq_params=packed)
+    out.backward(grad)
+
+    q64, k64, v64 = (x.detach().double().requires_grad_() for x in (q, k, v))
+    expected, first = [], 0
+    for length, begin, count in zip(lengths, start, shared, strict=True):
+        seen = [*range(begin, begin + count), *range(first, first + length)]
+        expected.append(plain_attention(q64[seen], k64[seen], v64[seen], None)[count:])
+        first += length
+    torch.cat(expected).backward(grad.double())
+    pairs = ((out, torch.cat(expected)), (q.grad, q64.grad), (k.grad, k64.grad), (v.grad, v64.grad))
+    for got, want in pairs:
         torch.testing.assert_close(got.double(), want, atol=2e-5, rtol=1e-5)  # fp32 against float64
 
 

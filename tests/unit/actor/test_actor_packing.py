@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from shares import TrainSample, share_of
 
-from megatron_rl.actor.packing import Microbatch, pack
+from megatron_rl.actor.packing import SHORTEST_SHARED, Microbatch, by_sample, column_of, pack
 from megatron_rl.types import Tokens
 
 
@@ -18,8 +18,8 @@ def sample(name: str, ids, mask, advantage: float = 0.0) -> TrainSample:
     return TrainSample(name, Tokens(ids, mask, logp, np.where(mask, 3, -1)), advantage, 0.5, index=7)
 
 
-def pack_row(samples: list[TrainSample], alignment: int) -> Microbatch:
-    [[batch]] = pack(share_of([[samples]], alignment=alignment, version=5))
+def pack_row(samples: list[TrainSample], alignment: int, share_prompts: bool = False) -> Microbatch:
+    [[batch]] = pack(share_of([[samples]], alignment=alignment, version=5), share_prompts)
     return batch
 
 
@@ -37,6 +37,56 @@ def test_columns_belong_to_the_next_token():
     assert columns.weight_T.tolist() == [0.5] * 6
     assert columns.lag_T.tolist() == [2, 2, 0, 0, 2, 0]
     assert (columns.token_T - (7 << 32)).tolist() == [1, 2, 3, 4, 1, 2]
+
+
+PROMPT = [*range(100, 100 + SHORTEST_SHARED)]
+
+
+def answer(name: str, ids: list[int], prompt=PROMPT, index: int = 0) -> TrainSample:
+    made = sample(name, [*prompt, *ids], [0] * len(prompt) + [1] * len(ids))
+    return replace(made, index=index)
+
+
+def test_a_prompt_of_several_samples_is_in_the_row_once():
+    """The second answer begins with the prompt's last token, whose next token is its first action."""
+    n = len(PROMPT)
+    other = answer("c", [4], PROMPT[:-1] + [99])
+    batch = pack_row([answer("a", [8, 9]), other, answer("b", [4, 3, 2])], 1, share_prompts=True)
+    assert batch.lengths_S.tolist() == [n + 2, n + 1, 4]
+    assert batch.shared.length_S.tolist() == [0, 0, n - 1] and batch.shared.start_S.tolist()[2] == 0
+    mine = slice(2 * n + 3, 2 * n + 7)
+    assert batch.ids_T[mine].tolist() == [PROMPT[-1], 4, 3, 2]
+    assert batch.target_T[mine].tolist() == [4, 3, 2, 0]
+    columns = batch.columns
+    assert columns.action_mask_T[mine].tolist() == [True, True, True, False]
+    assert columns.logp_rollout_T[mine].tolist() == pytest.approx([-0.4, -0.3, -0.2, 0])
+    assert columns.token_T[mine].tolist() == [n, n + 1, n + 2, n + 3]
+    assert columns.lag_T[mine].tolist() == [2, 2, 2, 0]
+    short = [answer(name, [4], PROMPT[1:]) for name in "ab"]
+    assert pack_row(short, 1, share_prompts=True).shared is None, "it is too short"
+    assert pack_row([answer("a", [1]), answer("b", [2])], 1).shared is None, "nobody asked for it"
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9)), min_size=1, max_size=8), st.integers(1, 4))
+def test_sharing_prompts_changes_no_number_of_a_sample(answers, alignment):
+    """Numbers at positions are numbers at the tokens of samples, in both directions."""
+    prompts = [PROMPT, PROMPT[::-1], PROMPT[2:], [*PROMPT, 5]]
+    samples = [answer(str(i), [*range(n)], prompts[p], index=i) for i, (p, n) in enumerate(answers)]
+    apart, together = (pack_row(samples, alignment, share_prompts) for share_prompts in (False, True))
+    own = {sample.index: sample.tokens.ids.astype(np.float32) for sample in samples}
+    for batch in (apart, together):
+        predicted = by_sample(batch, batch.target_T)
+        assert all(predicted[i][1:].tolist() == ids[1:].tolist() for i, ids in own.items())
+        found = by_sample(batch, column_of(batch, own))
+        assert all(found[i][1:].tolist() == ids[1:].tolist() for i, ids in own.items())
+        for column in ("logp_rollout_T", "action_mask_T"):
+            values = by_sample(batch, getattr(batch.columns, column))
+            name = column.removesuffix("_T")
+            for sample in samples:
+                assert values[sample.index][1:].tolist() == getattr(sample.tokens, name)[1:].tolist()
+    num_repeated = len(answers) - len({p for p, _ in answers if p != 2}) - sum(p == 2 for p, _ in answers)
+    assert (together.shared is not None) == (num_repeated > 0)
 
 
 def test_an_empty_microbatch_is_one_dummy_without_actions():
