@@ -80,7 +80,7 @@ class Microbatch:
 
 
 SHORTEST_SHARED = 16
-"""Prompts that are shorter than this are not shared: a mask costs the attention more than so few tokens."""
+"""Prompts of fewer tokens are not shared: there is little to win, and each shared prompt has kernel calls of its own."""
 
 
 def pack(share: Share, share_prompts: bool = False) -> list[list[Microbatch]]:

@@ -1,16 +1,19 @@
 """Compare a training step with TRL's GRPOTrainer on the same machine: the same model, prompts, number of answers and
 largest length, in turn.
 
-There are two jobs. `demo` is the demo's: answers of about 30 tokens, at most 64, by its warm-started model; the reward
-is 1 for a right answer. `long` has answers with a long tail: the demo's model with its first weights ends an answer
-with a probability of 1/64 at each token, so the longest of 256 answers has about 6 times the mean length. Its reward is
-the share of digits in the answer, because no answer is right. TRL generates with its own engine (Hugging Face) and uses
-as many threads as there are cores; here two engines generate, and one or two trainer ranks train.
+There are three jobs. `demo` is the demo's: answers of about 30 tokens, at most 64, by its warm-started model; the
+reward is 1 for a right answer. `long` has answers with a long tail: the demo's model with its first weights ends an
+answer with a probability of 1/64 at each token, so the longest of 256 answers has about 6 times the mean length. Its
+reward is the share of digits in the answer, because no answer is right. So is that of `sums`: the real model of
+`make demo-real`, which must have run, with 4 prompts of 34 tokens x 8 answers of at most 16. TRL generates with its own
+engine (Hugging Face) and uses as many threads as there are cores, or `--threads`; here two engines generate, and one or
+two trainer ranks train. For `sums` one engine and one rank take turns with all threads.
 
 TRL is not among this project's packages, so it needs a Python of its own (`pip install trl==1.16.0 accelerate`):
 
     python tools/bench/against_trl.py --trl-python TRL_ENVIRONMENT/bin/python
     python tools/bench/against_trl.py --trl-python TRL_ENVIRONMENT/bin/python --jobs long --rounds 1 --json
+    python tools/bench/against_trl.py --trl-python TRL_ENVIRONMENT/bin/python --jobs sums --steps 9 --threads 1
 """
 
 from __future__ import annotations
@@ -23,19 +26,22 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-PROMPTS, SAMPLES, WARM_UP = 32, 8, 5
-"""The number of prompts in a step, of answers to each, and of steps before the measurement."""
+SAMPLES, WARM_UP = 8, 5
+"""The number of answers to a prompt, and of steps before the measurement."""
+TWO_ENGINES = ["rollout.num_engines=2", "policy.parallel.tensor=1"]
 MODES = {
-    "max_lag 0": ["rollout.max_lag=0", "policy.parallel.data=2"],
-    "max_lag 1": ["rollout.max_lag=1", "policy.parallel.data=1"],
+    "max_lag 0": [*TWO_ENGINES, "rollout.max_lag=0", "policy.parallel.data=2"],
+    "max_lag 1": [*TWO_ENGINES, "rollout.max_lag=1", "policy.parallel.data=1"],
 }
 """In turns, both cores generate and then both train. Otherwise one rank trains while the engines answer."""
+SUMS = [(a, b) for a in range(1, 10) for b in range(1, 10)]
+REAL_MODEL = ROOT / "runs/smollm2/SmolLM2-135M-Instruct"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +51,12 @@ class ComparedJob:
     max_tokens: int
     reward: str
     """The name of the reward function in this module."""
+    num_prompts: int = 32
+    recipe: str = "configs/run/tiny_grpo.yaml"
+
+    @property
+    def modes(self) -> dict[str, list[str]]:
+        return MODES if self.recipe == "configs/run/tiny_grpo.yaml" else {"in turns": []}
 
 
 def right_answer(prompts: list[str], completions: list[str], ground_truth: list[str], **columns: Any) -> list[float]:
@@ -52,8 +64,9 @@ def right_answer(prompts: list[str], completions: list[str], ground_truth: list[
     return [float(answer == right) for answer, right in zip(answers, ground_truth, strict=True)]
 
 
-def share_of_digits(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
-    return [sum(character.isdigit() for character in text) / max(len(text), 1) for text in completions]
+def share_of_digits(prompts: list[Any], completions: list[Any], **columns: Any) -> list[float]:
+    texts = [text if isinstance(text, str) else text[-1]["content"] for text in completions]
+    return [sum(character.isdigit() for character in text) / max(len(text), 1) for text in texts]
 
 
 def prepare(folder: Path, names: Sequence[str]) -> dict[str, ComparedJob]:
@@ -71,16 +84,21 @@ def prepare(folder: Path, names: Sequence[str]) -> dict[str, ComparedJob]:
         config = json.loads((task / "model/config.json").read_text()) | {"max_position_embeddings": 1024}
         (task / "model/config.json").write_text(json.dumps(config))
         jobs["long"] = ComparedJob(task / "model", task / "train.jsonl", 640, "share_of_digits")
+    if "sums" in names:
+        turns = [{"role": "user", "content": f"What is {a} + {b}? Answer with the number only."} for a, b in SUMS]
+        (folder / "sums.jsonl").write_text("".join(json.dumps({"prompt": [turn]}) + "\n" for turn in turns))
+        recipe = "configs/run/smollm2_sums.yaml"
+        jobs["sums"] = ComparedJob(REAL_MODEL, folder / "sums.jsonl", 16, "share_of_digits", 4, recipe)
     return jobs
 
 
 def ours(job: ComparedJob, steps: int, folder: Path, options: Sequence[str]) -> list[float]:
     """The seconds of each step after the first ones."""
     command = [
-        *(sys.executable, str(ROOT / "recipes/grpo.py"), str(ROOT / "configs/run/tiny_grpo.yaml")),
+        *(sys.executable, str(ROOT / "recipes/grpo.py"), str(ROOT / job.recipe)),
         *("run.name=ours", f"run.folder={folder}", f"run.steps={steps}", "checkpoint.every=0", "data.eval=null"),
         *(f"model.path={job.model}", f"data.train={job.train}", f"rollout.max_response_tokens={job.max_tokens}"),
-        *("rollout.num_engines=2", "policy.parallel.tensor=1", *options),
+        *options,
         f"rewards=[{{kind: function, path: 'megatron_rl.tools.bench.against_trl:{job.reward}'}}]",
     ]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=folder)
@@ -90,22 +108,19 @@ def ours(job: ComparedJob, steps: int, folder: Path, options: Sequence[str]) -> 
 
 def trl(job: ComparedJob, steps: int, folder: Path, python: str) -> list[float]:
     """The seconds of each step after the first ones."""
-    inputs = json.dumps(
-        {"model": str(job.model), "train": str(job.train), "max_tokens": job.max_tokens, "reward": job.reward}
-    )
-    command = [python, __file__, "--trl-job", inputs, "--steps", str(steps)]
+    command = [python, __file__, "--trl-job", json.dumps(asdict(job), default=str), "--steps", str(steps)]
     done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=folder)
     return json.loads(done.stdout.splitlines()[-1])[WARM_UP:]
 
 
-def run_trl(model: str, train: str, max_tokens: int, reward: str, steps: int) -> None:
+def run_trl(job: ComparedJob, steps: int) -> None:
     """What TRL's Python runs: train, and print the seconds of each step."""
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    torch.set_num_threads(os.cpu_count() or 1)
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1)))
     ends: list[float] = []
 
     class Clock(TrainerCallback):
@@ -115,11 +130,11 @@ def run_trl(model: str, train: str, max_tokens: int, reward: str, steps: int) ->
         def on_step_end(self, *_: Any, **__: Any) -> None:
             ends.append(time.perf_counter())
 
-    rows = [json.loads(line) for line in Path(train).read_text().splitlines()]
+    rows = [json.loads(line) for line in Path(job.train).read_text().splitlines()]
     trainer = GRPOTrainer(
-        model=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
-        processing_class=AutoTokenizer.from_pretrained(model, padding_side="left"),
-        reward_funcs=globals()[reward],
+        model=AutoModelForCausalLM.from_pretrained(job.model, dtype=torch.float32),
+        processing_class=AutoTokenizer.from_pretrained(job.model, padding_side="left"),
+        reward_funcs=globals()[job.reward],
         train_dataset=Dataset.from_list(rows),
         callbacks=[Clock()],
         args=GRPOConfig(
@@ -127,9 +142,9 @@ def run_trl(model: str, train: str, max_tokens: int, reward: str, steps: int) ->
             use_cpu=True,
             bf16=False,
             gradient_checkpointing=False,
-            per_device_train_batch_size=PROMPTS * SAMPLES,
+            per_device_train_batch_size=job.num_prompts * SAMPLES,
             num_generations=SAMPLES,
-            max_completion_length=max_tokens,
+            max_completion_length=job.max_tokens,
             learning_rate=2e-4,
             warmup_steps=5,
             max_steps=steps,
@@ -146,31 +161,33 @@ def measure(python: str, names: Sequence[str], rounds: int, steps: int) -> dict[
     """The mean seconds of a step in each round, by job and by trainer."""
     with tempfile.TemporaryDirectory() as name:
         jobs = prepare(Path(name), names)
-        seconds: dict[str, dict[str, list[float]]] = {job: {who: [] for who in ("TRL", *MODES)} for job in jobs}
-        for job in jobs:
+        seconds = {key: {who: list[float]() for who in ("TRL", *job.modes)} for key, job in jobs.items()}
+        for key, job in jobs.items():
             for _ in range(rounds):
-                for who, found in seconds[job].items():
+                for who, found in seconds[key].items():
                     with tempfile.TemporaryDirectory(dir=name) as folder:
-                        path = Path(folder)
-                        given = jobs[job], steps, path
-                        found.append(fmean(ours(*given, MODES[who]) if who in MODES else trl(*given, python)))
+                        given = job, steps, Path(folder)
+                        found.append(fmean(trl(*given, python) if who == "TRL" else ours(*given, job.modes[who])))
     return seconds
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trl-python", help="a Python that can import trl")
-    parser.add_argument("--jobs", nargs="+", default=["demo", "long"], choices=["demo", "long"])
+    parser.add_argument("--jobs", nargs="+", default=["demo", "long"], choices=["demo", "long", "sums"])
     parser.add_argument("--rounds", type=int, default=3, help="how often each of them runs, in turn")
     parser.add_argument("--steps", type=int, default=25, help=f"of each run; the first {WARM_UP} are not measured")
+    parser.add_argument("--threads", type=int, help="of each process; by default as many as there are cores")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     parser.add_argument("--trl-job", help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
     if args.trl_job:
-        run_trl(**json.loads(args.trl_job), steps=args.steps)
+        run_trl(ComparedJob(**json.loads(args.trl_job)), args.steps)
         return 0
     if args.trl_python is None:
         parser.error("give --trl-python, a Python that can import trl")
+    if args.threads:
+        os.environ["OMP_NUM_THREADS"] = str(args.threads)
     results = measure(args.trl_python, args.jobs, args.rounds, args.steps)
     if args.json:
         print(json.dumps(results))
