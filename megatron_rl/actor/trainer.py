@@ -155,8 +155,7 @@ class MegatronTrainer:
                 some may be empty. Its alignment must be a multiple of `policy.parallel`'s.
 
         Raises:
-            ValueError: a sample is malformed or holds a token outside the vocabulary (the error names it), or the
-                alignment does not suit the layout.
+            ValueError: a sample is malformed (the error names it), or the alignment does not suit the layout.
         """
         self.require("training")
         with self.agreement.on_errors():

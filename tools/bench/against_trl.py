@@ -4,8 +4,8 @@ largest length, in turn.
 There are three jobs. `demo` is the demo's: answers of about 30 tokens, at most 64, by its warm-started model; the
 reward is 1 for a right answer. `long` has answers with a long tail: the demo's model with its first weights ends an
 answer with a probability of 1/64 at each token, so the longest of 256 answers has about 6 times the mean length. Its
-reward is the share of digits in the answer, because no answer is right. So is that of `sums`: the real model of
-`make demo-real`, which must have run, with 4 prompts of 34 tokens x 8 answers of at most 16. TRL generates with its own
+reward is the share of digits in the answer, because no answer is right. `sums` has the same reward, and the real model
+of `make demo-real`, which must have run: 4 prompts of 34 tokens x 8 answers of at most 16. TRL generates with its own
 engine (Hugging Face) and uses as many threads as there are cores, or `--threads`; here two engines generate, and one or
 two trainer ranks train. For `sums` one engine and one rank take turns with all threads.
 
