@@ -37,15 +37,16 @@ class BegunAnswer:
 
     @property
     def request(self) -> Request:
+        assert self.call is not None, "a complete answer asks for nothing"
         sampled = [*self.transcript.ids, *self.begun.ids]
         call = replace(self.call, max_tokens=self.call.max_tokens - len(self.begun.ids))
         return Request([*self.prompt_ids, *sampled], call, self.seed, self.is_greedy, self.name, len(sampled) > 0)
 
     def sampled(self, rest: Completion) -> None:
         """Complete the call."""
-        parts = [(*a, *b) for a, b in ((self.begun.ids, rest.ids), (self.begun.logp, rest.logp))]
-        version = (*self.begun.version, *rest.version)
-        self.transcript.sampled(Completion(*parts, version, rest.stopped, rest.routes))
+        begun = self.begun
+        ids, logp, version = (*begun.ids, *rest.ids), (*begun.logp, *rest.logp), (*begun.version, *rest.version)
+        self.transcript.sampled(Completion(ids, logp, version, rest.stopped, rest.routes))
         self.begun = NOTHING
 
 
@@ -56,7 +57,8 @@ def request_seed(*parts: int) -> int:
 
 def sampled_before(rows: np.ndarray) -> Completion:
     """What the records of earlier engines have of an answer."""
-    return Completion(*(rows[column].tolist() for column in ("token", "logp", "version")), stopped=False)
+    ids, logp, version = (rows[column].tolist() for column in ("token", "logp", "version"))
+    return Completion(ids, logp, version, stopped=False)
 
 
 def completion_of(output: RequestOutput, stop_ids: Collection[int]) -> Completion:

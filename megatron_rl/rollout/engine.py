@@ -211,9 +211,9 @@ class VllmEngine:
             answer.sampled(self._completion(output))
             answer.call = next_call(answer.chosen.program, answer.transcript)
         prompt_ids, transcript, chosen = answer.prompt_ids, answer.transcript, answer.chosen
-        search = self._budgets.beams
-        if search is None:
+        if (search := self._budgets.beams) is None:
             return [as_rollout(prompt_ids, transcript, chosen.delimiter, chosen.thought_budget)]
+        assert chosen.delimiter is not None, "beams follow a thought"
         beams = search.begin(transcript, chosen.delimiter)
         for _ in range(search.num_tokens):
             before = [*prompt_ids, *transcript.ids]

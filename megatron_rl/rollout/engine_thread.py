@@ -49,8 +49,7 @@ class EngineThread:
     def __init__(self, requests: RequestQueue) -> None:
         self.requests = requests
         """Only functions that are given to `call` use it."""
-        self.engine: LLMEngine | None = None
-        """Only functions that are given to `call` use it."""
+        self._engine: LLMEngine | None = None
         self.paused = False
         """Whether the thread makes no steps, and only calls that are for a pause; the others wait for its end. Only
         functions that are given to `call` set it."""
@@ -64,8 +63,8 @@ class EngineThread:
         """Make the engine in its thread. Errors of `make` are raised here."""
 
         def begin() -> None:
-            self.engine = make()
-            self.engine.model_executor.register_failure_callback(lambda: self._fail(WORKER_DIED))
+            self._engine = make()
+            self._engine.model_executor.register_failure_callback(lambda: self._fail(WORKER_DIED))
 
         self._thread.start()
         await self.call(begin)
@@ -104,6 +103,12 @@ class EngineThread:
         core.resume_scheduler()
 
     @property
+    def engine(self) -> LLMEngine:
+        """Only functions that are given to `call` use it."""
+        assert self._engine is not None, "`start` has been called"
+        return self._engine
+
+    @property
     def alive(self) -> bool:
         return self._thread.is_alive() and self._failure is None
 
@@ -136,8 +141,8 @@ class EngineThread:
                 resolve(self._calling, result)
             self._calling = None
         self._fail("the engine is closed")
-        if self.engine is not None:
-            self.engine.engine_core.shutdown()
+        if self._engine is not None:
+            self._engine.engine_core.shutdown()
 
     def _next(self) -> _Call | None:
         """The next call; None: the thread is to end.
@@ -176,7 +181,7 @@ class EngineThread:
     @property
     def _lost_a_worker(self) -> bool:
         """Whether a worker has died. The error of a call or of a step is then only "cancelled"."""
-        return self.engine is not None and getattr(self.engine.model_executor, "is_failed", False)
+        return self._engine is not None and bool(getattr(self._engine.model_executor, "is_failed", False))
 
     def _fail(self, cause: str) -> None:
         """End all that is waited for. vLLM notices a lost worker in a thread of its own, and calls this there: the

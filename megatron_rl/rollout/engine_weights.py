@@ -165,13 +165,13 @@ class EngineWeights:
 
     def _take(self, version: int, verify: bool) -> list[dict[str, str]]:
         self.require("pushing")
-        start = time.perf_counter()
-        running = self._thread.engine.has_unfinished_requests()
+        start, engine = time.perf_counter(), self._thread.engine
+        running = engine.has_unfinished_requests()
         held = "no whole set of weights" if self.version is None else f"version {self.version}"
         self._failure = f"the push of version {version} over {held} failed"
         self.version, self._taken = None, None
         try:
-            answers = self._thread.engine.collective_rpc("take_weights", args=(version, verify))
+            answers: list[dict[str, str] | str] = engine.collective_rpc("take_weights", args=(version, verify))
             errors = [answer for answer in answers if isinstance(answer, str)]
             if errors:
                 raise RuntimeError("; ".join(dict.fromkeys(errors)))
@@ -179,7 +179,7 @@ class EngineWeights:
             self._fail(f": {error}")
             raise
         self._taken, self._thread.paused = (version, start if running else 0.0), True
-        return answers
+        return [answer for answer in answers if not isinstance(answer, str)]
 
     async def commit(self, version: int, dispute: str | None = None) -> Metrics:
         """Go on with the weights that `take` received.

@@ -69,8 +69,8 @@ class Transcript:
         self.stopped = completion.stopped
 
     def copy(self) -> Transcript:
-        columns = (list(column) for column in (self.ids, self.is_action, self.logp, self.version))
-        return Transcript(*columns, self.routes, self.num_calls, self.stopped)
+        ids, is_action, logp, version = self.ids.copy(), self.is_action.copy(), self.logp.copy(), self.version.copy()
+        return Transcript(ids, is_action, logp, version, self.routes, self.num_calls, self.stopped)
 
     def force(self, ids: Sequence[int]) -> None:
         self.ids += ids
@@ -329,7 +329,7 @@ def as_rollout(
     prompt, has_budget = len(prompt_ids), thought_budget is not None
     end = find_delimiter(transcript.ids, delimiter) if delimiter else None
     thought = transcript.is_action[:end] if end is not None or has_budget else []
-    closed = None if end is None else transcript.is_action[: end + len(delimiter)]
+    closed = None if end is None or delimiter is None else transcript.is_action[: end + len(delimiter)]
     sample = Rollout(
         length=prompt + len(transcript.ids),
         num_prompt_tokens=prompt,

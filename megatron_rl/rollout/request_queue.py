@@ -124,6 +124,7 @@ class RequestQueue:
 
     def hand_out(self, outputs: Sequence[RequestOutput]) -> None:
         """Give the outputs of vLLM to those who wait for them."""
+        assert self._budget is not None, "the engine has been attached"
         for output in outputs:
             if output.finished:
                 request, future = self._running.pop(output.request_id)
@@ -136,6 +137,7 @@ class RequestQueue:
 
     def forget_lengths(self) -> None:
         """Forget the lengths of earlier answers, so that the next requests start when they would in a new engine."""
+        assert self._budget is not None, "the engine has been attached"
         self._budget.forget()
 
     def cancel(self, engine: LLMEngine, ticket: int) -> None:

@@ -136,6 +136,7 @@ def _reasoning(budgets: Budgets) -> ReasoningConfig:
     which an engine of token ids does not load."""
     from vllm.config.reasoning import ReasoningConfig
 
+    assert budgets.closing is not None and budgets.delimiter is not None, "a thought that is opened is closed"
     reasoning = ReasoningConfig()
     reasoning._reasoning_start_token_ids = [budgets.opening]
     reasoning._reasoning_end_token_ids = list(budgets.closing)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer
 
@@ -20,14 +21,14 @@ def stop_ids(folder: Path) -> tuple[int, ...]:
     Raises:
         ValueError: no file of the folder names one.
     """
-    ids: set[int] = set()
+    ids: set[int | None] = {_special_id(folder, "eos_token")}
     for name in ("generation_config.json", "config.json"):
         found = _read(folder / name).get("eos_token_id")
-        ids |= set(found) if isinstance(found, list) else {found} - {None}
-    ids |= {_special_id(folder, "eos_token")} - {None}
-    if not ids:
+        ids |= set(found) if isinstance(found, list) else {found}
+    named = [token for token in ids if token is not None]
+    if not named:
         raise ValueError(f"{folder} names no end-of-sequence token: set eos_token_id in its config.json")
-    return tuple(sorted(ids))
+    return tuple(sorted(named))
 
 
 def token_ids(folder: Path, text: str, key: str = "rollout.delimiter") -> tuple[int, ...]:
@@ -143,5 +144,6 @@ def _special_id(folder: Path, role: str) -> int | None:
     return load_tokenizer(folder).token_to_id(token if isinstance(token, str) else token["content"])
 
 
-def _read(path: Path) -> dict:
-    return json.loads(path.read_text()) if path.is_file() else {}
+def _read(path: Path) -> dict[str, Any]:
+    read: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+    return read

@@ -14,7 +14,7 @@ import os
 import signal
 import sys
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -37,6 +37,13 @@ PR_SET_PDEATHSIG = 1
 
 class RolloutWorker:
     """Methods that every vLLM worker gets. Each is called on all ranks of an engine together."""
+
+    model_runner: Any
+    """vLLM's workers have this, and all that follows."""
+    weight_transfer_engine: Any
+    start_weight_update: Callable[[], None]
+    update_weights: Callable[[dict[str, Any]], None]
+    finish_weight_update: Callable[[], None]
 
     def sample_by_seed(self) -> None:
         """Draw the noise of a token from its request's seed and its position, as vLLM does on GPUs (its model runner
@@ -138,7 +145,7 @@ class RolloutWorker:
                 for storage, num_bytes in lent[tag]:
                     storage.resize_(num_bytes)
                     if tag == "kv_cache":
-                        storage.fill_(0)
+                        storage.fill_(0)  # type: ignore[attr-defined]  # torch's types lack it
                 lent[tag] = []
 
         self.sleep, self.wake_up = sleep, wake_up
@@ -176,7 +183,8 @@ class RolloutWorker:
     def record_loading(self, shape: ModelShape) -> Recording | str:
         """What this rank holds of a checkpoint, or the message of an error; see `take_weights`."""
         try:
-            return self.weight_transfer_engine.record(shape)
+            recorded: Recording = self.weight_transfer_engine.record(shape)
+            return recorded
         except Exception as error:
             return str(error) or repr(error)
 
@@ -191,7 +199,8 @@ class RolloutWorker:
             self.start_weight_update()
             self.update_weights({"version": version, "verify": verify})
             self.finish_weight_update()
-            return self.weight_transfer_engine.digests
+            digests: dict[str, str] = self.weight_transfer_engine.digests
+            return digests
         except Exception as error:
             self._weight_update_active = False  # otherwise vLLM refuses the next update
             return str(error) or repr(error)
@@ -200,10 +209,11 @@ class RolloutWorker:
 def noise_seeds(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """int64 [B], not negative: a hash of each request's seed and of the number of tokens before the one that is sampled
     (SplitMix64: Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014)."""
-    x = seeds.astype(np.uint64) + positions.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    x: np.ndarray = seeds.astype(np.uint64) + positions.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)
-    return ((x ^ (x >> np.uint64(31))) >> np.uint64(1)).astype(np.int64)
+    noise: np.ndarray = ((x ^ (x >> np.uint64(31))) >> np.uint64(1)).astype(np.int64)
+    return noise
 
 
 def die_with_parent() -> None:

@@ -114,8 +114,8 @@ def test_the_house_keeps_its_proportions(rule):
     assert not unneeded, f"{EXCEPTIONS.name}: {rule}: remove {unneeded}, which are within {LIMITS[rule]} now"
 
 
-UNTYPED = {"actor", "rollout"}
-"""The rooms that mypy does not check yet: most of them use vendors with few types."""
+UNTYPED = {"actor"}
+"""The rooms that mypy does not check yet: their vendors have few types."""
 
 
 def test_all_other_rooms_are_typed():

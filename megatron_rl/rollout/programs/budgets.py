@@ -70,8 +70,9 @@ class Budgets:
                 )
             [self.opening] = opened
         faults = thinking_faults(self._tokenizer, rollout.delimiter, thinking.closing, opening)
-        if is_native and not on_gpu and (fault := native_fault(self.delimiter, self.closing)):
-            faults.append(fault)
+        if is_native and not on_gpu:
+            assert self.closing is not None, "only mode truncate has none"
+            faults += filter(None, [native_fault(self.delimiter, self.closing)])
         needed = thinking.thought_tokens.largest + len(self.closing or ()) + thinking.response_tokens
         if needed > self._most:
             faults.append(
@@ -110,21 +111,25 @@ class Budgets:
         largest, most = thinking.thought_tokens.largest, thinking.response_tokens
         if not 0 <= budget <= largest:
             raise ValueError(f"prompt {prompt.uid} has a budget of {budget} thought tokens, not one of 0 to {largest}")
+        delimiter, closing = self.delimiter, self.closing
+        assert delimiter is not None, "the configuration was validated"
+        if self.beams is None and thinking.mode != "native":
+            return Chosen(TwoCallBudget(delimiter, closing, budget, most), budget, delimiter)
+        assert closing is not None, "only mode truncate has none"
         if self.beams is not None:
-            return Chosen(ThoughtAlone(self.delimiter, self.closing, budget), budget, self.delimiter)
-        if thinking.mode != "native":
-            return Chosen(TwoCallBudget(self.delimiter, self.closing, budget, most), budget, self.delimiter)
+            return Chosen(ThoughtAlone(delimiter, closing, budget), budget, delimiter)
+        assert self.opening is not None, "mode native has one"
         before = next((size for size, token in enumerate(reversed(ids)) if token == self.opening), None)
-        if before is None or _last(ids[len(ids) - before :], self.delimiter) is not None:
+        if before is None or _last(ids[len(ids) - before :], delimiter) is not None:
             raise ValueError(
                 f"prompt {prompt.uid} does not open a thought with {thinking.opening!r}, where vLLM begins to count; "
                 f"set rollout.thinking.opening to the token that does, or rollout.thinking.mode to two_call"
             )
-        program = NativeBudget(self.opening, self.delimiter, self.closing, budget, most, before)
-        return Chosen(program, budget, self.delimiter)
+        return Chosen(NativeBudget(self.opening, delimiter, closing, budget, most, before), budget, delimiter)
 
     def has_closed(self, ids: Sequence[int]) -> bool:
         """Whether a prompt ends with a thought that is closed: after its last delimiter there is only white space."""
+        assert self.delimiter is not None, "the configuration was validated"
         tail = list(ids[-len(self.delimiter) - MAX_BLANKS :])
         end = _last(tail, self.delimiter)
         if end is None:

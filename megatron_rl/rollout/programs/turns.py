@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.config.environment import TurnsEnvironment
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.environments import (
     Continuation,
@@ -57,7 +58,7 @@ class Turns:
         render: Render,
         new_session: Callable[[], Session],
     ) -> None:
-        assert rollout.environment is not None, "only answers of several turns need it"
+        assert isinstance(rollout.environment, TurnsEnvironment), "only answers of several turns need it"
         self._limits, self._most, self._new_session = rollout.environment, rollout.max_response_tokens, new_session
         self._tokenizer = load_tokenizer(folder)
         continuation = continuation_of(folder, rollout, render)
