@@ -141,6 +141,9 @@ class MegatronActor(MegatronTrainer):
 
     def _describe_mismatch(self) -> Metrics:
         num_tokens = sum(denominators.num_tokens for denominators in self._denominators)
-        columns = [batch.columns for batch in self._all() if batch.names]
-        reports = [mismatch(c.logp_old_T, c, num_tokens) for c in columns] if self._reports_metrics else []
+        columns = [batch.columns for batch in self._all() if batch.names] if self._reports_metrics else []
+        reports = []
+        for c in columns:
+            assert c.logp_old_T is not None, "`begin` has just computed them"
+            reports.append(mismatch(c.logp_old_T, c, num_tokens))
         return over_judged(self.agreement.reduce(reports))

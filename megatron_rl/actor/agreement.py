@@ -6,7 +6,7 @@ all of them, with the same message. Everything of `Agreement` is a collective ov
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,11 +19,11 @@ from megatron_rl.actor import platform
 from megatron_rl.algorithms.objective import Metric
 from megatron_rl.types import Metrics
 
-_REDUCTIONS = {"sum": sum, "max": max, "min": min}
+_REDUCTIONS: dict[str, Callable[[list[float]], float]] = {"sum": sum, "max": max, "min": min}
 
 
 class Agreement:
-    def __init__(self):
+    def __init__(self) -> None:
         self.group = dist.group.WORLD
         if dist.get_backend() != "gloo":
             self.group = dist.new_group(backend="gloo", timeout=platform.TIMEOUT)

@@ -195,7 +195,7 @@ def _blocks(
         return
     alone_S = shared.length_S == 0
     yield first_S[alone_S], length_S[alone_S], None, nothing
-    for start in shared.start_S[~alone_S].unique().tolist():
+    for start in shared.start_S[~alone_S].unique().tolist():  # type: ignore[no-untyped-call]  # it has no types
         mine_S = ~alone_S & (shared.start_S == start)
         prompt = torch.arange(start, start + int(shared.length_S[mine_S][0]))
         yield first_S[mine_S], length_S[mine_S], None, prompt
@@ -230,7 +230,7 @@ class PackedAttention(torch.nn.Module):
     """The module `core_attention` of a Megatron layer: from query, key and value of a packed row to the heads'
     outputs."""
 
-    def __init__(self, config: TransformerConfig, layer_number: int, **unused):
+    def __init__(self, config: TransformerConfig, layer_number: int, **unused: object) -> None:
         super().__init__()
         assert config.attention_dropout == 0, "packed attention has no dropout"
         self.slides = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
@@ -244,7 +244,7 @@ class PackedAttention(torch.nn.Module):
         /,
         *,
         packed_seq_params: PackedSequences,
-        **unused,
+        **unused: object,
     ) -> Tensor:
         """
         Args:
@@ -256,9 +256,12 @@ class PackedAttention(torch.nn.Module):
             [T, N * D].
         """
         plan = packed_seq_params.sliding if self.slides else packed_seq_params.full
+        assert plan is not None, "a row has the plans of all its layers"
         cos_T, sin_T = plan.cos_T.to(query.dtype), plan.sin_T.to(query.dtype)
         rotated_T = rotate(torch.cat((query, key), 1), cos_T, sin_T)
-        return attend(*rotated_T.split((query.shape[1], key.shape[1]), 1), value, plan)
+        num_heads = query.shape[1], key.shape[1]
+        query, key = rotated_T.split(num_heads, 1)  # type: ignore[no-untyped-call]  # it has no types
+        return attend(query, key, value, plan)
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, scale: float | None = None) -> Tensor:
@@ -279,7 +282,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, scale
     outputs = []
     for blocks in plan.calls:
         if blocks.mask_LK is None:
-            q, k, v = _gather(qkv_T, blocks.query_BL).split((num_heads, num_groups, num_groups), dim=1)
+            qkv, sizes = _gather(qkv_T, blocks.query_BL), (num_heads, num_groups, num_groups)
+            q, k, v = qkv.split(sizes, dim=1)  # type: ignore[no-untyped-call]  # it has no types
         else:
             q = _gather(qkv_T[:, :num_heads], blocks.query_BL)
             k, v = _gather(qkv_T[:, num_heads:], blocks.key_BK).chunk(2, dim=1)
@@ -293,6 +297,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, scale
             enable_gqa=num_heads != num_groups,
         )
         outputs.append(out.transpose(1, 2).reshape(-1, num_heads * head_dim))
+    assert plan.unpad_T is not None, "only a ring has none"
     return torch.cat(outputs).index_select(0, plan.unpad_T)
 
 

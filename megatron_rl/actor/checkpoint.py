@@ -180,8 +180,8 @@ class Saving:
             write(unfinished, json.dumps(files).encode())
             unfinished.rename(self._temporary / WRITTEN.format(rank))
             self._has_written.set()
-            if rank == 0 and (files := self._wait_for_all()):
-                self._write_rest(files)
+            if rank == 0 and (of_all := self._wait_for_all()):
+                self._write_rest(of_all)
                 publish(self._temporary, self._folder)
         except Exception as error:  # `finish` raises it on all ranks
             log.exception("rank %d cannot write the checkpoint", rank)
@@ -236,7 +236,7 @@ def _copy(part: Part, chunk: Chunk) -> _Copy:
     copied.copy_(value)
     dtype = str(value.dtype).removeprefix("torch.")
     described = {"kind": kind, "tensor": piece.tensor, "box": piece.box, "dtype": dtype}
-    return _Copy(before, memoryview(copied.view(-1).view(torch.uint8).numpy()), after, described)
+    return _Copy(before, copied.view(-1).view(torch.uint8).numpy().data, after, described)
 
 
 def _write_copies(path: Path, copies: Sequence[_Copy]) -> dict[str, Any]:

@@ -46,7 +46,7 @@ class ContextRank:
     def whole(self, x_t: Tensor, lengths_S: Tensor) -> Tensor:
         """The values of all tokens of the row, [T], from this rank's. Every rank computes the same from them, so in the
         backward pass each takes the gradients of its own tokens."""
-        whole: Tensor = _Whole.apply(x_t, self, lengths_S)
+        whole: Tensor = _Whole.apply(x_t, self, lengths_S)  # type: ignore[no-untyped-call]  # it has no types
         return whole
 
 
@@ -72,7 +72,7 @@ class _Whole(torch.autograd.Function):
         return whole_T
 
     @staticmethod
-    def backward(ctx: Any, gradient_T: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient_T: Tensor) -> tuple[Tensor, None, None]:
         return gradient_T[ctx.mine], None, None
 
 
@@ -111,7 +111,7 @@ def plan_ring(lengths_S: Tensor, context: ContextRank, window: int | None = None
     for turn in range(context.size):
         source = (context.rank - turn) % context.size
         pairs = []
-        for length in chunk_S.unique().tolist():
+        for length in chunk_S.unique().tolist():  # type: ignore[no-untyped-call]  # it has no types
             first_B1 = starts_S[chunk_S == length, None]
             for i, mine in enumerate((context.rank, last - context.rank)):
                 for j, theirs in enumerate((source, last - source)):
@@ -131,7 +131,7 @@ def _visible(ahead: int, length: int, window: int | None) -> list[tuple[range, r
         return []
     if window is None or window >= ahead + length:
         return [(range(length), range(length), ahead == 0, None)]
-    blocks = []
+    blocks: list[tuple[range, range, bool, Tensor | None]] = []
     for first in range(0, length, window):
         queries = range(first, min(first + window, length))
         keys = range(max(0, ahead + first - window + 1), min(length, ahead + queries.stop))
@@ -151,7 +151,8 @@ def ring_attention(query: Tensor, key: Tensor, value: Tensor, plan: RingPlan, sc
     Returns:
         [t, N * D].
     """
-    out: Tensor = _RingAttention.apply(query, torch.cat((key, value), 1), plan, scale)
+    kv = torch.cat((key, value), 1)
+    out: Tensor = _RingAttention.apply(query, kv, plan, scale)  # type: ignore[no-untyped-call]  # it has no types
     return out.flatten(1)
 
 
@@ -181,7 +182,7 @@ class _RingAttention(torch.autograd.Function):
         return result
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
         query, kv, out, lse = ctx.saved_tensors
         plan: RingPlan = ctx.plan
         query_gradient = torch.zeros(query.shape, dtype=torch.float32, device=query.device)

@@ -50,6 +50,7 @@ class LatentSelfAttention(MLASelfAttention):
             Query and key, [T, N, nope_dim + rope_dim], rotated; value, [T, N, value_dim]; and nothing in the place of
             the compressed tensors, which only sparse attention reads.
         """
+        assert packed_seq_params is not None and packed_seq_params.full is not None, "every row has this plan"
         config, plan = self.config, packed_seq_params.full
         if config.q_lora_rank is None:
             query, _ = self.linear_q_proj(hidden_states)
@@ -57,7 +58,7 @@ class LatentSelfAttention(MLASelfAttention):
             compressed = self._compressed(self.linear_q_down_proj, hidden_states)
             query, _ = self.linear_q_up_proj(self.q_layernorm(self._own_tokens(compressed)))
         compressed = self._compressed(self.linear_kv_down_proj, hidden_states)
-        compressed, key_rope = compressed.split((config.kv_lora_rank, config.qk_pos_emb_head_dim), -1)
+        compressed, key_rope = torch.split(compressed, [config.kv_lora_rank, config.qk_pos_emb_head_dim], -1)
         key_and_value, _ = self.linear_kv_up_proj(self.kv_layernorm(self._own_tokens(compressed)))
 
         heads = (len(query), self.num_attention_heads_per_partition, -1)
@@ -74,7 +75,8 @@ class LatentSelfAttention(MLASelfAttention):
     def _compressed(self, linear: torch.nn.Module, hidden_states: Tensor) -> Tensor:
         """The output of a down projection, [T, 1, rank]. The rows of its weight are split over the ranks."""
         part, _ = linear(hidden_states)
-        return gather_from_tensor_model_parallel_region(part)
+        compressed: Tensor = gather_from_tensor_model_parallel_region(part)
+        return compressed
 
     def _own_tokens(self, x: Tensor) -> Tensor:
         """The rows of this rank's tokens, [t, ...], with sequence parallelism: the next layer gathers them again."""
@@ -84,7 +86,7 @@ class LatentSelfAttention(MLASelfAttention):
 class LatentCoreAttention(torch.nn.Module):
     """The module `core_attention` of a layer with latent attention: from query, key and value to the heads' outputs."""
 
-    def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **unused):
+    def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **unused: object) -> None:
         super().__init__()
         assert config.attention_dropout == 0, "packed attention has no dropout"
         self.softmax_scale = softmax_scale
@@ -98,7 +100,7 @@ class LatentCoreAttention(torch.nn.Module):
         /,
         *,
         packed_seq_params: PackedSequences,
-        **unused,
+        **unused: object,
     ) -> Tensor:
         """
         Args:
@@ -109,11 +111,13 @@ class LatentCoreAttention(torch.nn.Module):
             [T, N * value_dim].
         """
         width = max(query.shape[-1], value.shape[-1])
-        padded = [F.pad(x, (0, width - x.shape[-1])) for x in (query, key, value)]
-        out = attend(*padded, packed_seq_params.full, self.softmax_scale)
+        wide_query, wide_key, wide_value = (F.pad(x, (0, width - x.shape[-1])) for x in (query, key, value))
+        assert packed_seq_params.full is not None, "every row has this plan"
+        out = attend(wide_query, wide_key, wide_value, packed_seq_params.full, self.softmax_scale)
         return out.view(*query.shape[:2], width)[..., : value.shape[-1]].flatten(1)
 
 
 def _halves(x: Tensor) -> Tensor:
     """The last dim in the order x0 x2 ... x1 x3 ... instead of x0 x1 x2 x3 ..."""
-    return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    pairs: Tensor = x.unflatten(-1, (-1, 2))  # type: ignore[no-untyped-call]  # it has no types
+    return pairs.transpose(-1, -2).flatten(-2)

@@ -27,7 +27,9 @@ class OutputLayer(ColumnParallelLinear):
     input of the matrix product: the hidden states of all tokens of the row, [T, 1, H]. In the backward pass their
     gradients are summed over the tensor-parallel ranks."""
 
-    def forward(self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None):
+    def forward(
+        self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+    ) -> tuple[Tensor, None]:
         if self.sequence_parallel:
             return gather_from_sequence_parallel_region(input_, group=self.tp_group), None
         return copy_to_tensor_model_parallel_region(input_, group=self.tp_group), None
@@ -36,16 +38,16 @@ class OutputLayer(ColumnParallelLinear):
 def output_weight(gpt: GPTModel) -> Tensor:
     """The output layer's weight, [V, H]; call it on the last pipeline stage. If it is tied, this is the embedding's
     weight or this stage's copy of it."""
-    if gpt.share_embeddings_and_output_weights:
-        return gpt.shared_embedding_or_output_weight()
-    return gpt.output_layer.weight
+    is_tied = gpt.share_embeddings_and_output_weights
+    weight_VH: Tensor = gpt.shared_embedding_or_output_weight() if is_tied else gpt.output_layer.weight
+    return weight_VH
 
 
 def vocabulary_shard(num_rows: int, vocab_size: int, group: dist.ProcessGroup) -> VocabularyShard:
     """This rank's part of the vocabulary. Rank r of the group holds the rows [r V, (r + 1) V) of the padded vocabulary;
     V is `num_rows`."""
 
-    def reduced(op: dist.ReduceOp) -> Callable[[Tensor], Tensor]:
+    def reduced(op: dist.ReduceOp.RedOpType) -> Callable[[Tensor], Tensor]:
         def reduce(x: Tensor) -> Tensor:
             dist.all_reduce(x, op=op, group=group)
             return x

@@ -141,6 +141,7 @@ def _pipeline_layout(shape: ModelShape, mesh: Mesh) -> list[list[str]] | None:
 def _window(shape: ModelShape) -> dict[str, Any]:
     if not shape.sliding_layers:
         return {}
+    assert shape.sliding_window is not None, "sliding layers have a window"
     slides = [int(layer in shape.sliding_layers) for layer in range(shape.num_layers)]
     return {"window_size": (shape.sliding_window - 1, 0), "window_attn_skip_freq": slides}
 

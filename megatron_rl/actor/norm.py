@@ -7,7 +7,9 @@ normalised dim is on one rank or split over TP; bf16 inputs are computed in fp32
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,18 +21,23 @@ from torch import Tensor
 
 from megatron_rl.actor import platform
 
+Add = Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]
+"""(output and its bias, residual, dropout) -> the sum."""
+GetAdd = Callable[[bool, bool], Add]
+"""(training, fused) -> what adds."""
+
 
 class Norm(torch.nn.Module):
     """RMSNorm. An attribute of its weight tells Megatron to sum the gradients over sequence-parallel ranks."""
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **unused):
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **unused: object) -> None:
         super().__init__()
         self.eps = eps
         self.weight = _ones(hidden_size, config)
-        self.weight.sequence_parallel = config.sequence_parallel
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]  # it is Megatron's
 
     def forward(self, x: Tensor) -> Tensor:
-        return _RmsNorm.apply(x, self.weight, self.eps, None)
+        return _normed(x, self.weight, self.eps, None)
 
 
 class WideNorm(torch.nn.Module):
@@ -38,7 +45,7 @@ class WideNorm(torch.nn.Module):
     own heads. Every rank sees all tokens of the row, so the weights' gradients need no sum over ranks. Megatron's
     `config.qk_layernorm` must therefore be off: it sums the gradients of q and k norms."""
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, num_heads: int):
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, num_heads: int) -> None:
         """
         Args:
             hidden_size: the size of one head.
@@ -57,14 +64,17 @@ class WideNorm(torch.nn.Module):
             x: [..., heads, head size].
         """
         group = self.group if self.group.size() > 1 else None
-        return _RmsNorm.apply(x.flatten(-2), self.weight, self.eps, group).view(x.shape)
+        return _normed(x.flatten(-2), self.weight, self.eps, group).view(x.shape)
 
 
 class PostNormLayer(TransformerLayer):
     """Megatron's layer with norms of the outputs of attention and MLP, before these are added to the residual. It has
     no norms of their inputs (OLMo 2, arXiv:2501.00656)."""
 
-    def __init__(self, config: TransformerConfig, *args, **kwargs):
+    self_attn_bda: GetAdd
+    mlp_bda: GetAdd
+
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
         self.post_self_attn_layernorm = Norm(config, config.hidden_size, config.layernorm_epsilon)
         self.post_mlp_layernorm = Norm(config, config.hidden_size, config.layernorm_epsilon)
@@ -73,7 +83,7 @@ class PostNormLayer(TransformerLayer):
         self.mlp_bda = partial(_norm_and_add, self.post_mlp_layernorm, self.mlp_bda)
 
 
-def _norm_and_add(norm: Norm, get_add, training: bool, fused: bool):
+def _norm_and_add(norm: Norm, get_add: GetAdd, training: bool, fused: bool) -> Add:
     add = get_add(training, fused)
 
     def add_normed(output_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
@@ -88,15 +98,20 @@ def _ones(length: int, config: TransformerConfig) -> torch.nn.Parameter:
     return torch.nn.Parameter(torch.ones(length, dtype=config.params_dtype, device=platform.device()))
 
 
+def _normed(x: Tensor, weight: Tensor, eps: float, group: dist.ProcessGroup | None) -> Tensor:
+    normed: Tensor = _RmsNorm.apply(x, weight, eps, group)  # type: ignore[no-untyped-call]  # it has no types
+    return normed
+
+
 class _RmsNorm(torch.autograd.Function):
     """y = x r w with r = 1 / sqrt(mean(x^2) + eps) over the last dim (Zhang and Sennrich 2019, arXiv:1910.07467). With
     a group the last dim is split evenly over its ranks, and the two means over it (of x^2 in the forward pass, of g w n
     in the backward pass) are taken over all of them."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, eps: float, group: dist.ProcessGroup | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, group: dist.ProcessGroup | None) -> Tensor:
         x32 = x.float()
-        r = torch.linalg.vector_norm(x32, dim=-1, keepdim=True).square_()
+        r: Tensor = torch.linalg.vector_norm(x32, dim=-1, keepdim=True).square_()
         ctx.group, ctx.width = group, x.shape[-1]
         if group is not None:
             dist.all_reduce(r, group=group)
@@ -106,7 +121,7 @@ class _RmsNorm(torch.autograd.Function):
         return (x32 * r).mul_(weight).to(x.dtype)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         x, weight, r = ctx.saved_tensors
         grad32, weight32 = grad.float(), weight.float()
         normal = x.float() * r

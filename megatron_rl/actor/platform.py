@@ -16,12 +16,16 @@ import logging
 import os
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 from megatron_rl import processes
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
 HAS_CUDA = torch.cuda.is_available()
 HAS_TRANSFORMER_ENGINE = HAS_CUDA and importlib.util.find_spec("transformer_engine") is not None
@@ -33,7 +37,7 @@ TIMEOUT = timedelta(minutes=10)
 class _CudaMeansCpu(TorchFunctionMode):
     """Maps Megatron's uses of CUDA to the CPU."""
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
             # Megatron recognises dtypes by strings such as "torch.cuda.FloatTensor".
             return func(*args).replace("torch.", "torch.cuda.", 1)
@@ -44,7 +48,7 @@ class _CudaMeansCpu(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def running() -> AbstractContextManager:
+def running() -> AbstractContextManager[object]:
     """The block inside which all of Megatron's code must run."""
     return nullcontext() if HAS_CUDA else _CudaMeansCpu()
 
@@ -79,13 +83,15 @@ def _replace_cuda_functions() -> None:
 
     # Megatron warns if the CPU's generator changes inside a region of the CUDA generator. Here they are the same one.
     logging.getLogger(random.__name__).setLevel(logging.ERROR)
-    torch.cuda.current_device = lambda: "cpu"
-    torch.cuda.synchronize = lambda device=None: None
-    torch.cuda.manual_seed = torch.manual_seed
-    torch.cuda.get_rng_state = lambda device=None: torch.get_rng_state()
+    cuda: Any = torch.cuda  # its functions get other types
+    cuda.current_device = lambda: "cpu"
+    cuda.synchronize = lambda device=None: None
+    cuda.manual_seed = torch.manual_seed
+    cuda.get_rng_state = lambda device=None: torch.get_rng_state()
     random._get_cuda_rng_state = lambda device=None, clone=False, graph_safe=False: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, device=None, graph_safe=False: torch.set_rng_state(state)
-    dist.all_gather, dist.reduce_scatter = _all_gather, _reduce_scatter
+    collectives: Any = dist  # theirs have no types
+    collectives.all_gather, collectives.reduce_scatter = _all_gather, _reduce_scatter
     # Megatron reads this name, which it imports from Transformer Engine, and only checks whether it is None.
     moe_utils.te_general_gemm = None
     # Megatron copies the numbers of tokens to the CPU on a separate stream. Here they are already on the CPU.
@@ -102,25 +108,28 @@ def _all_gather(
     """An all-gather that, like NCCL's, allows parts of different sizes. Experts that are split over TP need it, because
     their ranks have different numbers of tokens."""
     if len({part.shape for part in parts}) == 1:
-        return _EQUAL_ALL_GATHER(parts, own, group, async_op)
+        work: dist.Work | None = _EQUAL_ALL_GATHER(parts, own, group, async_op)
+        return work
     assert group is not None and not async_op
     for rank, part in enumerate(parts):
         if rank == group.rank():
             part.copy_(own)
         if part.numel():
             dist.broadcast(part, group=group, group_src=rank)
+    return None
 
 
 def _reduce_scatter(
     own: torch.Tensor,
     parts: list[torch.Tensor],
-    op: dist.ReduceOp = dist.ReduceOp.SUM,
+    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
     group: dist.ProcessGroup | None = None,
     async_op: bool = False,
 ) -> dist.Work | None:
     """A reduce-scatter that, like NCCL's, allows parts of different sizes."""
     if len({part.shape for part in parts}) == 1:
-        return _EQUAL_REDUCE_SCATTER(own, parts, op, group, async_op)
+        work: dist.Work | None = _EQUAL_REDUCE_SCATTER(own, parts, op, group, async_op)
+        return work
     assert group is not None and not async_op
     for rank, part in enumerate(parts):
         total = part.clone()
@@ -128,9 +137,12 @@ def _reduce_scatter(
             dist.reduce(total, group=group, group_dst=rank, op=op)
         if rank == group.rank():
             own.copy_(total)
+    return None
 
 
-def _splits_to_numpy(dispatcher, point: str, tokens_per_expert: torch.Tensor | None = None) -> torch.Tensor | None:
+def _splits_to_numpy(
+    dispatcher: MoEAlltoAllTokenDispatcher, point: str, tokens_per_expert: torch.Tensor | None = None
+) -> torch.Tensor | None:
     """Replaces Megatron's copy to the CPU. Only the conversion to NumPy is left, because `all_to_all` does not take the
     sizes of its parts as tensors."""
     if point == dispatcher.cuda_dtoh_point:

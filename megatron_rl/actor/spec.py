@@ -95,7 +95,8 @@ def _check_replay(experts: Experts, switches: Mapping[str, Switch]) -> None:
             "policy.routing_replay does not work with policy.megatron.transformer.moe_router_fusion, whose kernel "
             "makes its own choice; remove one of them"
         )
-    if "moe" in (switches.get("recompute_modules") or ()):
+    modules = switches.get("recompute_modules")
+    if isinstance(modules, str | tuple) and "moe" in modules:
         raise ValueError(
             "policy.megatron.transformer.recompute_modules has moe, with which Megatron computes a layer's experts "
             "anew without its row, so that policy.routing_replay cannot replay the same choice; use model.recompute: "

@@ -41,7 +41,8 @@ def local_gradients(chunks: Chunks) -> dict[str, Tensor]:
                     parts = list(bucket.grad_data.chunk(buffer.data_parallel_world_size))
                     mine = parts[buffer.data_parallel_group.rank()].clone()
                     dist.all_gather(parts, mine, group=buffer.data_parallel_group)
-    return {name: parameter.main_grad for name, parameter in named_parameters(chunks)}
+    parameters: Iterator[tuple[str, Any]] = named_parameters(chunks)  # Megatron gives each a gradient of its own
+    return {name: parameter.main_grad for name, parameter in parameters}
 
 
 def named_parameters(chunks: Chunks) -> Iterator[tuple[str, Parameter]]:
@@ -70,7 +71,9 @@ def random_state() -> dict[str, Any]:
 
 def _numpy_state() -> tuple[Any, ...]:
     """The state of NumPy's generator, with a list in the place of the array: a safe reader of files takes no arrays."""
-    kind, keys, *others = np.random.get_state()
+    generator = np.random.get_state()
+    assert isinstance(generator, tuple), "the default form"
+    kind, keys, *others = generator
     return (kind, keys.tolist(), *others)
 
 

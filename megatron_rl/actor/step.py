@@ -38,7 +38,7 @@ entropy_T are 0 where the target is not an action. entropy_T is None unless the 
 has its values in the place of logp_T, which are not 0 there."""
 
 
-def finalize(model: list, num_tokens: Tensor | None = None, **groups) -> None:
+def finalize(model: list[DistributedDataParallel], num_tokens: Tensor | None = None, **groups: Any) -> None:
     """Reduce the gradients over the groups as Megatron does, but without dividing by the number of tokens."""
     finalize_model_grads(model, None, **groups)
 
@@ -86,7 +86,9 @@ class Schedule:
         assert microbatches
         divisor = self.temperature if temperature is None else temperature
 
-        def forward_step(indices: Iterator[int], model) -> tuple[Tensor, Callable]:
+        def forward_step(
+            indices: Iterator[int], model: DistributedDataParallel
+        ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, Any]]]:
             i = next(indices)
             batch = microbatches[i]
             # Hidden states stay in bf16, because the products with the output layer's rows run in bf16.
@@ -104,7 +106,7 @@ class Schedule:
             return output, lambda hidden_1TH: self._calculate(i, hidden_1TH, batch, divisor, loss)
 
         indices = [iter(range(len(microbatches))) for _ in self.chunks]
-        return self._run(
+        results: list[Any] = self._run(
             forward_step_func=forward_step,
             data_iterator=indices if len(indices) > 1 else indices[0],
             model=self.chunks,
@@ -113,8 +115,11 @@ class Schedule:
             micro_batch_size=1,
             forward_only=forward_only,
         )
+        return results
 
-    def _calculate(self, i: int, hidden_1TH: Tensor, batch: Microbatch, temperature: float, loss: MicrobatchLoss):
+    def _calculate(
+        self, i: int, hidden_1TH: Tensor, batch: Microbatch, temperature: float, loss: MicrobatchLoss
+    ) -> tuple[Tensor, Tensor, Any]:
         if self.shape.value_head:
             number_T, entropy_T = values(hidden_1TH[0], self.last), None
         else:

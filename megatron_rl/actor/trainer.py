@@ -313,7 +313,7 @@ class MegatronTrainer:
         """Restore what `snapshot` returned on the same rank of the same mesh. The optimizer keeps the settings of this
         run."""
         self.require("training")
-        saved = torch.load(io.BytesIO(snapshot), map_location="cpu", weights_only=True)
+        saved = torch.load(io.BytesIO(snapshot.data), map_location="cpu", weights_only=True)
         targets = [self.parameters(), *(held.tensors for held in self.optimizer.states())]
         for tensors, values in zip(targets, [saved["weights"], *saved["optimizer"]], strict=True):
             for name, tensor in tensors.items():

@@ -26,7 +26,8 @@ def add_value_head(gpt: GPTModel) -> None:
 
 def values(hidden_TH: Tensor, gpt: GPTModel) -> Tensor:
     """The value at each token, float32 [T]."""
-    return gpt.value_head(hidden_TH)
+    value_T: Tensor = gpt.value_head(hidden_TH)
+    return value_T
 
 
 class _ValueHead(torch.nn.Linear):
@@ -44,7 +45,9 @@ class _HiddenStates(torch.nn.Module):
         super().__init__()
         self.sequence_parallel, self.tp_group = sequence_parallel, group
 
-    def forward(self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None):
+    def forward(
+        self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+    ) -> tuple[Tensor, None]:
         if self.sequence_parallel:
             # Every rank computes the same loss from all tokens, so each keeps the gradient of its own tokens.
             return gather_from_sequence_parallel_region(input_, False, group=self.tp_group), None

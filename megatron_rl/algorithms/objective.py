@@ -56,7 +56,8 @@ class FirstPass:
     """Log-probs and entropies under the weights that an update begins with, without a gradient."""
 
     logp_T: Tensor
-    entropy_T: Tensor
+    entropy_T: Tensor | None
+    """None if nobody needs it."""
 
 
 class Objective(Protocol):
@@ -173,7 +174,8 @@ class PolicyObjective:
         if cfg.top_entropy_share < 1:
             assert first_pass is not None  # `needs.first_pass` asks for it
             count = max(1, int(cfg.top_entropy_share * num_tokens))
-            masks, entropies = [c.action_mask_T for c in columns], [p.entropy_T for p in first_pass]
+            masks = [c.action_mask_T for c in columns]
+            entropies = [p.entropy_T for p in first_pass if p.entropy_T is not None]  # all: `needs.entropy` asks for it
             chosen = choose_largest(entropies, masks, count, sum_over_ranks)
             columns = [replace(c, high_entropy_T=chosen_T) for c, chosen_T in zip(columns, chosen, strict=True)]
         return columns

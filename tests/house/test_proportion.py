@@ -114,15 +114,11 @@ def test_the_house_keeps_its_proportions(rule):
     assert not unneeded, f"{EXCEPTIONS.name}: {rule}: remove {unneeded}, which are within {LIMITS[rule]} now"
 
 
-UNTYPED = {"actor"}
-"""The rooms that mypy does not check yet: their vendors have few types."""
-
-
-def test_all_other_rooms_are_typed():
+def test_all_rooms_are_typed():
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mypy"]
     typed = {name.removeprefix("megatron_rl.") for name in [*settings["packages"], *settings["modules"]]}
     rooms = {path.stem for path in (ROOT / "megatron_rl").iterdir() if path.suffix == ".py" or path.is_dir()}
-    assert rooms - {"__init__", "__main__", "__pycache__", "configs"} == typed | UNTYPED
+    assert rooms - {"__init__", "__main__", "__pycache__", "configs"} == typed
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ class Replay:
         """The number of this rank's choices that were replayed in passes with gradients, and of those among them that
         the router would not have made."""
 
-    def take_routes(self, layer: torch.nn.Module, arguments: tuple, named: Mapping[str, Any]) -> None:
+    def take_routes(self, layer: torch.nn.Module, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
         """Take the choices of the micro-batch that the layer is about to compute."""
         self._routes = named["packed_seq_params"].routes
 

@@ -36,7 +36,7 @@ from megatron_rl.config.policy import PolicyConfig
 
 
 class Router(TopKRouter):
-    def __init__(self, *args, **kwargs):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.load_E = torch.zeros(self.num_experts, dtype=torch.int64, device=platform.device())
         """The number of this rank's tokens that each expert got since `start_counting`."""
@@ -69,7 +69,7 @@ class Router(TopKRouter):
             loss_T = loss_T + score_TE @ self.score_weight_E
         loss = loss_T.masked_fill(padding_mask, 0.0).sum()
         self.auxiliary_loss += loss.detach()
-        attached: Tensor = _Attached.apply(logits, loss)
+        attached: Tensor = _Attached.apply(logits, loss)  # type: ignore[no-untyped-call]  # it has no types
         return attached
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
@@ -92,7 +92,7 @@ class _Attached(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
         return gradient, gradient.new_ones(())
 
 

@@ -75,7 +75,7 @@ def last_step(value: Tensor, state: Mapping[str, Tensor], group: Mapping[str, An
     """
     rate, (beta1, beta2) = group["lr"], group["betas"]
     deviation = (state["exp_avg_sq"] / (1 - beta2**num_updates)).sqrt_().add_(group["eps"])
-    step = (state["exp_avg"] / deviation).mul_(rate / (1 - beta1**num_updates))
+    step: Tensor = (state["exp_avg"] / deviation).mul_(rate / (1 - beta1**num_updates))
     decay = rate * group["weight_decay"]
     if decay:
         step.add_((value + step).mul_(decay / (1 - decay)))

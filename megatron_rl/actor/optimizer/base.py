@@ -75,12 +75,14 @@ class Optimizer(ABC):
 
     @property
     def num_updates(self) -> int:
-        return self._scheduler.num_steps
+        num_steps: int = self._scheduler.num_steps
+        return num_steps
 
     @property
     def lr(self) -> float:
         """The learning rate of the last update."""
-        return self.megatron.param_groups[0]["lr"]
+        lr: float = self.megatron.param_groups[0]["lr"]
+        return lr
 
     @torch.no_grad()
     def gradient_norm(self) -> float:

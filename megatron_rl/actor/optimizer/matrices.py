@@ -160,6 +160,7 @@ def _exchange(
         if worker != rank:
             ends = [(worker, flats[number])]
         operation = dist.isend if to_workers == (worker != rank) else dist.irecv
+        assert split.data_group is not None, "the parameter is shared"
         listed = operations.setdefault(split.data_group, [])
         for end, tensor in ends:
             if end != rank:
@@ -229,9 +230,12 @@ def deal(owners: Mapping[str, Sequence[Owner]]) -> dict[str, Owner]:
 
 def _tensor_group(name: str) -> dist.ProcessGroup:
     """The ranks over which the matrices of a parameter are split."""
-    if is_expert(name):
-        return parallel_state.get_expert_tensor_parallel_group()
-    return parallel_state.get_tensor_model_parallel_group()
+    group: dist.ProcessGroup = (
+        parallel_state.get_expert_tensor_parallel_group()
+        if is_expert(name)
+        else parallel_state.get_tensor_model_parallel_group()
+    )
+    return group
 
 
 def _matrices(place: Place) -> dict[str, tuple[list[Matrix], bool]]:

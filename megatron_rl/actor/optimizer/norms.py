@@ -39,7 +39,7 @@ def sum_of_squares(tensors: Iterable[Tensor]) -> Tensor:
     Returns:
         float64, a scalar on the rank's device. It is infinite or NaN if and only if an element is.
     """
-    blocks = [block for tensor in tensors for block in tensor.detach().view(-1).split(BLOCK_ELEMENTS)]
+    blocks = [block for tensor in tensors for block in torch.split(tensor.detach().view(-1), BLOCK_ELEMENTS)]
     if not blocks:
         return torch.zeros((), dtype=torch.float64, device=platform.device())
     return torch.stack(torch._foreach_norm(blocks, dtype=torch.float64)).square_().sum()
@@ -64,9 +64,8 @@ class Norms:
     def counts(self, interval: Interval) -> bool:
         """Whether this rank adds up the interval: tied embeddings, and what the tensor-parallel ranks all hold, count
         once."""
-        return param_is_not_shared(interval.main) and param_is_not_tensor_parallel_duplicate(
-            interval.main, getattr(self._inner, "tp_group", None)
-        )
+        group = getattr(self._inner, "tp_group", None)
+        return bool(param_is_not_shared(interval.main) and param_is_not_tensor_parallel_duplicate(interval.main, group))
 
     def add(self, value: Tensor, step: Tensor) -> None:
         """

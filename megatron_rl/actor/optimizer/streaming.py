@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -84,7 +85,7 @@ class _NoCopies(TorchFunctionMode):
     one number. Megatron makes its fp32 copies with this call, and here it only stores gradients on them. The real
     copies are in `StatePiece.stored`."""
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.float and args[0].dtype == torch.bfloat16:
             return args[0].new_zeros(1, dtype=torch.float32).expand(args[0].shape)
         return func(*args, **(kwargs or {}))
@@ -113,7 +114,7 @@ class StreamedAdam(AdamOptimizer):
 
     def _allocate(self, segments: list[Segment], has_copy: bool) -> StatePiece:
         size = segments[-1].place.stop
-        place: dict[str, object] = {"device": platform.device()}
+        place: dict[str, Any] = {"device": platform.device()}
         if self._offloads:
             # torch rounds pinned memory up to a power of two, which a whole piece is.
             place = {"device": "cpu", "pin_memory": platform.HAS_CUDA}
@@ -225,7 +226,9 @@ class _Copies:
     """A stream for copies between host and device during the computation. On a CPU they are made at once."""
 
     def __init__(self) -> None:
-        self._stream = torch.cuda.Stream() if platform.HAS_CUDA else None
+        self._stream: torch.cuda.Stream | None = None
+        if platform.HAS_CUDA:
+            self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # it has no types
 
     def after_computation(self) -> AbstractContextManager[object]:
         """The block whose copies start after the kernels that are already queued."""
