@@ -110,7 +110,8 @@ def trl(job: ComparedJob, steps: int, folder: Path, python: str) -> list[float]:
     """The seconds of each step after the first ones."""
     command = [python, __file__, "--trl-job", json.dumps(asdict(job), default=str), "--steps", str(steps)]
     done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=folder)
-    return json.loads(done.stdout.splitlines()[-1])[WARM_UP:]
+    seconds: list[float] = json.loads(done.stdout.splitlines()[-1])
+    return seconds[WARM_UP:]
 
 
 def run_trl(job: ComparedJob, steps: int) -> None:

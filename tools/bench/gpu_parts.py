@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
 import torch
 from torch import Tensor
@@ -51,6 +51,9 @@ from megatron_rl.tools.bench.logprobs import compare as compare_logprobs
 from megatron_rl.tools.bench.logprobs import memory
 from megatron_rl.tools.doctor import look
 from megatron_rl.types import Mesh
+
+if TYPE_CHECKING:
+    from megatron_rl.bridge.setup import BridgeSetup
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,12 +109,13 @@ def machine(device: str) -> Found:
     }
     if device == "cuda":
         properties = torch.cuda.get_device_properties(0)
+        nccl = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]  # it has no types
         numbers |= {
             "gpu": properties.name,
             "gpus": torch.cuda.device_count(),
             "gpu memory, bytes": properties.total_memory,
-            "cuda": torch.version.cuda,
-            "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+            "cuda": str(torch.version.cuda),
+            "nccl": ".".join(map(str, nccl)),
             "driver": _driver(),
         }
     return Found(numbers)
@@ -199,7 +203,7 @@ def push_between(trainer: str, engine: str, sizes: Mapping[str, int]) -> Found:
     return Found(numbers, [f"The engine holds other bits than were sent, in {name}." for name in wrong])
 
 
-def _push(setup, device: str) -> list[dict[str, float]]:
+def _push(setup: BridgeSetup, device: str) -> list[dict[str, float]]:
     from megatron_rl.bridge.sender import BridgeSender
 
     if device != "cpu":
@@ -211,7 +215,7 @@ def _push(setup, device: str) -> list[dict[str, float]]:
     return pushes
 
 
-def _receive(setup, device: str) -> list[str]:
+def _receive(setup: BridgeSetup, device: str) -> list[str]:
     """The names of the tensors that differ from what vLLM would have loaded."""
     from megatron_rl.bridge.intake import Intake, Parameters
 
@@ -235,7 +239,8 @@ def communicators(device: str) -> Found:
     store = host_store("127.0.0.1")
     dist.init_process_group("nccl" if device == "cuda" else "gloo", store=store, rank=0, world_size=1)
     one = torch.ones(1, device=device)
-    before, groups, held = _used_bytes(device), [], {}
+    groups: list[dist.ProcessGroup] = []
+    before, held = _used_bytes(device), {}
     for number in NUM_COMMUNICATORS:
         while len(groups) < number:
             groups.append(dist.new_group([0]))

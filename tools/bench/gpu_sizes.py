@@ -6,7 +6,7 @@ import json
 import math
 import multiprocessing
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -53,7 +53,9 @@ class Sizes:
     """The lengths of the samples of its packed row, all equal, so that attention pads nothing."""
 
 
-def _sizes(layers: int, hidden: int, heads: int, kv_heads: int, head_dim: int, ffn: int, vocabulary: int) -> dict:
+def _sizes(
+    layers: int, hidden: int, heads: int, kv_heads: int, head_dim: int, ffn: int, vocabulary: int
+) -> dict[str, int]:
     return {
         "num_hidden_layers": layers,
         "hidden_size": hidden,
@@ -136,7 +138,7 @@ def all_at_once(calls: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]]) -> 
 
 
 @contextmanager
-def without_gpus():
+def without_gpus() -> Iterator[None]:
     """Processes that start inside the block see no GPU."""
     before = os.environ.get("CUDA_VISIBLE_DEVICES")
     os.environ["CUDA_VISIBLE_DEVICES"] = ""

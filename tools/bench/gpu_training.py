@@ -206,7 +206,7 @@ def _resume(folder: Path, share: Share, checkpoint: Path) -> dict[str, Any]:
     return _next_step(actor, share) | {"seconds": seconds}
 
 
-def _next_step(actor, share: Share) -> dict[str, Any]:
+def _next_step(actor: MegatronActor, share: Share) -> dict[str, Any]:
     """The metrics of an update, and a digest of the weights after it."""
     actor.begin(share, {})
     metrics = actor.update(0, {})
@@ -257,15 +257,16 @@ def _updates(folder: Path, shares: Sequence[Share], offload: bool, device: str) 
     torch.use_deterministic_algorithms(True, warn_only=True)
     actor = build_actor(folder, ModelConfig(path=folder, dtype="bfloat16", layers="local"), offload)
     load_weights(actor, folder)
+    optimizer: Any = actor.optimizer  # this one gets another method
     update, marks = actor.optimizer.update, []
 
-    def timed_update(*arguments: Any) -> tuple[float, float]:
+    def timed_update(grad_norm: float, is_last: bool) -> tuple[float, float]:
         begin = Mark.now(device)
-        norms = update(*arguments)
+        norms = update(grad_norm, is_last)
         marks.append((begin, Mark.now(device)))
         return norms
 
-    actor.optimizer.update = timed_update
+    optimizer.update = timed_update
     for share in shares[:-1]:
         actor.begin(share, {})
         actor.update(0, {})

@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -65,7 +66,7 @@ def main() -> None:
     )
 
 
-def compare(args: argparse.Namespace) -> dict:
+def compare(args: argparse.Namespace) -> dict[str, Any]:
     """Run both paths in turns and return the sizes and the measurements."""
     context = multiprocessing.get_context("spawn")
     workers: dict[str, Connection] = {}
@@ -74,7 +75,9 @@ def compare(args: argparse.Namespace) -> dict:
         context.Process(target=serve, args=(theirs, name, args)).start()
         theirs.close()
         workers[name] = ours
-    turns, peaks, logps = {name: [] for name in PATHS}, {}, {}
+    turns: dict[str, list[tuple[float, float]]] = {name: [] for name in PATHS}
+    peaks: dict[str, int] = {}
+    logps: dict[str, Tensor] = {}
     for _ in range(args.repeats):
         for name, worker in workers.items():
             worker.send(True)
@@ -125,7 +128,7 @@ def serve(parent: Connection, name: str, args: argparse.Namespace) -> None:
 
 def run(name: str, hidden_TH: Tensor, weight_VH: Tensor, target_T: Tensor) -> Tensor:
     logp_T = PATHS[name](hidden_TH, weight_VH, target_T)
-    logp_T.mean().backward()
+    logp_T.mean().backward()  # type: ignore[no-untyped-call]  # it has no types
     return logp_T
 
 
@@ -133,7 +136,9 @@ def memory(device: str, field: str) -> int:
     """The bytes that this process holds now (VmRSS) or held at most (VmHWM)."""
     if device == "cuda":
         return {"VmRSS": torch.cuda.memory_allocated, "VmHWM": torch.cuda.max_memory_allocated}[field]()
-    return 1024 * int(re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1])
+    found = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None, "Linux tells both"
+    return 1024 * int(found[1])
 
 
 def synchronize(device: str) -> None:

@@ -36,7 +36,7 @@ ROOMS = (
     *("data", "layout", "loop", "planning", "rollout", "verifiers"),
 )
 TIERS = {"test": "not deep", "deep": "deep"}
-OPERATORS = {
+OPERATORS: dict[type[ast.AST], type[ast.AST]] = {
     **{
         ast.Add: ast.Sub,
         ast.Sub: ast.Add,

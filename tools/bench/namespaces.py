@@ -103,7 +103,7 @@ class NetworkNode(Namespaces):
         self.do("tc", "qdisc", "replace", "dev", "eth0", *limited)
         self._switch.do("tc", "qdisc", "replace", "dev", self._port, *limited)
 
-    def start(self, folder: Path, log: Path, environment: Mapping[str, str], *words: str) -> subprocess.Popen:
+    def start(self, folder: Path, log: Path, environment: Mapping[str, str], *words: str) -> subprocess.Popen[bytes]:
         """Start a command in a working folder; its output goes to a file."""
         with log.open("ab") as file:
             return subprocess.Popen(

@@ -114,7 +114,7 @@ def difference(model: nn.Module, tokens: Sequence[int], logprobs: Sequence[float
     """The largest difference between the log-probs of the engine and of the trainer's model for an answer."""
     logp_TV = model(torch.tensor([[*PROMPT, *tokens]])).logits[0, len(PROMPT) - 1 : -1].log_softmax(-1)
     own = logp_TV.gather(1, torch.tensor(tokens)[:, None])[:, 0]
-    return (own - torch.tensor(logprobs)).abs().max().item()
+    return float((own - torch.tensor(logprobs)).abs().max())
 
 
 def answer(llm: LLM) -> tuple[list[int], list[float]]:

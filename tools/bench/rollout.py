@@ -103,9 +103,11 @@ class BenchRank(EngineRank):
         core.get_output = measured
 
     async def receive(self, version: int) -> dict[str, float]:
+        assert isinstance(self.engine, DrawnLengths)
         return await self.engine._thread.call(partial(self._take, version))
 
     def _take(self, version: int) -> dict[str, float]:
+        assert isinstance(self.engine, DrawnLengths)
         engine = self.engine._thread.engine
         engine.set_weight_version(str(version))
         engine.reset_prefix_cache(reset_running_requests=True)
@@ -223,7 +225,7 @@ def run(
     [engine], [verifier] = engines.engines, verifiers.verifiers
     max_lag = config.rollout.max_lag
     first, last = max_lag + WARM_UP, config.run.steps - max_lag
-    processes = {"driver": psutil.Process(), "verifier": psutil.Process(verifier.process.location.pid)}
+    processes = {"driver": psutil.Process(), "verifier": psutil.Process(verifier.process.placed.pid)}
     num_tokens, start, before, in_use_s = 0, 0.0, {}, 0.0
     for step in range(config.run.steps):
         if step == first:

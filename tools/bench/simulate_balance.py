@@ -27,6 +27,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -46,7 +47,7 @@ SMALL_SIZES, SMALL_RANKS = (64, 256), (1, 8)
 def workload(name: str, num_samples: int, seed: int) -> np.ndarray:
     rng = np.random.default_rng(seed)
     if name == "uniform":
-        lengths = rng.integers(256, LONGEST + 1, num_samples)
+        lengths: np.ndarray = rng.integers(256, LONGEST + 1, num_samples)
     elif name == "lognormal":
         lengths = rng.lognormal(np.log(6000), 0.8, num_samples)
     elif name == "at the limit":  # 12 % of the samples were cut off at the limit
@@ -243,7 +244,7 @@ def planning_times(small: bool) -> dict[str, dict[str, float]]:
     return report
 
 
-def print_tables(report: dict) -> None:
+def print_tables(report: dict[str, Any]) -> None:
     print(f"{'':25} {'over cap':>10} {'micro-batches':>16} {'imbalance':>11} {'lockstep':>17}")
     for name, row in report["strategies"].items():
         microbatches = f"{row['microbatches_mean']:.3f} / {row['microbatches_worst']:.2f}"

@@ -30,6 +30,7 @@ import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -89,9 +90,9 @@ def plain(folder: Path, rank: int, processes: int, store: dist.Store) -> Callabl
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
-    disable_progress_bar()
+    disable_progress_bar()  # type: ignore[no-untyped-call]  # it has no types
     dist.init_process_group("gloo", store=store, rank=rank, world_size=processes)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     if processes > 1:
         model = torch.nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(
@@ -151,7 +152,7 @@ def gradient_bytes(folder: Path) -> int:
     return 4 * FAMILIES[shape.family].num_parameters(shape)
 
 
-def compare(args: argparse.Namespace) -> dict:
+def compare(args: argparse.Namespace) -> dict[str, Any]:
     """Do the steps of both ways in turn, and return the sizes and the measurements."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as temporary:
@@ -166,7 +167,7 @@ def compare(args: argparse.Namespace) -> dict:
                 context.Process(target=serve, args=arguments, daemon=True).start()
                 theirs.close()
                 pipes.append(mine)
-        steps: dict[str, list[tuple]] = {way: [] for way in WAYS}
+        steps: dict[str, list[tuple[float, ...]]] = {way: [] for way in WAYS}
         for _ in range(args.rounds):
             for way, pipes in ranks.items():
                 for pipe in pipes:

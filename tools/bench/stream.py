@@ -125,7 +125,7 @@ def at_a_rate(stream: RayStream, verifiers: VerifierGroup, rate: float, seconds:
         rate: groups a second.
     """
     [verifier], prompt = verifiers.verifiers, rows(1)[0]
-    processes = {"driver": psutil.Process(), "verifier": psutil.Process(verifier.process.location.pid)}
+    processes = {"driver": psutil.Process(), "verifier": psutil.Process(verifier.process.placed.pid)}
     start, before, asked, done = time.perf_counter(), cpu_seconds(processes), 0, 0
     while (now := time.perf_counter() - start) < seconds:
         while asked < now * rate:

@@ -132,7 +132,9 @@ def make_setup(layout: SyncLayout, size: Size, links: Links) -> BridgeSetup:
     )
 
 
-def turns_of(processes: Sequence[RankProcess], ways: Sequence[str], repeats: int) -> tuple[dict, dict, dict]:
+def turns_of(
+    processes: Sequence[RankProcess], ways: Sequence[str], repeats: int
+) -> tuple[dict[str, list[float]], dict[str, list[float]], dict[str, list[int]]]:
     """The seconds of the turns of each way, the CPU seconds of all ranks together in them, and for each bridge the peak
     memory of each rank in bytes.
 

@@ -20,15 +20,16 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
+from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore, Work
 
 from megatron_rl.bridge.checksum import checksum
 from megatron_rl.bridge.intake import Intake, Parameters
 from megatron_rl.bridge.join import host_store
+from megatron_rl.bridge.line import MessageGroup
 from megatron_rl.bridge.sender import BridgeSender
 from megatron_rl.bridge.setup import BridgeSetup
 from megatron_rl.config.shipped import PACKAGE
@@ -50,9 +51,13 @@ def hops(plan: TransferPlan) -> dict[tuple[int, int], int]:
             found[source, first + to] = sum(copy.num_bytes for copy in copies)
     for feed in plan.engines.feeds:
         for rank in range(world):
-            ends = (first + engine * world + rank for engine in (feed.source, feed.destination))
-            found[tuple(ends)] = int(plan.engine_bytes[rank])
+            sender, receiver = (first + engine * world + rank for engine in (feed.source, feed.destination))
+            found[sender, receiver] = int(plan.engine_bytes[rank])
     return found
+
+
+class AllRanks(MessageGroup, Protocol):
+    def barrier(self) -> Work: ...
 
 
 class Rank:
@@ -67,7 +72,8 @@ class Rank:
         self.store = PrefixStore("bench", store)
         self.parameters = self.make_parameters()
         self.hops = hops(setup.transfer_plan)
-        self.everyone = self.group("all", range(setup.world_size))
+        gloo: Any = ProcessGroupGloo  # torch's types lack what it does
+        self.everyone: AllRanks = gloo(PrefixStore("all", self.store), rank, setup.world_size, DEADLINE)
 
     def make_parameters(self) -> dict[str, Tensor]:
         setup, engines = self.setup, self.setup.engines
@@ -80,18 +86,12 @@ class Rank:
         extents = local_extents(shards)
         sizes = {name: -(-math.prod(each) // ALIGNMENT) * ALIGNMENT for name, each in extents.items()}
         self.flat = torch.zeros(sum(sizes.values()), dtype=torch.bfloat16)
-        parts = dict(zip(extents, self.flat.split(list(sizes.values())), strict=True))
+        parts = dict(zip(extents, torch.split(self.flat, list(sizes.values())), strict=True))
         parameters = {name: parts[name][: math.prod(each)].view(each) for name, each in extents.items()}
         for name, parameter in parameters.items() if self.index < 0 else ():
             seed = 7 if "norm" in name else self.rank  # the ranks of a stage have the same norms
             parameter.uniform_(generator=torch.Generator().manual_seed(seed))
         return parameters
-
-    def group(self, name: str, ranks: Sequence[int]) -> ProcessGroupGloo | None:
-        """A group of some ranks; None on the others."""
-        if self.rank not in ranks:
-            return None
-        return ProcessGroupGloo(PrefixStore(name, self.store), ranks.index(self.rank), len(ranks), DEADLINE)
 
     def held_bytes(self) -> int:
         return sum(parameter.nbytes for parameter in self.parameters.values())
