@@ -80,7 +80,7 @@ class Microbatch:
 
 
 SHORTEST_SHARED = 16
-"""Prompts of fewer tokens are not shared: there is little to win, and each shared prompt has kernel calls of its own."""
+"""Prompts of fewer tokens are not shared: there is little to win, and each shared prompt has its own kernel calls."""
 
 
 def pack(share: Share, share_prompts: bool = False) -> list[list[Microbatch]]:

@@ -14,10 +14,14 @@ from pydantic import AfterValidator
 
 from megatron_rl.config.shipped import find_shipped
 
+VALUES = ".pickle"
+"""The ending of a file that holds functions by value, by their names, as cloudpickle writes them: those of a script or
+of a notebook, which no other process can import."""
+
 
 class ImportPath(str):
-    """The place of a function or class: `package.module:name`, or `folder/file.py:name`. A file that ships with the
-    package (`recipes/...`) is found from any working folder."""
+    """The place of a function or class: `package.module:name`, `folder/file.py:name` or `folder/file.pickle:name`. A
+    file that ships with the package (`recipes/...`) is found from any working folder."""
 
     __slots__ = ()
 
@@ -28,7 +32,7 @@ class ImportPath(str):
     @property
     def file(self) -> Path | None:
         """The file, if the path names one."""
-        return find_shipped(Path(self.module)) if self.module.endswith(".py") else None
+        return find_shipped(Path(self.module)) if self.module.endswith((".py", VALUES)) else None
 
     def absolute(self) -> ImportPath:
         """The same with its file made absolute."""
@@ -73,6 +77,13 @@ def _of_file(file: Path) -> ModuleType:
     name = str(file.resolve(strict=True))
     if name in sys.modules:
         return sys.modules[name]
+    if file.suffix == VALUES:
+        import cloudpickle
+
+        sys.modules[name] = module = ModuleType(name)
+        module.__file__ = name
+        vars(module).update(cloudpickle.loads(file.read_bytes()))
+        return module
     spec = importlib.util.spec_from_file_location(name, name)
     assert spec is not None and spec.loader is not None, "a file that ends with .py has a loader"
     sys.modules[name] = module = importlib.util.module_from_spec(spec)  # dataclasses look their module up by its name

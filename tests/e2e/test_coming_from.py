@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+
 import pytest
 from answering import answered
 
@@ -30,12 +33,56 @@ def run_of(recipe):
     return records
 
 
+SCRIPT = """
+import json, os, re, signal
+from transformers import TrainerCallback
+from megatron_rl.recipes.tiny.from_trl import digits
+from megatron_rl.trl import GRPOConfig, GRPOTrainer
+
+rows = [json.loads(line) for line in open("recipes/tiny/data/gsm8k_trl.jsonl")]
+PATTERN = re.compile(r"-?[0-9]+")
+
+def has_number(completions, **columns):
+    return [float(bool(PATTERN.search(turns[0]["content"]))) for turns in completions]
+
+class Interrupted(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        print("SEEN", state.global_step, flush=True)
+        if state.global_step == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+
+args = GRPOConfig(output_dir="out/mine", max_steps=4, per_device_train_batch_size=16, num_generations=4,
+                  max_completion_length=32, learning_rate=1e-4, reward_weights=[1.0, 0.5], logging_steps=10,
+                  sections={"data": {"on_bad_row": "skip"}, "rollout": {"max_prompt_tokens": 320}})
+trainer = GRPOTrainer(model="runs/gsm8k_tiny/model", reward_funcs=[has_number, digits], args=args,
+                      train_dataset=rows, callbacks=[Interrupted])
+run = trainer.train()
+assert run.model is None, "it was stopped"
+print("RESUMED", len(run.metrics))
+run = trainer.train(resume_from_checkpoint=True)
+trainer.save_model("saved")
+print("LOGS", json.dumps([log for log in trainer.state.log_history if "reward" in log]))
+"""
+
+
 @pytest.mark.deep
-def test_rows_and_rewards_of_trl_train_without_an_edit(run_of):
-    [record] = run_of(OTHERS, FROM.format("trl"), "run.steps=1", "policy.parallel.tensor=1")
-    assert record["reward/mean"] > 0 and record["grad_norm"] > 0
-    for name in ("accuracy", "digits"):
-        assert record[f"reward/{name}/abstained"] == record[f"reward/{name}/failed"] == 0
+@pytest.mark.deadline(600)
+def test_a_script_of_trl_trains_is_interrupted_and_goes_on(recipe):
+    """Its one changed line is the import. A reward of the script itself, which no other process can import, one of a
+    module, a callback that sees the steps, and Ctrl-C, which the run answers with a checkpoint."""
+    write_model(recipe.folder / "runs" / "gsm8k_tiny")
+    (recipe.folder / "train.py").write_text(SCRIPT)
+    done = recipe.run(str(recipe.folder / "train.py"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Stopped after" in done.stdout and "Continuing with step" in done.stdout
+    [resumed] = re.findall(r"RESUMED (\d)", done.stdout)
+    assert 1 <= int(resumed) < 4
+    [logs] = [json.loads(line.removeprefix("LOGS ")) for line in done.stdout.splitlines() if line.startswith("LOGS ")]
+    assert [log["step"] for log in logs] == [1, 2, 3, 4]
+    for log in logs:
+        parts = log["rewards/has_number/mean"] + 0.5 * log["rewards/digits/mean"]
+        assert log["reward"] == pytest.approx(parts) and log["reward"] > 0 and log["grad_norm"] > 0
+    assert (recipe.folder / "saved" / "model.safetensors").exists()
 
 
 @pytest.mark.parametrize(

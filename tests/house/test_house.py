@@ -27,8 +27,8 @@ LAYERS = {
     **dict.fromkeys(["actor", "rollout", "bridge"], 3),
     **dict.fromkeys(["cluster", "preflight"], 4),
     "recipes": 5,
-    **dict.fromkeys(["tools", "slurm"], 6),
-    "__main__": 7,
+    **dict.fromkeys(["tools", "slurm", "api"], 6),
+    **dict.fromkeys(["__main__", "trl"], 7),
 }
 VENDOR_ROOMS = {
     "megatron": {"actor"},
@@ -188,7 +188,9 @@ def test_no_file_or_message_that_is_read_can_run_code():
     to a process and the processes that it forks."""
     for path in sources():
         found = facts(path.read_text()).code_runners
-        assert found == [] or path.match("megatron_rl/verifiers/pool.py"), (path, found)
+        # The last one has the functions of a user's own script, which the configuration names as it names their code.
+        known = ("megatron_rl/verifiers/pool.py", "megatron_rl/config/function.py")
+        assert found == [] or any(map(path.match, known)), (path, found)
     for bad in ("pickle.loads(x)", "torch.load(x)", "torch.load(x, weights_only=False)", "from pickle import loads"):
         assert facts(bad).code_runners
     assert not facts("torch.load(x, weights_only=True)").code_runners

@@ -1,0 +1,351 @@
+"""The same runs from Python: `from megatron_rl import grpo`.
+
+A run is a process of its own, the one that the command `megatron-rl grpo` starts, so a script, a notebook and a command
+do the same. What it is given is in the run's folder, below `inputs`: the configuration, rows that were a list, and
+functions that no other process can import. Everything can be continued from there, also by the command.
+
+Invariant (tests/unit/test_api.py): the configuration of a call is that of the command with the same keys.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from shutil import rmtree
+from typing import Any, TypeVar
+
+import yaml
+from rich.console import Console
+
+from megatron_rl.config.by_value import Functions
+from megatron_rl.config.function import VALUES
+from megatron_rl.config.load import merge, read_yaml, validate
+from megatron_rl.config.schema import BaseConfig, GrpoRunConfig, PpoRunConfig, SftRunConfig
+from megatron_rl.observe.records import METRICS, read_metrics
+from megatron_rl.planning.memory import RunMemory, run_memory
+from megatron_rl.planning.shapes import planned_shape
+from megatron_rl.planning.transfer import planned_transfer
+from megatron_rl.recipes.defaults import with_defaults
+from megatron_rl.types import ModelShape
+
+Function = Callable[..., Any]
+Reward = Function | str | Mapping[str, Any]
+"""A function, the path of one (`my_rewards.py:score`), or an entry of the section `rewards`."""
+Rows = str | os.PathLike[str] | Iterable[Mapping[str, Any]]
+"""A path of rows as in `data.train`, a list of rows, or a data set of the library `datasets`."""
+Watch = Callable[["Run"], bool]
+INPUTS = "inputs"
+KINDS: Mapping[str, type[BaseConfig]] = {"grpo": GrpoRunConfig, "ppo": PpoRunConfig, "sft": SftRunConfig}
+Config = TypeVar("Config", bound=BaseConfig)
+
+
+def grpo(
+    model: str | os.PathLike[str],
+    data: Rows,
+    rewards: Reward | Sequence[Reward],
+    steps: int = 20,
+    *,
+    eval_data: Rows | None = None,
+    name: str | None = None,
+    files: Sequence[str | os.PathLike[str]] = (),
+    **sections: Any,
+) -> Run:
+    """Train by reinforcement, and wait until the run ends. Ctrl-C, or "interrupt kernel", stops it with a checkpoint.
+
+    Example::
+
+        def brevity(completions, **columns):
+            return [1.0 - min(len(text), 100) / 100 for text in completions]
+
+        rows = [{"prompt": "Name a colour.", "ground_truth": "red"}, ...]
+        run = grpo("models/Qwen3-0.6B", rows, brevity, steps=20, rollout={"prompts_per_step": 4})
+        run.metrics[-1]["reward/mean"], run.report, run.model
+
+    Args:
+        model: a Hugging Face folder.
+        rewards: one or several. A function has TRL's signature; see megatron_rl/verifiers/README.md.
+        eval_data: held-out rows.
+        name: of the run's folder in `runs`; by default the kind and the time.
+        files: YAML files that come first, such as `configs/cluster/h100_1n8g.yaml`.
+        sections: as in a file, such as `policy={"optimizer": {"lr": 1e-6}}`; docs/configuration.md has all keys.
+
+    Raises:
+        ValueError: the configuration is refused, or a function cannot be sent to the verifiers' processes.
+        RuntimeError: the run has failed. The message has its last error and the log's path.
+    """
+    return start("grpo", model, steps, name, files, sections, data=data, eval_data=eval_data, rewards=rewards)
+
+
+def ppo(
+    model: str | os.PathLike[str],
+    data: Rows,
+    rewards: Reward | Sequence[Reward],
+    steps: int = 20,
+    *,
+    eval_data: Rows | None = None,
+    name: str | None = None,
+    files: Sequence[str | os.PathLike[str]] = (),
+    **sections: Any,
+) -> Run:
+    """The same with a critic (section `critic`); see `grpo`."""
+    return start("ppo", model, steps, name, files, sections, data=data, eval_data=eval_data, rewards=rewards)
+
+
+def sft(
+    model: str | os.PathLike[str],
+    data: Rows,
+    steps: int = 20,
+    *,
+    name: str | None = None,
+    files: Sequence[str | os.PathLike[str]] = (),
+    **sections: Any,
+) -> Run:
+    """Train on rows with `prompt` and `completion`, or with `messages` that end with the assistant; see `grpo`."""
+    return start("sft", model, steps, name, files, sections, data=data)
+
+
+@dataclass(frozen=True)
+class Run:
+    """The folder of a run.
+
+    Example: `Run("runs/grpo_20261126_140501").resume()` continues a run from its newest checkpoint.
+    """
+
+    folder: Path
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "folder", Path(self.folder).absolute())
+
+    @property
+    def metrics(self) -> list[dict[str, float]]:
+        """One record for each step; docs/metrics.md has the names."""
+        return read_metrics(self.folder)
+
+    @property
+    def report(self) -> Path:
+        return self.folder / "report.html"
+
+    @property
+    def model(self) -> Path | None:
+        """The trained model's Hugging Face folder; None if the run has not done all its steps."""
+        return self.folder / "hf" if (self.folder / "hf" / "config.json").exists() else None
+
+    def resume(self, watch: Watch | None = None, **sections: Any) -> Run:
+        """Continue from the newest checkpoint, or begin if there is none.
+
+        Args:
+            watch: is called now and then while the run goes on; True stops it with a checkpoint.
+            sections: keys that change, such as `run={"steps": 40}`.
+
+        Raises:
+            ValueError, RuntimeError: see `grpo`.
+        """
+        found = [
+            self.folder / INPUTS / f"{kind}.yaml" for kind in KINDS if (self.folder / INPUTS / f"{kind}.yaml").exists()
+        ]
+        if not found:
+            raise ValueError(f"{self.folder} has no {INPUTS}/grpo.yaml; continue it with the command that began it")
+        given = read_yaml(found[0])
+        merge(given, sections)
+        validate(KINDS[found[0].stem], given)
+        found[0].write_text(yaml.safe_dump(given, sort_keys=False, allow_unicode=True))
+        return _run(found[0], self, watch)
+
+    def _repr_png_(self) -> bytes | None:
+        """The curves, which a notebook shows."""
+        path = self.folder / "curves.png"
+        return path.read_bytes() if path.exists() else None
+
+
+@dataclass(frozen=True, slots=True)
+class RunPlan:
+    """What a dry run prints, as values; `print(plan)` prints its tables."""
+
+    shape: ModelShape
+    memory: RunMemory
+    """The bytes on the fullest GPUs, by phase; `memory.problems` says what does not fit."""
+    trainer_ranks: int
+    engine_ranks: int
+    pushed_bytes: int
+    """The bytes that a push brings into the fullest engine rank."""
+    tables: str
+
+    def __str__(self) -> str:
+        return self.tables
+
+
+def plan(
+    model: str | os.PathLike[str] | None = None, *, files: Sequence[str | os.PathLike[str]] = (), **sections: Any
+) -> RunPlan:
+    """The sizes of a run of GRPO, which needs neither GPUs nor weights.
+
+    Example::
+
+        plan(files=["configs/model/qwen3_32b.yaml", "configs/cluster/h100_8n8g.yaml", "configs/run/gsm8k_32b.yaml"])
+
+    Raises:
+        ValueError: the configuration is refused. A run that does not fit is no error; see `RunPlan.memory`.
+    """
+    from megatron_rl.recipes import dry_run
+
+    given = _merged(files, sections, {} if model is None else {"model": {"path": os.fspath(model)}})
+    config = with_defaults(validate(GrpoRunConfig, given))
+    console = Console(record=True, width=120, file=open(os.devnull, "w"))  # noqa: SIM115  it lives as long as the call
+    shape, memory = planned_shape(config), run_memory(config, planned_shape(config))
+    dry_run.describe_policy(config, console)
+    dry_run.describe_rollout(config, shape, console)
+    dry_run.describe_placement(config, console)
+    if config.cluster.gpus_per_trainer:
+        dry_run.describe_memory(config, shape, console)
+        dry_run.describe_hours(config, shape, memory, console)
+    return RunPlan(
+        shape=shape,
+        memory=memory,
+        trainer_ranks=config.num_trainer_ranks,
+        engine_ranks=config.rollout.num_engines * config.rollout.engine_ranks,
+        pushed_bytes=int(planned_transfer(config, shape, config.policy.parallel.mesh).engine_bytes.max()),
+        tables=console.export_text(),
+    )
+
+
+def start(
+    kind: str,
+    model: str | os.PathLike[str],
+    steps: int,
+    name: str | None,
+    files: Sequence[str | os.PathLike[str]],
+    sections: Mapping[str, Any],
+    *,
+    data: Rows,
+    eval_data: Rows | None = None,
+    rewards: Reward | Sequence[Reward] = (),
+    watch: Watch | None = None,
+) -> Run:
+    """Write the inputs of a new run, and wait for it.
+
+    Args:
+        watch: see `_run`.
+    """
+    own: dict[str, Any] = {
+        "run": {"name": name or f"{kind}_{time.strftime('%Y%m%d_%H%M%S')}", "steps": steps},
+        "model": {"path": os.fspath(model)},
+    }
+    given = _merged(files, own, sections)
+    folder = Path(given["run"].get("folder", "runs"), given["run"]["name"]).absolute()
+    inputs = folder / INPUTS
+    if inputs.exists() and (folder / METRICS).exists():
+        raise ValueError(
+            f"{folder} is a run already; Run({str(folder)!r}).resume() continues it, or choose another name"
+        )
+    rows, heldout = _Rows(data, inputs / "train"), None if eval_data is None else _Rows(eval_data, inputs / "eval")
+    if kind == "sft":
+        merge(given, {"sft": {"rows": rows.path}})
+    else:
+        merge(given, {"data": {"train": rows.path} | ({} if heldout is None else {"eval": heldout.path})})
+    entries = rewards if isinstance(rewards, Sequence) and not isinstance(rewards, str) else [rewards]
+    if entries:
+        given["rewards"] = [_entry(reward) for reward in entries]
+    functions = Functions(inputs / f"functions{VALUES}")
+    given = functions.named(given)
+    validate(KINDS[kind], given)
+    rmtree(inputs, ignore_errors=True)  # of a run that was refused before its first step
+    inputs.mkdir(parents=True)
+    for part in (rows, heldout, functions):
+        if part is not None:
+            part.save()
+    path = inputs / f"{kind}.yaml"
+    path.write_text(yaml.safe_dump(given, sort_keys=False, allow_unicode=True))
+    return _run(path, Run(folder), watch)
+
+
+def _merged(files: Sequence[str | os.PathLike[str]], *sections: Mapping[str, Any]) -> dict[str, Any]:
+    merged: dict[str, Any] = {}
+    for one in (*(read_yaml(Path(file)) for file in files), *sections):
+        merge(merged, one)
+    return merged
+
+
+def _entry(reward: Reward) -> dict[str, Any]:
+    """The entry of a reward in the section `rewards`."""
+    if isinstance(reward, Mapping):
+        return dict(reward)
+    return {"kind": reward} if isinstance(reward, str) and ":" not in reward else {"kind": "function", "path": reward}
+
+
+class _Rows:
+    """Rows that a user gave, and the path of their file."""
+
+    def __init__(self, given: Rows, path: Path) -> None:
+        self._given = given
+        if isinstance(given, str | os.PathLike):
+            self.path = os.fspath(given)
+        else:
+            self.path = str(path if hasattr(given, "save_to_disk") else path.with_suffix(".jsonl"))
+
+    def save(self) -> None:
+        if isinstance(self._given, str | os.PathLike):
+            return
+        if hasattr(self._given, "save_to_disk"):
+            self._given.save_to_disk(self.path)
+            return
+        with open(self.path, "w", encoding="utf-8") as file:
+            for number, row in enumerate(self._given, start=1):
+                try:
+                    file.write(json.dumps(row, ensure_ascii=False) + "\n")
+                except TypeError as error:
+                    raise ValueError(f"row {number} of the data is not JSON: {error}; convert the value") from error
+
+
+def _run(path: Path, run: Run, watch: Watch | None = None) -> Run:
+    """Start the command of a run, or continue it, and wait for its end. In a terminal it has the screen; elsewhere, as
+    in a notebook, its lines are printed.
+
+    Args:
+        watch: is called about twice a second, in a notebook after each line; True stops the run with a checkpoint.
+    """
+    command = [sys.executable, "-m", "megatron_rl", path.stem, str(path), "--resume", "auto"]
+    root = str(Path(__file__).parents[1])
+    folders = [folder for folder in sys.path if folder] + [os.getcwd(), root]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(dict.fromkeys(folders)), "PYTHONUNBUFFERED": "1"}
+    has_screen = sys.stdout is sys.__stdout__
+    # Its own group: Ctrl-C comes to this process alone, which passes it on once.
+    with subprocess.Popen(
+        command,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=None if has_screen else subprocess.PIPE,
+        stderr=None if has_screen else subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        process_group=0,
+    ) as child:
+        asked = False
+        while child.poll() is None:
+            try:
+                if child.stdout is None:
+                    with suppress(subprocess.TimeoutExpired):
+                        child.wait(0.5)
+                else:
+                    print(child.stdout.readline(), end="", flush=True)
+                if watch is not None and not asked and watch(run):
+                    asked = True
+                    child.send_signal(signal.SIGINT)
+            except KeyboardInterrupt:
+                child.send_signal(signal.SIGINT)
+        if child.stdout is not None:
+            print(child.stdout.read(), end="", flush=True)
+    if watch is not None:
+        watch(run)
+    if child.returncode and child.returncode < 128:
+        log = run.folder / "logs" / "driver.log"
+        where = f", and {log} has more" if log.exists() else ""
+        raise RuntimeError(f"the run ended with status {child.returncode}; its error is printed above{where}")
+    return run

@@ -1,0 +1,74 @@
+"""Functions of a script or of a notebook, for processes that cannot import it.
+
+Invariant (tests/unit/config): a function that can be imported goes by its import path; any other one goes by value,
+with the variables that it uses, or is refused with the variable that cannot be copied.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+
+class Functions:
+    """The functions and classes of a configuration: by their import paths, or by value in a file if no other process
+    can import them."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._functions: dict[str, Callable[..., Any]] = {}
+
+    def named(self, value: Any) -> Any:
+        """The same configuration with a path in the place of each function."""
+        if isinstance(value, Mapping):
+            return {key: self.named(one) for key, one in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.named(one) for one in value]
+        if isinstance(value, os.PathLike):
+            return os.fspath(value)
+        return self._path_of(value) if callable(value) else value
+
+    def save(self) -> None:
+        import cloudpickle
+
+        if self._functions:
+            self._path.write_bytes(cloudpickle.dumps(self._functions))
+
+    def _path_of(self, function: Callable[..., Any]) -> str:
+        import cloudpickle
+
+        module, name = getattr(function, "__module__", "__main__"), getattr(function, "__qualname__", "")
+        if module != "__main__" and vars(sys.modules.get(module, self)).get(name) is function:
+            return f"{module}:{name}"
+        name = getattr(function, "__name__", type(function).__name__).strip("<>")
+        while self._functions.get(name, function) is not function:
+            name += "_"
+        try:
+            cloudpickle.dumps(function)
+        except Exception as error:  # whatever the pickling of a user's object raises
+            raise ValueError(
+                f"the function {name} cannot be sent to other processes: {_culprit(function) or error}; make it inside "
+                f"the function, or write the function into a file and give its path, `my_file.py:{name}`"
+            ) from error
+        self._functions[name] = function
+        return f"{self._path}:{name}"
+
+
+def _culprit(function: Callable[..., Any]) -> str | None:
+    """The variable of a function that cannot be pickled."""
+    import cloudpickle
+
+    variables = dict(vars(function)) if hasattr(function, "__dict__") else {}
+    if inspect.isfunction(function):
+        used = inspect.getclosurevars(function)
+        variables |= {**used.globals, **used.nonlocals}
+    for name, value in variables.items():
+        try:
+            cloudpickle.dumps(value)
+        except Exception:  # as above
+            return f"its variable {name!r} is a {type(value).__name__}, which cannot be copied"
+    return None

@@ -1,0 +1,206 @@
+"""Every argument of TRL's GRPOConfig (1.16), and what becomes of it here.
+
+Invariants (tests/unit/trl): the names are those of TRL's class; an argument that changes what is trained is mapped, or
+refused by name if it differs from its default; none is ignored because nobody thought of it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, make_dataclass
+from typing import Any, Literal
+
+Treatment = Literal["mapped", "implied", "refused"]
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    default: Any
+    treatment: Treatment
+    says: str
+    """Mapped: our keys. Implied: why any value is right. Refused: why no other value than the default is."""
+
+
+def _all(treatment: Treatment, says: str, **defaults: Any) -> dict[str, Argument]:
+    return {name: Argument(default, treatment, says) for name, default in defaults.items()}
+
+
+_BATCH = "rollout.prompts_per_step and algorithm.updates_per_step: see `step_sizes`"
+_SPEED = "a matter of speed or memory, which does not change what is trained"
+_FILES = "the run's folder has all of it: metrics.jsonl, samples.jsonl, report.html"
+_SERVER = "the run starts its own engines; sections `rollout` and `cluster` place them"
+_LOADER = "rows are read once and tokenized before the run"
+_HUB = "nothing is uploaded; `run.model` is a folder, which `hf upload` takes"
+_ROUTE = "the actor is Megatron's: tensor, pipeline and data parallelism are in `policy.parallel`"
+
+_SEQUENCE_MASK = (
+    "`sequence_mask` rejects by the product of a sample's ratios, and weights by the ratio of each token, at most 2"
+)
+
+ARGUMENTS: Mapping[str, Argument] = {
+    **_all("mapped", "run.folder and run.name", output_dir=None),
+    **_all("mapped", _BATCH, per_device_train_batch_size=8, gradient_accumulation_steps=1),
+    **_all("mapped", _BATCH, generation_batch_size=None, steps_per_generation=None),
+    **_all("mapped", "rollout.samples_per_prompt", num_generations=8),
+    **_all("mapped", "run.steps", max_steps=-1, num_train_epochs=3.0),
+    **_all("mapped", "policy.optimizer.lr", learning_rate=1e-6),
+    **_all("mapped", "policy.optimizer.schedule and min_lr_ratio", lr_scheduler_type="linear"),
+    **_all("mapped", "policy.optimizer.min_lr_ratio, from `min_lr_rate`", lr_scheduler_kwargs=None),
+    **_all("mapped", "policy.optimizer.warmup_steps; below 1 a share of all optimizer steps", warmup_steps=0),
+    **_all("mapped", "policy.optimizer.kind: adam, if its name begins with `adamw`", optim="adamw_torch_fused"),
+    **_all("mapped", "policy.optimizer.weight_decay", weight_decay=0.0),
+    **_all("mapped", "policy.optimizer.betas", adam_beta1=0.9, adam_beta2=0.999),
+    **_all("mapped", "policy.optimizer.eps", adam_epsilon=1e-8),
+    **_all("mapped", "policy.optimizer.clip_grad", max_grad_norm=1.0),
+    **_all("mapped", "model.dtype; None is `auto`", bf16=None),
+    **_all("mapped", "model.recompute", gradient_checkpointing=True),
+    **_all("mapped", "observe", report_to="none"),
+    **_all("mapped", "eval.every", eval_strategy="no", eval_steps=None),
+    **_all("mapped", "eval.samples_per_prompt", num_generations_eval=None),
+    **_all("mapped", "checkpoint.every", save_strategy="steps", save_steps=500),
+    **_all("mapped", "checkpoint.keep", save_total_limit=None),
+    **_all("mapped", "run.seed", seed=42),
+    **_all("mapped", "`train(resume_from_checkpoint=...)`", resume_from_checkpoint=None),
+    **_all(
+        "mapped",
+        "model.dtype, from `dtype` or `torch_dtype`; how attention is computed is ours",
+        model_init_kwargs=None,
+    ),
+    **_all("mapped", "policy.load_balancing_loss", router_aux_loss_coef=None),
+    **_all("mapped", "rollout.max_response_tokens", max_completion_length=512),
+    **_all("mapped", "rollout.sampling.temperature", temperature=1.0),
+    **_all("mapped", "data.chat_template", chat_template_kwargs=None),
+    **_all("mapped", "rollout.environment.max_turns", max_tool_calling_iterations=None),
+    **_all("mapped", "rollout.gpu_memory_utilization, with use_vllm", vllm_gpu_memory_utilization=0.3),
+    **_all("mapped", "rollout.tensor, with use_vllm", vllm_tensor_parallel_size=1),
+    **_all("mapped", "algorithm.kl, with the estimator k3", beta=0.0),
+    **_all("mapped", "algorithm.kl.straight_through, whose expected gradient is the same", use_bias_correction_kl=True),
+    **_all("mapped", "the clip of algorithm.loss", epsilon=0.2, epsilon_high=None),
+    **_all("mapped", "algorithm.loss.clip_ratio_c, the bound of dual clip", delta=None),
+    **_all("mapped", "algorithm.loss: sapo", sapo_temperature_neg=1.05, sapo_temperature_pos=1.0),
+    **_all("mapped", "algorithm.loss: gspo, if it is `sequence`", importance_sampling_level="token"),
+    **_all("mapped", "rewards[].weight", reward_weights=None),
+    **_all("mapped", "algorithm.adv_estimator: grpo, or gdpo", multi_objective_aggregation="sum_then_normalize"),
+    **_all("mapped", "algorithm.adv_estimator.std; 1e-6 is added to it, in TRL 1e-4", scale_rewards="group"),
+    **_all("mapped", "algorithm.loss_agg_mode, and algorithm.loss", loss_type="dapo"),
+    **_all("mapped", "algorithm.overlong_filter", mask_truncated_completions=False),
+    **_all("mapped", "algorithm.top_entropy_share", top_entropy_quantile=1.0),
+    **_all("mapped", "algorithm.entropy", entropy_coef=0.0, use_adaptive_entropy=False, entropy_target=0.2),
+    **_all("mapped", "algorithm.entropy.coefficient", entropy_coef_max=1.0, entropy_coef_delta=0.005),
+    **_all("mapped", "algorithm.correction, with use_vllm", vllm_importance_sampling_correction=True),
+    **_all("mapped", f"algorithm.correction; {_SEQUENCE_MASK}", vllm_importance_sampling_mode="sequence_mask"),
+    **_all("mapped", "algorithm.correction", vllm_importance_sampling_clip_max=3.0),
+    **_all("mapped", "algorithm.correction", vllm_importance_sampling_clip_min=None),
+    **_all("mapped", "algorithm.correction.reject, the masking of DeepSeek-V3.2", off_policy_mask_threshold=None),
+    # The same in every run here, or without meaning.
+    **_all("implied", "vLLM always generates", use_vllm=False, vllm_mode="colocate", vllm_model_impl="vllm"),
+    **_all("implied", "cluster.colocate puts trainer and engines on the same GPUs", vllm_enable_sleep_mode=False),
+    **_all("implied", _SERVER, vllm_server_base_url=None, vllm_server_host="0.0.0.0", vllm_server_port=8000),
+    **_all("implied", _SERVER, vllm_server_timeout=240.0, vllm_group_port=51216, ds3_gather_for_generation=True),
+    **_all("implied", "the sum of the largest prompt and answer", vllm_max_model_length=None),
+    **_all("implied", "vLLM's own caches and batches", cache_implementation=None),
+    **_all("implied", "vLLM's own caches and batches", use_transformers_continuous_batching=False),
+    **_all("implied", "vLLM's own caches and batches", transformers_continuous_batching_config=None),
+    **_all("implied", "vLLM's own caches and batches", use_transformers_paged=False),
+    **_all("implied", "no layer has dropout", disable_dropout=False),
+    **_all("implied", "rows are packed without padding", pad_to_multiple_of="auto"),
+    **_all("implied", "every token counts once, over all ranks", average_tokens_across_devices=True),
+    **_all("implied", _SPEED, tf32=None, torch_compile=False, torch_compile_backend=None, torch_compile_mode=None),
+    **_all("implied", _SPEED, use_liger_kernel=False, liger_kernel_config=None, use_cache=False),
+    **_all("implied", _SPEED, gradient_checkpointing_kwargs=None, torch_empty_cache_steps=None),
+    **_all("implied", _SPEED, auto_find_batch_size=False, bf16_full_eval=False, fp16_full_eval=False),
+    **_all("implied", _FILES, logging_strategy="steps", logging_steps=10, logging_first_step=False),
+    **_all("implied", _FILES, log_on_each_node=True, logging_nan_inf_filter=True, log_completions=False),
+    **_all("implied", _FILES, include_num_input_tokens_seen="no", log_level="passive", log_multimodal=True),
+    **_all("implied", _FILES, log_level_replica="warning", disable_tqdm=None, run_name=None, project="huggingface"),
+    **_all("implied", _FILES, num_completions_to_print=None, log_unique_prompts=False, skip_memory_metrics=True),
+    **_all("implied", _FILES, debug="", eval_on_start=False, eval_delay=0),
+    **_all(
+        "implied", "evaluations are batched by the engine", per_device_eval_batch_size=8, eval_accumulation_steps=None
+    ),
+    **_all(
+        "implied", "evaluations are batched by the engine", eval_do_concat_batches=True, eval_use_gather_object=False
+    ),
+    **_all("implied", "evaluations are batched by the engine", prediction_loss_only=False, batch_eval_metrics=False),
+    **_all("implied", "checkpoints are complete or absent", save_on_each_node=False, enable_jit_checkpoint=False),
+    **_all("implied", "a resumed run continues to the bit", ignore_data_skip=False, full_determinism=False),
+    **_all("implied", "a resumed run continues to the bit", restore_callback_states_from_checkpoint=False),
+    **_all("implied", _HUB, hub_token=None, hub_private_repo=None, hub_model_id=None, hub_strategy="every_save"),
+    **_all("implied", _HUB, hub_always_push=False, hub_revision=None, log_completions_hub_repo=None),
+    **_all("implied", _LOADER, dataloader_drop_last=False, dataloader_num_workers=0, dataloader_pin_memory=True),
+    **_all("implied", _LOADER, dataloader_persistent_workers=False, dataloader_prefetch_factor=None),
+    **_all("implied", _LOADER, dataloader_multiprocessing_context=None, dataloader_in_order=True),
+    **_all("implied", _LOADER, remove_unused_columns=False, label_names=None, length_column_name="length"),
+    **_all("implied", _ROUTE, accelerator_config=None, parallelism_config=None, deepspeed=None, fsdp=None),
+    **_all("implied", _ROUTE, fsdp_config=None, ddp_find_unused_parameters=None, ddp_bucket_cap_mb=None),
+    **_all("implied", _ROUTE, ddp_broadcast_buffers=None, ddp_static_graph=None, ddp_backend=None, ddp_timeout=1800),
+    **_all("implied", _ROUTE, use_cpu=False, local_rank=-1),
+    **_all("implied", "`train` and `evaluate` say what is done", do_train=False, do_eval=False, do_predict=False),
+    **_all("implied", "trackio is no tracker here", trackio_space_id=None, trackio_bucket_id=None),
+    **_all("implied", "trackio is no tracker here", trackio_static_space_id=None),
+    # They would change what is trained or kept.
+    **_all("refused", "each batch of answers is trained on once; steps_per_generation splits it", num_iterations=1),
+    **_all("refused", "the trainer would compute other log-probs than were sampled", top_p=1.0, top_k=0, min_p=None),
+    **_all("refused", "the trainer would compute other log-probs than were sampled", repetition_penalty=1.0),
+    **_all("refused", "only temperature can be set", generation_kwargs=None),
+    **_all("refused", "answers are not constrained by a grammar", vllm_structured_outputs_regex=None),
+    **_all("refused", "training is in bfloat16 or float32", fp16=False),
+    **_all("refused", "log-probs are computed from the model's own dtype", cast_lm_head_to_fp32=False),
+    **_all("refused", "the code of a model folder is not run", trust_remote_code=False),
+    **_all("refused", "the order of the rows is shuffled in each epoch", shuffle_dataset=True),
+    **_all("refused", "the order of the rows is shuffled in each epoch", train_sampling_strategy="random"),
+    **_all("refused", "one seed is for all", data_seed=None),
+    **_all("refused", "the reference policy keeps the weights of the start", sync_ref_model=False),
+    **_all("refused", "the reference policy keeps the weights of the start", ref_model_mixup_alpha=0.6),
+    **_all("refused", "the reference policy keeps the weights of the start", ref_model_sync_steps=512),
+    **_all("refused", "the adaptive coefficient begins to act at 0", entropy_coef_min=0.0),
+    **_all("refused", "there is no loss `vespo`", vespo_k_pos=2.0, vespo_lambda_pos=3.0),
+    **_all("refused", "there is no loss `vespo`", vespo_k_neg=3.0, vespo_lambda_neg=2.0),
+    **_all("refused", "it has another name since TRL 1.0", vllm_importance_sampling_cap=None),
+    **_all("refused", "Adam has no further options here", optim_args=None, optim_target_modules=None),
+    **_all("refused", "it is not known here", label_smoothing_factor=0.0, neftune_noise_alpha=None),
+    **_all("refused", "a checkpoint has all that a run needs", save_only_model=False),
+    **_all("refused", _HUB, push_to_hub=False),
+    **_all(
+        "refused", "checkpoint.keep_best keeps it, and `megatron-rl export` writes it", load_best_model_at_end=False
+    ),
+    **_all("refused", "checkpoint.keep_best names a metric", metric_for_best_model=None, greater_is_better=None),
+    **_all("refused", "rewards are what is measured", include_for_metrics=()),
+}
+
+
+class Arguments:
+    """What all configurations of TRL's form have: refusals, and access by name."""
+
+    sections: Mapping[str, Any] | None
+
+    def __post_init__(self) -> None:
+        faults = [
+            f"{name}={getattr(self, name)!r} is not supported: {argument.says}"
+            for name, argument in ARGUMENTS.items()
+            if argument.treatment == "refused" and getattr(self, name) not in (argument.default, None, [])
+        ]
+        if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+            faults.append(
+                "start the script with `python`, not with accelerate or torchrun: the run starts its own ranks"
+            )
+        if faults:
+            raise ValueError("GRPOConfig: " + "; ".join(faults))
+
+
+def _field(name: str, default: Any) -> tuple[str, Any, Any]:
+    return name, Any, field(default=default)
+
+
+GRPOConfig = make_dataclass(
+    "GRPOConfig",
+    [
+        *(_field(name, argument.default) for name, argument in ARGUMENTS.items()),
+        _field("sections", None),
+    ],
+    bases=(Arguments,),
+    namespace={
+        "__doc__": "TRL's GRPOConfig. `sections` has keys of ours, such as {'cluster': {'gpus_per_trainer': 1}}."
+    },
+)

@@ -1,0 +1,120 @@
+"""What a call from Python writes for its run. That the run trains is shown in tests/e2e/test_coming_from.py."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from functools import partial
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megatron_rl import Run, api, grpo, plan, sft
+from megatron_rl.config.load import load_config
+from megatron_rl.config.schema import GrpoRunConfig
+from megatron_rl.recipes.tiny.from_trl import accuracy
+
+ROWS = [{"prompt": "1+1=", "ground_truth": "2"}, {"prompt": "größer?", "ground_truth": "ja"}]
+
+
+@pytest.fixture
+def begun(monkeypatch, tmp_path):
+    """The runs that would have begun: the path of each configuration."""
+    paths = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(api, "_run", lambda path, run, watch=None: paths.append(path) or run)
+    return paths
+
+
+def test_a_call_has_the_configuration_of_the_command(begun, tmp_path):
+    run = grpo(Path("model"), ROWS, "exact_answer", 7, name="mine", rollout={"prompts_per_step": 4}, run={"seed": 3})
+    assert run == Run(tmp_path / "runs" / "mine") and begun == [run.folder / "inputs" / "grpo.yaml"]
+    of_call = load_config(GrpoRunConfig, [str(begun[0])])
+    rows = f"data.train={run.folder}/inputs/train.jsonl"
+    words = ["run.name=mine", "run.steps=7", "run.seed=3", "model.path=model", rows, "rollout.prompts_per_step=4"]
+    assert of_call == load_config(GrpoRunConfig, [*words, "rewards=[{kind: exact_answer}]"])
+    assert [json.loads(line) for line in (run.folder / "inputs/train.jsonl").read_text().splitlines()] == ROWS
+
+
+def test_files_come_first_and_sections_last(begun, tmp_path):
+    (tmp_path / "base.yaml").write_text("rollout: {prompts_per_step: 4, samples_per_prompt: 2}\nrun: {steps: 9}\n")
+    grpo("model", "rows.jsonl", "text", 5, files=["base.yaml"], rollout={"prompts_per_step": 8})
+    config = load_config(GrpoRunConfig, [str(begun[0])])
+    assert (config.rollout.prompts_per_step, config.rollout.samples_per_prompt, config.run.steps) == (8, 2, 5)
+    assert str(config.data.train) == "rows.jsonl", "a path stays one"
+    sft("model", ROWS, name="taught")
+    assert yaml.safe_load(begun[1].read_text())["sft"]["rows"].endswith("taught/inputs/train.jsonl")
+
+
+FACTOR = 3
+
+
+def test_functions_reach_other_processes(begun):
+    """Called in a process that has nothing of this one."""
+    shift = 10
+
+    def scored(completions, **columns):
+        return [FACTOR * len(text) + shift for text in completions]
+
+    grpo(
+        "model", ROWS, [scored, {"kind": "function", "path": lambda completions: [1.0], "weight": 0.5}, partial(max, 2)]
+    )
+    paths = [entry["path"] for entry in yaml.safe_load(begun[0].read_text())["rewards"]]
+    assert [path.rpartition(":")[2] for path in paths] == ["scored", "lambda", "partial"]
+    code = """
+import sys
+from megatron_rl.config.function import load_function
+scored, one, largest = map(load_function, sys.argv[1:])
+print(scored(["ab"]), one(["x"]), largest(5))
+"""
+    done = subprocess.run([sys.executable, "-c", code, *paths], capture_output=True, text=True, cwd="/")
+    assert done.stdout == "[16] [1.0] 5\n", done.stderr
+
+
+def test_what_can_be_imported_goes_by_its_path(begun):
+    grpo("model", ROWS, accuracy)
+    [entry] = yaml.safe_load(begun[0].read_text())["rewards"]
+    assert entry == {"kind": "function", "path": "megatron_rl.recipes.tiny.from_trl:accuracy"}
+    assert not begun[0].with_name("functions.pickle").exists()
+
+
+def test_a_function_that_cannot_be_copied_is_refused_with_its_variable(begun, tmp_path):
+    lock = threading.Lock()
+
+    def scored(completions):
+        with lock:
+            return [1.0]
+
+    with pytest.raises(ValueError, match="function scored .* its variable 'lock' is a lock, .* make it inside"):
+        grpo("model", ROWS, scored)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_row_that_is_no_json_is_refused_by_its_number(begun):
+    with pytest.raises(ValueError, match="row 2 of the data is not JSON: .*set"):
+        grpo("model", [ROWS[0], {"prompt": {1, 2}}], "text", name="bad")
+    grpo("model", ROWS, "text", name="bad")  # nothing has begun: the name is free
+
+
+def test_a_run_that_has_steps_is_not_begun_again_but_resumed(begun):
+    run = grpo("model", ROWS, "text", name="mine")
+    (run.folder / "metrics.jsonl").write_text('{"step": 0, "loss": 1.5}\n')
+    with pytest.raises(ValueError, match=r"mine is a run already; Run\('.*/mine'\).resume\(\) continues it"):
+        grpo("model", ROWS, "text", name="mine")
+    assert run.metrics == [{"step": 0, "loss": 1.5}] and run.model is None
+    run.resume(run={"steps": 40})
+    assert load_config(GrpoRunConfig, [str(begun[-1])]).run.steps == 40
+    with pytest.raises(ValueError, match="rollout.prompts_per_stp: unknown key"):
+        run.resume(rollout={"prompts_per_stp": 1})
+    with pytest.raises(ValueError, match="has no inputs/grpo.yaml; continue it with the command"):
+        Run("elsewhere").resume()
+
+
+def test_a_plan_has_the_numbers_of_the_dry_run():
+    found = plan(files=["configs/model/qwen3_32b.yaml", "configs/cluster/h100_8n8g.yaml", "configs/run/gsm8k_32b.yaml"])
+    assert (found.trainer_ranks, found.engine_ranks, found.shape.num_layers) == (32, 32, 64)
+    assert found.pushed_bytes == pytest.approx(16.38e9, rel=1e-3) and found.memory.problems == []
+    assert "TP4 x PP4 x DP2 = 32 ranks" in str(found) and "16.38 GB" in str(found)

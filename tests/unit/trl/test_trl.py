@@ -1,0 +1,159 @@
+"""TRL's arguments against what TRL computes from them, by hand."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from math import exp
+
+import pytest
+
+from megatron_rl.config.load import validate
+from megatron_rl.config.schema import GrpoRunConfig
+from megatron_rl.trl import ARGUMENTS, GRPOConfig, GRPOTrainer
+from megatron_rl.trl.mapping import StepSizes, configuration
+
+ROWS = [{"prompt": f"{i}+1=", "ground_truth": str(i + 1)} for i in range(100)]
+
+
+def mapped(num_rows: int = 100, num_replicas: int = 1, **arguments) -> GrpoRunConfig:
+    """The validated configuration of a run with these arguments."""
+    sections = configuration(GRPOConfig(**arguments), num_rows, num_replicas)
+    sections["run"]["name"], sections["model"]["path"], sections["data"]["train"] = "run", "model", "rows.jsonl"
+    return validate(GrpoRunConfig, sections)
+
+
+def test_names_and_defaults_are_those_of_trl():
+    trl = pytest.importorskip("trl", reason="TRL is not among the packages; tests/unit/trl says how to compare")
+    theirs = {one.name: one.default for one in fields(trl.GRPOConfig)}
+    assert theirs.keys() == ARGUMENTS.keys()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "replicas", "prompts", "updates"),
+    [
+        ({}, 1, 1, 1),  # 8 answers of 8
+        ({"gradient_accumulation_steps": 4}, 1, 4, 1),
+        ({"gradient_accumulation_steps": 4}, 2, 8, 1),
+        ({"steps_per_generation": 4}, 1, 4, 4),
+        ({"gradient_accumulation_steps": 4, "steps_per_generation": 8, "num_generations": 16}, 1, 4, 2),
+        ({"generation_batch_size": 64, "gradient_accumulation_steps": 2}, 1, 8, 4),
+        ({"gradient_accumulation_steps": 8, "steps_per_generation": 4}, 1, 8, 1),  # two batches for one step
+    ],
+)
+def test_batches_are_those_of_trl(arguments, replicas, prompts, updates):
+    assert StepSizes.of(GRPOConfig(**arguments), replicas) == StepSizes(prompts, updates)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"num_generations": 3}, "8 answers are no whole number of groups of 3"),
+        ({"generation_batch_size": 12}, "generation_batch_size 12 is not a multiple of 8"),
+        ({"generation_batch_size": 16, "steps_per_generation": 2}, "not both"),
+        ({"steps_per_generation": 3, "gradient_accumulation_steps": 2, "num_generations": 2}, "one must be a multiple"),
+        ({"loss_type": "vespo"}, "loss_type='vespo' is not known"),
+        ({"loss_type": "cispo"}, "epsilon_high=0.2 with cispo is the largest weight itself"),
+        (
+            {"importance_sampling_level": "sequence", "delta": 2.0},
+            "importance_sampling_level='sequence' with delta=2.0",
+        ),
+        (
+            {"use_vllm": True, "vllm_importance_sampling_mode": "sequence_truncate"},
+            "sequence_truncate' is not supported",
+        ),
+        ({"lr_scheduler_type": "polynomial"}, "lr_scheduler_type='polynomial'"),
+        ({"optim": "adafactor"}, "optim='adafactor' is not known"),
+        ({"report_to": ["trackio"]}, "report_to='trackio' is not known"),
+        ({"model_init_kwargs": {"device_map": "auto"}}, "model_init_kwargs has {'device_map': 'auto'}"),
+        ({"scale_rewards": "all"}, "scale_rewards='all'"),
+        ({"save_strategy": "best"}, "save_strategy='best' is not known"),
+    ],
+)
+def test_what_cannot_be_expressed_is_refused_by_its_name(arguments, said):
+    with pytest.raises(ValueError, match=f"GRPOConfig: .*{said}".replace("[", r"\[").replace("{", r"\{")):
+        mapped(**arguments)
+
+
+def test_arguments_that_change_the_meaning_are_refused_together():
+    with pytest.raises(ValueError, match=r"num_iterations=2 is not supported: .*; top_p=0.9 is not supported: .*"):
+        GRPOConfig(num_iterations=2, top_p=0.9)
+    with pytest.raises(TypeError, match="max_prompt_len"):
+        GRPOConfig(max_prompt_len=3)
+
+
+def test_a_script_under_a_launcher_is_told_to_start_plainly(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    with pytest.raises(ValueError, match="with `python`, not with accelerate or torchrun"):
+        GRPOConfig()
+
+
+def test_steps_come_from_epochs_or_from_optimizer_steps():
+    assert mapped(num_rows=100, num_train_epochs=2, gradient_accumulation_steps=4).run.steps == 50  # 4 prompts a step
+    config = mapped(max_steps=30, steps_per_generation=4, save_steps=10, eval_strategy="steps", eval_steps=0.2)
+    assert (config.run.steps, config.algorithm.updates_per_step) == (8, 4)  # 30 optimizer steps of four a batch
+    assert config.checkpoint.every == 2 and config.eval.every == 2  # 10 of 4; a fifth of 30 are 6 of 4
+    assert mapped(max_steps=40, warmup_steps=0.1).policy.optimizer.warmup_steps == 4
+    assert mapped(save_strategy="no").checkpoint.every == 0
+    assert mapped(num_rows=100, eval_strategy="epoch", gradient_accumulation_steps=10).eval.every == 10
+
+
+@pytest.mark.parametrize(
+    ("arguments", "loss", "aggregation"),
+    [
+        ({}, {"kind": "dual_clip", "clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": None}, "token-mean"),
+        ({"loss_type": "grpo", "epsilon_high": 0.28}, {"clip_ratio_high": 0.28}, "seq-mean-token-mean"),
+        ({"loss_type": "bnpo", "delta": 4.0}, {"clip_ratio_c": 4.0}, "token-mean"),
+        ({"loss_type": "dr_grpo"}, {"kind": "dual_clip"}, "seq-mean-token-sum-norm"),
+        ({"loss_type": "cispo", "epsilon_high": 5.0}, {"kind": "cispo", "clip_ratio_high": 4.0}, "token-mean"),
+        ({"loss_type": "sapo"}, {"kind": "sapo", "tau_neg": 1.05}, "seq-mean-token-mean"),
+        ({"loss_type": "luspo", "importance_sampling_level": "sequence"}, {"kind": "gspo"}, "seq-mean-token-sum"),
+    ],
+)
+def test_losses_are_those_of_trl(arguments, loss, aggregation):
+    algorithm = mapped(**arguments).algorithm
+    assert loss.items() <= algorithm.loss.model_dump().items() and algorithm.loss_agg_mode == aggregation
+    assert algorithm.loss_agg_tokens == (512 if aggregation == "seq-mean-token-sum-norm" else None)
+    assert not algorithm.drop_zero_signal, "TRL counts samples without a signal in its denominators"
+
+
+def test_the_correction_is_that_of_the_mode():
+    assert mapped().algorithm.correction is None, "TRL's own generation needs none"
+    masked = mapped(use_vllm=True).algorithm.correction
+    [rule] = masked.reject
+    assert (rule.level, rule.over, rule.low, rule.high) == ("sequence", "sum", None, 3.0)
+    cut = mapped(use_vllm=True, vllm_importance_sampling_mode="token_truncate", off_policy_mask_threshold=0.1)
+    assert cut.algorithm.correction.weight.cap == 3.0
+    assert cut.algorithm.correction.reject[0].low == pytest.approx(exp(-0.1))
+    assert mapped(use_vllm=True, vllm_importance_sampling_correction=False).algorithm.correction is None
+
+
+def test_terms_and_numbers_of_the_optimizer():
+    config = mapped(beta=0.04, entropy_coef=0.01, learning_rate=3e-6, adam_beta2=0.99, lr_scheduler_type="cosine")
+    assert config.algorithm.kl.coefficient.value == 0.04 and config.algorithm.kl.straight_through
+    assert config.algorithm.entropy.coefficient.value == 0.01
+    optimizer = config.policy.optimizer
+    assert (optimizer.lr, optimizer.betas, optimizer.schedule, optimizer.min_lr_ratio) == (
+        3e-6,
+        (0.9, 0.99),
+        "cosine",
+        0,
+    )
+    assert (
+        mapped(bf16=True).model.dtype == "bfloat16" and mapped(gradient_checkpointing=False).model.recompute == "none"
+    )
+
+
+def test_a_trainer_refuses_by_name_what_it_would_ignore():
+    given = {"model": "model", "train_dataset": ROWS, "reward_funcs": len}
+    with pytest.raises(
+        ValueError, match="peft_config: there is no LoRA; .*|peft_config: there is no LoRA: all weights"
+    ):
+        GRPOTrainer(**given, peft_config=object())
+    with pytest.raises(ValueError, match="reward_weights has 2 numbers for 1 reward_funcs"):
+        GRPOTrainer(**given, args=GRPOConfig(reward_weights=[1.0, 2.0]))._entries()
+    with pytest.raises(
+        ValueError, match="neither a folder nor in the hub's cache .* `hf download a/b --local-dir models/b`"
+    ):
+        GRPOTrainer(**given | {"model": "a/b"}, args=GRPOConfig())._model_folder(None)
+    with pytest.raises(ValueError, match="nothing was evaluated"):
+        GRPOTrainer(**given).evaluate()
