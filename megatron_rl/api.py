@@ -4,7 +4,7 @@ A run is a process of its own, the one that the command `megatron-rl grpo` start
 do the same. What it is given is in the run's folder, below `inputs`: the configuration, rows that were a list, and
 functions that no other process can import. Everything can be continued from there, also by the command.
 
-Invariant (tests/unit/test_api.py): the configuration of a call is that of the command with the same keys.
+Invariant (tests/unit/api): a call has the same configuration as the command with the same keys.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from shutil import rmtree
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
 import yaml
 from rich.console import Console
@@ -44,7 +44,6 @@ Rows = str | os.PathLike[str] | Iterable[Mapping[str, Any]]
 Watch = Callable[["Run"], bool]
 INPUTS = "inputs"
 KINDS: Mapping[str, type[BaseConfig]] = {"grpo": GrpoRunConfig, "ppo": PpoRunConfig, "sft": SftRunConfig}
-Config = TypeVar("Config", bound=BaseConfig)
 
 
 def grpo(
@@ -81,7 +80,7 @@ def grpo(
         ValueError: the configuration is refused, or a function cannot be sent to the verifiers' processes.
         RuntimeError: the run has failed. The message has its last error and the log's path.
     """
-    return start("grpo", model, steps, name, files, sections, data=data, eval_data=eval_data, rewards=rewards)
+    return start("grpo", model, Inputs(data, eval_data, rewards), name, files, _with_steps(sections, steps))
 
 
 def ppo(
@@ -96,7 +95,7 @@ def ppo(
     **sections: Any,
 ) -> Run:
     """The same with a critic (section `critic`); see `grpo`."""
-    return start("ppo", model, steps, name, files, sections, data=data, eval_data=eval_data, rewards=rewards)
+    return start("ppo", model, Inputs(data, eval_data, rewards), name, files, _with_steps(sections, steps))
 
 
 def sft(
@@ -109,7 +108,7 @@ def sft(
     **sections: Any,
 ) -> Run:
     """Train on rows with `prompt` and `completion`, or with `messages` that end with the assistant; see `grpo`."""
-    return start("sft", model, steps, name, files, sections, data=data)
+    return start("sft", model, Inputs(data), name, files, _with_steps(sections, steps))
 
 
 @dataclass(frozen=True)
@@ -216,17 +215,21 @@ def plan(
     )
 
 
+class Inputs(NamedTuple):
+    """What a run learns from."""
+
+    data: Rows
+    eval_data: Rows | None = None
+    rewards: Reward | Sequence[Reward] = ()
+
+
 def start(
     kind: str,
     model: str | os.PathLike[str],
-    steps: int,
+    learnt: Inputs,
     name: str | None,
     files: Sequence[str | os.PathLike[str]],
     sections: Mapping[str, Any],
-    *,
-    data: Rows,
-    eval_data: Rows | None = None,
-    rewards: Reward | Sequence[Reward] = (),
     watch: Watch | None = None,
 ) -> Run:
     """Write the inputs of a new run, and wait for it.
@@ -235,7 +238,7 @@ def start(
         watch: see `_run`.
     """
     own: dict[str, Any] = {
-        "run": {"name": name or f"{kind}_{time.strftime('%Y%m%d_%H%M%S')}", "steps": steps},
+        "run": {"name": name or f"{kind}_{time.strftime('%Y%m%d_%H%M%S')}"},
         "model": {"path": os.fspath(model)},
     }
     given = _merged(files, own, sections)
@@ -245,7 +248,8 @@ def start(
         raise ValueError(
             f"{folder} is a run already; Run({str(folder)!r}).resume() continues it, or choose another name"
         )
-    rows, heldout = _Rows(data, inputs / "train"), None if eval_data is None else _Rows(eval_data, inputs / "eval")
+    rows, rewards = _Rows(learnt.data, inputs / "train"), learnt.rewards
+    heldout = None if learnt.eval_data is None else _Rows(learnt.eval_data, inputs / "eval")
     if kind == "sft":
         merge(given, {"sft": {"rows": rows.path}})
     else:
@@ -264,6 +268,10 @@ def start(
     path = inputs / f"{kind}.yaml"
     path.write_text(yaml.safe_dump(given, sort_keys=False, allow_unicode=True))
     return _run(path, Run(folder), watch)
+
+
+def _with_steps(sections: Mapping[str, Any], steps: int) -> dict[str, Any]:
+    return {**sections, "run": {"steps": steps, **sections.get("run", {})}}
 
 
 def _merged(files: Sequence[str | os.PathLike[str]], *sections: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import inspect
 import os
+import pickle
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+UNCOPIED = (TypeError, AttributeError, ValueError, RuntimeError, NotImplementedError, pickle.PicklingError, OSError)
+"""What pickling raises for locks, open files, connections, and the like."""
 
 
 class Functions:
@@ -49,7 +53,7 @@ class Functions:
             name += "_"
         try:
             cloudpickle.dumps(function)
-        except Exception as error:  # whatever the pickling of a user's object raises
+        except UNCOPIED as error:
             raise ValueError(
                 f"the function {name} cannot be sent to other processes: {_culprit(function) or error}; make it inside "
                 f"the function, or write the function into a file and give its path, `my_file.py:{name}`"
@@ -69,6 +73,6 @@ def _culprit(function: Callable[..., Any]) -> str | None:
     for name, value in variables.items():
         try:
             cloudpickle.dumps(value)
-        except Exception:  # as above
+        except UNCOPIED:
             return f"its variable {name!r} is a {type(value).__name__}, which cannot be copied"
     return None

@@ -15,8 +15,8 @@ from pydantic import AfterValidator
 from megatron_rl.config.shipped import find_shipped
 
 VALUES = ".pickle"
-"""The ending of a file that holds functions by value, by their names, as cloudpickle writes them: those of a script or
-of a notebook, which no other process can import."""
+"""The ending of a file that holds functions of a script or of a notebook, which no other process can import: by value,
+by their names, as cloudpickle writes them."""
 
 
 class ImportPath(str):

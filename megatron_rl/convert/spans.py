@@ -21,8 +21,8 @@ from megatron_rl.convert.checksum import joined
 from megatron_rl.convert.stored import Maps, Stored
 from megatron_rl.convert.target import (
     BLOCK_BYTES,
+    ByteRun,
     Rows,
-    Run,
     TargetFile,
     TargetTensor,
     Tick,
@@ -100,14 +100,14 @@ def cut(file: TargetFile, max_bytes: int) -> list[Span]:
 
 def whole_sources(file: TargetFile) -> set[Stored]:
     """The stored tensors whose bytes are all in runs of the file, each byte once."""
-    found: dict[Stored, list[Run]] = {}
+    found: dict[Stored, list[ByteRun]] = {}
     for tensor, _ in file.tensors():
         for run in runs(tensor) or ():
             found.setdefault(run.source, []).append(run)
     return {stored for stored, parts in found.items() if _cover(stored, parts)}
 
 
-def _cover(stored: Stored, parts: list[Run]) -> bool:
+def _cover(stored: Stored, parts: list[ByteRun]) -> bool:
     stop = 0
     for run in sorted(parts, key=lambda run: run.start):
         if run.start != stop:
@@ -151,7 +151,7 @@ def write(path: Path, file: TargetFile, span: Span, sources: set[Stored], maps: 
 
 def _views(
     segment: bytes | TargetTensor, rows: Rows | None, sources: set[Stored], maps: Maps
-) -> Iterator[tuple[memoryview, Run | None]]:
+) -> Iterator[tuple[memoryview, ByteRun | None]]:
     """The bytes of a piece, in views of at most a block, each with its run if that belongs to a tensor of `sources`."""
     if isinstance(segment, bytes):
         yield memoryview(segment), None
@@ -168,7 +168,7 @@ def _views(
         stored = maps.unchecked_bytes(run.source)
         for start in range(run.start, run.start + run.num_bytes, BLOCK_BYTES):
             view = stored[start : min(start + BLOCK_BYTES, run.start + run.num_bytes)]
-            yield view, Run(run.source, start, len(view)) if is_summed else None
+            yield view, ByteRun(run.source, start, len(view)) if is_summed else None
 
 
 def _note(sums: list[tuple[Stored, Sum]], source: Stored, new: Sum) -> None:

@@ -127,7 +127,7 @@ def _row_ranges(tensor: TargetTensor, rows: Rows) -> Iterator[Rows]:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class ByteRun:
     """Consecutive bytes of a stored tensor that are the same bytes in the target."""
 
     source: Stored
@@ -136,7 +136,7 @@ class Run:
     num_bytes: int
 
 
-def runs(tensor: TargetTensor, rows: Rows | None = None) -> list[Run] | None:
+def runs(tensor: TargetTensor, rows: Rows | None = None) -> list[ByteRun] | None:
     """The runs that a tensor consists of, in order. None if it has parts of rows, another form or dtype than its
     source, or padding: its bytes are then no runs.
 
@@ -159,7 +159,7 @@ def runs(tensor: TargetTensor, rows: Rows | None = None) -> list[Run] | None:
         begin, end = max(first, start), min(last, stop)
         if begin < end:
             offset = (begin - first + source_first) * row_bytes
-            found.append((begin, Run(part.source, offset, (end - begin) * row_bytes)))
+            found.append((begin, ByteRun(part.source, offset, (end - begin) * row_bytes)))
     return [run for _, run in sorted(found, key=lambda item: item[0])]
 
 

@@ -1,6 +1,6 @@
 """Every argument of TRL's GRPOConfig (1.16), and what becomes of it here.
 
-Invariants (tests/unit/trl): the names are those of TRL's class; an argument that changes what is trained is mapped, or
+Invariants (tests/unit/trl): the names are the same as in TRL; an argument that changes what is trained is mapped, or
 refused by name if it differs from its default; none is ignored because nobody thought of it.
 """
 

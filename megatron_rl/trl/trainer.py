@@ -16,7 +16,7 @@ from typing import Any
 
 from transformers import TrainerControl, TrainerState
 
-from megatron_rl.api import Run, start
+from megatron_rl.api import Inputs, Run, start
 from megatron_rl.config.load import merge
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.loop.checkpoints import find_checkpoints
@@ -47,6 +47,8 @@ REFUSED = {
     "environment_factory": "rollout.environment in GRPOConfig(sections=...) names the class",
 }
 
+OTHERS = ("processing_class", "reward_processing_classes", "callbacks", "tools")
+
 
 class GRPOTrainer:
     """
@@ -55,10 +57,9 @@ class GRPOTrainer:
         reward_funcs: functions, objects that can be called, or folders of reward models with one label.
         train_dataset: a data set or a list of rows, with `prompt` as text or chat turns. Of an iterable one, the rows
             that the steps need.
-        processing_class: is saved beside a `model` that is no folder.
-        callbacks: of transformers. They are called with `args`, `state` and `control`: when training begins and ends,
-            and for each step and checkpoint, soon after it.
-        tools: functions that the model's turns call.
+        others: `processing_class`, which is saved with a `model` that is no folder; `callbacks` of transformers, which
+            are called with `args`, `state` and `control` when training begins and ends, and for each step and
+            checkpoint, soon after it; `tools`, functions that the model's turns call.
 
     Raises:
         ValueError: an argument is not supported; the message says what to do.
@@ -71,25 +72,14 @@ class GRPOTrainer:
         args: Any = None,
         train_dataset: Any = None,
         eval_dataset: Any = None,
-        processing_class: Any = None,
-        reward_processing_classes: Any = None,
-        callbacks: Sequence[Any] | None = None,
-        optimizers: Any = (None, None),
-        quantization_config: Any = None,
-        peft_config: Any = None,
-        tools: Sequence[Any] | None = None,
-        rollout_func: Any = None,
-        environment_factory: Any = None,
+        **others: Any,
     ) -> None:
-        given = {
-            "optimizers": next((one for one in optimizers if one is not None), None),
-            "quantization_config": quantization_config,
-            "peft_config": peft_config,
-            "rollout_func": rollout_func,
-            "environment_factory": environment_factory,
-        }
-        if faults := [f"{name}: {REFUSED[name]}" for name, value in given.items() if value is not None]:
+        if unknown := sorted(others.keys() - {*OTHERS, *REFUSED}):
+            raise TypeError(f"GRPOTrainer has no argument {unknown[0]!r}")
+        empty = (None, (None, None))
+        if faults := [f"{name}: {why}" for name, why in REFUSED.items() if others.get(name) not in empty]:
             raise ValueError("GRPOTrainer does not support " + "; ".join(faults))
+        callbacks, tools = others.get("callbacks"), others.get("tools")
         if isinstance(eval_dataset, Mapping):
             raise ValueError("GRPOTrainer takes one eval_dataset; a column `dataset` in its rows separates the metrics")
         if train_dataset is None:
@@ -97,7 +87,7 @@ class GRPOTrainer:
         self.args: Any = args or GRPOConfig(output_dir=f"{_name_of(model)}-GRPO")
         self.state, self.control = TrainerState(), TrainerControl()
         self.run: Run | None = None
-        self._model, self._processing_class = model, processing_class
+        self._model, self._processing_class = model, others.get("processing_class")
         several = isinstance(reward_funcs, Sequence) and not isinstance(reward_funcs, str)
         self._rewards = list(reward_funcs) if several else [reward_funcs]
         self._train, self._eval, self._tools = train_dataset, eval_dataset, list(tools or ())
@@ -118,20 +108,16 @@ class GRPOTrainer:
         if resume_from_checkpoint or self.args.resume_from_checkpoint:
             self.run = Run(folder).resume(self._watch)
         else:
-            name, sections = folder.name, self._sections(folder)
-            steps = sections["run"]["steps"]
-            self.state.max_steps = steps * sections["algorithm"]["updates_per_step"]
+            sections = self._sections(folder)
+            self.state.max_steps = sections["run"]["steps"] * sections["algorithm"]["updates_per_step"]
             self.run = start(
                 "grpo",
                 self._model_folder(folder),
-                steps,
-                name,
+                Inputs(self._train, self._eval, self._entries()),
+                folder.name,
                 (),
                 sections,
-                data=self._train,
-                eval_data=self._eval,
-                rewards=self._entries(),
-                watch=self._watch,
+                self._watch,
             )
         self._tell("on_train_end")
         return self.run
@@ -267,7 +253,7 @@ def _folder_of(name: str) -> Path:
 
     try:
         return Path(snapshot_download(name))
-    except Exception as error:  # whatever the hub's client raises without a network
+    except (OSError, ValueError) as error:
         folder = f"models/{name.rpartition('/')[2]}"
         raise ValueError(
             f"{name} is neither a folder nor in the hub's cache ({type(error).__name__}); get it with "
