@@ -153,11 +153,15 @@ class SilentRewards:
 
 def tell_common_reason(groups: Sequence[Group], sink: Sink) -> None:
     """Warn if no answer of a step scores above 0, with the most frequent reason. Something may keep every answer from a
-    score, such as a delimiter that the model never writes, and the mean reward alone would not say so."""
+    score, such as a delimiter that the model never writes, and the mean reward alone would not say so. Penalties that
+    differ and have no reason are what a reward of the user's own may give."""
     verdicts = [verdict for verdict in verdicts_of(groups) if verdict.score is not None]
-    if not verdicts or any(verdict.score > 0 for verdict in verdicts if verdict.score is not None):
+    scores = {verdict.score for verdict in verdicts if verdict.score is not None}
+    if not scores or max(scores) > 0:
         return
     [(reason, count)] = Counter(verdict.reason for verdict in verdicts).most_common(1)
+    if not reason and len(scores) > 1:
+        return
     told = f"; the most frequent reason ({count / len(verdicts):.0%}) is: {reason}" if reason else ""
     sink.warn(f"none of {len(verdicts)} answers scores above 0{told}")
 

@@ -94,7 +94,9 @@ def test_a_step_in_which_no_answer_scores_tells_the_most_frequent_reason():
     tell_common_reason(answers(missing, Verdict(0.5)), sink)
     tell_common_reason(answers(Verdict(None, "the service is away", failed=True)), sink)
     assert len(sink.warnings) == 1, "an answer that scores, and a step without a score, are told elsewhere or not"
-    tell_common_reason(answers(Verdict(0.0), Verdict(-1.0)), sink)
+    tell_common_reason(answers(Verdict(-3.0), Verdict(-1.0)), sink)
+    assert len(sink.warnings) == 1, "a user's penalties differ, so there is something to learn"
+    tell_common_reason(answers(Verdict(-1.0), Verdict(-1.0)), sink)
     assert sink.warnings[1:] == ["none of 2 answers scores above 0"]
 
 
