@@ -26,7 +26,7 @@ def _all(treatment: Treatment, says: str, **defaults: Any) -> dict[str, Argument
     return {name: Argument(default, treatment, says) for name, default in defaults.items()}
 
 
-_BATCH = "rollout.prompts_per_step and algorithm.updates_per_step: see `step_sizes`"
+_BATCH = "rollout.prompts_per_step and algorithm.updates_per_step, by the sizes of TRL"
 _SPEED = "a matter of speed or memory, which does not change what is trained"
 _FILES = "the run's folder has all of it: metrics.jsonl, samples.jsonl, report.html"
 _SERVER = "the run starts its own engines; sections `rollout` and `cluster` place them"

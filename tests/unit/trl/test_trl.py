@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 from math import exp
+from pathlib import Path
 
 import pytest
 
@@ -157,3 +158,10 @@ def test_a_trainer_refuses_by_name_what_it_would_ignore():
         GRPOTrainer(**given | {"model": "a/b"}, args=GRPOConfig())._model_folder(None)
     with pytest.raises(ValueError, match="nothing was evaluated"):
         GRPOTrainer(**given).evaluate()
+
+
+def test_the_page_for_those_who_come_from_trl_has_all_arguments():
+    from megatron_rl.trl.__main__ import page
+
+    root = Path(__file__).parents[3]
+    assert (root / "docs" / "coming_from_trl.md").read_text() == page() + "\n", "python -m megatron_rl.trl writes it"
