@@ -45,7 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if words[:size] == name.split():
             # argparse takes a program's name from here, for its usage line and its errors.
             sys.argv = [f"megatron-rl {name}", *words[size:]]
-            return import_module(f"megatron_rl.{module}").main(words[size:])
+            status: int = import_module(f"megatron_rl.{module}").main(words[size:])
+            return status
     listing = "\n".join(f"  {name:<20} {purpose}" for name, (_, purpose) in COMMANDS.items())
     text = f"usage: megatron-rl COMMAND ... (each command has --help)\n\n{listing}"
     if words and words[0] not in ("-h", "--help"):
