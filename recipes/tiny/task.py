@@ -56,7 +56,7 @@ def demonstration(a: int, b: int, rng: random.Random) -> str:
 def write_task(folder: Path, seed: int = 0) -> None:
     """Write train.jsonl, eval.jsonl, demonstrations.jsonl and model/ (random weights) into the folder."""
     rng = random.Random(seed)
-    pairs = rng.sample([(a, b) for a in range(100, 1000) for b in range(100, 1000)], NUM_TRAIN + NUM_EVAL)
+    pairs = [(100 + i // 900, 100 + i % 900) for i in rng.sample(range(900 * 900), NUM_TRAIN + NUM_EVAL)]
     folder.mkdir(parents=True, exist_ok=True)
 
     def write(name: str, rows: list[dict[str, str]]) -> None:
@@ -65,7 +65,8 @@ def write_task(folder: Path, seed: int = 0) -> None:
     questions = [{"prompt": f"{a}+{b}=", "ground_truth": str(a + b), "dataset": "addition"} for a, b in pairs]
     write("train.jsonl", questions[:NUM_TRAIN])
     write("eval.jsonl", questions[NUM_TRAIN:])
-    chosen = [rng.choice(pairs[:NUM_TRAIN]) for _ in range(NUM_DEMONSTRATIONS)]
+    training = pairs[:NUM_TRAIN]
+    chosen = [rng.choice(training) for _ in range(NUM_DEMONSTRATIONS)]
     write(
         "demonstrations.jsonl",
         [{"prompt": f"{a}+{b}=", "completion": demonstration(a, b, rng)} for a, b in chosen],
