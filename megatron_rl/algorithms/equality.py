@@ -14,7 +14,7 @@ import numpy as np
 RESOLUTION = 2.0**-22
 """Rewards differ if their difference is more than this part of the larger one: two units in the last place of float32,
 the precision of reward models and many functions."""
-RESIDUE = 1e-12
+RESIDUE = 1e-10
 """A difference up to this is rounding, too: it is what is left of terms that should cancel, whose sum is near 0."""
 
 

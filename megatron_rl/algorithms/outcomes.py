@@ -19,6 +19,8 @@ from megatron_rl.algorithms.equality import all_equal, differ
 STD_EPS = 1e-6
 """This is added to a standard deviation, so that almost equal rewards give finite advantages. It is far below the
 standard deviation of any real rewards."""
+SMALLEST_SHARE = 0.01
+"""`rloo` with `std: others` does not divide by a standard deviation below this share of the group's."""
 
 
 def grpo(rewards: np.ndarray, group_of: np.ndarray, std: str) -> np.ndarray:
@@ -54,8 +56,9 @@ def rloo(rewards: np.ndarray, group_of: np.ndarray, std: str) -> np.ndarray:
 
     Args:
         std: `others` divides by the standard deviation of the other samples' rewards + 1e-6 (divisor N - 2). It does
-            not divide if these are all equal, or if there is only one, because the sample that alone differs from
-            them must keep its advantage. `none` never divides.
+            not divide if this is below a hundredth of the group's, or if there is only one other sample: the sample
+            that alone differs from the others must keep its advantage, and rounding, also of float16, must not grow
+            into one. `none` never divides.
 
     Example:
         The rewards 1, 0, 0 have the baselines 0, .5, .5, and the advantages 1, -.5, -.5. With std others they are
@@ -67,17 +70,17 @@ def rloo(rewards: np.ndarray, group_of: np.ndarray, std: str) -> np.ndarray:
 
 
 def _deviation_of_others(rewards: np.ndarray, group_of: np.ndarray) -> np.ndarray:
-    """float64 [S]: the standard deviation + 1e-6 of the other rewards in each sample's group; 1 where these are equal.
-    It is computed from these rewards themselves, because the rounding of a difference of sums grows with the rewards.
-    """
+    """float64 [S]: the standard deviation + 1e-6 of the other rewards in each sample's group; 1 where it is too small
+    to divide by. It is computed from these rewards themselves, because the rounding of a difference of sums grows with
+    the rewards."""
     divisors = np.ones(len(rewards))
     for group in range(_num_groups(group_of)):
         members = np.flatnonzero((group_of == group) & ~np.isnan(rewards))
         if len(members) < 3:
             continue
         apart = ~np.eye(len(members), dtype=bool)
-        others = np.broadcast_to(rewards[members], apart.shape)[apart].reshape(len(members), -1)
-        divisors[members] = np.where(differ(others.min(1), others.max(1)), others.std(1, ddof=1) + STD_EPS, 1.0)
+        others = np.broadcast_to(rewards[members], apart.shape)[apart].reshape(len(members), -1).std(1, ddof=1)
+        divisors[members] = np.where(others > SMALLEST_SHARE * rewards[members].std(ddof=1), others + STD_EPS, 1.0)
     return divisors
 
 

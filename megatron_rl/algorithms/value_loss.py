@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import huber_loss
 
-from megatron_rl.algorithms.whitening import ROUNDING, SumOverRanks, moments, one_rank
+from megatron_rl.algorithms.equality import RESOLUTION
+from megatron_rl.algorithms.whitening import SumOverRanks, moments, one_rank
 
 
 def value_loss(
@@ -66,4 +67,4 @@ def explained_variance(
     constant one has 0, and the result is NaN if the returns do not vary."""
     _, unexplained = moments((return_T.double() - value_T.double())[action_mask_T], sum_over_ranks)
     mean, total = moments(return_T[action_mask_T], sum_over_ranks)
-    return torch.where(total.sqrt() > ROUNDING * mean.abs(), 1 - unexplained / total, torch.nan)
+    return torch.where(total.sqrt() > RESOLUTION * mean.abs(), 1 - unexplained / total, torch.nan)

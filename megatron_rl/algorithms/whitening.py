@@ -14,14 +14,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from megatron_rl.algorithms.equality import RESOLUTION
+
 SumOverRanks = Callable[[Tensor], Tensor]
 """The elementwise sum of a small float64 tensor over the ranks that share the batch (an all-reduce)."""
 
 STD_EPS = 1e-6
 """This is added to the standard deviation, as in `outcomes.py`. Advantages far below it are noise."""
-ROUNDING = 1e-12
-"""A standard deviation below this share of the mean comes from rounding of equal numbers, because each term of a sum in
-float64 has a relative error of 1e-16 at most."""
 
 
 def one_rank(x: Tensor) -> Tensor:
@@ -45,4 +44,4 @@ def whiten(x_N: Tensor, sum_over_ranks: SumOverRanks = one_rank) -> Tensor:
     """(x - mean) / (std + 1e-6) over all ranks, float64 [N]."""
     mean, variance = moments(x_N, sum_over_ranks)
     std = variance.sqrt()
-    return torch.where(std <= ROUNDING * mean.abs(), 0.0, (x_N.double() - mean) / (std + STD_EPS))
+    return torch.where(std <= RESOLUTION * mean.abs(), 0.0, (x_N.double() - mean) / (std + STD_EPS))

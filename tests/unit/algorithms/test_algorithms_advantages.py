@@ -7,6 +7,7 @@ from typing import get_args
 import cover
 import numpy as np
 import pytest
+import torch
 from batches import batch_without_tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,6 +25,7 @@ from megatron_rl.algorithms.outcomes import (
     remax,
     rloo,
 )
+from megatron_rl.algorithms.whitening import whiten
 from megatron_rl.config.advantages import (
     AdvantageConfig,
     FunctionAdvantage,
@@ -98,11 +100,21 @@ def test_others_that_are_equal_but_for_rounding_divide_nothing():
         [1.0, 0.1 + 0.2 - 0.3, 0.0, 0.0],
         [1.0, float(np.float32(0.1) + np.float32(0.2)), float(np.float32(0.3)), 0.3],
         [-5e8, 1e9, 1e9 * (0.1 + 0.2) / 0.3, 1e9],
+        [1.0, float(np.float32(0.7) - np.float32(0.6) - np.float32(0.1)), 0.0, 0.0],  # -4e-8
+        [1.0, 1e5 * (0.1 + 0.2) - 3e4, 0.0, 0.0],
+        [1.0, float(np.float16(0.3)), 0.3, 0.3],
     ],
 )
 def test_others_that_differ_by_rounding_alone_are_equal(rewards):
     given, one_group = np.array(rewards), np.zeros(len(rewards), int)
     np.testing.assert_allclose(rloo(given, one_group, "others")[0], rloo(given, one_group, "none")[0])
+
+
+def test_a_difference_that_a_sum_leaves_is_no_signal():
+    """Whitening would make an advantage of 1 of it."""
+    parts = np.array([[1e5 * (0.1 + 0.2) - 3e4], [0.0], [0.0], [0.0]])
+    assert gdpo(parts, np.ones(1), np.zeros(4, int)).tolist() == [0, 0, 0, 0]
+    assert whiten(torch.tensor([np.float32(0.3), 0.3, 0.3, 0.3], dtype=torch.float64)).tolist() == [0, 0, 0, 0]
 
 
 def test_golden_optimal_baseline():
@@ -187,7 +199,8 @@ def slow_rloo(rewards, group_of, std):
     for i, reward in enumerate(rewards):
         others = [r for j, r in enumerate(rewards) if j != i and group_of[j] == group_of[i] and not math.isnan(r)]
         result.append(0.0 if math.isnan(reward) or not others else reward - sum(others) / len(others))
-        if std == "others" and len(set(others)) > 1:
+        group = [r for j, r in enumerate(rewards) if group_of[j] == group_of[i] and not math.isnan(r)]
+        if std == "others" and len(others) > 1 and statistics.stdev(others) > 0.01 * statistics.stdev(group):
             result[-1] /= statistics.stdev(others) + EPS
     return result
 
