@@ -39,13 +39,19 @@ def _with_delimiter(config: Grpo, tell: Callable[[str], None]) -> Grpo:
         or (rollout.prefix_values is not None and rollout.environment is None)
         or any(isinstance(reward, FormatReward) for reward in config.rewards)
     )
-    if is_given or is_needed or not folder.is_dir():
+    if (is_needed and not is_given) or not rollout.delimiter or not folder.is_dir():
         return config
     try:
         thinks = _thinks(folder, rollout.delimiter)
     except ValueError:  # the preflight tells it, with all other faults
         return config
     if thinks:
+        return config
+    if is_given:
+        tell(
+            f"rollout.delimiter is {rollout.delimiter!r}, which neither chat template nor vocabulary of {folder} "
+            f"has: an answer without it scores 0. If the model does not think, write an empty text"
+        )
         return config
     tell(
         f"rollout.delimiter is empty, because neither the chat template nor the vocabulary of {folder} has "

@@ -111,12 +111,12 @@ def describe_datasets(groups: Sequence[Group]) -> Metrics:
 
 
 class SilentRewards:
-    """Counts, for each reward, the consecutive steps when it scored none of the answers that it should. The sum of the
-    rewards would hide it if another reward gives scores."""
+    """Counts, for each reward, the consecutive steps when it scored none of the answers that it should, and when it
+    gave all of them 0. The sum of the rewards would hide it if another reward gives scores."""
 
     def __init__(self, rewards: Sequence[RewardConfig]) -> None:
         self._rewards = rewards
-        self._silent_steps = [0] * len(rewards)
+        self._silent_steps, self._zero_steps = [0] * len(rewards), [0] * len(rewards)
         self._told: set[str] = set()
 
     def count(self, groups: Sequence[Group], metrics: Metrics, sink: Sink) -> None:
@@ -138,7 +138,12 @@ class SilentRewards:
             own = verdicts_of([group for group in groups if reward.scores(group.prompt.columns)])
             if not own:
                 continue
-            if any(verdict.parts[i] is not None for verdict in own):
+            scores = {verdict.parts[i] for verdict in own} - {None}
+            self._zero_steps[i] = self._zero_steps[i] + 1 if scores == {0.0} else 0
+            if self._zero_steps[i] == 2 and len(self._rewards) > 1:
+                told = common_reason(own)
+                sink.warn(f"reward {reward.label} gave 0 to all answers of two steps in a row{told}")
+            if scores:
                 self._silent_steps[i] = 0
                 continue
             self._silent_steps[i] += 1
@@ -159,11 +164,15 @@ def tell_common_reason(groups: Sequence[Group], sink: Sink) -> None:
     scores = {verdict.score for verdict in verdicts if verdict.score is not None}
     if not scores or max(scores) > 0:
         return
+    told = common_reason(verdicts)
+    if told or len(scores) == 1:
+        sink.warn(f"none of {len(verdicts)} answers scores above 0{told}")
+
+
+def common_reason(verdicts: Sequence[Verdict]) -> str:
+    """The most frequent reason of some verdicts as the end of a message; empty if most have none."""
     [(reason, count)] = Counter(verdict.reason for verdict in verdicts).most_common(1)
-    if not reason and len(scores) > 1:
-        return
-    told = f"; the most frequent reason ({count / len(verdicts):.0%}) is: {reason}" if reason else ""
-    sink.warn(f"none of {len(verdicts)} answers scores above 0{told}")
+    return f"; the most frequent reason ({count / len(verdicts):.0%}) is: {reason}" if reason else ""
 
 
 class UntrainedSteps:

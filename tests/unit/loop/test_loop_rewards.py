@@ -49,6 +49,15 @@ def test_a_reward_is_silent_only_about_rows_that_it_should_score():
         silent.count([group("a", OF_A), group("b", UNSCORED)], {}, sink)
 
 
+def test_a_reward_that_is_0_for_all_is_told_once_though_another_one_gives_scores():
+    silent, sink = SilentRewards(CONFIG.rewards), World()
+    missing = Verdict(0.5, "no <END>", parts=(0.0, 0.5))
+    for _ in range(4):
+        silent.count([group("a", missing)], {}, sink)
+    said = "reward for_a gave 0 to all answers of two steps in a row; the most frequent reason (100%) is: no <END>"
+    assert sink.warnings == [said]
+
+
 def test_the_metrics_of_a_reward_are_of_the_rows_that_it_scores():
     metrics = describe_rewards(CONFIG.rewards, [group("a", OF_A), group("a", UNSCORED), group("c", UNSCORED)])
     assert metrics == {"reward/for_a/abstained": 0.5, "reward/for_a/mean": 1.0}

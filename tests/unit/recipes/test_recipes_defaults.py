@@ -54,6 +54,10 @@ def test_a_model_without_thoughts_has_no_delimiter(tmp_path, model, changes, del
     assert [note for note in told if "whole answers are judged" in note] == told[-1:] * (
         not delimiter and "delimiter" not in changes.get("rollout", {})
     )
+    given = changes.get("rollout", {}).get("delimiter")
+    assert [
+        "an answer without it scores 0" in note for note in told if "is 'So:'" in note or "is '</think>'" in note
+    ] == [True] * bool(given)
 
 
 def test_a_folder_that_is_not_there_or_has_no_tokenizer_changes_nothing(tmp_path):
