@@ -223,15 +223,20 @@ def _compare_products(config: BaseConfig, tell: Tell) -> None:
         return
     import torch
 
-    def seconds(dtype: torch.dtype) -> float:
-        a, b = torch.ones(2, 384, 384, dtype=dtype)
+    def seconds(dtype: torch.dtype, form: int) -> float:
+        a, b = torch.ones(2, 256, 256, dtype=dtype)
+        left, right = ((a, b.t()), (a, b), (a.t(), b))[form]
         start = time.perf_counter()
-        a.t() @ b  # as a backward pass does
+        left @ right
         return time.perf_counter() - start
 
-    times = [min(seconds(dtype) for _ in range(3)) for dtype in (torch.bfloat16, torch.float32)]
+    # A layer's product, and its backward pass's two. Libraries have fast kernels for some of them.
+    types, forms, num_threads = (torch.bfloat16, torch.float32), range(3), torch.get_num_threads()
+    torch.set_num_threads(1)  # threads wait for each other where other processes have the cores
+    times = [max(min(seconds(dtype, form) for _ in range(3)) for form in forms) for dtype in types]
+    torch.set_num_threads(num_threads)
     if times[0] > MUCH_SLOWER * times[1]:
-        speeds = [2e-9 * 384**3 / time_s for time_s in times]
+        speeds = [2e-9 * 256**3 / time_s for time_s in times]
         tell(
             f"model.dtype is bfloat16, in which this CPU multiplies matrices at {speeds[0]:.1f} GFLOP/s, and at "
             f"{speeds[1]:.0f} in float32: each step will take many times as long; remove model.dtype, or set float32"
