@@ -4,6 +4,7 @@ names the key."""
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import fields as fields_of
 from dataclasses import replace
@@ -15,10 +16,6 @@ from megatron_rl.layout.family import Family
 from megatron_rl.types import Llama3Rope, ModelShape, YarnRope
 
 _FIXED = {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu"}
-_NUMBERS = (
-    *("num_attention_heads", "num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size"),
-    *("rms_norm_eps", "max_position_embeddings"),
-)
 _CLASSIFIES = "ForSequenceClassification"
 _YARN = {"beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"}
 
@@ -42,7 +39,7 @@ def read_shape(folder: Path) -> ModelShape:
         raise ValueError(f"model.path: {folder} {found}; {needed}{hub_hint(folder)}")
     try:
         config = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
+    except ValueError as error:  # bytes that are no UTF-8, too
         raise ValueError(f"{path} is no JSON ({error}); copy the checkpoint again") from error
     if not isinstance(config, dict):
         raise ValueError(f"{path} holds no mapping; give the folder of a Hugging Face checkpoint")
@@ -65,27 +62,28 @@ def _shape(family: str, config: Mapping[str, Any]) -> ModelShape:
     for key, value in _FIXED.items():
         if config.get(key, value) != value:
             raise ValueError(f"{key} is {config[key]!r}; for the family {family} only {value!r} is supported")
-    for key in _NUMBERS:
-        _number(config, key)
-    heads = config["num_attention_heads"]
-    theta, scaling = _rope(config, FAMILIES[family].rope_theta)
-    rotary_share = _rotary_share(config, FAMILIES[family])
+    table = FAMILIES[family]
+    heads = _size(config, "num_attention_heads")
+    if config.get("head_dim") is None and "head_dim" not in table.sizes and _size(config, "hidden_size") % heads:
+        raise ValueError(f"hidden_size {config['hidden_size']} does not divide into {heads} heads; it needs head_dim")
+    theta, scaling = _rope(config, table.rope_theta)
+    rotary_share = _rotary_share(config, table)
     fields: dict[str, Any] = {
-        "num_layers": config["num_hidden_layers"],
-        "hidden_size": config["hidden_size"],
+        "num_layers": _size(config, "num_hidden_layers"),
+        "hidden_size": _size(config, "hidden_size"),
         "num_heads": heads,
-        "num_kv_heads": config.get("num_key_value_heads") or heads,
-        "head_dim": config.get("head_dim") or config["hidden_size"] // heads,
-        "ffn_size": config["intermediate_size"],
-        "vocab_size": config["vocab_size"],
+        "num_kv_heads": _size(config, "num_key_value_heads", table.sizes.get("num_key_value_heads"), heads),
+        "head_dim": _size(config, "head_dim", table.sizes.get("head_dim"), config["hidden_size"] // heads),
+        "ffn_size": _size(config, "intermediate_size"),
+        "vocab_size": _size(config, "vocab_size"),
         "rope_theta": theta,
-        "norm_eps": config["rms_norm_eps"],
-        "max_positions": config["max_position_embeddings"],
+        "norm_eps": _number(config, "rms_norm_eps"),
+        "max_positions": _size(config, "max_position_embeddings"),
         "tied_embeddings": _flag(config, "tie_word_embeddings"),
         "rope_scaling": scaling,
         "rotary_share": rotary_share,
     }
-    shape = ModelShape(family, **(fields | FAMILIES[family].read_config(config)))
+    shape = ModelShape(family, **(fields | table.read_config(config)))
     for part in (shape.experts, shape.latent):
         if empty := [field.name for field in fields_of(part) if getattr(part, field.name) is None] if part else []:
             raise TypeError(f"{', '.join(empty)} of {type(part).__name__}")
@@ -158,15 +156,36 @@ def _rope_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return next(iter(sections.values()), {})
 
 
+def _size(config: Mapping[str, Any], key: str, absent: int | None = None, derived: int | None = None) -> int:
+    """A whole number above 0.
+
+    Args:
+        absent: what transformers takes if there is no such key; it then refuses null.
+        derived: what it takes if the key is null or not there.
+
+    Raises:
+        KeyError: there is no such key, and nothing to take for it.
+        ValueError: it is no such number.
+    """
+    value = config.get(key, absent)
+    if value is None and absent is None and (key not in config or derived is not None):
+        if derived is None:
+            raise KeyError(key)
+        return derived
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{key} must be a whole number above 0, but it is {json.dumps(value)}")
+    return value
+
+
 def _number(section: Mapping[str, Any], key: str, default: float | None = None) -> Any:
     """
     Raises:
         KeyError: there is no such key, and no default.
-        ValueError: its value is no number.
+        ValueError: its value is no number above 0.
     """
     value = section[key] if default is None else section.get(key, default)
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        raise ValueError(f"{key} must be a number, but it is {json.dumps(value)}")
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+        raise ValueError(f"{key} must be a number above 0, but it is {json.dumps(value)}")
     return value
 
 
@@ -228,9 +247,10 @@ def _rope(config: Mapping[str, Any], default: float) -> tuple[float, Llama3Rope 
         scaling = YarnRope(
             factor=_number(rope, "factor"),
             original_max_positions=_number(
-                rope, "original_max_position_embeddings", _number(config, "max_position_embeddings")
+                rope, "original_max_position_embeddings", _size(config, "max_position_embeddings")
             ),
-            **{key: rope[key] for key in _YARN if rope.get(key) is not None},
+            # 0 switches an mscale off.
+            **{key: rope[key] and _number(rope, key) for key in _YARN if rope.get(key) is not None},
         )
     elif kind != "default":
         raise ValueError(f"rope scaling {kind!r} is not supported; supported are llama3 and yarn")

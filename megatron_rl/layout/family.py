@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Literal
 
@@ -44,6 +44,8 @@ class Family:
     ignored: tuple[Ignored, ...] = ()
     rope_theta: float = 10_000.0
     """The base of the rotary embeddings if config.json does not give it."""
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    """What transformers takes for keys that config.json lacks, where it does not derive them from other keys."""
     rotary_share: float | None = None
     """The share of each head's dims that are rotated if config.json does not give it. None: heads of this family are
     always rotated whole, so config.json with another share is refused."""

@@ -22,6 +22,7 @@ def _read(config: Mapping[str, Any]) -> dict[str, Any]:
 
 MIXTRAL = Family(
     name="mixtral",
+    sizes={"num_key_value_heads": 8},
     vllm_model="MixtralForCausalLM",
     attention=LLAMA_ATTENTION,
     dense=(),

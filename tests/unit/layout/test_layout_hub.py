@@ -6,6 +6,7 @@ import json
 import logging
 import re
 import struct
+from copy import deepcopy
 from dataclasses import replace
 
 import pytest
@@ -117,15 +118,34 @@ def test_the_original_length_beside_the_section_goes_before_the_one_in_it(tmp_pa
 
 
 @pytest.mark.parametrize("config", [QWEN3, LLAMA, DEEPSEEK, MIXTRAL, OLMO3], ids=lambda c: c["model_type"])
-@pytest.mark.parametrize("value", [None, "12", True, [1]], ids=json.dumps)
+@pytest.mark.parametrize("value", [None, "12", True, [1], 0, -1, 2.5, float("nan"), float("inf")], ids=json.dumps)
 def test_a_key_that_is_no_number_is_named_with_the_file(tmp_path, config, value):
-    keys = ("num_hidden_layers", "hidden_size", "vocab_size", "rms_norm_eps", "max_position_embeddings", "rope_theta")
-    for key in keys:
+    sizes = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size", "max_position_embeddings")
+    numbers = () if value == 2.5 else ("rms_norm_eps", "rope_theta")
+    for key in (*sizes, *numbers):
         if key in config:
+            kind = "whole number above 0" if key in sizes else "number above 0"
             with pytest.raises(
-                ValueError, match=rf"config.json: {key} must be a number, but it is {re.escape(json.dumps(value))}"
+                ValueError, match=rf"config.json: {key} must be a {kind}, but it is {re.escape(json.dumps(value))}"
             ):
                 read(tmp_path, config | {key: value})
+
+
+@pytest.mark.parametrize("config", [QWEN3, LLAMA, QWEN3_MOE, MIXTRAL, OLMO3], ids=lambda c: c["model_type"])
+def test_a_size_that_is_not_there_is_what_transformers_takes(tmp_path, config):
+    with lasting():
+        from transformers import AutoConfig
+    for key, field in (("num_key_value_heads", "num_kv_heads"), ("head_dim", "head_dim")):
+        without = {name: value for name, value in config.items() if name != key}
+        theirs = AutoConfig.for_model(**deepcopy(without))
+        expected = getattr(theirs, key, None) or theirs.hidden_size // theirs.num_attention_heads
+        assert getattr(read(tmp_path, without), field) == expected
+
+
+def test_a_file_that_is_no_text_is_named(tmp_path):
+    (tmp_path / "config.json").write_bytes(b"\xff\xfe{}")
+    with pytest.raises(ValueError, match="config.json is no JSON"):
+        read_shape(tmp_path)
 
 
 @pytest.mark.parametrize("config", [DEEPSEEK, MIXTRAL, QWEN3_MOE, LLAMA, OLMO3], ids=lambda c: c["model_type"])
@@ -164,9 +184,9 @@ def test_the_rotated_share_of_heads(tmp_path, partly):
 @pytest.mark.parametrize(
     ("family", "factor", "message"),
     [
-        ("partly", None, "must be a number, but it is null"),
+        ("partly", None, "must be a number above 0, but it is null"),
         ("partly", "half", "must be a number"),
-        ("partly", 0, "above 0 and at most 1, but it is 0.0"),
+        ("partly", 0, "must be a number above 0, but it is 0"),
         ("partly", 1.5, "above 0 and at most 1"),
         ("partly", 0.25, "rotates 1 of the 4 dims of a head; only even"),
         ("qwen3", 0.5, "heads of the family qwen3 are rotated whole"),
