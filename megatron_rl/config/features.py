@@ -4,7 +4,9 @@ from __future__ import annotations
 
 LACKS = "the project does not have {}"
 KEYS = {
-    **dict.fromkeys(("lora", "lora_rank", "lora_alpha", "peft", "use_peft", "adapter"), LACKS.format("LoRA")),
+    **dict.fromkeys(
+        ("lora", "lora_rank", "lora_alpha", "use_lora", "qlora", "peft", "use_peft", "adapter"), LACKS.format("LoRA")
+    ),
     **dict.fromkeys(("fsdp", "fsdp_config", "fsdp2"), LACKS.format("FSDP: Megatron-Core shards with policy.parallel")),
     **dict.fromkeys(("deepspeed", "zero_stage"), LACKS.format("DeepSpeed: see policy.parallel and policy.optimizer")),
     **dict.fromkeys(("sglang", "backend", "engine"), LACKS.format("another engine than vLLM")),
@@ -16,7 +18,17 @@ KEYS = {
     **dict.fromkeys(("entropy_coeff", "entropy_coef"), "it is algorithm.entropy.coefficient"),
     **dict.fromkeys(("num_generations", "n", "group_size"), "answers to a prompt are rollout.samples_per_prompt"),
     **dict.fromkeys(("train_batch_size", "batch_size"), "prompts of a step are rollout.prompts_per_step"),
-    **dict.fromkeys(("num_iterations", "ppo_epochs", "ppo_mini_batch_size"), "it is algorithm.updates_per_step"),
+    **dict.fromkeys(("ppo_mini_batch_size", "num_minibatches"), "mini-batches are algorithm.updates_per_step"),
+    **dict.fromkeys(
+        ("num_iterations", "ppo_epochs"),
+        LACKS.format("a second pass over the same answers; mini-batches of a step are algorithm.updates_per_step"),
+    ),
+    **dict.fromkeys(("speculative", "speculative_config", "draft_model"), LACKS.format("speculative decoding")),
+    **dict.fromkeys(("quantization", "load_in_4bit", "load_in_8bit"), "engines have rollout.quantization"),
+    **dict.fromkeys(
+        ("repetition_penalty", "min_p", "frequency_penalty", "presence_penalty"),
+        LACKS.format("it, because the trainer would compute other log-probs than were sampled"),
+    ),
     **dict.fromkeys(("max_completion_length", "response_length"), "it is rollout.max_response_tokens"),
     **dict.fromkeys(("max_prompt_length", "prompt_length"), "it is rollout.max_prompt_tokens"),
     **dict.fromkeys(("temperature", "top_p", "top_k"), "sampling is rollout.sampling"),

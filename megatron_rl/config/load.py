@@ -179,7 +179,20 @@ def _models(annotation: Any) -> list[type[BaseModel]]:
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads floats as YAML 1.2 does: `1e-6` is a number. PyYAML follows YAML 1.1, which reads it as text."""
+    """Reads floats as YAML 1.2 does: `1e-6` is a number. PyYAML follows YAML 1.1, which reads it as text. A key that is
+    there twice is an error, where PyYAML keeps the last one."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key, _ in node.value:
+            name = getattr(key, "value", None)
+            if isinstance(key, yaml.ScalarNode) and name != "<<":
+                if name in seen:
+                    raise yaml.constructor.ConstructorError(
+                        None, None, f"the key {name!r} is there twice", key.start_mark
+                    )
+                seen.add(name)
+        return super().construct_mapping(node, deep)
 
 
 _Loader.yaml_implicit_resolvers = {

@@ -61,7 +61,8 @@ def part(length: int, ways: int, index: int) -> tuple[int, int]:
         ValueError: `ways` does not divide the length.
     """
     if length % ways:
-        raise ValueError(f"{length} does not divide into {ways} equal parts")
+        fitting = ", ".join(str(n) for n in range(1, 65) if length % n == 0)
+        raise ValueError(f"{length} does not divide into {ways} equal parts, but into {fitting}")
     return index * (length // ways), (index + 1) * (length // ways)
 
 

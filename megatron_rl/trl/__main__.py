@@ -21,8 +21,10 @@ from megatron_rl.trl import GRPOConfig, GRPOTrainer
 
 rows = [{"prompt": "What is 2 + 2?", "ground_truth": "4"}, {"prompt": "What is 3 * 4?", "ground_truth": "12"}]
 
+
 def reward_len(completions, **kwargs):
     return [-abs(20 - len(completion)) for completion in completions]
+
 
 args = GRPOConfig(output_dir="short-answers", per_device_train_batch_size=16, max_steps=20)
 trainer = GRPOTrainer(model="models/Qwen2.5-0.5B-Instruct", reward_funcs=reward_len, args=args, train_dataset=rows)

@@ -212,3 +212,12 @@ def test_the_keys_that_the_remedies_for_foreign_names_point_to_exist():
     for name in named:
         _, section = _locate(GrpoRunConfig, name.split(".")[:-1])
         assert name.split(".")[-1] in section.model_fields, name
+
+
+def test_a_key_that_is_there_twice_is_an_error_with_its_line(tmp_path):
+    path = tmp_path / "twice.yaml"
+    path.write_text("run: {name: a}\nmodel: {path: m}\nrun: {steps: 3}\n")
+    with pytest.raises(ValueError, match=r"twice.yaml is not valid YAML: the key 'run' is there twice(.|\n)*line 3"):
+        load_config(GrpoRunConfig, [str(path)])
+    with pytest.raises(ValueError, match="the key 'kind' is there twice"):
+        load_config(GrpoRunConfig, ["rewards=[{kind: text, kind: code}]"])
