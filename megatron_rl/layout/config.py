@@ -64,16 +64,16 @@ def _shape(family: str, config: Mapping[str, Any]) -> ModelShape:
             raise ValueError(f"{key} is {config[key]!r}; for the family {family} only {value!r} is supported")
     table = FAMILIES[family]
     heads = _size(config, "num_attention_heads")
-    if config.get("head_dim") is None and "head_dim" not in table.sizes and _size(config, "hidden_size") % heads:
+    if config.get("head_dim") is None and "head_dim" not in table.absent and _size(config, "hidden_size") % heads:
         raise ValueError(f"hidden_size {config['hidden_size']} does not divide into {heads} heads; it needs head_dim")
-    theta, scaling = _rope(config, table.rope_theta)
+    theta, scaling = _rope(config, table.absent.get("rope_theta", 10_000.0))
     rotary_share = _rotary_share(config, table)
     fields: dict[str, Any] = {
         "num_layers": _size(config, "num_hidden_layers"),
         "hidden_size": _size(config, "hidden_size"),
         "num_heads": heads,
-        "num_kv_heads": _size(config, "num_key_value_heads", table.sizes.get("num_key_value_heads"), heads),
-        "head_dim": _size(config, "head_dim", table.sizes.get("head_dim"), config["hidden_size"] // heads),
+        "num_kv_heads": _size(config, "num_key_value_heads", table.absent.get("num_key_value_heads"), heads),
+        "head_dim": _size(config, "head_dim", table.absent.get("head_dim"), config["hidden_size"] // heads),
         "ffn_size": _size(config, "intermediate_size"),
         "vocab_size": _size(config, "vocab_size"),
         "rope_theta": theta,
@@ -156,7 +156,7 @@ def _rope_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return next(iter(sections.values()), {})
 
 
-def _size(config: Mapping[str, Any], key: str, absent: int | None = None, derived: int | None = None) -> int:
+def _size(config: Mapping[str, Any], key: str, absent: float | None = None, derived: int | None = None) -> int:
     """A whole number above 0.
 
     Args:

@@ -42,10 +42,9 @@ class Family:
     read_config: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda config: {}
     """Reads from config.json the fields of ModelShape that are special to this family."""
     ignored: tuple[Ignored, ...] = ()
-    rope_theta: float = 10_000.0
-    """The base of the rotary embeddings if config.json does not give it."""
-    sizes: Mapping[str, int] = field(default_factory=dict)
-    """What transformers takes for keys that config.json lacks, where it does not derive them from other keys."""
+    absent: Mapping[str, float] = field(default_factory=dict)
+    """What transformers takes for keys that config.json lacks, where it does not derive them from other keys.
+    `rope_theta` is 10,000 if it is not here either."""
     rotary_share: float | None = None
     """The share of each head's dims that are rotated if config.json does not give it. None: heads of this family are
     always rotated whole, so config.json with another share is refused."""

@@ -22,13 +22,12 @@ def _read(config: Mapping[str, Any]) -> dict[str, Any]:
 
 MIXTRAL = Family(
     name="mixtral",
-    sizes={"num_key_value_heads": 8},
+    absent={"num_key_value_heads": 8, "rope_theta": 1_000_000.0},
     vllm_model="MixtralForCausalLM",
     attention=LLAMA_ATTENTION,
     dense=(),
     mixture=mixture_rows("block_sparse_moe", gate="w1", up="w3", down="w2"),
     read_config=_read,
-    rope_theta=1_000_000.0,
     vllm_repeats_ends=True,
     **ENDS,
 )

@@ -60,6 +60,6 @@ OLMO3 = Family(
     attention=_ATTENTION,
     dense=GATED_MLP,
     read_config=_three_of_four,
-    rope_theta=500_000.0,
+    absent={"rope_theta": 500_000.0},
     **ENDS,
 )

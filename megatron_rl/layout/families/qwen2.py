@@ -16,7 +16,7 @@ from megatron_rl.layout.family import Family
 
 QWEN2 = Family(
     name="qwen2",
-    sizes={"num_key_value_heads": 32},
+    absent={"num_key_value_heads": 32},
     vllm_model="Qwen2ForCausalLM",
     attention=(INPUT_NORM, QKV_WEIGHT, QKV_BIAS, ATTENTION_OUTPUT),
     dense=(MLP_NORM, *GATED_MLP),

@@ -17,7 +17,7 @@ from megatron_rl.layout.family import Family
 
 QWEN3 = Family(
     name="qwen3",
-    sizes={"num_key_value_heads": 32, "head_dim": 128},
+    absent={"num_key_value_heads": 32, "head_dim": 128},
     vllm_model="Qwen3ForCausalLM",
     attention=(INPUT_NORM, QKV_WEIGHT, *HEAD_NORMS, ATTENTION_OUTPUT),
     dense=(MLP_NORM, *GATED_MLP),

@@ -32,7 +32,7 @@ def _read(config: Mapping[str, Any]) -> dict[str, Any]:
 
 QWEN3_MOE = Family(
     name="qwen3_moe",
-    sizes={"num_key_value_heads": 4},
+    absent={"num_key_value_heads": 4},
     vllm_model="Qwen3MoeForCausalLM",
     attention=QWEN3.attention,
     dense=QWEN3.dense,

@@ -414,7 +414,7 @@ def test_a_folder_with_an_index_has_the_files_that_the_index_names(tmp_path):
 @pytest.mark.parametrize("config", [QWEN3, LLAMA, DEEPSEEK, MIXTRAL, QWEN3_MOE], ids=lambda c: c["model_type"])
 def test_the_base_of_rotation_that_config_json_leaves_out_is_the_familys(tmp_path, config):
     without = {key: value for key, value in config.items() if key not in ("rope_theta", "rope_parameters")}
-    assert read(tmp_path, without).rope_theta == FAMILIES[config["model_type"]].rope_theta
+    assert read(tmp_path, without).rope_theta == FAMILIES[config["model_type"]].absent.get("rope_theta", 10_000)
 
 
 @pytest.mark.deep
@@ -424,7 +424,7 @@ def test_every_familys_base_of_rotation_is_transformers(family):
         from transformers import AutoConfig
 
         config = AutoConfig.for_model(family)
-    assert FAMILIES[family].rope_theta == config.default_theta
+    assert FAMILIES[family].absent.get("rope_theta", 10_000) == config.default_theta
 
 
 def test_a_tensor_twice_in_one_header_is_named(tmp_path):
