@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,13 +43,19 @@ class _Lengths:
         """Whether a row has chat turns, but the tokenizer has no chat template."""
         self.unknown = False
         """Whether a row has chat turns that only transformers can render."""
+        self.fault: str | None = None
+        """What is wrong with the chat template."""
         self._tokenizer = tokenizer if tokenizer and tokenizer.core else None
         self._template: ChatTemplate | None = None
         self._no_template = tokenizer is not None and tokenizer.template is None
         if tokenizer and tokenizer.template:
             # Some templates have tags that only transformers knows. The lengths of their rows are then unknown.
-            with suppress(TemplateError):
+            try:
                 self._template = ChatTemplate(tokenizer.template, tokenizer.special)
+            except TemplateError:
+                pass
+            except ValueError as error:
+                self.fault = f"model.path: {error}"
 
     def of_prompt(self, question: Question, bound: int) -> int | None:
         """The number of a prompt's tokens; None if it is not known, or if it is certainly within the bound."""
@@ -120,12 +125,15 @@ def faults_of_rows(config: BaseConfig, tokenizer: TokenizerFiles | None, tell: T
         columns: set[str] = set()
         unscored: list[str] = []
         forms: Counter[Form] = Counter()
+        named: set[Any] = set()
 
         def check_prompt(row: Row, reading: Reading) -> None:
             question = question_of(row, required, reading)
             given = question.columns
             check_columns(given, config.rollout.thought_column, config.rollout.prefix_values)
             forms[question.form] += 1
+            value = given.get("dataset")
+            named.update(value if isinstance(value, list | tuple) else [value])
             columns.update(given)
             if not any(reward.scores(given) for reward in config.rewards):
                 unscored.append(f"no reward has the row's `dataset`, {given.get('dataset')!r}, in its `datasets`")
@@ -149,6 +157,11 @@ def faults_of_rows(config: BaseConfig, tokenizer: TokenizerFiles | None, tell: T
             tell(f"data.train: {forms[form]:,} of the rows that were checked are in {DESCRIPTIONS[form]}")
         if unscored:
             tell(f"data.train: rewards will abstain on {len(unscored)} of the rows; the first reason is: {unscored[0]}")
+        asked = {name for reward in config.rewards for name in reward.datasets or ()}
+        if unseen := sorted(asked - named):
+            tell(
+                f"rewards: no row that was checked has the `dataset` {missing[0]!r}, which a reward's `datasets` names"
+            )
         known = frozenset(columns)
         if heldout:
             faults += check_source(heldout)
@@ -168,7 +181,9 @@ def faults_of_rows(config: BaseConfig, tokenizer: TokenizerFiles | None, tell: T
         for key, method in own.items():
             if isinstance(method, FunctionLoss | FunctionAdvantage) and (fault := fault_of_function(method.path, key)):
                 faults.append(fault)
-    if lengths.without_template:
+    if lengths.fault:
+        faults.append(lengths.fault)
+    elif lengths.without_template:
         faults.append(
             f"the tokenizer of {config.model.path} has no chat template, and rows have `messages`; add "
             f"chat_template.jinja to the folder, or use rows with `prompt` (plain text)"

@@ -8,7 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
-from jinja2 import Template, TemplateError
+from jinja2 import Template, TemplateError, TemplateSyntaxError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
@@ -64,7 +64,8 @@ class ChatTemplate:
     """Renders chat turns as transformers does, as far as this is possible with jinja2 alone.
 
     Raises:
-        jinja2.TemplateError: jinja2 alone cannot compile the template.
+        jinja2.TemplateError: the template has a tag that only transformers knows.
+        ValueError: the template has an error; the message has its line.
     """
 
     def __init__(self, source: str, special: Mapping[str, str]) -> None:
@@ -74,7 +75,12 @@ class ChatTemplate:
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _refuse
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-        self._template: Template = environment.from_string(source)
+        try:
+            self._template: Template = environment.from_string(source)
+        except TemplateSyntaxError as error:
+            if "unknown tag 'generation'" in str(error):  # transformers marks the assistant's tokens by it
+                raise
+            raise ValueError(f"the chat template has an error in line {error.lineno}: {error.message}") from error
         self._special = special
 
     def render(

@@ -280,6 +280,22 @@ def test_a_template_of_transformers_own_tags_is_left_to_transformers(home):
     assert "can be rendered by transformers alone" in notes[0]
 
 
+def test_a_template_with_an_error_is_a_fault_with_its_line(home):
+    (home / "model" / "chat_template.jinja").write_text("{{ messages }}\n{% if %}")
+    rows("train.jsonl", CHAT)
+    assert faults(grpo()) == [
+        "model.path: the chat template has an error in line 2: Expected an expression, got 'end of statement block'"
+    ]
+
+
+def test_a_data_set_that_no_row_has_is_told(home):
+    notes = []
+    reward = {"kind": "exact_answer", "datasets": ["gsm8k", "maht"]}
+    rows("train.jsonl", {"prompt": "1", "ground_truth": "1", "dataset": "gsm8k"})
+    assert preflight(grpo(rewards=[reward]), notes.append) == []
+    assert "rewards: no row that was checked has the `dataset` 'maht', which a reward's `datasets` names" in notes
+
+
 def test_weights_of_megatrons_form_are_checked_by_their_manifest(home):
     """`model.path` then needs no weights of its own."""
     for path in (home / "model").glob("*.safetensors*"):
