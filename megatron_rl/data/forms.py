@@ -22,6 +22,7 @@ with the ground truth in `ground_truth` and the data set in `dataset`.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -63,6 +64,10 @@ class Reading:
     the chat template of their own."""
 
 
+WRITTEN_TURNS = re.compile(r"""\s*\[*\s*\{\s*["'](role|from|messages|conversations)["']\s*:""")
+"""The beginning of chat turns that were written as text, by Python or in a form that is not read."""
+
+
 @dataclass(frozen=True, slots=True)
 class Question:
     """What a row asks."""
@@ -92,6 +97,11 @@ def recognise(row: Mapping[str, Any], reading: Reading) -> Question:
     rest = {name: one for name, one in renamed.items() if name not in (question, columns.get(question))}
     if question == "prompt" and not _are_turns(value):
         text = text_of(renamed, "prompt")
+        if WRITTEN_TURNS.match(text):
+            raise BadRow(
+                f"`prompt` is a text that looks like chat turns, {text[:40]!r}..., but it is no JSON list of mappings "
+                f"with `role` and `content`; store the turns as a list, or as such JSON"
+            )
         if not reading.in_turns and (reading.system_prompt or reading.chat_template):
             raise BadRow(
                 f"data.system_prompt and data.chat_template belong to chats, but this row's `prompt` is plain text; "

@@ -159,9 +159,7 @@ def faults_of_rows(config: BaseConfig, tokenizer: TokenizerFiles | None, tell: T
             tell(f"data.train: rewards will abstain on {len(unscored)} of the rows; the first reason is: {unscored[0]}")
         asked = {name for reward in config.rewards for name in reward.datasets or ()}
         if unseen := sorted(asked - named):
-            tell(
-                f"rewards: no row that was checked has the `dataset` {missing[0]!r}, which a reward's `datasets` names"
-            )
+            tell(f"rewards: no row that was checked has the `dataset` {unseen[0]!r}, which a reward's `datasets` names")
         known = frozenset(columns)
         if heldout:
             faults += check_source(heldout)

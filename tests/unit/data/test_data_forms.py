@@ -284,3 +284,20 @@ def test_with_several_turns_all_rows_are_chats_with_the_same_arguments(row, mess
         recognise(row, Reading(in_turns=True, chat_template={"tools": []}))
     given = recognise({"messages": [USER]}, Reading(in_turns=True, chat_template={"tools": [1]}))
     assert given.template == {"tools": [1]}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        json.dumps(USER),
+        json.dumps({"messages": [USER]}),
+        str([USER]),  # as pandas writes a list
+        json.dumps([[USER]]),
+        json.dumps([{"from": "human", "value": "48 + 24 ="}]),
+        json.dumps([USER])[:-5],
+    ],
+)
+def test_turns_that_were_written_as_text_in_another_form_are_no_question(text):
+    with pytest.raises(BadRow, match="`prompt` is a text that looks like chat turns"):
+        recognise({"prompt": text}, Reading())
+    assert recognise({"prompt": f"What is {text}?"}, Reading()).messages.startswith("What")
