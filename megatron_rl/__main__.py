@@ -23,6 +23,10 @@ COMMANDS = {
     "size-run": ("tools.size_run", "print a run's memory by phase, and the trainer's layouts that fit"),
     "doctor": ("tools.doctor", "print what is installed, what a run will use, and what is slower for it"),
     "report": ("tools.report", "make the report of a run, or compare several runs"),
+    "from-verl": (
+        "tools.from_verl",
+        "write a configuration from a run script of verl, with what became of each key",
+    ),
     "convert to-megatron": ("tools.hf_to_megatron", "Hugging Face folder to Megatron-Core checkpoint"),
     "convert to-hf": ("tools.megatron_to_hf", "Megatron-Core checkpoint to Hugging Face folder"),
     "convert from-gguf": ("tools.gguf_to_hf", "GGUF file to Hugging Face folder"),

@@ -1,0 +1,197 @@
+"""Convert every run script of a snapshot of verl, and dry-run the results.
+
+SNAPSHOT is a git directory of github.com/volcengine/verl, bare or not. For each script that calls `main_ppo` it prints
+the numbers of keys that are used, mapped, implied and not expressible, the share of keys that have a row, and what the
+dry run says. No script is run, and nothing of the snapshot is written anywhere but into a temporary folder.
+
+What a script leaves to its user is given here, and listed: a variable that is not set becomes a number or a folder, and
+the number of training rows is --rows. The sizes of models without a file in configs/model are in `SIZES`; trackers are
+left out, because their packages may not be installed.
+
+    python tools/bench/verl_scripts.py SNAPSHOT [--match grpo_trainer] [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import chdir, redirect_stderr, redirect_stdout
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_rl.tools.from_verl import problems_of
+from megatron_rl.tools.verl.content import MISSING
+from megatron_rl.tools.verl.conversion import Converted, check_types
+from megatron_rl.tools.verl.layout import converted
+from megatron_rl.tools.verl.lexer import ScriptError
+from megatron_rl.tools.verl.script import VerlCall, read_script
+from megatron_rl.tools.verl.settings import Settings
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "model"
+NAMES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size")
+SIZES: dict[str, tuple[str, tuple[int, int, int, int, int], int, bool]] = {
+    "Qwen2.5-0.5B": ("qwen2", (24, 896, 14, 2, 4864), 151936, True),
+    "Qwen2.5-1.5B": ("qwen2", (28, 1536, 12, 2, 8960), 151936, True),
+    "Qwen2.5-3B": ("qwen2", (36, 2048, 16, 2, 11008), 151936, True),
+    "Qwen2.5-7B": ("qwen2", (28, 3584, 28, 4, 18944), 152064, False),
+    "Qwen2.5-14B": ("qwen2", (48, 5120, 40, 8, 13824), 152064, False),
+    "Qwen2.5-32B": ("qwen2", (64, 5120, 40, 8, 27648), 152064, False),
+    "Qwen2-72B": ("qwen2", (80, 8192, 64, 8, 29568), 152064, False),
+    "Qwen3-0.6B": ("qwen3", (28, 1024, 16, 8, 3072), 151936, True),
+    "Qwen3-4B": ("qwen3", (36, 2560, 32, 8, 9728), 151936, True),
+    "deepseek-llm-7b": ("llama", (30, 4096, 32, 32, 11008), 102400, False),
+}
+"""The families, NAMES, vocabulary, and whether the embeddings are tied, of models by the beginning of their names."""
+ALIASES = {
+    r"Qwen2-7B.*|Qwen2\.5-Math-7B": "Qwen2.5-7B",
+    r"Qwen2\.5-Coder-14B.*": "Qwen2.5-14B",
+    r"(?i)qwen3-4b.*": "Qwen3-4B",
+    r"Qwen3-30B-A3B.*": "Qwen3-30B-A3B",
+    r"DeepSeek-V3.*|<path_to_dsv3.*": "DeepSeek-V3",
+    r"Qwen2\.5-72B.*": "Qwen2.5-72B-Instruct",
+}
+"""Names of models that have the sizes of others."""
+
+
+def scripts(snapshot: str, match: str) -> Iterator[tuple[str, str]]:
+    """The paths and texts of all shell scripts that call verl's trainer."""
+    command = ["git", "-C", snapshot, "grep", "-lE", r"main_(ppo|dapo)", "HEAD", "--", "*.sh"]
+    for name in subprocess.run(command, capture_output=True, text=True, check=True).stdout.split():
+        if match in name:
+            shown = subprocess.run(["git", "-C", snapshot, "show", name], capture_output=True, text=True, check=True)
+            yield name.removeprefix("HEAD:"), shown.stdout
+
+
+def read_with_stand_ins(text: str) -> tuple[VerlCall, list[str]]:
+    """The call of a script, and the variables that it needed from outside.
+
+    Raises:
+        ScriptError: it cannot be read.
+    """
+    variables = {"HOME": "/home/user", "PWD": "/home/user/verl", "USER": "user"}
+    given: list[str] = []
+    while True:
+        try:
+            return read_script(text, variables), given
+        except ScriptError as error:
+            found = re.search(r"--set (\w+)=", str(error))
+            if found is None or found[1] in variables:
+                raise
+            variables[found[1]] = _stand_in(found[1])
+            given.append(f"{found[1]}={variables[found[1]]}")
+
+
+def _stand_in(name: str) -> str:
+    upper = name.upper()
+    if re.search(r"GPU", upper) and not re.search(r"NUM_NODES", upper):
+        return "8"
+    if re.search(r"NODE|NUM$|_NUM_", upper):
+        return "1"
+    if upper.startswith("USE_"):
+        return "False"
+    return "1" if re.search(r"SIZE$|^\w{1,2}$", upper) else f"/data/{name}"
+
+
+def write_sizes(folder: Path, name: str) -> None:
+    """Put a config.json with the model's sizes where the dry run looks for it, unless nobody knows them."""
+    place = folder / "configs" / "model" / f"{name}.json"
+    place.parent.mkdir(parents=True, exist_ok=True)
+    plain = next((ours for pattern, ours in ALIASES.items() if re.fullmatch(pattern, name)), name)
+    shipped = CONFIGS / f"{plain}.json"
+    known = next((one for one in SIZES if plain.startswith(one)), None)
+    if shipped.is_file():
+        place.write_text(shipped.read_text())
+    elif known is not None:
+        family, sizes, vocabulary, is_tied = SIZES[known]
+        content: dict[str, Any] = {"model_type": family, **dict(zip(NAMES, sizes, strict=True))}
+        content |= {"vocab_size": vocabulary, "max_position_embeddings": 40960, "tie_word_embeddings": is_tied}
+        content |= {"rms_norm_eps": 1e-6, "rope_theta": 1e6, **({"head_dim": 128} if family == "qwen3" else {})}
+        place.write_text(json.dumps(content))
+
+
+def dry_run(settings: Settings, found: Converted, folder: Path) -> str:
+    """What the dry run says: `passes`, or the beginning of its refusal."""
+    name = settings.model_name
+    if any(re.search(pattern, name) for pattern in MISSING):
+        return "family is not here"
+    if not (folder / "configs" / "model" / f"{name}.json").is_file():
+        return "sizes are not known"
+    problems = problems_of(found.configuration)
+    if problems:
+        return f"refused: {problems[0]}"
+    configuration = {key: value for key, value in found.configuration.items() if key != "observe"}
+    (folder / "run.yaml").write_text(yaml.safe_dump(configuration))
+    recipe = import_module(f"megatron_rl.recipes.{'ppo' if settings.has_critic else 'grpo'}")
+    output = io.StringIO()
+    with redirect_stdout(output), redirect_stderr(output):
+        status = recipe.main(["run.yaml", "--dry-run"])
+    if status == 0:
+        return "passes"
+    lines = [line for line in output.getvalue().splitlines() if line.strip()]
+    start = next((place for place, line in enumerate(lines) if "error" in line or "not fit" in line), -3)
+    return f"refused: {' '.join(lines[start:])[:300]}"
+
+
+def outcome(name: str, text: str, num_rows: int, folder: Path) -> dict[str, Any]:
+    """The row of one script."""
+    try:
+        call, given = read_with_stand_ins(text)
+        settings = Settings(call, num_rows)
+        check_types(settings)
+        write_sizes(folder, settings.model_name)
+        found, notes = converted(settings)
+    except ScriptError as error:
+        return {"script": name, "dry_run": f"not read: {error}"}
+    return {
+        "script": name,
+        "trainer": "Megatron" if settings.is_megatron else "FSDP",
+        "estimator": settings["algorithm.adv_estimator"],
+        "model": settings.model_name,
+        "keys": len(call.overrides) + len(call.options),
+        **found.counts(),
+        "accounted": len(found.rows) / max(len(call.overrides) + len(call.options), 1),
+        "unknown": [row.key for row in found.rows if row.why.startswith("not known")],
+        "left_out": [f"{row.key}: {row.why}" for row in found.rows if row.status == "not expressible"],
+        "given": given,
+        "notes": notes,
+        "dry_run": dry_run(settings, found, folder),
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("snapshot", help="a git directory of verl")
+    parser.add_argument("--match", default="", help="only scripts with this text in their paths")
+    parser.add_argument("--rows", type=int, default=100_000, help="the number of training rows (default %(default)s)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object a line instead of a table")
+    given = parser.parse_args(arguments)
+    snapshot = os.path.abspath(given.snapshot)
+    results = Counter[str]()
+    print("" if given.json else "script | trainer, estimator | used | mapped | implied | not expressible | dry run")
+    with tempfile.TemporaryDirectory() as folder, chdir(folder):
+        for name, text in scripts(snapshot, given.match):
+            row = outcome(name, text, given.rows, Path(folder))
+            results[row["dry_run"].partition(":")[0]] += 1
+            if given.json:
+                print(json.dumps(row), flush=True)
+                continue
+            numbers = [str(row.get(key, "")) for key in ("used", "mapped", "implied", "not expressible")]
+            kind = f"{row.get('trainer', '')}, {row.get('estimator', '')}"
+            print(" | ".join([name, kind, *numbers, row["dry_run"][:160]]), flush=True)
+    print("; ".join(f"{number} {result}" for result, number in results.most_common()), file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,171 @@
+"""Write the configuration of a run from verl's run script, with a table of what became of every key.
+
+The script is read and not run: its own variables, arrays, arithmetic and simple conditions are followed, and nothing
+else of a shell. Instead of a script, the overrides themselves may be given.
+
+    megatron-rl from-verl run_qwen3_8b.sh --out run.yaml
+    megatron-rl from-verl run_qwen3_8b.sh --set DATA_ROOT=/data --rows 7473 --json
+    megatron-rl from-verl algorithm.adv_estimator=grpo data.train_files=train.parquet
+
+Each key is `used` (the same meaning), `mapped` (converted), `implied` (what happens here anyway, or what has no meaning
+here), or `not expressible` (it is left out, and the table says what differs). The exit status is 0 if the configuration
+is complete, 1 if something has to be added before a dry run accepts it, and 2 if the script cannot be read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from megatron_rl.config.load import validate
+from megatron_rl.config.schema import GrpoRunConfig
+from megatron_rl.tools.verl.conversion import Converted, KeyRow, check_types
+from megatron_rl.tools.verl.layout import converted
+from megatron_rl.tools.verl.lexer import ScriptError
+from megatron_rl.tools.verl.script import VerlCall, read_overrides, read_script
+from megatron_rl.tools.verl.settings import Settings
+
+FROM_SHELL = ("HOME", "PWD", "USER")
+"""The variables of this shell that a script may use; others are given with --set."""
+WIDTH = 180
+"""The width of tables that no terminal shows."""
+STYLES = {"used": "green", "mapped": "cyan", "implied": "dim", "not expressible": "yellow"}
+SECTIONS = ("run", "model", "policy", "critic", "data", "rollout", "balance", "algorithm", "rewards", "eval")
+
+
+def read(given: argparse.Namespace) -> VerlCall:
+    """The call of verl in a script, or the call with the given overrides.
+
+    Raises:
+        ScriptError: neither can be read.
+        OSError: the file cannot be read.
+    """
+    words = given.words
+    if len(words) == 1 and ("=" not in words[0] or Path(words[0]).is_file()):
+        variables = {name: os.environ[name] for name in FROM_SHELL if name in os.environ}
+        for pair in given.set:
+            name, equals, value = pair.partition("=")
+            if not equals:
+                raise ScriptError(f"--set {pair}: write it as --set NAME=VALUE")
+            variables[name] = value
+        return read_script(Path(words[0]).read_text(), variables)
+    return read_overrides(words)
+
+
+def count_rows(settings: Settings) -> int | None:
+    """The number of rows of the training files; None if one of them is not here or is no Parquet file."""
+    files = settings["data.train_files"]
+    total = 0
+    for name in files if isinstance(files, list) else [files]:
+        path = Path(os.path.expanduser(str(name)))
+        if path.suffix != ".parquet" or not path.is_file():
+            return None
+        total += int(import_module("pyarrow.parquet").read_metadata(path).num_rows)
+    return total
+
+
+def problems_of(configuration: dict[str, Any]) -> list[str]:
+    """What a run refuses in the configuration."""
+    try:
+        validate(GrpoRunConfig, configuration)
+    except ValueError as error:
+        return [line.strip() for line in str(error).splitlines()[1:]] or [str(error)]
+    return []
+
+
+def as_yaml(configuration: dict[str, Any], command: str, source: str) -> str:
+    """The file: a command that uses it, where it is from, and one block for each section."""
+    ordered = {name: configuration[name] for name in SECTIONS if name in configuration}
+    ordered |= {name: section for name, section in configuration.items() if name not in ordered}
+    body = yaml.safe_dump(ordered, sort_keys=False, default_flow_style=None, width=110, allow_unicode=True)
+    return f"# $ {command}\n# From verl's {source}, by megatron-rl from-verl.\n{body}"
+
+
+def shown(title: str, rows: Sequence[KeyRow]) -> Table:
+    table = Table(title=title, title_justify="left")
+    for name in ("line", "verl", "", "here"):
+        table.add_column(name, overflow="fold", justify="right" if name == "line" else "left")
+    for row in rows:
+        here = ", ".join(f"{key}={_short(value)}" for key, value in row.to.items())
+        text = f"{here}: {row.why}" if here and row.why else here or row.why
+        theirs = f"{row.key}={_short(row.value)}"
+        table.add_row(str(row.line or ""), *map(escape, (theirs, row.status, text)), style=STYLES[row.status])
+    return table
+
+
+def _short(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= 120 else f"{text[:117]}..."
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("words", nargs="+", metavar="SCRIPT.sh | key=value", help="the script, or verl's overrides")
+    parser.add_argument("--out", metavar="FILE.yaml", help="write the configuration into this file")
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a variable of the script")
+    parser.add_argument("--rows", type=int, metavar="N", help="the number of training rows, to compute run.steps")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    given = parser.parse_intermixed_args(arguments)
+    try:
+        settings = Settings(read(given))
+        check_types(settings)
+        settings.num_rows = count_rows(settings) if given.rows is None else given.rows
+        found, notes = converted(settings)
+    except (ScriptError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    recipe = "ppo" if settings.has_critic else "grpo"
+    command = f"megatron-rl {recipe} {given.out or 'run.yaml'} --dry-run"
+    source = Path(given.words[0]).name if settings.call.line else "overrides"
+    text = as_yaml(found.configuration, command, source)
+    problems = problems_of(found.configuration)
+    if given.out:
+        Path(given.out).write_text(text)
+    if given.json:
+        print(json.dumps(_as_dict(found, notes, problems, command)))
+    else:
+        _print(found, notes, problems, text if not given.out else "")
+        print(f"\nnext: {command}")
+    return 1 if problems else 0
+
+
+def _as_dict(found: Converted, notes: list[str], problems: list[str], command: str) -> dict[str, Any]:
+    return {
+        "configuration": found.configuration,
+        "keys": [row.as_dict() for row in found.rows],
+        "defaults": [row.as_dict() for row in found.defaults],
+        "counts": found.counts(),
+        "notes": notes,
+        "to_add": problems,
+        "command": command,
+    }
+
+
+def _print(found: Converted, notes: list[str], problems: list[str], text: str) -> None:
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
+    console.print(shown("every key of the script", found.rows))
+    console.print(shown("defaults of verl that the script does not give", found.defaults))
+    counts = ", ".join(f"{number} {status}" for status, number in found.counts().items())
+    console.print(f"{len(found.rows)} keys: {counts}", markup=False)
+    downloads = [row.why for row in found.rows if row.why.startswith("hf download")]
+    for note in (*notes, *dict.fromkeys(downloads)):
+        console.print(f"- {note}", soft_wrap=True, markup=False)
+    for problem in problems:
+        console.print(f"to add: {problem}", style="red", soft_wrap=True, markup=False)
+    if text:
+        print(f"\n{text}", end="")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

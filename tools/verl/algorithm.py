@@ -1,0 +1,284 @@
+"""The meaning of verl's settings of the algorithm: advantages, losses, KL, entropy, and the correction of log-probs.
+
+Every function takes the settings, the key and its value, and returns a `Meaning`. The formulas were compared with
+verl's `trainer/ppo/core_algos.py` and `rollout_corr_helper.py` of January 2026.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_rl.tools.verl.settings import ACTOR, Meaning, Settings
+
+ESTIMATORS = {
+    **dict.fromkeys(("grpo", "grpo_vectorized"), "grpo"),
+    **dict.fromkeys(("rloo", "rloo_vectorized"), "rloo"),
+    **{name: name for name in ("reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "opo", "gpg", "gae")},
+    "grpo_passk": "grpo_passk",
+    "gdpo": "gdpo",
+}
+"""verl's estimator -> ours."""
+WITH_STD = {"grpo": "group", "grpo_passk": "group"}
+LOSSES = {
+    "vanilla": "dual_clip",
+    "gspo": "gspo",
+    "sapo": "sapo",
+    "gpg": "gpg",
+    **dict.fromkeys(("clip_cov", "clip-cov"), "clip_cov"),
+    **dict.fromkeys(("kl_cov", "kl-cov"), "kl_cov"),
+    "geo_mean": "gmpo",
+    "cispo": "cispo",
+}
+"""verl's loss -> ours."""
+PARTS = {
+    "clip_ratio_low": ("clip_ratio_low", ("dual_clip", "gspo", "gmpo", "cispo", "clip_cov")),
+    "clip_ratio_high": ("clip_ratio_high", ("dual_clip", "gspo", "gmpo", "cispo", "clip_cov")),
+    "clip_ratio_c": ("clip_ratio_c", ("dual_clip",)),
+    "tau_pos": ("tau_pos", ("sapo",)),
+    "tau_neg": ("tau_neg", ("sapo",)),
+    "clip_cov_ratio": ("share", ("clip_cov",)),
+    "clip_cov_lb": ("cov_low", ("clip_cov",)),
+    "clip_cov_ub": ("cov_high", ("clip_cov",)),
+    "kl_cov_ratio": ("share", ("kl_cov",)),
+    "ppo_kl_coef": ("coef", ("kl_cov",)),
+}
+"""The last name of a key -> our key in `algorithm.loss`, and the losses that have it."""
+WHOLE_SAMPLES = ("gspo", "sapo", "gmpo")
+"""Losses that verl averages over the tokens of an answer and then over answers, for every loss_agg_mode."""
+KL = {
+    **dict.fromkeys(("kl", "k1"), "k1"),
+    "abs": "abs",
+    **dict.fromkeys(("mse", "k2"), "k2"),
+    **dict.fromkeys(("low_var_kl", "k3"), "k3"),
+}
+
+
+def estimator(settings: Settings, key: str, value: Any) -> Meaning:
+    ours = ESTIMATORS.get(value)
+    if ours is None:
+        why = f"there is no such estimator here; choose one of {', '.join(sorted(set(ESTIMATORS.values())))}"
+        return Meaning("not expressible", {"algorithm.adv_estimator.kind": value}, why)
+    to: dict[str, Any] = {"algorithm.adv_estimator.kind": ours}
+    if ours in WITH_STD:
+        to["algorithm.adv_estimator.std"] = WITH_STD[ours] if settings["algorithm.norm_adv_by_std_in_grpo"] else "none"
+    if ours == "gae":
+        to |= {"algorithm.adv_estimator.gamma": settings["algorithm.gamma"]}
+        to |= {"algorithm.adv_estimator.lam": settings["algorithm.lam"]}
+    to["algorithm.drop_zero_signal"] = False
+    return Meaning("mapped", to, "groups of equal rewards stay in the denominators, as in verl")
+
+
+def standard_deviation(settings: Settings, key: str, value: Any) -> Meaning:
+    ours = ESTIMATORS.get(settings["algorithm.adv_estimator"])
+    if ours not in WITH_STD:
+        return Meaning("implied", {}, f"verl's estimator {settings['algorithm.adv_estimator']} does not read it")
+    return Meaning("mapped", {"algorithm.adv_estimator.std": WITH_STD[ours] if value else "none"})
+
+
+def discount(settings: Settings, key: str, value: Any) -> Meaning:
+    """`gamma` and `lam`."""
+    name, ours = key.rpartition(".")[2], settings["algorithm.adv_estimator"]
+    if ours == "gae":
+        return Meaning("used", {f"algorithm.adv_estimator.{name}": value})
+    if name == "gamma" and ours == "reinforce_plus_plus" and value != 1:
+        return Meaning("not expressible", {}, "rewards are not discounted with reinforce_plus_plus here; use gamma 1")
+    return Meaning("implied", {}, f"the estimator {ours} does not read it")
+
+
+def loss_mode(settings: Settings, key: str, value: Any) -> Meaning:
+    if value not in LOSSES:
+        why = f"there is no such loss here; choose one of {', '.join(LOSSES.values())}, or write it as kind: function"
+        return Meaning("not expressible", {"algorithm.loss.kind": value}, why)
+    return Meaning("mapped", {"algorithm.loss.kind": LOSSES[value]})
+
+
+def loss_part(settings: Settings, key: str, value: Any) -> Meaning:
+    name, loss = key.rpartition(".")[2], LOSSES.get(settings[f"{ACTOR}.policy_loss.loss_mode"], "")
+    ours, losses = PARTS[name]
+    if loss not in losses:
+        return Meaning("implied", {}, f"verl's loss {settings[f'{ACTOR}.policy_loss.loss_mode']} does not read it")
+    if value is None:  # verl then takes clip_ratio
+        value = settings[f"{ACTOR}.clip_ratio"]
+    return Meaning("used", {f"algorithm.loss.{ours}": value})
+
+
+def clip_ratio(settings: Settings, key: str, value: Any) -> Meaning:
+    low, high = settings[f"{ACTOR}.clip_ratio_low"], settings[f"{ACTOR}.clip_ratio_high"]
+    if low is None or high is None:
+        return Meaning("used", {}, "it is the bound of the sides whose own key is null")
+    return Meaning("implied", {}, f"verl does not read it, because clip_ratio_low is {low} and clip_ratio_high {high}")
+
+
+def aggregation(settings: Settings, key: str, value: Any) -> Meaning:
+    loss = LOSSES.get(settings[f"{ACTOR}.policy_loss.loss_mode"])
+    if loss in WHOLE_SAMPLES:
+        return Meaning("implied", {}, f"with this loss verl always averages answers, as {loss} does here")
+    if value == "seq-mean-token-sum-norm":
+        length = settings[f"{ACTOR}.loss_scale_factor"] or settings["data.max_response_length"]
+        to = {"algorithm.loss_agg_mode": value, "algorithm.loss_agg_tokens": length}
+        return Meaning("mapped", to, "here the sum is also divided by the number of answers, which Adam cancels")
+    if value in ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean"):
+        return Meaning("used", {"algorithm.loss_agg_mode": value})
+    return Meaning("not expressible", {"algorithm.loss_agg_mode": value}, "there is no such aggregation here")
+
+
+def loss_length(settings: Settings, key: str, value: Any) -> Meaning:
+    if settings[f"{ACTOR}.loss_agg_mode"] != "seq-mean-token-sum-norm":
+        return Meaning("implied", {}, "only seq-mean-token-sum-norm reads it")
+    return Meaning("used", {"algorithm.loss_agg_tokens": value})
+
+
+def kl_place(settings: Settings) -> tuple[str | None, str]:
+    """Where the KL penalty is, `loss` or `reward`, and otherwise None with the reason."""
+    if settings[f"{ACTOR}.use_kl_loss"] and settings[f"{ACTOR}.kl_loss_coef"]:
+        kind = str(settings[f"{ACTOR}.kl_loss_type"])
+        if KL.get(kind.rstrip("+")) is None:
+            return None, f"there is no KL of type {kind} here; use low_var_kl or mse"
+        if KL[kind.rstrip("+")] == "k1" and not kind.endswith("+"):
+            return None, "the expected gradient of k1 in the loss is zero; use low_var_kl, mse or kl+"
+        return "loss", ""
+    if settings["algorithm.use_kl_in_reward"]:
+        name, kind = settings["algorithm.adv_estimator"], str(settings["algorithm.kl_penalty"])
+        if name not in ("gae", "reinforce_plus_plus"):
+            return (
+                None,
+                f"{name} gives all tokens one advantage here, so the KL cannot be in the reward; use use_kl_loss",
+            )
+        if KL.get(kind) is None:
+            return None, f"there is no KL of type {kind} for rewards here; use kl, abs, mse or low_var_kl"
+        return "reward", ""
+    return None, ""
+
+
+def kl_switch(settings: Settings, key: str, value: Any) -> Meaning:
+    """`use_kl_loss` and `use_kl_in_reward`."""
+    if not value:
+        return Meaning("implied", {}, "no penalty is the default")
+    place, problem = kl_place(settings)
+    if problem:
+        return Meaning("not expressible", {}, problem)
+    if place == ("loss" if key.endswith("use_kl_loss") else "reward"):
+        return Meaning("mapped", {"algorithm.kl.place": place})
+    if place is None:
+        return Meaning("implied", {}, "the coefficient is 0")
+    return Meaning(
+        "not expressible", {}, "there is one KL penalty here, which is in the loss; set one of the two to False"
+    )
+
+
+def kl_part(settings: Settings, key: str, value: Any) -> Meaning:
+    """The type and the coefficient of the KL in the loss or in the reward."""
+    name = key.rpartition(".")[2]
+    mine = "loss" if key.startswith(ACTOR) else "reward"
+    place, problem = kl_place(settings)
+    is_on = settings[f"{ACTOR}.use_kl_loss" if mine == "loss" else "algorithm.use_kl_in_reward"]
+    if place != mine:
+        if is_on and problem:
+            return Meaning("not expressible", {}, "the KL penalty is left out; see the key that switches it on")
+        return Meaning("implied", {}, f"there is no KL in the {mine}")
+    if name in ("kl_loss_type", "kl_penalty"):
+        to: dict[str, Any] = {"algorithm.kl.estimator": KL[value.rstrip("+")]}
+        if value.endswith("+") and KL[value.rstrip("+")] != "k2":
+            to["algorithm.kl.straight_through"] = True
+        return Meaning("mapped", to)
+    if mine == "loss" or settings["algorithm.kl_ctrl.type"] == "fixed":
+        if name in ("kl_loss_coef", "kl_coef", "type"):
+            coefficient = settings[f"{ACTOR}.kl_loss_coef" if mine == "loss" else "algorithm.kl_ctrl.kl_coef"]
+            return Meaning("mapped", {"algorithm.kl.coefficient": {"kind": "fixed", "value": coefficient}})
+        return Meaning("implied", {}, "only an adaptive coefficient reads it")
+    coefficient = {
+        "kind": "adaptive",
+        "initial": settings["algorithm.kl_ctrl.kl_coef"],
+        "target": settings["algorithm.kl_ctrl.target_kl"],
+        "horizon": settings["algorithm.kl_ctrl.horizon"],
+    }
+    return Meaning("mapped", {"algorithm.kl.coefficient": coefficient}, "here the KL is a mean over tokens")
+
+
+def entropy(settings: Settings, key: str, value: Any) -> Meaning:
+    if not value:
+        return Meaning("implied", {}, "no entropy bonus is the default")
+    return Meaning("used", {"algorithm.entropy.coefficient": {"kind": "fixed", "value": value}})
+
+
+def correction(settings: Settings, key: str, value: Any) -> Meaning:
+    """The keys of `algorithm.rollout_correction`."""
+    name, prefix = key.rpartition(".")[2], "algorithm.rollout_correction."
+    weight, rejection = settings[prefix + "rollout_is"], settings[prefix + "rollout_rs"]
+    if name == "rollout_is":
+        if value == "token":
+            ours = {
+                "kind": "truncate",
+                "level": "token",
+                "cap": settings[prefix + "rollout_is_threshold"],
+                "normalise": bool(settings[prefix + "rollout_is_batch_normalize"]),
+            }
+            return Meaning("mapped", {"algorithm.correction.weight": ours})
+        if value == "sequence":
+            why = "a sequence's weight is the geometric mean of its ratios here, and their product in verl; use token"
+            return Meaning("not expressible", {"algorithm.correction.weight": None} if rejection else {}, why)
+        nothing: dict[str, Any] = {"algorithm.correction.weight" if rejection else "algorithm.correction": None}
+        return Meaning("mapped", nothing, "verl corrects nothing")
+    if name in ("rollout_is_threshold", "rollout_is_batch_normalize"):
+        if weight == "token":
+            return Meaning("used", {}, "see rollout_is")
+        return Meaning("implied", {}, "only weights of tokens read it")
+    if name in ("rollout_rs", "rollout_rs_threshold"):
+        if not rejection:
+            return Meaning("implied", {}, "nothing is rejected")
+        rules = _rejections(str(rejection), settings[prefix + "rollout_rs_threshold"])
+        if rules is None:
+            why = "the rule is not known here; megatron-rl config algorithm.correction.reject prints what there is"
+            return Meaning("not expressible", {}, why)
+        return Meaning(
+            "mapped", {"algorithm.correction.reject": rules}, "for k1 the bounds are those of verl, inverted"
+        )
+    if name == "bypass_mode" and value:
+        why = "the ratio is taken to the trainer's policy here, not to the engine's; leave it False"
+        return Meaning("not expressible", {}, why)
+    if name in ("bypass_mode", "loss_type"):
+        return Meaning("implied", {}, "the ratio is taken to the trainer's policy")
+    return Meaning("not expressible", {}, "not known")
+
+
+def _rejections(rules: str, thresholds: Any) -> list[dict[str, Any]] | None:
+    """Our rules of rejection. verl's k1 is the engine's probability over the trainer's, and ours is its inverse, so a
+    pair of bounds (a, b) becomes (1 / b, 1 / a)."""
+    names = [name.strip() for name in rules.split(",") if name.strip()]
+    bounds = [bound.strip() for bound in str(thresholds).split(",")]
+    bounds = bounds * len(names) if len(bounds) == 1 else bounds
+    found: list[dict[str, Any]] = []
+    for name, bound in zip(names, bounds, strict=False):
+        words = name.split("_")
+        if words[-1] not in ("k1", "k2", "k3") or words[0] not in ("token", "seq") or len(bounds) != len(names):
+            return None
+        rule: dict[str, Any] = {"level": "token" if words[0] == "token" else "sequence", "statistic": words[-1]}
+        if words[0] == "seq":
+            rule["over"] = words[1]
+        try:
+            numbers = [float(number) for number in bound.split("_")]
+        except ValueError:
+            return None
+        if words[-1] == "k1":
+            low, high = numbers if len(numbers) == 2 else (1 / numbers[0], numbers[0])
+            rule |= {"low": 1 / high, "high": 1 / low}
+        else:
+            rule["high"] = numbers[0]
+        found.append(rule)
+    return found
+
+
+def filter_groups(settings: Settings, key: str, value: Any) -> Meaning:
+    if not value:
+        return Meaning("implied", {}, "groups are not replaced by default")
+    why = "engines generate while the trainer trains, so half of the GPUs are the engines' own"
+    return Meaning("mapped", {"rollout.active_sampling": True}, why)
+
+
+def routing(settings: Settings, key: str, value: Any) -> Meaning:
+    """The replay of the choice of experts. R2 is the trainer's own choice, R3 the engine's."""
+    if value in (None, False, "disabled"):
+        return Meaning("implied", {}, "no choice is replayed by default")
+    if settings[f"{ACTOR}.router_replay.mode"] == "R2":
+        return Meaning("not expressible", {}, "experts are replayed from the engine only; policy.routing_replay is R3")
+    return Meaning("used", {"policy.routing_replay": True})

@@ -1,0 +1,193 @@
+"""The trainer's layout where verl's does not carry over: FSDP has no tensor or pipeline parallelism, and a layout of
+Megatron's may need more memory here.
+
+The planner of `megatron-rl size-run` chooses, if the sizes of the model are known: its folder exists, or
+configs/model has a file of its name. Otherwise the number of billions in the model's name gives a first guess.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+from megatron_rl.config.load import validate
+from megatron_rl.config.schema import GrpoRunConfig
+from megatron_rl.layout import FAMILIES
+from megatron_rl.planning.layouts import Layout, fitting_layouts
+from megatron_rl.planning.memory import run_memory
+from megatron_rl.planning.shapes import planned_shape
+from megatron_rl.planning.stages import with_layers
+from megatron_rl.tools.verl.conversion import Converted, convert
+from megatron_rl.tools.verl.settings import Settings
+
+TRAINED_BYTES = 6
+"""Of each parameter of a rank: its weight in bfloat16 and its gradient in fp32."""
+GUESSED_SHARE = 24e9
+"""A rank with fewer bytes of weights and gradients is not split further in the first guess."""
+
+
+CHANGEABLE = ("policy.", "critic.parallel", "model.recompute", "rollout.gpu_memory_utilization")
+NONE_FITS = "no layout of the trainer fits"
+MORE_STAGES = (1, 2, 3, 4)
+"""The factors that are tried for the stages of an engine, until its weights fit next to the trainer's."""
+LESS_CACHE = (0.0, 0.05, 0.1, 0.15, 0.2)
+"""What is then tried to take from the share of the memory that vLLM may use."""
+
+
+def converted(settings: Settings) -> tuple[Converted, list[str]]:
+    """The configuration with a layout, and sentences about what was changed for it."""
+    first: tuple[Converted, list[str]] | None = None
+    for factor in MORE_STAGES:
+        settings.more_stages = factor
+        found, notes = _with_trainer(settings)
+        first = first or (found, notes)
+        if notes and notes[-1].startswith(NONE_FITS):
+            return first
+        if _read(found.configuration) is None:
+            if factor == 1:
+                return first
+            continue
+        share = found.configuration["rollout"]["gpu_memory_utilization"]
+        for less in LESS_CACHE:
+            found.configuration["rollout"]["gpu_memory_utilization"] = round(share - less, 3)
+            if not _problems(found.configuration):
+                if factor > 1:
+                    notes.append(f"changed to fit into the GPUs: an engine has {factor} times as many stages")
+                if less:
+                    notes.append(f"changed to fit into the GPUs: rollout.gpu_memory_utilization is {share - less:.3g}")
+                _follow(found)
+                return found, notes
+        found.configuration["rollout"]["gpu_memory_utilization"] = share
+    assert first is not None, "there are factors"
+    return first
+
+
+def _problems(configuration: dict[str, Any]) -> list[str]:
+    """What does not fit into the memory of the GPUs; nothing if the sizes of the model are not known."""
+    config = _read(configuration)
+    try:
+        if config is None:
+            return []
+        config = with_layers(config)
+        return list(run_memory(config, planned_shape(config)).problems)
+    except ValueError:
+        return []
+
+
+def _with_trainer(settings: Settings) -> tuple[Converted, list[str]]:
+    """The configuration with a layout of the trainer, for engines of the present number of stages."""
+    if not settings.is_megatron:
+        settings.mesh = {"tensor": 1, "context": settings.context}
+    found = convert(settings)
+    config = _read(found.configuration)
+    try:
+        shape = planned_shape(config) if config is not None else None
+    except ValueError:
+        shape = None
+    if shape is None or config is None:
+        if settings.is_megatron:
+            return found, []
+        settings.mesh, settings.mesh_reason = guessed_mesh(settings)
+        text = "the sizes of the model are not known here; once its folder is there, use megatron-rl size-run"
+        return convert(settings), [f"policy.parallel is {settings.mesh_reason}: {text}"]
+    try:
+        config = with_layers(config)
+        FAMILIES[shape.family].check_mesh(shape, config.policy.parallel.mesh)
+        if settings.is_megatron and not run_memory(config, shape).problems:
+            return found, []
+        layouts = fitting_layouts(config, shape)
+    except ValueError as error:
+        return found, [str(error)]
+    if not layouts:
+        return found, [f"{NONE_FITS} on {settings.num_trainer_gpus} GPUs of {config.cluster.gpu_memory_gb:g} GB"]
+    best = _nearest(layouts, config, settings)
+    if not settings.is_megatron:
+        settings.mesh = {**_sizes(best), "tensor": best.parallel.tensor}
+        settings.mesh_reason = "chosen by the planner of megatron-rl size-run"
+        found = convert(settings)
+    note = _replace(found.configuration, best)
+    _follow(found)
+    return found, [note] if note else []
+
+
+def _nearest(layouts: list[Layout], config: GrpoRunConfig, settings: Settings) -> Layout:
+    """The fastest layout among the ones that are most like the script's: of the same sizes where verl's trainer is
+    Megatron-Core, then with the same recomputation, and with as many ranks of a sequence."""
+
+    def differences(layout: Layout) -> tuple[bool, ...]:
+        return (
+            settings.is_megatron and layout.parallel != config.policy.parallel,
+            layout.recompute != config.model.recompute,
+            layout.parallel.context != settings.context,
+        )
+
+    return min(layouts, key=differences)
+
+
+def _follow(found: Converted) -> None:
+    """Let the rows say what the configuration has after its layout has changed."""
+    for rows in (found.rows, found.defaults):
+        for number, row in enumerate(rows):
+            present = {target: value for target in row.to if (value := _value(found, target)) is not None}
+            differs = any(present.get(target) != value for target, value in row.to.items() if value not in (1, None))
+            if differs and any(target.startswith(CHANGEABLE) for target in row.to):
+                why = f"{row.why}; changed to fit" if row.why else "changed to fit"
+                rows[number] = replace(row, status="mapped", to=present, why=why)
+
+
+def _value(found: Converted, target: str) -> Any:
+    place: Any = found.configuration
+    for name in target.split("."):
+        place = place.get(name) if isinstance(place, dict) else None
+    return place
+
+
+def guessed_mesh(settings: Settings) -> tuple[dict[str, int], str]:
+    """The sizes of the trainer by the number of billions in the model's name."""
+    size = re.search(r"(\d+(?:\.\d+)?)\s?[bB](?![a-z])", settings.model_name)
+    num_parameters = float(size[1]) * 1e9 if size else 7e9
+    tensor, gpus = 1, settings.num_trainer_gpus // settings.context
+    while tensor < 8 and num_parameters * TRAINED_BYTES / tensor > GUESSED_SHARE and gpus % (2 * tensor) == 0:
+        tensor *= 2
+    text = f"of about {size[1]} billion parameters, by its name" if size else "of unknown size"
+    return {"tensor": tensor, "context": settings.context}, f"a first guess for a model {text}"
+
+
+def _sizes(layout: Layout) -> dict[str, int]:
+    mesh = layout.parallel.mesh
+    sizes = {"pipeline": mesh.pipeline, "context": mesh.context, "expert": mesh.expert}
+    found = {name: size for name, size in sizes.items() if size > 1}
+    if layout.parallel.expert_tensor is not None:
+        found["expert_tensor"] = layout.parallel.expert_tensor
+    return found
+
+
+def _read(configuration: dict[str, Any]) -> GrpoRunConfig | None:
+    """The configuration, with one step if the number of steps is not known yet; None if it is not valid."""
+    run = {"name": "run", "steps": 1, **configuration.get("run", {})}
+    try:
+        return validate(GrpoRunConfig, {**configuration, "run": run})
+    except ValueError:
+        return None
+
+
+def _replace(configuration: dict[str, Any], layout: Layout) -> str:
+    """Give the configuration the layout; returns what has changed, or an empty text."""
+    changes = []
+    policy, model = configuration.setdefault("policy", {}), configuration["model"]
+    parallel = layout.parallel.model_dump(exclude_defaults=True)
+    if layout.parallel.layers is not None:
+        parallel["layers"] = list(layout.parallel.layers)
+    if {name: size for name, size in policy.get("parallel", {}).items() if size not in (1, None)} != parallel:
+        changes.append(f"policy.parallel is {layout.label}")
+    policy["parallel"] = parallel
+    if "critic" in configuration:
+        configuration["critic"]["parallel"] = dict(parallel)
+    if model.get("recompute", "none") != layout.recompute:
+        changes.append(f"model.recompute is {layout.recompute}")
+        model["recompute"] = layout.recompute
+    if layout.offload and not policy.get("optimizer", {}).get("offload"):
+        changes.append("policy.optimizer.offload is true")
+        policy.setdefault("optimizer", {})["offload"] = True
+    return f"changed to fit into the GPUs: {', '.join(changes)}" if changes else ""

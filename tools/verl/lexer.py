@@ -1,0 +1,178 @@
+"""The words and operators of a shell script, by bash's rules of quoting. Nothing is expanded here.
+
+Invariants (tests/unit/tools): a backslash at the end of a line joins it to the next one, except in a comment; a comment
+begins at a `#` that begins a word; redirections and here-documents are left out, and the command before them stays.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+OPERATORS = ("&&", "||", ";;", "|&", ";", "&", "|", "(", ")", "\n")
+ARRAY = re.compile(r"[A-Za-z_]\w*\+?=$")
+HEREDOC = re.compile(r"<<-?\s*(['\"]?)([A-Za-z_]\w*)\1")
+
+
+class ScriptError(ValueError):
+    """A script cannot be read; the text names the line and says what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class RawWord:
+    """A word as it is written, quotes included; or an array `NAME=(...)` with the words between the brackets."""
+
+    text: str
+    line: int
+    array: tuple[RawWord, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    text: str
+    line: int
+
+
+@dataclass(slots=True)
+class Lexer:
+    """Reads the tokens of a script one after the other."""
+
+    text: str
+    line: int = 1
+    place: int = 0
+    heredocs: list[str] = field(default_factory=list)
+    comments: list[int] = field(default_factory=list)
+    """The lines that have a comment of their own directly after a line that ends with a backslash."""
+
+    def tokens(self) -> list[RawWord | Operator]:
+        found: list[RawWord | Operator] = []
+        while (token := self._next()) is not None:
+            found.append(token)
+        return found
+
+    def _next(self) -> RawWord | Operator | None:
+        continued = False
+        while self.place < len(self.text):
+            rest = self.text[self.place :]
+            if rest[0] in " \t\r":
+                self.place += 1
+            elif rest.startswith(("\\\n", "\\\r\n")):
+                self._forward(rest.index("\n") + 1)
+                continued = True
+            elif rest[0] == "#":
+                if continued:
+                    self.comments.append(self.line)
+                self._forward(len(rest.partition("\n")[0]))
+            elif redirection := re.match(r"\d*(?:<<<|<<-?|[<>]&?\|?>?|&>>?)(?!\()", rest):
+                self._skip_redirection(redirection)
+            elif operator := next((one for one in OPERATORS if rest.startswith(one)), None):
+                token = Operator(operator, self.line)
+                self._forward(len(operator))
+                if operator == "\n":
+                    self._skip_heredocs()
+                return token
+            else:
+                return self._word()
+        return None
+
+    def _forward(self, size: int) -> None:
+        self.line += self.text.count("\n", self.place, self.place + size)
+        self.place += size
+
+    def _skip_redirection(self, found: re.Match[str]) -> None:
+        if document := HEREDOC.match(self.text, self.place):
+            self.heredocs.append(document[2])
+            self._forward(len(document[0]))
+            return
+        self._forward(len(found[0]))
+        while self.text[self.place : self.place + 1] in (" ", "\t"):
+            self.place += 1
+        if self.text[self.place : self.place + 1] not in ("", "\n", ";", "&"):
+            self._word()
+
+    def _skip_heredocs(self) -> None:
+        for end in self.heredocs:
+            closing = re.compile(rf"^\t*{end}[ \t]*$", re.MULTILINE).search(self.text, self.place)
+            if closing is None:
+                raise ScriptError(f"line {self.line}: the here-document does not end with {end}; complete the script")
+            self._forward(closing.end() - self.place)
+        self.heredocs.clear()
+
+    def _word(self) -> RawWord:
+        start, line = self.place, self.line
+        while self.place < len(self.text):
+            char = self.text[self.place]
+            if char == "(" and ARRAY.match(self.text[start : self.place]):
+                return self._array(self.text[start : self.place], line)
+            if char in " \t\n;&|<>()":
+                break
+            if self.text.startswith("\\\n", self.place):
+                break
+            self._piece()
+        if self.place == start:  # a character that begins no word
+            self._forward(1)
+        return RawWord(self.text[start : self.place], line)
+
+    def _piece(self) -> None:
+        """Step over one character, or over a quoted part or a substitution as a whole."""
+        self._forward(piece_size(self.text, self.place, self.line))
+
+    def _array(self, name: str, line: int) -> RawWord:
+        self._forward(1)
+        words: list[RawWord] = []
+        while (token := self._next()) is not None:
+            if isinstance(token, RawWord):
+                words.append(token)
+            elif token.text == ")":
+                return RawWord(name, line, tuple(words))
+        raise ScriptError(f"line {line}: the array {name.rstrip('=+')} has no closing bracket; complete the script")
+
+
+def piece_size(text: str, place: int, line: int) -> int:
+    """The number of characters of the piece of a word at `place`: a quoted part, a substitution, or one character.
+
+    Raises:
+        ScriptError: a quote or a bracket is not closed.
+    """
+    rest = text[place : place + 2]
+    if rest[0] == "\\":
+        return min(2, len(text) - place)
+    if rest[0] == "'":
+        end = text.find("'", place + 1)
+    elif rest[0] == "`":
+        end = text.find("`", place + 1)
+    elif rest[0] == '"':
+        end = _end_of_double_quotes(text, place, line)
+    elif rest in ("${", "$("):
+        end = _end_of_brackets(text, place + 1, line)
+    else:
+        return 1
+    if end < 0:
+        raise ScriptError(f"line {line}: {rest[0]} is not closed; complete the script")
+    return end + 1 - place
+
+
+def _end_of_double_quotes(text: str, place: int, line: int) -> int:
+    place += 1
+    while place < len(text):
+        if text[place] == '"':
+            return place
+        inside = text[place] in "\\`" or text[place : place + 2] in ("${", "$(")
+        place += piece_size(text, place, line) if inside else 1
+    return -1
+
+
+def _end_of_brackets(text: str, place: int, line: int) -> int:
+    """The place of the bracket that closes the one at `place`."""
+    opening, closing = text[place], {"{": "}", "(": ")"}[text[place]]
+    place += 1
+    while place < len(text):
+        if text[place] == closing:
+            return place
+        size = piece_size(text, place, line)
+        if text[place] == opening and size == 1:
+            size = _end_of_brackets(text, place, line) + 1 - place
+            if size <= 0:
+                return -1
+        place += size
+    return -1
