@@ -88,8 +88,16 @@ def as_yaml(configuration: dict[str, Any], command: str, source: str) -> str:
     """The file: a command that uses it, where it is from, and one block for each section."""
     ordered = {name: configuration[name] for name in SECTIONS if name in configuration}
     ordered |= {name: section for name, section in configuration.items() if name not in ordered}
-    body = yaml.safe_dump(ordered, sort_keys=False, default_flow_style=None, width=110, allow_unicode=True)
+    options: dict[str, Any] = {"sort_keys": False, "default_flow_style": None, "width": 110, "allow_unicode": True}
+    body = yaml.dump(ordered, Dumper=_Plain, **options)
     return f"# $ {command}\n# From verl's {source}, by megatron-rl from-verl.\n{body}"
+
+
+class _Plain(yaml.SafeDumper):
+    """Writes equal lists twice, where YAML would give one of them a name."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
 
 
 def shown(title: str, rows: Sequence[KeyRow]) -> Table:

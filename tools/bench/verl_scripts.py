@@ -53,6 +53,15 @@ SIZES: dict[str, tuple[str, tuple[int, int, int, int, int], int, bool]] = {
     "deepseek-llm-7b": ("llama", (30, 4096, 32, 32, 11008), 102400, False),
 }
 """The families, NAMES, vocabulary, and whether the embeddings are tied, of models by the beginning of their names."""
+DEEPSEEK_SHAPED = {
+    "Moonlight-16B-A3B": {
+        **{"num_hidden_layers": 27, "hidden_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 16},
+        **{"q_lora_rank": None, "intermediate_size": 11264, "moe_intermediate_size": 1408, "n_routed_experts": 64},
+        **{"n_shared_experts": 2, "num_experts_per_tok": 6, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
+        **{"routed_scaling_factor": 2.446, "vocab_size": 163840, "rope_scaling": None, "rope_theta": 50000.0},
+    },
+}
+"""What differs from DeepSeek-V3's configuration, by the model's name."""
 ALIASES = {
     r"Qwen2-7B.*|Qwen2\.5-Math-7B": "Qwen2.5-7B",
     r"Qwen2\.5-Coder-14B.*": "Qwen2.5-14B",
@@ -60,8 +69,10 @@ ALIASES = {
     r"Qwen3-30B-A3B.*": "Qwen3-30B-A3B",
     r"DeepSeek-V3.*|<path_to_dsv3.*": "DeepSeek-V3",
     r"Qwen2\.5-72B.*": "Qwen2.5-72B-Instruct",
+    "LLM": "Moonlight-16B-A3B",
+    "model_path": "Qwen2-72B",
 }
-"""Names of models that have the sizes of others."""
+"""Names of models that have the sizes of others. The last two are variables that scripts leave to their users."""
 
 
 def scripts(snapshot: str, match: str) -> Iterator[tuple[str, str]]:
@@ -110,7 +121,10 @@ def write_sizes(folder: Path, name: str) -> None:
     plain = next((ours for pattern, ours in ALIASES.items() if re.fullmatch(pattern, name)), name)
     shipped = CONFIGS / f"{plain}.json"
     known = next((one for one in SIZES if plain.startswith(one)), None)
-    if shipped.is_file():
+    if plain in DEEPSEEK_SHAPED:
+        like = json.loads((CONFIGS / "DeepSeek-V3.json").read_text())
+        place.write_text(json.dumps({**like, **DEEPSEEK_SHAPED[plain]}))
+    elif shipped.is_file():
         place.write_text(shipped.read_text())
     elif known is not None:
         family, sizes, vocabulary, is_tied = SIZES[known]

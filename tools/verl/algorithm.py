@@ -18,6 +18,8 @@ ESTIMATORS = {
     "gdpo": "gdpo",
 }
 """verl's estimator -> ours."""
+COMPARING = ("grpo", "rloo", "reinforce_plus_plus_baseline", "opo", "gpg", "grpo_passk", "gdpo")
+"""Our estimators that compare the answers of a group."""
 WITH_STD = {"grpo": "group", "grpo_passk": "group"}
 LOSSES = {
     "vanilla": "dual_clip",
@@ -99,13 +101,21 @@ def loss_part(settings: Settings, key: str, value: Any) -> Meaning:
         return Meaning("implied", {}, f"verl's loss {settings[f'{ACTOR}.policy_loss.loss_mode']} does not read it")
     if value is None:  # verl then takes clip_ratio
         value = settings[f"{ACTOR}.clip_ratio"]
+    if loss == "cispo" and name == "clip_ratio_low" and value > 1:
+        return Meaning(
+            "mapped", {"algorithm.loss.clip_ratio_low": 1.0}, "a ratio is never below 0, so 1 is no bound too"
+        )
     return Meaning("used", {f"algorithm.loss.{ours}": value})
 
 
 def clip_ratio(settings: Settings, key: str, value: Any) -> Meaning:
     low, high = settings[f"{ACTOR}.clip_ratio_low"], settings[f"{ACTOR}.clip_ratio_high"]
-    if low is None or high is None:
-        return Meaning("used", {}, "it is the bound of the sides whose own key is null")
+    sides = [name for name, bound in (("clip_ratio_low", low), ("clip_ratio_high", high)) if bound is None]
+    if sides:
+        found = [loss_part(settings, f"{ACTOR}.{name}", None) for name in sides]
+        if all(one.to for one in found):
+            to = {target: bound for one in found for target, bound in one.to.items()}
+            return Meaning("used", to, "it is the bound of the sides whose own key is null")
     return Meaning("implied", {}, f"verl does not read it, because clip_ratio_low is {low} and clip_ratio_high {high}")
 
 
@@ -116,7 +126,9 @@ def aggregation(settings: Settings, key: str, value: Any) -> Meaning:
     if value == "seq-mean-token-sum-norm":
         length = settings[f"{ACTOR}.loss_scale_factor"] or settings["data.max_response_length"]
         to = {"algorithm.loss_agg_mode": value, "algorithm.loss_agg_tokens": length}
-        return Meaning("mapped", to, "here the sum is also divided by the number of answers, which Adam cancels")
+        return Meaning(
+            "mapped", to, "here the sum is also divided by the number of answers, which Adam cancels, but not clip_grad"
+        )
     if value in ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean"):
         return Meaning("used", {"algorithm.loss_agg_mode": value})
     return Meaning("not expressible", {"algorithm.loss_agg_mode": value}, "there is no such aggregation here")
@@ -221,7 +233,7 @@ def correction(settings: Settings, key: str, value: Any) -> Meaning:
         return Meaning("mapped", nothing, "verl corrects nothing")
     if name in ("rollout_is_threshold", "rollout_is_batch_normalize"):
         if weight == "token":
-            return Meaning("used", {}, "see rollout_is")
+            return correction(settings, prefix + "rollout_is", weight)
         return Meaning("implied", {}, "only weights of tokens read it")
     if name in ("rollout_rs", "rollout_rs_threshold"):
         if not rejection:
@@ -282,3 +294,11 @@ def routing(settings: Settings, key: str, value: Any) -> Meaning:
     if settings[f"{ACTOR}.router_replay.mode"] == "R2":
         return Meaning("not expressible", {}, "experts are replayed from the engine only; policy.routing_replay is R3")
     return Meaning("used", {"policy.routing_replay": True})
+
+
+def group_size(settings: Settings, key: str, value: Any) -> Meaning:
+    name = settings["algorithm.adv_estimator"]
+    if value == 1 and ESTIMATORS.get(name) in COMPARING:
+        why = f"with {name} the answers to a prompt are compared, and one alone has no gradient here; use 2 or more"
+        return Meaning("not expressible", {"rollout.samples_per_prompt": 1}, why)
+    return Meaning("used", {"rollout.samples_per_prompt": value})

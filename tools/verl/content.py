@@ -11,6 +11,8 @@ from megatron_rl.tools.verl.machine import num_steps
 from megatron_rl.tools.verl.settings import ACTOR, ROLLOUT, Meaning, Settings
 
 HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+FOLDERS = ("models", "model", "data", "checkpoints", "ckpts", "runs", "outputs", "hf_models", "huggingface.co")
+"""First parts of paths that are folders and no owners on the hub."""
 MISSING = {
     r"(?i)[-_]vl\b|[-_]vl[-_]|minicpm|glm-?4\.1v|vla\b": "it reads images, and the models here are of text alone",
     r"(?i)gemma|mistral|phi-?\d|glm|gpt-?oss|seed-?oss|minimax|falcon|kimi-k2": "its family is not here",
@@ -24,7 +26,7 @@ ALL_ROWS = 1_000_000
 
 def local_model(path: str) -> tuple[Path, str]:
     """The folder of a model, and for a name on the hub the command that downloads it."""
-    if HUB.fullmatch(path) and not Path(path).exists():
+    if HUB.fullmatch(path) and path.partition("/")[0].lower() not in FOLDERS and not Path(path).exists():
         folder = f"models/{path.partition('/')[2]}"
         return Path(folder), f"hf download {path} --local-dir {folder}"
     return Path(os.path.expanduser(path)), ""
@@ -130,6 +132,10 @@ def chat_argument(settings: Settings, key: str, value: Any) -> Meaning:
 def total_steps(settings: Settings, key: str, value: Any) -> Meaning:
     """`total_training_steps` and `total_epochs`."""
     if key.endswith("total_training_steps"):
+        steps = num_steps(settings)
+        if steps != value:
+            why = f"verl ends after {settings['trainer.total_epochs']} epochs of {settings.num_rows} rows"
+            return Meaning("mapped", {"run.steps": steps}, why)
         return Meaning("used", {"run.steps": value})
     if settings["trainer.total_training_steps"] is not None:
         return Meaning("implied", {}, "total_training_steps says when the run ends")
@@ -210,7 +216,7 @@ def evaluation(settings: Settings, key: str, value: Any) -> Meaning:
     every = settings["trainer.test_freq"]
     if key.endswith("test_freq"):
         why = "" if value > 0 else "before the first step and after the last one"
-        return Meaning("used" if value > 0 else "mapped", {"eval.every": max(value, 0)}, why)
+        return Meaning("used" if value > 0 else "mapped", {"eval.every": max(int(value), 0)}, why)
     if value:
         return Meaning("implied", {}, "every run evaluates before its first step")
     if every <= 0:
@@ -260,7 +266,7 @@ def loggers(settings: Settings, key: str, value: Any) -> Meaning:
 
 
 def save_every(settings: Settings, key: str, value: Any) -> Meaning:
-    to = {"checkpoint.every": max(value, 0)}
+    to = {"checkpoint.every": max(int(value), 0)}
     if value <= 0:
         return Meaning("mapped", to, "one checkpoint at the end, while verl writes none")
     if settings["trainer.max_actor_ckpt_to_keep"] is None:

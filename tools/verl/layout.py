@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 from megatron_rl.config.load import validate
@@ -19,6 +20,7 @@ from megatron_rl.planning.memory import run_memory
 from megatron_rl.planning.shapes import planned_shape
 from megatron_rl.planning.stages import with_layers
 from megatron_rl.tools.verl.conversion import Converted, convert
+from megatron_rl.tools.verl.machine import engine_sizes, gpus_of_engine_node, mesh_of
 from megatron_rl.tools.verl.settings import Settings
 
 TRAINED_BYTES = 6
@@ -31,8 +33,9 @@ CHANGEABLE = ("policy.", "critic.parallel", "model.recompute", "rollout.gpu_memo
 NONE_FITS = "no layout of the trainer fits"
 MORE_STAGES = (1, 2, 3, 4)
 """The factors that are tried for the stages of an engine, until its weights fit next to the trainer's."""
-LESS_CACHE = (0.0, 0.05, 0.1, 0.15, 0.2)
-"""What is then tried to take from the share of the memory that vLLM may use."""
+SHARES = (0.0, -0.05, -0.1, -0.15, -0.2, 0.1, 0.2, 0.3, 0.4)
+"""What is then added to the share of the memory that vLLM may use, until weights and a longest answer fit into it, and
+it fits next to the trainer."""
 
 
 def converted(settings: Settings) -> tuple[Converted, list[str]]:
@@ -40,6 +43,9 @@ def converted(settings: Settings) -> tuple[Converted, list[str]]:
     first: tuple[Converted, list[str]] | None = None
     for factor in MORE_STAGES:
         settings.more_stages = factor
+        tensor, stages, _ = engine_sizes(settings)
+        if first is not None and settings.is_sharing and tensor * stages > gpus_of_engine_node(settings):
+            continue
         found, notes = _with_trainer(settings)
         first = first or (found, notes)
         if notes and notes[-1].startswith(NONE_FITS):
@@ -49,13 +55,15 @@ def converted(settings: Settings) -> tuple[Converted, list[str]]:
                 return first
             continue
         share = found.configuration["rollout"]["gpu_memory_utilization"]
-        for less in LESS_CACHE:
-            found.configuration["rollout"]["gpu_memory_utilization"] = round(share - less, 3)
+        for more in SHARES:
+            if not 0 < share + more < 1:
+                continue
+            found.configuration["rollout"]["gpu_memory_utilization"] = round(share + more, 3)
             if not _problems(found.configuration):
                 if factor > 1:
                     notes.append(f"changed to fit into the GPUs: an engine has {factor} times as many stages")
-                if less:
-                    notes.append(f"changed to fit into the GPUs: rollout.gpu_memory_utilization is {share - less:.3g}")
+                if more:
+                    notes.append(f"changed to fit into the GPUs: rollout.gpu_memory_utilization is {share + more:.3g}")
                 _follow(found)
                 return found, notes
         found.configuration["rollout"]["gpu_memory_utilization"] = share
@@ -64,15 +72,20 @@ def converted(settings: Settings) -> tuple[Converted, list[str]]:
 
 
 def _problems(configuration: dict[str, Any]) -> list[str]:
-    """What does not fit into the memory of the GPUs; nothing if the sizes of the model are not known."""
+    """What does not fit into the memory of the GPUs, or cannot be split; nothing if the model's sizes are not known."""
     config = _read(configuration)
+    if config is None:
+        return ["the configuration is not valid"]
     try:
-        if config is None:
-            return []
-        config = with_layers(config)
-        return list(run_memory(config, planned_shape(config)).problems)
+        shape = planned_shape(config)
     except ValueError:
         return []
+    try:
+        config = with_layers(config)
+        FAMILIES[shape.family].check_mesh(shape, config.policy.parallel.mesh)
+        return list(run_memory(config, shape).problems)
+    except ValueError as error:
+        return [str(error)]
 
 
 def _with_trainer(settings: Settings) -> tuple[Converted, list[str]]:
@@ -96,6 +109,8 @@ def _with_trainer(settings: Settings) -> tuple[Converted, list[str]]:
         FAMILIES[shape.family].check_mesh(shape, config.policy.parallel.mesh)
         if settings.is_megatron and not run_memory(config, shape).problems:
             return found, []
+        if settings.has_critic:
+            return _with_critic(settings)
         layouts = fitting_layouts(config, shape)
     except ValueError as error:
         return found, [str(error)]
@@ -109,6 +124,38 @@ def _with_trainer(settings: Settings) -> tuple[Converted, list[str]]:
     note = _replace(found.configuration, best)
     _follow(found)
     return found, [note] if note else []
+
+
+def _with_critic(settings: Settings) -> tuple[Converted, list[str]]:
+    """The first layout that fits with a critic on the same GPUs: policy and critic are split alike, with more tensor
+    parallelism, recomputation and offloaded optimizers only where they must be."""
+    sizes = mesh_of(settings, "policy")
+    others = {name: sizes[name] or 1 for name in ("pipeline", "context")}
+    ways = settings.num_trainer_gpus // (others["pipeline"] * others["context"])
+    tensors = [one for one in (1, 2, 4, 8) if one >= (sizes["tensor"] or 1) and ways % one == 0]
+    for offload, tensor, recompute in product((False, True), tensors, ("none", "full")):
+        found = convert(settings)
+        configuration, changes = found.configuration, []
+        if recompute == "none" and configuration["model"].get("recompute") == "full":
+            continue
+        if tensor != (sizes["tensor"] or 1) or not settings.is_megatron:
+            parallel = {**others, "tensor": tensor, "data": ways // tensor}
+            for owner in ("policy", "critic"):
+                configuration[owner]["parallel"] = {name: size for name, size in parallel.items() if size > 1}
+            changes = [f"both have tensor {tensor}"] if tensor > 1 else []
+        if recompute == "full":
+            for model in (configuration["model"], configuration["critic"].get("model", {"recompute": "full"})):
+                changes += ["model.recompute is full"] if model.get("recompute") != "full" else []
+                model["recompute"] = "full"
+        if offload:
+            changes.append("policy.optimizer.offload and critic.optimizer.offload are true")
+            for owner in ("policy", "critic"):
+                configuration[owner]["optimizer"]["offload"] = True
+        if not _problems(configuration):
+            _follow(found)
+            text = ", ".join(dict.fromkeys(changes))
+            return found, [f"changed to fit into the GPUs: {text}"] if text else []
+    return convert(settings), [f"{NONE_FITS} together with a critic on {settings.num_trainer_gpus} GPUs"]
 
 
 def _nearest(layouts: list[Layout], config: GrpoRunConfig, settings: Settings) -> Layout:

@@ -109,13 +109,13 @@ def _critic_updates(settings: Settings) -> int:
 
 
 def num_steps(settings: Settings) -> int | None:
-    """The number of training steps; None if it depends on rows that nobody has counted."""
+    """The number of training steps, which total_training_steps and total_epochs both bound; None if it depends on rows
+    that nobody has counted."""
     given = settings["trainer.total_training_steps"]
-    if given is not None:
-        return int(given)
     if settings.num_rows is None:
-        return None
-    return settings.num_rows // int(settings["data.train_batch_size"]) * int(settings["trainer.total_epochs"])
+        return None if given is None else int(given)
+    steps = settings.num_rows // int(settings["data.train_batch_size"]) * int(settings["trainer.total_epochs"])
+    return steps if given is None else min(steps, int(given))
 
 
 def optimizer(settings: Settings, key: str, value: Any) -> Meaning:
@@ -189,9 +189,15 @@ def parallel(settings: Settings, key: str, value: Any) -> Meaning:
 
 def stages(settings: Settings, key: str, value: Any) -> Meaning:
     """Other numbers of layers in the first and the last stage."""
+    if absent(settings, key):
+        return Meaning("implied", {}, NO_CRITIC)
     if not value:
         return Meaning("implied", {}, "all stages have as many layers by default")
     why = "auto balances the stages, and gives the last one fewer layers; for numbers of your own give a list"
+    if owner_of(key) == "critic":
+        return Meaning(
+            "not expressible", {}, "give the layers of the critic's stages as the list critic.parallel.layers"
+        )
     return Meaning("mapped", {"policy.parallel.layers": "auto"}, why)
 
 
@@ -250,30 +256,41 @@ def engines(settings: Settings, key: str, value: Any) -> Meaning:
     tensor, stages, engines = engine_sizes(settings)
     given, total = settings[f"{ROLLOUT}.tensor_model_parallel_size"], settings.num_engine_gpus
     if key.endswith("pipeline_model_parallel_size"):
-        return Meaning("used", {"rollout.pipeline": stages} if stages > 1 else {}, "" if stages > 1 else "the default")
+        if stages > 1:
+            return Meaning("used", {"rollout.pipeline": stages})
+        return Meaning("implied", {}, "one stage is the default")
     to = {
         "rollout.tensor": tensor,
         "rollout.num_engines": engines,
         **({"rollout.pipeline": stages} if stages > 1 else {}),
     }
+    if settings.is_sharing and tensor * stages > gpus_of_engine_node(settings):
+        why = "an engine on the trainer's GPUs is in one node; give engines GPUs of their own (cluster.colocate=false)"
+        return Meaning("not expressible", to, why)
     if engines * tensor * stages != total:
         why = f"{total} GPUs are no multiple of {tensor * stages}, the GPUs of an engine; lower rollout.tensor"
         return Meaning("not expressible", to, why)
     if tensor != given:
-        why = f"{given} GPUs of an engine: the tensor ranks are in one node, and stages span the nodes"
+        where = "an engine on the trainer's GPUs is in one node" if settings.is_sharing else "stages span the nodes"
+        why = f"{given} GPUs of an engine: tensor ranks are in one node, and {where}"
         return Meaning("mapped", to, why)
     return Meaning("used", to, f"{total} GPUs / {tensor * stages} of an engine")
 
 
 def engine_sizes(settings: Settings) -> tuple[int, int, int]:
     """Tensor ranks and stages of an engine, and the number of engines. The tensor ranks of an engine are in one node,
-    so a larger number becomes stages; so do the stages that the engine needs to fit."""
+    so a larger number becomes stages. An engine that shares GPUs with trainers is in one node as a whole, and has no
+    more ranks than the node."""
     tensor = int(settings[f"{ROLLOUT}.tensor_model_parallel_size"])
     stages = int(settings[f"{ROLLOUT}.pipeline_model_parallel_size"] or 1) * settings.more_stages
-    of_node = int(settings["rollout.n_gpus_per_node"] or settings["trainer.n_gpus_per_node"])
+    of_node = gpus_of_engine_node(settings)
     if tensor > of_node and tensor % of_node == 0:
-        tensor, stages = of_node, stages * (tensor // of_node)
+        tensor, stages = of_node, stages if settings.is_sharing else stages * (tensor // of_node)
     return tensor, stages, max(settings.num_engine_gpus // (tensor * stages), 1)
+
+
+def gpus_of_engine_node(settings: Settings) -> int:
+    return int(settings["rollout.n_gpus_per_node"] or settings["trainer.n_gpus_per_node"])
 
 
 def engine_experts(settings: Settings, key: str, value: Any) -> Meaning:

@@ -45,6 +45,7 @@ class VerlCall:
     line: int
     options: dict[str, Word] = field(default_factory=dict)
     overrides: list[Override] = field(default_factory=list)
+    last_line: int = 0
 
 
 def read_script(text: str, given: Mapping[str, str]) -> VerlCall:
@@ -230,6 +231,7 @@ class _Reader:
         call = VerlCall(words[start].text.strip("'\""), words[start].line)
         expanded = [(word, raw.line) for raw in words[start + 1 :] for word in self.variables.expand(raw)]
         _take(call, expanded)
+        call.last_line = words[-1].line
         self.calls.append(call)
 
     def _nested(self, words: Sequence[RawWord]) -> None:
@@ -242,12 +244,13 @@ class _Reader:
                     self.read(word.text, raw.line)
 
     def _lost(self, words: Sequence[RawWord], comments: Sequence[int]) -> None:
-        """Overrides after a comment that has ended the call before them."""
+        """Overrides after a comment, or after a backslash that does not end its line, which has ended the call."""
         found = OVERRIDE.fullmatch(words[0].text)
-        ends = [line for line in comments if self.calls and self.calls[-1].line < line <= words[0].line]
-        if not ends or found is None or "." not in found[2] or found[3] is None:
+        if not self.calls or found is None or "." not in found[2] or found[3] is None:
             return
-        why = f"the comment in line {ends[-1]} ends the command, so the shell does not pass this word to verl"
+        ends = [line for line in comments if self.calls[-1].line < line <= words[0].line]
+        end = f"the comment in line {ends[-1]}" if ends else f"line {self.calls[-1].last_line}"
+        why = f"{end} ends the command, so the shell does not pass this word to verl; correct the script"
         for raw in words:
             for word in self.variables.expand(raw):
                 if (one := OVERRIDE.fullmatch(word.text)) is not None:

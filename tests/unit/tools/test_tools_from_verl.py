@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from megatron_rl.__main__ import main as command
 from megatron_rl.config.load import validate
 from megatron_rl.config.schema import GrpoRunConfig
 from megatron_rl.tools.from_verl import main
+from megatron_rl.tools.verl.content import local_model
 from megatron_rl.tools.verl.conversion import Converted, check_types, convert
 from megatron_rl.tools.verl.keys import RULES, rule_of
 from megatron_rl.tools.verl.layout import converted
@@ -221,7 +223,17 @@ NUMBERS: list[tuple[tuple[str, ...], str, Any]] = [
     (("trainer.nnodes=2",), "rollout.num_engines", 8),
     (("trainer.nnodes=2",), "cluster.ray_address", "auto"),
     ((f"{ROLLOUT}.tensor_model_parallel_size=4",), "rollout.num_engines", 2),
-    (("trainer.nnodes=4", f"{ROLLOUT}.tensor_model_parallel_size=16"), "rollout.pipeline", 2),
+    # half of 32 GPUs are of engines; an engine of 16 is TP8 x PP2
+    (
+        ("trainer.nnodes=4", f"{ROLLOUT}.tensor_model_parallel_size=16", "algorithm.filter_groups.enable=True"),
+        "rollout.pipeline",
+        2,
+    ),
+    (
+        (f"{ACTOR}.policy_loss.loss_mode=cispo", f"{ACTOR}.clip_ratio_low=10"),
+        "algorithm.loss",
+        {"kind": "cispo", "clip_ratio_low": 1.0, "clip_ratio_high": 0.2},
+    ),
     ((*MEGATRON, f"{ACTOR}.megatron.virtual_pipeline_model_parallel_size=null"), "policy.parallel.virtual", "missing"),
     (
         (*MEGATRON, f"+{ACTOR}.megatron.override_transformer_config.recompute_granularity=full"),
@@ -281,6 +293,9 @@ def test_the_numbers(overrides, key, expected):
         (f"{ROLLOUT}.top_k=-1", "implied", "all tokens"),
         (f"{ROLLOUT}.temperature=0.8", "used", ""),
         (f"{ROLLOUT}.val_kwargs.temperature=0.6", "not expressible", "as training does, with temperature 1.0"),
+        (f"{ROLLOUT}.tensor_model_parallel_size=16", "mapped", "in one node"),
+        (f"{ROLLOUT}.n=1", "not expressible", "use 2 or more"),
+        ("trainer.test_freq=False", "mapped", "after the last one"),
         (f"{ROLLOUT}.name=sglang", "not expressible", "vLLM answers"),
         (f"{MODEL}.lora_rank=32", "not expressible", "no LoRA"),
         (f"{MODEL}.lora_rank=0", "implied", "all weights"),
@@ -317,6 +332,8 @@ def test_epochs_become_steps_where_the_rows_are_known():
     words = [*without, "trainer.total_epochs=15", "data.train_batch_size=1024"]
     known = convert(Settings(read_overrides(words), 7473))
     assert known.configuration["run"]["steps"] == 15 * 7
+    both = convert(Settings(read_overrides([*words, "trainer.total_training_steps=500"]), 7473))
+    assert both.configuration["run"]["steps"] == 105  # verl ends when the epochs do
     unknown = convert(Settings(read_overrides(words)))
     assert "steps" not in unknown.configuration["run"]
     row = next(row for row in unknown.rows if row.key == "trainer.total_epochs")
@@ -358,7 +375,8 @@ def test_every_override_has_one_row_in_its_order():
     expected = ["--config-name", *(one.prefix + one.key for one in call.overrides)]
     assert [row.key for row in found.rows] == expected
     assert all(row.status in ("used", "mapped", "implied", "not expressible") for row in found.rows)
-    assert all(row.to or row.why for row in found.rows if row.status != "used")
+    assert all(row.to for row in found.rows if row.status in ("used", "mapped"))
+    assert all(row.why for row in found.rows if row.status in ("implied", "not expressible"))
     assert sum(found.counts().values()) == len(expected)
 
 
@@ -407,11 +425,34 @@ def test_the_command_writes_a_file_that_passes_the_dry_run(tmp_path, capsys, mon
     assert command(["from-verl", str(script), "--out", str(out), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["configuration"] == yaml.safe_load(out.read_text())
-    assert told["counts"] == {"used": 4, "mapped": 2, "implied": 0, "not expressible": 0}
+    assert told["counts"] == {"used": 5, "mapped": 1, "implied": 0, "not expressible": 0}
     assert [row["line"] for row in told["keys"]] == [4, 5, 6, 7, 8, 9]
     assert told["to_add"] == [] and told["command"] == f"megatron-rl grpo {out} --dry-run"
     with lasting("session"):  # the recipe sets variables when it is imported
         assert command(["grpo", str(out), "observe=[]", "--dry-run"]) == 0
+
+
+def test_rows_are_counted_where_the_file_is_here(capsys):
+    rows = Path(__file__).parents[3] / "recipes/tiny/data/gsm8k_verl.parquet"
+    words = [f"data.train_files={rows}", "data.train_batch_size=10", "trainer.total_epochs=3", "trainer.save_freq=2"]
+    main(["algorithm.adv_estimator=grpo", *words, "--json"])
+    told = json.loads(capsys.readouterr().out)
+    number = len(import_module("pyarrow.parquet").read_table(rows))
+    assert told["configuration"]["run"]["steps"] == number // 10 * 3 > 0
+
+
+def test_a_name_on_the_hub_is_no_folder():
+    assert local_model("Qwen/Qwen3-8B")[1] == "hf download Qwen/Qwen3-8B --local-dir models/Qwen3-8B"
+    for path in ("models/Qwen3-8B", "/data/Qwen3-8B", "Qwen3-8B", "a/b/c"):
+        assert local_model(path) == (Path(path), "")
+
+
+def test_the_file_has_no_anchors(capsys, tmp_path):
+    out = tmp_path / "ppo.yaml"
+    assert main([*GRPO, "algorithm.adv_estimator=gae", "--out", str(out)]) == 0
+    assert "&" not in out.read_text() and "next: megatron-rl ppo" in capsys.readouterr().out
+    betas = yaml.safe_load(out.read_text())
+    assert betas["policy"]["optimizer"]["betas"] == betas["critic"]["optimizer"]["betas"] == [0.9, 0.999]
 
 
 def test_the_command_prints_its_tables_and_what_is_to_add(capsys):

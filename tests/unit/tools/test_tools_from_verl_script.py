@@ -137,7 +137,18 @@ def test_a_comment_that_ends_the_command_loses_no_key():
     script = f"{CALL} \\\n    a.b=1 \\\n    # a.c=2 \\\n    a.d=3 \\\n    a.e=4\n"
     found = read_script(script, HOME).overrides
     assert [(one.key, one.problem is None) for one in found] == [("a.b", True), ("a.d", False), ("a.e", False)]
-    assert found[1].problem == "the comment in line 3 ends the command, so the shell does not pass this word to verl"
+    assert found[1].problem is not None
+    assert found[1].problem.startswith("the comment in line 3 ends the command, so the shell does not pass this word")
+
+
+def test_a_backslash_that_does_not_end_its_line_loses_no_key():
+    found = read_script(f"{CALL} \\\n    a.b=1 \\  # the first\n    a.c=2 \\\n    a.d=3\n", HOME).overrides
+    assert [(one.key, one.line, one.problem is None) for one in found] == [
+        ("a.b", 2, True),
+        ("a.c", 3, False),
+        ("a.d", 4, False),
+    ]
+    assert found[1].problem is not None and found[1].problem.startswith("line 2 ends the command")
 
 
 @pytest.mark.parametrize(
