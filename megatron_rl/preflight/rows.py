@@ -163,22 +163,7 @@ def faults_of_rows(config: BaseConfig, tokenizer: TokenizerFiles | None, tell: T
         known = frozenset(columns)
         if heldout:
             faults += check_source(heldout)
-        if any(isinstance(reward, CodeReward) for reward in config.rewards):
-            try:
-                for missing in isolation().missing:
-                    tell(f"the code reward's sandbox on this machine: {missing}")
-            except SandboxError as error:
-                faults.append(f"the code reward has no sandbox on this machine: {error}")
-        for reward in config.rewards:
-            if isinstance(reward, ImportedReward) and (fault := fault_of_reward(reward, known or None)):
-                faults.append(fault)
-        own = {"algorithm.loss": config.algorithm.loss, "algorithm.adv_estimator": config.algorithm.adv_estimator}
-        backend = config.rollout.backend
-        if backend is not None and (fault := fault_of_function(backend, "rollout.backend")):
-            faults.append(fault)
-        for key, method in own.items():
-            if isinstance(method, FunctionLoss | FunctionAdvantage) and (fault := fault_of_function(method.path, key)):
-                faults.append(fault)
+        faults += _faults_of_functions(config, known, tell)
     if lengths.fault:
         faults.append(lengths.fault)
     elif lengths.without_template:
@@ -188,6 +173,32 @@ def faults_of_rows(config: BaseConfig, tokenizer: TokenizerFiles | None, tell: T
         )
     elif lengths.unknown and tokenizer:
         tell("the lengths of chats in tokens are not checked: the template can be rendered by transformers alone")
+    return faults
+
+
+def _faults_of_functions(config: GrpoRunConfig, columns: frozenset[str], tell: Tell) -> list[str]:
+    """Check what judges and trains: the sandbox, and the functions that the configuration names.
+
+    Args:
+        columns: of the training rows that were checked.
+    """
+    faults: list[str] = []
+    if any(isinstance(reward, CodeReward) for reward in config.rewards):
+        try:
+            for missing in isolation().missing:
+                tell(f"the code reward's sandbox on this machine: {missing}")
+        except SandboxError as error:
+            faults.append(f"the code reward has no sandbox on this machine: {error}")
+    for reward in config.rewards:
+        if isinstance(reward, ImportedReward) and (fault := fault_of_reward(reward, columns or None)):
+            faults.append(fault)
+    own = {"algorithm.loss": config.algorithm.loss, "algorithm.adv_estimator": config.algorithm.adv_estimator}
+    backend = config.rollout.backend
+    if backend is not None and (fault := fault_of_function(backend, "rollout.backend")):
+        faults.append(fault)
+    for key, method in own.items():
+        if isinstance(method, FunctionLoss | FunctionAdvantage) and (fault := fault_of_function(method.path, key)):
+            faults.append(fault)
     return faults
 
 
