@@ -1,19 +1,22 @@
-"""Replaces `policy.parallel.layers: auto` by the number of layers of each part of the pipeline."""
+"""Replaces `layers: auto` of policy and critic by the number of layers of each part of the pipeline."""
 
 from __future__ import annotations
 
 from functools import lru_cache
 from math import prod
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from megatron_rl.balance import flops_by_layer
 from megatron_rl.balance.stages import Load, distribute_layers
+from megatron_rl.config.critic import CriticConfig
+from megatron_rl.config.policy import PolicyConfig
 from megatron_rl.config.schema import BaseConfig, GrpoRunConfig, SftRunConfig
 from megatron_rl.layout import FAMILIES
-from megatron_rl.planning.shapes import planned_shape
+from megatron_rl.planning.shapes import planned_critic_shape, planned_shape
 from megatron_rl.types import ModelShape
 
 Config = TypeVar("Config", bound=BaseConfig)
+Side = TypeVar("Side", PolicyConfig, CriticConfig)
 
 
 def with_layers(config: Config) -> Config:
@@ -22,12 +25,18 @@ def with_layers(config: Config) -> Config:
     Raises:
         ValueError: the model has fewer layers than the pipeline has parts, or its configuration cannot be read.
     """
-    parallel = config.policy.parallel
-    if parallel.layers != "auto":
-        return config
-    layers = _distributed(planned_shape(config), _longest(config), parallel.mesh.num_chunks)
-    policy = config.policy.model_copy(update={"parallel": parallel.model_copy(update={"layers": layers})})
-    return config.model_copy(update={"policy": policy})
+    changed: dict[str, Any] = {}
+    policy, critic = config.policy, config.critic if isinstance(config, GrpoRunConfig) else None
+    if policy.parallel.layers == "auto":
+        changed["policy"] = _with_layers(policy, planned_shape(config), _longest(config))
+    if critic is not None and isinstance(config, GrpoRunConfig) and critic.parallel.layers == "auto":
+        changed["critic"] = _with_layers(critic, planned_critic_shape(config), _longest(config))
+    return config.model_copy(update=changed) if changed else config
+
+
+def _with_layers(side: Side, shape: ModelShape, length: int) -> Side:
+    layers = _distributed(shape, length, side.parallel.mesh.num_chunks)
+    return side.model_copy(update={"parallel": side.parallel.model_copy(update={"layers": layers})})
 
 
 def _longest(config: BaseConfig) -> int:
@@ -53,4 +62,5 @@ def _loads(shape: ModelShape, length: int) -> tuple[list[Load], Load, Load]:
     ]
     layers = [Load(*load) for load in zip(flops_by_layer(length, shape), parameters, strict=True)]
     matrix = shape.vocab_size * shape.hidden_size  # a last stage holds a copy of a tied embedding
-    return layers, Load(0.0, matrix), Load(2.0 * length * matrix, matrix)
+    head = shape.hidden_size if shape.value_head else matrix
+    return layers, Load(0.0, matrix), Load(2.0 * length * head, head)

@@ -53,3 +53,9 @@ def test_numbers_stay_and_auto_needs_no_pipeline():
 def test_more_stages_than_layers_are_refused():
     with pytest.raises(ValueError, match="64 layers, too few for 80 parts"):
         config_of("policy.parallel={pipeline: 20, virtual: 4, layers: auto}")
+
+
+def test_a_critics_layers_are_distributed_without_an_output_layer():
+    critic = "critic={parallel: {tensor: 4, pipeline: 4, layers: auto}}"
+    layers = config_of("algorithm.adv_estimator={kind: gae}", critic).critic.parallel.layers
+    assert sum(layers) == 64 and layers[-1] == max(layers) >= 16
