@@ -6,37 +6,58 @@ Invariant (tests/unit/verifiers): it fails only if a row has no ground truth tha
 from __future__ import annotations
 
 import re
+import unicodedata
 from decimal import Decimal
 from typing import Any
 
 from megatron_rl.config.rewards import ExactAnswerReward
 from megatron_rl.types import Verdict
+from megatron_rl.verifiers.mathematics.plain_number import SCALES
 from megatron_rl.verifiers.truth import composed, texts_of
 
 MAX_CHARACTERS = 400
 """The number of characters of an answer that are kept to count majorities."""
-# A minus sign belongs to a number if no digit is before it (the last number of 7-3 is 3), a comma or a space if it
-# separates thousands, and a full stop before the digits if no word or other full stop ends there.
+# A minus sign belongs to a number if no digit is before it (the last number of 7-3 is 3), a comma or another sign if it
+# separates thousands, and a full stop before the digits if no word or other full stop ends there. Unreadable are a
+# decimal comma, which may as well separate two numbers (3,5), powers, 0x1F and 5e3x.
 NUMBER = re.compile(
-    r"(?<![0-9])(-\$?|\$-)?"
-    r"((?:(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]{1,3}(?:[ \u00a0\u2009\u202f][0-9]{3})+)(?![0-9])|[0-9]+)(?:\.[0-9]+)?"
-    r"|(?<![\w.])\.[0-9]+)([eE][+-]?[0-9]{1,3}(?!\w))?"
+    r"(?<![0-9])(?P<sign>-\$?|\$-)?(?:(?P<unreadable>(?<!\w)0[xXbBoO][0-9a-fA-F]+"
+    r"|(?<![,.])[0-9]+(?:[. \u00a0\u2009\u202f][0-9]{3})*,(?!(?:[0-9]{3},)*[0-9]{3}(?![0-9]))[0-9]+(?![0-9,])"
+    r"|[0-9]+(?:\.[0-9]+)?[eE][+-]?[0-9]++(?=\w)|(?!10\^)[0-9]+(?:\.[0-9]+)?\^\{?-?[0-9]+)"
+    r"|(?P<power>10\^\{?(?P<ten>-?[0-9]+)\}?)"
+    r"|(?P<digits>(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]{1,3}(?:[ \u00a0\u2009\u202f_'][0-9]{3})+)(?![0-9])(?:\.[0-9]+)?"
+    r"|[0-9]+(?:\.[0-9]+)?|(?<![\w.])\.[0-9]+)"
+    r"(?:[eE](?P<e>[+-]?[0-9]+)(?!\w)|\s*(?:[*xX×·⋅]|\\times|\\cdot)\s*10\^\{?(?P<times_ten>-?[0-9]+)\}?"
+    rf"|\s+(?P<scale>(?i:{'|'.join(SCALES)}))\b|\s?(?P<part>[¼-¾⅐-⅞]))?"
+    r"|(?P<fraction>[¼-¾⅐-⅞]))"
 )
-# The minus signs and the full-width forms of Unicode. Raised digits are left out: 5 m² is 5.
-_ASCII = str.maketrans("−–－．，０１２３４５６７８９", "---.,0123456789")
+MAX_EXPONENT = 99_999
+"""The largest power of ten that is read. Decimal itself gives up at 999,999."""
+# The minus signs, hyphens and full-width forms of Unicode.
+_ASCII = str.maketrans("−–－﹣\u2010\u2011\u2012．，０１２３４５６７８９’", "-------.,0123456789'")
+# Raised digits are a power after a digit alone: 5 m² is 5. A raised minus sign before a digit is a sign.
+_RAISED = re.compile("(?<=[0-9])(⁻?)([⁰¹²³⁴-⁹]+)")
 
 
 def last_number(text: str) -> Decimal | None:
-    """The last number of a text; None if there is none. It may have the forms 72, 72.0, .5, 1,234, 1 234, $1,234.50,
-    6.02e23 and -3. The last number of a fraction is its denominator."""
+    """The last number of a text, read as a whole; None if there is none, or if it cannot be read. It may have the forms
+    72, 72.0, .5, 1,234, 1 234, 1_234, $1,234.50, 6.02e23, 6.02 x 10^23, 2 million, 3½ and -3. The last number of a
+    fraction is its denominator."""
+    text = _RAISED.sub(lambda run: f"^{'-' if run[1] else ''}{unicodedata.normalize('NFKC', run[2])}", text)
     match = None
-    for match in NUMBER.finditer(text.translate(_ASCII)):  # noqa: B007
+    for match in NUMBER.finditer(text.translate(_ASCII).replace("⁻", "-")):  # noqa: B007
         pass
-    if match is None:
+    if match is None or match["unreadable"]:
         return None
-    sign, digits, exponent = match.groups()
-    number = Decimal(re.sub(r"[,\s]", "", digits) + (exponent or ""))
-    return number.copy_negate() if sign else number
+    exponent = match["ten"] or match["e"] or match["times_ten"] or "0"
+    if len(exponent) > 6 or abs(int(exponent)) > MAX_EXPONENT:
+        return None
+    scale = SCALES[match["scale"].lower()] if match["scale"] else 0
+    digits = "1" if match["power"] else re.sub(r"[,\s_']", "", match["digits"] or "0")
+    number = Decimal(f"{digits}E{int(exponent) + scale}")
+    if part := match["part"] or match["fraction"]:
+        number += Decimal(str(unicodedata.numeric(part)))
+    return number.copy_negate() if match["sign"] else number
 
 
 def verify(cfg: ExactAnswerReward, text: str, truth: Any) -> Verdict:

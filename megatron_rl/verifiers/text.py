@@ -43,7 +43,7 @@ def form_of(truth: str) -> Callable[[str], str]:
 def f1(text: str, truth: str) -> float:
     """SQuAD's F1 (Rajpurkar et al. 2016, arXiv:1606.05250): the harmonic mean of precision and recall of the normalised
     words. Each word counts as often as it is in both texts. If a text has no words, it is 1 if the other one has none
-    either, as in SQuAD 2.0."""
+    either, as in SQuAD 2.0; but a row whose ground truth is empty has none."""
     form = form_of(truth)
     words, expected = form(text).split(), form(truth).split()
     if not words or not expected:

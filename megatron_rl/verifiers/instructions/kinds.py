@@ -17,10 +17,11 @@ definition here. These are all differences:
   character, as in two rows of IFEval.
 - Language: langdetect runs with a fixed seed and order of profiles. An answer without letters is in no language; it
   counted as followed. Words in capitals, which langdetect mostly ignores, are made lower case for `english_capital`.
-  `zh` stands for both forms of Chinese. Fewer than 50 letters, all of them ASCII, count as English for
-  `english_capital` and `english_lowercase`.
-- Accents are composed and apostrophes are straight on both sides, so `café` and `don't` are found however they are
-  written.
+  `zh` stands for both forms of Chinese. Fewer than 12 letters count as every language that is written in them, because
+  langdetect takes `OK` for Slovak. Fewer than 50 letters, all of them ASCII, count as English for `english_capital` and
+  `english_lowercase`.
+- Accents are composed, and quotation marks, apostrophes, hyphens and spaces have one form on both sides
+  (`truth.composed`), so `café`, `don't` and `well-known` are found however they are written.
 - Sentences are split by the rules of `instruction_text.sentences`, without trained data.
 - Words in capitals or lower case, and the words of all IFTrain kinds, follow `instruction_text.words`:
   punctuation is never a word, `don't` is one word. Only `number_words` counts runs of word characters, as published.
@@ -60,14 +61,13 @@ from typing import Annotated, Any, Literal, NoReturn
 import regex  # type: ignore[import-untyped]
 from pydantic import BeforeValidator, Field, StringConstraints
 
+from megatron_rl.verifiers.instructions.language import known_languages, may_be_english, may_be_in
 from megatron_rl.verifiers.instructions.text import (
     DIVIDER,
     RUN,
     SIX_ASTERISKS,
     boundaries,
     folded_words,
-    known_languages,
-    language_of,
     paragraphs,
     parts_between,
     sentences,
@@ -162,27 +162,17 @@ def response_language(text: str, /, *, language: Phrase) -> bool:
     """The answer is in the language with this code, ISO 639-1."""
     if language != "zh" and language not in known_languages():
         raise ValueError(f"language: {language!r} is none of {', '.join(sorted(known_languages()))}")
-    found = language_of(text)
-    return found is not None and (found == language or found.startswith(f"{language}-"))
+    return may_be_in(language, text)
 
 
 def english_capital(text: str, /) -> bool:
     """The answer is in English, in capital letters."""
-    return text.isupper() and _may_be_english(text.lower())
+    return text.isupper() and may_be_english(text.lower())
 
 
 def english_lowercase(text: str, /) -> bool:
     """The answer is in English, in lower-case letters."""
-    return text.islower() and _may_be_english(text)
-
-
-SHORT = 50
-"""A text with fewer letters is too short for langdetect, which takes many such English texts for another language."""
-
-
-def _may_be_english(text: str) -> bool:
-    letters = [character for character in text if character.isalpha()]
-    return "".join(letters).isascii() and len(letters) < SHORT or language_of(text) == "en"
+    return text.islower() and may_be_english(text)
 
 
 def capital_word_frequency(text: str, /, *, capital_frequency: Count, capital_relation: Relation) -> bool:

@@ -1,4 +1,4 @@
-"""The words, sentences, paragraphs and the language of a text, as the kinds of instructions count them.
+"""The words, sentences and paragraphs of a text, as the kinds of instructions count them.
 
 Invariants: the result depends on the text alone, on every machine; the time is linear in the length of the text; every
 word of a text is in exactly one of its sentences.
@@ -6,15 +6,10 @@ word of a text is in exactly one of its sentences.
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
-import langdetect  # type: ignore[import-untyped]
 import regex  # type: ignore[import-untyped]
-from langdetect.detector_factory import DetectorFactory  # type: ignore[import-untyped]
-from langdetect.lang_detect_exception import LangDetectException  # type: ignore[import-untyped]
 
 # In the module `regex`, `\w` includes combining marks, so that a word in Hindi is one word. In `re` it does not.
 RUN = regex.compile(r"\w+")
@@ -121,34 +116,3 @@ def parts_between(divider: re.Pattern[str], text: str) -> list[str]:
 def paragraphs(text: str) -> list[str]:
     """The paragraphs of a text: blank lines separate them."""
     return [part.strip() for part in BLANK_LINES.split(text) if part.strip()]
-
-
-@functools.cache
-def _languages() -> DetectorFactory:
-    # langdetect itself reads its profiles in the order of the file system, and uses a new random seed for every
-    # detection.
-    folder = Path(langdetect.__file__).parent / "profiles"
-    factory = DetectorFactory()
-    factory.load_json_profile([path.read_text(encoding="utf-8") for path in sorted(folder.iterdir())])
-    factory.set_seed(0)
-    return factory
-
-
-def known_languages() -> frozenset[str]:
-    """The codes of the languages that can be detected: ISO 639-1, and `zh-cn` and `zh-tw` for Chinese."""
-    return frozenset(_languages().langlist)
-
-
-def language_of(text: str) -> str | None:
-    """The language code of the first 10 000 characters of a text; None if it has no letters.
-
-    langdetect is a naive Bayes classifier of character n-grams (Nakatani Shuyo, "Language Detection Library for Java",
-    2010). It is often wrong about a text of a few words.
-    """
-    detector = _languages().create()
-    detector.append(text)
-    try:
-        language: str = detector.detect()
-    except LangDetectException:  # there is no n-gram that it knows
-        return None
-    return language

@@ -69,6 +69,7 @@ def test_the_text_after_the_thought_is_judged(cfg, text, truth, score):
         (MathematicsReward(), [], "the mathematics reward needs"),
         (MathematicsReward(), math.nan, "the row has no ground truth: it is NaN"),
         (ExactAnswerReward(), math.nan, "the row has no ground truth: it is NaN"),
+        *((cfg, " ", "the row has no ground truth: it is empty") for cfg in (MathematicsReward(), ExactAnswerReward())),
         (ExactAnswerReward(answer="last_number"), math.nan, "the row has no ground truth: it is NaN"),
         (InstructionsReward(), math.nan, "but it is nan"),
         (CodeReward(), math.nan, "but they are 'nan'"),

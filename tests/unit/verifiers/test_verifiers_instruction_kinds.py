@@ -37,9 +37,15 @@ CASES: dict[str, list[tuple[dict[str, object], list[str], list[str]]]] = {
         ({"letter": "é", "let_frequency": 1, "let_relation": "at least"}, ["É"], ["e"]),
     ],
     "language:response_language": [
-        ({"language": "de"}, [GERMAN], [ENGLISH, HINDI, "12 + 3 = 15", "```\n```"]),
-        ({"language": "hi"}, [HINDI], [GERMAN, "🙂"]),
-        ({"language": "zh"}, ["这句话是用中文写的，没有其他语言。"], [ENGLISH]),
+        ({"language": "de"}, [GERMAN, "Ja", "größer"], [ENGLISH, HINDI, "12 + 3 = 15", "```\n```", "ça"]),
+        ({"language": "hi"}, [HINDI, "हाँ"], [GERMAN, "🙂", "OK"]),
+        ({"language": "zh"}, ["这句话是用中文写的，没有其他语言。", "你好"], [ENGLISH, "OK"]),
+        ({"language": "ru"}, ["да"], ["OK"]),
+        (
+            {"language": "en"},
+            [ENGLISH, "OK", "Yes.", "No.", "Hello", "Done", "Paris", "I am"],
+            [GERMAN, "größer", "да", "Bonjour, comment allez-vous?", "42", "..."],
+        ),
     ],
     "length_constraints:number_sentences": [
         ({"num_sentences": 3, "relation": "at least"}, ["A b. C d! E f?", "One.\nTwo.\nThree"], ["A b. C d!", "..."]),
@@ -180,8 +186,14 @@ CASES: dict[str, list[tuple[dict[str, object], list[str], list[str]]]] = {
     "change_case:english_capital": [
         (
             {},
-            [ENGLISH.upper(), "THE PARADOX OF POWER AND RESPONSIBILITY WEIGHS HEAVILY ON HIM.", "NO."],
-            [ENGLISH, GERMAN.upper(), "12"],
+            [
+                ENGLISH.upper(),
+                "THE PARADOX OF POWER AND RESPONSIBILITY WEIGHS HEAVILY ON HIM.",
+                "NO.",
+                "CAFÉ",
+                "RÉSUMÉ SENT",
+            ],
+            [ENGLISH, GERMAN.upper(), "12", "GRÖSSER", "ДА"],
         )
     ],
     "change_case:english_lowercase": [

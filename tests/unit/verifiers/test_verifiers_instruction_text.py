@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.verifiers.instructions.text import DIVIDER, language_of, paragraphs, parts_between, sentences, words
+from megatron_rl.verifiers.instructions.language import language_of
+from megatron_rl.verifiers.instructions.text import DIVIDER, paragraphs, parts_between, sentences, words
 
 ENGLISH = "the quick brown fox jumps over the lazy dog because it wants to reach the other side of the river"
 GERMAN = "Der schnelle braune Fuchs springt über den faulen Hund, weil er auf die andere Seite des Flusses möchte."
@@ -82,7 +83,7 @@ def test_the_language_is_the_same_after_other_texts():
 @pytest.mark.deep
 def test_the_language_is_the_same_in_another_process():
     code = (
-        "import sys, json; from megatron_rl.verifiers.instructions.text import language_of;"
+        "import sys, json; from megatron_rl.verifiers.instructions.language import language_of;"
         "print(json.dumps([language_of(text) for text in json.loads(sys.stdin.read())[::-1]]))"
     )
     done = subprocess.run(

@@ -133,8 +133,11 @@ def test_integral_numbers_may_have_the_form_of_floats():
         ("keywords:forbidden_words", {"forbidden_words": ["caf\u00e9"]}, "le cafe\u0301", 0.0),
         ("keywords:forbidden_words", {"forbidden_words": ["don't"]}, "I don\u2019t", 0.0),
         ("keywords:existence", {"keywords": ["cafe\u0301"]}, "le caf\u00e9", 1.0),
+        ("keywords:existence", {"keywords": ["well-known"]}, "a well\u2011known b", 1.0),
+        ("keywords:forbidden_words", {"forbidden_words": ["yes"]}, "ye\u200bs", 0.0),
+        ("startend:quotation", {}, "\u201ca\u201d", 1.0),
         ("startend:end_checker", {"end_phrase": "that\u2019s all"}, "and that's all", 1.0),
     ],
 )
-def test_accents_and_apostrophes_are_found_however_they_are_written(kind, arguments, text, score):
+def test_accents_hyphens_and_quotation_marks_are_found_however_they_are_written(kind, arguments, text, score):
     assert verify(text, {"instruction_id": [kind], "kwargs": [arguments]}, "share").score == score

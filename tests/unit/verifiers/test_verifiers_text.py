@@ -51,14 +51,23 @@ THE = {"the": 1.0, "'The'": 1.0, "": 0.0, "a": 0.0, "!": 0.0}
         ("f1", "dog dog dog", "dog cat", 2 * (1 / 3) * (1 / 2) / (5 / 6)),
         ("f1", "dog", ["cat", "red dog", "big red dog"], 2 / 3),
         ("f1", "the", "cat", 0.0),
-        ("f1", "", "", 1.0),
         *((compare, text, "A", score) for compare in ("normalised", "f1") for text, score in CHOICES.items()),
         *((compare, text, "The", score) for compare in ("normalised", "f1") for text, score in THE.items()),
         ("normalised", "?!", "?!", 1.0),
         ("normalised", ".", "?!", 0.0),
-        ("normalised", ".", "", 0.0),
         ("exact", "caf\u00e9", "cafe\u0301", 1.0),
         ("normalised", "He doesn\u2019t", "he doesn't", 1.0),
+        *(
+            (compare, text, truth, 1.0)
+            for compare in ("exact", "normalised", "f1")
+            for text, truth in (
+                ("\u201cyes\u201d", '"yes"'),
+                ("well\u2010known", "well-known"),
+                ("well\u2011known", "well-known"),
+                ("\ufeffye\u200bs", "yes"),
+                ("two\u00a0words", "two words"),
+            )
+        ),
         ("regex", "cafe\u0301", "caf\u00e9", 1.0),
         ("regex", " 2024-05-06\n", r"\d{4}-\d\d-\d\d", 1.0),
         ("regex", "on 2024-05-06", r"\d{4}-\d\d-\d\d", 0.0),
@@ -84,6 +93,12 @@ def test_f1_is_symmetric_and_1_for_equal_words_alone(one, other):
         ("exact", ["a", None], "the text reward needs"),
         ("exact", math.nan, "the row has no ground truth: it is NaN"),
         ("f1", ["a", math.nan], "the row has no ground truth: it is NaN"),
+        *(
+            (compare, "", "the row has no ground truth: it is empty")
+            for compare in ("exact", "normalised", "f1", "regex")
+        ),
+        ("exact", [" ", "a"], "the row has no ground truth: it is empty"),
+        ("f1", "\ufeff\n", "the row has no ground truth: it is empty"),
         ("regex", "(", "ground_truth '(' is no pattern of Python's re: missing )"),
         ("regex", ["a", "a{99999999999}"], "is no pattern of Python's re"),
     ],
